@@ -1,0 +1,105 @@
+"""Full Blocks, Layer Blocks and their chained keys (paper §4.1, §A.5).
+
+A *Layer Block* holds the KV-cache of ``block_tokens`` tokens in one layer; a *Full Block* is
+the concatenation of the Layer Blocks of all layers, in layer order, so that no layout conversion
+is ever needed: slicing a Full Block at ``layer * layer_block_bytes`` yields a Layer Block.
+
+A block's *key* is a chain: SHA-256 over the canonical CBOR of (parent key, the block's token ids,
+extra keys), the very function vLLM calls ``sha256_cbor``.  Equal keys therefore mean equal token
+prefixes, and router, engines and storage agree on them without talking to each other.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import cbor2
+import msgspec
+
+#: Seed of the chain, vLLM's ``DEFAULT_NONE_HASH_SEED`` (``v1/core/kv_cache_utils.py``).
+CHAIN_SEED = "vllm-none-hash"
+
+BlockKey = bytes
+"""32 bytes; names one Full Block by the whole token prefix that ends with it."""
+
+
+class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Shape of the blocks of one engine rank.
+
+    ``layers`` ≥ 1; ``block_tokens`` ≥ 1 tokens per block (64 in the paper);
+    ``layer_block_bytes`` bytes of one Layer Block, opaque: engines may pack K and V as they like.
+    """
+
+    layers: int
+    block_tokens: int
+    layer_block_bytes: int
+
+    @property
+    def full_block_bytes(self) -> int:
+        """Bytes of one Full Block: all layers of ``block_tokens`` tokens."""
+        return self.layers * self.layer_block_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV bytes of one token over all layers, rounded down."""
+        return self.full_block_bytes // self.block_tokens
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold ``tokens`` tokens, the last one possibly partial."""
+        return -(-tokens // self.block_tokens)
+
+    def full_blocks_in(self, tokens: int) -> int:
+        """Completely filled blocks among ``tokens`` tokens."""
+        return tokens // self.block_tokens
+
+    def max_hit_blocks(self, prompt_tokens: int) -> int:
+        """Most blocks a prompt may hit: at least its last token has to be computed."""
+        return max(prompt_tokens - 1, 0) // self.block_tokens
+
+
+class StoreNamespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that must be equal for two engines to exchange stored blocks.
+
+    ``mode`` keeps the length-only blocks of Oracle runs (§7.2) away from real ones.
+    """
+
+    model: str
+    dtype: str
+    layout: str
+    geometry: BlockGeometry
+    rank: int = 0
+    world_size: int = 1
+    mode: str = "kv"
+
+    def digest(self) -> str:
+        """16 hex digits that name this namespace on disk and on the wire."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:16]
+
+
+def chain_root() -> BlockKey:
+    """Return the parent of every first block."""
+    return hashlib.sha256(cbor2.dumps(CHAIN_SEED, canonical=True)).digest()
+
+
+def block_keys(
+    token_ids: Sequence[int],
+    block_tokens: int,
+    *,
+    cache_salt: str | None = None,
+    extra_keys: tuple[object, ...] = (),
+) -> list[BlockKey]:
+    """Return the chained keys of the full blocks of ``token_ids``, first block first.
+
+    Equal to vLLM's ``request.block_hashes`` under ``--prefix-caching-hash-algo sha256_cbor`` for
+    text requests.  ``extra_keys`` enter every block (a LoRA name, say), ``cache_salt`` the first
+    one and, through the chain, all.  Trailing tokens that fill no block have no key.
+    """
+    keys: list[BlockKey] = []
+    parent = chain_root()
+    for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
+        extra = extra_keys
+        if start == 0 and cache_salt:
+            extra = (*extra_keys, ("cache_salt", cache_salt))
+        link = (parent, tuple(token_ids[start : start + block_tokens]), extra or None)
+        parent = hashlib.sha256(cbor2.dumps(link, canonical=True)).digest()
+        keys.append(parent)
+    return keys

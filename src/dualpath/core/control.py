@@ -1,0 +1,357 @@
+"""Control messages between router and engines, and the hand-over that rides on a vLLM request.
+
+Messages are msgpack-encoded tagged structs.  An engine opens the connection with ``Hello`` and is
+answered with ``Welcome`` or ``Refused``.  Bulk data never travels here.
+
+    router → engine   Welcome Refused PeerUp PeerDown Lookup Assign Read Persist Release
+    engine → router   Hello Report LookupDone Reserved ReadDone Sent Handed Released Failed Goodbye
+
+Life of a request (DESIGN §4; Fig. 4 of the paper):
+
+    Assign(DE, reserve whole prompt) → Reserved → Assign(PE) and Read on the chosen side(s) → ReadDone
+    → vLLM request at the PE carrying a ``HandOver`` → first token and Sent → Persist(DE, the prompt's new
+    blocks) and vLLM request at the DE carrying a ``TakeOver`` → Handed (H2D done, DE buffer given
+    back) → tokens → Release at both.
+"""
+
+from typing import Any
+
+import msgspec
+
+from dualpath.core.blocks import StoreNamespace
+from dualpath.core.cluster import Role
+from dualpath.core.errors import IncompatibleError
+
+#: Raised by one whenever a message changes its meaning; both ends must agree.
+PROTOCOL_VERSION = 1
+
+#: Key under which hand-over and take-over travel in vLLM's ``kv_transfer_params``.
+TRANSFER_PARAMS_KEY = "dualpath"
+
+
+class RegionAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Wire form of ``transport.contract.RegionInfo``."""
+
+    name: str
+    base_address: int
+    stride_bytes: int
+    piece_bytes: int
+    pieces: int
+    memory: str = "DRAM"
+    device: int = 0
+
+
+class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How other engines reach this one over the compute network."""
+
+    engine_id: str
+    epoch: str
+    role: Role
+    agent: str
+    agent_metadata: bytes
+    regions: tuple[RegionAddress, ...]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Base of all control messages."""
+
+
+class Hello(Message, frozen=True, tag=True):
+    """First message of an engine; registers it (again after a restart, with a new epoch).
+
+    ``api_url`` is the base URL of the engine's own HTTP server; ``node`` and ``group`` place it
+    (§6.1: engines of one node share a group, and a storage NIC).  ``hbm_tokens`` and
+    ``buffer_tokens`` are capacities in tokens; ``limits`` carries what the front end has to know
+    of the engine (``max_model_len``, ``vocab_size``, ``served_model_name`` …).
+    """
+
+    version: int
+    address: EngineAddress
+    namespace: StoreNamespace
+    api_url: str
+    node: str
+    group: str
+    mode: str
+    hbm_tokens: int
+    buffer_tokens: int
+    snic_bytes_per_s: float | None = None
+    limits: dict[str, Any] = {}
+
+
+class Welcome(Message, frozen=True, tag=True):
+    """The engine is registered; ``peers`` are the engines of the other role."""
+
+    peers: tuple[EngineAddress, ...]
+
+
+class Refused(Message, frozen=True, tag=True):
+    """The engine may not join; ``reason`` names value, limit and remedy."""
+
+    reason: str
+
+
+class PeerUp(Message, frozen=True, tag=True):
+    """An engine of the other role joined."""
+
+    address: EngineAddress
+
+
+class PeerDown(Message, frozen=True, tag=True):
+    """An engine of the other role is lost; its transfers must be treated as failed.
+
+    ``certain`` tells that its process is known to be gone, so that memory it might have written
+    to can be reused at once; otherwise such memory stays in quarantine.
+    """
+
+    engine_id: str
+    epoch: str
+    certain: bool
+
+
+class Lookup(Message, frozen=True, tag=True):
+    """Ask how many blocks at the head of ``keys`` are stored."""
+
+    call_id: int
+    keys: tuple[bytes, ...]
+
+
+class LookupDone(Message, frozen=True, tag=True):
+    """Answer to ``Lookup``."""
+
+    call_id: int
+    hit_blocks: int
+
+
+class Assign(Message, frozen=True, tag=True):
+    """A request now counts against this engine's load.
+
+    ``assign_seq`` grows by one per assignment to this engine; reports echo the last one seen.
+    ``reserve_blocks`` > 0 asks for that many Full Block slots of the engine's DRAM buffer, granted
+    FIFO and answered with ``Reserved``.
+    """
+
+    assign_seq: int
+    request_id: str
+    tokens: int
+    reserve_blocks: int
+
+
+class Reserved(Message, frozen=True, tag=True):
+    """Buffer slots are granted, in block order; ``wait_s`` is what the request waited for them."""
+
+    request_id: str
+    slots: tuple[int, ...]
+    wait_s: float
+
+
+class Read(Message, frozen=True, tag=True):
+    """Read ``keys`` from storage into the request's slots ``first_slot`` and following.
+
+    ``first_slot`` indexes the request's own reservation.  After ``deadline_s`` (from receipt) the
+    engine gives up and answers with the blocks verified so far.
+    """
+
+    request_id: str
+    first_slot: int
+    keys: tuple[bytes, ...]
+    deadline_s: float
+
+
+class ReadDone(Message, frozen=True, tag=True):
+    """Outcome of ``Read``: the first ``good_blocks`` are in the buffer and verified.
+
+    ``slots`` are the request's slots as they are *now*: after a deadline the engine may have
+    replaced slots that a late read could still write to.
+    """
+
+    request_id: str
+    good_blocks: int
+    reason: str | None
+    bytes_read: int
+    queue_s: float
+    read_s: float
+    slots: tuple[int, ...]
+
+
+class Persist(Message, frozen=True, tag=True):
+    """Write the request's slots ``first_slot`` and following to storage under ``keys``."""
+
+    request_id: str
+    first_slot: int
+    keys: tuple[bytes, ...]
+
+
+class Sent(Message, frozen=True, tag=True):
+    """The PE's last transfer for the request is over; the DE buffer is complete iff no failure.
+
+    The router takes a prefill as done only with this message: the engine's own answer says that
+    the first token was computed, not that the KV arrived.
+    """
+
+    request_id: str
+    failure: str | None = None
+
+
+class Handed(Message, frozen=True, tag=True):
+    """The DE has copied the prompt's KV to its HBM and given the buffer back."""
+
+    request_id: str
+    h2d_s: float
+
+
+class Release(Message, frozen=True, tag=True):
+    """The request is over on this engine; slots are freed once nothing can write to them.
+
+    ``writer_certain`` is False when ``writer_engine``, the prefill engine that may still write
+    into the slots, is lost but not known to be dead: the slots then stay in quarantine until a
+    ``PeerDown`` says it is.
+    """
+
+    request_id: str
+    reason: str
+    writer_certain: bool = True
+    writer_engine: str = ""
+
+
+class Released(Message, frozen=True, tag=True):
+    """All of the request's slots are free again."""
+
+    request_id: str
+
+
+class Failed(Message, frozen=True, tag=True):
+    """A command for a request could not be carried out; ``reason`` is complete."""
+
+    request_id: str
+    reason: str
+
+
+class Report(Message, frozen=True, tag=True):
+    """Load of an engine (§6.1), sent on change and as heartbeat.
+
+    ``unfinished_requests`` seq_e, ``unfinished_tokens`` tok_e, ``read_queue_tokens`` read_q of the
+    engine's node, free HBM and free DRAM buffer in tokens.  ``assign_seq`` is the last ``Assign``
+    already counted in.  ``counters`` are monotonic totals for metrics (names in
+    ``engine/counters.py``).
+    """
+
+    report_seq: int
+    assign_seq: int
+    unfinished_requests: int
+    unfinished_tokens: int
+    read_queue_tokens: int
+    free_hbm_tokens: int
+    free_buffer_tokens: int
+    counters: dict[str, float] = {}
+
+
+class Goodbye(Message, frozen=True, tag=True):
+    """The engine leaves on purpose."""
+
+    reason: str
+
+
+RouterMessage = Welcome | Refused | PeerUp | PeerDown | Lookup | Assign | Read | Persist | Release
+EngineMessage = (
+    Hello
+    | Report
+    | LookupDone
+    | Reserved
+    | ReadDone
+    | Sent
+    | Handed
+    | Released
+    | Failed
+    | Goodbye
+)
+
+_ENCODER = msgspec.msgpack.Encoder()
+_ROUTER_DECODER = msgspec.msgpack.Decoder(RouterMessage)
+_ENGINE_DECODER = msgspec.msgpack.Decoder(EngineMessage)
+
+
+def encode(message: Message) -> bytes:
+    """Return the wire form of a message."""
+    return _ENCODER.encode(message)
+
+
+def decode_router_message(frame: bytes) -> RouterMessage:
+    """Decode what a router sent; raises ``IncompatibleError`` for anything malformed."""
+    return _decode(_ROUTER_DECODER, frame)  # type: ignore[no-any-return]
+
+
+def decode_engine_message(frame: bytes) -> EngineMessage:
+    """Decode what an engine sent; raises ``IncompatibleError`` for anything malformed."""
+    return _decode(_ENGINE_DECODER, frame)  # type: ignore[no-any-return]
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> Any:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise IncompatibleError(
+            f"control message of {len(frame)} bytes is not of protocol {PROTOCOL_VERSION}: "
+            f"{error}; run the same dualpath version on router and engines"
+        ) from error
+
+
+class HitRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Consecutive hit blocks that lie in one engine's DRAM buffer after the storage read.
+
+    ``first_block`` counts from the start of the prompt; ``slots`` are buffer slots, one per block.
+    """
+
+    side: Role
+    first_block: int
+    slots: tuple[int, ...]
+
+
+class HandOver(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rides on the PE's vLLM request: where hit KV lies and where the complete KV has to go.
+
+    ``hit_key_tail`` is the key of the last hit block, empty without hits: the PE compares it
+    with its own chain before it trusts any loaded block.  ``de_slots`` has one slot per prompt
+    block, the last possibly partial.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    hit_blocks: int
+    hit_key_tail: bytes
+    hits: tuple[HitRun, ...]
+    decode_engine: str
+    decode_epoch: str
+    de_slots: tuple[int, ...]
+
+
+class TakeOver(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rides on the DE's vLLM request: the prompt's KV waits in this engine's own buffer."""
+
+    request_id: str
+    prompt_tokens: int
+    slots: tuple[int, ...]
+
+
+def to_transfer_params(value: HandOver | TakeOver) -> dict[str, Any]:
+    """Return the ``kv_transfer_params`` dictionary that carries ``value`` (JSON-safe)."""
+    kind = "hand_over" if isinstance(value, HandOver) else "take_over"
+    return {TRANSFER_PARAMS_KEY: {kind: msgspec.to_builtins(value)}}
+
+
+def from_transfer_params(params: dict[str, Any] | None) -> HandOver | TakeOver | None:
+    """Return what a vLLM request carries for us, None if nothing.
+
+    Raises ``IncompatibleError`` for a malformed value.
+    """
+    ours = (params or {}).get(TRANSFER_PARAMS_KEY)
+    if ours is None:
+        return None
+    try:
+        if "hand_over" in ours:
+            return msgspec.convert(ours["hand_over"], HandOver)
+        return msgspec.convert(ours["take_over"], TakeOver)
+    except (msgspec.ValidationError, KeyError, TypeError) as error:
+        raise IncompatibleError(
+            f"kv_transfer_params[{TRANSFER_PARAMS_KEY!r}] is malformed: {error}; "
+            "run the same dualpath version on router and engines"
+        ) from error

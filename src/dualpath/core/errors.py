@@ -1,0 +1,75 @@
+"""The whole exception tree of dualpath.
+
+    DualPathError
+    ├── ConfigError            a setting is wrong; raised before anything starts
+    ├── BadRequestError        a client's request cannot be served as asked
+    ├── TraceError             a workload trace is malformed
+    ├── StorageError           external storage cannot be used at all
+    │   ├── BlockMissingError      no block under this key
+    │   ├── BlockCorruptError      a block is short, has a wrong key or a wrong checksum
+    │   └── StorageReadError       the device answered with an error
+    ├── TransportError         a transfer between places failed
+    │   └── PeerLostError          the other engine is gone
+    ├── BufferTooSmallError    a buffer request that can never be granted
+    ├── EngineLostError        an engine died or stopped reporting
+    ├── DeadlineError          something took longer than its deadline
+    └── IncompatibleError      two components disagree on version, model or layout
+
+Every message names the value, the limit and the remedy.
+"""
+
+
+class DualPathError(Exception):
+    """Base of everything dualpath raises on purpose."""
+
+
+class ConfigError(DualPathError):
+    """A setting is wrong; nothing has been started."""
+
+
+class BadRequestError(DualPathError):
+    """A client's request cannot be served as asked."""
+
+
+class TraceError(DualPathError):
+    """A workload trace is malformed."""
+
+
+class StorageError(DualPathError):
+    """External storage cannot be used."""
+
+
+class BlockMissingError(StorageError):
+    """No block is stored under this key."""
+
+
+class BlockCorruptError(StorageError):
+    """A stored block is short, carries another key or fails its checksum."""
+
+
+class StorageReadError(StorageError):
+    """The storage device answered a read with an error."""
+
+
+class TransportError(DualPathError):
+    """A transfer failed; its destination holds undefined bytes."""
+
+
+class PeerLostError(TransportError):
+    """The engine at the other end of a transfer is gone."""
+
+
+class BufferTooSmallError(DualPathError):
+    """A reservation exceeds the whole buffer and could never be granted."""
+
+
+class EngineLostError(DualPathError):
+    """An engine died or stopped reporting."""
+
+
+class DeadlineError(DualPathError):
+    """Something took longer than its deadline."""
+
+
+class IncompatibleError(DualPathError):
+    """Two components disagree on version, model or layout."""

@@ -1,0 +1,45 @@
+"""Requests and trajectories (§2.2, §A.3)."""
+
+import msgspec
+
+
+class Round(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn: ``append_tokens`` enter the context, ``generated_tokens`` come back.
+
+    ``delay_s`` is the recorded tool time before the turn starts, 0 where unknown.
+    """
+
+    append_tokens: int
+    generated_tokens: int
+    delay_s: float = 0.0
+
+
+class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One agent's run: its turns in order."""
+
+    session_id: str
+    rounds: tuple[Round, ...]
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the whole context after the last turn."""
+        return sum(r.append_tokens + r.generated_tokens for r in self.rounds)
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the scheduler needs to know of one turn.
+
+    ``prompt_tokens`` ≥ 1, ``hit_tokens`` ≤ ``prompt_tokens`` - 1 are stored,
+    ``max_new_tokens`` ≥ 1 bounds the decode.  ``arrival_seq`` orders requests (FIFO).
+    """
+
+    request_id: str
+    prompt_tokens: int
+    hit_tokens: int
+    max_new_tokens: int
+    arrival_seq: int = 0
+
+    @property
+    def miss_tokens(self) -> int:
+        """Prompt tokens the PE has to compute."""
+        return self.prompt_tokens - self.hit_tokens

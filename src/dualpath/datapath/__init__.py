@@ -1,0 +1,1 @@
+"""What moves, over which link, in what order (paper §4, §5)."""

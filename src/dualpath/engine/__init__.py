@@ -1,0 +1,1 @@
+"""Live data plane inside an engine: traffic manager, DRAM buffer, read queue, control link."""

@@ -1,0 +1,127 @@
+"""The PE or DE buffer: registered DRAM divided into Full Block slots (§4.1)."""
+
+import threading
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualpath.core.blocks import BlockGeometry
+from dualpath.engine.slots import Grant, SlotPool
+from dualpath.transport.contract import RegionInfo
+from dualpath.transport.memory import allocate_registered
+
+#: Name under which every engine registers its buffer.
+BUFFER_REGION = "buffer"
+
+
+class BlockBuffer:
+    """Slots with memory behind them; all methods may be called from any thread.
+
+    One region of ``slots · layers`` pieces: piece ``slot · layers + layer`` is a Layer Block, so a
+    slot's pieces are contiguous and form its Full Block (§A.5).  ``granted`` is called, outside
+    the lock, for every reservation as soon as it fits.
+    """
+
+    def __init__(
+        self, geometry: BlockGeometry, slots: int, granted: Callable[[Grant], None]
+    ) -> None:
+        self.geometry = geometry
+        self._granted = granted
+        self._lock = threading.Lock()
+        self._pool = SlotPool(slots)
+        self._memory = allocate_registered(max(slots, 1) * geometry.full_block_bytes)
+        self._view = self._memory.view(0, self._memory.size_bytes)
+
+    @property
+    def capacity(self) -> int:
+        """All slots."""
+        return self._pool.capacity
+
+    @property
+    def free(self) -> int:
+        """Slots free now."""
+        with self._lock:
+            return self._pool.free
+
+    @property
+    def memory(self) -> object:
+        """The allocation, to be kept alive by whoever registers it."""
+        return self._memory
+
+    def region(self) -> RegionInfo:
+        """Describe the buffer to a transport."""
+        return RegionInfo(
+            name=BUFFER_REGION,
+            base_address=self._memory.address,
+            stride_bytes=self.geometry.layer_block_bytes,
+            piece_bytes=self.geometry.layer_block_bytes,
+            pieces=max(self.capacity, 1) * self.geometry.layers,
+        )
+
+    def view(self, slot: int) -> memoryview:
+        """Return a slot's Full Block as writable bytes."""
+        size = self.geometry.full_block_bytes
+        return self._view[slot * size : (slot + 1) * size]
+
+    def pieces(self, slots: Iterable[int], layer: int) -> NDArray[np.int64]:
+        """Return the piece indices of one layer of these slots."""
+        return np.fromiter(slots, dtype=np.int64) * self.geometry.layers + layer
+
+    def slots_of(self, request_id: str) -> tuple[int, ...]:
+        """Return the slots a request holds, in block order; empty if none."""
+        with self._lock:
+            return self._pool.slots_of(request_id)
+
+    def request(self, request_id: str, count: int) -> None:
+        """Queue a reservation; raises ``BufferTooSmallError`` if it could never be granted."""
+        with self._lock:
+            grants = self._pool.request(request_id, count)
+        self._announce(grants)
+
+    def take(self) -> int | None:
+        """Return one free slot that belongs to no request, None if there is none to spare."""
+        with self._lock:
+            return self._pool.take()
+
+    def give_back(self, slot: int) -> None:
+        """End the lease of a slot got from ``take``."""
+        self._change(lambda pool: pool.give_back(slot))
+
+    def replace(self, request_id: str, positions: Iterable[int]) -> bool:
+        """Swap slots of a request for fresh ones; False if too few are free."""
+        with self._lock:
+            return self._pool.replace(request_id, positions)
+
+    def release(self, request_id: str) -> None:
+        """End a request's lease or its waiting."""
+        self._change(lambda pool: pool.release(request_id))
+
+    def quarantine(self, request_id: str) -> None:
+        """Keep a request's slots away from everybody."""
+        with self._lock:
+            self._pool.quarantine(request_id)
+
+    def end_quarantine(self, request_id: str) -> None:
+        """Free a request's quarantined slots."""
+        self._change(lambda pool: pool.end_quarantine(request_id))
+
+    def pin(self, slots: Iterable[int]) -> None:
+        """Protect slots from reuse while somebody reads or writes their memory."""
+        with self._lock:
+            self._pool.pin(slots)
+
+    def unpin(self, slots: Iterable[int]) -> None:
+        """End a protection."""
+        held = list(slots)
+        self._change(lambda pool: pool.unpin(held))
+
+    def _change(self, change: Callable[[SlotPool], object]) -> None:
+        with self._lock:
+            change(self._pool)
+            grants = self._pool.grant()
+        self._announce(grants)
+
+    def _announce(self, grants: list[Grant]) -> None:
+        for grant in grants:
+            self._granted(grant)

@@ -1,0 +1,90 @@
+"""Writes new Full Blocks to storage behind everybody's back; nobody waits for it."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from dualpath.core.blocks import BlockKey
+from dualpath.core.errors import StorageError
+from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.trace import TraceRecorder
+from dualpath.storage.contract import BlockStorage
+
+log = logging.getLogger(__name__)
+
+
+class WriteTask:
+    """Blocks to write and what to do once their memory is no longer needed."""
+
+    def __init__(
+        self,
+        keys: Sequence[BlockKey],
+        sources: Sequence[memoryview],
+        then: Callable[[], None],
+    ) -> None:
+        self.keys = keys
+        self.sources = sources
+        self.then = then
+
+
+class Persister:
+    """One writer thread; a failed write is counted and logged, the block is simply not stored."""
+
+    def __init__(self, storage: BlockStorage, counters: Counters, trace: TraceRecorder) -> None:
+        self._storage = storage
+        self._counters = counters
+        self._trace = trace
+        self._wake = threading.Condition()
+        self._tasks: deque[WriteTask] = deque()
+        self._busy = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="storage-writer", daemon=True)
+        self._thread.start()
+
+    def add(self, task: WriteTask) -> None:
+        """Queue a write; ``task.then`` runs on the writer's thread afterwards, always."""
+        with self._wake:
+            self._tasks.append(task)
+            self._wake.notify_all()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything queued is written; False after the timeout."""
+        with self._wake:
+            return self._wake.wait_for(lambda: not self._tasks and not self._busy, timeout_s)
+
+    def close(self) -> None:
+        """Write what is queued, then stop; idempotent."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        self._thread.join(timeout=30)
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._tasks and not self._closing:
+                    self._wake.wait()
+                if not self._tasks:
+                    return
+                task = self._tasks.popleft()
+                self._busy = True
+            try:
+                self._write(task)
+            finally:
+                task.then()
+                with self._wake:
+                    self._busy = False
+                    self._wake.notify_all()
+
+    def _write(self, task: WriteTask) -> None:
+        start_ns = self._trace.now_ns()
+        try:
+            new = self._storage.write(task.keys, task.sources)
+        except StorageError as error:
+            self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(task.keys))
+            log.warning("%d blocks are not persisted: %s", len(task.keys), error)
+            return
+        self._counters.add(Counter.PERSISTED_BLOCKS, new)
+        self._counters.add(Counter.STORAGE_WRITE_BYTES, sum(len(s) for s in task.sources))
+        self._trace.record("persist", "storage-write", start_ns, self._trace.now_ns(), blocks=new)

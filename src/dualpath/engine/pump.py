@@ -1,0 +1,92 @@
+"""One thread that drives posted transfers to their end without spinning a core."""
+
+import threading
+from collections.abc import Callable
+
+from dualpath.core.errors import DualPathError
+from dualpath.transport.contract import Transfer, TransferState
+
+#: Waits between two polls while transfers move: short at first, then longer.
+_FIRST_WAIT_S = 0.0001
+_LONGEST_WAIT_S = 0.002
+
+
+class Completion:
+    """One transfer under way; ``wait`` blocks until it is over and ``error`` says how it ended."""
+
+    def __init__(self, transfer: Transfer, then: Callable[["Completion"], None] | None) -> None:
+        self.transfer = transfer
+        self.error: str | None = None
+        self._then = then
+        self._over = threading.Event()
+
+    def finish(self) -> None:
+        """Called by the pump exactly once."""
+        self.error = self.transfer.error()
+        self.transfer.release()
+        try:
+            if self._then is not None:
+                self._then(self)
+        except DualPathError as error:
+            self.error = self.error or str(error)
+        finally:
+            self._over.set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until the transfer and what follows it are over; False after the timeout."""
+        return self._over.wait(timeout_s)
+
+
+class TransferPump:
+    """Polls transfers in the order they were posted and runs what follows each of them.
+
+    ``then`` callbacks run on the pump's thread; they may post further transfers.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._wake = threading.Condition()
+        self._moving: list[Completion] = []
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"{name}-pump", daemon=True)
+        self._thread.start()
+
+    def watch(
+        self, transfer: Transfer, then: Callable[[Completion], None] | None = None
+    ) -> Completion:
+        """Drive a posted transfer to its end."""
+        completion = Completion(transfer, then)
+        with self._wake:
+            self._moving.append(completion)
+            self._wake.notify()
+        return completion
+
+    def close(self) -> None:
+        """Stop after the transfers under way are over; idempotent."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        wait_s = _FIRST_WAIT_S
+        while True:
+            with self._wake:
+                while not self._moving and not self._closing:
+                    self._wake.wait()
+                    wait_s = _FIRST_WAIT_S
+                if not self._moving:
+                    return
+                moving = list(self._moving)
+            over = [c for c in moving if c.transfer.poll() is not TransferState.MOVING]
+            with self._wake:
+                self._moving = [c for c in self._moving if c not in over]
+            for completion in over:
+                completion.finish()
+            if over:
+                wait_s = _FIRST_WAIT_S
+                continue
+            with self._wake:
+                if len(self._moving) == len(moving):
+                    self._wake.wait(wait_s)
+            wait_s = min(wait_s * 2, _LONGEST_WAIT_S)

@@ -1,0 +1,280 @@
+"""The connector inside a vLLM worker: hosts the traffic manager and feeds it layer by layer."""
+
+import logging
+import os
+import queue
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dualpath.core.blocks import BlockGeometry, StoreNamespace
+from dualpath.core.cluster import Role
+from dualpath.core.control import PROTOCOL_VERSION, Hello, Sent
+from dualpath.core.errors import ConfigError, TransportError
+from dualpath.engine.hbm_copy import HbmLayout
+from dualpath.engine.layer_stream import LayerSettings, LayerStream, PrefillChunk
+from dualpath.engine.link import ControlLink
+from dualpath.engine.settings import EngineSettings
+from dualpath.engine.traffic_manager import TrafficManager
+from dualpath.storage.factory import open_storage
+from dualpath.transport.contract import RegionInfo, Transport
+from dualpath.vllm_plugin.metadata import PrefillWork, StepMetadata, TakeOverWork
+from dualpath.vllm_plugin.model_identity import kv_layout, model_fingerprint
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+log = logging.getLogger(__name__)
+
+
+class WorkerSide:
+    """State of one engine's worker process; ``register`` brings the data plane up."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        config: "VllmConfig",
+        cache: "KVCacheConfig",
+        layer_names: list[str],
+    ) -> None:
+        self._settings = settings
+        self._config = config
+        self._layers = {name: index for index, name in enumerate(layer_names)}
+        spec = cache.kv_cache_groups[0].kv_cache_spec
+        self.geometry = BlockGeometry(
+            layers=len(layer_names),
+            block_tokens=spec.block_size,
+            layer_block_bytes=spec.page_size_bytes,
+        )
+        self._num_blocks = cache.num_blocks
+        self._epoch = uuid.uuid4().hex[:12]
+        self._manager: TrafficManager | None = None
+        self._link: ControlLink | None = None
+        self._stream: LayerStream | None = None
+        self._chunks: list[PrefillChunk] = []
+        self._rejected: dict[str, str] = {}
+        self._take_overs: list[TakeOverWork] = []
+        self._generated: list[tuple[int, bytes]] = []
+        self._copied: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
+
+    # ------------------------------------------------------------------ start and stop
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Register HBM and buffer once, open storage, join the cluster."""
+        hbm = self._hbm_layout(kv_caches)
+        storage = open_storage(
+            self._settings.storage,
+            self._namespace(),
+            mode=self._settings.mode,
+            read_bytes_per_s=self._settings.snic_bytes_per_s or None,
+        )
+        manager = TrafficManager(
+            self._settings, self.geometry, storage, self._open_transport(), hbm, self._send
+        )
+        self._manager = manager
+        self._link = ControlLink(
+            self._settings.router, self._hello, manager.report, manager.handle, manager.tick
+        )
+        self._link.start()
+        log.info(
+            "dualpath %s engine %s: %d layers of %d-token blocks, buffer of %d tokens, HBM of %d",
+            self._settings.role,
+            self._settings.engine_id,
+            self.geometry.layers,
+            self.geometry.block_tokens,
+            manager.buffer_tokens,
+            manager.hbm_tokens,
+        )
+
+    def close(self) -> None:
+        """Leave the cluster and give everything back; idempotent."""
+        link, self._link = self._link, None
+        manager, self._manager = self._manager, None
+        if link is not None:
+            link.close("engine shuts down")
+        if manager is not None:
+            manager.close()
+
+    def _open_transport(self) -> Transport:
+        from dualpath.transport.nixl import NixlTransport
+
+        return NixlTransport(
+            f"{self._settings.engine_id}-{self._epoch}",
+            tls=self._settings.ucx_tls or None,
+            progress_delay_us=self._settings.progress_delay_us,
+        )
+
+    def _namespace(self) -> StoreNamespace:
+        backend = self._config.attention_config.backend
+        return StoreNamespace(
+            model=model_fingerprint(self._config.model_config),
+            dtype=str(self._config.model_config.dtype).removeprefix("torch."),
+            layout=kv_layout(self._config, str(backend)),
+            geometry=self.geometry,
+            mode="kv" if self._settings.mode.moves_bytes else "oracle",
+        )
+
+    def _hbm_layout(self, kv_caches: Mapping[str, torch.Tensor]) -> HbmLayout:
+        regions: dict[int, RegionInfo] = {}
+        names = []
+        for layer in sorted(self._layers, key=self._layers.__getitem__):
+            region = self._region(f"hbm.{len(regions)}", layer, kv_caches[layer])
+            regions.setdefault(region.base_address, region)
+            names.append(regions[region.base_address].name)
+        return HbmLayout(
+            regions=tuple(regions.values()),
+            region_of_layer=tuple(names),
+            capacity_tokens=self._num_blocks * self.geometry.block_tokens,
+        )
+
+    def _region(self, name: str, layer: str, cache: torch.Tensor) -> RegionInfo:
+        """Describe one layer's KV tensor, block by block; refuses layouts it cannot address."""
+        stride_bytes = cache.stride(0) * cache.element_size()
+        page_bytes = self.geometry.layer_block_bytes
+        if cache.shape[0] != self._num_blocks or stride_bytes < page_bytes:
+            raise ConfigError(
+                f"layer {layer}: KV tensor of shape {tuple(cache.shape)} and block stride "
+                f"{stride_bytes} bytes, expected {self._num_blocks} blocks of {page_bytes} bytes "
+                "each in one piece; use a block-major KV layout"
+            )
+        return RegionInfo(
+            name=name,
+            base_address=cache.data_ptr(),
+            stride_bytes=stride_bytes,
+            piece_bytes=page_bytes,
+            pieces=self._num_blocks,
+            memory="VRAM" if cache.is_cuda else "DRAM",
+            device=cache.device.index or 0,
+        )
+
+    def _hello(self) -> Hello:
+        manager = self._running()
+        model = self._config.model_config
+        return Hello(
+            version=PROTOCOL_VERSION,
+            address=manager.address(self._epoch),
+            namespace=self._namespace(),
+            api_url=self._settings.api_url,
+            node=self._settings.node_name,
+            group=self._settings.group_name,
+            mode=self._settings.mode.value,
+            hbm_tokens=manager.hbm_tokens,
+            buffer_tokens=manager.buffer_tokens,
+            snic_bytes_per_s=self._settings.snic_bytes_per_s or None,
+            limits={
+                "max_model_len": model.max_model_len,
+                "vocab_size": model.get_vocab_size(),
+                "model": model.served_model_name or model.model,
+                "pid": os.getpid(),
+            },
+        )
+
+    def _send(self, message: Any) -> None:  # noqa: ANN401 - any control message
+        if self._link is not None:
+            self._link.send(message)
+
+    def _running(self) -> TrafficManager:
+        assert self._manager is not None, "register_kv_caches was not called"
+        return self._manager
+
+    # ------------------------------------------------------------------ one engine step
+
+    def begin_step(self, step: StepMetadata) -> None:
+        """Start this step's transfers; called before the forward pass."""
+        manager = self._running()
+        if step.free_hbm_tokens is not None:
+            manager.set_free_hbm_tokens(step.free_hbm_tokens)
+        self._generated = step.generated
+        self._chunks = []
+        self._rejected = {}
+        if self._settings.role is Role.PREFILL and step.prefills:
+            self._begin_prefill(manager, step.prefills)
+        for work in step.take_overs:
+            self._begin_take_over(manager, work)
+
+    def _begin_prefill(self, manager: TrafficManager, prefills: list[PrefillWork]) -> None:
+        for work in prefills:
+            try:
+                chunk = self._chunk(manager, work)
+            except TransportError as error:
+                self._rejected[work.hand_over.request_id] = str(error)
+                continue
+            self._chunks.append(chunk)
+        if self._settings.mode.moves_bytes:
+            layers = LayerSettings(
+                buffers=self._settings.layer_buffers or self.geometry.layers,
+                overlap=self._settings.mode.layerwise,
+            )
+            self._stream = manager.begin_prefill(self._chunks, layers)
+
+    def _chunk(self, manager: TrafficManager, work: PrefillWork) -> PrefillChunk:
+        hand_over = work.hand_over
+        own_slots = [s for run in hand_over.hits if run.side is Role.PREFILL for s in run.slots]
+        refusal = manager.may_prefill(hand_over.request_id, own_slots)
+        if refusal is not None:
+            raise TransportError(f"request {hand_over.request_id}: {refusal}")
+        agent = ""
+        if self._settings.mode.moves_bytes:
+            agent = manager.decode_agent(hand_over.decode_engine, hand_over.decode_epoch)
+        return PrefillChunk(
+            hand_over=hand_over,
+            chunk=work.chunk,
+            hbm_blocks=work.hbm_blocks,
+            decode_agent=agent,
+        )
+
+    def _begin_take_over(self, manager: TrafficManager, work: TakeOverWork) -> None:
+        def copied(error: str | None) -> None:
+            self._copied.put((work.vllm_request_id, error))
+
+        manager.fill_hbm(work.take_over, work.hbm_blocks, copied)
+
+    def wait_loaded(self, layer_name: str) -> None:
+        """Block until a layer's stored KV is in HBM."""
+        if self._stream is not None:
+            self._stream.wait_loaded(self._layers[layer_name])
+
+    def computed(self, layer_name: str) -> None:
+        """A layer's new KV is in HBM."""
+        if self._stream is not None:
+            self._stream.computed(self._layers[layer_name])
+
+    def end_step(self) -> None:
+        """Finish this step's transfers; called after the forward pass."""
+        manager = self._running()
+        failures = dict(self._rejected)
+        if self._stream is not None:
+            failures |= manager.end_prefill(self._stream, self._chunks)
+            self._stream = None
+        for chunk in self._chunks:
+            self._report_sent(chunk.hand_over, chunk.chunk.end, failures)
+        for request_id, reason in self._rejected.items():
+            self._send(Sent(request_id=request_id, failure=reason))
+        if self._generated:
+            manager.persist_generated(self._generated)
+            self._generated = []
+        if self._link is not None:
+            self._link.changed()
+
+    def _report_sent(self, hand_over: Any, end_block: int, failures: Mapping[str, str]) -> None:  # noqa: ANN401
+        failure = failures.get(hand_over.request_id)
+        complete = end_block == self.geometry.blocks_for(hand_over.prompt_tokens)
+        if failure is not None or complete:
+            self._send(Sent(request_id=hand_over.request_id, failure=failure))
+
+    def take_copied(self) -> tuple[set[str], set[str]]:
+        """Return (requests whose KV is in HBM or failed, those that failed) since last asked."""
+        over: set[str] = set()
+        failed: set[str] = set()
+        while True:
+            try:
+                request_id, error = self._copied.get_nowait()
+            except queue.Empty:
+                return over, failed
+            over.add(request_id)
+            if error is not None:
+                log.error("request %s: H2D failed: %s", request_id, error)
+                failed.add(request_id)

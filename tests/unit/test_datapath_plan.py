@@ -1,0 +1,86 @@
+"""The plan says what Fig. 4 draws."""
+
+from dualpath.core.blocks import BlockGeometry
+from dualpath.core.cluster import Role
+from dualpath.datapath.plan import (
+    BlockRun,
+    Place,
+    PromptLayout,
+    SidedRun,
+    Unit,
+    decode_steps,
+    load_steps,
+    persist_steps,
+    read_steps,
+    send_steps,
+    whole_plan,
+)
+
+GEOMETRY = BlockGeometry(layers=3, block_tokens=64, layer_block_bytes=1000)
+
+
+def layout(*hits: SidedRun, prompt_tokens: int = 64 * 10 + 5) -> PromptLayout:
+    return PromptLayout(geometry=GEOMETRY, prompt_tokens=prompt_tokens, hits=hits)
+
+
+def test_pe_path_reads_loads_and_sends_hits_and_misses() -> None:
+    prompt = layout(SidedRun(Role.PREFILL, BlockRun(0, 8)))
+    chunk = BlockRun(8, 3)
+    (read,) = read_steps(prompt)
+    assert (read.label, read.source, read.destination) == (
+        "4a.1-2",
+        Place.STORAGE,
+        Place.PE_BUFFER,
+    )
+    assert read.unit is Unit.FULL_BLOCK
+    assert read.bytes == 8 * 3000
+    (load,) = load_steps(prompt, 1, chunk)
+    assert (load.label, load.blocks, load.bytes) == ("4a.3-4", BlockRun(0, 8), 8000)
+    assert [s.label for s in send_steps(prompt, 1, chunk)] == ["4a.5-7", "miss"]
+    assert sum(s.bytes for s in send_steps(prompt, 1, chunk)) == 11 * 1000
+
+
+def test_de_path_returns_only_miss_blocks() -> None:
+    prompt = layout(SidedRun(Role.DECODE, BlockRun(0, 8)))
+    chunk = BlockRun(8, 3)
+    assert [s.label for s in load_steps(prompt, 0, chunk)] == ["4b.3-5"]
+    (send,) = send_steps(prompt, 0, chunk)
+    assert (send.label, send.blocks) == ("miss", chunk)
+
+
+def test_a_split_gives_each_run_the_path_of_its_side() -> None:
+    prompt = layout(
+        SidedRun(Role.PREFILL, BlockRun(0, 5)), SidedRun(Role.DECODE, BlockRun(5, 3))
+    )
+    chunk = BlockRun(8, 3)
+    assert [(s.label, s.blocks) for s in load_steps(prompt, 0, chunk)] == [
+        ("4a.3-4", BlockRun(0, 5)),
+        ("4b.3-5", BlockRun(5, 3)),
+    ]
+    assert [(s.label, s.blocks) for s in send_steps(prompt, 0, chunk)] == [
+        ("4a.5-7", BlockRun(0, 5)),
+        ("miss", chunk),
+    ]
+
+
+def test_a_later_chunk_reloads_what_earlier_chunks_computed_and_sends_hits_once() -> None:
+    prompt = layout(SidedRun(Role.PREFILL, BlockRun(0, 5)))
+    second = BlockRun(8, 3)
+    assert [(s.label, s.blocks) for s in load_steps(prompt, 0, second)] == [
+        ("4a.3-4", BlockRun(0, 5)),
+        ("chunk.reload", BlockRun(5, 3)),
+    ]
+    assert [s.label for s in send_steps(prompt, 0, second)] == ["miss"]
+
+
+def test_decode_copies_every_block_and_persists_only_new_full_ones() -> None:
+    prompt = layout(SidedRun(Role.DECODE, BlockRun(0, 8)))
+    assert [s.blocks for s in decode_steps(prompt)] == [BlockRun(0, 11)] * 3
+    (persist,) = persist_steps(prompt)
+    assert persist.blocks == BlockRun(8, 2)
+    assert persist_steps(layout(SidedRun(Role.DECODE, BlockRun(0, 10)))) == ()
+
+
+def test_without_hits_nothing_is_read_or_loaded() -> None:
+    labels = {step.label for step in whole_plan(layout())}
+    assert labels == {"miss", "8-9", "persist"}
