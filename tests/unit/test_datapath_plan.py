@@ -49,9 +49,7 @@ def test_de_path_returns_only_miss_blocks() -> None:
 
 
 def test_a_split_gives_each_run_the_path_of_its_side() -> None:
-    prompt = layout(
-        SidedRun(Role.PREFILL, BlockRun(0, 5)), SidedRun(Role.DECODE, BlockRun(5, 3))
-    )
+    prompt = layout(SidedRun(Role.PREFILL, BlockRun(0, 5)), SidedRun(Role.DECODE, BlockRun(5, 3)))
     chunk = BlockRun(8, 3)
     assert [(s.label, s.blocks) for s in load_steps(prompt, 0, chunk)] == [
         ("4a.3-4", BlockRun(0, 5)),

@@ -8,13 +8,13 @@ answered with ``Welcome`` or ``Refused``.  Bulk data never travels here.
 
 Life of a request (DESIGN §4; Fig. 4 of the paper):
 
-    Assign(DE, reserve whole prompt) → Reserved → Assign(PE) and Read on the chosen side(s) → ReadDone
-    → vLLM request at the PE carrying a ``HandOver`` → first token and Sent → Persist(DE, the prompt's new
-    blocks) and vLLM request at the DE carrying a ``TakeOver`` → Handed (H2D done, DE buffer given
-    back) → tokens → Release at both.
+    Assign(DE, reserve whole prompt) → Reserved → Assign(PE) and Read on the chosen side(s)
+    → ReadDone → vLLM request at the PE carrying a ``HandOver`` → first token and Sent
+    → Persist(DE, the prompt's new blocks) and vLLM request at the DE carrying a ``TakeOver``
+    → Handed (H2D done, DE buffer given back) → tokens → Release at both.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -253,21 +253,13 @@ class Goodbye(Message, frozen=True, tag=True):
 
 RouterMessage = Welcome | Refused | PeerUp | PeerDown | Lookup | Assign | Read | Persist | Release
 EngineMessage = (
-    Hello
-    | Report
-    | LookupDone
-    | Reserved
-    | ReadDone
-    | Sent
-    | Handed
-    | Released
-    | Failed
-    | Goodbye
+    Hello | Report | LookupDone | Reserved | ReadDone | Sent | Handed | Released | Failed | Goodbye
 )
 
 _ENCODER = msgspec.msgpack.Encoder()
-_ROUTER_DECODER = msgspec.msgpack.Decoder(RouterMessage)
-_ENGINE_DECODER = msgspec.msgpack.Decoder(EngineMessage)
+_ROUTER_DECODER: msgspec.msgpack.Decoder[RouterMessage] = msgspec.msgpack.Decoder(RouterMessage)
+_ENGINE_DECODER: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
+_Decoded = TypeVar("_Decoded")
 
 
 def encode(message: Message) -> bytes:
@@ -277,15 +269,15 @@ def encode(message: Message) -> bytes:
 
 def decode_router_message(frame: bytes) -> RouterMessage:
     """Decode what a router sent; raises ``IncompatibleError`` for anything malformed."""
-    return _decode(_ROUTER_DECODER, frame)  # type: ignore[no-any-return]
+    return _decode(_ROUTER_DECODER, frame)
 
 
 def decode_engine_message(frame: bytes) -> EngineMessage:
     """Decode what an engine sent; raises ``IncompatibleError`` for anything malformed."""
-    return _decode(_ENGINE_DECODER, frame)  # type: ignore[no-any-return]
+    return _decode(_ENGINE_DECODER, frame)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> Any:
+def _decode(decoder: msgspec.msgpack.Decoder[_Decoded], frame: bytes) -> _Decoded:
     try:
         return decoder.decode(frame)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:

@@ -111,6 +111,14 @@ class BlockBuffer:
         with self._lock:
             self._pool.pin(slots)
 
+    def pin_lease(self, request_id: str, slots: tuple[int, ...]) -> bool:
+        """Pin a request's slots if it still holds exactly these; False, pinning none, if not."""
+        with self._lock:
+            if not slots or self._pool.slots_of(request_id) != slots:
+                return False
+            self._pool.pin(slots)
+            return True
+
     def unpin(self, slots: Iterable[int]) -> None:
         """End a protection."""
         held = list(slots)

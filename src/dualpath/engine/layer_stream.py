@@ -16,6 +16,7 @@ Without overlap (mode Basic) all layers have a region of their own: everything i
 the first layer and sent after the last.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 
@@ -102,7 +103,7 @@ class LayerStream:
         counters: Counters,
         trace: TraceRecorder,
         agent: str,
-        hbm_region: Callable[[int], str],
+        hbm_region: Sequence[str],
     ) -> None:
         self._chunks = chunks
         self._layouts = [chunk.layout(geometry) for chunk in chunks]
@@ -209,7 +210,7 @@ class LayerStream:
             if transfer is None:
                 one_over(chunk, None)
             else:
-                self._pump.watch(transfer, lambda done, chunk=chunk: one_over(chunk, done))  # type: ignore[misc]
+                self._pump.watch(transfer, functools.partial(one_over, chunk))
         one_over(None, None)
 
     def _post_step(self, chunk: PrefillChunk, step: Step, layer: int) -> Transfer | None:
@@ -234,7 +235,7 @@ class LayerStream:
         The PE starts all of them: it writes its own buffer to its HBM, reads the DE's buffer into
         its HBM and writes its HBM to the DE's buffer.
         """
-        hbm = self._hbm_region(layer)
+        hbm = self._hbm_region[layer]
         hbm_blocks = chunk.hbm_blocks[step.blocks.first : step.blocks.end]
         if step.source is Place.PE_BUFFER:
             local = self._buffer.pieces(self._hit_slots(chunk, step.blocks), layer)

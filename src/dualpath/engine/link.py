@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.5
 #: Least time between two reports that follow changes.
 REPORT_GAP_S = 0.01
-HELLO_GAP_S = 1.0
+HELLO_GAP_S = 0.25
 TICK_MS = 50
 UNKNOWN_ENGINE = "unknown engine"
 
@@ -40,15 +40,16 @@ UNKNOWN_ENGINE = "unknown engine"
 class ControlLink:
     """Connects one traffic manager to the router.
 
-    ``hello`` builds the registration, ``report`` the current load, ``handle`` carries out a
-    command, ``tick`` gets the time in ns now and then.  Raises ``ConfigError`` for an address ZMQ
+    ``hello`` builds the registration, or is None-valued as long as the engine cannot serve yet;
+    ``report`` gives the current load, ``handle`` carries out a command, ``tick`` gets the time in
+    ns now and then.  Raises ``ConfigError`` for an address ZMQ
     cannot connect to.
     """
 
     def __init__(
         self,
         router: str,
-        hello: Callable[[], Hello],
+        hello: Callable[[], Hello | None],
         report: Callable[[], Report],
         handle: Callable[[Message], None],
         tick: Callable[[int], None],
@@ -134,7 +135,8 @@ class ControlLink:
         now_s = time.monotonic()
         if not self._welcomed and now_s - self._last_hello_s >= HELLO_GAP_S:
             self._last_hello_s = now_s
-            self._socket.send(encode(self._hello()))
+            if (hello := self._hello()) is not None:
+                self._socket.send(encode(hello))
         while self._outgoing:
             self._socket.send(encode(self._outgoing.popleft()))
         gap_s = REPORT_GAP_S if self._changed.is_set() else HEARTBEAT_S

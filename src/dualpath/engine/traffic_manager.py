@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from dualpath.core.blocks import BlockGeometry, BlockKey
-from dualpath.core.cluster import Role
 from dualpath.core.control import (
     Assign,
     EngineAddress,
@@ -31,47 +30,34 @@ from dualpath.core.control import (
     PeerUp,
     Persist,
     Read,
-    ReadDone,
     Refused,
     RegionAddress,
     Release,
     Released,
     Report,
     Reserved,
-    RouterMessage,
     TakeOver,
     Welcome,
 )
-from dualpath.core.errors import BufferTooSmallError, DualPathError, TransportError
+from dualpath.core.errors import BufferTooSmallError, DualPathError
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.hbm_copy import STAGING_REGION, HbmCopier, HbmLayout
 from dualpath.engine.layer_stream import LayerSettings, LayerStream, PrefillChunk
+from dualpath.engine.peers import Peers
 from dualpath.engine.persister import Persister, WriteTask
 from dualpath.engine.pump import TransferPump
 from dualpath.engine.read_queue import ReadQueue, ReadTask
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.slots import Grant
+from dualpath.engine.tenants import Tenants
 from dualpath.engine.trace import TraceRecorder
 from dualpath.storage.contract import BlockStorage
-from dualpath.transport.contract import AgentInfo, RegionInfo, Transport
+from dualpath.transport.contract import Transport
 
 log = logging.getLogger(__name__)
 
 _NS_PER_S = 1_000_000_000
-
-
-class _Tenant:
-    """A request on this engine: what it counts for and what keeps its slots."""
-
-    def __init__(self, tokens: int, asked_ns: int) -> None:
-        self.tokens = tokens
-        self.asked_ns = asked_ns
-        self.handed = False
-        self.persist_seen = False
-        self.revoked = False
-        self.streams = 0
-        self.release_waiting: Release | None = None
 
 
 class TrafficManager:
@@ -90,36 +76,28 @@ class TrafficManager:
         self.geometry = geometry
         self.counters = Counters()
         self.trace = TraceRecorder(settings.trace_out or None, settings.engine_id)
+        self.refused: str | None = None
+        self.welcomed = threading.Event()
         self._send = send
         self._storage = storage
         self._transport = transport
         self._hbm = hbm
+        self._tenants = Tenants()
+        self._peers = Peers(settings.role, transport)
         slots = settings.buffer_bytes // geometry.full_block_bytes
         self._buffer = BlockBuffer(geometry, slots, self._granted)
         self._staging = BlockBuffer(geometry, settings.staging_blocks, lambda grant: None)
-        self._register(transport)
+        self._register()
         self._agent = transport.info().agent
         self._pump = TransferPump(settings.engine_id)
         self._copier = HbmCopier(transport, self._pump, self.counters, hbm, self._agent)
-        self._reader = ReadQueue(
-            storage,
-            self._buffer,
-            self.counters,
-            self.trace,
-            self._read_done,
-            settings.read_batch_blocks,
-        )
+        batch = settings.read_batch_blocks
+        self._reader = ReadQueue(storage, self._buffer, self.counters, self.trace, send, batch)
         self._persister = Persister(storage, self.counters, self.trace)
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="lookup")
-        self._lock = threading.RLock()
-        self._tenants: dict[str, _Tenant] = {}
-        self._peers: dict[str, EngineAddress] = {}
-        self._writers_in_doubt: dict[str, set[str]] = {}
         self._assign_seq = 0
         self._report_seq = 0
         self._free_hbm_tokens = hbm.capacity_tokens
-        self.refused: str | None = None
-        self.welcomed = threading.Event()
 
     # ------------------------------------------------------------------ what others need to know
 
@@ -147,18 +125,19 @@ class TrafficManager:
 
     def report(self) -> Report:
         """Return the current load (§6.1)."""
-        with self._lock:
-            self._report_seq += 1
-            return Report(
-                report_seq=self._report_seq,
-                assign_seq=self._assign_seq,
-                unfinished_requests=len(self._tenants),
-                unfinished_tokens=sum(t.tokens for t in self._tenants.values()),
-                read_queue_tokens=self._reader.tokens(),
-                free_hbm_tokens=self._free_hbm_tokens,
-                free_buffer_tokens=self._buffer.free * self.geometry.block_tokens,
-                counters=self.counters.snapshot(),
-            )
+        self._report_seq += 1
+        assign_seq = self._assign_seq
+        unfinished_requests, unfinished_tokens = self._tenants.load()
+        return Report(
+            report_seq=self._report_seq,
+            assign_seq=assign_seq,
+            unfinished_requests=unfinished_requests,
+            unfinished_tokens=unfinished_tokens,
+            read_queue_tokens=self._reader.tokens(),
+            free_hbm_tokens=self._free_hbm_tokens,
+            free_buffer_tokens=self._buffer.free * self.geometry.block_tokens,
+            counters=self.counters.snapshot(),
+        )
 
     def set_free_hbm_tokens(self, tokens: int) -> None:
         """The engine's scheduler tells how much KV memory is free."""
@@ -166,13 +145,13 @@ class TrafficManager:
 
     # ------------------------------------------------------------------ commands from the router
 
-    def handle(self, message: RouterMessage) -> None:
+    def handle(self, message: Message) -> None:
         """Carry out a command; answers go through ``send``.  Never raises for a bad command."""
         try:
             self._dispatch(message)
         except DualPathError as error:
             request_id = getattr(message, "request_id", "")
-            log.warning("%s for %s failed: %s", type(message).__name__, request_id, error)
+            log.warning("%s %s failed: %s", type(message).__name__, request_id, error)
             if request_id:
                 self._send(Failed(request_id=request_id, reason=str(error)))
 
@@ -180,20 +159,21 @@ class TrafficManager:
         """Let time pass: reads beyond their deadline are answered."""
         self._reader.expire(now_ns)
 
-    def _dispatch(self, message: RouterMessage) -> None:
+    def _dispatch(self, message: Message) -> None:
         match message:
             case Welcome():
                 for peer in message.peers:
-                    self._peer_up(peer)
+                    self._peers.up(peer)
                 self.welcomed.set()
             case Refused():
                 self.refused = message.reason
                 log.error("the router refuses this engine: %s", message.reason)
                 self.welcomed.set()
             case PeerUp():
-                self._peer_up(message.address)
+                self._peers.up(message.address)
             case PeerDown():
-                self._peer_down(message)
+                for request_id in self._peers.down(message):
+                    self._buffer.end_quarantine(request_id)
             case Lookup():
                 self._lookups.submit(self._look_up, message)
             case Assign():
@@ -203,27 +183,8 @@ class TrafficManager:
             case Persist():
                 self._persist_prompt(message)
             case Release():
-                self._release(message)
-
-    def _peer_up(self, peer: EngineAddress) -> None:
-        regions = tuple(RegionInfo(**msgspec.structs.asdict(region)) for region in peer.regions)
-        info = AgentInfo(agent=peer.agent, metadata=peer.agent_metadata, regions=regions)
-        if self.settings.mode.moves_bytes and self.settings.role is Role.PREFILL:
-            self._transport.connect(info)  # the PE starts all transfers between engines
-        with self._lock:
-            self._peers[peer.engine_id] = peer
-
-    def _peer_down(self, message: PeerDown) -> None:
-        with self._lock:
-            peer = self._peers.get(message.engine_id)
-            if peer is not None and peer.epoch == message.epoch:
-                del self._peers[message.engine_id]
-                self._transport.disconnect(peer.agent)
-            doubtful = (
-                self._writers_in_doubt.pop(message.engine_id, set()) if message.certain else set()
-            )
-        for request_id in doubtful:
-            self._buffer.end_quarantine(request_id)
+                if self._tenants.ask_release(message):
+                    self._release(message)
 
     def _look_up(self, message: Lookup) -> None:
         hit_blocks = 0
@@ -234,58 +195,44 @@ class TrafficManager:
         self._send(LookupDone(call_id=message.call_id, hit_blocks=hit_blocks))
 
     def _assign(self, message: Assign) -> None:
-        with self._lock:
-            self._assign_seq = max(self._assign_seq, message.assign_seq)
-            self._tenants[message.request_id] = _Tenant(message.tokens, self.trace.now_ns())
+        self._tenants.add(message.request_id, message.tokens, self.trace.now_ns())
+        self._assign_seq = max(self._assign_seq, message.assign_seq)
         if message.reserve_blocks == 0:
-            self._granted(Grant(request_id=message.request_id, slots=()))
             return
         try:
             self._buffer.request(message.request_id, message.reserve_blocks)
         except BufferTooSmallError:
-            with self._lock:
-                del self._tenants[message.request_id]
+            self._tenants.drop(message.request_id)
             raise
 
     def _granted(self, grant: Grant) -> None:
-        with self._lock:
-            tenant = self._tenants.get(grant.request_id)
-        if tenant is None:  # released while waiting
+        asked_ns = self._tenants.asked_ns(grant.request_id)
+        if asked_ns is None:  # released while waiting
             self._buffer.release(grant.request_id)
             return
-        wait_s = (self.trace.now_ns() - tenant.asked_ns) / _NS_PER_S
+        wait_s = (self.trace.now_ns() - asked_ns) / _NS_PER_S
         self._send(Reserved(request_id=grant.request_id, slots=grant.slots, wait_s=wait_s))
 
     def _read(self, message: Read) -> None:
+        now_ns = self.trace.now_ns()
         self._reader.add(
             ReadTask(
-                message.request_id,
-                message.first_slot,
-                message.keys,
-                self.trace.now_ns(),
-                message.deadline_s,
+                message.request_id, message.first_slot, message.keys, now_ns, message.deadline_s
             )
         )
 
-    def _read_done(self, done: ReadDone) -> None:
-        self._send(done)
-
     def _persist_prompt(self, message: Persist) -> None:
-        with self._lock:
-            tenant = self._tenants.get(message.request_id)
-            slots = self._buffer.slots_of(message.request_id)
-            slots = slots[message.first_slot : message.first_slot + len(message.keys)]
-            if tenant is None or (
-                self.settings.mode.moves_bytes and len(slots) < len(message.keys)
-            ):
-                self.counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(message.keys))
-                return
-            self._buffer.pin(slots)
-            tenant.persist_seen = True
-        self._write(
-            message.keys, [self._buffer.view(s) for s in slots], lambda: self._buffer.unpin(slots)
-        )
-        self._free_if_over(message.request_id)
+        end = message.first_slot + len(message.keys)
+        slots = self._buffer.slots_of(message.request_id)[message.first_slot : end]
+        complete = len(slots) == len(message.keys) or not self.settings.mode.moves_bytes
+        if not complete or not self._tenants.welcome(message.request_id):
+            self.counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(message.keys))
+            return
+        self._buffer.pin(slots)
+        self._tenants.persist_seen(message.request_id)
+        sources = [self._buffer.view(slot) for slot in slots]
+        self._write(message.keys, sources, lambda: self._buffer.unpin(slots))
+        self._free_if_served(message.request_id)
 
     def _write(
         self, keys: Sequence[BlockKey], sources: Sequence[memoryview], then: Callable[[], None]
@@ -298,38 +245,35 @@ class TrafficManager:
             then()
 
     def _release(self, message: Release) -> None:
-        with self._lock:
-            tenant = self._tenants.get(message.request_id)
-            if tenant is not None:
-                tenant.revoked = True
-                if tenant.streams > 0:
-                    tenant.release_waiting = message
-                    return
-        self._finish_release(message)
-
-    def _finish_release(self, message: Release) -> None:
         self._reader.cancel(message.request_id)
-        with self._lock:
-            self._tenants.pop(message.request_id, None)
-            if message.writer_engine and not message.writer_certain:
-                self._writers_in_doubt.setdefault(message.writer_engine, set()).add(
-                    message.request_id
-                )
-                self._buffer.quarantine(message.request_id)
+        self._tenants.drop(message.request_id)
+        if message.writer_engine and not message.writer_certain:
+            self._peers.doubt(message.writer_engine, message.request_id)
+            self._buffer.quarantine(message.request_id)
         self._buffer.release(message.request_id)
         self._send(Released(request_id=message.request_id))
 
     # ------------------------------------------------------------------ work from the engine
 
-    def begin_prefill(self, chunks: Sequence[PrefillChunk], region: LayerSettings) -> LayerStream:
-        """Start the transfers of one forward pass (PE).  Call ``end_prefill`` with the stream."""
-        with self._lock:
-            for chunk in chunks:
-                if tenant := self._tenants.get(chunk.hand_over.request_id):
-                    tenant.streams += 1
+    def may_prefill(self, request_id: str, own_slots: Sequence[int]) -> str | None:
+        """Return None if a hand-over is still good here, else why it is not."""
+        if not self._tenants.welcome(request_id):
+            return "it was released"
+        if own_slots and self._buffer.slots_of(request_id) != tuple(own_slots):
+            self.counters.add(Counter.STALE_HAND_OVERS, 1)
+            return "its buffer slots changed hands"
+        return None
+
+    def decode_agent(self, engine_id: str, epoch: str) -> str:
+        """Return the transport agent of a DE; raises ``TransportError`` if it is not connected."""
+        return self._peers.agent_of(engine_id, epoch)
+
+    def begin_prefill(self, chunks: Sequence[PrefillChunk], layers: LayerSettings) -> LayerStream:
+        """Start the transfers of one forward pass (PE); ``end_prefill`` must follow."""
+        self._tenants.enter_stream(chunk.hand_over.request_id for chunk in chunks)
         stream = LayerStream(
             chunks,
-            region,
+            layers,
             self.geometry,
             self._buffer,
             self._transport,
@@ -337,99 +281,57 @@ class TrafficManager:
             self.counters,
             self.trace,
             self._agent,
-            lambda layer: self._hbm.region_of_layer[layer],
+            self._hbm.region_of_layer,
         )
         stream.begin()
         return stream
 
     def end_prefill(self, stream: LayerStream, chunks: Sequence[PrefillChunk]) -> dict[str, str]:
-        """Wait for the last transfers of a forward pass; return failed requests with reasons."""
+        """Wait for the last transfers of a forward pass; return failed requests with reasons.
+
+        Requests of a pass with a transfer that never ended stay tenants for good: their slots,
+        here and at the DE, are never reused.
+        """
         stream.finish()
-        waiting: list[Release] = []
         if stream.settled:
-            with self._lock:
-                for chunk in chunks:
-                    tenant = self._tenants.get(chunk.hand_over.request_id)
-                    if tenant is None:
-                        continue
-                    tenant.streams -= 1
-                    if tenant.streams == 0 and tenant.release_waiting is not None:
-                        waiting.append(tenant.release_waiting)
-        for message in waiting:
-            self._finish_release(message)
+            for release in self._tenants.leave_stream(c.hand_over.request_id for c in chunks):
+                self._release(release)
         return stream.failures
 
-    def decode_agent(self, engine_id: str, epoch: str) -> str:
-        """Return the transport agent of a decode engine.
-
-        Raises ``TransportError`` if that engine, in that epoch, is not connected.
-        """
-        with self._lock:
-            peer = self._peers.get(engine_id)
-        if peer is None or peer.epoch != epoch:
-            raise TransportError(
-                f"decode engine {engine_id} (epoch {epoch}) is not connected; it is lost or restarted"
-            )
-        return peer.agent
-
-    def may_prefill(self, request_id: str, slots: Sequence[int]) -> str | None:
-        """Return None if a hand-over is still good here, else why it is not."""
-        with self._lock:
-            tenant = self._tenants.get(request_id)
-            if tenant is None or tenant.revoked:
-                return "the request was released"
-            if slots and self._buffer.slots_of(request_id) != tuple(slots):
-                self.counters.add(Counter.STALE_HAND_OVERS, 1)
-                return "its buffer slots changed hands"
-        return None
-
     def fill_hbm(
-        self,
-        take_over: TakeOver,
-        hbm_blocks: Sequence[int],
-        done: Callable[[str | None], None],
+        self, take_over: TakeOver, hbm_blocks: Sequence[int], done: Callable[[str | None], None]
     ) -> None:
         """Copy a prompt's KV from the DE buffer to HBM (labels 8-9), then give the buffer back.
 
-        ``done`` runs on the pump's thread with None or why it failed.
+        ``done`` gets None or why it failed, on whatever thread ends the copy.
         """
-        if not self.settings.mode.moves_bytes:
-            self._handed(take_over.request_id, 0.0)
-            done(None)
-            return
-        slots = take_over.slots
-        with self._lock:
-            stale = self._buffer.slots_of(take_over.request_id) != slots
-            if not stale:
-                self._buffer.pin(slots)
-        if stale:
-            self.counters.add(Counter.STALE_HAND_OVERS, 1)
-            done(f"request {take_over.request_id}: its DE buffer slots changed hands")
-            return
+        request_id, slots = take_over.request_id, take_over.slots
         start_ns = self.trace.now_ns()
 
         def copied(error: str | None) -> None:
             end_ns = self.trace.now_ns()
-            self.trace.record("h2d", "h2d", start_ns, end_ns, request=take_over.request_id)
+            self.trace.record("h2d", "h2d", start_ns, end_ns, request=request_id)
             self._buffer.unpin(slots)
             if error is None:
-                self._handed(take_over.request_id, (end_ns - start_ns) / _NS_PER_S)
+                self._handed(request_id, (end_ns - start_ns) / _NS_PER_S)
             done(error)
 
-        self._copier.into_hbm(self._buffer, slots, hbm_blocks, copied)
+        if not self.settings.mode.moves_bytes:
+            self._handed(request_id, 0.0)
+            done(None)
+        elif not self._buffer.pin_lease(request_id, slots):
+            self.counters.add(Counter.STALE_HAND_OVERS, 1)
+            done(f"request {request_id}: its DE buffer slots changed hands")
+        else:
+            self._copier.into_hbm(self._buffer, slots, hbm_blocks, copied)
 
     def _handed(self, request_id: str, h2d_s: float) -> None:
-        with self._lock:
-            if tenant := self._tenants.get(request_id):
-                tenant.handed = True
+        self._tenants.handed(request_id)
         self._send(Handed(request_id=request_id, h2d_s=h2d_s))
-        self._free_if_over(request_id)
+        self._free_if_served(request_id)
 
-    def _free_if_over(self, request_id: str) -> None:
-        with self._lock:
-            tenant = self._tenants.get(request_id)
-            over = tenant is not None and tenant.handed and tenant.persist_seen
-        if over:
+    def _free_if_served(self, request_id: str) -> None:
+        if self._tenants.done_with_buffer(request_id):
             self._buffer.release(request_id)
 
     def persist_generated(self, blocks: Sequence[tuple[int, BlockKey]]) -> None:
@@ -443,25 +345,21 @@ class TrafficManager:
             return
         for block_id, key in blocks:
             slot = self._staging.take()
-            if slot is None:
+            error = "all staging slots are being written; raise staging_blocks"
+            if slot is not None:
+                error = self._copier.out_of_hbm(block_id, self._staging, slot) or ""
+            if slot is None or error:
+                log.warning("a generated block is not persisted: %s", error)
                 self.counters.add(Counter.PERSIST_DROPPED_BLOCKS, 1)
+                if slot is not None:
+                    self._staging.give_back(slot)
                 continue
-            error = self._copier.out_of_hbm(block_id, self._staging, slot)
-            if error is not None:
-                log.warning("generated block is not persisted: %s", error)
-                self.counters.add(Counter.PERSIST_DROPPED_BLOCKS, 1)
-                self._staging.give_back(slot)
-                continue
-            self._write(
-                [key],
-                [self._staging.view(slot)],
-                lambda slot=slot: self._staging.give_back(slot),  # type: ignore[misc]
-            )
+            self._write([key], [self._staging.view(slot)], _give_back(self._staging, slot))
 
     # ------------------------------------------------------------------ life
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all queued blocks are persisted."""
+        """Wait until all queued blocks are persisted; False after the timeout."""
         return self._persister.drain(timeout_s)
 
     def close(self) -> None:
@@ -474,9 +372,13 @@ class TrafficManager:
         self._storage.close()
         self.trace.write()
 
-    def _register(self, transport: Transport) -> None:
-        transport.register(self._buffer.region(), self._buffer.memory)
+    def _register(self) -> None:
+        self._transport.register(self._buffer.region(), self._buffer.memory)
         staging = msgspec.structs.replace(self._staging.region(), name=STAGING_REGION)
-        transport.register(staging, self._staging.memory)
+        self._transport.register(staging, self._staging.memory)
         for region in self._hbm.regions:
-            transport.register(region, self._hbm)
+            self._transport.register(region, self._hbm)
+
+
+def _give_back(staging: BlockBuffer, slot: int) -> Callable[[], None]:
+    return lambda: staging.give_back(slot)

@@ -3,9 +3,12 @@
 import logging
 import os
 import queue
+import signal
+import socket
 import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import torch
 
@@ -50,6 +53,7 @@ class WorkerSide:
             layer_block_bytes=spec.page_size_bytes,
         )
         self._num_blocks = cache.num_blocks
+        self._parent = os.getppid()
         self._epoch = uuid.uuid4().hex[:12]
         self._manager: TrafficManager | None = None
         self._link: ControlLink | None = None
@@ -76,7 +80,7 @@ class WorkerSide:
         )
         self._manager = manager
         self._link = ControlLink(
-            self._settings.router, self._hello, manager.report, manager.handle, manager.tick
+            self._settings.router, self._hello, manager.report, manager.handle, self._tick
         )
         self._link.start()
         log.info(
@@ -150,7 +154,13 @@ class WorkerSide:
             device=cache.device.index or 0,
         )
 
-    def _hello(self) -> Hello:
+    def _hello(self) -> Hello | None:
+        """Register once this engine's HTTP server accepts connections."""
+        url = urlsplit(self._settings.api_url)
+        try:
+            socket.create_connection((url.hostname, url.port), timeout=1.0).close()
+        except OSError:
+            return None
         manager = self._running()
         model = self._config.model_config
         return Hello(
@@ -171,6 +181,14 @@ class WorkerSide:
                 "pid": os.getpid(),
             },
         )
+
+    def _tick(self, now_ns: int) -> None:
+        if os.getppid() != self._parent:
+            # The API server died without ending its engine: nobody can send requests any more,
+            # and an engine that keeps reporting would keep getting them assigned.
+            log.error("the API server of engine %s is gone", self._settings.engine_id)
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._running().tick(now_ns)
 
     def _send(self, message: Any) -> None:  # noqa: ANN401 - any control message
         if self._link is not None:

@@ -1,0 +1,76 @@
+# Everything below happens in $(VENV); nothing outside it and the model cache is touched.
+# The only requirements are Python >= 3.11, pip, make and a C compiler.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PINS := constraints/runtime.txt constraints/dev.txt
+EXTRAS := engine,nixl,report,demo,dev
+
+# uv reads none of pip's settings: what is set for pip is handed on. torch's CPU build comes from
+# find-links where that is set, elsewhere from the CPU index that PyTorch documents, which uv knows
+# under the name `cpu`. Expanded only inside the recipe that installs, when pip exists.
+pip_setting = $(shell PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip config list 2>/dev/null \
+	| sed -n "s/^[a-z:]*\.$(1)='\(.*\)'$$/\1/p" | head -n 1 | sed 's/\\n/ /g; s/^ *//; s/ *$$//')
+uv_environment = VIRTUAL_ENV="$(abspath $(VENV))" \
+	$(if $(1),UV_FIND_LINKS="$$(tr -s ' ' ',' <<< '$(1)')",UV_TORCH_BACKEND=cpu) \
+	$(if $(2),UV_DEFAULT_INDEX='$(2)') \
+	$(if $(3),SSL_CERT_FILE='$(3)')
+
+.PHONY: demo test install lint format docs clean
+
+demo: $(STAMP)
+	@$(BIN)/dualpath demo
+
+# The tests come last, so that the last line is pytest's summary.
+test: lint
+	@$(BIN)/python -m pytest
+
+install: $(STAMP)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(STAMP)
+	@echo "The documentation is plain Markdown: start at README.md and docs/architecture.md"
+
+clean:
+	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+		.import_linter_cache src/*.egg-info
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@command -v "$(PYTHON)" >/dev/null || { \
+		echo "make: no '$(PYTHON)' found; dualpath needs Python >= 3.11:" \
+			"install it or run make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; v = sys.version.split()[0]; \
+		sys.exit(None if sys.version_info >= (3, 11) else "make: Python %s is too old; dualpath needs" \
+		" >= 3.11: run make PYTHON=/path/to/python3.11" % v)'
+	@# Debian packs ensurepip apart from Python: then the pip outside fills the environment.
+	@"$(PYTHON)" -m venv $(VENV) >/dev/null || { rm -rf $(VENV); \
+		"$(PYTHON)" -m venv --without-pip $(VENV) && "$(PYTHON)" -m pip --quiet \
+			--disable-pip-version-check --python $(BIN)/python install pip; } \
+		|| { rm -rf $(VENV); exit 1; }
+
+# pip cannot drop a dependency, uv can (constraints/overrides.txt). agentperf-local asks for
+# Python 3.12 for code that is never run here; uv has no switch for that, pip has.
+$(STAMP): pyproject.toml $(PINS) constraints/overrides.txt | $(BIN)/python
+	@echo "Installing into $(VENV) (about 2.6 GB; once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints/runtime.txt uv
+	@$(call uv_environment,$(call pip_setting,find-links),$(call pip_setting,index-url),$(call \
+		pip_setting,cert)) $(BIN)/uv pip install --quiet \
+		$(foreach file,$(PINS),-c $(file)) --build-constraints constraints/runtime.txt \
+		--override constraints/overrides.txt -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \
+		--ignore-requires-python -c constraints/runtime.txt agentperf-local
+	@touch $@

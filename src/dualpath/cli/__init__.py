@@ -1,0 +1,1 @@
+"""The `dualpath` command: one module per subcommand, loaded only when it is chosen."""

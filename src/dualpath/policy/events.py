@@ -1,0 +1,97 @@
+"""What goes into ``RequestScheduler`` and what comes out, live and simulated.
+
+Reasons are short, stable strings, made for logs, metrics and tests; those a decision can have are
+listed beside each field.
+"""
+
+import msgspec
+
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
+
+
+class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Constants of §6.1 and §A.4, all in tokens.
+
+    ``alpha_tokens`` α, short reading queue threshold (what one node reads in 3 s);
+    ``beta_tokens`` β, unfinished token limit (what one GPU prefills in 5 s);
+    ``threshold_factor`` the 1.05 of Z; ``block_tokens`` granularity of a split;
+    ``generated_reserve_tokens`` how many of a request's generated tokens count into its length
+    at the DE, at most (the prompt always counts; 0 reserves the prompt alone);
+    ``balanced_baselines`` places Basic and Layerwise by token count instead of in turn.
+    """
+
+    mode: Mode
+    alpha_tokens: int
+    beta_tokens: int
+    block_tokens: int = 64
+    threshold_factor: float = 1.05
+    generated_reserve_tokens: int = 256
+    balanced_baselines: bool = False
+
+
+class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine as the scheduler sees it; ``order`` breaks ties and is unique.
+
+    ``snic_tokens_per_s`` is the storage bandwidth of the engine's node; only ratios matter, so
+    that the default means equal storage NICs everywhere.
+    """
+
+    engine_id: str
+    role: Role
+    node: str
+    group: str
+    order: int
+    hbm_tokens: int
+    snic_tokens_per_s: float = 1.0
+
+
+class EngineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Load an engine reports when it fetches (§6.1).
+
+    Everything up to and including assignment ``assign_seq`` is counted in; the ledger adds what
+    was assigned since.  ``read_queue_tokens`` is this engine's own part of its node's reading
+    queue; the ledger adds up the engines of a node, which share a storage NIC.
+    """
+
+    engine_id: str
+    assign_seq: int
+    unfinished_requests: int
+    unfinished_tokens: int
+    read_queue_tokens: int
+    free_hbm_tokens: int
+    free_buffer_tokens: int
+
+
+class ReadPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run of hit tokens read on one side: ``[first_token, first_token + tokens)``."""
+
+    side: Role
+    first_token: int
+    tokens: int
+
+
+class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request's (PE, DE) pair and read side(s), each with its reason.
+
+    ``reads`` is empty without hits and in Oracle mode, has two parts for a split; parts are in
+    token order, cover the hit tokens exactly and start at multiples of ``block_tokens``.
+    ``pe_reason``: "short-queue", "long-queue" (Algorithm 1, C2 and C3), "round-robin".
+    ``de_reason``: "low-token min-seq", "high-token min-tok" (phase 2), "round-robin".
+    ``read_reason``: "no-hit", "oracle", "pe-only", "round-robin", "shorter-queue", "tie",
+    "split".
+    ``prefill_tokens`` and ``decode_tokens`` are what the request counts for in tok_e of either
+    engine; the DE's figure is also what it takes of HBM.
+    """
+
+    request_id: str
+    prefill_engine: str
+    decode_engine: str
+    prefill_assign_seq: int
+    decode_assign_seq: int
+    reads: tuple[ReadPart, ...]
+    pe_reason: str
+    de_reason: str
+    read_reason: str
+    prefill_tokens: int = 0
+    decode_tokens: int = 0

@@ -1,0 +1,338 @@
+"""``RequestScheduler``: events in, assignments out (§6.1).  No clock, no I/O, no randomness.
+
+A submitted request waits in two queues at once, for a PE and for a DE; when both are known the
+read side is chosen and the assignment handed out.  Engines fetch by group.
+
+What the driver (router or simulator) has to do:
+
+- tell an engine of its assignments at once and in the order of ``assign_seq``, and pass on
+  reports that echo the last one told;
+- let ``EngineReport.read_queue_tokens`` include reads that the engine was assigned but not sent
+  yet (they wait for buffer space), because its assignment counts as reported from then on;
+- after ``engine_lost`` submit the returned requests again, or fail them.
+
+*Order.*  First come, first served by ``submit``, in both queues; ``arrival_seq`` is a label.  A
+request submitted again after a loss queues at the end.  This is what keeps the two queues free of
+deadlock: whenever a request holds a PE and waits for HBM at a DE, everything that holds that
+HBM is older and so has a PE as well, and finishes.  Where engines come or go, requests that hold
+only a DE give it back and queue anew, in order, so that this stays true.
+
+*What a request weighs.*  tokens(r) at the PE is its prompt; len_r at the DE its prompt and, at
+most ``generated_reserve_tokens``, what it may generate.
+"""
+
+import msgspec
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import BadRequestError
+from dualpath.core.modes import Mode
+from dualpath.core.request import Request
+from dualpath.policy.baselines import InTurnPlacer, SidesInTurn
+from dualpath.policy.decode import TwoPhaseDecodePlacer
+from dualpath.policy.events import (
+    Assignment,
+    EngineReport,
+    EngineSpec,
+    ReadPart,
+    SchedulerSettings,
+)
+from dualpath.policy.load import EngineLoad, Ledger
+from dualpath.policy.placement import Placement, Placer, Ticket
+from dualpath.policy.prefill import FifoPrefillPlacer
+from dualpath.policy.read_side import Reader, read_whole, shorter_queue, split
+
+#: α or β that is never exceeded.
+UNLIMITED_TOKENS = 1 << 60
+
+Reads = tuple[tuple[ReadPart, ...], str]
+
+
+class QueueLengths(msgspec.Struct, frozen=True):
+    """Requests that wait: for a PE, for a DE (a request may be in both), and at all."""
+
+    prefill: int
+    decode: int
+    total: int
+
+
+class _Flight:
+    """A live request: where it is placed, and whether the driver knows."""
+
+    __slots__ = ("decode", "prefill", "prefilled", "reading", "ticket", "told")
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self.prefill: Placement | None = None
+        self.decode: Placement | None = None
+        self.told = False
+        self.prefilled = False
+        self.reading: tuple[str, ...] = ()
+
+
+class RequestScheduler:
+    """Queues, ledger and rules of one cluster; not thread-safe, one owner calls it."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._settings = settings
+        self._ledger = Ledger()
+        self._placers = _placers(settings, self._ledger)
+        self._sides = SidesInTurn()
+        self._flights: dict[str, _Flight] = {}
+        self._decode_only: dict[str, _Flight] = {}
+        self._placed: dict[str, dict[str, None]] = {}
+        self._submitted = 0
+        self._untold = 0
+
+    def engine_joined(self, spec: EngineSpec) -> None:
+        """Count an engine in, empty; the same id may join again after ``engine_lost``.
+
+        Raises ``ConfigError`` for an id or order in use or a group of the other role.
+        """
+        self._ledger.join(spec)
+        self._placed[spec.engine_id] = {}
+        self._recall(spec.role)
+
+    def engine_lost(self, engine_id: str) -> list[str]:
+        """Count an engine out and return the unfinished requests it had, oldest first.
+
+        They are forgotten: submit them again or fail them.  A PE has a request until
+        ``prefill_done``, a DE from its assignment until ``finished``.  Requests that merely wait,
+        even for this very engine, stay and are placed elsewhere.
+        Raises ``EngineLostError`` if the engine has not joined.
+        """
+        spec = self._ledger.leave(engine_id)
+        hit = [self._flights[request_id] for request_id in self._placed.pop(engine_id)]
+        lost = [f for f in hit if spec.role is Role.PREFILL or f.prefill is not None]
+        for flight in lost:
+            self._forget(flight)
+        self._recall(spec.role)
+        return [f.ticket.request_id for f in sorted(lost, key=lambda f: f.ticket.number)]
+
+    def report(self, report: EngineReport) -> None:
+        """Take over an engine's load.
+
+        Late reports are dropped; raises ``EngineLostError`` for an engine that has not joined,
+        ``IncompatibleError`` for a report that cannot be true.
+        """
+        self._ledger.report(report)
+
+    def submit(self, request: Request) -> None:
+        """Let a request wait for a PE and a DE.
+
+        Raises ``BadRequestError`` for absurd lengths, an id in use, or a length that no joined DE
+        can ever hold.  While no DE has joined any length waits; see ``unplaceable``.
+        """
+        reserve = min(request.max_new_tokens, self._settings.generated_reserve_tokens)
+        ticket = Ticket(
+            request_id=request.request_id,
+            request=request,
+            number=self._submitted,
+            prefill_tokens=request.prompt_tokens,
+            decode_tokens=request.prompt_tokens + reserve,
+        )
+        self._check(ticket)
+        self._submitted += 1
+        self._untold += 1
+        self._flights[request.request_id] = _Flight(ticket)
+        for placer in self._placers.values():
+            placer.add(ticket)
+
+    def fetch(self, group: str) -> list[Assignment]:
+        """Serve a group; return the assignments whose second engine was found in this call.
+
+        Algorithm 1 for a PE group, phases 1 and 2 for a DE group (§6.1).  A group without a live
+        engine gets nothing.
+        """
+        state = self._ledger.groups.get(group)
+        if state is None:
+            return []
+        assignments = []
+        for placement in self._placers[state.role].fetch(group):
+            flight = self._place(state.role, placement)
+            if flight.prefill is not None and flight.decode is not None:
+                assignments.append(self._assign(flight, flight.prefill, flight.decode))
+        return assignments
+
+    def read_done(self, request_id: str) -> None:
+        """All storage reads of a request are over; unknown requests are ignored."""
+        flight = self._flights.get(request_id)
+        if flight is not None:
+            self._end_reads(flight)
+
+    def prefill_done(self, request_id: str) -> None:
+        """The PE is through with a request; unknown requests are ignored."""
+        flight = self._flights.get(request_id)
+        if flight is None or flight.prefill is None or flight.prefilled:
+            return
+        flight.prefilled = True
+        self._ledger.release(flight.prefill.engine_id, request_id)
+        self._placed[flight.prefill.engine_id].pop(request_id, None)
+
+    def finished(self, request_id: str) -> None:
+        """A request is over, well or not; unknown requests are ignored."""
+        flight = self._flights.get(request_id)
+        if flight is not None:
+            self._forget(flight)
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request in whatever state; unknown requests are ignored."""
+        self.finished(request_id)
+
+    def waiting(self) -> int:
+        """Requests submitted and not assigned yet."""
+        return self._untold
+
+    def queue_lengths(self) -> QueueLengths:
+        """How many requests wait for what."""
+        return QueueLengths(
+            prefill=self._placers[Role.PREFILL].waiting(),
+            decode=self._placers[Role.DECODE].waiting(),
+            total=self._untold,
+        )
+
+    def loads(self) -> tuple[EngineLoad, ...]:
+        """The load of every engine as the rules see it, in order of joining."""
+        return self._ledger.snapshot()
+
+    def unplaceable(self) -> list[str]:
+        """Unassigned requests that none of the joined DEs can ever hold, oldest first.
+
+        They appear when an engine is lost or none was known at ``submit``, and wait for a larger
+        one to join; the driver may cancel them instead.  Empty while no DE has joined.
+        """
+        largest = self._ledger.largest_decode_hbm_tokens
+        if not largest or not self._untold:
+            return []
+        return [
+            request_id
+            for request_id, flight in self._flights.items()
+            if flight.decode is None and flight.ticket.decode_tokens > largest
+        ]
+
+    def _place(self, role: Role, placement: Placement) -> _Flight:
+        flight = self._flights[placement.ticket.request_id]
+        if role is Role.PREFILL:
+            flight.prefill = placement
+            self._decode_only.pop(placement.ticket.request_id, None)
+        else:
+            flight.decode = placement
+            if flight.prefill is None:
+                self._decode_only[placement.ticket.request_id] = flight
+        self._placed[placement.engine_id][placement.ticket.request_id] = None
+        return flight
+
+    def _assign(self, flight: _Flight, prefill: Placement, decode: Placement) -> Assignment:
+        ticket = flight.ticket
+        flight.told = True
+        self._untold -= 1
+        prefill_seq = self._ledger.tell(prefill.engine_id, ticket.request_id)
+        decode_seq = self._ledger.tell(decode.engine_id, ticket.request_id)
+        reads, reason = self._choose_reads(ticket.request.hit_tokens, prefill, decode)
+        engines = {Role.PREFILL: prefill.engine_id, Role.DECODE: decode.engine_id}
+        for part in reads:
+            self._ledger.charge_read(engines[part.side], ticket.request_id, part.tokens)
+        flight.reading = tuple(engines[part.side] for part in reads)
+        return Assignment(
+            request_id=ticket.request_id,
+            prefill_engine=prefill.engine_id,
+            decode_engine=decode.engine_id,
+            prefill_assign_seq=prefill_seq,
+            decode_assign_seq=decode_seq,
+            reads=reads,
+            pe_reason=prefill.reason,
+            de_reason=decode.reason,
+            read_reason=reason,
+            prefill_tokens=ticket.prefill_tokens,
+            decode_tokens=ticket.decode_tokens,
+        )
+
+    def _choose_reads(self, hit_tokens: int, prefill: Placement, decode: Placement) -> Reads:
+        mode = self._settings.mode
+        if hit_tokens == 0:
+            return (), "no-hit"
+        if mode is Mode.ORACLE:
+            return (), "oracle"
+        if not mode.dual_path:
+            return read_whole(Role.PREFILL, hit_tokens), "pe-only"
+        if mode is Mode.ROUND_ROBIN:
+            side = self._sides.take(prefill.engine_id, decode.engine_id)
+            return read_whole(side, hit_tokens), "round-robin"
+        readers = self._reader(prefill.engine_id), self._reader(decode.engine_id)
+        if mode is Mode.SPLIT:
+            return split(*readers, hit_tokens, self._settings.block_tokens)
+        side, reason = shorter_queue(*readers)
+        return read_whole(side, hit_tokens), reason
+
+    def _reader(self, engine_id: str) -> Reader:
+        engine = self._ledger.engines[engine_id]
+        return Reader(
+            queue_tokens=int(self._ledger.node_read_q[engine.node_row]),
+            total_tokens=self._ledger.node_read_total[engine.node_row],
+            tokens_per_s=engine.spec.snic_tokens_per_s,
+        )
+
+    def _end_reads(self, flight: _Flight) -> None:
+        for engine_id in flight.reading:
+            self._ledger.release_read(engine_id, flight.ticket.request_id)
+        flight.reading = ()
+
+    def _forget(self, flight: _Flight) -> None:
+        request_id = flight.ticket.request_id
+        del self._flights[request_id]
+        self._decode_only.pop(request_id, None)
+        if not flight.told:
+            self._untold -= 1
+            for placer in self._placers.values():
+                placer.discard(request_id)
+        self._end_reads(flight)
+        for placement in (flight.prefill, flight.decode):
+            if placement is not None:
+                self._ledger.release(placement.engine_id, request_id)
+                self._placed.get(placement.engine_id, {}).pop(request_id, None)
+
+    def _recall(self, role: Role) -> None:
+        """Let waiting requests of a role queue anew after its engines changed."""
+        tickets = []
+        if role is Role.DECODE:
+            for request_id, flight in self._decode_only.items():
+                if flight.decode is not None:
+                    self._ledger.release(flight.decode.engine_id, request_id)
+                    self._placed.get(flight.decode.engine_id, {}).pop(request_id, None)
+                flight.decode = None
+                tickets.append(flight.ticket)
+            self._decode_only.clear()
+        self._placers[role].recall(tickets)
+
+    def _check(self, ticket: Ticket) -> None:
+        request = ticket.request
+        if request.request_id in self._flights:
+            raise BadRequestError(
+                f"request id {request.request_id!r} is in use by a live request; "
+                "submit it under another id or cancel the first"
+            )
+        prompt, hit, new = request.prompt_tokens, request.hit_tokens, request.max_new_tokens
+        if prompt < 1 or not 0 <= hit < prompt or new < 1:
+            raise BadRequestError(
+                f"request {request.request_id!r} has {prompt} prompt, {hit} hit and {new} new "
+                "tokens; it needs at least 1 prompt token, 0 ≤ hit < prompt and at least 1 new "
+                "token"
+            )
+        largest = self._ledger.largest_decode_hbm_tokens
+        if largest and ticket.decode_tokens > largest:
+            raise BadRequestError(
+                f"request {request.request_id!r} needs {ticket.decode_tokens} tokens of KV-cache "
+                f"({prompt} of them its prompt), the largest decode engine holds {largest}; "
+                "shorten the prompt or start a decode engine with more memory"
+            )
+
+
+def _placers(settings: SchedulerSettings, ledger: Ledger) -> dict[Role, Placer]:
+    """Return the placement rules of a mode."""
+    balanced_baseline = settings.balanced_baselines and not settings.mode.dual_path
+    if settings.mode in (Mode.DUALPATH, Mode.SPLIT, Mode.ORACLE) or balanced_baseline:
+        alpha = UNLIMITED_TOKENS if balanced_baseline else settings.alpha_tokens
+        return {
+            Role.PREFILL: FifoPrefillPlacer(ledger, alpha, settings.beta_tokens),
+            Role.DECODE: TwoPhaseDecodePlacer(ledger, settings.threshold_factor),
+        }
+    return {role: InTurnPlacer(ledger, role) for role in Role}

@@ -1,0 +1,1 @@
+"""Persistent Full Blocks: one backend per file, one contract (``contract.BlockStorage``)."""

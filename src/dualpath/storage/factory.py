@@ -1,0 +1,66 @@
+"""From one setting to a storage backend."""
+
+import threading
+from pathlib import Path
+
+import msgspec
+
+from dualpath.core.blocks import StoreNamespace
+from dualpath.core.errors import ConfigError
+from dualpath.core.modes import Mode
+from dualpath.storage.contract import BlockStorage
+from dualpath.storage.lengths import ORACLE, LengthOnlyStorage
+from dualpath.storage.memory import MemoryStorage
+from dualpath.storage.posix import DEFAULT_PARALLEL_READS, DirectIo, PosixStorage
+from dualpath.storage.throttle import ThrottledStorage
+
+_memory_storages: dict[tuple[str, str], MemoryStorage] = {}
+_memory_lock = threading.Lock()
+
+
+def open_storage(
+    location: str | Path,
+    namespace: StoreNamespace,
+    *,
+    mode: Mode = Mode.DUALPATH,
+    read_bytes_per_s: float | None = None,
+    direct_io: DirectIo = "auto",
+    parallel_reads: int = DEFAULT_PARALLEL_READS,
+    sync: bool = False,
+) -> BlockStorage:
+    """Open the storage at ``location``: a path, ``file://path`` or ``memory://name``.
+
+    ``memory://name`` is one storage per name within this process, for tests.  ``read_bytes_per_s``
+    throttles reads to a SNIC's rate (None: unthrottled).  In ``Mode.ORACLE`` the storage keeps
+    lengths only, apart from real blocks.  The remaining settings are ``PosixStorage``'s.
+
+    Raises ``ConfigError`` for an unknown scheme or an unusable directory.
+    """
+    scheme, separator, rest = str(location).partition("://")
+    if not separator:
+        scheme, rest = "file", str(location)
+    if scheme not in ("file", "memory") or not rest:
+        raise ConfigError(
+            f"storage location {str(location)!r} is none of PATH, file://PATH, memory://NAME"
+        )
+    if mode is Mode.ORACLE:
+        if scheme == "memory":
+            raise ConfigError(f"storage {location} in mode oracle: give a directory instead")
+        return LengthOnlyStorage(rest, msgspec.structs.replace(namespace, mode=ORACLE))
+    storage: BlockStorage
+    if scheme == "memory":
+        storage = memory_storage(rest, namespace)
+    else:
+        storage = PosixStorage(
+            rest, namespace, direct_io=direct_io, parallel_reads=parallel_reads, sync=sync
+        )
+    return storage if read_bytes_per_s is None else ThrottledStorage(storage, read_bytes_per_s)
+
+
+def memory_storage(name: str, namespace: StoreNamespace) -> MemoryStorage:
+    """Return this process's memory storage of that name and namespace, created on first use."""
+    with _memory_lock:
+        key = (name, namespace.digest())
+        if key not in _memory_storages:
+            _memory_storages[key] = MemoryStorage(namespace)
+        return _memory_storages[key]

@@ -1,0 +1,68 @@
+"""Storage of Oracle runs (§7.2): it knows which blocks exist and holds no bytes.
+
+Each block is an empty file, so that lengths survive restarts and are shared by engines as those of
+real blocks are.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from dualpath.core.blocks import BlockKey, StoreNamespace
+from dualpath.core.errors import ConfigError
+from dualpath.storage import block_file
+from dualpath.storage.checks import check_buffers
+from dualpath.storage.contract import ReadOutcome
+from dualpath.storage.directory import NamespaceDirectory, refused
+
+ORACLE = "oracle"
+
+
+class LengthOnlyStorage:
+    """See ``dualpath.storage.contract.BlockStorage``, except that no payload moves.
+
+    ``read`` leaves its destinations as they are and reports no bytes.  Raises ``ConfigError`` for
+    a namespace whose mode is not ``"oracle"``, so that empty blocks never meet real ones.
+    """
+
+    def __init__(self, root: str | Path, namespace: StoreNamespace) -> None:
+        if namespace.mode != ORACLE:
+            raise ConfigError(
+                f"namespace of mode {namespace.mode!r} cannot be length-only; "
+                f"set its mode to {ORACLE!r}"
+            )
+        self.namespace = namespace
+        self.geometry = namespace.geometry
+        self._directory = NamespaceDirectory(Path(root), namespace, ".length")
+
+    def hit_blocks(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many keys at the head of ``keys`` have a marker."""
+        for position, key in enumerate(keys):
+            if not os.path.exists(self._directory.block_path(key)):
+                return position
+        return len(keys)
+
+    def read(self, keys: Sequence[BlockKey], destinations: Sequence[memoryview]) -> ReadOutcome:
+        """Report which blocks would have been read."""
+        check_buffers(self.geometry, keys, destinations, writable=True)
+        good = self.hit_blocks(keys)
+        return ReadOutcome(good, 0, None if good == len(keys) else block_file.MISSING)
+
+    def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
+        """Mark the blocks as existing."""
+        check_buffers(self.geometry, keys, sources, writable=False)
+        return sum(self._mark(key) for key in keys)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _mark(self, key: BlockKey) -> bool:
+        path = self._directory.block_path(key)
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise refused("marker", path, 0, error) from error
+        return True

@@ -1,0 +1,111 @@
+"""Full Blocks in a dict: the reference backend for tests, with faults on demand.
+
+Blocks are stored in the on-disk format and verified by the same code as files, so corruption is
+found here as it is there.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+from dualpath.core.blocks import BlockKey, StoreNamespace
+from dualpath.core.errors import StorageError
+from dualpath.storage import block_file
+from dualpath.storage.checks import check_buffers
+from dualpath.storage.contract import ReadOutcome
+
+BeforeRead = Callable[[BlockKey], None]
+
+
+class MemoryStorage:
+    """See ``dualpath.storage.contract.BlockStorage``.
+
+    ``before_read`` is called with each key, outside the lock: let it block to model slow storage,
+    raise ``OSError`` to model a failing device.  ``capacity_blocks`` models a full one.
+    """
+
+    def __init__(
+        self,
+        namespace: StoreNamespace,
+        *,
+        before_read: BeforeRead | None = None,
+        capacity_blocks: int | None = None,
+    ) -> None:
+        self.namespace = namespace
+        self.geometry = namespace.geometry
+        self.before_read = before_read
+        self._capacity_blocks = capacity_blocks
+        self._digest = namespace.digest()
+        self._lock = threading.Lock()
+        self._blocks: dict[BlockKey, tuple[bytes, bytes]] = {}
+
+    def hit_blocks(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many keys at the head are stored."""
+        with self._lock:
+            for position, key in enumerate(keys):
+                if key not in self._blocks:
+                    return position
+        return len(keys)
+
+    def read(self, keys: Sequence[BlockKey], destinations: Sequence[memoryview]) -> ReadOutcome:
+        """Copy and verify block by block; a bad block is forgotten."""
+        flat = check_buffers(self.geometry, keys, destinations, writable=True)
+        bytes_read = 0
+        for position, (key, destination) in enumerate(zip(keys, flat, strict=True)):
+            reason, moved = self._read_one(key, destination)
+            bytes_read += moved
+            if reason is not None:
+                return ReadOutcome(position, bytes_read, reason)
+        return ReadOutcome(len(keys), bytes_read)
+
+    def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
+        """Keep a copy of each new block."""
+        new_blocks = 0
+        for key, source in zip(
+            keys, check_buffers(self.geometry, keys, sources, writable=False), strict=True
+        ):
+            header = block_file.encode_header(key, self._digest, source)
+            with self._lock:
+                if key in self._blocks:
+                    continue
+                if self._capacity_blocks is not None and len(self._blocks) >= self._capacity_blocks:
+                    raise StorageError(
+                        f"storage is full at {self._capacity_blocks} blocks; raise capacity_blocks"
+                    )
+                self._blocks[key] = (header, bytes(source))
+                new_blocks += 1
+        return new_blocks
+
+    def close(self) -> None:
+        """Nothing to release; the blocks stay."""
+
+    def corrupt(self, key: BlockKey, *, offset_bytes: int = 0) -> None:
+        """Flip one payload bit of a stored block; raises ``KeyError`` if it is not stored."""
+        with self._lock:
+            header, payload = self._blocks[key]
+            damaged = bytearray(payload)
+            damaged[offset_bytes] ^= 1
+            self._blocks[key] = (header, bytes(damaged))
+
+    def drop(self, key: BlockKey) -> None:
+        """Lose a block; raises ``KeyError`` if it is not stored."""
+        with self._lock:
+            del self._blocks[key]
+
+    def _read_one(self, key: BlockKey, destination: memoryview) -> tuple[str | None, int]:
+        if self.before_read is not None:
+            try:
+                self.before_read(key)
+            except OSError as error:
+                return f"read error: {error}", 0
+        with self._lock:
+            block = self._blocks.get(key)
+        if block is None:
+            return block_file.MISSING, 0
+        header, payload = block
+        destination[:] = payload
+        reason = block_file.defect(key, self._digest, header, destination)
+        if reason is not None:
+            with self._lock:
+                if self._blocks.get(key) is block:
+                    del self._blocks[key]
+        return reason, len(payload)

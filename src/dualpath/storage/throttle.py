@@ -1,0 +1,101 @@
+"""Storage behind a slow network card: a token bucket in front of any backend.
+
+Emulates the SNIC of one node where there is no real one to saturate.  It shapes the reads that go
+through this object; several engines that share a node's SNIC are several processes, and a bucket
+across processes is not built: give each of them its share of the rate.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from dualpath.core.blocks import BlockKey
+from dualpath.core.errors import ConfigError
+from dualpath.storage.checks import check_buffers
+from dualpath.storage.contract import BlockStorage, ReadOutcome
+
+#: Lateness a bucket makes up for; long enough for a late wake-up of a busy machine, short enough
+#: to stay below 1 % of a two-second measurement.
+DEFAULT_BURST_S = 0.02
+
+
+class TokenBucket:
+    """When bytes that want to pass at a time have passed, first come first served.
+
+    Pure arithmetic on the times it is given.  ``bytes_per_s`` > 0; after ``burst_s`` seconds or
+    more of silence, ``burst_s`` worth of bytes pass at once.
+    """
+
+    def __init__(self, bytes_per_s: float, burst_s: float = DEFAULT_BURST_S) -> None:
+        if not bytes_per_s > 0 or burst_s < 0:
+            raise ConfigError(
+                f"throttle of {bytes_per_s} bytes/s with {burst_s} s of burst; the rate must be "
+                "above 0 and the burst not negative"
+            )
+        self.bytes_per_s = float(bytes_per_s)
+        self.burst_s = burst_s
+        self._busy_until_s: float | None = None
+
+    def pass_at(self, size_bytes: int, since_s: float) -> float:
+        """Return when ``size_bytes`` that started to move at ``since_s`` are through."""
+        # The first bytes find an empty bucket, so that a short measurement is not flattered.
+        busy_until_s = since_s if self._busy_until_s is None else self._busy_until_s
+        start_s = max(since_s - self.burst_s, busy_until_s)
+        self._busy_until_s = start_s + size_bytes / self.bytes_per_s
+        return self._busy_until_s
+
+
+class ThrottledStorage:
+    """Another backend whose reads pass a token bucket block by block; writes pass freely.
+
+    ``read_bytes_per_s``: payload bytes per second over all threads.  Blocks of concurrent reads
+    share it in order of arrival.  ``now_s`` and ``sleep_s`` are the clock.
+    """
+
+    def __init__(
+        self,
+        inner: BlockStorage,
+        read_bytes_per_s: float,
+        *,
+        burst_s: float = DEFAULT_BURST_S,
+        now_s: Callable[[], float] = time.monotonic,
+        sleep_s: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.inner = inner
+        self.geometry = inner.geometry
+        self._bucket = TokenBucket(read_bytes_per_s, burst_s)
+        self._lock = threading.Lock()
+        self._now_s = now_s
+        self._sleep_s = sleep_s
+
+    def hit_blocks(self, keys: Sequence[BlockKey]) -> int:
+        """Ask the inner backend; look-ups are free."""
+        return self.inner.hit_blocks(keys)
+
+    def read(self, keys: Sequence[BlockKey], destinations: Sequence[memoryview]) -> ReadOutcome:
+        """Read block by block, each as late as the bucket lets its bytes through."""
+        check_buffers(self.geometry, keys, destinations, writable=True)
+        bytes_read = 0
+        for position, (key, destination) in enumerate(zip(keys, destinations, strict=True)):
+            start_s = self._now_s()
+            outcome = self.inner.read([key], [destination])
+            self._wait(outcome.bytes_read, start_s)
+            bytes_read += outcome.bytes_read
+            if outcome.good_blocks == 0:
+                return ReadOutcome(position, bytes_read, outcome.reason)
+        return ReadOutcome(len(keys), bytes_read)
+
+    def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
+        """Write through, unthrottled: reads are the bottleneck under study (§2.3)."""
+        return self.inner.write(keys, sources)
+
+    def close(self) -> None:
+        """Close the inner backend."""
+        self.inner.close()
+
+    def _wait(self, size_bytes: int, since_s: float) -> None:
+        with self._lock:
+            pass_s = self._bucket.pass_at(size_bytes, since_s)
+        remaining_s = pass_s - self._now_s()
+        if remaining_s > 0:
+            self._sleep_s(remaining_s)

@@ -1,0 +1,1 @@
+"""Moves bytes between places: NIXL, and an in-process twin that passes the same contract."""

@@ -1,0 +1,67 @@
+"""Page-aligned anonymous memory that can be registered with a transport and read into directly.
+
+Anonymous private mappings, not POSIX shared memory: nothing appears in ``/dev/shm``, and the kernel
+frees the pages when the process dies, however it dies.  Other processes reach the bytes through
+the transport (cross-memory attach or TCP on one machine, RDMA elsewhere).
+"""
+
+import mmap
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualpath.core.errors import ConfigError
+
+PAGE_BYTES = 4096
+
+
+class RegisteredMemory:
+    """``size_bytes`` writable, zeroed bytes at a fixed ``address``; freed with the last view.
+
+    ``array`` is the whole memory as ``uint8``.  Keep this object (or any view) alive for as long
+    as a transport or a device may touch the memory.
+    """
+
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        self.array = array
+        self.address = int(array.ctypes.data)
+        self.size_bytes = int(array.nbytes)
+
+    def view(self, offset_bytes: int, length_bytes: int) -> memoryview:
+        """Return ``[offset, offset + length)`` as a writable memoryview.
+
+        Raises ``ValueError`` if that reaches outside the memory.
+        """
+        if offset_bytes < 0 or length_bytes < 0 or offset_bytes + length_bytes > self.size_bytes:
+            raise ValueError(
+                f"view of {length_bytes} bytes at {offset_bytes} exceeds {self.size_bytes} bytes"
+            )
+        return self.array[offset_bytes : offset_bytes + length_bytes].data
+
+
+def allocate_registered(size_bytes: int, alignment: int = PAGE_BYTES) -> RegisteredMemory:
+    """Allocate ``size_bytes`` ≥ 1 of anonymous memory aligned to ``alignment`` (a power of two).
+
+    Raises ``ConfigError`` for absurd sizes and when the kernel refuses the mapping.
+    """
+    if size_bytes < 1:
+        raise ConfigError(f"buffer of {size_bytes} bytes: at least 1 byte is needed")
+    if alignment < 1 or alignment & (alignment - 1):
+        raise ConfigError(f"alignment of {alignment} bytes: use a power of two, such as 4096")
+    slack_bytes = alignment if alignment > PAGE_BYTES else 0
+    try:
+        mapping = mmap.mmap(
+            -1, size_bytes + slack_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+    except (OSError, OverflowError, ValueError) as error:
+        raise ConfigError(
+            f"buffer of {size_bytes} bytes cannot be allocated ({error}); make the buffer smaller"
+        ) from error
+    whole: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
+    skip_bytes = -int(whole.ctypes.data) % alignment
+    return RegisteredMemory(whole[skip_bytes : skip_bytes + size_bytes])
+
+
+def address_of(view: memoryview) -> int:
+    """Return the address of the first byte of a contiguous, non-empty view."""
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)

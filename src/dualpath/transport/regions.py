@@ -1,0 +1,98 @@
+"""Checks that every transport makes before it touches memory.
+
+A wrong address in a one-sided transfer corrupts KV silently, so each region and each index is
+checked against what was registered, here and not in the backends.
+"""
+
+from collections.abc import Collection, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualpath.core.errors import ConfigError, TransportError
+from dualpath.transport.contract import PieceIndices, RegionInfo
+
+MEMORY_KINDS = ("DRAM", "VRAM")
+
+
+def span_bytes(region: RegionInfo) -> int:
+    """Bytes from the first byte of the first piece to the last byte of the last one."""
+    return (region.pieces - 1) * region.stride_bytes + region.piece_bytes
+
+
+def check_region(region: RegionInfo, known: Iterable[str]) -> None:
+    """Raise ``ConfigError`` if the region is impossible or its name is taken."""
+    if region.name in known:
+        raise ConfigError(
+            f"region {region.name!r} is registered already; give each region its own name"
+        )
+    if region.memory not in MEMORY_KINDS:
+        raise ConfigError(
+            f"region {region.name!r}: memory {region.memory!r} is none of {MEMORY_KINDS}"
+        )
+    if region.pieces < 1 or region.piece_bytes < 1 or region.base_address < 1:
+        raise ConfigError(
+            f"region {region.name!r}: {region.pieces} pieces of {region.piece_bytes} bytes at "
+            f"address {region.base_address}; each of the three must be at least 1"
+        )
+    if region.stride_bytes < region.piece_bytes and region.pieces > 1:
+        raise ConfigError(
+            f"region {region.name!r}: a stride of {region.stride_bytes} bytes makes pieces of "
+            f"{region.piece_bytes} bytes overlap; the stride must not be smaller than a piece"
+        )
+
+
+def find_region(regions: Iterable[RegionInfo], name: str, agent: str) -> RegionInfo:
+    """Return the region of that name; raise ``TransportError`` listing those that exist."""
+    names = []
+    for region in regions:
+        if region.name == name:
+            return region
+        names.append(region.name)
+    raise TransportError(f"agent {agent!r} has no region {name!r}; it registered {names}")
+
+
+def check_pieces(region: RegionInfo, pieces: PieceIndices) -> NDArray[np.int64]:
+    """Return the indices as an array; raise ``TransportError`` if one is out of range."""
+    indices: NDArray[np.int64] = np.asarray(pieces, dtype=np.int64)
+    if indices.ndim != 1:
+        raise TransportError(f"piece indices of shape {indices.shape}: a flat sequence is needed")
+    if indices.size and not (indices.min() >= 0 and indices.max() < region.pieces):
+        raise TransportError(
+            f"pieces {indices.min()}..{indices.max()} of region {region.name!r}, which has "
+            f"pieces 0..{region.pieces - 1}"
+        )
+    return indices
+
+
+def check_pair(
+    local: RegionInfo, local_pieces: PieceIndices, remote: RegionInfo, remote_pieces: PieceIndices
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return both index arrays; raise ``TransportError`` if the two sides do not match."""
+    if local.piece_bytes != remote.piece_bytes:
+        raise TransportError(
+            f"region {local.name!r} has pieces of {local.piece_bytes} bytes, {remote.name!r} of "
+            f"{remote.piece_bytes}; they must be equal"
+        )
+    local_indices = check_pieces(local, local_pieces)
+    remote_indices = check_pieces(remote, remote_pieces)
+    if local_indices.size != remote_indices.size:
+        raise TransportError(
+            f"{local_indices.size} local pieces against {remote_indices.size} remote ones; "
+            "the lists must be equally long"
+        )
+    return local_indices, remote_indices
+
+
+def check_traffic_class(traffic_class: str, carried: Collection[str]) -> None:
+    """Raise ``TransportError`` for a class this agent's network settings do not carry."""
+    if traffic_class not in carried:
+        raise TransportError(
+            f"traffic class {traffic_class!r} is not carried by this agent ({sorted(carried)}); "
+            "open a transport with that class's network settings"
+        )
+
+
+def piece_addresses(region: RegionInfo, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the address of each piece."""
+    return region.base_address + indices * region.stride_bytes

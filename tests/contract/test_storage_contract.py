@@ -1,0 +1,240 @@
+"""Every storage backend keeps ``dualpath.storage.contract``; one suite, all of them."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
+from dualpath.storage.contract import BlockStorage
+from dualpath.storage.lengths import LengthOnlyStorage
+from dualpath.storage.memory import MemoryStorage
+from dualpath.storage.posix import PosixStorage
+from dualpath.storage.throttle import ThrottledStorage
+from dualpath.transport.memory import allocate_registered
+
+GEOMETRY = BlockGeometry(layers=4, block_tokens=16, layer_block_bytes=3072)
+NAMESPACE = StoreNamespace("org/tiny-model", "float32", "NHD", GEOMETRY)
+ORACLE_NAMESPACE = msgspec.structs.replace(NAMESPACE, mode="oracle")
+BLOCK_BYTES = GEOMETRY.full_block_bytes
+BLOCKS = 6
+
+Damage = Callable[[BlockStorage, BlockKey], None]
+
+
+def open_backend(name: str, root: Path) -> BlockStorage:
+    match name:
+        case "memory":
+            return MemoryStorage(NAMESPACE)
+        case "posix-direct":
+            return PosixStorage(root, NAMESPACE, direct_io="auto")
+        case "posix-cached":
+            return PosixStorage(root, NAMESPACE, direct_io=False, parallel_reads=1, sync=True)
+        case "throttled":
+            return ThrottledStorage(MemoryStorage(NAMESPACE), 1e12)
+        case "lengths":
+            return LengthOnlyStorage(root, ORACLE_NAMESPACE)
+    raise AssertionError(name)
+
+
+BYTE_BACKENDS = ["memory", "posix-direct", "posix-cached", "throttled"]
+
+
+@pytest.fixture(params=[*BYTE_BACKENDS, "lengths"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlockStorage]:
+    """Any backend."""
+    backend = open_backend(request.param, tmp_path)
+    yield backend
+    backend.close()
+    backend.close()
+
+
+@pytest.fixture(params=BYTE_BACKENDS)
+def byte_storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlockStorage]:
+    """A backend that holds bytes."""
+    backend = open_backend(request.param, tmp_path)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def keys() -> list[BlockKey]:
+    return block_keys(range(BLOCKS * 16), 16)
+
+
+def contents(seed: int = 1, blocks: int = BLOCKS) -> list[memoryview]:
+    data = np.random.default_rng(seed).integers(0, 256, (blocks, BLOCK_BYTES), dtype=np.uint8)
+    return [row.data for row in data]
+
+
+def destinations(blocks: int = BLOCKS, offset_bytes: int = 0) -> list[memoryview]:
+    """Views into aligned memory, as a DRAM buffer's slots are; ``offset_bytes`` misaligns them."""
+    memory = allocate_registered(blocks * BLOCK_BYTES + offset_bytes)
+    return [memory.view(offset_bytes + i * BLOCK_BYTES, BLOCK_BYTES) for i in range(blocks)]
+
+
+def test_a_new_storage_holds_nothing(storage: BlockStorage, keys: list[BlockKey]) -> None:
+    assert storage.hit_blocks(keys) == 0
+    assert storage.hit_blocks([]) == 0
+    outcome = storage.read(keys, destinations())
+    assert (outcome.good_blocks, outcome.reason) == (0, "missing")
+
+
+def test_written_blocks_are_hit_up_to_the_first_gap(
+    storage: BlockStorage, keys: list[BlockKey]
+) -> None:
+    kept = [0, 1, 2, 4, 5]
+    data = contents()
+    assert storage.write([keys[i] for i in kept], [data[i] for i in kept]) == 5
+    assert storage.hit_blocks(keys) == 3
+    assert storage.hit_blocks(keys[4:]) == 2
+    outcome = storage.read(keys, destinations())
+    assert (outcome.good_blocks, outcome.reason) == (3, "missing")
+
+
+def test_a_second_write_of_a_key_changes_nothing(
+    storage: BlockStorage, keys: list[BlockKey]
+) -> None:
+    assert storage.write(keys[:3], contents()[:3]) == 3
+    assert storage.write(keys, contents()) == BLOCKS - 3
+    assert storage.write(keys, contents()) == 0
+
+
+@pytest.mark.parametrize("offset_bytes", [0, 64])
+def test_what_is_read_is_what_was_written(
+    byte_storage: BlockStorage, keys: list[BlockKey], offset_bytes: int
+) -> None:
+    data, into = contents(), destinations(offset_bytes=offset_bytes)
+    byte_storage.write(keys, data)
+    outcome = byte_storage.read(keys, into)
+    assert (outcome.good_blocks, outcome.reason) == (BLOCKS, None)
+    assert outcome.bytes_read == BLOCKS * BLOCK_BYTES
+    assert [bytes(view) for view in into] == [bytes(view) for view in data]
+
+
+def test_equal_keys_mean_the_first_content(
+    byte_storage: BlockStorage, keys: list[BlockKey]
+) -> None:
+    byte_storage.write(keys[:1], contents(1)[:1])
+    byte_storage.write(keys[:1], contents(2)[:1])
+    into = destinations(1)
+    byte_storage.read(keys[:1], into)
+    assert bytes(into[0]) == bytes(contents(1)[0])
+
+
+def test_wrong_buffers_are_refused(storage: BlockStorage, keys: list[BlockKey]) -> None:
+    with pytest.raises(ValueError, match="6 keys but 5"):
+        storage.read(keys, destinations()[:5])
+    with pytest.raises(ValueError, match="Full Block"):
+        storage.read(keys[:1], [memoryview(bytearray(BLOCK_BYTES - 1))])
+    with pytest.raises(ValueError, match="writable"):
+        storage.read(keys[:1], [memoryview(bytes(BLOCK_BYTES))])
+    with pytest.raises(ValueError, match="1 keys but 0"):
+        storage.write(keys[:1], [])
+
+
+def test_threads_write_and_read_the_same_blocks(
+    byte_storage: BlockStorage, keys: list[BlockKey]
+) -> None:
+    data = contents()
+    with ThreadPoolExecutor(4) as pool:
+        written = list(pool.map(lambda _: byte_storage.write(keys, data), range(4)))
+        buffers = [destinations() for _ in range(4)]
+        outcomes = list(pool.map(lambda into: byte_storage.read(keys, into), buffers))
+    assert sum(written) == BLOCKS
+    assert [outcome.good_blocks for outcome in outcomes] == [BLOCKS] * 4
+    assert all([bytes(view) for view in into] == [bytes(view) for view in data] for into in buffers)
+
+
+# --- damage --------------------------------------------------------------------------------------
+
+
+def block_path(storage: BlockStorage, key: BlockKey) -> Path:
+    assert isinstance(storage, PosixStorage)
+    return storage.block_path(key)
+
+
+def overwrite(path: Path, offset: int, data: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset : offset + len(data)] = data
+    path.write_bytes(content)
+
+
+def flip_payload(storage: BlockStorage, key: BlockKey) -> None:
+    target = storage.inner if isinstance(storage, ThrottledStorage) else storage
+    if isinstance(target, MemoryStorage):
+        target.corrupt(key, offset_bytes=BLOCK_BYTES - 1)
+        return
+    path = block_path(storage, key)
+    last = path.read_bytes()[-1]
+    overwrite(path, path.stat().st_size - 1, bytes([last ^ 1]))
+
+
+def cut_short(storage: BlockStorage, key: BlockKey) -> None:
+    path = block_path(storage, key)
+    path.write_bytes(path.read_bytes()[:-777])
+
+
+def cut_in_header(storage: BlockStorage, key: BlockKey) -> None:
+    path = block_path(storage, key)
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def empty(storage: BlockStorage, key: BlockKey) -> None:
+    block_path(storage, key).write_bytes(b"")
+
+
+def break_magic(storage: BlockStorage, key: BlockKey) -> None:
+    overwrite(block_path(storage, key), 0, b"X")
+
+
+def replace_by_another_block(storage: BlockStorage, key: BlockKey) -> None:
+    other = block_keys([9] * 16, 16)
+    storage.write(other, contents(3, 1))
+    block_path(storage, key).write_bytes(block_path(storage, other[0]).read_bytes())
+
+
+def read_past_damage(storage: BlockStorage, keys: list[BlockKey], damage: Damage) -> str | None:
+    """Damage block 2; whatever is found there, blocks 0 and 1 are good and 2 can be rewritten."""
+    data = contents()
+    storage.write(keys, data)
+    damage(storage, keys[2])
+    into = destinations()
+
+    outcome = storage.read(keys, into)
+
+    assert outcome.good_blocks == 2
+    assert [bytes(view) for view in into[:2]] == [bytes(view) for view in data[:2]]
+    assert storage.hit_blocks(keys) == 2
+    assert storage.write(keys, data) == 1
+    assert storage.read(keys, into).good_blocks == BLOCKS
+    assert [bytes(view) for view in into] == [bytes(view) for view in data]
+    return outcome.reason
+
+
+def test_a_flipped_bit_ends_the_hit_and_the_block_can_be_written_again(
+    byte_storage: BlockStorage, keys: list[BlockKey]
+) -> None:
+    assert read_past_damage(byte_storage, keys, flip_payload) == "checksum"
+
+
+@pytest.mark.parametrize("direct_io", [False, "auto"])
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (cut_short, "short"),
+        (cut_in_header, "short"),
+        (empty, "short"),
+        (break_magic, "bad header"),
+        (replace_by_another_block, "wrong key"),
+    ],
+)
+def test_a_damaged_file_ends_the_hit_and_can_be_written_again(
+    tmp_path: Path, keys: list[BlockKey], damage: Damage, reason: str, direct_io: bool
+) -> None:
+    storage = PosixStorage(tmp_path, NAMESPACE, direct_io=direct_io)
+    assert read_past_damage(storage, keys, damage) == reason
+    storage.close()

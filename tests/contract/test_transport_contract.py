@@ -1,0 +1,469 @@
+"""Every transport keeps ``dualpath.transport.contract``; one suite, all implementations."""
+
+import gc
+import itertools
+import multiprocessing
+import os
+import signal
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dualpath.core.errors import ConfigError, PeerLostError, TransportError
+from dualpath.transport.contract import (
+    AgentInfo,
+    Direction,
+    RegionInfo,
+    Transfer,
+    TransferState,
+    Transport,
+)
+from dualpath.transport.in_process import InProcessFabric, InProcessTransport
+from dualpath.transport.memory import RegisteredMemory, allocate_registered
+from dualpath.transport.nixl import NixlTransport
+
+PIECES = 12
+PIECE_BYTES = 5000
+STRIDE_BYTES = 8192
+WAIT_S = 20.0
+
+OpenTransport = Callable[[str], Transport]
+_names = itertools.count()
+
+
+@pytest.fixture(params=["in-process", pytest.param("nixl", marks=pytest.mark.nixl)])
+def open_transport(request: pytest.FixtureRequest) -> Iterator[OpenTransport]:
+    fabric = InProcessFabric()
+    opened: list[Transport] = []
+
+    def open_one(name: str) -> Transport:
+        agent = f"{name}-{next(_names)}"
+        transport: Transport = (
+            InProcessTransport(agent, fabric)
+            if request.param == "in-process"
+            else NixlTransport(agent)
+        )
+        opened.append(transport)
+        return transport
+
+    yield open_one
+    for transport in opened:
+        transport.close()
+
+
+class Engine:
+    """A transport with one region, ``kv``, of ``PIECES`` random pieces."""
+
+    def __init__(self, transport: Transport, seed: int) -> None:
+        self.transport = transport
+        self.memory: RegisteredMemory = allocate_registered(PIECES * STRIDE_BYTES)
+        self.memory.array[:] = np.random.default_rng(seed).integers(
+            0, 256, self.memory.size_bytes, dtype=np.uint8
+        )
+        self.region = RegionInfo("kv", self.memory.address, STRIDE_BYTES, PIECE_BYTES, PIECES)
+        transport.register(self.region, self.memory)
+        self.agent = transport.info().agent
+
+    def piece(self, index: int) -> bytes:
+        return bytes(self.memory.view(index * STRIDE_BYTES, PIECE_BYTES))
+
+    def gap(self, index: int) -> bytes:
+        start = index * STRIDE_BYTES + PIECE_BYTES
+        return bytes(self.memory.view(start, STRIDE_BYTES - PIECE_BYTES))
+
+
+@pytest.fixture
+def engines(open_transport: OpenTransport) -> tuple[Engine, Engine]:
+    """Two engines that know each other."""
+    prefill, decode = Engine(open_transport("pe"), 1), Engine(open_transport("de"), 2)
+    prefill.transport.connect(decode.transport.info())
+    decode.transport.connect(prefill.transport.info())
+    return prefill, decode
+
+
+def finish(transfer: Transfer) -> TransferState:
+    """Poll to the end; the transports promise that polling alone makes progress."""
+    deadline = os.times().elapsed + WAIT_S
+    while (state := transfer.poll()) is TransferState.MOVING:
+        assert os.times().elapsed < deadline, "transfer did not end"
+    return state
+
+
+def test_write_moves_the_chosen_pieces_and_nothing_else(engines: tuple[Engine, Engine]) -> None:
+    prefill, decode = engines
+    before = [decode.piece(i) for i in range(PIECES)]
+    gaps = [decode.gap(i) for i in range(PIECES)]
+
+    transfer = prefill.transport.post(
+        Direction.WRITE, "kv", [0, 5, 6], decode.agent, "kv", [11, 2, 3]
+    )
+
+    assert finish(transfer) is TransferState.DONE
+    assert transfer.bytes == 3 * PIECE_BYTES
+    assert transfer.error() is None
+    expected = dict(enumerate(before)) | {
+        11: prefill.piece(0),
+        2: prefill.piece(5),
+        3: prefill.piece(6),
+    }
+    assert {i: decode.piece(i) for i in range(PIECES)} == expected
+    assert [decode.gap(i) for i in range(PIECES)] == gaps
+    transfer.release()
+
+
+def test_read_fetches_from_a_peer_that_does_nothing(engines: tuple[Engine, Engine]) -> None:
+    prefill, decode = engines
+    indices = np.arange(PIECES, dtype=np.int64)
+
+    transfer = prefill.transport.post(
+        Direction.READ, "kv", indices, decode.agent, "kv", indices[::-1]
+    )
+
+    assert finish(transfer) is TransferState.DONE
+    assert [prefill.piece(i) for i in range(PIECES)] == [
+        decode.piece(i) for i in reversed(range(PIECES))
+    ]
+    transfer.release()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_an_engine_reaches_itself(engines: tuple[Engine, Engine], direction: Direction) -> None:
+    prefill, _ = engines
+    hbm = allocate_registered(PIECES * PIECE_BYTES)
+    prefill.transport.register(
+        RegionInfo("hbm", hbm.address, PIECE_BYTES, PIECE_BYTES, PIECES), hbm
+    )
+
+    transfer = prefill.transport.post(direction, "kv", [1], prefill.agent, "hbm", [4])
+
+    expected = prefill.piece(1) if direction is Direction.WRITE else bytes(PIECE_BYTES)
+    assert finish(transfer) is TransferState.DONE
+    assert prefill.piece(1) == bytes(hbm.view(4 * PIECE_BYTES, PIECE_BYTES)) == expected
+
+
+def test_many_transfers_overlap_and_each_ends(engines: tuple[Engine, Engine]) -> None:
+    prefill, decode = engines
+    posted = [
+        prefill.transport.post(Direction.WRITE, "kv", [i], decode.agent, "kv", [i])
+        for i in range(PIECES)
+    ]
+    assert [finish(t) for t in reversed(posted)] == [TransferState.DONE] * PIECES
+    assert [decode.piece(i) for i in range(PIECES)] == [prefill.piece(i) for i in range(PIECES)]
+    for transfer in posted:
+        transfer.release()
+
+
+def test_threads_share_a_transport(engines: tuple[Engine, Engine]) -> None:
+    prefill, decode = engines
+
+    def move(index: int) -> TransferState:
+        piece = index % PIECES
+        transfer = prefill.transport.post(
+            Direction.WRITE, "kv", [piece], decode.agent, "kv", [piece]
+        )
+        state = finish(transfer)
+        transfer.release()
+        return state
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(move, range(400))) == {TransferState.DONE}
+    assert [decode.piece(i) for i in range(PIECES)] == [prefill.piece(i) for i in range(PIECES)]
+
+
+def test_the_same_memory_serves_as_full_and_layer_blocks(
+    engines: tuple[Engine, Engine],
+) -> None:
+    prefill, decode = engines
+    layer_bytes = STRIDE_BYTES // 4
+    for engine in engines:
+        engine.transport.register(
+            RegionInfo("layers", engine.memory.address, layer_bytes, layer_bytes, PIECES * 4),
+            engine.memory,
+        )
+    prefill.transport.connect(decode.transport.info())
+
+    transfer = prefill.transport.post(Direction.WRITE, "layers", [7], decode.agent, "layers", [9])
+
+    assert finish(transfer) is TransferState.DONE
+    assert bytes(decode.memory.view(9 * layer_bytes, layer_bytes)) == bytes(
+        prefill.memory.view(7 * layer_bytes, layer_bytes)
+    )
+
+
+def test_a_transfer_of_no_pieces_is_done(engines: tuple[Engine, Engine]) -> None:
+    prefill, decode = engines
+    transfer = prefill.transport.post(Direction.WRITE, "kv", [], decode.agent, "kv", [])
+    assert finish(transfer) is TransferState.DONE
+    assert transfer.bytes == 0
+    transfer.release()
+
+
+def test_connecting_twice_is_connecting_once(engines: tuple[Engine, Engine]) -> None:
+    prefill, decode = engines
+    prefill.transport.connect(decode.transport.info())
+    transfer = prefill.transport.post(Direction.WRITE, "kv", [0], decode.agent, "kv", [0])
+    assert finish(transfer) is TransferState.DONE
+
+
+@pytest.mark.parametrize(
+    ("local", "local_pieces", "remote", "remote_pieces", "message"),
+    [
+        ("nowhere", [0], "kv", [0], "nowhere"),
+        ("kv", [0], "nowhere", [0], "nowhere"),
+        ("kv", [0], "kv", [PIECES], "0..11"),
+        ("kv", [-1], "kv", [0], "0..11"),
+        ("kv", [0, 1], "kv", [0], "equally long"),
+        ("small", [0], "kv", [0], "must be equal"),
+    ],
+)
+def test_a_wrong_address_is_refused_before_bytes_move(
+    engines: tuple[Engine, Engine],
+    local: str,
+    local_pieces: list[int],
+    remote: str,
+    remote_pieces: list[int],
+    message: str,
+) -> None:
+    prefill, decode = engines
+    small = allocate_registered(64)
+    prefill.transport.register(RegionInfo("small", small.address, 64, 64, 1), small)
+    with pytest.raises(TransportError, match=message):
+        prefill.transport.post(
+            Direction.WRITE, local, local_pieces, decode.agent, remote, remote_pieces
+        )
+
+
+def test_an_unknown_traffic_class_is_refused(engines: tuple[Engine, Engine]) -> None:
+    prefill, decode = engines
+    with pytest.raises(TransportError, match="collectives"):
+        prefill.transport.post(
+            Direction.WRITE, "kv", [0], decode.agent, "kv", [0], traffic_class="collectives"
+        )
+
+
+def test_regions_are_checked_when_registered(open_transport: OpenTransport) -> None:
+    engine = Engine(open_transport("pe"), 1)
+    address = engine.memory.address
+    for bad, message in [
+        (engine.region, "registered already"),
+        (RegionInfo("a", address, 10, 20, 3), "stride"),
+        (RegionInfo("b", address, 10, 10, 0), "at least 1"),
+        (RegionInfo("c", address, 10, 10, 1, memory="TAPE"), "TAPE"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            engine.transport.register(bad, None)
+
+
+def test_an_unknown_peer_is_a_lost_peer(open_transport: OpenTransport) -> None:
+    engine = Engine(open_transport("pe"), 1)
+    with pytest.raises(PeerLostError, match="stranger"):
+        engine.transport.post(Direction.WRITE, "kv", [0], "stranger", "kv", [0])
+    engine.transport.disconnect("stranger")
+
+
+def test_a_disconnected_peer_can_be_connected_again(engines: tuple[Engine, Engine]) -> None:
+    prefill, decode = engines
+    prefill.transport.disconnect(decode.agent)
+    with pytest.raises(PeerLostError):
+        prefill.transport.post(Direction.WRITE, "kv", [0], decode.agent, "kv", [0])
+
+    prefill.transport.connect(decode.transport.info())
+    transfer = prefill.transport.post(Direction.WRITE, "kv", [3], decode.agent, "kv", [3])
+    assert finish(transfer) is TransferState.DONE
+    assert decode.piece(3) == prefill.piece(3)
+
+
+def test_registered_memory_is_kept_alive_until_close(open_transport: OpenTransport) -> None:
+    class Owner:
+        pass
+
+    transport = open_transport("pe")
+    memory = allocate_registered(4096)
+    owner = Owner()
+    gone: list[bool] = []
+    weakref.finalize(owner, gone.append, True)
+    transport.register(RegionInfo("kv", memory.address, 4096, 4096, 1), owner)
+    del owner
+    gc.collect()
+    assert not gone
+    transport.close()
+    gc.collect()
+    assert gone
+
+
+def test_close_is_idempotent_and_ends_everything(engines: tuple[Engine, Engine]) -> None:
+    prefill, decode = engines
+    moving = prefill.transport.post(Direction.WRITE, "kv", [0], decode.agent, "kv", [0])
+    prefill.transport.close()
+    prefill.transport.close()
+    assert moving.poll() in (TransferState.DONE, TransferState.FAILED)
+    with pytest.raises(TransportError):
+        prefill.transport.post(Direction.WRITE, "kv", [0], decode.agent, "kv", [0])
+
+
+# --- a second process, NIXL only -----------------------------------------------------------------
+
+ALL_PIECES = list(range(PIECES))
+
+
+def serve_peer(name: str, control: Connection) -> None:
+    """Own one region, hand out its address, answer what its pieces hold; runs in a child."""
+    engine = Engine(NixlTransport(name), 7)
+    control.send(engine.transport.info())
+    while (index := control.recv()) is not None:
+        control.send(engine.piece(index))
+    engine.transport.close()
+
+
+class Peer:
+    """A child process that serves one engine."""
+
+    def __init__(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.agent = f"de-{next(_names)}-{os.getpid()}"
+        self._control, there = spawn.Pipe()
+        self.process = spawn.Process(target=serve_peer, args=(self.agent, there), daemon=True)
+        self.process.start()
+        there.close()
+        self.info: AgentInfo = self._receive()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+        if number is signal.SIGKILL:
+            self.process.join(WAIT_S)
+
+    def piece(self, index: int) -> bytes:
+        self._control.send(index)
+        answer: bytes = self._receive()
+        return answer
+
+    def stop(self) -> None:
+        if self.process.is_alive():
+            self._control.send(None)
+            self.process.join(WAIT_S)
+            assert self.process.exitcode == 0
+
+    def _receive(self) -> Any:
+        assert self._control.poll(WAIT_S)
+        return self._control.recv()
+
+
+@pytest.fixture
+def shared_memory_files() -> Iterator[None]:
+    """Fail the test if it leaves a file in shared memory."""
+    folder = Path("/dev/shm")
+    before = set(folder.iterdir()) if folder.exists() else set()
+    yield
+    gc.collect()
+    after = set(folder.iterdir()) if folder.exists() else set()
+    assert {path for path in after - before if "ucx" in path.name or "nixl" in path.name} == set()
+
+
+@pytest.fixture(params=["ucx-chooses", "tcp"])
+def engine(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, shared_memory_files: None
+) -> Iterator[Engine]:
+    """An engine of this process; its peers inherit its choice of UCX transports."""
+    if request.param == "tcp":
+        monkeypatch.setenv("UCX_TLS", "tcp")
+    opened = Engine(NixlTransport(f"pe-{next(_names)}-{os.getpid()}"), 1)
+    yield opened
+    opened.transport.close()
+
+
+@pytest.mark.nixl
+def test_done_means_that_the_other_process_sees_the_bytes(engine: Engine) -> None:
+    peer = Peer()
+    engine.transport.connect(peer.info)
+    for round_number in range(200):
+        source, target = round_number % PIECES, (round_number * 5) % PIECES
+        engine.memory.view(source * STRIDE_BYTES, 8)[:] = round_number.to_bytes(8, "little")
+        written = engine.transport.post(Direction.WRITE, "kv", [source], peer.agent, "kv", [target])
+        assert finish(written) is TransferState.DONE
+        written.release()
+        assert peer.piece(target) == engine.piece(source)
+    peer.stop()
+
+
+@pytest.mark.nixl
+def test_a_killed_peer_fails_its_transfers_and_its_successor_is_reached(engine: Engine) -> None:
+    peer = Peer()
+    engine.transport.connect(peer.info)
+    warm = engine.transport.post(Direction.WRITE, "kv", [0], peer.agent, "kv", [0])
+    assert finish(warm) is TransferState.DONE
+
+    peer.signal(signal.SIGKILL)
+    doomed = engine.transport.post(Direction.WRITE, "kv", ALL_PIECES, peer.agent, "kv", ALL_PIECES)
+    assert finish(doomed) is TransferState.FAILED
+    assert peer.agent in (doomed.error() or "")
+    doomed.release()
+    with pytest.raises(PeerLostError):
+        engine.transport.post(Direction.WRITE, "kv", ALL_PIECES, peer.agent, "kv", ALL_PIECES)
+    engine.transport.disconnect(peer.agent)
+
+    successor = Peer()
+    engine.transport.connect(successor.info)
+    again = engine.transport.post(
+        Direction.WRITE, "kv", ALL_PIECES, successor.agent, "kv", ALL_PIECES
+    )
+    assert finish(again) is TransferState.DONE
+    assert successor.piece(3) == engine.piece(3)
+    successor.stop()
+
+
+@pytest.mark.nixl
+def test_a_peer_that_is_gone_already_cannot_be_connected_over_tcp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    engine = Engine(NixlTransport(f"pe-{next(_names)}-{os.getpid()}"), 1)
+    peer = Peer()
+    peer.signal(signal.SIGKILL)
+    with pytest.raises(PeerLostError, match=peer.agent):
+        engine.transport.connect(peer.info)
+    engine.transport.close()
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize("engine", ["tcp"], indirect=True)
+def test_a_read_from_a_hanging_peer_stays_moving_until_nothing_can_arrive(engine: Engine) -> None:
+    peer = Peer()
+    engine.transport.connect(peer.info)
+    peer.signal(signal.SIGSTOP)
+    read = engine.transport.post(Direction.READ, "kv", ALL_PIECES, peer.agent, "kv", ALL_PIECES)
+
+    engine.transport.disconnect(peer.agent)
+
+    assert read.poll() is TransferState.MOVING
+    with pytest.raises(TransportError, match="moving"):
+        read.release()
+    with pytest.raises(PeerLostError):
+        engine.transport.post(Direction.READ, "kv", [0], peer.agent, "kv", [0])
+
+    peer.signal(signal.SIGCONT)
+    assert finish(read) is TransferState.FAILED
+    assert "disconnected" in (read.error() or "")
+    read.release()
+    engine.memory.array[:] = 0
+    peer.stop()
+    assert not engine.memory.array.any()
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize("engine", ["tcp"], indirect=True)
+def test_a_peer_killed_in_the_middle_of_a_transfer_fails_it(engine: Engine) -> None:
+    peer = Peer()
+    engine.transport.connect(peer.info)
+    peer.signal(signal.SIGSTOP)
+    read = engine.transport.post(Direction.READ, "kv", ALL_PIECES, peer.agent, "kv", ALL_PIECES)
+    assert read.poll() is TransferState.MOVING
+    peer.signal(signal.SIGKILL)
+    assert finish(read) is TransferState.FAILED
+    read.release()

@@ -1,0 +1,330 @@
+"""Engines without a model, for tests: real traffic managers, real buffers, checkable bytes.
+
+``ToyEngine`` is a traffic manager with an HBM of its own.  KV bytes are a function of (block key,
+layer), so a test can say of any byte anywhere whether it is right.  ``ToyPrefill.forward`` behaves
+like an engine's forward pass: before a layer is computed it checks that all KV before the chunk
+is in HBM, then it writes the chunk's own.
+"""
+
+import hashlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
+from dualpath.core.cluster import Role
+from dualpath.core.control import (
+    Assign,
+    HandOver,
+    HitRun,
+    Message,
+    Persist,
+    Read,
+    ReadDone,
+    Release,
+    Released,
+    Report,
+    Reserved,
+    TakeOver,
+    Welcome,
+)
+from dualpath.core.modes import Mode
+from dualpath.datapath.plan import BlockRun
+from dualpath.engine.hbm_copy import HbmLayout
+from dualpath.engine.layer_stream import LayerSettings, LayerStream, PrefillChunk
+from dualpath.engine.settings import EngineSettings
+from dualpath.engine.traffic_manager import TrafficManager
+from dualpath.storage.contract import BlockStorage
+from dualpath.storage.memory import MemoryStorage
+from dualpath.transport.contract import RegionInfo
+from dualpath.transport.in_process import InProcessFabric, InProcessTransport
+from dualpath.transport.memory import allocate_registered
+
+GEOMETRY = BlockGeometry(layers=5, block_tokens=4, layer_block_bytes=256)
+WAIT_S = 20.0
+
+M = TypeVar("M", bound=Message)
+
+
+def kv_bytes(key: BlockKey, layer: int, size: int = GEOMETRY.layer_block_bytes) -> bytes:
+    """The one right content of a Layer Block."""
+    return hashlib.shake_128(key + layer.to_bytes(2, "big")).digest(size)
+
+
+def full_block(key: BlockKey) -> bytes:
+    """The one right content of a Full Block."""
+    return b"".join(kv_bytes(key, layer) for layer in range(GEOMETRY.layers))
+
+
+def prompt_keys(tokens: int, salt: str = "s") -> list[BlockKey]:
+    """Keys of a prompt's blocks; a partial last block gets one of its own for its content."""
+    ids = list(range(tokens))
+    keys = block_keys(ids, GEOMETRY.block_tokens, cache_salt=salt)
+    if tokens % GEOMETRY.block_tokens:
+        keys.append(hashlib.sha256(f"partial {salt} {tokens}".encode()).digest())
+    return keys
+
+
+def memory_storage() -> MemoryStorage:
+    """An empty storage for toy blocks."""
+    return MemoryStorage(StoreNamespace(model="toy", dtype="u8", layout="toy", geometry=GEOMETRY))
+
+
+class ToyEngine:
+    """A traffic manager, its HBM, and a mailbox for what it tells the router."""
+
+    def __init__(
+        self,
+        role: Role,
+        engine_id: str,
+        fabric: InProcessFabric,
+        storage: BlockStorage,
+        *,
+        buffer_blocks: int = 64,
+        hbm_blocks: int = 64,
+        layer_buffers: int = 0,
+        mode: Mode = Mode.DUALPATH,
+        trace_out: str = "",
+        read_batch_blocks: int = 2,
+    ) -> None:
+        self.regions = layer_buffers or GEOMETRY.layers
+        size = GEOMETRY.layer_block_bytes
+        self._memory = allocate_registered(self.regions * hbm_blocks * size)
+        self.hbm = self._memory.array.reshape(self.regions, hbm_blocks, size)
+        regions = tuple(
+            RegionInfo(
+                name=f"hbm.{index}",
+                base_address=self._memory.address + index * hbm_blocks * size,
+                stride_bytes=size,
+                piece_bytes=size,
+                pieces=hbm_blocks,
+            )
+            for index in range(self.regions)
+        )
+        layout = HbmLayout(
+            regions=regions,
+            region_of_layer=tuple(f"hbm.{i % self.regions}" for i in range(GEOMETRY.layers)),
+            capacity_tokens=hbm_blocks * GEOMETRY.block_tokens,
+        )
+        self.settings = EngineSettings(
+            role=role,
+            engine_id=engine_id,
+            router="tcp://unused:1",
+            api_url="http://unused",
+            storage="memory://toy",
+            mode=mode,
+            buffer_bytes=buffer_blocks * GEOMETRY.full_block_bytes,
+            staging_blocks=4,
+            layer_buffers=layer_buffers,
+            transport="in-process",
+            trace_out=trace_out,
+            read_batch_blocks=read_batch_blocks,
+        )
+        self.epoch = "epoch-1"
+        self.mail: queue.Queue[Message] = queue.Queue()
+        transport = InProcessTransport(f"{engine_id}-{self.epoch}", fabric)
+        self.manager = TrafficManager(
+            self.settings, GEOMETRY, storage, transport, layout, self.mail.put
+        )
+        self._kept: list[Message] = []
+        self._seq = 0
+
+    def tell(self, message: Message) -> None:
+        """Give the traffic manager a command of the router."""
+        self.manager.handle(message)
+
+    def hear(self, kind: type[M], request_id: str | None = None) -> M:
+        """Return the first message of a kind (for a request); others are kept for later."""
+
+        def fits(message: Message) -> bool:
+            same = request_id is None or getattr(message, "request_id", None) == request_id
+            return isinstance(message, kind) and same
+
+        for message in self._kept:
+            if fits(message):
+                self._kept.remove(message)
+                assert isinstance(message, kind)
+                return message
+        while True:
+            message = self.mail.get(timeout=WAIT_S)
+            if fits(message):
+                assert isinstance(message, kind)
+                return message
+            self._kept.append(message)
+
+    def heard(self, kind: type[Message]) -> list[Message]:
+        """Return what has arrived of a kind so far, without waiting."""
+        while not self.mail.empty():
+            self._kept.append(self.mail.get_nowait())
+        return [m for m in self._kept if isinstance(m, kind)]
+
+    def assign(self, request_id: str, tokens: int, blocks: int) -> None:
+        """Assign a request and ask for buffer."""
+        self._seq += 1
+        self.tell(
+            Assign(
+                assign_seq=self._seq, request_id=request_id, tokens=tokens, reserve_blocks=blocks
+            )
+        )
+
+    def report(self) -> Report:
+        """Return the current load."""
+        return self.manager.report()
+
+    def slot_bytes(self, slot: int) -> bytes:
+        """Return a buffer slot's content."""
+        return bytes(self.manager._buffer.view(slot))
+
+
+class ToyCluster:
+    """One PE and one DE that know each other."""
+
+    def __init__(
+        self,
+        storage: BlockStorage | None = None,
+        *,
+        layer_buffers: int = 2,
+        mode: Mode = Mode.DUALPATH,
+        buffer_blocks: int = 64,
+        trace_out: str = "",
+    ) -> None:
+        self.fabric = InProcessFabric()
+        self.storage = storage if storage is not None else memory_storage()
+        self.mode = mode
+        buffers = layer_buffers if mode.layerwise else 0
+        self.layers = LayerSettings(buffers=buffers or GEOMETRY.layers, overlap=mode.layerwise)
+        self.pe = ToyEngine(
+            Role.PREFILL,
+            "pe-0",
+            self.fabric,
+            self.storage,
+            layer_buffers=buffers,
+            mode=mode,
+            buffer_blocks=buffer_blocks,
+            trace_out=trace_out,
+        )
+        self.de = ToyEngine(
+            Role.DECODE,
+            "de-0",
+            self.fabric,
+            self.storage,
+            mode=mode,
+            buffer_blocks=buffer_blocks,
+        )
+        self.pe.tell(Welcome(peers=(self.de.manager.address(self.de.epoch),)))
+        self.de.tell(Welcome(peers=(self.pe.manager.address(self.pe.epoch),)))
+
+    def close(self) -> None:
+        """Stop both engines."""
+        self.pe.manager.close()
+        self.de.manager.close()
+
+    def store(self, keys: Sequence[BlockKey]) -> None:
+        """Put right blocks into storage."""
+        self.storage.write(keys, [memoryview(full_block(key)) for key in keys])
+
+    def load(
+        self, request_id: str, keys: list[BlockKey], prompt_tokens: int, pe_hits: int, de_hits: int
+    ) -> HandOver:
+        """Reserve, read the first ``pe_hits`` blocks on the PE and the next on the DE."""
+        blocks = GEOMETRY.blocks_for(prompt_tokens)
+        self.de.assign(request_id, prompt_tokens, blocks)
+        de_slots = self.de.hear(Reserved, request_id).slots
+        hits = []
+        self.pe.assign(request_id, prompt_tokens, pe_hits)
+        if pe_hits:
+            self.pe.hear(Reserved, request_id)
+            done = self._read(self.pe, request_id, 0, keys[:pe_hits])
+            hits.append(HitRun(side=Role.PREFILL, first_block=0, slots=done.slots))
+        if de_hits:
+            done = self._read(self.de, request_id, pe_hits, keys[pe_hits : pe_hits + de_hits])
+            de_slots = done.slots
+            slots = de_slots[pe_hits : pe_hits + de_hits]
+            hits.append(HitRun(side=Role.DECODE, first_block=pe_hits, slots=slots))
+        hit_blocks = pe_hits + de_hits
+        return HandOver(
+            request_id=request_id,
+            prompt_tokens=prompt_tokens,
+            hit_blocks=hit_blocks,
+            hit_key_tail=keys[hit_blocks - 1] if hit_blocks else b"",
+            hits=tuple(hits),
+            decode_engine="de-0",
+            decode_epoch=self.de.epoch,
+            de_slots=de_slots,
+        )
+
+    def _read(
+        self, engine: ToyEngine, request_id: str, first_slot: int, keys: Sequence[BlockKey]
+    ) -> ReadDone:
+        engine.tell(
+            Read(request_id=request_id, first_slot=first_slot, keys=tuple(keys), deadline_s=WAIT_S)
+        )
+        done = engine.hear(ReadDone, request_id)
+        assert done.good_blocks == len(keys), done
+        return done
+
+    def forward(
+        self,
+        work: Sequence[tuple[HandOver, list[BlockKey], BlockRun, Sequence[int]]],
+        at_layer: Callable[[int, LayerStream], None] = lambda layer, stream: None,
+    ) -> dict[str, str]:
+        """Run one forward pass; per request (hand-over, keys, chunk, HBM blocks)."""
+        agent = self.pe.manager.decode_agent("de-0", self.de.epoch)
+        chunks = [
+            PrefillChunk(
+                hand_over=hand_over, chunk=chunk, hbm_blocks=tuple(hbm), decode_agent=agent
+            )
+            for hand_over, _, chunk, hbm in work
+        ]
+        stream = self.pe.manager.begin_prefill(chunks, self.layers)
+        for layer in range(GEOMETRY.layers):
+            region = self.pe.hbm[layer % self.pe.regions]
+            for _, keys, chunk, hbm in work:  # new KV is written before anything is waited for
+                for block in range(chunk.first, chunk.end):
+                    region[hbm[block]] = np.frombuffer(kv_bytes(keys[block], layer), np.uint8)
+            stream.wait_loaded(layer)
+            at_layer(layer, stream)
+            if not stream.failures:
+                for _, keys, chunk, hbm in work:
+                    for block in range(chunk.first):
+                        found = region[hbm[block]].tobytes()
+                        assert found == kv_bytes(keys[block], layer), (layer, block)
+            stream.computed(layer)
+        return self.pe.manager.end_prefill(stream, chunks)
+
+    def hand_to_decode(
+        self, hand_over: HandOver, keys: list[BlockKey], hbm: Sequence[int]
+    ) -> str | None:
+        """Persist the prompt's new blocks and copy everything to the DE's HBM."""
+        full = GEOMETRY.full_blocks_in(hand_over.prompt_tokens)
+        self.de.tell(
+            Persist(
+                request_id=hand_over.request_id,
+                first_slot=hand_over.hit_blocks,
+                keys=tuple(keys[hand_over.hit_blocks : full]),
+            )
+        )
+        take_over = TakeOver(
+            request_id=hand_over.request_id,
+            prompt_tokens=hand_over.prompt_tokens,
+            slots=hand_over.de_slots,
+        )
+        over = threading.Event()
+        errors: list[str | None] = []
+
+        def done(error: str | None) -> None:
+            errors.append(error)
+            over.set()
+
+        self.de.manager.fill_hbm(take_over, hbm, done)
+        assert over.wait(WAIT_S)
+        return errors[0]
+
+    def release(self, request_id: str) -> None:
+        """End the request on both engines."""
+        for engine in (self.pe, self.de):
+            engine.tell(Release(request_id=request_id, reason="finished"))
+            engine.hear(Released, request_id)

@@ -1,0 +1,71 @@
+"""Every byte of every path is right: PE path, DE path, split, any number of layer buffers."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engine_harness import GEOMETRY, ToyCluster, full_block, kv_bytes, prompt_keys
+
+from dualpath.core.modes import Mode
+from dualpath.datapath.plan import BlockRun
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[int, int, int, tuple[int, ...]]:
+    """Prompt tokens, hit blocks on the PE, on the DE, and chunk ends in blocks."""
+    tokens = draw(st.integers(1, 60))
+    most = GEOMETRY.max_hit_blocks(tokens)
+    pe_hits = draw(st.integers(0, most))
+    de_hits = draw(st.integers(0, most - pe_hits))
+    blocks = GEOMETRY.blocks_for(tokens)
+    inner = range(pe_hits + de_hits + 1, blocks)
+    cuts = draw(st.sets(st.sampled_from(inner), max_size=3)) if inner else set()
+    return tokens, pe_hits, de_hits, (*sorted(cuts), blocks)
+
+
+def run_prompt(cluster: ToyCluster, prompt: tuple[int, int, int, tuple[int, ...]]) -> None:
+    tokens, pe_hits, de_hits, chunk_ends = prompt
+    keys = prompt_keys(tokens)
+    cluster.store(keys[: pe_hits + de_hits])
+    hand_over = cluster.load("r", keys, tokens, pe_hits, de_hits)
+    hbm = list(range(40, 40 + len(keys)))[::-1]
+    first = pe_hits + de_hits
+    for end in chunk_ends:
+        failures = cluster.forward([(hand_over, keys, BlockRun(first, end - first), hbm)])
+        assert failures == {}
+        first = end
+    for block, slot in enumerate(hand_over.de_slots):
+        assert cluster.de.slot_bytes(slot) == full_block(keys[block]), block
+    assert cluster.hand_to_decode(hand_over, keys, hbm) is None
+    for layer in range(GEOMETRY.layers):
+        for block, key in enumerate(keys):
+            assert cluster.de.hbm[layer][hbm[block]].tobytes() == kv_bytes(key, layer)
+    cluster.release("r")
+    assert cluster.de.manager.drain(20)
+    full = GEOMETRY.full_blocks_in(tokens)
+    read_back = [bytearray(GEOMETRY.full_block_bytes) for _ in range(full)]
+    outcome = cluster.storage.read(keys[:full], [memoryview(b) for b in read_back])
+    assert outcome.good_blocks == full
+    assert [bytes(b) for b in read_back] == [full_block(key) for key in keys[:full]]
+    for engine in (cluster.pe, cluster.de):
+        assert engine.report().free_buffer_tokens == engine.manager.buffer_tokens
+
+
+@settings(max_examples=60, deadline=None)
+@given(prompts(), st.integers(1, GEOMETRY.layers))
+def test_all_bytes_arrive_through_every_path(
+    prompt: tuple[int, int, int, tuple[int, ...]], layer_buffers: int
+) -> None:
+    cluster = ToyCluster(layer_buffers=layer_buffers)
+    try:
+        run_prompt(cluster, prompt)
+    finally:
+        cluster.close()
+
+
+@settings(max_examples=15, deadline=None)
+@given(prompts())
+def test_all_bytes_arrive_in_mode_basic(prompt: tuple[int, int, int, tuple[int, ...]]) -> None:
+    cluster = ToyCluster(mode=Mode.BASIC)
+    try:
+        run_prompt(cluster, prompt)
+    finally:
+        cluster.close()

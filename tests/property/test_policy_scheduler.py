@@ -1,0 +1,250 @@
+"""The scheduler against honest engines that come, go, report late and finish in any order."""
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
+from dualpath.core.request import Request
+from dualpath.policy.events import Assignment, EngineReport, EngineSpec, SchedulerSettings
+from dualpath.policy.scheduler import RequestScheduler
+
+BLOCK_TOKENS = 64
+BETA_TOKENS = 600
+LONGEST_PROMPT_TOKENS = 900
+DECODE_HBM_TOKENS = 1300
+
+
+class Engine:
+    """What a real engine would know: the assignments it was told of."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.last_seq = 0
+        self.tokens: dict[str, int] = {}
+        self.reads: dict[str, int] = {}
+
+    def told(self, seq: int, request_id: str, tokens: int) -> None:
+        assert seq == self.last_seq + 1, "assignments reach an engine in order, without gaps"
+        self.last_seq = seq
+        self.tokens[request_id] = tokens
+
+    def report(self) -> EngineReport:
+        return EngineReport(
+            engine_id=self.spec.engine_id,
+            assign_seq=self.last_seq,
+            unfinished_requests=len(self.tokens),
+            unfinished_tokens=sum(self.tokens.values()),
+            read_queue_tokens=sum(self.reads.values()),
+            free_hbm_tokens=self.spec.hbm_tokens - sum(self.tokens.values()),
+            free_buffer_tokens=0,
+        )
+
+
+def specs() -> list[EngineSpec]:
+    """Two PE groups and two DE groups with two engines each, one node per group."""
+    return [
+        EngineSpec(
+            engine_id=f"{role}-{group}-{rank}",
+            role=role,
+            node=f"{role}-node-{group}",
+            group=f"{role}-group-{group}",
+            order=number * 4 + group * 2 + rank,
+            hbm_tokens=DECODE_HBM_TOKENS,
+        )
+        for number, role in enumerate(Role)
+        for group in range(2)
+        for rank in range(2)
+    ]
+
+
+class Cluster(RuleBasedStateMachine):
+    """Any interleaving of events; the model beside it is a plain dictionary of requests."""
+
+    modes = tuple(Mode)
+
+    @initialize(data=st.data(), balanced=st.booleans())
+    def start(self, data: st.DataObject, balanced: bool) -> None:
+        self.mode = data.draw(st.sampled_from(self.modes))
+        self.scheduler = RequestScheduler(
+            SchedulerSettings(
+                mode=self.mode,
+                alpha_tokens=500,
+                beta_tokens=BETA_TOKENS,
+                block_tokens=BLOCK_TOKENS,
+                balanced_baselines=balanced,
+            )
+        )
+        self.limited = balanced or self.mode in (Mode.DUALPATH, Mode.SPLIT, Mode.ORACLE)
+        if self.mode is Mode.ROUND_ROBIN:
+            self.limited = False
+        self.engines: dict[str, Engine] = {}
+        self.requests: dict[str, Request] = {}
+        self.assigned: dict[str, Assignment] = {}
+        self.count = 0
+        for spec in specs():
+            self.join(spec)
+
+    def join(self, spec: EngineSpec) -> None:
+        self.scheduler.engine_joined(spec)
+        self.engines[spec.engine_id] = Engine(spec)
+
+    def accept(self, assignment: Assignment) -> None:
+        request = self.requests[assignment.request_id]
+        assert assignment.request_id not in self.assigned
+        self.assigned[assignment.request_id] = assignment
+        prefill = self.engines[assignment.prefill_engine]
+        decode = self.engines[assignment.decode_engine]
+        prefill.told(
+            assignment.prefill_assign_seq, assignment.request_id, assignment.prefill_tokens
+        )
+        decode.told(assignment.decode_assign_seq, assignment.request_id, assignment.decode_tokens)
+        expected = 0 if self.mode is Mode.ORACLE else request.hit_tokens
+        position = 0
+        for part in assignment.reads:
+            assert part.first_token == position
+            assert part.first_token % BLOCK_TOKENS == 0
+            assert part.tokens > 0
+            position += part.tokens
+            reader = prefill if part.side is Role.PREFILL else decode
+            reader.reads[assignment.request_id] = part.tokens
+        assert position == expected
+
+    def forget(self, request_id: str) -> None:
+        del self.requests[request_id]
+        self.assigned.pop(request_id, None)
+        for engine in self.engines.values():
+            engine.tokens.pop(request_id, None)
+            engine.reads.pop(request_id, None)
+
+    def submit_again(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        self.scheduler.submit(request)
+
+    @rule(
+        prompt=st.integers(1, LONGEST_PROMPT_TOKENS), share=st.floats(0, 1), new=st.integers(1, 500)
+    )
+    def submit(self, prompt: int, share: float, new: int) -> None:
+        hit = int((prompt - 1) * share) // BLOCK_TOKENS * BLOCK_TOKENS
+        self.submit_again(Request(f"r{self.count}", prompt, hit, new, self.count))
+        self.count += 1
+
+    @rule(spec=st.sampled_from(specs()))
+    def fetch(self, spec: EngineSpec) -> None:
+        for assignment in self.scheduler.fetch(spec.group):
+            self.accept(assignment)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.engines)
+    def report(self, data: st.DataObject) -> None:
+        engine_id = data.draw(st.sampled_from(sorted(self.engines)))
+        self.scheduler.report(self.engines[engine_id].report())
+
+    @rule(data=st.data(), steps=st.integers(1, 3))
+    @precondition(lambda self: self.assigned)
+    def work(self, data: st.DataObject, steps: int) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.assigned)))
+        self.advance(request_id, steps)
+
+    def advance(self, request_id: str, steps: int) -> None:
+        self.scheduler.read_done(request_id)
+        for engine in self.engines.values():
+            engine.reads.pop(request_id, None)
+        if steps > 1:
+            self.scheduler.prefill_done(request_id)
+            prefill = self.engines.get(self.assigned[request_id].prefill_engine)
+            if prefill is not None:
+                prefill.tokens.pop(request_id, None)
+        if steps > 2:
+            self.scheduler.finished(request_id)
+            self.forget(request_id)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.requests)
+    def cancel(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        self.scheduler.cancel(request_id)
+        self.scheduler.cancel(request_id)
+        self.forget(request_id)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.engines)
+    def lose(self, data: st.DataObject) -> None:
+        engine = self.engines.pop(data.draw(st.sampled_from(sorted(self.engines))))
+        lost = self.scheduler.engine_lost(engine.spec.engine_id)
+        told_here = set(engine.tokens)
+        assert told_here <= set(lost)
+        assert all(request_id not in self.assigned for request_id in set(lost) - told_here)
+        for request_id in lost:
+            request = self.requests[request_id]
+            self.forget(request_id)
+            self.submit_again(request)
+
+    @rule(data=st.data())
+    @precondition(lambda self: len(self.engines) < len(specs()))
+    def rejoin(self, data: st.DataObject) -> None:
+        gone = [spec for spec in specs() if spec.engine_id not in self.engines]
+        self.join(data.draw(st.sampled_from(gone)))
+
+    @invariant()
+    def requests_are_conserved(self) -> None:
+        if hasattr(self, "scheduler"):
+            assert self.scheduler.waiting() == len(self.requests) - len(self.assigned)
+
+    @invariant()
+    def limits_hold(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for load in self.scheduler.loads():
+            if load.role is Role.DECODE:
+                assert load.free_hbm_tokens >= 0
+            elif self.limited:
+                assert load.unfinished_tokens <= BETA_TOKENS + LONGEST_PROMPT_TOKENS
+            assert load.read_queue_tokens >= 0
+            assert load.unfinished_tokens >= sum(self.engines[load.engine_id].tokens.values())
+
+    def teardown(self) -> None:
+        """While both roles have an engine and load finishes, all is served and nothing stays."""
+        if not hasattr(self, "scheduler"):
+            return
+        for role in Role:
+            if not any(engine.spec.role is role for engine in self.engines.values()):
+                self.join(next(spec for spec in specs() if spec.role is role))
+        for engine in self.engines.values():
+            self.scheduler.report(engine.report())
+        while self.requests:
+            before = len(self.requests)
+            for group in sorted({spec.group for spec in specs()}):
+                for assignment in self.scheduler.fetch(group):
+                    self.accept(assignment)
+            for request_id in sorted(self.assigned):
+                self.advance(request_id, 3)
+            for engine in self.engines.values():
+                self.scheduler.report(engine.report())
+            assert len(self.requests) < before or not self.requests, "no progress: deadlock"
+        for load in self.scheduler.loads():
+            assert load.unfinished_tokens == 0
+            assert load.unfinished_requests == 0
+            assert load.read_queue_tokens == 0
+            assert load.free_hbm_tokens == self.engines[load.engine_id].spec.hbm_tokens
+        assert self.scheduler.waiting() == 0
+        assert self.scheduler.queue_lengths().decode == 0
+
+
+TestCluster = Cluster.TestCase
+TestCluster.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+)
+
+
+class DualPathCluster(Cluster):
+    """The same with the mode that matters most."""
+
+    modes = (Mode.DUALPATH, Mode.SPLIT)
+
+
+TestDualPathCluster = DualPathCluster.TestCase
+TestDualPathCluster.settings = settings(
+    max_examples=200, stateful_step_count=60, deadline=None, derandomize=True
+)

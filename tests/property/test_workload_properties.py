@@ -1,0 +1,155 @@
+"""Invariants of sessions, hit lengths and the event stream."""
+
+import json
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dualpath.core.blocks import block_keys
+from dualpath.core.request import Round, Trajectory
+from dualpath.workload.agents import arrival_times_s, make_agents
+from dualpath.workload.block_session import BlockSession, BlockTurn
+from dualpath.workload.formats import weka
+from dualpath.workload.formats.lines import Document
+from dualpath.workload.metrics import distribution
+from dualpath.workload.prefix import PrefixHistory
+from dualpath.workload.session import SessionSettings
+from dualpath.workload.stream import EventLines
+from dualpath.workload.token_session import TokenSession
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), max_size=24), max_size=6)
+ROUNDS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 10)), min_size=1, max_size=8)
+
+
+@given(sent=SEQUENCES, prompt=st.lists(st.integers(0, 2), max_size=24), size=st.integers(1, 5))
+def test_the_ideal_hit_is_the_longest_run_of_known_block_keys(
+    sent: list[list[int]], prompt: list[int], size: int
+):
+    history = PrefixHistory(size)
+    known: set[bytes] = set()
+    for tokens in sent:
+        history.add(tokens)
+        known.update(block_keys(tokens, size))
+
+    expected = 0
+    for key in block_keys(prompt[:-1], size):
+        if key not in known:
+            break
+        expected += size
+    assert history.hit_tokens(prompt) == expected
+
+
+@given(pairs=ROUNDS, seed=st.integers(0, 2**40))
+def test_pure_appends_chain_prompt_answer_append(pairs: list[tuple[int, int]], seed: int):
+    session = TokenSession(Trajectory("s", tuple(Round(a, g) for a, g in pairs)))
+    conversation = session.start(SessionSettings(seed=seed, token_low=10, token_high=99))
+    context: list[int] = []
+
+    for append, generate in pairs:
+        turn = conversation.next_turn()
+        assert turn is not None
+        assert turn.prompt_token_ids[: len(context)] == context
+        assert len(turn.prompt_token_ids) == len(context) + append
+        assert turn.generate_tokens == generate
+        assert all(10 <= token < 99 for token in turn.prompt_token_ids[len(context) :])
+        answer = [7] * generate
+        conversation.record(answer)
+        context = turn.prompt_token_ids + answer
+    assert conversation.next_turn() is None
+
+
+@given(pairs=ROUNDS, limit=st.integers(1, 120))
+def test_no_turn_exceeds_the_context_limit(pairs: list[tuple[int, int]], limit: int):
+    session = TokenSession(Trajectory("s", tuple(Round(a, g) for a, g in pairs)))
+    conversation = session.start(SessionSettings(max_context_tokens=limit))
+    whole = sum(append + generated for append, generated in pairs)
+
+    while (turn := conversation.next_turn()) is not None:
+        assert turn.generate_tokens >= 1
+        assert len(turn.prompt_token_ids) + turn.generate_tokens <= limit
+        conversation.record([7] * turn.generate_tokens)
+    assert conversation.truncated == (whole > limit)
+
+
+BLOCK_TURNS = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(0, 3), st.integers(1, 9)
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(recorded=BLOCK_TURNS)
+def test_a_block_id_never_changes_its_tokens(recorded: list[tuple[list[int], int, int]]):
+    turns = tuple(
+        BlockTurn(4 * len(ids) + rest, generated, tuple((i, i) for i in ids))
+        for ids, rest, generated in recorded
+    )
+    conversation = BlockSession("s", 4, turns).start(SessionSettings())
+    tokens_of: dict[int, list[int]] = {}
+
+    for number, (ids, rest, generated) in enumerate(recorded):
+        turn = conversation.next_turn()
+        assert turn is not None
+        assert len(turn.prompt_token_ids) == 4 * len(ids) + rest
+        for place, block_id in enumerate(ids):
+            block = turn.prompt_token_ids[4 * place : 4 * place + 4]
+            assert tokens_of.setdefault(block_id, block) == block
+        conversation.record([90000 + number] * generated)
+
+
+@given(ids=st.lists(st.integers(0, 20), min_size=1, max_size=40))
+def test_weka_ids_survive_the_short_form(ids: list[int]):
+    trace = {"id": "w", "block_size": 1, "requests": [{"in": len(ids), "out": 1, "hash_ids": ids}]}
+
+    (session,) = weka.read([Document("t.json", 1, json.dumps(trace).encode())])
+
+    assert isinstance(session, BlockSession)
+    assert session.block_turns[0].block_ids().tolist() == ids
+
+
+@given(
+    payloads=st.lists(st.text(st.characters(blacklist_categories=["Cs", "Zs", "Cc"])), max_size=6),
+    cuts=st.lists(st.integers(0, 200), max_size=8),
+)
+def test_the_event_stream_may_be_cut_anywhere(payloads: list[str], cuts: list[int]):
+    raw = "".join(f": comment\r\ndata: {p}\r\n\r\n" for p in payloads).encode()
+    places = sorted({0, len(raw), *(c for c in cuts if c < len(raw))})
+    lines = EventLines()
+
+    received = [
+        payload for start, end in pairwise(places) for payload in lines.feed(raw[start:end])
+    ]
+
+    assert received == [p.encode().strip() for p in payloads]
+
+
+@given(agents=st.integers(1, 12), seed=st.integers(0, 100))
+def test_agents_have_unique_ids_and_begin_with_the_recorded_ones(agents: int, seed: int):
+    recorded = [TokenSession(Trajectory(name, (Round(4, 1),))) for name in "abc"]
+
+    made = make_agents(recorded, agents, seed)
+
+    assert len({agent.session_id for agent in made}) == len(made) == agents
+    assert made[:3] == recorded[:agents]
+    assert made == make_agents(recorded, agents, seed)
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 1000))
+def test_poisson_arrivals_keep_the_rate(seed: int):
+    times_s = arrival_times_s(4000, 2.0, seed)
+
+    assert times_s == sorted(times_s)
+    assert 1.8 < 4000 / times_s[-1] < 2.2
+
+
+@given(values=st.lists(st.floats(0, 1e6), min_size=1))
+def test_percentiles_are_ordered_and_bounded(values: list[float]):
+    result = distribution([*values, None])
+
+    assert result is not None
+    assert result.count == len(values)
+    assert min(values) <= result.p50 <= result.p90 <= result.p99 <= result.max == max(values)

@@ -1,0 +1,319 @@
+"""The traffic manager under load, faults and bad luck; every story ends with a whole buffer."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.engine_harness import (
+    GEOMETRY,
+    WAIT_S,
+    ToyCluster,
+    full_block,
+    memory_storage,
+    prompt_keys,
+)
+
+from dualpath.core.control import (
+    Failed,
+    Lookup,
+    LookupDone,
+    PeerDown,
+    Persist,
+    Read,
+    ReadDone,
+    Release,
+    Released,
+    Reserved,
+    TakeOver,
+)
+from dualpath.core.errors import ConfigError, TransportError
+from dualpath.core.modes import Mode
+from dualpath.datapath.plan import BlockRun
+from dualpath.engine.counters import Counter
+from dualpath.engine.layer_stream import LayerStream
+from dualpath.engine.settings import parse_settings
+
+TOKENS = 22  # five full blocks and a partial one
+BLOCKS = 6
+HBM = list(range(BLOCKS))
+
+
+@pytest.fixture
+def cluster() -> Iterator[ToyCluster]:
+    made = ToyCluster()
+    yield made
+    made.close()
+
+
+def assert_whole(cluster: ToyCluster) -> None:
+    for engine in (cluster.pe, cluster.de):
+        report = engine.report()
+        assert report.free_buffer_tokens == engine.manager.buffer_tokens
+        assert (report.unfinished_requests, report.unfinished_tokens) == (0, 0)
+        assert report.read_queue_tokens == 0
+
+
+def test_a_look_up_tells_the_longest_stored_prefix(cluster: ToyCluster) -> None:
+    keys = prompt_keys(TOKENS)
+    cluster.store([keys[0], keys[1], keys[3]])
+    cluster.de.tell(Lookup(call_id=7, keys=tuple(keys)))
+    assert cluster.de.hear(LookupDone) == LookupDone(call_id=7, hit_blocks=2)
+
+
+def test_a_buffer_that_holds_one_request_serves_sixteen() -> None:
+    cluster = ToyCluster(buffer_blocks=BLOCKS)
+    names = [f"r{i}" for i in range(16)]
+    for name in names:
+        cluster.de.assign(name, TOKENS, BLOCKS)
+    granted = []
+    for _ in names:
+        reserved = cluster.de.hear(Reserved)
+        granted.append(reserved.request_id)
+        assert cluster.de.heard(Reserved) == []
+        cluster.de.tell(Release(request_id=reserved.request_id, reason="finished"))
+    assert granted == names
+    assert_whole(cluster)
+    cluster.close()
+
+
+def test_a_reservation_that_never_fits_fails_at_once_and_blocks_nobody(
+    cluster: ToyCluster,
+) -> None:
+    cluster.de.assign("huge", 10_000, 65)
+    assert "raise buffer_bytes" in cluster.de.hear(Failed, "huge").reason
+    cluster.de.assign("next", TOKENS, BLOCKS)
+    cluster.de.hear(Reserved, "next")
+
+
+def test_a_corrupt_block_ends_the_hit_there(cluster: ToyCluster) -> None:
+    keys = prompt_keys(TOKENS)
+    cluster.store(keys[:4])
+    cluster.storage.corrupt(keys[2])  # type: ignore[attr-defined]
+    cluster.de.assign("r", TOKENS, BLOCKS)
+    cluster.de.hear(Reserved, "r")
+    read = Read(request_id="r", first_slot=0, keys=tuple(keys[:4]), deadline_s=WAIT_S)
+    cluster.de.tell(read)
+    done = cluster.de.hear(ReadDone, "r")
+    assert (done.good_blocks, done.reason) == (2, "checksum")
+    assert cluster.de.report().counters[Counter.VERIFY_FAILURES.value] == 1
+    assert cluster.de.slot_bytes(done.slots[1]) == full_block(keys[1])
+
+
+def test_a_read_past_its_deadline_is_answered_and_its_late_bytes_reach_nobody() -> None:
+    gate, entered = threading.Event(), threading.Event()
+    storage = memory_storage()
+    cluster = ToyCluster(storage)
+    keys = prompt_keys(TOKENS)
+    cluster.store(keys[:4])
+
+    def slow(key: bytes) -> None:
+        if key == keys[2]:
+            entered.set()
+            assert gate.wait(WAIT_S)
+
+    storage.before_read = slow
+    cluster.de.assign("r", TOKENS, BLOCKS)
+    before = cluster.de.hear(Reserved, "r").slots
+    cluster.de.tell(Read(request_id="r", first_slot=0, keys=tuple(keys[:4]), deadline_s=1.0))
+    assert entered.wait(WAIT_S)
+    cluster.de.manager.tick(cluster.de.manager.trace.now_ns() + 2_000_000_000)
+    done = cluster.de.hear(ReadDone, "r")
+    assert (done.good_blocks, done.reason) == (2, "deadline")
+    assert done.slots[:2] == before[:2]
+    assert not set(done.slots) & set(before[2:4])
+    cluster.de.tell(Release(request_id="r", reason="test"))
+    free_tokens = cluster.de.report().free_buffer_tokens
+    assert free_tokens == cluster.de.manager.buffer_tokens - 2 * GEOMETRY.block_tokens
+    gate.set()
+    cluster.close()
+    assert_whole(cluster)
+
+
+def test_a_release_in_mid_read_frees_the_slots_when_the_read_is_over() -> None:
+    gate, entered = threading.Event(), threading.Event()
+    storage = memory_storage()
+    cluster = ToyCluster(storage)
+    keys = prompt_keys(TOKENS)
+    cluster.store(keys[:4])
+
+    def slow(key: bytes) -> None:
+        entered.set()
+        assert gate.wait(WAIT_S)
+
+    storage.before_read = slow
+    cluster.de.assign("r", TOKENS, BLOCKS)
+    cluster.de.hear(Reserved, "r")
+    cluster.de.tell(Read(request_id="r", first_slot=0, keys=tuple(keys[:4]), deadline_s=WAIT_S))
+    assert entered.wait(WAIT_S)
+    cluster.de.tell(Release(request_id="r", reason="client left"))
+    cluster.de.hear(Released, "r")
+    assert cluster.de.report().free_buffer_tokens < cluster.de.manager.buffer_tokens
+    gate.set()
+    cluster.close()
+    assert cluster.de.heard(ReadDone) == []
+    assert_whole(cluster)
+
+
+def test_a_prefill_engine_confirms_a_release_only_after_its_forward_pass(
+    cluster: ToyCluster,
+) -> None:
+    keys = prompt_keys(TOKENS)
+    hand_over = cluster.load("r", keys, TOKENS, 0, 0)
+
+    def release(layer: int, stream: LayerStream) -> None:
+        if layer == 2:
+            cluster.pe.tell(Release(request_id="r", reason="client left"))
+            assert cluster.pe.heard(Released) == []
+            assert cluster.pe.manager.may_prefill("r", ()) == "it was released"
+
+    cluster.forward([(hand_over, keys, BlockRun(0, BLOCKS), HBM)], release)
+    cluster.pe.hear(Released, "r")
+
+
+def test_a_failed_transfer_fails_its_request_and_no_other(cluster: ToyCluster) -> None:
+    keys, others = prompt_keys(TOKENS), prompt_keys(TOKENS, "other")
+    first = cluster.load("a", keys, TOKENS, 0, 0)
+    second = cluster.load("b", others, TOKENS, 0, 0)
+    chunk = BlockRun(0, BLOCKS)
+
+    def fail(layer: int, stream: LayerStream) -> None:
+        if layer == 3:
+            cluster.fabric.fail_next("cable pulled")
+
+    hbm_of_b = [block + BLOCKS for block in HBM]
+    work = [(first, keys, chunk, HBM), (second, others, chunk, hbm_of_b)]
+    failures = cluster.forward(work, fail)
+    assert len(failures) == 1
+    assert "cable pulled" in next(iter(failures.values()))
+    assert cluster.pe.report().counters[Counter.TRANSFER_FAILURES.value] == 1
+
+
+def test_a_lost_decode_engine_fails_what_was_under_way_and_is_unknown_afterwards(
+    cluster: ToyCluster,
+) -> None:
+    keys = prompt_keys(TOKENS)
+    hand_over = cluster.load("r", keys, TOKENS, 0, 0)
+
+    def kill(layer: int, stream: LayerStream) -> None:
+        if layer == 1:
+            cluster.fabric.kill("de-0-epoch-1")
+
+    failures = cluster.forward([(hand_over, keys, BlockRun(0, BLOCKS), HBM)], kill)
+    assert set(failures) == {"r"}
+    cluster.pe.tell(PeerDown(engine_id="de-0", epoch="epoch-1", certain=True))
+    with pytest.raises(TransportError, match="lost or restarted"):
+        cluster.pe.manager.decode_agent("de-0", "epoch-1")
+
+
+def test_slots_a_lost_writer_may_touch_wait_until_it_is_proven_gone(cluster: ToyCluster) -> None:
+    cluster.de.assign("r", TOKENS, BLOCKS)
+    cluster.de.hear(Reserved, "r")
+    cluster.de.tell(
+        Release(request_id="r", reason="PE lost", writer_certain=False, writer_engine="pe-0")
+    )
+    held_tokens = BLOCKS * GEOMETRY.block_tokens
+    whole_tokens = cluster.de.manager.buffer_tokens
+    assert cluster.de.report().free_buffer_tokens == whole_tokens - held_tokens
+    cluster.de.tell(PeerDown(engine_id="pe-0", epoch="epoch-1", certain=False))
+    assert cluster.de.report().free_buffer_tokens == whole_tokens - held_tokens
+    cluster.de.tell(PeerDown(engine_id="pe-0", epoch="epoch-1", certain=True))
+    assert_whole(cluster)
+
+
+def test_a_stale_take_over_is_refused_not_copied(cluster: ToyCluster) -> None:
+    errors: list[str | None] = []
+    take_over = TakeOver(request_id="gone", prompt_tokens=TOKENS, slots=(0, 1, 2, 3, 4, 5))
+    cluster.de.manager.fill_hbm(take_over, HBM, errors.append)
+    assert "changed hands" in str(errors[0])
+    assert cluster.de.report().counters[Counter.STALE_HAND_OVERS.value] == 1
+
+
+def test_the_buffer_waits_for_the_prompts_persist_order(cluster: ToyCluster) -> None:
+    keys = prompt_keys(TOKENS)
+    hand_over = cluster.load("r", keys, TOKENS, 0, 0)
+    cluster.forward([(hand_over, keys, BlockRun(0, BLOCKS), HBM)])
+    over = threading.Event()
+    take_over = TakeOver(request_id="r", prompt_tokens=TOKENS, slots=hand_over.de_slots)
+    cluster.de.manager.fill_hbm(take_over, HBM, lambda error: over.set())
+    assert over.wait(WAIT_S)
+    assert cluster.de.report().free_buffer_tokens < cluster.de.manager.buffer_tokens
+    cluster.de.tell(Persist(request_id="r", first_slot=0, keys=tuple(keys[:5])))
+    cluster.release("r")
+    assert cluster.de.manager.drain(WAIT_S)
+    assert cluster.storage.hit_blocks(keys[:5]) == 5
+    assert_whole(cluster)
+
+
+def test_generated_blocks_are_stored_as_they_stand_in_hbm(cluster: ToyCluster) -> None:
+    keys = prompt_keys(TOKENS)
+    for layer in range(GEOMETRY.layers):
+        start = layer * GEOMETRY.layer_block_bytes
+        piece = full_block(keys[0])[start : start + GEOMETRY.layer_block_bytes]
+        cluster.de.hbm[layer][9] = list(piece)
+    cluster.de.manager.persist_generated([(9, keys[0])])
+    assert cluster.de.manager.drain(WAIT_S)
+    destination = bytearray(GEOMETRY.full_block_bytes)
+    assert cluster.storage.read([keys[0]], [memoryview(destination)]).good_blocks == 1
+    assert bytes(destination) == full_block(keys[0])
+
+
+def test_oracle_moves_no_byte() -> None:
+    cluster = ToyCluster(mode=Mode.ORACLE)
+    keys = prompt_keys(TOKENS)
+    cluster.de.assign("r", TOKENS, 0)
+    take_over = TakeOver(request_id="r", prompt_tokens=TOKENS, slots=())
+    errors: list[str | None] = []
+    cluster.de.manager.fill_hbm(take_over, HBM, errors.append)
+    assert errors == [None]
+    counters = cluster.de.report().counters
+    moved = [name for name, total in counters.items() if name.endswith("bytes") and total]
+    assert moved == []
+    assert len(keys) == BLOCKS
+    cluster.close()
+
+
+def test_layer_l_plus_1_is_loaded_while_layer_l_computes(tmp_path: Path) -> None:
+    path = tmp_path / "pe.json"
+    cluster = ToyCluster(layer_buffers=2, trace_out=str(path))
+    keys = prompt_keys(TOKENS)
+    cluster.store(keys[:4])
+    hand_over = cluster.load("r", keys, TOKENS, 2, 2)
+
+    def next_layer_arrives_meanwhile(layer: int, stream: LayerStream) -> None:
+        if layer + 1 < GEOMETRY.layers:
+            stream.wait_loaded(layer + 1)
+            assert stream.settled
+
+    cluster.forward([(hand_over, keys, BlockRun(4, 2), HBM)], next_layer_arrives_meanwhile)
+    cluster.close()
+    events = {e["name"]: e for e in json.loads(path.read_text())["traceEvents"]}
+    for layer in range(GEOMETRY.layers - 1):
+        load, compute = events[f"load L{layer + 1}"], events[f"compute L{layer}"]
+        assert load["ts"] + load["dur"] < compute["ts"] + compute["dur"], layer
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"buffer_byte": 1}, "buffer_byte"),
+        ({"buffer_bytes": -1}, "must be at least 1"),
+        ({"layer_buffers": -2}, "must be at least 0"),
+        ({"role": "both"}, "role"),
+        ({"transport": "carrier-pigeon"}, "use 'nixl' or 'in-process'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(
+    change: dict[str, object], message: str
+) -> None:
+    good: dict[str, object] = {
+        "role": "prefill",
+        "engine_id": "pe-0",
+        "router": "tcp://127.0.0.1:1",
+        "api_url": "http://127.0.0.1:2",
+        "storage": "memory://x",
+    }
+    parse_settings(good)
+    with pytest.raises(ConfigError, match=message):
+        parse_settings(good | change)

@@ -1,0 +1,352 @@
+"""Small examples in the manner of Fig. 5 and Fig. 6, told as the scheduler sees them."""
+
+import pytest
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import BadRequestError
+from dualpath.core.modes import Mode
+from dualpath.core.request import Request
+from dualpath.policy.events import EngineReport, EngineSpec, ReadPart, SchedulerSettings
+from dualpath.policy.scheduler import RequestScheduler
+
+
+def engine(name: str, role: Role, node: str, group: str, order: int, hbm: int = 1_000_000):
+    return EngineSpec(name, role, node, group, order, hbm)
+
+
+def scheduler_with(*specs: EngineSpec, mode: Mode = Mode.DUALPATH, **settings) -> RequestScheduler:
+    defaults = {"alpha_tokens": 1000, "beta_tokens": 5000, "generated_reserve_tokens": 0}
+    scheduler = RequestScheduler(SchedulerSettings(mode=mode, **{**defaults, **settings}))
+    for spec in specs:
+        scheduler.engine_joined(spec)
+    return scheduler
+
+
+def one_pair(**settings) -> RequestScheduler:
+    return scheduler_with(
+        engine("p0", Role.PREFILL, "node-p", "P", 0),
+        engine("d0", Role.DECODE, "node-d", "D", 1),
+        **settings,
+    )
+
+
+def report(
+    name: str,
+    seq: int = 0,
+    requests: int = 0,
+    tokens: int = 0,
+    read_q: int = 0,
+    hbm: int = 1_000_000,
+) -> EngineReport:
+    return EngineReport(name, seq, requests, tokens, read_q, hbm, 0)
+
+
+def request(name: str, prompt: int = 1000, hit: int = 0, new: int = 1) -> Request:
+    return Request(name, prompt, hit, new)
+
+
+def assign(scheduler: RequestScheduler, *groups: str):
+    return [assignment for group in groups for assignment in scheduler.fetch(group)]
+
+
+def test_prefill_engine_of_the_node_with_the_short_queue_wins_over_one_with_fewer_tokens() -> None:
+    """Fig. 5: two nodes in one PE group; node a has a short reading queue, node b a long one."""
+    scheduler = scheduler_with(
+        engine("a0", Role.PREFILL, "a", "P", 0),
+        engine("a1", Role.PREFILL, "a", "P", 1),
+        engine("b0", Role.PREFILL, "b", "P", 2),
+        engine("b1", Role.PREFILL, "b", "P", 3),
+        engine("d0", Role.DECODE, "d", "D", 4),
+    )
+    scheduler.report(report("a0", tokens=5001, requests=2, read_q=400))
+    scheduler.report(report("a1", tokens=3500, requests=2, read_q=600))
+    scheduler.report(report("b0", tokens=100, requests=1, read_q=900))
+    scheduler.report(report("b1", tokens=200, requests=1, read_q=101))
+    for name in ("r0", "r1", "r2", "r3", "r4", "r5"):
+        scheduler.submit(request(name, prompt=2000))
+
+    placed = [(a.prefill_engine, a.pe_reason) for a in assign(scheduler, "D", "P")]
+
+    # a0 is overloaded; a1 is of category 2 until its tokens pass β; then category 3 shares.
+    assert placed == [
+        ("a1", "short-queue"),
+        ("b0", "long-queue"),
+        ("b1", "long-queue"),
+        ("b0", "long-queue"),
+        ("b1", "long-queue"),
+        ("b0", "long-queue"),
+    ]
+
+
+def test_overloaded_engines_end_the_fetch_and_the_rest_waits_in_order() -> None:
+    scheduler = one_pair()
+    for name in ("r0", "r1", "r2"):
+        scheduler.submit(request(name, prompt=4000))
+
+    assert [a.request_id for a in assign(scheduler, "D", "P")] == ["r0", "r1"]
+    assert scheduler.waiting() == 1
+
+    scheduler.prefill_done("r0")
+    assert [a.request_id for a in assign(scheduler, "P")] == ["r2"]
+
+
+def test_drain_shares_requests_between_decode_groups_by_their_tokens() -> None:
+    scheduler = scheduler_with(
+        engine("p0", Role.PREFILL, "p", "P", 0),
+        engine("x0", Role.DECODE, "x", "X", 1),
+        engine("y0", Role.DECODE, "y", "Y", 2),
+        beta_tokens=100_000,
+    )
+    scheduler.report(report("x0", tokens=2500, requests=1))
+    for name in ("r0", "r1", "r2", "r3"):
+        scheduler.submit(request(name, prompt=1000))
+    scheduler.fetch("P")
+
+    of_y = assign(scheduler, "Y")
+    of_x = assign(scheduler, "X")
+
+    assert [a.request_id for a in of_y] == ["r0", "r1", "r2"]
+    assert [a.request_id for a in of_x] == ["r3"]
+
+
+def test_decode_prefers_few_requests_below_z_and_few_tokens_above_it() -> None:
+    """Z = 1.05 × (4000 + 9000) / 2 = 6825: d0 (few requests, many tokens) is a high-token DE.
+
+    When d1 has 6000 tokens as well both are, and the lower order wins.
+    """
+    scheduler = scheduler_with(
+        engine("p0", Role.PREFILL, "p", "P", 0),
+        engine("d0", Role.DECODE, "d", "D", 1),
+        engine("d1", Role.DECODE, "d", "D", 2),
+        beta_tokens=100_000,
+    )
+    scheduler.report(report("d0", tokens=6000, requests=1))
+    scheduler.report(report("d1", tokens=3000, requests=9))
+    for name in ("r0", "r1", "r2", "r3"):
+        scheduler.submit(request(name, prompt=1000))
+
+    placed = [(a.decode_engine, a.de_reason) for a in assign(scheduler, "P", "D")]
+
+    assert placed == [
+        ("d1", "low-token min-seq"),
+        ("d1", "low-token min-seq"),
+        ("d1", "low-token min-seq"),
+        ("d0", "high-token min-tok"),
+    ]
+
+
+def test_decode_waits_at_the_head_for_hbm() -> None:
+    scheduler = scheduler_with(
+        engine("p0", Role.PREFILL, "p", "P", 0),
+        engine("d0", Role.DECODE, "d", "D", 1, hbm=1000),
+        engine("d1", Role.DECODE, "d", "D", 2, hbm=1000),
+    )
+    for name, prompt in (("r0", 600), ("r1", 600), ("r2", 700), ("r3", 100)):
+        scheduler.submit(request(name, prompt=prompt))
+
+    assert [a.request_id for a in assign(scheduler, "P", "D")] == ["r0", "r1"]
+    scheduler.finished("r0")
+    assert [a.request_id for a in assign(scheduler, "D")] == ["r2", "r3"]
+
+
+def test_generated_tokens_count_at_the_decode_engine_up_to_the_reserve() -> None:
+    scheduler = one_pair(generated_reserve_tokens=256)
+    scheduler.submit(request("short", prompt=1000, new=10))
+    scheduler.submit(request("long", prompt=1000, new=5000))
+
+    short, long = assign(scheduler, "P", "D")
+
+    assert (short.prefill_tokens, short.decode_tokens) == (1000, 1010)
+    assert (long.prefill_tokens, long.decode_tokens) == (1000, 1256)
+
+
+def test_reads_alternate_while_nothing_else_tells_the_sides_apart() -> None:
+    scheduler = one_pair(beta_tokens=100_000)
+    for number in range(4):
+        scheduler.submit(request(f"r{number}", hit=640))
+        (assignment,) = assign(scheduler, "P", "D")
+        side = (Role.PREFILL, Role.DECODE)[number % 2]
+        assert assignment.read_reason == "tie"
+        assert assignment.reads == (ReadPart(side, 0, 640),)
+        scheduler.read_done(f"r{number}")
+
+
+def test_engines_of_a_node_share_its_reading_queue() -> None:
+    scheduler = scheduler_with(
+        engine("p0", Role.PREFILL, "p", "P", 0),
+        engine("p1", Role.PREFILL, "p", "P", 1),
+        engine("d0", Role.DECODE, "d", "D", 2),
+    )
+    scheduler.report(report("p1", tokens=3000, requests=1, read_q=500))
+    scheduler.report(report("d0", read_q=400))
+    scheduler.submit(request("r0", hit=128))
+
+    (assignment,) = assign(scheduler, "P", "D")
+
+    assert assignment.prefill_engine == "p0"
+    assert assignment.reads == (ReadPart(Role.DECODE, 0, 128),)
+    assert assignment.read_reason == "shorter-queue"
+
+
+def test_a_read_counts_until_it_is_done_or_reported() -> None:
+    def queues() -> list[int]:
+        return [load.read_queue_tokens for load in scheduler.loads()]
+
+    scheduler = one_pair()
+    scheduler.submit(request("r0", hit=640))
+    assign(scheduler, "P", "D")
+    assert queues() == [640, 0]
+    scheduler.report(report("p0", seq=1, requests=1, tokens=1000, read_q=320))
+    assert queues() == [320, 0]
+    scheduler.submit(request("r1", hit=640))
+    assign(scheduler, "P", "D")
+    assert queues() == [320, 640]
+    scheduler.read_done("r1")
+    assert queues() == [320, 0]
+
+
+def test_a_request_held_for_one_engine_is_not_taken_as_reported() -> None:
+    """The DE is chosen first; a report that comes before the PE is known must not swallow it."""
+    scheduler = one_pair()
+    scheduler.submit(request("r0"))
+    scheduler.submit(request("r1"))
+    scheduler.fetch("D")
+    scheduler.report(report("d0"))
+
+    assert scheduler.loads()[1].unfinished_tokens == 2000
+    assert [a.decode_assign_seq for a in scheduler.fetch("P")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("mode", "sides", "reason"),
+    [
+        (Mode.BASIC, ["prefill"] * 4, "pe-only"),
+        (Mode.LAYERWISE, ["prefill"] * 4, "pe-only"),
+        (Mode.ROUND_ROBIN, ["prefill", "decode"] * 2, "round-robin"),
+        (Mode.ORACLE, [], "oracle"),
+    ],
+)
+def test_modes_read_where_they_say(mode: Mode, sides: list[str], reason: str) -> None:
+    scheduler = one_pair(mode=mode, beta_tokens=100_000)
+    for number in range(4):
+        scheduler.submit(request(f"r{number}", hit=640))
+    assignments = assign(scheduler, "P", "D")
+
+    assert [part.side.value for a in assignments for part in a.reads] == sides
+    assert {a.read_reason for a in assignments} == {reason}
+
+
+def test_round_robin_deals_engines_in_turn_over_all_groups() -> None:
+    scheduler = scheduler_with(
+        engine("p0", Role.PREFILL, "a", "A", 0),
+        engine("p1", Role.PREFILL, "b", "B", 1),
+        engine("d0", Role.DECODE, "c", "C", 2),
+        engine("d1", Role.DECODE, "c", "C", 3),
+        engine("d2", Role.DECODE, "c", "C", 4),
+        mode=Mode.ROUND_ROBIN,
+    )
+    for number in range(6):
+        scheduler.submit(request(f"r{number}"))
+
+    placed = {a.request_id: a for a in assign(scheduler, "A", "B", "C")}
+
+    order = [f"r{number}" for number in range(6)]
+    assert [placed[name].prefill_engine for name in order] == ["p0", "p1"] * 3
+    assert [placed[name].decode_engine for name in order] == ["d0", "d1", "d2"] * 2
+    assert {(a.pe_reason, a.de_reason) for a in placed.values()} == {("round-robin",) * 2}
+
+
+def test_balanced_baseline_places_by_tokens_without_looking_at_reading_queues() -> None:
+    scheduler = scheduler_with(
+        engine("p0", Role.PREFILL, "a", "P", 0),
+        engine("p1", Role.PREFILL, "b", "P", 1),
+        engine("d0", Role.DECODE, "d", "D", 2),
+        mode=Mode.BASIC,
+        balanced_baselines=True,
+    )
+    scheduler.report(report("p0", tokens=100, requests=1, read_q=50_000))
+    scheduler.report(report("p1", tokens=200, requests=1))
+    scheduler.submit(request("r0"))
+
+    (assignment,) = assign(scheduler, "P", "D")
+
+    assert (assignment.prefill_engine, assignment.pe_reason) == ("p0", "short-queue")
+
+
+def test_split_divides_the_blocks_so_that_both_sides_finish_together() -> None:
+    scheduler = one_pair(mode=Mode.SPLIT)
+    scheduler.report(report("p0", read_q=256))
+    scheduler.submit(request("r0", prompt=1001, hit=1000))
+
+    (assignment,) = assign(scheduler, "P", "D")
+
+    # 16 blocks, 256 tokens queued at the PE: 6 blocks there and 616 tokens here end closest.
+    assert assignment.read_reason == "split"
+    assert assignment.reads == (
+        ReadPart(Role.PREFILL, 0, 384),
+        ReadPart(Role.DECODE, 384, 616),
+    )
+
+
+def test_losing_a_decode_engine_returns_what_it_had_and_keeps_what_waited() -> None:
+    scheduler = scheduler_with(
+        engine("p0", Role.PREFILL, "p", "P", 0),
+        engine("d0", Role.DECODE, "x", "X", 1, hbm=1000),
+        engine("d1", Role.DECODE, "y", "Y", 2, hbm=1000),
+    )
+    for name in ("r0", "r1", "r2", "r3"):
+        scheduler.submit(request(name, prompt=900))
+    told = {a.decode_engine: a.request_id for a in assign(scheduler, "P", "X", "Y")}
+
+    assert scheduler.engine_lost("d0") == [told["d0"]]
+    scheduler.finished(told["d1"])
+    assert [a.decode_engine for a in assign(scheduler, "Y")] == ["d1"]
+    assert scheduler.waiting() == 1
+
+    scheduler.engine_joined(engine("d0", Role.DECODE, "x", "X", 1, hbm=1000))
+    (again,) = assign(scheduler, "X")
+    assert (again.decode_engine, again.decode_assign_seq) == ("d0", 1)
+
+
+def test_losing_a_prefill_engine_leaves_alone_what_it_is_through_with() -> None:
+    scheduler = one_pair()
+    scheduler.submit(request("r0"))
+    scheduler.submit(request("r1"))
+    assign(scheduler, "P", "D")
+    scheduler.prefill_done("r0")
+
+    assert scheduler.engine_lost("p0") == ["r1"]
+    assert scheduler.fetch("P") == []
+
+
+def test_newcomers_do_not_hold_hbm_against_an_older_request_that_has_its_prefill_engine() -> None:
+    """What the recall is for: without it both queues would wait for each other for ever."""
+    scheduler = scheduler_with(
+        engine("p0", Role.PREFILL, "p", "P", 0),
+        engine("d0", Role.DECODE, "x", "X", 1, hbm=6500),
+        engine("d1", Role.DECODE, "y", "Y", 2, hbm=6000),
+    )
+    scheduler.submit(request("held", prompt=6400))
+    scheduler.fetch("P")
+    scheduler.submit(request("young", prompt=5900))
+    scheduler.fetch("Y")
+    assert scheduler.engine_lost("d0") == []
+    assert scheduler.unplaceable() == ["held"]
+    scheduler.engine_lost("d1")
+    scheduler.engine_joined(engine("d2", Role.DECODE, "z", "Z", 3, hbm=6500))
+
+    assert [a.request_id for a in assign(scheduler, "Z")] == ["held"]
+
+
+def test_a_request_that_no_decode_engine_can_hold_is_refused_once_engines_are_known() -> None:
+    scheduler = scheduler_with()
+    scheduler.submit(request("early", prompt=2000))
+    assert scheduler.unplaceable() == []
+    scheduler.engine_joined(engine("p0", Role.PREFILL, "p", "P", 0))
+    scheduler.engine_joined(engine("d0", Role.DECODE, "d", "D", 1, hbm=1000))
+
+    with pytest.raises(BadRequestError, match=r"needs 2000 .* holds 1000; shorten"):
+        scheduler.submit(request("late", prompt=2000))
+    assert scheduler.unplaceable() == ["early"]
+    scheduler.submit(request("small", prompt=500))
+    assert [a.request_id for a in assign(scheduler, "P", "D")] == ["small"]

@@ -1,0 +1,189 @@
+"""What only a file system does: crashes, full disks, foreign directories, stale files."""
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
+from dualpath.core.errors import ConfigError, StorageError
+from dualpath.storage import posix
+from dualpath.storage.posix import PosixStorage
+
+GEOMETRY = BlockGeometry(layers=2, block_tokens=4, layer_block_bytes=8192)
+NAMESPACE = StoreNamespace("org/tiny model", "float32", "NHD", GEOMETRY, rank=3)
+KEYS = block_keys(range(16), 4)
+DATA = [memoryview(bytes([i]) * GEOMETRY.full_block_bytes) for i in range(4)]
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Iterator[PosixStorage]:
+    opened = PosixStorage(tmp_path, NAMESPACE)
+    yield opened
+    opened.close()
+
+
+def visible_files(storage: PosixStorage) -> list[Path]:
+    return sorted(storage.path.rglob("*.kv"))
+
+
+def temporary_files(storage: PosixStorage) -> list[Path]:
+    return list((storage.path / "tmp").iterdir())
+
+
+def test_files_lie_where_the_layout_says(storage: PosixStorage, tmp_path: Path) -> None:
+    storage.write(KEYS[:1], DATA[:1])
+    name = KEYS[0].hex()
+    folder = f"org-tiny-model_{NAMESPACE.digest()}_r3"
+    path = tmp_path / folder / name[:3] / name[3:5] / f"{name}.kv"
+    assert visible_files(storage) == [path]
+    assert path.stat().st_size == 4096 + GEOMETRY.full_block_bytes
+    assert storage.block_path(KEYS[0]) == path
+    found = msgspec.json.decode((tmp_path / folder / "namespace.json").read_bytes())
+    assert found["model"] == "org/tiny model"
+
+
+def test_blocks_outlive_the_storage_object(tmp_path: Path) -> None:
+    with_writer = PosixStorage(tmp_path, NAMESPACE)
+    with_writer.write(KEYS, DATA)
+    with_writer.close()
+    reopened = PosixStorage(tmp_path, NAMESPACE, parallel_reads=1)
+    into = [memoryview(bytearray(GEOMETRY.full_block_bytes)) for _ in KEYS]
+    assert reopened.read(KEYS, into).good_blocks == 4
+    assert into == DATA
+
+
+def test_namespaces_do_not_meet(tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path, NAMESPACE)
+    storage.write(KEYS, DATA)
+    other = PosixStorage(tmp_path, msgspec.structs.replace(NAMESPACE, dtype="bfloat16"))
+    assert other.hit_blocks(KEYS) == 0
+
+
+def test_a_directory_of_another_namespace_is_refused(storage: PosixStorage, tmp_path: Path) -> None:
+    foreign = msgspec.structs.replace(NAMESPACE, model="another")
+    (storage.path / "namespace.json").write_bytes(msgspec.json.encode(foreign))
+    with pytest.raises(ConfigError, match=r"another.*give another storage directory"):
+        PosixStorage(tmp_path, NAMESPACE)
+
+
+def test_an_unreadable_namespace_file_is_refused(storage: PosixStorage, tmp_path: Path) -> None:
+    (storage.path / "namespace.json").write_bytes(b"{")
+    with pytest.raises(ConfigError, match=r"namespace\.json"):
+        PosixStorage(tmp_path, NAMESPACE)
+
+
+def test_an_unusable_root_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    for root in (file, file / "below", Path("/proc/dualpath")):
+        with pytest.raises(ConfigError, match=r"cannot be used.*writable directory"):
+            PosixStorage(root, NAMESPACE)
+
+
+def test_absurd_settings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        PosixStorage(tmp_path, NAMESPACE, parallel_reads=0)
+
+
+def test_a_device_that_refuses_a_write_leaves_earlier_blocks_whole(storage: PosixStorage) -> None:
+    storage.write(KEYS[:1], DATA[:1])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    try:
+        with pytest.raises(StorageError, match=r"refused.*bytes are free"):
+            storage.write(KEYS, DATA)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert storage.hit_blocks(KEYS) == 1
+    assert temporary_files(storage) == []
+    assert storage.write(KEYS, DATA) == 3
+
+
+def test_a_writer_killed_before_the_link_leaves_nothing_visible(tmp_path: Path) -> None:
+    script = f"""
+import os, signal, sys
+from pathlib import Path
+from dualpath.storage import posix
+from tests.unit.test_storage_posix import DATA, KEYS, NAMESPACE
+storage = posix.PosixStorage({str(tmp_path)!r}, NAMESPACE)
+storage.write(KEYS[:1], DATA[:1])
+storage._directory.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+storage.write(KEYS[1:], DATA[1:])
+"""
+    source = Path(posix.__file__).parents[2]
+    repository = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{source}:{repository}"}
+    killed = subprocess.run([sys.executable, "-c", script], env=environment, check=False)
+    assert killed.returncode == -9
+    assert len(list(tmp_path.rglob("tmp/*"))) == 1
+
+    survivor = PosixStorage(tmp_path, NAMESPACE)
+
+    assert temporary_files(survivor) == []
+    assert survivor.hit_blocks(KEYS) == 1
+    assert survivor.write(KEYS, DATA) == 3
+
+
+def test_files_of_living_and_of_foreign_writers_are_left_alone(
+    storage: PosixStorage, tmp_path: Path
+) -> None:
+    mine = Path(storage._directory.temporary_path())
+    foreign = storage.path / "tmp" / "otherhost-1-999999-0"
+    for path in (mine, foreign):
+        path.write_bytes(b"half")
+    PosixStorage(tmp_path, NAMESPACE)
+    assert sorted(temporary_files(storage)) == sorted([mine, foreign])
+
+
+def test_without_hard_links_a_block_still_appears_whole(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_hard_links(source: str, target: str) -> None:
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_hard_links)
+    assert storage.write(KEYS, DATA) == 4
+    assert storage.write(KEYS, DATA) == 0
+    assert temporary_files(storage) == []
+
+
+def test_a_read_error_ends_the_run_and_keeps_the_file(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage.write(KEYS, DATA)
+
+    def failing(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", failing)
+    into = [memoryview(bytearray(GEOMETRY.full_block_bytes)) for _ in KEYS]
+    outcome = storage.read(KEYS, into)
+    assert (outcome.good_blocks, outcome.reason) == (0, "read error: Input/output error")
+    assert storage.hit_blocks(KEYS) == 4
+
+
+def test_a_file_system_without_direct_io_is_read_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open = os.open
+
+    def open_without_direct(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real_open(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", open_without_direct)
+    with pytest.raises(ConfigError, match="O_DIRECT"):
+        PosixStorage(tmp_path, NAMESPACE, direct_io=True)
+    storage = PosixStorage(tmp_path, NAMESPACE, direct_io="auto")
+    assert not storage.uses_direct_io
+    storage.write(KEYS, DATA)
+    into = [memoryview(bytearray(GEOMETRY.full_block_bytes)) for _ in KEYS]
+    assert storage.read(KEYS, into).good_blocks == 4
