@@ -20,6 +20,9 @@ ENGINE_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
+#: How long an engine may take to write queued blocks and to leave the cluster when it is ended.
+SHUTDOWN_TIMEOUT_S = 5
+
 
 def router_command(settings: ClusterSettings, port: int, control_port: int) -> list[str]:
     """Arguments after ``dualpath``."""
@@ -36,7 +39,7 @@ def router_command(settings: ClusterSettings, port: int, control_port: int) -> l
         command += ["--max-model-len", str(settings.max_model_len)]
     if settings.served_model_names:
         command += ["--served-model-name", *settings.served_model_names]
-    return [*command, *settings.router_args]
+    return [*command, *settings.router_args, "--vllm-args", "--disable-uvicorn-access-log"]
 
 
 def engine_command(
@@ -61,6 +64,7 @@ def engine_command(
         "--no-async-scheduling",
         "--enable-scale-out",
         "--disable-uvicorn-access-log",
+        "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S),
         "--kv-transfer-config", json.dumps(transfer),
     ]  # fmt: skip
     if settings.max_model_len:

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver
@@ -29,6 +30,7 @@ _PRELOADED = [
 ]
 _PR_SET_PDEATHSIG = 1
 _LOG_TAIL_LINES = 15
+_POLL_S = 0.02
 
 
 class ManagedProcess:
@@ -60,12 +62,16 @@ class ManagedProcess:
         return self._process.exitcode
 
     def terminate(self) -> None:
-        """Ask it to end."""
-        self._signal(signal.SIGTERM)
+        """Ask it to end; an engine's API server ends its engine core itself."""
+        if self.alive:
+            os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and everything it has started."""
-        self._signal(signal.SIGKILL)
+        """End it and everything it has started: the whole process group, at once."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
 
     def join(self, timeout_s: float) -> bool:
         """Wait for its end; False after the timeout."""
@@ -73,8 +79,11 @@ class ManagedProcess:
         return not self._process.is_alive()
 
     def end(self, timeout_s: float) -> None:
-        """Wait for an orderly end, then kill what is left of its group."""
+        """Wait for an orderly end of its whole group, then kill what is left of it."""
+        deadline_s = time.monotonic() + timeout_s
         self.join(timeout_s)
+        while self._group_lives() and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
         self.kill()
         self.join(timeout_s)
 
@@ -86,12 +95,12 @@ class ManagedProcess:
             return f"(no log: {error})"
         return "\n".join(lines[-_LOG_TAIL_LINES:])
 
-    def _signal(self, number: int) -> None:
-        """Signal the whole group: an engine is an API server and its engine core."""
+    def _group_lives(self) -> bool:
         try:
-            os.killpg(self.pid, number)
+            os.killpg(self.pid, 0)
         except ProcessLookupError:
-            return
+            return False
+        return True
 
 
 def _context() -> ForkServerContext:

@@ -24,6 +24,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings, parse_settings
+from dualpath.vllm_plugin.logs import join_vllm_logging
 from dualpath.vllm_plugin.metadata import StepMetadata
 from dualpath.vllm_plugin.scheduler_side import SchedulerSide
 from dualpath.vllm_plugin.worker_side import WorkerSide
@@ -52,6 +53,7 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: "KVCacheConfig",
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        join_vllm_logging()
         self.settings = settings_of(vllm_config)
         check_engine_config(vllm_config, self.settings, kv_cache_config)
         self._scheduler: SchedulerSide | None = None

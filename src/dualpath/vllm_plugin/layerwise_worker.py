@@ -16,7 +16,7 @@ from dualpath.core.errors import ConfigError
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
-    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker  # type: ignore[assignment]
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

@@ -67,7 +67,7 @@ class SchedulerSide:
     def blocks_allocated(
         self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int
     ) -> None:
-        """vLLM has allocated HBM for a request."""
+        """HBM was allocated for a request."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
@@ -101,7 +101,7 @@ class SchedulerSide:
         return step
 
     def finished(self, request: "Request") -> None:
-        """vLLM has finished or aborted a request."""
+        """A request has finished or was aborted."""
         self._tracked.pop(request.request_id, None)
 
     def _track(self, request: "Request") -> _Tracked | None:

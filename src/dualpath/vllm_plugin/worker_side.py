@@ -96,9 +96,9 @@ class WorkerSide:
     def close(self) -> None:
         """Leave the cluster and give everything back; idempotent."""
         link, self._link = self._link, None
-        manager, self._manager = self._manager, None
         if link is not None:
             link.close("engine shuts down")
+        manager, self._manager = self._manager, None
         if manager is not None:
             manager.close()
 

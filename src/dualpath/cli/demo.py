@@ -1,0 +1,173 @@
+"""`dualpath demo`: real agent sessions on a real small model, Basic against DualPath and Oracle.
+
+Storage reads of every engine are throttled to a stated rate, because on one machine the page cache
+would otherwise make loading free: the throttle stands for the storage NIC of a node, and makes
+loading the bottleneck as it is in the paper.
+"""
+
+import argparse
+import asyncio
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dualpath.core.errors import ConfigError
+from dualpath.core.modes import Mode
+from dualpath.launch.settings import MIB, ClusterSettings
+
+if TYPE_CHECKING:
+    from dualpath.workload.result import ReplayResult
+    from dualpath.workload.session import Session
+
+SESSIONS_PACKAGE = "agentperf_local"
+SERVED_NAME = "SmolLM2-135M-Instruct"
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the parser of `dualpath demo`."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="compare Basic, DualPath and Oracle on real sessions, on this machine",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=[mode.value for mode in Mode],
+        default=[Mode.BASIC.value, Mode.DUALPATH.value, Mode.ORACLE.value],
+    )
+    parser.add_argument("--agents", type=int, default=8, help="sessions replayed at once")
+    parser.add_argument("--turns", type=int, default=6, help="turns of every session")
+    parser.add_argument("--prefill", type=int, default=1, metavar="P")
+    parser.add_argument("--decode", type=int, default=1, metavar="D")
+    parser.add_argument(
+        "--snic-mb-per-s", type=float, default=40.0, help="storage read rate of every engine"
+    )
+    parser.add_argument(
+        "--scale-generate", type=float, default=0.25, help="share of recorded answers generated"
+    )
+    parser.add_argument("--max-context", type=int, default=8192, metavar="TOKENS")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trace", help="other sessions to replay; default: agentperf-local's")
+    parser.add_argument("--out", default="runs/demo", help="folder of table, page and results")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run all modes and compare them; returns 1 if any turn failed.
+
+    Raises ``ConfigError`` or ``EngineLostError``; nothing is left running or stored then.
+    """
+    out = _writable(Path(args.out))
+    from dualpath.models.smollm2 import prepare_smollm2
+
+    _say("preparing SmolLM2-135M-Instruct (converted once, then cached)")
+    model = prepare_smollm2()
+    sessions = _sessions(args.trace)
+    results = [_run_mode(Mode(mode), args, model, sessions, out) for mode in args.modes]
+    _report(results, out)
+    failed = sum(result.summary.turns_failed for result in results)
+    return 1 if failed else 0
+
+
+def _run_mode(
+    mode: Mode, args: argparse.Namespace, model: Path, sessions: "Sequence[Session]", out: Path
+) -> "ReplayResult":
+    from dualpath.launch.local_cluster import LocalCluster
+    from dualpath.workload.options import ReplayOptions
+    from dualpath.workload.progress import ConsoleProgress
+    from dualpath.workload.replay import replay
+    from dualpath.workload.result import write_result
+    from dualpath.workload.text_encoder import load_encoder
+
+    options = ReplayOptions(
+        agents=args.agents,
+        seed=args.seed,
+        max_turns=args.turns,
+        max_context_tokens=args.max_context,
+        scale_generate=args.scale_generate,
+        label=mode.value,
+        trace=args.trace or SESSIONS_PACKAGE,
+    )
+    storage = tempfile.mkdtemp(prefix=f"dualpath-demo-{mode.value}-")
+    try:
+        settings = _cluster_settings(mode, args, model, storage, out)
+        with LocalCluster(settings, _say) as cluster, ConsoleProgress(mode.value) as progress:
+            result = asyncio.run(
+                replay(
+                    sessions,
+                    cluster.endpoint,
+                    options,
+                    encode=load_encoder(model),
+                    progress=progress,
+                )
+            )
+    finally:
+        shutil.rmtree(storage, ignore_errors=True)
+    write_result(result, out / f"{mode.value}.json")
+    return result
+
+
+def _cluster_settings(
+    mode: Mode, args: argparse.Namespace, model: Path, storage: str, out: Path
+) -> ClusterSettings:
+    logs = out / "logs" / mode.value
+    shutil.rmtree(logs, ignore_errors=True)
+    return ClusterSettings(
+        model=str(model),
+        storage=storage,
+        prefill=args.prefill,
+        decode=args.decode,
+        mode=mode,
+        port=0,
+        max_model_len=args.max_context,
+        hbm_bytes=1024 * MIB,
+        buffer_bytes=1536 * MIB,
+        snic_bytes_per_s=args.snic_mb_per_s * 1e6,
+        served_model_names=(SERVED_NAME,),
+        trace_dir=str(out / "traces" / mode.value),
+        log_dir=str(logs),
+    )
+
+
+def _sessions(trace: str | None) -> "list[Session]":
+    from dualpath.workload.formats import read_trace
+
+    if trace:
+        return read_trace(trace)
+    spec = importlib.util.find_spec(SESSIONS_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            "the sessions of the package agentperf-local are not installed; run `make install` or "
+            "name other sessions with --trace"
+        )
+    return read_trace(Path(spec.submodule_search_locations[0]) / "data" / "replays")
+
+
+def _report(results: "list[ReplayResult]", out: Path) -> None:
+    from rich.console import Console
+
+    from dualpath.workload.html_report import write_html
+    from dualpath.workload.report import compare, print_comparison
+
+    print_comparison(compare(results), Console())
+    page = out / "report.html"
+    write_html(results, page, title="dualpath demo")
+    _say(f"the same with plots: {page}; engine traces and logs beside it")
+
+
+def _writable(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"output folder {str(path)!r} cannot be made ({error.strerror}); choose another with "
+            "--out"
+        ) from error
+    return path
+
+
+def _say(text: str) -> None:
+    print(f"dualpath: {text}", flush=True)

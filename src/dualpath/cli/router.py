@@ -1,0 +1,127 @@
+"""`dualpath router`: the OpenAI endpoint and the central scheduler; engines register with it."""
+
+import argparse
+import asyncio
+import signal
+from typing import TYPE_CHECKING
+
+from dualpath.core.modes import Mode
+
+if TYPE_CHECKING:
+    from dualpath.router.settings import RouterSettings
+    from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
+
+_SERVER_EXAMPLE = """\
+Arguments after --vllm-args go to vLLM's own front end verbatim, for instance
+  dualpath router MODEL --port 8000 --vllm-args --enable-auto-tool-choice --tool-call-parser hermes
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the parser of `dualpath router`."""
+    parser = subparsers.add_parser(
+        "router",
+        help="start the router alone; engines register themselves with it",
+        epilog=_SERVER_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", help="directory or name of the model the engines serve")
+    _add_endpoint_arguments(parser)
+    _add_control_arguments(parser)
+    parser.add_argument(
+        "--vllm-args",
+        nargs=argparse.REMAINDER,
+        default=[],
+        metavar="...",
+        help="everything that follows goes to vLLM's front end",
+    )
+
+
+def _add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("endpoint")
+    group.add_argument("--host", default="127.0.0.1", help="where clients connect")
+    group.add_argument("--port", type=int, default=8000, help="0: any free port")
+    group.add_argument(
+        "--served-model-name", nargs="+", default=[], metavar="NAME", help="default: MODEL"
+    )
+    group.add_argument("--max-model-len", type=int, help="tokens; default: the model's own")
+    group.add_argument("--dtype", default="auto", help="as given to the engines")
+    group.add_argument(
+        "--block-size", type=int, default=64, help="tokens per Full Block, as given to the engines"
+    )
+
+
+def _add_control_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engines and scheduling")
+    group.add_argument("--control-host", default="127.0.0.1", help="where engines register")
+    group.add_argument("--control-port", type=int, default=5700)
+    group.add_argument(
+        "--mode", choices=[mode.value for mode in Mode], help="default: the first engine's"
+    )
+    group.add_argument("--alpha-tokens", type=int, help="alpha of Algorithm 1; default: derived")
+    group.add_argument("--beta-tokens", type=int, help="beta of Algorithm 1; default: derived")
+    group.add_argument(
+        "--read-deadline-s", type=float, help="a slower storage read is computed instead"
+    )
+    group.add_argument(
+        "--engine-wait-s", type=float, help="how long requests wait for an engine to register"
+    )
+    group.add_argument("--request-deadline-s", type=float, help="bound of a whole request")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the router until a signal ends it; returns 0.
+
+    Raises:
+        ConfigError: a setting is wrong or an address taken; nothing is left running.
+    """
+    router_settings, front_end_settings = _settings(args)
+
+    from dualpath.vllm_plugin.router_process import run_router
+
+    # A signal before the server handles it ends the start.
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        asyncio.run(run_router(router_settings, front_end_settings))
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> "tuple[RouterSettings, FrontEndSettings]":
+    from dualpath.router.settings import RouterSettings
+    from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
+
+    chosen = {
+        name: getattr(args, name)
+        for name in (
+            "alpha_tokens",
+            "beta_tokens",
+            "read_deadline_s",
+            "engine_wait_s",
+            "request_deadline_s",
+        )
+        if getattr(args, name) is not None
+    }
+    router_settings = RouterSettings(
+        control_host=args.control_host,
+        control_port=args.control_port,
+        mode=Mode(args.mode) if args.mode else None,
+        **chosen,
+    ).checked()
+    front_end_settings = FrontEndSettings(
+        model=args.model,
+        host=args.host,
+        port=args.port,
+        served_model_names=tuple(args.served_model_name),
+        max_model_len=args.max_model_len,
+        dtype=args.dtype,
+        block_tokens=args.block_size,
+        vllm_arguments=tuple(args.vllm_args),
+    ).checked()
+    return router_settings, front_end_settings
+
+
+def _interrupt(signal_number: int, frame: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,1 @@
+"""The central scheduler's process: drives ``policy.RequestScheduler`` and the life of requests."""

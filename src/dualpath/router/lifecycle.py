@@ -1,0 +1,399 @@
+"""One attempt at a request, from look-up to last token, as one readable coroutine (DESIGN §4).
+
+Everything an attempt has taken (buffer slots, its place with the scheduler, model work) is given
+back when it ends, however it ends; ``request_life`` decides whether there is another attempt.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from dualpath.core.cluster import Role
+from dualpath.core.control import (
+    Handed,
+    HandOver,
+    HitRun,
+    Lookup,
+    Persist,
+    Read,
+    ReadDone,
+    Reserved,
+    TakeOver,
+)
+from dualpath.core.errors import EngineLostError, TransportError
+from dualpath.core.request import Request
+from dualpath.policy.events import Assignment, ReadPart
+from dualpath.router.desk import Desk
+from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.exchange import Conversation, together, unless_broken
+from dualpath.router.records import RequestRecord, Stage
+from dualpath.router.registry import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LOOKUP_TRIES = 2
+_GIVEN_UP = ("abort", "error")
+
+
+class _PartRead(msgspec.Struct, frozen=True):
+    """Outcome of one read part: ``slots`` of its good blocks, all slots of the reservation."""
+
+    part: ReadPart
+    good_blocks: int
+    slots: tuple[int, ...]
+    reserved: tuple[int, ...]
+    reason: str
+
+
+class _Loaded(msgspec.Struct, frozen=True):
+    """KV that waits in DRAM: hit runs in token order, and the DE's slots of the whole prompt."""
+
+    hit_blocks: int
+    hits: tuple[HitRun, ...]
+    de_slots: tuple[int, ...]
+
+
+class Attempt:
+    """Runs ``job`` once under the name ``attempt_id``; tokens go to ``emit``."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        job: Job,
+        attempt_id: str,
+        arrival_seq: int,
+        record: RequestRecord,
+        emit: Callable[[TokenEvent], None],
+    ) -> None:
+        self.attempt_id = attempt_id
+        self.placed = False
+        self._desk = desk
+        self._job = job
+        self._arrival_seq = arrival_seq
+        self._record = record
+        self._emit = emit
+        self._talk = Conversation(attempt_id, self._handed)
+        self._told: set[str] = set()
+        self._decode_start_s: float | None = None
+
+    async def run(self) -> None:
+        """Return when the last token is out.
+
+        Raises ``EngineLostError`` or ``TransportError`` if another attempt may succeed, other
+        ``DualPathError`` if not.
+        """
+        self._desk.exchange.open(self._talk)
+        reason = "cancelled"
+        try:
+            await unless_broken(self._life(), self._talk.broken)
+            reason = "finished"
+        except Exception as error:
+            reason = f"failed: {error}"
+            raise
+        finally:
+            self._give_back(reason)
+
+    async def _life(self) -> None:
+        stored_blocks = await self._look_up()  # 2: longest stored prefix
+        await self._find_engines(stored_blocks)  # 3: PE, DE and read side
+        loaded = await self._load(stored_blocks)  # 4: reserve, read (labels 1-2 of Fig. 4)
+        first = await self._prefill(loaded)  # 5: layer by layer, KV to the DE buffer
+        over = self._stream_first(first)  # 6: the PE's token
+        self._persist(loaded)  # 7: the prompt's new blocks
+        if not over:
+            await self._decode(loaded, first)  # 6: H2D at the DE, decode
+
+    async def _look_up(self) -> int:
+        job, block_tokens = self._job, self._desk.block_tokens
+        keys = job.keys[: (job.prompt_tokens - 1) // block_tokens]
+        if not job.cacheable or not keys:
+            return 0
+        with self._record.stage(Stage.LOOKUP):
+            for engine in self._desk.lookup_candidates()[:_LOOKUP_TRIES]:
+                call_id, answer = self._desk.exchange.lookup(engine.engine_id)
+                self._desk.send(engine.engine_id, Lookup(call_id=call_id, keys=keys))
+                try:
+                    async with asyncio.timeout(self._desk.settings.lookup_timeout_s):
+                        hit_blocks = await answer
+                except TimeoutError:
+                    return self._no_hit("timeout", engine)
+                if hit_blocks is not None:
+                    return max(0, min(hit_blocks, len(keys)))
+        return self._no_hit("engine-lost", engine)
+
+    def _no_hit(self, reason: str, engine: EngineInfo) -> int:
+        logger.warning(
+            "request %s: look-up at %s failed (%s after %g s at most); computing the whole prompt",
+            self.attempt_id, engine.engine_id, reason, self._desk.settings.lookup_timeout_s,
+        )  # fmt: skip
+        self._desk.metrics.lookup_failed(reason)
+        return 0
+
+    async def _find_engines(self, stored_blocks: int) -> None:
+        request = Request(
+            request_id=self.attempt_id,
+            prompt_tokens=self._job.prompt_tokens,
+            hit_tokens=stored_blocks * self._desk.block_tokens,
+            max_new_tokens=self._job.max_new_tokens,
+            arrival_seq=self._arrival_seq,
+        )
+        with self._record.stage(Stage.QUEUE):
+            self._assignment: Assignment = await self._desk.dispatch.place(request)
+        self._prefill_engine = self._desk.engine(self._assignment.prefill_engine)
+        self._decode_engine = self._desk.engine(self._assignment.decode_engine)
+        self.placed = True
+
+    async def _load(self, stored_blocks: int) -> _Loaded:
+        if not self._desk.moves_bytes:
+            await self._tell(self._decode_engine, 0)
+            await self._tell(self._prefill_engine, 0)
+            return _Loaded(hit_blocks=stored_blocks, hits=(), de_slots=())
+        prompt_blocks = -(-self._job.prompt_tokens // self._desk.block_tokens)
+        # DE first, always: what holds PE slots waits for nobody, so nothing can deadlock.
+        de_slots = await self._tell(self._decode_engine, prompt_blocks)
+        parts = self._assignment.reads
+        reading = asyncio.ensure_future(self._read_all(parts))
+        await together(reading, self._tell_idle_reader(parts))
+        outcomes = reading.result()
+        self._desk.dispatch.read_done(self.attempt_id)
+        for outcome in outcomes:
+            if outcome.part.side is Role.DECODE:
+                de_slots = outcome.reserved  # A deadline may have replaced slots.
+        hits, hit_blocks = self._join(outcomes, stored_blocks)
+        return _Loaded(hit_blocks=hit_blocks, hits=hits, de_slots=de_slots)
+
+    async def _tell(self, engine: EngineInfo, reserve_blocks: int) -> tuple[int, ...]:
+        """Assign the request to an engine; return the slots it grants."""
+        self._talk.check()
+        message = self._desk.dispatch.assign(engine.engine_id, self.attempt_id, reserve_blocks)
+        self._told.add(engine.engine_id)
+        if reserve_blocks == 0:
+            self._desk.send(engine.engine_id, message)
+            await self._until_heard(engine)
+            return ()
+        granted = self._talk.expect(Reserved, engine.engine_id)
+        self._desk.send(engine.engine_id, message)
+        with self._record.stage(Stage.BUFFER_WAIT, engine.engine_id):
+            return (await granted).slots
+
+    async def _read_all(self, parts: Sequence[ReadPart]) -> list[_PartRead]:
+        return await together(*(self._read(part) for part in parts))
+
+    async def _tell_idle_reader(self, parts: Sequence[ReadPart]) -> None:
+        """Assign the request to its PE if the PE has nothing to read for it."""
+        if not any(part.side is Role.PREFILL for part in parts):
+            await self._tell(self._prefill_engine, 0)
+
+    async def _until_heard(self, engine: EngineInfo) -> None:
+        """Wait until an engine has carried out what it was sent so far.
+
+        The vLLM request travels on another connection and must not overtake its ``Assign``.  An
+        empty look-up is answered after it, since commands are carried out in order.
+        """
+        call_id, answer = self._desk.exchange.lookup(engine.engine_id)
+        self._desk.send(engine.engine_id, Lookup(call_id=call_id, keys=()))
+        try:
+            await asyncio.wait({answer}, timeout=self._desk.settings.lookup_timeout_s)
+        finally:
+            answer.cancel()
+
+    async def _read(self, part: ReadPart) -> _PartRead:
+        block_tokens = self._desk.block_tokens
+        first_block, blocks = part.first_token // block_tokens, part.tokens // block_tokens
+        engine, first_slot = self._decode_engine, first_block
+        if part.side is Role.PREFILL:
+            engine, first_slot = self._prefill_engine, 0
+            blocks = min(blocks, engine.buffer_tokens // block_tokens)
+            await self._tell(engine, blocks)
+        if blocks == 0:
+            return _PartRead(part, 0, (), (), "buffer-too-small")
+        keys = self._job.keys[first_block : first_block + blocks]
+        start_s = self._desk.clock()
+        with self._record.stage(Stage.READ, engine.engine_id):
+            done = await self._called(engine, self._read_answer(engine, first_slot, keys))
+        self._record.add(Stage.READ_QUEUE, start_s, engine.engine_id, start_s + done.queue_s)
+        good_blocks = min(done.good_blocks, blocks)
+        return _PartRead(
+            part=part,
+            good_blocks=good_blocks,
+            slots=done.slots[first_slot : first_slot + good_blocks],
+            reserved=done.slots,
+            reason=done.reason or "buffer-too-small",
+        )
+
+    async def _read_answer(
+        self, engine: EngineInfo, first_slot: int, keys: tuple[bytes, ...]
+    ) -> ReadDone:
+        self._talk.check()
+        settings = self._desk.settings
+        answer = self._talk.expect(ReadDone, engine.engine_id)
+        self._desk.dispatch.reading(self.attempt_id, engine.engine_id)
+        self._desk.send(
+            engine.engine_id,
+            Read(
+                request_id=self.attempt_id,
+                first_slot=first_slot,
+                keys=keys,
+                deadline_s=settings.read_deadline_s,
+            ),
+        )
+        limit_s = settings.read_deadline_s + settings.read_margin_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await answer
+        except TimeoutError:
+            raise EngineLostError(
+                f"engine {engine.engine_id} has not answered a read of {len(keys)} blocks within "
+                f"{limit_s:g} s; check its storage"
+            ) from None
+
+    def _join(
+        self, outcomes: Sequence[_PartRead], stored_blocks: int
+    ) -> tuple[tuple[HitRun, ...], int]:
+        """Return the runs of good blocks from the start of the prompt, and their length."""
+        block_tokens = self._desk.block_tokens
+        runs: list[HitRun] = []
+        hit_blocks = 0
+        for outcome in outcomes:
+            if outcome.good_blocks:
+                runs.append(
+                    HitRun(side=outcome.part.side, first_block=hit_blocks, slots=outcome.slots)
+                )
+            hit_blocks += outcome.good_blocks
+            if outcome.good_blocks * block_tokens < outcome.part.tokens:
+                self._recompute(stored_blocks - hit_blocks, outcome.reason)
+                break
+        return tuple(runs), hit_blocks
+
+    def _recompute(self, blocks: int, reason: str) -> None:
+        tokens = blocks * self._desk.block_tokens
+        logger.warning(
+            "request %s: %d stored tokens are recomputed: %s", self.attempt_id, tokens, reason
+        )
+        self._desk.metrics.recomputed(tokens, reason)
+        recomputed = self._record.recomputed
+        recomputed[reason] = recomputed.get(reason, 0) + tokens
+
+    async def _prefill(self, loaded: _Loaded) -> TokenEvent:
+        self._talk.check()
+        engine, job = self._prefill_engine, self._job
+        hand_over = HandOver(
+            request_id=self.attempt_id,
+            prompt_tokens=job.prompt_tokens,
+            hit_blocks=loaded.hit_blocks,
+            hit_key_tail=job.keys[loaded.hit_blocks - 1] if loaded.hit_blocks else b"",
+            hits=loaded.hits,
+            decode_engine=self._decode_engine.engine_id,
+            decode_epoch=self._decode_engine.epoch,
+            de_slots=loaded.de_slots,
+        )
+        if loaded.de_slots:
+            self._desk.releases.writer_started(self.attempt_id, engine.engine_id)
+        with self._record.stage(Stage.PREFILL, engine.engine_id):
+            first = await self._called(engine, self._desk.calls.prefill(engine, job, hand_over))
+        _check_not_given_up(engine, first)
+        self._talk.done_with(engine.engine_id)
+        self._told.discard(engine.engine_id)
+        self._desk.releases.release(engine.engine_id, self.attempt_id, "prefill done")
+        self._desk.dispatch.prefill_done(self.attempt_id, engine.engine_id)
+        self._record_prefill(loaded.hit_blocks * self._desk.block_tokens)
+        return first
+
+    def _record_prefill(self, hit_tokens: int) -> None:
+        if not self._record.prefilled:
+            self._record.prefilled = True
+            self._record.hit_tokens = hit_tokens
+            self._desk.metrics.prefilled(self._record.prompt_tokens, hit_tokens)
+
+    def _stream_first(self, first: TokenEvent) -> bool:
+        """Stream the PE's token; return whether the request ends with it."""
+        if not self._job.first_token_from_pe:
+            return False
+        exhausted = len(first.token_ids) >= self._job.max_new_tokens
+        finish_reason = first.finish_reason
+        if finish_reason in (None, "length"):
+            # The PE was asked for one token: "length" is the request's end only if it was the last.
+            finish_reason = "length" if exhausted else None
+        self._emit(msgspec.structs.replace(first, finish_reason=finish_reason))
+        return finish_reason is not None
+
+    def _persist(self, loaded: _Loaded) -> None:
+        """Have the DE store the prompt's new full blocks; sent even without any.
+
+        The DE gives the buffer back only when it knows that nothing more is to be stored.
+        """
+        self._talk.check()
+        keys = self._job.keys[loaded.hit_blocks :]
+        self._desk.send(
+            self._decode_engine.engine_id,
+            Persist(request_id=self.attempt_id, first_slot=loaded.hit_blocks, keys=keys),
+        )
+
+    async def _decode(self, loaded: _Loaded, first: TokenEvent) -> None:
+        self._talk.check()
+        engine, job = self._decode_engine, self._job
+        take_over = TakeOver(
+            request_id=self.attempt_id, prompt_tokens=job.prompt_tokens, slots=loaded.de_slots
+        )
+        prior_tokens = first.token_ids if job.first_token_from_pe else ()
+        self._decode_start_s = self._desk.clock()
+        events = self._desk.calls.decode(engine, job, take_over, prior_tokens)
+        try:
+            await self._called(engine, self._stream(engine, events))
+        finally:
+            self._record.add(Stage.DECODE, self._decode_start_s, engine.engine_id)
+
+    async def _stream(self, engine: EngineInfo, events: AsyncIterator[TokenEvent]) -> None:
+        try:
+            async for event in events:
+                _check_not_given_up(engine, event)
+                # Tokens need all of the prompt's KV: nothing is on its way any more.
+                self._desk.releases.writer_done(self.attempt_id)
+                self._emit(event)
+                if event.finish_reason is not None:
+                    return
+        finally:
+            if (close := getattr(events, "aclose", None)) is not None:
+                await close()
+        raise EngineLostError(
+            f"engine {engine.engine_id} ended its stream without a finish reason; see its log"
+        )
+
+    def _handed(self, _: Handed) -> None:
+        self._desk.releases.writer_done(self.attempt_id)
+        self._desk.dispatch.handed(self.attempt_id, self._decode_engine.engine_id)
+        if self._decode_start_s is not None:
+            self._record.add(Stage.HANDOVER, self._decode_start_s, self._decode_engine.engine_id)
+
+    async def _called(self, engine: EngineInfo, work: Awaitable[T]) -> T:
+        """Return what ``work`` returns; if it fails, find out whether its engine still lives."""
+        try:
+            return await work
+        except (EngineLostError, TransportError) as error:
+            await self._desk.confirm_alive(engine.engine_id, str(error))
+            raise
+
+    def _give_back(self, reason: str) -> None:
+        desk = self._desk
+        desk.exchange.close(self.attempt_id)
+        if self.placed:
+            prefill, decode = self._prefill_engine.engine_id, self._decode_engine.engine_id
+            if prefill in self._told:
+                desk.releases.release(prefill, self.attempt_id, reason)
+            if decode in self._told:
+                desk.releases.release_when_safe(decode, self.attempt_id, reason)
+            self.placed = False
+        desk.dispatch.over(self.attempt_id)
+
+
+def _check_not_given_up(engine: EngineInfo, event: TokenEvent) -> None:
+    if event.finish_reason in _GIVEN_UP:
+        raise EngineLostError(
+            f"engine {engine.engine_id} gave the request up ({event.finish_reason}: "
+            f"{event.stop_reason}); see its log"
+        )

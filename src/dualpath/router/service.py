@@ -1,0 +1,163 @@
+"""The router as a library: submit a job, get tokens.  HTTP front ends sit on top of it."""
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from dualpath.core.control import EngineMessage, Released, Report
+from dualpath.core.errors import BadRequestError, EngineLostError
+from dualpath.router.control_server import ControlServer
+from dualpath.router.desk import Desk
+from dualpath.router.engine_calls import EngineCalls, Job, TokenEvent
+from dualpath.router.metrics import RouterMetrics
+from dualpath.router.records import RequestRecord
+from dualpath.router.registry import EngineInfo, Registry
+from dualpath.router.request_life import RequestLife
+from dualpath.router.settings import RouterSettings
+from dualpath.router.status import status_report
+
+_RECORDS_KEPT = 1024
+
+
+class RouterService:
+    """Engines register with it, front ends submit jobs to it; lives in one event loop.
+
+    ``clock`` gives seconds and must be monotonic.  ``records`` holds the latest finished
+    requests with the times of their stages.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        engine_calls: EngineCalls,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings.checked()
+        self.registry = Registry(self.settings.mode)
+        self.server = ControlServer(
+            self.registry, self, clock, engine_timeout_s=self.settings.engine_timeout_s
+        )
+        self.metrics = RouterMetrics(self.registry, lambda: self.server.malformed)
+        self.desk = Desk(
+            self.settings, self.registry, self.server, self.metrics, engine_calls, clock
+        )
+        self.records: deque[RequestRecord] = deque(maxlen=_RECORDS_KEPT)
+        self._lives: dict[str, RequestLife] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._arrivals = itertools.count()
+        self._stopping = False
+
+    @property
+    def control_address(self) -> str:
+        """Endpoint engines connect to, "tcp://host:port"; empty before ``start``."""
+        return self.server.address
+
+    async def start(self) -> None:
+        """Open the control address; raises ``ConfigError`` if it cannot be bound."""
+        await self.server.start(self.settings.control_host, self.settings.control_port)
+
+    async def stop(self) -> None:
+        """End all requests (their streams raise ``EngineLostError``) and close; idempotent."""
+        self._stopping = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.server.stop()
+
+    async def wait_ready(self, prefill: int, decode: int, timeout_s: float) -> None:
+        """Wait for that many live engines; raises ``DeadlineError`` naming what is missing."""
+        await self.desk.engines_present(prefill, decode, timeout_s)
+
+    def submit(self, job: Job) -> AsyncIterator[TokenEvent]:
+        """Return the job's tokens as they come; the last event has a ``finish_reason``.
+
+        Closing the iterator (or cancelling who waits on it) aborts the request everywhere.
+        Iterating raises ``BadRequestError`` if the job cannot be served as asked,
+        ``EngineLostError`` when attempts are used up, ``DeadlineError`` when time is.
+        """
+        return self._stream(job)
+
+    def engines(self) -> list[EngineInfo]:
+        """Return the live engines, by arrival."""
+        return self.registry.alive()
+
+    def status(self) -> dict[str, Any]:
+        """Return the body of ``GET /dualpath/v1/status``."""
+        waiting, running = self._counts()
+        return status_report(
+            self.registry,
+            self.metrics,
+            waiting=waiting,
+            running=running,
+            assignments=self.desk.dispatch.recent if self.desk.has_dispatch else (),
+        )
+
+    def exposition(self) -> bytes:
+        """Return the body of ``GET /metrics``."""
+        self.metrics.queues(*self._counts())
+        return self.metrics.exposition()
+
+    def on_joined(self, info: EngineInfo) -> None:
+        """Called by the control server."""
+        self.desk.engine_joined(info)
+
+    def on_lost(self, info: EngineInfo, reason: str, certain: bool) -> None:
+        """Called by the control server."""
+        self.desk.engine_lost(info, reason, certain)
+
+    def on_message(self, info: EngineInfo, message: EngineMessage) -> None:
+        """Called by the control server."""
+        if isinstance(message, Report):
+            self.desk.dispatch.report(info.engine_id, message)
+        elif isinstance(message, Released):
+            self.desk.releases.writer_done(message.request_id, info.engine_id)
+        else:
+            self.desk.exchange.deliver(info.engine_id, message)
+
+    def _counts(self) -> tuple[int, int]:
+        running = sum(life.placed for life in self._lives.values())
+        return len(self._lives) - running, running
+
+    async def _stream(self, job: Job) -> AsyncIterator[TokenEvent]:
+        if job.request_id in self._lives:
+            raise BadRequestError(
+                f"request id {job.request_id!r} is in use by a running request; send it under "
+                "another id"
+            )
+        if self._stopping:
+            raise self._stops(job)
+        life = self._lives[job.request_id] = RequestLife(self.desk, job, next(self._arrivals))
+        task = asyncio.create_task(life.run(), name=f"request {job.request_id}")
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._over(life, done))
+        try:
+            while (event := await life.events.get()) is not None:
+                yield event
+            await asyncio.wait({task})
+            if task.cancelled():
+                raise self._stops(job)
+            task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    @staticmethod
+    def _stops(job: Job) -> EngineLostError:
+        return EngineLostError(
+            f"request {job.request_id}: the router stops; send it again when it is back"
+        )
+
+    def _over(self, life: RequestLife, task: asyncio.Task[None]) -> None:
+        # Not in the stream's own clean-up: an impatient client may cancel that as well.
+        if not task.cancelled():
+            task.exception()  # Marks it as seen: the client may have left before the end.
+        if life.record.outcome is None:
+            life.record.close("cancelled")  # Before it had even begun.
+        self._tasks.discard(task)
+        self._lives.pop(life.job.request_id, None)
+        self.records.append(life.record)
+        life.events.put_nowait(None)

@@ -1,0 +1,58 @@
+"""The tokenizer of a model folder, for text sessions; imported only where text is replayed."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dualpath.core.errors import ConfigError
+
+
+def load_encoder(tokenizer: str | Path) -> Callable[[str], Sequence[int]]:
+    """Return text → token ids, special markers recognised and none added.
+
+    ``tokenizer`` is a folder with a Hugging Face tokenizer.  Raises ``ConfigError`` where it
+    cannot be loaded.
+    """
+    folder = Path(tokenizer)
+    if not folder.is_dir():
+        raise ConfigError(f"tokenizer {folder} is no folder; give the served model's folder")
+    fast = folder / "tokenizer.json"
+    return _fast_encoder(fast) if fast.is_file() else _transformers_encoder(folder)
+
+
+def _fast_encoder(file: Path) -> Callable[[str], Sequence[int]]:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ConfigError(
+            "text traces need the tokenizers package; pip install tokenizers"
+        ) from None
+    try:
+        loaded = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConfigError(f"{file}: is no usable tokenizer ({error})") from None
+
+    def encode(text: str) -> Sequence[int]:
+        ids: list[int] = loaded.encode(text, add_special_tokens=False).ids
+        return ids
+
+    return encode
+
+
+def _transformers_encoder(folder: Path) -> Callable[[str], Sequence[int]]:
+    # Seconds of imports, torch among them: only for folders without a tokenizer.json.
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ConfigError(
+            f"{folder} has no tokenizer.json, so transformers is needed; pip install transformers"
+        ) from None
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: holds no usable tokenizer ({error})") from None
+
+    def encode(text: str) -> Sequence[int]:
+        ids: list[int] = loaded.encode(text, add_special_tokens=False)
+        return ids
+
+    return encode

@@ -1,0 +1,140 @@
+"""The router's HTTP application over a scripted service, on a port and an event loop of its own."""
+
+import asyncio
+import socket
+import threading
+import urllib.error
+import urllib.request
+from contextlib import closing
+
+import numpy as np
+import uvicorn
+from vllm.v1.outputs import LogprobsLists
+
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
+from dualpath.models.tiny import END_ID
+from dualpath.router.engine_calls import TokenEvent
+from dualpath.router.registry import Registry
+from dualpath.vllm_plugin.app import make_app
+from dualpath.vllm_plugin.engine_config import make_engine_config, parse_front_end_arguments
+from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
+from dualpath.vllm_plugin.frontend import DualPathLLM
+
+REPLY = "The storage holds the cache, block by block."
+BLOCK_TOKENS = 64
+
+
+class SettableRegistry(Registry):
+    """A registry whose live roles a test decides."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = set(Role)
+
+    def alive(self, role=None):
+        return [each for each in self.live if role in (None, each)]
+
+
+class ScriptedService:
+    """Streams ``reply`` token by token; ``fail_after`` tokens it raises ``error`` instead."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.registry = SettableRegistry()
+        self.reset()
+
+    def reset(self):
+        self.reply = REPLY
+        self.error = None
+        self.fail_after = 0
+        self.endless = False
+        self.jobs = []
+        self.closed = threading.Event()
+        self.registry.live = set(Role)
+        self.registry.mode = Mode.DUALPATH
+
+    def status(self):
+        return {"mode": "dualpath", "engines": []}
+
+    def exposition(self):
+        return b"# TYPE dualpath:requests counter\ndualpath:requests 7\n"
+
+    async def submit(self, job):
+        self.jobs.append(job)
+        try:
+            tokens = [*self.tokenizer.encode(self.reply, add_special_tokens=False), END_ID]
+            for index in range(1 << 30 if self.endless else len(tokens)):
+                await asyncio.sleep(0)
+                if self.error is not None and index == self.fail_after:
+                    raise self.error
+                yield self._event(job, tokens[index % (len(tokens) - 1)], index, len(tokens))
+                if index + 1 == job.max_new_tokens:
+                    return
+        finally:
+            self.closed.set()
+
+    def _event(self, job, token, index, length):
+        last = index == length - 1 and not self.endless
+        reason = "length" if index + 1 == job.max_new_tokens else None
+        return TokenEvent(
+            token_ids=(END_ID if last else token,),
+            finish_reason="stop" if last else reason,
+            payload=self._logprobs(job, END_ID if last else token),
+            cached_tokens=BLOCK_TOKENS if index == 0 and len(job.keys) > 0 else None,
+        )
+
+    def _logprobs(self, job, token):
+        asked = job.payload.sampling.logprobs
+        if asked is None:
+            return None
+        others = list(range(300, 300 + asked))
+        return LogprobsLists(
+            np.array([[token, *others]]),
+            np.array([[-0.5, *(-1.0 - n for n in range(asked))]]),
+            np.array([1]),
+        )
+
+
+class Endpoint:
+    """The application on a port of its own, on an event loop of its own."""
+
+    def __init__(self, model):
+        self.ready = threading.Event()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._run(model)))
+        self.thread.start()
+        assert self.ready.wait(60)
+
+    async def _run(self, model):
+        settings = FrontEndSettings(
+            model=str(model),
+            dtype="float32",
+            max_model_len=2048,
+            served_model_names=("tiny",),
+            block_tokens=BLOCK_TOKENS,
+            vllm_arguments=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        )
+        args = parse_front_end_arguments(settings)
+        config = make_engine_config(args)
+        self.service = ScriptedService(None)
+        self.llm = DualPathLLM(config, self.service, block_tokens=BLOCK_TOKENS)
+        self.service.tokenizer = self.tokenizer = self.llm.get_tokenizer()
+        app = await make_app(self.llm, self.service, args)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        self.ready.set()
+        await self.server.serve(sockets=[listener])
+        await self.llm.aclose()
+
+    def get(self, path):
+        try:
+            with closing(urllib.request.urlopen(self.url + path, timeout=10)) as response:
+                return response.status, response.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def stop(self):
+        self.server.should_exit = True
+        self.thread.join(30)
+        assert not self.thread.is_alive()

@@ -1,0 +1,162 @@
+"""`dualpath router` as a user starts it: what it refuses, what it says, how it ends."""
+
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from dualpath.cli.main import main
+from dualpath.models.tiny import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return str(make_tiny_model("qwen2"))
+
+
+@pytest.fixture
+def taken_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield str(listener.getsockname()[1])
+
+
+def refused(capfd, *arguments):
+    """Run the command in this process; return the one line it ends with."""
+    assert main(["router", *arguments]) == 2
+    line = capfd.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("dualpath: ")
+    return line
+
+
+def test_a_taken_port_is_named(model, capfd, taken_port):
+    line = refused(capfd, model, "--port", taken_port, "--control-port", "0")
+    assert f"127.0.0.1:{taken_port}" in line
+    assert "--port" in line
+
+
+def test_a_taken_control_port_is_named(model, capfd, taken_port):
+    assert taken_port in refused(capfd, model, "--port", "0", "--control-port", taken_port)
+
+
+def test_a_model_that_is_not_there_is_named(capfd, tmp_path):
+    line = refused(capfd, str(tmp_path / "nothing"), "--port", "0", "--control-port", "0")
+    assert str(tmp_path / "nothing") in line
+    assert "config.json" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--port", "70000"], "70000|65535"),
+        (["--max-model-len", "-5"], "max_model_len"),
+        (["--block-size", "0"], "block_tokens"),
+        (["--alpha-tokens", "0"], "alpha_tokens"),
+        (["--read-deadline-s", "-1"], "read_deadline_s"),
+        (["--vllm-args", "--no-such-flag"], "no-such-flag"),
+        (["--vllm-args", "--enable-auto-tool-choice"], "tool-call-parser"),
+        (["--vllm-args", "--data-parallel-size", "2"], "no engine of its own"),
+        (
+            ["--vllm-args", "--enable-auto-tool-choice", "--tool-call-parser", "none-such"],
+            "none-such",
+        ),
+    ],
+)
+def test_wrong_settings_are_named(model, capfd, arguments, said):
+    line = refused(capfd, model, "--control-port", "0", *arguments)
+    assert re.search(said, line)
+
+
+def test_a_misspelt_flag_of_our_own_is_refused(model, capfd):
+    with pytest.raises(SystemExit) as exit_:
+        main(["router", model, "--control-prt", "1"])
+    assert exit_.value.code == 2
+    assert "--control-prt" in capfd.readouterr().err
+
+
+class Process:
+    """A running `dualpath router`; ``said`` is its line about its addresses."""
+
+    def __init__(self, *arguments):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "dualpath.cli.main", "router", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        self.lines: queue.Queue[str] = queue.Queue()
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+        self.said = ""
+        while "engines register at" not in self.said:
+            self.said = self.lines.get(timeout=90)
+        (self.url,) = re.findall(r"http://[\d.]+:\d+", self.said)
+
+    def _read(self):
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line)
+
+    def end(self, signal_number):
+        self.process.send_signal(signal_number)
+        try:
+            return self.process.wait(30)
+        finally:
+            self.process.kill()
+            self.reader.join()
+
+
+def post(url, outcome):
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        data=json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 4}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    try:
+        urllib.request.urlopen(request, timeout=60)
+    except urllib.error.HTTPError as error:
+        outcome.append((error.code, json.loads(error.read())["error"]["message"]))
+
+
+def get(url):
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def test_a_router_without_engines_says_so_and_ends_cleanly(model):
+    router = Process(
+        model, "--port", "0", "--control-port", "0", "--served-model-name", "tiny",
+        "--mode", "oracle",
+    )  # fmt: skip
+    try:
+        assert get(f"{router.url}/v1/models")[0] == 200
+        status, body = get(f"{router.url}/health")
+        assert status == 503
+        assert "no live prefill and no live decode engine" in json.loads(body)["reason"]
+        assert json.loads(get(f"{router.url}/dualpath/v1/status")[1])["engines"] == []
+        assert b"dualpath:engines_up" in get(f"{router.url}/metrics")[1]
+        outcome: list[tuple[int, str]] = []
+        waiting = threading.Thread(target=post, args=(router.url, outcome))
+        waiting.start()
+        while json.loads(get(f"{router.url}/dualpath/v1/status")[1])["waiting"] == 0:
+            pass
+    finally:
+        code = router.end(signal.SIGTERM)
+    waiting.join(30)
+    assert code == 0
+    assert [status for status, _ in outcome] == [503]
+    assert "shutting down" in outcome[0][1]

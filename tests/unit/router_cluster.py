@@ -1,0 +1,123 @@
+"""A router service with fake engines registered, and means to wait for what happens in it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from tests.unit.router_fakes import GUARD_S, FakeCalls, FakeEngine
+
+from dualpath.core import control
+from dualpath.core.cluster import Role
+from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.registry import EngineInfo
+from dualpath.router.service import RouterService
+from dualpath.router.settings import RouterSettings
+
+
+class WatchedService(RouterService):
+    """A router service that lets a test wait until it has got a message."""
+
+    def __init__(self, settings: RouterSettings, calls: FakeCalls) -> None:
+        super().__init__(settings, calls)
+        self.got: list[control.Message] = []
+        self._arrived = asyncio.Event()
+
+    def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
+        super().on_message(info, message)
+        self.got.append(message)
+        self._arrived.set()
+
+    async def saw_loss(self, engine_id: str) -> None:
+        async with asyncio.timeout(GUARD_S):
+            while any(e.engine_id == engine_id for e in self.engines()):
+                self._arrived.clear()
+                await self._arrived.wait()
+
+    def on_lost(self, info: EngineInfo, reason: str, certain: bool) -> None:
+        super().on_lost(info, reason, certain)
+        self._arrived.set()
+
+    async def saw(self, kind: type, count: int = 1) -> None:
+        async with asyncio.timeout(GUARD_S):
+            while sum(isinstance(m, kind) for m in self.got) < count:
+                self._arrived.clear()
+                await self._arrived.wait()
+
+
+class Cluster:
+    """A router service and the engines registered with it."""
+
+    def __init__(self, service: WatchedService, calls: FakeCalls) -> None:
+        self.service, self.calls = service, calls
+        self.stored: set[bytes] = set()
+
+    @property
+    def engines(self) -> dict[str, FakeEngine]:
+        return self.calls.engines
+
+    async def add(self, engine_id: str, role: Role, **options) -> FakeEngine:
+        engine = FakeEngine(engine_id, role, self.stored, **options)
+        self.engines[engine_id] = engine
+        return await engine.join(self.service.control_address)
+
+    async def run(self, job: Job) -> list[int]:
+        """Return a job's tokens, checking that the stream ends as it should."""
+        return [t for event in await self.events(job) for t in event.token_ids]
+
+    async def events(self, job: Job) -> list[TokenEvent]:
+        async with asyncio.timeout(GUARD_S):
+            events = [event async for event in self.service.submit(job)]
+        assert [e.finish_reason is not None for e in events] == [False] * (len(events) - 1) + [True]
+        return events
+
+    async def settled(self, *engine_ids: str) -> None:
+        """Wait until engines have got all messages and hold nothing any more."""
+        engines = [self.engines[i] for i in engine_ids] or list(self.engines.values())
+        async with asyncio.timeout(GUARD_S):
+            for engine in engines:
+                await self._delivered(engine)
+                while not engine.idle():
+                    seen = len(engine.received)
+                    await engine.more_than(seen)
+
+    async def _delivered(self, engine: FakeEngine) -> None:
+        call_id, answer = self.service.desk.exchange.lookup(engine.engine_id)
+        self.service.server.send(engine.engine_id, control.Lookup(call_id=call_id, keys=()))
+        await answer
+
+    async def arrives(self, stage: str) -> None:
+        """Wait until model work has got to its gate."""
+        await asyncio.wait_for(self.calls.entered[stage].wait(), GUARD_S)
+
+    async def revive(self, engine_id: str) -> None:
+        """Start an engine's next process."""
+        await self.engines[engine_id].join(self.service.control_address)
+
+    def lose(self, engine_id: str, *, certain: bool = False) -> None:
+        """Let the router notice that an engine is gone."""
+        self.service.server.declare_lost(engine_id, "test", certain)
+
+
+@contextlib.asynccontextmanager
+async def cluster(
+    prefill: int = 1,
+    decode: int = 1,
+    *,
+    settings: RouterSettings | None = None,
+    **engine_options,
+) -> AsyncIterator[Cluster]:
+    calls = FakeCalls()
+    options = settings or RouterSettings(engine_timeout_s=1000, suspect_timeout_s=0.05)
+    service = WatchedService(options, calls)
+    await service.start()
+    made = Cluster(service, calls)
+    try:
+        for number in range(prefill):
+            await made.add(f"p{number}", Role.PREFILL, **engine_options)
+        for number in range(decode):
+            await made.add(f"d{number}", Role.DECODE, **engine_options)
+        yield made
+    finally:
+        await service.stop()
+        for engine in made.engines.values():
+            await engine.kill()

@@ -1,0 +1,397 @@
+"""A small real cluster for router tests: engines that speak the protocol over ZMQ, and model work.
+
+Engines keep a FIFO buffer whose slots remember what was written to them, and a store of blocks they
+share; the model work checks that every slot holds what the hand-over claims.  A slot in two
+hands, or KV of the wrong block, fails the test.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import zmq
+import zmq.asyncio
+
+from dualpath.core import control
+from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
+from dualpath.core.cluster import Role
+from dualpath.core.errors import EngineLostError, TransportError
+from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.registry import EngineInfo
+
+M = TypeVar("M", bound=control.Message)
+BLOCK_TOKENS = 4
+NAMESPACE = StoreNamespace(
+    model="tiny",
+    dtype="float32",
+    layout="test",
+    geometry=BlockGeometry(layers=2, block_tokens=BLOCK_TOKENS, layer_block_bytes=64),
+)
+GUARD_S = 20.0
+
+
+def keys_of(tokens: Sequence[int]) -> tuple[bytes, ...]:
+    return tuple(block_keys(tokens, BLOCK_TOKENS))
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    return (sum((i + 1) * t for i, t in enumerate(tokens)) * 31 + len(tokens)) % 1009
+
+
+def expected(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def job(request_id: str, prompt: Sequence[int], max_new_tokens: int = 6, **options) -> Job:
+    return Job(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        max_new_tokens=max_new_tokens,
+        keys=keys_of(prompt),
+        keys_for=keys_of,
+        **options,
+    )
+
+
+class FakeEngine:
+    """One engine process; ``restart`` begins the next epoch."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        role: Role,
+        stored: set[bytes],
+        *,
+        buffer_blocks: int = 64,
+        mode: str = "dualpath",
+        hbm_tokens: int = 100_000,
+        namespace: StoreNamespace = NAMESPACE,
+        limits: dict[str, int] | None = None,
+    ) -> None:
+        self.engine_id, self.role, self.stored = engine_id, role, stored
+        self.buffer_blocks, self.mode, self.hbm_tokens = buffer_blocks, mode, hbm_tokens
+        self.namespace = namespace
+        self.limits = {"max_model_len": 1000, "vocab_size": 1009} | (limits or {})
+        self.version = control.PROTOCOL_VERSION
+        self.generation = 0
+        self.read_limit: Callable[[control.Read], tuple[int, str | None]] = lambda read: (
+            len(read.keys),
+            None,
+        )
+        self.unanswered: set[type] = set()
+        self.counters: dict[str, float] = {}
+        self._arrived = asyncio.Event()
+
+    @property
+    def epoch(self) -> str:
+        return f"{self.engine_id}-{self.generation}"
+
+    async def start(self, address: str) -> "FakeEngine":
+        self.address = address
+        self.generation += 1
+        self.received: list[control.Message] = []
+        self.dead = asyncio.Event()
+        self.free = deque(range(self.buffer_blocks))
+        self.content: dict[int, bytes] = {}
+        self.leases: dict[str, list[int]] = {}
+        self.waiting: deque[tuple[str, int]] = deque()
+        self.quarantined: dict[str, list[int]] = {}
+        self.tenants: dict[str, int] = {}
+        self.handed: set[str] = set()
+        self.persisted: set[str] = set()
+        self.assign_seq = self.report_seq = 0
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+        self.task = asyncio.create_task(self._receive())
+        self.send(self.hello())
+        return self
+
+    async def join(self, address: str) -> "FakeEngine":
+        await self.start(address)
+        await self.saw(control.Welcome)
+        return self
+
+    def hello(self) -> control.Hello:
+        return control.Hello(
+            version=self.version,
+            address=control.EngineAddress(
+                engine_id=self.engine_id,
+                epoch=self.epoch,
+                role=self.role,
+                agent=self.epoch,
+                agent_metadata=b"",
+                regions=(),
+            ),
+            namespace=self.namespace,
+            api_url=f"http://{self.engine_id}",
+            node=f"node of {self.engine_id}",
+            group=f"{self.role.value} group",
+            mode=self.mode,
+            hbm_tokens=self.hbm_tokens,
+            buffer_tokens=self.buffer_blocks * BLOCK_TOKENS,
+            limits=self.limits,
+        )
+
+    async def kill(self) -> None:
+        """End without a word, as SIGKILL does."""
+        self.dead.set()
+        self.task.cancel()
+        await asyncio.wait({self.task})
+        self.context.destroy(linger=0)
+        if not self.task.cancelled():
+            self.task.result()
+
+    async def saw(self, kind: type[M], wanted: Callable[[M], bool] | None = None) -> M:
+        """Wait for a message from the router, received already or yet to come."""
+        async with asyncio.timeout(GUARD_S):
+            seen = 0
+            while True:
+                for message in self.received[seen:]:
+                    if isinstance(message, kind) and (wanted is None or wanted(message)):
+                        return message
+                seen = len(self.received)
+                await self.more_than(seen)
+
+    async def more_than(self, count: int) -> None:
+        """Wait until more than ``count`` messages have been received."""
+        while len(self.received) <= count:
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def send(self, message: control.Message) -> None:
+        self.socket.send(control.encode(message))
+
+    def send_raw(self, frame: bytes) -> None:
+        self.socket.send(frame)
+
+    def report(self) -> None:
+        self.report_seq += 1
+        self.send(
+            control.Report(
+                report_seq=self.report_seq,
+                assign_seq=self.assign_seq,
+                unfinished_requests=len(self.tenants),
+                unfinished_tokens=sum(self.tenants.values()),
+                read_queue_tokens=0,
+                free_hbm_tokens=self.hbm_tokens,
+                free_buffer_tokens=len(self.free) * BLOCK_TOKENS,
+                counters=self.counters,
+            )
+        )
+
+    def idle(self) -> bool:
+        """Whether nothing of any request is left here."""
+        everything_free = len(self.free) == self.buffer_blocks
+        return everything_free and not (self.tenants or self.waiting or self.leases)
+
+    async def _receive(self) -> None:
+        while True:
+            message = control.decode_router_message(await self.socket.recv())
+            self.received.append(message)
+            self._arrived.set()
+            if type(message) not in self.unanswered:
+                self.answer(message)
+
+    def answer(self, message: control.Message) -> None:
+        match message:
+            case control.Lookup():
+                hit = 0
+                while hit < len(message.keys) and message.keys[hit] in self.stored:
+                    hit += 1
+                self.send(control.LookupDone(call_id=message.call_id, hit_blocks=hit))
+            case control.Assign():
+                assert message.assign_seq == self.assign_seq + 1
+                self.assign_seq = message.assign_seq
+                self.tenants[message.request_id] = message.tokens
+                if message.reserve_blocks:
+                    self.waiting.append((message.request_id, message.reserve_blocks))
+                    self._grant()
+                self.report()
+            case control.Read():
+                self._read(message)
+            case control.Persist():
+                self._persist(message)
+            case control.Release():
+                self._release(message)
+            case control.PeerDown():
+                if message.certain:
+                    for request_id in list(self.quarantined):
+                        self.free.extend(self.quarantined.pop(request_id))
+                    self._grant()
+
+    def _grant(self) -> None:
+        while self.waiting and self.waiting[0][1] <= len(self.free):
+            request_id, count = self.waiting.popleft()
+            slots = [self.free.popleft() for _ in range(count)]
+            for slot in slots:
+                self.content.pop(slot, None)
+            self.leases[request_id] = slots
+            self.send(control.Reserved(request_id=request_id, slots=tuple(slots), wait_s=0.0))
+
+    def _read(self, read: control.Read) -> None:
+        slots = self.leases.get(read.request_id)
+        if slots is None:
+            return
+        good, reason = self.read_limit(read)
+        for i in range(good):
+            assert read.keys[i] in self.stored
+            self.content[slots[read.first_slot + i]] = read.keys[i]
+        self.send(
+            control.ReadDone(
+                request_id=read.request_id,
+                good_blocks=good,
+                reason=reason,
+                bytes_read=good,
+                queue_s=0.0,
+                read_s=0.0,
+                slots=tuple(slots),
+            )
+        )
+
+    def _persist(self, message: control.Persist) -> None:
+        if self.mode != "oracle":
+            slots = self.leases[message.request_id][message.first_slot :]
+            for slot, key in zip(slots, message.keys, strict=False):
+                assert self.content[slot] == key
+        self.stored.update(message.keys)
+        self.persisted.add(message.request_id)
+        self._free_if_over(message.request_id)
+
+    def take_over(self, request_id: str) -> None:
+        """The KV is in HBM."""
+        self.handed.add(request_id)
+        self.send(control.Handed(request_id=request_id, h2d_s=0.0))
+        self._free_if_over(request_id)
+
+    def _free_if_over(self, request_id: str) -> None:
+        if request_id in self.handed and request_id in self.persisted:
+            self._free(request_id)
+
+    def _free(self, request_id: str) -> None:
+        self.free.extend(self.leases.pop(request_id, ()))
+        assert len(set(self.free)) == len(self.free)
+        self._grant()
+
+    def _release(self, message: control.Release) -> None:
+        self.tenants.pop(message.request_id, None)
+        self.waiting = deque(w for w in self.waiting if w[0] != message.request_id)
+        if message.writer_certain:
+            self.free.extend(self.quarantined.pop(message.request_id, ()))
+            self._free(message.request_id)
+        elif message.request_id in self.leases:
+            self.quarantined[message.request_id] = self.leases.pop(message.request_id)
+        self.send(control.Released(request_id=message.request_id))
+        self.report()
+
+
+class FakeCalls:
+    """Model work whose next token depends on all tokens before it.
+
+    ``gates`` maps "prefill" or "decode" to an event the work waits for; ``entered`` tells that it
+    has got there.  The decode gate is asked after ``gate_after_tokens`` tokens.
+    """
+
+    def __init__(self) -> None:
+        self.engines: dict[str, FakeEngine] = {}
+        self.gates: dict[str, asyncio.Event] = {}
+        self.entered: dict[str, asyncio.Event] = {
+            "prefill": asyncio.Event(),
+            "decode": asyncio.Event(),
+        }
+        self.gate_after_tokens = 0
+        self.end_token: int | None = None
+        self.errors: deque[Exception] = deque()
+        self.gives_up_once: str | None = None
+        self.hand_overs: list[control.HandOver] = []
+        self.prefills: list[str] = []
+        self.decodes: list[str] = []
+        self.pause: Callable[[], Awaitable[None]] = _now
+
+    async def prefill(
+        self, engine: EngineInfo, job: Job, hand_over: control.HandOver
+    ) -> TokenEvent:
+        self.hand_overs.append(hand_over)
+        self.prefills.append(engine.engine_id)
+        if self.errors:
+            raise self.errors.popleft()
+        here, there = self.engines[engine.engine_id], self.engines[hand_over.decode_engine]
+        await self._pass("prefill", here)
+        if there.dead.is_set() or there.epoch != hand_over.decode_epoch:
+            raise TransportError(f"{there.engine_id} is gone")
+        self._check_alive(here, engine)
+        self._check_hits(here, there, job, hand_over)
+        for block, slot in enumerate(hand_over.de_slots):
+            assert there.leases[hand_over.request_id][block] == slot
+            there.content[slot] = job.keys[block] if block < len(job.keys) else b"partial"
+        if self.gives_up_once is not None:
+            reason, self.gives_up_once = self.gives_up_once, None
+            return TokenEvent(token_ids=(), finish_reason=reason)
+        token = next_token(job.prompt_token_ids)
+        return TokenEvent(
+            token_ids=(token,), finish_reason="stop" if token == self.end_token else "length"
+        )
+
+    async def decode(
+        self, engine: EngineInfo, job: Job, take_over: control.TakeOver, prior: Sequence[int]
+    ) -> AsyncIterator[TokenEvent]:
+        here = self.engines[engine.engine_id]
+        self._check_alive(here, engine)
+        self.decodes.append(engine.engine_id)
+        for block, slot in enumerate(take_over.slots):
+            wanted = job.keys[block] if block < len(job.keys) else b"partial"
+            assert here.content[slot] == wanted
+        if self.gate_after_tokens == 0:
+            await self._pass("decode", here)
+        self._check_alive(here, engine)
+        here.take_over(take_over.request_id)
+        tokens = [*job.prompt_token_ids, *prior]
+        left = job.max_new_tokens - len(prior)
+        for number in range(left):
+            if number and number == self.gate_after_tokens:
+                await self._pass("decode", here)
+            await self.pause()
+            self._check_alive(here, engine)
+            tokens.append(next_token(tokens))
+            last = number == left - 1
+            yield TokenEvent(token_ids=(tokens[-1],), finish_reason="length" if last else None)
+
+    def _check_alive(self, here: FakeEngine, info: EngineInfo) -> None:
+        if here.dead.is_set() or here.epoch != info.epoch:
+            raise EngineLostError(f"connection to {here.engine_id} is reset")
+
+    def _check_hits(self, here, there, job: Job, hand_over: control.HandOver) -> None:
+        block = 0
+        for run in hand_over.hits:
+            assert run.first_block == block
+            side = here if run.side is Role.PREFILL else there
+            for slot in run.slots:
+                assert slot in side.leases[hand_over.request_id]
+                assert side.content[slot] == job.keys[block]
+                block += 1
+        if hand_over.de_slots:
+            assert block == hand_over.hit_blocks
+        if hand_over.hit_blocks:
+            assert hand_over.hit_key_tail == job.keys[hand_over.hit_blocks - 1]
+
+    async def _pass(self, name: str, engine: FakeEngine) -> None:
+        self.entered[name].set()
+        await self.pause()
+        died = asyncio.ensure_future(engine.dead.wait())
+        gate = asyncio.ensure_future(self.gates[name].wait() if name in self.gates else _now())
+        try:
+            await asyncio.wait({died, gate}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            died.cancel()
+            gate.cancel()
+        if engine.dead.is_set():
+            raise EngineLostError(f"connection to {engine.engine_id} is reset")
+
+
+async def _now() -> None:
+    return

@@ -1,0 +1,156 @@
+"""The engine that is none: requests become tasks on a service, their tokens come out in order."""
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest, FinishReason
+
+from dualpath.core.errors import BadRequestError, EngineLostError
+from dualpath.router.engine_calls import TokenEvent
+from dualpath.vllm_plugin.engine_core import RoutedEngineCore
+
+
+class ListedService:
+    """Streams the listed items of a request, raising those that are errors, then waits."""
+
+    def __init__(self, **items):
+        self.items = items
+        self.closed = []
+        self.jobs = []
+
+    async def submit(self, job):
+        self.jobs.append(job)
+        try:
+            for item in self.items[job.request_id]:
+                if isinstance(item, Exception):
+                    raise item
+                if item is ...:
+                    await asyncio.Event().wait()
+                yield item
+        finally:
+            self.closed.append(job.request_id)
+
+
+def request(request_id, tokens=130, **changes):
+    fields = {
+        "request_id": request_id,
+        "prompt_token_ids": list(range(tokens)),
+        "mm_features": None,
+        "sampling_params": SamplingParams(max_tokens=8),
+        "pooling_params": None,
+        "arrival_time": 0.0,
+        "lora_request": None,
+        "cache_salt": None,
+        "data_parallel_rank": None,
+    }
+    return EngineCoreRequest(**{**fields, **changes})
+
+
+def core_of(service):
+    failures = []
+    core = RoutedEngineCore(
+        service,
+        block_tokens=64,
+        stateful_sampling=False,
+        on_failure=lambda request_id, error: failures.append((request_id, error)),
+    )
+    return core, failures
+
+
+async def outputs_until_idle(core):
+    outputs = []
+    while True:
+        news = await asyncio.wait_for(core.get_output_async(), 10)
+        outputs += news.outputs
+        if news.scheduler_stats.num_running_reqs == 0:
+            return outputs
+
+
+async def test_tokens_come_out_with_their_finish_reason():
+    events = [
+        TokenEvent((5,), cached_tokens=64),
+        TokenEvent((6, 7)),
+        TokenEvent((8,), finish_reason="stop", stop_reason=8),
+    ]
+    core, failures = core_of(ListedService(r=events))
+    await core.add_request_async(request("r"))
+    first, second, last = await outputs_until_idle(core)
+    assert (first.new_token_ids, second.new_token_ids) == ([5], [6, 7])
+    assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, 8)
+    assert failures == []
+
+
+async def test_the_first_output_says_what_was_cached():
+    service = ListedService(r=[TokenEvent((5,), finish_reason="length", cached_tokens=64)])
+    core, _ = core_of(service)
+    await core.add_request_async(request("r"))
+    (output,) = await outputs_until_idle(core)
+    stats = output.prefill_stats
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (130, 64)
+    assert stats.num_computed_tokens == 66
+    assert stats.num_cache_creation_tokens == 64
+
+
+async def test_a_failure_is_told_after_the_outputs_before_it():
+    lost = EngineLostError("engine lost")
+    core, failures = core_of(ListedService(r=[TokenEvent((5,)), lost]))
+    await core.add_request_async(request("r"))
+    while not core._news or core._tasks:
+        await asyncio.sleep(0)
+    assert [o.new_token_ids for o in (await core.get_output_async()).outputs] == [[5]]
+    assert failures == []
+    assert (await core.get_output_async()).outputs == []
+    assert failures == [("r", lost)]
+
+
+async def test_a_refused_request_never_reaches_the_service():
+    service = ListedService()
+    core, failures = core_of(service)
+    await core.add_request_async(request("r", resumable=True))
+    assert await outputs_until_idle(core) == []
+    assert [(name, type(error)) for name, error in failures] == [("r", BadRequestError)]
+    assert service.jobs == []
+
+
+async def test_a_stream_without_a_finish_reason_is_a_failure():
+    core, failures = core_of(ListedService(r=[TokenEvent((5,))]))
+    await core.add_request_async(request("r"))
+    await outputs_until_idle(core)
+    await core.get_output_async()
+    assert isinstance(failures[0][1], EngineLostError)
+
+
+async def test_an_abort_closes_the_stream_and_is_no_failure():
+    service = ListedService(r=[TokenEvent((5,)), ...], other=[...])
+    core, failures = core_of(service)
+    await core.add_request_async(request("r"))
+    await core.add_request_async(request("other"))
+    assert (await core.get_output_async()).scheduler_stats.num_running_reqs == 2
+    await core.abort_requests_async(["r", "long gone"])
+    assert (await core.get_output_async()).scheduler_stats.num_running_reqs == 1
+    assert service.closed == ["r"]
+    assert failures == []
+    await core.aclose()
+
+
+async def test_shutdown_fails_what_is_running():
+    service = ListedService(r=[...])
+    core, failures = core_of(service)
+    await core.add_request_async(request("r"))
+    await asyncio.to_thread(core.shutdown)
+    assert core.resources.engine_dead
+    await core.aclose()
+    assert failures[0][0] == "r"
+    assert "shutting down" in str(failures[0][1])
+
+
+async def test_operations_on_one_engine_are_refused():
+    core, _ = core_of(ListedService())
+    with pytest.raises(NotImplementedError, match="collective_rpc concerns one engine"):
+        await core.collective_rpc_async("method")
+    with pytest.raises(AttributeError):
+        _ = core.no_such_thing

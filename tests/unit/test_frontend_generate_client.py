@@ -1,0 +1,283 @@
+"""Calls to an engine's token API, against a server that answers as vLLM does."""
+
+import asyncio
+import json
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from aiohttp import web
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.engine import EngineCoreRequest
+
+from dualpath.core.cluster import Role
+from dualpath.core.control import EngineAddress, HandOver, TakeOver, from_transfer_params
+from dualpath.core.errors import (
+    BadRequestError,
+    DualPathError,
+    EngineLostError,
+    IncompatibleError,
+)
+from dualpath.router.registry import EngineInfo
+from dualpath.vllm_plugin.generate_client import GENERATE_PATH, GenerateClient
+from dualpath.vllm_plugin.request_job import make_job
+
+PROMPT = [*range(1, 71)]
+HAND_OVER = HandOver(
+    request_id="r#1",
+    prompt_tokens=70,
+    hit_blocks=1,
+    hit_key_tail=b"\x00\xff" * 16,
+    hits=(),
+    decode_engine="de-0",
+    decode_epoch="e",
+    de_slots=(3, 4),
+)
+TAKE_OVER = TakeOver(request_id="r#1", prompt_tokens=70, slots=(3, 4))
+
+
+class ScriptedEngine:
+    """Answers each call with ``status`` and the next of ``chunks``, and notes what it was sent."""
+
+    info: EngineInfo
+
+    def __init__(self):
+        self.bodies = []
+        self.headers = []
+        self.status = 200
+        self.chunks = []
+        self.endless = False
+        self.called = asyncio.Event()
+        self.left = asyncio.Event()
+
+    async def answer(self, request):
+        self.bodies.append(await request.json())
+        self.headers.append(request.headers)
+        self.called.set()
+        if not self.bodies[-1].get("stream") or self.status != 200:
+            return web.json_response(self.chunks[0], status=self.status)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        try:
+            for chunk in self.chunks:
+                await response.write(_event(chunk))
+            while self.endless:
+                await response.write(_event(chunk_of(1)))
+                await asyncio.sleep(0)
+        except (ConnectionError, asyncio.CancelledError):
+            self.left.set()
+            raise
+        return response
+
+
+def _event(chunk):
+    return f"data: {chunk if isinstance(chunk, str) else json.dumps(chunk)}\n\n".encode()
+
+
+def chunk_of(*tokens, finish_reason=None, stop_reason=None, **more):
+    choice = {
+        "index": 0,
+        "token_ids": list(tokens),
+        "finish_reason": finish_reason,
+        "stop_reason": stop_reason,
+        "logprobs": None,
+    }
+    return {"request_id": "x", "choices": [{**choice, **more}], "usage": None}
+
+
+def error_of(message, code):
+    return {"error": {"message": message, "type": "X", "param": None, "code": code}}
+
+
+@pytest.fixture
+async def engine():
+    script = ScriptedEngine()
+    app = web.Application()
+    app.router.add_post(GENERATE_PATH, script.answer)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    script.info = engine_info(runner.addresses[0][1])
+    yield script
+    script.endless = False
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def calls():
+    client = GenerateClient(max_logprobs=20)
+    yield client
+    await client.aclose()
+
+
+def engine_info(port):
+    address = EngineAddress(
+        engine_id="de-0", epoch="e", role=Role.DECODE, agent="", agent_metadata=b"", regions=()
+    )
+    return EngineInfo(
+        engine_id="de-0",
+        epoch="e",
+        role=Role.DECODE,
+        node="n",
+        group="g",
+        api_url=f"http://127.0.0.1:{port}/",
+        address=address,
+        order=0,
+        hbm_tokens=1,
+        buffer_tokens=1,
+    )
+
+
+def job_of(cache_salt=None, trace_headers=None, **options):
+    request = EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=PROMPT,
+        mm_features=None,
+        sampling_params=SamplingParams(**{"max_tokens": 8, **options}),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=cache_salt,
+        data_parallel_rank=None,
+        trace_headers=trace_headers,
+    )
+    return make_job(request, 64, stateful_sampling=False)
+
+
+async def collect(events):
+    return [event async for event in events]
+
+
+async def test_prefill_hands_over_and_returns_the_first_token(engine, calls):
+    engine.chunks = [chunk_of(42, finish_reason="length")]
+    event = await calls.prefill(engine.info, job_of(cache_salt="tenant"), HAND_OVER)
+    assert (event.token_ids, event.finish_reason) == ((42,), "length")
+    (body,) = engine.bodies
+    assert body["token_ids"] == PROMPT
+    assert body["cache_salt"] == "tenant"
+    assert body["request_id"] == HAND_OVER.request_id
+    assert body["sampling_params"]["max_tokens"] == 1
+    assert from_transfer_params(body["kv_transfer_params"]) == HAND_OVER
+
+
+async def test_a_first_token_that_the_decode_engine_samples_is_not_returned(engine, calls):
+    engine.chunks = [chunk_of(42, finish_reason="stop")]
+    event = await calls.prefill(engine.info, job_of(seed=1), HAND_OVER)
+    assert (event.token_ids, event.finish_reason) == ((), "length")
+
+
+async def test_prompt_logprobs_come_from_the_prefill_engine(engine, calls):
+    answer = chunk_of(42, finish_reason="length")
+    answer["prompt_logprobs"] = [None, {"7": {"logprob": -2.0, "rank": 3, "decoded_token": None}}]
+    engine.chunks = [answer]
+    job = job_of(prompt_logprobs=0)
+    await calls.prefill(engine.info, job, HAND_OVER)
+    assert job.payload.prompt_logprobs.logprob_token_ids.tolist() == [[7]]
+
+
+async def test_decode_goes_on_after_the_first_token(engine, calls):
+    engine.chunks = [
+        chunk_of(5),
+        chunk_of(6, 7),
+        chunk_of(8, finish_reason="stop", stop_reason=8),
+        "[DONE]",
+    ]
+    job = job_of(trace_headers={"traceparent": "00-1-2-03"})
+    events = await collect(calls.decode(engine.info, job, TAKE_OVER, (42,)))
+    assert [event.token_ids for event in events] == [(5,), (6, 7), (8,)]
+    assert (events[-1].finish_reason, events[-1].stop_reason) == ("stop", 8)
+    (body,) = engine.bodies
+    assert body["token_ids"] == [*PROMPT, 42]
+    assert body["sampling_params"]["max_tokens"] == 7
+    assert from_transfer_params(body["kv_transfer_params"]) == TAKE_OVER
+    assert engine.headers[0]["traceparent"] == "00-1-2-03"
+
+
+async def test_a_retried_job_asks_for_what_is_left(engine, calls):
+    engine.chunks = [chunk_of(9, finish_reason="length"), "[DONE]"]
+    job = job_of(min_tokens=4).continued((42, 43, 44))
+    await collect(calls.decode(engine.info, job, TAKE_OVER, ()))
+    (body,) = engine.bodies
+    assert body["token_ids"] == [*PROMPT, 42, 43, 44]
+    assert body["sampling_params"]["max_tokens"] == 5
+    assert body["sampling_params"]["min_tokens"] == 1
+
+
+async def test_sampling_state_that_was_lost_with_an_engine_is_not_made_up(engine, calls):
+    job = job_of(structured_outputs=StructuredOutputsParams(regex="a+")).continued((42,))
+    with pytest.raises(DualPathError, match="cannot go on elsewhere"):
+        await calls.prefill(engine.info, job, HAND_OVER)
+    assert engine.bodies == []
+
+
+async def test_a_line_of_a_megabyte_is_read(engine, calls):
+    top = [{"token_id": n, "logprob": -1.0, "rank": n + 1} for n in range(20_000)]
+    logprobs = {"content": [{"token_id": 0, "logprob": -1.0, "rank": 1, "top_logprobs": top}]}
+    engine.chunks = [chunk_of(0, finish_reason="length", logprobs=logprobs), "[DONE]"]
+    (event,) = await collect(calls.decode(engine.info, job_of(logprobs=-1), TAKE_OVER, ()))
+    assert event.payload.logprob_token_ids.shape == (1, 20_001)
+
+
+async def test_closing_the_iterator_closes_the_stream(engine, calls):
+    engine.endless = True
+    events = calls.decode(engine.info, job_of(), TAKE_OVER, ())
+    await anext(events)
+    await events.aclose()
+    await asyncio.wait_for(engine.left.wait(), 10)
+
+
+async def test_cancelling_the_reader_closes_the_stream(engine, calls):
+    engine.endless = True
+    reader = asyncio.create_task(collect(calls.decode(engine.info, job_of(), TAKE_OVER, ())))
+    await asyncio.wait_for(engine.called.wait(), 10)
+    reader.cancel()
+    await asyncio.wait_for(engine.left.wait(), 10)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, BadRequestError),
+        (422, BadRequestError),
+        (403, IncompatibleError),
+        (404, IncompatibleError),
+        (500, EngineLostError),
+        (503, EngineLostError),
+    ],
+)
+async def test_a_refusal_names_the_engine_s_reason(engine, calls, status, kind):
+    engine.status, engine.chunks = status, [error_of("prompt of 70 exceeds 64", status)]
+    with pytest.raises(kind, match="prompt of 70 exceeds 64"):
+        await calls.prefill(engine.info, job_of(), HAND_OVER)
+    with pytest.raises(kind, match="prompt of 70 exceeds 64"):
+        await collect(calls.decode(engine.info, job_of(), TAKE_OVER, ()))
+
+
+async def test_an_error_chunk_in_a_stream_is_an_error(engine, calls):
+    engine.chunks = [chunk_of(5), error_of("KV load failed", 500), "[DONE]"]
+    with pytest.raises(EngineLostError, match="KV load failed"):
+        await collect(calls.decode(engine.info, job_of(), TAKE_OVER, ()))
+
+
+async def test_a_stream_that_breaks_off_is_a_lost_engine(engine, calls):
+    engine.chunks = [chunk_of(5)]
+    events = calls.decode(engine.info, job_of(), TAKE_OVER, ())
+    assert (await anext(events)).token_ids == (5,)
+    with pytest.raises(EngineLostError, match="broke off"):
+        await anext(events)
+
+
+async def test_nobody_at_the_address_is_a_lost_engine(engine, calls, unused_port):
+    with pytest.raises(EngineLostError, match="does not answer"):
+        await calls.prefill(engine_info(unused_port), job_of(), HAND_OVER)
+
+
+@pytest.fixture
+def unused_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        yield probe.getsockname()[1]

@@ -1,0 +1,129 @@
+"""The router's bookkeeping: assignment numbers, and when slots may be released."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualpath.core import control
+from dualpath.router.assign_log import AssignLog
+from dualpath.router.releases import Releases
+
+
+def report(assign_seq: int, requests: int, tokens: int, read_queue: int = 0) -> control.Report:
+    return control.Report(
+        report_seq=1,
+        assign_seq=assign_seq,
+        unfinished_requests=requests,
+        unfinished_tokens=tokens,
+        read_queue_tokens=read_queue,
+        free_hbm_tokens=1000,
+        free_buffer_tokens=0,
+    )
+
+
+def test_a_request_told_out_of_order_is_counted_once():
+    log = AssignLog("p0")
+    log.decided("first", 1, 10, 0)
+    log.decided("second", 2, 20, 0)
+    assert log.sent("second") == (1, 20)
+    told = log.translate(report(assign_seq=1, requests=1, tokens=20))
+    assert (told.assign_seq, told.unfinished_requests, told.unfinished_tokens) == (0, 0, 0)
+    assert log.sent("first") == (2, 10)
+    told = log.translate(report(assign_seq=2, requests=2, tokens=30))
+    assert (told.assign_seq, told.unfinished_requests, told.unfinished_tokens) == (2, 2, 30)
+
+
+def test_reads_that_wait_for_buffer_space_are_in_the_queue():
+    log = AssignLog("d0")
+    log.decided("a", 1, 100, 64)
+    log.sent("a")
+    assert log.translate(report(1, 1, 100)).read_queue_tokens == 64
+    log.reading("a")
+    assert log.translate(report(1, 1, 100, read_queue=64)).read_queue_tokens == 64
+    log.read_done("a")
+    assert log.translate(report(1, 1, 100)).read_queue_tokens == 0
+
+
+def test_hbm_is_spoken_for_until_it_is_taken():
+    log = AssignLog("d0")
+    log.decided("a", 1, 100, 0)
+    log.sent("a")
+    assert log.translate(report(1, 1, 100)).free_hbm_tokens == 900
+    log.in_hbm("a")
+    assert log.translate(report(1, 1, 100)).free_hbm_tokens == 1000
+
+
+def test_an_engine_back_from_silence_goes_on_counting():
+    log = AssignLog("p0", last_sent=7)
+    log.decided("a", 1, 10, 0)
+    assert log.translate(report(assign_seq=7, requests=0, tokens=0)).assign_seq == 0
+    assert log.sent("a") == (8, 10)
+    assert log.translate(report(assign_seq=8, requests=1, tokens=10)).assign_seq == 1
+
+
+@given(st.data())
+def test_report_and_ledger_together_count_every_live_request_once(data):
+    """Whatever the order of telling, reporting and ending, tok_e comes out exact."""
+    log, sent, live = AssignLog("p0"), {}, {}
+    decided = 0
+    for _ in range(data.draw(st.integers(1, 30))):
+        action = data.draw(st.sampled_from(["decide", "tell", "end"]))
+        if action == "decide":
+            decided += 1
+            live[f"r{decided}"] = (decided, decided * 10)
+            log.decided(f"r{decided}", decided, decided * 10, 0)
+        elif action == "tell" and (untold := [r for r in live if r not in sent]):
+            request_id = data.draw(st.sampled_from(untold))
+            sent[request_id], tokens = log.sent(request_id)
+            assert tokens == live[request_id][1]
+        elif action == "end" and live:
+            request_id = data.draw(st.sampled_from(sorted(live)))
+            del live[request_id]
+            log.over(request_id)
+        echoed = data.draw(st.integers(0, log.last_sent))
+        counted = [r for r in live if sent.get(r, log.last_sent + 1) <= echoed]
+        told = log.translate(report(echoed, len(counted), sum(live[r][1] for r in counted)))
+        pending = [tokens for seq, tokens in live.values() if seq > told.assign_seq]
+        assert told.unfinished_tokens + sum(pending) == sum(t for _, t in live.values())
+        assert told.unfinished_requests + len(pending) == len(live)
+
+
+class Sent(list[tuple[str, str, bool]]):
+    def __call__(self, engine_id, message):
+        self.append((engine_id, message.request_id, message.writer_certain))
+
+
+async def test_a_certainly_dead_writer_lets_slots_go_at_once():
+    sent = Sent()
+    releases = Releases(sent, wait_s=1000)
+    releases.engine_joined("p0", "1")
+    releases.writer_started("a", "p0")
+    releases.release_when_safe("d0", "a", "test")
+    assert sent == []
+    releases.engine_lost("p0", certain=True)
+    assert sent == [("d0", "a", True)]
+
+
+async def test_a_writer_lost_from_sight_means_quarantine_until_its_next_epoch():
+    sent = Sent()
+    releases = Releases(sent, wait_s=1000)
+    releases.engine_joined("p0", "1")
+    releases.writer_started("a", "p0")
+    releases.engine_lost("p0", certain=False)
+    releases.release_when_safe("d0", "a", "test")
+    assert sent == [("d0", "a", False)]
+    releases.engine_joined("p0", "1")
+    assert len(sent) == 1
+    releases.engine_joined("p0", "2")
+    assert sent[1:] == [("d0", "a", True)]
+    assert releases.held == 0
+
+
+async def test_nobody_but_the_writer_can_speak_for_it():
+    sent = Sent()
+    releases = Releases(sent, wait_s=1000)
+    releases.writer_started("a", "p0")
+    releases.release_when_safe("d0", "a", "test")
+    releases.writer_done("a", "d0")
+    assert sent == []
+    releases.writer_done("a", "p0")
+    assert sent == [("d0", "a", True)]

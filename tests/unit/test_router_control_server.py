@@ -1,0 +1,223 @@
+"""Who may join, who is heard, and who is lost when."""
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from tests.unit.router_cluster import Cluster, cluster
+from tests.unit.router_fakes import NAMESPACE, FakeEngine, expected, job
+
+from dualpath.core import control
+from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError
+from dualpath.core.modes import Mode
+from dualpath.router.control_server import UNKNOWN_ENGINE, ControlServer
+from dualpath.router.registry import Registry
+from dualpath.router.settings import RouterSettings
+
+
+async def refusal(made: Cluster, **options) -> str:
+    version = options.pop("version", control.PROTOCOL_VERSION)
+    role = options.pop("role", Role.DECODE)
+    engine = FakeEngine("odd", role, set(), **options)
+    engine.version = version
+    made.engines["odd"] = engine
+    await engine.start(made.service.control_address)
+    return (await engine.saw(control.Refused)).reason
+
+
+async def test_engines_of_both_roles_learn_of_each_other():
+    async with cluster() as made:
+        up = await made.engines["p0"].saw(control.PeerUp)
+        assert up.address.engine_id == "d0"
+        welcome = await made.engines["d0"].saw(control.Welcome)
+        assert [peer.engine_id for peer in welcome.peers] == ["p0"]
+        assert {e.engine_id for e in made.service.engines()} == {"p0", "d0"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"version": 99}, ("protocol 99", "router 1", "same dualpath version")),
+        ({"mode": "oracle"}, ("'oracle'", "'dualpath'", "another router")),
+        ({"mode": "fast"}, ("'fast'", "basic", "choose one")),
+        ({"hbm_tokens": 0}, ("hbm_tokens 0", "at least 1", "correct")),
+        (
+            {"namespace": msgspec.structs.replace(NAMESPACE, model="other")},
+            ("model = 'other'", "'tiny'", "start it with"),
+        ),
+    ],
+)
+async def test_an_engine_that_does_not_fit_is_refused_with_a_remedy(options, words):
+    async with cluster() as made:
+        reason = await refusal(made, **options)
+        assert all(word in reason for word in words), reason
+        assert {e.engine_id for e in made.service.engines()} == {"p0", "d0"}
+        assert await made.run(job("a", range(9))) == expected(range(9), 6)
+
+
+async def test_the_router_may_insist_on_a_mode():
+    settings = RouterSettings(mode=Mode.BASIC, engine_timeout_s=1000)
+    async with cluster(prefill=0, decode=0, settings=settings) as made:
+        assert "'basic'" in await refusal(made, mode="dualpath")
+
+
+async def test_malformed_frames_are_counted_and_harm_nobody():
+    async with cluster() as made:
+        for frame in (b"", b"\xc1", msgspec.msgpack.encode({"type": "Nonsense"})):
+            made.engines["p0"].send_raw(frame)
+        assert await made.run(job("a", range(9))) == expected(range(9), 6)
+        assert made.service.server.malformed == 3
+        assert b"dualpath:malformed_control_frames_total 3.0" in made.service.exposition()
+
+
+async def test_a_stranger_is_told_to_greet_first():
+    async with cluster() as made:
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(made.service.control_address)
+        await socket.send(control.encode(control.Goodbye(reason="never joined")))
+        answer = control.decode_router_message(await socket.recv())
+        assert isinstance(answer, control.Refused)
+        assert answer.reason.startswith(UNKNOWN_ENGINE)
+        assert "send Hello" in answer.reason
+        context.destroy(linger=0)
+
+
+async def test_a_restarted_engine_replaces_its_dead_self():
+    async with cluster() as made:
+        old = made.engines["p0"].epoch
+        made.engines["p0"].counters = {"storage_read_bytes": 70}
+        made.engines["p0"].report()
+        await made.service.saw(control.Report)
+        await made.engines["p0"].kill()
+        await made.revive("p0")
+        down = await made.engines["d0"].saw(control.PeerDown)
+        assert (down.engine_id, down.epoch, down.certain) == ("p0", old, True)
+        made.engines["p0"].counters = {"storage_read_bytes": 5}
+        made.engines["p0"].report()
+        await made.service.saw(control.Report, 2)
+        assert made.service.status()["counters"]["snic_read_bytes"]["p0"] == 75
+        assert made.service.status()["counters"]["bytes"]["pe_path"] == 75
+        assert await made.run(job("a", range(9))) == expected(range(9), 6)
+
+
+async def test_two_live_processes_do_not_fight_for_one_id():
+    async with cluster() as made:
+        old = made.engines["p0"]
+        new = FakeEngine("p0", Role.PREFILL, set())
+        new.generation = 7
+        made.engines["new"] = new
+        await new.join(made.service.control_address)
+        old.report()
+        assert (await old.saw(control.Refused)).reason.startswith(UNKNOWN_ENGINE)
+        old.send(old.hello())
+        refused = await old.saw(control.Refused, lambda m: "replaced" in m.reason)
+        assert "an engine_id of its own" in refused.reason
+        assert made.service.registry.alive(Role.PREFILL)[0].epoch == new.epoch
+
+
+async def test_an_address_in_use_is_named():
+    async with cluster() as made:
+        port = int(made.service.control_address.rsplit(":", 1)[1])
+        with pytest.raises(ConfigError, match=f"{port} cannot be bound"):
+            async with cluster(settings=RouterSettings(control_port=port)):
+                pass
+
+
+async def test_absurd_settings_are_refused():
+    with pytest.raises(ConfigError, match="max_attempts"):
+        RouterSettings(max_attempts=0).checked()
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.events: list[tuple[object, ...]] = []
+
+    def on_joined(self, info):
+        self.events.append(("joined", info.engine_id))
+
+    def on_lost(self, info, reason, certain):
+        self.events.append(("lost", info.engine_id, certain))
+
+    def on_message(self, info, message):
+        pass
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def watched():
+    clock, listener = Clock(), Listener()
+    server = ControlServer(Registry(), listener, clock, engine_timeout_s=5.0)
+    engine = FakeEngine("p0", Role.PREFILL, set())
+
+    def receive(message: control.Message) -> None:
+        server._handle(b"p0", [control.encode(message)])
+
+    receive(engine.hello())
+    return clock, listener, server, receive
+
+
+REPORT = control.Report(
+    report_seq=1,
+    assign_seq=0,
+    unfinished_requests=0,
+    unfinished_tokens=0,
+    read_queue_tokens=0,
+    free_hbm_tokens=1,
+    free_buffer_tokens=1,
+)
+
+
+def let_pass(clock: Clock, server: ControlServer, seconds: float) -> None:
+    for _ in range(round(seconds * 2)):
+        clock.now_s += 0.5
+        server.check_liveness()
+
+
+async def test_a_silent_engine_is_lost_after_the_timeout_and_not_before(watched):
+    clock, listener, server, receive = watched
+    let_pass(clock, server, 4)
+    receive(REPORT)
+    let_pass(clock, server, 5)
+    assert listener.events == [("joined", "p0")]
+    let_pass(clock, server, 0.5)
+    assert listener.events == [("joined", "p0"), ("lost", "p0", False)]
+
+
+async def test_a_lost_engine_that_reports_again_is_welcomed_back(watched):
+    clock, listener, server, receive = watched
+    let_pass(clock, server, 6)
+    receive(REPORT)
+    assert listener.events[-1] == ("joined", "p0")
+
+
+async def test_no_late_report_brings_back_who_said_goodbye(watched):
+    _, listener, _, receive = watched
+    receive(control.Goodbye(reason="done"))
+    receive(REPORT)
+    assert listener.events == [("joined", "p0"), ("lost", "p0", True)]
+
+
+async def test_a_router_that_stood_still_blames_nobody(watched):
+    clock, listener, server, _ = watched
+    let_pass(clock, server, 1)
+    clock.now_s += 60
+    server.check_liveness()
+    assert listener.events == [("joined", "p0")]
+    let_pass(clock, server, 6)
+    assert listener.events[-1] == ("lost", "p0", False)
+
+
+async def test_a_repeated_greeting_changes_nothing(watched):
+    _, listener, _, receive = watched
+    engine = FakeEngine("p0", Role.PREFILL, set())
+    receive(engine.hello())
+    assert listener.events == [("joined", "p0")]

@@ -1,0 +1,283 @@
+"""Engines die, reads hang, clients leave: the request goes on or ends cleanly."""
+
+import asyncio
+import contextlib
+
+import pytest
+from tests.unit.router_cluster import Cluster, cluster
+from tests.unit.router_fakes import GUARD_S, expected, job, keys_of
+
+from dualpath.core import control
+from dualpath.core.cluster import Role
+from dualpath.core.errors import BadRequestError, DeadlineError, EngineLostError, TransportError
+from dualpath.router.settings import RouterSettings
+
+PROMPT = list(range(100, 118))
+
+
+def settings(**changes) -> RouterSettings:
+    return RouterSettings(**({"engine_timeout_s": 1000, "suspect_timeout_s": 0.05} | changes))
+
+
+def releases(made: Cluster, engine_id: str) -> list[control.Release]:
+    return [m for m in made.engines[engine_id].received if isinstance(m, control.Release)]
+
+
+async def test_a_pe_lost_in_prefill_is_replaced_by_another():
+    async with cluster(prefill=2) as made:
+        made.calls.gates["prefill"] = asyncio.Event()
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.arrives("prefill")
+        (lost,) = made.calls.prefills
+        await made.service.saw(control.Report, 2)  # none is left that would look like life
+        await made.engines[lost].kill()  # its silence is noticed after the failed call
+        made.calls.gates["prefill"].set()
+        assert await run == expected(PROMPT, 6)
+        assert made.calls.prefills == [lost, "p1" if lost == "p0" else "p0"]
+        assert made.service.status()["counters"]["retries"] == 1
+        first, *_ = releases(made, "d0")
+        assert (first.request_id, first.writer_certain, first.writer_engine) == ("a", False, lost)
+        assert "a" in made.engines["d0"].quarantined
+        await made.revive(lost)  # a new epoch proves the old process dead
+        await made.settled("d0")
+
+
+async def test_a_pe_that_said_goodbye_leaves_nothing_in_quarantine():
+    async with cluster(prefill=2) as made:
+        made.calls.gates["prefill"] = asyncio.Event()
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.arrives("prefill")
+        (lost,) = made.calls.prefills
+        made.engines[lost].send(control.Goodbye(reason="test"))
+        other = "p1" if lost == "p0" else "p0"
+        await made.engines[other].saw(control.Assign)
+        made.calls.gates["prefill"].set()
+        assert await run == expected(PROMPT, 6)
+        assert all(release.writer_certain for release in releases(made, "d0"))
+        await made.settled("d0", other)
+
+
+@pytest.mark.parametrize("decoded", [1, 3])
+async def test_a_de_lost_while_decoding_is_replaced_and_the_stream_goes_on(decoded):
+    async with cluster(decode=2) as made:
+        made.calls.gates["decode"], made.calls.gate_after_tokens = asyncio.Event(), decoded
+        run = asyncio.create_task(made.events(job("a", PROMPT, max_new_tokens=8)))
+        await made.arrives("decode")
+        (lost,) = made.calls.decodes
+        await made.engines[lost].saw(control.Persist)
+        await made.engines[lost].kill()
+        made.calls.gate_after_tokens = 0
+        made.calls.gates["decode"].set()
+        made.lose(lost)
+        events = await run
+        assert [t for e in events for t in e.token_ids] == expected(PROMPT, 8)
+        assert [e.cached_tokens is not None for e in events] == [True] + [False] * 7
+        assert made.calls.hand_overs[1].prompt_tokens == len(PROMPT) + 1 + decoded
+        assert made.calls.hand_overs[1].hit_blocks == len(PROMPT) // 4  # persisted by attempt 1
+        await made.settled("p0")
+
+
+async def test_a_lost_pe_does_not_disturb_a_request_it_has_finished():
+    async with cluster(prefill=2) as made:
+        made.calls.gates["decode"] = asyncio.Event()
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.arrives("decode")
+        made.lose(made.calls.prefills[0])
+        made.calls.gates["decode"].set()
+        assert await run == expected(PROMPT, 6)
+        assert made.service.status()["counters"]["retries"] == 0
+
+
+async def test_the_only_pe_dies_and_the_request_waits_for_its_restart():
+    async with cluster() as made:
+        made.calls.gates["prefill"] = asyncio.Event()
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.arrives("prefill")
+        await made.engines["p0"].kill()
+        made.lose("p0")
+        made.calls.gates["prefill"].set()
+        await made.revive("p0")
+        assert await run == expected(PROMPT, 6)
+        await made.settled()
+
+
+async def test_waiting_requests_go_elsewhere_when_their_engine_is_lost():
+    async with cluster(prefill=1, decode=1) as made:
+        made.engines["d0"].unanswered.add(control.Lookup)
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.engines["d0"].saw(control.Lookup)
+        await made.engines["d0"].kill()
+        made.lose("d0")  # the look-up is asked of the PE, placement waits for a DE
+        await made.add("d1", Role.DECODE)
+        assert await run == expected(PROMPT, 6)
+        assert made.calls.decodes == ["d1"]
+
+
+async def test_a_failed_command_is_tried_again():
+    async with cluster() as made:
+        made.calls.gates["prefill"] = asyncio.Event()
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.arrives("prefill")
+        made.engines["d0"].send(control.Failed(request_id="a", reason="transfer failed"))
+        await made.engines["d0"].saw(control.Release)
+        made.calls.gates["prefill"].set()
+        assert await run == expected(PROMPT, 6)
+        await made.settled()
+
+
+async def test_attempts_are_counted_and_the_last_failure_is_told():
+    async with cluster(settings=settings(max_attempts=2, suspect_timeout_s=0.01)) as made:
+        made.calls.errors.extend([TransportError("first fault"), TransportError("second fault")])
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.engines["p0"].saw(control.Release)
+        made.engines["p0"].report()  # it lives after all and is welcomed back
+        with pytest.raises(EngineLostError, match=r"failed 2 times, at most 2.*second fault"):
+            await run
+
+
+async def test_a_refused_request_is_not_tried_again():
+    async with cluster() as made:
+        made.calls.errors.append(BadRequestError("temperature -1 is below 0; raise it"))
+        with pytest.raises(BadRequestError, match="temperature"):
+            await made.run(job("a", PROMPT))
+        assert len(made.calls.prefills) == 1
+        await made.settled()
+
+
+async def test_a_deadline_ends_a_request_and_names_itself():
+    async with cluster(settings=settings(request_deadline_s=0.2)) as made:
+        made.calls.gates["prefill"] = asyncio.Event()  # never opened
+        with pytest.raises(DeadlineError, match=r"not done after 0.2 s"):
+            await made.run(job("a", PROMPT))
+        await made.settled()
+        assert made.service.records[0].outcome == "deadline"
+
+
+async def test_without_engines_a_request_says_which_are_missing():
+    async with cluster(decode=0, settings=settings(engine_wait_s=0.05)) as made:
+        with pytest.raises(EngineLostError, match="1 of 1 prefill, 0 of 1 decode"):
+            await made.run(job("a", PROMPT))
+        with pytest.raises(DeadlineError, match="0 of 2 decode"):
+            await made.service.wait_ready(1, 2, 0.01)
+        await made.add("d0", Role.DECODE)
+        await made.service.wait_ready(1, 1, GUARD_S)
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+
+
+async def test_an_unanswered_lookup_counts_as_no_hit():
+    async with cluster(settings=settings(lookup_timeout_s=0.05)) as made:
+        made.stored.update(keys_of(PROMPT))
+        made.engines["d0"].unanswered.add(control.Lookup)
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+        assert made.calls.hand_overs[0].hit_blocks == 0
+        assert b'lookup_failures_total{reason="timeout"} 1.0' in made.service.exposition()
+
+
+async def test_an_unanswered_read_makes_its_engine_suspicious():
+    limits = settings(read_deadline_s=0.1, read_margin_s=0.1, max_attempts=100)
+    async with cluster(prefill=2, mode="basic", settings=limits) as made:
+        made.stored.update(keys_of(PROMPT))
+        made.engines["p0"].unanswered.add(control.Read)
+        made.engines["p1"].unanswered.add(control.Read)
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        waits = [asyncio.create_task(made.engines[p].saw(control.Read)) for p in ("p0", "p1")]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        silent = "p0" if waits[0].done() else "p1"
+        made.engines["p1" if silent == "p0" else "p0"].unanswered.clear()
+        assert await run == expected(PROMPT, 6)
+        for wait in waits:
+            wait.cancel()
+        down = await made.engines["d0"].saw(control.PeerDown, lambda m: m.engine_id == silent)
+        assert not down.certain
+
+
+STAGES = ["lookup", "buffer", "read", "prefill", "decode"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(stage):
+    async with cluster(mode="basic", buffer_blocks=5) as made:
+        made.stored.update(keys_of(PROMPT))
+        p0, d0 = made.engines["p0"], made.engines["d0"]
+        kept = list(d0.free)
+        kinds: dict[str, type[control.Message]] = {"lookup": control.Lookup, "read": control.Read}
+        kind = kinds.get(stage)
+        if stage == "buffer":
+            d0.free.clear()
+        elif kind is not None:
+            p0.unanswered.add(kind)
+            d0.unanswered.add(kind)
+        else:
+            made.calls.gates[stage] = asyncio.Event()
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        if kind is not None:
+            await (d0 if stage == "lookup" else p0).saw(kind)
+        elif stage == "buffer":
+            await d0.saw(control.Assign)
+        else:
+            await made.arrives(stage)
+        run.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await run
+        if stage == "buffer":
+            await d0.saw(control.Release)
+            d0.free.extend(kept)
+        p0.unanswered.clear()
+        d0.unanswered.clear()
+        await made.settled()
+        status = made.service.status()
+        assert (status["waiting"], status["running"]) == (0, 0)
+        assert made.service.records[0].outcome == "cancelled"
+        made.calls.gates.clear()
+        assert await made.run(job("b", PROMPT)) == expected(PROMPT, 6)
+        await made.settled()
+
+
+async def test_the_de_keeps_its_slots_until_the_pe_has_confirmed():
+    async with cluster() as made:
+        p0, d0 = made.engines["p0"], made.engines["d0"]
+        made.calls.gates["prefill"] = asyncio.Event()
+        p0.unanswered.add(control.Release)
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.arrives("prefill")
+        run.cancel()
+        release = await p0.saw(control.Release)
+        assert made.service.desk.releases.held == 1
+        assert not releases(made, "d0")
+        p0.answer(release)
+        assert (await d0.saw(control.Release)).writer_certain
+        await made.settled()
+
+
+async def test_a_pe_that_never_confirms_puts_the_slots_into_quarantine():
+    async with cluster(settings=settings(release_wait_s=0.02)) as made:
+        p0, d0 = made.engines["p0"], made.engines["d0"]
+        made.calls.gates["prefill"] = asyncio.Event()
+        p0.unanswered.add(control.Release)
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.arrives("prefill")
+        run.cancel()
+        release = await d0.saw(control.Release)
+        assert (release.writer_certain, release.writer_engine) == (False, "p0")
+        p0.answer(releases(made, "p0")[0])
+        await d0.saw(control.Release, lambda m: m.writer_certain)
+
+
+async def test_stopping_the_router_ends_running_requests():
+    async with cluster() as made:
+        made.calls.gates["prefill"] = asyncio.Event()
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.arrives("prefill")
+        await made.service.stop()
+        with pytest.raises(EngineLostError, match="router stops"):
+            await run
+        with pytest.raises(EngineLostError, match="router stops"):
+            await made.run(job("b", PROMPT))
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+async def test_an_engine_that_gives_a_request_up_is_not_mistaken_for_its_end(reason):
+    async with cluster() as made:
+        made.calls.gives_up_once = reason
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+        assert made.service.status()["counters"]["retries"] == 1

@@ -1,0 +1,232 @@
+"""The life of a request along every read path, without faults."""
+
+import asyncio
+
+import pytest
+from tests.unit.router_cluster import Cluster, cluster
+from tests.unit.router_fakes import BLOCK_TOKENS, expected, job, keys_of
+
+from dualpath.core import control
+from dualpath.core.cluster import Role
+from dualpath.core.errors import BadRequestError
+from dualpath.router.settings import RouterSettings
+
+PROMPT = list(range(100, 118))  # four full blocks and two tokens
+
+
+def stored_blocks(made: Cluster, count: int) -> None:
+    made.stored.update(keys_of(PROMPT)[:count])
+
+
+async def test_without_hits_the_prompt_is_computed_and_persisted():
+    async with cluster() as made:
+        events = await made.events(job("a", PROMPT))
+        assert [t for e in events for t in e.token_ids] == expected(PROMPT, 6)
+        assert events[0].cached_tokens == 0
+        await made.settled()
+        assert set(keys_of(PROMPT)) <= made.stored
+        assert made.service.status()["counters"]["prompt_tokens"] == len(PROMPT)
+
+
+async def test_basic_mode_reads_on_the_prefill_side():
+    async with cluster(mode="basic") as made:
+        stored_blocks(made, 3)
+        events = await made.events(job("a", PROMPT))
+        assert [t for e in events for t in e.token_ids] == expected(PROMPT, 6)
+        assert events[0].cached_tokens == 3 * BLOCK_TOKENS
+        (run,) = made.calls.hand_overs[0].hits
+        assert (run.side, len(run.slots)) == (Role.PREFILL, 3)
+        persist = await made.engines["d0"].saw(control.Persist)
+        assert (persist.first_slot, persist.keys) == (3, keys_of(PROMPT)[3:])
+        await made.settled()
+
+
+async def test_round_robin_reads_on_both_sides_in_turn():
+    async with cluster(mode="round-robin") as made:
+        stored_blocks(made, 4)
+        for name in ("a", "b"):
+            assert await made.run(job(name, PROMPT)) == expected(PROMPT, 6)
+        sides = {hand_over.hits[0].side for hand_over in made.calls.hand_overs}
+        assert sides == {Role.PREFILL, Role.DECODE}
+        await made.settled()
+
+
+async def test_a_split_reads_a_prefix_on_one_side_and_the_rest_on_the_other():
+    async with cluster(mode="split") as made:
+        stored_blocks(made, 4)
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+        runs = made.calls.hand_overs[0].hits
+        assert {run.side for run in runs} == {Role.PREFILL, Role.DECODE}
+        assert sum(len(run.slots) for run in runs) == 4
+        await made.settled()
+
+
+async def test_a_short_first_part_of_a_split_drops_the_second():
+    async with cluster(mode="split") as made:
+        stored_blocks(made, 4)
+        for engine in made.engines.values():
+            engine.read_limit = lambda read: (
+                (0, "corrupt") if read.keys[0] == keys_of(PROMPT)[0] else (len(read.keys), None)
+            )
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+        assert made.calls.hand_overs[0].hits == ()
+        assert made.service.status()["counters"]["recomputed_tokens"] == 4 * BLOCK_TOKENS
+
+
+async def test_a_failed_read_shortens_the_hit_and_the_rest_is_stored_anew():
+    async with cluster() as made:
+        stored_blocks(made, 4)
+        for engine in made.engines.values():
+            engine.read_limit = lambda read: (1, "checksum: block 1")
+        events = await made.events(job("a", PROMPT))
+        assert [t for e in events for t in e.token_ids] == expected(PROMPT, 6)
+        assert events[0].cached_tokens == BLOCK_TOKENS
+        persist = await made.engines["d0"].saw(control.Persist)
+        assert persist.first_slot == 1
+        assert b'reason="checksum"} 12.0' in made.service.exposition()
+        await made.settled()
+
+
+async def test_a_prompt_of_whole_blocks_leaves_its_last_block_to_compute():
+    async with cluster() as made:
+        prompt = PROMPT[:16]
+        made.stored.update(keys_of(prompt))
+        assert await made.run(job("a", prompt)) == expected(prompt, 6)
+        assert made.calls.hand_overs[0].hit_blocks == 3
+
+
+async def test_a_job_that_must_not_be_cached_hits_nothing():
+    async with cluster() as made:
+        stored_blocks(made, 4)
+        await made.run(job("a", PROMPT, cacheable=False))
+        assert made.calls.hand_overs[0].hit_blocks == 0
+        assert not any(
+            isinstance(m, control.Lookup) and m.keys
+            for e in made.engines.values()
+            for m in e.received
+        )
+
+
+async def test_oracle_reserves_and_reads_nothing_but_records_keys():
+    async with cluster(mode="oracle", buffer_blocks=0) as made:
+        stored_blocks(made, 3)
+        events = await made.events(job("a", PROMPT))
+        assert len(events) == 6
+        assert events[0].cached_tokens == 3 * BLOCK_TOKENS
+        hand_over = made.calls.hand_overs[0]
+        assert (hand_over.hit_blocks, hand_over.hits, hand_over.de_slots) == (3, (), ())
+        received = [m for e in made.engines.values() for m in e.received]
+        assert not any(isinstance(m, control.Read) for m in received)
+        assert all(m.reserve_blocks == 0 for m in received if isinstance(m, control.Assign))
+        await made.settled()
+        assert set(keys_of(PROMPT)) <= made.stored
+        assert "meaningless" in made.service.status()["mode_note"]
+
+
+async def test_a_prompt_beyond_the_pe_buffer_is_loaded_as_far_as_it_fits():
+    async with cluster(prefill=0, mode="basic") as made:
+        await made.add("p0", Role.PREFILL, buffer_blocks=2, mode="basic")
+        stored_blocks(made, 4)
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+        assert made.calls.hand_overs[0].hit_blocks == 2
+
+
+@pytest.mark.parametrize("blocks", [5, 6])
+async def test_a_buffer_for_one_request_serves_sixteen_concurrent_ones(blocks):
+    async with cluster(mode="split", buffer_blocks=blocks) as made:
+        stored_blocks(made, 2)
+        jobs = [job(f"r{i}", [*PROMPT[:8], i, *PROMPT[9:]]) for i in range(16)]
+        answers = await asyncio.gather(*(made.run(j) for j in jobs))
+        assert answers == [expected(j.prompt_token_ids, 6) for j in jobs]
+        await made.settled()
+        assert made.service.desk.releases.held == 0
+
+
+async def test_the_pe_token_ends_a_request_for_one_token_without_decode():
+    async with cluster() as made:
+        (event,) = await made.events(job("a", PROMPT, max_new_tokens=1))
+        assert event.finish_reason == "length"
+        assert made.calls.decodes == []
+        await made.settled()
+        assert set(keys_of(PROMPT)) <= made.stored
+
+
+async def test_an_end_token_from_the_pe_ends_the_request():
+    async with cluster() as made:
+        made.calls.end_token = expected(PROMPT, 1)[0]
+        (event,) = await made.events(job("a", PROMPT))
+        assert event.finish_reason == "stop"
+        assert made.calls.decodes == []
+
+
+async def test_without_the_pe_token_the_de_generates_all():
+    async with cluster() as made:
+        tokens = await made.run(job("a", PROMPT, first_token_from_pe=False))
+        assert tokens == expected(PROMPT, 6)
+        assert made.calls.decodes == ["d0"]
+
+
+async def test_requests_beyond_the_limit_wait_their_turn():
+    settings = RouterSettings(engine_timeout_s=1000, max_concurrent_requests=1)
+    async with cluster(settings=settings) as made:
+        made.calls.gates["prefill"] = asyncio.Event()
+        runs = [asyncio.create_task(made.run(job(f"r{i}", PROMPT))) for i in range(3)]
+        await made.arrives("prefill")
+        assert len(made.calls.prefills) == 1
+        status = made.service.status()
+        assert (status["running"], status["waiting"]) == (1, 2)
+        made.calls.gates["prefill"].set()
+        assert await asyncio.gather(*runs) == [expected(PROMPT, 6)] * 3
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (job("a", PROMPT, max_new_tokens=999), "context holds 1000"),
+        (job("a", PROMPT, max_new_tokens=0), "at least 1"),
+        (job("a", []), "at least 1"),
+        (job("a", list(range(300))), "buffer holds 64"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused_with_its_limit(bad, message):
+    async with cluster() as made:
+        with pytest.raises(BadRequestError, match=message):
+            await made.run(bad)
+        assert made.calls.prefills == []
+
+
+async def test_two_running_requests_cannot_share_an_id():
+    async with cluster() as made:
+        made.calls.gates["prefill"] = asyncio.Event()
+        first = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.arrives("prefill")
+        with pytest.raises(BadRequestError, match="in use"):
+            await made.run(job("a", PROMPT))
+        made.calls.gates["prefill"].set()
+        assert await first == expected(PROMPT, 6)
+
+
+async def test_status_and_records_tell_what_happened():
+    async with cluster() as made:
+        stored_blocks(made, 2)
+        made.calls.gates["decode"], made.calls.gate_after_tokens = asyncio.Event(), 1
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.service.saw(control.Handed)
+        made.calls.gates["decode"].set()
+        await run
+        await made.settled()
+        status = made.service.status()
+        (assignment,) = status["assignments"]
+        assert assignment["request_id"] == "a"
+        assert assignment["pe_reason"] == "short-queue"
+        assert assignment["hit_tokens"] == 2 * BLOCK_TOKENS
+        assert status["counters"]["hit_tokens"] == 2 * BLOCK_TOKENS
+        assert {e["engine_id"]: e["alive"] for e in status["engines"]} == {"p0": True, "d0": True}
+        (record,) = made.service.records
+        assert record.outcome == "finished"
+        stages = [stage.stage.value for stage in record.stages]
+        for stage in ("lookup", "queue", "buffer_wait", "read", "prefill", "handover", "decode"):
+            assert stage in stages
+        text = made.service.exposition().decode()
+        assert 'dualpath:requests_total{outcome="finished"} 1.0' in text
+        assert 'dualpath:engines_up{role="decode"} 1.0' in text

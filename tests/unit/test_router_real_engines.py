@@ -1,0 +1,166 @@
+"""The router with real traffic managers, buffers and control links; only the model is a toy."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from tests.engine_harness import GEOMETRY, ToyCluster, ToyEngine, kv_bytes
+
+from dualpath.core import control
+from dualpath.core.blocks import StoreNamespace, block_keys
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
+from dualpath.datapath.plan import BlockRun
+from dualpath.engine.link import ControlLink
+from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.registry import EngineInfo
+from dualpath.router.service import RouterService
+from dualpath.router.settings import RouterSettings
+
+GUARD_S = 30.0
+NAMESPACE = StoreNamespace(model="toy", dtype="u8", layout="toy", geometry=GEOMETRY)
+
+
+def keys_of(tokens: Sequence[int]) -> tuple[bytes, ...]:
+    return tuple(block_keys(tokens, GEOMETRY.block_tokens))
+
+
+class LinkedEngine:
+    """A toy engine behind the control link a vLLM engine uses."""
+
+    def __init__(self, engine: ToyEngine, role: Role, mode: Mode, router: str) -> None:
+        self.engine, self.role, self.mode = engine, role, mode
+        manager = engine.manager
+        self.link = ControlLink(router, self._hello, manager.report, manager.handle, manager.tick)
+        self.closing = threading.Event()
+        self.mailman = threading.Thread(target=self._carry, daemon=True)
+        self.mailman.start()
+        self.link.start()
+
+    def _hello(self) -> control.Hello:
+        manager = self.engine.manager
+        return control.Hello(
+            version=control.PROTOCOL_VERSION,
+            address=manager.address(self.engine.epoch),
+            namespace=NAMESPACE,
+            api_url="http://unused",
+            node=self.role.value,
+            group=self.role.value,
+            mode=self.mode.value,
+            hbm_tokens=manager.hbm_tokens,
+            buffer_tokens=manager.buffer_tokens,
+        )
+
+    def _carry(self) -> None:
+        while (message := self.engine.mail.get()) is not None:
+            self.link.send(message)
+
+    def close(self) -> None:
+        self.engine.mail.put(None)  # type: ignore[arg-type]  # ends the mailman
+        self.mailman.join(GUARD_S)
+        self.link.close("test over")
+
+
+class ToyCalls:
+    """Forward passes and H2D copies of the toy cluster, one at a time; bytes are checked."""
+
+    def __init__(self, toys: ToyCluster) -> None:
+        self._toys = toys
+        self._one = asyncio.Lock()
+        self.hits: list[tuple[int, frozenset[Role]]] = []
+
+    async def prefill(
+        self, engine: EngineInfo, job: Job, hand_over: control.HandOver
+    ) -> TokenEvent:
+        self.hits.append((hand_over.hit_blocks, frozenset(run.side for run in hand_over.hits)))
+        keys = self._keys(job)
+        chunk = BlockRun(hand_over.hit_blocks, len(keys) - hand_over.hit_blocks)
+        async with self._one:
+            failures = await asyncio.to_thread(
+                self._toys.forward, [(hand_over, keys, chunk, range(len(keys)))]
+            )
+        assert not failures
+        return TokenEvent(token_ids=(1,), finish_reason="length")
+
+    async def decode(
+        self, engine: EngineInfo, job: Job, take_over: control.TakeOver, prior: Sequence[int]
+    ) -> AsyncIterator[TokenEvent]:
+        keys = self._keys(job)
+        async with self._one:
+            loop = asyncio.get_running_loop()
+            copied: asyncio.Future[str | None] = loop.create_future()
+
+            def over(error: str | None) -> None:
+                loop.call_soon_threadsafe(copied.set_result, error)
+
+            self._toys.de.manager.fill_hbm(take_over, range(len(keys)), over)
+            assert await copied is None
+            for block, key in enumerate(keys):
+                for layer in range(GEOMETRY.layers):
+                    assert self._toys.de.hbm[layer][block].tobytes() == kv_bytes(key, layer)
+        yield TokenEvent(token_ids=(2,), finish_reason="length")
+
+    @staticmethod
+    def _keys(job: Job) -> list[bytes]:
+        partial = job.prompt_tokens % GEOMETRY.block_tokens
+        return [*job.keys, *([b"partial" + job.request_id.encode()] if partial else [])]
+
+
+@pytest.mark.parametrize("mode", [Mode.BASIC, Mode.ROUND_ROBIN, Mode.DUALPATH, Mode.SPLIT])
+async def test_two_turns_of_eight_agents_reach_the_decode_engine_byte_by_byte(mode: Mode) -> None:
+    toys = ToyCluster(mode=mode, buffer_blocks=7)
+    calls = ToyCalls(toys)
+    service = RouterService(RouterSettings(), calls)
+    await service.start()
+    links = [
+        LinkedEngine(toys.pe, Role.PREFILL, mode, service.control_address),
+        LinkedEngine(toys.de, Role.DECODE, mode, service.control_address),
+    ]
+    try:
+        await service.wait_ready(1, 1, GUARD_S)
+        for turn in (1, 2):
+            agents = [[agent] * (9 * turn + 1) for agent in range(8)]
+            async with asyncio.timeout(GUARD_S):
+                answers = await asyncio.gather(
+                    *(answer(service, f"{turn}-{i}", tokens) for i, tokens in enumerate(agents))
+                )
+            assert answers == [[1, 2]] * 8
+            await asyncio.to_thread(toys.de.manager.drain, GUARD_S)
+        assert [blocks for blocks, _ in calls.hits[8:]] == [2] * 8
+        sides = set().union(*(sides for _, sides in calls.hits[8:]))
+        assert sides == ({Role.PREFILL} if mode is Mode.BASIC else set(Role))
+        await emptied(toys)
+        assert service.desk.releases.held == 0
+    finally:
+        await service.stop()
+        for link in links:
+            await asyncio.to_thread(link.close)
+        toys.close()
+
+
+async def answer(service: RouterService, request_id: str, tokens: list[int]) -> list[int]:
+    job = Job(
+        request_id=request_id,
+        prompt_token_ids=tuple(tokens),
+        max_new_tokens=2,
+        keys=keys_of(tokens),
+        keys_for=keys_of,
+    )
+    return [t for event in [e async for e in service.submit(job)] for t in event.token_ids]
+
+
+async def emptied(toys: ToyCluster) -> None:
+    """Wait until the engines' own reports say that nothing is left on them."""
+    end_s = time.monotonic() + GUARD_S
+    for engine in (toys.pe, toys.de):
+        while True:
+            report = engine.manager.report()
+            if (report.unfinished_requests, report.free_buffer_tokens) == (
+                0,
+                engine.manager.buffer_tokens,
+            ):
+                break
+            assert time.monotonic() < end_s, report
+            await asyncio.to_thread(threading.Event().wait, 0.01)

@@ -1,0 +1,246 @@
+"""What each kind of session sends, turn by turn."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualpath.core.errors import ConfigError
+from dualpath.core.request import Round, Trajectory
+from dualpath.workload.block_session import BlockSession, BlockTurn, SubAgent
+from dualpath.workload.formats import read_trace
+from dualpath.workload.prefix import PrefixHistory
+from dualpath.workload.session import Conversation, Session, SessionSettings, token_range
+from dualpath.workload.text_session import Message, TextSession, TextTurn
+from dualpath.workload.token_session import TokenSession
+
+
+def encode(text: str) -> list[int]:
+    """One token per character."""
+    return [ord(character) for character in text]
+
+
+SETTINGS = SessionSettings(encode=encode)
+GENERATED = 7_000_000
+
+
+def play(conversation: Conversation) -> tuple[list[list[int]], list[list[int]]]:
+    """Run to the end against a server whose answers are unmistakable; return both sides."""
+    prompts: list[list[int]] = []
+    answers: list[list[int]] = []
+    while (turn := conversation.next_turn()) is not None:
+        prompts.append(turn.prompt_token_ids)
+        base = GENERATED + 1000 * len(answers)
+        answers.append(list(range(base, base + turn.generate_tokens)))
+        conversation.record(answers[-1])
+    return prompts, answers
+
+
+def rounds(*pairs: tuple[int, int]) -> TokenSession:
+    return TokenSession(Trajectory("s", tuple(Round(a, g) for a, g in pairs)))
+
+
+def text(prompt: Sequence[int]) -> str:
+    return "".join(chr(token) if token < GENERATED else "#" for token in prompt)
+
+
+def test_scaling_multiplies_lengths_and_keeps_the_chain():
+    settings = SessionSettings(scale_append=2.0, scale_generate=0.5)
+
+    prompts, answers = play(rounds((10, 4), (3, 1)).start(settings))
+
+    assert [len(p) for p in prompts] == [20, 28]
+    assert [len(a) for a in answers] == [2, 1]
+    assert prompts[1][:22] == prompts[0] + answers[0]
+
+
+def test_an_edited_context_keeps_its_share_when_scaled():
+    session = TokenSession(Trajectory("s", (Round(10, 10), Round(4, 1))), (None, 10))
+
+    prompts, _ = play(session.start(SessionSettings(scale_append=3.0, scale_generate=3.0)))
+
+    assert len(prompts[1]) == 30 + 12
+    assert prompts[1][:30] == prompts[0]
+
+
+def test_the_context_limit_cuts_the_last_turn_and_ends_the_conversation():
+    conversation = rounds((10, 4), (3, 9), (1, 1)).start(SessionSettings(max_context_tokens=20))
+
+    _, answers = play(conversation)
+
+    assert [len(answer) for answer in answers] == [4, 3]
+    assert conversation.truncated
+
+
+def test_most_turns():
+    assert len(play(rounds((5, 1), (5, 1), (5, 1)).start(SessionSettings(max_turns=2)))[0]) == 2
+
+
+def test_turns_are_asked_for_and_recorded_in_alternation():
+    conversation = rounds((5, 1), (5, 1)).start(SETTINGS)
+
+    with pytest.raises(RuntimeError, match="no turn to record"):
+        conversation.record([1])
+    conversation.next_turn()
+    with pytest.raises(RuntimeError, match="record"):
+        conversation.next_turn()
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "expected"), [(None, (1000, 30000)), (49152, (1000, 49152)), (100, (50, 100))]
+)
+def test_random_tokens_avoid_the_low_special_ones(
+    vocab_size: int | None, expected: tuple[int, int]
+):
+    assert token_range(vocab_size) == expected
+
+
+SYSTEM, USER = Message("system", "S"), Message("user", "U")
+ANSWER, TOOL = Message("assistant", "recorded"), Message("user", "T")
+
+
+def test_a_text_prompt_goes_on_after_the_tokens_really_generated():
+    session = TextSession(
+        "s",
+        (
+            TextTurn((SYSTEM, USER), "recorded"),
+            TextTurn((SYSTEM, USER, ANSWER, TOOL), "yes"),
+        ),
+    )
+
+    prompts, answers = play(session.start(SETTINGS))
+
+    opening = (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert text(prompts[0]) == opening
+    assert [len(answer) for answer in answers] == [len("recorded"), len("yes")]
+    assert prompts[1][: len(prompts[0]) + 8] == prompts[0] + answers[0]
+    assert text(prompts[1]).endswith(
+        "########<|im_end|>\n<|im_start|>user\nT<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_replaced_last_message_shortens_the_common_prefix_but_not_the_answer():
+    counter = [Message("user", f"turn {n}") for n in range(2)]
+    session = TextSession(
+        "s",
+        (
+            TextTurn((SYSTEM, USER, counter[0]), generate_tokens=5),
+            TextTurn((SYSTEM, USER, ANSWER, TOOL, counter[1]), generate_tokens=5),
+        ),
+    )
+    conversation = session.start(SETTINGS)
+    first = conversation.next_turn()
+    conversation.record(range(GENERATED, GENERATED + 5))
+    second = conversation.next_turn()
+    assert first is not None
+    assert second is not None
+
+    common = len("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n")
+    assert second.context_tokens == common
+    assert second.prompt_token_ids[:common] == first.prompt_token_ids[:common]
+    assert "<|im_start|>assistant\n#####<|im_end|>\n" in text(second.prompt_token_ids)
+    assert "recorded" not in text(second.prompt_token_ids)
+
+
+def test_text_needs_a_tokenizer_and_cannot_be_stretched():
+    session = TextSession("s", (TextTurn((USER,)),))
+
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        session.start(SessionSettings())
+    with pytest.raises(ConfigError, match="scale_append is 2"):
+        session.start(SessionSettings(encode=encode, scale_append=2.0))
+
+
+def blocks(*turns: tuple[int, int, tuple[tuple[int, int], ...]], **more: Any) -> BlockSession:
+    return BlockSession("w", 4, tuple(BlockTurn(p, g, r) for p, g, r in turns), **more)
+
+
+def test_equal_block_ids_are_equal_tokens_and_others_differ():
+    session = blocks((8, 1, ((1, 2),)), (8, 1, ((7, 7), (2, 2))), (8, 1, ((1, 1), (3, 3))))
+
+    prompts, _ = play(session.start(SETTINGS))
+
+    assert prompts[1][4:] == prompts[0][4:]
+    assert prompts[2][:4] == prompts[0][:4]
+    assert prompts[1][:4] != prompts[0][:4]
+
+
+def test_a_prompt_of_blocks_goes_on_after_the_tokens_really_generated():
+    # 10 prompt tokens are 2 blocks and a partial one, which the next prompt's block 3 completes.
+    session = blocks((10, 5, ((1, 2),)), (20, 1, ((1, 5),)), (20, 1, ((1, 5),)))
+
+    prompts, answers = play(session.start(SETTINGS))
+
+    assert prompts[1][:15] == prompts[0] + answers[0]
+    assert prompts[2] == prompts[1]
+
+
+def test_a_compacted_prompt_of_blocks_does_not_take_the_answer():
+    session = blocks((8, 4, ((1, 2),)), (12, 1, ((1, 1), (8, 9))))
+
+    prompts, _ = play(session.start(SETTINGS))
+
+    assert prompts[1][:4] == prompts[0][:4]
+    assert max(prompts[1]) < GENERATED
+
+
+def test_sub_agents_share_their_parents_blocks_and_change_nothing_for_it():
+    helper = BlockSession("w/h", 4, (BlockTurn(8, 2, ((1, 1), (9, 9))),), (), "w")
+    session = blocks((8, 2, ((1, 2),)), (16, 1, ((1, 4),)), sub_agents=(SubAgent(0, helper),))
+    alone = play(session.start(SETTINGS))[0]
+
+    parent = session.start(SETTINGS)
+    first = parent.next_turn()
+    assert first is not None
+    parent.record([GENERATED, GENERATED + 1])
+    (child,) = parent.spawned()
+    child_prompts, _ = play(child)
+
+    assert child_prompts[0][:4] == first.prompt_token_ids[:4]
+    assert parent.spawned() == []
+    second = parent.next_turn()
+    assert second is not None
+    assert second.prompt_token_ids[:8] == alone[1][:8]
+
+
+def test_blocks_cannot_be_stretched():
+    with pytest.raises(ConfigError, match="scale_append is 2"):
+        blocks((8, 1, ((1, 2),))).start(SessionSettings(scale_append=2.0))
+
+
+DATA = Path(os.environ.get("DUALPATH_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
+
+
+def ideal_hit_rate(sessions: Sequence[Session]) -> float:
+    """Replay against a perfect store with blocks of 64."""
+    hits = tokens = 0
+    for session in sessions:
+        history = PrefixHistory(64)
+        conversation = session.start(SETTINGS)
+        while (turn := conversation.next_turn()) is not None:
+            prompt = turn.prompt_token_ids
+            hits += history.hit_tokens(prompt)
+            tokens += len(prompt)
+            answer = [5] * turn.generate_tokens
+            conversation.record(answer)
+            history.add(prompt + answer)
+    return hits / tokens
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"real traces not found at {DATA}")
+def test_real_pure_appends_hit_as_published():
+    sessions = read_trace(DATA / "mini_swe_gemini3/rounds_dev_dsv3tok.jsonl.xz", limit=40)
+
+    assert 0.95 < ideal_hit_rate(sessions) < 0.985
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"real traces not found at {DATA}")
+def test_real_block_ids_and_their_recorded_rounds_hit_alike():
+    by_blocks = ideal_hit_rate(read_trace(DATA / "kv_cache_tester/dev.jsonl.xz", limit=2))
+    by_rounds = ideal_hit_rate(read_trace(DATA / "kv_cache_tester/rounds_dev.jsonl.xz", limit=2))
+
+    assert by_blocks == pytest.approx(by_rounds, abs=0.02)
