@@ -308,6 +308,7 @@ class FakeCalls:
         self.end_token: int | None = None
         self.errors: deque[Exception] = deque()
         self.gives_up_once: str | None = None
+        self.send_failure: str | None = None
         self.hand_overs: list[control.HandOver] = []
         self.prefills: list[str] = []
         self.decodes: list[str] = []
@@ -332,6 +333,8 @@ class FakeCalls:
         if self.gives_up_once is not None:
             reason, self.gives_up_once = self.gives_up_once, None
             return TokenEvent(token_ids=(), finish_reason=reason)
+        here.send(control.Sent(request_id=hand_over.request_id, failure=self.send_failure))
+        self.send_failure = None
         token = next_token(job.prompt_token_ids)
         return TokenEvent(
             token_ids=(token,), finish_reason="stop" if token == self.end_token else "length"

@@ -281,3 +281,12 @@ async def test_an_engine_that_gives_a_request_up_is_not_mistaken_for_its_end(rea
         made.calls.gives_up_once = reason
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
         assert made.service.status()["counters"]["retries"] == 1
+
+
+async def test_kv_that_did_not_arrive_is_never_decoded():
+    async with cluster() as made:
+        made.calls.send_failure = "cable pulled"
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+        assert made.service.status()["counters"]["retries"] == 1
+        assert len(made.calls.prefills) == 2
+        assert len(made.calls.decodes) == 1

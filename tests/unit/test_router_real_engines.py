@@ -82,6 +82,7 @@ class ToyCalls:
                 self._toys.forward, [(hand_over, keys, chunk, range(len(keys)))]
             )
         assert not failures
+        self._toys.pe.mail.put(control.Sent(request_id=hand_over.request_id))
         return TokenEvent(token_ids=(1,), finish_reason="length")
 
     async def decode(

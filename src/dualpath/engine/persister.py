@@ -85,6 +85,10 @@ class Persister:
             self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(task.keys))
             log.warning("%d blocks are not persisted: %s", len(task.keys), error)
             return
+        except Exception:  # a defect must not end the only writer
+            self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(task.keys))
+            log.exception("%d blocks are not persisted", len(task.keys))
+            return
         self._counters.add(Counter.PERSISTED_BLOCKS, new)
         self._counters.add(Counter.STORAGE_WRITE_BYTES, sum(len(s) for s in task.sources))
         self._trace.record("persist", "storage-write", start_ns, self._trace.now_ns(), blocks=new)

@@ -151,11 +151,13 @@ class ReadQueue:
             task.in_flight = range(first, first + count)
             self._buffer.pin(batch)
         start_ns = self._trace.now_ns()
-        outcome = ReadOutcome(good_blocks=0, bytes_read=0, reason="read error: reader stopped")
+        outcome = ReadOutcome(good_blocks=0, bytes_read=0, reason="read error")
         try:
             outcome = self._storage.read(
                 task.keys[first : first + count], [self._buffer.view(s) for s in batch]
             )
+        except Exception:  # a defect must not end the only reader; the blocks are recomputed
+            log.exception("request %s: reading %d blocks failed", task.request_id, count)
         finally:
             with self._wake:
                 task.in_flight = range(0)

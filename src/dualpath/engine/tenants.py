@@ -87,7 +87,8 @@ class Tenants:
         with self._lock:
             for request_id in request_ids:
                 if tenant := self._tenants.get(request_id):
-                    tenant.streams -= 1
+                    # An assignment that arrives in mid-pass has not entered it.
+                    tenant.streams = max(tenant.streams - 1, 0)
                     if tenant.streams == 0 and tenant.release is not None:
                         waiting.append(tenant.release)
         return waiting

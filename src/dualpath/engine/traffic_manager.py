@@ -95,6 +95,7 @@ class TrafficManager:
         self._reader = ReadQueue(storage, self._buffer, self.counters, self.trace, send, batch)
         self._persister = Persister(storage, self.counters, self.trace)
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="lookup")
+        self._blank = memoryview(bytes(geometry.full_block_bytes))
         self._assign_seq = 0
         self._report_seq = 0
         self._free_hbm_tokens = hbm.capacity_tokens
@@ -238,7 +239,7 @@ class TrafficManager:
         self, keys: Sequence[BlockKey], sources: Sequence[memoryview], then: Callable[[], None]
     ) -> None:
         if not self.settings.mode.moves_bytes:
-            sources = [memoryview(b"")] * len(keys)
+            sources = [self._blank] * len(keys)
         if keys:
             self._persister.add(WriteTask(keys, sources, then))
         else:
@@ -247,7 +248,9 @@ class TrafficManager:
     def _release(self, message: Release) -> None:
         self._reader.cancel(message.request_id)
         self._tenants.drop(message.request_id)
-        if message.writer_engine and not message.writer_certain:
+        if message.writer_certain:
+            self._buffer.end_quarantine(message.request_id)
+        else:
             self._peers.doubt(message.writer_engine, message.request_id)
             self._buffer.quarantine(message.request_id)
         self._buffer.release(message.request_id)
@@ -259,7 +262,8 @@ class TrafficManager:
         """Return None if a hand-over is still good here, else why it is not."""
         if not self._tenants.welcome(request_id):
             return "it was released"
-        if own_slots and self._buffer.slots_of(request_id) != tuple(own_slots):
+        held = self._buffer.slots_of(request_id)[: len(own_slots)]
+        if held != tuple(own_slots):  # after a short read the hand-over carries fewer
             self.counters.add(Counter.STALE_HAND_OVERS, 1)
             return "its buffer slots changed hands"
         return None

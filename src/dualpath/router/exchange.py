@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from dualpath.core import control
 from dualpath.core.errors import EngineLostError
 
-Answer = control.Reserved | control.ReadDone
+Answer = control.Reserved | control.ReadDone | control.Sent
 T = TypeVar("T")
 
 
@@ -110,9 +110,7 @@ class Exchange:
             asked, future = self._lookups.get(message.call_id, ("", None))
             if future is not None and asked == engine_id and not future.done():
                 future.set_result(message.hit_blocks)
-        elif isinstance(
-            message, control.Reserved | control.ReadDone | control.Handed | control.Failed
-        ):
+        elif isinstance(message, Answer | control.Handed | control.Failed):
             conversation = self._conversations.get(message.request_id)
             if conversation is not None:
                 conversation.deliver(engine_id, message)

@@ -21,6 +21,7 @@ from dualpath.core.control import (
     Read,
     ReadDone,
     Reserved,
+    Sent,
     TakeOver,
 )
 from dualpath.core.errors import EngineLostError, TransportError
@@ -294,15 +295,34 @@ class Attempt:
         )
         if loaded.de_slots:
             self._desk.releases.writer_started(self.attempt_id, engine.engine_id)
+        sent = self._talk.expect(Sent, engine.engine_id)
         with self._record.stage(Stage.PREFILL, engine.engine_id):
             first = await self._called(engine, self._desk.calls.prefill(engine, job, hand_over))
-        _check_not_given_up(engine, first)
+            _check_not_given_up(engine, first)
+            await self._called(engine, self._arrived(engine, sent))
         self._talk.done_with(engine.engine_id)
         self._told.discard(engine.engine_id)
         self._desk.releases.release(engine.engine_id, self.attempt_id, "prefill done")
         self._desk.dispatch.prefill_done(self.attempt_id, engine.engine_id)
         self._record_prefill(loaded.hit_blocks * self._desk.block_tokens)
         return first
+
+    async def _arrived(self, engine: EngineInfo, sent: Awaitable[Sent]) -> None:
+        """Return when the PE says that the prompt's KV is complete in the DE's buffer.
+
+        Its first token alone does not say so, and a token is streamed only once it is true.
+        """
+        limit_s = self._desk.settings.read_margin_s
+        try:
+            async with asyncio.timeout(limit_s):
+                answer = await sent
+        except TimeoutError:
+            raise EngineLostError(
+                f"engine {engine.engine_id} computed the first token but has not confirmed its "
+                f"transfers within {limit_s:g} s; see its log"
+            ) from None
+        if answer.failure is not None:
+            raise TransportError(f"engine {engine.engine_id} could not send KV: {answer.failure}")
 
     def _record_prefill(self, hit_tokens: int) -> None:
         if not self._record.prefilled:

@@ -37,7 +37,7 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine_timeout_s: Seconds = 5.0
     suspect_timeout_s: Seconds = 1.5
     lookup_timeout_s: Seconds = 2.0
-    read_deadline_s: Seconds = 10.0
+    read_deadline_s: Seconds = 60.0
     read_margin_s: Seconds = 5.0
     release_wait_s: Seconds = 5.0
     engine_wait_s: Seconds = 60.0
