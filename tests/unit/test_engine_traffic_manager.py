@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -60,6 +60,29 @@ def test_a_look_up_tells_the_longest_stored_prefix(cluster: ToyCluster) -> None:
     cluster.store([keys[0], keys[1], keys[3]])
     cluster.de.tell(Lookup(call_id=7, keys=tuple(keys)))
     assert cluster.de.hear(LookupDone) == LookupDone(call_id=7, hit_blocks=2)
+
+
+def test_a_look_up_waits_for_blocks_that_are_just_being_written() -> None:
+    gate, entered = threading.Event(), threading.Event()
+    storage = memory_storage()
+    write_now = storage.write
+
+    def slow_write(keys: Sequence[bytes], sources: Sequence[memoryview]) -> int:
+        entered.set()
+        assert gate.wait(WAIT_S)
+        return write_now(keys, sources)
+
+    storage.write = slow_write  # type: ignore[method-assign]
+    cluster = ToyCluster(storage)
+    keys = prompt_keys(TOKENS)
+    hand_over = cluster.load("r", keys, TOKENS, 0, 0)
+    cluster.forward([(hand_over, keys, BlockRun(0, BLOCKS), HBM)])
+    cluster.hand_to_decode(hand_over, keys, HBM)
+    assert entered.wait(WAIT_S)
+    cluster.de.tell(Lookup(call_id=1, keys=tuple(keys)))
+    gate.set()
+    assert cluster.de.hear(LookupDone) == LookupDone(call_id=1, hit_blocks=5)
+    cluster.close()
 
 
 def test_a_buffer_that_holds_one_request_serves_sixteen() -> None:

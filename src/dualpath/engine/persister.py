@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import Counter as Counter_
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -22,10 +23,13 @@ class WriteTask:
         keys: Sequence[BlockKey],
         sources: Sequence[memoryview],
         then: Callable[[], None],
+        *,
+        lengths_only: bool = False,
     ) -> None:
         self.keys = keys
         self.sources = sources
         self.then = then
+        self.bytes = 0 if lengths_only else sum(len(source) for source in sources)
 
 
 class Persister:
@@ -37,6 +41,7 @@ class Persister:
         self._trace = trace
         self._wake = threading.Condition()
         self._tasks: deque[WriteTask] = deque()
+        self._pending: Counter_[BlockKey] = Counter_()
         self._busy = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="storage-writer", daemon=True)
@@ -46,7 +51,19 @@ class Persister:
         """Queue a write; ``task.then`` runs on the writer's thread afterwards, always."""
         with self._wake:
             self._tasks.append(task)
+            self._pending.update(task.keys)
             self._wake.notify_all()
+
+    def wait_written(self, key: BlockKey, timeout_s: float) -> bool:
+        """Wait for a block on its way to storage; False if it is not, or not in time.
+
+        An agent's next turn can follow its last token at once; without this it would miss blocks
+        that are written milliseconds later.
+        """
+        with self._wake:
+            if key not in self._pending:
+                return False
+            return self._wake.wait_for(lambda: key not in self._pending, timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything queued is written; False after the timeout."""
@@ -74,6 +91,7 @@ class Persister:
             finally:
                 task.then()
                 with self._wake:
+                    self._pending -= Counter_(task.keys)
                     self._busy = False
                     self._wake.notify_all()
 
@@ -90,5 +108,5 @@ class Persister:
             log.exception("%d blocks are not persisted", len(task.keys))
             return
         self._counters.add(Counter.PERSISTED_BLOCKS, new)
-        self._counters.add(Counter.STORAGE_WRITE_BYTES, sum(len(s) for s in task.sources))
+        self._counters.add(Counter.STORAGE_WRITE_BYTES, task.bytes)
         self._trace.record("persist", "storage-write", start_ns, self._trace.now_ns(), blocks=new)

@@ -58,6 +58,9 @@ from dualpath.transport.contract import Transport
 log = logging.getLogger(__name__)
 
 _NS_PER_S = 1_000_000_000
+LOOKUP_THREADS = 4
+#: A look-up waits that long for a block this engine is just writing; less than the router waits.
+PENDING_WRITE_WAIT_S = 1.0
 
 
 class TrafficManager:
@@ -94,7 +97,7 @@ class TrafficManager:
         batch = settings.read_batch_blocks
         self._reader = ReadQueue(storage, self._buffer, self.counters, self.trace, send, batch)
         self._persister = Persister(storage, self.counters, self.trace)
-        self._lookups = ThreadPoolExecutor(1, thread_name_prefix="lookup")
+        self._lookups = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="lookup")
         self._blank = memoryview(bytes(geometry.full_block_bytes))
         self._assign_seq = 0
         self._report_seq = 0
@@ -191,6 +194,13 @@ class TrafficManager:
         hit_blocks = 0
         try:
             hit_blocks = self._storage.hit_blocks(message.keys)
+            while hit_blocks < len(message.keys) and self._persister.wait_written(
+                message.keys[hit_blocks], PENDING_WRITE_WAIT_S
+            ):
+                found = self._storage.hit_blocks(message.keys[hit_blocks:])
+                if found == 0:  # the write failed
+                    break
+                hit_blocks += found
         except DualPathError as error:
             log.warning("look-up of %d blocks failed: %s", len(message.keys), error)
         self._send(LookupDone(call_id=message.call_id, hit_blocks=hit_blocks))
@@ -238,10 +248,11 @@ class TrafficManager:
     def _write(
         self, keys: Sequence[BlockKey], sources: Sequence[memoryview], then: Callable[[], None]
     ) -> None:
-        if not self.settings.mode.moves_bytes:
+        lengths_only = not self.settings.mode.moves_bytes
+        if lengths_only:
             sources = [self._blank] * len(keys)
         if keys:
-            self._persister.add(WriteTask(keys, sources, then))
+            self._persister.add(WriteTask(keys, sources, then, lengths_only=lengths_only))
         else:
             then()
 
