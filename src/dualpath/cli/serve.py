@@ -128,8 +128,9 @@ def _print_commands(settings: ClusterSettings) -> int:
     for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
         for index in range(count):
             port += 1
-            command = shlex.join(engine_command(settings, role, index, port, control_port))
-            print(f"{environment} vllm serve {command}")
+            command = engine_command(settings, role, index, port, control_port)
+            command.remove("--model")  # `vllm serve` takes the model as its first argument
+            print(f"{environment} vllm serve {shlex.join(command)}")
     return 0
 
 

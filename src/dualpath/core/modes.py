@@ -22,12 +22,17 @@ class Mode(enum.StrEnum):
     @property
     def layerwise(self) -> bool:
         """Whether the PE keeps only a few layers of KV in HBM and overlaps transfers."""
-        return self not in (Mode.BASIC,)
+        return self is not Mode.BASIC
 
     @property
     def dual_path(self) -> bool:
         """Whether the DE side may read."""
         return self in (Mode.ROUND_ROBIN, Mode.DUALPATH, Mode.SPLIT)
+
+    @property
+    def compute_quota(self) -> bool:
+        """Whether PEs batch by the compute quota (§6.2; §A.4 sets it for DualPath and Oracle)."""
+        return self in (Mode.DUALPATH, Mode.SPLIT, Mode.ORACLE)
 
     @property
     def moves_bytes(self) -> bool:

@@ -45,7 +45,7 @@ def router_command(settings: ClusterSettings, port: int, control_port: int) -> l
 def engine_command(
     settings: ClusterSettings, role: Role, index: int, port: int, control_port: int
 ) -> list[str]:
-    """Arguments after ``vllm serve``: everything that makes a vLLM server a PE or DE."""
+    """Arguments of vLLM's API server that make it a PE or DE; the first two name the model."""
     transfer = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
@@ -99,7 +99,7 @@ def _extra_config(
     }
     if role is Role.PREFILL:
         extra["layer_buffers"] = settings.effective_layer_buffers
-        extra["compute_quota_s"] = settings.compute_quota_s
+        extra["compute_quota_s"] = settings.effective_compute_quota_s
         extra["quota_flops_per_s"] = settings.quota_flops_per_s
     if settings.trace_dir:
         extra["trace_out"] = f"{settings.trace_dir}/{name}.json"

@@ -57,6 +57,11 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return self
 
     @property
+    def effective_compute_quota_s(self) -> float:
+        """Compute quota of the PEs in this mode, 0 for none."""
+        return self.compute_quota_s if self.mode.compute_quota else 0.0
+
+    @property
     def effective_layer_buffers(self) -> int:
         """Layer buffers of the PEs in this mode."""
         return self.layer_buffers if self.mode.layerwise else 0
