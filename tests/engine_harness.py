@@ -119,7 +119,6 @@ class ToyEngine:
             buffer_bytes=buffer_blocks * GEOMETRY.full_block_bytes,
             staging_blocks=4,
             layer_buffers=layer_buffers,
-            transport="in-process",
             trace_out=trace_out,
             read_batch_blocks=read_batch_blocks,
         )

@@ -324,7 +324,6 @@ def test_layer_l_plus_1_is_loaded_while_layer_l_computes(tmp_path: Path) -> None
         ({"buffer_bytes": -1}, "must be at least 1"),
         ({"layer_buffers": -2}, "must be at least 0"),
         ({"role": "both"}, "role"),
-        ({"transport": "carrier-pigeon"}, "use 'nixl' or 'in-process'"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(

@@ -6,9 +6,12 @@ import signal
 from dualpath.core.modes import Mode
 from dualpath.launch.settings import MIB, ClusterSettings
 
+#: Works with every build; the `vllm` command does not find itself in the CPU build.
+ENGINE_MODULE = "vllm.entrypoints.openai.api_server"
+
 _EPILOG = """\
 The parts also start one by one, on any machine that reaches the others: `dualpath router MODEL`,
-and plain `vllm serve` with our --kv-transfer-config (`--dry-run` prints the commands).
+and plain vLLM servers with our --kv-transfer-config (`--dry-run` prints the commands).
 """
 
 
@@ -44,7 +47,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode", choices=[mode.value for mode in Mode], default=Mode.DUALPATH.value
     )
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--host", default="127.0.0.1", help="where clients connect")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-model-len", type=int, metavar="TOKENS")
     parser.add_argument("--block-size", type=int, default=64, help="tokens per Full Block")
@@ -60,6 +63,8 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         help="throttle every engine's storage reads to emulate a storage NIC, 0: not at all",
     )
     parser.add_argument("--compute-quota-s", type=float, default=0.3, help="0: no quota")
+    parser.add_argument("--alpha-tokens", type=int, help="alpha of Algorithm 1; default: derived")
+    parser.add_argument("--beta-tokens", type=int, help="beta of Algorithm 1; default: no limit")
     parser.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--log-dir", default="", help="keep logs here; default: a temporary folder")
     parser.add_argument(
@@ -85,6 +90,8 @@ def cluster_settings(args: argparse.Namespace) -> ClusterSettings:
         layer_buffers=args.layer_buffers,
         snic_bytes_per_s=args.snic_mb_per_s * 1e6,
         compute_quota_s=args.compute_quota_s,
+        alpha_tokens=args.alpha_tokens,
+        beta_tokens=args.beta_tokens,
         served_model_names=tuple(args.served_model_name),
         trace_dir=args.trace_out,
         log_dir=args.log_dir,
@@ -129,8 +136,7 @@ def _print_commands(settings: ClusterSettings) -> int:
         for index in range(count):
             port += 1
             command = engine_command(settings, role, index, port, control_port)
-            command.remove("--model")  # `vllm serve` takes the model as its first argument
-            print(f"{environment} vllm serve {shlex.join(command)}")
+            print(f"{environment} python -m {ENGINE_MODULE} {shlex.join(command)}")
     return 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from dualpath.core.errors import DualPathError
+from dualpath.core.errors import DualPathError, TransportError
 from dualpath.engine.buffer import BUFFER_REGION, BlockBuffer
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.pump import Completion, TransferPump
@@ -17,6 +17,9 @@ from dualpath.transport.contract import Direction, PieceIndices, RegionInfo, Tra
 
 #: Region through which generated blocks leave HBM.
 STAGING_REGION = "staging"
+
+#: Longest an engine step waits for one block to leave HBM.
+COPY_DEADLINE_S = 30.0
 
 
 class HbmLayout(msgspec.Struct, frozen=True):
@@ -83,7 +86,10 @@ class HbmCopier:
         self._counters.add(Counter.H2D_BYTES, layers * len(slots) * piece_bytes)
 
     def out_of_hbm(self, block_id: int, staging: BlockBuffer, slot: int) -> str | None:
-        """Copy one block to a staging slot and wait; return why it failed, None if it did not."""
+        """Copy one block to a staging slot and wait; return why it failed, None if it did not.
+
+        Raises ``TransportError`` if the copy does not end: the slot must then never be reused.
+        """
         over = threading.Event()
         errors: list[str] = []
 
@@ -96,7 +102,11 @@ class HbmCopier:
         for layer, region in enumerate(self._layout.region_of_layer):
             pieces = staging.pieces([slot], layer)
             self._post(region, [block_id], STAGING_REGION, pieces, countdown.part_over)
-        over.wait()
+        if not over.wait(COPY_DEADLINE_S):
+            raise TransportError(
+                f"copy of a generated block is not over after {COPY_DEADLINE_S:g} s; its staging "
+                "slot is given up"
+            )
         return errors[0] if errors else None
 
     def _post(

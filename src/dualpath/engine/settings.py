@@ -20,7 +20,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     slots that generated blocks pass through; ``layer_buffers`` layers of KV in the PE's HBM, 0
     for all; ``compute_quota_s`` bound on a forward batch's attention time (§6.2), 0 for none;
     ``snic_bytes_per_s`` throttles storage reads to emulate a storage NIC, 0 for none;
-    ``transport`` "nixl" or "in-process"; ``trace_out`` path of a Chrome trace.
+    ``ucx_tls`` and ``progress_delay_us`` tune NIXL (``transport.nixl``); ``trace_out`` is the path
+    of a Chrome trace.
     """
 
     role: Role
@@ -38,7 +39,6 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     quota_flops_per_s: float = 0.0
     snic_bytes_per_s: float = 0.0
     read_batch_blocks: int = 4
-    transport: str = "nixl"
     ucx_tls: str = ""
     progress_delay_us: int = 1000
     trace_out: str = ""
@@ -57,8 +57,6 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         for name, value, least in checks:
             if value < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
-        if self.transport not in ("nixl", "in-process"):
-            raise ConfigError(f"transport is {self.transport!r}; use 'nixl' or 'in-process'")
 
     @property
     def node_name(self) -> str:

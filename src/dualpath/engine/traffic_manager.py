@@ -39,7 +39,7 @@ from dualpath.core.control import (
     TakeOver,
     Welcome,
 )
-from dualpath.core.errors import BufferTooSmallError, DualPathError
+from dualpath.core.errors import BufferTooSmallError, DualPathError, TransportError
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.hbm_copy import STAGING_REGION, HbmCopier, HbmLayout
@@ -359,17 +359,21 @@ class TrafficManager:
             self._write([key for _, key in blocks], [], lambda: None)
             return
         for block_id, key in blocks:
-            slot = self._staging.take()
-            error = "all staging slots are being written; raise staging_blocks"
-            if slot is not None:
-                error = self._copier.out_of_hbm(block_id, self._staging, slot) or ""
-            if slot is None or error:
+            try:
+                self._persist_one(block_id, key)
+            except TransportError as error:
                 log.warning("a generated block is not persisted: %s", error)
                 self.counters.add(Counter.PERSIST_DROPPED_BLOCKS, 1)
-                if slot is not None:
-                    self._staging.give_back(slot)
-                continue
-            self._write([key], [self._staging.view(slot)], _give_back(self._staging, slot))
+
+    def _persist_one(self, block_id: int, key: BlockKey) -> None:
+        slot = self._staging.take()
+        if slot is None:
+            raise TransportError("all staging slots are being written; raise staging_blocks")
+        error = self._copier.out_of_hbm(block_id, self._staging, slot)
+        if error is not None:
+            self._staging.give_back(slot)
+            raise TransportError(error)
+        self._write([key], [self._staging.view(slot)], lambda: self._staging.give_back(slot))
 
     # ------------------------------------------------------------------ life
 
@@ -393,7 +397,3 @@ class TrafficManager:
         self._transport.register(staging, self._staging.memory)
         for region in self._hbm.regions:
             self._transport.register(region, self._hbm)
-
-
-def _give_back(staging: BlockBuffer, slot: int) -> Callable[[], None]:
-    return lambda: staging.give_back(slot)

@@ -11,6 +11,14 @@ CONNECTOR_MODULE = "dualpath.vllm_plugin.connector"
 SCHEDULER_CLASS = "dualpath.vllm_plugin.quota_scheduler.QuotaScheduler"
 WORKER_CLASS = "dualpath.vllm_plugin.layerwise_worker.LayerwiseWorker"
 
+#: The commands behind router and engine processes, as "module:function".
+ROUTER_ENTRY = "dualpath.cli.main:main"
+ENGINE_ENTRY = "vllm.entrypoints.launchers.api_server.entry:main"
+
+#: Engines and control address of a local cluster; only the endpoint is open to other machines,
+#: and only if asked for.
+LOOPBACK = "127.0.0.1"
+
 #: What vLLM's CPU build needs on a small machine: one thread per engine, no pinning of threads to
 #: cores, worker and scheduler in one process (else a waiting request spins a core).
 ENGINE_ENVIRONMENT = {
@@ -37,6 +45,12 @@ def router_command(settings: ClusterSettings, port: int, control_port: int) -> l
     ]  # fmt: skip
     if settings.max_model_len:
         command += ["--max-model-len", str(settings.max_model_len)]
+    for flag, value in (
+        ("--alpha-tokens", settings.alpha_tokens),
+        ("--beta-tokens", settings.beta_tokens),
+    ):
+        if value is not None:
+            command += [flag, str(value)]
     if settings.served_model_names:
         command += ["--served-model-name", *settings.served_model_names]
     return [*command, *settings.router_args, "--vllm-args", "--disable-uvicorn-access-log"]
@@ -54,7 +68,7 @@ def engine_command(
     }
     command = [
         "--model", settings.model,
-        "--host", settings.host,
+        "--host", LOOPBACK,
         "--port", str(port),
         "--dtype", settings.dtype,
         "--block-size", str(settings.block_tokens),
@@ -90,8 +104,8 @@ def _extra_config(
     extra: dict[str, Any] = {
         "role": role.value,
         "engine_id": name,
-        "router": f"tcp://{settings.host}:{control_port}",
-        "api_url": f"http://{settings.host}:{port}",
+        "router": f"tcp://{LOOPBACK}:{control_port}",
+        "api_url": f"http://{LOOPBACK}:{port}",
         "storage": settings.storage,
         "mode": settings.mode.value,
         "buffer_bytes": settings.buffer_bytes,

@@ -15,7 +15,14 @@ import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, EngineLostError
-from dualpath.launch.commands import engine_command, engine_id, router_command
+from dualpath.launch.commands import (
+    ENGINE_ENTRY,
+    LOOPBACK,
+    ROUTER_ENTRY,
+    engine_command,
+    engine_id,
+    router_command,
+)
 from dualpath.launch.process import ManagedProcess
 from dualpath.launch.settings import ClusterSettings
 
@@ -68,14 +75,15 @@ class LocalCluster:
         _check_storage(settings.storage)
         logs = self._log_dir()
         port = _claim_port(settings.host, settings.port)
-        self.control_port = _claim_port(settings.host, 0)
-        self.endpoint = f"http://{settings.host}:{port}"
+        self.control_port = _claim_port(LOOPBACK, 0)
+        reachable = LOOPBACK if settings.host in ("0.0.0.0", "::") else settings.host
+        self.endpoint = f"http://{reachable}:{port}"
         try:
             self._progress(
                 f"starting router, {settings.prefill}P{settings.decode}D ({settings.mode})"
             )
             command = router_command(settings, port, self.control_port)
-            self._spawn("router", "router", command, logs)
+            self._spawn("router", ROUTER_ENTRY, command, logs)
             for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
                 for index in range(count):
                     self.start_engine(role, index)
@@ -88,9 +96,9 @@ class LocalCluster:
         """Start one engine, also one that replaces a lost one of the same name."""
         name = engine_id(role, index)
         self._processes = [p for p in self._processes if p.name != name or p.alive]
-        engine_port = _claim_port(self.settings.host, 0)
+        engine_port = _claim_port(LOOPBACK, 0)
         command = engine_command(self.settings, role, index, engine_port, self.control_port)
-        self._spawn(name, "engine", command, self._log_dir())
+        self._spawn(name, ENGINE_ENTRY, command, self._log_dir())
 
     def stop(self) -> None:
         """End engines, then the router; idempotent."""
@@ -119,8 +127,8 @@ class LocalCluster:
             raise EngineLostError(f"router at {self.endpoint} answered {code}; see its log")
         return msgspec.json.decode(body, type=dict[str, Any])
 
-    def _spawn(self, name: str, kind: str, command: list[str], logs: Path) -> None:
-        self._processes.append(ManagedProcess(name, kind, command, logs / f"{name}.log"))
+    def _spawn(self, name: str, entry: str, command: list[str], logs: Path) -> None:
+        self._processes.append(ManagedProcess(name, entry, command, logs / f"{name}.log"))
 
     def _log_dir(self) -> Path:
         if self.settings.log_dir:

@@ -6,6 +6,7 @@ supervisor, which then ends the others in order; and it dies with its parent.
 """
 
 import ctypes
+import importlib
 import multiprocessing
 import os
 import signal
@@ -17,8 +18,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from dualpath.core.errors import ConfigError
-from dualpath.launch.commands import ENGINE_ENVIRONMENT
+from dualpath.launch.commands import ENGINE_ENTRY, ENGINE_ENVIRONMENT
 
 _PRELOADED = [
     "vllm.entrypoints.launchers.api_server.entry",
@@ -36,11 +36,12 @@ _POLL_S = 0.02
 class ManagedProcess:
     """A named process with a log file."""
 
-    def __init__(self, name: str, kind: str, command: Sequence[str], log: Path) -> None:
+    def __init__(self, name: str, entry: str, command: Sequence[str], log: Path) -> None:
+        """Run the command ``entry`` ("module:function") with the arguments ``command``."""
         self.name = name
         self.log = log
         self._process = _context().Process(
-            target=_main, args=(kind, list(command), str(log)), name=name
+            target=_main, args=(entry, list(command), str(log)), name=name
         )
         with _environment(ENGINE_ENVIRONMENT):
             self._process.start()
@@ -123,8 +124,8 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def _main(kind: str, command: list[str], log: str) -> None:
-    """Entry point in the new process."""
+def _main(entry: str, command: list[str], log: str) -> None:
+    """Entry point in the new process; behaves as if the command had been typed."""
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -133,13 +134,23 @@ def _main(kind: str, command: list[str], log: str) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     for name, value in ENGINE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if kind == "router":
-        from dualpath.cli.main import main as dualpath_main
+    if entry == ENGINE_ENTRY:
+        _fork_engine_cores()
+    module, _, function = entry.partition(":")
+    sys.argv = [module, *command]
+    sys.exit(getattr(importlib.import_module(module), function)())
 
-        sys.exit(dualpath_main(command))
-    if kind != "engine":
-        raise ConfigError(f"process kind {kind!r} is neither 'router' nor 'engine'")
-    from vllm.entrypoints.launchers.api_server.entry import main as vllm_main
 
-    sys.argv = ["vllm", *command]
-    vllm_main()
+def _fork_engine_cores() -> None:
+    """Let this process fork its engine core, as vLLM does on GPUs.
+
+    On CPUs vLLM insists on spawning it, which imports everything once more: many seconds of CPU
+    per engine.  Its reason, threads of OpenMP that do not survive a fork, does not hold here:
+    nothing was computed in this process yet.
+    """
+    platforms = importlib.import_module("vllm.platforms")
+    if platforms.current_platform.is_cpu():
+        engine_processes = importlib.import_module("vllm.v1.engine.utils")
+        setattr(  # noqa: B010 - a module's function, replaced on purpose
+            engine_processes, "get_mp_context", lambda: multiprocessing.get_context("fork")
+        )

@@ -14,7 +14,8 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     ``hbm_bytes`` KV memory of an engine; ``buffer_bytes`` its PE or DE buffer; ``layer_buffers``
     layers of KV in a PE's memory, 0 for all (always 0 in mode basic); ``snic_bytes_per_s``
     throttles the storage reads of every engine to emulate a node's storage NIC, 0 for none;
-    ``compute_quota_s`` see §6.2; ``vllm_args`` go to every engine, ``router_args`` to
+    ``compute_quota_s`` see §6.2; ``alpha_tokens`` and ``beta_tokens`` see Algorithm 1, None as the
+    router derives them; ``vllm_args`` go to every engine, ``router_args`` to
     ``dualpath router``, verbatim.
     """
 
@@ -34,6 +35,8 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     snic_bytes_per_s: float = 0.0
     compute_quota_s: float = 0.3
     quota_flops_per_s: float = 0.0
+    alpha_tokens: int | None = None
+    beta_tokens: int | None = None
     served_model_names: tuple[str, ...] = ()
     enforce_eager: bool = True
     trace_dir: str = ""

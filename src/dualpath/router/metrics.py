@@ -150,6 +150,28 @@ class RouterMetrics:
         return generate_latest(self.registry)
 
 
+#: (metric, engine counter, HELP)
+_ENGINE_COUNTERS = (
+    ("snic_read_bytes", "storage_read_bytes", "Bytes read from storage."),
+    ("snic_write_bytes", "storage_write_bytes", "Bytes written to storage."),
+    ("loaded_blocks", "loaded_blocks", "Blocks loaded into a prefill engine's HBM."),
+    ("persisted_blocks", "persisted_blocks", "Full Blocks newly written to storage."),
+    ("persist_dropped_blocks", "persist_dropped_blocks", "Blocks not persisted."),
+    (
+        "verify_failures",
+        "verify_failures",
+        "Reads that ended at a block that was missing, short or failed its checksum.",
+    ),
+    ("read_deadlines", "read_deadlines", "Storage reads given up at their deadline."),
+    ("transfer_failures", "transfer_failures", "Requests whose KV transfer failed."),
+    (
+        "stale_hand_overs",
+        "stale_hand_overs",
+        "Hand-overs refused because their buffer slots had changed hands.",
+    ),
+)
+
+
 class _EngineCollector(Collector):
     def __init__(self, registry: Registry, malformed: Callable[[], int]) -> None:
         self._registry = registry
@@ -163,18 +185,8 @@ class _EngineCollector(Collector):
         for path, moved in bytes_by_path(self._registry).items():
             paths.add_metric([path], moved)
         yield paths
-        yield self._per_engine("snic_read_bytes", "storage_read_bytes", "Bytes read from storage.")
-        yield self._per_engine(
-            "snic_write_bytes", "storage_write_bytes", "Bytes written to storage."
-        )
-        yield self._per_engine(
-            "verify_failures",
-            "verify_failures",
-            "Stored blocks that were missing, short or failed their checksum on load.",
-        )
-        yield self._per_engine(
-            "persist_dropped_blocks", "persist_dropped_blocks", "Blocks not persisted."
-        )
+        for name, counter, text in _ENGINE_COUNTERS:
+            yield self._per_engine(name, counter, text)
         malformed = CounterMetricFamily(
             "dualpath:malformed_control_frames", "Control frames that were not understood."
         )

@@ -177,7 +177,7 @@ class WorkerSide:
             limits={
                 "max_model_len": model.max_model_len,
                 "vocab_size": model.get_vocab_size(),
-                "model": model.served_model_name or model.model,
+                "served_model_name": _first(model.served_model_name) or model.model,
                 "pid": os.getpid(),
             },
         )
@@ -296,3 +296,7 @@ class WorkerSide:
             if error is not None:
                 log.error("request %s: H2D failed: %s", request_id, error)
                 failed.add(request_id)
+
+
+def _first(names: str | list[str] | None) -> str | None:
+    return names[0] if isinstance(names, list) else names

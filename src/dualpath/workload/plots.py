@@ -54,7 +54,7 @@ def all_plots(results: Sequence[ReplayResult]) -> list[tuple[str, Figure]]:
             lambda a, r: draw_distribution(a, r, "tpot_s", "TPOT, ms"),
         ),
         ("Turns finished over time", draw_turns),
-        ("Bytes per read path", lambda a, r: draw_bytes(a, r, "path_bytes")),
+        ("Bytes moved, by path", lambda a, r: draw_bytes(a, r, "path_bytes")),
         ("Bytes read per storage NIC", lambda a, r: draw_bytes(a, r, "snic_read_bytes")),
     ]
     plots: list[tuple[str, Figure]] = []

@@ -1,0 +1,165 @@
+"""The documentation keeps up with the code: links, command line, metrics, settings, messages."""
+
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from dualpath.core import control
+from dualpath.core.cluster import Role
+from dualpath.engine.settings import EngineSettings
+from dualpath.launch.commands import ENGINE_ENVIRONMENT, engine_command, router_command
+from dualpath.launch.settings import ClusterSettings
+from dualpath.policy.events import SchedulerSettings
+from dualpath.router.metrics import PATH_COUNTERS, RouterMetrics
+from dualpath.router.records import Stage
+from dualpath.router.registry import Registry
+from dualpath.router.settings import RouterSettings
+from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+)
+REFERENCE = ROOT / "docs" / "reference"
+
+#: First components of absolute paths that a reader may meet: routes of HTTP, and one mount point.
+NEUTRAL_PATHS = {"v1", "dualpath", "health", "metrics", "inference", "mnt"}
+
+
+def page(name: str) -> str:
+    return (REFERENCE / name).read_text(encoding="utf-8")
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that GitHub gives to headings."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def links(path: Path) -> Iterator[str]:
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    yield from re.findall(r"\]\(\s*([^)\s]+)\s*\)", text)
+    yield from re.findall(r'src="([^"]+)"', text)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_somewhere(path: Path) -> None:
+    for link in links(path):
+        if "://" in link:
+            continue
+        target, _, anchor = link.partition("#")
+        file = (path.parent / target).resolve() if target else path
+        assert file.exists(), link
+        assert not anchor or anchor in anchors(file), link
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_page_names_a_place_on_somebodys_machine(path: Path) -> None:
+    text = re.sub(r"https?://\S+", "", path.read_text(encoding="utf-8"))
+    first_components = set(re.findall(r"(?<![\w.~<>)/*-])/([a-z][\w.-]*)", text))
+    assert first_components <= NEUTRAL_PATHS
+
+
+def test_files_named_in_the_architecture_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    names = re.findall(r"`((?:\w+/)*\w+\.py)`", text)
+    folder = ""
+    for name in names:
+        # "`engine/slots.py`, `buffer.py`": the folder of the one before is meant.
+        if "/" in name:
+            folder = name.rpartition("/")[0]
+        full = name if "/" in name else f"{folder}/{name}"
+        assert (ROOT / "src" / "dualpath" / full).exists() or (ROOT / full).exists(), name
+    assert names
+
+
+def test_the_index_lists_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    listed = {(index.parent / link.partition("#")[0]).resolve() for link in links(index)}
+    assert {path for path in PAGES if (ROOT / "docs") in path.parents} <= {*listed, index}
+
+
+def test_the_parts_by_hand_are_started_as_the_launcher_starts_them() -> None:
+    text = (ROOT / "docs" / "how-to" / "separate-machines.md").read_text(encoding="utf-8")
+    settings = ClusterSettings(model="MODEL", storage="/mnt/kv")
+    sections = {
+        "## The router": router_command(settings, 8000, 5700),
+        "## A prefill engine": engine_command(settings, Role.PREFILL, 0, 8001, 5700),
+        "## A decode engine": engine_command(settings, Role.DECODE, 0, 8002, 5700),
+    }
+    for heading, command in sections.items():
+        section = text.split(f"{heading}\n", 1)[1].split("\n## ", 1)[0]
+        for word in command:
+            if word.startswith("--") and word != "--disable-uvicorn-access-log":
+                assert word in section, f"{heading}: {word}"
+    assert all(f"{name}={value}" in text for name, value in ENGINE_ENVIRONMENT.items())
+
+
+def test_the_command_line_reference_is_current() -> None:
+    generator = runpy.run_path(str(ROOT / "docs" / "generate_cli.py"))
+    assert page("cli.md") == generator["render"](), "run python docs/generate_cli.py"
+
+
+def test_every_metric_is_in_the_reference_with_its_help() -> None:
+    metrics = RouterMetrics(Registry(), lambda: 0)
+    reference = page("metrics.md")
+    documented = dict(re.findall(r"^\| `(dualpath:\w+)` \|.*\| (.+) \|$", reference, re.MULTILINE))
+    real = {
+        family.name + ("_total" if family.type == "counter" else ""): family.documentation
+        for family in metrics.registry.collect()
+    }
+    assert documented == real
+
+
+def test_every_stage_and_path_is_in_the_metrics_reference() -> None:
+    reference = page("metrics.md")
+    for name in (*Stage, *PATH_COUNTERS):
+        assert f"| `{name}` |" in reference
+
+
+@pytest.mark.parametrize(
+    ("heading", "settings"),
+    [
+        ("Engine: `kv_connector_extra_config`", EngineSettings),
+        ("Router", RouterSettings),
+        ("Router's front end", FrontEndSettings),
+        ("Cluster on one machine", ClusterSettings),
+    ],
+)
+def test_every_setting_is_in_the_reference_with_its_default(
+    heading: str, settings: type[msgspec.Struct]
+) -> None:
+    assert documented_defaults(heading) == {
+        field.name: shown(field.default) for field in msgspec.structs.fields(settings)
+    }
+
+
+def test_documented_scheduler_settings_have_these_defaults() -> None:
+    real = {f.name: shown(f.default) for f in msgspec.structs.fields(SchedulerSettings)}
+    assert documented_defaults("Scheduler").items() <= real.items()
+
+
+def documented_defaults(heading: str) -> dict[str, str]:
+    section = page("settings.md").split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    return dict(re.findall(r"^\| `(\w+)` \| ([^|]*?) \|", section, flags=re.MULTILINE))
+
+
+def shown(default: Any) -> str:
+    if default is msgspec.NODEFAULT:
+        return "required"
+    if default in (None, ()):
+        return "none"
+    return f"`{default}`"
+
+
+def test_every_control_message_is_in_the_reference_with_its_fields() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page("control-protocol.md"), re.MULTILINE)
+    documented = {name: tuple(re.findall(r"`(\w+)`", fields)) for name, fields in rows}
+    messages = (*get_args(control.RouterMessage), *get_args(control.EngineMessage))
+    assert documented == {kind.__name__: kind.__struct_fields__ for kind in messages}
