@@ -71,6 +71,13 @@ def test_a_later_chunk_reloads_what_earlier_chunks_computed_and_sends_hits_once(
     assert [s.label for s in send_steps(prompt, 0, second)] == ["miss"]
 
 
+def test_with_all_layers_in_hbm_only_the_first_chunk_loads() -> None:
+    prompt = layout(SidedRun(Role.PREFILL, BlockRun(0, 5)))
+    first = load_steps(prompt, 0, BlockRun(5, 3), resident=True)
+    assert [s.label for s in first] == ["4a.3-4"]
+    assert load_steps(prompt, 0, BlockRun(8, 3), resident=True) == ()
+
+
 def test_decode_copies_every_block_and_persists_only_new_full_ones() -> None:
     prompt = layout(SidedRun(Role.DECODE, BlockRun(0, 8)))
     assert [s.blocks for s in decode_steps(prompt)] == [BlockRun(0, 11)] * 3

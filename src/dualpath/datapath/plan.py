@@ -15,9 +15,9 @@ block the path of the side it was read on.
 
 The paper draws 8-9 after the whole prompt has arrived: HBM of the DE is allocated only then.
 
-Deviation: the paper reads prompts in one forward pass.  Where chunked prefill divides a prompt,
-every chunk loads all KV before it once more, layer by layer: hit blocks from where they were read
-to, blocks of earlier chunks from the DE buffer, which holds them already.
+Deviation: the paper reads prompts in one forward pass.  Where chunked prefill divides a prompt and
+HBM holds only some layers, every chunk loads all KV before it once more, layer by layer: hit blocks
+from where they were read to, blocks of earlier chunks from the DE buffer, which holds them already.
 """
 
 import enum
@@ -229,12 +229,17 @@ def read_steps(layout: PromptLayout) -> tuple[Step, ...]:
     return tuple(_step(hops[run.side], layout.geometry, run.blocks) for run in layout.hits)
 
 
-def load_steps(layout: PromptLayout, layer: int, chunk: BlockRun) -> tuple[Step, ...]:
-    """What must be in the PE's HBM before ``layer`` of a chunk: all KV before the chunk.
+def load_steps(
+    layout: PromptLayout, layer: int, chunk: BlockRun, *, resident: bool = False
+) -> tuple[Step, ...]:
+    """What has to be brought into the PE's HBM before ``layer`` of a chunk.
 
-    ``chunk`` are the blocks the forward pass computes; it starts at the first miss block or where
-    the previous chunk ended.
+    All KV before the chunk must be there.  ``chunk`` are the blocks the forward pass computes; it
+    starts at the first miss block or where the previous chunk ended.  ``resident`` says that HBM
+    holds all layers, so that earlier chunks have left everything in place.
     """
+    if resident and chunk.first > layout.hit_blocks:
+        return ()
     hops = {Role.PREFILL: LOAD_FROM_PE_BUFFER, Role.DECODE: LOAD_FROM_DE_BUFFER}
     steps = [_step(hops[run.side], layout.geometry, run.blocks, layer) for run in layout.hits]
     computed = BlockRun(layout.hit_blocks, chunk.first - layout.hit_blocks)

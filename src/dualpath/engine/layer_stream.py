@@ -159,10 +159,11 @@ class LayerStream:
             self._wait(self._sends[layer], f"send of layer {layer}")
 
     def _load(self, layer: int) -> None:
+        resident = self._settings.buffers >= self._geometry.layers
         steps = [
             (chunk, step)
             for chunk, layout in zip(self._chunks, self._layouts, strict=True)
-            for step in load_steps(layout, layer, chunk.chunk)
+            for step in load_steps(layout, layer, chunk.chunk, resident=resident)
         ]
         self._post(self._loads[layer], steps, layer, "load", lambda: None)
 

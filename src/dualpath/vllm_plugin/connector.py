@@ -9,6 +9,7 @@ Use it with
 The keys of ``kv_connector_extra_config`` are those of ``dualpath.engine.settings``.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -191,6 +192,11 @@ def check_engine_config(
     if algorithm != HASH_ALGORITHM:
         problems.append(
             f"hash algorithm {algorithm}; add --prefix-caching-hash-algo {HASH_ALGORITHM}"
+        )
+    if (seed := os.environ.get("PYTHONHASHSEED")) is not None:
+        problems.append(
+            f"PYTHONHASHSEED is {seed}, from which vLLM derives block keys that no other engine "
+            "and no router shares; unset it"
         )
     if settings.role is Role.PREFILL:
         problems += _prefill_problems(config, settings)

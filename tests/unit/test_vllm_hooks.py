@@ -1,0 +1,248 @@
+"""What the engine plugin uses of vLLM 0.32's inside; an upgrade that changes any of it fails here.
+
+The front end's share is pinned by ``test_frontend_vllm_interface.py``.
+"""
+
+import inspect
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import utils as engine_processes
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+from vllm.v1.request import Request
+
+from dualpath.core.blocks import CHAIN_SEED, block_keys, chain_root
+from dualpath.core.cluster import Role
+from dualpath.core.control import HandOver, HitRun, to_transfer_params
+from dualpath.core.errors import ConfigError
+from dualpath.engine.settings import EngineSettings
+from dualpath.vllm_plugin.connector import DualPathConnector, check_engine_config
+from dualpath.vllm_plugin.layerwise_worker import LayerwiseWorker, PlatformWorker, place_in_regions
+from dualpath.vllm_plugin.quota_scheduler import QuotaScheduler
+from dualpath.vllm_plugin.scheduler_side import SchedulerSide
+
+BLOCK_TOKENS = 16
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+def own_functions(cls):
+    return {name for name, value in vars(cls).items() if callable(value) and name[:2] != "__"}
+
+
+# ------------------------------------------------------------------ scheduler
+
+
+def test_the_quota_hook_is_asked_with_computed_and_new_tokens():
+    assert parameters(Scheduler._reserve_prefill_lookahead) == [
+        "self", "request", "num_computed_tokens", "num_new_tokens",
+    ]  # fmt: skip
+    assert parameters(QuotaScheduler._reserve_prefill_lookahead) == parameters(
+        Scheduler._reserve_prefill_lookahead
+    )
+
+
+def test_the_quota_hook_is_asked_for_running_and_for_waiting_requests():
+    source = inspect.getsource(Scheduler.schedule)
+    running, _, waiting = source.partition("self.waiting")
+    assert running.count("self._reserve_prefill_lookahead(") == 1
+    assert waiting.count("self._reserve_prefill_lookahead(") == 1
+
+
+def test_the_schedule_tells_what_the_connector_reads_of_it():
+    read = {
+        SchedulerOutput: {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"},
+        NewRequestData: {"req_id", "num_computed_tokens"},
+        CachedRequestData: {"req_ids", "new_block_ids", "num_computed_tokens", "resumed_req_ids"},
+    }
+    for cls, names in read.items():
+        assert names <= set(cls.__dataclass_fields__)
+
+
+# ------------------------------------------------------------------ connector
+
+
+def test_every_function_the_connector_overrides_is_still_there():
+    inherited = {name for base in (KVConnectorBase_V1, SupportsHMA) for name in vars(base)}
+    ours = own_functions(DualPathConnector) | {"requires_kv_delivery"}
+    assert ours <= inherited
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bind_connector_metadata",
+        "bind_gpu_block_pool",
+        "build_connector_meta",
+        "get_num_new_matched_tokens",
+        "get_transfer_results",
+        "register_kv_caches",
+        "request_finished",
+        "save_kv_layer",
+        "start_load_kv",
+        "update_state_after_alloc",
+        "wait_for_layer_load",
+    ],
+)
+def test_overridden_functions_keep_their_parameters(name):
+    theirs, ours = getattr(KVConnectorBase_V1, name), getattr(DualPathConnector, name)
+    assert parameters(ours) == parameters(theirs)
+
+
+def test_vllm_asks_for_transfer_results_with_these_fields():
+    results = KVConnectorTransferResults(finished_recving={"a"}, failed_recving={"b"})
+    assert (results.finished_recving, results.failed_recving) == ({"a"}, {"b"})
+
+
+# ------------------------------------------------------------------ worker
+
+
+def test_layers_are_placed_by_offset_and_stride_and_may_overlap():
+    assert set(KVCacheTensor.__dataclass_fields__) >= {
+        "size", "layers", "layer_stride", "block_stride", "offset",
+    }  # fmt: skip
+    assert {"num_blocks", "kv_cache_tensors", "kv_cache_groups"} <= set(
+        KVCacheConfig.__dataclass_fields__
+    )
+    layers = [f"layer {n}" for n in range(5)]
+    whole = KVCacheTensor(
+        size=5 * 70, layers=layers, layer_stride=70, block_stride=10, offset=0
+    )
+    placed = place_in_regions([whole], num_blocks=7, buffers=2)
+    assert [tensor.layers for tensor in placed] == [[layer] for layer in layers]
+    assert [tensor.offset for tensor in placed] == [0, 70, 0, 70, 0]
+    assert {tensor.size for tensor in placed} == {140}
+
+
+def test_the_worker_overrides_what_vllm_calls():
+    for name in ("determine_available_memory", "initialize_from_config"):
+        theirs, ours = getattr(PlatformWorker, name), getattr(LayerwiseWorker, name)
+        assert parameters(ours) == parameters(theirs)
+
+
+def test_engine_cores_are_started_by_the_context_the_launcher_replaces():
+    source = inspect.getsource(engine_processes.CoreEngineProcManager.__init__)
+    assert "get_mp_context()" in source
+    assert "get_mp_context" in vars(engine_processes)
+
+
+# ------------------------------------------------------------------ block keys
+
+
+@pytest.fixture(scope="module", autouse=True)
+def none_hash():
+    """vLLM's chain root as an engine has it: no PYTHONHASHSEED."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONHASHSEED", raising=False)
+        kv_cache_utils.init_none_hash(sha256_cbor)
+
+
+def vllm_request(tokens, salt=None, transfer=None):
+    extra = {"kv_transfer_params": transfer} if transfer else None
+    return Request(
+        request_id="r",
+        prompt_token_ids=list(tokens),
+        sampling_params=SamplingParams(max_tokens=40, extra_args=extra),
+        pooling_params=None,
+        cache_salt=salt,
+        block_hasher=kv_cache_utils.get_request_block_hasher(BLOCK_TOKENS, sha256_cbor),
+    )
+
+
+def test_the_chain_begins_where_vllms_does():
+    assert kv_cache_utils.DEFAULT_NONE_HASH_SEED == CHAIN_SEED
+    assert bytes(kv_cache_utils.NONE_HASH) == chain_root()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, 200_000), min_size=1, max_size=5 * BLOCK_TOKENS),
+    salt=st.none() | st.text(min_size=1, max_size=8),
+)
+def test_block_keys_are_vllms_own(tokens, salt):
+    theirs = [bytes(key) for key in vllm_request(tokens, salt).block_hashes]
+    assert block_keys(tokens, BLOCK_TOKENS, cache_salt=salt) == theirs
+
+
+def test_generated_tokens_enter_the_keys_as_prompt_tokens_do():
+    request = vllm_request(range(BLOCK_TOKENS + 3), "tenant")
+    request.append_output_token_ids(list(range(500, 500 + BLOCK_TOKENS)))
+    theirs = [bytes(key) for key in request.block_hashes]
+    tokens = [*range(BLOCK_TOKENS + 3), *range(500, 500 + BLOCK_TOKENS)]
+    assert len(theirs) == 2
+    assert block_keys(tokens, BLOCK_TOKENS, cache_salt="tenant") == theirs
+
+
+def hand_over(hit_blocks, tail):
+    return HandOver(
+        request_id="r",
+        prompt_tokens=5 * BLOCK_TOKENS,
+        hit_blocks=hit_blocks,
+        hit_key_tail=tail,
+        hits=(HitRun(side=Role.PREFILL, first_block=0, slots=tuple(range(hit_blocks))),),
+        decode_engine="de-0",
+        decode_epoch="e",
+        de_slots=tuple(range(5)),
+    )
+
+
+def test_a_request_grants_its_hits_only_under_its_own_keys():
+    tokens = list(range(5 * BLOCK_TOKENS))
+    keys = block_keys(tokens, BLOCK_TOKENS)
+    right = vllm_request(tokens, transfer=_json(to_transfer_params(hand_over(3, keys[2]))))
+    wrong = vllm_request(tokens, transfer=_json(to_transfer_params(hand_over(3, keys[1]))))
+    for request, hit_tokens in ((right, 3 * BLOCK_TOKENS), (wrong, 0)):
+        side = SchedulerSide(Role.PREFILL, BLOCK_TOKENS)
+        assert side.matched_tokens(request, 0) == (hit_tokens, False)
+
+
+def _json(value):
+    """Return what a value is after its way over HTTP."""
+    return msgspec.json.decode(msgspec.json.encode(value))
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def engine_config(**cache):
+    cache = {"prefix_caching_hash_algo": "sha256_cbor", "enable_prefix_caching": False} | cache
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=1, worker_cls="auto"),
+        cache_config=SimpleNamespace(**cache),
+        scheduler_config=SimpleNamespace(scheduler_cls=QuotaScheduler),
+    )
+
+
+ONE_GROUP = SimpleNamespace(kv_cache_groups=[None])
+SETTINGS = EngineSettings(
+    role=Role.PREFILL, engine_id="pe-0", router="tcp://h:1", api_url="http://h:2", storage="s",
+    layer_buffers=0,
+)  # fmt: skip
+
+
+def test_an_engine_whose_keys_would_differ_is_refused(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    check_engine_config(engine_config(), SETTINGS, ONE_GROUP)
+    with pytest.raises(ConfigError, match="sha256_cbor"):
+        check_engine_config(engine_config(prefix_caching_hash_algo="xxhash"), SETTINGS, ONE_GROUP)
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    with pytest.raises(ConfigError, match="PYTHONHASHSEED is 7.*unset it"):
+        check_engine_config(engine_config(), SETTINGS, ONE_GROUP)
