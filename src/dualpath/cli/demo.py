@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from dualpath.workload.session import Session
 
 SESSIONS_PACKAGE = "agentperf_local"
+#: More real sessions, used where this folder stands beside the repository.
+MORE_SESSIONS = Path("../shared/data/mini_swe_gemini3/dev.jsonl.xz")
+MORE_SESSIONS_LIMIT = 20
 SERVED_NAME = "SmolLM2-135M-Instruct"
 
 #: Bound of a batch's attention time.  The paper's 0.3 s is meant for GPUs; one CPU core needs
@@ -69,15 +72,21 @@ def run(args: argparse.Namespace) -> int:
 
     _say("preparing SmolLM2-135M-Instruct (converted once, then cached)")
     model = prepare_smollm2()
-    sessions = _fitting(_sessions(args.trace), model, args)
-    results = [_run_mode(Mode(mode), args, model, sessions, out) for mode in args.modes]
+    sessions, names = _sessions(args.trace)
+    sessions = _fitting(sessions, model, args)
+    results = [_run_mode(Mode(mode), args, model, sessions, names, out) for mode in args.modes]
     _report(results, out)
     failed = sum(result.summary.turns_failed for result in results)
     return 1 if failed else 0
 
 
 def _run_mode(
-    mode: Mode, args: argparse.Namespace, model: Path, sessions: "Sequence[Session]", out: Path
+    mode: Mode,
+    args: argparse.Namespace,
+    model: Path,
+    sessions: "Sequence[Session]",
+    names: str,
+    out: Path,
 ) -> "ReplayResult":
     from dualpath.launch.local_cluster import LocalCluster
     from dualpath.workload.options import ReplayOptions
@@ -93,8 +102,8 @@ def _run_mode(
         max_context_tokens=args.max_context,
         scale_generate=args.scale_generate,
         label=mode.value,
-        trace=args.trace or SESSIONS_PACKAGE,
-        trace_format="" if args.trace else "agentperf",
+        trace=names,
+        trace_format="text sessions",
     )
     storage = tempfile.mkdtemp(prefix=f"dualpath-demo-{mode.value}-")
     try:
@@ -141,18 +150,23 @@ def _cluster_settings(
     )
 
 
-def _sessions(trace: str | None) -> "list[Session]":
+def _sessions(trace: str | None) -> "tuple[list[Session], str]":
+    """Return the sessions to replay and where they come from."""
     from dualpath.workload.formats import read_trace
 
     if trace:
-        return read_trace(trace)
+        return read_trace(trace), trace
     spec = importlib.util.find_spec(SESSIONS_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
             "the sessions of the package agentperf-local are not installed; run `make install` or "
             "name other sessions with --trace"
         )
-    return read_trace(Path(spec.submodule_search_locations[0]) / "data" / "replays")
+    sessions = read_trace(Path(spec.submodule_search_locations[0]) / "data" / "replays")
+    if MORE_SESSIONS.is_file():
+        more = read_trace(MORE_SESSIONS, limit=MORE_SESSIONS_LIMIT)
+        return [*sessions, *more], f"{SESSIONS_PACKAGE} and {MORE_SESSIONS.parent.name}"
+    return sessions, SESSIONS_PACKAGE
 
 
 def _fitting(sessions: "list[Session]", model: Path, args: argparse.Namespace) -> "list[Session]":

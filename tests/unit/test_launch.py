@@ -1,0 +1,115 @@
+"""A cluster on this machine: its command lines, and what is refused before anything starts."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualpath.cli.main import main
+from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError
+from dualpath.core.modes import Mode
+from dualpath.launch.commands import engine_command, router_command
+from dualpath.launch.local_cluster import LocalCluster
+from dualpath.launch.settings import ClusterSettings
+
+
+def settings(**changes: Any) -> ClusterSettings:
+    return ClusterSettings(**({"model": "m", "storage": "kv"} | changes))
+
+
+def extra_config(command: list[str]) -> dict[str, Any]:
+    transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
+    extra: dict[str, Any] = transfer["kv_connector_extra_config"]
+    return extra
+
+
+def prefill_config(mode: Mode) -> tuple[list[str], dict[str, Any]]:
+    command = engine_command(settings(mode=mode), Role.PREFILL, 0, 8001, 5700)
+    return command, extra_config(command)
+
+
+def test_every_step_of_the_ablation_switches_one_thing_on() -> None:
+    command, basic = prefill_config(Mode.BASIC)
+    assert (basic["layer_buffers"], basic["compute_quota_s"]) == (0, 0.0)
+    assert "--worker-cls" not in command
+    for mode in (Mode.LAYERWISE, Mode.ROUND_ROBIN):
+        command, extra = prefill_config(mode)
+        assert (extra["layer_buffers"], extra["compute_quota_s"]) == (2, 0.0)
+        assert "--worker-cls" in command
+    for mode in (Mode.DUALPATH, Mode.SPLIT, Mode.ORACLE):
+        _, extra = prefill_config(mode)
+        assert (extra["layer_buffers"], extra["compute_quota_s"]) == (2, 0.3)
+
+
+def test_only_the_endpoint_is_open_to_other_machines() -> None:
+    wide = settings(host="0.0.0.0")
+    router = router_command(wide, 8000, 5700)
+    assert router[router.index("--host") + 1] == "0.0.0.0"
+    assert "--control-host" not in router  # loopback by default
+    engine = engine_command(wide, Role.DECODE, 1, 8002, 5700)
+    assert engine[engine.index("--host") + 1] == "127.0.0.1"
+    extra = extra_config(engine)
+    assert (extra["engine_id"], extra["router"]) == ("de-1", "tcp://127.0.0.1:5700")
+    assert extra["api_url"] == "http://127.0.0.1:8002"
+
+
+def test_alpha_and_beta_reach_the_router() -> None:
+    router = router_command(settings(alpha_tokens=100, beta_tokens=200), 8000, 5700)
+    assert router[router.index("--alpha-tokens") + 1] == "100"
+    assert router[router.index("--beta-tokens") + 1] == "200"
+    assert "--alpha-tokens" not in router_command(settings(), 8000, 5700)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prefill": 0}, "prefill is 0; it must be at least 1"),
+        ({"decode": -1}, "decode is -1"),
+        ({"buffer_bytes": 0}, "buffer_bytes is 0"),
+        ({"layer_buffers": -1}, "layer_buffers is -1; it must be at least 0"),
+        ({"port": 70000}, "port is 70000; it must be between 0 and 65535"),
+    ],
+)
+def test_absurd_sizes_are_refused_by_name(change: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(**change).checked()
+
+
+def test_a_model_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    cluster = LocalCluster(settings(model=str(tmp_path), storage=str(tmp_path / "kv")))
+    with pytest.raises(ConfigError, match=r"no folder with a config\.json"):
+        cluster.start()
+    assert cluster.processes == ()
+
+
+def test_storage_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    below_a_file = tmp_path / "config.json" / "kv"
+    cluster = LocalCluster(settings(model=str(tmp_path), storage=str(below_a_file)))
+    with pytest.raises(ConfigError, match=r"cannot be written .*--storage"):
+        cluster.start()
+
+
+def test_a_taken_port_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        cluster = LocalCluster(
+            settings(model=str(tmp_path), storage=str(tmp_path / "kv"), port=port)
+        )
+        with pytest.raises(ConfigError, match=f"port {port} .* --port"):
+            cluster.start()
+    assert cluster.processes == ()
+
+
+def test_a_dry_run_prints_one_command_per_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "m", "--storage", "kv", "--decode", "2", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("dualpath router m ")
+    assert sum("kv-transfer-config" in line for line in lines) == 3
+    assert len(lines) == 4
