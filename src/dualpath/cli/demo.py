@@ -51,7 +51,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--prefill", type=int, default=1, metavar="P")
     parser.add_argument("--decode", type=int, default=1, metavar="D")
     parser.add_argument(
-        "--snic-mb-per-s", type=float, default=30.0, help="storage read rate of every engine"
+        "--snic-mb-per-s", type=float, default=20.0, help="storage read rate of every engine"
     )
     parser.add_argument(
         "--scale-generate", type=float, default=0.25, help="share of recorded answers generated"

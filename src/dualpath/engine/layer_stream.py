@@ -165,7 +165,9 @@ class LayerStream:
             for chunk, layout in zip(self._chunks, self._layouts, strict=True)
             for step in load_steps(layout, layer, chunk.chunk, resident=resident)
         ]
-        self._post(self._loads[layer], steps, layer, "load", lambda: None)
+        self._pump.call(
+            lambda: self._post(self._loads[layer], steps, layer, "load", lambda: None)
+        )
 
     def _send(self, layer: int) -> None:
         steps = [
@@ -179,7 +181,7 @@ class LayerStream:
             if self._settings.overlap and following < self._geometry.layers:
                 self._load(following)
 
-        self._post(self._sends[layer], steps, layer, "send", load_next)
+        self._pump.call(lambda: self._post(self._sends[layer], steps, layer, "send", load_next))
 
     def _post(
         self,
@@ -189,7 +191,11 @@ class LayerStream:
         track: str,
         then: Callable[[], None],
     ) -> None:
-        """Post one transfer per (request, step); ``then`` runs when the last of them is over."""
+        """Post one transfer per (request, step); ``then`` runs when the last of them is over.
+
+        Runs on the pump's thread, so that a transfer that copies while it is posted does so beside
+        the computation.
+        """
         work.start_ns = self._trace.now_ns()
         work.left = len(steps) + 1
 

@@ -1,10 +1,14 @@
 """One thread that drives posted transfers to their end without spinning a core."""
 
+import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 
 from dualpath.core.errors import DualPathError
 from dualpath.transport.contract import Transfer, TransferState
+
+log = logging.getLogger(__name__)
 
 #: Waits between two polls while transfers move: short at first, then longer.
 _FIRST_WAIT_S = 0.0001
@@ -46,6 +50,7 @@ class TransferPump:
     def __init__(self, name: str) -> None:
         self._wake = threading.Condition()
         self._moving: list[Completion] = []
+        self._calls: deque[Callable[[], None]] = deque()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"{name}-pump", daemon=True)
         self._thread.start()
@@ -60,6 +65,16 @@ class TransferPump:
             self._wake.notify()
         return completion
 
+    def call(self, work: Callable[[], None]) -> None:
+        """Run ``work`` on the pump's thread, in order.
+
+        Posting a transfer may copy its bytes on the spot (UCX over shared memory does): what must
+        not wait for that lets the pump post.
+        """
+        with self._wake:
+            self._calls.append(work)
+            self._wake.notify()
+
     def close(self) -> None:
         """Stop after the transfers under way are over; idempotent."""
         with self._wake:
@@ -72,11 +87,18 @@ class TransferPump:
         wait_s = _FIRST_WAIT_S
         while True:
             with self._wake:
-                while not self._moving and not self._closing:
+                while not self._moving and not self._calls and not self._closing:
                     self._wake.wait()
                     wait_s = _FIRST_WAIT_S
-                if not self._moving:
+                if not self._moving and not self._calls:
                     return
+                calls, self._calls = self._calls, deque()
+            for work in calls:
+                try:
+                    work()
+                except Exception:  # a defect must not end the thread that moves everybody's KV
+                    log.exception("work of the transfer pump failed")
+            with self._wake:
                 moving = list(self._moving)
             over = [c for c in moving if c.transfer.poll() is not TransferState.MOVING]
             with self._wake:
@@ -87,6 +109,6 @@ class TransferPump:
                 wait_s = _FIRST_WAIT_S
                 continue
             with self._wake:
-                if len(self._moving) == len(moving):
+                if len(self._moving) == len(moving) and not self._calls:
                     self._wake.wait(wait_s)
             wait_s = min(wait_s * 2, _LONGEST_WAIT_S)
