@@ -33,7 +33,7 @@ from dualpath.core.control import HandOver, HitRun, to_transfer_params
 from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings
 from dualpath.vllm_plugin.connector import DualPathConnector, check_engine_config
-from dualpath.vllm_plugin.layerwise_worker import LayerwiseWorker, PlatformWorker, place_in_regions
+from dualpath.vllm_plugin.layerwise_worker import LayerwiseWorker, place_in_regions
 from dualpath.vllm_plugin.quota_scheduler import QuotaScheduler
 from dualpath.vllm_plugin.scheduler_side import SchedulerSide
 
@@ -123,9 +123,7 @@ def test_layers_are_placed_by_offset_and_stride_and_may_overlap():
         KVCacheConfig.__dataclass_fields__
     )
     layers = [f"layer {n}" for n in range(5)]
-    whole = KVCacheTensor(
-        size=5 * 70, layers=layers, layer_stride=70, block_stride=10, offset=0
-    )
+    whole = KVCacheTensor(size=5 * 70, layers=layers, layer_stride=70, block_stride=10, offset=0)
     placed = place_in_regions([whole], num_blocks=7, buffers=2)
     assert [tensor.layers for tensor in placed] == [[layer] for layer in layers]
     assert [tensor.offset for tensor in placed] == [0, 70, 0, 70, 0]
@@ -134,7 +132,7 @@ def test_layers_are_placed_by_offset_and_stride_and_may_overlap():
 
 def test_the_worker_overrides_what_vllm_calls():
     for name in ("determine_available_memory", "initialize_from_config"):
-        theirs, ours = getattr(PlatformWorker, name), getattr(LayerwiseWorker, name)
+        theirs, ours = getattr(LayerwiseWorker.__base__, name), getattr(LayerwiseWorker, name)
         assert parameters(ours) == parameters(theirs)
 
 
@@ -244,5 +242,5 @@ def test_an_engine_whose_keys_would_differ_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="sha256_cbor"):
         check_engine_config(engine_config(prefix_caching_hash_algo="xxhash"), SETTINGS, ONE_GROUP)
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    with pytest.raises(ConfigError, match="PYTHONHASHSEED is 7.*unset it"):
+    with pytest.raises(ConfigError, match=r"PYTHONHASHSEED is 7.*unset it"):
         check_engine_config(engine_config(), SETTINGS, ONE_GROUP)

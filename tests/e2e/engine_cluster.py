@@ -1,0 +1,241 @@
+"""Real vLLM engines under a router in this process, so that tests can look at both ends."""
+
+import asyncio
+import functools
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+from tests.e2e.plain_engine import (
+    GUARD_S,
+    HBM_BYTES,
+    MAX_MODEL_LEN,
+    NAME,
+    START_S,
+    Answer,
+    Round,
+    complete,
+    until,
+)
+
+from dualpath.core.blocks import block_keys
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
+from dualpath.launch.commands import ENGINE_ENTRY, engine_command, engine_id
+from dualpath.launch.process import ManagedProcess
+from dualpath.launch.settings import MIB, ClusterSettings
+from dualpath.router.assign_log import AssignmentNote
+from dualpath.router.service import RouterService
+from dualpath.router.settings import RouterSettings
+from dualpath.storage.posix import PosixStorage
+from dualpath.vllm_plugin.app import make_app
+from dualpath.vllm_plugin.engine_config import (
+    bind_listen_socket,
+    make_engine_config,
+    parse_front_end_arguments,
+)
+from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
+from dualpath.vllm_plugin.frontend import DualPathLLM
+from dualpath.vllm_plugin.generate_client import GenerateClient
+
+
+class EngineCluster:
+    """Router and front end on a thread of this process, engines forked; a context manager."""
+
+    def __init__(self, settings: ClusterSettings, folder: Path) -> None:
+        self.settings = settings
+        self.folder = folder
+        self.processes: dict[str, ManagedProcess] = {}
+        self._started: dict[str, tuple[Role, int, dict[str, Any]]] = {}
+        self._forgotten = 0
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    def __enter__(self) -> "EngineCluster":
+        self._thread.start()
+        assert self._ready.wait(GUARD_S)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            process.end(20)
+        self.server.should_exit = True
+        self._thread.join(GUARD_S)
+        assert not self._thread.is_alive()
+
+    async def _run(self) -> None:
+        front_end = FrontEndSettings(
+            model=self.settings.model,
+            port=0,
+            dtype=self.settings.dtype,
+            max_model_len=self.settings.max_model_len,
+            served_model_names=(NAME,),
+            block_tokens=self.settings.block_tokens,
+            vllm_arguments=self.settings.vllm_args,
+        )
+        args = parse_front_end_arguments(front_end)
+        listener = bind_listen_socket(args)
+        config = make_engine_config(args)
+        calls = GenerateClient(config.model_config.max_logprobs)
+        self.service = RouterService(RouterSettings(mode=self.settings.mode), calls)
+        await self.service.start()
+        self.control_port = int(self.service.control_address.rpartition(":")[2])
+        llm = DualPathLLM(
+            config, self.service, block_tokens=front_end.block_tokens, log_stats=False
+        )
+        app = await make_app(llm, self.service, args)
+        listener.listen()
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        self._ready.set()
+        try:
+            await self.server.serve(sockets=[listener])
+        finally:
+            await llm.aclose()
+            await self.service.stop()
+            await calls.aclose()
+
+    # ------------------------------------------------------------------ engines
+
+    def start_engine(self, role: Role, index: int, **changes: Any) -> str:
+        """Start an engine, with settings of its own; return its name."""
+        name = engine_id(role, index)
+        settings = msgspec.structs.replace(self.settings, **changes)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        command = engine_command(settings, role, index, port, self.control_port)
+        log = self.folder / f"{name}.log"
+        self._started[name] = (role, index, changes)
+        self.processes[name] = ManagedProcess(name, ENGINE_ENTRY, command, log)
+        return name
+
+    def restart(self, name: str) -> None:
+        """Start a killed engine as it was, and wait until it has joined again."""
+        role, index, changes = self._started[name]
+        self.start_engine(role, index, **changes)
+        self.wait_for(name)
+
+    def kill(self, name: str) -> None:
+        """Kill an engine and all its processes as an out-of-memory killer would."""
+        self.processes[name].kill()
+        assert self.processes[name].join(GUARD_S)
+
+    def wait_for(self, *names: str) -> None:
+        """Wait until these engines are registered and alive."""
+        for name in names:
+            until(functools.partial(self._up, name), f"engine {name}", START_S)
+
+    def _up(self, name: str) -> bool:
+        process = self.processes[name]
+        assert process.alive, process.log_tail()
+        return name in self.alive()
+
+    def alive(self) -> set[str]:
+        """Names of the live engines."""
+        return {info.engine_id for info in self.service.engines()}
+
+    def total(self, counter: str, *engines: str) -> float:
+        """Sum of a counter over engines, all by default."""
+        states = self.service.registry.all()
+        chosen = [s for s in states if not engines or s.info.engine_id in engines]
+        return sum(state.totals().get(counter, 0) for state in chosen)
+
+    def idle(self) -> bool:
+        """Whether no live engine has a request or holds any of its buffer."""
+        states = [s for s in self.service.registry.all() if s.alive]
+        return all(
+            s.report is not None
+            and s.report.unfinished_requests == 0
+            and s.report.free_buffer_tokens == s.info.buffer_tokens
+            for s in states
+        )
+
+    def wait_idle(self) -> None:
+        """Wait until every engine has given everything back."""
+        until(self.idle, "engines idle with free buffers")
+
+    def assignments(self) -> list[AssignmentNote]:
+        """Decisions since ``forget_assignments``."""
+        return list(self.service.desk.dispatch.recent)[self._forgotten :]
+
+    def forget_assignments(self) -> None:
+        """Begin a new list of decisions."""
+        self._forgotten = len(self.service.desk.dispatch.recent)
+
+    # ------------------------------------------------------------------ requests and blocks
+
+    def ask(self, prompt: Sequence[int], generate: int, salt: str = "") -> Answer:
+        """Return the answer to one request."""
+        return complete(self.url, prompt, generate, salt)
+
+    @functools.cached_property
+    def storage(self) -> PosixStorage:
+        """The engines' storage, opened by this process as well."""
+        namespace = self.service.registry.namespace
+        assert namespace is not None
+        return PosixStorage(self.settings.storage, namespace, parallel_reads=1)
+
+    def keys(self, tokens: Sequence[int], salt: str = "") -> list[bytes]:
+        """Keys of the full blocks of a prefix."""
+        return block_keys(tokens, self.settings.block_tokens, cache_salt=salt or None)
+
+    def wait_stored(self, tokens: Sequence[int], salt: str = "") -> list[bytes]:
+        """Wait until all full blocks of a prefix are stored; return their keys."""
+        storage, keys = self.storage, self.keys(tokens, salt)
+        until(lambda: storage.hit_blocks(keys) == len(keys), f"{len(keys)} stored blocks")
+        return keys
+
+    def blocks(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the stored Full Blocks."""
+        sizes = self.storage.geometry.full_block_bytes
+        blocks = [bytearray(sizes) for _ in keys]
+        outcome = self.storage.read(keys, [memoryview(block) for block in blocks])
+        assert outcome.good_blocks == len(keys), outcome
+        return [bytes(block) for block in blocks]
+
+    def replay(self, rounds: Sequence[Round], salt: str) -> list[Answer]:
+        """Play an agent: each turn waits until what the one before computed is stored."""
+        context: list[int] = []
+        answers = []
+        for append, generate in rounds:
+            context += append
+            answer = self.ask(context, generate, salt)
+            answers.append(answer)
+            context += answer.token_ids
+            # The last token was sampled, not computed: it has no KV.
+            self.wait_stored(context[:-1], salt)
+        return answers
+
+    def expected_hits(self, rounds: Sequence[Round]) -> list[int]:
+        """Tokens each turn finds: full blocks of all that has KV, never a whole prompt."""
+        block = self.settings.block_tokens
+        hits, tokens = [], 0
+        for append, generate in rounds:
+            stored = max(tokens - 1, 0) // block
+            tokens += len(append)
+            hits.append(min(stored, (tokens - 1) // block) * block)
+            tokens += generate
+        return hits
+
+
+def tiny_cluster_settings(model: Path, storage: Path, **changes: Any) -> ClusterSettings:
+    """Settings of a cluster of float32 engines whose quota cuts prompts after 256 tokens."""
+    settings = ClusterSettings(
+        model=str(model),
+        storage=str(storage),
+        mode=Mode.SPLIT,
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        hbm_bytes=HBM_BYTES,
+        buffer_bytes=96 * MIB,
+        compute_quota_s=0.3,
+        quota_flops_per_s=1e9,
+        served_model_names=(NAME,),
+    )
+    return msgspec.structs.replace(settings, **changes)
