@@ -58,6 +58,15 @@ def test_blocks_outlive_the_storage_object(tmp_path: Path) -> None:
     assert into == DATA
 
 
+def test_two_storages_of_one_process_write_side_by_side(
+    storage: PosixStorage, tmp_path: Path
+) -> None:
+    second = PosixStorage(tmp_path, NAMESPACE)
+    first_name = storage._directory.temporary_path()
+    assert second._directory.temporary_path() != first_name
+    second.close()
+
+
 def test_namespaces_do_not_meet(tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path, NAMESPACE)
     storage.write(KEYS, DATA)

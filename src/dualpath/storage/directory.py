@@ -21,6 +21,9 @@ from dualpath.core.errors import ConfigError, StorageError
 
 _MODEL_CHARACTERS = 80
 
+#: Numbers temporary files; shared by all directories a process has open, also of one namespace.
+_numbers = count()
+
 
 class NamespaceDirectory:
     """Opens (creating if needed) one namespace's directory and names the files in it.
@@ -36,7 +39,6 @@ class NamespaceDirectory:
         self.temporary = self.path / "tmp"
         self._suffix = suffix
         self._writer = _writer_tag(os.getpid())
-        self._numbers = count()
         try:
             self.temporary.mkdir(parents=True, exist_ok=True)
             self._claim(namespace)
@@ -54,7 +56,7 @@ class NamespaceDirectory:
 
     def temporary_path(self) -> str:
         """Return a path for a half-written file that no other writer uses."""
-        return f"{self.temporary}/{self._writer}-{next(self._numbers)}"
+        return f"{self.temporary}/{self._writer}-{next(_numbers)}"
 
     def publish(self, temporary: str, key: BlockKey) -> bool:
         """Give a whole file its final name; return False if the name was taken already.
