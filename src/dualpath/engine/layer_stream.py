@@ -165,9 +165,7 @@ class LayerStream:
             for chunk, layout in zip(self._chunks, self._layouts, strict=True)
             for step in load_steps(layout, layer, chunk.chunk, resident=resident)
         ]
-        self._pump.call(
-            lambda: self._post(self._loads[layer], steps, layer, "load", lambda: None)
-        )
+        self._pump.call(lambda: self._post(self._loads[layer], steps, layer, "load", lambda: None))
 
     def _send(self, layer: int) -> None:
         steps = [
