@@ -15,7 +15,6 @@ from dualpath.core.cluster import Role
 from dualpath.core.control import (
     Handed,
     HandOver,
-    HitRun,
     Lookup,
     Persist,
     Read,
@@ -30,6 +29,7 @@ from dualpath.policy.events import Assignment, ReadPart
 from dualpath.router.desk import Desk
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.exchange import Conversation, together, unless_broken
+from dualpath.router.hits import Loaded, PartRead, good_runs
 from dualpath.router.records import RequestRecord, Stage
 from dualpath.router.registry import EngineInfo
 
@@ -39,24 +39,6 @@ T = TypeVar("T")
 
 _LOOKUP_TRIES = 2
 _GIVEN_UP = ("abort", "error")
-
-
-class _PartRead(msgspec.Struct, frozen=True):
-    """Outcome of one read part: ``slots`` of its good blocks, all slots of the reservation."""
-
-    part: ReadPart
-    good_blocks: int
-    slots: tuple[int, ...]
-    reserved: tuple[int, ...]
-    reason: str
-
-
-class _Loaded(msgspec.Struct, frozen=True):
-    """KV that waits in DRAM: hit runs in token order, and the DE's slots of the whole prompt."""
-
-    hit_blocks: int
-    hits: tuple[HitRun, ...]
-    de_slots: tuple[int, ...]
 
 
 class Attempt:
@@ -149,11 +131,11 @@ class Attempt:
         self._decode_engine = self._desk.engine(self._assignment.decode_engine)
         self.placed = True
 
-    async def _load(self, stored_blocks: int) -> _Loaded:
+    async def _load(self, stored_blocks: int) -> Loaded:
         if not self._desk.moves_bytes:
             await self._tell(self._decode_engine, 0)
             await self._tell(self._prefill_engine, 0)
-            return _Loaded(hit_blocks=stored_blocks, hits=(), de_slots=())
+            return Loaded(hit_blocks=stored_blocks, hits=(), de_slots=())
         prompt_blocks = -(-self._job.prompt_tokens // self._desk.block_tokens)
         # DE first, always: what holds PE slots waits for nobody, so nothing can deadlock.
         de_slots = await self._tell(self._decode_engine, prompt_blocks)
@@ -165,8 +147,10 @@ class Attempt:
         for outcome in outcomes:
             if outcome.part.side is Role.DECODE:
                 de_slots = outcome.reserved  # A deadline may have replaced slots.
-        hits, hit_blocks = self._join(outcomes, stored_blocks)
-        return _Loaded(hit_blocks=hit_blocks, hits=hits, de_slots=de_slots)
+        hits, hit_blocks, short = good_runs(outcomes, self._desk.block_tokens)
+        if short is not None:
+            self._recompute(stored_blocks - hit_blocks, short)
+        return Loaded(hit_blocks=hit_blocks, hits=hits, de_slots=de_slots)
 
     async def _tell(self, engine: EngineInfo, reserve_blocks: int) -> tuple[int, ...]:
         """Assign the request to an engine; return the slots it grants."""
@@ -182,7 +166,7 @@ class Attempt:
         with self._record.stage(Stage.BUFFER_WAIT, engine.engine_id):
             return (await granted).slots
 
-    async def _read_all(self, parts: Sequence[ReadPart]) -> list[_PartRead]:
+    async def _read_all(self, parts: Sequence[ReadPart]) -> list[PartRead]:
         return await together(*(self._read(part) for part in parts))
 
     async def _tell_idle_reader(self, parts: Sequence[ReadPart]) -> None:
@@ -203,7 +187,7 @@ class Attempt:
         finally:
             answer.cancel()
 
-    async def _read(self, part: ReadPart) -> _PartRead:
+    async def _read(self, part: ReadPart) -> PartRead:
         block_tokens = self._desk.block_tokens
         first_block, blocks = part.first_token // block_tokens, part.tokens // block_tokens
         engine, first_slot = self._decode_engine, first_block
@@ -212,14 +196,14 @@ class Attempt:
             blocks = min(blocks, engine.buffer_tokens // block_tokens)
             await self._tell(engine, blocks)
         if blocks == 0:
-            return _PartRead(part, 0, (), (), "buffer-too-small")
+            return PartRead(part, 0, (), (), "buffer-too-small")
         keys = self._job.keys[first_block : first_block + blocks]
         start_s = self._desk.clock()
         with self._record.stage(Stage.READ, engine.engine_id):
             done = await self._called(engine, self._read_answer(engine, first_slot, keys))
         self._record.add(Stage.READ_QUEUE, start_s, engine.engine_id, start_s + done.queue_s)
         good_blocks = min(done.good_blocks, blocks)
-        return _PartRead(
+        return PartRead(
             part=part,
             good_blocks=good_blocks,
             slots=done.slots[first_slot : first_slot + good_blocks],
@@ -253,24 +237,6 @@ class Attempt:
                 f"{limit_s:g} s; check its storage"
             ) from None
 
-    def _join(
-        self, outcomes: Sequence[_PartRead], stored_blocks: int
-    ) -> tuple[tuple[HitRun, ...], int]:
-        """Return the runs of good blocks from the start of the prompt, and their length."""
-        block_tokens = self._desk.block_tokens
-        runs: list[HitRun] = []
-        hit_blocks = 0
-        for outcome in outcomes:
-            if outcome.good_blocks:
-                runs.append(
-                    HitRun(side=outcome.part.side, first_block=hit_blocks, slots=outcome.slots)
-                )
-            hit_blocks += outcome.good_blocks
-            if outcome.good_blocks * block_tokens < outcome.part.tokens:
-                self._recompute(stored_blocks - hit_blocks, outcome.reason)
-                break
-        return tuple(runs), hit_blocks
-
     def _recompute(self, blocks: int, reason: str) -> None:
         tokens = blocks * self._desk.block_tokens
         logger.warning(
@@ -280,7 +246,7 @@ class Attempt:
         recomputed = self._record.recomputed
         recomputed[reason] = recomputed.get(reason, 0) + tokens
 
-    async def _prefill(self, loaded: _Loaded) -> TokenEvent:
+    async def _prefill(self, loaded: Loaded) -> TokenEvent:
         self._talk.check()
         engine, job = self._prefill_engine, self._job
         hand_over = HandOver(
@@ -342,7 +308,7 @@ class Attempt:
         self._emit(msgspec.structs.replace(first, finish_reason=finish_reason))
         return finish_reason is not None
 
-    def _persist(self, loaded: _Loaded) -> None:
+    def _persist(self, loaded: Loaded) -> None:
         """Have the DE store the prompt's new full blocks; sent even without any.
 
         The DE gives the buffer back only when it knows that nothing more is to be stored.
@@ -354,7 +320,7 @@ class Attempt:
             Persist(request_id=self.attempt_id, first_slot=loaded.hit_blocks, keys=keys),
         )
 
-    async def _decode(self, loaded: _Loaded, first: TokenEvent) -> None:
+    async def _decode(self, loaded: Loaded, first: TokenEvent) -> None:
         self._talk.check()
         engine, job = self._decode_engine, self._job
         take_over = TakeOver(
