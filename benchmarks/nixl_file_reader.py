@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import msgspec
 
-from dualpath.core.errors import StorageReadError
+from dualpath.core.errors import StorageError
 from dualpath.transport.nixl_agent import load_nixl, nixl_errors, open_agent
 
 #: The plugin submits at most 64 requests per poll; polling faster than this only burns CPU.
@@ -42,7 +42,7 @@ class NixlFileReader:
         self._memory = self._nixl.register_memory(spans, "DRAM")
 
     def read(self, reads: Sequence[FileRead]) -> None:
-        """Perform all reads; raises ``StorageReadError`` if one fails or is short."""
+        """Perform all reads; raises ``StorageError`` if one fails or is short."""
         last_bytes = {r.descriptor: r.offset_bytes + r.length_bytes for r in reads}
         files = self._nixl.register_memory(
             [(0, size, descriptor, "") for descriptor, size in last_bytes.items()], "FILE"
@@ -62,9 +62,9 @@ class NixlFileReader:
                 state = self._nixl.check_xfer_state(handle)
             handle.release()
             if state != "DONE":
-                raise StorageReadError(f"NIXL read of {len(reads)} pieces ended in state {state}")
+                raise StorageError(f"NIXL read of {len(reads)} pieces ended in state {state}")
         except self._errors as error:
-            raise StorageReadError(f"NIXL read of {len(reads)} pieces failed: {error}") from error
+            raise StorageError(f"NIXL read of {len(reads)} pieces failed: {error}") from error
         finally:
             self._nixl.deregister_memory(files)
 

@@ -4,10 +4,7 @@
     ├── ConfigError            a setting is wrong; raised before anything starts
     ├── BadRequestError        a client's request cannot be served as asked
     ├── TraceError             a workload trace is malformed
-    ├── StorageError           external storage cannot be used at all
-    │   ├── BlockMissingError      no block under this key
-    │   ├── BlockCorruptError      a block is short, has a wrong key or a wrong checksum
-    │   └── StorageReadError       the device answered with an error
+    ├── StorageError           external storage refuses; a bad block is no error, it ends a hit
     ├── TransportError         a transfer between places failed
     │   └── PeerLostError          the other engine is gone
     ├── BufferTooSmallError    a buffer request that can never be granted
@@ -37,18 +34,6 @@ class TraceError(DualPathError):
 
 class StorageError(DualPathError):
     """External storage cannot be used."""
-
-
-class BlockMissingError(StorageError):
-    """No block is stored under this key."""
-
-
-class BlockCorruptError(StorageError):
-    """A stored block is short, carries another key or fails its checksum."""
-
-
-class StorageReadError(StorageError):
-    """The storage device answered a read with an error."""
 
 
 class TransportError(DualPathError):

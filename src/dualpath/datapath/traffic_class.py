@@ -2,8 +2,6 @@
 
 import enum
 
-import msgspec
-
 
 class TrafficClass(enum.StrEnum):
     """Who may wait for whom."""
@@ -16,10 +14,3 @@ class TrafficClass(enum.StrEnum):
     """Hit blocks on the storage network; a request waits for them."""
     STORAGE_WRITE = "storage-write"
     """New blocks on the storage network; nobody waits for them, they yield to reads."""
-
-
-class LaneWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shares of a compute link, in percent (§5.1: about 99 to 1; both may borrow)."""
-
-    inference_percent: int = 99
-    kv_percent: int = 1

@@ -20,11 +20,6 @@ class TraceRecorder:
         self._lock = threading.Lock()
         self._events: list[dict[str, Any]] = []
 
-    @property
-    def enabled(self) -> bool:
-        """Whether events are kept."""
-        return self._path is not None
-
     def record(self, name: str, track: str, start_ns: int, end_ns: int, **args: object) -> None:
         """Add a complete event on ``track`` ("compute", "load", "send", "storage", …)."""
         if self._path is None:

@@ -11,7 +11,6 @@ that no new block is lost, and nobody has them pinned.
 """
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -79,8 +78,6 @@ class TrafficManager:
         self.geometry = geometry
         self.counters = Counters()
         self.trace = TraceRecorder(settings.trace_out or None, settings.engine_id)
-        self.refused: str | None = None
-        self.welcomed = threading.Event()
         self._send = send
         self._storage = storage
         self._transport = transport
@@ -168,11 +165,8 @@ class TrafficManager:
             case Welcome():
                 for peer in message.peers:
                     self._peers.up(peer)
-                self.welcomed.set()
             case Refused():
-                self.refused = message.reason
                 log.error("the router refuses this engine: %s", message.reason)
-                self.welcomed.set()
             case PeerUp():
                 self._peers.up(message.address)
             case PeerDown():
