@@ -292,7 +292,7 @@ class ToyCluster:
                         found = region[hbm[block]].tobytes()
                         assert found == kv_bytes(keys[block], layer), (layer, block)
             stream.computed(layer)
-        return self.pe.manager.end_prefill(stream, chunks)
+        return self.pe.manager.end_prefill(stream)
 
     def hand_to_decode(
         self, hand_over: HandOver, keys: list[BlockKey], hbm: Sequence[int]

@@ -195,6 +195,18 @@ def test_a_prefill_engine_confirms_a_release_only_after_its_forward_pass(
     cluster.pe.hear(Released, "r")
 
 
+def test_a_request_released_before_the_pass_takes_no_part_and_moves_nothing(
+    cluster: ToyCluster,
+) -> None:
+    keys = prompt_keys(TOKENS)
+    hand_over = cluster.load("r", keys, TOKENS, 0, 0)
+    cluster.pe.tell(Release(request_id="r", reason="client left"))
+    cluster.pe.hear(Released, "r")
+    failures = cluster.forward([(hand_over, keys, BlockRun(0, BLOCKS), HBM)])
+    assert failures == {"r": "it was released"}
+    assert cluster.pe.report().counters[Counter.PE_TO_DE_BYTES.value] == 0
+
+
 def test_a_failed_transfer_fails_its_request_and_no_other(cluster: ToyCluster) -> None:
     keys, others = prompt_keys(TOKENS), prompt_keys(TOKENS, "other")
     first = cluster.load("a", keys, TOKENS, 0, 0)

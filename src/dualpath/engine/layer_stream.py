@@ -124,6 +124,11 @@ class LayerStream:
         #: False once a transfer outlived its deadline: slots it may touch must stay untouched.
         self.settled = True
 
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Requests that take part."""
+        return tuple(chunk.hand_over.request_id for chunk in self._chunks)
+
     def begin(self) -> None:
         """Post the loads of the first layers; without overlap wait for all of them."""
         ahead = min(self._settings.buffers, self._geometry.layers)

@@ -74,12 +74,20 @@ class Tenants:
             tenant = self._tenants.get(request_id)
             return tenant is not None and tenant.handed and tenant.persist_seen
 
-    def enter_stream(self, request_ids: Iterable[str]) -> None:
-        """These requests take part in a forward pass."""
+    def enter_stream(self, request_ids: Iterable[str]) -> set[str]:
+        """Let requests take part in a forward pass; return those refused, gone or leaving.
+
+        One step with the check: a release that comes later waits for the pass.
+        """
+        refused = set()
         with self._lock:
             for request_id in request_ids:
-                if tenant := self._tenants.get(request_id):
+                tenant = self._tenants.get(request_id)
+                if tenant is None or tenant.release is not None:
+                    refused.add(request_id)
+                else:
                     tenant.streams += 1
+        return refused
 
     def leave_stream(self, request_ids: Iterable[str]) -> list[Release]:
         """The forward pass is over; return releases that had to wait for it."""

@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 
 _NS_PER_S = 1_000_000_000
 LOOKUP_THREADS = 4
+RELEASED = "it was released"
 #: A look-up waits that long for a block this engine is just writing; less than the router waits.
 PENDING_WRITE_WAIT_S = 1.0
 
@@ -266,7 +267,7 @@ class TrafficManager:
     def may_prefill(self, request_id: str, own_slots: Sequence[int]) -> str | None:
         """Return None if a hand-over is still good here, else why it is not."""
         if not self._tenants.welcome(request_id):
-            return "it was released"
+            return RELEASED
         held = self._buffer.slots_of(request_id)[: len(own_slots)]
         if held != tuple(own_slots):  # after a short read the hand-over carries fewer
             self.counters.add(Counter.STALE_HAND_OVERS, 1)
@@ -278,10 +279,13 @@ class TrafficManager:
         return self._peers.agent_of(engine_id, epoch)
 
     def begin_prefill(self, chunks: Sequence[PrefillChunk], layers: LayerSettings) -> LayerStream:
-        """Start the transfers of one forward pass (PE); ``end_prefill`` must follow."""
-        self._tenants.enter_stream(chunk.hand_over.request_id for chunk in chunks)
+        """Start the transfers of one forward pass (PE); ``end_prefill`` must follow.
+
+        Requests released by now take no part: nothing is moved for them and they count as failed.
+        """
+        refused = self._tenants.enter_stream(chunk.hand_over.request_id for chunk in chunks)
         stream = LayerStream(
-            chunks,
+            [chunk for chunk in chunks if chunk.hand_over.request_id not in refused],
             layers,
             self.geometry,
             self._buffer,
@@ -292,10 +296,11 @@ class TrafficManager:
             self._agent,
             self._hbm.region_of_layer,
         )
+        stream.failures.update(dict.fromkeys(refused, RELEASED))
         stream.begin()
         return stream
 
-    def end_prefill(self, stream: LayerStream, chunks: Sequence[PrefillChunk]) -> dict[str, str]:
+    def end_prefill(self, stream: LayerStream) -> dict[str, str]:
         """Wait for the last transfers of a forward pass; return failed requests with reasons.
 
         Requests of a pass with a transfer that never ended stay tenants for good: their slots,
@@ -303,7 +308,7 @@ class TrafficManager:
         """
         stream.finish()
         if stream.settled:
-            for release in self._tenants.leave_stream(c.hand_over.request_id for c in chunks):
+            for release in self._tenants.leave_stream(stream.request_ids):
                 self._release(release)
         return stream.failures
 

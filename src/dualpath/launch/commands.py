@@ -5,11 +5,13 @@ from typing import Any
 
 from dualpath.core.cluster import Role
 from dualpath.launch.settings import ClusterSettings
-
-CONNECTOR = "DualPathConnector"
-CONNECTOR_MODULE = "dualpath.vllm_plugin.connector"
-SCHEDULER_CLASS = "dualpath.vllm_plugin.quota_scheduler.QuotaScheduler"
-WORKER_CLASS = "dualpath.vllm_plugin.layerwise_worker.LayerwiseWorker"
+from dualpath.vllm_plugin.names import (
+    CONNECTOR,
+    CONNECTOR_MODULE,
+    HASH_ALGORITHM,
+    SCHEDULER_CLASS,
+    WORKER_CLASS,
+)
 
 #: The commands behind router and engine processes, as "module:function".
 ROUTER_ENTRY = "dualpath.cli.main:main"
@@ -73,7 +75,7 @@ def engine_command(
         "--dtype", settings.dtype,
         "--block-size", str(settings.block_tokens),
         "--kv-cache-memory-bytes", str(settings.hbm_bytes),
-        "--prefix-caching-hash-algo", "sha256_cbor",
+        "--prefix-caching-hash-algo", HASH_ALGORITHM,
         "--no-enable-prefix-caching",
         "--no-async-scheduling",
         "--enable-scale-out",

@@ -27,6 +27,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings, parse_settings
 from dualpath.vllm_plugin.logs import join_vllm_logging
 from dualpath.vllm_plugin.metadata import StepMetadata
+from dualpath.vllm_plugin.names import HASH_ALGORITHM, SCHEDULER_CLASS, WORKER_CLASS
 from dualpath.vllm_plugin.scheduler_side import SchedulerSide
 from dualpath.vllm_plugin.worker_side import WorkerSide
 
@@ -38,10 +39,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
-
-QUOTA_SCHEDULER = "dualpath.vllm_plugin.quota_scheduler.QuotaScheduler"
-LAYERWISE_WORKER = "dualpath.vllm_plugin.layerwise_worker.LayerwiseWorker"
-HASH_ALGORITHM = "sha256_cbor"
 
 
 class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
@@ -210,15 +207,15 @@ def _prefill_problems(config: "VllmConfig", settings: EngineSettings) -> list[st
     problems = []
     if config.cache_config.enable_prefix_caching:
         problems.append("prefix caching is on at the PE; add --no-enable-prefix-caching")
-    if _class_name(config.scheduler_config.scheduler_cls) != QUOTA_SCHEDULER:
+    if _class_name(config.scheduler_config.scheduler_cls) != SCHEDULER_CLASS:
         problems.append(
             "chunks of a prompt must end at block boundaries; add "
-            f"--scheduler-cls {QUOTA_SCHEDULER}"
+            f"--scheduler-cls {SCHEDULER_CLASS}"
         )
     aliased = settings.layer_buffers > 0
-    if aliased and config.parallel_config.worker_cls != LAYERWISE_WORKER:
+    if aliased and config.parallel_config.worker_cls != WORKER_CLASS:
         problems.append(
-            f"layer_buffers is {settings.layer_buffers}; add --worker-cls {LAYERWISE_WORKER} or "
+            f"layer_buffers is {settings.layer_buffers}; add --worker-cls {WORKER_CLASS} or "
             "set layer_buffers to 0"
         )
     if aliased and not settings.mode.layerwise:

@@ -265,7 +265,7 @@ class WorkerSide:
         manager = self._running()
         failures = dict(self._rejected)
         if self._stream is not None:
-            failures |= manager.end_prefill(self._stream, self._chunks)
+            failures |= manager.end_prefill(self._stream)
             self._stream = None
         for chunk in self._chunks:
             self._report_sent(chunk.hand_over, chunk.chunk.end, failures)
