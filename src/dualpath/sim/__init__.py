@@ -1,0 +1,1 @@
+"""The simulator: the live system's policies and plans under virtual time, at cluster scale."""
