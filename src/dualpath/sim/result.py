@@ -34,7 +34,8 @@ class TurnTimes(NamedTuple):
     submitted → assigned (PE, DE and read side known) → granted (buffers reserved, the read is
     queued) → loaded (hit KV in DRAM, ready at the PE) → prefill (its first chunk enters a batch)
     → first_token → decoding (KV in the DE's HBM) → second_token → finished.  A request that
-    generates one token has no later token: decoding, second_token and finished equal first_token.
+    generates one token has no later token: its decoding and second_token equal first_token, and
+    it is finished when its KV has reached the DE.
     """
 
     submitted_ns: IntArray
@@ -139,4 +140,5 @@ class SimulationResult(NamedTuple):
 
 def _between_s(start_ns: IntArray, end_ns: IntArray) -> FloatArray:
     reached = (start_ns >= 0) & (end_ns >= 0)
-    return np.where(reached, (end_ns - start_ns) / NS_PER_S, np.nan)
+    times: FloatArray = np.where(reached, (end_ns - start_ns) / NS_PER_S, np.nan)
+    return times

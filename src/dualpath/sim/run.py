@@ -1,15 +1,18 @@
 """``simulate``: check the input, pick a core, run it."""
 
-from collections.abc import Callable
+import importlib.util
 from typing import Literal
 
 from dualpath.core.agents import AgentTable
+from dualpath.core.errors import ConfigError
+from dualpath.sim.costs import to_ns
+from dualpath.sim.derived import check
+from dualpath.sim.progress import Progress
+from dualpath.sim.reference.core import ReferenceCore
 from dualpath.sim.result import SimulationResult
 from dualpath.sim.settings import Setup
 
 Core = Literal["compiled", "reference"]
-Progress = Callable[[int, int, float], None]
-"""Called now and then with (rounds finished, rounds in all, virtual seconds)."""
 
 
 def simulate(
@@ -28,4 +31,18 @@ def simulate(
     time.  Raises ``ConfigError`` for a setup that cannot be or cannot hold the largest round, and
     ``TraceError`` for rounds that cannot be or exceed the model's context limit.
     """
+    check(setup, agents)
+    if not window_s > 0:
+        raise ConfigError(f"window_s is {window_s}, must be above 0; leave it at 1")
+    until_ns = None if until_s is None else to_ns(until_s)
+    if core == "reference":
+        reference = ReferenceCore(
+            setup, agents, record_decisions=record_decisions, window_ns=to_ns(window_s)
+        )
+        return reference.run(until_ns, progress)
+    if importlib.util.find_spec("numba") is None:
+        raise ConfigError(
+            "the compiled core needs numba, which is not installed; "
+            "install dualpath[simulate] or use the reference core"
+        )
     raise NotImplementedError
