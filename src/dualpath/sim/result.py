@@ -128,7 +128,8 @@ class SimulationResult(NamedTuple):
     def tpot_s(self) -> FloatArray:
         """Mean time per token after the first, per round; NaN for rounds of one token."""
         later = np.maximum(self.agents.generated_tokens - 1, 1)
-        times = _between_s(self.turns.first_token_ns, self.turns.finished_ns) / later
+        whole_s = _between_s(self.turns.first_token_ns, self.turns.finished_ns)
+        times: FloatArray = whole_s / later
         times[self.agents.generated_tokens < 2] = np.nan
         return times
 

@@ -224,16 +224,19 @@ class ReferenceCore:
         flight = self._flights[r]
         unit = self._prefill_units[self._prefill_unit_of[flight.pe]]
         unit.add(flight.pe, PrefillWork(r, self._hit[r], self._prompt[r]))
-        self._start_pass(self._prefill_unit_of[flight.pe])
+        if not unit.busy:
+            # After whatever else happens at this moment: rounds that become ready together
+            # enter the same pass.
+            unit.busy = True
+            row = self._prefill_unit_of[flight.pe]
+            self._events.at(self._events.now_ns, self._start_pass, row)
 
     def _start_pass(self, row: int) -> None:
         unit = self._prefill_units[row]
-        if unit.busy:
-            return
         formed = unit.form_pass()
+        unit.busy = formed is not None
         if formed is None:
             return
-        unit.busy = True
         now_ns = self._events.now_ns
         for chunk in formed.chunks:
             if chunk.cached == chunk.work.hit_tokens:
@@ -295,7 +298,6 @@ class ReferenceCore:
             self._sent(row, formed)
 
     def _sent(self, row: int, formed: Pass) -> None:
-        self._prefill_units[row].busy = False
         for chunk in formed.chunks:
             if chunk.work.done_tokens == chunk.work.prompt_tokens:
                 self._prefilled(chunk.work.round)

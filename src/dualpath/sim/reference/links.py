@@ -23,7 +23,7 @@ class Server:
 
     def charge(self, now_ns: int, transfer_bytes: float) -> int:
         """Queue a transfer and return when it is over."""
-        start_ns = max(now_ns, self.busy_until_ns)
+        start_ns = now_ns if now_ns > self.busy_until_ns else self.busy_until_ns
         self.busy_until_ns = start_ns + transfer_ns(transfer_bytes, self._bytes_per_s)
         if self._usage is not None:
             self._usage.add(self._node, start_ns, self.busy_until_ns, transfer_bytes)

@@ -1,5 +1,7 @@
 """Links and buffers of all nodes, charged with the steps of a request's plan (§4.1, §4.2)."""
 
+from typing import NamedTuple
+
 from dualpath.core.cluster import Role
 from dualpath.datapath.plan import Link
 from dualpath.sim.costs import to_ns
@@ -11,6 +13,13 @@ from dualpath.sim.reference.usage import WindowedBytes
 from dualpath.sim.settings import Setup
 
 
+class _Path(NamedTuple):
+    """Servers that a kind of step loads, by PE and by DE."""
+
+    at_pe: list[tuple[Server, ...]]
+    at_de: list[tuple[Server, ...]]
+
+
 class Machine:
     """Everything that carries or holds KV; engines and nodes by index."""
 
@@ -19,7 +28,6 @@ class Machine:
         self._events = events
         self._block_bytes = limits.block_bytes
         self._gpus_per_node = cluster.gpus_per_node
-        self._links = step_links()
         nodes, engines = range(cluster.nodes), range(cluster.engines)
         self.snic_read_use = WindowedBytes(window_ns, cluster.nodes)
         self.snic_write_use = WindowedBytes(window_ns, cluster.nodes)
@@ -31,6 +39,11 @@ class Machine:
             Server(cluster.snic_write_bytes_per_s, self.snic_write_use, node) for node in nodes
         ]
         self._snics = [self._snic(setup, node) for node in nodes]
+        links = step_links()
+        self._read_pe, self._read_de = self._path(links.read_pe), self._path(links.read_de)
+        self._load_pe, self._load_de = self._path(links.load_pe), self._path(links.load_de)
+        self._reload, self._send = self._path(links.reload), self._path(links.send)
+        self._fill, self._persist = self._path(links.fill), self._path(links.persist)
         self.buffers = [
             NodeBuffer(
                 cluster.prefill_buffer_bytes
@@ -50,8 +63,8 @@ class Machine:
 
     def charge_read(self, engine: int, side: Role, blocks: int) -> None:
         """Charge what a storage read loads besides its SNIC."""
-        links = self._links.read_pe if side is Role.PREFILL else self._links.read_de
-        self._charge(links, engine, engine, blocks, self._events.now_ns)
+        path = self._read_pe if side is Role.PREFILL else self._read_de
+        self._charge(path, engine, engine, blocks)
 
     def load_from_tier(self, engine: int, blocks: int) -> int:
         """Bring blocks of the DRAM tier into a node's buffer; return when they are there."""
@@ -63,53 +76,59 @@ class Machine:
         ``pe_blocks`` from the PE buffer, ``de_blocks`` from the DE buffer, ``computed`` blocks of
         earlier chunks from the DE buffer.
         """
-        now_ns, links = self._events.now_ns, self._links
         return max(
-            self._charge(links.load_pe, pe, de, pe_blocks, now_ns),
-            self._charge(links.load_de, pe, de, de_blocks, now_ns),
-            self._charge(links.reload, pe, de, computed, now_ns),
+            self._charge(self._load_pe, pe, de, pe_blocks),
+            self._charge(self._load_de, pe, de, de_blocks),
+            self._charge(self._reload, pe, de, computed),
         )
 
     def send(self, pe: int, de: int, blocks: int) -> int:
         """Bring blocks from the PE's HBM to the DE buffer; return when they are there."""
-        return self._charge(self._links.send, pe, de, blocks, self._events.now_ns)
+        return self._charge(self._send, pe, de, blocks)
 
     def fill(self, de: int, blocks: int) -> int:
         """Bring a prompt's KV from the DE buffer to HBM; return when it is there."""
-        return self._charge(self._links.fill, de, de, blocks, self._events.now_ns)
+        return self._charge(self._fill, de, de, blocks)
 
     def persist(self, de: int, blocks: int) -> int:
         """Write new blocks; return when they are stored."""
-        return self._charge(self._links.persist, de, de, blocks, self._events.now_ns)
+        return self._charge(self._persist, de, de, blocks)
 
-    def _charge(self, links: tuple[Link, ...], pe: int, de: int, blocks: int, now_ns: int) -> int:
+    def _charge(self, path: _Path, pe: int, de: int, blocks: int) -> int:
+        end_ns = now_ns = self._events.now_ns
         if blocks <= 0:
             return now_ns
-        end_ns = now_ns
-        for link in links:
-            server = self._server(link, pe, de)
-            if server is not None:
-                end_ns = max(end_ns, server.charge(now_ns, blocks * self._block_bytes))
+        step_bytes = blocks * self._block_bytes
+        for server in path.at_pe[pe]:
+            end_ns = max(end_ns, server.charge(now_ns, step_bytes))
+        for server in path.at_de[de]:
+            end_ns = max(end_ns, server.charge(now_ns, step_bytes))
         return end_ns
 
-    def _server(self, link: Link, pe: int, de: int) -> Server | None:
-        """Return what serves a link; storage reads have their own queue."""
-        match link:
-            case Link.PE_CNIC_READ:
-                return self._cnic_read[pe]
-            case Link.PE_CNIC_WRITE:
-                return self._cnic_write[pe]
-            case Link.DE_CNIC_READ:
-                return self._cnic_read[de]
-            case Link.DE_CNIC_WRITE:
-                return self._cnic_write[de]
-            case Link.PE_DRAM:
-                return self._dram[self.node(pe)]
-            case Link.DE_DRAM:
-                return self._dram[self.node(de)]
-            case Link.DE_SNIC_WRITE:
-                return self._snic_write[self.node(de)]
-        return None
+    def _path(self, links: tuple[Link, ...]) -> _Path:
+        """Look up the servers of a kind of step; storage reads have a queue of their own."""
+        servers = self._servers_of_link()
+        at_pe = [servers[link] for link in links if link in servers and link.startswith("pe")]
+        at_de = [servers[link] for link in links if link in servers and link.startswith("de")]
+        engines = range(len(self._cnic_read))
+        return _Path(
+            at_pe=[tuple(of_engine[engine] for of_engine in at_pe) for engine in engines],
+            at_de=[tuple(of_engine[engine] for of_engine in at_de) for engine in engines],
+        )
+
+    def _servers_of_link(self) -> dict[Link, list[Server]]:
+        """Return, per link, the server of every engine."""
+        nodes = [self.node(engine) for engine in range(len(self._cnic_read))]
+        dram = [self._dram[node] for node in nodes]
+        return {
+            Link.PE_CNIC_READ: self._cnic_read,
+            Link.PE_CNIC_WRITE: self._cnic_write,
+            Link.DE_CNIC_READ: self._cnic_read,
+            Link.DE_CNIC_WRITE: self._cnic_write,
+            Link.PE_DRAM: dram,
+            Link.DE_DRAM: dram,
+            Link.DE_SNIC_WRITE: [self._snic_write[node] for node in nodes],
+        }
 
     def _cnic(self, setup: Setup, engine: int) -> Server:
         return Server(setup.cluster.cnic_bytes_per_s, self.cnic_use, self.node(engine))

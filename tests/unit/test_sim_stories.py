@@ -1,0 +1,204 @@
+"""What happens to a round on a simulated cluster, in numbers that can be checked by hand."""
+
+import msgspec
+import numpy as np
+import pytest
+from tests.simulated import agents_of, growing_agent, small_model, small_setup
+
+from dualpath.core.errors import ConfigError, TraceError
+from dualpath.core.modes import Mode
+from dualpath.sim.result import DE_REASONS, PE_REASONS, READ_REASONS
+from dualpath.sim.run import simulate
+
+MS = 1_000_000
+
+
+@pytest.fixture(params=["reference", "compiled"])
+def core(request):
+    return request.param
+
+
+def test_a_round_without_hits_is_computed_then_decoded(core):
+    result = simulate(small_setup(), agents_of([(64, 0, 3)]), core=core)
+    turns = result.turns
+    assert turns.assigned_ns[0] == turns.granted_ns[0] == turns.loaded_ns[0] == 0
+    # 64 tokens at 1 ms, then a tenth of the transfer of 64,000 bytes at 1 GB/s is exposed.
+    assert turns.first_token_ns[0] == 64 * MS + 6_400
+    # H2D of the same bytes, then two steps of 10 ms.
+    assert turns.decoding_ns[0] == turns.first_token_ns[0] + 64_000
+    assert turns.second_token_ns[0] == turns.decoding_ns[0] + 10 * MS
+    assert turns.finished_ns[0] == turns.decoding_ns[0] + 20 * MS
+
+
+def test_hits_are_read_first_and_only_the_miss_is_computed(core):
+    result = simulate(small_setup(Mode.BASIC), agents_of([(1000, 640, 2)]), core=core)
+    turns = result.turns
+    assert turns.loaded_ns[0] == 640 * MS
+    load_ns, send_ns = 640_000, 1_024_000
+    assert turns.first_token_ns[0] == 640 * MS + load_ns + 360 * MS
+    # Basic sends all KV, rounded up to 16 blocks, after the computation.
+    assert turns.decoding_ns[0] == turns.first_token_ns[0] + send_ns + send_ns
+
+
+def test_dual_path_reads_on_both_storage_nics_what_basic_queues_on_one(core):
+    agents = agents_of([(1000, 640, 1)], [(1000, 640, 1)])
+    basic = simulate(small_setup(Mode.BASIC), agents, core=core)
+    dual = simulate(small_setup(Mode.DUALPATH), agents, core=core)
+    assert sorted(basic.turns.loaded_ns) == [640 * MS, 1280 * MS]
+    assert sorted(dual.turns.loaded_ns) == [640 * MS, 640 * MS]
+    assert basic.links.snic_read_bytes.sum(axis=0).tolist() == [1_280_000.0, 0.0]
+    assert dual.links.snic_read_bytes.sum(axis=0).tolist() == [640_000.0, 640_000.0]
+
+
+def test_split_reads_one_round_on_both_sides_at_once(core):
+    agents = agents_of([(1000, 640, 1)])
+    result = simulate(small_setup(Mode.SPLIT), agents, core=core, record_decisions=True)
+    assert result.turns.loaded_ns[0] == 320 * MS
+    assert result.decisions.prefill_read_tokens[0] == result.decisions.decode_read_tokens[0] == 320
+    assert READ_REASONS[result.decisions.read_reason[0]] == "split"
+
+
+def test_oracle_neither_reads_nor_transfers(core):
+    result = simulate(small_setup(Mode.ORACLE), agents_of([(1000, 640, 2)]), core=core)
+    assert result.turns.first_token_ns[0] == 360 * MS
+    assert result.turns.finished_ns[0] == 370 * MS
+    assert result.links.snic_read_bytes.sum() == result.links.cnic_bytes.sum() == 0
+
+
+def test_equal_sharing_lets_concurrent_reads_end_together(core):
+    agents = agents_of([(1000, 640, 1)], [(1000, 640, 1)])
+    result = simulate(small_setup(Mode.BASIC, snic_sharing="equal"), agents, core=core)
+    assert result.turns.loaded_ns.tolist() == [1280 * MS, 1280 * MS]
+    assert result.links.snic_read_bytes[:, 0].sum() == pytest.approx(1_280_000)
+
+
+def test_a_full_decode_buffer_makes_the_next_round_wait_for_space(core):
+    setup = small_setup(decode_buffer_bytes=1_024_000.0, prefill_buffer_bytes=1_024_000.0)
+    result = simulate(setup, agents_of([(1000, 640, 2)], [(1000, 640, 2)]), core=core)
+    first, second = np.argsort(result.turns.granted_ns)
+    assert result.turns.granted_ns[first] == 0
+    assert result.turns.granted_ns[second] == result.turns.decoding_ns[first]
+
+
+def test_the_next_round_reads_only_what_has_been_stored(core):
+    agents = agents_of(growing_agent(turns=2, first=640, append=64, generated=2))
+    slow = small_setup(snic_write_bytes_per_s=1e5)
+    result = simulate(slow, agents, core=core)
+    # The first round's 10 blocks take 6.4 s to be written, starting at its first token.
+    stored_ns = result.turns.first_token_ns[0] + 6_400 * MS
+    assert result.turns.granted_ns[1] < stored_ns
+    assert result.turns.loaded_ns[1] == stored_ns + 640 * MS
+
+
+def test_a_compute_quota_cuts_a_long_prompt_into_chunks(core):
+    setup = small_setup(compute_quota_s=0.128)
+    result = simulate(setup, agents_of([(320, 0, 1)]), core=core)
+    assert result.batches.tokens.tolist() == [128, 128, 64]
+
+
+def test_a_lock_step_unit_waits_for_its_slowest_engine(core):
+    agents = agents_of([(640, 0, 1)], [(64, 0, 1)])
+    together = simulate(small_setup(gpus_per_node=2), agents, core=core)
+    alone = simulate(small_setup(gpus_per_node=2, lockstep=False), agents, core=core)
+    assert together.turns.first_token_ns[0] == together.turns.first_token_ns[1]
+    assert together.batches.attention_max_s[0] == pytest.approx(0.64)
+    assert together.batches.attention_mean_s[0] == pytest.approx(0.352)
+    assert alone.turns.first_token_ns[1] < 65 * MS
+
+
+def test_decoding_slows_down_while_more_requests_share_the_steps(core):
+    decode = msgspec.structs.replace(small_model().decode, step_s=0.0, request_s=0.01)
+    setup = msgspec.structs.replace(small_setup(Mode.ORACLE), model=small_model(decode=decode))
+    alone = simulate(setup, agents_of([(64, 0, 11)]), core=core)
+    paired = simulate(setup, agents_of([(64, 0, 11)], [(64, 0, 11)]), core=core)
+    assert alone.tpot_s()[0] == pytest.approx(0.01)
+    assert paired.tpot_s() == pytest.approx([0.02, 0.02])
+
+
+def test_a_sub_agent_starts_when_the_round_it_waits_for_is_over(core):
+    agents = agents_of([(64, 0, 1)], [(64, 0, 1)], start_s=[0, 2.0], start_after_round=[-1, 0])
+    result = simulate(small_setup(Mode.ORACLE), agents, core=core)
+    assert result.turns.submitted_ns[1] == result.turns.finished_ns[0] + 2_000 * MS
+
+
+def test_tool_delays_and_arrivals_are_kept(core):
+    rounds = growing_agent(turns=2, first=64, append=64, generated=1)
+    agents = agents_of(rounds, start_s=[5.0], delay_s=1.5)
+    result = simulate(small_setup(Mode.ORACLE), agents, core=core)
+    assert result.turns.submitted_ns[0] == 6_500 * MS
+    assert result.turns.submitted_ns[1] == result.turns.finished_ns[0] + 1_500 * MS
+
+
+def test_a_dram_tier_spares_the_storage_nics(core):
+    agents = agents_of(growing_agent(turns=4, first=640, append=64, generated=2))
+    without = simulate(small_setup(), agents, core=core)
+    with_tier = simulate(small_setup(dram_tier_bytes=1e7), agents, core=core)
+    assert without.links.snic_read_bytes.sum() > 0
+    assert with_tier.links.snic_read_bytes.sum() == 0
+    assert with_tier.dram_tier_hit_tokens == agents.hit_tokens.sum()
+    assert with_tier.jct_s < without.jct_s
+
+
+def test_a_run_can_be_stopped_early(core):
+    agents = agents_of(growing_agent(turns=10, first=640, append=64, generated=2))
+    result = simulate(small_setup(), agents, core=core, until_s=2.0)
+    assert result.stopped
+    assert result.end_ns <= 2_000 * MS
+    assert (result.turns.finished_ns == -1).any()
+    assert np.isnan(result.agent_jct_s()[0])
+
+
+def test_every_assignment_tells_its_reasons(core):
+    agents = agents_of(*[growing_agent(3, 640, 64, 2)] * 4)
+    result = simulate(small_setup(), agents, core=core, record_decisions=True)
+    assert len(result.decisions.round) == agents.rounds
+    assert {PE_REASONS[code] for code in result.decisions.pe_reason} == {"short-queue"}
+    assert {DE_REASONS[code] for code in result.decisions.de_reason} <= set(DE_REASONS)
+    first_rounds = np.isin(result.decisions.round, agents.first_round[:-1])
+    assert {READ_REASONS[c] for c in result.decisions.read_reason[first_rounds]} == {"no-hit"}
+
+
+def test_progress_is_told(core):
+    seen = []
+    agents = agents_of(*[growing_agent(50, 640, 64, 2)] * 200)
+    simulate(
+        small_setup(Mode.ORACLE),
+        agents,
+        core=core,
+        progress=lambda done, rounds, now_s: seen.append((done, rounds, now_s)),
+    )
+    assert seen
+    assert seen == sorted(seen)
+    assert {rounds for _, rounds, _ in seen} == {agents.rounds}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prefill_nodes": 0}, "prefill_nodes is 0, must be between 1"),
+        ({"decode_nodes": 0}, "decode_nodes is 0, must be between 1"),
+        ({"snic_bytes_per_s": -1.0}, "snic_bytes_per_s is -1.0"),
+        ({"cnic_bytes_per_s": float("nan")}, "cnic_bytes_per_s is nan"),
+        ({"decode_hbm_bytes": 64_000.0}, "decode_hbm_bytes holds 64"),
+        ({"prefill_buffer_bytes": 64_000.0}, "prefill_buffer_bytes holds 64000"),
+        ({"decode_buffer_bytes": 64_000.0}, "decode_buffer_bytes holds 64000"),
+        ({"prefill_hbm_bytes": 10_000.0}, "prefill_hbm_bytes holds 50"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate(small_setup(**changes), agents_of([(1000, 640, 2)]), core="reference")
+
+
+def test_rounds_beyond_the_context_limit_are_refused():
+    setup = msgspec.structs.replace(
+        small_setup(), model=small_model(context_limit_tokens=1000)
+    )
+    with pytest.raises(TraceError, match="longest round has 1002 tokens.*takes 1000; truncate"):
+        simulate(setup, agents_of([(1000, 640, 2)]), core="reference")
+
+
+@pytest.mark.parametrize("wrong", [(0, 0, 1), (64, 64, 1), (64, 0, 0), (64, -1, 1)])
+def test_rounds_that_cannot_be_are_refused(wrong):
+    with pytest.raises(TraceError, match="round 1 of agent 0 has"):
+        simulate(small_setup(), agents_of([(64, 0, 1), wrong]), core="reference")
