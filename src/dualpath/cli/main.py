@@ -33,6 +33,13 @@ SUBCOMMANDS = (
     ("report", "turn replay results into a table and an HTML page"),
     ("demo", "compare Basic, DualPath and Oracle on real sessions, on this machine"),
     ("model", "prepare a small model: SmolLM2 from its package, or a random tiny one"),
+    ("table1", "print the paper's Table 1 from model geometry, beside the paper's figures"),
+    ("bounds", "print Eq. 1-9 for a cluster, the bottleneck-free P/D range and what binds"),
+    ("workingset", "print the KV-cache that agents in flight keep alive"),
+    ("simulate", "what the modes would bring on a modelled cluster, model and trace"),
+    ("eval", "reproduce the paper's evaluation in the simulator"),
+    ("plan", "the best division of nodes into prefill and decode, and its capacity"),
+    ("profile", "measure a model's costs on this machine for the simulator"),
 )
 
 

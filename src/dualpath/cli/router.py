@@ -68,6 +68,12 @@ def _add_control_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine-wait-s", type=float, help="how long requests wait for an engine to register"
     )
     group.add_argument("--request-deadline-s", type=float, help="bound of a whole request")
+    group.add_argument(
+        "--event-log",
+        default="",
+        metavar="FILE",
+        help="record what the scheduler is told and what it decides; replaces the file",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,6 +114,7 @@ def _settings(args: argparse.Namespace) -> "tuple[RouterSettings, FrontEndSettin
         control_host=args.control_host,
         control_port=args.control_port,
         mode=Mode(args.mode) if args.mode else None,
+        event_log=args.event_log,
         **chosen,
     ).checked()
     front_end_settings = FrontEndSettings(

@@ -27,6 +27,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("model", help="directory or name of the model")
     add_cluster_arguments(parser)
     parser.add_argument("--port", type=int, default=8000, help="of the endpoint; 0: any free port")
+    parser.add_argument(
+        "--event-log",
+        default="",
+        metavar="FILE",
+        help="record what the scheduler is told and what it decides; replaces the file",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and exit")
     parser.add_argument(
         "--vllm-args",
@@ -94,6 +100,7 @@ def cluster_settings(args: argparse.Namespace) -> ClusterSettings:
         beta_tokens=args.beta_tokens,
         served_model_names=tuple(args.served_model_name),
         trace_dir=args.trace_out,
+        router_args=("--event-log", args.event_log) if args.event_log else (),
         log_dir=args.log_dir,
         vllm_args=tuple(args.vllm_args),
     ).checked()

@@ -1,0 +1,146 @@
+"""`dualpath eval`: the paper's evaluation, simulated, beside the numbers that the paper quotes."""
+
+import argparse
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dualpath.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dualpath.evaluation.report import FigureReport
+    from dualpath.evaluation.runs import Runs
+    from dualpath.evaluation.settings import EvaluationSettings, RunSpec
+    from dualpath.sim.run import Core
+
+FIGURE_NAMES = (
+    *(f"fig{number}" for number in range(7, 16)),
+    "table3",
+)
+#: Real sessions, used where this folder stands beside the repository.
+TRACES_FOLDER = "../shared/data"
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the parser of `dualpath eval`."""
+    parser = subparsers.add_parser(
+        "eval",
+        help="reproduce the paper's evaluation in the simulator",
+        description="Simulate figures of the paper's evaluation and write, for each, Markdown, "
+        "JSON, PNG and HTML with setting, seed, and the paper's own numbers where its text quotes "
+        "them. `beyond` measures what is not in the paper.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "figures",
+        nargs="+",
+        choices=[*FIGURE_NAMES, "all", "beyond"],
+        metavar="FIGURE",
+        help=f"{', '.join(FIGURE_NAMES)}, all (of these), or beyond",
+    )
+    parser.add_argument("--out", metavar="DIR", help="write the files here")
+    parser.add_argument(
+        "--docs", metavar="FILE.md", help="write one page over all of them, plots beside it"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--quick", action="store_true", help="small grids: to look at, not to compare"
+    )
+    parser.add_argument(
+        "--tail",
+        choices=["gamma", "lognormal", "uniform"],
+        default="gamma",
+        help="distribution of turns over trajectories, which Table 2 leaves open",
+    )
+    parser.add_argument(
+        "--window", type=float, default=1.0, metavar="SECONDS", help="window of Fig. 13"
+    )
+    parser.add_argument("--core", choices=["compiled", "reference"], default="compiled")
+    parser.add_argument(
+        "--traces",
+        metavar="DIR",
+        default=TRACES_FOLDER,
+        help="folder with real traces for `beyond`; left out, saying so, where it does not exist",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make the runs, print what is compared, write the files; return 0.
+
+    Raises ``ConfigError`` for settings that do not fit and files that cannot be written.
+    """
+    if (args.out or args.docs) and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("plots are drawn with matplotlib; pip install 'dualpath[report]'")
+    from dualpath.evaluation import markdown
+    from dualpath.evaluation.beyond import existing_traces
+    from dualpath.evaluation.report import comparison_table
+    from dualpath.evaluation.settings import EvaluationSettings
+    from dualpath.evaluation.write import write_document, write_report
+
+    settings = EvaluationSettings(
+        seed=args.seed, quick=args.quick, tail=args.tail, window_s=args.window
+    )
+    settings.check()
+    traces = existing_traces(Path(args.traces)) if "beyond" in args.figures else {}
+    runs = _runs(settings, args.core, traces)
+    reports = []
+    for build in _chosen(args.figures, traces):
+        report = build(runs)
+        reports.append(report)
+        if args.out:
+            write_report(report, Path(args.out))
+        else:
+            print(markdown.report(report))
+    if args.docs:
+        write_document(reports, Path(args.docs))
+    compared = [one for report in reports for one in report.compared]
+    if compared and args.out:
+        print(markdown.table(comparison_table(compared, quick=settings.quick)))
+    return 0
+
+
+def _chosen(
+    names: Sequence[str], traces: Mapping[str, Path]
+) -> "list[Callable[[Runs], FigureReport]]":
+    """Return what builds the reports named, in the order of the paper and each once."""
+    from dualpath.evaluation import beyond
+    from dualpath.evaluation.figures import FIGURES
+
+    chosen = [build for name, build in FIGURES.items() if name in names or "all" in names]
+    if "beyond" in names:
+        chosen.append(partial(beyond.build, traces=traces))
+    return chosen
+
+
+def _runs(settings: "EvaluationSettings", core: "Core", traces: Mapping[str, Path]) -> "Runs":
+    from dualpath.evaluation.inputs import CatalogInputs
+    from dualpath.evaluation.runs import Runs
+    from dualpath.sim.run import simulate
+
+    return Runs(
+        settings,
+        CatalogInputs(settings.tail, traces),
+        partial(simulate, core=core),
+        _Progress(),
+    )
+
+
+class _Progress:
+    """Says on stderr which run begins, and the CPU time so far."""
+
+    def __init__(self) -> None:
+        self._made = 0
+        self._start_cpu_s = time.process_time()
+
+    def __call__(self, spec: "RunSpec") -> None:
+        self._made += 1
+        used_s = time.process_time() - self._start_cpu_s
+        line = f"run {self._made}, {used_s:.0f} CPU-s so far: {spec.title}"
+        if sys.stderr.isatty():
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr)

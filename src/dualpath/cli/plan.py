@@ -1,0 +1,233 @@
+"""``dualpath plan``: how to divide N nodes into prefill and decode nodes."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from dualpath.cli.simulation_inputs import (
+    Trace,
+    add_machine_arguments,
+    add_workload_arguments,
+    arriving,
+    check_core,
+    check_output,
+    load_cluster,
+    load_model,
+    load_weights,
+    workload_note,
+    write_json,
+)
+from dualpath.core.errors import ConfigError
+from dualpath.core.modes import Mode
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dualpath.core.agents import AgentTable
+    from dualpath.evaluation.planner import Plan, PlanSettings, ShapeResult
+    from dualpath.sim.result import SimulationResult
+    from dualpath.sim.settings import Setup
+
+SCHEMA = "dualpath.plan/1"
+_PLAIN_WIDTH = 160
+_DESCRIPTION = """Simulate every division of N nodes into prefill and decode nodes (or a bounded
+search of them) and say which is best: the shortest JCT of all agents at once, or the highest rate
+of arriving agents within an SLO on mean TTFT and TPOT, found by bisection with the ending rule of
+§7.4. Groups stay as large as the cluster file says, or as large as the role."""
+_EPILOG = """\
+dualpath plan --nodes 6 --cluster paper-660b --model ds-v3.2 --trace 64k --agents 1024
+dualpath plan --nodes 6 --cluster paper-660b --model ds-v3.2 --trace 64k --objective capacity
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the parser of `dualpath plan`."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="the best division of nodes into prefill and decode, and its capacity",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes to divide")
+    parser.add_argument(
+        "--objective",
+        choices=("jct", "capacity"),
+        default="jct",
+        help="JCT of --agents at once, or agents per second within the SLO",
+    )
+    parser.add_argument("--slo-ttft", type=float, default=4.0, metavar="S", help="mean TTFT")
+    parser.add_argument("--slo-tpot", type=float, default=0.05, metavar="S", help="mean TPOT")
+    parser.add_argument(
+        "--horizon", type=float, default=3600.0, metavar="S", help="of an experiment, virtual time"
+    )
+    parser.add_argument(
+        "--precision", type=float, default=0.05, help="relative, at which bisection ends"
+    )
+    parser.add_argument(
+        "--most-shapes", type=int, default=15, metavar="N", help="more are searched, not all tried"
+    )
+    parser.add_argument(
+        "--mode", choices=[mode.value for mode in Mode], default=Mode.DUALPATH.value
+    )
+    add_machine_arguments(parser)
+    add_workload_arguments(parser)
+    parser.add_argument("--json", metavar="FILE.json", help="write setting and figures as JSON")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, print all shapes tried and the best; return 0.
+
+    Raises ``ConfigError`` or ``TraceError`` for input that cannot be, also if no shape can.
+    """
+    from rich.console import Console
+
+    from dualpath.evaluation.planner import PlanSettings, make_plan
+
+    check_output(args.json)
+    check_core(args.core)
+    settings = PlanSettings(
+        nodes=args.nodes,
+        objective=args.objective,
+        ttft_slo_s=args.slo_ttft,
+        tpot_slo_s=args.slo_tpot,
+        horizon_s=args.horizon,
+        precision=args.precision,
+        most_shapes=args.most_shapes,
+    )
+    settings.check()
+    if settings.objective == "capacity" and args.agents is not None:
+        raise ConfigError(
+            f"--agents is {args.agents}, but with --objective capacity agents arrive until "
+            "--horizon at the rate being searched; leave --agents out"
+        )
+    inputs = _Inputs(args, settings)
+    progress = (lambda text: None) if args.quiet else _say
+    plan = make_plan(settings, inputs.setup, inputs.agents, inputs.simulate, progress)
+    if args.json:
+        write_json(args.json, {"schema": SCHEMA, "simulated": True, "plan": plan})
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    console.print(_table(plan))
+    for line in [*_verdict(plan), inputs.note()]:
+        console.print(line, highlight=False, markup=False)
+    return 0
+
+
+class _Inputs:
+    """Cluster, model and agents by shape and rate; reads the trace once."""
+
+    def __init__(self, args: argparse.Namespace, settings: "PlanSettings") -> None:
+        self._args = args
+        self._settings = settings
+        self._cluster = load_cluster(args)
+        self._trace = Trace.read(args, self._cluster, load_model(args, self._cluster))
+        self._weights = load_weights(args)
+        self._at_once: AgentTable | None = None
+
+    def setup(self, prefill_nodes: int, decode_nodes: int) -> "Setup":
+        """Return a shape; costs and memory of experts depend on it."""
+        from dualpath.evaluation.planner import reshaped
+        from dualpath.sim.settings import Setup
+
+        cluster = reshaped(self._cluster, prefill_nodes, decode_nodes, self._weights)
+        model = load_model(self._args, cluster)
+        return Setup(cluster=cluster, model=model, mode=Mode(self._args.mode))
+
+    def agents(self, agents_per_s: float | None) -> "AgentTable":
+        """Return the agents of one run: all at once, or what arrives until the horizon."""
+        if agents_per_s is None:
+            if self._at_once is None:
+                self._at_once = self._trace.agents()
+            return self._at_once
+        from dualpath.workload.arrivals import poisson_times_for_s
+
+        times_s = poisson_times_for_s(self._settings.horizon_s, agents_per_s, self._args.seed)
+        agents = self._trace.agents(max(times_s.size, 1))
+        return arriving(agents, agents_per_s, self._args.seed)
+
+    def simulate(
+        self, setup: "Setup", agents: "AgentTable", *, until_s: float | None = None
+    ) -> "SimulationResult":
+        """Run the chosen core."""
+        from dualpath.sim.run import simulate
+
+        return simulate(setup, agents, core=self._args.core, until_s=until_s)
+
+    def note(self) -> str:
+        """Return what was asked of the cluster."""
+        if self._settings.objective == "jct":
+            return workload_note(self._args, self.agents(None))
+        return (
+            f"Trace {self._args.trace}, agents arriving at random for {self._settings.horizon_s:g} "
+            f"s at most; seed {self._args.seed}."
+        )
+
+
+def _table(plan: "Plan") -> "Table":
+    from rich.table import Table
+
+    jct = plan.settings.objective == "jct"
+    table = Table(show_edge=False, pad_edge=False)
+    figure = "JCT, s" if jct else "capacity, agents/s"
+    numbers = ("TTFT mean, s", "TPOT mean, ms", "SNIC PE", "SNIC DE")
+    for name in ("P:D", figure, *numbers):
+        table.add_column(name, justify="left" if name == "P:D" else "right")
+    for name in ("Eq. 9", "what binds", *(() if jct else ("beyond it",)), ""):
+        table.add_column(name)
+    for shape in plan.shapes:
+        table.add_row(*_cells(shape, jct, shape == plan.best))
+    return table
+
+
+def _cells(shape: "ShapeResult", jct: bool, best: bool) -> list[str]:
+    name = f"{shape.prefill_nodes}P{shape.decode_nodes}D"
+    free = "within" if shape.bottleneck_free else "outside"
+    slo = [] if jct else [f"{shape.slo} too slow" if shape.slo in ("TTFT", "TPOT") else shape.slo]
+    if shape.refusal:
+        return [name, "-", "-", "-", "-", "-", free, shape.refusal, *slo, ""]
+    value = shape.jct_s if jct else shape.agents_per_s
+    figure = "-" if value is None else f"{value:,.1f}" if jct else f"{value:.3f}"
+    mark = "best" if best else ""
+    if shape.summary is None:
+        return [name, figure, "-", "-", "-", "-", free, "-", *slo, mark]
+    ttft, tpot, use = shape.summary.ttft, shape.summary.tpot, shape.summary.use
+    return [
+        name,
+        figure,
+        "-" if ttft is None else f"{ttft.mean_s:.3f}",
+        "-" if tpot is None else f"{tpot.mean_s * 1000:.1f}",
+        f"{use.snic_prefill:.0%}",
+        f"{use.snic_decode:.0%}",
+        free,
+        shape.binds,
+        *slo,
+        mark,
+    ]
+
+
+def _verdict(plan: "Plan") -> list[str]:
+    best, settings = plan.best, plan.settings
+    low, high = plan.ratio_range
+    name = f"{best.prefill_nodes}P{best.decode_nodes}D"
+    if settings.objective == "jct":
+        first = f"Best of {len(plan.shapes)} shapes tried: {name}, JCT {best.jct_s:,.1f} s."
+    else:
+        first = (
+            f"Best of {len(plan.shapes)} shapes tried: {name}, {best.agents_per_s or 0:.3f} agents "
+            f"per second with mean TTFT up to {settings.ttft_slo_s:g} s and mean TPOT up to "
+            f"{settings.tpot_slo_s * 1000:g} ms."
+        )
+    possible = settings.nodes - 1
+    searched = "" if len(plan.shapes) == possible else f" {possible} shapes are possible."
+    eq9 = (
+        f"Eq. 9 finds no bottleneck at P/D from {low:.3g} to {high:.3g}."
+        if low <= high
+        else "Eq. 9 finds a bottleneck at every P/D: the storage NIC outruns the compute NICs."
+    )
+    return ["All figures are simulated.", first + searched, eq9]
+
+
+def _say(text: str) -> None:
+    print(f"dualpath: {text}", file=sys.stderr, flush=True)

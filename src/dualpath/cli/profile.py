@@ -1,0 +1,218 @@
+"""``dualpath profile MODEL``: measure a model's costs on this machine for the simulator."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dualpath.core.errors import ConfigError
+from dualpath.launch.commands import ENGINE_ENVIRONMENT
+from dualpath.launch.settings import MIB
+from dualpath.vllm_plugin.profile_settings import ProfileSettings
+
+if TYPE_CHECKING:
+    from dualpath.vllm_plugin.cost_fit import Measurement, Profile
+    from dualpath.workload.result import Machine
+
+_DEFAULTS = ProfileSettings(model="")
+#: A worse fit is told as a warning: something else kept the machine busy, or the form is wrong.
+_DOUBTFUL_ERROR = 0.15
+_DESCRIPTION = """Start one vLLM engine here, time prefill passes of several lengths behind several
+cached lengths and decode steps of several batches, fit the simulator's coefficients to the medians
+and write them as a TOML file that `dualpath simulate --model` reads. Needs vLLM and, for the
+figures to mean anything, an otherwise idle machine."""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the parser of `dualpath profile`."""
+    parser = subparsers.add_parser(
+        "profile",
+        help="measure a model's costs on this machine for the simulator",
+        description=_DESCRIPTION,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", help="directory or name of the model")
+    parser.add_argument("--out", required=True, metavar="COSTS.toml", help="file to write")
+    parser.add_argument("--name", help="of the model in the file (default: the folder's)")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--dtype", default=_DEFAULTS.dtype)
+    engine.add_argument("--block-size", type=int, default=_DEFAULTS.block_tokens, help="tokens")
+    engine.add_argument(
+        "--hbm-mib",
+        type=int,
+        default=_DEFAULTS.hbm_bytes // MIB,
+        help="KV memory of the engine, 0: what vLLM finds free (GPU)",
+    )
+    engine.add_argument("--max-model-len", type=int, metavar="TOKENS")
+    engine.add_argument(
+        "--compile", action="store_true", help="let vLLM compile instead of running eagerly"
+    )
+    grid = parser.add_argument_group("what is measured, in tokens")
+    _add_grid(grid, "--cached", _DEFAULTS.cached_tokens, "cached before a pass")
+    _add_grid(grid, "--chunks", _DEFAULTS.chunk_tokens, "computed in a pass")
+    _add_grid(grid, "--requests", _DEFAULTS.decode_requests, "requests of a decode step")
+    _add_grid(grid, "--contexts", _DEFAULTS.decode_context_tokens, "context of each of them")
+    grid.add_argument("--repeats", type=int, default=_DEFAULTS.repeats, help="of a pass")
+    grid.add_argument("--steps", type=int, default=_DEFAULTS.decode_steps, help="of a decode")
+    grid.add_argument("--seed", type=int, default=0, help="of the random tokens")
+    grid.add_argument(
+        "--typical-round",
+        type=int,
+        nargs=2,
+        metavar=("CONTEXT", "APPEND"),
+        help="round by which prefill_tokens_per_s (hence beta) is stated (default: the largest "
+        "--cached and the middle of --chunks)",
+    )
+
+
+def _add_grid(
+    group: "argparse._ArgumentGroup", flag: str, default: tuple[int, ...], what: str
+) -> None:
+    group.add_argument(flag, type=int, nargs="+", default=list(default), metavar="N", help=what)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, fit, write, and print what it is worth; return 0.
+
+    Raises ``ConfigError`` for a grid, model or file that cannot be used.
+    """
+    from dualpath.vllm_plugin.cost_fit import fit_profile
+    from dualpath.workload.machine import this_machine
+
+    settings = profile_settings(args)
+    settings.check()
+    out = _writable(args.out)
+    context, append = args.typical_round or (
+        max(settings.cached_tokens),
+        sorted(settings.chunk_tokens)[len(settings.chunk_tokens) // 2],
+    )
+    if context < 0 or append < 1:
+        raise ConfigError(
+            f"--typical-round is {context} {append}; it needs a context of at least 0 and an "
+            "append of at least 1 token"
+        )
+    measurement = _measure(settings)
+    profile = fit_profile(measurement, args.name or measurement.facts.model, (context, append))
+    out.write_text(render(profile, measurement, this_machine(), (context, append)))
+    _print_summary(profile, measurement, out)
+    return 0
+
+
+def profile_settings(args: argparse.Namespace) -> ProfileSettings:
+    """Return the settings that the arguments describe."""
+    return ProfileSettings(
+        model=args.model,
+        dtype=args.dtype,
+        block_tokens=args.block_size,
+        hbm_bytes=args.hbm_mib * MIB,
+        max_model_len=args.max_model_len,
+        enforce_eager=not args.compile,
+        cached_tokens=tuple(args.cached),
+        chunk_tokens=tuple(args.chunks),
+        decode_requests=tuple(args.requests),
+        decode_context_tokens=tuple(args.contexts),
+        decode_steps=args.steps,
+        repeats=args.repeats,
+        seed=args.seed,
+    )
+
+
+def _measure(settings: ProfileSettings) -> "Measurement":
+    # What `dualpath serve` gives its engines, so that the same machine is measured; read by vLLM
+    # and torch when they are imported.
+    for name, value in {**ENGINE_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"}.items():
+        os.environ.setdefault(name, value)
+    _say(f"starting vLLM with {settings.model}")
+    try:
+        from dualpath.vllm_plugin.profiler import measure
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"profiling needs vLLM, but {error.name} is missing; pip install 'dualpath[engine]', "
+            "or vLLM by its own instructions on a GPU machine"
+        ) from error
+    return measure(settings, lambda done, total, what: _say(f"{done}/{total} {what}"))
+
+
+def render(
+    profile: "Profile", measurement: "Measurement", machine: "Machine", typical: tuple[int, int]
+) -> str:
+    """Return the TOML file: costs as keys, everything else as comments."""
+    import json
+
+    facts, costs = measurement.facts, profile.costs
+    quota = profile.quota_flops_per_s
+    head = [
+        "Costs of one engine, measured by `dualpath profile`. Seconds; see docs/simulator.md.",
+        f"Machine: {machine.cpu_count} CPUs ({machine.cpu_model}), "
+        f"{machine.memory_bytes / 2**30:.0f} GiB, {machine.platform}; device {facts.device}.",
+        f"Engine: {facts.software}.",
+        "feed_forward_token_s holds the whole time per token: timing whole passes cannot tell "
+        "attention's share. pair_s is attention alone.",
+        f"prefill_tokens_per_s: one round of {typical[0]} cached and {typical[1]} new tokens per "
+        "pass, hits included.",
+        f"Engine setting quota_flops_per_s = {quota:.4g} (attention FLOP/s of the compute quota)."
+        if quota
+        else "No quota_flops_per_s: passes did not grow with the pairs measured.",
+        f"Largest relative error of the fit: prefill {_worst(profile.prefill_errors):.1%}, "
+        f"decode {_worst(profile.decode_errors):.1%}.",
+    ]
+    lines = [*(f"# {line}" for line in head), "#", "# cached, new tokens: seconds, fit"]
+    for p, error in zip(measurement.passes, profile.prefill_errors, strict=True):
+        lines.append(f"#   {p.cached}, {p.bsz}: {p.seconds:.6g}, {error:+.1%}")
+    lines.append("# requests, mean context: seconds of a decode step, fit")
+    for s, error in zip(measurement.steps, profile.decode_errors, strict=True):
+        lines.append(f"#   {s.requests}, {s.context_tokens:g}: {s.seconds:.6g}, {error:+.1%}")
+    lines += [
+        "",
+        f"name = {json.dumps(costs.name)}",
+        f"layers = {costs.layers}",
+        f"kv_bytes_per_token = {costs.kv_bytes_per_token!r}",
+        f"prefill_tokens_per_s = {costs.prefill_tokens_per_s:.6g}",
+        f"context_limit_tokens = {costs.context_limit_tokens}",
+        "",
+        "[prefill]",
+        f"batch_s = {costs.prefill.batch_s!r}",
+        f"feed_forward_token_s = {costs.prefill.feed_forward_token_s!r}",
+        f"pair_s = {costs.prefill.pair_s!r}",
+        "",
+        "[decode]",
+        f"step_s = {costs.decode.step_s!r}",
+        f"request_s = {costs.decode.request_s!r}",
+        f"pair_s = {costs.decode.pair_s!r}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _print_summary(profile: "Profile", measurement: "Measurement", out: Path) -> None:
+    costs, quota = profile.costs, profile.quota_flops_per_s
+    print(f"{costs.name} on {measurement.facts.device}, {measurement.facts.software}")
+    print(f"prefill: {costs.prefill_tokens_per_s:.0f} tokens/s of the typical round, hits included")
+    print(f"  fit within {_worst(profile.prefill_errors):.1%} of {len(measurement.passes)} passes")
+    print(f"decode: fit within {_worst(profile.decode_errors):.1%} of {len(measurement.steps)}")
+    if quota:
+        print(f"engine setting quota_flops_per_s: {quota:.4g}")
+    worst = max(_worst(profile.prefill_errors), _worst(profile.decode_errors))
+    if worst > _DOUBTFUL_ERROR:
+        print(
+            f"warning: a measured time is {worst:.0%} off the fit; repeat on an idle machine, with "
+            "more --repeats and --steps",
+            file=sys.stderr,
+        )
+    print(f"written to {out}; use it with `dualpath simulate --model {out}`")
+
+
+def _worst(errors: tuple[float, ...]) -> float:
+    return max(abs(error) for error in errors)
+
+
+def _writable(name: str) -> Path:
+    path = Path(name)
+    folder = path.absolute().parent
+    if path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ConfigError(f"--out {name}: cannot be written; give a file in a writable folder")
+    return path
+
+
+def _say(text: str) -> None:
+    print(f"dualpath: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,89 @@
+"""`dualpath table1`: the cache-compute ratios of the paper's Table 1, from geometry."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from dualpath.cli.tables import FORMATS, JSON, TEXT, percent, print_table
+
+if TYPE_CHECKING:
+    from dualpath.catalog.table1 import Table1Row
+
+_COLUMNS = ("model", "N (B)", "KV (bytes/token)", "context", "GB/PFLOP", "paper", "error")
+
+_REMARKS = """\
+N: active parameters without the embedding. KV: what grows with the context.
+DeepSeek's rows come twice. Geometry gives 278,528 FLOP per pair of tokens and layer (absorbed
+latent attention, 128 heads). The paper's figures agree with {pair_flop:,}, for which it gives no
+reason; that number is used nowhere else. Projections of the sparse indexer are left out of N, as
+in the paper's figures."""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the parser of `dualpath table1`."""
+    parser = subparsers.add_parser(
+        "table1",
+        help="print the paper's Table 1 from model geometry, beside the paper's figures",
+        description="GB of KV-cache to load per PFLOP to compute, for 429 new tokens behind 16K "
+        "and 64K stored ones, computed from the dimensions of each model, beside the paper's "
+        "figures.",
+    )
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=[],
+        metavar="NAME_OR_FILE",
+        help="add these models: names in the catalog or TOML files",
+    )
+    parser.add_argument("--format", choices=FORMATS, default=TEXT, help="what to print")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table; return 0.
+
+    Raises:
+        ConfigError: a model that cannot be found or read.
+    """
+    from dualpath.catalog.load import load_model
+    from dualpath.catalog.table1 import paper_table1, table1_rows
+
+    rows = table1_rows(tuple(load_model(name) for name in args.model))
+    paper = paper_table1()
+    if args.format == JSON:
+        _print_json(rows, paper.append_tokens)
+        return 0
+    print(f"Cache-compute ratio with {paper.append_tokens} new tokens (paper §3, Table 1)\n")
+    print_table(_COLUMNS, [cells for row in rows for cells in _cells(row)])
+    print(f"\n{_REMARKS.format(pair_flop=paper.matching_latent_pair_flop)}")
+    return 0
+
+
+def _cells(row: "Table1Row") -> list[tuple[str, ...]]:
+    title = row.title
+    if row.latent_pair_flop is not None:
+        title = f"  with {row.latent_pair_flop:,} FLOP per pair"
+    lines: list[tuple[str, ...]] = []
+    for index, context in enumerate(row.contexts_tokens):
+        first = index == 0
+        lines.append(
+            (
+                title if first else "",
+                f"{row.active_parameters / 1e9:.2f}" if first else "",
+                f"{row.kv_bytes_per_token:,.0f}" if first else "",
+                f"{context:,}",
+                f"{row.computed[index]:.4g}",
+                f"{row.paper[index]:g}" if row.paper else "-",
+                percent(row.error[index]) if row.error else "-",
+            )
+        )
+    return lines
+
+
+def _print_json(rows: "tuple[Table1Row, ...]", append_tokens: int) -> None:
+    import msgspec
+
+    table = {
+        "append_tokens": append_tokens,
+        "unit": "GB/PFLOP",
+        "rows": [{**msgspec.to_builtins(row), "error": row.error} for row in rows],
+    }
+    print(msgspec.json.format(msgspec.json.encode(table)).decode())
