@@ -13,6 +13,7 @@ from dualpath.policy.scheduler import UNLIMITED_TOKENS, RequestScheduler
 from dualpath.router.control_server import ControlServer
 from dualpath.router.dispatch import Dispatch
 from dualpath.router.engine_calls import EngineCalls
+from dualpath.router.event_recorder import EventLogWriter, RecordedScheduler
 from dualpath.router.exchange import Exchange
 from dualpath.router.metrics import RouterMetrics
 from dualpath.router.registry import EngineInfo, Registry
@@ -44,6 +45,7 @@ class Desk:
         self.exchange = Exchange()
         self.releases = Releases(self.send, settings.release_wait_s)
         self.admission = asyncio.Semaphore(settings.max_concurrent_requests)
+        self.event_log: EventLogWriter | None = None
         self._dispatch: Dispatch | None = None
         self._changed = asyncio.Event()
         self._turns = itertools.count()
@@ -86,7 +88,7 @@ class Desk:
     def engine_joined(self, info: EngineInfo) -> None:
         """Let an engine take part."""
         if self._dispatch is None:
-            scheduler = RequestScheduler(self._scheduler_settings(info, self.block_tokens))
+            scheduler = self._scheduler(self._scheduler_settings(info, self.block_tokens))
             self._dispatch = Dispatch(scheduler, self._bytes_per_token(), self._assigned)
         self.releases.engine_joined(info.engine_id, info.epoch)
         self._dispatch.joined(info)
@@ -149,6 +151,11 @@ class Desk:
     def _bytes_per_token(self) -> int:
         namespace = self.registry.namespace
         return max(namespace.geometry.bytes_per_token, 1) if namespace else 1
+
+    def _scheduler(self, settings: SchedulerSettings) -> RequestScheduler | RecordedScheduler:
+        if self.event_log is None:
+            return RequestScheduler(settings)
+        return RecordedScheduler(settings, self.event_log)
 
     def _scheduler_settings(self, first: EngineInfo, block_tokens: int) -> SchedulerSettings:
         """α and β from the settings, else from the first engine, else unlimited (§A.4)."""

@@ -18,6 +18,7 @@ from dualpath.core.request import Request
 from dualpath.policy.events import Assignment, EngineSpec
 from dualpath.policy.scheduler import RequestScheduler
 from dualpath.router.assign_log import AssignLog, AssignmentNote
+from dualpath.router.event_recorder import RecordedScheduler
 from dualpath.router.registry import EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Dispatch:
 
     def __init__(
         self,
-        scheduler: RequestScheduler,
+        scheduler: RequestScheduler | RecordedScheduler,
         bytes_per_token: int,
         on_assigned: Callable[[Assignment], None],
     ) -> None:

@@ -5,6 +5,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 from dualpath.core.control import EngineMessage, Released, Report
@@ -12,6 +13,7 @@ from dualpath.core.errors import BadRequestError, EngineLostError
 from dualpath.router.control_server import ControlServer
 from dualpath.router.desk import Desk
 from dualpath.router.engine_calls import EngineCalls, Job, TokenEvent
+from dualpath.router.event_recorder import EventLogWriter
 from dualpath.router.metrics import RouterMetrics
 from dualpath.router.records import RequestRecord
 from dualpath.router.registry import EngineInfo, Registry
@@ -56,7 +58,12 @@ class RouterService:
         return self.server.address
 
     async def start(self) -> None:
-        """Open the control address; raises ``ConfigError`` if it cannot be bound."""
+        """Open the event log, if one is kept, and the control address.
+
+        Raises ``ConfigError`` if the file cannot be written or the address not be bound.
+        """
+        if self.settings.event_log:
+            self.desk.event_log = EventLogWriter(Path(self.settings.event_log))
         await self.server.start(self.settings.control_host, self.settings.control_port)
 
     async def stop(self) -> None:
@@ -67,6 +74,8 @@ class RouterService:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.server.stop()
+        if self.desk.event_log is not None:
+            await asyncio.to_thread(self.desk.event_log.close)
 
     async def wait_ready(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait for that many live engines; raises ``DeadlineError`` naming what is missing."""

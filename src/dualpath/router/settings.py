@@ -29,6 +29,8 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``max_concurrent_requests``: requests beyond it wait, first come first served.
     ``alpha_tokens``, ``beta_tokens``: α and β of Algorithm 1 (§A.4: what a node reads in 3 s, what
     a GPU prefills in 5 s); None derives them from what the first engine says of itself.
+    ``event_log``: file for what the scheduler is told and answers (``policy.event_log``); empty:
+    none.
     """
 
     control_host: str = "127.0.0.1"
@@ -46,6 +48,7 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_concurrent_requests: Count = 4096
     alpha_tokens: Count | None = None
     beta_tokens: Count | None = None
+    event_log: str = ""
 
     def checked(self) -> "RouterSettings":
         """Return these settings; raise ``ConfigError`` for one out of its range."""

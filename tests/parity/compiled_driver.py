@@ -1,0 +1,126 @@
+"""The simulator's compiled scheduler behind the calls of the live one.
+
+It numbers engines, groups and requests and keeps tables; here its numbers become names again, so
+that a recorded log can be played to it and its answers compared whole.
+"""
+
+import heapq
+
+from dualpath.core.cluster import Role
+from dualpath.core.request import Request
+from dualpath.policy.event_log import EngineJoined, EngineLost, EventLog, Submitted
+from dualpath.policy.events import Assignment, EngineReport, EngineSpec, ReadPart
+from dualpath.sim.compiled import ledger, scheduler, tables
+from dualpath.sim.result import DE_REASONS, PE_REASONS, READ_REASONS
+
+
+def before_losses(log: EventLog) -> EventLog:
+    """Return the log up to the first lost engine: in the simulator none is lost."""
+    losses = (i for i, event in enumerate(log.events) if isinstance(event, EngineLost))
+    return EventLog(log.begin, log.events[: next(losses, len(log.events))])
+
+
+class CompiledScheduler:
+    """``policy.event_log.SchedulerCalls`` made on the tables of ``sim.compiled``.
+
+    The simulator's engines are there from the beginning: those that join in the course of ``log``
+    are.  Numbers of finished requests are used again, as in the simulator.
+    """
+
+    def __init__(self, log: EventLog) -> None:
+        joined = [event.spec for event in log.events if isinstance(event, EngineJoined)]
+        submitted = sum(isinstance(event, Submitted) for event in log.events)
+        self._specs = _numbered(joined)
+        self._engines = {spec.engine_id: number for number, spec in enumerate(self._specs)}
+        self._groups = list(dict.fromkeys(spec.group for spec in self._specs))
+        self._roles = {spec.group: spec.role for spec in self._specs}
+        self._numbers: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._free = list(range(submitted))
+        self._state = tables.new_scheduler(log.begin.settings, self._specs, submitted)
+
+    def engine_joined(self, spec: EngineSpec) -> None:
+        """Nothing is left to do."""
+        assert spec in self._specs
+
+    def engine_lost(self, engine_id: str) -> list[str]:
+        """The simulator has no word for it."""
+        raise NotImplementedError(f"engine {engine_id} is lost; play the log before_losses")
+
+    def report(self, report: EngineReport) -> None:
+        """An engine told its load."""
+        ledger.report(
+            self._state,
+            self._engines[report.engine_id],
+            report.assign_seq,
+            report.unfinished_requests,
+            report.unfinished_tokens,
+            report.read_queue_tokens,
+            report.free_hbm_tokens,
+        )
+
+    def submit(self, request: Request) -> None:
+        """A request waits for engines."""
+        number = heapq.heappop(self._free)
+        self._numbers[request.request_id] = number
+        self._names[number] = request.request_id
+        scheduler.submit(
+            self._state, number, request.prompt_tokens, request.hit_tokens, request.max_new_tokens
+        )
+
+    def fetch(self, group: str) -> list[Assignment]:
+        """A group asks for work."""
+        if group not in self._roles:
+            return []
+        prefill = self._roles[group] is Role.PREFILL
+        fetch = scheduler.fetch_prefill if prefill else scheduler.fetch_decode
+        count = fetch(self._state, self._groups.index(group))
+        return [self._assignment(row) for row in self._state.assigned[:count].tolist()]
+
+    def read_done(self, request_id: str) -> None:
+        """A request's storage reads are over."""
+        if (number := self._numbers.get(request_id)) is not None:
+            scheduler.read_done(self._state, number)
+
+    def prefill_done(self, request_id: str) -> None:
+        """A request's PE is through with it."""
+        if (number := self._numbers.get(request_id)) is not None:
+            scheduler.prefill_done(self._state, number)
+
+    def finished(self, request_id: str) -> None:
+        """A request is over."""
+        if (number := self._numbers.pop(request_id, None)) is not None:
+            scheduler.finished(self._state, number)
+            heapq.heappush(self._free, number)
+
+    def cancel(self, request_id: str) -> None:
+        """A request was given up."""
+        self.finished(request_id)
+
+    def _assignment(self, row: list[int]) -> Assignment:
+        number = row[tables.A_REQUEST]
+        lengths = self._state.requests[number, tables.LENGTH : tables.LENGTH + 2].tolist()
+        head, tail = row[tables.A_PE_READ], row[tables.A_DE_READ]
+        parts = (ReadPart(Role.PREFILL, 0, head), ReadPart(Role.DECODE, head, tail))
+        return Assignment(
+            request_id=self._names[number],
+            prefill_engine=self._specs[row[tables.A_PE]].engine_id,
+            decode_engine=self._specs[row[tables.A_DE]].engine_id,
+            prefill_assign_seq=row[tables.A_PE_SEQ],
+            decode_assign_seq=row[tables.A_DE_SEQ],
+            reads=tuple(part for part in parts if part.tokens),
+            pe_reason=PE_REASONS[row[tables.A_PE_REASON]],
+            de_reason=DE_REASONS[row[tables.A_DE_REASON]],
+            read_reason=READ_REASONS[row[tables.A_READ_REASON]],
+            prefill_tokens=lengths[tables.PREFILL],
+            decode_tokens=lengths[tables.DECODE],
+        )
+
+
+def _numbered(joined: list[EngineSpec]) -> list[EngineSpec]:
+    """Return engines as the tables number them: by role, group's joining, and order."""
+    groups = list(dict.fromkeys(spec.group for spec in joined))
+    return sorted(
+        joined,
+        key=lambda spec: (spec.role is Role.DECODE, groups.index(spec.group), spec.order),
+    )

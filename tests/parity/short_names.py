@@ -1,0 +1,55 @@
+"""Event logs without the names of the run they come from."""
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from dualpath.core.cluster import Role
+from dualpath.policy.event_log import EngineJoined, EventLog
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+#: Fields that hold names, and the kind of name.
+FIELDS = {
+    "request_id": "r",
+    "requests": "r",
+    "engine_id": "engine-",
+    "prefill_engine": "engine-",
+    "decode_engine": "engine-",
+    "node": "node-",
+    "group": "group-",
+}
+
+
+def shortened(log: EventLog) -> EventLog:
+    """Return a log in which requests, engines, nodes and groups are numbered as they appear."""
+    names: dict[tuple[str, str], str] = {}
+    return EventLog(
+        begin=log.begin, events=tuple(_renamed(_introduced(e, names), names) for e in log.events)
+    )
+
+
+def _introduced(event: T, names: dict[tuple[str, str], str]) -> T:
+    """Give an engine and its group names that tell the role."""
+    if isinstance(event, EngineJoined):
+        short = "pe" if event.spec.role is Role.PREFILL else "de"
+        for kind, name in (("engine-", event.spec.engine_id), ("group-", event.spec.group)):
+            prefix = f"{short}-" if kind == "engine-" else f"{short}-group-"
+            taken = sum(value.startswith(prefix) for (k, _), value in names.items() if k == kind)
+            names.setdefault((kind, name), f"{prefix}{taken}")
+    return event
+
+
+def _renamed(value: Any, names: dict[tuple[str, str], str], kind: str = "") -> Any:
+    if isinstance(value, msgspec.Struct):
+        changes = {
+            field: _renamed(getattr(value, field), names, FIELDS.get(field, ""))
+            for field in value.__struct_fields__
+        }
+        return msgspec.structs.replace(value, **changes)
+    if isinstance(value, tuple):
+        return tuple(_renamed(part, names, kind) for part in value)
+    if kind and isinstance(value, str):
+        taken = sum(k == kind for k, _ in names)
+        return names.setdefault((kind, value), f"{kind}{taken}")
+    return value

@@ -1,0 +1,206 @@
+"""Live system and simulator decide alike: logs of real engines, made by ``record_run``.
+
+The story of every log: agents were replayed against real vLLM engines; the router's scheduler was
+recorded.  The same calls are made again, on a fresh live scheduler and on the simulator's compiled
+one, and every answer must be the recorded one: engines, numbers, read parts and three reasons.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.parity.compiled_driver import CompiledScheduler, before_losses
+
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
+from dualpath.policy.event_log import (
+    EngineLost,
+    Event,
+    EventLog,
+    Fetched,
+    Finished,
+    Reported,
+    SchedulerCalls,
+    Submitted,
+    assignments,
+    difference,
+    encode_line,
+)
+from dualpath.policy.events import Assignment, ReadPart
+from dualpath.router.event_recorder import read_event_log
+
+FOLDER = Path(__file__).parent / "recorded"
+LOGS = {path.name.split(".")[0]: read_event_log(path) for path in sorted(FOLDER.glob("*.xz"))}
+
+#: The logs in which all engines live until the last request is over, by their mode.
+MODES = ("dualpath", "round-robin", "split")
+
+#: Who is asked again: a fresh live scheduler, or the simulator's.
+DRIVERS: dict[str, Callable[[EventLog], SchedulerCalls | None]] = {
+    "live": lambda log: None,
+    "simulator": CompiledScheduler,
+}
+
+every_log = pytest.mark.parametrize("name", LOGS)
+
+
+@every_log
+def test_the_live_scheduler_decides_again_as_it_was_recorded(name):
+    assert difference(LOGS[name]) is None
+
+
+# The first one to run compiles for half a minute of CPU.
+@pytest.mark.timeout(600)
+@every_log
+def test_the_simulators_scheduler_decides_as_the_live_one_did(name):
+    log = before_losses(LOGS[name])
+    assert difference(log, CompiledScheduler(log)) is None
+    assert len(assignments(log)) >= (80 if name in MODES else 20)
+
+
+# ---------------------------------------------------------------- what the logs have in them
+
+
+def reasons(log: EventLog) -> set[str]:
+    return {r for a in assignments(log) for r in (a.pe_reason, a.de_reason, a.read_reason)}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "dualpath",
+            "short-queue long-queue low-token_min-seq high-token_min-tok no-hit shorter-queue tie",
+        ),
+        (
+            "split",
+            "short-queue long-queue low-token_min-seq high-token_min-tok "
+            "no-hit split shorter-queue",
+        ),
+        ("round-robin", "round-robin no-hit"),
+    ],
+)
+def test_every_reason_that_a_mode_can_give_occurs(name, expected):
+    assert LOGS[name].begin.settings.mode is Mode(name)
+    assert reasons(LOGS[name]) >= {reason.replace("_", " ") for reason in expected.split()}
+
+
+@every_log
+def test_the_runs_were_busy(name):
+    log = LOGS[name]
+    decided = assignments(log)
+    assert len(decided) >= 80
+    assert len({a.prefill_engine for a in decided}) == len({a.decode_engine for a in decided}) == 3
+    assert len({e.group for e in log.events if isinstance(e, Fetched)}) == 4
+    sides = Counter(part.side for a in decided for part in a.reads)
+    assert min(sides[Role.PREFILL], sides[Role.DECODE]) >= 10
+    assert waited(log) >= 10
+
+
+def waited(log: EventLog) -> int:
+    """Requests that the first fetches after their submission did not place."""
+    tries: Counter[str] = Counter()
+    waiting: set[str] = set()
+    for event in log.events:
+        if isinstance(event, Submitted):
+            waiting.add(event.request.request_id)
+        elif isinstance(event, Fetched):
+            waiting -= {a.request_id for a in event.assignments}
+            tries.update(waiting)
+    return sum(count >= 8 for count in tries.values())
+
+
+def test_one_run_lost_an_engine_with_requests_on_it():
+    log = LOGS["dualpath-engine-lost"]
+    (lost,) = [event for event in log.events if isinstance(event, EngineLost) and event.requests]
+    after = log.events[log.events.index(lost) :]
+    again = {e.request.request_id for e in after if isinstance(e, Submitted)}
+    assert again
+    assert any(a.decode_engine == lost.engine_id for e in after for a in _assigned(e))
+
+
+def _assigned(event) -> tuple[Assignment, ...]:
+    return event.assignments if isinstance(event, Fetched) else ()
+
+
+@every_log
+def test_a_log_names_no_place_of_the_run(name):
+    log = LOGS[name]
+    text = b"".join(encode_line(line) for line in (log.begin, *log.events)).decode()
+    values = set(re.findall(r'"(?:\w*_id|\w+_engine|node|group)":"([^"]*)"', text))
+    assert all(re.fullmatch(r"(r|[pd]e-|node-|[pd]e-group-)\d+", value) for value in values)
+    assert not re.search(r"/|\\\\|://|\d+\.\d+\.\d+\.\d+", text)
+
+
+# ---------------------------------------------------------------- the comparison can fail
+
+
+def changed(log: EventLog, change: Callable[[Event], Event | None]) -> EventLog:
+    """Return the log with other events; None leaves one out."""
+    events = (change(event) for event in log.events)
+    return EventLog(log.begin, tuple(event for event in events if event is not None))
+
+
+OTHER = {
+    "request_id": "r999",
+    "prefill_engine": "pe-9",
+    "decode_engine": "de-9",
+    "prefill_assign_seq": 99,
+    "decode_assign_seq": 99,
+    "reads": (ReadPart(Role.PREFILL, 0, 1),),
+    "pe_reason": "round-robin",
+    "de_reason": "round-robin",
+    "read_reason": "oracle",
+    "prefill_tokens": 1,
+    "decode_tokens": 1,
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("field", Assignment.__struct_fields__)
+def test_a_changed_decision_is_found(field, driver):
+    log = before_losses(LOGS["dualpath"])
+    decided = [e for e in log.events if isinstance(e, Fetched) and e.assignments]
+    fetch = decided[len(decided) // 2]
+    first, *rest = fetch.assignments
+    other = msgspec.structs.replace(first, **{field: OTHER[field]})
+    tampered = changed(
+        log, lambda event: Fetched(fetch.group, (other, *rest)) if event is fetch else event
+    )
+    found = difference(tampered, DRIVERS[driver](tampered))
+    assert found is not None
+    assert found.startswith(f"line {log.events.index(fetch) + 2}: recorded Fetched")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_changed_load_is_found(driver):
+    def overloaded(event: Event) -> Event:
+        if isinstance(event, Reported) and event.report.engine_id == "pe-0":
+            report = msgspec.structs.replace(event.report, unfinished_tokens=1_000_000)
+            return Reported(report)
+        return event
+
+    tampered = changed(before_losses(LOGS["dualpath"]), overloaded)
+    assert difference(tampered, DRIVERS[driver](tampered))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("position", [0, 40, -1])
+def test_a_request_left_out_is_found(position, driver):
+    log = before_losses(LOGS["dualpath"])
+    left_out = [event for event in log.events if isinstance(event, Submitted)][position]
+    tampered = changed(log, lambda event: None if event is left_out else event)
+    assert difference(tampered, DRIVERS[driver](tampered))
+
+
+@pytest.mark.parametrize("position", [0, 40, -1])
+def test_a_request_that_never_ends_is_found(position):
+    log = LOGS["dualpath"]
+    left_out = [event for event in log.events if isinstance(event, Finished)][position]
+    assert difference(changed(log, lambda event: None if event is left_out else event))

@@ -1,0 +1,253 @@
+"""The event log of a router: complete, harmless to serving, and refused where it is broken."""
+
+import argparse
+import asyncio
+import logging
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.unit.router_cluster import cluster
+from tests.unit.router_fakes import FakeCalls, expected, job
+
+from dualpath.cli import router as router_command
+from dualpath.cli import serve
+from dualpath.core.cluster import Role
+from dualpath.core.errors import BadRequestError, ConfigError, EngineLostError, TraceError
+from dualpath.core.modes import Mode
+from dualpath.core.request import Request
+from dualpath.launch import commands
+from dualpath.policy import event_log
+from dualpath.policy.event_log import (
+    Begin,
+    EngineJoined,
+    EngineLost,
+    Fetched,
+    Finished,
+    PrefillDone,
+    ReadDone,
+    Reported,
+    Submitted,
+    assignments,
+    difference,
+    encode_line,
+    replay,
+)
+from dualpath.policy.events import EngineSpec, SchedulerSettings
+from dualpath.policy.scheduler import RequestScheduler
+from dualpath.router.event_recorder import EventLogWriter, RecordedScheduler, read_event_log
+from dualpath.router.service import RouterService
+from dualpath.router.settings import RouterSettings
+
+SETTINGS = SchedulerSettings(mode=Mode.DUALPATH, alpha_tokens=1000, beta_tokens=5000)
+BEGIN = Begin(version="0.1.0", settings=SETTINGS, format=event_log.FORMAT)
+PE = EngineSpec("p0", Role.PREFILL, "n0", "prefill", 0, 100_000)
+DE = EngineSpec("d0", Role.DECODE, "n1", "decode", 1, 100_000)
+
+
+def recording(path: Path) -> RouterSettings:
+    return RouterSettings(engine_timeout_s=1000, suspect_timeout_s=0.05, event_log=str(path))
+
+
+async def test_a_router_records_every_decision_and_they_come_out_the_same_again(tmp_path):
+    path = tmp_path / "events.jsonl"
+    async with cluster(2, 2, settings=recording(path)) as made:
+        prompts = [range(start, start + 17) for start in (0, 0, 100, 200, 300)]
+        jobs = [job(f"r{number}", prompt) for number, prompt in enumerate(prompts)]
+        first = await made.run(jobs[0])
+        rest = await asyncio.gather(*(made.run(j) for j in jobs[1:]))
+        assert [first, *rest] == [expected(prompt, 6) for prompt in prompts]
+        noted = list(made.service.desk.dispatch.recent)
+    log = read_event_log(path)
+    assert log.begin.settings.mode is Mode.DUALPATH
+    kinds = {type(event) for event in log.events}
+    assert kinds >= {EngineJoined, Submitted, Fetched, ReadDone, PrefillDone, Finished}
+    decided = [(a.request_id, a.prefill_engine, a.decode_engine) for a in assignments(log)]
+    assert decided == [(n.request_id, n.prefill_engine, n.decode_engine) for n in noted]
+    assert {request for request, _, _ in decided} == {"r0", "r1", "r2", "r3", "r4"}
+    assert difference(log) is None
+
+
+async def test_a_lost_engine_and_what_it_had_are_in_the_log(tmp_path):
+    path = tmp_path / "events.jsonl"
+    async with cluster(2, 1, settings=recording(path)) as made:
+        hold = made.calls.gates["prefill"] = asyncio.Event()
+        running = asyncio.create_task(made.run(job("r0", range(9))))
+        await made.arrives("prefill")
+        made.lose("p0", certain=True)
+        hold.set()
+        assert await running == expected(range(9), 6)
+    log = read_event_log(path)
+    lost = [event for event in log.events if isinstance(event, EngineLost)]
+    assert lost == [EngineLost("p0", requests=("r0",))]
+    again = [e.request.request_id for e in log.events if isinstance(e, Submitted)]
+    assert again == ["r0", "r0.2"]
+    assert difference(log) is None
+
+
+async def test_without_the_setting_nothing_is_recorded():
+    async with cluster() as made:
+        await made.run(job("r0", range(9)))
+        assert made.service.desk.event_log is None
+
+
+def record(path: Path) -> tuple[EventLogWriter, RecordedScheduler]:
+    writer = EventLogWriter(path)
+    scheduler = RecordedScheduler(SETTINGS, writer)
+    scheduler.engine_joined(PE)
+    scheduler.engine_joined(DE)
+    return writer, scheduler
+
+
+def test_errors_reach_the_caller_and_the_log(tmp_path):
+    writer, scheduler = record(tmp_path / "log")
+    with pytest.raises(BadRequestError):
+        scheduler.submit(Request("r0", prompt_tokens=0, hit_tokens=0, max_new_tokens=1))
+    with pytest.raises(EngineLostError):
+        scheduler.engine_lost("p7")
+    with pytest.raises(ConfigError):
+        scheduler.engine_joined(PE)
+    writer.close()
+    log = read_event_log(tmp_path / "log")
+    assert [event.refused for event in log.events] == [
+        "",
+        "",
+        "BadRequestError",
+        "EngineLostError",
+        "ConfigError",
+    ]
+    assert difference(log) is None
+
+
+def test_fetches_while_no_request_waits_are_left_out(tmp_path):
+    writer, scheduler = record(tmp_path / "log")
+    assert scheduler.fetch("prefill") == []
+    scheduler.submit(Request("r0", prompt_tokens=10, hit_tokens=0, max_new_tokens=1))
+    assert scheduler.waiting() == 1
+    assert scheduler.fetch("prefill") == []
+    assert [a.request_id for a in scheduler.fetch("decode")] == ["r0"]
+    assert scheduler.fetch("decode") == []
+    scheduler.cancel("r0")
+    writer.close()
+    log = read_event_log(tmp_path / "log")
+    assert [e.group for e in log.events if isinstance(e, Fetched)] == ["prefill", "decode"]
+    assert difference(log) is None
+
+
+def test_an_answer_of_another_scheduler_shows_and_ends_the_replay(tmp_path):
+    writer, scheduler = record(tmp_path / "log")
+    scheduler.submit(Request("r0", prompt_tokens=10, hit_tokens=4, max_new_tokens=1))
+    scheduler.fetch("prefill")
+    scheduler.fetch("decode")
+    scheduler.finished("r0")
+    writer.close()
+    log = read_event_log(tmp_path / "log")
+    basic = msgspec.structs.replace(SETTINGS, mode=Mode.BASIC)
+    found = difference(log, RequestScheduler(basic))
+    assert found is not None
+    assert found.startswith("line 6: recorded Fetched(group='decode'")
+    assert "read_reason='tie'" in found
+    assert "read_reason='pe-only'" in found
+    assert len(replay(log, RequestScheduler(basic))) == len(log.events) - 1
+
+
+async def test_a_file_that_cannot_be_written_ends_the_start(tmp_path):
+    path = tmp_path / "missing" / "log"
+    service = RouterService(recording(path), FakeCalls())
+    with pytest.raises(ConfigError, match=r"missing/log.*choose another file"):
+        await service.start()
+    await service.stop()
+    assert service.control_address == ""
+
+
+def test_a_full_disk_ends_recording_but_not_the_scheduler(caplog):
+    writer, scheduler = record(Path("/dev/full"))
+    scheduler.submit(Request("r0", prompt_tokens=10, hit_tokens=0, max_new_tokens=1))
+    scheduler.fetch("prefill")
+    assert scheduler.fetch("decode")
+    writer.close()
+    assert "requests go on unrecorded" in caplog.text
+
+
+def test_a_disk_that_stalls_ends_recording_and_blocks_nobody(tmp_path, caplog):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    writer = EventLogWriter(path, waiting_events=8)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(100_000):  # Far more than a pipe, the file's buffer and the queue hold.
+            writer.write(Finished("r0"))
+    assert "8 events wait for the disk" in caplog.text
+    os.set_blocking(reader, True)
+    got: list[bytes] = []
+    drain = threading.Thread(target=lambda: got.extend(iter(lambda: os.read(reader, 1 << 16), b"")))
+    drain.start()
+    writer.close()
+    drain.join(20)
+    os.close(reader)
+    assert set(b"".join(got).splitlines()) == {b'{"event":"finished","request_id":"r0"}'}
+
+
+def log_of(*lines: bytes) -> list[bytes]:
+    return [encode_line(BEGIN), *lines]
+
+
+REPORT = (
+    b'{"event":"report","report":{"engine_id":"p0","assign_seq":0,"unfinished_requests":0,'
+    b'"unfinished_tokens":%d,"read_queue_tokens":0,"free_hbm_tokens":1,"free_buffer_tokens":0}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ([], r"0 lines .* give the whole file"),
+        ([b'{"event":"read_done","request_id":"r0"}'], r"does not begin .* give the whole file"),
+        (log_of(b'{"event":"read_done","requ'), r"line 2: .*cut off"),
+        (log_of(b'{"event":"read_done"}'), r"line 2: .*missing required field `request_id`"),
+        (log_of(b'{"event":"nap","request_id":"r"}'), r"line 2: Invalid value 'nap'"),
+        (log_of(b'{"event":"finished","request_id":"r","x":1}'), r"line 2: .*unknown field `x`"),
+        (log_of(b"\xff"), r"line 2: .*record the run again"),
+        (log_of(REPORT % (1 << 61)), rf"line 2: {1 << 61} exceeds {1 << 60}; correct"),
+        (log_of(REPORT % -(1 << 61)), rf"line 2: -{1 << 61} exceeds {1 << 60}; correct"),
+        (log_of(encode_line(BEGIN)), r"line 2: a second 'begin', a log has 1; split"),
+        (
+            [encode_line(BEGIN).replace(b'"format":1', b'"format":9')],
+            r"line 1: format 9 .* reads 1",
+        ),
+        ([encode_line(BEGIN).replace(b"64", b"0")], r"block_tokens 0 must be at least 1"),
+        ([encode_line(BEGIN).replace(b"dualpath", b"fast")], r"line 1: Invalid enum value 'fast'"),
+    ],
+)
+def test_a_broken_log_is_refused_with_the_line_and_what_to_do(lines, told):
+    with pytest.raises(TraceError, match=told):
+        event_log.decode(lines)
+
+
+def test_lines_come_back_as_they_were_written():
+    events = (EngineJoined(PE), EngineLost("p0", ("r0",)), Submitted(Request("r1", 9, 4, 2)))
+    lines = [encode_line(line) for line in (BEGIN, *events)]
+    assert event_log.decode(lines).events == events
+    assert isinstance(event_log.decode(log_of(REPORT % 7)).events[0], Reported)
+
+
+def test_a_file_that_is_no_log_is_refused(tmp_path):
+    with pytest.raises(TraceError, match="cannot be read"):
+        read_event_log(tmp_path / "none.jsonl")
+    broken = tmp_path / "broken.jsonl.xz"
+    broken.write_bytes(b"not xz")
+    with pytest.raises(TraceError, match="cannot be read"):
+        read_event_log(broken)
+
+
+def test_the_commands_hand_the_file_on():
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers()
+    serve.add_parser(subparsers)
+    router_command.add_parser(subparsers)
+    args = parser.parse_args(["serve", "MODEL", "--storage", "kv", "--event-log", "log.jsonl"])
+    handed = commands.router_command(serve.cluster_settings(args), 8000, 5700)
+    settings, _ = router_command._settings(parser.parse_args(handed))
+    assert settings.event_log == "log.jsonl"
