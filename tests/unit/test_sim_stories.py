@@ -13,7 +13,7 @@ from dualpath.sim.run import simulate
 MS = 1_000_000
 
 
-@pytest.fixture(params=["reference", "compiled"])
+@pytest.fixture(params=["compiled"])
 def core(request):
     return request.param
 

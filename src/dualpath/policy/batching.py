@@ -5,6 +5,9 @@ stays within the quota; the first that would exceed it is cut to what fits, foun
 search, and closes the batch.  A cut ends at a multiple of ``align_tokens``, so that a chunk leaves
 no half-filled block behind.  An empty batch takes at least one such chunk, whatever it costs:
 nothing starves, and the quota is exceeded by no more than that.
+
+``chunk_flops`` and ``largest_chunk`` take and return plain numbers, so that the simulator's
+compiled core calls them as they stand; the classes around them are for everybody else.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,6 +18,9 @@ from dualpath.core.errors import ConfigError
 
 Chunk = tuple[int, int]
 """(cached, bsz): tokens with KV-cache already there, tokens to compute in this batch."""
+
+#: A window or a limit that never binds.
+UNBOUNDED_TOKENS = 1 << 60
 
 
 class AttentionGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,12 +45,13 @@ class AttentionGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     def flops(self, cached: int, bsz: int) -> float:
         """Return the FLOP of ``bsz`` causal queries behind ``cached`` tokens; grows with bsz."""
-        pairs = _causal_pairs(cached, bsz)
-        seen = pairs
-        if self.window_tokens is not None:
-            short = min(max(self.window_tokens - cached, 0), bsz)
-            seen = _causal_pairs(cached, short) + (bsz - short) * self.window_tokens
-        return self.pair_flops * seen + self.index_pair_flops * pairs + self.token_flops * bsz
+        return chunk_flops(*self.coefficients, cached, bsz)
+
+    @property
+    def coefficients(self) -> tuple[float, float, float, int]:
+        """The first arguments of ``chunk_flops`` and ``largest_chunk``."""
+        window = UNBOUNDED_TOKENS if self.window_tokens is None else self.window_tokens
+        return self.pair_flops, self.index_pair_flops, self.token_flops, window
 
 
 class LayerTimeEstimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -179,17 +186,51 @@ def _largest_chunk(
     empty: bool,
     limit: int | None,
 ) -> int:
-    """Binary search over chunk ends, which are multiples of ``align_tokens`` or the very end."""
-    most = remaining if limit is None else min(remaining, limit)
+    limit_tokens = UNBOUNDED_TOKENS if limit is None else limit
+    return largest_chunk(
+        *geometry.coefficients,
+        allowed_flops,
+        cached,
+        remaining,
+        align_tokens,
+        empty,
+        limit_tokens,
+    )
+
+
+def largest_chunk(
+    pair_flops: float,
+    index_pair_flops: float,
+    token_flops: float,
+    window_tokens: int,
+    allowed_flops: float,
+    cached: int,
+    remaining: int,
+    align_tokens: int,
+    empty: bool,
+    limit_tokens: int,
+) -> int:
+    """Return how many of ``remaining`` tokens fit ``allowed_flops``, ``limit_tokens`` at most.
+
+    Binary search over chunk ends, which are multiples of ``align_tokens`` or the very end.  An
+    ``empty`` batch takes one chunk whatever it costs.
+    """
+    most = min(remaining, limit_tokens)
     if most <= 0:
         return 0
-    if most == remaining and geometry.flops(cached, remaining) <= allowed_flops:
-        return remaining
+    if most == remaining:
+        whole = chunk_flops(
+            pair_flops, index_pair_flops, token_flops, window_tokens, cached, remaining
+        )
+        if whole <= allowed_flops:
+            return remaining
     first_end = cached // align_tokens + 1
     low, high = first_end - 1, (cached + most) // align_tokens
     while low < high:
         middle = (low + high + 1) // 2
-        if geometry.flops(cached, middle * align_tokens - cached) <= allowed_flops:
+        bsz = middle * align_tokens - cached
+        flops = chunk_flops(pair_flops, index_pair_flops, token_flops, window_tokens, cached, bsz)
+        if flops <= allowed_flops:
             low = middle
         else:
             high = middle - 1
@@ -198,5 +239,19 @@ def _largest_chunk(
     return min(most, first_end * align_tokens - cached) if empty else 0
 
 
-def _causal_pairs(cached: int, bsz: int) -> int:
-    return bsz * cached + bsz * (bsz + 1) // 2
+def chunk_flops(
+    pair_flops: float,
+    index_pair_flops: float,
+    token_flops: float,
+    window_tokens: int,
+    cached: int,
+    bsz: int,
+) -> float:
+    """Return the FLOP of ``bsz`` causal queries behind ``cached`` tokens, ``window_tokens`` seen.
+
+    Coefficients in seconds instead of FLOP give seconds.
+    """
+    pairs = bsz * cached + bsz * (bsz + 1) // 2
+    short = min(max(window_tokens - cached, 0), bsz)
+    seen = short * cached + short * (short + 1) // 2 + (bsz - short) * window_tokens
+    return pair_flops * seen + index_pair_flops * pairs + token_flops * bsz

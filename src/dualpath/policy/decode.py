@@ -21,25 +21,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.cluster import Role
-from dualpath.policy.load import GroupState, IntArray, Ledger
+from dualpath.policy.load import Column, GroupState, IntArray, Ledger
 from dualpath.policy.placement import Lines, Placement, Ticket
 
-#: Larger than any rank; marks what is out of the question.
-EXCLUDED = 1 << 62
-#: Weight of one request against tokens in a rank: no engine holds a tera-token.
-REQUEST_RANK = 1 << 40
+
+def choose_group(totals: Column, largest_hbm: Column, length: int) -> int:
+    """Phase 1: return the row of the group with the fewest tokens, -1 if none can hold it.
+
+    This and the other kernels compile with numba as they stand.
+    """
+    best = -1
+    for row in range(len(totals)):
+        if largest_hbm[row] >= length and (best < 0 or totals[row] < totals[best]):
+            best = row
+    return best
 
 
-def choose_group(totals: IntArray, largest_hbm: IntArray, length: int) -> int:
-    """Phase 1: return the row of the group with the fewest tokens, -1 if none can hold it."""
-    rank = np.where(largest_hbm >= length, totals, EXCLUDED)
-    row = int(rank.argmin())
-    return -1 if rank[row] == EXCLUDED else row
+def unfragmented_hbm(free_hbm: Column) -> int:
+    """Phase 2: return what a group could hold if its free HBM were in one piece."""
+    tokens = 0
+    for row in range(len(free_hbm)):
+        tokens += max(free_hbm[row], 0)
+    return tokens
 
 
-def upper_bound_set(free_hbm: IntArray, lengths: Iterable[int]) -> list[int]:
+def upper_bound_set(free_hbm: Column, lengths: Iterable[int]) -> list[int]:
     """Phase 2: return the lengths at the queue's head that fit if HBM had no fragmentation (R)."""
-    left = int(free_hbm.clip(min=0).sum())
+    left = unfragmented_hbm(free_hbm)
     fitting: list[int] = []
     for length in lengths:
         left -= length
@@ -50,30 +58,34 @@ def upper_bound_set(free_hbm: IntArray, lengths: Iterable[int]) -> list[int]:
 
 
 def assign_decode(
-    tok: IntArray, seq: IntArray, free_hbm: IntArray, lengths: IntArray, threshold_factor: float
+    tok: Column, seq: Column, free_hbm: Column, lengths: Column, threshold_factor: float
 ) -> tuple[IntArray, NDArray[np.bool_]]:
     """Phase 2: return the rows given to the first requests of R, and which were low-token.
 
     ``tok``, ``seq`` and ``free_hbm`` have one row per engine of the group in order, ``lengths``
-    holds R.  The result is as long as the number of requests placed.  Compiles with numba.
+    holds R.  The result is as long as the number of requests placed.
     """
     tokens, requests, free = tok.copy(), seq.copy(), free_hbm.copy()
-    threshold = threshold_factor * (lengths.sum() + tokens.sum()) / tokens.size
-    rows = np.empty(lengths.size, np.int64)
-    low_token = np.empty(lengths.size, np.bool_)
-    for position in range(lengths.size):
+    threshold = threshold_factor * (sum(lengths) + sum(tokens)) / len(tokens)
+    rows = np.empty(len(lengths), np.int64)
+    low_token = np.empty(len(lengths), np.bool_)
+    for position in range(len(lengths)):
         length = lengths[position]
-        fits = free >= length
-        low = fits & (tokens + length <= threshold)
-        rank = np.where(low, requests * REQUEST_RANK + tokens, EXCLUDED)
-        row = rank.argmin()
-        low_token[position] = rank[row] != EXCLUDED
-        if not low_token[position]:
-            rank = np.where(fits, tokens, EXCLUDED)
-            row = rank.argmin()
-            if rank[row] == EXCLUDED:
-                return rows[:position], low_token[:position]
+        low = high = -1
+        for row in range(len(tokens)):
+            if free[row] < length:
+                continue
+            if tokens[row] + length <= threshold:
+                fewer = low < 0 or requests[row] < requests[low]
+                if fewer or (requests[row] == requests[low] and tokens[row] < tokens[low]):
+                    low = row
+            elif high < 0 or tokens[row] < tokens[high]:
+                high = row
+        row = low if low >= 0 else high
+        if row < 0:
+            return rows[:position], low_token[:position]
         rows[position] = row
+        low_token[position] = low >= 0
         tokens[row] += length
         requests[row] += 1
         free[row] -= length
@@ -115,8 +127,8 @@ class TwoPhaseDecodePlacer:
     def _drain_global_queue(self) -> None:
         groups = self._ledger.groups_of(Role.DECODE)
         private = self._private_tokens
-        totals = np.array([g.total_tokens + private.get(g.name, 0) for g in groups], np.int64)
-        largest = np.array([g.largest_hbm_tokens for g in groups], np.int64)
+        totals = [g.total_tokens + private.get(g.name, 0) for g in groups]
+        largest = [g.largest_hbm_tokens for g in groups]
         for ticket in list(self._lines.common.values()):
             row = choose_group(totals, largest, ticket.decode_tokens)
             if row < 0:
@@ -135,7 +147,7 @@ class TwoPhaseDecodePlacer:
             group.tok,
             group.seq,
             group.free_hbm,
-            np.array(lengths, np.int64),
+            lengths,
             self._threshold_factor,
         )
         tickets = [ticket for ticket, _ in zip(queue, rows, strict=False)]

@@ -5,8 +5,9 @@ placement is *held* while the request's other engine is still to be found and ge
 ``assign_seq`` when both are known: only then is the engine told, so numbers reach an engine
 in order and without gaps, and a report that echoes one of them counts in exactly what was told.
 
-Arrays are kept per group, rows in ``EngineSpec.order``, so that the kernels of ``prefill`` and
-``decode`` read them as they are and the first minimum is the one of lowest order.
+Columns are kept per group, rows in ``EngineSpec.order``, so that the kernels of ``prefill`` and
+``decode`` read them as they are and the first minimum is the one of lowest order.  Here they are
+lists, which Python reads faster than arrays; the simulator's compiled core keeps arrays.
 """
 
 from bisect import insort
@@ -21,6 +22,8 @@ from dualpath.core.errors import ConfigError, EngineLostError, IncompatibleError
 from dualpath.policy.events import EngineReport, EngineSpec
 
 IntArray = NDArray[np.int64]
+Column = list[int] | IntArray
+"""What kernels read by index: lists in Python, arrays where they are compiled."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
@@ -55,6 +58,7 @@ class EngineState:
         self.last_seq = 0
         self.report: EngineReport | None = None
         self.held: dict[str, int] = {}
+        self.held_tokens = 0
         self.pending: dict[str, _Charge] = {}
         self.pending_reads: dict[str, _Charge] = {}
         self.extra_tokens = 0
@@ -65,6 +69,11 @@ class EngineState:
         """tok_e."""
         reported = self.report.unfinished_tokens if self.report else 0
         return reported + self.extra_tokens
+
+    @property
+    def told_tokens(self) -> int:
+        """The part of tok_e that the engine knows of."""
+        return self.tokens - self.held_tokens
 
     @property
     def requests(self) -> int:
@@ -86,7 +95,7 @@ class EngineState:
 
 
 class GroupState:
-    """The engines of one group as arrays, in order; owned by the ledger."""
+    """The engines of one group as columns, in order; owned by the ledger."""
 
     def __init__(self, name: str, role: Role) -> None:
         self.name = name
@@ -95,17 +104,16 @@ class GroupState:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Lay the arrays out anew after engines came or went."""
+        """Lay the columns out anew after engines came or went."""
         self.engines.sort(key=lambda engine: engine.spec.order)
         for row, engine in enumerate(self.engines):
             engine.row = row
         engines = self.engines
-        self.tok: IntArray = np.array([e.tokens for e in engines], np.int64)
-        self.seq: IntArray = np.array([e.requests for e in engines], np.int64)
-        self.free_hbm: IntArray = np.array([e.free_hbm_tokens for e in engines], np.int64)
-        self.node: IntArray = np.array([e.node_row for e in engines], np.int64)
-        self.tokens_of = [e.tokens for e in engines]
-        self.total_tokens = sum(self.tokens_of)
+        self.tok = [e.tokens for e in engines]
+        self.seq = [e.requests for e in engines]
+        self.free_hbm = [e.free_hbm_tokens for e in engines]
+        self.node = [e.node_row for e in engines]
+        self.total_tokens = sum(self.tok)
         self.largest_hbm_tokens = max((e.spec.hbm_tokens for e in engines), default=0)
 
     def refresh(self, engine: EngineState) -> None:
@@ -118,8 +126,8 @@ class GroupState:
             tokens += report.unfinished_tokens
             requests += report.unfinished_requests
             free_hbm = report.free_hbm_tokens
-        self.total_tokens += tokens - self.tokens_of[row]
-        self.tokens_of[row] = self.tok[row] = tokens
+        self.total_tokens += tokens - self.tok[row]
+        self.tok[row] = tokens
         self.seq[row] = requests
         self.free_hbm[row] = free_hbm - extra_tokens
 
@@ -130,7 +138,7 @@ class Ledger:
     def __init__(self) -> None:
         self.engines: dict[str, EngineState] = {}
         self.groups: dict[str, GroupState] = {}
-        self.node_read_q: IntArray = np.zeros(0, np.int64)
+        self.node_read_q: list[int] = []
         self.node_read_total: list[int] = []
         self._node_rows: dict[str, int] = {}
         self._rings: dict[Role, list[EngineState]] = {role: [] for role in Role}
@@ -144,7 +152,7 @@ class Ledger:
         group = self.groups.setdefault(spec.group, GroupState(spec.group, spec.role))
         if spec.node not in self._node_rows:
             self._node_rows[spec.node] = len(self._node_rows)
-            self.node_read_q = np.append(self.node_read_q, np.int64(0))
+            self.node_read_q.append(0)
             self.node_read_total.append(0)
         engine = EngineState(spec, self._node_rows[spec.node])
         self.engines[spec.engine_id] = engine
@@ -206,6 +214,7 @@ class Ledger:
         """Charge a request to an engine that is not told of it yet."""
         engine = self.engines[engine_id]
         engine.held[request_id] = tokens
+        engine.held_tokens += tokens
         engine.extra_tokens += tokens
         self.groups[engine.spec.group].refresh(engine)
 
@@ -213,7 +222,9 @@ class Ledger:
         """Turn a held charge into a told one and return its ``assign_seq``, counted from 1."""
         engine = self.engines[engine_id]
         engine.last_seq += 1
-        engine.pending[request_id] = _Charge(engine.last_seq, engine.held.pop(request_id))
+        tokens = engine.held.pop(request_id)
+        engine.held_tokens -= tokens
+        engine.pending[request_id] = _Charge(engine.last_seq, tokens)
         return engine.last_seq
 
     def charge_read(self, engine_id: str, request_id: str, tokens: int) -> None:
@@ -238,8 +249,9 @@ class Ledger:
         if engine is None:
             return
         charge = engine.pending.pop(request_id, None)
-        tokens = charge.tokens if charge else engine.held.pop(request_id, None)
-        if tokens is not None:
+        tokens = charge.tokens if charge else engine.held.pop(request_id, 0)
+        if tokens:
+            engine.held_tokens -= 0 if charge else tokens
             engine.extra_tokens -= tokens
             self.groups[engine.spec.group].refresh(engine)
 
@@ -253,7 +265,7 @@ class Ledger:
                 group=engine.spec.group,
                 unfinished_requests=engine.requests,
                 unfinished_tokens=engine.tokens,
-                read_queue_tokens=int(self.node_read_q[engine.node_row]),
+                read_queue_tokens=self.node_read_q[engine.node_row],
                 free_hbm_tokens=engine.free_hbm_tokens,
                 free_buffer_tokens=engine.report.free_buffer_tokens if engine.report else None,
             )
@@ -277,6 +289,12 @@ class Ledger:
             raise ConfigError(
                 f"engine {spec.engine_id!r}: hbm_tokens {spec.hbm_tokens} must be at least 1 and "
                 f"snic_tokens_per_s {spec.snic_tokens_per_s} positive; correct its settings"
+            )
+        if min(spec.prefill_tokens_per_s, spec.cnic_tokens_per_s) < 0:
+            raise ConfigError(
+                f"engine {spec.engine_id!r}: prefill_tokens_per_s {spec.prefill_tokens_per_s} and "
+                f"cnic_tokens_per_s {spec.cnic_tokens_per_s} must be at least 0; leave unknown "
+                "rates out"
             )
         group = self.groups.get(spec.group)
         if group and group.role is not spec.role:

@@ -20,22 +20,18 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from dualpath.policy.load import IntArray, Ledger
+from dualpath.policy.load import Column, IntArray, Ledger
 from dualpath.policy.placement import Placement, Ticket
 
-#: Added to the tokens of C3 so that any engine of C2 ranks before it; tokens stay below.
-LONG_QUEUE = 1 << 60
-#: Rank of C1.
-OVERLOADED = 1 << 62
 #: Waiting requests looked at in one kernel call; the fetch goes on while all of them are placed.
 WINDOW_REQUESTS = 64
 
 
 def assign_prefill(
-    tok: IntArray,
-    node: IntArray,
-    read_q: IntArray,
-    lengths: IntArray,
+    tok: Column,
+    node: Column,
+    read_q: Column,
+    lengths: Column,
     alpha_tokens: int,
     beta_tokens: int,
 ) -> tuple[IntArray, NDArray[np.bool_]]:
@@ -46,18 +42,24 @@ def assign_prefill(
     number of requests placed.  Compiles with numba as it stands.
     """
     load = tok.copy()
-    rank = np.where(read_q[node] > alpha_tokens, load + LONG_QUEUE, load)
-    rank = np.where(load > beta_tokens, OVERLOADED, rank)
-    rows = np.empty(lengths.size, np.int64)
-    short = np.empty(lengths.size, np.bool_)
-    for position in range(lengths.size):
-        row = rank.argmin()
-        if rank[row] == OVERLOADED:
+    rows = np.empty(len(lengths), np.int64)
+    short = np.empty(len(lengths), np.bool_)
+    for position in range(len(lengths)):
+        second = third = -1
+        for row in range(len(load)):
+            if load[row] > beta_tokens:
+                continue
+            if read_q[node[row]] <= alpha_tokens:
+                if second < 0 or load[row] < load[second]:
+                    second = row
+            elif third < 0 or load[row] < load[third]:
+                third = row
+        row = second if second >= 0 else third
+        if row < 0:
             return rows[:position], short[:position]
         rows[position] = row
-        short[position] = rank[row] < LONG_QUEUE
+        short[position] = second >= 0
         load[row] += lengths[position]
-        rank[row] = OVERLOADED if load[row] > beta_tokens else rank[row] + lengths[position]
     return rows, short
 
 
@@ -104,7 +106,7 @@ class FifoPrefillPlacer:
             state.tok,
             state.node,
             self._ledger.node_read_q,
-            np.array([ticket.prefill_tokens for ticket in window], np.int64),
+            [ticket.prefill_tokens for ticket in window],
             self._alpha_tokens,
             self._beta_tokens,
         )

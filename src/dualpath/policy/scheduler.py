@@ -39,7 +39,14 @@ from dualpath.policy.events import (
 from dualpath.policy.load import EngineLoad, Ledger
 from dualpath.policy.placement import Placement, Placer, Ticket
 from dualpath.policy.prefill import FifoPrefillPlacer
-from dualpath.policy.read_side import Reader, read_whole, shorter_queue, split
+from dualpath.policy.read_side import (
+    PrefillAhead,
+    Reader,
+    earlier_finish,
+    read_whole,
+    shorter_queue,
+    split,
+)
 
 #: α or β that is never exceeded.
 UNLIMITED_TOKENS = 1 << 60
@@ -227,7 +234,7 @@ class RequestScheduler:
         self._untold -= 1
         prefill_seq = self._ledger.tell(prefill.engine_id, ticket.request_id)
         decode_seq = self._ledger.tell(decode.engine_id, ticket.request_id)
-        reads, reason = self._choose_reads(ticket.request.hit_tokens, prefill, decode)
+        reads, reason = self._choose_reads(ticket, prefill, decode)
         engines = {Role.PREFILL: prefill.engine_id, Role.DECODE: decode.engine_id}
         for part in reads:
             self._ledger.charge_read(engines[part.side], ticket.request_id, part.tokens)
@@ -246,8 +253,8 @@ class RequestScheduler:
             decode_tokens=ticket.decode_tokens,
         )
 
-    def _choose_reads(self, hit_tokens: int, prefill: Placement, decode: Placement) -> Reads:
-        mode = self._settings.mode
+    def _choose_reads(self, ticket: Ticket, prefill: Placement, decode: Placement) -> Reads:
+        mode, hit_tokens = self._settings.mode, ticket.request.hit_tokens
         if hit_tokens == 0:
             return (), "no-hit"
         if mode is Mode.ORACLE:
@@ -260,15 +267,29 @@ class RequestScheduler:
         readers = self._reader(prefill.engine_id), self._reader(decode.engine_id)
         if mode is Mode.SPLIT:
             return split(*readers, hit_tokens, self._settings.block_tokens)
-        side, reason = shorter_queue(*readers)
+        if self._settings.read_choice == "finish-time":
+            ahead = self._ahead(prefill.engine_id, ticket.prefill_tokens)
+            side, reason = earlier_finish(*readers, hit_tokens, ahead)
+        else:
+            side, reason = shorter_queue(*readers)
         return read_whole(side, hit_tokens), reason
 
     def _reader(self, engine_id: str) -> Reader:
         engine = self._ledger.engines[engine_id]
         return Reader(
-            queue_tokens=int(self._ledger.node_read_q[engine.node_row]),
+            queue_tokens=self._ledger.node_read_q[engine.node_row],
             total_tokens=self._ledger.node_read_total[engine.node_row],
             tokens_per_s=engine.spec.snic_tokens_per_s,
+        )
+
+    def _ahead(self, engine_id: str, prompt_tokens: int) -> PrefillAhead:
+        """What a PE has to do before and for the request it was just told of."""
+        engine = self._ledger.engines[engine_id]
+        return PrefillAhead(
+            before_tokens=engine.told_tokens - prompt_tokens,
+            prompt_tokens=prompt_tokens,
+            prefill_tokens_per_s=engine.spec.prefill_tokens_per_s,
+            cnic_tokens_per_s=engine.spec.cnic_tokens_per_s,
         )
 
     def _end_reads(self, flight: _Flight) -> None:

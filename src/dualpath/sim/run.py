@@ -1,5 +1,6 @@
 """``simulate``: check the input, pick a core, run it."""
 
+import importlib
 import importlib.util
 from typing import Literal
 
@@ -45,4 +46,14 @@ def simulate(
             "the compiled core needs numba, which is not installed; "
             "install dualpath[simulate] or use the reference core"
         )
-    raise NotImplementedError
+    # Imported here, since compiling costs seconds and numba is optional.
+    compiled_core = importlib.import_module("dualpath.sim.compiled.core")
+    result: SimulationResult = compiled_core.run_compiled(
+        setup,
+        agents,
+        record_decisions=record_decisions,
+        window_ns=to_ns(window_s),
+        until_ns=until_ns,
+        progress=progress,
+    )
+    return result

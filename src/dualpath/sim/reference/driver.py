@@ -5,12 +5,13 @@ from collections.abc import Callable
 from dualpath.core.agents import AgentTable
 from dualpath.core.cluster import Role
 from dualpath.core.request import Request
-from dualpath.policy.events import Assignment, EngineReport, EngineSpec, SchedulerSettings
+from dualpath.policy.events import Assignment, EngineReport
 from dualpath.policy.scheduler import RequestScheduler
 from dualpath.sim.costs import next_multiple_ns, to_ns
 from dualpath.sim.derived import Limits
 from dualpath.sim.layout import ClusterLayout
 from dualpath.sim.reference.events import EventQueue
+from dualpath.sim.scheduling import engine_specs, scheduler_settings
 from dualpath.sim.settings import Setup
 
 
@@ -72,10 +73,10 @@ class SchedulerDriver:
         self._interval_ns = to_ns(setup.cluster.fetch_interval_s)
         self._fetch_due = False
         self._layout = layout
-        self._scheduler = RequestScheduler(_scheduler_settings(setup, limits))
+        self._scheduler = RequestScheduler(scheduler_settings(setup, limits))
         self._accounts: list[_Account] = []
         self._members: list[list[_Account]] = []
-        for spec in _specs(setup, limits, layout):
+        for spec in engine_specs(setup, limits, layout):
             self._scheduler.engine_joined(spec)
             self._accounts.append(_Account(len(self._accounts), spec.hbm_tokens))
         for group in layout.groups:
@@ -143,31 +144,3 @@ class SchedulerDriver:
             assignment.decode_assign_seq, tokens, tokens, read[Role.DECODE]
         )
         self._assigned(int(assignment.request_id), assignment)
-
-
-def _scheduler_settings(setup: Setup, limits: Limits) -> SchedulerSettings:
-    cluster = setup.cluster
-    return SchedulerSettings(
-        mode=setup.mode,
-        alpha_tokens=limits.alpha_tokens,
-        beta_tokens=limits.beta_tokens,
-        block_tokens=cluster.block_tokens,
-        threshold_factor=cluster.threshold_factor,
-        generated_reserve_tokens=cluster.generated_reserve_tokens,
-    )
-
-
-def _specs(setup: Setup, limits: Limits, layout: ClusterLayout) -> list[EngineSpec]:
-    g = setup.cluster.gpus_per_node
-    return [
-        EngineSpec(
-            engine_id=str(engine),
-            role=group.role,
-            node=str(engine // g),
-            group=group.name,
-            order=engine,
-            hbm_tokens=limits.decode_hbm_tokens,
-        )
-        for group in layout.groups
-        for engine in group.engines
-    ]

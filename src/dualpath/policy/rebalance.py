@@ -1,0 +1,244 @@
+"""Online re-balancing: when a node moves between the prefill and the decode role (§8.1).
+
+The paper leaves the adjustment of P/D to future work; this is dualpath's own rule.  It works on
+*demand in nodes*.  Over the last interval a role with ``n`` nodes at utilisation ``u`` did the
+work of ``u·n`` nodes, and a backlog of ``w`` tokens, to be worked off within the horizon ``H`` by
+nodes that get ``q`` tokens per second done, asks for ``w / (q·H)`` more:
+
+    demand d = u·n + w / (q·H)            pressure = d / n
+
+A role that breaks its latency objective has at least the pressure latency / objective (at most
+``LARGEST_BREACH``).  The cluster is as slow as its most pressed role: the work of the horizon
+takes ``H·m`` seconds, with
+
+    m(P, D) = max(1, d_prefill / P, d_decode / D)
+
+A move takes the node out of service for ``switch_s`` = s, so that m is m(switching) meanwhile
+(the giver is one node short, the taker not yet stronger) and m(after) then:
+
+    gain = H · (m(now) - m(after))        cost = s · (1 - m(after) / m(switching))
+    move  ⇔  gain > ``margin`` · cost  and  m(now) - m(after) ≥ ``least_improvement`` · m(now)
+
+The cost is what the same work would take less if the node changed its role at once; a switch that
+makes the giver the bottleneck costs up to s.  A gain means m falls with every move, so under a
+constant demand the policy settles and never returns to a shape it left.  Against noise, a move must
+be the answer ``patience`` times in a row, and after one the policy rests for ``rest_s``.
+"""
+
+import math
+
+import msgspec
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError
+
+#: A latency ten times its objective does not ask for ten times the nodes: it mostly is a queue,
+#: which ``waiting_tokens`` tells already.
+LARGEST_BREACH = 1.5
+
+
+class RebalanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Constants of the rule; times in seconds.
+
+    ``prefill_node_tokens_per_s`` and ``decode_node_tokens_per_s`` are what one node of the role
+    gets done (q), in the tokens in which ``RoleLoad.waiting_tokens`` is counted.  ``ttft_slo_s``
+    and ``tpot_slo_s`` are the objectives, None for none (offline).  ``switch_s`` is from the
+    decision until the node serves in its new role: finishing or handing over what it has, and
+    starting anew.
+    """
+
+    prefill_node_tokens_per_s: float
+    decode_node_tokens_per_s: float
+    switch_s: float = 30.0
+    horizon_s: float = 300.0
+    margin: float = 2.0
+    least_improvement: float = 0.05
+    patience: int = 2
+    rest_s: float = 60.0
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for the first value out of range."""
+        positive = ("prefill_node_tokens_per_s", "decode_node_tokens_per_s", "horizon_s")
+        for name in (*positive, "ttft_slo_s", "tpot_slo_s"):
+            value = getattr(self, name)
+            if value is not None and not (0 < value < math.inf):
+                raise ConfigError(f"{name} is {value}, must be above 0 and finite; correct it")
+        for name, least in (("switch_s", 0.0), ("rest_s", 0.0), ("margin", 1.0), ("patience", 1)):
+            value = getattr(self, name)
+            if not least <= value < math.inf:
+                raise ConfigError(f"{name} is {value}, must be at least {least:g}; correct it")
+        if not 0 < self.least_improvement < 1:
+            raise ConfigError(
+                f"least_improvement is {self.least_improvement}, must be between 0 and 1: it keeps "
+                "the policy from moving nodes for nothing"
+            )
+
+
+class RoleLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One role over the last interval.
+
+    ``utilisation`` (0 to 1) is the share of its capacity in use.  For PEs: prompt tokens done over
+    what ``prefill_node_tokens_per_s`` allows, not the time in forward passes, which one request
+    fills as well.  For DEs: the share of HBM held.  ``waiting_requests`` and ``waiting_tokens``
+    wait for this role at the end of the interval; those whose read is under way wait for storage,
+    which no move makes faster, and do not count.
+    ``latency_s`` is the mean TTFT (prefill) or TPOT (decode) of the interval, None without any.
+    """
+
+    nodes: int
+    utilisation: float
+    waiting_requests: int = 0
+    waiting_tokens: int = 0
+    latency_s: float | None = None
+
+
+class ClusterObservation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the policy is told at the end of every interval of ``interval_s`` seconds."""
+
+    interval_s: float
+    prefill: RoleLoad
+    decode: RoleLoad
+
+    def of(self, role: Role) -> RoleLoad:
+        """Return the load of a role."""
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for an observation that cannot be."""
+        if not 0 < self.interval_s < math.inf:
+            raise ConfigError(f"interval_s is {self.interval_s}, must be above 0; correct it")
+        for role in Role:
+            load = self.of(role)
+            if load.nodes < 1:
+                raise ConfigError(f"{role} has {load.nodes} nodes, every role needs at least 1")
+            if not 0 <= load.utilisation <= 1:
+                raise ConfigError(f"utilisation of {role} is {load.utilisation}, must be 0 to 1")
+            if min(load.waiting_requests, load.waiting_tokens) < 0:
+                raise ConfigError(f"{role} has a negative number waiting, must be at least 0")
+            if load.latency_s is not None and not load.latency_s >= 0:
+                raise ConfigError(f"latency of {role} is {load.latency_s} s, must be at least 0")
+
+
+class Move(msgspec.Struct, frozen=True):
+    """One node changes its role; ``gain_s`` and ``cost_s`` over the horizon, as in the module.
+
+    ``reason``: "prefill-bound" or "decode-bound", after the role that gets the node.
+    """
+
+    from_role: Role
+    to_role: Role
+    reason: str
+    gain_s: float
+    cost_s: float
+
+
+class Stay(msgspec.Struct, frozen=True):
+    """Nothing moves.
+
+    ``reason``: "balanced" (no role is pressed, or no move makes the most pressed one better),
+    "last-node" (the giver has one node), "giver-breaks-slo" (the giver's own latency would exceed
+    its objective), "small-improvement", "cost-exceeds-gain", "patience", "rest".
+    """
+
+    reason: str
+
+
+Decision = Move | Stay
+
+
+class Rebalancer:
+    """The policy over time; owns nothing but how long it has wanted what, and its rest."""
+
+    def __init__(self, settings: RebalanceSettings) -> None:
+        """Raises ``ConfigError`` for settings out of range."""
+        settings.check()
+        self._settings = settings
+        self._wanted: Role | None = None
+        self._streak = 0
+        self._rest_s = 0.0
+
+    def observe(self, observation: ClusterObservation) -> Decision:
+        """Return what to do after one more interval; the caller carries a ``Move`` out.
+
+        Raises ``ConfigError`` for an observation that cannot be.
+        """
+        observation.check()
+        if self._rest_s > 0:
+            self._rest_s -= observation.interval_s
+            return Stay("rest")
+        decision = weigh(self._settings, observation)
+        if isinstance(decision, Stay):
+            self._wanted, self._streak = None, 0
+            return decision
+        self._streak = self._streak + 1 if decision.to_role is self._wanted else 1
+        self._wanted = decision.to_role
+        if self._streak < self._settings.patience:
+            return Stay("patience")
+        self._wanted, self._streak = None, 0
+        self._rest_s = self._settings.switch_s + self._settings.rest_s
+        return decision
+
+
+def weigh(settings: RebalanceSettings, observation: ClusterObservation) -> Decision:
+    """Return what one observation by itself calls for, without memory."""
+    demand = {role: _demand_nodes(settings, observation, role) for role in Role}
+    nodes = {role: observation.of(role).nodes for role in Role}
+    taker = max(Role, key=lambda role: demand[role] / nodes[role])
+    giver = Role.DECODE if taker is Role.PREFILL else Role.PREFILL
+    now = _slowdown(demand, nodes)
+    if now <= 1.0:
+        return Stay("balanced")
+    if nodes[giver] == 1:
+        return Stay("last-node")
+    left = {**nodes, giver: nodes[giver] - 1}
+    switching = _slowdown(demand, left)
+    after = _slowdown(demand, {**left, taker: nodes[taker] + 1})
+    if after >= now:
+        return Stay("balanced")
+    if _breaks_slo(settings, observation, giver):
+        return Stay("giver-breaks-slo")
+    if now - after < settings.least_improvement * now:
+        return Stay("small-improvement")
+    gain_s = settings.horizon_s * (now - after)
+    cost_s = settings.switch_s * (1 - after / switching)
+    if gain_s <= settings.margin * cost_s:
+        return Stay("cost-exceeds-gain")
+    return Move(giver, taker, f"{taker}-bound", gain_s, cost_s)
+
+
+def _slowdown(demand: dict[Role, float], nodes: dict[Role, int]) -> float:
+    return max(1.0, *(demand[role] / nodes[role] for role in Role))
+
+
+def _demand_nodes(
+    settings: RebalanceSettings, observation: ClusterObservation, role: Role
+) -> float:
+    load = observation.of(role)
+    backlog = load.waiting_tokens / (_node_tokens_per_s(settings, role) * settings.horizon_s)
+    demand = load.utilisation * load.nodes + backlog
+    objective_s = _objective_s(settings, role)
+    if objective_s is not None and load.latency_s is not None and load.latency_s > objective_s:
+        breach = min(load.latency_s / objective_s, LARGEST_BREACH)
+        demand = max(demand, breach * load.nodes)
+    return demand
+
+
+def _breaks_slo(settings: RebalanceSettings, observation: ClusterObservation, giver: Role) -> bool:
+    """Tell whether the giver's latency, grown as its nodes shrink, would miss its objective."""
+    load = observation.of(giver)
+    objective_s = _objective_s(settings, giver)
+    if objective_s is None or load.latency_s is None:
+        return False
+    return load.latency_s * load.nodes / (load.nodes - 1) > objective_s
+
+
+def _objective_s(settings: RebalanceSettings, role: Role) -> float | None:
+    return settings.ttft_slo_s if role is Role.PREFILL else settings.tpot_slo_s
+
+
+def _node_tokens_per_s(settings: RebalanceSettings, role: Role) -> float:
+    if role is Role.PREFILL:
+        return settings.prefill_node_tokens_per_s
+    return settings.decode_node_tokens_per_s

@@ -1,0 +1,212 @@
+"""The compiled scheduler's state: a few tables of integers with named rows and columns.
+
+Tables instead of one array per quantity, because every array that a compiled function is given
+costs it seven registers, and because a request's columns then share cache lines.
+
+Engines are numbered PEs before DEs, groups likewise; a group is a run of engines.  A request is an
+integer below the length of its table, free to be used again once the request is over.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
+from dualpath.policy.events import EngineSpec, SchedulerSettings
+from dualpath.policy.load import IntArray
+from dualpath.policy.scheduler import UNLIMITED_TOKENS
+
+PREFILL, DECODE = 0, 1
+NONE = -1
+
+#: Rows of ``engines``: the ledger's accounts (``policy.load``), one per engine.  Kernels read TOK,
+#: SEQ and FREE_HBM.  Told, but not in a report yet: EXTRA_*, in a list that starts with the request
+#: FIRST_TOLD.  Placed, but not told yet: HELD_*.  READS is the engine's part of its node's reading
+#: queue.  FIRST_SIDE is the side of the first read of the PE's next new pair.  RING holds, in place
+#: of an account, the engines of each role in ``EngineSpec.order``.
+(
+    TOK,
+    SEQ,
+    FREE_HBM,
+    READS,
+    EXTRA_TOKENS,
+    EXTRA_REQUESTS,
+    EXTRA_READS,
+    HELD_TOKENS,
+    HELD_REQUESTS,
+    LAST_SEQ,
+    REPORTED_SEQ,
+    FIRST_TOLD,
+    LAST_TOLD,
+    FIRST_SIDE,
+    NODE,
+    GROUP,
+    HBM,
+    RING,
+) = range(18)
+ENGINE_ROWS = 18
+
+#: Rows of ``speeds``, per engine in tokens/s, 0 for unknown.
+SNIC, PREFILL_RATE, CNIC = range(3)
+
+#: Rows of ``groups``: engines [FIRST, END), their tokens, those of the private queue, the sum of
+#: both while the global queue is drained, and the largest engine's HBM.
+FIRST, END, GROUP_TOKENS, PRIVATE_TOKENS, TOTAL_TOKENS, LARGEST_HBM = range(6)
+
+#: Rows of ``nodes``: reading queue, and tokens given to read so far.
+READ_Q, READ_TOTAL = range(2)
+
+#: Columns of ``requests``.  From LENGTH on they are pairs, PE's and DE's: the tokens it counts for;
+#: the waiting line with its neighbours; the engine and why; once told, the assignment number, the
+#: tokens of the charge and of the read (0 when struck) and the neighbours among the told requests.
+NUMBER, PROMPT, HIT, TOLD = range(4)
+(LENGTH, LINE, AHEAD, BEHIND, ENGINE, REASON, TELL_SEQ, CHARGE, READ, TOLD_BEFORE, TOLD_AFTER) = (
+    range(4, 26, 2)
+)
+REQUEST_COLUMNS = 26
+
+#: Rows of ``lines``, the waiting lines: the common lines of PEs and DEs come first, then one per
+#: engine, of which a DE group uses that of its first engine.
+LINE_HEAD, LINE_TAIL = range(2)
+COMMON_LINES = 2
+
+#: ``counters``: requests submitted so far and not assigned yet, engine dealt to last per role, PEs
+#: that have read in turn.
+SUBMITTED, UNTOLD, LAST_DEALT, IN_TURN_PES = 0, 1, 2, 4
+
+#: Rows of ``work``: requests placed by a fetch; lengths a kernel is given, and what it returns.
+PLACED, LENGTHS, ROWS, FLAGS = range(4)
+
+#: Columns of ``assigned``; reasons are codes of ``sim.result``.
+(
+    A_REQUEST,
+    A_PE,
+    A_DE,
+    A_PE_READ,
+    A_DE_READ,
+    A_PE_REASON,
+    A_DE_REASON,
+    A_READ_REASON,
+    A_PE_SEQ,
+    A_DE_SEQ,
+) = range(10)
+ASSIGNED_COLUMNS = 10
+
+#: ``Rules.reads``.
+NO_READS, PE_READS, SIDES_IN_TURN, QUEUE_DECIDES, FINISH_DECIDES, SPLIT_READS = range(6)
+
+
+class Rules(NamedTuple):
+    """``SchedulerSettings``, resolved by mode."""
+
+    in_turn: bool
+    reads: int
+    alpha_tokens: int
+    beta_tokens: int
+    threshold_factor: float
+    block_tokens: int
+    generated_reserve_tokens: int
+
+
+class SchedulerState(NamedTuple):
+    """Tables as described above.
+
+    ``sides`` is the side of the next read per PE and DE (§7.5's round robin).  ``work`` is
+    room to work in.  ``assigned`` holds the assignments of the latest fetch.
+    """
+
+    rules: Rules
+    engines: IntArray
+    speeds: NDArray[np.float64]
+    groups: IntArray
+    nodes: IntArray
+    requests: IntArray
+    lines: IntArray
+    sides: NDArray[np.int8]
+    counters: IntArray
+    work: IntArray
+    assigned: IntArray
+    first_decode_engine: int
+    first_decode_group: int
+
+
+def new_scheduler(
+    settings: SchedulerSettings, specs: Sequence[EngineSpec], requests: int
+) -> SchedulerState:
+    """Return the state in which all engines have joined and ``requests`` may be live at once.
+
+    ``specs`` name PEs before DEs, group by group in the order in which groups were joined first,
+    each by ascending ``order``; that is how engines and groups are numbered here.
+    """
+    groups = list(dict.fromkeys(spec.group for spec in specs))
+    nodes = list(dict.fromkeys(spec.node for spec in specs))
+    prefill = sum(spec.role is Role.PREFILL for spec in specs)
+    prefill_groups = len({spec.group for spec in specs if spec.role is Role.PREFILL})
+    engines = _engine_table(specs, groups, nodes)
+    table = np.full((requests, REQUEST_COLUMNS), NONE, np.int64)
+    counters = np.zeros(5, np.int64)
+    counters[LAST_DEALT : LAST_DEALT + 2] = NONE
+    return SchedulerState(
+        rules=_rules(settings),
+        engines=engines,
+        speeds=np.array(
+            [[s.snic_tokens_per_s, s.prefill_tokens_per_s, s.cnic_tokens_per_s] for s in specs]
+        ).T.copy(),
+        groups=_group_table(engines, len(groups)),
+        nodes=np.zeros((2, len(nodes)), np.int64),
+        requests=table,
+        lines=np.full((2, COMMON_LINES + len(specs)), NONE, np.int64),
+        sides=np.full((prefill, len(specs) - prefill), NONE, np.int8),
+        counters=counters,
+        work=np.zeros((4, requests), np.int64),
+        assigned=np.zeros((requests, ASSIGNED_COLUMNS), np.int64),
+        first_decode_engine=prefill,
+        first_decode_group=prefill_groups,
+    )
+
+
+def _engine_table(specs: Sequence[EngineSpec], groups: list[str], nodes: list[str]) -> IntArray:
+    engines = np.zeros((ENGINE_ROWS, len(specs)), np.int64)
+    engines[[FIRST_TOLD, LAST_TOLD, FIRST_SIDE]] = NONE
+    engines[NODE] = [nodes.index(spec.node) for spec in specs]
+    engines[GROUP] = [groups.index(spec.group) for spec in specs]
+    engines[HBM] = engines[FREE_HBM] = [spec.hbm_tokens for spec in specs]
+    engines[RING] = sorted(
+        range(len(specs)), key=lambda e: (specs[e].role is Role.DECODE, specs[e].order)
+    )
+    return engines
+
+
+def _group_table(engines: IntArray, count: int) -> IntArray:
+    groups = np.zeros((6, count), np.int64)
+    numbers = np.arange(count)
+    groups[FIRST] = np.searchsorted(engines[GROUP], numbers)
+    groups[END] = np.searchsorted(engines[GROUP], numbers, side="right")
+    for group in range(count):
+        groups[LARGEST_HBM, group] = engines[HBM, groups[FIRST, group] : groups[END, group]].max()
+    return groups
+
+
+def _rules(settings: SchedulerSettings) -> Rules:
+    mode = settings.mode
+    balanced_baseline = settings.balanced_baselines and not mode.dual_path
+    by_load = mode in (Mode.DUALPATH, Mode.SPLIT, Mode.ORACLE) or balanced_baseline
+    by_queue = FINISH_DECIDES if settings.read_choice == "finish-time" else QUEUE_DECIDES
+    reads = {
+        Mode.ORACLE: NO_READS,
+        Mode.ROUND_ROBIN: SIDES_IN_TURN,
+        Mode.DUALPATH: by_queue,
+        Mode.SPLIT: SPLIT_READS,
+    }
+    return Rules(
+        in_turn=not by_load,
+        reads=reads.get(mode, PE_READS),
+        alpha_tokens=UNLIMITED_TOKENS if balanced_baseline else settings.alpha_tokens,
+        beta_tokens=settings.beta_tokens,
+        threshold_factor=settings.threshold_factor,
+        block_tokens=settings.block_tokens,
+        generated_reserve_tokens=settings.generated_reserve_tokens,
+    )

@@ -1,0 +1,245 @@
+"""Every figure from a fake simulator: numbers, files, equal bytes, each run made once."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from tests.unit.evaluation_fakes import FakeInputs, FakeSimulator
+
+from dualpath.cli.eval import FIGURE_NAMES
+from dualpath.cli.main import main
+from dualpath.core.modes import Mode
+from dualpath.evaluation import beyond, markdown
+from dualpath.evaluation.document import document
+from dualpath.evaluation.figures import FIGURES
+from dualpath.evaluation.inputs import CatalogInputs
+from dualpath.evaluation.paper import FITTED, QUOTED
+from dualpath.evaluation.report import (
+    Compared,
+    FigureReport,
+    Table,
+    comparison_table,
+    quantity,
+)
+from dualpath.evaluation.runs import Runs
+from dualpath.evaluation.settings import DS_27B, DS_660B, EvaluationSettings, RunSpec
+from dualpath.evaluation.write import as_json, write_document, write_report
+
+QUICK = EvaluationSettings(seed=3, quick=True)
+
+
+def fake_runs(settings: EvaluationSettings = QUICK) -> tuple[Runs, FakeSimulator]:
+    simulator = FakeSimulator()
+    return Runs(settings, FakeInputs(), simulator), simulator
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[FigureReport]:
+    runs, _ = fake_runs()
+    return [build(runs) for build in FIGURES.values()]
+
+
+def model_of(reports: list[FigureReport], key: str) -> float:
+    return next(c.model for r in reports for c in r.compared if c.key == key) or 0.0
+
+
+def test_every_number_that_the_paper_quotes_is_compared_once_in_its_figure(
+    reports: list[FigureReport],
+) -> None:
+    compared = [(r.name, c.key) for r in reports for c in r.compared]
+    assert sorted(compared) == sorted((q.figure, q.key) for q in QUOTED.values())
+    assert set(QUOTED) >= FITTED
+    assert set(FIGURE_NAMES) == set(FIGURES)
+
+
+def test_speedups_and_reductions_are_those_of_the_runs(reports: list[FigureReport]) -> None:
+    # The fake decodes for 1.98 s a round, whatever the mode; waiting depends on mode and nodes.
+    basic, ours = (128 * speed / 2 + 1.98 for speed in (0.02, 0.01))
+    assert model_of(reports, "fig7.660b.speedup_max") == pytest.approx(basic / ours)
+    assert model_of(reports, "table3.2p4d.jct") == pytest.approx(6 * ours)
+    assert model_of(reports, "fig13.round_robin") == pytest.approx(2 / ((2 + 1 + 1) / 3))
+    assert model_of(reports, "fig14.dualpath") == pytest.approx(1.1)
+    reductions = []
+    for agents in QUICK.ablation_agents:
+        basic, layered = (agents * speed / 2 + 1.98 for speed in (0.02, 0.016))
+        reductions.append(100 * (1 - layered / basic))
+    assert model_of(reports, "fig12.layerwise") == pytest.approx(sum(reductions) / 2)
+
+
+def test_a_run_that_several_figures_need_is_made_once() -> None:
+    runs, simulator = fake_runs()
+    FIGURES["fig10"](runs)
+    made = simulator.calls
+    report = FIGURES["fig11"](runs)
+    # Fig. 11 adds no more than the two rates of §8.2 to the runs of Fig. 10.
+    assert simulator.calls <= made + 2
+    assert report.compared[0].model is not None
+
+
+def test_a_capacity_that_was_never_exceeded_gives_no_ratio() -> None:
+    runs, _ = fake_runs()
+    report = FIGURES["fig10"](runs)
+    capacities = {row[:2]: row[2] for row in report.tables[0].rows}
+    assert capacities["DS 660B", "DualPath"].startswith("≥ ")
+    assert {one.key: one.model for one in report.compared}["fig10.660b.capacity"] is None
+
+
+def test_modes_of_one_comparison_share_their_agents() -> None:
+    inputs = FakeInputs()
+    runs = Runs(QUICK, inputs, FakeSimulator())
+    for mode in Mode:
+        runs.offline(RunSpec(system=DS_660B, mode=mode, agents=16))
+    assert inputs.tables_made == 1
+
+
+def test_equal_seeds_give_equal_bytes(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        runs, _ = fake_runs()
+        made = [FIGURES[name](runs) for name in ("fig7", "fig12", "table3")]
+        for report in made:
+            write_report(report, tmp_path / folder)
+        write_document(made, tmp_path / folder / "evaluation.md")
+    files = [path for path in sorted((tmp_path / "a").rglob("*")) if path.is_file()]
+    assert {path.suffix for path in files} == {".md", ".json", ".html", ".png"}
+    for path in files:
+        other = tmp_path / "b" / path.relative_to(tmp_path / "a")
+        assert path.read_bytes() == other.read_bytes(), path.name
+
+
+def test_files_carry_setting_and_seed_and_the_papers_numbers(
+    reports: list[FigureReport],
+) -> None:
+    for report in reports:
+        text = markdown.report(report)
+        assert "Seed 3." in text
+        assert "gamma" in text
+        assert not report.compared or "errors mean nothing" in text
+        assert "not the paper's settings" in text
+        content = json.loads(as_json(report))
+        assert content["evaluation"]["seed"] == 3
+        assert content["settings"]
+        for one in content["compared"]:
+            assert one["paper"] == QUOTED[one["key"]].value
+            if one["model"] is not None:
+                assert one["relative_error"] == pytest.approx(one["model"] / one["paper"] - 1)
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: list[str] = []
+        self.scripts = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.scripts += tag == "script"
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href") and not (value or "").startswith("#"):
+                self.outside.append(value or "")
+
+
+def test_a_page_needs_nothing_but_itself(tmp_path: Path, reports: list[FigureReport]) -> None:
+    report = next(r for r in reports if r.name == "fig10")
+    write_report(report, tmp_path)
+    page = (tmp_path / "fig10.html").read_text(encoding="utf-8")
+    links = _Links()
+    links.feed(page)
+    assert links.outside == []
+    assert links.scripts == 0
+    assert page.count("<svg") == len(report.panels)
+
+
+def test_the_page_begins_with_the_error_table_and_names_every_number(
+    reports: list[FigureReport],
+) -> None:
+    page = document(reports, {"fig7": "images/evaluation/fig7.png"})
+    first_figure = page.index("## Fig. 7.")
+    assert page.index("## All quoted numbers") < first_figure
+    for quoted in QUOTED.values():
+        assert quoted.what in page[:first_figure]
+    assert "![" in page
+
+
+def test_the_page_names_the_command_that_makes_it(reports: list[FigureReport]) -> None:
+    options = "--docs docs/evaluation.md --seed 3 --quick`"
+    assert f"`dualpath eval all {options}" in document(reports, {})
+    assert f"`dualpath eval fig7 fig8 {options}" in document(reports[:2], {})
+
+
+def test_rows_are_judged_by_what_the_paper_claims() -> None:
+    rows = comparison_table(
+        [
+            Compared("table3.2p4d.jct", 3167.0 * 1.04),
+            Compared("table3.48p96d.jct", 3201.0 * 1.06),
+            Compared("table3.2p4d.ttft", 1.739),
+            Compared("table3.scheduler_cores", 0.2),
+            Compared("fig8.dualpath_2p1d_1p2d", None),
+        ]
+    ).rows
+    assert [row[5] for row in rows] == ["yes", "no", "-", "below", "no"]
+    assert rows[0][2:5] == ("3,294 s", "3,167 s", "+4.0%")
+    assert rows[3][3] == "< 10.00 cores"
+    assert rows[4][2:5] == ("-", "≈ 1.00x", "-")
+
+
+def test_quantities_have_the_digits_that_the_paper_quotes() -> None:
+    assert quantity(3167, "s") == "3,167 s"
+    assert quantity(0.0391, "s") == "0.039 s"
+    assert quantity(17.2149, "%") == "17.21 %"
+
+
+def test_a_table_lines_up_and_escapes_bars() -> None:
+    text = markdown.table(Table("T", ("name", "n"), (("a|b", "1"), ("c", "22"))))
+    lines = text.splitlines()[2:]
+    assert len({len(line) for line in lines}) == 1
+    assert "a\\|b" in lines[2]
+
+
+def test_additions_are_compared_with_dualpath_on_settings_and_traces(tmp_path: Path) -> None:
+    runs, _ = fake_runs()
+    report = beyond.build(runs, beyond.existing_traces(tmp_path))
+    assert any("left out: mini-swe" in line for line in report.settings)
+    split = 2 + [v.title for v in beyond.VARIANTS].index("split read")
+    assert all(row[split].startswith("+") for row in report.tables[0].rows)
+    side = 2 + [v.title for v in beyond.VARIANTS].index("side by finish time")
+    assert all(row[side] == "+0.0%" for row in report.tables[0].rows)
+
+
+def test_the_catalog_gives_the_cluster_with_the_runs_changes() -> None:
+    spec = RunSpec(
+        system=DS_27B,
+        mode=Mode.SPLIT,
+        nodes=(2, 1),
+        overrides=(("dram_tier_bytes", 1e9),),
+    )
+    setup = CatalogInputs().setup(spec)
+    assert (setup.cluster.prefill_nodes, setup.cluster.decode_nodes) == (2, 1)
+    assert setup.cluster.dram_tier_bytes == 1e9
+    assert setup.mode is Mode.SPLIT
+
+
+def test_generated_agents_arrive_all_at_once_or_one_by_one() -> None:
+    inputs = CatalogInputs()
+    spec = RunSpec(system=DS_660B, mode=Mode.DUALPATH, workload="32K", agents=20)
+    at_once = inputs.agents(spec, 1)
+    assert at_once.agents == 20
+    assert not at_once.start_s.any()
+    online = RunSpec(
+        system=DS_660B, mode=Mode.DUALPATH, workload="32K", agents=20, agents_per_s=0.5
+    )
+    arriving = inputs.agents(online, 1)
+    assert (arriving.start_s[1:] > arriving.start_s[:-1]).all()
+    assert (arriving.prompt_tokens == at_once.prompt_tokens).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--seed", "-1"], "seed is -1"), (["--window", "0"], "window_s is 0")],
+)
+def test_wrong_settings_are_refused_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "fig7", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "must be between" in error
