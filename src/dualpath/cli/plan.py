@@ -186,7 +186,7 @@ def _cells(shape: "ShapeResult", jct: bool, best: bool) -> list[str]:
     free = "within" if shape.bottleneck_free else "outside"
     slo = [] if jct else [f"{shape.slo} too slow" if shape.slo in ("TTFT", "TPOT") else shape.slo]
     if shape.refusal:
-        return [name, "-", "-", "-", "-", "-", free, shape.refusal, *slo, ""]
+        return [name, "-", "-", "-", "-", "-", "-", shape.refusal, *slo, ""]
     value = shape.jct_s if jct else shape.agents_per_s
     figure = "-" if value is None else f"{value:,.1f}" if jct else f"{value:.3f}"
     mark = "best" if best else ""

@@ -6,6 +6,7 @@ import numpy as np
 from dualpath.core.agents import AgentTable
 from dualpath.core.errors import ConfigError
 from dualpath.sim.compiled.events import pop, push
+from dualpath.sim.compiled.jit import hold
 from dualpath.sim.compiled.links import end_equal
 from dualpath.sim.compiled.machine_tables import (
     ARRIVE,
@@ -52,6 +53,7 @@ from dualpath.sim.compiled.rounds import (
     submit_round,
 )
 from dualpath.sim.compiled.tables import SchedulerState, new_scheduler
+from dualpath.sim.compiled.world import World
 from dualpath.sim.derived import limits
 from dualpath.sim.layout import cluster_layout
 from dualpath.sim.progress import Progress
@@ -66,7 +68,7 @@ PAUSE_EVENTS = 20_000
 NEVER_NS = 1 << 62
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, _nrt=False)
 def run_events(
     machine: Machine,
     constants: Constants,
@@ -76,6 +78,7 @@ def run_events(
     most_events: int,
 ) -> int:
     """Handle events until there are none, the next is too late, or it is time for a pause."""
+    p = hold(World(machine, constants, rounds, scheduler))
     heap, counters = machine.heap, machine.counters
     room = heap.shape[0] - 3 * machine.flights.shape[0] - machine.units.shape[1] - 64
     for _ in range(most_events):
@@ -91,33 +94,33 @@ def run_events(
         counters[HANDLED] += 1
         kind, number = payload & ((1 << KIND_BITS) - 1), payload >> KIND_BITS
         if kind == SUBMIT:
-            submit_round(machine, constants, rounds, scheduler, number)
+            submit_round(p, number)
         elif kind == ARRIVE:
-            arrive(machine, constants, rounds, scheduler, number)
+            arrive(p, number)
         elif kind == FETCH:
-            fetch(machine, constants, rounds, scheduler)
+            fetch(p)
         elif kind == READ:
-            read(machine, constants, number)
+            read(p, number)
         elif kind == READ_OVER:
-            part_read(machine, constants, rounds, scheduler, number)
+            part_read(p, number)
         elif kind == SNIC_END:
-            end_equal(machine, constants, number)
+            end_equal(p, number)
         elif kind == TIER_LOADED:
-            part_loaded(machine, constants, rounds, scheduler, number)
+            part_loaded(p, number)
         elif kind == START_PASS:
-            start_pass(machine, constants, rounds, number)
+            start_pass(p, number)
         elif kind == COMPUTED:
-            computed(machine, constants, rounds, scheduler, number)
+            computed(p, number)
         elif kind == SENT:
-            sent(machine, constants, rounds, scheduler, number)
+            sent(p, number)
         elif kind == FILLED:
-            filled(machine, constants, rounds, scheduler, number)
+            filled(p, number)
         elif kind == DECODE_END:
-            decode_ended(machine, constants, rounds, scheduler, number)
+            decode_ended(p, number)
     return PAUSED
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, _nrt=False)
 def push_starts(machine: Machine, rounds: Rounds, waits: np.ndarray) -> None:  # type: ignore[type-arg]  # numba's own view
     """Let every agent that waits for nobody submit its first round."""
     for agent in range(rounds.start_ns.size):

@@ -1,6 +1,6 @@
 """The event queue as a binary heap in a table, and pairing heaps in a pool of nodes."""
 
-from dualpath.sim.compiled.jit import compiled
+from dualpath.sim.compiled.jit import lean
 from dualpath.sim.compiled.machine_tables import (
     HEAP_NUMBER,
     HEAP_PAYLOAD,
@@ -17,7 +17,7 @@ from dualpath.sim.result import IntArray
 ORDER, CHILD, SIBLING = range(3)
 
 
-@compiled
+@lean
 def push(heap: IntArray, counters: IntArray, time_ns: int, kind: int, number: int) -> None:
     """Let an event happen at ``time_ns``, after all pushed before for that time."""
     place = counters[PENDING]
@@ -38,7 +38,7 @@ def push(heap: IntArray, counters: IntArray, time_ns: int, kind: int, number: in
     heap[place, HEAP_PAYLOAD] = kind | (number << KIND_BITS)
 
 
-@compiled
+@lean
 def pop(heap: IntArray, counters: IntArray) -> int:
     """Remove the next event, whose time the caller has read, and return its payload."""
     payload = heap[0, HEAP_PAYLOAD]
@@ -68,7 +68,7 @@ def pop(heap: IntArray, counters: IntArray) -> int:
     return payload
 
 
-@compiled
+@lean
 def _meld(keys: FloatArray, links: IntArray, left: int, right: int) -> int:
     if left == NONE:
         return right
@@ -83,7 +83,7 @@ def _meld(keys: FloatArray, links: IntArray, left: int, right: int) -> int:
     return left
 
 
-@compiled
+@lean
 def add_node(
     keys: FloatArray, links: IntArray, root: int, node: int, key: float, order: int
 ) -> int:
@@ -95,7 +95,7 @@ def add_node(
     return _meld(keys, links, root, node)
 
 
-@compiled
+@lean
 def drop_root(keys: FloatArray, links: IntArray, root: int) -> int:
     """Remove the least node and return the new root, NONE when empty."""
     paired = NONE

@@ -1,4 +1,4 @@
-"""The compiled core's machine: tables with named rows and columns, as the scheduler's in ``tables``.
+"""The compiled core's machine: tables with named rows and columns, like those in ``tables``.
 
 An agent has one live round at a time, so what the reference core keeps per round in flight is kept
 per agent here, and an agent's number is its request's number at the scheduler.
@@ -61,8 +61,8 @@ HEAP_TIME, HEAP_NUMBER, HEAP_PAYLOAD = range(3)
     WINDOWS,
 ) = range(13)
 
-#: Columns of ``flights``, one row per agent: engines and blocks of its live round, tokens it reads on
-#: either side, what it counts for at either engine, and its neighbours in the lists it is in.
+#: Columns of ``flights``, one row per agent: engines and blocks of its live round, tokens it reads
+#: on either side, what it counts for at either engine, and its neighbours in the lists it is in.
 (
     ROUND,
     PE,

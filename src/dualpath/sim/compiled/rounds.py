@@ -3,7 +3,7 @@
 import numpy as np
 
 from dualpath.sim.compiled.events import push
-from dualpath.sim.compiled.jit import compiled
+from dualpath.sim.compiled.jit import Held, inlined, lean
 from dualpath.sim.compiled.ledger import report
 from dualpath.sim.compiled.links import charge_cnic, charge_path, read_equal, read_fifo
 from dualpath.sim.compiled.machine_tables import (
@@ -69,9 +69,6 @@ from dualpath.sim.compiled.machine_tables import (
     U_CHUNK_HEAD,
     UNIT,
     WAITS_AT_PE,
-    Constants,
-    Machine,
-    Rounds,
 )
 from dualpath.sim.compiled.scheduler import (
     fetch_decode,
@@ -93,13 +90,13 @@ from dualpath.sim.compiled.tables import (
     LAST_SEQ,
     LENGTH,
     UNTOLD,
-    SchedulerState,
 )
 from dualpath.sim.compiled.units import end_decode, form_pass, join_decode, to_ns
+from dualpath.sim.compiled.world import World, constants_of, machine_of, rounds_of, scheduler_of
 from dualpath.sim.costs import next_multiple_ns as _next_multiple_ns
 from dualpath.sim.result import TurnTimes
 
-next_multiple_ns = compiled(_next_multiple_ns)
+next_multiple_ns = inlined(_next_multiple_ns)
 
 #: Rows of ``Machine.times``.
 (
@@ -118,33 +115,41 @@ next_multiple_ns = compiled(_next_multiple_ns)
 # 1. Submit.
 
 
-@compiled
-def submit_round(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, r: int) -> None:
+@lean
+def submit_round(p: Held[World], r: int) -> None:
     """A client submits a round."""
+    m = machine_of(p)
+    c = constants_of(p)
     m.times[T_SUBMITTED, r] = m.counters[NOW]
     if c.overhead_ns:
         push(m.heap, m.counters, m.counters[NOW] + c.overhead_ns, ARRIVE, r)
     else:
-        arrive(m, c, rounds, s, r)
+        arrive(p, r)
 
 
-@compiled
-def arrive(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, r: int) -> None:
+@lean
+def arrive(p: Held[World], r: int) -> None:
     """A round reaches the scheduler."""
+    m = machine_of(p)
+    c = constants_of(p)
+    rounds = rounds_of(p)
+    s = scheduler_of(p)
     agent = rounds.agent[r]
     m.flights[agent, ROUND] = r
     in_tier = 0
     if c.tier_tokens:
-        in_tier = _tier_hit(m, agent, rounds.hit[r])
+        in_tier = _tier_hit(p, agent, rounds.hit[r])
         in_tier -= in_tier % c.block_tokens
         m.counters[TIER_HITS] += in_tier
     m.flights[agent, TIER_BLOCKS] = in_tier // c.block_tokens
     submit(s, agent, rounds.prompt[r], rounds.hit[r] - in_tier, rounds.generated[r])
-    _expect_fetch(m, c, m.counters[NOW])
+    _expect_fetch(p, m.counters[NOW])
 
 
-@compiled
-def _expect_fetch(m: Machine, c: Constants, not_before_ns: int) -> None:
+@lean
+def _expect_fetch(p: Held[World], not_before_ns: int) -> None:
+    m = machine_of(p)
+    c = constants_of(p)
     if m.counters[FETCH_DUE] == 0:
         m.counters[FETCH_DUE] = 1
         due_ns = next_multiple_ns(not_before_ns, c.interval_ns)
@@ -154,9 +159,11 @@ def _expect_fetch(m: Machine, c: Constants, not_before_ns: int) -> None:
 # 2. Fetch.
 
 
-@compiled
-def fetch(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState) -> None:
+@lean
+def fetch(p: Held[World]) -> None:
     """Let every group report and fetch, PE groups first."""
+    m = machine_of(p)
+    s = scheduler_of(p)
     m.counters[FETCH_DUE] = 0
     for group in range(m.groups.shape[0]):
         for engine in range(m.groups[group, 0], m.groups[group, 1]):
@@ -171,19 +178,19 @@ def fetch(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState) -> None:
                     m.engines[READ_TOKENS, engine],
                     m.engines[FREE, engine],
                 )
-        if group < s.first_decode_group:
-            count = fetch_prefill(s, group)
-        else:
-            count = fetch_decode(s, group)
+        is_prefill = group < s.first_decode_group
+        count = fetch_prefill(s, group) if is_prefill else fetch_decode(s, group)
         for row in range(count):
-            _take(m, c, rounds, s, row)
+            _take(p, row)
     if s.counters[UNTOLD]:
-        _expect_fetch(m, c, m.counters[NOW] + 1)
+        _expect_fetch(p, m.counters[NOW] + 1)
 
 
-@compiled
-def _take(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, row: int) -> None:
+@lean
+def _take(p: Held[World], row: int) -> None:
     """Count an assignment in at both engines."""
+    m = machine_of(p)
+    s = scheduler_of(p)
     assigned, flights, engines = s.assigned, m.flights, m.engines
     agent = assigned[row, A_REQUEST]
     pe, de = assigned[row, A_PE], assigned[row, A_DE]
@@ -209,12 +216,13 @@ def _take(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, row: int)
         m.decisions[decision, 5] = assigned[row, A_PE_REASON]
         m.decisions[decision, 6] = assigned[row, A_DE_REASON]
         m.decisions[decision, 7] = assigned[row, A_READ_REASON]
-    _assigned(m, c, rounds, s, agent)
+    _assigned(p, agent)
 
 
-@compiled
-def _over(m: Machine, engine: int, tokens: int, hbm_tokens: int) -> None:
+@lean
+def _over(p: Held[World], engine: int, tokens: int, hbm_tokens: int) -> None:
     """Count a request out at an engine."""
+    m = machine_of(p)
     m.engines[REQUESTS, engine] -= 1
     m.engines[TOKENS, engine] -= tokens
     m.engines[FREE, engine] += hbm_tokens
@@ -224,8 +232,11 @@ def _over(m: Machine, engine: int, tokens: int, hbm_tokens: int) -> None:
 # 3. Buffers.
 
 
-@compiled
-def _assigned(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, agent: int) -> None:
+@lean
+def _assigned(p: Held[World], agent: int) -> None:
+    m = machine_of(p)
+    c = constants_of(p)
+    rounds = rounds_of(p)
     flights = m.flights
     r = flights[agent, ROUND]
     pe_read, de_read = flights[agent, PE_READ], flights[agent, DE_READ]
@@ -236,15 +247,16 @@ def _assigned(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, agent
     m.times[T_ASSIGNED, r] = m.counters[NOW]
     if c.oracle:
         m.times[T_GRANTED, r] = m.counters[NOW]
-        _loaded(m, c, rounds, s, agent)
+        _loaded(p, agent)
         return
     node = flights[agent, DE] // c.gpus_per_node
-    _wait_at(m, node, agent, 0)
-    _grant_decode(m, c, rounds, s, node)
+    _wait_at(p, node, agent, 0)
+    _grant_decode(p, node)
 
 
-@compiled
-def _wait_at(m: Machine, node: int, agent: int, at_pe: int) -> None:
+@lean
+def _wait_at(p: Held[World], node: int, agent: int, at_pe: int) -> None:
+    m = machine_of(p)
     m.flights[agent, WAITS_AT_PE] = at_pe
     m.flights[agent, NEXT_WAITING] = NONE
     if m.nodes[N_HEAD, node] == NONE:
@@ -254,9 +266,11 @@ def _wait_at(m: Machine, node: int, agent: int, at_pe: int) -> None:
     m.nodes[N_TAIL, node] = agent
 
 
-@compiled
-def _next_granted(m: Machine, c: Constants, node: int) -> int:
+@lean
+def _next_granted(p: Held[World], node: int) -> int:
     """Take the first who waits at a node if there is room, else NONE."""
+    m = machine_of(p)
+    c = constants_of(p)
     agent = m.nodes[N_HEAD, node]
     if agent == NONE:
         return NONE
@@ -270,9 +284,11 @@ def _next_granted(m: Machine, c: Constants, node: int) -> int:
     return int(agent)
 
 
-@compiled
-def _grant_decode(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, node: int) -> None:
-    agent = _next_granted(m, c, node)
+@lean
+def _grant_decode(p: Held[World], node: int) -> None:
+    m = machine_of(p)
+    c = constants_of(p)
+    agent = _next_granted(p, node)
     while agent != NONE:
         flights = m.flights
         tier_blocks = flights[agent, TIER_BLOCKS]
@@ -280,49 +296,51 @@ def _grant_decode(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, n
         flights[agent, PARTS_LEFT] += 1 if tier_blocks else 0
         if flights[agent, PE_BLOCKS]:
             pe_node = flights[agent, PE] // c.gpus_per_node
-            _wait_at(m, pe_node, agent, 1)
-            _grant_prefill(m, c, rounds, s, pe_node)
+            _wait_at(p, pe_node, agent, 1)
+            _grant_prefill(p, pe_node)
         else:
-            _granted(m, c, rounds, s, agent)
-        agent = _next_granted(m, c, node)
+            _granted(p, agent)
+        agent = _next_granted(p, node)
 
 
-@compiled
-def _grant_prefill(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, node: int) -> None:
-    agent = _next_granted(m, c, node)
+@lean
+def _grant_prefill(p: Held[World], node: int) -> None:
+    agent = _next_granted(p, node)
     while agent != NONE:
-        _granted(m, c, rounds, s, agent)
-        agent = _next_granted(m, c, node)
+        _granted(p, agent)
+        agent = _next_granted(p, node)
 
 
-@compiled
-def _give_back(
-    m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, engine: int, blocks: int
-) -> None:
+@lean
+def _give_back(p: Held[World], engine: int, blocks: int) -> None:
+    m = machine_of(p)
+    c = constants_of(p)
     if blocks == 0:
         return
     node = engine // c.gpus_per_node
     m.node_bytes[FREE_BYTES, node] += blocks * c.block_bytes
     if node < c.prefill_nodes:
-        _grant_prefill(m, c, rounds, s, node)
+        _grant_prefill(p, node)
     else:
-        _grant_decode(m, c, rounds, s, node)
+        _grant_decode(p, node)
 
 
 # 4. Read.
 
 
-@compiled
-def _granted(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, agent: int) -> None:
+@lean
+def _granted(p: Held[World], agent: int) -> None:
+    m = machine_of(p)
+    c = constants_of(p)
     flights, now_ns = m.flights, m.counters[NOW]
     m.times[T_GRANTED, flights[agent, ROUND]] = now_ns
     if flights[agent, PARTS_LEFT] == 0:
-        _loaded(m, c, rounds, s, agent)
+        _loaded(p, agent)
         return
     if flights[agent, TIER_BLOCKS]:
         de = flights[agent, DE]
         tier_bytes = flights[agent, TIER_BLOCKS] * c.block_bytes
-        end_ns = charge_cnic(m, c, de, m.engines.shape[1] + de, tier_bytes)
+        end_ns = charge_cnic(p, de, m.engines.shape[1] + de, tier_bytes)
         push(m.heap, m.counters, end_ns, TIER_LOADED, agent)
     stored_ns = m.stored_ns[agent]
     for side in range(2):
@@ -332,48 +350,55 @@ def _granted(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, agent:
         if stored_ns > now_ns:
             push(m.heap, m.counters, stored_ns, READ, 2 * agent + side)
         else:
-            read(m, c, 2 * agent + side)
+            read(p, 2 * agent + side)
 
 
-@compiled
-def read(m: Machine, c: Constants, part: int) -> None:
+@lean
+def read(p: Held[World], part: int) -> None:
     """Queue one part of a round's reads at its SNIC."""
+    m = machine_of(p)
+    c = constants_of(p)
     agent, side = part >> 1, part & 1
     engine = m.flights[agent, DE] if side else m.flights[agent, PE]
     tokens = m.flights[agent, DE_READ] if side else m.flights[agent, PE_READ]
     blocks = -(-tokens // c.block_tokens)
-    charge_path(m, c, READ_DE_PATH if side else READ_PE_PATH, engine, engine, blocks)
+    charge_path(p, READ_DE_PATH if side else READ_PE_PATH, engine, engine, blocks)
     node = engine // c.gpus_per_node
     if c.equal_snic:
-        read_equal(m, c, node, part, blocks * c.block_bytes)
+        read_equal(p, node, part, blocks * c.block_bytes)
     else:
-        read_fifo(m, c, node, part, blocks * c.block_bytes)
+        read_fifo(p, node, part, blocks * c.block_bytes)
 
 
-@compiled
-def part_read(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, part: int) -> None:
+@lean
+def part_read(p: Held[World], part: int) -> None:
     """One part of a round's reads is over."""
+    m = machine_of(p)
     agent, side = part >> 1, part & 1
     engine = m.flights[agent, DE] if side else m.flights[agent, PE]
     tokens = m.flights[agent, DE_READ] if side else m.flights[agent, PE_READ]
     m.engines[READ_TOKENS, engine] -= tokens
     m.engines[DIRTY, engine] = 1
-    part_loaded(m, c, rounds, s, agent)
+    part_loaded(p, agent)
 
 
-@compiled
-def part_loaded(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, agent: int) -> None:
+@lean
+def part_loaded(p: Held[World], agent: int) -> None:
     """One part of a round's KV is in DRAM."""
+    m = machine_of(p)
     m.flights[agent, PARTS_LEFT] -= 1
     if m.flights[agent, PARTS_LEFT] == 0:
-        _loaded(m, c, rounds, s, agent)
+        _loaded(p, agent)
 
 
 # 5. Prefill.
 
 
-@compiled
-def _loaded(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, agent: int) -> None:
+@lean
+def _loaded(p: Held[World], agent: int) -> None:
+    m = machine_of(p)
+    rounds = rounds_of(p)
+    s = scheduler_of(p)
     flights, engines = m.flights, m.engines
     r = flights[agent, ROUND]
     m.times[T_LOADED, r] = m.counters[NOW]
@@ -392,10 +417,12 @@ def _loaded(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, agent: 
         push(m.heap, m.counters, m.counters[NOW], START_PASS, unit)
 
 
-@compiled
-def start_pass(m: Machine, c: Constants, rounds: Rounds, unit: int) -> None:
+@lean
+def start_pass(p: Held[World], unit: int) -> None:
     """Begin a unit's next forward pass if any of its engines has work."""
-    tokens, compute_s, slowest_s, mean_s = form_pass(m, c, rounds, unit)
+    m = machine_of(p)
+    rounds = rounds_of(p)
+    tokens, compute_s, slowest_s, mean_s = form_pass(p, unit)
     m.units[U_BUSY, unit] = 1 if tokens else 0
     if tokens == 0:
         return
@@ -406,7 +433,7 @@ def start_pass(m: Machine, c: Constants, rounds: Rounds, unit: int) -> None:
         if flights[agent, CHUNK_CACHED] == rounds.hit[r]:
             m.times[T_PREFILL, r] = now_ns
         agent = flights[agent, NEXT_CHUNK]
-    end_ns = _pass_end(m, c, rounds, unit, to_ns(compute_s))
+    end_ns = _pass_end(p, unit, to_ns(compute_s))
     batch = m.counters[BATCHES]
     m.counters[BATCHES] += 1
     m.batches[batch, 0] = now_ns
@@ -421,37 +448,45 @@ def start_pass(m: Machine, c: Constants, rounds: Rounds, unit: int) -> None:
 # 6. The pass.
 
 
-@compiled
-def _pass_end(m: Machine, c: Constants, rounds: Rounds, unit: int, compute_ns: int) -> int:
+@lean
+def _pass_end(p: Held[World], unit: int, compute_ns: int) -> int:
+    m = machine_of(p)
+    c = constants_of(p)
     now_ns = m.counters[NOW]
     if c.oracle:
         return now_ns + compute_ns
     moved_ns = now_ns
     agent = m.units[U_CHUNK_HEAD, unit]
     while agent != NONE:
-        moved_ns = max(moved_ns, _load(m, c, rounds, agent))
+        moved_ns = max(moved_ns, _load(p, agent))
         agent = m.flights[agent, NEXT_CHUNK]
     if c.resident:
         return moved_ns + compute_ns
-    moved_ns = max(moved_ns, _send(m, c, rounds, unit))
+    moved_ns = max(moved_ns, _send(p, unit))
     exposed_ns = (moved_ns - now_ns) // c.layers
     return max(now_ns + compute_ns, moved_ns) + exposed_ns
 
 
-@compiled
-def _load(m: Machine, c: Constants, rounds: Rounds, agent: int) -> int:
+@lean
+def _load(p: Held[World], agent: int) -> int:
+    m = machine_of(p)
+    c = constants_of(p)
+    rounds = rounds_of(p)
     flights = m.flights
     missed = flights[agent, CHUNK_CACHED] - rounds.hit[flights[agent, ROUND]]
     if c.resident and missed:
         return m.counters[NOW]
     pe, de = flights[agent, PE], flights[agent, DE]
-    end_ns = charge_path(m, c, LOAD_PE_PATH, pe, de, flights[agent, PE_BLOCKS])
-    end_ns = max(end_ns, charge_path(m, c, LOAD_DE_PATH, pe, de, flights[agent, DE_BLOCKS]))
-    return max(end_ns, charge_path(m, c, RELOAD_PATH, pe, de, missed // c.block_tokens))
+    end_ns = charge_path(p, LOAD_PE_PATH, pe, de, flights[agent, PE_BLOCKS])
+    end_ns = max(end_ns, charge_path(p, LOAD_DE_PATH, pe, de, flights[agent, DE_BLOCKS]))
+    return max(end_ns, charge_path(p, RELOAD_PATH, pe, de, missed // c.block_tokens))
 
 
-@compiled
-def _send(m: Machine, c: Constants, rounds: Rounds, unit: int) -> int:
+@lean
+def _send(p: Held[World], unit: int) -> int:
+    m = machine_of(p)
+    c = constants_of(p)
+    rounds = rounds_of(p)
     flights = m.flights
     end_ns = m.counters[NOW]
     agent = m.units[U_CHUNK_HEAD, unit]
@@ -459,7 +494,7 @@ def _send(m: Machine, c: Constants, rounds: Rounds, unit: int) -> int:
         blocks = -(-flights[agent, CHUNK_BSZ] // c.block_tokens)
         if flights[agent, CHUNK_CACHED] == rounds.hit[flights[agent, ROUND]]:
             blocks += flights[agent, PE_BLOCKS]
-        sent_ns = charge_path(m, c, SEND_PATH, flights[agent, PE], flights[agent, DE], blocks)
+        sent_ns = charge_path(p, SEND_PATH, flights[agent, PE], flights[agent, DE], blocks)
         end_ns = max(end_ns, sent_ns)
         agent = flights[agent, NEXT_CHUNK]
     return end_ns
@@ -468,9 +503,12 @@ def _send(m: Machine, c: Constants, rounds: Rounds, unit: int) -> int:
 # 7. First token.
 
 
-@compiled
-def computed(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, unit: int) -> None:
+@lean
+def computed(p: Held[World], unit: int) -> None:
     """The computation of a unit's pass is over."""
+    m = machine_of(p)
+    c = constants_of(p)
+    rounds = rounds_of(p)
     flights, now_ns = m.flights, m.counters[NOW]
     agent = m.units[U_CHUNK_HEAD, unit]
     while agent != NONE:
@@ -482,98 +520,114 @@ def computed(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, unit: 
         agent = flights[agent, NEXT_CHUNK]
     sent_ns = now_ns
     if c.resident and not c.oracle:
-        sent_ns = _send(m, c, rounds, unit)
+        sent_ns = _send(p, unit)
     if sent_ns > now_ns:
         push(m.heap, m.counters, sent_ns, SENT, unit)
     else:
-        sent(m, c, rounds, s, unit)
+        sent(p, unit)
 
 
-@compiled
-def sent(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, unit: int) -> None:
+@lean
+def sent(p: Held[World], unit: int) -> None:
     """The KV of a unit's pass is at the DEs: the next pass can begin."""
+    m = machine_of(p)
+    rounds = rounds_of(p)
     agent = m.units[U_CHUNK_HEAD, unit]
     while agent != NONE:
         following = m.flights[agent, NEXT_CHUNK]
         if m.flights[agent, DONE] == rounds.prompt[m.flights[agent, ROUND]]:
-            _prefilled(m, c, rounds, s, agent)
+            _prefilled(p, agent)
         agent = following
-    start_pass(m, c, rounds, unit)
+    start_pass(p, unit)
 
 
-@compiled
-def _prefilled(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, agent: int) -> None:
+@lean
+def _prefilled(p: Held[World], agent: int) -> None:
+    m = machine_of(p)
+    c = constants_of(p)
+    rounds = rounds_of(p)
+    s = scheduler_of(p)
     flights = m.flights
     r, pe, de = flights[agent, ROUND], flights[agent, PE], flights[agent, DE]
     prefill_done(s, agent)
-    _over(m, pe, flights[agent, PE_TOKENS], 0)
+    _over(p, pe, flights[agent, PE_TOKENS], 0)
     if not c.oracle:
-        _give_back(m, c, rounds, s, pe, flights[agent, PE_BLOCKS])
+        _give_back(p, pe, flights[agent, PE_BLOCKS])
         new_blocks = rounds.prompt[r] // c.block_tokens - rounds.hit[r] // c.block_tokens
-        _persist(m, c, agent, de, new_blocks)
+        _persist(p, agent, de, new_blocks)
     if rounds.generated[r] == 1:
         m.times[T_DECODING, r] = m.times[T_SECOND_TOKEN, r] = m.times[T_FIRST_TOKEN, r]
         if not c.oracle:
-            _give_back(m, c, rounds, s, de, flights[agent, PROMPT_BLOCKS])
-        _finished(m, c, rounds, s, agent)
+            _give_back(p, de, flights[agent, PROMPT_BLOCKS])
+        _finished(p, agent)
     elif c.oracle:
-        _decode(m, c, rounds, agent)
+        _decode(p, agent)
     else:
-        filled_ns = charge_path(m, c, FILL_PATH, de, de, flights[agent, PROMPT_BLOCKS])
+        filled_ns = charge_path(p, FILL_PATH, de, de, flights[agent, PROMPT_BLOCKS])
         push(m.heap, m.counters, filled_ns, FILLED, agent)
 
 
 # 8. Decode.
 
 
-@compiled
-def filled(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, agent: int) -> None:
+@lean
+def filled(p: Held[World], agent: int) -> None:
     """A prompt's KV is in the DE's HBM."""
-    _give_back(m, c, rounds, s, m.flights[agent, DE], m.flights[agent, PROMPT_BLOCKS])
-    _decode(m, c, rounds, agent)
+    m = machine_of(p)
+    _give_back(p, m.flights[agent, DE], m.flights[agent, PROMPT_BLOCKS])
+    _decode(p, agent)
 
 
-@compiled
-def _decode(m: Machine, c: Constants, rounds: Rounds, agent: int) -> None:
+@lean
+def _decode(p: Held[World], agent: int) -> None:
+    m = machine_of(p)
+    rounds = rounds_of(p)
     r = m.flights[agent, ROUND]
     m.times[T_DECODING, r] = m.counters[NOW]
     unit = m.prefill_units + m.engines[UNIT, m.flights[agent, DE]]
-    second_ns = join_decode(m, c, unit, agent, rounds.prompt[r], rounds.generated[r])
+    second_ns = join_decode(p, unit, agent, rounds.prompt[r], rounds.generated[r])
     m.times[T_SECOND_TOKEN, r] = second_ns
 
 
-@compiled
-def decode_ended(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, number: int) -> None:
+@lean
+def decode_ended(p: Held[World], number: int) -> None:
     """Rounds of a decode unit have got their last token."""
-    for position in range(end_decode(m, c, number)):
-        _finished(m, c, rounds, s, m.ended[position])
+    m = machine_of(p)
+    for position in range(end_decode(p, number)):
+        _finished(p, m.ended[position])
 
 
 # 9. Finish.
 
 
-@compiled
-def _finished(m: Machine, c: Constants, rounds: Rounds, s: SchedulerState, agent: int) -> None:
+@lean
+def _finished(p: Held[World], agent: int) -> None:
+    m = machine_of(p)
+    c = constants_of(p)
+    rounds = rounds_of(p)
+    s = scheduler_of(p)
     flights, now_ns = m.flights, m.counters[NOW]
     r, de = flights[agent, ROUND], flights[agent, DE]
     m.times[T_FINISHED, r] = now_ns
     m.counters[FINISHED] += 1
     finished(s, agent)
-    _over(m, de, flights[agent, DE_TOKENS], flights[agent, DE_TOKENS])
+    _over(p, de, flights[agent, DE_TOKENS], flights[agent, DE_TOKENS])
     stored = rounds.prompt[r] + rounds.generated[r] - 1
     if not c.oracle:
         new_blocks = stored // c.block_tokens - rounds.prompt[r] // c.block_tokens
-        _persist(m, c, agent, de, new_blocks)
+        _persist(p, agent, de, new_blocks)
     if c.tier_tokens:
-        _tier_put(m, c, agent, stored)
+        _tier_put(p, agent, stored)
     if r + 1 < rounds.first_round[agent + 1]:
         push(m.heap, m.counters, now_ns + rounds.delay_ns[r + 1], SUBMIT, r + 1)
     if rounds.waiting_for.size:
-        _start_sub_agents(m, rounds, r)
+        _start_sub_agents(p, r)
 
 
-@compiled
-def _start_sub_agents(m: Machine, rounds: Rounds, r: int) -> None:
+@lean
+def _start_sub_agents(p: Held[World], r: int) -> None:
+    m = machine_of(p)
+    rounds = rounds_of(p)
     place = np.searchsorted(rounds.waiting_for, r)
     while place < rounds.waiting_for.size and rounds.waiting_for[place] == r:
         agent = rounds.waiting_agent[place]
@@ -583,38 +637,43 @@ def _start_sub_agents(m: Machine, rounds: Rounds, r: int) -> None:
         place += 1
 
 
-@compiled
-def _persist(m: Machine, c: Constants, agent: int, de: int, blocks: int) -> None:
-    stored_ns = charge_path(m, c, PERSIST_PATH, de, de, blocks)
+@lean
+def _persist(p: Held[World], agent: int, de: int, blocks: int) -> None:
+    m = machine_of(p)
+    stored_ns = charge_path(p, PERSIST_PATH, de, de, blocks)
     m.stored_ns[agent] = max(m.stored_ns[agent], stored_ns)
 
 
 # The DRAM tier: ``reference.tier`` as a list of agents from the least recently used on.
 
 
-@compiled
-def _tier_hit(m: Machine, agent: int, hit_tokens: int) -> int:
+@lean
+def _tier_hit(p: Held[World], agent: int, hit_tokens: int) -> int:
+    m = machine_of(p)
     held = m.flights[agent, TIER_TOKENS]
     if held <= 0:
         return 0
-    _leave_tier(m, agent)
-    _enter_tier(m, agent, held)
+    _leave_tier(p, agent)
+    _enter_tier(p, agent, held)
     return min(held, hit_tokens)
 
 
-@compiled
-def _tier_put(m: Machine, c: Constants, agent: int, tokens: int) -> None:
+@lean
+def _tier_put(p: Held[World], agent: int, tokens: int) -> None:
+    m = machine_of(p)
+    c = constants_of(p)
     if m.flights[agent, TIER_TOKENS] > 0:
-        _leave_tier(m, agent)
+        _leave_tier(p, agent)
     if tokens > c.tier_tokens:
         return
-    _enter_tier(m, agent, tokens)
+    _enter_tier(p, agent, tokens)
     while m.counters[TIER_USED] > c.tier_tokens:
-        _leave_tier(m, m.counters[TIER_OLDEST])
+        _leave_tier(p, m.counters[TIER_OLDEST])
 
 
-@compiled
-def _enter_tier(m: Machine, agent: int, tokens: int) -> None:
+@lean
+def _enter_tier(p: Held[World], agent: int, tokens: int) -> None:
+    m = machine_of(p)
     flights, counters = m.flights, m.counters
     newest = counters[TIER_NEWEST]
     flights[agent, TIER_TOKENS] = tokens
@@ -628,8 +687,9 @@ def _enter_tier(m: Machine, agent: int, tokens: int) -> None:
     counters[TIER_USED] += tokens
 
 
-@compiled
-def _leave_tier(m: Machine, agent: int) -> None:
+@lean
+def _leave_tier(p: Held[World], agent: int) -> None:
+    m = machine_of(p)
     flights, counters = m.flights, m.counters
     older, newer = flights[agent, TIER_OLDER], flights[agent, TIER_NEWER]
     if older == NONE:

@@ -113,14 +113,16 @@ def fetch_decode(state: SchedulerState, group: int) -> int:
 @inlined
 def read_done(state: SchedulerState, request: int) -> None:
     """All storage reads of an assigned request are over."""
-    release_read(state, request, PREFILL)
-    release_read(state, request, DECODE)
+    if state.requests[request, TOLD] == 1:
+        release_read(state, request, PREFILL)
+        release_read(state, request, DECODE)
 
 
 @inlined
 def prefill_done(state: SchedulerState, request: int) -> None:
     """The PE is through with an assigned request."""
-    release(state, request, PREFILL)
+    if state.requests[request, TOLD] == 1:
+        release(state, request, PREFILL)
 
 
 @inlined

@@ -153,7 +153,8 @@ def new_scheduler(
         rules=_rules(settings),
         engines=engines,
         speeds=np.array(
-            [[s.snic_tokens_per_s, s.prefill_tokens_per_s, s.cnic_tokens_per_s] for s in specs]
+            [[s.snic_tokens_per_s, s.prefill_tokens_per_s, s.cnic_tokens_per_s] for s in specs],
+            np.float64,
         ).T.copy(),
         groups=_group_table(engines, len(groups)),
         nodes=np.zeros((2, len(nodes)), np.int64),
@@ -206,7 +207,7 @@ def _rules(settings: SchedulerSettings) -> Rules:
         reads=reads.get(mode, PE_READS),
         alpha_tokens=UNLIMITED_TOKENS if balanced_baseline else settings.alpha_tokens,
         beta_tokens=settings.beta_tokens,
-        threshold_factor=settings.threshold_factor,
+        threshold_factor=float(settings.threshold_factor),
         block_tokens=settings.block_tokens,
         generated_reserve_tokens=settings.generated_reserve_tokens,
     )

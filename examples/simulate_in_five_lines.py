@@ -1,0 +1,14 @@
+"""Simulates DualPath on the paper's cluster; other modes, models and traces work the same way."""
+
+from dualpath.catalog.costs import load_model_costs
+from dualpath.catalog.load import load_cluster
+from dualpath.core.modes import Mode
+from dualpath.sim.run import simulate
+from dualpath.sim.settings import Setup
+from dualpath.workload.generator import DATASETS, generate_agents
+
+cluster = load_cluster("paper-660b")
+model = load_model_costs("ds-v3.2", "hopper", cluster)
+agents = generate_agents(DATASETS["32K"], agents=16, seed=1)
+run = simulate(Setup(cluster=cluster, model=model, mode=Mode.DUALPATH), agents, core="reference")
+print(f"simulated: JCT {run.jct_s:.0f} s, mean TTFT {run.ttft_s().mean():.2f} s")

@@ -1,0 +1,51 @@
+"""Capacity (§7.4): the highest arrival rate at which the SLO is met."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+#: Finer than the paper's figures can tell.
+RESOLUTION_APS = 0.01
+
+
+class Sweep(msgspec.Struct, frozen=True):
+    """Rates tried in steps, and the capacity; ``capped`` if even the highest rate was met.
+
+    ``grid_capacity`` is the last rate of the steps that met the SLO, as an experiment on a grid
+    would report it; both are 0 if the lowest rate already missed it.
+    """
+
+    rates: tuple[float, ...]
+    capacity: float
+    grid_capacity: float
+    capped: bool
+
+
+def sweep(meets_slo: Callable[[float], bool], step: float, limit: float) -> Sweep:
+    """Raise the rate by ``step`` until the SLO is missed, then bisect to ``RESOLUTION_APS``."""
+    rates: list[float] = []
+    met = 0.0
+    while True:
+        rate = round(step * (len(rates) + 1), 6)
+        if rate > limit + 1e-9:
+            return Sweep(tuple(rates), met, met, True)
+        rates.append(rate)
+        if not meets_slo(rate):
+            return Sweep(tuple(rates), _bisected(meets_slo, met, rate), met, False)
+        met = rate
+
+
+def _bisected(meets_slo: Callable[[float], bool], met: float, missed: float) -> float:
+    low, high = round(met / RESOLUTION_APS), round(missed / RESOLUTION_APS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if meets_slo(middle * RESOLUTION_APS):
+            low = middle
+        else:
+            high = middle
+    return round(low * RESOLUTION_APS, 6)
+
+
+def ratio(ours: Sequence[float]) -> float | None:
+    """Return the second of two capacities over the first; None if the first is 0."""
+    return ours[1] / ours[0] if ours[0] else None

@@ -1,0 +1,32 @@
+"""One module per figure or table of §7, each with ``TITLE``, ``DISCUSSION`` and ``build``."""
+
+from collections.abc import Callable
+
+from dualpath.evaluation.figures import (
+    fig7,
+    fig8,
+    fig9,
+    fig10,
+    fig11,
+    fig12,
+    fig13,
+    fig14,
+    fig15,
+    table3,
+)
+from dualpath.evaluation.report import FigureReport
+from dualpath.evaluation.runs import Runs
+
+#: In the order of the paper.
+FIGURES: dict[str, Callable[[Runs], FigureReport]] = {
+    "fig7": fig7.build,
+    "fig8": fig8.build,
+    "fig9": fig9.build,
+    "fig10": fig10.build,
+    "fig11": fig11.build,
+    "fig12": fig12.build,
+    "fig13": fig13.build,
+    "fig14": fig14.build,
+    "table3": table3.build,
+    "fig15": fig15.build,
+}

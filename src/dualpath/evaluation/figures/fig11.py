@@ -1,0 +1,88 @@
+"""Fig. 11 and §8.2: mean completion time of a trajectory, and the working set it implies."""
+
+from dualpath.core.modes import Mode
+from dualpath.evaluation.online import OnlineRun
+from dualpath.evaluation.report import NOTHING, Compared, FigureReport, Panel, Series, Table
+from dualpath.evaluation.runs import Runs
+from dualpath.evaluation.serving import METHOD, WORKLOAD, online, rate_sweep
+from dualpath.evaluation.settings import DS_27B, DS_660B, MAIN_MODES, MODE_TITLES, System
+
+TITLE = "Online serving: completion time of trajectories, working set"
+SYSTEMS = (DS_27B, DS_660B)
+GIGABYTE = 1e9
+LOW_APS, HIGH_APS = 0.1, 0.45
+DISCUSSION = """\
+The quoted working sets fix mean completion times: with 40,016 bytes per token and 55,958 tokens
+per trajectory, 69 GB at 0.1 APS is 616 s and 681 GB at 0.45 APS is 1,352 s. Agents that arrived
+before the experiment's end are followed to their own end; counting only those that finished
+within the experiment would favour short trajectories.
+"""
+
+Points = dict[tuple[System, Mode], list[tuple[float, OnlineRun]]]
+
+
+def build(runs: Runs) -> FigureReport:
+    """Reuse the runs of Fig. 10 and add the two rates of §8.2."""
+    settings = runs.settings
+    points: Points = {
+        (system, mode): [
+            (rate, online(runs, system, mode, rate))
+            for rate in rate_sweep(runs, system, mode).rates
+        ]
+        for system in SYSTEMS
+        for mode in MAIN_MODES
+    }
+    low, high = (online(runs, DS_660B, Mode.DUALPATH, rate) for rate in (LOW_APS, HIGH_APS))
+    return FigureReport(
+        name="fig11",
+        title=TITLE,
+        evaluation=settings,
+        settings=(
+            f"As Fig. 10, {WORKLOAD}. {METHOD}",
+            "Working set: rate times mean completion time times half the mean total length "
+            "(§8.2), in units of 1e9 bytes.",
+        ),
+        tables=tuple(_table(system, points) for system in SYSTEMS),
+        panels=tuple(_panel(system, points) for system in SYSTEMS),
+        compared=(
+            Compared("fig11.working_set_low", _gigabytes(low, LOW_APS)),
+            Compared("fig11.working_set_high", _gigabytes(high, HIGH_APS)),
+        ),
+        discussion=DISCUSSION,
+        data={"agent_jct_s": {"0.1 APS": low.agent_jct, "0.45 APS": high.agent_jct}},
+    )
+
+
+def _gigabytes(run: OnlineRun, rate: float) -> float | None:
+    size = run.working_set_bytes(rate)
+    return None if size is None else size / GIGABYTE
+
+
+def _table(system: System, points: Points) -> Table:
+    columns = ("system", "APS", "mean completion, s", "agents not done", "working set, GB")
+    rows = []
+    for mode in MAIN_MODES:
+        for rate, run in points[system, mode]:
+            size = _gigabytes(run, rate)
+            rows.append(
+                (
+                    MODE_TITLES[mode],
+                    f"{rate:.2f}",
+                    NOTHING if run.agent_jct is None else f"{run.agent_jct:,.0f}",
+                    f"{run.agents_unfinished:,}",
+                    NOTHING if size is None else f"{size:,.0f}",
+                )
+            )
+    return Table(system.title, columns, tuple(rows))
+
+
+def _panel(system: System, points: Points) -> Panel:
+    series = tuple(
+        Series(
+            MODE_TITLES[mode],
+            tuple(rate for rate, _ in points[system, mode]),
+            tuple(run.agent_jct for _, run in points[system, mode]),
+        )
+        for mode in MAIN_MODES
+    )
+    return Panel(system.title, "lines", "APS", "mean completion, s", series)

@@ -1,0 +1,50 @@
+"""Online runs that Fig. 10, 11, 12 and Table 3 share."""
+
+from dualpath.core.modes import Mode
+from dualpath.evaluation.capacity import Sweep, sweep
+from dualpath.evaluation.online import OnlineRun
+from dualpath.evaluation.runs import Runs, agents_until
+from dualpath.evaluation.settings import EvaluationSettings, RunSpec, System
+
+WORKLOAD = "64K"
+#: What every online figure says of how it was made.
+METHOD = (
+    "Poisson arrivals from an empty system, no tool delays. An experiment ends when the mean TTFT "
+    "over a sliding 150 s exceeds 4 s, or is within 5 % of what it was 30 minutes before; numbers "
+    "are means over the last 150 s."
+)
+
+
+def online_spec(
+    settings: EvaluationSettings,
+    system: System,
+    mode: Mode,
+    agents_per_s: float,
+    nodes: tuple[int, int] | None = None,
+    horizon_s: float | None = None,
+) -> RunSpec:
+    """Return an online experiment; agents arrive until ``horizon_s``, by default the settings'."""
+    until_s = horizon_s or settings.horizon_s
+    return RunSpec(
+        system=system,
+        mode=mode,
+        workload=WORKLOAD,
+        agents=agents_until(agents_per_s, until_s),
+        nodes=nodes,
+        agents_per_s=agents_per_s,
+        until_s=until_s,
+    )
+
+
+def online(runs: Runs, system: System, mode: Mode, agents_per_s: float) -> OnlineRun:
+    """Return one online experiment on the system's own cluster."""
+    return runs.online(online_spec(runs.settings, system, mode, agents_per_s))
+
+
+def rate_sweep(runs: Runs, system: System, mode: Mode) -> Sweep:
+    """Return the rates of a system up to the first that misses the SLO, and its capacity."""
+    return sweep(
+        lambda rate: online(runs, system, mode, rate).meets_slo,
+        runs.settings.aps_step(system),
+        runs.settings.aps_limit(system),
+    )

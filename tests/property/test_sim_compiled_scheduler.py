@@ -1,0 +1,365 @@
+"""The compiled scheduler beside the live one: the same events, the same decisions and loads."""
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
+from dualpath.core.request import Request
+from dualpath.policy.events import Assignment, EngineReport, EngineSpec, SchedulerSettings
+from dualpath.policy.scheduler import RequestScheduler
+from dualpath.sim.result import DE_REASONS, PE_REASONS, READ_REASONS
+
+pytest.importorskip("numba")
+
+from dualpath.sim.compiled import ledger, scheduler, tables
+
+LONGEST_PROMPT_TOKENS = 900
+GENERATED_RESERVE_TOKENS = 100
+LEAST_HBM_TOKENS = 400
+REQUESTS = 64
+
+#: (groups, engines per group, engines per node) of each role.
+SHAPES = (
+    ((1, 1, 1), (1, 1, 1)),
+    ((1, 3, 2), (1, 4, 2)),
+    ((2, 2, 2), (3, 2, 1)),
+    ((3, 1, 1), (2, 3, 6)),
+)
+BY_LOAD = (Mode.DUALPATH, Mode.SPLIT, Mode.ORACLE)
+
+
+def specs(draw: Any, shape: Any, interleaved: bool) -> list[EngineSpec]:
+    """Engines as the tables number them; ``interleaved`` orders them across groups."""
+    engines = []
+    hbm = st.sampled_from([LEAST_HBM_TOKENS, LONGEST_PROMPT_TOKENS + 100, 2500])
+    rate = st.sampled_from([0.0, 100.0, 1000.0])
+    for role, (groups, per_group, per_node) in zip(Role, shape, strict=True):
+        for group in range(groups):
+            for rank in range(per_group):
+                number = group * per_group + rank
+                order = rank * groups + group if interleaved else number
+                engines.append(
+                    EngineSpec(
+                        engine_id=f"{role}-{number}",
+                        role=role,
+                        node=f"{role}-node-{number // per_node}",
+                        group=f"{role}-group-{group}",
+                        order=order if role is Role.PREFILL else 1000 + order,
+                        hbm_tokens=2500 if number == 0 else draw(hbm),
+                        snic_tokens_per_s=draw(st.sampled_from([100.0, 100.0, 300.0])),
+                        prefill_tokens_per_s=draw(rate),
+                        cnic_tokens_per_s=draw(rate),
+                    )
+                )
+    return engines
+
+
+class Engine:
+    """What an engine was told and has not finished, by assignment number."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.last_seq = 0
+        self.told: dict[str, tuple[int, int, int]] = {}
+
+    def report(self, seq: int) -> EngineReport:
+        """The truth as it was when assignment ``seq`` was the last the engine knew of."""
+        known = [entry for entry in self.told.values() if entry[0] <= seq]
+        tokens = sum(tokens for _, tokens, _ in known)
+        return EngineReport(
+            engine_id=self.spec.engine_id,
+            assign_seq=seq,
+            unfinished_requests=len(known),
+            unfinished_tokens=tokens,
+            read_queue_tokens=sum(reads for _, _, reads in known),
+            free_hbm_tokens=self.spec.hbm_tokens - tokens,
+            free_buffer_tokens=0,
+        )
+
+
+class Twins(RuleBasedStateMachine):
+    """Every event goes to both; requests are named by the number they have in the tables."""
+
+    modes = tuple(Mode)
+
+    @initialize(
+        data=st.data(),
+        shape=st.sampled_from(SHAPES),
+        interleaved=st.booleans(),
+        balanced=st.booleans(),
+        choice=st.sampled_from(["queue", "finish-time"]),
+        alpha_tokens=st.sampled_from([0, 200, 5000]),
+        beta_tokens=st.sampled_from([0, 700, 5000]),
+    )
+    def start(
+        self,
+        data: st.DataObject,
+        shape: Any,
+        interleaved: bool,
+        balanced: bool,
+        choice: Any,
+        alpha_tokens: int,
+        beta_tokens: int,
+    ) -> None:
+        self.mode = data.draw(st.sampled_from(self.modes))
+        rules = SchedulerSettings(
+            mode=self.mode,
+            alpha_tokens=alpha_tokens,
+            beta_tokens=beta_tokens,
+            generated_reserve_tokens=GENERATED_RESERVE_TOKENS,
+            balanced_baselines=balanced,
+            read_choice=choice,
+        )
+        self.by_load = self.mode in BY_LOAD or (balanced and not self.mode.dual_path)
+        self.specs = specs(data.draw, shape, interleaved)
+        self.live = RequestScheduler(rules)
+        for spec in self.specs:
+            self.live.engine_joined(spec)
+        self.tables = tables.new_scheduler(rules, self.specs, REQUESTS)
+        self.numbers = {spec.engine_id: number for number, spec in enumerate(self.specs)}
+        self.groups = list(dict.fromkeys(spec.group for spec in self.specs))
+        self.engines = {spec.engine_id: Engine(spec) for spec in self.specs}
+        self.free = list(range(REQUESTS))
+        self.submitted: dict[str, int] = {}
+        self.assigned: dict[str, Assignment] = {}
+        self.latest_in_line: dict[tuple[str, ...], int] = {}
+        self.count = 0
+
+    @rule(
+        burst=st.lists(
+            st.tuples(
+                st.integers(1, LONGEST_PROMPT_TOKENS),
+                st.sampled_from([0.0, 0.5, 0.98, 1.0]),
+                st.integers(1, 300),
+            ),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    def submit_burst(self, burst: list[tuple[int, float, int]]) -> None:
+        for prompt, share, new in burst[: len(self.free)]:
+            self.submit(prompt, share, new)
+
+    def submit(self, prompt: int, share: float, new: int) -> None:
+        number, hit = self.free.pop(0), int((prompt - 1) * share)
+        self.submitted[str(number)] = self.count
+        self.count += 1
+        self.live.submit(Request(str(number), prompt, hit, new))
+        scheduler.submit(self.tables, number, prompt, hit, new)
+
+    @rule(data=st.data())
+    def fetch(self, data: st.DataObject) -> None:
+        self.fetch_group(data.draw(st.sampled_from(self.groups)))
+
+    def fetch_group(self, name: str) -> None:
+        expected = self.live.fetch(name)
+        group = self.groups.index(name)
+        prefill = name.startswith(Role.PREFILL)
+        compiled_fetch = scheduler.fetch_prefill if prefill else scheduler.fetch_decode
+        count = compiled_fetch(self.tables, group)
+        rows = self.tables.assigned[:count].tolist()
+        assert rows == [self.row_of(assignment) for assignment in expected]
+        for assignment in expected:
+            self.accept(assignment)
+
+    def row_of(self, assignment: Assignment) -> list[int]:
+        reads = {part.side: part.tokens for part in assignment.reads}
+        return [
+            int(assignment.request_id),
+            self.numbers[assignment.prefill_engine],
+            self.numbers[assignment.decode_engine],
+            reads.get(Role.PREFILL, 0),
+            reads.get(Role.DECODE, 0),
+            PE_REASONS.index(assignment.pe_reason),
+            DE_REASONS.index(assignment.de_reason),
+            READ_REASONS.index(assignment.read_reason),
+            assignment.prefill_assign_seq,
+            assignment.decode_assign_seq,
+        ]
+
+    def accept(self, assignment: Assignment) -> None:
+        request_id = assignment.request_id
+        self.assigned[request_id] = assignment
+        reads = {part.side: part.tokens for part in assignment.reads}
+        prefill = self.engines[assignment.prefill_engine]
+        decode = self.engines[assignment.decode_engine]
+        prefill.last_seq, decode.last_seq = prefill.last_seq + 1, decode.last_seq + 1
+        at_prefill, at_decode = reads.get(Role.PREFILL, 0), reads.get(Role.DECODE, 0)
+        prefill.told[request_id] = prefill.last_seq, assignment.prefill_tokens, at_prefill
+        decode.told[request_id] = decode.last_seq, assignment.decode_tokens, at_decode
+        line: tuple[str, ...] = (decode.spec.group,)
+        if not self.by_load:
+            line = assignment.prefill_engine, assignment.decode_engine
+        assert self.submitted[request_id] > self.latest_in_line.get(line, -1), "first come first"
+        self.latest_in_line[line] = self.submitted[request_id]
+
+    @rule(data=st.data(), lag=st.sampled_from([0, 0, 0, 1, 2, 5]), true=st.booleans())
+    def report(self, data: st.DataObject, lag: int, true: bool) -> None:
+        """One engine tells the truth of a while ago, or anything at all."""
+        engine = self.engines[data.draw(st.sampled_from(sorted(self.engines)))]
+        seq = max(engine.last_seq - lag, 0)
+        amount = st.integers(0, 1500)
+        load = [data.draw(amount) for _ in range(4)]
+        self.take(
+            engine.report(seq)
+            if true
+            else EngineReport(
+                engine_id=engine.spec.engine_id,
+                assign_seq=seq,
+                unfinished_requests=load[0],
+                unfinished_tokens=load[1],
+                read_queue_tokens=load[2],
+                free_hbm_tokens=load[3],
+                free_buffer_tokens=0,
+            )
+        )
+
+    @rule(data=st.data())
+    def group_reports_and_fetches(self, data: st.DataObject) -> None:
+        """As in the simulator: all engines of a group tell the truth, then the group fetches."""
+        group = data.draw(st.sampled_from(self.groups))
+        for engine in self.engines.values():
+            if engine.spec.group == group:
+                self.take(engine.report(engine.last_seq))
+        self.fetch_group(group)
+
+    def take(self, report: EngineReport) -> None:
+        self.live.report(report)
+        ledger.report(
+            self.tables,
+            self.numbers[report.engine_id],
+            report.assign_seq,
+            report.unfinished_requests,
+            report.unfinished_tokens,
+            report.read_queue_tokens,
+            report.free_hbm_tokens,
+        )
+
+    @rule(data=st.data(), steps=st.integers(1, 3))
+    @precondition(lambda self: self.assigned)
+    def work(self, data: st.DataObject, steps: int) -> None:
+        self.advance(data.draw(st.sampled_from(sorted(self.assigned))), steps)
+
+    def advance(self, request_id: str, steps: int) -> None:
+        assignment = self.assigned[request_id]
+        self.live.read_done(request_id)
+        scheduler.read_done(self.tables, int(request_id))
+        for engine_id in (assignment.prefill_engine, assignment.decode_engine):
+            told = self.engines[engine_id].told
+            if request_id in told:
+                told[request_id] = *told[request_id][:2], 0
+        if steps > 1:
+            self.live.prefill_done(request_id)
+            scheduler.prefill_done(self.tables, int(request_id))
+            self.engines[assignment.prefill_engine].told.pop(request_id, None)
+        if steps > 2:
+            self.live.finished(request_id)
+            self.forget(request_id)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.submitted)
+    def cancel(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.submitted)))
+        self.live.cancel(request_id)
+        self.forget(request_id)
+
+    def forget(self, request_id: str) -> None:
+        scheduler.finished(self.tables, int(request_id))
+        del self.submitted[request_id]
+        self.assigned.pop(request_id, None)
+        for engine in self.engines.values():
+            engine.told.pop(request_id, None)
+        self.free.append(int(request_id))
+
+    @invariant()
+    def loads_are_the_same(self) -> None:
+        if not hasattr(self, "tables"):
+            return
+        engines, nodes = self.tables.engines, self.tables.nodes
+        assert self.tables.counters[tables.UNTOLD] == self.live.waiting()
+        for number, load in enumerate(self.live.loads()):
+            assert engines[tables.TOK, number] == load.unfinished_tokens
+            assert engines[tables.SEQ, number] == load.unfinished_requests
+            assert engines[tables.FREE_HBM, number] == load.free_hbm_tokens
+            assert nodes[tables.READ_Q, engines[tables.NODE, number]] == load.read_queue_tokens
+
+    def teardown(self) -> None:
+        """With honest reports everything is served in the end, and nothing stays on the tables."""
+        if not hasattr(self, "tables"):
+            return
+        self.report_the_truth()
+        while self.submitted:
+            before = len(self.submitted)
+            for group in self.groups:
+                self.fetch_group(group)
+            for request_id in sorted(self.assigned):
+                self.advance(request_id, 3)
+            self.report_the_truth()
+            self.loads_are_the_same()
+            assert len(self.submitted) < before, "no progress: starvation"
+        engines, groups = self.tables.engines, self.tables.groups
+        for row in (tables.TOK, tables.SEQ, tables.READS, tables.HELD_TOKENS, tables.EXTRA_TOKENS):
+            assert not engines[row].any()
+        assert (engines[tables.FREE_HBM] == engines[tables.HBM]).all()
+        assert not groups[[tables.GROUP_TOKENS, tables.PRIVATE_TOKENS]].any()
+        assert not self.tables.nodes[tables.READ_Q].any()
+        assert (self.tables.lines == tables.NONE).all()
+        assert (engines[[tables.FIRST_TOLD, tables.LAST_TOLD]] == tables.NONE).all()
+
+    def report_the_truth(self) -> None:
+        for engine in self.engines.values():
+            self.take(engine.report(engine.last_seq))
+
+
+TestTwins = Twins.TestCase
+TestTwins.settings = settings(
+    max_examples=150, stateful_step_count=50, deadline=None, derandomize=True
+)
+
+
+class DualPathTwins(Twins):
+    """The same with the modes that choose a side by load."""
+
+    modes = (Mode.DUALPATH, Mode.SPLIT)
+
+
+TestDualPathTwins = DualPathTwins.TestCase
+TestDualPathTwins.settings = settings(
+    max_examples=150, stateful_step_count=60, deadline=None, derandomize=True
+)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_long_waiting_line_is_dealt_alike(mode: Mode) -> None:
+    """More requests than any look ahead, at once, on a cluster that takes them in bits."""
+    twins = Twins()
+    engines = [
+        EngineSpec(
+            engine_id=f"e{number}",
+            role=Role.PREFILL if number < 8 else Role.DECODE,
+            node=f"n{number // 4}",
+            group=f"{Role.PREFILL if number < 8 else Role.DECODE}-{number // 4}",
+            order=number,
+            hbm_tokens=20_000,
+        )
+        for number in range(24)
+    ]
+    rules = SchedulerSettings(mode, alpha_tokens=2000, beta_tokens=30_000)
+    twins.mode, twins.specs, twins.by_load = mode, engines, mode in BY_LOAD
+    twins.live = RequestScheduler(rules)
+    for spec in engines:
+        twins.live.engine_joined(spec)
+    twins.tables = tables.new_scheduler(rules, engines, 1500)
+    twins.numbers = {spec.engine_id: number for number, spec in enumerate(engines)}
+    twins.groups = list(dict.fromkeys(spec.group for spec in engines))
+    twins.engines = {spec.engine_id: Engine(spec) for spec in engines}
+    twins.free, twins.submitted, twins.assigned = list(range(1500)), {}, {}
+    twins.latest_in_line, twins.count = {}, 0
+    for number in range(1500):
+        twins.submit(1 + number * 7919 % 900, 0.9, 50)
+    twins.teardown()
