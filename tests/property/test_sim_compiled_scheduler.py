@@ -146,7 +146,7 @@ class Twins(RuleBasedStateMachine):
             self.submit(prompt, share, new)
 
     def submit(self, prompt: int, share: float, new: int) -> None:
-        number, hit = self.free.pop(0), int((prompt - 1) * share)
+        number, hit = self.free.pop(), int((prompt - 1) * share)
         self.submitted[str(number)] = self.count
         self.count += 1
         self.live.submit(Request(str(number), prompt, hit, new))
@@ -288,6 +288,21 @@ class Twins(RuleBasedStateMachine):
             assert engines[tables.FREE_HBM, number] == load.free_hbm_tokens
             assert nodes[tables.READ_Q, engines[tables.NODE, number]] == load.read_queue_tokens
 
+    @invariant()
+    def told_lists_hold_live_requests_in_order(self) -> None:
+        if not hasattr(self, "tables"):
+            return
+        engines, requests = self.tables.engines, self.tables.requests
+        for number, spec in enumerate(self.specs):
+            role = tables.PREFILL if spec.role is Role.PREFILL else tables.DECODE
+            seq, request = engines[tables.REPORTED_SEQ, number], engines[tables.FIRST_TOLD, number]
+            while request != tables.NONE:
+                assert str(request) in self.assigned
+                assert requests[request, tables.ENGINE + role] == number
+                assert requests[request, tables.TELL_SEQ + role] > seq
+                seq = requests[request, tables.TELL_SEQ + role]
+                request = requests[request, tables.TOLD_AFTER + role]
+
     def teardown(self) -> None:
         """With honest reports everything is served in the end, and nothing stays on the tables."""
         if not hasattr(self, "tables"):
@@ -318,7 +333,7 @@ class Twins(RuleBasedStateMachine):
 
 TestTwins = Twins.TestCase
 TestTwins.settings = settings(
-    max_examples=150, stateful_step_count=50, deadline=None, derandomize=True
+    max_examples=100, stateful_step_count=50, deadline=None, derandomize=True
 )
 
 
@@ -331,6 +346,18 @@ class DualPathTwins(Twins):
 TestDualPathTwins = DualPathTwins.TestCase
 TestDualPathTwins.settings = settings(
     max_examples=150, stateful_step_count=60, deadline=None, derandomize=True
+)
+
+
+class InTurnTwins(Twins):
+    """The same with the modes that deal engines in turn."""
+
+    modes = (Mode.BASIC, Mode.LAYERWISE, Mode.ROUND_ROBIN)
+
+
+TestInTurnTwins = InTurnTwins.TestCase
+TestInTurnTwins.settings = settings(
+    max_examples=100, stateful_step_count=50, deadline=None, derandomize=True
 )
 
 

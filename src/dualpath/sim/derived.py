@@ -55,6 +55,15 @@ def limits(setup: Setup) -> Limits:
     )
 
 
+def buffer_bytes(setup: Setup) -> tuple[float, float]:
+    """Return the buffer of a prefill node and of a decode node."""
+    cluster = setup.cluster
+    baseline = setup.mode in (Mode.BASIC, Mode.LAYERWISE)
+    if baseline and cluster.baseline_buffer_bytes is not None:
+        return cluster.baseline_buffer_bytes, cluster.baseline_buffer_bytes
+    return cluster.prefill_buffer_bytes, cluster.decode_buffer_bytes
+
+
 class StepLinks(NamedTuple):
     """Which links each kind of step loads, read off the plan (``datapath.plan``)."""
 
@@ -114,8 +123,9 @@ def _check_memories(setup: Setup, agents: AgentTable) -> None:
     _require_room("prefill_hbm_bytes", prompt, derived.prefill_hbm_tokens, "KV tokens")
     if setup.mode is Mode.ORACLE:
         return
-    _require_room("decode_buffer_bytes", blocks_bytes, cluster.decode_buffer_bytes, "bytes")
-    _require_room("prefill_buffer_bytes", blocks_bytes, cluster.prefill_buffer_bytes, "bytes")
+    at_prefill, at_decode_node = buffer_bytes(setup)
+    _require_room("decode_buffer_bytes", blocks_bytes, at_decode_node, "bytes")
+    _require_room("prefill_buffer_bytes", blocks_bytes, at_prefill, "bytes")
 
 
 def _require_room(name: str, need: float, have: float, unit: str) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.agents import AgentTable
+from dualpath.core.cluster import Role
 from dualpath.sim.settings import Setup
 
 IntArray = NDArray[np.int64]
@@ -90,12 +91,27 @@ class LinkUse(NamedTuple):
     cnic_bytes: FloatArray
 
 
+class RoleMove(NamedTuple):
+    """A node that changed its role: decided, out of work in the old role, serving in the new one.
+
+    A time is -1 where the run ended before.  ``reason`` is that of ``policy.rebalance.Move``.
+    """
+
+    node: int
+    from_role: Role
+    to_role: Role
+    reason: str
+    decided_ns: int
+    drained_ns: int
+    joined_ns: int
+
+
 class SimulationResult(NamedTuple):
     """One run.
 
     ``end_ns`` is when the last event happened; ``stopped`` tells that ``until_s`` ended the run
     with rounds unfinished.  ``events`` counts events of the kernel.  ``decisions`` is None
-    unless recording was asked for.
+    unless recording was asked for.  ``moves`` are in the order in which they were decided.
     """
 
     setup: Setup
@@ -108,6 +124,7 @@ class SimulationResult(NamedTuple):
     stopped: bool
     events: int
     dram_tier_hit_tokens: int = 0
+    moves: tuple[RoleMove, ...] = ()
 
     @property
     def jct_s(self) -> float:

@@ -28,7 +28,8 @@ def simulate(
 ) -> SimulationResult:
     """Run ``agents`` on the simulated cluster and return every round's times.
 
-    Both cores give the same numbers to the last bit.  ``until_s`` stops the run at that virtual
+    Both cores give the same numbers to the last bit; only the reference core lets nodes change
+    their role (``ClusterSettings.rebalancing``).  ``until_s`` stops the run at that virtual
     time.  Raises ``ConfigError`` for a setup that cannot be or cannot hold the largest round, and
     ``TraceError`` for rounds that cannot be or exceed the model's context limit.
     """
@@ -41,6 +42,11 @@ def simulate(
             setup, agents, record_decisions=record_decisions, window_ns=to_ns(window_s)
         )
         return reference.run(until_ns, progress)
+    if setup.cluster.rebalancing is not None:
+        raise ConfigError(
+            "rebalancing is set, but core is 'compiled', whose nodes keep their roles; "
+            "use core='reference' or leave rebalancing out"
+        )
     if importlib.util.find_spec("numba") is None:
         raise ConfigError(
             "the compiled core needs numba, which is not installed; "

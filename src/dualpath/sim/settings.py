@@ -7,10 +7,69 @@ import msgspec
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.policy.rebalance import RebalanceSettings
 
 #: Rates and times beyond these are typing errors, not machines.
 LARGEST_RATE = 1e15
 LONGEST_S = 1e6
+#: Re-balancing is about minutes; looking more often than this only costs time.
+MIN_INTERVAL_S = 0.1
+
+
+class RebalancingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Nodes may change their role while the cluster serves (``policy.rebalance``); in seconds.
+
+    The policy looks every ``interval_s``.  A node that moves finishes what it has and is then out
+    of service for ``switch_s``: loading weights, capturing graphs.  The other fields are those of
+    ``policy.rebalance.RebalanceSettings``; what one node of a role gets done per second follows
+    from the model's costs unless given.
+    """
+
+    interval_s: float = 15.0
+    switch_s: float = 30.0
+    horizon_s: float = 300.0
+    margin: float = 2.0
+    least_improvement: float = 0.05
+    patience: int = 2
+    rest_s: float = 60.0
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+    prefill_node_tokens_per_s: float | None = None
+    decode_node_tokens_per_s: float | None = None
+
+    def policy(
+        self, prefill_node_tokens_per_s: float, decode_node_tokens_per_s: float
+    ) -> RebalanceSettings:
+        """Return the policy's settings; the arguments stand in for rates that are not given."""
+        return RebalanceSettings(
+            prefill_node_tokens_per_s=self.prefill_node_tokens_per_s or prefill_node_tokens_per_s,
+            decode_node_tokens_per_s=self.decode_node_tokens_per_s or decode_node_tokens_per_s,
+            switch_s=self.switch_s,
+            horizon_s=self.horizon_s,
+            margin=self.margin,
+            least_improvement=self.least_improvement,
+            patience=self.patience,
+            rest_s=self.rest_s,
+            ttft_slo_s=self.ttft_slo_s,
+            tpot_slo_s=self.tpot_slo_s,
+        )
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for the first value out of range."""
+        if not MIN_INTERVAL_S <= self.interval_s <= LONGEST_S:
+            raise ConfigError(
+                f"interval_s of rebalancing is {self.interval_s}, must be between "
+                f"{MIN_INTERVAL_S:g} and {LONGEST_S:g}; correct it in the cluster file"
+            )
+        for name in ("prefill_node_tokens_per_s", "decode_node_tokens_per_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} is {value}, must be above 0; correct it or leave it out")
+        if not self.switch_s <= LONGEST_S:
+            raise ConfigError(
+                f"switch_s is {self.switch_s}, must be at most {LONGEST_S:g}; correct it"
+            )
+        self.policy(1.0, 1.0).check()
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -26,7 +85,9 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     reads share an SNIC: one after the other, or all at once in equal parts.
     ``read_latency_s`` passes before the first byte of a read arrives.
 
-    *Memories.*  ``prefill_buffer_bytes`` and ``decode_buffer_bytes`` of DRAM per node (§4.1),
+    *Memories.*  ``prefill_buffer_bytes`` and ``decode_buffer_bytes`` of DRAM per node (§4.1);
+    ``baseline_buffer_bytes`` instead of both for Basic and Layerwise, whose DRAM the paper does not
+    limit (§A.4 names DualPath's alone), None for the same.
     ``prefill_hbm_bytes`` and ``decode_hbm_bytes`` of HBM for KV per engine; ``layer_buffers``
     layers of KV a layerwise PE holds.  ``dram_tier_bytes`` per node of a cluster-wide DRAM cache
     between storage and buffers, least recently used sessions leave; 0 for none.
@@ -35,7 +96,8 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     forward pass where there is no quota, the fetch interval of the groups (§6.1), tokens a DE
     reserves for generation at most.  ``beta_tokens`` overrides β.  ``read_choice`` picks the read
     side by queue (§6.1) or by expected finish of the read and of the PE's own queue.
-    ``request_overhead_s`` passes between a client's request and its arrival at the scheduler.
+    ``request_overhead_s`` passes between a client's request and its arrival at the scheduler,
+    ``decode_admission_s`` between a prompt's KV being in the DE's HBM and its first decode step.
     """
 
     prefill_nodes: int
@@ -54,6 +116,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     prefill_buffer_bytes: float = 80e9
     decode_buffer_bytes: float = 80e9
+    baseline_buffer_bytes: float | None = None
     prefill_hbm_bytes: float = 24e9
     decode_hbm_bytes: float = 40e9
     layer_buffers: int = 2
@@ -70,6 +133,8 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     block_tokens: int = 64
     read_choice: Literal["queue", "finish-time"] = "queue"
     request_overhead_s: float = 0.0
+    decode_admission_s: float = 0.0
+    rebalancing: RebalancingSettings | None = None
 
     @property
     def nodes(self) -> int:
@@ -103,7 +168,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         for name in self.__struct_fields__:
             if name.endswith("_bytes_per_s"):
                 self._require(name, 1.0, LARGEST_RATE)
-            elif name.endswith("_bytes"):
+            elif name.endswith("_bytes") and getattr(self, name) is not None:
                 self._require(name, 0.0, LARGEST_RATE)
             elif name.endswith("_s"):
                 self._require(name, 0.0, LONGEST_S)
@@ -112,6 +177,8 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         self._require("threshold_factor", 1.0, 100.0)
         if self.beta_tokens is not None:
             self._require("beta_tokens", 1, 1 << 50)
+        if self.rebalancing is not None:
+            self.rebalancing.check()
 
     def _require(self, name: str, least: float, most: float) -> None:
         value = getattr(self, name)

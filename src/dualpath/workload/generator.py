@@ -51,7 +51,9 @@ class GeneratorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     ``tail`` is the distribution of turns.  Each ``*_sigma`` is the standard deviation of the
     logarithm: of a trajectory's total before it is cut at MaxLen, of its first prompt, and of
     appended and generated tokens from turn to turn.  ``first_prompt_share`` of the mean total,
-    None: what Context implies, about 17 to 20 %.
+    None: what Context implies, about 17 to 20 %.  The sigmas from turn to turn are those of real
+    traces: within a session the logarithms of append and generation have standard deviations of
+    1.41 and 1.17 in mini_swe_gemini3, 1.87 and 0.88 in kv_cache_tester.
     """
 
     trajectories: int = 500
@@ -59,8 +61,8 @@ class GeneratorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     total_sigma: float = 0.4
     first_prompt_share: float | None = None
     first_prompt_sigma: float = 0.25
-    append_sigma: float = 0.5
-    generated_sigma: float = 0.5
+    append_sigma: float = 1.4
+    generated_sigma: float = 1.1
 
     def check(self) -> None:
         """Raise ``ConfigError`` for the first setting out of range."""

@@ -15,7 +15,7 @@ from dualpath.datapath.plan import Link
 from dualpath.policy.batching import UNBOUNDED_TOKENS
 from dualpath.sim.compiled.tables import NONE
 from dualpath.sim.costs import to_ns
-from dualpath.sim.derived import Limits, limits, step_links
+from dualpath.sim.derived import Limits, buffer_bytes, limits, step_links
 from dualpath.sim.layout import ClusterLayout, cluster_layout
 from dualpath.sim.result import IntArray, TurnTimes
 from dualpath.sim.settings import Setup
@@ -160,6 +160,7 @@ class Constants(NamedTuple):
     overhead_ns: int
     interval_ns: int
     latency_ns: int
+    admission_ns: int
     window_ns: int
     snic_bytes_per_s: float
     snic_write_bytes_per_s: float
@@ -251,6 +252,7 @@ def constants(setup: Setup, window_ns: int) -> Constants:
         overhead_ns=to_ns(cluster.request_overhead_s),
         interval_ns=to_ns(cluster.fetch_interval_s),
         latency_ns=to_ns(cluster.read_latency_s),
+        admission_ns=to_ns(cluster.decode_admission_s),
         window_ns=window_ns,
         snic_bytes_per_s=cluster.snic_bytes_per_s,
         snic_write_bytes_per_s=cluster.snic_write_bytes_per_s,
@@ -302,8 +304,9 @@ def new_machine(setup: Setup, agents: AgentTable, *, record_decisions: bool) -> 
     node_table = np.zeros((7, nodes), np.int64)
     node_table[[N_HEAD, N_TAIL, N_ROOT]] = NONE
     node_bytes = np.zeros((2, nodes))
-    node_bytes[FREE_BYTES] = cluster.decode_buffer_bytes
-    node_bytes[FREE_BYTES, : cluster.prefill_nodes] = cluster.prefill_buffer_bytes
+    at_prefill, at_decode = buffer_bytes(setup)
+    node_bytes[FREE_BYTES] = at_decode
+    node_bytes[FREE_BYTES, : cluster.prefill_nodes] = at_prefill
     counters = np.zeros(13, np.int64)
     counters[[TIER_OLDEST, TIER_NEWEST]] = NONE
     units = [*layout.prefill_units, *layout.decode_units]

@@ -161,11 +161,16 @@ def _expect_fetch(p: Held[World], not_before_ns: int) -> None:
 
 @lean
 def fetch(p: Held[World]) -> None:
-    """Let every group report and fetch, PE groups first."""
+    """Let every group report and fetch, PE groups first and in turn."""
     m = machine_of(p)
+    c = constants_of(p)
     s = scheduler_of(p)
     m.counters[FETCH_DUE] = 0
-    for group in range(m.groups.shape[0]):
+    tick = m.counters[NOW] // c.interval_ns
+    for place in range(m.groups.shape[0]):
+        group = place
+        if place < s.first_decode_group:
+            group = (place + tick) % s.first_decode_group
         for engine in range(m.groups[group, 0], m.groups[group, 1]):
             if m.engines[DIRTY, engine]:
                 m.engines[DIRTY, engine] = 0
@@ -564,7 +569,7 @@ def _prefilled(p: Held[World], agent: int) -> None:
         _decode(p, agent)
     else:
         filled_ns = charge_path(p, FILL_PATH, de, de, flights[agent, PROMPT_BLOCKS])
-        push(m.heap, m.counters, filled_ns, FILLED, agent)
+        push(m.heap, m.counters, filled_ns + c.admission_ns, FILLED, agent)
 
 
 # 8. Decode.

@@ -11,13 +11,14 @@ from dualpath.sim.costs import to_ns
 from dualpath.sim.derived import limits
 from dualpath.sim.layout import cluster_layout
 from dualpath.sim.progress import Progress
-from dualpath.sim.reference.decode import DecodeUnit
 from dualpath.sim.reference.driver import SchedulerDriver
 from dualpath.sim.reference.events import EventQueue
 from dualpath.sim.reference.machine import Machine
-from dualpath.sim.reference.prefill import Chunk, Pass, PrefillUnit, PrefillWork
+from dualpath.sim.reference.prefill import Chunk, Pass, PrefillWork
+from dualpath.sim.reference.rebalancing import Rebalancing
 from dualpath.sim.reference.record import Record
 from dualpath.sim.reference.tier import DramTier
+from dualpath.sim.reference.units import Units
 from dualpath.sim.result import SimulationResult
 from dualpath.sim.settings import Setup
 
@@ -60,6 +61,7 @@ class ReferenceCore:
         self._resident = not setup.mode.layerwise
         self._layers = setup.model.layers
         self._overhead_ns = to_ns(cluster.request_overhead_s)
+        self._admission_ns = to_ns(cluster.decode_admission_s)
         self._events = EventQueue()
         self._record = Record(agents, record_decisions)
         self._machine = Machine(setup, self._limits, self._events, window_ns)
@@ -68,16 +70,21 @@ class ReferenceCore:
         self._driver = SchedulerDriver(
             setup, self._limits, layout, agents, self._events, self._assigned
         )
-        self._prefill_units = [
-            PrefillUnit(unit[0], len(unit), setup.model.prefill, self._limits, cluster.block_tokens)
-            for unit in layout.prefill_units
-        ]
-        self._decode_units = [
-            DecodeUnit(self._events, len(unit), setup.model.decode, self._finished)
-            for unit in layout.decode_units
-        ]
-        self._prefill_unit_of = _unit_rows(layout.prefill_units)
-        self._decode_unit_of = _unit_rows(layout.decode_units)
+        units = Units(setup, self._limits, layout, self._events, self._finished)
+        self._prefill_units, self._prefill_unit_of = units.prefill, units.prefill_of
+        self._decode_units, self._decode_unit_of = units.decode, units.decode_of
+        if cluster.rebalancing is not None:
+            Rebalancing(
+                cluster.rebalancing,
+                setup,
+                self._limits,
+                agents,
+                self._events,
+                self._record,
+                self._driver,
+                self._machine,
+                units,
+            )
         tier_bytes = cluster.dram_tier_bytes * cluster.nodes
         tier_tokens = int(tier_bytes / setup.model.kv_bytes_per_token)
         self._tier = DramTier(tier_tokens) if tier_tokens else None
@@ -316,7 +323,7 @@ class ReferenceCore:
             self._decode(r, flight)
         else:
             filled_ns = self._machine.fill(flight.de, flight.prompt_blocks)
-            self._events.at(filled_ns, self._filled, r, flight)
+            self._events.at(filled_ns + self._admission_ns, self._filled, r, flight)
 
     def _end_without_decode(self, r: int, flight: _Flight) -> None:
         record, first_ns = self._record, self._record.first_token_ns[r]
@@ -367,7 +374,3 @@ class ReferenceCore:
         if blocks:
             held = blocks * self._limits.block_bytes
             self._machine.buffers[self._machine.node(engine)].release(held)
-
-
-def _unit_rows(units: tuple[range, ...]) -> dict[int, int]:
-    return {engine: row for row, unit in enumerate(units) for engine in unit}

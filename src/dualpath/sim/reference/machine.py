@@ -5,7 +5,7 @@ from typing import NamedTuple
 from dualpath.core.cluster import Role
 from dualpath.datapath.plan import Link
 from dualpath.sim.costs import to_ns
-from dualpath.sim.derived import Limits, step_links
+from dualpath.sim.derived import Limits, buffer_bytes, step_links
 from dualpath.sim.reference.buffers import NodeBuffer
 from dualpath.sim.reference.events import EventQueue
 from dualpath.sim.reference.links import EqualSnic, FifoSnic, Server
@@ -44,14 +44,15 @@ class Machine:
         self._load_pe, self._load_de = self._path(links.load_pe), self._path(links.load_de)
         self._reload, self._send = self._path(links.reload), self._path(links.send)
         self._fill, self._persist = self._path(links.fill), self._path(links.persist)
+        at_prefill, at_decode = buffer_bytes(setup)
+        self._buffer_bytes = {Role.PREFILL: at_prefill, Role.DECODE: at_decode}
         self.buffers = [
-            NodeBuffer(
-                cluster.prefill_buffer_bytes
-                if node < cluster.prefill_nodes
-                else cluster.decode_buffer_bytes
-            )
-            for node in nodes
+            NodeBuffer(at_prefill if node < cluster.prefill_nodes else at_decode) for node in nodes
         ]
+
+    def change_role(self, node: int, role: Role) -> None:
+        """Give a node without work the buffer of another role; its links stay what they are."""
+        self.buffers[node] = NodeBuffer(self._buffer_bytes[role])
 
     def node(self, engine: int) -> int:
         """Return the node of an engine."""

@@ -14,6 +14,7 @@ from dualpath.sim.result import (
     Batches,
     Decisions,
     LinkUse,
+    RoleMove,
     SimulationResult,
     TurnTimes,
 )
@@ -23,7 +24,7 @@ DecisionRow = tuple[int, int, int, int, int, int, int, int]
 
 
 class Record:
-    """Stage times per round as lists, batches, and decisions if asked for."""
+    """Stage times per round as lists, batches, moves of nodes, and decisions if asked for."""
 
     def __init__(self, agents: AgentTable, record_decisions: bool) -> None:
         self._agents = agents
@@ -40,6 +41,7 @@ class Record:
         self.finished = 0
         self._decisions: list[DecisionRow] | None = [] if record_decisions else None
         self._batches: list[tuple[int, int, int, int, float, float]] = []
+        self.moves: list[RoleMove] = []
 
     def assigned(self, r: int, assignment: Assignment, now_ns: int) -> None:
         """Note an assignment."""
@@ -105,6 +107,7 @@ class Record:
             stopped=stopped,
             events=events,
             dram_tier_hit_tokens=dram_tier_hit_tokens,
+            moves=tuple(self.moves),
         )
 
 
