@@ -1,0 +1,357 @@
+"""Does the simulator, set to the demo's own parameters, predict the demo?
+
+Run: ``python benchmarks/simulated_demo.py``, which prints predicted and measured figures side by
+side for every recorded run of `make demo`, then how far the prediction moves when a parameter is
+wrong.  Agents are made from the very sessions the demo replays; ``--recorded`` takes the lengths
+recorded with the run instead and needs neither sessions nor tokenizer.
+
+``python benchmarks/simulated_demo.py record RUN [RUN ...]`` makes the recorded figures from the
+folders that `dualpath demo --out RUN` has written.  ``demo_prediction/`` holds what goes in:
+``cluster.toml`` (settings and measured rates), ``costs.toml`` (measured by `dualpath profile`)
+and ``measured.json``; nothing in them was fitted to the demo's completion times.
+"""
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from dualpath.catalog.costs import load_model_costs
+from dualpath.catalog.load import load_cluster
+from dualpath.cli import demo
+from dualpath.core.agents import AgentTable
+from dualpath.core.errors import ConfigError, TraceError
+from dualpath.core.modes import Mode
+from dualpath.sim.result import SimulationResult
+from dualpath.sim.run import simulate
+from dualpath.sim.settings import ClusterSettings, ModelCosts, Setup
+from dualpath.workload.columns import WorkloadSettings, agents_from_sessions
+from dualpath.workload.result import Machine, ReplayResult, read_result
+
+FOLDER = Path(__file__).parent / "demo_prediction"
+CLUSTER, COSTS, MEASURED = FOLDER / "cluster.toml", FOLDER / "costs.toml", FOLDER / "measured.json"
+MODES = (Mode.BASIC, Mode.DUALPATH, Mode.ORACLE)
+
+#: What the issue asks of the ratio of completion times Basic : DualPath.
+TARGET_ERROR = 0.15
+_NS_PER_S = 1e9
+
+Interval = tuple[float, float]
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds, of one mode: the whole task, mean agent, mean time to first token."""
+
+    jct_s: float
+    mean_agent_jct_s: float
+    mean_ttft_s: float
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes/s of the links in Basic's engine traces: bytes moved over time spent moving them."""
+
+    storage_read_bytes_per_s: float
+    storage_write_bytes_per_s: float
+    transfer_bytes_per_s: float
+
+
+class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of the demo; ``rounds`` (prompt, stored, generated tokens) per agent."""
+
+    trace: str
+    machine: Machine
+    measured: dict[Mode, Figures]
+    rates: Rates
+    rounds: dict[str, list[tuple[int, int, int]]]
+
+    @property
+    def ratio(self) -> float:
+        """JCT of Basic over JCT of DualPath."""
+        return ratio(self.measured)
+
+
+def ratio(figures: dict[Mode, Figures]) -> float:
+    """Return JCT of Basic over JCT of DualPath."""
+    return figures[Mode.BASIC].jct_s / figures[Mode.DUALPATH].jct_s
+
+
+def read_recorded(path: Path = MEASURED) -> list[RecordedRun]:
+    """Return the recorded runs."""
+    return msgspec.json.decode(path.read_bytes(), type=list[RecordedRun])
+
+
+# ------------------------------------------------------------------------------------ prediction
+
+
+def read_setting() -> tuple[ClusterSettings, ModelCosts]:
+    """Return the demo's cluster and the costs of its model."""
+    cluster = load_cluster(CLUSTER)
+    return cluster, load_model_costs(COSTS, "", cluster)
+
+
+def predict(
+    cluster: ClusterSettings, model: ModelCosts, agents: AgentTable
+) -> dict[Mode, Figures]:
+    """Simulate the demo's modes; the reference core is fast enough for a few dozen rounds."""
+    return {
+        mode: _figures(
+            simulate(Setup(cluster=cluster, model=model, mode=mode), agents, core="reference")
+        )
+        for mode in MODES
+    }
+
+
+def recorded_agents(run: RecordedRun) -> AgentTable:
+    """Return agents with the lengths that were recorded."""
+    rows = np.array([row for rounds in run.rounds.values() for row in rounds], np.int32)
+    agents, rounds = len(run.rounds), len(rows)
+    return AgentTable(
+        first_round=np.cumsum([0, *map(len, run.rounds.values())]).astype(np.int64),
+        start_s=np.zeros(agents),
+        start_after_round=np.full(agents, -1, np.int64),
+        prompt_tokens=rows[:, 0].copy(),
+        hit_tokens=rows[:, 1].copy(),
+        generated_tokens=rows[:, 2].copy(),
+        delay_s=np.zeros(rounds, np.float32),
+    )
+
+
+def demo_agents(run: RecordedRun) -> AgentTable | None:
+    """Return agents made from the sessions the demo replays; None where they are not there."""
+    from dualpath.models.smollm2 import prepare_smollm2
+    from dualpath.workload.formats import read_trace
+    from dualpath.workload.text_encoder import load_encoder
+
+    spec = importlib.util.find_spec(demo.SESSIONS_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    sessions = read_trace(Path(spec.submodule_search_locations[0]) / "data" / "replays")
+    if run.trace != demo.SESSIONS_PACKAGE:
+        if not demo.MORE_SESSIONS.is_file():
+            return None
+        sessions += read_trace(demo.MORE_SESSIONS, limit=demo.MORE_SESSIONS_LIMIT)
+    model, told = prepare_smollm2(), _demo_arguments()
+    settings = WorkloadSettings(
+        agents=told.agents,
+        seed=told.seed,
+        max_turns=told.turns,
+        max_context_tokens=told.max_context,
+        scale_generate=told.scale_generate,
+    )
+    # The demo's own choice of sessions, so that this stays the demo's.
+    fitting = demo._fitting(sessions, model, told)
+    return agents_from_sessions(fitting, settings, encode=load_encoder(model))
+
+
+def _demo_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    demo.add_parser(parser.add_subparsers())
+    return parser.parse_args(["demo"])
+
+
+def _figures(result: SimulationResult) -> Figures:
+    return Figures(
+        jct_s=result.jct_s,
+        mean_agent_jct_s=float(result.agent_jct_s().mean()),
+        mean_ttft_s=float(result.ttft_s().mean()),
+    )
+
+
+# ------------------------------------------------------------------------------------- recording
+
+
+def record(folder: Path) -> RecordedRun:
+    """Return the figures of a folder that `dualpath demo` has written."""
+    results = {mode: read_result(folder / f"{mode.value}.json") for mode in MODES}
+    for mode, result in results.items():
+        if result.failed:
+            raise TraceError(f"{folder}: {result.summary.turns_failed} turns of {mode} failed")
+    basic = results[Mode.BASIC]
+    return RecordedRun(
+        trace=basic.setting.trace,
+        machine=basic.machine,
+        measured={mode: _measured(result) for mode, result in results.items()},
+        rates=_rates(folder, basic),
+        rounds=_rounds(basic),
+    )
+
+
+def _measured(result: ReplayResult) -> Figures:
+    summary = result.summary
+    if summary.session_jct_s is None or summary.ttft_s is None:
+        raise TraceError(f"{result.setting.label} has no turns; run the demo again")
+    return Figures(
+        jct_s=summary.jct_s,
+        mean_agent_jct_s=summary.session_jct_s.mean,
+        mean_ttft_s=summary.ttft_s.mean,
+    )
+
+
+def _rounds(result: ReplayResult) -> dict[str, list[tuple[int, int, int]]]:
+    rounds: dict[str, list[tuple[int, int, int]]] = {}
+    # Agents in the order in which they sent their first turns, turns in their own order.
+    for turn in sorted(result.turns, key=lambda turn: (turn.turn, turn.start_s)):
+        lengths = turn.prompt_tokens, turn.ideal_hit_tokens, turn.generated_tokens
+        rounds.setdefault(turn.conversation_id, []).append(lengths)
+    return rounds
+
+
+def _rates(folder: Path, basic: ReplayResult) -> Rates:
+    if basic.server is None:
+        raise TraceError(f"{folder}: Basic's run has no counters of the server; run it again")
+    prefill, decode = (
+        json.loads((folder / "traces" / "basic" / f"{engine}.json").read_bytes())["traceEvents"]
+        for engine in ("pe-0", "de-0")
+    )
+    moved = basic.server.path_bytes
+    moving_s = sum(
+        _covered_s(events, track)
+        for events, track in ((prefill, "load"), (prefill, "send"), (decode, "h2d"))
+    )
+    return Rates(
+        storage_read_bytes_per_s=moved["pe_path"] / _covered_s(prefill, "storage"),
+        storage_write_bytes_per_s=moved["storage_write"] / _covered_s(decode, "storage-write"),
+        transfer_bytes_per_s=(moved["h2d"] + moved["pe_to_de"]) / moving_s,
+    )
+
+
+def _covered_s(events: Iterable[dict[str, float]], track: str) -> float:
+    """Return for how long at least one event of a track was under way."""
+    covered, until = 0.0, 0.0
+    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == track)
+    for start, end in spans:
+        covered += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return covered / 1e6
+
+
+# -------------------------------------------------------------------------------------- printing
+
+
+def comparison(run: RecordedRun, predicted: dict[Mode, Figures], source: str) -> Table:
+    """Return predicted beside measured, with relative errors."""
+    table = Table(title=f"{run.trace}: {_size(run)}, {source}", title_justify="left")
+    for head in ("", "simulated", "measured", "error"):
+        table.add_column(head, justify="right" if head else "left")
+    for name in Figures.__struct_fields__:
+        for mode in MODES:
+            now, then = getattr(predicted[mode], name), getattr(run.measured[mode], name)
+            table.add_row(f"{_LABELS[name]} {mode}", f"{now:.2f}", f"{then:.2f}", _error(now, then))
+        table.add_section()
+    table.add_row(
+        "JCT basic : dualpath",
+        f"{ratio(predicted):.3f}",
+        f"{run.ratio:.3f}",
+        _error(ratio(predicted), run.ratio),
+        style="bold",
+    )
+    return table
+
+
+def sensitivity(
+    runs: Sequence[RecordedRun], cluster: ClusterSettings, model: ModelCosts
+) -> Table:
+    """Return how the ratio moves when one parameter is wrong, or a part of the model is off."""
+    table = Table(title="Basic : DualPath if …", title_justify="left")
+    for head in ("", *(run.trace for run in runs)):
+        table.add_column(head, justify="right" if head else "left")
+    for label, one_cluster, one_model in _variants(cluster, model):
+        cells = []
+        for run in runs:
+            found = ratio(predict(one_cluster, one_model, recorded_agents(run)))
+            cells.append(f"{found:.3f} ({_error(found, run.ratio)})")
+        table.add_row(label, *cells)
+    return table
+
+
+def _variants(
+    cluster: ClusterSettings, model: ModelCosts
+) -> Iterable[tuple[str, ClusterSettings, ModelCosts]]:
+    yield "everything as measured", cluster, model
+    for factor in (0.8, 0.9, 1.1, 1.25):
+        yield f"the model takes {factor:g} of the time", cluster, slower(model, factor)
+    for factor in (0.5, 2.0):
+        faster = msgspec.structs.replace(
+            cluster, cnic_bytes_per_s=cluster.cnic_bytes_per_s * factor
+        )
+        yield f"transfers run at {factor:g} of the rate", faster, model
+    free = msgspec.structs.replace(
+        cluster, cnic_bytes_per_s=1e15, dram_bytes_per_s=1e15, snic_write_bytes_per_s=1e15
+    )
+    yield "transfers and writes take no time", free, model
+    late = msgspec.structs.replace(cluster, request_overhead_s=0.05)
+    yield "a request takes 50 ms to the scheduler", late, model
+    yield "computation takes next to no time", cluster, slower(model, 0.001)
+
+
+def slower(model: ModelCosts, factor: float) -> ModelCosts:
+    """Return costs with all times multiplied."""
+    prefill, decode = model.prefill, model.decode
+    return msgspec.structs.replace(
+        model,
+        prefill=msgspec.structs.replace(
+            prefill,
+            batch_s=prefill.batch_s * factor,
+            pair_s=prefill.pair_s * factor,
+            feed_forward_token_s=prefill.feed_forward_token_s * factor,
+        ),
+        decode=msgspec.structs.replace(
+            decode,
+            step_s=decode.step_s * factor,
+            request_s=decode.request_s * factor,
+            pair_s=decode.pair_s * factor,
+        ),
+    )
+
+
+_LABELS = {
+    "jct_s": "JCT, s:",
+    "mean_agent_jct_s": "mean agent, s:",
+    "mean_ttft_s": "mean TTFT, s:",
+}
+
+
+def _size(run: RecordedRun) -> str:
+    return f"{len(run.rounds)} agents, {sum(map(len, run.rounds.values()))} turns"
+
+
+def _error(found: float, wanted: float) -> str:
+    return f"{found / wanted - 1:+.1%}"
+
+
+# ------------------------------------------------------------------------------------------ main
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Predict the demo, beside what was measured.")
+    parser.add_argument("--recorded", action="store_true", help="take the recorded lengths")
+    actions = parser.add_subparsers(dest="action")
+    recorder = actions.add_parser("record", help="make measured.json of demo runs")
+    recorder.add_argument("runs", nargs="+", type=Path)
+    args = parser.parse_args()
+    if args.action == "record":
+        text = msgspec.json.encode([record(run) for run in args.runs], order="deterministic")
+        MEASURED.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
+        return 0
+    console, runs = Console(), read_recorded()
+    cluster, model = read_setting()
+    errors = []
+    for run in runs:
+        agents = None if args.recorded else demo_agents(run)
+        source = "recorded lengths" if agents is None else "agents from the sessions"
+        predicted = predict(cluster, model, recorded_agents(run) if agents is None else agents)
+        console.print(comparison(run, predicted, source))
+        errors.append(abs(ratio(predicted) / run.ratio - 1))
+    console.print(sensitivity(runs, cluster, model))
+    console.print(f"largest error of the ratio {max(errors):.1%}, target {TARGET_ERROR:.0%}")
+    return int(max(errors) > TARGET_ERROR)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
