@@ -3,7 +3,9 @@
 Run: ``python benchmarks/simulated_demo.py``, which prints predicted and measured figures side by
 side for every recorded run of `make demo`, then how far the prediction moves when a parameter is
 wrong.  Agents are made from the very sessions the demo replays; ``--recorded`` takes the lengths
-recorded with the run instead and needs neither sessions nor tokenizer.
+recorded with the run instead and needs neither sessions nor tokenizer.  All agents start at once
+and chance decides who comes first, so that a prediction is the median over random orders of the
+agents, printed with its range.
 
 ``python benchmarks/simulated_demo.py record RUN [RUN ...]`` makes the recorded figures from the
 folders that `dualpath demo --out RUN` has written.  ``demo_prediction/`` holds what goes in:
@@ -14,11 +16,13 @@ and ``measured.json``; nothing in them was fitted to the demo's completion times
 import argparse
 import importlib.util
 import json
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -38,11 +42,10 @@ FOLDER = Path(__file__).parent / "demo_prediction"
 CLUSTER, COSTS, MEASURED = FOLDER / "cluster.toml", FOLDER / "costs.toml", FOLDER / "measured.json"
 MODES = (Mode.BASIC, Mode.DUALPATH, Mode.ORACLE)
 
-#: What the issue asks of the ratio of completion times Basic : DualPath.
+#: Largest error allowed of the ratio of completion times Basic : DualPath.
 TARGET_ERROR = 0.15
-_NS_PER_S = 1e9
-
-Interval = tuple[float, float]
+#: Random orders of the agents, and fewer of them where only their median counts.
+ORDERS, FEW_ORDERS = 60, 24
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,12 +76,28 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ratio(self) -> float:
         """JCT of Basic over JCT of DualPath."""
-        return ratio(self.measured)
+        return self.measured[Mode.BASIC].jct_s / self.measured[Mode.DUALPATH].jct_s
 
 
-def ratio(figures: dict[Mode, Figures]) -> float:
-    """Return JCT of Basic over JCT of DualPath."""
-    return figures[Mode.BASIC].jct_s / figures[Mode.DUALPATH].jct_s
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures per mode and order of the agents."""
+
+    figures: dict[Mode, list[Figures]]
+
+    def values(self, mode: Mode, name: str) -> list[float]:
+        """Return one of the figures for every order."""
+        return [getattr(figures, name) for figures in self.figures[mode]]
+
+    @property
+    def ratios(self) -> list[float]:
+        """JCT of Basic over JCT of DualPath for every order."""
+        pairs = zip(self.figures[Mode.BASIC], self.figures[Mode.DUALPATH], strict=True)
+        return [basic.jct_s / dualpath.jct_s for basic, dualpath in pairs]
+
+    @property
+    def ratio(self) -> float:
+        """The median over the orders."""
+        return statistics.median(self.ratios)
 
 
 def read_recorded(path: Path = MEASURED) -> list[RecordedRun]:
@@ -96,15 +115,33 @@ def read_setting() -> tuple[ClusterSettings, ModelCosts]:
 
 
 def predict(
-    cluster: ClusterSettings, model: ModelCosts, agents: AgentTable
-) -> dict[Mode, Figures]:
+    cluster: ClusterSettings, model: ModelCosts, agents: AgentTable, orders: int = ORDERS
+) -> Prediction:
     """Simulate the demo's modes; the reference core is fast enough for a few dozen rounds."""
-    return {
-        mode: _figures(
-            simulate(Setup(cluster=cluster, model=model, mode=mode), agents, core="reference")
-        )
-        for mode in MODES
-    }
+    chance = np.random.default_rng(0)
+    tables = [_reordered(agents, chance.permutation(agents.agents)) for _ in range(orders)]
+    setups = {mode: Setup(cluster=cluster, model=model, mode=mode) for mode in MODES}
+    return Prediction(
+        figures={
+            mode: [_figures(simulate(setup, table, core="reference")) for table in tables]
+            for mode, setup in setups.items()
+        }
+    )
+
+
+def _reordered(agents: AgentTable, order: NDArray[np.int64]) -> AgentTable:
+    """Return the same agents, none of them a sub-agent, in another order."""
+    first, end = agents.first_round[:-1], agents.first_round[1:]
+    rows = np.concatenate([np.arange(first[agent], end[agent]) for agent in order])
+    return AgentTable(
+        first_round=np.concatenate([[0], np.cumsum((end - first)[order])]),
+        start_s=agents.start_s[order],
+        start_after_round=agents.start_after_round[order],
+        prompt_tokens=agents.prompt_tokens[rows],
+        hit_tokens=agents.hit_tokens[rows],
+        generated_tokens=agents.generated_tokens[rows],
+        delay_s=agents.delay_s[rows],
+    )
 
 
 def recorded_agents(run: RecordedRun) -> AgentTable:
@@ -234,40 +271,49 @@ def _covered_s(events: Iterable[dict[str, float]], track: str) -> float:
 # -------------------------------------------------------------------------------------- printing
 
 
-def comparison(run: RecordedRun, predicted: dict[Mode, Figures], source: str) -> Table:
+def comparison(run: RecordedRun, predicted: Prediction, source: str) -> Table:
     """Return predicted beside measured, with relative errors."""
-    table = Table(title=f"{run.trace}: {_size(run)}, {source}", title_justify="left")
-    for head in ("", "simulated", "measured", "error"):
-        table.add_column(head, justify="right" if head else "left")
+    title = f"{run.trace}: {len(run.rounds)} agents, {sum(map(len, run.rounds.values()))} turns"
+    table = _table(f"{title}, {source}", "", "simulated", "(range)", "measured", "error")
     for name in Figures.__struct_fields__:
         for mode in MODES:
-            now, then = getattr(predicted[mode], name), getattr(run.measured[mode], name)
-            table.add_row(f"{_LABELS[name]} {mode}", f"{now:.2f}", f"{then:.2f}", _error(now, then))
+            measured = getattr(run.measured[mode], name)
+            _add_row(table, f"{_LABELS[name]} {mode}", predicted.values(mode, name), measured, 2)
         table.add_section()
-    table.add_row(
-        "JCT basic : dualpath",
-        f"{ratio(predicted):.3f}",
-        f"{run.ratio:.3f}",
-        _error(ratio(predicted), run.ratio),
-        style="bold",
-    )
+    _add_row(table, "JCT basic : dualpath", predicted.ratios, run.ratio, 3)
     return table
 
 
-def sensitivity(
-    runs: Sequence[RecordedRun], cluster: ClusterSettings, model: ModelCosts
-) -> Table:
+def sensitivity(runs: Sequence[RecordedRun], cluster: ClusterSettings, model: ModelCosts) -> Table:
     """Return how the ratio moves when one parameter is wrong, or a part of the model is off."""
-    table = Table(title="Basic : DualPath if …", title_justify="left")
-    for head in ("", *(run.trace for run in runs)):
-        table.add_column(head, justify="right" if head else "left")
+    table = _table("Basic : DualPath if …", "", *(run.trace for run in runs))
     for label, one_cluster, one_model in _variants(cluster, model):
         cells = []
         for run in runs:
-            found = ratio(predict(one_cluster, one_model, recorded_agents(run)))
+            found = predict(one_cluster, one_model, recorded_agents(run), FEW_ORDERS).ratio
             cells.append(f"{found:.3f} ({_error(found, run.ratio)})")
         table.add_row(label, *cells)
     return table
+
+
+def _table(title: str, *heads: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for position, head in enumerate(heads):
+        table.add_column(head, justify="right" if position else "left", no_wrap=position == 0)
+    return table
+
+
+def _add_row(
+    table: Table, label: str, found: Sequence[float], measured: float, decimals: int
+) -> None:
+    middle = statistics.median(found)
+    table.add_row(
+        label,
+        f"{middle:.{decimals}f}",
+        f"{min(found):.{decimals}f} – {max(found):.{decimals}f}",
+        f"{measured:.{decimals}f}",
+        _error(middle, measured),
+    )
 
 
 def _variants(
@@ -275,7 +321,7 @@ def _variants(
 ) -> Iterable[tuple[str, ClusterSettings, ModelCosts]]:
     yield "everything as measured", cluster, model
     for factor in (0.8, 0.9, 1.1, 1.25):
-        yield f"the model takes {factor:g} of the time", cluster, slower(model, factor)
+        yield f"computation takes {factor:g} of the time", cluster, slower(model, factor)
     for factor in (0.5, 2.0):
         faster = msgspec.structs.replace(
             cluster, cnic_bytes_per_s=cluster.cnic_bytes_per_s * factor
@@ -286,7 +332,7 @@ def _variants(
     )
     yield "transfers and writes take no time", free, model
     late = msgspec.structs.replace(cluster, request_overhead_s=0.05)
-    yield "a request takes 50 ms to the scheduler", late, model
+    yield "requests take 50 ms to the scheduler", late, model
     yield "computation takes next to no time", cluster, slower(model, 0.001)
 
 
@@ -317,10 +363,6 @@ _LABELS = {
 }
 
 
-def _size(run: RecordedRun) -> str:
-    return f"{len(run.rounds)} agents, {sum(map(len, run.rounds.values()))} turns"
-
-
 def _error(found: float, wanted: float) -> str:
     return f"{found / wanted - 1:+.1%}"
 
@@ -347,7 +389,7 @@ def main() -> int:
         source = "recorded lengths" if agents is None else "agents from the sessions"
         predicted = predict(cluster, model, recorded_agents(run) if agents is None else agents)
         console.print(comparison(run, predicted, source))
-        errors.append(abs(ratio(predicted) / run.ratio - 1))
+        errors.append(abs(predicted.ratio / run.ratio - 1))
     console.print(sensitivity(runs, cluster, model))
     console.print(f"largest error of the ratio {max(errors):.1%}, target {TARGET_ERROR:.0%}")
     return int(max(errors) > TARGET_ERROR)

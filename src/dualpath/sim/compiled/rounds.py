@@ -565,10 +565,10 @@ def _prefilled(p: Held[World], agent: int) -> None:
         if not c.oracle:
             _give_back(p, de, flights[agent, PROMPT_BLOCKS])
         _finished(p, agent)
-    elif c.oracle:
-        _decode(p, agent)
     else:
-        filled_ns = charge_path(p, FILL_PATH, de, de, flights[agent, PROMPT_BLOCKS])
+        filled_ns = m.counters[NOW]
+        if not c.oracle:
+            filled_ns = charge_path(p, FILL_PATH, de, de, flights[agent, PROMPT_BLOCKS])
         push(m.heap, m.counters, filled_ns + c.admission_ns, FILLED, agent)
 
 
@@ -579,7 +579,9 @@ def _prefilled(p: Held[World], agent: int) -> None:
 def filled(p: Held[World], agent: int) -> None:
     """A prompt's KV is in the DE's HBM."""
     m = machine_of(p)
-    _give_back(p, m.flights[agent, DE], m.flights[agent, PROMPT_BLOCKS])
+    c = constants_of(p)
+    if not c.oracle:
+        _give_back(p, m.flights[agent, DE], m.flights[agent, PROMPT_BLOCKS])
     _decode(p, agent)
 
 

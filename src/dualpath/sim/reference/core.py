@@ -319,10 +319,10 @@ class ReferenceCore:
             self._persist(r, flight.de, new_blocks)
         if self._generated[r] == 1:
             self._end_without_decode(r, flight)
-        elif self._oracle:
-            self._decode(r, flight)
         else:
-            filled_ns = self._machine.fill(flight.de, flight.prompt_blocks)
+            filled_ns = self._events.now_ns
+            if not self._oracle:
+                filled_ns = self._machine.fill(flight.de, flight.prompt_blocks)
             self._events.at(filled_ns + self._admission_ns, self._filled, r, flight)
 
     def _end_without_decode(self, r: int, flight: _Flight) -> None:
@@ -335,7 +335,8 @@ class ReferenceCore:
     # 8. Decode.
 
     def _filled(self, r: int, flight: _Flight) -> None:
-        self._give_back(flight.de, flight.prompt_blocks)
+        if not self._oracle:
+            self._give_back(flight.de, flight.prompt_blocks)
         self._decode(r, flight)
 
     def _decode(self, r: int, flight: _Flight) -> None:

@@ -203,10 +203,7 @@ class SchedulerDriver:
             spec = msgspec.structs.replace(self._specs[engine], role=role, group=name)
             self._scheduler.engine_joined(spec)
             self._accounts[engine] = _Account(engine, spec.hbm_tokens)
-        group = _Group(name, role, [self._accounts[engine] for engine in engines])
-        # PE groups fetch before DE groups.
-        self._groups.append(group)
-        self._groups.sort(key=lambda one: one.role is Role.DECODE)
+        self._groups.append(_Group(name, role, [self._accounts[engine] for engine in engines]))
 
     def _tokens(self, request: Request, role: Role) -> int:
         if role is Role.PREFILL:

@@ -169,9 +169,7 @@ class Rebalancing:
         self._nodes[move.from_role].remove(node)
         self._nodes[move.to_role].append(node)
         self._record.moves.append(
-            RoleMove(
-                node, move.from_role, move.to_role, move.reason, self._events.now_ns, -1, -1
-            )
+            RoleMove(node, move.from_role, move.to_role, move.reason, self._events.now_ns, -1, -1)
         )
         self._driver.retire(self._engines(node))
         self._draining = node
