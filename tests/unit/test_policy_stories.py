@@ -350,3 +350,11 @@ def test_a_request_that_no_decode_engine_can_hold_is_refused_once_engines_are_kn
     assert scheduler.unplaceable() == ["early"]
     scheduler.submit(request("small", prompt=500))
     assert [a.request_id for a in assign(scheduler, "P", "D")] == ["small"]
+
+
+def test_a_request_that_only_waits_for_a_decode_engine_cannot_be_through_with_prefill() -> None:
+    scheduler = one_pair()
+    scheduler.submit(request("r0"))
+    assert assign(scheduler, "P") == []
+    scheduler.prefill_done("r0")
+    assert [a.request_id for a in assign(scheduler, "D")] == ["r0"]

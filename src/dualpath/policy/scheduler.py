@@ -167,9 +167,9 @@ class RequestScheduler:
             self._end_reads(flight)
 
     def prefill_done(self, request_id: str) -> None:
-        """The PE is through with a request; unknown requests are ignored."""
+        """The PE is through with an assigned request; any other is ignored."""
         flight = self._flights.get(request_id)
-        if flight is None or flight.prefill is None or flight.prefilled:
+        if flight is None or flight.prefill is None or not flight.told or flight.prefilled:
             return
         flight.prefilled = True
         self._ledger.release(flight.prefill.engine_id, request_id)
