@@ -4,6 +4,7 @@ An addition is one entry of ``VARIANTS``: a mode and changed fields of ``Cluster
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,16 +12,61 @@ import msgspec
 
 from dualpath.core.modes import Mode
 from dualpath.evaluation.report import NOTHING, FigureReport, Panel, Series, Table
-from dualpath.evaluation.runs import Runs
+from dualpath.evaluation.role_gains import (
+    REBALANCING,
+    move_gains,
+    move_table,
+    rebalanced_agents,
+    shape_gains,
+    shape_table,
+)
+from dualpath.evaluation.runs import Runs, Simulate
 from dualpath.evaluation.serving import METHOD, online_spec
 from dualpath.evaluation.settings import DS_27B, DS_660B, QWEN_32B, RunSpec
 from dualpath.evaluation.speedups import mean
+from dualpath.sim.run import simulate
 
 TITLE = "What additions gain over DualPath"
 DISCUSSION = """\
 A gain is how much lower JCT (offline) or mean TTFT (online) is than DualPath's as the paper
-describes it, same agents, same seed. Where DualPath is already bound by computation, no way of
-reading can gain anything offline; the Oracle column bounds what is left.
+describes it, same agents, same seed. Take gains below about one percent in either direction for
+noise: another decision early in a run shifts all later ones. The Oracle column is all that
+faster reading could bring.
+
+**Split read** shortens one read by using two storage NICs for it. Online that is its share of TTFT,
+1 to 2 %. Offline with DS 660B the PEs are the bottleneck and reads hide behind their queue: nothing
+to gain. DS 27B is bound by storage NICs, but both sides are already busy 95 % of the time, and
+dividing a read adds no bandwidth. Qwen 32B gains most: a DE has HBM for one or two requests, which
+hold it while they are read, so that a shorter read frees it sooner.
+
+**Side by finish time** gains nothing on average and costs a little online. The side with the
+shorter reading queue mostly is the side with the earlier finish; where a PE's own queue is what
+delays a request, either side is early enough.
+
+**A DRAM tier** takes the hits off the storage NICs, which helps only where they bind: DS 27B, 8 to
+17 %, short of Oracle because the PEs bind next and all KV then arrives over the CNICs of DEs. That
+1 GB can beat 10 GB probably has the same cause: some reads then still use the other way. Online it
+loses 1 to 2 %: without a queue a storage NIC is as fast as a CNIC, and the tier always ends on the
+DE side. Sizes beyond 10 GB per node make no difference because agents have no tool delays: they ask
+again at once, their session is the most recently used one, and the model decides on a hit at that
+moment and keeps it however long the request then waits. Read the column as a tier that never
+misses, not as advice on its size: tool delays, and KV pinned for waiting requests, would ask for
+more.
+
+**Best division.** The paper's own is the best one everywhere but for 0.4 % on one trace, within
+noise. More prefill nodes make the PEs faster but leave fewer engines to decode on, with more of the
+weights on each and so less HBM for KV. 1P5D and 5P1D of DS 660B cannot be: its experts do not fit
+one node.
+
+**Re-balancing** moves nothing where the division is right already, and so gains nothing over the
+paper's settings, which all agents at once load evenly. It repairs a wrong start where the decode
+nodes lack HBM: half of the JCT of Qwen 32B, 10 to 14 % of DS 660B. What it leaves on the table
+against the right start: it waits until contexts have grown enough to fill the HBM; it sees requests
+that wait, not steps that are slow, so that a wrong start which merely decodes slowly (DS 27B, the
+shorter traces) is left alone unless a TPOT objective is set; and on claude-code it moves three
+nodes where two were right, because every DE of that start holds less KV than one of 2P4D would,
+which a move does not change in the model. Neither does the model charge for spreading the experts
+of DS 660B anew, so that its rows are upper bounds.
 """
 GIGABYTE = 1e9
 ONLINE_APS = (0.2, 0.4)
@@ -54,9 +100,11 @@ VARIANTS = (
     Variant("split, finish time", Mode.SPLIT, (FINISH_TIME,)),
     *(
         Variant(f"DRAM {size} GB", Mode.DUALPATH, (("dram_tier_bytes", size * GIGABYTE),))
-        for size in (50, 200, 800)
+        for size in (1, 10, 100)
     ),
 )
+#: The core in which nodes can move.
+REFERENCE: Simulate = partial(simulate, core="reference")
 BASE = Variant("DualPath", Mode.DUALPATH)
 BOUND = Variant("Oracle", Mode.ORACLE)
 
@@ -81,11 +129,19 @@ def existing_traces(folder: Path) -> dict[str, Path]:
     return {name: folder / file for name, file in TRACE_FILES.items() if (folder / file).is_file()}
 
 
-def build(runs: Runs, traces: Mapping[str, Path]) -> FigureReport:
-    """Run every case with every addition."""
+def build(
+    runs: Runs,
+    traces: Mapping[str, Path],
+    reference: Simulate = REFERENCE,
+) -> FigureReport:
+    """Run every case with every addition; ``reference`` is the core in which nodes can move."""
     settings = runs.settings
-    offline = [_offline_gains(runs, case, spec) for case, spec in _cases(runs, list(traces))]
+    cases = _cases(runs, list(traces))
+    offline = [_offline_gains(runs, case, spec) for case, spec in cases]
     serving = [_online_gains(runs, rate) for rate in ONLINE_APS]
+    distinct = _one_per_system_and_trace(cases)
+    shapes = shape_gains(runs, distinct)
+    moving = move_gains(runs, distinct, reference)
     absent = [name for name in TRACE_FILES if name not in traces]
     return FigureReport(
         name="beyond",
@@ -96,15 +152,28 @@ def build(runs: Runs, traces: Mapping[str, Path]) -> FigureReport:
             "as in §A.3, and sessions are cut at the model's context limit.",
             f"Online: DS 660B on 2P4D, 64K. {METHOD}",
             "DRAM: size per node of a cluster-wide cache between storage and buffers.",
+            "Division: all nodes of a setting, shared out in every way; HBM for KV is what the "
+            "weights leave at the width over which experts are then spread.",
+            f"Re-balancing: the reference core with {rebalanced_agents(settings)} agents, a switch "
+            f"takes {REBALANCING.switch_s:g} s after the node's last request, horizon "
+            f"{REBALANCING.horizon_s:g} s, a look every {REBALANCING.interval_s:g} s.",
             *((f"Not found and left out: {', '.join(absent)}.",) if absent else ()),
         ),
         tables=(
             _table("Offline: JCT", offline),
             _table("Online: mean TTFT", serving),
+            shape_table(shapes),
+            move_table(moving, settings),
         ),
         panels=(_panel("Offline: JCT saved", offline),),
         discussion=DISCUSSION,
-        data={"variants": [v.title for v in VARIANTS], "offline": offline, "online": serving},
+        data={
+            "variants": [v.title for v in VARIANTS],
+            "offline": offline,
+            "online": serving,
+            "divisions": shapes,
+            "rebalancing": moving,
+        },
     )
 
 
@@ -127,6 +196,15 @@ def _cases(runs: Runs, traces: Sequence[str]) -> list[tuple[str, RunSpec]]:
         (f"DS 660B 2P4D, {trace}, {few:,}", replace(base, workload=trace)) for trace in traces
     ]
     return cases
+
+
+def _one_per_system_and_trace(cases: Sequence[tuple[str, RunSpec]]) -> list[tuple[str, RunSpec]]:
+    """Return the last and largest case of every system, number of nodes and source of agents."""
+    chosen: dict[tuple[object, ...], tuple[str, RunSpec]] = {}
+    for case, spec in cases:
+        trace = spec.workload if spec.workload in TRACE_FILES else ""
+        chosen[spec.system, spec.nodes, trace] = (case, spec)
+    return list(chosen.values())
 
 
 def _offline_gains(runs: Runs, case: str, spec: RunSpec) -> Gains:

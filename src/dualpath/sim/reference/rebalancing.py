@@ -5,10 +5,11 @@ counts where it is held up:
 
 - a loaded prompt at its PE waits for prefill; one whose read is under way waits for storage, which
   no move makes faster;
+- requests without an engine of a role wait for what those before them wait for: they count in
+  full if at least half of the tokens placed at the role are loaded (PE) or past their first token
+  (DE), less as this share falls to none;
 - a DE holds a request's HBM from its assignment on, also while it is read and prefilled, so that
-  only requests past their first token are the DE's load;
-- requests without an engine of a role wait for what those before them wait for, and so count by
-  the share of the placed tokens that are loaded (PE) or decoding (DE).
+  the HBM held is the DE's load by the same share.
 
 A ``Move`` takes the serving node of the giving role that has the fewest unfinished tokens, since
 it is empty soonest; of equals the one with the highest number.  It gets no new requests, finishes
@@ -138,7 +139,7 @@ class Rebalancing:
     def _prefill_load(self) -> RoleLoad:
         nodes, queue = len(self._nodes[Role.PREFILL]), self._driver.queue(Role.PREFILL)
         capacity = self._prefill_node_tokens_per_s * nodes * self._settings.interval_s
-        share = _share(self._loaded_tokens, queue.placed_tokens)
+        share = _share(2 * self._loaded_tokens, queue.placed_tokens)
         return RoleLoad(
             nodes=nodes,
             utilisation=min(self._interval.prompt_tokens / capacity, 1.0),
@@ -149,10 +150,10 @@ class Rebalancing:
 
     def _decode_load(self) -> RoleLoad:
         nodes, queue = len(self._nodes[Role.DECODE]), self._driver.queue(Role.DECODE)
-        share = _share(self._decoding_tokens, queue.placed_tokens)
+        share = _share(2 * self._decoding_tokens, queue.placed_tokens)
         return RoleLoad(
             nodes=nodes,
-            utilisation=_share(self._decoding_tokens, self._decode_node_tokens * nodes),
+            utilisation=share * _share(queue.placed_tokens, self._decode_node_tokens * nodes),
             waiting_requests=int(share * queue.waiting),
             waiting_tokens=int(share * queue.waiting_tokens),
             latency_s=_mean(self._interval.tpot_s),

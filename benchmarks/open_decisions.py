@@ -1,0 +1,140 @@
+"""What the decisions that the paper leaves open are worth, one changed at a time.
+
+Run: ``python benchmarks/open_decisions.py``.  Offline, 64K, DS 660B on 2P4D in two groups per role,
+reference core.  Each variant replaces one function of the policy for the length of a run; equal
+commands give equal numbers.  Simulated.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
+from unittest.mock import patch
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from dualpath.catalog.costs import load_model_costs
+from dualpath.catalog.load import load_cluster
+from dualpath.core.modes import Mode
+from dualpath.evaluation.balance import attention_balance, snic_balance, tail_begins_s
+from dualpath.policy import decode, prefill, read_side
+from dualpath.policy.decode import TwoPhaseDecodePlacer
+from dualpath.policy.load import Column, IntArray
+from dualpath.sim.result import SimulationResult
+from dualpath.sim.run import simulate
+from dualpath.sim.settings import Setup
+from dualpath.workload.generator import DATASETS, generate_agents
+
+Placed = tuple[IntArray, NDArray[np.bool_]]
+
+# The originals, which some variants go on to call.
+ALGORITHM_1 = prefill.assign_prefill
+PHASE_1 = TwoPhaseDecodePlacer._drain_global_queue
+PHASE_2 = decode.assign_decode
+
+
+class Variant(NamedTuple):
+    """One decision taken otherwise: where the function stands, and what stands there instead."""
+
+    name: str
+    module: object
+    attribute: str
+    instead: Callable[..., object]
+
+
+def classify_once(
+    tok: Column, node: Column, read_q: Column, lengths: Column, alpha_tokens: int, beta_tokens: int
+) -> Placed:
+    """Algorithm 1 to the letter: an engine keeps its category for the whole fetch."""
+    load = list(tok)
+    open_rows = [row for row in range(len(load)) if load[row] <= beta_tokens]
+    second = [row for row in open_rows if read_q[node[row]] <= alpha_tokens]
+    chosen = second or open_rows
+    rows = []
+    for length in lengths if chosen else ():
+        row = min(chosen, key=lambda one: load[one])
+        rows.append(row)
+        load[row] += length
+    return np.array(rows, np.int64), np.full(len(rows), bool(second))
+
+
+def least_tokens_only(
+    tok: Column, node: Column, read_q: Column, lengths: Column, alpha_tokens: int, beta_tokens: int
+) -> Placed:
+    """Algorithm 1 without reading queues: no preference of C2 over C3."""
+    queues = [0] * len(read_q)
+    return ALGORITHM_1(tok, node, queues, lengths, alpha_tokens, beta_tokens)
+
+
+def fewest_requests_by_order(
+    tok: Column, seq: Column, free_hbm: Column, lengths: Column, threshold_factor: float
+) -> Placed:
+    """Phase 2 with equal request counts going to the lowest order, not to fewer tokens."""
+    # Ranks that differ for all engines leave the tie rule nothing to decide.
+    ranked = [requests * len(seq) + row for row, requests in enumerate(seq)]
+    return PHASE_2(tok, ranked, free_hbm, lengths, threshold_factor)
+
+
+def drain_by_reported_tokens(placer: TwoPhaseDecodePlacer) -> None:
+    """Phase 1 counting engines' tokens alone, not what waits in the private queues."""
+    placer._private_tokens = dict.fromkeys(placer._private_tokens, 0)
+    PHASE_1(placer)
+
+
+VARIANTS = (
+    Variant("categories fixed for a fetch", prefill, "assign_prefill", classify_once),
+    Variant("no reading queues in Algorithm 1", prefill, "assign_prefill", least_tokens_only),
+    Variant("equal queues: always the PE", read_side, "pe_charged_less", lambda *_: True),
+    Variant("equal queues: always the DE", read_side, "pe_charged_less", lambda *_: False),
+    Variant("equal requests: lowest order", decode, "assign_decode", fewest_requests_by_order),
+    Variant(
+        "phase 1 without private queues",
+        TwoPhaseDecodePlacer,
+        "_drain_global_queue",
+        drain_by_reported_tokens,
+    ),
+)
+
+
+def describe(name: str, result: SimulationResult, base_s: float) -> str:
+    """Return a table row."""
+    busy_s = tail_begins_s(result, 0.5)
+    snic = snic_balance(result.links, 1.0).mean(busy_s)
+    attention = attention_balance(result.batches).mean(busy_s)
+    change = f"{100 * (result.jct_s / base_s - 1):+.1f} %" if base_s else ""
+    return (
+        f"| {name} | {result.jct_s:.0f} | {change} | {np.nanmean(result.ttft_s()):.2f} "
+        f"| {snic:.2f} | {attention:.2f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--agents", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    cluster = msgspec.structs.replace(
+        load_cluster("paper-660b"), prefill_nodes_per_group=1, decode_nodes_per_group=2
+    )
+    setup = Setup(
+        cluster=cluster,
+        model=load_model_costs("ds-v3.2", "hopper", cluster),
+        mode=Mode.DUALPATH,
+    )
+    agents = generate_agents(DATASETS["64K"], args.agents, args.seed)
+    print(
+        f"Simulated: 2P4D in 2 + 2 groups, {args.agents} agents, 64K, seed {args.seed}, reference core.\n"
+    )
+    print("| decision | JCT, s | against ours | mean TTFT, s | SNIC max/avg | attention max/avg |")
+    print("|---|---|---|---|---|---|")
+    ours = simulate(setup, agents, core="reference")
+    print(describe("ours", ours, 0.0), flush=True)
+    for variant in VARIANTS:
+        with patch.object(variant.module, variant.attribute, variant.instead):
+            result = simulate(setup, agents, core="reference")
+        print(describe(variant.name, result, ours.jct_s), flush=True)
+
+
+if __name__ == "__main__":
+    main()
