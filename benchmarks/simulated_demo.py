@@ -18,7 +18,9 @@ import importlib.util
 import json
 import statistics
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,7 +32,7 @@ from dualpath.catalog.costs import load_model_costs
 from dualpath.catalog.load import load_cluster
 from dualpath.cli import demo
 from dualpath.core.agents import AgentTable
-from dualpath.core.errors import ConfigError, TraceError
+from dualpath.core.errors import TraceError
 from dualpath.core.modes import Mode
 from dualpath.sim.result import SimulationResult
 from dualpath.sim.run import simulate
@@ -105,9 +107,6 @@ def read_recorded(path: Path = MEASURED) -> list[RecordedRun]:
     return msgspec.json.decode(path.read_bytes(), type=list[RecordedRun])
 
 
-# ------------------------------------------------------------------------------------ prediction
-
-
 def read_setting() -> tuple[ClusterSettings, ModelCosts]:
     """Return the demo's cluster and the costs of its model."""
     cluster = load_cluster(CLUSTER)
@@ -144,6 +143,13 @@ def _reordered(agents: AgentTable, order: NDArray[np.int64]) -> AgentTable:
     )
 
 
+def _lengths(agents: AgentTable) -> list[list[list[int]]]:
+    """Return every agent's rounds, whatever the order of the agents."""
+    columns = (agents.prompt_tokens, agents.hit_tokens, agents.generated_tokens)
+    rows = np.stack(columns, axis=1).tolist()
+    return sorted(rows[first:end] for first, end in pairwise(agents.first_round.tolist()))
+
+
 def recorded_agents(run: RecordedRun) -> AgentTable:
     """Return agents with the lengths that were recorded."""
     rows = np.array([row for rounds in run.rounds.values() for row in rounds], np.int32)
@@ -173,7 +179,7 @@ def demo_agents(run: RecordedRun) -> AgentTable | None:
         if not demo.MORE_SESSIONS.is_file():
             return None
         sessions += read_trace(demo.MORE_SESSIONS, limit=demo.MORE_SESSIONS_LIMIT)
-    model, told = prepare_smollm2(), _demo_arguments()
+    model, told = prepare_smollm2(), demo_arguments()
     settings = WorkloadSettings(
         agents=told.agents,
         seed=told.seed,
@@ -182,11 +188,12 @@ def demo_agents(run: RecordedRun) -> AgentTable | None:
         scale_generate=told.scale_generate,
     )
     # The demo's own choice of sessions, so that this stays the demo's.
-    fitting = demo._fitting(sessions, model, told)
+    fitting = demo.fitting_sessions(sessions, model, told)
     return agents_from_sessions(fitting, settings, encode=load_encoder(model))
 
 
-def _demo_arguments() -> argparse.Namespace:
+def demo_arguments() -> argparse.Namespace:
+    """Return what `dualpath demo` is told by default."""
     parser = argparse.ArgumentParser()
     demo.add_parser(parser.add_subparsers())
     return parser.parse_args(["demo"])
@@ -198,9 +205,6 @@ def _figures(result: SimulationResult) -> Figures:
         mean_agent_jct_s=float(result.agent_jct_s().mean()),
         mean_ttft_s=float(result.ttft_s().mean()),
     )
-
-
-# ------------------------------------------------------------------------------------- recording
 
 
 def record(folder: Path) -> RecordedRun:
@@ -258,7 +262,7 @@ def _rates(folder: Path, basic: ReplayResult) -> Rates:
     )
 
 
-def _covered_s(events: Iterable[dict[str, float]], track: str) -> float:
+def _covered_s(events: Iterable[dict[str, Any]], track: str) -> float:
     """Return for how long at least one event of a track was under way."""
     covered, until = 0.0, 0.0
     spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == track)
@@ -268,17 +272,15 @@ def _covered_s(events: Iterable[dict[str, float]], track: str) -> float:
     return covered / 1e6
 
 
-# -------------------------------------------------------------------------------------- printing
-
-
 def comparison(run: RecordedRun, predicted: Prediction, source: str) -> Table:
     """Return predicted beside measured, with relative errors."""
     title = f"{run.trace}: {len(run.rounds)} agents, {sum(map(len, run.rounds.values()))} turns"
     table = _table(f"{title}, {source}", "", "simulated", "(range)", "measured", "error")
     for name in Figures.__struct_fields__:
+        label = name.removesuffix("_s").replace("_", " ")
         for mode in MODES:
             measured = getattr(run.measured[mode], name)
-            _add_row(table, f"{_LABELS[name]} {mode}", predicted.values(mode, name), measured, 2)
+            _add_row(table, f"{label}, s: {mode}", predicted.values(mode, name), measured, 2)
         table.add_section()
     _add_row(table, "JCT basic : dualpath", predicted.ratios, run.ratio, 3)
     return table
@@ -310,7 +312,7 @@ def _add_row(
     table.add_row(
         label,
         f"{middle:.{decimals}f}",
-        f"{min(found):.{decimals}f} – {max(found):.{decimals}f}",
+        f"{min(found):.{decimals}f} to {max(found):.{decimals}f}",
         f"{measured:.{decimals}f}",
         _error(middle, measured),
     )
@@ -356,18 +358,8 @@ def slower(model: ModelCosts, factor: float) -> ModelCosts:
     )
 
 
-_LABELS = {
-    "jct_s": "JCT, s:",
-    "mean_agent_jct_s": "mean agent, s:",
-    "mean_ttft_s": "mean TTFT, s:",
-}
-
-
 def _error(found: float, wanted: float) -> str:
     return f"{found / wanted - 1:+.1%}"
-
-
-# ------------------------------------------------------------------------------------------ main
 
 
 def main() -> int:
@@ -385,9 +377,12 @@ def main() -> int:
     cluster, model = read_setting()
     errors = []
     for run in runs:
-        agents = None if args.recorded else demo_agents(run)
-        source = "recorded lengths" if agents is None else "agents from the sessions"
-        predicted = predict(cluster, model, recorded_agents(run) if agents is None else agents)
+        agents, then = None if args.recorded else demo_agents(run), recorded_agents(run)
+        source = "recorded lengths"
+        if agents is not None:
+            same = _lengths(agents) == _lengths(then)
+            source = f"from the sessions, lengths {'equal' if same else 'DIFFER FROM'} the recorded"
+        predicted = predict(cluster, model, then if agents is None else agents)
         console.print(comparison(run, predicted, source))
         errors.append(abs(predicted.ratio / run.ratio - 1))
     console.print(sensitivity(runs, cluster, model))

@@ -1,33 +1,19 @@
 """The simulator, set to the demo's own parameters, predicts what the demo measured."""
 
-import importlib.util
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import simulated_demo
 
-from dualpath.cli.demo import COMPUTE_QUOTA_S
+from dualpath.cli import demo
 from dualpath.core.modes import Mode
 from dualpath.policy.batching import AttentionGeometry
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "simulated_demo.py"
 
 #: What a CPU engine assumes (``vllm_plugin.quota_scheduler``, which needs vLLM) and SmolLM2-135M.
 ASSUMED_FLOPS_PER_S = 4e10
 ATTENTION = AttentionGeometry.from_heads(30, 9, 64, 64)
 
-
-def _load_script():
-    spec = importlib.util.spec_from_file_location("simulated_demo", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    # Struct annotations are looked up in the module by its name.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-simulated_demo = _load_script()
 RUNS = simulated_demo.read_recorded()
 
 
@@ -52,15 +38,13 @@ def test_rates_of_the_cluster_file_are_those_that_were_measured(run):
 
 def test_quota_of_the_cluster_file_admits_the_pairs_that_the_demo_admits():
     cluster, model = simulated_demo.read_setting()
-    pairs = COMPUTE_QUOTA_S * ASSUMED_FLOPS_PER_S / ATTENTION.pair_flops
+    pairs = demo.COMPUTE_QUOTA_S * ASSUMED_FLOPS_PER_S / ATTENTION.pair_flops
     assert cluster.compute_quota_s / model.prefill.pair_s == pytest.approx(pairs, rel=0.01)
 
 
 def test_memories_of_the_cluster_file_are_those_of_the_demo():
-    from dualpath.cli import demo
-
-    told = simulated_demo._demo_arguments()
-    settings = demo._cluster_settings(Mode.DUALPATH, told, Path("model"), "storage", Path("runs"))
+    told = simulated_demo.demo_arguments()
+    settings = demo.cluster_settings(Mode.DUALPATH, told, Path("model"), "storage", Path("runs"))
     cluster, _ = simulated_demo.read_setting()
     assert cluster.prefill_hbm_bytes == cluster.decode_hbm_bytes == settings.hbm_bytes
     assert cluster.prefill_buffer_bytes == cluster.decode_buffer_bytes == settings.buffer_bytes

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     _say("preparing SmolLM2-135M-Instruct (converted once, then cached)")
     model = prepare_smollm2()
     sessions, names = _sessions(args.trace)
-    sessions = _fitting(sessions, model, args)
+    sessions = fitting_sessions(sessions, model, args)
     results = [_run_mode(Mode(mode), args, model, sessions, names, out) for mode in args.modes]
     _report(results, out)
     failed = sum(result.summary.turns_failed for result in results)
@@ -107,7 +107,7 @@ def _run_mode(
     )
     storage = tempfile.mkdtemp(prefix=f"dualpath-demo-{mode.value}-")
     try:
-        settings = _cluster_settings(mode, args, model, storage, out)
+        settings = cluster_settings(mode, args, model, storage, out)
         with LocalCluster(settings, _say) as cluster, ConsoleProgress(mode.value) as progress:
             result = asyncio.run(
                 replay(
@@ -124,7 +124,7 @@ def _run_mode(
     return result
 
 
-def _cluster_settings(
+def cluster_settings(
     mode: Mode, args: argparse.Namespace, model: Path, storage: str, out: Path
 ) -> ClusterSettings:
     logs = out / "logs" / mode.value
@@ -169,7 +169,7 @@ def _sessions(trace: str | None) -> "tuple[list[Session], str]":
     return sessions, SESSIONS_PACKAGE
 
 
-def _fitting(sessions: "list[Session]", model: Path, args: argparse.Namespace) -> "list[Session]":
+def fitting_sessions(sessions: "list[Session]", model: Path, args: argparse.Namespace) -> "list[Session]":
     """Return the sessions whose first prompt leaves half of the context for further turns."""
     from dualpath.workload.text_encoder import load_encoder
     from dualpath.workload.text_session import TextSession
