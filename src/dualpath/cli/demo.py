@@ -127,6 +127,7 @@ def _run_mode(
 def cluster_settings(
     mode: Mode, args: argparse.Namespace, model: Path, storage: str, out: Path
 ) -> ClusterSettings:
+    """Return the cluster of one mode of the demo; its old logs are removed."""
     logs = out / "logs" / mode.value
     shutil.rmtree(logs, ignore_errors=True)
     return ClusterSettings(
@@ -169,7 +170,9 @@ def _sessions(trace: str | None) -> "tuple[list[Session], str]":
     return sessions, SESSIONS_PACKAGE
 
 
-def fitting_sessions(sessions: "list[Session]", model: Path, args: argparse.Namespace) -> "list[Session]":
+def fitting_sessions(
+    sessions: "list[Session]", model: Path, args: argparse.Namespace
+) -> "list[Session]":
     """Return the sessions whose first prompt leaves half of the context for further turns."""
     from dualpath.workload.text_encoder import load_encoder
     from dualpath.workload.text_session import TextSession

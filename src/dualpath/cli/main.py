@@ -40,6 +40,8 @@ SUBCOMMANDS = (
     ("eval", "reproduce the paper's evaluation in the simulator"),
     ("plan", "the best division of nodes into prefill and decode, and its capacity"),
     ("profile", "measure a model's costs on this machine for the simulator"),
+    ("qos", "print the settings that keep KV from delaying model communication"),
+    ("lab", "a cluster on this machine: nodes with shaped compute and storage NICs"),
 )
 
 
