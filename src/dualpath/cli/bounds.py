@@ -94,8 +94,11 @@ def run(args: argparse.Namespace) -> int:
 def _shape(args: argparse.Namespace) -> "ClusterShape":
     from dualpath.catalog.load import load_cluster
     from dualpath.core.cluster import ClusterShape
+    from dualpath.sim.settings import ClusterSettings
 
-    cluster = load_cluster(args.cluster or "paper-660b")
+    # The defaults are §4.2's nominal rates, the paper's cluster files hold fitted ones.
+    nominal = ClusterSettings(prefill_nodes=2, decode_nodes=4)
+    cluster = load_cluster(args.cluster) if args.cluster else nominal
     nodes = (cluster.prefill_nodes, cluster.decode_nodes)
     prefill_nodes, decode_nodes = _nodes(args.nodes) if args.nodes else nodes
     gpus = cluster.gpus_per_node if args.gpus_per_node is None else args.gpus_per_node
