@@ -39,6 +39,7 @@ SUBCOMMANDS = (
     ("simulate", "what the modes would bring on a modelled cluster, model and trace"),
     ("eval", "reproduce the paper's evaluation in the simulator"),
     ("plan", "the best division of nodes into prefill and decode, and its capacity"),
+    ("emulate", "start an emulated engine, or a light router for such engines"),
     ("profile", "measure a model's costs on this machine for the simulator"),
     ("qos", "print the settings that keep KV from delaying model communication"),
     ("lab", "a cluster on this machine: nodes with shaped compute and storage NICs"),

@@ -1,0 +1,174 @@
+"""The steps that make and undo a lab, as data: no namespace is touched here."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dualpath.lab.leftovers import Leftovers, mounts_of
+from dualpath.lab.machine import Cgroups, Machine, find_cgroups, lab_folder, nodes
+from dualpath.lab.runner import describe
+from dualpath.lab.settings import LabSettings, Shaping
+from dualpath.lab.steps import (
+    DetachLoop,
+    EndProcesses,
+    MakeFolder,
+    MakeImage,
+    RemoveFile,
+    RemoveFolder,
+    Run,
+    StartAnchor,
+    WriteValue,
+    make_steps,
+    undo_steps,
+)
+
+SETTINGS = LabSettings(prefill=2, decode=1, snic_bytes_per_s=50e6)
+MACHINE = Machine(
+    shaping=Shaping.ROOT,
+    folder="records",
+    storage="records/dualpath-lab-storage",
+    image="memory/dualpath-lab-storage.img",
+    loop_device="loop3",
+    device_number="7:3",
+    cgroups=Cgroups(1, "blkio"),
+)
+
+
+def commands(settings: LabSettings = SETTINGS, machine: Machine = MACHINE) -> list[str]:
+    return [describe(step) for step in make_steps(settings, machine)]
+
+
+def test_nodes_have_names_and_addresses_of_their_own() -> None:
+    found = nodes(SETTINGS)
+    assert [node.name for node in found] == ["pe0", "pe1", "de0"]
+    assert found[0].full_name == "dualpath-lab-pe0"
+    assert len({node.address for node in found}) == 3
+
+
+def test_every_thing_made_carries_the_prefix_by_which_it_is_found() -> None:
+    for step in make_steps(SETTINGS, MACHINE):
+        if isinstance(step, MakeFolder | MakeImage):
+            assert Path(step.path).name.startswith("dualpath-lab-")
+        if isinstance(step, Run) and step.argv[:3] == ("ip", "netns", "add"):
+            assert step.argv[3].startswith("dualpath-lab-")
+
+
+def test_a_node_hangs_on_the_switch_and_is_shaped_at_both_ends_and_to_itself() -> None:
+    found = commands()
+    assert (
+        "ip link add cnic mtu 9000 netns dualpath-lab-de0 type veth peer name de0 mtu 9000 "
+        "netns dualpath-lab-switch" in found
+    )
+    shaped = [line for line in found if "qdisc add" in line and "de0" in line]
+    assert [line.split(" root")[0] for line in shaped] == [
+        "tc -n dualpath-lab-de0 qdisc add dev cnic",
+        "tc -n dualpath-lab-switch qdisc add dev de0",
+        "tc -n dualpath-lab-de0 qdisc add dev lo",
+    ]
+
+
+def test_storage_is_made_before_it_is_mounted_and_throttled_last() -> None:
+    found = commands()
+    order = [
+        next(i for i, line in enumerate(found) if line.startswith(start))
+        for start in ("truncate", "mkfs.ext4", "losetup", "mount", "mkdir -p blkio/")
+    ]
+    assert order == sorted(order)
+    assert "echo 7:3 50000000 > blkio/dualpath-lab-pe1/blkio.throttle.read_bps_device" in found
+
+
+def test_cgroup_version_2_says_the_same_in_its_own_words() -> None:
+    machine = msgspec.structs.replace(MACHINE, cgroups=Cgroups(2, "unified"))
+    written = [s for s in make_steps(SETTINGS, machine) if isinstance(s, WriteValue)]
+    assert written[0] == WriteValue("unified/cgroup.subtree_control", "+io")
+    assert written[1] == WriteValue("unified/dualpath-lab-pe0/io.max", "7:3 rbps=50000000")
+
+
+def test_storage_of_the_user_is_throttled_but_neither_made_nor_mounted() -> None:
+    settings = msgspec.structs.replace(SETTINGS, storage="disk")
+    machine = msgspec.structs.replace(MACHINE, storage="disk", image="", loop_device="")
+    found = commands(settings, machine)
+    assert not any("mkfs" in line or "mount" in line or "disk" in line for line in found)
+    assert any("read_bps_device" in line for line in found)
+
+
+def test_in_a_user_namespace_the_network_is_made_inside_it() -> None:
+    machine = Machine(shaping=Shaping.USER_NAMESPACES, folder="f", storage="f/s")
+    first, *rest = make_steps(SETTINGS, machine)
+    assert first == StartAnchor("dualpath-lab-anchor")
+    runs = [step for step in rest if isinstance(step, Run)]
+    assert runs
+    assert all(step.inside for step in runs)
+
+
+def test_token_buckets_need_a_folder_only() -> None:
+    machine = Machine(shaping=Shaping.TOKEN_BUCKETS, folder="f", storage="f/s")
+    assert make_steps(SETTINGS, machine) == (MakeFolder("f/s"),)
+
+
+def test_undoing_ends_users_first_and_forgets_the_lab_last() -> None:
+    found = Leftovers(
+        process_ids=(11, 12),
+        mounts=("records/storage",),
+        loop_devices=("loop3",),
+        namespaces=("dualpath-lab-pe0",),
+        cgroups=("blkio/dualpath-lab-pe0",),
+        folders=("records/storage",),
+        files=("dualpath-lab-state.json", "dualpath-lab-storage.img"),
+    )
+    assert undo_steps(found) == (
+        EndProcesses((11, 12)),
+        Run(("umount", "records/storage")),
+        DetachLoop("loop3"),
+        Run(("ip", "netns", "delete", "dualpath-lab-pe0")),
+        RemoveFolder("blkio/dualpath-lab-pe0", cgroup=True),
+        RemoveFolder("records/storage"),
+        RemoveFile("dualpath-lab-storage.img"),
+        RemoveFile("dualpath-lab-state.json"),
+    )
+    assert undo_steps(Leftovers()) == ()
+    assert Leftovers().nothing
+    assert found.counts().startswith("processes 2, mounts 1, loop devices 1")
+
+
+MOUNTS = """\
+cgroup2 {unified} cgroup2 rw 0 0
+cgroup {blkio} cgroup rw,relatime,blkio 0 0
+/dev/loop3 /run/dualpath/dualpath-lab-storage ext4 rw 0 0
+/dev/loop4 /run/dualpath/dualpath-lab2-storage ext4 rw 0 0
+nsfs /run/netns/dualpath-lab-pe0 nsfs rw 0 0
+/dev/loop3 /mnt/dualpath-lab-storage ext4 rw 0 0
+"""
+
+
+def test_mounts_of_one_lab_are_undone_in_reverse() -> None:
+    assert mounts_of(MOUNTS, "dualpath-lab-") == (
+        "/mnt/dualpath-lab-storage",
+        "/run/dualpath/dualpath-lab-storage",
+    )
+
+
+@pytest.mark.parametrize(
+    ("controllers", "with_blkio", "version"), [("cpu io", True, 1), ("cpu io", False, 2)]
+)
+def test_the_hierarchy_that_throttles_disks_is_found(
+    controllers: str, with_blkio: bool, version: int, tmp_path: Path
+) -> None:
+    (tmp_path / "cgroup.controllers").write_text(controllers)
+    mounts = MOUNTS.format(unified=tmp_path, blkio="blkio")
+    lines = [line for line in mounts.splitlines() if with_blkio or "blkio" not in line]
+    found = find_cgroups("\n".join(lines))
+    assert found is not None
+    assert found.version == version
+
+
+def test_without_an_io_controller_nothing_throttles(tmp_path: Path) -> None:
+    (tmp_path / "cgroup.controllers").write_text("cpu memory\n")
+    assert find_cgroups(f"cgroup2 {tmp_path} cgroup2 rw 0 0\n") is None
+
+
+def test_records_of_root_and_of_others_are_apart() -> None:
+    assert lab_folder({"XDG_STATE_HOME": "/x"}, user_id=1000) == Path("/x/dualpath")
+    assert lab_folder({}, user_id=1000) == Path.home() / ".local/state/dualpath"
+    assert lab_folder({"XDG_STATE_HOME": "/x"}, user_id=0) == Path("/run/dualpath")
