@@ -4,6 +4,7 @@ import json
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.unit.evaluation_fakes import FakeInputs, FakeSimulator
 
@@ -11,6 +12,7 @@ from dualpath.cli.eval import FIGURE_NAMES
 from dualpath.cli.main import main
 from dualpath.core.modes import Mode
 from dualpath.evaluation import beyond, markdown
+from dualpath.evaluation.candidates import MODEL, PATHS, WORKLOADS, capacity, outcome
 from dualpath.evaluation.document import document
 from dualpath.evaluation.figures import FIGURES
 from dualpath.evaluation.inputs import CatalogInputs
@@ -22,6 +24,7 @@ from dualpath.evaluation.report import (
     comparison_table,
     quantity,
 )
+from dualpath.evaluation.residuals import REASONS, missed
 from dualpath.evaluation.runs import Runs
 from dualpath.evaluation.settings import DS_27B, DS_660B, EvaluationSettings, RunSpec
 from dualpath.evaluation.write import as_json, write_document, write_report
@@ -216,6 +219,56 @@ def test_the_catalog_gives_the_cluster_with_the_runs_changes() -> None:
     assert (setup.cluster.prefill_nodes, setup.cluster.decode_nodes) == (2, 1)
     assert setup.cluster.dram_tier_bytes == 1e9
     assert setup.mode is Mode.SPLIT
+
+
+def test_offline_numbers_beyond_the_target_are_listed_with_their_reason() -> None:
+    found = missed(
+        [
+            Compared("table3.2p4d.jct", 3167.0 * 1.04),
+            Compared("fig8.speedup_max", 2.9),
+            Compared("table3.48p96d.jct", 3201.0 * 1.06),
+            Compared("fig10.660b.capacity", 9.0),
+        ]
+    )
+    assert found is not None
+    assert [row[1:] for row in found.rows] == [
+        ("+17.9%", REASONS["fig8.speedup_max"]),
+        ("+6.0%", "Not explained."),
+    ]
+    assert missed([Compared("fig10.660b.capacity", 9.0)]) is None
+    assert set(REASONS) <= {key for key, quoted in QUOTED.items() if quoted.offline}
+
+
+def test_a_candidate_changes_its_own_runs_and_nothing_else() -> None:
+    runs, simulator = fake_runs()
+    first = outcome(runs, MODEL)
+    made = simulator.calls
+    assert outcome(runs, MODEL) == first
+    assert simulator.calls == made
+    assert first.ratio is None or first.ratio >= 1
+    assert first.speedup > 1
+    assert capacity(runs, WORKLOADS[0], Mode.BASIC) == first.basic_aps
+    assert simulator.calls > made
+
+
+def test_candidates_reach_costs_cluster_and_workload() -> None:
+    inputs = CatalogInputs()
+    spec = RunSpec(system=DS_660B, mode=Mode.DUALPATH, workload="32K", agents=20)
+    plain, agents = inputs.setup(spec), inputs.agents(spec, 1)
+    slow = inputs.setup(msgspec.structs.replace(spec, prefill_slowdown=2.0)).model
+    assert slow.prefill.pair_s == 2 * plain.model.prefill.pair_s
+    assert slow.prefill.window_tokens == plain.model.prefill.window_tokens
+    assert slow.decode == plain.model.decode
+    assert slow.prefill_tokens_per_s < plain.model.prefill_tokens_per_s
+    late = inputs.setup(PATHS[1].of(spec))
+    assert late.cluster.request_overhead_s == 0.7
+    assert late.model == plain.model
+    talkative = inputs.agents(msgspec.structs.replace(spec, unseen_generation=2.0), 1)
+    assert (talkative.generated_tokens == 2 * agents.generated_tokens).all()
+    assert (talkative.prompt_tokens == agents.prompt_tokens).all()
+    even = inputs.agents(WORKLOADS[0].of(spec), 1)
+    assert even.prompt_tokens.size == agents.prompt_tokens.size
+    assert (even.prompt_tokens != agents.prompt_tokens).any()
 
 
 def test_generated_agents_arrive_all_at_once_or_one_by_one() -> None:

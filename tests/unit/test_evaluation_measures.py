@@ -17,8 +17,9 @@ from dualpath.evaluation.online import (
     measured,
     online_run,
 )
-from dualpath.evaluation.runs import agents_until
-from dualpath.evaluation.settings import DS_660B, RunSpec
+from dualpath.evaluation.runs import Runs, agents_until
+from dualpath.evaluation.serving import meets_slo, online_spec
+from dualpath.evaluation.settings import DS_660B, EvaluationSettings, RunSpec
 from dualpath.evaluation.timeline import timeline
 from dualpath.sim.result import NS_PER_S, Batches, LinkUse, SimulationResult
 
@@ -125,6 +126,27 @@ def test_capacity_is_found_to_a_hundredth(capacity: float) -> None:
     assert found.grid_capacity <= found.capacity
     assert not found.capped
     assert len(set(tried)) == len(tried)
+
+
+def test_a_cheaper_answer_is_taken_where_only_the_answer_counts() -> None:
+    asked: list[float] = []
+
+    def quickly(rate: float) -> bool:
+        asked.append(rate)
+        return rate <= 0.33
+
+    found = sweep(lambda rate: rate <= 0.33, 0.1, 1.0, quickly)
+    assert found.capacity == 0.33
+    assert asked
+    assert set(asked).isdisjoint(found.rates)
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.2, 0.4])
+def test_looking_early_gives_the_answer_of_the_whole_experiment(rate: float) -> None:
+    runs = Runs(EvaluationSettings(seed=1), FakeInputs(), FakeSimulator())
+    for mode in (Mode.BASIC, Mode.DUALPATH):
+        spec = online_spec(runs.settings, DS_660B, mode, rate)
+        assert meets_slo(runs, spec) == runs.online(spec).meets_slo
 
 
 def test_a_system_that_meets_the_highest_rate_is_said_to_be_capped() -> None:

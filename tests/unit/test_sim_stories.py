@@ -13,8 +13,10 @@ from dualpath.sim.run import simulate
 MS = 1_000_000
 
 
-@pytest.fixture(params=["compiled"])
+@pytest.fixture(params=["reference", "compiled"])
 def core(request):
+    if request.param == "compiled":
+        pytest.importorskip("numba")
     return request.param
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FIGURE_NAMES = (
     *(f"fig{number}" for number in range(7, 16)),
     "table3",
+    "candidates",
 )
 #: Real sessions, used where this folder stands beside the repository.
 TRACES_FOLDER = "../shared/data"

@@ -1,0 +1,1 @@
+"""An engine whose kernels are a cost model; router, data path, files and bytes are real."""

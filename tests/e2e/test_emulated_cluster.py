@@ -1,0 +1,261 @@
+"""Clusters of emulated engines as processes: real router, NIXL, files and checksums, no vLLM."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from asyncio.subprocess import PIPE, STDOUT, Process
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+
+from dualpath.core.blocks import BlockGeometry, block_keys
+from dualpath.core.modes import Mode
+from dualpath.emulated.front_door import front_door
+from dualpath.router.service import RouterService
+from dualpath.router.settings import RouterSettings
+from dualpath.storage.factory import open_storage
+from dualpath.workload.replay import RealClock
+from dualpath.workload.stream import CompletionBody, EventLines, complete, completion_body
+
+pytest.importorskip("nixl_cu12")
+pytestmark = pytest.mark.nixl
+
+GUARD_S = 60.0
+COSTS = """
+name = "small"
+layers = 6
+kv_bytes_per_token = 1536.0
+prefill_tokens_per_s = 50000.0
+[prefill]
+batch_s = 0.002
+attention_token_s = 1e-5
+pair_s = 1e-8
+[decode]
+step_s = 0.002
+"""
+ENGINE = (
+    *("--model", "costs.toml", "--storage", "kv", "--block-size", "16", "--speedup", "4"),
+    *("--buffer-mib", "16", "--hbm-mib", "16", "--batch-cap-tokens", "64"),
+    *("--compute-quota-s", "0.001", "--verify", "full"),
+)
+#: Agents' rounds as (tokens to append, tokens to generate).
+AGENTS = (
+    ((150, 40), (33, 20), (5, 30)),
+    ((64, 16), (16, 17), (90, 9)),
+    ((201, 8), (1, 60), (40, 12)),
+)
+
+
+async def spawn(folder: Path, role: str, control: str, mode: Mode, *more: str) -> Process:
+    """Start a process of the cluster."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "dualpath.cli.main", "emulate", role),
+        *("--control", control, "--mode", mode.value, *more),
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=PIPE,
+        stderr=STDOUT,
+    )
+
+
+async def first_line(process: Process) -> str:
+    assert process.stdout is not None
+    line = await asyncio.wait_for(process.stdout.readline(), GUARD_S)
+    assert line.startswith(b"dualpath "), line + await process.stdout.read()
+    return line.decode()
+
+
+async def ended(process: Process) -> str:
+    """End a process as an operator would; return what it said after its first line."""
+    process.send_signal(signal.SIGTERM)
+    said, _ = await asyncio.wait_for(process.communicate(), GUARD_S)
+    assert process.returncode == 0, said
+    return said.decode()
+
+
+@contextlib.asynccontextmanager
+async def engines(
+    folder: Path, control: str, mode: Mode, prefill: int, decode: int
+) -> AsyncIterator[list[str]]:
+    """Run engine processes; yields their URLs.  None of them may have had anything to say."""
+    (folder / "costs.toml").write_text(COSTS)
+    names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
+    processes = [
+        await spawn(folder, name.partition("-")[0], control, mode, *ENGINE, "--engine-id", name)
+        for name in names
+    ]
+    try:
+        lines = [await first_line(process) for process in processes]
+        yield [found[0] for line in lines if (found := re.findall(r"http://[\d.:]+\d", line))]
+        assert [await ended(process) for process in processes] == [""] * len(processes)
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+class Player:
+    """Plays agents against an endpoint, each turn after what the last one computed is stored."""
+
+    def __init__(self, folder: Path, endpoint: str, service: RouterService, mode: Mode) -> None:
+        self._url = f"{endpoint}/v1/completions"
+        namespace = service.registry.namespace
+        assert namespace is not None
+        self.geometry: BlockGeometry = namespace.geometry
+        self._storage = open_storage(folder / "kv", namespace, mode=mode)
+
+    async def play(self) -> list[list[tuple[list[int], int]]]:
+        """Return per agent and round (generated tokens, hit blocks)."""
+        async with aiohttp.ClientSession() as http, asyncio.timeout(GUARD_S):
+            agents = (self._agent(http, n, rounds) for n, rounds in enumerate(AGENTS))
+            played = await asyncio.gather(*agents)
+        self._storage.close()
+        return played
+
+    async def _agent(
+        self, http: aiohttp.ClientSession, number: int, rounds: tuple[tuple[int, int], ...]
+    ) -> list[tuple[list[int], int]]:
+        context: list[int] = []
+        answers = []
+        for append, generate in rounds:
+            context += [1000 * number + len(context) + i for i in range(append)]
+            body = completion_body("any", context, generate, f"agent-{number}")
+            answer = await complete(http, self._url, body, RealClock())
+            assert answer.cached_tokens is not None
+            answers.append((answer.token_ids, answer.cached_tokens // self.geometry.block_tokens))
+            context += answer.token_ids
+            await self._stored(context[:-1], f"agent-{number}")
+        return answers
+
+    async def _stored(self, tokens: list[int], salt: str) -> None:
+        keys = block_keys(tokens, self.geometry.block_tokens, cache_salt=salt)
+        while self._storage.hit_blocks(keys) < len(keys):
+            await asyncio.sleep(0.005)
+
+
+def ideal_hits(geometry: BlockGeometry) -> list[list[int]]:
+    """Blocks each round can hit: all full ones that have KV, never the whole prompt."""
+    hits: list[list[int]] = []
+    for rounds in AGENTS:
+        hits.append([])
+        tokens = 0
+        for append, generate in rounds:
+            with_kv = geometry.full_blocks_in(max(tokens - 1, 0))
+            tokens += append
+            hits[-1].append(min(with_kv, geometry.max_hit_blocks(tokens)))
+            tokens += generate
+    return hits
+
+
+async def total(urls: list[str], metric: str) -> int:
+    """Sum of an engine metric over all engines and places."""
+    found = 0
+    async with aiohttp.ClientSession() as http:
+        for url in urls:
+            async with http.get(f"{url}/metrics") as response:
+                text = await response.text()
+            found += sum(map(int, re.findall(rf"^\S+:{metric}\S* (\d+)$", text, re.MULTILINE)))
+    return found
+
+
+async def played(folder: Path, mode: Mode, prefill: int, decode: int) -> list[list[list[int]]]:
+    """Play all agents on a cluster of its own, check it, return what was generated."""
+    folder.mkdir()
+    async with front_door(RouterSettings(mode=mode), "127.0.0.1", 0) as (endpoint, service):
+        address = service.control_address
+        async with engines(folder, address, mode, prefill, decode) as urls:
+            await service.wait_ready(prefill, decode, GUARD_S)
+            player = Player(folder, endpoint, service, mode)
+            agents = await player.play()
+            verified = await total(urls, "verified_layer_blocks_total")
+            assert await total(urls, "wrong_layer_blocks_total") == 0
+            assert (verified > 0) == mode.moves_bytes
+    assert [[hits for _, hits in rounds] for rounds in agents] == ideal_hits(player.geometry)
+    assert service.metrics.retries == 0
+    return [[tokens for tokens, _ in rounds] for rounds in agents]
+
+
+async def test_agents_get_the_same_answers_in_all_modes_and_every_byte_is_right(
+    tmp_path: Path,
+) -> None:
+    clusters = [
+        (Mode.BASIC, 1, 1),
+        (Mode.DUALPATH, 1, 2),
+        (Mode.SPLIT, 1, 2),
+        (Mode.ORACLE, 1, 1),
+    ]
+    answers = await asyncio.gather(
+        *(played(tmp_path / mode.value, mode, p, d) for mode, p, d in clusters)
+    )
+    assert answers[1:] == answers[:-1]
+    assert [[len(tokens) for tokens in rounds] for rounds in answers[0]] == [
+        [generate for _, generate in rounds] for rounds in AGENTS
+    ]
+
+
+async def test_a_request_survives_the_end_of_its_decode_engine(tmp_path: Path) -> None:
+    """Router and engines as separate commands; the request goes on at the other DE."""
+    (tmp_path / "costs.toml").write_text(COSTS)
+    router = await spawn(tmp_path, "router", "tcp://127.0.0.1:0", Mode.DUALPATH)
+    processes = [router]
+    try:
+        endpoint, control = re.findall(r"((?:http|tcp)://[\d.:]+)", await first_line(router))
+        for role in ("prefill", "decode", "decode"):
+            more = (*ENGINE, "--speedup", "1")
+            processes.append(await spawn(tmp_path, role, control, Mode.DUALPATH, *more))
+        for process in processes[1:]:
+            await first_line(process)
+        body = completion_body("any", list(range(100)), 300, None)
+        async with aiohttp.ClientSession() as http, asyncio.timeout(GUARD_S):
+            cut = await killing_its_decoder(http, endpoint, body, processes[2:])
+            whole = await complete(http, f"{endpoint}/v1/completions", body, RealClock())
+        assert cut == whole.token_ids
+        assert whole.cached_tokens == 96
+        for process in reversed(processes):
+            if process.returncode is None:
+                await ended(process)
+        assert [process.returncode for process in processes[:2]] == [0, 0]
+        assert sorted(process.returncode or 0 for process in processes[2:]) == [-signal.SIGKILL, 0]
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+async def killing_its_decoder(
+    http: aiohttp.ClientSession, endpoint: str, body: CompletionBody, decoders: list[Process]
+) -> list[int]:
+    """Return a stream's tokens; the engine it came from is killed after the first few."""
+    lines, killed = EventLines(), False
+    token_ids: list[int] = []
+    url, content = f"{endpoint}/v1/completions", msgspec.json.encode(body)
+    async with http.post(url, data=content) as response:
+        async for received in response.content.iter_any():
+            for payload in lines.feed(received):
+                if payload == b"[DONE]":
+                    return token_ids
+                for choice in msgspec.json.decode(payload)["choices"]:
+                    token_ids += choice["token_ids"]
+            if len(token_ids) >= 5 and not killed:
+                killed = True
+                await kill_the_busy_one(http, endpoint, decoders)
+    raise AssertionError("the stream has no end")
+
+
+async def kill_the_busy_one(
+    http: aiohttp.ClientSession, endpoint: str, decoders: list[Process]
+) -> None:
+    async with http.get(f"{endpoint}/dualpath/v1/status") as response:
+        engines = (await response.json())["engines"]
+    (busy,) = (e["engine_id"] for e in engines if e["role"] == "decode" and e["seq"])
+    (victim,) = (process for process in decoders if busy == f"decode-{process.pid}")
+    victim.kill()
+    await victim.wait()

@@ -1,0 +1,138 @@
+"""Emulated engines and their router within a test's process; transfers stay in it as well."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
+from dualpath.emulated.front_door import front_door
+from dualpath.emulated.process import EmulatedEngine, emulated_engine
+from dualpath.emulated.settings import EmulatedSettings, block_geometry
+from dualpath.engine.settings import EngineSettings
+from dualpath.router.service import RouterService
+from dualpath.router.settings import RouterSettings
+from dualpath.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
+from dualpath.transport.contract import Transport
+from dualpath.transport.in_process import InProcessFabric, InProcessTransport
+
+GUARD_S = 30.0
+COSTS = ModelCosts(
+    name="small",
+    layers=5,
+    kv_bytes_per_token=5 * 16.0,
+    prefill=PrefillCosts(batch_s=1e-3, attention_token_s=1e-5, pair_s=1e-7),
+    decode=DecodeCosts(step_s=1e-3),
+    prefill_tokens_per_s=1e5,
+)
+GEOMETRY = block_geometry(COSTS.layers, 4, COSTS.kv_bytes_per_token)
+
+
+class Cluster:
+    """What a test needs to know of its cluster."""
+
+    def __init__(self, endpoint: str, service: RouterService, http: aiohttp.ClientSession) -> None:
+        self.fabric = InProcessFabric()
+        self.endpoint = endpoint
+        self.service = service
+        self.http = http
+        self.engines: dict[str, EmulatedEngine] = {}
+
+    def open_transport(self, agent: str) -> Transport:
+        """Return a new engine's transport."""
+        return InProcessTransport(agent, self.fabric)
+
+    async def post(self, prompt: Sequence[int], tokens: int, **more: Any) -> tuple[int, Any]:
+        """Return status and body of a completion."""
+        body = {"prompt": list(prompt), "max_tokens": tokens, **more}
+        url = f"{self.endpoint}/v1/completions"
+        async with asyncio.timeout(GUARD_S), self.http.post(url, json=body) as response:
+            return response.status, msgspec.json.decode(await response.read())
+
+    async def ask(self, prompt: Sequence[int], tokens: int, **more: Any) -> tuple[list[int], int]:
+        """Return (generated tokens, hit tokens)."""
+        status, body = await self.post(prompt, tokens, **more)
+        assert status == 200, body
+        hits = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return body["choices"][0]["token_ids"], hits
+
+    async def stored(self) -> None:
+        """Wait until all blocks are stored."""
+        for engine in self.engines.values():
+            assert await asyncio.to_thread(engine.plane.manager.drain, GUARD_S)
+
+    def counts(self, column: int) -> int:
+        """Sum of verified (0) or wrong (1) Layer Blocks over all engines and places."""
+        engines = self.engines.values()
+        return sum(c[column] for e in engines for c in e.plane.verifier.counts().values())
+
+    async def idle(self) -> None:
+        """Wait until no engine has a request or holds buffer or HBM."""
+        async with asyncio.timeout(GUARD_S):
+            for engine in self.engines.values():
+                manager = engine.plane.manager
+                capacity = (0, manager.buffer_tokens, manager.hbm_tokens)
+                while capacity != (
+                    (report := manager.report()).unfinished_requests,
+                    report.free_buffer_tokens,
+                    report.free_hbm_tokens,
+                ):
+                    await asyncio.sleep(0.005)
+
+
+def engine_settings(
+    role: Role, engine_id: str, control: str, storage: Path | str, mode: Mode, **changes: Any
+) -> EmulatedSettings:
+    """Return settings of a small engine; ``changes`` go to whichever settings have the field."""
+    engine = EngineSettings(
+        role=role,
+        engine_id=engine_id,
+        router=control,
+        api_url="",
+        storage=str(storage),
+        mode=mode,
+        buffer_bytes=128 * GEOMETRY.full_block_bytes,
+    )
+    settings = EmulatedSettings(
+        engine=engine,
+        geometry=GEOMETRY,
+        costs=COSTS,
+        speedup=10.0,
+        hbm_bytes=128 * GEOMETRY.full_block_bytes,
+        batch_cap_tokens=16,
+        max_model_len=512,
+    )
+    for name, value in changes.items():
+        if name in EngineSettings.__struct_fields__:
+            engine = msgspec.structs.replace(engine, **{name: value})
+        else:
+            settings = msgspec.structs.replace(settings, **{name: value})
+    return msgspec.structs.replace(settings, engine=engine)
+
+
+@contextlib.asynccontextmanager
+async def cluster(
+    storage: Path | str, mode: Mode, prefill: int = 1, decode: int = 1, **changes: Any
+) -> AsyncIterator[Cluster]:
+    """Run a cluster in the block."""
+    async with contextlib.AsyncExitStack() as stack:
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        settings = RouterSettings(mode=mode)
+        endpoint, service = await stack.enter_async_context(front_door(settings, "127.0.0.1", 0))
+        made = Cluster(endpoint, service, http)
+        for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+            for index in range(count):
+                name = f"{role.value}-{index}"
+                chosen = engine_settings(
+                    role, name, service.control_address, storage, mode, **changes
+                )
+                made.engines[name] = await stack.enter_async_context(
+                    emulated_engine(chosen, made.open_transport)
+                )
+        await service.wait_ready(prefill, decode, GUARD_S)
+        yield made

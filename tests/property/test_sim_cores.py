@@ -1,0 +1,159 @@
+"""Both cores of the simulator give the same numbers to the last bit, whatever is simulated."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.simulated import agents_of, growing_agent, small_model, small_setup
+
+from dualpath.core.agents import AgentTable
+from dualpath.core.modes import Mode
+from dualpath.sim.result import SimulationResult
+from dualpath.sim.run import simulate
+from dualpath.sim.settings import DecodeCosts, PrefillCosts, Setup
+
+pytest.importorskip("numba")
+
+ample_or_tight = st.sampled_from([4e6, 1e9])
+clusters = st.fixed_dictionaries(
+    {
+        "prefill_nodes": st.integers(1, 3),
+        "decode_nodes": st.integers(1, 3),
+        "gpus_per_node": st.integers(1, 3),
+        "prefill_nodes_per_group": st.integers(0, 2),
+        "decode_nodes_per_group": st.integers(0, 2),
+        "lockstep": st.booleans(),
+        "snic_sharing": st.sampled_from(["fifo", "equal"]),
+        "snic_bytes_per_s": st.sampled_from([1e6, 3.3e6]),
+        "snic_write_bytes_per_s": st.sampled_from([1e5, 1e9]),
+        "cnic_bytes_per_s": st.sampled_from([1e6, 7e8]),
+        "dram_bytes_per_s": st.sampled_from([2e6, 1e12]),
+        "read_latency_s": st.sampled_from([0.0, 0.003]),
+        "prefill_buffer_bytes": ample_or_tight,
+        "decode_buffer_bytes": ample_or_tight,
+        "baseline_buffer_bytes": st.sampled_from([None, 3.5e6, 1e9]),
+        "prefill_hbm_bytes": ample_or_tight,
+        "decode_hbm_bytes": ample_or_tight,
+        "layer_buffers": st.integers(1, 2),
+        "dram_tier_bytes": st.sampled_from([0.0, 0.0, 5e5, 2e6]),
+        "alpha_s": st.sampled_from([0.1, 3.0]),
+        "beta_tokens": st.sampled_from([500, 100_000]),
+        "compute_quota_s": st.sampled_from([0.1, 10.0]),
+        "batch_cap_tokens": st.sampled_from([100, 1000]),
+        "fetch_interval_s": st.sampled_from([0.001, 0.05]),
+        "generated_reserve_tokens": st.sampled_from([0, 8, 256]),
+        "block_tokens": st.sampled_from([16, 64]),
+        "read_choice": st.sampled_from(["queue", "finish-time"]),
+        "request_overhead_s": st.sampled_from([0.0, 0.02]),
+        "decode_admission_s": st.sampled_from([0.0, 0.04]),
+    }
+)
+models = st.builds(
+    small_model,
+    prefill=st.builds(
+        PrefillCosts,
+        batch_s=st.sampled_from([0.0, 0.002]),
+        attention_batch_s=st.sampled_from([0.0, 0.001]),
+        attention_token_s=st.sampled_from([1e-4, 1e-3]),
+        pair_s=st.sampled_from([0.0, 1e-7]),
+        index_pair_s=st.sampled_from([0.0, 3e-8]),
+        window_tokens=st.sampled_from([0, 128]),
+        feed_forward_token_s=st.sampled_from([0.0, 1e-5]),
+        exchange_token_s=st.sampled_from([0.0, 2e-5]),
+        interleaved=st.booleans(),
+    ),
+    decode=st.builds(
+        DecodeCosts,
+        step_s=st.sampled_from([0.0, 0.01]),
+        request_s=st.sampled_from([0.0, 0.003]),
+        pair_s=st.sampled_from([0.0, 1e-6]),
+        index_pair_s=st.sampled_from([0.0, 2e-7]),
+        window_tokens=st.sampled_from([0, 256]),
+    ),
+)
+
+
+@st.composite
+def tables(draw: Any) -> AgentTable:
+    """Agents that grow by appends, some of them sub-agents, with starts and tool delays."""
+    rows = draw(
+        st.lists(
+            st.builds(
+                growing_agent,
+                turns=st.integers(1, 5),
+                first=st.integers(1, 900),
+                append=st.integers(1, 300),
+                generated=st.integers(1, 40),
+            ),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    starts = st.sampled_from([0.0, 0.0, 0.5, 1.23])
+    firsts = np.cumsum([0, *(len(row) for row in rows)]).tolist()
+    parents = [
+        draw(st.one_of(st.just(-1), st.integers(0, firsts[agent] - 1))) if agent else -1
+        for agent in range(len(rows))
+    ]
+    return agents_of(
+        *rows,
+        start_s=[draw(starts) for _ in rows],
+        start_after_round=parents,
+        delay_s=draw(st.sampled_from([0.0, 0.3])),
+    )
+
+
+def assert_same(setup: Setup, agents: AgentTable, **options: Any) -> SimulationResult:
+    """Run both cores and compare everything they say."""
+    results = [
+        simulate(setup, agents, core=core, record_decisions=True, **options)
+        for core in ("reference", "compiled")
+    ]
+    reference, compiled = results
+    for field in ("turns", "batches", "decisions", "links"):
+        expected, found = getattr(reference, field), getattr(compiled, field)
+        for name in expected._fields:
+            left, right = np.asarray(getattr(expected, name)), np.asarray(getattr(found, name))
+            assert left.dtype == right.dtype, f"{field}.{name}"
+            np.testing.assert_array_equal(right, left, err_msg=f"{field}.{name}", strict=True)
+    for name in ("end_ns", "stopped", "events", "dram_tier_hit_tokens", "moves"):
+        assert getattr(compiled, name) == getattr(reference, name), name
+    return compiled
+
+
+@settings(max_examples=400)
+@given(clusters, st.sampled_from(list(Mode)), models, tables())
+def test_both_cores_agree(cluster, mode, model, agents):
+    setup = msgspec.structs.replace(small_setup(mode, **cluster), model=model)
+    assert_same(setup, agents)
+
+
+@settings(max_examples=100)
+@given(clusters, st.sampled_from(list(Mode)), tables(), st.sampled_from([0.0, 0.7, 2.0, 5.0]))
+def test_both_cores_stop_at_the_same_event(cluster, mode, agents, until_s):
+    assert_same(small_setup(mode, **cluster), agents, until_s=until_s, window_s=0.37)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("sharing", ["fifo", "equal"])
+def test_both_cores_agree_when_many_agents_crowd_a_cluster(mode, sharing):
+    """Long queues everywhere, thousands of events, more batches than one call of the loop takes."""
+    rows = [growing_agent(6, 100 + 7 * agent, 40 + agent, 1 + agent % 90) for agent in range(120)]
+    setup = small_setup(
+        mode,
+        prefill_nodes=2,
+        decode_nodes=3,
+        gpus_per_node=2,
+        snic_sharing=sharing,
+        decode_hbm_bytes=6e6,
+        decode_buffer_bytes=5e6,
+        prefill_buffer_bytes=5e6,
+        beta_tokens=3000,
+        compute_quota_s=0.5,
+        dram_tier_bytes=1e6,
+    )
+    result = assert_same(setup, agents_of(*rows, start_s=[0.01 * i for i in range(120)]))
+    assert (result.turns.finished_ns > 0).all()

@@ -1,0 +1,154 @@
+"""KV as a function of (token prefix, layer), and who notices when it is not."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualpath.core.blocks import BlockGeometry, block_keys
+from dualpath.core.errors import ConfigError
+from dualpath.emulated.hbm import EmulatedHbm
+from dualpath.emulated.kv_bytes import KvFunction
+from dualpath.emulated.prefix import TokenPrefix
+from dualpath.emulated.settings import block_geometry
+from dualpath.emulated.verification import Place, Verifier, Verify
+
+GEOMETRY = BlockGeometry(layers=3, block_tokens=4, layer_block_bytes=4 * 3 * 8)
+VOCAB = 1000
+TOKENS = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+
+
+def prefix(tokens: list[int], salt: str | None = None, room: int = 64) -> TokenPrefix:
+    return TokenPrefix(tokens, 4, cache_salt=salt, vocab_size=VOCAB, room_tokens=room)
+
+
+def filled_hbm(made: TokenPrefix) -> tuple[EmulatedHbm, KvFunction, tuple[int, ...]]:
+    function = KvFunction(GEOMETRY)
+    hbm = EmulatedHbm(function, GEOMETRY.layers, 8 * GEOMETRY.full_block_bytes)
+    blocks = hbm.take(3)
+    assert blocks is not None
+    for layer in range(GEOMETRY.layers):
+        hbm.write_blocks(layer, blocks, made.seeds[:3])
+    return hbm, function, blocks
+
+
+@given(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40),
+    st.integers(0, 40),
+    st.sampled_from([None, "salt"]),
+)
+def test_a_prefix_is_the_same_whether_it_grew_or_was_given(
+    tokens: list[int], first: int, salt: str | None
+) -> None:
+    given_at_once = prefix(tokens, salt)
+    grown = prefix(tokens[:first], salt)
+    for token in tokens[first:]:
+        grown.append(token)
+    assert grown.keys == given_at_once.keys == block_keys(tokens, 4, cache_salt=salt)
+    assert np.array_equal(grown.seeds, given_at_once.seeds)
+    assert grown.next_token == given_at_once.next_token
+    assert 0 <= grown.next_token < VOCAB
+    assert grown.tokens == len(tokens)
+
+
+def test_every_token_changes_the_seeds_of_all_that_follow() -> None:
+    seeds, other = prefix(TOKENS).seeds, prefix([5, 99, *TOKENS[2:]]).seeds
+    same = (seeds == other).ravel()[: len(TOKENS)]
+    assert same.tolist() == [True] + [False] * (len(TOKENS) - 1)
+
+
+def test_a_salt_separates_kv_but_not_answers() -> None:
+    plain, salted = prefix(TOKENS), prefix(TOKENS, "salt")
+    assert plain.next_token == salted.next_token
+    assert not (plain.seeds[1:3] == salted.seeds[1:3])[0].any()
+
+
+def test_no_two_words_of_different_layers_or_tokens_are_equal() -> None:
+    function, seeds = KvFunction(GEOMETRY), prefix(TOKENS).seeds[:2]
+    words = np.stack([function.layer_blocks(seeds, layer) for layer in range(GEOMETRY.layers)])
+    assert len(np.unique(words)) == words.size
+
+
+def test_tokens_written_one_by_one_make_the_block_that_is_written_at_once() -> None:
+    made = prefix(TOKENS)
+    hbm, function, blocks = filled_hbm(made)
+    (other,) = hbm.take(1) or ()
+    for place in range(4):
+        hbm.write_token(other, place, made.seeds[1, place])
+    assert np.array_equal(hbm.words[:, other], hbm.words[:, blocks[1]])
+    assert np.array_equal(hbm.words[:, other], function.full_block(made.seeds[1]))
+
+
+def test_right_blocks_are_counted_and_none_is_wrong() -> None:
+    made = prefix(TOKENS)
+    hbm, function, blocks = filled_hbm(made)
+    verifier = Verifier(function, Verify.FULL)
+    for layer in range(GEOMETRY.layers):
+        region = hbm.layer(layer)
+        assert verifier.layer_blocks(Place.PE_HBM, region, blocks, made.seeds, layer) == []
+    assert verifier.counts()[Place.PE_HBM] == (9, 0)
+
+
+@pytest.mark.parametrize(("verify", "found"), [(Verify.FULL, [1]), (Verify.CHECKSUM, [])])
+def test_one_flipped_byte_is_found_where_every_byte_is_compared(
+    verify: Verify, found: list[int]
+) -> None:
+    made = prefix(TOKENS)
+    hbm, function, blocks = filled_hbm(made)
+    hbm.layer(2)[blocks[1]].view(np.uint8)[3, 7] ^= 1
+    verifier = Verifier(function, verify)
+    assert verifier.layer_blocks(Place.DE_HBM, hbm.layer(2), blocks, made.seeds, 2) == found
+    assert verifier.counts()[Place.DE_HBM][1] == len(found)
+
+
+def test_samples_find_a_block_of_another_prefix_and_of_another_layer() -> None:
+    made = prefix(TOKENS)
+    hbm, function, blocks = filled_hbm(made)
+    verifier = Verifier(function, Verify.SAMPLED)
+    swapped = (blocks[1], blocks[0], blocks[2])
+    assert verifier.layer_blocks(Place.PE_HBM, hbm.layer(0), swapped, made.seeds, 0) == [0, 1]
+    assert verifier.layer_blocks(Place.PE_HBM, hbm.layer(1), blocks, made.seeds, 0) == [0, 1, 2]
+    assert verifier.layer_blocks(Place.PE_HBM, hbm.layer(1), blocks, made.seeds, 1) == []
+
+
+@pytest.mark.parametrize("verify", [Verify.FULL, Verify.SAMPLED])
+def test_full_blocks_in_dram_are_compared_layer_by_layer(verify: Verify) -> None:
+    made, function = prefix(TOKENS), KvFunction(GEOMETRY)
+    right = memoryview(bytearray(function.full_block(made.seeds[0]).tobytes()))
+    torn = memoryview(bytearray(right))
+    torn[: GEOMETRY.layer_block_bytes] = bytes(GEOMETRY.layer_block_bytes)
+    verifier = Verifier(function, verify)
+    seeds = made.seeds[[0, 0]]
+    assert verifier.full_blocks(Place.DE_BUFFER, [right, torn], seeds) == [1]
+    assert verifier.counts()[Place.DE_BUFFER] == (6, 1)
+
+
+def test_hbm_is_handed_out_whole_or_not_at_all() -> None:
+    hbm = EmulatedHbm(KvFunction(GEOMETRY), 2, 5 * 2 * GEOMETRY.layer_block_bytes)
+    assert (hbm.blocks, hbm.layout().capacity_tokens) == (5, 20)
+    assert hbm.layout().region_of_layer == ("hbm.0", "hbm.1", "hbm.0")
+    held = hbm.take(3)
+    assert held is not None
+    assert hbm.take(3) is None
+    assert hbm.free_tokens == 8
+    hbm.give_back(held)
+    assert hbm.free_tokens == 20
+
+
+def test_geometry_is_rounded_to_words_and_impossible_ones_are_refused() -> None:
+    assert block_geometry(4, 16, 1000.0).layer_block_bytes == 16 * 31 * 8
+    assert block_geometry(4, 16, 1.0).layer_block_bytes == 16 * 8
+    with pytest.raises(ConfigError, match="above 0"):
+        block_geometry(0, 16, 1000.0)
+    with pytest.raises(ConfigError, match="multiple of 8 bytes"):
+        KvFunction(BlockGeometry(layers=1, block_tokens=4, layer_block_bytes=36))
+    with pytest.raises(ConfigError, match="raise the HBM"):
+        EmulatedHbm(KvFunction(GEOMETRY), 3, 100)
+
+
+@pytest.mark.parametrize(("words", "verify"), [(1, Verify.FULL), (1 << 15, Verify.SAMPLED)])
+def test_small_blocks_are_compared_fully_and_large_ones_by_samples(
+    words: int, verify: Verify
+) -> None:
+    geometry = BlockGeometry(layers=2, block_tokens=4, layer_block_bytes=4 * words * 8)
+    assert Verify.fitting(geometry) is verify

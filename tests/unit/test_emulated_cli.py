@@ -1,0 +1,78 @@
+"""`dualpath emulate`: from arguments to settings, and what is refused in one line."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from dualpath.cli import emulate
+from dualpath.cli.main import main
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
+from dualpath.emulated.verification import Verify
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    emulate.add_parser(parser.add_subparsers())
+    return parser.parse_args(["emulate", *arguments])
+
+
+def test_a_catalog_model_gives_geometry_costs_and_context() -> None:
+    arguments = ("prefill", "--model", "qwen2.5-32b", "--storage", "kv", "--engine-id", "pe-7")
+    settings = emulate.emulated_settings(parsed(*arguments, "--verify", "sampled"))
+    assert settings.engine.role is Role.PREFILL
+    assert settings.engine.engine_id == "pe-7"
+    assert settings.geometry.layers == settings.costs.layers == 64
+    assert settings.geometry.bytes_per_token == settings.costs.kv_bytes_per_token
+    assert settings.max_model_len == settings.costs.context_limit_tokens
+    assert settings.verify is Verify.SAMPLED
+    assert settings.layer_regions == 2
+
+
+def test_the_kv_may_be_smaller_than_the_models() -> None:
+    settings = emulate.emulated_settings(
+        parsed(
+            *("decode", "--model", "qwen2.5-32b", "--storage", "kv", "--layers", "4"),
+            *("--kv-bytes-per-token", "1024", "--block-size", "16", "--mode", "basic"),
+            *("--hbm-mib", "8", "--buffer-mib", "4", "--snic-mb-per-s", "50", "--speedup", "20"),
+        )
+    )
+    assert settings.geometry.full_block_bytes == 16 * 1024
+    assert settings.layer_regions == 4
+    assert settings.engine.mode is Mode.BASIC
+    assert settings.engine.snic_bytes_per_s == 50e6
+    assert settings.hbm_bytes == 8 << 20
+    assert settings.engine.buffer_bytes == 4 << 20
+    assert settings.speedup == 20.0
+    assert settings.verify is None
+
+
+def test_a_router_listens_where_engines_connect() -> None:
+    arguments = ("router", "--control", "tcp://127.0.0.1:5711", "--alpha-tokens", "9")
+    settings = emulate.router_settings(parsed(*arguments))
+    assert (settings.control_host, settings.control_port) == ("127.0.0.1", 5711)
+    assert settings.alpha_tokens == 9
+    assert settings.mode is Mode.DUALPATH
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["prefill", "--model", "qwen2.5-32b"], "--storage is missing"),
+        (["decode", "--storage", "kv"], "--model is missing"),
+        (["router", "--control", "127.0.0.1:5700"], "use the form tcp://host:port"),
+        (["router", "--port", "-1"], "port"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["emulate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

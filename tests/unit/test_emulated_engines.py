@@ -1,0 +1,199 @@
+"""Emulated engines under the real router: right answers, and a loud word on every wrong byte."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+from tests.emulated_cluster import COSTS, GEOMETRY, GUARD_S, Cluster, cluster, engine_settings
+
+from dualpath.core.blocks import block_keys
+from dualpath.core.cluster import Role
+from dualpath.core.control import HandOver, TakeOver, to_transfer_params
+from dualpath.core.errors import ConfigError
+from dualpath.core.modes import Mode
+from dualpath.emulated.prefix import Seeds
+from dualpath.emulated.process import emulated_engine
+from dualpath.emulated.server import metrics_text
+from dualpath.emulated.verification import Place
+from dualpath.engine.layer_stream import LayerStream
+from dualpath.storage.factory import memory_storage
+
+PROMPT = list(range(1, 38))
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_two_turns_of_agents_hit_all_that_is_stored_and_every_byte_is_right(
+    mode: Mode, tmp_path: Path
+) -> None:
+    async with cluster(tmp_path, mode) as made:
+        prompts = [[agent, *PROMPT] for agent in range(1, 5)]
+        first = await asyncio.gather(*(made.ask(prompt, 9) for prompt in prompts))
+        assert [hits for _, hits in first] == [0] * 4
+        await made.stored()
+        # All but the last token has KV: 38 + 8 of them fill 11 blocks.
+        turns = [[*p, *tokens, 7, 8] for p, (tokens, _) in zip(prompts, first, strict=True)]
+        second = await asyncio.gather(*(made.ask(turn, 1) for turn in turns))
+        assert [hits for _, hits in second] == [44] * 4
+        await made.idle()
+        assert made.counts(1) == 0
+        assert (made.counts(0) > 0) == mode.moves_bytes
+
+
+async def test_all_modes_give_the_same_answers_whatever_their_salt(tmp_path: Path) -> None:
+    answers = []
+    for mode in (Mode.BASIC, Mode.SPLIT, Mode.ORACLE):
+        async with cluster(tmp_path / mode.value, mode) as made:
+            answers.append(await made.ask(PROMPT, 12, cache_salt=mode.value))
+    assert answers[0] == answers[1] == answers[2]
+    assert len(answers[0][0]) == 12
+
+
+async def test_blocks_that_pass_their_checksum_but_are_not_this_prompts_fail_the_request() -> None:
+    storage = "memory://emulated-wrong"
+    async with cluster(storage, Mode.BASIC) as made:
+        namespace = next(iter(made.engines.values())).plane.settings.namespace
+        stored = memory_storage("emulated-wrong", namespace)
+        keys = block_keys(PROMPT, GEOMETRY.block_tokens)[:2]
+        stored.write(keys, [memoryview(bytes(GEOMETRY.full_block_bytes))] * 2)
+        status, body = await made.post(PROMPT, 4)
+        assert status == 400
+        assert "KV of 2 prompt blocks (0, 1) is wrong in pe_buffer" in body["error"]["message"]
+        await made.idle()
+        plane = made.engines["prefill-0"].plane
+        assert plane.verifier.counts()[Place.PE_BUFFER] == (10, 10)
+        assert 'wrong_layer_blocks_total{place="pe_buffer"} 10' in metrics_text(plane)
+        assert made.service.metrics.retries == 0
+
+
+def spoil_loads(made: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    hbm, load = made.engines["prefill-0"].plane.hbm, LayerStream.wait_loaded
+
+    def wait_loaded(stream: LayerStream, layer: int) -> None:
+        load(stream, layer)
+        hbm.layer(layer)[:, 2, 1] ^= np.uint64(1)
+
+    monkeypatch.setattr(LayerStream, "wait_loaded", wait_loaded)
+
+
+def spoil_computation(made: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    hbm = made.engines["prefill-0"].plane.hbm
+    write = hbm.write_blocks
+
+    def write_blocks(layer: int, blocks: Sequence[int], seeds: Seeds) -> None:
+        write(layer, blocks, seeds)
+        hbm.layer(layer)[blocks[0], 0, 0] ^= np.uint64(1)
+
+    monkeypatch.setattr(hbm, "write_blocks", write_blocks)
+
+
+def spoil_take_over(made: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = made.engines["decode-0"].plane
+    fill = plane.manager.fill_hbm
+
+    def fill_hbm(
+        take_over: TakeOver, blocks: Sequence[int], done: Callable[[str | None], None]
+    ) -> None:
+        def copied(error: str | None) -> None:
+            plane.hbm.layer(3)[blocks[1], 2, 1] ^= np.uint64(1)
+            done(error)
+
+        fill(take_over, blocks, copied)
+
+    monkeypatch.setattr(plane.manager, "fill_hbm", fill_hbm)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "place"),
+    [
+        (spoil_loads, Place.PE_HBM),
+        (spoil_computation, Place.DE_BUFFER),
+        (spoil_take_over, Place.DE_HBM),
+    ],
+)
+async def test_kv_that_goes_wrong_is_found_where_it_does_and_fails_the_request(
+    spoil: Callable[[Cluster, pytest.MonkeyPatch], None],
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH) as made:
+        await made.ask(PROMPT, 2)
+        await made.stored()
+        spoil(made, monkeypatch)
+        status, body = await made.post(PROMPT, 2)
+        assert status == 400
+        assert f"is wrong in {place.value}" in body["error"]["message"]
+        counts = [e.plane.verifier.counts() for e in made.engines.values()]
+        assert {p for c in counts for p, (_, wrong) in c.items() if wrong} == {place}
+        await made.idle()
+        assert made.service.metrics.retries == 0
+
+
+async def test_a_client_that_leaves_gives_everything_back(tmp_path: Path) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH, speedup=0.01) as made:
+        url = f"{made.endpoint}/v1/completions"
+        body = {"prompt": PROMPT, "max_tokens": 300, "stream": True}
+        async with aiohttp.ClientSession() as http, http.post(url, json=body) as response:
+            assert response.status == 200
+            await response.content.readany()
+        await made.idle()
+
+
+async def test_requests_wait_for_hbm_in_turn(tmp_path: Path) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH, hbm_bytes=12 * GEOMETRY.full_block_bytes) as made:
+        prompts = [[agent, *PROMPT] for agent in range(1, 7)]
+        answers = await asyncio.gather(*(made.ask(prompt, 4) for prompt in prompts))
+        assert [len(tokens) for tokens, _ in answers] == [4] * 6
+        await made.idle()
+
+
+async def test_an_engine_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
+    hand_over = HandOver(
+        request_id="x",
+        prompt_tokens=600,
+        hit_blocks=0,
+        hit_key_tail=b"",
+        hits=(),
+        decode_engine="decode-0",
+        decode_epoch="e",
+        de_slots=(),
+    )
+    body = {"request_id": "x", "token_ids": [1] * 600, "sampling_params": {"max_tokens": 1}}
+    long = {**body, "kv_transfer_params": to_transfer_params(hand_over)}
+    async with cluster(tmp_path, Mode.DUALPATH) as made:
+        url = f"{made.engines['prefill-0'].api_url}/inference/v1/generate"
+        for sent, reason in (
+            (body, "send it through the router"),
+            (long, "needs 600 tokens, the context holds 512"),
+            ({**long, "token_ids": [1]}, "1 tokens for a prompt of 600"),
+            ({"request_id": "x"}, "missing required field"),
+        ):
+            async with made.http.post(url, json=sent) as response:
+                assert response.status == 400
+                assert reason in await response.text()
+
+
+async def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH) as made:
+        port = int(made.endpoint.rpartition(":")[2])
+        settings = engine_settings(
+            Role.DECODE, "x", made.service.control_address, tmp_path, Mode.DUALPATH, port=port
+        )
+        with pytest.raises(ConfigError, match=f":{port}"):
+            async with asyncio.timeout(GUARD_S), emulated_engine(settings, made.open_transport):
+                pass
+
+
+def test_settings_are_checked(tmp_path: Path) -> None:
+    def settings(**changes):
+        return engine_settings(
+            Role.DECODE, "x", "tcp://x:1", tmp_path, Mode.DUALPATH, **changes
+        ).checked()
+
+    for change in ({"port": -1}, {"speedup": 0.0}, {"batch_cap_tokens": 3}, {"vocab_size": 1}):
+        with pytest.raises(ConfigError, match=str(next(iter(change.values())))):
+            settings(**change)
+    assert settings().layer_regions == COSTS.layers

@@ -1,0 +1,66 @@
+"""The calls that the full router makes to vLLM engines, made to emulated ones."""
+
+from pathlib import Path
+
+import pytest
+from tests.emulated_cluster import GEOMETRY, cluster
+
+pytest.importorskip("vllm")
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+
+from dualpath.core.errors import BadRequestError
+from dualpath.core.modes import Mode
+from dualpath.router.service import RouterService
+from dualpath.vllm_plugin.generate_client import GenerateClient
+from dualpath.vllm_plugin.request_job import make_job
+
+PROMPT = list(range(1, 38))
+
+
+async def ask(service: RouterService, name: str, salt: str | None, **sampling) -> list[int]:
+    request = EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=PROMPT,
+        mm_features=None,
+        sampling_params=SamplingParams(**{"max_tokens": 9, **sampling}),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=salt,
+        data_parallel_rank=None,
+    )
+    job = make_job(request, GEOMETRY.block_tokens, stateful_sampling=False)
+    return [token async for event in service.submit(job) for token in event.token_ids]
+
+
+async def test_vllms_front_end_gets_what_the_light_one_gets(tmp_path: Path) -> None:
+    calls = GenerateClient(max_logprobs=20)
+    try:
+        async with cluster(tmp_path, Mode.DUALPATH) as made:
+            light, _ = await made.ask(PROMPT, 9)
+            made.service.desk.calls = calls
+            assert await ask(made.service, "a", None) == light
+            assert await ask(made.service, "b", "salt") == light
+            # With a seed the DE samples the first token as well.
+            assert await ask(made.service, "c", None, seed=1) == light
+            await made.idle()
+    finally:
+        await calls.aclose()
+
+
+async def test_wrong_kv_is_final_for_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = GenerateClient(max_logprobs=20)
+    try:
+        async with cluster(tmp_path, Mode.DUALPATH) as made:
+            made.service.desk.calls = calls
+            hbm = made.engines["prefill-0"].plane.hbm
+            monkeypatch.setattr(hbm, "write_blocks", lambda *_: None)
+            with pytest.raises(BadRequestError, match="is wrong in de_buffer"):
+                await ask(made.service, "a", None)
+            assert made.service.metrics.retries == 0
+    finally:
+        await calls.aclose()
