@@ -123,9 +123,7 @@ def main() -> None:
         mode=Mode.DUALPATH,
     )
     agents = generate_agents(DATASETS["64K"], args.agents, args.seed)
-    print(
-        f"Simulated: 2P4D in 2 + 2 groups, {args.agents} agents, 64K, seed {args.seed}, reference core.\n"
-    )
+    print(f"Simulated: 2P4D in 2 + 2 groups, {args.agents} agents, 64K, seed {args.seed}.\n")
     print("| decision | JCT, s | against ours | mean TTFT, s | SNIC max/avg | attention max/avg |")
     print("|---|---|---|---|---|---|")
     ours = simulate(setup, agents, core="reference")

@@ -6,6 +6,7 @@ import numpy as np
 
 from dualpath.core.agents import AgentTable
 from dualpath.core.modes import Mode
+from dualpath.sim.result import Decisions, SimulationResult
 from dualpath.sim.settings import (
     ClusterSettings,
     DecodeCosts,
@@ -73,6 +74,12 @@ def small_setup(mode: Mode = Mode.DUALPATH, **changes: object) -> Setup:
         model=small_model(),
         mode=mode,
     )
+
+
+def decisions_of(result: SimulationResult) -> Decisions:
+    """Return the decisions of a run that was asked to record them."""
+    assert result.decisions is not None
+    return result.decisions
 
 
 def small_model(**changes: object) -> ModelCosts:

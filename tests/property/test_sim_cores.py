@@ -1,5 +1,6 @@
 """Both cores of the simulator give the same numbers to the last bit, whatever is simulated."""
 
+import importlib
 from typing import Any
 
 import msgspec
@@ -157,3 +158,14 @@ def test_both_cores_agree_when_many_agents_crowd_a_cluster(mode, sharing):
     )
     result = assert_same(setup, agents_of(*rows, start_s=[0.01 * i for i in range(120)]))
     assert (result.turns.finished_ns > 0).all()
+
+
+def test_one_compilation_serves_every_setup():
+    core = importlib.import_module("dualpath.sim.compiled.core")
+    one, many = agents_of([(64, 0, 2)]), agents_of(*[growing_agent(3, 100, 50, 5)] * 7)
+    for sharing in ("fifo", "equal"):
+        for mode in (Mode.BASIC, Mode.DUALPATH, Mode.ORACLE):
+            for agents in (one, many):
+                simulate(small_setup(mode, snic_sharing=sharing), agents)
+                simulate(small_setup(mode, decode_nodes=3), agents, record_decisions=True)
+    assert len(core.run_events.signatures) == 1

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.simulated import agents_of, growing_agent, small_setup
+from tests.simulated import agents_of, decisions_of, growing_agent, small_setup
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
@@ -98,7 +98,7 @@ def test_links_carry_exactly_what_the_plans_of_all_rounds_say(cluster, mode, age
     setup = small_setup(mode, **cluster)
     result = simulate(setup, agents, core="reference", record_decisions=True)
     planned = dict.fromkeys(Link, 0)
-    decisions = result.decisions
+    decisions = decisions_of(result)
     for row, r in enumerate(decisions.round.tolist()):
         head = int(decisions.prefill_read_tokens[row]) // 64
         tail = int(decisions.decode_read_tokens[row]) // 64
@@ -132,6 +132,8 @@ def test_equal_inputs_give_equal_outputs(cluster, mode, agents):
     first = simulate(setup, agents, core="reference", record_decisions=True)
     second = simulate(setup, agents, core="reference", record_decisions=True)
     for left, right in zip(
-        (*first.turns, *first.decisions), (*second.turns, *second.decisions), strict=True
+        (*first.turns, *decisions_of(first)),
+        (*second.turns, *decisions_of(second)),
+        strict=True,
     ):
         np.testing.assert_array_equal(left, right)

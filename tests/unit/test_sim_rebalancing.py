@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.simulated import RoundLengths, agents_of, growing_agent, small_model, small_setup
+from tests.simulated import (
+    RoundLengths,
+    agents_of,
+    decisions_of,
+    growing_agent,
+    small_model,
+    small_setup,
+)
 
 from dualpath.core.agents import AgentTable
 from dualpath.core.cluster import Role
@@ -53,9 +60,12 @@ def arriving(*phases: tuple[RoundLengths, float, float, float]) -> AgentTable:
 
 
 def run(
-    rebalancing: RebalancingSettings | None, agents: AgentTable, **changes: object
+    rebalancing: RebalancingSettings | None,
+    agents: AgentTable,
+    mode: Mode = Mode.DUALPATH,
+    **changes: object,
 ) -> SimulationResult:
-    return simulate(setup_with(rebalancing, **changes), agents, core="reference")
+    return simulate(setup_with(rebalancing, mode, **changes), agents, core="reference")
 
 
 def shapes(result: SimulationResult, prefill: int, decode: int) -> Iterable[tuple[int, int]]:
@@ -97,7 +107,7 @@ def test_a_node_that_moves_finishes_what_it_has_and_then_gets_ready():
     setup = setup_with(REBALANCING)
     result = simulate(setup, agents, core="reference", record_decisions=True)
     move = result.moves[0]
-    decisions, turns = result.decisions, result.turns
+    decisions, turns = decisions_of(result), result.turns
     there = decisions.round[decisions.decode_engine == move.node]
     assert turns.assigned_ns[there].max() < move.decided_ns
     assert move.drained_ns == turns.finished_ns[there].max()

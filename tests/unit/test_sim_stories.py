@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from tests.simulated import agents_of, growing_agent, small_model, small_setup
+from tests.simulated import agents_of, decisions_of, growing_agent, small_model, small_setup
 
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.core.modes import Mode
@@ -56,8 +56,9 @@ def test_split_reads_one_round_on_both_sides_at_once(core):
     agents = agents_of([(1000, 640, 1)])
     result = simulate(small_setup(Mode.SPLIT), agents, core=core, record_decisions=True)
     assert result.turns.loaded_ns[0] == 320 * MS
-    assert result.decisions.prefill_read_tokens[0] == result.decisions.decode_read_tokens[0] == 320
-    assert READ_REASONS[result.decisions.read_reason[0]] == "split"
+    decisions = decisions_of(result)
+    assert decisions.prefill_read_tokens[0] == decisions.decode_read_tokens[0] == 320
+    assert READ_REASONS[decisions.read_reason[0]] == "split"
 
 
 def test_oracle_neither_reads_nor_transfers(core):
@@ -153,11 +154,12 @@ def test_a_run_can_be_stopped_early(core):
 def test_every_assignment_tells_its_reasons(core):
     agents = agents_of(*[growing_agent(3, 640, 64, 2)] * 4)
     result = simulate(small_setup(), agents, core=core, record_decisions=True)
-    assert len(result.decisions.round) == agents.rounds
-    assert {PE_REASONS[code] for code in result.decisions.pe_reason} == {"short-queue"}
-    assert {DE_REASONS[code] for code in result.decisions.de_reason} <= set(DE_REASONS)
-    first_rounds = np.isin(result.decisions.round, agents.first_round[:-1])
-    assert {READ_REASONS[c] for c in result.decisions.read_reason[first_rounds]} == {"no-hit"}
+    decisions = decisions_of(result)
+    assert len(decisions.round) == agents.rounds
+    assert {PE_REASONS[code] for code in decisions.pe_reason} == {"short-queue"}
+    assert {DE_REASONS[code] for code in decisions.de_reason} <= set(DE_REASONS)
+    first_rounds = np.isin(decisions.round, agents.first_round[:-1])
+    assert {READ_REASONS[c] for c in decisions.read_reason[first_rounds]} == {"no-hit"}
 
 
 def test_progress_is_told(core):
@@ -193,10 +195,8 @@ def test_a_cluster_that_cannot_be_is_refused(changes, message):
 
 
 def test_rounds_beyond_the_context_limit_are_refused():
-    setup = msgspec.structs.replace(
-        small_setup(), model=small_model(context_limit_tokens=1000)
-    )
-    with pytest.raises(TraceError, match="longest round has 1002 tokens.*takes 1000; truncate"):
+    setup = msgspec.structs.replace(small_setup(), model=small_model(context_limit_tokens=1000))
+    with pytest.raises(TraceError, match=r"longest round has 1002 tokens.*takes 1000; truncate"):
         simulate(setup, agents_of([(1000, 640, 2)]), core="reference")
 
 

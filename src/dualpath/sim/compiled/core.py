@@ -1,14 +1,11 @@
 """The compiled core: the main loop, and the way in and out of its tables."""
 
-import numba
 import numpy as np
 
 from dualpath.core.agents import AgentTable
 from dualpath.core.errors import ConfigError
-from dualpath.sim.compiled.events import pop, push
-from dualpath.sim.compiled.jit import hold
-from dualpath.sim.compiled.links import end_equal
-from dualpath.sim.compiled.machine_tables import (
+from dualpath.sim.compiled.caching import cached
+from dualpath.sim.compiled.columns import (
     ARRIVE,
     BATCHES,
     COMPUTED,
@@ -18,46 +15,48 @@ from dualpath.sim.compiled.machine_tables import (
     FILLED,
     FINISHED,
     HANDLED,
+    HEAP_REST,
     HEAP_TIME,
     KIND_BITS,
-    MOST_WINDOWS,
+    KIND_MASK,
+    NONE,
     NOW,
+    NUMBER_SHIFT,
     PENDING,
+    PUSHED,
     READ,
     READ_OVER,
     SENT,
     SNIC_END,
     START_PASS,
+    SUBJECT_MASK,
     SUBMIT,
     TIER_HITS,
     TIER_LOADED,
     WINDOWS,
-    Constants,
-    Machine,
-    Rounds,
-    constants,
-    new_machine,
-    rounds,
 )
-from dualpath.sim.compiled.rounds import (
-    arrive,
-    computed,
-    decode_ended,
-    fetch,
-    filled,
-    part_loaded,
-    part_read,
-    read,
-    sent,
-    start_pass,
-    submit_round,
-)
+from dualpath.sim.compiled.constants import Constants, Rounds, constants, rounds, whole_ns
+from dualpath.sim.compiled.decoding import decode_ended, filled
+from dualpath.sim.compiled.events import pop
+from dualpath.sim.compiled.jit import hold
+from dualpath.sim.compiled.links import end_equal
+from dualpath.sim.compiled.lookahead import look_ahead
+from dualpath.sim.compiled.machine_tables import MOST_WINDOWS, Machine, new_machine
+from dualpath.sim.compiled.prefilling import computed, sent, start_pass
+from dualpath.sim.compiled.reading import part_loaded, part_read, read
+from dualpath.sim.compiled.submitting import arrive, fetch, submit_round
 from dualpath.sim.compiled.tables import SchedulerState, new_scheduler
 from dualpath.sim.compiled.world import World
 from dualpath.sim.derived import limits
 from dualpath.sim.layout import cluster_layout
 from dualpath.sim.progress import Progress
-from dualpath.sim.result import Batches, Decisions, LinkUse, SimulationResult, TurnTimes
+from dualpath.sim.result import (
+    Batches,
+    Decisions,
+    LinkUse,
+    SimulationResult,
+    TurnTimes,
+)
 from dualpath.sim.scheduling import engine_specs, scheduler_settings
 from dualpath.sim.settings import Setup
 
@@ -68,7 +67,7 @@ PAUSE_EVENTS = 20_000
 NEVER_NS = 1 << 62
 
 
-@numba.njit(cache=True, _nrt=False)
+@cached
 def run_events(
     machine: Machine,
     constants: Constants,
@@ -80,7 +79,7 @@ def run_events(
     """Handle events until there are none, the next is too late, or it is time for a pause."""
     p = hold(World(machine, constants, rounds, scheduler))
     heap, counters = machine.heap, machine.counters
-    room = heap.shape[0] - 3 * machine.flights.shape[0] - machine.units.shape[1] - 64
+    room = heap.shape[0] - 3 * machine.flights.shape[0] - machine.units.shape[0] - 64
     for _ in range(most_events):
         if counters[PENDING] == 0:
             return OVER
@@ -89,45 +88,50 @@ def run_events(
         time_ns = heap[0, HEAP_TIME]
         if time_ns > until_ns:
             return STOPPED
-        payload = pop(heap, counters)
+        event = pop(heap, counters)
+        look_ahead(p)
         counters[NOW] = time_ns
         counters[HANDLED] += 1
-        kind, number = payload & ((1 << KIND_BITS) - 1), payload >> KIND_BITS
+        kind, subject = event & KIND_MASK, event >> KIND_BITS & SUBJECT_MASK
         if kind == SUBMIT:
-            submit_round(p, number)
+            submit_round(p, subject)
         elif kind == ARRIVE:
-            arrive(p, number)
+            arrive(p, subject)
         elif kind == FETCH:
             fetch(p)
         elif kind == READ:
-            read(p, number)
+            read(p, subject)
         elif kind == READ_OVER:
-            part_read(p, number)
+            part_read(p, subject)
         elif kind == SNIC_END:
-            end_equal(p, number)
+            end_equal(p, subject, event >> NUMBER_SHIFT)
         elif kind == TIER_LOADED:
-            part_loaded(p, number)
+            part_loaded(p, subject)
         elif kind == START_PASS:
-            start_pass(p, number)
+            start_pass(p, subject)
         elif kind == COMPUTED:
-            computed(p, number)
+            computed(p, subject)
         elif kind == SENT:
-            sent(p, number)
+            sent(p, subject)
         elif kind == FILLED:
-            filled(p, number)
+            filled(p, subject)
         elif kind == DECODE_END:
-            decode_ended(p, number)
+            decode_ended(p, subject, event >> NUMBER_SHIFT)
     return PAUSED
 
 
-@numba.njit(cache=True, _nrt=False)
-def push_starts(machine: Machine, rounds: Rounds, waits: np.ndarray) -> None:  # type: ignore[type-arg]  # numba's own view
+def _push_starts(machine: Machine, columns: Rounds, agents: AgentTable) -> None:
     """Let every agent that waits for nobody submit its first round."""
-    for agent in range(rounds.start_ns.size):
-        if not waits[agent]:
-            first = rounds.first_round[agent]
-            start_ns = rounds.start_ns[agent] + rounds.delay_ns[first]
-            push(machine.heap, machine.counters, start_ns, SUBMIT, first)
+    starting = np.flatnonzero(agents.start_after_round < 0)
+    delays_s = columns.delay_s[columns.first_round[starting]]
+    times_ns = columns.start_ns[starting] + whole_ns(delays_s)
+    numbers = np.argsort(times_ns, kind="stable")
+    # Rows in order are a heap.
+    machine.heap[: starting.size, HEAP_TIME] = times_ns[numbers]
+    machine.heap[: starting.size, HEAP_REST] = (
+        numbers << NUMBER_SHIFT | starting[numbers] << KIND_BITS | SUBMIT
+    )
+    machine.counters[PENDING] = machine.counters[PUSHED] = starting.size
 
 
 def run_compiled(
@@ -148,7 +152,7 @@ def run_compiled(
     )
     machine = new_machine(setup, agents, record_decisions=record_decisions)
     numbers, columns = constants(setup, window_ns), rounds(agents)
-    push_starts(machine, columns, agents.start_after_round >= 0)
+    _push_starts(machine, columns, agents)
     last_ns = NEVER_NS if until_ns is None else until_ns
     while True:
         machine = _with_room_for_batches(machine)
@@ -195,16 +199,15 @@ def _result(
             f"the run lasts {windows} windows of {numbers.window_ns / 1e9:g} s, at most "
             f"{MOST_WINDOWS} are kept; raise window_s"
         )
+    if stopped:
+        _mark_unsubmitted(machine, agents)
     batches = int(counters[BATCHES])
     batch_rows, attention_s = machine.batches[:batches], machine.attention_s[:batches]
     return SimulationResult(
         setup=setup,
         agents=agents,
-        turns=TurnTimes(*machine.times),
-        batches=Batches(
-            *(np.ascontiguousarray(batch_rows[:, column]) for column in range(4)),
-            *(np.ascontiguousarray(attention_s[:, column]) for column in range(2)),
-        ),
+        turns=TurnTimes(*machine.times.T),
+        batches=Batches(*batch_rows.T.copy(), *attention_s.T.copy()),
         links=LinkUse(numbers.window_ns, *(table[:windows].copy() for table in machine.use)),
         decisions=_decisions(machine) if record_decisions else None,
         end_ns=end_ns,
@@ -212,6 +215,12 @@ def _result(
         events=int(counters[HANDLED]),
         dram_tier_hit_tokens=int(counters[TIER_HITS]),
     )
+
+
+def _mark_unsubmitted(machine: Machine, agents: AgentTable) -> None:
+    """Set the times of rounds that were never submitted, which nobody has set."""
+    latest = np.repeat(machine.round_of, np.diff(agents.first_round))
+    machine.times[np.arange(agents.rounds) > latest] = NONE
 
 
 def _decisions(machine: Machine) -> Decisions:

@@ -18,6 +18,7 @@ from dualpath.policy.read_side import (
 )
 
 __all__ = [
+    "KERNELS",
     "assign_decode",
     "assign_prefill",
     "choose_by_finish",
@@ -29,7 +30,7 @@ __all__ = [
     "unfragmented_hbm",
 ]
 
-for kernel in (
+KERNELS = (
     assign_decode,
     assign_prefill,
     choose_by_finish,
@@ -41,5 +42,7 @@ for kernel in (
     split_end_s,
     split_head_tokens,
     unfragmented_hbm,
-):
+)
+
+for kernel in KERNELS:
     register_jitable(kernel)

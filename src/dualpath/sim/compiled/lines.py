@@ -9,12 +9,16 @@ from dualpath.sim.compiled.tables import (
     BEHIND,
     COMMON_LINES,
     ENGINE,
+    ENTERED,
+    FAR_BEHIND,
     FIRST_TOLD,
     LAST_TOLD,
+    LATEST,
     LINE,
     LINE_HEAD,
     LINE_TAIL,
     NONE,
+    STRIDE,
     TOLD_AFTER,
     TOLD_BEFORE,
     SchedulerState,
@@ -31,15 +35,20 @@ def private_line(engine: int) -> int:
 def enter_line(state: SchedulerState, request: int, role: int, line: int) -> None:
     """Let a request wait at the end of a line."""
     requests, lines = state.requests, state.lines
-    last = lines[LINE_TAIL, line]
+    last = lines[line, LINE_TAIL]
     requests[request, LINE + role] = line
     requests[request, AHEAD + role] = last
     requests[request, BEHIND + role] = NONE
     if last == NONE:
-        lines[LINE_HEAD, line] = request
+        lines[line, LINE_HEAD] = request
     else:
         requests[last, BEHIND + role] = request
-    lines[LINE_TAIL, line] = request
+    lines[line, LINE_TAIL] = request
+    latest = LATEST + lines[line, ENTERED] % STRIDE
+    lines[line, ENTERED] += 1
+    if lines[line, latest] != NONE:
+        requests[lines[line, latest], FAR_BEHIND + role] = request
+    lines[line, latest] = request
 
 
 @inlined
@@ -49,11 +58,11 @@ def leave_line(state: SchedulerState, request: int, role: int) -> None:
     line = requests[request, LINE + role]
     ahead, behind = requests[request, AHEAD + role], requests[request, BEHIND + role]
     if ahead == NONE:
-        lines[LINE_HEAD, line] = behind
+        lines[line, LINE_HEAD] = behind
     else:
         requests[ahead, BEHIND + role] = behind
     if behind == NONE:
-        lines[LINE_TAIL, line] = ahead
+        lines[line, LINE_TAIL] = ahead
     else:
         requests[behind, AHEAD + role] = ahead
     requests[request, LINE + role] = NONE

@@ -7,7 +7,7 @@ order in which the live placer returns it.
 import numpy as np
 
 from dualpath.policy.load import IntArray
-from dualpath.sim.compiled.jit import compiled, inlined, lean
+from dualpath.sim.compiled.jit import compiled, inlined, lean, prefetch
 from dualpath.sim.compiled.kernels import (
     assign_decode,
     assign_prefill,
@@ -20,6 +20,7 @@ from dualpath.sim.compiled.tables import (
     BEHIND,
     DECODE,
     END,
+    FAR_BEHIND,
     FIRST,
     FLAGS,
     FREE_HBM,
@@ -62,7 +63,7 @@ FIRST_WINDOW, LAST_WINDOW = 4, 256
 def place_on_prefill(state: SchedulerState, group: int) -> int:
     """Serve the waiting queue by Algorithm 1 (``FifoPrefillPlacer.fetch``)."""
     count, window = 0, FIRST_WINDOW
-    while state.lines[LINE_HEAD, PREFILL] != NONE:
+    while state.lines[PREFILL, LINE_HEAD] != NONE:
         looked_at = _look(state, PREFILL, PREFILL, window)
         placed = _place_window(state, group, looked_at, count)
         count += placed
@@ -75,12 +76,20 @@ def place_on_prefill(state: SchedulerState, group: int) -> int:
 @inlined
 def _look(state: SchedulerState, role: int, line: int, most: int) -> int:
     """Write the lengths at the head of a line into the work table; return how many."""
-    request, count = state.lines[LINE_HEAD, line], 0
+    request, count = state.lines[line, LINE_HEAD], 0
     while request != NONE and count < most:
         state.work[LENGTHS, count] = state.requests[request, LENGTH + role]
+        _fetch_row_far_behind(state, request, role)
         request = state.requests[request, BEHIND + role]
         count += 1
     return count
+
+
+@inlined
+def _fetch_row_far_behind(state: SchedulerState, request: int, role: int) -> None:
+    requests = state.requests
+    prefetch(requests, request, 0)
+    prefetch(requests, requests[request, FAR_BEHIND + role], NUMBER)
 
 
 @inlined
@@ -98,7 +107,7 @@ def _place_window(state: SchedulerState, group: int, window: int, count: int) ->
     )
     for position in range(placed):
         reason = PE_SHORT_QUEUE if state.work[FLAGS, position] else PE_LONG_QUEUE
-        request = state.lines[LINE_HEAD, PREFILL]
+        request = state.lines[PREFILL, LINE_HEAD]
         engine = first + state.work[ROWS, position]
         _place(state, request, PREFILL, engine, reason, count + position)
     return placed
@@ -125,11 +134,11 @@ def _prefill_rows(
 @inlined
 def place_on_decode(state: SchedulerState, group: int) -> int:
     """Run phases 1 and 2 (``TwoPhaseDecodePlacer.fetch``)."""
-    if state.lines[LINE_HEAD, DECODE] != NONE:
+    if state.lines[DECODE, LINE_HEAD] != NONE:
         _drain_global_queue(state)
     first, end = state.groups[FIRST, group], state.groups[END, group]
     line = private_line(first)
-    if state.lines[LINE_HEAD, line] == NONE:
+    if state.lines[line, LINE_HEAD] == NONE:
         return 0
     bound = _look_at_upper_bound_set(
         state, line, unfragmented_hbm(state.engines[FREE_HBM, first:end])
@@ -147,7 +156,7 @@ def place_on_decode(state: SchedulerState, group: int) -> int:
     )
     for position in range(placed):
         reason = DE_LOW_TOKEN if state.work[FLAGS, position] else DE_HIGH_TOKEN
-        request = state.lines[LINE_HEAD, line]
+        request = state.lines[line, LINE_HEAD]
         state.groups[PRIVATE_TOKENS, group] -= state.requests[request, LENGTH + DECODE]
         _place(state, request, DECODE, first + state.work[ROWS, position], reason, position)
     return placed
@@ -176,7 +185,7 @@ def _drain_global_queue(state: SchedulerState) -> None:
     for group in range(first_group, groups.shape[1]):
         groups[TOTAL_TOKENS, group] = groups[GROUP_TOKENS, group] + groups[PRIVATE_TOKENS, group]
     totals, largest = groups[TOTAL_TOKENS, first_group:], groups[LARGEST_HBM, first_group:]
-    request = state.lines[LINE_HEAD, DECODE]
+    request = state.lines[DECODE, LINE_HEAD]
     while request != NONE:
         behind = state.requests[request, BEHIND + DECODE]
         tokens = state.requests[request, LENGTH + DECODE]
@@ -193,13 +202,14 @@ def _drain_global_queue(state: SchedulerState) -> None:
 @inlined
 def _look_at_upper_bound_set(state: SchedulerState, line: int, left: int) -> int:
     """Write the lengths of R (``upper_bound_set``) into the work table; return how many."""
-    request, count = state.lines[LINE_HEAD, line], 0
+    request, count = state.lines[line, LINE_HEAD], 0
     while request != NONE:
         tokens = state.requests[request, LENGTH + DECODE]
         left -= tokens
         if left < 0:
             break
         state.work[LENGTHS, count] = tokens
+        _fetch_row_far_behind(state, request, DECODE)
         request = state.requests[request, BEHIND + DECODE]
         count += 1
     return count
@@ -213,14 +223,14 @@ def place_in_turn(state: SchedulerState, role: int, group: int) -> int:
     reason = PE_IN_TURN if role == PREFILL else DE_IN_TURN
     for engine in range(state.groups[FIRST, group], state.groups[END, group]):
         line = private_line(engine)
-        request = state.lines[LINE_HEAD, line]
+        request = state.lines[line, LINE_HEAD]
         while request != NONE:
             length = state.requests[request, LENGTH + role]
             if role == DECODE and state.engines[FREE_HBM, engine] < length:
                 break
             _place(state, request, role, engine, reason, count)
             count += 1
-            request = state.lines[LINE_HEAD, line]
+            request = state.lines[line, LINE_HEAD]
     if count > 1:
         _sort_by_number(state, count)
     return count
@@ -243,7 +253,7 @@ def _sort(numbers: IntArray, placed: IntArray, unsorted: IntArray) -> None:
 
 @inlined
 def _deal(state: SchedulerState, role: int) -> None:
-    request = state.lines[LINE_HEAD, role]
+    request = state.lines[role, LINE_HEAD]
     while request != NONE:
         behind = state.requests[request, BEHIND + role]
         engine = _next_in_turn(state, role, state.requests[request, LENGTH + role])

@@ -21,6 +21,7 @@ from dualpath.policy.scheduler import UNLIMITED_TOKENS
 
 PREFILL, DECODE = 0, 1
 NONE = -1
+CACHE_LINE_BYTES = 64
 
 #: Rows of ``engines``: the ledger's accounts (``policy.load``), one per engine.  Kernels read TOK,
 #: SEQ and FREE_HBM.  Told, but not in a report yet: EXTRA_*, in a list that starts with the request
@@ -59,18 +60,26 @@ FIRST, END, GROUP_TOKENS, PRIVATE_TOKENS, TOTAL_TOKENS, LARGEST_HBM = range(6)
 #: Rows of ``nodes``: reading queue, and tokens given to read so far.
 READ_Q, READ_TOTAL = range(2)
 
-#: Columns of ``requests``.  From LENGTH on they are pairs, PE's and DE's: the tokens it counts for;
-#: the waiting line with its neighbours; the engine and why; once told, the assignment number, the
-#: tokens of the charge and of the read (0 when struck) and the neighbours among the told requests.
-NUMBER, PROMPT, HIT, TOLD = range(4)
-(LENGTH, LINE, AHEAD, BEHIND, ENGINE, REASON, TELL_SEQ, CHARGE, READ, TOLD_BEFORE, TOLD_AFTER) = (
-    range(4, 26, 2)
-)
-REQUEST_COLUMNS = 26
+#: Columns of ``requests``, all but the first of each line pairs, PE's and DE's.  One cache line for
+#: what is asked of a told request: the engine; the assignment number, the tokens of the charge and
+#: of the read (0 when struck); the neighbours among the told requests.  One for the rest: the
+#: tokens it counts for; the waiting line with its neighbours; why it got the engine; who entered
+#: STRIDE after it.
+TOLD = 0
+ENGINE, TELL_SEQ, CHARGE, READ, TOLD_BEFORE, TOLD_AFTER = range(2, 14, 2)
+NUMBER, PROMPT, HIT = range(16, 19)
+LENGTH, LINE, AHEAD, BEHIND, REASON, FAR_BEHIND = range(20, 32, 2)
+REQUEST_COLUMNS = 32
 
-#: Rows of ``lines``, the waiting lines: the common lines of PEs and DEs come first, then one per
-#: engine, of which a DE group uses that of its first engine.
-LINE_HEAD, LINE_TAIL = range(2)
+#: Columns of ``lines``, the waiting lines: the common lines of PEs and DEs come first, then one per
+#: engine, of which a DE group uses that of its first engine.  From LATEST on stand the latest to
+#: enter, in turn, and ENTERED counts them.
+LINE_HEAD, LINE_TAIL, ENTERED = range(3)
+LATEST = 8
+LINE_COLUMNS = 16
+#: A request tells who entered its line so many after it, so that whoever walks the line can ask for
+#: that row in time.
+STRIDE = 8
 COMMON_LINES = 2
 
 #: ``counters``: requests submitted so far and not assigned yet, engine dealt to last per role, PEs
@@ -123,7 +132,7 @@ class SchedulerState(NamedTuple):
     speeds: NDArray[np.float64]
     groups: IntArray
     nodes: IntArray
-    requests: IntArray
+    requests: NDArray[np.int32]
     lines: IntArray
     sides: NDArray[np.int8]
     counters: IntArray
@@ -146,7 +155,7 @@ def new_scheduler(
     prefill = sum(spec.role is Role.PREFILL for spec in specs)
     prefill_groups = len({spec.group for spec in specs if spec.role is Role.PREFILL})
     engines = _engine_table(specs, groups, nodes)
-    table = np.full((requests, REQUEST_COLUMNS), NONE, np.int64)
+    table = aligned_rows(requests, REQUEST_COLUMNS)
     counters = np.zeros(5, np.int64)
     counters[LAST_DEALT : LAST_DEALT + 2] = NONE
     return SchedulerState(
@@ -159,7 +168,7 @@ def new_scheduler(
         groups=_group_table(engines, len(groups)),
         nodes=np.zeros((2, len(nodes)), np.int64),
         requests=table,
-        lines=np.full((2, COMMON_LINES + len(specs)), NONE, np.int64),
+        lines=_lines(COMMON_LINES + len(specs)),
         sides=np.full((prefill, len(specs) - prefill), NONE, np.int8),
         counters=counters,
         work=np.zeros((4, requests), np.int64),
@@ -167,6 +176,16 @@ def new_scheduler(
         first_decode_engine=prefill,
         first_decode_group=prefill_groups,
     )
+
+
+def aligned_rows(rows: int, columns: int) -> NDArray[np.int32]:
+    """Return a table of NONE whose rows begin where cache lines do, if they are as long."""
+    row_bytes = columns * 4
+    memory = np.empty(rows * row_bytes + CACHE_LINE_BYTES, np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE_BYTES
+    table = memory[start : start + rows * row_bytes].view(np.int32).reshape(rows, columns)
+    table[:] = NONE
+    return table
 
 
 def _engine_table(specs: Sequence[EngineSpec], groups: list[str], nodes: list[str]) -> IntArray:
@@ -179,6 +198,12 @@ def _engine_table(specs: Sequence[EngineSpec], groups: list[str], nodes: list[st
         range(len(specs)), key=lambda e: (specs[e].role is Role.DECODE, specs[e].order)
     )
     return engines
+
+
+def _lines(count: int) -> IntArray:
+    lines = np.full((count, LINE_COLUMNS), NONE, np.int64)
+    lines[:, ENTERED] = 0
+    return lines
 
 
 def _group_table(engines: IntArray, count: int) -> IntArray:
