@@ -9,6 +9,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from dualpath.evaluation.report import FigureReport, Panel
 from dualpath.evaluation.style import LINE_STYLES, SERIES_COLOURS, STYLE
@@ -16,6 +17,7 @@ from dualpath.evaluation.style import LINE_STYLES, SERIES_COLOURS, STYLE
 _PANEL_INCHES = (5.6, 3.6)
 _COLUMNS = 3
 _DOTS_PER_INCH = 90
+_PAD_INCHES = 0.12
 _LEGEND_CHARACTERS = 72
 #: More names than this below bars would run into each other.
 _MOST_NAMES = 10
@@ -33,12 +35,16 @@ def panel_figure(panel: Panel) -> Figure:
 
 def png(report: FigureReport) -> bytes:
     """Return all panels of a report as one picture, without dates or versions inside."""
-    columns = min(_COLUMNS, len(report.panels))
+    # Four panels stand two by two.
+    columns = 2 if len(report.panels) == 4 else min(_COLUMNS, len(report.panels))
     rows = math.ceil(len(report.panels) / columns)
     width, height = _PANEL_INCHES
     buffer = io.BytesIO()
     with mpl.rc_context(_PNG_STYLE):
-        figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+        figure = Figure(
+            figsize=(width * columns, height * rows),
+            layout=ConstrainedLayoutEngine(w_pad=_PAD_INCHES, h_pad=_PAD_INCHES),
+        )
         for index, panel in enumerate(report.panels):
             axes = figure.add_subplot(rows, columns, index + 1)
             _draw(axes, panel)

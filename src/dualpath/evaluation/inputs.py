@@ -6,12 +6,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from dualpath.catalog.costs import DEFAULT_GPU, load_model_costs
+from dualpath.catalog.costs import DEFAULT_GPU, load_model_costs, prompt_tokens_per_s
 from dualpath.catalog.load import load_cluster
 from dualpath.core.agents import AgentTable
 from dualpath.core.errors import ConfigError
 from dualpath.evaluation.settings import RunSpec
-from dualpath.sim.settings import Setup
+from dualpath.sim.settings import ClusterSettings, ModelCosts, PrefillCosts, Setup
 from dualpath.workload.agents import arrival_times_s
 from dualpath.workload.columns import WorkloadSettings, agents_from_rounds, agents_from_sessions
 from dualpath.workload.formats import read_trace
@@ -27,7 +27,7 @@ class CatalogInputs:
         """``traces`` gives names to trace files, beside the datasets of Table 2."""
         self._generator = GeneratorSettings(tail=tail)
         self._traces = dict(traces or {})
-        self._columns: dict[tuple[str, int], RoundColumns] = {}
+        self._columns: dict[tuple[object, ...], RoundColumns] = {}
         self._sessions: dict[str, list[Session]] = {}
 
     def setup(self, spec: RunSpec) -> Setup:
@@ -38,13 +38,16 @@ class CatalogInputs:
         cluster = msgspec.structs.replace(load_cluster(spec.system.cluster), **changes)
         cluster.check()
         costs = load_model_costs(spec.system.model, DEFAULT_GPU, cluster)
-        return Setup(cluster=cluster, model=costs, mode=spec.mode)
+        return Setup(cluster=cluster, model=_changed(costs, cluster, spec), mode=spec.mode)
 
     def agents(self, spec: RunSpec, seed: int) -> AgentTable:
         """Return the run's agents; a trace is cut at the model's context limit."""
         table = self._trace_agents(spec, seed) if spec.workload in self._traces else None
         if table is None:
             table = self._generated_agents(spec, seed)
+        if spec.unseen_generation != 1:
+            more = np.rint(table.generated_tokens * spec.unseen_generation)
+            table = table._replace(generated_tokens=np.maximum(more, 1).astype(np.int32))
         if spec.agents_per_s is None:
             return table
         # Sub-agents start after a round of their parent, whatever the arrivals.
@@ -58,9 +61,10 @@ class CatalogInputs:
         if dataset is None:
             known = ", ".join([*DATASETS, *self._traces])
             raise ConfigError(f"workload {spec.workload!r} is unknown; choose one of {known}")
-        key = (spec.workload, seed)
+        key = (spec.workload, seed, spec.generator)
         if key not in self._columns:
-            self._columns[key] = generate(dataset, seed, self._generator)
+            generator = msgspec.structs.replace(self._generator, **dict(spec.generator))
+            self._columns[key] = generate(dataset, seed, generator)
         workload = self._workload(spec, seed, dataset.max_tokens)
         return agents_from_rounds(self._columns[key], workload)
 
@@ -79,3 +83,21 @@ class CatalogInputs:
             scale_append=spec.append_scale,
             scale_generate=spec.generation_scale,
         )
+
+
+#: Times of a PE; the other fields of ``PrefillCosts`` are counts and choices.
+_PREFILL_TIMES = tuple(name for name in PrefillCosts.__struct_fields__ if name.endswith("_s"))
+
+
+def _changed(costs: ModelCosts, cluster: ClusterSettings, spec: RunSpec) -> ModelCosts:
+    """Return the costs with the run's changes; β follows what the changed PE gets done."""
+    if spec.prefill_slowdown == 1 and spec.interleaved is None:
+        return costs
+    changes: dict[str, float | bool] = {
+        name: getattr(costs.prefill, name) * spec.prefill_slowdown for name in _PREFILL_TIMES
+    }
+    if spec.interleaved is not None:
+        changes["interleaved"] = spec.interleaved
+    prefill = msgspec.structs.replace(costs.prefill, **changes)
+    rate = prompt_tokens_per_s(prefill, cluster.compute_quota_s)
+    return msgspec.structs.replace(costs, prefill=prefill, prefill_tokens_per_s=rate)

@@ -46,7 +46,9 @@ def report(content: FigureReport, level: int = 1, picture: str | None = None) ->
 
 
 def heading(content: FigureReport) -> str:
-    """Return "Fig. 7. Title"."""
+    """Return "Fig. 7. Title", or the title alone of what is no figure."""
+    if not content.name.startswith(("fig", "table")):
+        return content.title
     number = content.name.replace("fig", "Fig. ").replace("table", "Table ").capitalize()
     return f"{number}. {content.title}"
 

@@ -108,8 +108,9 @@ _QUOTED = (
 QUOTED = {quoted.key: quoted for quoted in _QUOTED}
 
 #: What the model's parameters were fitted to, as the catalog's files say; every other number is a
-#: prediction.  Kernel rates, overheads and HBM: five numbers of DS 660B on 2P4D, 64K, offline.  The
-#: cost of one more request in a decode step: both TPOT of Table 3.
+#: prediction.  Kernel rates, the overhead of a pass, the cap of a batch and what a CNIC reaches:
+#: five numbers of DS 660B on 2P4D, 64K, offline.  Admission to decode: the TTST of 2P4D.  The cost
+#: of one more request in a decode step: both TPOT of Table 3.
 FITTED = frozenset(
     {
         "fig7.660b.speedup_max",
@@ -117,6 +118,7 @@ FITTED = frozenset(
         "fig12.round_robin",
         "fig12.dualpath",
         "table3.2p4d.jct",
+        "table3.2p4d.ttst",
         "table3.2p4d.tpot",
         "table3.44p88d.tpot",
     }

@@ -84,7 +84,8 @@ class Runs:
             spec.append_scale,
             spec.generation_scale,
             spec.agents_per_s,
-            spec.until_s,
+            spec.generator,
+            spec.unseen_generation,
         )
         if key not in self._tables:
             while len(self._tables) >= _TABLES_KEPT:

@@ -40,6 +40,11 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     ``nodes`` replaces the cluster's (P, D) and ``overrides`` other fields of ``ClusterSettings``.
     ``workload`` names a dataset of Table 2 by its MaxLen, or a trace.  Agents arrive all at once,
     or as a Poisson process of ``agents_per_s``, then for ``until_s``, where the run is cut.
+
+    No figure changes the rest, only what asks what the model lacks: ``generator`` replaces fields
+    of ``GeneratorSettings``; ``prefill_slowdown`` multiplies every prefill time of the PEs;
+    ``interleaved`` overrides whether two micro-batches hide the exchange; ``unseen_generation``
+    multiplies generated tokens without lengthening later prompts.
     """
 
     system: System
@@ -52,6 +57,10 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     agents_per_s: float | None = None
     until_s: float | None = None
     overrides: tuple[tuple[str, Any], ...] = ()
+    generator: tuple[tuple[str, Any], ...] = ()
+    prefill_slowdown: float = 1.0
+    interleaved: bool | None = None
+    unseen_generation: float = 1.0
 
     @property
     def title(self) -> str:
@@ -121,12 +130,12 @@ class EvaluationSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def horizon_s(self) -> float:
         """Longest online experiment; arrivals last as long."""
-        return 2100.0 if self.quick else 7200.0
+        return 2100.0 if self.quick else 5400.0
 
     def aps_step(self, system: System) -> float:
         """Spacing of the arrival rates of Fig. 10 and 11."""
-        return (0.2 if self.quick else 0.05) * (2 if system == DS_27B else 1)
+        return (0.2 if self.quick else 0.05) * (4 if system == DS_27B else 1)
 
     def aps_limit(self, system: System) -> float:
         """Highest arrival rate tried."""
-        return (0.4 if self.quick else 1.2) * (2 if system == DS_27B else 1)
+        return (0.4 if self.quick else 1.2) * (2.5 if system == DS_27B else 1)

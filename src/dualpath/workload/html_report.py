@@ -13,7 +13,7 @@ from dualpath.workload.plots import all_plots, to_svg
 from dualpath.workload.report import Comparison, compare
 from dualpath.workload.result import ReplayResult
 
-_PAGE = Template("""<!doctype html>
+PAGE = Template("""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -68,7 +68,7 @@ def html_page(results: Sequence[ReplayResult], title: str = "dualpath replay") -
         f"{to_svg(figure, name)}</div></figure>"
         for name, figure in all_plots(results)
     )
-    return _PAGE.substitute(
+    return PAGE.substitute(
         title=escape(title),
         table=_table(comparison),
         notes="\n".join(f"<p>{escape(note)}</p>" for note in comparison.notes),

@@ -19,11 +19,11 @@ from dualpath.workload.result import ReplayResult
 from dualpath.workload.rows import byte_keys, byte_label, labels
 
 SERIES_COLOURS = ("#3f86c6", "#dd7a30", "#2f9a6b", "#9a6cc7", "#cf4f63", "#8a8f2e")
-_LINE_STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)))
+LINE_STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)))
 #: Stands for ``currentColor``, which matplotlib cannot draw in.
 _PAGE_COLOUR = "#010203"
 _SIZE_INCHES = (5.6, 3.4)
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.sans-serif": ["system-ui", "DejaVu Sans"],
@@ -59,7 +59,7 @@ def all_plots(results: Sequence[ReplayResult]) -> list[tuple[str, Figure]]:
     ]
     plots: list[tuple[str, Figure]] = []
     for title, draw in drawings:
-        with mpl.rc_context(_STYLE):
+        with mpl.rc_context(STYLE):
             figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
             if draw(figure.add_subplot(), results):
                 plots.append((title, figure))
@@ -72,7 +72,7 @@ def to_svg(figure: Figure, name: str) -> str:
     Ids inside it are derived from ``name``, which therefore has to be unique on the page.
     """
     buffer = io.StringIO()
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
+    with mpl.rc_context({**STYLE, "svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :].replace(_PAGE_COLOUR, "currentColor")
@@ -175,4 +175,4 @@ def _series(
     results: Sequence[ReplayResult],
 ) -> list[tuple[str, ReplayResult, str, str | tuple[int, tuple[int, ...]]]]:
     names = labels(results)
-    return list(zip(names, results, _colours(len(names)), cycle(_LINE_STYLES), strict=False))
+    return list(zip(names, results, _colours(len(names)), cycle(LINE_STYLES), strict=False))

@@ -1,8 +1,12 @@
-"""One module per figure or table of §7, each with ``TITLE``, ``DISCUSSION`` and ``build``."""
+"""One module per figure or table of §7, each with ``TITLE``, ``DISCUSSION`` and ``build``.
+
+``candidates`` is none of the paper's: it asks what the model lacks.
+"""
 
 from collections.abc import Callable
 
 from dualpath.evaluation.figures import (
+    candidates,
     fig7,
     fig8,
     fig9,
@@ -29,4 +33,5 @@ FIGURES: dict[str, Callable[[Runs], FigureReport]] = {
     "fig14": fig14.build,
     "table3": table3.build,
     "fig15": fig15.build,
+    "candidates": candidates.build,
 }

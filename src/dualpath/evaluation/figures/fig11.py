@@ -13,9 +13,23 @@ GIGABYTE = 1e9
 LOW_APS, HIGH_APS = 0.1, 0.45
 DISCUSSION = """\
 The quoted working sets fix mean completion times: with 40,016 bytes per token and 55,958 tokens
-per trajectory, 69 GB at 0.1 APS is 616 s and 681 GB at 0.45 APS is 1,352 s. Agents that arrived
-before the experiment's end are followed to their own end; counting only those that finished
-within the experiment would favour short trajectories.
+per trajectory, 69 GB at 0.1 APS is 616 s and 681 GB at 0.45 APS is 1,352 s. The model's TTFT is too
+short (Fig. 10), by two minutes per trajectory at 0.4 APS; for the rest there are two readings.
+
+Either the paper's trajectories generate more than can be in their context. The longer time equals
+a product of means: 157 turns times (TTFT 1.739 s + 176 generated tokens times TPOT 0.039 s), of
+Table 2 and Table 3, is 1,351 s. That is 27,600 generated tokens per trajectory; with 157 x 429
+appended ones they exceed its 55,958, so that part of them (reasoning, say) is not kept, or means
+were multiplied. Read as means over trajectories, as here, Table 2 gives 16,300. With 1.7 times the
+generation and slower prefill the model has 1,160 s at 0.45 APS, but then 870 s at 0.1 APS.
+
+Or 0.45 APS is the paper's limit. With 16,300 generated tokens 1,352 s is a TTFT near 4 s and 45 ms
+per token, what a system at its capacity shows; the model's capacity is 0.76. At 0.1 APS that
+reading asks for 32 ms per token; the model takes 27 (its TPOT of 33 ms is a mean over rounds, of
+which short ones wait longest per token).
+
+Agents that arrived before an experiment's end are followed to their own end; counting only those
+that finished within it would favour short trajectories.
 """
 
 Points = dict[tuple[System, Mode], list[tuple[float, OnlineRun]]]

@@ -17,10 +17,14 @@ The text measures "all storage NICs on three machines", while the ablation aroun
 (2P4D). The literal reading, one prefill and two decode nodes (DS 27B, 1P2D), is compared with the
 paper; DS 660B on 2P4D stands beside it. Round robin sends half of all reads to each side whatever
 the number of nodes there, so at P:D = 1:2 a prefill node carries 1.5 times the average by itself,
-which is nearly the paper's 1.53. The text gives no width for its "small time window", and the
-width matters: a read of 33K tokens of DS 660B is 1.3 GB, so a second holds few reads per node and
-their number alone fluctuates. The wider the window, the nearer the ratio to that of the choice of
-sides. What DualPath reaches also depends on the tie-break when both queues are empty.
+which is nearly the paper's 1.53 without any model.
+
+DualPath is more even in the model than in the paper. After the first minute, in which all agents
+read nothing and write their first prompts, it is within 1 or 2 % of perfect, since queue lengths
+are exact when a group fetches and a storage NIC always reads at its rate. Real reads vary, and
+storage servers are shared. On 2P4D the ratio is larger than the paper's at any width: a read of 33K
+tokens of DS 660B is 1.3 GB, so that a second holds few reads per node and their number alone
+fluctuates. The text gives no width for its "small time window".
 """
 
 

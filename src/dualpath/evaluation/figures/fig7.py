@@ -8,12 +8,22 @@ from dualpath.evaluation.speedups import JctTriple, jct_table, mean, triple
 
 TITLE = "Offline inference: agents and context length"
 DISCUSSION = """\
-The paper names neither the batch sizes of Fig. 7 nor the point at which a maximum is reached; the
-grid here ends at the 2,048 agents of §7.5 and Table 3. A maximum over a grid depends on the grid:
-more agents or longer contexts than the paper tried would raise it. DS 660B is bound by its two
-prefill SNICs in Basic and by computation in DualPath, so its largest speed-up is the ratio of
-those two floors. DS 27B on 1P1D stays bound by storage in DualPath too (two SNICs instead of
-one), which caps the speed-up below 2 and leaves the distance from Oracle.
+DS 660B is bound by its two prefill SNICs in Basic and by computation in DualPath, so its largest
+speed-up is the ratio of those two floors; it is one of the five numbers the model was fitted to.
+
+DS 27B was fitted to nothing and comes out too much bound by storage. Its kernel rates are those
+found for DS 660B, and its matrices are a third as wide: on real GPUs such small products reach a
+smaller part of the peak. With prefill three times slower the speed-ups and the distance from Oracle
+come nearer to the paper's (What the model may lack). In the model DualPath on 1P1D stays bound by
+storage, with two SNICs in place of one; where it gains more than 2x, Basic loses time besides, to
+passes that wait for the engine with the most to do.
+
+The gain of Qwen 32B shrinks with length, against the paper's general remark: a DE of 80 GB holds
+one request of 64K, so that decode, not reading, binds every system, Oracle included. On Hopper GPUs
+with more memory it would not.
+
+The paper names neither the batch sizes of Fig. 7 nor where its maxima lie. The grid here ends at
+the 2,048 agents of §7.5 and Table 3; more agents would raise a maximum further.
 """
 
 
