@@ -125,7 +125,7 @@ def assert_same(setup: Setup, agents: AgentTable, **options: Any) -> SimulationR
     return compiled
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(clusters, st.sampled_from(list(Mode)), models, tables())
 def test_both_cores_agree(cluster, mode, model, agents):
     setup = msgspec.structs.replace(small_setup(mode, **cluster), model=model)
