@@ -34,7 +34,8 @@ and a TTFT near 1.7 s. The speed-up at 64K falls to 1.5x by that, and storage NI
 largest speed-up, DualPath's capacity and its TTFT at once; only Basic's capacity is then a tenth
 too low. What speaks against it: §7.2 says that 3FS saturates the NIC of 50 GB/s. What speaks for
 it: if 3,167 s is 48K, Basic's 1.87 times that is 37 GB/s read by two nodes, close to the 41 GB/s at
-which the paper's Basic fails online; at 64K it is 71 GB/s, and that failure is unexplained.
+which the paper's Basic fails online; at 64K it is 71 GB/s, and that failure is unexplained. And
+Fig. 15 counts prompt tokens per second in units of 1e7, which suits 48K and not 64K (see there).
 
 **DS 27B.** A factor of about 3.7 on all prefill times brings the mean of Fig. 8 to 1.64x; its
 largest speed-up is then 2.2x instead of 2.46x, Fig. 7's still 1.9x instead of 1.78x, the distance
