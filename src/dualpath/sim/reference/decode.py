@@ -47,6 +47,13 @@ class DecodeUnit:
         self._expect_next()
         return self._events.now_ns + int((first + 1 - self._tokens) * self._step_ns + 0.5)
 
+    def leave(self, engines: int) -> None:
+        """So many engines without requests are gone; the steps of the others take longer."""
+        self._advance()
+        self._engines -= engines
+        if self._engines:
+            self._expect_next()
+
     def _advance(self) -> None:
         now_ns = self._events.now_ns
         if self._ends:

@@ -49,6 +49,7 @@ class PrefillUnit:
         self.first = first
         self.queues: list[deque[PrefillWork]] = [deque() for _ in range(count)]
         self.busy = False
+        self._left = 0
         self._costs = costs
         self._limits = limits
         # Attention is costed in seconds, so that one FLOP of the policy is one second here.
@@ -68,6 +69,10 @@ class PrefillUnit:
         """Let a request wait at its engine."""
         self.queues[engine - self.first].append(work)
 
+    def leave(self, engines: int) -> None:
+        """So many engines without work are gone; a pass is the work of those that are left."""
+        self._left += engines
+
     def form_pass(self) -> Pass | None:
         """Pack the next pass, None without work."""
         chunks: list[Chunk] = []
@@ -82,16 +87,16 @@ class PrefillUnit:
         if not chunks:
             return None
         tokens = sum(chunk.bsz for chunk in chunks)
-        costs = self._costs
+        costs, engines = self._costs, len(self.queues) - self._left
         compute_s = pass_s(
             attention_max_s,
-            tokens / len(self.queues),
+            tokens / engines,
             costs.batch_s,
             costs.feed_forward_token_s,
             costs.exchange_token_s,
             costs.interleaved,
         )
-        mean_s = attention_sum_s / len(self.queues)
+        mean_s = attention_sum_s / engines
         return Pass(chunks, compute_s, attention_max_s, mean_s, tokens)
 
     def _pack(self, engine: int, queue: deque[PrefillWork], chunks: list[Chunk]) -> None:

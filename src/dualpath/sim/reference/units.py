@@ -1,55 +1,12 @@
 """Which engines step together, and how that changes when a node changes its role."""
 
 from dualpath.core.cluster import Role
-from dualpath.sim.costs import pass_s
 from dualpath.sim.derived import Limits
 from dualpath.sim.layout import ClusterLayout
 from dualpath.sim.reference.decode import DecodeUnit, Finished
 from dualpath.sim.reference.events import EventQueue
-from dualpath.sim.reference.prefill import Pass, PrefillUnit
-from dualpath.sim.settings import PrefillCosts, Setup
-
-
-class LeavablePrefillUnit(PrefillUnit):
-    """A prefill unit whose engines may leave; a pass then is the work of those that are left."""
-
-    def __init__(
-        self, first: int, count: int, costs: PrefillCosts, limits: Limits, block_tokens: int
-    ) -> None:
-        super().__init__(first, count, costs, limits, block_tokens)
-        self._left = 0
-
-    def leave(self, engines: int) -> None:
-        """So many engines without work are gone."""
-        self._left += engines
-
-    def form_pass(self) -> Pass | None:
-        """Pack the next pass, None without work."""
-        formed = super().form_pass()
-        if formed is None or not self._left:
-            return formed
-        costs, count = self._costs, len(self.queues) - self._left
-        compute_s = pass_s(
-            formed.attention_max_s,
-            formed.tokens / count,
-            costs.batch_s,
-            costs.feed_forward_token_s,
-            costs.exchange_token_s,
-            costs.interleaved,
-        )
-        mean_s = formed.attention_mean_s * len(self.queues) / count
-        return formed._replace(compute_s=compute_s, attention_mean_s=mean_s)
-
-
-class LeavableDecodeUnit(DecodeUnit):
-    """A decode unit whose engines may leave; the steps of the others then take longer."""
-
-    def leave(self, engines: int) -> None:
-        """So many engines without requests are gone."""
-        self._advance()
-        self._engines -= engines
-        if self._engines:
-            self._expect_next()
+from dualpath.sim.reference.prefill import PrefillUnit
+from dualpath.sim.settings import Setup
 
 
 class Units:
@@ -67,8 +24,8 @@ class Units:
         self._limits = limits
         self._events = events
         self._finished = finished
-        self.prefill: list[LeavablePrefillUnit] = []
-        self.decode: list[LeavableDecodeUnit] = []
+        self.prefill: list[PrefillUnit] = []
+        self.decode: list[DecodeUnit] = []
         self.prefill_of: dict[int, int] = {}
         self.decode_of: dict[int, int] = {}
         for unit in layout.prefill_units:
@@ -98,11 +55,9 @@ class Units:
             self.prefill_of.update(dict.fromkeys(engines, len(self.prefill)))
             block_tokens = setup.cluster.block_tokens
             costs = setup.model.prefill
-            unit = LeavablePrefillUnit(engines[0], count, costs, self._limits, block_tokens)
+            unit = PrefillUnit(engines[0], count, costs, self._limits, block_tokens)
             self.prefill.append(unit)
         else:
             self.decode_of.update(dict.fromkeys(engines, len(self.decode)))
             costs_of_step = setup.model.decode
-            self.decode.append(
-                LeavableDecodeUnit(self._events, count, costs_of_step, self._finished)
-            )
+            self.decode.append(DecodeUnit(self._events, count, costs_of_step, self._finished))
