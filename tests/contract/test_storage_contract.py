@@ -1,5 +1,6 @@
 """Every storage backend keeps ``dualpath.storage.contract``; one suite, all of them."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,12 +8,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from tests.s3_servers import RCLONE, FaultyS3, rclone_s3
 
 from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.lengths import LengthOnlyStorage
 from dualpath.storage.memory import MemoryStorage
 from dualpath.storage.posix import PosixStorage
+from dualpath.storage.s3 import S3Storage
 from dualpath.storage.throttle import ThrottledStorage
 from dualpath.transport.memory import allocate_registered
 
@@ -25,7 +28,16 @@ BLOCKS = 6
 Damage = Callable[[BlockStorage, BlockKey], None]
 
 
-def open_backend(name: str, root: Path) -> BlockStorage:
+@contextlib.contextmanager
+def open_backend(name: str, root: Path) -> Iterator[BlockStorage]:
+    with contextlib.ExitStack() as servers:
+        storage = make_backend(name, root, servers)
+        yield storage
+        storage.close()
+        storage.close()
+
+
+def make_backend(name: str, root: Path, servers: contextlib.ExitStack) -> BlockStorage:
     match name:
         case "memory":
             return MemoryStorage(NAMESPACE)
@@ -37,27 +49,33 @@ def open_backend(name: str, root: Path) -> BlockStorage:
             return ThrottledStorage(MemoryStorage(NAMESPACE), 1e12)
         case "lengths":
             return LengthOnlyStorage(root, ORACLE_NAMESPACE)
+        case "s3" | "s3-unconditional":
+            server = FaultyS3(conditional=name == "s3")
+            servers.callback(server.close)
+            return S3Storage(server.location, NAMESPACE)
+        case "s3-rclone":
+            return S3Storage(servers.enter_context(rclone_s3(root)), NAMESPACE)
     raise AssertionError(name)
 
 
-BYTE_BACKENDS = ["memory", "posix-direct", "posix-cached", "throttled"]
+BYTE_BACKENDS = [
+    *("memory", "posix-direct", "posix-cached", "throttled", "s3", "s3-unconditional"),
+    pytest.param("s3-rclone", marks=pytest.mark.skipif(not RCLONE, reason="rclone is not here")),
+]
 
 
 @pytest.fixture(params=[*BYTE_BACKENDS, "lengths"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlockStorage]:
     """Any backend."""
-    backend = open_backend(request.param, tmp_path)
-    yield backend
-    backend.close()
-    backend.close()
+    with open_backend(request.param, tmp_path) as backend:
+        yield backend
 
 
 @pytest.fixture(params=BYTE_BACKENDS)
 def byte_storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlockStorage]:
     """A backend that holds bytes."""
-    backend = open_backend(request.param, tmp_path)
-    yield backend
-    backend.close()
+    with open_backend(request.param, tmp_path) as backend:
+        yield backend
 
 
 @pytest.fixture
@@ -167,6 +185,13 @@ def flip_payload(storage: BlockStorage, key: BlockKey) -> None:
     target = storage.inner if isinstance(storage, ThrottledStorage) else storage
     if isinstance(target, MemoryStorage):
         target.corrupt(key, offset_bytes=BLOCK_BYTES - 1)
+        return
+    if isinstance(target, S3Storage):
+        name = target.object_name(key)
+        content = bytearray(target.client.get(name) or b"")
+        content[-1] ^= 1
+        target.client.delete(name)
+        target.client.put(name, [bytes(content)])
         return
     path = block_path(storage, key)
     last = path.read_bytes()[-1]

@@ -62,7 +62,7 @@ def test_real_blocks_cannot_be_length_only(tmp_path: Path) -> None:
         LengthOnlyStorage(tmp_path, NAMESPACE)
 
 
-@pytest.mark.parametrize("location", ["s3://bucket", "file://", "memory://", ""])
+@pytest.mark.parametrize("location", ["gs://bucket", "s3://", "file://", "memory://", ""])
 def test_unknown_locations_are_refused(location: str) -> None:
     with pytest.raises(ConfigError, match="memory://NAME"):
         open_storage(location, NAMESPACE)

@@ -25,6 +25,18 @@ _MODEL_CHARACTERS = 80
 _numbers = count()
 
 
+def namespace_name(namespace: StoreNamespace) -> str:
+    """Return the name of a namespace: letters, digits and ``-._``."""
+    slug = re.sub(r"[^A-Za-z0-9.-]+", "-", namespace.model).strip("-.")[-_MODEL_CHARACTERS:]
+    return f"{slug or 'model'}_{namespace.digest()}_r{namespace.rank}"
+
+
+def block_name(key: BlockKey) -> str:
+    """Return where a block lies within its namespace, without suffix."""
+    name = key.hex()
+    return f"{name[:3]}/{name[3:5]}/{name}"
+
+
 class NamespaceDirectory:
     """Opens (creating if needed) one namespace's directory and names the files in it.
 
@@ -33,9 +45,7 @@ class NamespaceDirectory:
     """
 
     def __init__(self, root: Path, namespace: StoreNamespace, suffix: str) -> None:
-        slug = re.sub(r"[^A-Za-z0-9.-]+", "-", namespace.model).strip("-.")[-_MODEL_CHARACTERS:]
-        name = f"{slug or 'model'}_{namespace.digest()}_r{namespace.rank}"
-        self.path = root / name
+        self.path = root / namespace_name(namespace)
         self.temporary = self.path / "tmp"
         self._suffix = suffix
         self._writer = _writer_tag(os.getpid())
@@ -51,8 +61,7 @@ class NamespaceDirectory:
 
     def block_path(self, key: BlockKey) -> str:
         """Return the final path of a block (str: this is on the look-up path)."""
-        name = key.hex()
-        return f"{self.path}/{name[:3]}/{name[3:5]}/{name}{self._suffix}"
+        return f"{self.path}/{block_name(key)}{self._suffix}"
 
     def temporary_path(self) -> str:
         """Return a path for a half-written file that no other writer uses."""

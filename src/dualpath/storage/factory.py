@@ -12,6 +12,8 @@ from dualpath.storage.contract import BlockStorage
 from dualpath.storage.lengths import ORACLE, LengthOnlyStorage
 from dualpath.storage.memory import MemoryStorage
 from dualpath.storage.posix import DEFAULT_PARALLEL_READS, DirectIo, PosixStorage
+from dualpath.storage.s3 import S3Storage
+from dualpath.storage.s3_location import parse_location
 from dualpath.storage.throttle import ThrottledStorage
 
 _memory_storages: dict[tuple[str, str], MemoryStorage] = {}
@@ -28,28 +30,33 @@ def open_storage(
     parallel_reads: int = DEFAULT_PARALLEL_READS,
     sync: bool = False,
 ) -> BlockStorage:
-    """Open the storage at ``location``: a path, ``file://path`` or ``memory://name``.
+    """Open the storage at ``location``: a path, ``file://``, ``s3://`` or ``memory://``.
 
+    ``s3://bucket/prefix?endpoint_url=…&region=…`` is told by ``s3_location.parse_location``.
     ``memory://name`` is one storage per name within this process, for tests.  ``read_bytes_per_s``
     throttles reads to a SNIC's rate (None: unthrottled).  In ``Mode.ORACLE`` the storage keeps
-    lengths only, apart from real blocks.  The remaining settings are ``PosixStorage``'s.
+    lengths only, apart from real blocks, in a directory.  ``direct_io`` and ``sync`` are
+    ``PosixStorage``'s.
 
-    Raises ``ConfigError`` for an unknown scheme or an unusable directory.
+    Raises ``ConfigError`` for an unknown scheme, an unusable directory or bucket.
     """
     scheme, separator, rest = str(location).partition("://")
     if not separator:
         scheme, rest = "file", str(location)
-    if scheme not in ("file", "memory") or not rest:
+    if scheme not in ("file", "memory", "s3") or not rest:
         raise ConfigError(
-            f"storage location {str(location)!r} is none of PATH, file://PATH, memory://NAME"
+            f"storage location {str(location)!r} is none of PATH, file://PATH, "
+            "s3://BUCKET/PREFIX, memory://NAME"
         )
     if mode is Mode.ORACLE:
-        if scheme == "memory":
+        if scheme != "file":
             raise ConfigError(f"storage {location} in mode oracle: give a directory instead")
         return LengthOnlyStorage(rest, msgspec.structs.replace(namespace, mode=ORACLE))
     storage: BlockStorage
     if scheme == "memory":
         storage = memory_storage(rest, namespace)
+    elif scheme == "s3":
+        storage = S3Storage(parse_location(str(location)), namespace, parallel_reads=parallel_reads)
     else:
         storage = PosixStorage(
             rest, namespace, direct_io=direct_io, parallel_reads=parallel_reads, sync=sync

@@ -31,6 +31,7 @@ from dualpath.storage.block_file import HEADER_BYTES
 from dualpath.storage.checks import check_buffers
 from dualpath.storage.contract import ReadOutcome
 from dualpath.storage.directory import NamespaceDirectory, refused
+from dualpath.storage.run_progress import RunProgress
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +40,9 @@ DirectIo = bool | Literal["auto"]
 #: Measured with ``benchmarks/storage_read.py``; more threads only queue behind the device.
 DEFAULT_PARALLEL_READS = 4
 
-#: Enough for every device's direct I/O.
-DIRECT_ALIGNMENT_BYTES = 4096
+#: What direct I/O needs on most devices: a logical sector.  A Full Block of 61 layers of 42 KiB is
+#: no multiple of 4096.  Where a device wants more, the kernel refuses and the cache is used.
+DIRECT_ALIGNMENT_BYTES = 512
 
 
 class PosixStorage:
@@ -106,7 +108,7 @@ class PosixStorage:
         ``bytes_read`` counts payload that left the device, also beyond the end of the run.
         """
         flat = check_buffers(self.geometry, keys, destinations, writable=True)
-        run = _Run()
+        run = RunProgress()
         if self._pool is None or len(keys) < 2:
             for position, (key, destination) in enumerate(zip(keys, flat, strict=True)):
                 self._read_in_run(run, position, key, destination)
@@ -149,7 +151,7 @@ class PosixStorage:
         return possible
 
     def _read_in_run(
-        self, run: "_Run", position: int, key: BlockKey, destination: memoryview
+        self, run: RunProgress, position: int, key: BlockKey, destination: memoryview
     ) -> None:
         if run.is_over_before(position):
             return
@@ -208,31 +210,6 @@ class PosixStorage:
         except OSError as error:
             Path(temporary).unlink(missing_ok=True)
             raise refused("write", temporary, HEADER_BYTES + source.nbytes, error) from error
-
-
-class _Run:
-    """The shared progress of one call of ``read``."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._first_bad: int | None = None
-        self._reason: str | None = None
-        self._bytes_read = 0
-
-    def is_over_before(self, position: int) -> bool:
-        with self._lock:
-            return self._first_bad is not None and self._first_bad < position
-
-    def note(self, position: int, reason: str | None, moved_bytes: int) -> None:
-        with self._lock:
-            self._bytes_read += moved_bytes
-            earlier = self._first_bad is None or position < self._first_bad
-            if reason is not None and earlier:
-                self._first_bad, self._reason = position, reason
-
-    def outcome(self, blocks: int) -> ReadOutcome:
-        good = blocks if self._first_bad is None else self._first_bad
-        return ReadOutcome(good, self._bytes_read, self._reason)
 
 
 def _is_aligned(view: memoryview) -> bool:

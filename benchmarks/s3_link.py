@@ -1,0 +1,138 @@
+"""How well one node uses an SNIC that leads to a real S3 server, in a lab of its own.
+
+    python benchmarks/s3_link.py [--mb-per-s 50 200] [--rounds 3]        (root, rclone)
+
+A process on the node reads Full Blocks through ``S3Storage`` for some seconds, in batches as an
+engine does, and verifies each.  Rate: payload over wall time; CPU: user and system time of the
+reader and of the server.  The median of the rounds is shown, with the range of the rates.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
+from dualpath.lab.cluster import (
+    LabState,
+    enter_node,
+    lab_down,
+    lab_nodes,
+    lab_up,
+    node_environment,
+    storage_url,
+)
+from dualpath.lab.settings import LabSettings, StorageServer
+from dualpath.lab.steps import server_marker
+from dualpath.storage.factory import open_storage
+from dualpath.transport.memory import allocate_registered
+
+BLOCK_BYTES = 2_555_904
+BLOCKS = 32
+SECONDS = 4.0
+LAB = "s3link"
+
+
+def read_blocks(url: str, batch_blocks: int) -> dict[str, float]:
+    """Write the blocks where they are not, then read them again and again for ``SECONDS``."""
+    geometry = BlockGeometry(layers=1, block_tokens=64, layer_block_bytes=BLOCK_BYTES)
+    storage = open_storage(url, StoreNamespace("benchmark", "bfloat16", "NHD", geometry))
+    keys = block_keys(range(64 * BLOCKS), 64)
+    content = np.random.default_rng(0).integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
+    for key in keys:
+        storage.write([key], [content.data])
+    memory = allocate_registered(batch_blocks * BLOCK_BYTES)
+    slots = [memory.view(i * BLOCK_BYTES, BLOCK_BYTES) for i in range(batch_blocks)]
+    batches = [keys[i : i + batch_blocks] for i in range(0, BLOCKS, batch_blocks)]
+    storage.read(batches[0], slots)
+    start_cpu_s, start_s, read_bytes = cpu_s(), time.perf_counter(), 0
+    while time.perf_counter() - start_s < SECONDS:
+        for batch in batches:
+            outcome = storage.read(batch, slots)
+            if outcome.good_blocks < len(batch):
+                raise SystemExit(f"read ended: {outcome.reason}")
+            read_bytes += outcome.bytes_read
+    wall_s, used_s = time.perf_counter() - start_s, cpu_s() - start_cpu_s
+    storage.close()
+    return {"bytes": read_bytes, "wall_s": wall_s, "cpu_s": used_s}
+
+
+def cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def server_cpu_s() -> float:
+    """CPU time of the lab's S3 server so far."""
+    marker = server_marker(LAB).encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (process / "cmdline").read_bytes().split(b"\0")
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if marker in arguments:
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    raise SystemExit("the server is gone")
+
+
+def measure(state: LabState, batch_blocks: int) -> tuple[float, float, float]:
+    """One round; bytes/s, and CPU seconds per GB of reader and server."""
+    before_s = server_cpu_s()
+    done = subprocess.run(
+        enter_node(
+            state,
+            lab_nodes(state)[0],
+            (sys.executable, __file__, "--read", storage_url(state), "--batch", str(batch_blocks)),
+        ),
+        env={**os.environ, **node_environment(state)},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    gigabytes = found["bytes"] / 1e9
+    served_s = server_cpu_s() - before_s
+    return found["bytes"] / found["wall_s"], found["cpu_s"] / gigabytes, served_s / gigabytes
+
+
+def show(mb_per_s: float, rounds: int, batch_blocks: int) -> None:
+    state = lab_up(
+        LabSettings(name=LAB, snic_bytes_per_s=mb_per_s * 1e6, storage_server=StorageServer.S3)
+    )
+    try:
+        found = [measure(state, batch_blocks) for _ in range(rounds + 1)][1:]
+    finally:
+        lab_down(LAB)
+    rates = [rate / (mb_per_s * 1e6) for rate, _, _ in found]
+    reader, server = (statistics.median(round_[i] for round_ in found) for i in (1, 2))
+    print(
+        f"{mb_per_s:>6.0f} {batch_blocks:>6} {statistics.median(rates):>8.1%} "
+        f"{min(rates):>7.1%} {max(rates):>7.1%} {reader:>9.2f} {server:>9.2f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--mb-per-s", type=float, nargs="+", default=[50, 200])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=4, help="Full Blocks per read")
+    parser.add_argument("--read", metavar="URL", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.read:
+        print(json.dumps(read_blocks(arguments.read, arguments.batch)))
+        return
+    print("SNIC MB/s  batch   of link     min     max  reader CPU s/GB  server")
+    for mb_per_s in arguments.mb_per_s:
+        show(mb_per_s, arguments.rounds, arguments.batch)
+
+
+if __name__ == "__main__":
+    main()

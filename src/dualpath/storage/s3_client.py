@@ -1,0 +1,227 @@
+"""The five requests that storage makes of S3, over plain HTTP.
+
+Answers go from the socket straight into the caller's memory.  That, deadlines on every step and
+no further package are why this is not one of the client libraries; see ``dualpath.storage.s3``.
+"""
+
+import contextlib
+import http.client
+import re
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import TypeVar
+
+from dualpath.storage.s3_connection import Connection, Patience, fill, tls_context
+from dualpath.storage.s3_location import S3Location
+from dualpath.storage.s3_signature import UNSIGNED_PAYLOAD, authorization
+
+_AGAIN = (408, 429, 500, 502, 503, 504)
+_ERROR_TEXT_BYTES = 1 << 16
+Answer = TypeVar("Answer")
+
+
+class S3Error(OSError):
+    """S3 refuses, or cannot be reached in all attempts; ``status`` is 0 where none arrived."""
+
+    def __init__(self, text: str, status: int = 0, code: str = "") -> None:
+        super().__init__(text)
+        self.status = status
+        self.code = code
+
+
+class _TryAgainError(Exception):
+    """An answer that may be another one the next time."""
+
+
+class S3Client:
+    """Objects under one ``S3Location``, by names relative to it; for use by several threads.
+
+    Names consist of letters, digits and ``/-._``.  All methods raise ``S3Error``.
+    """
+
+    def __init__(self, location: S3Location, patience: Patience) -> None:
+        self.location = location
+        self._patience = patience
+        self._tls = tls_context(location.scheme)
+        self._conditional = True
+        # Taken from and given back at the end: the connection used last is the least likely to
+        # have been closed by the server.
+        self._idle: list[Connection] = []
+
+    def get_into(self, name: str, parts: list[memoryview]) -> int | None:
+        """Fill ``parts`` with the object's first bytes; return how many, None without an object."""
+
+        def take(response: http.client.HTTPResponse) -> int | None:
+            if response.status == 404:
+                return None
+            length = _length(response)
+            wanted = min(length, sum(part.nbytes for part in parts))
+            received = fill(response.readinto, parts, wanted)
+            if received < wanted:
+                raise ConnectionError(f"answer ended after {received} of {length} bytes")
+            return received
+
+        return self._request("GET", name, take, missing_is_answer=True)
+
+    def get(self, name: str) -> bytes | None:
+        """Return a small object, None without one."""
+
+        def take(response: http.client.HTTPResponse) -> bytes | None:
+            return None if response.status == 404 else response.read()
+
+        return self._request("GET", name, take, missing_is_answer=True)
+
+    def exists(self, name: str) -> bool:
+        """Return whether there is such an object."""
+        return self._request("HEAD", name, lambda r: r.status != 404, missing_is_answer=True)
+
+    def put(self, name: str, parts: Sequence[memoryview | bytes]) -> bool:
+        """Store an object unless there is one; return whether it is new.
+
+        Servers that know no conditional writes overwrite, so see ``exists`` first.
+        """
+
+        def take(response: http.client.HTTPResponse) -> bool:
+            if response.status == 409:
+                # Another conditional write of the same object is under way.
+                raise _TryAgainError("conflict with another write")
+            if response.status == 501:
+                self._conditional = False
+                raise _TryAgainError("server knows no conditional writes")
+            return response.status != 412
+
+        return self._request("PUT", name, take, body=parts)
+
+    def delete(self, name: str) -> None:
+        """Remove an object; none there is as well."""
+        self._request("DELETE", name, lambda response: None, missing_is_answer=True)
+
+    def close(self) -> None:
+        """Close idle connections; idempotent."""
+        # Other threads may take the last one meanwhile.
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().close()
+
+    def _request(
+        self,
+        method: str,
+        name: str,
+        take: Callable[[http.client.HTTPResponse], Answer],
+        *,
+        body: Sequence[memoryview | bytes] | None = None,
+        missing_is_answer: bool = False,
+    ) -> Answer:
+        deadline_s = time.monotonic() + self._patience.request_s
+        pause_s = self._patience.pause_s
+        attempt = 0
+        while True:
+            attempt += 1
+            connection = self._connection(fresh=attempt > 1)
+            connection.set_deadline(deadline_s)
+            try:
+                self._send(connection, method, name, body)
+                response = connection.getresponse()
+                self._check(response, method, name, missing_is_answer)
+                answer = take(response)
+                self._give_back(connection, response)
+                return answer
+            except S3Error:
+                connection.close()
+                raise
+            except (OSError, http.client.HTTPException, _TryAgainError) as error:
+                connection.close()
+                late = time.monotonic() + pause_s >= deadline_s
+                if late or attempt >= self._patience.attempts:
+                    said = str(error) or type(error).__name__
+                    raise S3Error(f"{self._what(method, name)}: {said} (try {attempt})") from error
+            time.sleep(pause_s)
+            pause_s *= 2
+
+    def _connection(self, *, fresh: bool) -> Connection:
+        """Return a connection; after a failure a ``fresh`` one, as idle ones may be dead too."""
+        if fresh:
+            self.close()
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return Connection(self.location, self._patience, self._tls)
+
+    def _give_back(self, connection: Connection, response: http.client.HTTPResponse) -> None:
+        """Keep a connection whose answer has been read to its end, else close it."""
+        if not response.length:
+            response.read()
+        if response.isclosed() and not response.will_close:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def _path(self, name: str) -> str:
+        return self.location.base + name
+
+    def _what(self, method: str, name: str) -> str:
+        return f"{method} {self._path(name)} at {self.location.host_header}"
+
+    def _send(
+        self,
+        connection: Connection,
+        method: str,
+        name: str,
+        body: Sequence[memoryview | bytes] | None,
+    ) -> None:
+        headers = self._signed(method, self._path(name))
+        if body is not None:
+            headers["Content-Length"] = str(sum(len(part) for part in body))
+            headers["Content-Type"] = "application/octet-stream"
+            if self._conditional:
+                headers["If-None-Match"] = "*"
+        connection.request(method, self._path(name), body=body, headers=headers)
+
+    def _signed(self, method: str, path: str) -> dict[str, str]:
+        location = self.location
+        headers = {"host": location.host_header}
+        if location.credentials is None:
+            return headers
+        headers["x-amz-content-sha256"] = UNSIGNED_PAYLOAD
+        headers["x-amz-date"] = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        if location.credentials.session_token:
+            headers["x-amz-security-token"] = location.credentials.session_token
+        headers["authorization"] = authorization(
+            method, path, headers, location.credentials, location.region
+        )
+        return headers
+
+    def _check(
+        self,
+        response: http.client.HTTPResponse,
+        method: str,
+        name: str,
+        missing_is_answer: bool,
+    ) -> None:
+        status = response.status
+        if status in (200, 201, 204) or (status == 404 and missing_is_answer):
+            return
+        if method == "PUT" and status in (409, 412, 501):
+            return
+        text = response.read(_ERROR_TEXT_BYTES).decode(errors="replace")
+        code = _element(text, "Code")
+        said = " ".join(
+            filter(None, (str(status), code or response.reason, _element(text, "Message")))
+        )
+        if status in _AGAIN:
+            raise _TryAgainError(said)
+        raise S3Error(f"{self._what(method, name)}: {said}", status, code)
+
+
+def _length(response: http.client.HTTPResponse) -> int:
+    """Return the object's length; without one a cut connection would look like a short object."""
+    if response.length is None:
+        raise ConnectionError("answer without Content-Length")
+    return response.length
+
+
+def _element(xml: str, name: str) -> str:
+    """Return the text of an element of S3's flat error documents, or nothing."""
+    found = re.search(rf"<{name}>([^<]*)</{name}>", xml)
+    return found[1] if found else ""

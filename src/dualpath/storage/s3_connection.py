@@ -1,0 +1,148 @@
+"""One HTTP connection whose every step has a deadline."""
+
+import http.client
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dualpath.storage.s3_location import S3Location
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+
+class Patience(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a request may take; all times are seconds above 0.
+
+    ``connect_s`` until a connection stands, ``stall_s`` without a byte, ``request_s`` for one
+    request with all its ``attempts`` (at least 1), ``pause_s`` before the second attempt and twice
+    as long before each further one.
+    """
+
+    connect_s: float = 5.0
+    stall_s: float = 10.0
+    request_s: float = 60.0
+    attempts: int = 3
+    pause_s: float = 0.1
+
+
+class _TimedSocket(socket.socket):
+    """A socket that gives up when no byte moves for ``stall_s`` or at ``deadline_s``."""
+
+    deadline_s: float
+    stall_s: float
+
+    def recv_into(self, buffer: "WriteableBuffer", nbytes: int = 0, flags: int = 0) -> int:
+        _arm(self)
+        return super().recv_into(buffer, nbytes, flags)
+
+    def sendall(self, data: "ReadableBuffer", flags: int = 0) -> None:
+        _send_all(self, data)
+
+
+class _TimedTlsSocket(ssl.SSLSocket):
+    """The same over TLS."""
+
+    deadline_s: float
+    stall_s: float
+
+    def recv_into(
+        self, buffer: "WriteableBuffer", nbytes: int | None = None, flags: int = 0
+    ) -> int:
+        _arm(self)
+        return super().recv_into(buffer, nbytes, flags)
+
+    def sendall(self, data: "ReadableBuffer", flags: int = 0) -> None:
+        _send_all(self, data)
+
+
+def _send_all(timed: _TimedSocket | _TimedTlsSocket, data: "ReadableBuffer") -> None:
+    # Piece by piece: the timeout of socket.sendall is one for all of the data.
+    left = memoryview(data).cast("B")
+    while left:
+        _arm(timed)
+        left = left[timed.send(left) :]
+
+
+def _arm(timed: _TimedSocket | _TimedTlsSocket) -> None:
+    left_s = timed.deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("deadline of the request passed")
+    timed.settimeout(min(left_s, timed.stall_s))
+
+
+class Connection(http.client.HTTPConnection):
+    """A connection to ``location``; opens by itself with the first request.
+
+    ``deadline_s`` (of ``time.monotonic``) is set before each request.
+    """
+
+    deadline_s: float
+    sock: _TimedSocket | _TimedTlsSocket
+
+    def __init__(
+        self, location: S3Location, patience: Patience, tls: ssl.SSLContext | None
+    ) -> None:
+        super().__init__(location.host, location.port)
+        self._patience = patience
+        self._tls = tls
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it stands, as far as this end knows."""
+        return self.sock is not None
+
+    def connect(self) -> None:
+        """Open the connection; raises ``OSError``."""
+        left_s = max(self.deadline_s - time.monotonic(), 0.001)
+        plain = socket.create_connection(
+            (self.host, self.port), min(left_s, self._patience.connect_s)
+        )
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is None:
+                self.sock = _TimedSocket(
+                    plain.family, plain.type, plain.proto, fileno=plain.detach()
+                )
+            else:
+                wrapped = self._tls.wrap_socket(plain, server_hostname=self.host)
+                assert isinstance(wrapped, _TimedTlsSocket)
+                self.sock = wrapped
+        except BaseException:
+            plain.close()
+            raise
+        self.sock.stall_s = self._patience.stall_s
+        self.set_deadline(self.deadline_s)
+
+    def set_deadline(self, deadline_s: float) -> None:
+        """Let everything from now on end at ``deadline_s``."""
+        self.deadline_s = deadline_s
+        if self.is_open:
+            self.sock.deadline_s = deadline_s
+
+
+def tls_context(scheme: str) -> ssl.SSLContext | None:
+    """Return what https needs: the system's certificates; None for http."""
+    if scheme != "https":
+        return None
+    context = ssl.create_default_context()
+    context.sslsocket_class = _TimedTlsSocket
+    return context
+
+
+def fill(receive: Callable[[memoryview], int], parts: list[memoryview], wanted: int) -> int:
+    """Receive into ``parts``, one after the other, up to ``wanted`` bytes; return how many came."""
+    done = 0
+    for part in parts:
+        place = part[: wanted - done]
+        while place:
+            received = receive(place)
+            if not received:
+                return done
+            done += received
+            place = place[received:]
+    return done

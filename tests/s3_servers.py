@@ -1,0 +1,196 @@
+"""Two S3 servers for tests: one in this process that fails on demand, and rclone's."""
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Literal
+
+from dualpath.storage.s3_location import S3Location, parse_location
+
+#: How one request goes wrong: a status instead of an answer, the connection closed before or in
+#: the middle of the answer, an answer that never comes or comes a byte at a time.
+Fault = int | Literal["closed", "cut", "silent", "dripping"]
+
+BUCKET = "blocks"
+RCLONE = shutil.which("rclone") or shutil.which("rclone", path=sysconfig.get_path("scripts"))
+_KEYS = {"AWS_ACCESS_KEY_ID": "dualpath-test", "AWS_SECRET_ACCESS_KEY": "a secret of the tests"}
+_DRIP_S = 0.01
+
+
+class FaultyS3:
+    """Objects in a dict behind HTTP, as much of S3 as storage uses.
+
+    ``faults``: for each method what goes wrong with its next requests for blocks, in order; None
+    is no fault.  ``requests`` are those for blocks, as (method, name).  ``conditional``: whether
+    ``If-None-Match`` is honoured.
+    """
+
+    def __init__(self, conditional: bool = True) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.faults: dict[str, list[Fault | None]] = {}
+        self.requests: list[tuple[str, str]] = []
+        self.conditional = conditional
+        self.ended = threading.Event()
+        self.before: Callable[[str, str], None] = lambda method, name: None
+        self._lock = threading.Lock()
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._http.daemon_threads = True
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self._http.server_port}"
+
+    @property
+    def location(self) -> S3Location:
+        """Its bucket."""
+        return location_at(self.url)
+
+    def note(self, method: str, name: str) -> Fault | None:
+        """Count a request and return what goes wrong with it."""
+        if not name.endswith(".kv"):
+            return None
+        self.before(method, name)
+        with self._lock:
+            self.requests.append((method, name))
+            planned = self.faults.get(method)
+            return planned.pop(0) if planned else None
+
+    def put(self, name: str, content: bytes, only_new: bool) -> bool:
+        """Store an object unless it exists and must not."""
+        with self._lock:
+            if only_new and self.conditional and name in self.objects:
+                return False
+            self.objects[name] = content
+            return True
+
+    def close(self) -> None:
+        """End the server and every answer it holds back."""
+        self.ended.set()
+        self._http.shutdown()
+        self._thread.join()
+        self._http.server_close()
+
+
+def _handler(server: FaultyS3) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def handle_one_request(self) -> None:
+            with contextlib.suppress(ConnectionError):
+                super().handle_one_request()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.serve()
+
+        def do_HEAD(self) -> None:
+            self.serve()
+
+        def do_PUT(self) -> None:
+            self.serve()
+
+        def do_DELETE(self) -> None:
+            self.serve()
+
+        def serve(self) -> None:
+            name = self.path.removeprefix(f"/{BUCKET}/")
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            fault = server.note(self.command, name)
+            if fault == "closed":
+                self.close_connection = True
+            elif fault == "silent":
+                self.close_connection = True
+                server.ended.wait()
+            elif isinstance(fault, int):
+                self.answer(fault, b"<Error><Code>Planned</Code><Message>no</Message></Error>")
+            elif not self.path.startswith(f"/{BUCKET}/"):
+                self.answer(404, b"<Error><Code>NoSuchBucket</Code></Error>")
+            elif "Signature=" not in self.headers.get("Authorization", ""):
+                self.answer(403, b"<Error><Code>AccessDenied</Code></Error>")
+            else:
+                self.do(name, body, fault)
+
+        def do(self, name: str, body: bytes, fault: Fault | None) -> None:
+            if self.command == "PUT":
+                only_new = self.headers.get("If-None-Match") == "*"
+                self.answer(200 if server.put(name, body, only_new) else 412, b"")
+            elif self.command == "DELETE":
+                server.objects.pop(name, None)
+                self.answer(204, b"")
+            elif name not in server.objects:
+                self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+            else:
+                self.answer(200, server.objects[name], fault)
+
+        def answer(self, status: int, content: bytes, fault: Fault | None = None) -> None:
+            self.send_response(status)
+            if status != 204:
+                self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command == "HEAD" or status == 204:
+                return
+            if fault == "cut":
+                self.wfile.write(content[: len(content) // 2])
+                self.close_connection = True
+            elif fault == "dripping":
+                self.close_connection = True
+                for byte in content:
+                    self.wfile.write(bytes([byte]))
+                    if server.ended.wait(_DRIP_S):
+                        return
+            else:
+                self.wfile.write(content)
+
+    return Handler
+
+
+def location_at(endpoint: str) -> S3Location:
+    """Return the tests' bucket on a server."""
+    return parse_location(f"s3://{BUCKET}/tests?endpoint_url={endpoint}", _KEYS)
+
+
+@contextlib.contextmanager
+def rclone_s3(folder: Path) -> Iterator[S3Location]:
+    """Serve a folder with rclone as long as the context lasts."""
+    assert RCLONE is not None
+    (folder / BUCKET).mkdir()
+    secret = '"{AWS_ACCESS_KEY_ID},{AWS_SECRET_ACCESS_KEY}"'.format(**_KEYS)
+    command = (RCLONE, "serve", "s3", str(folder), "--addr", "127.0.0.1:0", "--config", "")
+    with subprocess.Popen(
+        (*command, "--etag-hash", "", "--dir-cache-time", "1h"),
+        env={"RCLONE_AUTH_KEY": secret, "HOME": str(folder)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        said = ""
+        while "server on [" not in said:
+            said = process.stderr.readline()
+            assert said, "rclone ended"
+        reader = threading.Thread(target=process.stderr.read)
+        reader.start()
+        try:
+            yield location_at(said.partition("server on [")[2].partition("/]")[0])
+        finally:
+            process.kill()
+            reader.join()
+
+
+def free_port() -> int:
+    """Return a port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
