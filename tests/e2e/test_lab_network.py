@@ -25,10 +25,10 @@ from dualpath.lab.cluster import (
     link_reports,
 )
 from dualpath.lab.leftovers import find_leftovers
-from dualpath.lab.machine import find_machine, lab_folder, nodes, prefix, state_file
+from dualpath.lab.machine import find_machine, head_node, lab_folder, nodes, prefix, state_file
 from dualpath.lab.runner import enter_user_namespace
 from dualpath.lab.settings import LabSettings, Shaping
-from dualpath.lab.steps import CNIC, make_steps, switch_name
+from dualpath.lab.steps import CNIC, make_steps
 
 NAME = f"test{os.getpid()}"
 SETTINGS = LabSettings(
@@ -186,7 +186,7 @@ def test_every_link_has_its_rate_and_two_lanes_that_borrow(lab: LabState) -> Non
     for node in nodes(SETTINGS):
         for namespace, device, rate in (
             (node.full_name, CNIC, 10**9),
-            (switch_name(NAME), node.name, 10**9),
+            (head_node(SETTINGS).full_name, node.name, 10**9),
             (node.full_name, "lo", 2 * 10**9),
         ):
             found = classes(lab, namespace, device)
@@ -205,7 +205,7 @@ def test_kv_ports_go_to_the_kv_lane_in_both_directions_of_a_link(lab: LabState) 
         assert sent[KV_CLASS]["sent"] >= STREAM_BYTES
         assert sent[INFERENCE_CLASS]["sent"] < STREAM_BYTES
     for port in ("de0", "pe0"):
-        assert classes(lab, switch_name(NAME), port)[KV_CLASS]["sent"] >= STREAM_BYTES
+        assert classes(lab, head_node(SETTINGS).full_name, port)[KV_CLASS]["sent"] >= STREAM_BYTES
 
 
 @needs_root

@@ -70,8 +70,9 @@ def test_shapes_are_written_as_in_the_paper() -> None:
     [
         (["up", "--nodes", "0P1D"], "prefill is 0"),
         (["up", "--name", "X"], "name is 'X'"),
-        (["down", "--nodes", "1P1D"], "takes a --name and no settings"),
-        (["status", "--dry-run"], "takes a --name and no settings"),
+        (["run", "--modes", "basic,fast"], "mode 'fast'"),
+        (["run", "--turns", "0"], "turns is 0"),
+        (["bench", "jct", "--nodes", "2P"], "nodes are '2P'"),
         (["status", "--name", "neverwas"], "no lab 'neverwas' is up"),
     ],
 )

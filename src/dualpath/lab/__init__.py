@@ -2,6 +2,7 @@
 
 settings    what is wanted
 machine     what this machine can give, and the names of everything a lab makes
+s3_server   the S3 server of a lab: program, keys, command
 steps       the steps that make a lab and those that undo it, as data
 leftovers   what of a lab exists, found by name and not by memory
 runner      carries steps out

@@ -9,17 +9,18 @@ import msgspec
 from dualpath.core.errors import ConfigError
 from dualpath.lab.leftovers import find_leftovers, is_alive, start_ticks
 from dualpath.lab.machine import (
-    NAMESPACE_FOLDER,
     Machine,
     Node,
     find_machine,
+    head_node,
     lab_folder,
     nodes,
     state_file,
 )
 from dualpath.lab.runner import Runner, enter_user_namespace
+from dualpath.lab.s3_server import bucket_url, client_environment
 from dualpath.lab.settings import LabSettings, Shaping
-from dualpath.lab.steps import RemoveFile, Step, cgroup_folder, make_steps, undo_steps
+from dualpath.lab.steps import CNIC, RemoveFile, Step, cgroup_folder, make_steps, undo_steps
 
 
 class LabState(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,9 +109,10 @@ def enter_node(state: LabState, node: Node, argv: tuple[str, ...]) -> tuple[str,
     machine = state.machine
     if machine.shaping is Shaping.TOKEN_BUCKETS:
         return argv
-    network = f"--net={NAMESPACE_FOLDER / node.full_name}"
-    command = (*enter_user_namespace(state.anchor), "nsenter", network, "--", *argv)
-    if machine.cgroups is None:
+    # Unlike `nsenter --net`, this also shows the node's devices in /sys, where UCX looks for them.
+    enter_network = ("ip", "netns", "exec", node.full_name)
+    command = (*enter_user_namespace(state.anchor), *enter_network, *argv)
+    if machine.cgroups is None or node == head_node(state.settings):
         return command
     # The shell joins the cgroup and becomes the command, so that all of its reads count.
     join = 'echo $$ > "$0" && exec "$@"'
@@ -124,7 +126,10 @@ def link_reports(state: LabState) -> tuple[LinkReport, ...]:
     lanes = f"inference : KV = {settings.weights.text}, KV is TCP {settings.ports.text}"
     none = "nobody: the nodes are processes of one network"
     cnic, loopback = (f"HTB both ways, {lanes}", f"HTB, {lanes}") if network else (none, none)
-    if machine.cgroups is not None:
+    shaped = machine.cgroups is not None or machine.s3_server is not None
+    if machine.s3_server is not None:
+        reads = "HTB from server to node, S3 over TCP; writes are not shaped"
+    elif machine.cgroups is not None:
         reads = (
             f"cgroup v{machine.cgroups.version} on device {machine.device_number}, O_DIRECT reads"
         )
@@ -133,16 +138,45 @@ def link_reports(state: LabState) -> tuple[LinkReport, ...]:
     return (
         LinkReport("CNIC", settings.cnic_bytes_per_s, network, cnic),
         LinkReport("loopback", settings.loopback_rate_bytes_per_s, network, loopback),
-        LinkReport("SNIC", settings.snic_bytes_per_s, machine.cgroups is not None, reads),
+        LinkReport("SNIC", settings.snic_bytes_per_s, shaped, reads),
     )
 
 
 def lab_nodes(state: LabState) -> tuple[Node, ...]:
     """Return the nodes with the addresses under which they reach each other."""
-    found = nodes(state.settings)
+    return tuple(_reachable(state, node) for node in nodes(state.settings))
+
+
+def lab_head(state: LabState) -> Node:
+    """Return the node for router and clients, whose traffic no link of its own shapes."""
+    return _reachable(state, head_node(state.settings))
+
+
+def _reachable(state: LabState, node: Node) -> Node:
     if state.machine.shaping is not Shaping.TOKEN_BUCKETS:
-        return found
-    return tuple(msgspec.structs.replace(node, address="127.0.0.1") for node in found)
+        return node
+    return msgspec.structs.replace(node, address="127.0.0.1")
+
+
+def storage_url(state: LabState, part: str = "") -> str:
+    """Return the external KV storage as engines on the nodes name it: a folder or a bucket.
+
+    ``part`` is a part of it, like ``run-1``, that shares nothing with others.
+    """
+    if state.machine.s3_server is not None:
+        return bucket_url(part)
+    return str(Path(state.machine.storage) / part)
+
+
+def node_environment(state: LabState) -> dict[str, str]:
+    """Return what commands on the nodes need in their environment.
+
+    With an S3 server its keys, and for UCX the NICs that KV between nodes may use.
+    """
+    server = state.machine.s3_server
+    if server is None:
+        return {}
+    return {**client_environment(server), "UCX_NET_DEVICES": f"{CNIC},lo"}
 
 
 def _refuse_second(name: str) -> None:
@@ -192,8 +226,7 @@ def _create_record(state: LabState) -> Path:
     file = state_file(state.settings.name, Path(state.machine.folder))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("xb") as record:
-            record.write(msgspec.json.encode(state))
+        _write_private(file, msgspec.json.encode(state))
     except FileExistsError as error:
         raise ConfigError(f"lab {state.settings.name!r} is being made by another; wait") from error
     except OSError as error:
@@ -203,8 +236,14 @@ def _create_record(state: LabState) -> Path:
 
 def _replace_record(file: Path, state: LabState) -> None:
     new = file.with_name(file.name + ".new")
-    new.write_bytes(msgspec.json.encode(state))
+    _write_private(new, msgspec.json.encode(state))
     new.replace(file)
+
+
+def _write_private(file: Path, content: bytes) -> None:
+    """Write a new file that only its owner may read, as a record may hold keys."""
+    with open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as record:
+        record.write(content)
 
 
 def _read_record(name: str) -> LabState | None:

@@ -96,8 +96,8 @@ def _processes(start: str, namespaces: Iterable[Path], groups: Iterable[Path]) -
     networks = {os.stat(path).st_ino for path in namespaces}
     everyone = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     found.update(pid for pid in everyone if _namespace(pid, "net") in networks)
-    marker = f"{start}anchor".encode()
-    anchors = [pid for pid in everyone if marker in _arguments(pid)]
+    markers = {f"{start}anchor".encode(), f"{start}s3".encode()}
+    anchors = [pid for pid in everyone if markers & set(_arguments(pid))]
     # An anchor that has not reached its own namespace yet still shares ours.
     users = {_namespace(pid, "user") for pid in anchors} - {_namespace(os.getpid(), "user"), 0}
     found.update(anchors, (pid for pid in everyone if _namespace(pid, "user") in users))

@@ -12,11 +12,13 @@ from pathlib import Path
 import msgspec
 
 from dualpath.core.errors import ConfigError
-from dualpath.lab.settings import LabSettings, Shaping
+from dualpath.lab.s3_server import S3Server, find_s3_server
+from dualpath.lab.settings import LabSettings, Shaping, StorageServer
 
 #: Where `ip netns` keeps named network namespaces.
 NAMESPACE_FOLDER = Path("/run/netns")
 _MEMORY_FOLDER = Path("/dev/shm")
+_HEAD_HOST = 1
 _FIRST_HOST = 10
 _COMMAND_DEADLINE_S = 30.0
 
@@ -34,7 +36,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     ``shaping`` is never AUTO.  ``folder`` holds the lab's files.  ``storage`` is the folder that
     all nodes read; ``image`` and ``loop_device`` are empty unless the lab makes a file system for
     it, which then is mounted there.  ``device_number`` (major:minor) is the block device throttled
-    through ``cgroups``; without one, no kernel throttles storage.
+    through ``cgroups``; without one, no kernel throttles reads of the folder.  ``s3_server`` serves
+    the folder if the settings say so.
     """
 
     shaping: Shaping
@@ -44,6 +47,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     loop_device: str = ""
     device_number: str = ""
     cgroups: Cgroups | None = None
+    s3_server: S3Server | None = None
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -67,6 +71,14 @@ def nodes(settings: LabSettings) -> tuple[Node, ...]:
         Node(name, prefix(settings.name) + name, f"10.77.0.{_FIRST_HOST + index}")
         for index, name in enumerate(names)
     )
+
+
+def head_node(settings: LabSettings) -> Node:
+    """Return the switch as a node, for router and clients: all nodes reach it, no link is its own.
+
+    It has no SNIC, so no cgroup.
+    """
+    return Node("head", f"{prefix(settings.name)}switch", f"10.77.0.{_HEAD_HOST}")
 
 
 def lab_folder(environment: Mapping[str, str] = os.environ, user_id: int | None = None) -> Path:
@@ -99,9 +111,21 @@ def find_machine(settings: LabSettings) -> Machine:
     if storage and not Path(storage).is_dir():
         raise ConfigError(f"storage {storage!r} is no folder; make it or leave the setting out")
     own = str(folder / f"{prefix(settings.name)}storage")
+    server = None
+    if settings.storage_server is StorageServer.S3:
+        server = find_s3_server()
+        if shaping is Shaping.TOKEN_BUCKETS:
+            raise ConfigError(
+                "storage_server s3 with shaping token-buckets has no link to shape; leave "
+                "storage_server out, or allow shaping root or user-namespaces"
+            )
     if shaping is not Shaping.ROOT:
-        return Machine(shaping=shaping, folder=str(folder), storage=storage or own)
-    cgroups = find_cgroups(Path("/proc/mounts").read_text(encoding="utf-8"))
+        return Machine(
+            shaping=shaping, folder=str(folder), storage=storage or own, s3_server=server
+        )
+    # With a server the link is what is throttled.
+    mounts = Path("/proc/mounts").read_text(encoding="utf-8")
+    cgroups = None if server else find_cgroups(mounts)
     if storage:
         number = _disk_number(Path(storage)) if cgroups else ""
         return Machine(
@@ -110,8 +134,10 @@ def find_machine(settings: LabSettings) -> Machine:
             storage=storage,
             device_number=number,
             cgroups=cgroups if number else None,
+            s3_server=server,
         )
-    return _with_image(settings, folder, own, cgroups)
+    made = _with_image(settings, folder, own, cgroups)
+    return msgspec.structs.replace(made, s3_server=server)
 
 
 def _with_image(

@@ -3,6 +3,7 @@
 import errno
 import os
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,8 @@ import time
 from pathlib import Path
 
 from dualpath.core.errors import ConfigError
+from dualpath.lab.machine import NAMESPACE_FOLDER
+from dualpath.lab.s3_server import READY
 from dualpath.lab.steps import (
     DetachLoop,
     EndProcesses,
@@ -19,6 +22,7 @@ from dualpath.lab.steps import (
     RemoveFolder,
     Run,
     StartAnchor,
+    StartServer,
     Step,
     WriteValue,
 )
@@ -64,6 +68,8 @@ class Runner:
                 # One write, and no creation of files: the kernel's are there or not.
                 with open(step.path, "r+", encoding="utf-8") as file:
                     file.write(step.value)
+            case StartServer():
+                self._start_server(step)
             case EndProcesses():
                 _end(step.process_ids)
             case DetachLoop():
@@ -117,6 +123,31 @@ class Runner:
         process.stderr.close()
         self.anchor = process.pid
 
+    def _start_server(self, step: StartServer) -> None:
+        # Into the network alone: the lab's folder may be out of sight in the user namespace.
+        user = ("--preserve-credentials", "--user", "--target", str(self.anchor))
+        names = f"/proc/{self.anchor}/root{NAMESPACE_FOLDER}" if self.anchor else NAMESPACE_FOLDER
+        enter = (*(user if self.anchor else ()), f"--net={names}/{step.namespace}", "--")
+        log = os.open(step.log, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+        try:
+            process = subprocess.Popen(
+                ("nsenter", *enter, *step.argv),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd="/",
+                env=step.environment,
+            )
+        finally:
+            os.close(log)
+        deadline_s = time.monotonic() + _DEADLINE_S
+        while READY not in (said := Path(step.log).read_text(errors="replace")):
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                process.kill()
+                raise ConfigError(f"lab: `{describe(step)}` failed ({' '.join(said.split())})")
+            time.sleep(_RETRY_S)
+
 
 def enter_user_namespace(anchor: int) -> tuple[str, ...]:
     """Return the words before a command that is to run in the user namespace, if there is one."""
@@ -139,6 +170,8 @@ def describe(step: Step) -> str:
             return f"truncate --size {step.size_bytes} {step.path}"
         case WriteValue():
             return f"echo {step.value} > {step.path}"
+        case StartServer():
+            return f"nsenter --net={NAMESPACE_FOLDER / step.namespace} -- {shlex.join(step.argv)}"
         case EndProcesses():
             return f"kill -KILL {' '.join(map(str, step.process_ids))}"
         case DetachLoop():

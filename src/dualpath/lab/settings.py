@@ -28,6 +28,15 @@ class Shaping(enum.StrEnum):
     """Nobody but the engines themselves, for storage reads."""
 
 
+class StorageServer(enum.StrEnum):
+    """What serves the storage of a lab."""
+
+    NONE = "none"
+    """Nothing: nodes read its folder, through cgroups that throttle them."""
+    S3 = "s3"
+    """An S3 server, which each node reaches over a shaped link."""
+
+
 class LabSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One lab; the keys of its TOML file.
 
@@ -38,7 +47,7 @@ class LabSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     ``ratio`` and ``kv_ports`` are the lanes of ``datapath.traffic_class``.  ``storage`` is a
     folder on a disk of this machine; without one, a file system of ``image_bytes`` is made in
-    memory.
+    memory.  ``storage_server`` is what serves it.
     """
 
     name: str = "lab"
@@ -51,6 +60,7 @@ class LabSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     kv_ports: str = "20480-24575"
     mtu_bytes: int = 9000
     storage: str = ""
+    storage_server: StorageServer = StorageServer.NONE
     image_bytes: int = _GIB
     shaping: Shaping = Shaping.AUTO
 
@@ -113,8 +123,12 @@ def parse_shape(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def load_settings(file: str = "", changes: dict[str, Any] | None = None) -> LabSettings:
-    """Return the settings of a TOML file (none: the defaults) with ``changes`` made to them.
+def load_settings(
+    file: str = "",
+    changes: dict[str, Any] | None = None,
+    defaults: dict[str, Any] | None = None,
+) -> LabSettings:
+    """Return the settings of a TOML file with ``changes`` made to them; ``defaults`` are weaker.
 
     Raises ``ConfigError`` that names the key, the value and what is allowed.
     """
@@ -125,7 +139,7 @@ def load_settings(file: str = "", changes: dict[str, Any] | None = None) -> LabS
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"settings {file!r} cannot be read ({error}); correct it") from error
     try:
-        return msgspec.convert({**values, **(changes or {})}, LabSettings)
+        return msgspec.convert({**(defaults or {}), **values, **(changes or {})}, LabSettings)
     except msgspec.ValidationError as error:
         known = ", ".join(field.name for field in msgspec.structs.fields(LabSettings))
         raise ConfigError(f"lab settings: {error}; known keys are {known}") from error

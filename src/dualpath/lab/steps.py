@@ -4,13 +4,21 @@ from collections.abc import Iterator
 
 import msgspec
 
-from dualpath.datapath.traffic_class import shaping_commands
+from dualpath.datapath.traffic_class import burst_bytes, shaping_commands
 from dualpath.lab.leftovers import Leftovers
-from dualpath.lab.machine import Cgroups, Machine, Node, nodes, prefix
+from dualpath.lab.machine import Cgroups, Machine, Node, head_node, nodes, prefix
+from dualpath.lab.s3_server import (
+    ADDRESS,
+    BUCKET,
+    S3Server,
+    server_command,
+    server_environment,
+)
 from dualpath.lab.settings import LabSettings, Shaping
 
-#: Names of devices inside the namespaces: the CNIC of a node, and the switch's bridge.
+#: Names of devices inside the namespaces: the NICs of a node, and a switch's bridge.
 CNIC = "cnic"
+SNIC = "snic"
 BRIDGE = "bridge"
 _NETWORK_BITS = 24
 
@@ -48,6 +56,18 @@ class WriteValue(msgspec.Struct, frozen=True):
     value: str
 
 
+class StartServer(msgspec.Struct, frozen=True):
+    """Start the S3 server in a network namespace, wait until it listens; ``log`` is its output."""
+
+    namespace: str
+    argv: tuple[str, ...]
+    environment: dict[str, str]
+    log: str
+
+    def __repr__(self) -> str:
+        return f"StartServer({self.namespace!r}, {self.argv!r})"
+
+
 class EndProcesses(msgspec.Struct, frozen=True):
     """Kill processes and wait until they are gone."""
 
@@ -79,6 +99,7 @@ Step = (
     | MakeFolder
     | MakeImage
     | WriteValue
+    | StartServer
     | EndProcesses
     | DetachLoop
     | RemoveFolder
@@ -96,6 +117,9 @@ def make_steps(settings: LabSettings, machine: Machine) -> tuple[Step, ...]:
     steps += _storage(settings, machine)
     if machine.cgroups is not None:
         steps += _throttles(settings, machine, machine.cgroups)
+    if machine.s3_server is not None:
+        steps += _storage_network(settings)
+        steps += _serve(settings, machine, machine.s3_server)
     return tuple(steps)
 
 
@@ -119,9 +143,14 @@ def anchor_marker(lab: str) -> str:
     return f"{prefix(lab)}anchor"
 
 
-def switch_name(lab: str) -> str:
-    """Return the network namespace of the switch between the nodes."""
-    return f"{prefix(lab)}switch"
+def server_marker(lab: str) -> str:
+    """Return the argument by which the process that serves storage is found."""
+    return f"{prefix(lab)}s3"
+
+
+def storage_switch_name(lab: str) -> str:
+    """Return the network namespace of the storage server, which all SNICs lead to."""
+    return f"{prefix(lab)}storage-switch"
 
 
 def cgroup_folder(cgroups: Cgroups, node: Node) -> str:
@@ -130,11 +159,14 @@ def cgroup_folder(cgroups: Cgroups, node: Node) -> str:
 
 
 def _network(settings: LabSettings) -> Iterator[Step]:
-    switch = switch_name(settings.name)
+    switch = head_node(settings).full_name
     mtu = str(settings.mtu_bytes)
     yield _inside("ip", "netns", "add", switch)
     yield _inside("ip", "-n", switch, "link", "add", BRIDGE, "mtu", mtu, "type", "bridge")
     yield _inside("ip", "-n", switch, "link", "set", BRIDGE, "up")
+    address = f"{head_node(settings).address}/{_NETWORK_BITS}"
+    yield _inside("ip", "-n", switch, "address", "add", address, "dev", BRIDGE)
+    yield _inside("ip", "-n", switch, "link", "set", "lo", "up")
     for node in nodes(settings):
         yield from _node_network(settings, switch, node)
 
@@ -181,6 +213,10 @@ def _storage(settings: LabSettings, machine: Machine) -> Iterator[Step]:
         )
     )
     yield Run(("losetup", machine.loop_device, machine.image))
+    # A process on a node of another lab has a copy of all mounts.  Below a shared mount, unmounting
+    # reaches its copy; otherwise the loop device would be held until that process ends.
+    yield Run(("mount", "--bind", machine.storage, machine.storage))
+    yield Run(("mount", "--make-shared", machine.storage))
     yield Run(("mount", "-o", "noatime", machine.loop_device, machine.storage))
 
 
@@ -197,6 +233,56 @@ def _throttles(settings: LabSettings, machine: Machine, cgroups: Cgroups) -> Ite
             yield WriteValue(limit, f"{machine.device_number} {rate}")
         else:
             yield WriteValue(f"{folder}/io.max", f"{machine.device_number} rbps={rate}")
+
+
+def _storage_network(settings: LabSettings) -> Iterator[Step]:
+    switch, mtu = storage_switch_name(settings.name), str(settings.mtu_bytes)
+    yield _inside("ip", "netns", "add", switch)
+    yield _inside("ip", "-n", switch, "link", "add", BRIDGE, "mtu", mtu, "type", "bridge")
+    yield _inside("ip", "-n", switch, "link", "set", BRIDGE, "up")
+    address = f"{ADDRESS}/{_NETWORK_BITS}"
+    yield _inside("ip", "-n", switch, "address", "add", address, "dev", BRIDGE)
+    for node in nodes(settings):
+        yield from _snic(settings, switch, node)
+
+
+def _snic(settings: LabSettings, switch: str, node: Node) -> Iterator[Step]:
+    home, port, mtu = node.full_name, node.name, str(settings.mtu_bytes)
+    yield _inside(
+        *("ip", "link", "add", SNIC, "mtu", mtu, "netns", home, "type", "veth"),
+        *("peer", "name", port, "mtu", mtu, "netns", switch),
+    )
+    yield _inside("ip", "-n", switch, "link", "set", port, "master", BRIDGE, "up")
+    # Nodes reach the server and not each other: KV between them belongs on the CNIC.
+    slave = ("type", "bridge_slave", "isolated", "on")
+    yield _inside("ip", "-n", switch, "link", "set", port, *slave)
+    network, host = ADDRESS.rpartition(".")[0], node.address.rpartition(".")[2]
+    address = f"{network}.{host}/{_NETWORK_BITS}"
+    yield _inside("ip", "-n", home, "address", "add", address, "dev", SNIC)
+    yield _inside("ip", "-n", home, "link", "set", SNIC, "up")
+    # Only what the server sends: writes are not throttled, as elsewhere.
+    bits, burst = (
+        f"{round(settings.snic_bytes_per_s * 8)}bit",
+        burst_bytes(settings.snic_bytes_per_s),
+    )
+    shaped = ("tc", "-n", switch)
+    yield _inside(*shaped, *f"qdisc add dev {port} root handle 1: htb default 1".split())
+    yield _inside(
+        *shaped,
+        *f"class add dev {port} parent 1: classid 1:1 htb rate {bits} ceil {bits}".split(),
+        *f"burst {burst} cburst {burst}".split(),
+    )
+
+
+def _serve(settings: LabSettings, machine: Machine, server: S3Server) -> Iterator[Step]:
+    yield MakeFolder(f"{machine.storage}/{BUCKET}")
+    marker = server_marker(settings.name)
+    yield StartServer(
+        storage_switch_name(settings.name),
+        server_command(server, machine.storage, marker),
+        server_environment(server),
+        f"{machine.folder}/{marker}.log",
+    )
 
 
 def _inside(*argv: str) -> Run:

