@@ -259,15 +259,15 @@ def _collectives(*settings: Setting) -> SettingsGroup:
 
 
 def _ucx(variable: Setting, key: str, value: str) -> SettingsGroup:
-    """Return the group of UCX; NIXL's ``engine_config`` takes UCX's names without ``UCX_``."""
+    """Return the group of UCX; ``nixl_engine_config`` takes UCX's names without ``UCX_``."""
     return SettingsGroup(
         "environment of every engine, prefill and decode alike: NIXL through UCX",
         (
             variable,
             Setting(
                 "",
-                f"in a program of your own instead: NixlTransport(..., engine_config="
-                f'{{"{key}": "{value}"}}); a UCX_ variable that is set wins over it',
+                f'or, in the settings of every engine, nixl_engine_config {{"{key}": "{value}"}} '
+                f"(--nixl-engine-config {key}={value}); a UCX_ variable that is set wins over it",
             ),
             Setting(
                 "",

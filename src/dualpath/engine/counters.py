@@ -12,6 +12,12 @@ class Counter(StrEnum):
     H2D_BYTES = "h2d_bytes"
     PE_TO_DE_BYTES = "pe_to_de_bytes"
     DE_TO_PE_BYTES = "de_to_pe_bytes"
+    D2H_BYTES = "d2h_bytes"
+    # ``pe_to_de`` and ``de_to_pe`` again, in parts, by what they carry (``datapath.plan``).
+    PE_HIT_BYTES = "pe_hit_bytes"
+    MISS_BYTES = "miss_bytes"
+    DE_HIT_BYTES = "de_hit_bytes"
+    RELOAD_BYTES = "reload_bytes"
     LOADED_BLOCKS = "loaded_blocks"
     PERSISTED_BLOCKS = "persisted_blocks"
     PERSIST_DROPPED_BLOCKS = "persist_dropped_blocks"

@@ -1,7 +1,8 @@
 """Host-device copies of whole prompts and single blocks: labels 8-9 of Fig. 4, and back.
 
-Both are transfers of the engine to itself, the form of the CNIC-assisted copies of §5.2: with an
-RDMA NIC they are what the paper does, without one they run through shared memory.
+They are transfers of the engine to itself, the form of the CNIC-assisted copies of §5.2: with an
+RDMA NIC they are what the paper does.  A device with a copier does them itself, on streams of its
+own.
 """
 
 import threading
@@ -10,8 +11,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from dualpath.core.errors import DualPathError, TransportError
+from dualpath.engine.after_moments import AfterMoments
 from dualpath.engine.buffer import BUFFER_REGION, BlockBuffer
 from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.device import Device, Moment
 from dualpath.engine.pump import Completion, TransferPump
 from dualpath.transport.contract import Direction, PieceIndices, RegionInfo, Transport
 
@@ -52,18 +55,25 @@ class _Countdown:
 
 
 class HbmCopier:
-    """Copies between an engine's own DRAM and HBM, all layers of some blocks at a time."""
+    """Copies between an engine's own DRAM and HBM, all layers of some blocks at a time.
+
+    Copies start when the computation queued before them is over, as it may still use the blocks.
+    """
 
     def __init__(
         self,
         transport: Transport,
         pump: TransferPump,
+        device: Device,
+        after: AfterMoments,
         counters: Counters,
         layout: HbmLayout,
         agent: str,
     ) -> None:
         self._transport = transport
         self._pump = pump
+        self._device = device
+        self._after = after
         self._counters = counters
         self._layout = layout
         self._agent = agent
@@ -78,36 +88,68 @@ class HbmCopier:
         """Post H2D of all layers; ``done`` gets the first error once all are over."""
         layers = len(self._layout.region_of_layer)
         countdown = _Countdown(layers, done)
-        for layer, region in enumerate(self._layout.region_of_layer):
-            self._post(
-                BUFFER_REGION, buffer.pieces(slots, layer), region, hbm_blocks, countdown.part_over
-            )
+        earlier = self._device.record()
+
+        def post(device_error: str | None) -> None:
+            for layer, region in enumerate(self._layout.region_of_layer):
+                if device_error is not None:
+                    countdown.part_over(device_error)
+                    continue
+                pieces = buffer.pieces(slots, layer)
+                self._post(BUFFER_REGION, pieces, region, hbm_blocks, earlier, countdown.part_over)
+
+        if self._device.copier is not None:
+            post(None)
+        else:
+            self._after.call(earlier, post)
         piece_bytes = buffer.geometry.layer_block_bytes
         self._counters.add(Counter.H2D_BYTES, layers * len(slots) * piece_bytes)
 
-    def out_of_hbm(self, block_id: int, staging: BlockBuffer, slot: int) -> str | None:
-        """Copy one block to a staging slot and wait; return why it failed, None if it did not.
+    def out_of_hbm(
+        self,
+        block_id: int,
+        staging: BlockBuffer,
+        slot: int,
+        done: Callable[[str | None], None],
+    ) -> None:
+        """Copy one block to a staging slot; ``done`` gets None or why it failed, once it is over.
 
-        Raises ``TransportError`` if the copy does not end: the slot must then never be reused.
+        Returns when computation queued from now on may overwrite the block.  Raises
+        ``TransportError`` if the copy does not end: ``done`` was not called then, and the slot
+        must never be reused.
         """
         over = threading.Event()
-        errors: list[str] = []
 
         def ended(error: str | None) -> None:
-            if error is not None:
-                errors.append(error)
-            over.set()
+            try:
+                done(error)
+            finally:
+                over.set()
 
+        earlier = self._device.record()
+        if self._device.copier is None:
+            earlier.wait()
         countdown = _Countdown(len(self._layout.region_of_layer), ended)
+        moments = []
         for layer, region in enumerate(self._layout.region_of_layer):
             pieces = staging.pieces([slot], layer)
-            self._post(region, [block_id], STAGING_REGION, pieces, countdown.part_over)
+            moment = self._post(
+                region, [block_id], STAGING_REGION, pieces, earlier, countdown.part_over
+            )
+            if moment is not None:
+                moments.append(moment)
+        self._counters.add(Counter.D2H_BYTES, staging.geometry.full_block_bytes)
+        if self._device.copier is None:
+            self._wait(over)
+        for moment in moments:
+            self._device.wait(moment)
+
+    def _wait(self, over: threading.Event) -> None:
         if not over.wait(COPY_DEADLINE_S):
             raise TransportError(
                 f"copy of a generated block is not over after {COPY_DEADLINE_S:g} s; its staging "
                 "slot is given up"
             )
-        return errors[0] if errors else None
 
     def _post(
         self,
@@ -115,12 +157,21 @@ class HbmCopier:
         source_pieces: PieceIndices,
         destination: str,
         destination_pieces: PieceIndices,
+        earlier: Moment,
         ended: Callable[[str | None], None],
-    ) -> None:
+    ) -> Moment | None:
+        """Post one layer; return the moment of its end if the device copies it itself."""
+
         def over(completion: Completion) -> None:
             ended(completion.error)
 
         try:
+            if self._device.copier is not None:
+                copy = self._device.copier.copy(
+                    source, source_pieces, destination, destination_pieces, earlier
+                )
+                self._pump.watch(copy, over)
+                return copy.moment
             transfer = self._transport.post(
                 Direction.WRITE,
                 source,
@@ -131,5 +182,6 @@ class HbmCopier:
             )
         except DualPathError as error:
             ended(str(error))
-            return
+            return None
         self._pump.watch(transfer, over)
+        return None

@@ -12,6 +12,11 @@ Two rules keep the regions correct, for any number of buffers:
 * computation of layer L+1, which writes new KV into its region before anything is waited for,
   starts when the send of layer L+1-``buffers`` is over: ``computed(L)`` waits for that.
 
+On a GPU the engine's thread runs ahead of the computation.  So a send is posted after the *moment*
+(``engine.device``) at which its layer is computed, also when it has nothing to send, as the next
+load into the region depends on it.  A load that the device copies itself is waited for on the
+device; one that a transport moves is seen over by the host, which then queues the layer.
+
 Without overlap (mode Basic) all layers have a region of their own: everything is loaded before
 the first layer and sent after the last.
 """
@@ -23,54 +28,18 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from dualpath.core.blocks import BlockGeometry
-from dualpath.core.control import HandOver
-from dualpath.core.errors import DualPathError, TransportError
-from dualpath.datapath.plan import (
-    BlockRun,
-    Place,
-    PromptLayout,
-    SidedRun,
-    Step,
-    load_steps,
-    send_steps,
-)
-from dualpath.engine.buffer import BUFFER_REGION, BlockBuffer
+from dualpath.core.errors import DualPathError
+from dualpath.datapath.plan import Step, load_steps, send_steps
+from dualpath.engine.after_moments import AfterMoments
 from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.device import Device, Moment
+from dualpath.engine.layer_work import LayerWork
 from dualpath.engine.pump import Completion, TransferPump
+from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
 from dualpath.engine.trace import TraceRecorder
-from dualpath.transport.contract import Direction, PieceIndices, Transfer, Transport
 
 #: Longest a forward pass waits for one layer's transfers before its requests are failed.
 TRANSFER_DEADLINE_S = 30.0
-
-_COUNTER_OF = {
-    Place.PE_BUFFER: Counter.H2D_BYTES,
-    Place.DE_BUFFER: Counter.DE_TO_PE_BYTES,
-    Place.PE_HBM: Counter.PE_TO_DE_BYTES,
-}
-
-
-class PrefillChunk(msgspec.Struct, frozen=True):
-    """One request's part in a forward pass.
-
-    ``hbm_blocks`` are the engine's block ids for prompt blocks ``0 … chunk.end - 1``;
-    ``decode_agent`` is the transport agent of the DE.
-    """
-
-    hand_over: HandOver
-    chunk: BlockRun
-    hbm_blocks: tuple[int, ...]
-    decode_agent: str
-
-    def layout(self, geometry: BlockGeometry) -> PromptLayout:
-        """Return the plan's view of the prompt."""
-        hits = tuple(
-            SidedRun(side=run.side, blocks=BlockRun(run.first_block, len(run.slots)))
-            for run in self.hand_over.hits
-        )
-        return PromptLayout(
-            geometry=geometry, prompt_tokens=self.hand_over.prompt_tokens, hits=hits
-        )
 
 
 class LayerSettings(msgspec.Struct, frozen=True):
@@ -78,15 +47,6 @@ class LayerSettings(msgspec.Struct, frozen=True):
 
     buffers: int
     overlap: bool
-
-
-class _LayerWork:
-    """Transfers of one layer in one direction; over when all of them are."""
-
-    def __init__(self) -> None:
-        self.over = threading.Event()
-        self.start_ns = 0
-        self.left = 0
 
 
 class LayerStream:
@@ -97,29 +57,32 @@ class LayerStream:
         chunks: Sequence[PrefillChunk],
         settings: LayerSettings,
         geometry: BlockGeometry,
-        buffer: BlockBuffer,
-        transport: Transport,
+        transfers: StepTransfers,
         pump: TransferPump,
+        device: Device,
+        after: AfterMoments,
         counters: Counters,
         trace: TraceRecorder,
-        agent: str,
-        hbm_region: Sequence[str],
     ) -> None:
         self._chunks = chunks
         self._layouts = [chunk.layout(geometry) for chunk in chunks]
         self._settings = settings
         self._geometry = geometry
-        self._buffer = buffer
-        self._transport = transport
+        self._transfers = transfers
         self._pump = pump
+        self._device = device
+        self._after = after
         self._counters = counters
         self._trace = trace
-        self._agent = agent
-        self._hbm_region = hbm_region
         self._lock = threading.Lock()
-        self._loads = [_LayerWork() for _ in range(geometry.layers)]
-        self._sends = [_LayerWork() for _ in range(geometry.layers)]
+        self._loads = [LayerWork() for _ in range(geometry.layers)]
+        self._sends = [LayerWork() for _ in range(geometry.layers)]
         self._layer_start_ns = 0
+        self._begin_ns = 0
+        self._end_ns = 0
+        #: What the engine's thread has waited for transfers: the part of them left uncovered.  On
+        #: a GPU this thread runs ahead, and its waits contain computation as well.
+        self.waited_ns = 0
         self.failures: dict[str, str] = {}
         #: False once a transfer outlived its deadline: slots it may touch must stay untouched.
         self.settled = True
@@ -129,50 +92,66 @@ class LayerStream:
         """Requests that take part."""
         return tuple(chunk.hand_over.request_id for chunk in self._chunks)
 
+    @property
+    def pass_ns(self) -> int:
+        """How long the forward pass took, waits included; known after ``finish``."""
+        return self._end_ns - self._begin_ns
+
     def begin(self) -> None:
         """Post the loads of the first layers; without overlap wait for all of them."""
+        self._begin_ns = self._trace.now_ns()
         ahead = min(self._settings.buffers, self._geometry.layers)
+        earlier = self._device.record()  # passes before may still use the blocks
         for layer in range(ahead):
-            self._load(layer)
+            self._after.call(earlier, functools.partial(self._load, layer))
         if not self._settings.overlap:
             for layer in range(ahead):
-                self._wait(self._loads[layer], f"load of layer {layer}")
+                self.wait_loaded(layer)
         self._layer_start_ns = self._trace.now_ns()
 
     def wait_loaded(self, layer: int) -> None:
-        """Block until the KV before the chunk is in HBM for ``layer``."""
-        self._wait(self._loads[layer], f"load of layer {layer}")
+        """Let computation queued from now on find the KV before the chunk in ``layer``'s HBM.
+
+        Blocks for what the transport loads; for the device's own copies the device waits.
+        """
+        work = self._loads[layer]
+        self._wait(work.queued, f"load of layer {layer}")
+        for moment in work.moments:
+            self._device.wait(moment)
 
     def computed(self, layer: int) -> None:
-        """The engine has computed ``layer``: send its KV and make room for the layers ahead."""
+        """The engine has queued all of ``layer``: send its KV, make room for the layers ahead."""
         now_ns = self._trace.now_ns()
         self._trace.record(f"compute L{layer}", "compute", self._layer_start_ns, now_ns)
         if self._settings.overlap:
-            self._send(layer)
+            self._send(layer, self._device.record())
             leaving = layer + 1 - self._settings.buffers
             if leaving >= 0:
-                self._wait(self._sends[leaving], f"send of layer {leaving}")
+                self._wait(self._sends[leaving].over, f"send of layer {leaving}")
         self._layer_start_ns = self._trace.now_ns()
 
     def finish(self) -> None:
         """Block until everything is in the DE buffer; ``failures`` is complete afterwards."""
+        if not self._settings.overlap:
+            computed = self._device.record()
+            for layer in range(self._geometry.layers):
+                self._send(layer, computed)
         for layer in range(self._geometry.layers):
-            if not self._settings.overlap:
-                self._send(layer)
-        for layer in range(self._geometry.layers):
-            self._wait(self._loads[layer], f"load of layer {layer}")
-            self._wait(self._sends[layer], f"send of layer {layer}")
+            self._wait(self._loads[layer].over, f"load of layer {layer}")
+            self._wait(self._sends[layer].over, f"send of layer {layer}")
+        self._end_ns = self._trace.now_ns()
 
-    def _load(self, layer: int) -> None:
+    def _load(self, layer: int, device_error: str | None = None) -> None:
         resident = self._settings.buffers >= self._geometry.layers
         steps = [
             (chunk, step)
             for chunk, layout in zip(self._chunks, self._layouts, strict=True)
             for step in load_steps(layout, layer, chunk.chunk, resident=resident)
         ]
-        self._pump.call(lambda: self._post(self._loads[layer], steps, layer, "load", lambda: None))
+        work = self._loads[layer]
+        self._hand_to_pump(device_error, work, steps, layer, "load", lambda: None)
 
-    def _send(self, layer: int) -> None:
+    def _send(self, layer: int, computed: Moment) -> None:
         steps = [
             (chunk, step)
             for chunk, layout in zip(self._chunks, self._layouts, strict=True)
@@ -184,11 +163,31 @@ class LayerStream:
             if self._settings.overlap and following < self._geometry.layers:
                 self._load(following)
 
-        self._pump.call(lambda: self._post(self._sends[layer], steps, layer, "send", load_next))
+        def send(device_error: str | None) -> None:
+            work = self._sends[layer]
+            self._hand_to_pump(device_error, work, steps, layer, "send", load_next)
+
+        self._after.call(computed, send)
+
+    def _hand_to_pump(
+        self,
+        device_error: str | None,
+        work: LayerWork,
+        steps: Sequence[tuple[PrefillChunk, Step]],
+        layer: int,
+        track: str,
+        then: Callable[[], None],
+    ) -> None:
+        """Let the pump post ``steps``; none of them if the device failed."""
+        if device_error is not None:
+            for chunk in self._chunks:
+                self._fail(chunk, device_error)
+            steps = ()
+        self._pump.call(lambda: self._post(work, steps, layer, track, then))
 
     def _post(
         self,
-        work: _LayerWork,
+        work: LayerWork,
         steps: Sequence[tuple[PrefillChunk, Step]],
         layer: int,
         track: str,
@@ -199,76 +198,46 @@ class LayerStream:
         Runs on the pump's thread, so that a transfer that copies while it is posted does so beside
         the computation.
         """
-        work.start_ns = self._trace.now_ns()
-        work.left = len(steps) + 1
+        work.begin(len(steps) + 1, self._trace.now_ns())
 
-        def one_over(chunk: PrefillChunk | None, completion: Completion | None) -> None:
-            if chunk is not None and completion is not None and completion.error is not None:
-                self._fail(chunk, completion.error)
-            with self._lock:
-                work.left -= 1
-                last = work.left == 0
-            if last:
+        def part_over(by_device: bool) -> None:
+            if work.part_over(by_device=by_device):
                 self._trace.record(f"{track} L{layer}", track, work.start_ns, self._trace.now_ns())
                 try:
                     then()
                 finally:
                     work.over.set()
 
+        def ended(chunk: PrefillChunk, by_device: bool, completion: Completion) -> None:
+            if completion.error is not None:
+                self._fail(chunk, completion.error)
+            part_over(by_device)
+
         for chunk, step in steps:
-            transfer = self._post_step(chunk, step, layer)
-            if transfer is None:
-                one_over(chunk, None)
-            else:
-                self._pump.watch(transfer, functools.partial(one_over, chunk))
-        one_over(None, None)
+            try:
+                transfer, moment = self._transfers.post(chunk, step, layer)
+            except DualPathError as error:
+                self._fail(chunk, str(error))
+                part_over(False)
+                continue
+            if moment is not None:
+                work.copy_queued(moment)
+            self._pump.watch(transfer, functools.partial(ended, chunk, moment is not None))
+        part_over(False)
 
-    def _post_step(self, chunk: PrefillChunk, step: Step, layer: int) -> Transfer | None:
-        """Post a step of the plan; None if that fails, the request is marked then."""
-        try:
-            transfer = self._transport.post(
-                *self._operands(chunk, step, layer), traffic_class=step.traffic_class.value
-            )
-        except DualPathError as error:
-            self._fail(chunk, str(error))
-            return None
-        self._counters.add(_COUNTER_OF[step.source], step.bytes)
-        if layer == 0 and step.destination is Place.PE_HBM:
-            self._counters.add(Counter.LOADED_BLOCKS, step.blocks.count)
-        return transfer
-
-    def _operands(
-        self, chunk: PrefillChunk, step: Step, layer: int
-    ) -> tuple[Direction, str, PieceIndices, str, str, PieceIndices]:
-        """Translate a step into the arguments of ``Transport.post``.
-
-        The PE starts all of them: it writes its own buffer to its HBM, reads the DE's buffer into
-        its HBM and writes its HBM to the DE's buffer.
-        """
-        hbm = self._hbm_region[layer]
-        hbm_blocks = chunk.hbm_blocks[step.blocks.first : step.blocks.end]
-        if step.source is Place.PE_BUFFER:
-            local = self._buffer.pieces(self._hit_slots(chunk, step.blocks), layer)
-            return Direction.WRITE, BUFFER_REGION, local, self._agent, hbm, hbm_blocks
-        de_slots = chunk.hand_over.de_slots[step.blocks.first : step.blocks.end]
-        remote = self._buffer.pieces(de_slots, layer)
-        direction = Direction.READ if step.source is Place.DE_BUFFER else Direction.WRITE
-        return direction, hbm, hbm_blocks, chunk.decode_agent, BUFFER_REGION, remote
-
-    def _hit_slots(self, chunk: PrefillChunk, blocks: BlockRun) -> tuple[int, ...]:
-        for run in chunk.hand_over.hits:
-            if run.first_block == blocks.first and len(run.slots) == blocks.count:
-                return run.slots
-        raise TransportError(
-            f"request {chunk.hand_over.request_id}: hit blocks {blocks.first}..{blocks.end} "
-            "are in no buffer; the plan and the hand-over disagree"
-        )
-
-    def _wait(self, work: _LayerWork, what: str) -> None:
-        if not work.over.wait(TRANSFER_DEADLINE_S):
+    def _wait(self, event: threading.Event, what: str) -> None:
+        if event.is_set():
+            return
+        start_ns = self._trace.now_ns()
+        over = self._block(event)
+        self.waited_ns += self._trace.now_ns() - start_ns
+        if not over:
             self.settled = False
             for chunk in self._chunks:
                 self._fail(chunk, f"{what} is not over after {TRANSFER_DEADLINE_S} s")
+
+    def _block(self, event: threading.Event) -> bool:
+        return event.wait(TRANSFER_DEADLINE_S)
 
     def _fail(self, chunk: PrefillChunk, reason: str) -> None:
         with self._lock:

@@ -4,8 +4,12 @@ The thread says ``Hello`` until it is welcomed, hands commands to the traffic ma
 the traffic manager and the engine queue, and reports load on change and as heartbeat.  A router
 that restarts has forgotten the engine: it answers a report with ``Refused("unknown engine …")``,
 and the link says ``Hello`` again.
+
+With a cluster secret the connection is encrypted, and no other router than one that has the secret
+is believed; without one the router must be on this machine (``transport.cluster_secret``).
 """
 
+import contextlib
 import logging
 import socket
 import threading
@@ -26,6 +30,7 @@ from dualpath.core.control import (
     encode,
 )
 from dualpath.core.errors import ConfigError, IncompatibleError
+from dualpath.transport.cluster_secret import SECRET_VARIABLE, ClusterSecret, check_control_url
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +38,8 @@ HEARTBEAT_S = 0.5
 #: Least time between two reports that follow changes.
 REPORT_GAP_S = 0.01
 HELLO_GAP_S = 0.25
+#: A router that lives answers a greeting in far less.
+PATIENCE_S = 5.0
 TICK_MS = 50
 UNKNOWN_ENGINE = "unknown engine"
 
@@ -42,8 +49,8 @@ class ControlLink:
 
     ``hello`` builds the registration, or is None-valued as long as the engine cannot serve yet;
     ``report`` gives the current load, ``handle`` carries out a command, ``tick`` gets the time in
-    ns now and then.  Raises ``ConfigError`` for an address ZMQ
-    cannot connect to.
+    ns now and then.  ``secret`` is the cluster's.  Raises ``ConfigError`` for an address ZMQ cannot
+    connect to, and for one of another machine without a secret.
     """
 
     def __init__(
@@ -53,7 +60,10 @@ class ControlLink:
         report: Callable[[], Report],
         handle: Callable[[Message], None],
         tick: Callable[[int], None],
+        secret: ClusterSecret | None = None,
     ) -> None:
+        check_control_url(router, secret)
+        self._router = router
         self._hello = hello
         self._report = report
         self._handle = handle
@@ -64,6 +74,8 @@ class ControlLink:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 500)
+        if secret is not None:
+            secret.guard_connection(self._socket)
         try:
             self._socket.connect(router)
         except zmq.ZMQError as error:
@@ -75,6 +87,7 @@ class ControlLink:
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
         self._welcomed = False
+        self._greeting_since_s: float | None = None
         self._last_hello_s = self._last_report_s = float("-inf")
         self._thread = threading.Thread(target=self._run, name="control-link", daemon=True)
 
@@ -136,14 +149,38 @@ class ControlLink:
         if not self._welcomed and now_s - self._last_hello_s >= HELLO_GAP_S:
             self._last_hello_s = now_s
             if (hello := self._hello()) is not None:
-                self._socket.send(encode(hello))
-        while self._outgoing:
-            self._socket.send(encode(self._outgoing.popleft()))
+                self._greet(hello, now_s)
+        while self._outgoing and self._sent(self._outgoing[0]):
+            self._outgoing.popleft()
         gap_s = REPORT_GAP_S if self._changed.is_set() else HEARTBEAT_S
         if self._welcomed and now_s - self._last_report_s >= gap_s:
             self._changed.clear()
             self._last_report_s = now_s
-            self._socket.send(encode(self._report()))
+            self._sent(self._report())
+
+    def _sent(self, message: Message) -> bool:
+        """Send without waiting; False if there is no connection or its queue is full."""
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _greet(self, hello: Hello, now_s: float) -> None:
+        if not self._sent(hello):
+            # libzmq gives up a router that speaks with another security; it may be restarted.
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.disconnect(self._router)
+            self._socket.connect(self._router)
+        if self._greeting_since_s is None:
+            self._greeting_since_s = now_s
+        elif now_s - self._greeting_since_s >= PATIENCE_S:
+            self._greeting_since_s = float("inf")
+            log.warning(
+                "router %s has not answered for %g s; see that it runs there and has this "
+                "engine's cluster secret (%s), and its log; still trying",
+                *(self._router, PATIENCE_S, SECRET_VARIABLE),
+            )
 
     def _listen(self) -> None:
         while True:
@@ -160,6 +197,7 @@ class ControlLink:
             self._handle(message)
 
     def _note(self, message: Message) -> None:
+        self._greeting_since_s = None
         if isinstance(message, Welcome):
             self._welcomed = True
         elif isinstance(message, Refused) and message.reason.startswith(UNKNOWN_ENGINE):

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 #: Waits between two polls while transfers move: short at first, then longer.
 _FIRST_WAIT_S = 0.0001
-_LONGEST_WAIT_S = 0.002
+_LONGEST_WAIT_S = 0.001
 
 
 class Completion:

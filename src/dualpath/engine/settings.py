@@ -1,12 +1,13 @@
 """Settings of an engine's traffic manager; the keys of ``kv_connector_extra_config``."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.transport.ucx_config import check_engine_config
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -14,14 +15,20 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     ``role`` prefill or decode; ``engine_id`` unique in the cluster; ``router`` control address
     ``tcp://host:port``; ``api_url`` base URL of this engine's own HTTP server as the router
-    reaches it; ``storage`` a path or URL.
+    reaches it; ``storage`` a path or URL.  ``cluster_secret_file`` holds the secret that the router
+    asks for; empty: the environment's ``DUALPATH_CLUSTER_SECRET``; without either the router must
+    be on this machine.
 
     ``buffer_bytes`` size of the PE or DE buffer (80 GB per node in §A.4); ``staging_blocks``
     slots that generated blocks pass through; ``layer_buffers`` layers of KV in the PE's HBM, 0
     for all; ``compute_quota_s`` bound on a forward batch's attention time (§6.2), 0 for none;
     ``snic_bytes_per_s`` throttles storage reads to emulate a storage NIC, 0 for none;
-    ``ucx_tls`` and ``progress_delay_us`` tune NIXL (``transport.nixl``); ``trace_out`` is the path
-    of a Chrome trace.
+    ``device_copies`` says who copies between an engine's own DRAM and HBM: NIXL (§5.2), CUDA, or
+    CUDA only where no RDMA NIC is up; without a GPU it is always NIXL.
+    ``ucx_tls`` and ``progress_delay_us`` tune NIXL (``transport.nixl``); ``nixl_engine_config``
+    are UCX settings of this engine's NIXL agent without the ``UCX_`` prefix, which carry the
+    traffic class of KV (§A.1): ``IB_SL``, ``IB_TRAFFIC_CLASS``, ``TCP_PORT_RANGE``.  A ``UCX_…``
+    environment variable wins over them.  ``trace_out`` is the path of a Chrome trace.
     """
 
     role: Role
@@ -29,6 +36,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     router: str
     api_url: str
     storage: str
+    cluster_secret_file: str = ""
     mode: Mode = Mode.DUALPATH
     node: str = ""
     group: str = ""
@@ -39,8 +47,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     quota_flops_per_s: float = 0.0
     snic_bytes_per_s: float = 0.0
     read_batch_blocks: int = 4
+    device_copies: Literal["auto", "nixl", "cuda"] = "auto"
     ucx_tls: str = ""
     progress_delay_us: int = 1000
+    nixl_engine_config: dict[str, str] = {}
     trace_out: str = ""
 
     def __post_init__(self) -> None:
@@ -57,6 +67,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         for name, value, least in checks:
             if value < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        check_engine_config(self.nixl_engine_config)
 
     @property
     def node_name(self) -> str:

@@ -13,6 +13,8 @@ class _Tenant:
         self.handed = False
         self.persist_seen = False
         self.streams = 0
+        self.pass_ns = 0
+        self.waited_ns = 0
         self.release: Release | None = None
 
 
@@ -88,6 +90,20 @@ class Tenants:
                 else:
                     tenant.streams += 1
         return refused
+
+    def passed(self, request_ids: Iterable[str], pass_ns: int, waited_ns: int) -> None:
+        """Add a forward pass, and what it waited for transfers, to the times of its requests."""
+        with self._lock:
+            for request_id in request_ids:
+                if tenant := self._tenants.get(request_id):
+                    tenant.pass_ns += pass_ns
+                    tenant.waited_ns += waited_ns
+
+    def pass_times_ns(self, request_id: str) -> tuple[int, int]:
+        """Return what ``passed`` has added up; zeros for a request that is not here."""
+        with self._lock:
+            tenant = self._tenants.get(request_id)
+            return (0, 0) if tenant is None else (tenant.pass_ns, tenant.waited_ns)
 
     def leave_stream(self, request_ids: Iterable[str]) -> list[Release]:
         """The forward pass is over; return releases that had to wait for it."""

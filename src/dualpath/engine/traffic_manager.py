@@ -35,24 +35,29 @@ from dualpath.core.control import (
     Released,
     Report,
     Reserved,
+    Sent,
     TakeOver,
     Welcome,
 )
 from dualpath.core.errors import BufferTooSmallError, DualPathError, TransportError
+from dualpath.engine.after_moments import AfterMoments
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.device import Device, HostDevice
 from dualpath.engine.hbm_copy import STAGING_REGION, HbmCopier, HbmLayout
-from dualpath.engine.layer_stream import LayerSettings, LayerStream, PrefillChunk
+from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.peers import Peers
 from dualpath.engine.persister import Persister, WriteTask
 from dualpath.engine.pump import TransferPump
 from dualpath.engine.read_queue import ReadQueue, ReadTask
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.slots import Grant
+from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
 from dualpath.engine.tenants import Tenants
 from dualpath.engine.trace import TraceRecorder
 from dualpath.storage.contract import BlockStorage
 from dualpath.transport.contract import Transport
+from dualpath.transport.regions import span_bytes
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +79,7 @@ class TrafficManager:
         transport: Transport,
         hbm: HbmLayout,
         send: Callable[[Message], None],
+        device: Device | None = None,
     ) -> None:
         self.settings = settings
         self.geometry = geometry
@@ -83,15 +89,23 @@ class TrafficManager:
         self._storage = storage
         self._transport = transport
         self._hbm = hbm
+        self._device = device or HostDevice()
         self._tenants = Tenants()
         self._peers = Peers(settings.role, transport)
         slots = settings.buffer_bytes // geometry.full_block_bytes
         self._buffer = BlockBuffer(geometry, slots, self._granted)
         self._staging = BlockBuffer(geometry, settings.staging_blocks, lambda grant: None)
         self._register()
-        self._agent = transport.info().agent
+        agent = transport.info().agent
         self._pump = TransferPump(settings.engine_id)
-        self._copier = HbmCopier(transport, self._pump, self.counters, hbm, self._agent)
+        self._pump.call(self._device.enter_thread)
+        self._after = AfterMoments(self._device, settings.engine_id)
+        self._copier = HbmCopier(
+            transport, self._pump, self._device, self._after, self.counters, hbm, agent
+        )
+        self._steps = StepTransfers(
+            self._buffer, transport, self._device, self.counters, agent, hbm.region_of_layer
+        )
         batch = settings.read_batch_blocks
         self._reader = ReadQueue(storage, self._buffer, self.counters, self.trace, send, batch)
         self._persister = Persister(storage, self.counters, self.trace)
@@ -288,13 +302,12 @@ class TrafficManager:
             [chunk for chunk in chunks if chunk.hand_over.request_id not in refused],
             layers,
             self.geometry,
-            self._buffer,
-            self._transport,
+            self._steps,
             self._pump,
+            self._device,
+            self._after,
             self.counters,
             self.trace,
-            self._agent,
-            self._hbm.region_of_layer,
         )
         stream.failures.update(dict.fromkeys(refused, RELEASED))
         stream.begin()
@@ -307,10 +320,21 @@ class TrafficManager:
         here and at the DE, are never reused.
         """
         stream.finish()
+        self._tenants.passed(stream.request_ids, stream.pass_ns, stream.waited_ns)
         if stream.settled:
             for release in self._tenants.leave_stream(stream.request_ids):
                 self._release(release)
         return stream.failures
+
+    def sent(self, request_id: str, failure: str | None) -> Sent:
+        """Return the message that ends a prefill, with the times of its forward passes."""
+        pass_ns, waited_ns = self._tenants.pass_times_ns(request_id)
+        return Sent(
+            request_id=request_id,
+            failure=failure,
+            forward_s=pass_ns / _NS_PER_S,
+            transfer_s=waited_ns / _NS_PER_S,
+        )
 
     def fill_hbm(
         self, take_over: TakeOver, hbm_blocks: Sequence[int], done: Callable[[str | None], None]
@@ -361,18 +385,25 @@ class TrafficManager:
             try:
                 self._persist_one(block_id, key)
             except TransportError as error:
-                log.warning("a generated block is not persisted: %s", error)
-                self.counters.add(Counter.PERSIST_DROPPED_BLOCKS, 1)
+                self._drop_generated(str(error))
+
+    def _drop_generated(self, reason: str) -> None:
+        log.warning("a generated block is not persisted: %s", reason)
+        self.counters.add(Counter.PERSIST_DROPPED_BLOCKS, 1)
 
     def _persist_one(self, block_id: int, key: BlockKey) -> None:
         slot = self._staging.take()
         if slot is None:
             raise TransportError("all staging slots are being written; raise staging_blocks")
-        error = self._copier.out_of_hbm(block_id, self._staging, slot)
-        if error is not None:
-            self._staging.give_back(slot)
-            raise TransportError(error)
-        self._write([key], [self._staging.view(slot)], lambda: self._staging.give_back(slot))
+
+        def copied(error: str | None) -> None:
+            if error is not None:
+                self._staging.give_back(slot)
+                self._drop_generated(error)
+                return
+            self._write([key], [self._staging.view(slot)], lambda: self._staging.give_back(slot))
+
+        self._copier.out_of_hbm(block_id, self._staging, slot, copied)
 
     # ------------------------------------------------------------------ life
 
@@ -383,16 +414,24 @@ class TrafficManager:
     def close(self) -> None:
         """Finish writes, stop all threads and give memory back; idempotent."""
         self._reader.close()
+        self._after.close()
+        self._pump.close()
         self._persister.close()
         self._lookups.shutdown(wait=True, cancel_futures=True)
-        self._pump.close()
         self._transport.close()
+        self._device.close()
         self._storage.close()
         self.trace.write()
 
     def _register(self) -> None:
-        self._transport.register(self._buffer.region(), self._buffer.memory)
         staging = msgspec.structs.replace(self._staging.region(), name=STAGING_REGION)
-        self._transport.register(staging, self._staging.memory)
-        for region in self._hbm.regions:
-            self._transport.register(region, self._hbm)
+        for region, memory in (
+            (self._buffer.region(), self._buffer.memory),
+            (staging, self._staging.memory),
+            *((region, self._hbm) for region in self._hbm.regions),
+        ):
+            if region.memory == "DRAM":
+                self._device.pin(region.base_address, span_bytes(region), memory)
+            self._transport.register(region, memory)
+            if self._device.copier is not None:
+                self._device.copier.register(region)

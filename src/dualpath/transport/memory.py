@@ -5,6 +5,7 @@ frees the pages when the process dies, however it dies.  Other processes reach t
 the transport (cross-memory attach or TCP on one machine, RDMA elsewhere).
 """
 
+import contextlib
 import mmap
 
 import numpy as np
@@ -42,6 +43,9 @@ class RegisteredMemory:
 def allocate_registered(size_bytes: int, alignment: int = PAGE_BYTES) -> RegisteredMemory:
     """Allocate ``size_bytes`` ≥ 1 of anonymous memory aligned to ``alignment`` (a power of two).
 
+    Huge pages where the kernel has some: they are touched first 512 times less often, and direct
+    I/O has fewer of them to pin.
+
     Raises ``ConfigError`` for absurd sizes and when the kernel refuses the mapping.
     """
     if size_bytes < 1:
@@ -57,6 +61,8 @@ def allocate_registered(size_bytes: int, alignment: int = PAGE_BYTES) -> Registe
         raise ConfigError(
             f"buffer of {size_bytes} bytes cannot be allocated ({error}); make the buffer smaller"
         ) from error
+    with contextlib.suppress(OSError):  # a kernel without them
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     whole: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
     skip_bytes = -int(whole.ctypes.data) % alignment
     return RegisteredMemory(whole[skip_bytes : skip_bytes + size_bytes])

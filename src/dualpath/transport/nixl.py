@@ -34,6 +34,7 @@ from dualpath.transport.regions import (
     find_region,
     span_bytes,
 )
+from dualpath.transport.ucx_config import engine_config_text
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +44,6 @@ LOCAL_SIDE = "NIXL_INIT_AGENT"
 CLOSE_DRAIN_S = 1.0
 CLOSE_POLL_S = 0.001
 
-#: UCX settings of every agent.  Larger TCP segments cut emulated READs from 1.5 to 0.5 CPU s/GB;
-#: without the user timeout a silently lost link is never noticed.
-DEFAULT_ENGINE_CONFIG: Mapping[str, str] = {
-    "TCP_TX_SEG_SIZE": "256K",
-    "TCP_RX_SEG_SIZE": "1M",
-    "TCP_USER_TIMEOUT": "2s",
-}
-
 
 class NixlTransport:
     """One engine's NIXL agent; see ``dualpath.transport.contract.Transport``.
@@ -58,7 +51,7 @@ class NixlTransport:
     ``agent``: unique per process start.  ``tls``: UCX transports such as ``"tcp"``, exported as
     ``UCX_TLS`` for the whole process unless the user has set it; None lets UCX choose.
     ``progress_delay_us``: pause of the progress thread between two looks, µs; 0 on RDMA hardware.
-    ``engine_config``: further UCX settings of this agent alone, without the ``UCX_`` prefix, e.g.
+    ``engine_config``: further UCX settings of this agent alone (``transport.ucx_config``), e.g.
     ``IB_SL``, ``IB_TRAFFIC_CLASS``, ``TCP_PORT_RANGE``: they make this agent's traffic class, and
     ``traffic_classes`` names the classes it carries.  Raises ``ConfigError`` if NIXL refuses.
     """
@@ -80,8 +73,7 @@ class NixlTransport:
         self.errors: tuple[type[Exception], ...] = nixl_errors(api)
         self._peer_gone: type[Exception] = api.nixlBind.nixlRemoteDisconnectError
         self._nixl = open_agent(agent, progress_delay_us)
-        settings = {**DEFAULT_ENGINE_CONFIG, **(engine_config or {})}
-        self._create_backend(",".join(f"{key}={value}" for key, value in settings.items()))
+        self._create_backend(engine_config_text(engine_config or {}))
         self._lock = threading.Lock()
         self._regions: dict[str, RegionInfo] = {}
         self._registrations: list[tuple[RegionInfo, Any, object]] = []

@@ -1,0 +1,272 @@
+"""Layerwise prefill with KV streaming from pinned DRAM, against computing alone and loading first.
+
+One prompt: ``cached`` tokens whose KV lies in DRAM as Full Blocks, ``append`` tokens to compute.
+
+* *alone*: all KV is in HBM already, nothing is sent. No arrangement of transfers is faster.
+* *load, then compute*: all layers come in, are computed, go out (mode Basic).
+* *streamed*: HBM holds a few layers; while one is computed others come in and go out.
+
+Copies are queued by the engine's own ``DeviceCopier`` and ordered as ``engine.layer_stream`` orders
+them, but all on the device: a send is a copy into this machine's DRAM instead of a transfer to a
+decode engine's, so the host waits for nothing.
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+from benchmarks.gpu.geometry import StackGeometry
+from benchmarks.gpu.machine import seconds_of, spread
+from benchmarks.gpu.stack import Stack
+
+from dualpath.core.errors import ConfigError
+from dualpath.engine.device import Device, DeviceCopier, Moment
+from dualpath.policy.batching import fit
+from dualpath.transport.contract import RegionInfo
+from dualpath.transport.memory import RegisteredMemory, allocate_registered
+
+DRAM = "dram"
+
+#: Largest difference of a streamed result from the unstreamed one, relative to its largest value.
+TOLERANCE = 1e-2
+
+
+class PrefillCase(msgspec.Struct, frozen=True):
+    """Tokens are multiples of the block's; ``layers`` of the geometry's are measured."""
+
+    geometry: StackGeometry
+    layers: int
+    cached: int
+    append: int
+    feed_forward: bool
+    dtype: str
+    seed: int
+
+
+class Prefill:
+    """One case with its memory; the methods are what is timed, each a whole forward pass."""
+
+    def __init__(self, case: PrefillCase, device: Device, torch_device: torch.device) -> None:
+        g, dtype = case.geometry, getattr(torch, case.dtype)
+        for tokens in (case.cached, case.append):
+            if tokens % g.block_tokens:
+                raise ConfigError(f"{tokens} tokens: use multiples of {g.block_tokens}")
+        self._case = case
+        self._device = device
+        self._stack = Stack(g, torch_device, dtype, case.seed, feed_forward=case.feed_forward)
+        self.block_bytes = g.block_bytes(dtype.itemsize)
+        self._hit_blocks = case.cached // g.block_tokens
+        self._blocks = (case.cached + case.append) // g.block_tokens
+        generator = torch.Generator(torch_device).manual_seed(case.seed + 1)
+        self._prompt = torch.randn(
+            case.append, g.hidden, generator=generator, device=torch_device, dtype=dtype
+        )
+        self.dram = self._make_dram(dtype)
+        self._hbm = [
+            torch.zeros(self._blocks * self.block_bytes, dtype=torch.uint8, device=torch_device)
+            for _ in range(case.layers)
+        ]
+        self._kv = [region.view(dtype).view(-1, g.kv_values) for region in self._hbm]
+        self._register(torch_device)
+
+    def _make_dram(self, dtype: torch.dtype) -> RegisteredMemory:
+        """Full Blocks of random hit KV, as storage would have delivered them."""
+        memory = allocate_registered(self._blocks * self._case.layers * self.block_bytes)
+        self._device.pin(memory.address, memory.size_bytes, memory)
+        values = torch.from_numpy(memory.array).view(dtype)
+        hits = self._hit_blocks * self._case.layers * self.block_bytes // dtype.itemsize
+        generator = torch.Generator().manual_seed(self._case.seed + 2)
+        values[:hits].normal_(generator=generator)
+        return memory
+
+    def _register(self, torch_device: torch.device) -> None:
+        copier = self._copier
+        copier.register(
+            RegionInfo(
+                DRAM,
+                self.dram.address,
+                self.block_bytes,
+                self.block_bytes,
+                self._blocks * self._case.layers,
+            )
+        )
+        memory = "VRAM" if torch_device.type == "cuda" else "DRAM"
+        for index, region in enumerate(self._hbm):
+            copier.register(
+                RegionInfo(
+                    f"hbm.{index}",
+                    region.data_ptr(),
+                    self.block_bytes,
+                    self.block_bytes,
+                    self._blocks,
+                    memory=memory,
+                )
+            )
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of hit KV per pass."""
+        return self._hit_blocks * self._case.layers * self.block_bytes
+
+    @property
+    def _copier(self) -> DeviceCopier:
+        assert self._device.copier is not None
+        return self._device.copier
+
+    # ------------------------------------------------------------------ what is timed
+
+    def alone(self) -> torch.Tensor:
+        """Compute with all KV in place; ``load_then_compute`` must have run before."""
+        hidden = self._prompt
+        for layer in range(self._case.layers):
+            hidden = self._compute(layer, layer, hidden)
+        return hidden
+
+    def load_then_compute(self) -> torch.Tensor:
+        """Bring all layers in, compute, send all new KV."""
+        layers = range(self._case.layers)
+        start = self._device.record()
+        loads = [self._load(layer, layer, start) for layer in layers]
+        for moment in loads:
+            self._device.wait(moment)
+        hidden = self.alone()
+        computed = self._device.record()
+        for moment in [self._send(layer, layer, computed) for layer in layers]:
+            self._device.wait(moment)
+        return hidden
+
+    def streamed(self, buffers: int) -> torch.Tensor:
+        """Layer by layer through ``buffers`` regions of HBM."""
+        layers = self._case.layers
+        start = self._device.record()
+        loads = [self._load(layer, layer, start) for layer in range(min(buffers, layers))]
+        sends: list[Moment] = []
+        hidden = self._prompt
+        for layer in range(layers):
+            if layer >= buffers:  # new KV overwrites what this send reads
+                self._device.wait(sends[layer - buffers])
+            hidden = self._compute(layer, layer % buffers, hidden, loads[layer])
+            sends.append(self._send(layer, layer % buffers, self._device.record()))
+            if layer + buffers < layers:
+                loads.append(self._load(layer + buffers, layer % buffers, sends[layer]))
+        for moment in sends[-buffers:]:
+            self._device.wait(moment)
+        return hidden
+
+    # ------------------------------------------------------------------ steps
+
+    def _compute(
+        self, layer: int, region: int, hidden: torch.Tensor, loaded: Moment | None = None
+    ) -> torch.Tensor:
+        kv = self._kv[region]
+        kv[self._case.cached :] = self._stack.new_kv(hidden)
+        if loaded is not None:
+            self._device.wait(loaded)
+        return self._stack.layer(hidden, kv)
+
+    def _load(self, layer: int, region: int, after: Moment) -> Moment:
+        hits = range(self._hit_blocks)
+        slots = self._slots(hits, layer)
+        return self._copier.copy(DRAM, slots, f"hbm.{region}", hits, after).moment
+
+    def _send(self, layer: int, region: int, after: Moment) -> Moment:
+        new = range(self._hit_blocks, self._blocks)
+        slots = self._slots(new, layer)
+        return self._copier.copy(f"hbm.{region}", new, DRAM, slots, after).moment
+
+    def _slots(self, blocks: Sequence[int], layer: int) -> list[int]:
+        """Pieces of one layer: a slot's layers are neighbours (§A.5)."""
+        return [block * self._case.layers + layer for block in blocks]
+
+
+def measure_prefill(
+    case: PrefillCase,
+    buffers: Sequence[int],
+    device: Device,
+    torch_device: torch.device,
+    warm_up: int,
+    repeats: int,
+) -> dict[str, object]:
+    """Check that all ways compute and send the same, then time them.
+
+    Raises ``ConfigError`` if a streamed result differs.
+    """
+    prefill = Prefill(case, device, torch_device)
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "load, then compute": prefill.load_then_compute,
+        "alone": prefill.alone,
+    }
+    for count in buffers:
+        ways[f"streamed, {count} buffers"] = lambda count=count: prefill.streamed(count)  # type: ignore[misc]
+    difference = _largest_difference(prefill, buffers, torch_device)
+    if difference > TOLERANCE:
+        raise ConfigError(
+            f"{case.geometry.name}: a streamed result is off by {difference:.2g} of the largest "
+            f"value, more than {TOLERANCE}; KV was wrong, do not trust the times"
+        )
+    # The regions that streaming used hold other layers now.
+    prefill.load_then_compute()
+    alone = seconds_of(prefill.alone, torch_device, warm_up, repeats)
+    times = {"alone": spread(alone)}
+    for way, run in ways.items():
+        if way != "alone":
+            times[way] = spread(seconds_of(run, torch_device, warm_up, repeats))
+    return {
+        "model": case.geometry.name,
+        "layers": case.layers,
+        "cached_tokens": case.cached,
+        "append_tokens": case.append,
+        "feed_forward": case.feed_forward,
+        "loaded_bytes": prefill.loaded_bytes,
+        "layer_block_bytes": prefill.block_bytes,
+        "attention_flops": case.geometry.attention(case.layers).flops(case.cached, case.append),
+        "largest_difference": difference,
+        "times": times,
+    }
+
+
+def _largest_difference(
+    prefill: Prefill, buffers: Sequence[int], torch_device: torch.device
+) -> float:
+    """Return how far streamed hidden states and sent KV are from the unstreamed ones."""
+
+    def results(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = run().float().cpu()
+        if torch_device.type == "cuda":
+            torch.cuda.synchronize(torch_device)
+        dtype = getattr(torch, prefill._case.dtype)
+        return hidden, torch.from_numpy(prefill.dram.array.copy()).view(dtype).float()
+
+    expected = results(prefill.load_then_compute)
+    worst = 0.0
+    for count in buffers:
+        new_kv = prefill.dram.array[prefill.loaded_bytes :]
+        new_kv[:] = 0
+        found = results(lambda count=count: prefill.streamed(count))  # type: ignore[misc]
+        for is_there, should_be in zip(found, expected, strict=True):
+            off = (is_there - should_be).abs().max() / should_be.abs().max()
+            worst = max(worst, float(off))
+    return worst
+
+
+def fit_layer_times(results: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+    """Fit the estimate of §6.2 to the times alone, per model and without feed-forward layers.
+
+    ``errors`` are relative, per case in its order.
+    """
+    fits: list[dict[str, object]] = []
+    attention = [result for result in results if not result["feed_forward"]]
+    for model in dict.fromkeys(str(result["model"]) for result in attention):
+        samples = [
+            (float(r["attention_flops"]), float(r["times"]["alone"]["median_s"]))  # type: ignore[arg-type,index]
+            for r in attention
+            if r["model"] == model
+        ]
+        try:
+            estimate = fit(samples)
+        except ConfigError as error:
+            fits.append({"model": model, "not_fitted": str(error)})
+            continue
+        errors = [estimate.seconds(flops) / seconds - 1 for flops, seconds in samples]
+        fits.append({"model": model, **msgspec.structs.asdict(estimate), "errors": errors})
+    return fits

@@ -1,0 +1,50 @@
+"""How far the transfers of one layer in one direction are."""
+
+import threading
+
+from dualpath.engine.device import Moment
+
+
+class LayerWork:
+    """One layer's loads or sends; the pump's thread counts, the engine's thread waits.
+
+    ``over``: every transfer has ended.  ``queued``: those of the transport have, and the device's
+    own copies, which end at ``moments``, are queued: the device can wait for the rest itself.
+    """
+
+    def __init__(self) -> None:
+        self.queued = threading.Event()
+        self.over = threading.Event()
+        self.moments: list[Moment] = []
+        self.start_ns = 0
+        self._lock = threading.Lock()
+        self._left_to_queue = 0
+        self._left = 0
+
+    def begin(self, parts: int, now_ns: int) -> None:
+        """Expect that many transfers."""
+        self.start_ns = now_ns
+        self._left = self._left_to_queue = parts
+
+    def copy_queued(self, moment: Moment) -> None:
+        """The device will have done one part at ``moment``."""
+        self.moments.append(moment)
+        self._part_queued()
+
+    def part_over(self, *, by_device: bool) -> bool:
+        """One part has ended; return whether it was the last one.
+
+        The caller then sets ``over``, after what has to follow.
+        """
+        if not by_device:
+            self._part_queued()
+        with self._lock:
+            self._left -= 1
+            return self._left == 0
+
+    def _part_queued(self) -> None:
+        with self._lock:
+            self._left_to_queue -= 1
+            all_queued = self._left_to_queue == 0
+        if all_queued:
+            self.queued.set()

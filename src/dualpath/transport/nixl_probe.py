@@ -1,0 +1,46 @@
+"""Opens a NIXL agent with its UCX backend and ends: `python -m` prints what was found.
+
+A process of its own, because what it looks for can end a process: with rdma-core's user libraries
+loaded beside those in the wheel, NIXL 1.5.1 from PyPI was seen to crash while its process exits.
+"""
+
+import importlib.metadata
+import sys
+
+import msgspec
+
+from dualpath.core.errors import ConfigError
+from dualpath.transport.nixl_agent import load_nixl, nixl_errors, open_agent
+from dualpath.transport.ucx_config import engine_config_text
+
+
+class NixlReport(msgspec.Struct, frozen=True):
+    """NIXL's version, its plugins, and why the UCX backend did not open (empty: it did)."""
+
+    version: str
+    plugins: tuple[str, ...]
+    ucx_error: str
+
+
+def report() -> NixlReport:
+    """Open an agent; raises ``ConfigError`` if NIXL is not installed."""
+    api = load_nixl()
+    agent = open_agent("dualpath-doctor", progress_delay_us=None)
+    error = ""
+    try:
+        agent.create_backend("UCX", {"engine_config": engine_config_text({})})
+    except nixl_errors(api) as failure:
+        error = str(failure) or type(failure).__name__
+    return NixlReport(
+        version=importlib.metadata.version("nixl-cu12"),
+        plugins=tuple(sorted(agent.get_plugin_list())),
+        ucx_error=error,
+    )
+
+
+if __name__ == "__main__":
+    try:
+        sys.stdout.write("\n" + msgspec.json.encode(report()).decode() + "\n")
+        sys.stdout.flush()
+    except ConfigError as error:
+        sys.exit(str(error))

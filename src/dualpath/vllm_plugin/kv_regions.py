@@ -1,0 +1,62 @@
+"""vLLM's KV tensors as regions of HBM: one piece per engine block, whatever lies inside it."""
+
+from collections.abc import Sequence
+
+import torch
+
+from dualpath.core.blocks import BlockGeometry
+from dualpath.core.errors import ConfigError
+from dualpath.engine.hbm_copy import HbmLayout
+from dualpath.transport.contract import RegionInfo
+
+
+def hbm_layout(
+    layers: Sequence[torch.Tensor], num_blocks: int, geometry: BlockGeometry
+) -> HbmLayout:
+    """Return the regions of the layers' KV tensors, in layer order; layers may share a region.
+
+    Raises ``ConfigError`` for a tensor in which a block is not one piece of memory.
+    """
+    regions: dict[int, RegionInfo] = {}
+    names = []
+    for layer, cache in enumerate(layers):
+        region = _region(f"hbm.{len(regions)}", layer, cache, num_blocks, geometry)
+        regions.setdefault(region.base_address, region)
+        names.append(regions[region.base_address].name)
+    return HbmLayout(
+        regions=tuple(regions.values()),
+        region_of_layer=tuple(names),
+        capacity_tokens=num_blocks * geometry.block_tokens,
+    )
+
+
+def _region(
+    name: str, layer: int, cache: torch.Tensor, num_blocks: int, geometry: BlockGeometry
+) -> RegionInfo:
+    """Describe one layer's tensor, whose first dimension counts blocks.
+
+    An attention kernel with smaller blocks than the engine's sees a whole number of its own per
+    engine block.
+    """
+    page_bytes = geometry.layer_block_bytes
+    kernel_blocks, rest = divmod(cache.shape[0], num_blocks)
+    inside = zip(cache.shape[1:], cache.stride()[1:], strict=True)
+    kernel_block_bytes = (1 + sum((n - 1) * s for n, s in inside)) * cache.element_size()
+    kernel_stride_bytes = cache.stride(0) * cache.element_size()
+    used_bytes = max(kernel_blocks - 1, 0) * kernel_stride_bytes + kernel_block_bytes
+    stride_bytes = kernel_blocks * kernel_stride_bytes
+    if rest or not kernel_blocks or used_bytes > page_bytes or stride_bytes < page_bytes:
+        raise ConfigError(
+            f"layer {layer}: KV tensor of shape {tuple(cache.shape)}, strides {cache.stride()} and "
+            f"{cache.element_size()}-byte elements; expected {num_blocks} blocks of {page_bytes} "
+            "bytes, each in one piece: use a block-major KV layout"
+        )
+    return RegionInfo(
+        name=name,
+        base_address=cache.data_ptr(),
+        stride_bytes=stride_bytes,
+        piece_bytes=page_bytes,
+        pieces=num_blocks,
+        memory="VRAM" if cache.is_cuda else "DRAM",
+        device=cache.device.index or 0,
+    )

@@ -1,0 +1,241 @@
+"""Layerwise prefill on a device that computes behind the host's back (``tests/async_device.py``).
+
+For any order in which kernels, copies, transfers and threads may run: a layer's KV has arrived when
+attention reads it, nothing overwrites it before attention is through, and what is sent is what was
+computed.
+"""
+
+from random import Random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tests.async_device import (
+    World,
+    WorldAfterMoments,
+    WorldCopier,
+    WorldDevice,
+    WorldHbmCopier,
+    WorldLayerStream,
+    WorldPump,
+    WorldTransport,
+)
+from tests.engine_harness import GEOMETRY, full_block, kv_bytes, prompt_keys
+
+from dualpath.core.cluster import Role
+from dualpath.core.control import HandOver, HitRun
+from dualpath.datapath.plan import BlockRun
+from dualpath.engine.buffer import BlockBuffer
+from dualpath.engine.counters import Counters
+from dualpath.engine.hbm_copy import STAGING_REGION, HbmLayout
+from dualpath.engine.layer_stream import LayerSettings
+from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
+from dualpath.engine.trace import TraceRecorder
+from dualpath.transport.contract import RegionInfo
+from dualpath.transport.memory import allocate_registered
+
+HBM_BLOCKS = 8
+SIZE = GEOMETRY.layer_block_bytes
+GARBAGE = np.full(SIZE, 0xEE, np.uint8)
+
+
+def buffer(slots: int) -> BlockBuffer:
+    return BlockBuffer(GEOMETRY, slots, lambda grant: None)
+
+
+class Engine:
+    """One engine's data plane over a world; ``regions`` layers of HBM."""
+
+    def __init__(self, seed: int, regions: int, own_copier: bool) -> None:
+        self.world = World(Random(seed))
+        memory = allocate_registered(regions * HBM_BLOCKS * SIZE)
+        self.hbm = memory.array.reshape(regions, HBM_BLOCKS, SIZE)
+        hbm = [
+            RegionInfo(f"hbm.{i}", memory.address + i * HBM_BLOCKS * SIZE, SIZE, SIZE, HBM_BLOCKS)
+            for i in range(regions)
+        ]
+        self.layer_region = [i % regions for i in range(GEOMETRY.layers)]
+        names = tuple(f"hbm.{i}" for i in self.layer_region)
+        self.layout = HbmLayout(tuple(hbm), names, HBM_BLOCKS * GEOMETRY.block_tokens)
+        self.buffer, self.staging, self.de_buffer = buffer(HBM_BLOCKS), buffer(1), buffer(8)
+        staging = self.staging.region()
+        own = [
+            *hbm,
+            self.buffer.region(),
+            RegionInfo(STAGING_REGION, staging.base_address, SIZE, SIZE, GEOMETRY.layers),
+        ]
+        copier = WorldCopier(self.world, own) if own_copier else None
+        self.device = WorldDevice(self.world, copier)
+        self.pump = WorldPump(self.world)
+        self.after = WorldAfterMoments(self.world)
+        agents = {"self": own, "de": [self.de_buffer.region()]}
+        self.transport = WorldTransport(self.world, "self", agents)
+        self.wrong: list[str] = []
+
+    def stream(self, chunk: PrefillChunk, layers: LayerSettings) -> WorldLayerStream:
+        transfers = StepTransfers(
+            self.buffer,
+            self.transport,
+            self.device,
+            Counters(),
+            "self",
+            self.layout.region_of_layer,
+        )
+        stream = WorldLayerStream(
+            [chunk], layers, GEOMETRY, transfers, self.pump, self.device, self.after, Counters(),
+            TraceRecorder(None, ""),
+        )  # fmt: skip
+        stream.world = self.world
+        return stream
+
+    def copier(self) -> WorldHbmCopier:
+        copier = WorldHbmCopier(
+            self.transport, self.pump, self.device, self.after, Counters(), self.layout, "self"
+        )
+        copier.world = self.world
+        return copier
+
+    def kernel_writes(self, layer: int, block: int, content: bytes | NDArray[np.uint8]) -> None:
+        there = self.hbm[self.layer_region[layer], block]
+        what = np.frombuffer(bytes(content), np.uint8)
+        self.device.compute.queue(lambda: np.copyto(there, what))
+
+    def kernel_reads(self, layer: int, block: int, expected: bytes) -> None:
+        there = self.hbm[self.layer_region[layer], block]
+
+        def read() -> None:
+            if there.tobytes() != expected:
+                self.wrong.append(f"layer {layer} block {block}")
+
+        self.device.compute.queue(read)
+
+    def forward(
+        self, chunk: PrefillChunk, keys: list[bytes], layers: LayerSettings
+    ) -> dict[str, str]:
+        """A forward pass as vLLM queues it: new KV, wait for loaded KV, attention."""
+        computed_before = chunk.chunk.first > chunk.hand_over.hit_blocks
+        resident = chunk.chunk.first if computed_before and not layers.overlap else 0
+        for layer in range(GEOMETRY.layers):  # somebody else's pass, still under way
+            for block in chunk.hbm_blocks[resident:]:
+                self.kernel_writes(layer, block, GARBAGE)
+        stream = self.stream(chunk, layers)
+        stream.begin()
+        for layer in range(GEOMETRY.layers):
+            self.world.drift(8)
+            for block in range(chunk.chunk.first, chunk.chunk.end):
+                self.kernel_writes(layer, chunk.hbm_blocks[block], kv_bytes(keys[block], layer))
+            stream.wait_loaded(layer)
+            for _ in range(2):  # a kernel reads for a while
+                for block in range(chunk.chunk.end):
+                    self.kernel_reads(layer, chunk.hbm_blocks[block], kv_bytes(keys[block], layer))
+            self.world.drift(8)
+            stream.computed(layer)
+        stream.finish()
+        return stream.failures
+
+    def drain(self) -> None:
+        while self.world.step():
+            pass
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    """Prompt tokens, hit blocks on the PE, on the DE, and where the second chunk begins."""
+    tokens = draw(st.integers(1, HBM_BLOCKS * GEOMETRY.block_tokens))
+    most = GEOMETRY.max_hit_blocks(tokens)
+    pe_hits = draw(st.integers(0, most))
+    de_hits = draw(st.integers(0, most - pe_hits))
+    cut = draw(st.integers(pe_hits + de_hits + 1, GEOMETRY.blocks_for(tokens)))
+    return tokens, pe_hits, de_hits, cut
+
+
+def fill(there: BlockBuffer, slot: int, key: bytes) -> None:
+    there.view(slot)[:] = full_block(key)
+
+
+@settings(max_examples=150, deadline=None)
+@given(prompts(), st.integers(0, 4), st.booleans(), st.integers(0, 2**32))
+def test_kv_is_there_when_attention_reads_it_and_is_sent_as_computed(
+    prompt: tuple[int, int, int, int], layer_buffers: int, own_copier: bool, seed: int
+) -> None:
+    tokens, pe_hits, de_hits, cut = prompt
+    keys = prompt_keys(tokens)
+    overlap = layer_buffers > 0  # 0: mode Basic
+    layers = LayerSettings(buffers=layer_buffers or GEOMETRY.layers, overlap=overlap)
+    engine = Engine(seed, layers.buffers, own_copier)
+    hits = pe_hits + de_hits
+    for block in range(pe_hits):
+        fill(engine.buffer, block, keys[block])
+    for block in range(pe_hits, hits):
+        fill(engine.de_buffer, block, keys[block])
+    runs = [
+        HitRun(side=Role.PREFILL, first_block=0, slots=tuple(range(pe_hits))),
+        HitRun(side=Role.DECODE, first_block=pe_hits, slots=tuple(range(pe_hits, hits))),
+    ]
+    hand_over = HandOver(
+        request_id="r",
+        prompt_tokens=tokens,
+        hit_blocks=hits,
+        hit_key_tail=b"",
+        hits=tuple(run for run in runs if run.slots),
+        decode_engine="de-0",
+        decode_epoch="e",
+        de_slots=tuple(range(len(keys))),
+    )
+    for first, end in ((hits, cut), (cut, len(keys))):
+        if first == end:
+            continue
+        chunk = PrefillChunk(
+            hand_over=hand_over,
+            chunk=BlockRun(first, end - first),
+            hbm_blocks=tuple(range(len(keys)))[::-1][:end],
+            decode_agent="de",
+        )
+        assert engine.forward(chunk, keys, layers) == {}
+    assert engine.wrong == []
+    for block, key in enumerate(keys):
+        assert engine.de_buffer.view(block).tobytes() == full_block(key), block
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.booleans(), st.integers(0, 2**32))
+def test_a_prompt_is_copied_in_after_the_blocks_last_user_and_read_when_it_is_there(
+    own_copier: bool, seed: int
+) -> None:
+    engine = Engine(seed, GEOMETRY.layers, own_copier)
+    keys = prompt_keys(3 * GEOMETRY.block_tokens)
+    for slot, key in enumerate(keys):
+        fill(engine.buffer, slot, key)
+    blocks = [6, 1, 4]
+    for layer in range(GEOMETRY.layers):
+        for block in blocks:
+            engine.kernel_writes(layer, block, GARBAGE)
+    ended: list[str | None] = []
+    engine.copier().into_hbm(engine.buffer, range(len(keys)), blocks, ended.append)
+    engine.world.until(lambda: bool(ended))
+    for layer in range(GEOMETRY.layers):
+        for block, key in zip(blocks, keys, strict=True):
+            engine.kernel_reads(layer, block, kv_bytes(key, layer))
+    engine.drain()
+    assert ended == [None]
+    assert engine.wrong == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.booleans(), st.integers(0, 2**32))
+def test_a_generated_block_is_copied_out_as_computed_before_the_next_step_overwrites_it(
+    own_copier: bool, seed: int
+) -> None:
+    engine = Engine(seed, GEOMETRY.layers, own_copier)
+    (key,) = prompt_keys(GEOMETRY.block_tokens)
+    for layer in range(GEOMETRY.layers):
+        engine.kernel_writes(layer, 5, kv_bytes(key, layer))
+    ended: list[str | None] = []
+    engine.copier().out_of_hbm(5, engine.staging, 0, ended.append)
+    for layer in range(GEOMETRY.layers):
+        engine.kernel_writes(layer, 5, GARBAGE)
+    engine.world.drift(50)
+    engine.world.until(lambda: bool(ended))
+    assert ended == [None]
+    assert engine.staging.view(0).tobytes() == full_block(key)

@@ -1,0 +1,304 @@
+"""The CUDA device without a GPU: torch's streams and the driver are small ones that work.
+
+Streams here run nothing until somebody synchronises, so code that trusts in a queued copy fails.
+The driver's functions have the ABI of the real ones and copy in host memory.  What this cannot
+show is how a GPU behaves.
+"""
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualpath.core.blocks import BlockGeometry
+from dualpath.core.errors import ConfigError, TransportError
+from dualpath.engine.device import PASSED, HostDevice
+from dualpath.transport.contract import RegionInfo, TransferState
+from dualpath.transport.memory import allocate_registered
+from dualpath.vllm_plugin import cuda_device
+from dualpath.vllm_plugin.cuda_device import CudaDevice, has_rdma_nic, open_device
+from dualpath.vllm_plugin.cuda_driver import CudaDriver, merge_runs
+from dualpath.vllm_plugin.kv_regions import hbm_layout
+
+PIECE = 64
+
+
+class LazyStream:
+    """Work that runs when somebody waits for it."""
+
+    handles: ClassVar[dict[int, "LazyStream"]] = {}
+
+    def __init__(self, device=None):
+        self.work: deque[Callable[[], object]] = deque()
+        self.cuda_stream = len(self.handles) + 1
+        self.handles[self.cuda_stream] = self
+
+    def wait_event(self, event):
+        self.work.append(event.synchronize)
+
+    def synchronize(self):
+        while self.work:
+            self.work.popleft()()
+
+    def query(self):
+        return not self.work
+
+
+class LazyEvent:
+    def __init__(self, blocking):
+        assert blocking, "a thread that waits must sleep"
+        self.over = False
+
+    def record(self, stream):
+        self.stream = stream
+        stream.work.append(lambda: setattr(self, "over", True))
+
+    def query(self):
+        return self.over
+
+    def synchronize(self):
+        while not self.over:
+            self.stream.work.popleft()()
+
+
+class Runtime:
+    """The part of the CUDA runtime that pins; refuses above a size."""
+
+    def __init__(self, most_bytes=1 << 20):
+        self.pinned = set()
+        self._most_bytes = most_bytes
+
+    def cudaHostRegister(self, address, size_bytes, flags):
+        if size_bytes > self._most_bytes:
+            return SimpleNamespace(value=2)
+        self.pinned.add(address)
+        return SimpleNamespace(value=0)
+
+    def cudaHostUnregister(self, address):
+        self.pinned.remove(address)
+
+
+def driver_library(*, batches=True, status=0):
+    """Functions of the driver's ABI; ``calls`` lists what was called."""
+    calls = []
+    word, pointer = ctypes.c_size_t, ctypes.c_void_p
+
+    def copy(destination, source, size, stream):
+        calls.append("one")
+        LazyStream.handles[stream].work.append(lambda: ctypes.memmove(destination, source, size))
+        return status
+
+    def copy_batch(destinations, sources, sizes, count, attributes, indices, n, failed, stream):
+        calls.append(f"batch of {count}")
+        order = ctypes.c_int.from_address(attributes).value
+        assert (order, n, word.from_address(indices).value) == (1, 1, 0)
+        columns = [(word * count).from_address(a)[:] for a in (destinations, sources, sizes)]
+        for row in zip(*columns, strict=True):
+            LazyStream.handles[stream].work.append(partial(ctypes.memmove, *row))
+        return status
+
+    one = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, word, pointer)(copy)
+    many = [pointer] * 3 + [word] + [pointer] * 2 + [word] + [pointer] * 2
+    library = SimpleNamespace(cuMemcpyAsync=one, calls=calls)
+    if batches:
+        library.cuMemcpyBatchAsync = ctypes.CFUNCTYPE(ctypes.c_int, *many)(copy_batch)
+    return library
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A namespace in torch's place; ``gpu.compute`` is the stream of the forward pass."""
+    compute, runtime = LazyStream(), Runtime()
+    cuda = SimpleNamespace(
+        Stream=LazyStream,
+        Event=LazyEvent,
+        current_stream=lambda device: compute,
+        device=lambda device: nullcontext(),
+        cudart=lambda: runtime,
+    )
+    monkeypatch.setattr(cuda_device, "torch", SimpleNamespace(cuda=cuda))
+    return SimpleNamespace(compute=compute, runtime=runtime)
+
+
+def two_regions(pieces=8):
+    """DRAM with pieces 0, 1, 2, … and HBM of a wider stride, which on a GPU would be VRAM."""
+    dram, hbm = allocate_registered(pieces * PIECE), allocate_registered(pieces * 2 * PIECE)
+    dram.array.reshape(pieces, PIECE)[:] = np.arange(pieces, dtype=np.uint8)[:, None]
+    infos = (
+        RegionInfo("buffer", dram.address, PIECE, PIECE, pieces),
+        RegionInfo("hbm.0", hbm.address, 2 * PIECE, PIECE, pieces, memory="VRAM"),
+    )
+    return dram.array.reshape(pieces, PIECE), hbm.array.reshape(pieces, 2, PIECE)[:, 0], infos
+
+
+def with_copier(library, infos):
+    device = CudaDevice("cuda:0", CudaDriver(library))
+    assert device.copier is not None
+    for info in infos:
+        device.copier.register(info)
+    return device
+
+
+@pytest.mark.parametrize("batches", [True, False])
+def test_a_copy_is_one_call_if_the_driver_can_and_over_when_its_event_is(gpu, batches):
+    library = driver_library(batches=batches)
+    _, hbm, infos = two_regions()
+    device = with_copier(library, infos)
+    copy = device.copier.copy("buffer", [3, 1, 7], "hbm.0", [0, 5, 2], PASSED)
+    assert library.calls == (["batch of 3"] if batches else ["one"] * 3)
+    assert copy.poll() is TransferState.MOVING
+    with pytest.raises(TransportError, match="moving"):
+        copy.release()
+    copy.moment.wait()
+    assert copy.poll() is TransferState.DONE
+    copy.release()
+    assert copy.bytes == 3 * PIECE
+    assert [int(hbm[i, 0]) for i in (0, 5, 2)] == [3, 1, 7]
+
+
+def test_computation_queued_after_wait_finds_the_copy_and_a_copy_finds_what_was_computed(gpu):
+    dram, hbm, infos = two_regions()
+    device = with_copier(driver_library(), infos)
+    into = device.copier.copy("buffer", [4], "hbm.0", [6], PASSED)
+    device.wait(into.moment)
+    gpu.compute.work.append(lambda: np.copyto(hbm[6], hbm[6] + 100))
+    out = device.copier.copy("hbm.0", [6], "buffer", [0], device.record())
+    assert int(dram[0, 0]) == 0  # the host has waited for nothing
+    out.moment.wait()
+    assert int(dram[0, 0]) == 104
+
+
+def test_a_driver_that_refuses_is_an_error_that_names_the_setting(gpu):
+    _, _, infos = two_regions()
+    device = with_copier(driver_library(status=719), infos)
+    with pytest.raises(TransportError, match=r"719.*device_copies"):
+        device.copier.copy("buffer", [1], "hbm.0", [1], PASSED)
+
+
+def test_memory_is_pinned_in_place_until_the_device_is_closed(gpu):
+    device = CudaDevice("cuda:0", None)
+    device.pin(4096, 100, None)
+    assert gpu.runtime.pinned == {4096}
+    device.close()
+    device.close()
+    assert gpu.runtime.pinned == set()
+    with pytest.raises(ConfigError, match="buffer_bytes"):
+        device.pin(4096, 1 << 30, None)
+
+
+def test_a_device_that_fails_fails_the_copy(gpu, monkeypatch):
+    _, _, infos = two_regions()
+    device = with_copier(driver_library(), infos)
+    copy = device.copier.copy("buffer", [1], "hbm.0", [1], PASSED)
+
+    def fail(event):
+        raise RuntimeError("illegal address")
+
+    monkeypatch.setattr(LazyEvent, "query", fail)
+    assert copy.poll() is TransferState.FAILED
+    assert "illegal address" in copy.error()
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=20))
+def test_merged_runs_are_the_same_bytes(pairs):
+    sources = np.array([s for s, _ in pairs], np.int64) * PIECE
+    destinations = np.array([d for _, d in pairs], np.int64) * PIECE
+    merged = merge_runs(sources, destinations, PIECE)
+    unfolded = [
+        (int(s) + offset, int(d) + offset)
+        for s, d, size in zip(*merged, strict=True)
+        for offset in range(0, int(size), PIECE)
+    ]
+    assert unfolded == list(zip(sources.tolist(), destinations.tolist(), strict=True))
+
+
+def test_neighbours_on_both_sides_are_one_copy():
+    consecutive = np.arange(5, dtype=np.int64) * PIECE
+    merged = merge_runs(consecutive, consecutive + 4096, PIECE)
+    assert [column.tolist() for column in merged] == [[0], [4096], [5 * PIECE]]
+
+
+# ------------------------------------------------------------------ who copies
+
+
+def test_an_rdma_nic_counts_when_a_port_is_active(tmp_path: Path):
+    assert not has_rdma_nic(tmp_path / "none")
+    state = tmp_path / "mlx5_0" / "ports" / "1" / "state"
+    state.parent.mkdir(parents=True)
+    state.write_text("1: DOWN\n")
+    assert not has_rdma_nic(tmp_path)
+    state.write_text("4: ACTIVE\n")
+    assert has_rdma_nic(tmp_path)
+
+
+def test_kv_in_host_memory_needs_no_device():
+    assert isinstance(open_device(torch.device("cpu"), "auto"), HostDevice)
+    with pytest.raises(ConfigError, match="device_copies is cuda"):
+        open_device(torch.device("cpu"), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("setting", "nic", "own"),
+    [("auto", True, False), ("auto", False, True), ("nixl", False, False), ("cuda", True, True)],
+)
+def test_cuda_copies_where_no_nic_does(gpu, monkeypatch, setting, nic, own):
+    monkeypatch.setattr(cuda_device, "has_rdma_nic", lambda: nic)
+    monkeypatch.setattr(cuda_device, "CudaDriver", lambda: CudaDriver(driver_library()))
+    device = open_device(torch.device("cuda", 0), setting)
+    assert (device.copier is not None) is own
+
+
+# ------------------------------------------------------------------ KV tensors as regions
+
+GEOMETRY = BlockGeometry(layers=1, block_tokens=64, layer_block_bytes=2 * 64 * 4 * 16 * 2)
+
+
+def layout_of(cache):
+    return hbm_layout([cache], 10, GEOMETRY).regions[0]
+
+
+def test_a_block_major_tensor_is_one_region_whatever_the_order_inside_a_block():
+    cache = torch.zeros(10, 4, 64, 32, dtype=torch.float16)
+    region = layout_of(cache)
+    assert (region.pieces, region.piece_bytes) == (10, GEOMETRY.layer_block_bytes)
+    inside = torch.zeros(10, 64, 4, 32, dtype=torch.float16).permute(0, 2, 1, 3)
+    assert layout_of(inside).stride_bytes == region.stride_bytes
+
+
+def test_kernel_blocks_smaller_than_the_engines_are_put_together():
+    cache = torch.zeros(40, 4, 16, 32, dtype=torch.float16)
+    region = layout_of(cache)
+    assert (region.pieces, region.stride_bytes) == (10, GEOMETRY.layer_block_bytes)
+
+
+def test_layers_may_lie_between_the_blocks_of_a_layer():
+    cache = torch.zeros(10, 3, 4, 64, 32, dtype=torch.float16)[:, 1]
+    region = layout_of(cache)
+    assert region.stride_bytes == 3 * GEOMETRY.layer_block_bytes
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        torch.zeros(2, 10, 64, 4, 16, dtype=torch.float16),
+        torch.zeros(2, 10, 64, 4, 16, dtype=torch.float16).transpose(0, 1),
+        torch.zeros(4, 10, 64, 32, dtype=torch.float16).transpose(0, 1),
+    ],
+    ids=["keys and values first", "keys and values apart", "heads apart"],
+)
+def test_a_block_in_several_pieces_is_refused(cache):
+    with pytest.raises(ConfigError, match="block-major"):
+        layout_of(cache)

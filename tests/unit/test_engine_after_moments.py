@@ -1,0 +1,72 @@
+"""Work after moments of the device: in order, off the engine's thread, and told of failures."""
+
+import queue
+import threading
+
+from dualpath.core.errors import TransportError
+from dualpath.engine.after_moments import AfterMoments
+from dualpath.engine.device import PASSED, HostDevice
+
+WAIT_S = 20.0
+
+
+class Gate:
+    """A moment that a test lets pass, or fail."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._error = ""
+
+    def let_pass(self, error: str = "") -> None:
+        self._error = error
+        self._open.set()
+
+    def passed(self) -> bool:
+        if self._error:
+            raise TransportError(self._error)
+        return self._open.is_set()
+
+    def wait(self) -> None:
+        assert self._open.wait(WAIT_S)
+        if self._error:
+            raise TransportError(self._error)
+
+
+def test_on_a_cpu_work_runs_at_once_on_the_callers_thread() -> None:
+    after = AfterMoments(HostDevice(), "pe-0")
+    ran: list[tuple[str | None, int]] = []
+    after.call(HostDevice().record(), lambda error: ran.append((error, threading.get_ident())))
+    assert ran == [(None, threading.get_ident())]
+    after.close()
+
+
+def test_work_waits_for_its_moment_and_younger_work_for_older() -> None:
+    after = AfterMoments(HostDevice(), "pe-0")
+    ran: queue.SimpleQueue[str] = queue.SimpleQueue()
+    first, second = Gate(), Gate()
+    after.call(first, lambda error: ran.put("first"))
+    after.call(second, lambda error: ran.put("second"))
+    after.call(PASSED, lambda error: ran.put("third"))
+    second.let_pass()
+    assert ran.empty()
+    first.let_pass()
+    assert [ran.get(timeout=WAIT_S) for _ in range(3)] == ["first", "second", "third"]
+    after.close()
+
+
+def test_work_learns_that_the_device_failed_and_a_defect_stops_nothing() -> None:
+    after = AfterMoments(HostDevice(), "pe-0")
+    ran: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    broken, whole = Gate(), Gate()
+
+    def defective(error: str | None) -> None:
+        ran.put(error)
+        raise ValueError("a defect")
+
+    after.call(broken, defective)
+    after.call(whole, ran.put)
+    broken.let_pass("no more GPU")
+    assert ran.get(timeout=WAIT_S) == "no more GPU"
+    whole.let_pass()
+    assert ran.get(timeout=WAIT_S) is None
+    after.close()

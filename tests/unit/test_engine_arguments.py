@@ -1,0 +1,189 @@
+"""A plain vLLM command line becomes a DualPath engine's; nothing that was typed is changed."""
+
+import socket
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError
+from dualpath.engine.settings import EngineSettings
+from dualpath.vllm_plugin import engine_arguments
+from dualpath.vllm_plugin.engine_settings import engine_settings
+from dualpath.vllm_plugin.names import SCHEDULER_CLASS, WORKER_CLASS
+
+EXTRA = {"role": "prefill", "router": "tcp://127.0.0.1:5700", "storage": "kv"}
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in ("DUALPATH_ENGINE_MODE", "DUALPATH_ENGINE_ROUTER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def typed(extra=EXTRA, connector="DualPathConnector", **arguments):
+    """What vLLM's parser makes of a command line with only `arguments` typed."""
+    transfer = SimpleNamespace(kv_connector=connector, kv_connector_extra_config=dict(extra))
+    unset = {
+        "enable_scale_out": False,
+        "prefix_caching_hash_algo": "sha256",
+        "enable_prefix_caching": None,
+        "async_scheduling": None,
+        "block_size": None,
+        "shutdown_timeout": 0,
+        "scheduler_cls": None,
+        "worker_cls": "auto",
+    }
+    return Namespace(
+        **{"kv_transfer_config": transfer, "host": None, "port": 8001} | unset | arguments
+    )
+
+
+def settings_of(args):
+    return engine_settings(args.kv_transfer_config.kv_connector_extra_config, {})
+
+
+def test_a_prefill_engine_gets_what_it_needs():
+    args = typed()
+    added = engine_arguments.complete(args)
+    assert args.enable_scale_out is True
+    assert args.enable_prefix_caching is args.async_scheduling is False
+    assert args.prefix_caching_hash_algo == "sha256_cbor"
+    assert (args.scheduler_cls, args.worker_cls) == (SCHEDULER_CLASS, WORKER_CLASS)
+    assert (args.block_size, args.shutdown_timeout) == (64, 5)
+    assert f"--worker-cls {WORKER_CLASS}" in added
+
+
+def test_a_decode_engine_keeps_vllms_classes():
+    args = typed(EXTRA | {"role": "decode"})
+    engine_arguments.complete(args)
+    assert (args.scheduler_cls, args.worker_cls) == (None, "auto")
+    assert args.enable_scale_out is True
+
+
+@pytest.mark.parametrize("extra", [{"mode": "basic"}, {"layer_buffers": 0}])
+def test_without_layer_buffers_the_worker_is_vllms(extra):
+    args = typed(EXTRA | extra)
+    engine_arguments.complete(args)
+    assert args.worker_cls == "auto"
+    assert args.scheduler_cls == SCHEDULER_CLASS
+    assert settings_of(args).layer_buffers == 0
+
+
+def test_what_was_typed_stays():
+    args = typed(enable_prefix_caching=True, block_size=16, scheduler_cls="mine")
+    engine_arguments.complete(args)
+    assert (args.enable_prefix_caching, args.block_size, args.scheduler_cls) == (True, 16, "mine")
+
+
+def test_other_servers_are_left_alone():
+    for args in (typed(connector="NixlConnector"), Namespace(), typed(connector=None)):
+        before = dict(vars(args))
+        assert engine_arguments.complete(args) == []
+        assert vars(args) == before
+
+
+def test_a_second_look_adds_nothing():
+    args = typed()
+    assert engine_arguments.complete(args)
+    assert engine_arguments.complete(args) == []
+
+
+def test_the_name_outlives_a_restart_and_the_url_leads_back():
+    args = typed()
+    engine_arguments.complete(args)
+    settings = settings_of(args)
+    assert settings.engine_id == f"prefill-{socket.gethostname()}-8001"
+    # The way to a router on this machine is the loopback address.
+    assert settings.api_url == "http://127.0.0.1:8001"
+
+
+@pytest.mark.parametrize(
+    ("host", "url"), [("10.1.2.3", "http://10.1.2.3:8001"), ("fd00::1", "http://[fd00::1]:8001")]
+)
+def test_a_host_that_was_typed_is_in_the_url(host, url):
+    args = typed(host=host)
+    engine_arguments.complete(args)
+    assert settings_of(args).api_url == url
+
+
+def test_what_is_given_elsewhere_is_not_made_up(monkeypatch, tmp_path):
+    config = tmp_path / "c.toml"
+    config.write_text('[engine]\napi_url = "http://gateway:1"\n[cluster]\nprefill = 2\n')
+    monkeypatch.setenv("DUALPATH_ENGINE_ENGINE_ID", "pe-7")
+    args = typed(EXTRA | {"config": str(config)})
+    engine_arguments.complete(args)
+    extra = args.kv_transfer_config.kv_connector_extra_config
+    assert not {"api_url", "engine_id"} & set(extra)
+    settings = engine_settings(extra, {"DUALPATH_ENGINE_ENGINE_ID": "pe-7"})
+    assert (settings.api_url, settings.engine_id) == ("http://gateway:1", "pe-7")
+
+
+@pytest.mark.parametrize(
+    ("extra", "port", "message"),
+    [
+        ({"rolle": "prefill"}, 8001, "rolle"),
+        ({"router": "nowhere"}, 8001, "no way to the router 'nowhere'"),
+        ({"config": "none.toml"}, 8001, "none.toml"),
+        ({}, 0, "give --port"),
+    ],
+)
+def test_impossible_settings_are_refused_at_start(extra, port, message):
+    with pytest.raises(ConfigError, match=message):
+        engine_arguments.complete(typed(EXTRA | extra, port=port))
+
+
+def test_the_environment_of_an_engine_is_checked():
+    with pytest.raises(ConfigError, match="did you mean DUALPATH_ENGINE_STORAGE"):
+        engine_settings(EXTRA, {"DUALPATH_ENGINE_STORAG": "kv"})
+
+
+# ------------------------------------------------------------------ vLLM's side
+
+
+def test_vllms_parser_has_these_arguments_with_these_defaults(monkeypatch):
+    """What is taken for "not typed" is what vLLM's parser really leaves there."""
+    pytest.importorskip("vllm")
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    layerwise = EngineSettings(
+        role=Role.PREFILL, engine_id="e", router="tcp://h:1", api_url="http://h:2", storage="kv"
+    )
+    for argument in engine_arguments.engine_arguments(layerwise):
+        assert parser.get_default(argument.name) == argument.unset, argument.name
+        namespace = parser.parse_args(argument.typed.split())
+        assert getattr(namespace, argument.name) == argument.value, argument.name
+
+
+def test_every_hook_is_found_in_this_vllm():
+    pytest.importorskip("vllm")
+    from dualpath.vllm_plugin import hooks
+
+    assert hooks.missing() == []
+
+
+def test_a_hook_that_is_gone_is_named(monkeypatch):
+    from dualpath.vllm_plugin import hooks
+
+    def gone():
+        raise AttributeError("moved")
+
+    monkeypatch.setattr(hooks, "HOOKS", (("there", lambda: True), ("moved", gone)))
+    assert hooks.missing() == ["moved"]
+
+
+def test_vllms_own_function_runs_on_the_completed_arguments():
+    class Arguments:
+        @classmethod
+        def from_cli_args(cls, args):
+            return cls, args.scheduler_cls
+
+    class Derived(Arguments):
+        pass
+
+    engine_arguments._wrap(Arguments)
+    assert Derived.from_cli_args(typed()) == (Derived, SCHEDULER_CLASS)
+    assert Derived.from_cli_args(typed(connector=None)) == (Derived, None)
