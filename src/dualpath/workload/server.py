@@ -14,8 +14,16 @@ _T = TypeVar("_T")
 DEFAULT_BLOCK_TOKENS = 64
 
 
+class EngineStatus(msgspec.Struct, frozen=True):
+    """One engine that has registered; ``api_url`` is its own HTTP server."""
+
+    engine_id: str
+    api_url: str
+    alive: bool
+
+
 class Status(msgspec.Struct, frozen=True):
-    """The parts of ``/dualpath/v1/status`` that a replay reports; unknown fields are ignored."""
+    """The parts of ``/dualpath/v1/status`` that clients use; unknown fields are ignored."""
 
     mode: str | None = None
     mode_note: str | None = None
@@ -23,6 +31,7 @@ class Status(msgspec.Struct, frozen=True):
     block_tokens: int | None = None
     snic_bytes_per_s: float | None = None
     counters: dict[str, Any] = {}
+    engines: list[EngineStatus] = []
 
 
 class _Model(msgspec.Struct):

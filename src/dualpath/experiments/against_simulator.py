@@ -1,0 +1,99 @@
+"""The same cluster and agents in the simulator and in the lab: predicted and measured times."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dualpath.core.agents import AgentTable
+from dualpath.core.modes import Mode
+from dualpath.evaluation.report import Panel, Series, Table
+from dualpath.experiments.emulated_nodes import EmulatedNodes, simulated_setup
+from dualpath.experiments.jct import JctSettings, agents_of, jobs_of, setting_lines
+from dualpath.experiments.jct_report import Job
+from dualpath.experiments.machine_load import BUSY_LIMIT
+from dualpath.experiments.report import ExperimentReport
+from dualpath.experiments.run_lines import link_line, machine_lines
+from dualpath.experiments.workload import Window
+from dualpath.sim.result import NS_PER_S
+from dualpath.sim.run import simulate
+from dualpath.workload.columns import WorkloadSettings, agents_from_rounds, rounds_of
+from dualpath.workload.token_session import TokenSession
+
+_DISCUSSION = """\
+Nothing was fitted. The simulator is told the rates of the links, the emulated engines' times, block
+sizes and buffers, and the very same trajectories; not what the lab adds: HTTP, the router's and the
+engines' own time, the pause of the transfer thread, late wake-ups on a shared machine."""
+
+
+def predicted_jct_s(nodes: EmulatedNodes, job: Job, mode: Mode, agents: Sequence[Window]) -> float:
+    """Return the simulator's JCT of a job in a mode."""
+    setup = simulated_setup(nodes, job.lab, mode)
+    result = simulate(setup, agent_table(agents, nodes.block_tokens))
+    return float(result.turns.finished_ns.max()) / NS_PER_S
+
+
+def agent_table(agents: Sequence[Window], block_tokens: int) -> AgentTable:
+    """Return the agents of a lab for the simulator, their histories stored."""
+    columns = rounds_of([TokenSession(window.trajectory) for window in agents])
+    table = agents_from_rounds(columns, WorkloadSettings(block_tokens=block_tokens))
+    hits = table.hit_tokens.copy()
+    histories = np.asarray([window.history_tokens for window in agents])
+    hits[table.first_round[:-1]] = histories // block_tokens * block_tokens
+    return table._replace(hit_tokens=hits)
+
+
+def compare_with_simulator(
+    settings: JctSettings, command: str, progress: Callable[[str], None] = lambda text: None
+) -> ExperimentReport:
+    """Measure every mode on every shape and simulate the same; raises as ``measure_jct``."""
+    jobs = jobs_of(settings, progress)
+    rows, errors = [], []
+    series: dict[str, list[float]] = {"measured": [], "simulated": []}
+    for job in jobs:
+        for mode in job.runs:
+            measured_s = job.jct_s(mode)
+            assert measured_s is not None
+            predicted_s = predicted_jct_s(settings.nodes, job, mode, job.agents)
+            series["measured"].append(measured_s)
+            series["simulated"].append(predicted_s)
+            errors.append(predicted_s / measured_s - 1)
+            rows.append(
+                (
+                    job.lab.shape,
+                    mode.value,
+                    f"{measured_s:.2f}",
+                    f"{predicted_s:.2f}",
+                    f"{errors[-1]:+.1%}",
+                )
+            )
+    names = tuple(f"{row[0]} {row[1]}" for row in rows)
+    runs = [run for job in jobs for done in job.runs.values() for run in done]
+    return ExperimentReport(
+        name=settings.name,
+        title="The simulator against the lab",
+        command=command,
+        settings=(
+            *setting_lines(settings),
+            link_line(jobs[-1].links),
+            *machine_lines(runs),
+        ),
+        tables=(
+            Table(
+                "Job completion time, measured and simulated",
+                ("cluster", "mode", "measured s", "simulated s", "error"),
+                tuple(rows),
+            ),
+        ),
+        panels=(
+            Panel(
+                "Job completion time",
+                "grouped",
+                "cluster and mode",
+                "JCT (s)",
+                tuple(Series(name, names, tuple(values)) for name, values in series.items()),
+            ),
+        ),
+        discussion=_DISCUSSION,
+        data={"errors": errors, "rows": rows, "agents": agents_of(settings, jobs[-1].lab)},
+        too_busy=max(run.busy for run in runs) > BUSY_LIMIT,
+    )

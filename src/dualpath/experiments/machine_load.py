@@ -1,0 +1,45 @@
+"""How busy the machine was, and how much CPU time a process took, from /proc."""
+
+import os
+from pathlib import Path
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_STAT = Path("/proc/stat")
+#: Of the first line of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal.
+_IDLE, _IOWAIT, _COUNTED = 3, 4, 8
+
+#: Above this share of busy cores shaped links no longer hold their rates.
+BUSY_LIMIT = 0.85
+
+
+class BusyMeter:
+    """The share of all cores that was not idle between two looks; stolen time counts as busy."""
+
+    def __init__(self) -> None:
+        self._before = _ticks()
+
+    def restart(self) -> None:
+        """Begin anew."""
+        self._before = _ticks()
+
+    def busy(self) -> float:
+        """Return the share since the beginning, 0 to 1."""
+        moved = [now - then for now, then in zip(_ticks(), self._before, strict=True)]
+        total = sum(moved)
+        return 1 - (moved[_IDLE] + moved[_IOWAIT]) / total if total else 0.0
+
+
+def process_cpu_s(process_id: int) -> float:
+    """Return CPU seconds of a process, its threads and its ended children; 0 if it is gone."""
+    try:
+        text = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    # The name may hold spaces and brackets; the fields after it may not.
+    fields = text.rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / _TICKS_PER_S
+
+
+def _ticks() -> list[int]:
+    first, _, _ = _STAT.read_text(encoding="utf-8").partition("\n")
+    return [int(word) for word in first.split()[1 : 1 + _COUNTED]]

@@ -1,0 +1,40 @@
+"""What every report on runs says of links, machine and verification."""
+
+from collections.abc import Sequence
+
+from dualpath.experiments.machine_load import BUSY_LIMIT
+from dualpath.experiments.runs import Measured
+from dualpath.lab.cluster import LinkReport
+
+
+def link_line(links: Sequence[LinkReport]) -> str:
+    """Say how fast every kind of link is and who shapes it."""
+    found = "; ".join(
+        f"{link.link} {link.bytes_per_s / 1e6:g} MB/s ({link.how if link.shaped else 'NOT SHAPED'})"
+        for link in links
+    )
+    return f"Links per node: {found}."
+
+
+def machine_lines(runs: Sequence[Measured]) -> tuple[str, ...]:
+    """Say how busy the machine was and what was verified."""
+    busiest, rejected = max(run.busy for run in runs), sum(run.rejected for run in runs)
+    spoilt = f", {rejected} spoilt runs repeated" if rejected else ""
+    warning = "" if busiest <= BUSY_LIMIT else " TOO BUSY: links may not have held their rates."
+    return (
+        f"Machine at most {busiest:.0%} busy in a run (limit {BUSY_LIMIT:.0%}{spoilt}).{warning}",
+        _verified(runs),
+    )
+
+
+def _verified(runs: Sequence[Measured]) -> str:
+    verified = sum(sum(run.client.verified.values()) for run in runs)
+    wrong = sum(sum(run.client.wrong.values()) for run in runs)
+    if verified:
+        return f"{verified:,} Layer Blocks compared on arrival, {wrong or 'none'} wrong."
+    servers = [run.client.replay.server for run in runs]
+    again = sum(server.recomputed_tokens or 0 for server in servers if server is not None)
+    return (
+        "Every block read from storage has a checksum that is verified; a bad block is computed "
+        f"again: {again:,} tokens were."
+    )

@@ -1,0 +1,91 @@
+"""The isolation experiment on a lab: bytes take the lane of their case, nothing is left."""
+
+import os
+
+import msgspec
+import pytest
+from tests.e2e.test_lab_network import classes
+
+from dualpath.core.errors import ConfigError
+from dualpath.datapath.traffic_class import INFERENCE_CLASS, KV_CLASS
+from dualpath.experiments.isolation import measure_isolation
+from dualpath.experiments.isolation_settings import Case, IsolationSettings, Leg
+from dualpath.lab.cluster import lab_status
+from dualpath.lab.leftovers import find_leftovers
+from dualpath.lab.machine import find_machine, prefix
+from dualpath.lab.settings import Shaping
+from dualpath.lab.steps import CNIC
+
+NAME = f"iso{os.getpid()}"
+#: More than all there is besides the bulk: messages, replies, connections.
+BULK_BYTES = 1 << 20
+SETTINGS = IsolationSettings(
+    prefill=1,
+    decode=1,
+    message_bytes=(4096,),
+    rounds=3,
+    least_run_s=0.0,
+    repetitions=1,
+    block_bytes=16 << 10,
+    blocks=64,
+    settle_s=0.0,
+    most_busy=1.0,
+    lab=NAME,
+)
+
+
+def refusal() -> str:
+    """Why this machine and user cannot have the lab, or nothing."""
+    pytest.importorskip("nixl_cu12")
+    try:
+        shaping = find_machine(SETTINGS.lab_settings).shaping
+    except ConfigError as error:
+        return str(error)
+    return "nobody shapes links" if shaping is Shaping.TOKEN_BUCKETS else ""
+
+
+needs_lab = pytest.mark.skipif(bool(refusal()), reason=f"lab: {refusal()}")
+
+
+class Lanes:
+    """Bytes that the source of the bulk has sent by lane, looked at after every run."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, int]] = []
+
+    def look(self, line: str) -> None:
+        device = "lo" if line.startswith(Leg.LOOPBACK.value) else CNIC
+        sent = classes(lab_status(NAME), f"{prefix(NAME)}de0", device)
+        self.seen.append({lane: sent[lane]["sent"] for lane in (INFERENCE_CLASS, KV_CLASS)})
+
+
+@needs_lab
+@pytest.mark.nixl
+@pytest.mark.parametrize("leg", list(Leg))
+def test_bulk_is_in_the_way_of_inference_only_without_qos(leg: Leg) -> None:
+    lanes = Lanes()
+    settings = msgspec.structs.replace(SETTINGS, legs=(leg,))
+    report = measure_isolation(settings, lanes.look)
+    alone, no_qos, qos = lanes.seen
+    assert 0 < alone[INFERENCE_CLASS] < BULK_BYTES
+    assert no_qos[INFERENCE_CLASS] - alone[INFERENCE_CLASS] > BULK_BYTES
+    assert alone[KV_CLASS] == no_qos[KV_CLASS] == 0
+    assert qos[KV_CLASS] > BULK_BYTES
+    runs = report.data["runs"]
+    assert [run["case"] for run in runs] == list(Case)
+    assert all(run["rounds"] > 0 for run in runs)
+    assert report.targets[-1].met
+    assert [check["blocks"] for check in report.data["bulk_checks"]] == [
+        settings.blocks * settings.in_flight * (1 if leg is Leg.CNIC else 2)
+    ] * 2
+    assert find_leftovers(NAME).nothing
+
+
+@needs_lab
+def test_an_experiment_that_is_interrupted_leaves_nothing() -> None:
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_isolation(SETTINGS, interrupt)
+    assert find_leftovers(NAME).nothing

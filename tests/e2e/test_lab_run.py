@@ -1,0 +1,172 @@
+"""Agents on a lab: every block arrives right, links carry what they should, nothing is left."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.e2e.test_lab_network import surroundings
+
+from dualpath.core.errors import ConfigError, EngineLostError
+from dualpath.core.modes import Mode
+from dualpath.experiments.emulated_nodes import EmulatedNodes
+from dualpath.experiments.jct import EmulatedEngines, JctSettings, measure_jct
+from dualpath.experiments.report import write_experiment
+from dualpath.experiments.runs import Rig
+from dualpath.experiments.workload import WindowSettings, windows
+from dualpath.lab.leftovers import find_leftovers
+from dualpath.lab.machine import find_machine
+from dualpath.lab.settings import LabSettings, Shaping
+from dualpath.workload.options import ReplayOptions
+
+NAME = f"run{os.getpid()}"
+NODES = EmulatedNodes(
+    layers=3, layer_block_bytes=8192, speedup=200.0, buffer_mib=16, hbm_mib=16, verify="full"
+)
+WINDOWS = WindowSettings(agents=4, turns=2, scale=0.03)
+LAB = LabSettings(name=NAME, snic_bytes_per_s=20e6, cnic_bytes_per_s=100e6, image_bytes=64 << 20)
+#: A busy machine spoils times only, which nothing here looks at.
+ANY_LOAD = 1.0
+DEADLINE_S = 60
+
+
+def why_not() -> str:
+    """Why there can be no such lab here, or nothing."""
+    pytest.importorskip("nixl_cu12")
+    try:
+        shaping = find_machine(LAB).shaping
+    except ConfigError as error:
+        return str(error)
+    return "" if shaping is Shaping.ROOT else f"only {shaping.value} is allowed here"
+
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"lab: {why_not()}")
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    before = surroundings()
+    yield
+    assert find_leftovers(NAME).nothing
+    assert surroundings() == before
+
+
+def rig(prefill: int, decode: int) -> Rig:
+    lab = msgspec.structs.replace(LAB, prefill=prefill, decode=decode)
+    return Rig(lab, EmulatedEngines(NODES), windows(WINDOWS), busy_limit=ANY_LOAD)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_one_prefill_and_one_decode_node_read_over_both_paths() -> None:
+    with rig(1, 1) as made:
+        measured = made.run(Mode.DUALPATH, ReplayOptions())
+        again = made.run(Mode.ROUND_ROBIN, ReplayOptions())
+    result = measured.client
+    assert result.replay.summary.turns == WINDOWS.agents * WINDOWS.turns
+    assert not result.replay.failed
+    # Every byte of the hits was read once, by whichever node, and compared at every place.
+    block_bytes = NODES.layers * NODES.layer_block_bytes
+    hits = result.replay.summary.hit_tokens
+    assert hits
+    assert measured.storage_bytes >= hits // NODES.block_tokens * block_bytes
+    assert set(result.verified) == {"pe_buffer", "pe_hbm", "de_buffer", "de_hbm"}
+    assert result.verified["de_hbm"] > 0
+    assert not any(result.wrong.values())
+    # Round robin reads on either side in turn.
+    first, last = again.samples[0].nodes, again.samples[-1].nodes
+    assert all(last[node].snic > first[node].snic for node in ("pe0", "de0"))
+    assert all(last[node].cnic_out > first[node].cnic_out for node in ("pe0", "de0"))
+    # Both runs began with the same storage: the same tokens were there.
+    assert again.client.replay.summary.hit_tokens == hits
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_the_report_tells_every_mode_of_two_decode_nodes(tmp_path: Path) -> None:
+    settings = JctSettings(
+        name="small",
+        shapes=("1P2D",),
+        modes=(Mode.BASIC, Mode.DUALPATH),
+        repeat=1,
+        agents_per_node=2,
+        windows=WINDOWS,
+        lab=LAB,
+        nodes=NODES,
+    )
+    told: list[str] = []
+    report = measure_jct(settings, "dualpath lab bench jct", told.append)
+    assert [row[0] for row in report.tables[0].rows] == ["basic", "dualpath"]
+    assert any("none wrong" in line for line in report.settings)
+    runs = report.data["jobs"][0]["runs"]
+    assert runs["basic"][0]["storage_bytes"] > 0
+    assert runs["basic"][0]["summary"].hit_tokens == runs["dualpath"][0]["summary"].hit_tokens
+    paths = write_experiment(report, tmp_path)
+    assert [path.name for path in paths] == ["small.json", "small.md", "small.png"]
+    assert any("lab of 1P2D is up" in line for line in told)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_an_engine_that_dies_ends_the_run_with_its_log() -> None:
+    broken = msgspec.structs.replace(NODES, buffer_mib=0)
+    with (
+        Rig(LAB, EmulatedEngines(broken), windows(WINDOWS)) as made,
+        pytest.raises(EngineLostError, match="buffer_bytes is 0"),
+    ):
+        made.run(Mode.DUALPATH, ReplayOptions())
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_kill_leaves_nothing_that_the_janitor_does_not_remove() -> None:
+    argv = (sys.executable, "-m", "dualpath.cli.main", "lab", "run", "--name", NAME)
+    small = ("--agents-per-node", "2", "--turns", "2", "--scale", "0.03", "--image-mb", "64")
+    source = str(Path(__file__).parents[2] / "src")
+    with subprocess.Popen(
+        (*argv, *small, "--layers", "3", "--modes", "dualpath"),
+        env={**os.environ, "PYTHONPATH": source},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as maker:
+        assert maker.stderr is not None
+        for line in maker.stderr:
+            if "storing the agents' histories" in line:
+                break
+        engines = _ends(find_leftovers(NAME).process_ids)
+        janitor = _ends(_janitors())
+        maker.send_signal(signal.SIGKILL)
+    _wait(engines)
+    _wait(janitor)
+    # What the fixture now looks for is gone: nobody has called `lab down`.
+
+
+def _janitors() -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            if b"dualpath.experiments.janitor" in words and NAME.encode() in words:
+                found.append(int(entry.name))
+    assert len(found) == 1
+    return found
+
+
+def _ends(process_ids: "list[int] | tuple[int, ...]") -> list[int]:
+    """Return descriptors that become readable when the processes end."""
+    found = []
+    for process_id in process_ids:
+        with contextlib.suppress(ProcessLookupError):
+            found.append(os.pidfd_open(process_id))
+    return found
+
+
+def _wait(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        assert poller.poll(DEADLINE_S * 1000), "it did not end"
+        os.close(descriptor)

@@ -1,0 +1,80 @@
+"""The data-plane experiment: what it refuses, what its report says, and one run of tiny sizes."""
+
+from pathlib import Path
+
+import pytest
+
+from dualpath.core.errors import ConfigError
+from dualpath.experiments.data_plane import data_plane_report, measure_data_plane
+from dualpath.experiments.data_plane_settings import (
+    DataPlaneSettings,
+    Leg,
+    Mover,
+    PostCost,
+    Rate,
+    Reader,
+)
+from dualpath.experiments.report import as_markdown
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"storage": ""}, "storage is missing"),
+        ({"blocks": 1}, "blocks is 1; it must be at least 2"),
+        ({"move_s": 0.0}, "move_s is 0.0; it must be above 0"),
+        ({"descriptor_counts": (0,)}, r"descriptor_counts are \(0,\)"),
+    ],
+)
+def test_sizes_nothing_can_be_measured_with_are_refused(
+    changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DataPlaneSettings(**{"storage": "kv", **changes})  # type: ignore[arg-type]
+
+
+def rates(*mb_per_s: float, cpu_s_per_gb: float = 0.5) -> list[Rate]:
+    return [Rate(speed * 1e6, cpu_s_per_gb) for speed in mb_per_s]
+
+
+def test_medians_are_held_against_the_yardsticks_of_the_same_run() -> None:
+    reads = {Reader.NIXL: rates(90, 100, 300), Reader.READ_QUEUE: rates(97, 96, 1)}
+    moves = {(leg, mover): rates(200) for leg in Leg for mover in Mover}
+    moves[Leg.DE_TO_PE, Mover.TRAFFIC_MANAGER] = rates(170, cpu_s_per_gb=0.8)
+    posts = [PostCost(1, 9e-6, 9e-6, 9e-6), PostCost(100, 30e-6, 20e-6, 1.0)]
+    settings = DataPlaneSettings(storage="kv")
+    report = data_plane_report(settings, "command", reads, moves, posts, 0.5)
+
+    found = {target.what: (target.measured, target.met) for target in report.targets}
+    assert found == {
+        f"storage reads, relative to {Reader.NIXL}": (pytest.approx(0.96), True),
+        f"{Leg.DE_TO_PE}, relative to raw NIXL": (pytest.approx(0.85), False),
+        f"{Leg.DE_TO_PE}, CPU s/GB of both ends": (0.8, False),
+        f"{Leg.PE_TO_DE}, relative to raw NIXL": (1.0, True),
+        f"{Leg.PE_TO_DE}, CPU s/GB of both ends": (0.5, True),
+        "checks and handle of one of 100 descriptors, µs": (pytest.approx(0.5), True),
+    }
+    assert "fio is not installed" in as_markdown(report)
+
+
+@pytest.mark.nixl
+def test_every_reader_and_mover_moves_real_bytes(tmp_path: Path) -> None:
+    pytest.importorskip("nixl_cu12")
+    settings = DataPlaneSettings(
+        storage=str(tmp_path),
+        layers=3,
+        layer_block_bytes=4096,
+        stored_blocks=5,
+        read_batch_blocks=2,
+        blocks=4,
+        move_s=0.001,
+        descriptor_counts=(1, 3),
+        rounds=1,
+    )
+    report = measure_data_plane(settings)
+    assert set(report.data["reads"]) >= {Reader.NIXL, Reader.READ_QUEUE}
+    for found in (*report.data["reads"].values(), *report.data["moves"].values()):
+        for one in found if isinstance(found, list) else [r for v in found.values() for r in v]:
+            assert one["bytes_per_s"] > 0
+    assert [cost["pieces"] for cost in report.data["posts"]] == [1, 3]
+    assert list(tmp_path.iterdir()) == []

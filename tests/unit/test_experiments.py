@@ -1,0 +1,308 @@
+"""What the experiments on a lab compute from what was measured."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dualpath.core.errors import ConfigError
+from dualpath.core.modes import Mode
+from dualpath.experiments.against_simulator import agent_table, predicted_jct_s
+from dualpath.experiments.client import ClientResult
+from dualpath.experiments.emulated_nodes import EmulatedNodes, scaled_costs, simulated_setup
+from dualpath.experiments.jct_report import Job, jct_report
+from dualpath.experiments.meters import NodeBytes, Sample, parse_devices, parse_read_bytes
+from dualpath.experiments.online import OnlineSettings, capacity, point
+from dualpath.experiments.report import ExperimentReport, Target, as_markdown, write_experiment
+from dualpath.experiments.runs import Measured
+from dualpath.experiments.workload import (
+    Window,
+    WindowSettings,
+    windows,
+    write_histories,
+    write_rounds,
+)
+from dualpath.lab.cluster import LinkReport
+from dualpath.lab.settings import LabSettings
+from dualpath.sim.run import simulate
+from dualpath.workload.formats import read_trace
+from dualpath.workload.metrics import summarise
+from dualpath.workload.result import (
+    Isolation,
+    Machine,
+    ReplayResult,
+    Setting,
+    ToolDelays,
+    TurnRecord,
+)
+from dualpath.workload.session import SessionSettings
+
+SNIC_BYTES_PER_S = 50e6
+LAB = LabSettings(name="paper", prefill=1, decode=2, snic_bytes_per_s=SNIC_BYTES_PER_S)
+SETTING = Setting(
+    label="",
+    endpoint="http://host",
+    trace="",
+    trace_format="rounds",
+    broken_lines=0,
+    mode="dualpath",
+    mode_note=None,
+    model="m",
+    block_tokens=64,
+    snic_bytes_per_s=None,
+    agents=1,
+    agents_per_s=None,
+    seed=0,
+    tool_delays=ToolDelays.NONE,
+    isolation=Isolation.SESSION,
+    max_context_tokens=None,
+    max_turns=None,
+    scale_append=1.0,
+    scale_generate=1.0,
+    token_low=0,
+    token_high=9,
+)
+
+
+def turn(start_s: float, ttft_s: float = 1.0) -> TurnRecord:
+    return TurnRecord(
+        session_id="a",
+        conversation_id="a",
+        turn=0,
+        start_s=start_s,
+        delay_s=0.0,
+        prompt_tokens=100,
+        context_tokens=90,
+        ideal_hit_tokens=64,
+        generated_tokens=3,
+        hit_tokens=64,
+        ttft_s=ttft_s,
+        ttst_s=0.01,
+        tpot_s=0.02,
+        latency_s=ttft_s + 0.03,
+    )
+
+
+def measured(
+    mode: Mode, jct_s: float, rates: dict[str, float], turns: tuple[TurnRecord, ...] = ()
+) -> Measured:
+    """A run whose nodes read at constant ``rates`` (bytes per second), looked at every 0.1 s."""
+    samples = [
+        Sample(
+            tick / 10,
+            {
+                node: NodeBytes(
+                    snic=round(rate * tick / 10), cnic_out=0, cnic_in=7 * tick, loopback=0
+                )
+                for node, rate in rates.items()
+            },
+        )
+        for tick in range(round(jct_s * 10) + 1)
+    ]
+    kept = list(turns) or [turn(0.0)]
+    replay = ReplayResult(
+        setting=SETTING,
+        machine=Machine(2, "cpu", 1, "linux", "3.11"),
+        summary=summarise(kept, [], jct_s),
+        trace=None,
+        server=None,
+        sessions=[],
+        turns=kept,
+    )
+    return Measured(
+        mode=mode,
+        client=ClientResult(replay=replay, verified={"de_hbm": 8}),
+        busy=0.5,
+        cpu_s={"router": 1.0, "pe0": 2.0, "de0": 1.0, "de1": 1.0, "client": 9.0},
+        samples=samples,
+    )
+
+
+def test_agents_are_met_in_the_middle_of_their_trajectories() -> None:
+    chosen = WindowSettings(agents=7, turns=3, scale=0.25)
+    found = windows(chosen)
+    assert found == windows(chosen)
+    assert found != windows(msgspec.structs.replace(chosen, seed=1))
+    assert len({window.trajectory.session_id for window in found}) == 7
+    for window in found:
+        assert len(window.trajectory.rounds) == 3
+        assert 0 < window.history_tokens < window.trajectory.rounds[0].append_tokens
+
+
+def test_the_stored_history_is_what_the_first_prompt_begins_with(tmp_path: Path) -> None:
+    found = windows(WindowSettings(agents=3, turns=2, scale=0.05))
+    write_rounds(found, tmp_path / "run.jsonl")
+    write_histories(found, tmp_path / "histories.jsonl")
+    tokens = SessionSettings(seed=5)
+    runs = read_trace(tmp_path / "run.jsonl")
+    for window, run, history in zip(
+        found, runs, read_trace(tmp_path / "histories.jsonl"), strict=True
+    ):
+        stored = history.start(tokens).next_turn()
+        first = run.start(tokens).next_turn()
+        assert stored is not None
+        assert first is not None
+        assert len(stored.prompt_token_ids) == window.history_tokens
+        assert first.prompt_token_ids[: window.history_tokens] == stored.prompt_token_ids
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    turns=st.integers(1, 8),
+    append=st.floats(0.5, 8),
+    generate=st.floats(0.1, 4),
+    seed=st.integers(0, 3),
+)
+def test_scales_change_turns_and_leave_histories(
+    turns: int, append: float, generate: float, seed: int
+) -> None:
+    plain = WindowSettings(agents=4, turns=turns, seed=seed)
+    scaled = msgspec.structs.replace(plain, scale_append=append, scale_generate=generate)
+    for before, after in zip(windows(plain), windows(scaled), strict=True):
+        assert after.history_tokens == before.history_tokens
+        assert all(r.generated_tokens >= 1 for r in after.trajectory.rounds)
+
+
+def test_windows_say_why_they_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="turns is 0"):
+        windows(WindowSettings(turns=0))
+    short = tmp_path / "short.jsonl"
+    short.write_text('{"session_id": "a", "rounds": [[10, 2], [3, 4]]}\n')
+    with pytest.raises(ConfigError, match="more than 2 turns"):
+        windows(WindowSettings(trace=str(short), turns=2))
+
+
+def test_counters_of_the_kernel_are_read() -> None:
+    text = (
+        "Inter-|   Receive                    |  Transmit\n"
+        " face |bytes    packets errs drop fifo frame compressed multicast|bytes packets\n"
+        "    lo: 10 1 0 0 0 0 0 0 11 1 0 0 0 0 0 0\n"
+        "  cnic: 20 1 0 0 0 0 0 0 21 1 0 0 0 0 0 0\n"
+    )
+    assert parse_devices(text) == {"lo": (10, 11), "cnic": (20, 21)}
+    first = "8:0 Read 5\n7:1 Read 4096\n7:1 Write 1\n7:1 Total 4097\nTotal 4102\n"
+    assert parse_read_bytes(first, "7:1") == 4096
+    assert parse_read_bytes("7:1 rbytes=77 wbytes=1 rios=2\n", "7:1") == 77
+    assert parse_read_bytes("", "7:1") == 0
+
+
+def test_use_and_balance_of_storage_nics_follow_from_the_samples() -> None:
+    run = measured(Mode.DUALPATH, 10.0, {"pe0": 50e6, "de0": 25e6, "de1": 0.0})
+    assert run.storage_bytes == 750_000_000
+    assert run.snic_use(SNIC_BYTES_PER_S) == pytest.approx([1.0, 0.5, 0.0])
+    assert run.snic_balance(1.0) == pytest.approx(50 / 25)
+    even = measured(Mode.DUALPATH, 10.0, {"pe0": 30e6, "de0": 30e6})
+    assert even.snic_balance(1.0) == pytest.approx(1.0)
+
+
+def job(basic_s: float, dualpath_s: float, oracle_s: float) -> Job:
+    full = dict.fromkeys(("pe0", "de0", "de1"), SNIC_BYTES_PER_S)
+    nothing = dict.fromkeys(full, 0.0)
+    return Job(
+        lab=LAB,
+        links=(LinkReport("SNIC", SNIC_BYTES_PER_S, True, "cgroup"),),
+        agents=windows(WindowSettings(agents=3, turns=1)),
+        runs={
+            Mode.BASIC: [measured(Mode.BASIC, basic_s, {**nothing, "pe0": SNIC_BYTES_PER_S})],
+            Mode.DUALPATH: [measured(Mode.DUALPATH, dualpath_s, full)],
+            Mode.ORACLE: [measured(Mode.ORACLE, oracle_s, nothing)],
+        },
+    )
+
+
+def test_an_io_bound_job_is_judged_by_the_ratio_of_all_nics_to_those_of_prefill() -> None:
+    report = jct_report("jct", "dualpath lab bench jct", ("Seed 0.",), [job(30.0, 10.0, 1.0)])
+    ratio, use = report.targets
+    assert ratio.what == "1P2D: Basic / DualPath, I/O-bound"
+    assert ratio.measured == pytest.approx(3.0)
+    assert ratio.limit == pytest.approx(2.85)
+    assert ratio.met
+    assert use.measured == pytest.approx(1.0)
+    assert [row[:4] for row in report.tables[0].rows] == [
+        ("basic", "30.00", "30.00 - 30.00", "1.00"),
+        ("dualpath", "10.00", "10.00 - 10.00", "3.00"),
+        ("oracle", "1.00", "1.00 - 1.00", "30.00"),
+    ]
+    assert not report.too_busy
+
+
+def test_where_storage_suffices_oracle_is_the_measure() -> None:
+    report = jct_report("jct", "c", (), [job(30.0, 20.0, 25.0)])
+    (target,) = report.targets
+    assert target.what == "1P2D: DualPath / Oracle, SNICs suffice"
+    assert target.met
+    assert "80%" in target.note
+    between = jct_report("jct", "c", (), [job(30.0, 20.0, 15.0)])
+    assert between.targets == ()
+
+
+def test_a_report_becomes_files(tmp_path: Path) -> None:
+    report = jct_report("jct", "dualpath lab bench jct", ("Seed 0.",), [job(30.0, 10.0, 1.0)])
+    names = [path.name for path in write_experiment(report, tmp_path / "new")]
+    assert names == ["jct.json", "jct.md", "jct.png"]
+    text = (tmp_path / "new" / "jct.md").read_text()
+    assert "Measured by `dualpath lab bench jct`." in text
+    assert "≥ 2.85" in text
+    assert "![Job completion time on shaped links](jct.png)" in text
+    told = msgspec.json.decode((tmp_path / "new" / "jct.json").read_bytes())
+    assert told["data"]["jobs"][0]["runs"]["basic"][0]["jct_s"] == 30.0
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_experiment(report, tmp_path / "file")
+
+
+def test_a_missed_target_says_no() -> None:
+    report = ExperimentReport(
+        name="x",
+        title="X",
+        command="c",
+        settings=(),
+        tables=(),
+        targets=(Target("ratio", 1.8, 1.9, True), Target("cost", 0.6, 0.7, False)),
+    )
+    assert [target.met for target in report.targets] == [False, True]
+    assert "| no " in as_markdown(report)
+
+
+def test_online_latencies_are_those_of_the_filled_system() -> None:
+    chosen = OnlineSettings(arrive_s=10.0, ttft_slo_s=2.0)
+    turns = (turn(0.0, 99.0), turn(3.0, 1.0), turn(9.0, 2.0), turn(10.5, 99.0))
+    run = measured(Mode.DUALPATH, 12.0, {"pe0": 1.0}, turns)
+    found = point(run, 0.5, chosen.arrive_s)
+    assert found.turns == 2
+    assert found.ttft_s is not None
+    assert found.ttft_s.mean == pytest.approx(1.5)
+    assert found.meets(chosen)
+    slow = point(measured(Mode.DUALPATH, 12.0, {"pe0": 1.0}, (turn(5.0, 3.0),)), 0.6, 10.0)
+    assert not slow.meets(chosen)
+    assert capacity([found, slow], Mode.DUALPATH, chosen) == 0.5
+    assert capacity([found, slow], Mode.BASIC, chosen) == 0.0
+
+
+def test_the_simulator_is_told_what_the_lab_has() -> None:
+    nodes = EmulatedNodes(speedup=10.0)
+    setup = simulated_setup(nodes, LAB, Mode.DUALPATH)
+    assert setup.cluster.prefill_nodes == 1
+    assert setup.cluster.decode_nodes == 2
+    assert setup.model.kv_bytes_per_token == nodes.layers * nodes.layer_block_bytes / 64
+    slower = scaled_costs(msgspec.structs.replace(nodes, speedup=1.0))
+    assert setup.model.prefill.pair_s == pytest.approx(slower.prefill.pair_s / 10)
+    found = windows(WindowSettings(agents=2, turns=2))
+    table = agent_table(found, 64)
+    first = table.first_round[:-1]
+    assert (table.hit_tokens[first] == [w.history_tokens // 64 * 64 for w in found]).all()
+    assert np.all(table.hit_tokens < table.prompt_tokens)
+
+
+def test_a_prediction_is_the_simulators_last_answer() -> None:
+    nodes = EmulatedNodes()
+    agents: list[Window] = windows(WindowSettings(agents=6, turns=2))
+    told = job(1.0, 1.0, 1.0)
+    basic = predicted_jct_s(nodes, told, Mode.BASIC, agents)
+    dualpath = predicted_jct_s(nodes, told, Mode.DUALPATH, agents)
+    assert 2.0 < basic / dualpath < 3.2
+    result = simulate(simulated_setup(nodes, LAB, Mode.BASIC), agent_table(agents, 64))
+    assert basic == result.turns.finished_ns.max() / 1e9
