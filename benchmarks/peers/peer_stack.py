@@ -1,0 +1,163 @@
+"""What a peer is to the measurement: processes on the nodes of a lab, as data."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from dualpath.lab.machine import Node
+from dualpath.launch.commands import ENGINE_ENVIRONMENT
+
+ENGINE_PORT = 8000
+PROXY_PORT = 8100
+SIDE_CHANNEL_PORT = 5600
+
+#: NIXL as DualPath has it in a lab: TCP alone, because shared memory would pass by the links, in
+#: the ports of the KV lane; a progress thread that sleeps between looks, because a spinning one
+#: takes a core from everybody (1000 us; read by ``peer_engine.py``).
+NIXL_ENVIRONMENT = {
+    "UCX_TLS": "tcp",
+    "UCX_TCP_PORT_RANGE": "20480-24575",
+    "UCX_TCP_TX_SEG_SIZE": "256K",
+    "UCX_TCP_RX_SEG_SIZE": "1M",
+    "UCX_RCACHE_MAX_UNRELEASED": "1024",
+    "NIXL_LOG_LEVEL": "WARN",
+    "PEER_NIXL_PROGRESS_DELAY_US": "1000",
+}
+
+
+class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What all stacks are given alike.
+
+    ``python`` is the interpreter of the stack's environment.  ``hbm_bytes`` is an engine's KV
+    memory and ``dram_bytes`` what a node's cache or staging area in DRAM may hold;
+    ``chunk_tokens`` is what the stack stores as one file, a multiple of ``block_tokens``;
+    ``readers`` read it at the same time.
+    ``aggregated``: no disaggregation, every node prefills and decodes with storage of its own.
+    """
+
+    python: str
+    model: str
+    prefill: tuple[Node, ...]
+    decode: tuple[Node, ...]
+    head: Node
+    storage: str
+    hbm_bytes: int
+    dram_bytes: int
+    block_tokens: int = 64
+    chunk_tokens: int = 64
+    max_model_len: int = 4096
+    readers: int = 8
+    aggregated: bool = False
+
+    @property
+    def storing(self) -> tuple[Node, ...]:
+        """The nodes that read and write storage."""
+        return (*self.prefill, *self.decode) if self.aggregated else self.prefill
+
+    @property
+    def forwarding(self) -> tuple[Node, ...]:
+        """The nodes that only decode."""
+        return () if self.aggregated else self.decode
+
+
+class PeerProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """One process: where it runs, its command, its environment's changes.
+
+    ``ready_url`` answers 200 once it can be used; empty: nothing to wait for.
+    """
+
+    name: str
+    node: Node
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = {}
+    ready_url: str = ""
+
+
+class PeerStack(Protocol):
+    """One stack; ``processes`` in the order of their start, those before an engine it needs."""
+
+    name: str
+
+    def processes(self, settings: PeerSettings) -> list[PeerProcess]:
+        """Return what runs where."""
+
+
+def engine(
+    settings: PeerSettings,
+    node: Node,
+    transfer: Mapping[str, object],
+    extra: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+) -> PeerProcess:
+    """Return a vLLM engine as DualPath's own is, but for ``transfer``, its KV transfer config."""
+    url = f"http://{node.address}:{ENGINE_PORT}"
+    options = (
+        "--model", settings.model,
+        "--host", node.address,
+        "--port", str(ENGINE_PORT),
+        "--dtype", "float32",
+        "--block-size", str(settings.block_tokens),
+        "--max-model-len", str(settings.max_model_len),
+        "--kv-cache-memory-bytes", str(settings.hbm_bytes),
+        "--prefix-caching-hash-algo", "sha256_cbor",
+        "--enable-prefix-caching",
+        "--enable-prompt-tokens-details",
+        "--enforce-eager",
+        "--disable-uvicorn-access-log",
+        "--kv-transfer-config", msgspec.json.encode(transfer).decode(),
+    )  # fmt: skip
+    return PeerProcess(
+        name=node.name,
+        node=node,
+        argv=(settings.python, _here("peer_engine.py"), *options, *extra),
+        environment={
+            **ENGINE_ENVIRONMENT,
+            **NIXL_ENVIRONMENT,
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": node.address,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_CHANNEL_PORT),
+            **(environment or {}),
+        },
+        ready_url=f"{url}/health",
+    )
+
+
+def nixl_connector() -> dict[str, object]:
+    """Return vLLM's PD transfer over NIXL, between buffers in DRAM.
+
+    ``num_threads`` 0: further threads of UCX would each take time from two cores.
+    """
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": {"num_threads": 0},
+    }
+
+
+def both(*connectors: Mapping[str, object]) -> dict[str, object]:
+    """Return a config with several connectors; the first that has a hit loads it."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(connectors)},
+    }
+
+
+def proxy(settings: PeerSettings) -> PeerProcess:
+    """Return the PD proxy on the head node, in the stack's environment."""
+    argv = [settings.python, _here("pd_proxy.py"), "--host", settings.head.address]
+    argv += ["--port", str(PROXY_PORT)]
+    for node in settings.storing:
+        argv += ["--prefill", f"http://{node.address}:{ENGINE_PORT}"]
+    for node in settings.forwarding:
+        argv += ["--decode", f"http://{node.address}:{ENGINE_PORT}"]
+    url = f"http://{settings.head.address}:{PROXY_PORT}"
+    return PeerProcess(
+        name="proxy", node=settings.head, argv=tuple(argv), ready_url=f"{url}/health"
+    )
+
+
+def _here(file: str) -> str:
+    return str(Path(__file__).parent / file)

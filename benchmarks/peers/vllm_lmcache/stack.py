@@ -1,0 +1,87 @@
+"""vLLM PD over NIXL, LMCache's server on every prefill node as the way to storage."""
+
+import msgspec
+from benchmarks.peers.peer_stack import (
+    PeerProcess,
+    PeerSettings,
+    both,
+    engine,
+    nixl_connector,
+    proxy,
+)
+
+from dualpath.lab.machine import Node
+
+SERVER_PORT = 5555
+HTTP_PORT = 8080
+_GIB = 1 << 30
+#: A look-up that finds no room in L1 is a miss, where others wait: it gets more of it.
+_BUFFER_FACTOR = 4
+
+
+class LMCacheStack:
+    """Closest to the paper's Basic: storage behind the PE alone, whole prompts, then computing."""
+
+    name = "vllm-nixl-lmcache"
+
+    def processes(self, settings: PeerSettings) -> list[PeerProcess]:
+        """Return servers, engines and the proxy."""
+        lmcache = {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": SERVER_PORT,
+                "lmcache.mp.save_decode_cache": True,
+            },
+        }
+        storing = lmcache if settings.aggregated else both(nixl_connector(), lmcache)
+        environment = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
+        return [
+            *(server(settings, node) for node in settings.storing),
+            *(engine(settings, n, storing, environment=environment) for n in settings.storing),
+            *(engine(settings, node, nixl_connector()) for node in settings.forwarding),
+            proxy(settings),
+        ]
+
+
+def server(settings: PeerSettings, node: Node) -> PeerProcess:
+    """Return LMCache's multi-process server of a node.
+
+    Reads pass the page cache by (``use_odirect``), several at a time; more workers than one serve
+    the engine, so that a look-up does not wait behind a load.  DRAM is a buffer here and no cache
+    (``skip_l1``): as a cache, L1 fills to just below its watermark, never evicts, and everything
+    that does not fit then is neither stored nor loaded.
+    """
+    adapter = {
+        "type": "fs_native",
+        "base_path": f"{settings.storage}/lmcache",
+        "num_workers": settings.readers,
+        "use_odirect": True,
+    }
+    argv = (
+        settings.python, "-m", "lmcache.v1.multiprocess.http_server",
+        "--host", "127.0.0.1",
+        "--port", str(SERVER_PORT),
+        "--http-host", node.address,
+        "--http-port", str(HTTP_PORT),
+        "--chunk-size", str(settings.chunk_tokens),
+        "--max-workers", "4",
+        "--supported-transfer-mode", "engine_driven",
+        "--shm-name", f"dualpath-peers-{node.name}",
+        "--l1-size-gb", f"{_BUFFER_FACTOR * settings.dram_bytes / _GIB:g}",
+        "--no-l1-use-lazy",
+        "--eviction-policy", "LRU",
+        "--l2-store-policy", "skip_l1",
+        "--l2-prefetch-policy", "default",
+        "--l2-adapter", msgspec.json.encode(adapter).decode(),
+        "--l2-prefetch-max-in-flight", "16",
+    )  # fmt: skip
+    return PeerProcess(
+        name=f"lmcache-{node.name}",
+        node=node,
+        argv=argv,
+        environment={"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"},
+        ready_url=f"http://{node.address}:{HTTP_PORT}/healthcheck",
+    )

@@ -1,0 +1,112 @@
+"""What runs where for each peer, and that all stacks are given the same."""
+
+import json
+
+import pytest
+from benchmarks.peers.dualpath_stack import DualPathStack
+from benchmarks.peers.measure import parse_arguments, rounds
+from benchmarks.peers.peer_stack import PeerProcess, PeerSettings, PeerStack
+from benchmarks.peers.vllm_lmcache.stack import LMCacheStack
+from benchmarks.peers.vllm_offloading.stack import OffloadingStack
+
+from dualpath.core.modes import Mode
+from dualpath.lab.machine import Node
+
+PE, DE0, DE1 = (Node(n, n, f"10.0.0.{i}") for i, n in enumerate(("pe0", "de0", "de1"), start=10))
+HEAD = Node("head", "head", "10.0.0.1")
+PEERS: list[PeerStack] = [LMCacheStack(), OffloadingStack()]
+
+
+def settings(*, aggregated: bool = False) -> PeerSettings:
+    return PeerSettings(
+        python="/env/bin/python",
+        model="/model",
+        prefill=(PE,),
+        decode=(DE0, DE1),
+        head=HEAD,
+        storage="/storage",
+        hbm_bytes=1000,
+        dram_bytes=2 << 30,
+        aggregated=aggregated,
+    )
+
+
+def option(process: PeerProcess, name: str) -> str:
+    return process.argv[process.argv.index(name) + 1]
+
+
+def engines(processes: list[PeerProcess]) -> dict[str, PeerProcess]:
+    return {p.name: p for p in processes if "--kv-transfer-config" in p.argv}
+
+
+def connectors(process: PeerProcess) -> list[str]:
+    config = json.loads(option(process, "--kv-transfer-config"))
+    inner = config["kv_connector_extra_config"].get("connectors", [config])
+    return [c["kv_connector"] for c in inner]
+
+
+@pytest.mark.parametrize("stack", PEERS, ids=lambda stack: stack.name)
+def test_storage_is_behind_the_prefill_engine_and_decode_engines_only_receive(stack):
+    found = engines(stack.processes(settings()))
+    assert connectors(found["pe0"])[0] == "NixlConnector"
+    assert len(connectors(found["pe0"])) == 2
+    assert connectors(found["de0"]) == connectors(found["de1"]) == ["NixlConnector"]
+
+
+@pytest.mark.parametrize("stack", PEERS, ids=lambda stack: stack.name)
+def test_aggregated_every_node_has_storage_and_nothing_is_forwarded(stack):
+    processes = stack.processes(settings(aggregated=True))
+    found = engines(processes)
+    assert set(found) == {"pe0", "de0", "de1"}
+    assert all(
+        connectors(p) != ["NixlConnector"] and len(connectors(p)) == 1 for p in found.values()
+    )
+    proxy = next(p for p in processes if p.name == "proxy")
+    assert proxy.argv.count("--prefill") == 3
+    assert "--decode" not in proxy.argv
+
+
+@pytest.mark.parametrize("stack", PEERS, ids=lambda stack: stack.name)
+def test_nothing_passes_by_the_links(stack):
+    for process in engines(stack.processes(settings())).values():
+        assert process.environment["UCX_TLS"] == "tcp"
+        assert process.environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] == process.node.address
+        assert option(process, "--host") == process.node.address
+        assert int(process.environment["PEER_NIXL_PROGRESS_DELAY_US"]) > 0, "no spinning thread"
+
+
+def test_lmcache_reads_past_the_page_cache_on_the_node_of_its_engine():
+    server = LMCacheStack().processes(settings())[0]
+    assert server.node == PE
+    adapter = json.loads(option(server, "--l2-adapter"))
+    assert adapter["use_odirect"] is True
+    assert adapter["base_path"].startswith("/storage/")
+    assert option(server, "--l1-size-gb") == "8"
+
+
+def test_dualpath_is_given_what_the_peers_are_given():
+    own = engines(DualPathStack(Mode.DUALPATH, 25e6, 32768).processes(settings()))
+    peer = engines(OffloadingStack().processes(settings()))
+    assert set(own) == set(peer)
+    for name in own:
+        for flag in ("--model", "--dtype", "--block-size", "--max-model-len", "--host"):
+            assert option(own[name], flag) == option(peer[name], flag)
+        assert option(own[name], "--kv-cache-memory-bytes") == "1000"
+        assert own[name].environment["UCX_TLS"] == "tcp"
+
+
+def test_dualpath_engines_meet_the_router_on_the_head_node():
+    router, *rest = DualPathStack(Mode.BASIC, 25e6, 32768).processes(settings())
+    assert router.node == HEAD
+    assert option(router, "--control-host") == HEAD.address
+    assert option(router, "--alpha-tokens") == str(3 * 25_000_000 // 32768)
+    for process in rest:
+        extra = json.loads(option(process, "--kv-transfer-config"))["kv_connector_extra_config"]
+        assert extra["router"] == f"tcp://{HEAD.address}:5700"
+        assert extra["api_url"] == f"http://{process.node.address}:8000"
+
+
+def test_agents_have_a_history_and_equal_turns():
+    args = parse_arguments(["--history", "640", "--turns", "2", "--append", "8", "--generate", "4"])
+    assert rounds(args, 2) == [(640, 1), (8, 4), (8, 4)]
+    assert rounds(args, 0)[0] == (512, 1)
