@@ -23,7 +23,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import IncompatibleError
 
 #: Raised by one whenever a message changes its meaning; both ends must agree.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 #: Key under which hand-over and take-over travel in vLLM's ``kv_transfer_params``.
 TRANSFER_PARAMS_KEY = "dualpath"
@@ -186,10 +186,15 @@ class Sent(Message, frozen=True, tag=True):
 
     The router takes a prefill as done only with this message: the engine's own answer says that
     the first token was computed, not that the KV arrived.
+
+    For metrics: ``forward_s`` is what the request's forward passes took, ``transfer_s`` what of it
+    they waited for transfers that computation did not hide; 0 where no bytes move.
     """
 
     request_id: str
     failure: str | None = None
+    forward_s: float = 0.0
+    transfer_s: float = 0.0
 
 
 class Handed(Message, frozen=True, tag=True):
@@ -280,7 +285,8 @@ def decode_engine_message(frame: bytes) -> EngineMessage:
 def _decode(decoder: msgspec.msgpack.Decoder[_Decoded], frame: bytes) -> _Decoded:
     try:
         return decoder.decode(frame)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    # ValueError: text that is no UTF-8; RecursionError: nested deeper than any message.
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise IncompatibleError(
             f"control message of {len(frame)} bytes is not of protocol {PROTOCOL_VERSION}: "
             f"{error}; run the same dualpath version on router and engines"
@@ -342,7 +348,7 @@ def from_transfer_params(params: dict[str, Any] | None) -> HandOver | TakeOver |
         if "hand_over" in ours:
             return msgspec.convert(ours["hand_over"], HandOver)
         return msgspec.convert(ours["take_over"], TakeOver)
-    except (msgspec.ValidationError, KeyError, TypeError) as error:
+    except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
         raise IncompatibleError(
             f"kv_transfer_params[{TRANSFER_PARAMS_KEY!r}] is malformed: {error}; "
             "run the same dualpath version on router and engines"

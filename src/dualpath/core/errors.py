@@ -3,6 +3,7 @@
     DualPathError
     ├── ConfigError            a setting is wrong; raised before anything starts
     ├── BadRequestError        a client's request cannot be served as asked
+    ├── OverloadedError        more requests at once than the router takes
     ├── TraceError             a workload trace is malformed
     ├── StorageError           external storage refuses; a bad block is no error, it ends a hit
     ├── TransportError         a transfer between places failed
@@ -26,6 +27,10 @@ class ConfigError(DualPathError):
 
 class BadRequestError(DualPathError):
     """A client's request cannot be served as asked."""
+
+
+class OverloadedError(DualPathError):
+    """More requests at once than the router takes; later it may be served."""
 
 
 class TraceError(DualPathError):

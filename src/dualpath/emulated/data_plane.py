@@ -17,6 +17,7 @@ from dualpath.engine.link import ControlLink
 from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.factory import open_storage
+from dualpath.transport.cluster_secret import load_secret
 from dualpath.transport.contract import Transport
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class DataPlane:
             self._report,
             self.manager.handle,
             self.manager.tick,
+            load_secret(self.settings.engine.cluster_secret_file),
         )
         self._link.start()
 
@@ -131,7 +133,10 @@ class DataPlane:
 
         engine = self.settings.engine
         return NixlTransport(
-            agent, tls=engine.ucx_tls or None, progress_delay_us=engine.progress_delay_us
+            agent,
+            tls=engine.ucx_tls or None,
+            progress_delay_us=engine.progress_delay_us,
+            engine_config=engine.nixl_engine_config,
         )
 
     def _hello(self) -> Hello:

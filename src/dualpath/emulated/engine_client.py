@@ -1,6 +1,6 @@
 """The router's calls to emulated engines, over the same HTTP API that vLLM engines have."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -25,15 +25,19 @@ _CLIENT_FAULTS = range(400, 500)
 
 
 class EngineClient:
-    """``router.engine_calls.EngineCalls``; ``aclose`` at the end.  A job's payload is its salt."""
+    """``router.engine_calls.EngineCalls``; ``aclose`` at the end.  A job's payload is its salt.
 
-    def __init__(self) -> None:
+    ``headers`` go with every call.
+    """
+
+    def __init__(self, headers: Mapping[str, str] | None = None) -> None:
+        self._headers = dict(headers or {})
         self._session: aiohttp.ClientSession | None = None
 
     async def prefill(self, engine: EngineInfo, job: Job, hand_over: HandOver) -> TokenEvent:
         """Run the prompt on a PE; return its token."""
         body = _body(job, hand_over, job.prompt_token_ids, 1)
-        async with self._post(engine, body) as response:
+        async with self._post(engine, job, body) as response:
             answer = _answer(engine, await response.read())
         if not job.first_token_from_pe:
             return TokenEvent(token_ids=(), finish_reason="length")
@@ -47,7 +51,7 @@ class EngineClient:
         body = _body(job, take_over, tokens, job.max_new_tokens - len(prior_tokens))
         body.stream = True
         lines = EventLines()
-        async with self._post(engine, body) as response:
+        async with self._post(engine, job, body) as response:
             async for received in response.content.iter_any():
                 for payload in lines.feed(received):
                     event = _event(engine, _answer(engine, payload))
@@ -67,7 +71,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def _post(
-        self, engine: EngineInfo, body: GenerateRequest
+        self, engine: EngineInfo, job: Job, body: GenerateRequest
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._session is None:
             self._session = aiohttp.ClientSession(
@@ -79,7 +83,11 @@ class EngineClient:
             async with self._session.post(
                 url,
                 data=msgspec.json.encode(body),
-                headers={"Content-Type": "application/json"},
+                headers={
+                    **self._headers,
+                    **(job.trace_headers or {}),
+                    "Content-Type": "application/json",
+                },
             ) as response:
                 if response.status != 200:
                     error = _answer(engine, await response.read()).error

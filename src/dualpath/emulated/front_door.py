@@ -6,16 +6,18 @@ one needs neither vLLM nor a model:
     POST /v1/completions        token ids in, token ids out
     GET  /v1/models             the one model, as the first engine names it
     GET  /dualpath/v1/status    as `dualpath router`
+    GET  /dashboard             as `dualpath router`
     GET  /health, /metrics      as `dualpath router`, without vLLM's own metrics
 """
 
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
@@ -24,20 +26,32 @@ from dualpath.core.errors import (
     BufferTooSmallError,
     DeadlineError,
     DualPathError,
+    OverloadedError,
 )
+from dualpath.emulated.api_key_guard import api_key_guard
 from dualpath.emulated.engine_client import EngineClient
 from dualpath.emulated.process import serving_app, until_signal
-from dualpath.emulated.server import LARGEST_BODY_BYTES
 from dualpath.emulated.wire import STREAM_END, WireError, decode_body, server_event
+from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
+from dualpath.router.dashboard.page_file import dashboard_page
 from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.prompt_limits import check_prompt, check_salt, check_token_ids
+from dualpath.router.request_limits import RETRY_AFTER_S, TOO_LARGE, TOO_MANY, too_large
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 
+#: W3C trace context, handed on to engines.
+TRACE_HEADERS = ("traceparent", "tracestate")
+
 
 class CompletionRequest(msgspec.Struct):
-    """A completion of token ids; other fields are ignored, exactly ``max_tokens`` come."""
+    """A completion of token ids; other fields are ignored, exactly ``max_tokens`` come.
+
+    ``n`` is known in order to refuse what would not be done.
+    """
 
     prompt: list[int]
+    n: int = 1
     max_tokens: int = 16
     cache_salt: str | None = None
     stream: bool = False
@@ -51,18 +65,30 @@ class FrontDoor:
 
     def app(self) -> web.Application:
         """Return the application."""
-        app = web.Application(client_max_size=LARGEST_BODY_BYTES)
+        settings = self._service.settings
+        app = web.Application(
+            client_max_size=settings.max_body_bytes,
+            middlewares=[api_key_guard(ApiKeys(settings.api_keys))],
+        )
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/dualpath/v1/status", self._status)
+        app.router.add_get("/dualpath/v1/dashboard", self._dashboard)
+        app.router.add_get("/dashboard", self._page)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         return app
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         try:
+            # Before the body is read: a full router has no room for it either.
+            if (reason := self._service.overload()) is not None:
+                raise OverloadedError(reason)
             asked = decode_body(await request.read(), CompletionRequest)
-            job = await self._job(asked)
+            job = await self._job(asked, request.headers)
+        except web.HTTPRequestEntityTooLarge:
+            message = too_large(self._service.settings.max_body_bytes)
+            return _json({"error": WireError(message, TOO_LARGE)}, TOO_LARGE)
         except DualPathError as error:
             return _refusal(error)
         events = self._service.submit(job)
@@ -102,13 +128,22 @@ class FrontDoor:
         await response.write(STREAM_END)
         return response
 
-    async def _job(self, asked: CompletionRequest) -> Job:
-        """Return the router's job; raises ``DeadlineError`` if no engine tells the block size."""
+    async def _job(self, asked: CompletionRequest, headers: Mapping[str, str]) -> Job:
+        """Return the router's job.
+
+        Raises ``BadRequestError`` for what cannot be served, ``DeadlineError`` if no engine tells
+        the block size.
+        """
         registry = self._service.registry
         if registry.namespace is None:
             await self._service.wait_ready(1, 1, self._service.settings.engine_wait_s)
         assert registry.namespace is not None
         block_tokens = registry.namespace.geometry.block_tokens
+        if asked.n != 1:
+            raise BadRequestError(f"n is {asked.n}; this endpoint makes 1 answer per request")
+        check_prompt(len(asked.prompt), self._service.settings, registry)
+        check_token_ids(asked.prompt, registry)
+        check_salt(asked.cache_salt)
 
         def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
             return block_keys(token_ids, block_tokens, cache_salt=asked.cache_salt)
@@ -120,6 +155,7 @@ class FrontDoor:
             keys=tuple(keys_for(asked.prompt)),
             keys_for=keys_for,
             payload=asked.cache_salt,
+            trace_headers={n: headers[n] for n in TRACE_HEADERS if n in headers},
         )
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -130,12 +166,24 @@ class FrontDoor:
     async def _status(self, request: web.Request) -> web.Response:
         return _json(self._service.status())
 
+    async def _dashboard(self, request: web.Request) -> web.Response:
+        try:
+            return _json(self._service.dashboard.report(request.query.get("since", "0")))
+        except BadRequestError as error:
+            return _refusal(error)
+
+    async def _page(self, request: web.Request) -> web.Response:
+        page = dashboard_page()
+        return web.Response(body=page.body, headers=page.headers)
+
     async def _health(self, request: web.Request) -> web.Response:
         missing = [r.value for r in Role if not self._service.registry.alive(r)]
         return _json({"missing": missing}, 503 if missing else 200)
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._service.exposition())
+        return web.Response(
+            body=self._service.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
 
 
 @asynccontextmanager
@@ -146,11 +194,13 @@ async def front_door(
 
     Raises ``ConfigError`` for an address that is taken.
     """
-    calls = EngineClient()
+    warn_if_open(host, ApiKeys(settings.api_keys))
+    calls = EngineClient(engine_headers())
     service = RouterService(settings, calls)
     try:
         await service.start()
-        async with serving_app(FrontDoor(service).app(), host, port) as bound:
+        app = FrontDoor(service).app()
+        async with serving_app(app, host, port) as bound:
             yield f"http://{host}:{bound}", service
     finally:
         await service.stop()
@@ -198,6 +248,8 @@ def _usage(asked: CompletionRequest, generated: int, cached: int | None) -> dict
 def _status_of(error: DualPathError) -> int:
     if isinstance(error, BadRequestError | BufferTooSmallError):
         return 400
+    if isinstance(error, OverloadedError):
+        return TOO_MANY
     return 504 if isinstance(error, DeadlineError) else 503
 
 
@@ -206,7 +258,10 @@ def _wire_error(error: DualPathError) -> WireError:
 
 
 def _refusal(error: DualPathError) -> web.Response:
-    return _json({"error": _wire_error(error)}, _status_of(error))
+    response = _json({"error": _wire_error(error)}, _status_of(error))
+    if response.status == TOO_MANY:
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return response
 
 
 def _json(value: object, status: int = 200) -> web.Response:

@@ -12,7 +12,7 @@ from collections import deque
 import msgspec
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import HandOver, Sent
+from dualpath.core.control import HandOver
 from dualpath.core.errors import TransportError
 from dualpath.datapath.plan import BlockRun
 from dualpath.emulated.batch import Batch, BatchFormer, Chunk
@@ -20,7 +20,8 @@ from dualpath.emulated.clock import ComputeClock
 from dualpath.emulated.data_plane import DataPlane
 from dualpath.emulated.requests import Answer, PrefillRequest
 from dualpath.emulated.verification import Place
-from dualpath.engine.layer_stream import LayerSettings, LayerStream, PrefillChunk
+from dualpath.engine.layer_stream import LayerSettings, LayerStream
+from dualpath.engine.step_transfers import PrefillChunk
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +220,7 @@ class PrefillEngine:
             failure = wrong.get(request_id) or failures.get(request_id)
             complete = request.done_tokens == request.prefix.tokens
             if failure is not None or complete:
-                self._plane.send(Sent(request_id=request_id, failure=failure))
+                self._plane.send(self._plane.manager.sent(request_id, failure))
             with self._wake:
                 self._in_pass.discard(request)
                 if failure is None and not complete and not request.aborted:

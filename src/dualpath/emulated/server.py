@@ -2,7 +2,7 @@
 
 POST /inference/v1/generate   one prefill or decode; closing the stream aborts it
 GET  /health                  200
-GET  /metrics                 what was verified, where
+GET  /metrics                 what was verified, where; bytes moved; CPU time by thread
 """
 
 import asyncio
@@ -16,11 +16,14 @@ from aiohttp import web
 from dualpath.core.cluster import Role
 from dualpath.core.control import HandOver, TakeOver, from_transfer_params
 from dualpath.core.errors import BadRequestError, DualPathError
+from dualpath.emulated.api_key_guard import api_key_guard
 from dualpath.emulated.data_plane import DataPlane
 from dualpath.emulated.decode import DecodeEngine
 from dualpath.emulated.prefill import PrefillEngine
 from dualpath.emulated.prefix import TokenPrefix
 from dualpath.emulated.requests import Answer, DecodeRequest, Deliver, PrefillRequest
+from dualpath.emulated.thread_cpu import thread_cpu_s
+from dualpath.emulated.transfer_check import check_transfer
 from dualpath.emulated.wire import (
     GENERATE_PATH,
     STREAM_END,
@@ -31,6 +34,7 @@ from dualpath.emulated.wire import (
     decode_body,
     server_event,
 )
+from dualpath.router.api_keys import ApiKeys
 
 #: A prompt of some million tokens as JSON.
 LARGEST_BODY_BYTES = 1 << 28
@@ -79,7 +83,9 @@ class EngineServer:
 
     def app(self) -> web.Application:
         """Return the application."""
-        app = web.Application(client_max_size=LARGEST_BODY_BYTES)
+        app = web.Application(
+            client_max_size=LARGEST_BODY_BYTES, middlewares=[api_key_guard(ApiKeys())]
+        )
         app.router.add_post(GENERATE_PATH, self._generate)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
@@ -117,6 +123,12 @@ class EngineServer:
                 f"request {asked.request_id}: a {role.value} engine needs a {wanted.__name__} in "
                 "kv_transfer_params; send it through the router"
             )
+        vocab_size = self._settings.vocab_size
+        if asked.token_ids and not 0 <= min(asked.token_ids) <= max(asked.token_ids) < vocab_size:
+            raise BadRequestError(
+                f"request {asked.request_id} has token ids from {min(asked.token_ids)} to "
+                f"{max(asked.token_ids)}, the vocabulary 0 to {vocab_size - 1}; correct them"
+            )
         tokens, most = self._tokens(asked), self._settings.max_model_len
         if not 1 <= ours.prompt_tokens <= len(asked.token_ids) or max_tokens(asked) < 1:
             raise BadRequestError(
@@ -128,6 +140,9 @@ class EngineServer:
                 f"request {asked.request_id} needs {tokens} tokens, the context holds {most} and "
                 f"the HBM {self._plane.manager.hbm_tokens}; shorten it or raise the engine's HBM"
             )
+        geometry = self._settings.geometry
+        own_slots = self._plane.manager.buffer_tokens // geometry.block_tokens
+        check_transfer(ours, geometry, own_slots, self._plane.moves_bytes)
         return ours
 
     def _tokens(self, asked: GenerateRequest) -> int:
@@ -195,8 +210,13 @@ def max_tokens(asked: GenerateRequest) -> int:
 
 
 def metrics_text(plane: DataPlane) -> str:
-    """Return what was verified, in the Prometheus text format."""
-    lines = []
+    """Return what was verified, moved and spent, in the Prometheus text format."""
+    lines = _labelled(
+        "thread_cpu_seconds", "CPU time of the engine's threads.", "thread", thread_cpu_s()
+    )
+    lines += _labelled(
+        "counter", "Totals the engine reports.", "name", plane.manager.counters.snapshot()
+    )
     help_texts = ("Layer Blocks compared with what they have to be.", "Of these, wrong ones.")
     for column, name in enumerate(("verified", "wrong")):
         metric = f"dualpath_emulated:{name}_layer_blocks_total"
@@ -204,6 +224,12 @@ def metrics_text(plane: DataPlane) -> str:
         for place, counts in plane.verifier.counts().items():
             lines.append(f'{metric}{{place="{place.value}"}} {counts[column]}')
     return "\n".join(lines) + "\n"
+
+
+def _labelled(name: str, help_text: str, label: str, values: dict[str, float]) -> list[str]:
+    metric = f"dualpath_emulated:{name}_total"
+    lines = [f"# HELP {metric} {help_text}", f"# TYPE {metric} counter"]
+    return lines + [f'{metric}{{{label}="{key}"}} {value:g}' for key, value in values.items()]
 
 
 def _event(request_id: str, answer: Answer) -> GenerateAnswer:

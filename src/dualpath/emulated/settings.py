@@ -74,6 +74,29 @@ class EmulatedSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return min(engine.layer_buffers, layers) or layers
 
 
+class EmulatedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a user says of an emulated engine; costs and geometry are worked out from it.
+
+    ``model`` a catalog model or a file of measured costs, ``gpu`` whose rates a catalog model has;
+    ``layers`` and ``kv_bytes_per_token`` (over all layers) None for the model's;
+    ``max_model_len`` tokens, None for the model's context.  The rest is ``EmulatedSettings``'.
+    """
+
+    model: str = ""
+    gpu: str = "hopper"
+    layers: int | None = None
+    kv_bytes_per_token: float | None = None
+    block_tokens: int = 64
+    host: str = "127.0.0.1"
+    port: int = 0
+    speedup: float = 1.0
+    hbm_bytes: int = 1 << 30
+    batch_cap_tokens: int = 1024
+    verify: Verify | None = None
+    vocab_size: int = 32000
+    max_model_len: int | None = None
+
+
 def block_geometry(layers: int, block_tokens: int, kv_bytes_per_token: float) -> BlockGeometry:
     """Return blocks of KV of about that size, a whole number of words per token and layer.
 

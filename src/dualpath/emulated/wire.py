@@ -61,7 +61,8 @@ def decode_body(body: bytes, kind: type[_T]) -> _T:
     """Return the decoded body; raises ``BadRequestError`` for anything else."""
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    # ValueError: text that is no UTF-8; RecursionError: nested deeper than any request.
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadRequestError(
             f"body of {len(body)} bytes: {error}; send a valid request"
         ) from error

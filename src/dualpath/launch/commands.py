@@ -1,6 +1,7 @@
 """The command lines of router and engines; the same ones an operator types on other machines."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from dualpath.core.cluster import Role
@@ -55,22 +56,39 @@ def router_command(settings: ClusterSettings, port: int, control_port: int) -> l
             command += [flag, str(value)]
     if settings.served_model_names:
         command += ["--served-model-name", *settings.served_model_names]
-    return [*command, *settings.router_args, "--vllm-args", "--disable-uvicorn-access-log"]
+    if settings.config_file:
+        command += ["--config", settings.config_file]
+    # The router's front end parses tool calls and reasoning and checks what engines then accept.
+    vllm_args = ["--disable-uvicorn-access-log", *settings.vllm_args]
+    return [*command, *settings.router_args, "--vllm-args", *vllm_args]
 
 
 def engine_command(
-    settings: ClusterSettings, role: Role, index: int, port: int, control_port: int
+    settings: ClusterSettings,
+    role: Role,
+    index: int,
+    port: int,
+    control_port: int,
+    *,
+    host: str = LOOPBACK,
+    router_host: str = LOOPBACK,
 ) -> list[str]:
-    """Arguments of vLLM's API server that make it a PE or DE; the first two name the model."""
+    """Arguments of vLLM's API server that make it a PE or DE; the first two name the model.
+
+    ``host`` is where the engine serves and ``router_host`` where it finds the router's control
+    port; a local cluster has both on the loopback address.
+    """
     transfer = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_both",
-        "kv_connector_extra_config": _extra_config(settings, role, index, port, control_port),
+        "kv_connector_extra_config": _extra_config(
+            settings, role, index, f"{host}:{port}", f"{router_host}:{control_port}"
+        ),
     }
     command = [
         "--model", settings.model,
-        "--host", LOOPBACK,
+        "--host", host,
         "--port", str(port),
         "--dtype", settings.dtype,
         "--block-size", str(settings.block_tokens),
@@ -94,20 +112,35 @@ def engine_command(
     return [*command, *settings.vllm_args]
 
 
+def router_keys(settings: ClusterSettings) -> frozenset[str]:
+    """Keys of ``RouterSettings`` that ``router_command`` settles, whatever a file says."""
+    keys = {"control_host", "control_port", "mode", "cluster_secret_file"}
+    keys |= {"api_keys"} if settings.api_keys else set()
+    keys |= {key for key in ("alpha_tokens", "beta_tokens") if getattr(settings, key) is not None}
+    return frozenset(keys | ({"event_log"} if "--event-log" in settings.router_args else set()))
+
+
+def engine_keys(settings: ClusterSettings) -> frozenset[str]:
+    """Keys of ``EngineSettings`` that ``engine_command`` settles, whatever a file says."""
+    roles = (Role.PREFILL, Role.DECODE)
+    keys = {key for role in roles for key in _extra_config(settings, role, 0, "", "")}
+    return frozenset(keys | {"cluster_secret_file"})
+
+
 def engine_id(role: Role, index: int) -> str:
     """Return an engine's name: pe-0, de-0 and so on."""
     return f"{'pe' if role is Role.PREFILL else 'de'}-{index}"
 
 
 def _extra_config(
-    settings: ClusterSettings, role: Role, index: int, port: int, control_port: int
+    settings: ClusterSettings, role: Role, index: int, address: str, control_address: str
 ) -> dict[str, Any]:
     name = engine_id(role, index)
     extra: dict[str, Any] = {
         "role": role.value,
         "engine_id": name,
-        "router": f"tcp://{LOOPBACK}:{control_port}",
-        "api_url": f"http://{LOOPBACK}:{port}",
+        "router": f"tcp://{control_address}",
+        "api_url": f"http://{address}",
         "storage": settings.storage,
         "mode": settings.mode.value,
         "buffer_bytes": settings.buffer_bytes,
@@ -117,6 +150,10 @@ def _extra_config(
         extra["layer_buffers"] = settings.effective_layer_buffers
         extra["compute_quota_s"] = settings.effective_compute_quota_s
         extra["quota_flops_per_s"] = settings.quota_flops_per_s
+    if settings.nixl_engine_config:
+        extra["nixl_engine_config"] = settings.nixl_engine_config
     if settings.trace_dir:
         extra["trace_out"] = f"{settings.trace_dir}/{name}.json"
+    if settings.config_file:
+        extra["config"] = str(Path(settings.config_file).absolute())
     return extra

@@ -15,6 +15,7 @@ import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, EngineLostError
+from dualpath.launch.cluster_keys import ClusterKeys
 from dualpath.launch.commands import (
     ENGINE_ENTRY,
     LOOPBACK,
@@ -44,6 +45,7 @@ class LocalCluster:
         self._progress = progress
         self._processes: list[ManagedProcess] = []
         self._own_logs: str | None = None
+        self._keys = ClusterKeys(self.settings)
         self.endpoint = ""
         self.control_port = 0
 
@@ -83,7 +85,7 @@ class LocalCluster:
                 f"starting router, {settings.prefill}P{settings.decode}D ({settings.mode})"
             )
             command = router_command(settings, port, self.control_port)
-            self._spawn("router", ROUTER_ENTRY, command, logs)
+            self._spawn("router", ROUTER_ENTRY, command, logs, self._keys.router_environment())
             for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
                 for index in range(count):
                     self.start_engine(role, index)
@@ -98,7 +100,8 @@ class LocalCluster:
         self._processes = [p for p in self._processes if p.name != name or p.alive]
         engine_port = _claim_port(LOOPBACK, 0)
         command = engine_command(self.settings, role, index, engine_port, self.control_port)
-        self._spawn(name, ENGINE_ENTRY, command, self._log_dir())
+        environment = self._keys.engine_environment()
+        self._spawn(name, ENGINE_ENTRY, command, self._log_dir(), environment)
 
     def stop(self) -> None:
         """End engines, then the router; idempotent."""
@@ -127,8 +130,11 @@ class LocalCluster:
             raise EngineLostError(f"router at {self.endpoint} answered {code}; see its log")
         return msgspec.json.decode(body, type=dict[str, Any])
 
-    def _spawn(self, name: str, entry: str, command: list[str], logs: Path) -> None:
-        self._processes.append(ManagedProcess(name, entry, command, logs / f"{name}.log"))
+    def _spawn(
+        self, name: str, entry: str, command: list[str], logs: Path, environment: dict[str, str]
+    ) -> None:
+        log = logs / f"{name}.log"
+        self._processes.append(ManagedProcess(name, entry, command, log, environment))
 
     def _log_dir(self) -> Path:
         if self.settings.log_dir:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
@@ -36,12 +36,22 @@ _POLL_S = 0.02
 class ManagedProcess:
     """A named process with a log file."""
 
-    def __init__(self, name: str, entry: str, command: Sequence[str], log: Path) -> None:
-        """Run the command ``entry`` ("module:function") with the arguments ``command``."""
+    def __init__(
+        self,
+        name: str,
+        entry: str,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Run the command ``entry`` ("module:function") with the arguments ``command``.
+
+        ``environment`` is added to the process's own, unseen by ``ps`` and ``/proc``.
+        """
         self.name = name
         self.log = log
         self._process = _context().Process(
-            target=_main, args=(entry, list(command), str(log)), name=name
+            target=_main, args=(entry, list(command), str(log), dict(environment or {})), name=name
         )
         with _environment(ENGINE_ENVIRONMENT):
             self._process.start()
@@ -124,7 +134,7 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def _main(entry: str, command: list[str], log: str) -> None:
+def _main(entry: str, command: list[str], log: str, environment: dict[str, str]) -> None:
     """Entry point in the new process; behaves as if the command had been typed."""
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -134,6 +144,7 @@ def _main(entry: str, command: list[str], log: str) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     for name, value in ENGINE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    os.environ.update(environment)
     if entry == ENGINE_ENTRY:
         # vLLM derives its block keys from it; test runners like to set it.
         os.environ.pop("PYTHONHASHSEED", None)

@@ -4,6 +4,7 @@ import msgspec
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.transport.ucx_config import check_engine_config
 
 MIB = 1 << 20
 
@@ -14,9 +15,12 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     ``hbm_bytes`` KV memory of an engine; ``buffer_bytes`` its PE or DE buffer; ``layer_buffers``
     layers of KV in a PE's memory, 0 for all (always 0 in mode basic); ``snic_bytes_per_s``
     throttles the storage reads of every engine to emulate a node's storage NIC, 0 for none;
-    ``compute_quota_s`` see §6.2; ``alpha_tokens`` and ``beta_tokens`` see Algorithm 1, None as the
-    router derives them; ``vllm_args`` go to every engine, ``router_args`` to
-    ``dualpath router``, verbatim.
+    ``nixl_engine_config`` are the UCX settings of every engine's NIXL agent
+    (``engine.settings``); ``compute_quota_s`` see §6.2; ``alpha_tokens`` and ``beta_tokens`` see
+    Algorithm 1, None as the router derives them; ``vllm_args`` go to the router's front end and
+    every engine, ``router_args`` to ``dualpath router``, verbatim; ``config_file`` holds further
+    settings of router and engines, in its sections ``router`` and ``engine``; ``api_keys`` are what
+    clients have to show, one of them, none for everybody.
     """
 
     model: str
@@ -33,6 +37,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     buffer_bytes: int = 1024 * MIB
     layer_buffers: int = 2
     snic_bytes_per_s: float = 0.0
+    nixl_engine_config: dict[str, str] = {}
     compute_quota_s: float = 0.3
     quota_flops_per_s: float = 0.0
     alpha_tokens: int | None = None
@@ -43,6 +48,8 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     log_dir: str = ""
     vllm_args: tuple[str, ...] = ()
     router_args: tuple[str, ...] = ()
+    config_file: str = ""
+    api_keys: tuple[str, ...] = ()
     start_timeout_s: float = 300.0
 
     def checked(self) -> "ClusterSettings":
@@ -57,6 +64,12 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 raise ConfigError(f"{name} is {value}; it must be at least 0")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be between 0 and 65535")
+        if "--api-key" in self.vllm_args:
+            raise ConfigError(
+                "--api-key is among vllm_args, which reach the engines as well, and those have a "
+                "key of their own; give it to `dualpath serve` itself, before --vllm-args"
+            )
+        check_engine_config(self.nixl_engine_config)
         return self
 
     @property

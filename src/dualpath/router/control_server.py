@@ -3,6 +3,9 @@
 What can go wrong with an engine ends here as one event, ``on_lost``: it says goodbye, it greets
 again with a new epoch (its former process is then certainly dead), or it falls silent.  A silent
 engine that turns out to live is welcomed again without ceremony.
+
+With a cluster secret only engines that have it are heard at all (``control_guard``); without one
+the address is a loopback address.
 """
 
 import asyncio
@@ -16,7 +19,9 @@ import zmq.asyncio
 
 from dualpath.core import control
 from dualpath.core.errors import ConfigError, IncompatibleError
+from dualpath.router.control_guard import ControlGuard
 from dualpath.router.registry import EngineInfo, EngineState, Registry
+from dualpath.transport.cluster_secret import ClusterSecret, check_control_host
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +29,8 @@ logger = logging.getLogger(__name__)
 UNKNOWN_ENGINE = "unknown engine"
 
 _LINGER_MS = 200
+#: Far above any honest message: a greeting with all regions, the keys of millions of tokens.
+_LARGEST_FRAME_BYTES = 64 << 20
 _COMPLAINTS_KEPT = 1024
 
 
@@ -62,23 +69,30 @@ class ControlServer:
         self._complained: set[bytes] = set()
         self._proofs: dict[str, list[asyncio.Future[bool]]] = {}
         self._checked_s = clock()
+        self._guard: ControlGuard | None = None
         self.malformed = 0
         self.address = ""
 
-    async def start(self, host: str, port: int) -> None:
+    async def start(self, host: str, port: int, secret: ClusterSecret | None = None) -> None:
         """Bind and serve; ``address`` is then the endpoint engines connect to.
 
-        Raises ``ConfigError`` if the address cannot be bound.
+        Raises ``ConfigError`` if the address cannot be bound, or other machines could reach it
+        and there is no secret.
         """
+        check_control_host(host, secret)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         # A restarted engine may come with its old identity before TCP notices the old one's end.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_FRAME_BYTES)
+        if secret is not None:
+            self._guard = ControlGuard(self._context, self._socket, secret)
         try:
             self._socket.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
+            await self._let_go()
             self._context.destroy(linger=0)
             raise ConfigError(
                 f"control address {host}:{port} cannot be bound: {error}; choose another "
@@ -94,6 +108,11 @@ class ControlServer:
             )
         ]
 
+    @property
+    def refused_connections(self) -> int:
+        """Connections that ended in their handshake, for want of the cluster's secret."""
+        return self._guard.refused if self._guard else 0
+
     async def stop(self) -> None:
         """Send what is queued, then close; idempotent."""
         if not self._tasks:
@@ -104,8 +123,14 @@ class ControlServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
+        await self._let_go()
         self._socket.close(linger=_LINGER_MS)
         self._context.term()
+
+    async def _let_go(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            await guard.close()
 
     def send(self, engine_id: str, message: control.RouterMessage) -> None:
         """Queue a message; messages to one engine arrive in order.

@@ -1,0 +1,57 @@
+"""What `dualpath serve` hands to its processes, and what it never writes on a command line."""
+
+import json
+
+import pytest
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError
+from dualpath.launch.cluster_keys import ClusterKeys
+from dualpath.launch.commands import engine_command, router_command
+from dualpath.launch.settings import ClusterSettings
+
+
+def settings(**changes) -> ClusterSettings:
+    return ClusterSettings(model="m", storage="kv", **changes)
+
+
+def test_router_and_engines_get_one_secret_and_one_key_of_the_engines():
+    keys = ClusterKeys(settings(), {"VLLM_API_KEY": "of-the-clients"})
+    router, engine = keys.router_environment(), keys.engine_environment()
+    assert router["DUALPATH_CLUSTER_SECRET"] == engine["DUALPATH_CLUSTER_SECRET"]
+    assert router["DUALPATH_ENGINE_API_KEY"] == engine["VLLM_API_KEY"] != "of-the-clients"
+    # The router has the clients' key from the environment it inherits.
+    assert "VLLM_API_KEY" not in router
+    other = ClusterKeys(settings(), {}).router_environment()
+    assert not set(router.values()) & set(other.values())
+
+
+def test_a_secret_of_the_environment_is_kept():
+    environment = {"DUALPATH_CLUSTER_SECRET": "s" * 40}
+    keys = ClusterKeys(settings(), environment)
+    assert keys.engine_environment()["DUALPATH_CLUSTER_SECRET"] == "s" * 40
+
+
+def test_clients_keys_reach_the_router_alone_and_no_command_line():
+    chosen = settings(api_keys=("first", "second"))
+    keys = ClusterKeys(chosen, {})
+    assert json.loads(keys.router_environment()["DUALPATH_ROUTER_API_KEYS"]) == ["first", "second"]
+    commands = [router_command(chosen, 1, 2), engine_command(chosen, Role.DECODE, 0, 3, 2)]
+    secrets = {*keys.router_environment().values(), *keys.engine_environment().values(), "first"}
+    for word in secrets - {"lo"}:
+        assert not any(word in argument for command in commands for argument in command)
+
+
+def test_ucx_stays_on_the_loopback_device_unless_told_otherwise():
+    def devices(environment, **changes):
+        made = ClusterKeys(settings(**changes), environment).engine_environment()
+        return made.get("UCX_NET_DEVICES")
+
+    assert devices({}) == "lo"
+    assert devices({"UCX_NET_DEVICES": "mlx5_0:1"}) is None
+    assert devices({}, nixl_engine_config={"NET_DEVICES": "mlx5_0:1"}) is None
+
+
+def test_a_key_for_all_engines_is_refused():
+    with pytest.raises(ConfigError, match="before --vllm-args"):
+        settings(vllm_args=("--api-key", "k")).checked()

@@ -1,0 +1,139 @@
+"""Keys and limits in front of vLLM's application, put there as `dualpath router` does."""
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import httpx
+from fastapi import FastAPI, Request
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
+from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+
+from dualpath.core.errors import ConfigError, OverloadedError
+from dualpath.router.api_keys import GUARDED_PREFIXES
+from dualpath.router.request_limits import RequestLimits
+from dualpath.router.settings import RouterSettings
+from dualpath.vllm_plugin.engine_config import parse_front_end_arguments
+from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
+from dualpath.vllm_plugin.frontend import http_error
+from dualpath.vllm_plugin.router_process import (
+    guard_clients,
+    limit_samples,
+    refuse_guessable_request_ids,
+)
+
+
+class Service:
+    settings = RouterSettings(max_body_bytes=100, api_keys=("first", "second"))
+    full: str | None = None
+
+    def overload(self) -> str | None:
+        return self.full
+
+
+@pytest.fixture
+async def guarded():
+    """An application with vLLM's and our middleware; returns (client, service)."""
+    app, service = FastAPI(), Service()
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> dict[str, int]:
+        body = await request.json()
+        if body == "full later":
+            raise http_error(OverloadedError("8192 requests are under way"))
+        return {"bytes": len(await request.body())}
+
+    @app.get("/health")
+    async def health() -> None:
+        return None
+
+    args = parse_front_end_arguments(FrontEndSettings(model="m"))
+    guard_clients(args, service.settings)
+    args.middleware = [f"{RequestLimits.__module__}.{RequestLimits.__name__}"]
+    init_exception_handler(app)
+    init_entrypoints_middleware(args, app, ())
+    app.state.args = args
+    app.state.dualpath_service = service
+    transport = httpx.ASGITransport(app)
+    headers = {"Authorization": "Bearer second", "Content-Type": "application/json"}
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://router", headers=headers
+    ) as client:
+        yield client, service
+
+
+async def test_clients_show_one_of_the_keys(guarded):
+    client, _ = guarded
+    assert (await client.post("/v1/completions", content=b"{}")).status_code == 200
+    for wrong in ("", "Bearer third", "Bearer secon"):
+        answer = await client.post(
+            "/v1/completions", content=b"{}", headers={"Authorization": wrong}
+        )
+        assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
+    assert (await client.get("/health", headers={"Authorization": ""})).status_code == 200
+
+
+async def test_a_body_beyond_the_limit_is_413_however_it_comes(guarded):
+    client, _ = guarded
+
+    async def chunks():
+        for _ in range(20):
+            yield b" " * 10
+
+    for content in (b" " * 101, chunks()):
+        answer = await client.post("/v1/completions", content=content)
+        assert answer.status_code == 413
+        assert "more than 100 bytes" in answer.json()["error"]["message"]
+    answer = await client.post("/v1/completions", content=b" " * 98 + b"{}")
+    assert answer.json() == {"bytes": 100}
+
+
+async def test_nobody_without_a_key_has_a_large_body_read(guarded):
+    client, _ = guarded
+    read = []
+
+    async def chunks():
+        for number in range(20):
+            read.append(number)
+            yield b" " * 10
+
+    answer = await client.post("/v1/completions", content=chunks(), headers={"Authorization": ""})
+    assert answer.status_code == 401
+    assert not read
+
+
+async def test_a_full_router_is_429_with_the_time_to_come_again(guarded):
+    client, service = guarded
+    late = await client.post("/v1/completions", content=b'"full later"')
+    service.full = "8192 requests are under way"
+    early = await client.post("/v1/completions", content=b"{}")
+    for answer in (early, late):
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert "8192 requests" in answer.json()["error"]["message"]
+    assert (await client.get("/health")).status_code == 200
+
+
+def test_the_light_front_door_guards_what_vllm_does():
+    assert GUARDED_PREFIXES == GUARDED_PREFIX
+
+
+def test_vllm_refuses_more_samples_than_the_settings_allow(monkeypatch):
+    monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "5")
+    limit_samples(3)
+    assert SamplingParams(n=5).n == 5  # an operator's own variable wins
+    monkeypatch.delenv("VLLM_MAX_N_SEQUENCES")
+    limit_samples(3)
+    assert SamplingParams(n=3).n == 3
+    with pytest.raises(VLLMValidationError, match="at most 3, got 4"):
+        SamplingParams(n=4)
+    monkeypatch.delenv("VLLM_MAX_N_SEQUENCES")
+
+
+def test_clients_cannot_name_requests_alike(monkeypatch):
+    refuse_guessable_request_ids()
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    with pytest.raises(ConfigError, match="another client's; unset it"):
+        refuse_guessable_request_ids()

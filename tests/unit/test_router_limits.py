@@ -1,0 +1,252 @@
+"""Limits and keys at the routers' HTTP servers: each with a clear status, all else served."""
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.emulated_cluster import GUARD_S, cluster
+from tests.listeners import open_listeners
+from tests.unit.router_cluster import cluster as router_cluster
+from tests.unit.router_fakes import job
+
+from dualpath.core import control
+from dualpath.core.control import TakeOver, to_transfer_params
+from dualpath.core.errors import BadRequestError, OverloadedError
+from dualpath.core.modes import Mode
+from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
+from dualpath.router.exchange import Conversation, Exchange
+from dualpath.router.request_limits import RequestLimits
+from dualpath.router.settings import RouterSettings
+
+PROMPT = list(range(1, 20))
+
+
+# ---------------------------------------------------------------------- the light front door
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ({"prompt": list(range(1, 42))}, 400, ("41 tokens", "max_prompt_tokens allows 40")),
+        ({"prompt": [1] * 3000}, 413, ("more than 4096 bytes", "--max-body-mib")),
+        ({"prompt": [1, 32000]}, 400, ("token id 32000", "0 to 31999")),
+        ({"prompt": [-1]}, 400, ("token id -1", "vocabulary")),
+        ({"n": 2}, 400, ("n is 2", "1 answer")),
+        ({"cache_salt": ""}, 400, ("cache_salt has 0 characters", "1 to 128")),
+        ({"max_tokens": 10**9}, 400, ("context holds",)),
+    ],
+)
+async def test_what_goes_beyond_a_limit_is_refused_with_the_limit(changes, status, words, tmp_path):
+    settings = RouterSettings(mode=Mode.DUALPATH, max_prompt_tokens=40, max_body_bytes=4096)
+    async with cluster(tmp_path, Mode.DUALPATH, router=settings) as made:
+        body = {"prompt": PROMPT, "tokens": 2, **changes}
+        got, answer = await made.post(**body)
+        assert got == status
+        assert all(word in answer["error"]["message"] for word in words), answer
+        assert (await made.post(PROMPT, 2))[0] == 200
+
+
+async def test_a_full_router_says_when_to_come_again(tmp_path: Path) -> None:
+    settings = RouterSettings(mode=Mode.DUALPATH, max_concurrent_requests=1, max_waiting_requests=0)
+    async with cluster(tmp_path, Mode.DUALPATH, router=settings, speedup=0.01) as made:
+        url = f"{made.endpoint}/v1/completions"
+        slow = {"prompt": PROMPT, "max_tokens": 300, "stream": True}
+        async with made.http.post(url, json=slow) as running:
+            assert running.status == 200
+            async with made.http.post(url, json={"prompt": PROMPT}) as refused:
+                assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
+                message = msgspec.json.decode(await refused.read())["error"]["message"]
+                assert "at most 1 run and 0 wait" in message
+            running.close()
+        await made.idle()
+        async with asyncio.timeout(GUARD_S):
+            while made.service.overload():
+                await asyncio.sleep(0)
+        assert (await made.post(PROMPT, 1))[0] == 200
+
+
+async def test_keys_are_asked_for_as_in_vllm(tmp_path: Path, monkeypatch) -> None:
+    """Clients show one of the router's keys, the router shows the engines theirs."""
+    monkeypatch.setenv("VLLM_API_KEY", "of-the-engines")
+    monkeypatch.setenv("DUALPATH_ENGINE_API_KEY", "of-the-engines")
+    settings = RouterSettings(mode=Mode.DUALPATH, api_keys=("first", "second"))
+    async with cluster(tmp_path, Mode.DUALPATH, router=settings) as made:
+
+        async def status(url: str, key: str | None, method: str = "POST") -> int:
+            headers = {"Authorization": key} if key else {}
+            body = {"prompt": PROMPT, "max_tokens": 1}
+            async with made.http.request(method, url, json=body, headers=headers) as response:
+                await response.read()
+                return response.status
+
+        completions = f"{made.endpoint}/v1/completions"
+        for key in ("Bearer first", "Bearer second", "bearer second"):
+            assert await status(completions, key) == 200
+        for wrong in (None, "Bearer third", "Bearer of-the-engines", "Basic first", "first"):
+            assert await status(completions, wrong) == 401
+        for path in ("/health", "/metrics", "/dualpath/v1/status"):
+            assert await status(made.endpoint + path, None, "GET") == 200
+        engine = made.engines["decode-0"].api_url + "/inference/v1/generate"
+        assert await status(engine, "Bearer first") == 401
+        assert await status(engine, "Bearer of-the-engines") == 400  # no take-over
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "shown", "admitted"),
+    [
+        ("POST", "/v1/completions", "Bearer k", True),
+        ("POST", "/v1/completions", None, False),
+        ("POST", "/inference/v1/generate", None, False),
+        ("POST", "/tokenize", None, True),
+        ("OPTIONS", "/v1/completions", None, True),
+        ("POST", "/v1/completions", "Bearer \udcff", False),
+        ("POST", "/v1/completions", "Bearer", False),
+    ],
+)
+def test_one_rule_for_both_routers(method, path, shown, admitted):
+    assert ApiKeys(["k"]).admit(method, path, shown) is admitted
+    assert ApiKeys([], {}).admit(method, path, shown)
+    assert ApiKeys([], {"VLLM_API_KEY": "k"}).admit(method, path, shown) is admitted
+
+
+def test_an_endpoint_open_to_everybody_says_so(caplog):
+    for host, keys in (("127.0.0.1", []), ("0.0.0.0", ["k"])):
+        warn_if_open(host, ApiKeys(keys, {}))
+    assert not caplog.records
+    warn_if_open("0.0.0.0", ApiKeys([], {}))
+    assert "serves everybody who reaches it; --api-key" in caplog.text
+
+
+def test_engines_see_their_key_only_if_there_is_one():
+    assert engine_headers({}) == {}
+    assert engine_headers({"DUALPATH_ENGINE_API_KEY": "k"}) == {"Authorization": "Bearer k"}
+
+
+async def test_nothing_listens_beyond_this_machine_unless_asked(tmp_path: Path) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH):
+        assert not open_listeners({os.getpid()})
+    with socket.create_server(("0.0.0.0", 0)) as opened:
+        assert open_listeners({os.getpid()}) == [f"0.0.0.0:{opened.getsockname()[1]}"]
+
+
+async def test_a_client_cannot_say_where_kv_lies(tmp_path: Path) -> None:
+    """Hand-overs of its own are dropped, so it cannot point at another's slots."""
+    async with cluster(tmp_path, Mode.DUALPATH) as made:
+        expected = await made.ask(PROMPT, 3, cache_salt="one")
+        forged = to_transfer_params(TakeOver("victim", 19, (0, 1, 2, 3, 4)))
+        assert await made.ask(PROMPT, 3, cache_salt="two", kv_transfer_params=forged) == expected
+        await made.idle()
+        assert made.counts(1) == 0
+
+
+# ---------------------------------------------------------------------- the service
+
+
+async def test_more_requests_than_may_wait_are_refused_not_queued():
+    settings = RouterSettings(
+        engine_timeout_s=1000, max_concurrent_requests=1, max_waiting_requests=1
+    )
+    async with router_cluster(settings=settings) as made:
+        made.calls.gates["prefill"] = gate = asyncio.Event()
+        under_way = [asyncio.create_task(made.run(job(name, range(9)))) for name in ("a", "b")]
+        await made.arrives("prefill")
+        with pytest.raises(OverloadedError, match="2 requests are under way, at most 1 run"):
+            await made.run(job("c", range(9)))
+        gate.set()
+        assert len(await asyncio.gather(*under_way)) == 2
+        assert len(await made.run(job("c", range(9)))) == 6
+
+
+async def test_two_attempts_of_one_name_never_hear_each_other():
+    """A client may call its request "a.2", which is what a's second attempt is called."""
+    exchange = Exchange()
+    heard: list[control.Handed] = []
+    exchange.open(Conversation("a.2", heard.append))
+    with pytest.raises(BadRequestError, match="in use"):
+        exchange.open(Conversation("a.2", lambda handed: pytest.fail("another's message")))
+    exchange.deliver("d0", control.Handed(request_id="a.2", h2d_s=0.0))
+    assert len(heard) == 1
+
+
+# ---------------------------------------------------------------------- limits as ASGI
+
+
+class Asked:
+    """One call of an application behind the limits; ``pieces`` arrive as a chunked body."""
+
+    def __init__(self, service: Any, *pieces: bytes, method: str = "POST", declared: int = -1):
+        self.sent: list[dict[str, Any]] = []
+        self.read = 0
+        self._pieces = list(pieces)
+        state = type("State", (), {"dualpath_service": service})
+        headers = [(b"content-length", b"%d" % declared)] if declared >= 0 else []
+        app = type("App", (), {"state": state})
+        self._scope = {"type": "http", "method": method, "headers": headers, "app": app}
+
+    async def by(self, app: Any) -> int:
+        await RequestLimits(app)(self._scope, self._receive, self._send)
+        return int(self.sent[0]["status"])
+
+    async def _receive(self) -> dict[str, Any]:
+        piece = self._pieces.pop(0)
+        self.read += len(piece)
+        return {"type": "http.request", "body": piece, "more_body": bool(self._pieces)}
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+class Service:
+    settings = RouterSettings(max_body_bytes=10)
+
+    def __init__(self, overload: str | None = None) -> None:
+        self._overload = overload
+
+    def overload(self) -> str | None:
+        return self._overload
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Reads the whole body; as web frameworks do, answers 400 to whatever goes wrong meanwhile."""
+    status = 200
+    try:
+        while (await receive())["more_body"]:
+            pass
+    except Exception:
+        status = 400
+    await send({"type": "http.response.start", "status": status, "headers": []})
+    await send({"type": "http.response.body", "body": b"done"})
+
+
+async def test_a_body_of_no_declared_length_ends_at_the_limit():
+    asked = Asked(Service(), b"12345", b"67890", b"1", b"2" * 1000)
+    assert await asked.by(echo) == 413
+    assert asked.read == 11
+    assert len(asked.sent) == 2
+    assert b"more than 10 bytes" in asked.sent[1]["body"]
+    assert await Asked(Service(), b"12345", b"67890").by(echo) == 200
+
+
+async def test_a_body_of_too_large_a_declared_length_is_not_read():
+    asked = Asked(Service(), b"x" * 11, declared=11)
+    assert await asked.by(echo) == 413
+    assert asked.read == 0
+
+
+async def test_a_full_service_still_answers_who_only_looks():
+    asked = Asked(Service("full"), b"")
+    assert await asked.by(echo) == 429
+    assert (b"retry-after", b"1") in asked.sent[0]["headers"]
+    assert await Asked(Service("full"), b"", method="GET").by(echo) == 200
+
+
+async def test_a_defect_of_the_application_stays_visible():
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        raise RuntimeError("defect")
+
+    with pytest.raises(RuntimeError, match="defect"):
+        await Asked(Service(), b"").by(broken)
