@@ -38,7 +38,10 @@ async def test_engines_of_both_roles_learn_of_each_other():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"version": 99}, ("protocol 99", "router 1", "same dualpath version")),
+        (
+            {"version": 99},
+            ("protocol 99", f"router {control.PROTOCOL_VERSION}", "same dualpath version"),
+        ),
         ({"mode": "oracle"}, ("'oracle'", "'dualpath'", "another router")),
         ({"mode": "fast"}, ("'fast'", "basic", "choose one")),
         ({"hbm_tokens": 0}, ("hbm_tokens 0", "at least 1", "correct")),

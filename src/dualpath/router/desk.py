@@ -15,10 +15,12 @@ from dualpath.router.dispatch import Dispatch
 from dualpath.router.engine_calls import EngineCalls
 from dualpath.router.event_recorder import EventLogWriter, RecordedScheduler
 from dualpath.router.exchange import Exchange
+from dualpath.router.hit_account import SeenBlocks
 from dualpath.router.metrics import RouterMetrics
 from dualpath.router.registry import EngineInfo, Registry
 from dualpath.router.releases import Releases
 from dualpath.router.settings import RouterSettings
+from dualpath.router.tracing import Tracing
 
 _ALPHA_S = 3.0
 _BETA_S = 5.0
@@ -46,6 +48,8 @@ class Desk:
         self.releases = Releases(self.send, settings.release_wait_s)
         self.admission = asyncio.Semaphore(settings.max_concurrent_requests)
         self.event_log: EventLogWriter | None = None
+        self.tracing: Tracing | None = None
+        self.seen_blocks = SeenBlocks()
         self._dispatch: Dispatch | None = None
         self._changed = asyncio.Event()
         self._turns = itertools.count()
@@ -89,7 +93,9 @@ class Desk:
         """Let an engine take part."""
         if self._dispatch is None:
             scheduler = self._scheduler(self._scheduler_settings(info, self.block_tokens))
-            self._dispatch = Dispatch(scheduler, self._bytes_per_token(), self._assigned)
+            self._dispatch = Dispatch(
+                scheduler, self._bytes_per_token(), self._assigned, self.metrics.scheduled
+            )
         self.releases.engine_joined(info.engine_id, info.epoch)
         self._dispatch.joined(info)
         self._pulse()
@@ -99,6 +105,9 @@ class Desk:
         self.releases.engine_lost(info.engine_id, certain)
         self.exchange.engine_lost(info.engine_id, reason)
         self.dispatch.lost(info.engine_id)
+        state = self.registry.get(info.engine_id)
+        if state is None or not state.left:
+            self.metrics.engine_lost(info.role)
         self._pulse()
 
     def lookup_candidates(self) -> list[EngineInfo]:

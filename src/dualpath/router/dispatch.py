@@ -8,6 +8,7 @@ after every event.
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -33,16 +34,21 @@ class _Placement:
 
 
 class Dispatch:
-    """Owns the scheduler, one ``AssignLog`` per live engine and the requests that wait."""
+    """Owns the scheduler, one ``AssignLog`` per live engine and the requests that wait.
+
+    ``on_scheduled`` gets, per round of fetches, the seconds it took and how much it decided.
+    """
 
     def __init__(
         self,
         scheduler: RequestScheduler | RecordedScheduler,
         bytes_per_token: int,
         on_assigned: Callable[[Assignment], None],
+        on_scheduled: Callable[[float, int], None],
     ) -> None:
         self._scheduler = scheduler
         self._on_assigned = on_assigned
+        self._on_scheduled = on_scheduled
         self._engines: dict[str, EngineInfo] = {}
         self._logs: dict[str, AssignLog] = {}
         self._waiting: dict[str, _Placement] = {}
@@ -171,11 +177,14 @@ class Dispatch:
 
     def answer_fetches(self) -> None:
         """Answer the open fetch of every group that has a live engine."""
+        start_ns, decisions = time.perf_counter_ns(), 0
         for role in (Role.PREFILL, Role.DECODE):
             groups = dict.fromkeys(e.group for e in self._engines.values() if e.role is role)
             for group in groups:
                 for assignment in self._scheduler.fetch(group):
                     self._hand_out(assignment)
+                    decisions += 1
+        self._on_scheduled((time.perf_counter_ns() - start_ns) / 1e9, decisions)
 
     def _submit_again(self, placement: _Placement) -> None:
         try:

@@ -5,7 +5,7 @@ into model work.  The vLLM plug-in implements it over the engines' HTTP servers,
 lines.  Bulk KV never passes here: hand-over and take-over only say where it lies.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -42,6 +42,7 @@ class Job(msgspec.Struct, frozen=True):
     ``first_token_from_pe`` False: the DE generates the first token again and only its tokens are
     streamed.  ``generated_before`` counts the tokens at the end of the prompt that an earlier,
     failed attempt has already streamed.  ``payload`` is the original request, opaque here.
+    ``trace_headers`` are the W3C trace context that calls to engines carry on.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class Job(msgspec.Struct, frozen=True):
     first_token_from_pe: bool = True
     generated_before: int = 0
     payload: object = None
+    trace_headers: Mapping[str, str] | None = None
 
     @property
     def prompt_tokens(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from dualpath.core import control
-from dualpath.core.errors import EngineLostError
+from dualpath.core.errors import BadRequestError, EngineLostError
 
 Answer = control.Reserved | control.ReadDone | control.Sent
 T = TypeVar("T")
@@ -85,7 +85,15 @@ class Exchange:
         self._call_ids = itertools.count(1)
 
     def open(self, conversation: Conversation) -> None:
-        """Route messages about an attempt."""
+        """Route messages about an attempt.
+
+        Raises ``BadRequestError`` if another attempt has that name: neither may hear of the other.
+        """
+        if conversation.attempt_id in self._conversations:
+            raise BadRequestError(
+                f"request id {conversation.attempt_id!r} is in use by a running request; send it "
+                "under another id"
+            )
         self._conversations[conversation.attempt_id] = conversation
 
     def close(self, attempt_id: str) -> None:

@@ -29,9 +29,11 @@ from dualpath.policy.events import Assignment, ReadPart
 from dualpath.router.desk import Desk
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.exchange import Conversation, together, unless_broken
+from dualpath.router.hit_account import ENGINE_LOST, GONE, NOT_CACHEABLE, TIMEOUT, Found
 from dualpath.router.hits import Loaded, PartRead, good_runs
 from dualpath.router.records import RequestRecord, Stage
 from dualpath.router.registry import EngineInfo
+from dualpath.router.tracing import RequestTrace
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Attempt:
         arrival_seq: int,
         record: RequestRecord,
         emit: Callable[[TokenEvent], None],
+        trace: RequestTrace | None = None,
     ) -> None:
         self.attempt_id = attempt_id
         self.placed = False
@@ -60,6 +63,9 @@ class Attempt:
         self._arrival_seq = arrival_seq
         self._record = record
         self._emit = emit
+        self._trace = trace
+        self._unstored_reason = GONE if job.cacheable else NOT_CACHEABLE
+        self._short_reason = ""
         self._talk = Conversation(attempt_id, self._handed)
         self._told: set[str] = set()
         self._decode_start_s: float | None = None
@@ -86,6 +92,7 @@ class Attempt:
         await self._find_engines(stored_blocks)  # 3: PE, DE and read side
         loaded = await self._load(stored_blocks)  # 4: reserve, read (labels 1-2 of Fig. 4)
         first = await self._prefill(loaded)  # 5: layer by layer, KV to the DE buffer
+        self._account(stored_blocks, loaded.hit_blocks)
         over = self._stream_first(first)  # 6: the PE's token
         self._persist(loaded)  # 7: the prompt's new blocks
         if not over:
@@ -104,10 +111,10 @@ class Attempt:
                     async with asyncio.timeout(self._desk.settings.lookup_timeout_s):
                         hit_blocks = await answer
                 except TimeoutError:
-                    return self._no_hit("timeout", engine)
+                    return self._no_hit(TIMEOUT, engine)
                 if hit_blocks is not None:
                     return max(0, min(hit_blocks, len(keys)))
-        return self._no_hit("engine-lost", engine)
+        return self._no_hit(ENGINE_LOST, engine)
 
     def _no_hit(self, reason: str, engine: EngineInfo) -> int:
         logger.warning(
@@ -115,6 +122,7 @@ class Attempt:
             self.attempt_id, engine.engine_id, reason, self._desk.settings.lookup_timeout_s,
         )  # fmt: skip
         self._desk.metrics.lookup_failed(reason)
+        self._unstored_reason = f"lookup-{reason}"
         return 0
 
     async def _find_engines(self, stored_blocks: int) -> None:
@@ -149,6 +157,7 @@ class Attempt:
                 de_slots = outcome.reserved  # A deadline may have replaced slots.
         hits, hit_blocks, short = good_runs(outcomes, self._desk.block_tokens)
         if short is not None:
+            self._short_reason = short
             self._recompute(stored_blocks - hit_blocks, short)
         return Loaded(hit_blocks=hit_blocks, hits=hits, de_slots=de_slots)
 
@@ -201,7 +210,9 @@ class Attempt:
         start_s = self._desk.clock()
         with self._record.stage(Stage.READ, engine.engine_id):
             done = await self._called(engine, self._read_answer(engine, first_slot, keys))
-        self._record.add(Stage.READ_QUEUE, start_s, engine.engine_id, start_s + done.queue_s)
+        read_s = start_s + done.queue_s
+        self._record.add(Stage.READ_QUEUE, start_s, engine.engine_id, read_s)
+        self._record.add(Stage.STORAGE_READ, read_s, engine.engine_id, read_s + done.read_s)
         good_blocks = min(done.good_blocks, blocks)
         return PartRead(
             part=part,
@@ -263,18 +274,34 @@ class Attempt:
             self._desk.releases.writer_started(self.attempt_id, engine.engine_id)
         sent = self._talk.expect(Sent, engine.engine_id)
         with self._record.stage(Stage.PREFILL, engine.engine_id):
+            job = self._traced(Stage.PREFILL, engine)
             first = await self._called(engine, self._desk.calls.prefill(engine, job, hand_over))
             _check_not_given_up(engine, first)
-            await self._called(engine, self._arrived(engine, sent))
+            done = await self._called(engine, self._arrived(engine, sent))
+            self._record_forward(engine, done)
         self._talk.done_with(engine.engine_id)
         self._told.discard(engine.engine_id)
         self._desk.releases.release(engine.engine_id, self.attempt_id, "prefill done")
         self._desk.dispatch.prefill_done(self.attempt_id, engine.engine_id)
-        self._record_prefill(loaded.hit_blocks * self._desk.block_tokens)
         return first
 
-    async def _arrived(self, engine: EngineInfo, sent: Awaitable[Sent]) -> None:
-        """Return when the PE says that the prompt's KV is complete in the DE's buffer.
+    def _traced(self, stage: Stage, engine: EngineInfo) -> Job:
+        """Return the job with the trace context of a call to ``engine``."""
+        if self._trace is None:
+            return self._job
+        headers = self._trace.call(stage, engine.engine_id)
+        return msgspec.structs.replace(self._job, trace_headers=headers)
+
+    def _record_forward(self, engine: EngineInfo, sent: Sent) -> None:
+        """Note the PE's own times; it knows how long, and of the router's clock only the end."""
+        if sent.forward_s > 0:
+            end_s = self._desk.clock()
+            where = engine.engine_id
+            self._record.add(Stage.FORWARD, end_s - sent.forward_s, where, end_s)
+            self._record.add(Stage.TRANSFER, end_s - sent.transfer_s, where, end_s)
+
+    async def _arrived(self, engine: EngineInfo, sent: Awaitable[Sent]) -> Sent:
+        """Return the PE's word that the prompt's KV is complete in the DE's buffer.
 
         Its first token alone does not say so, and a token is streamed only once it is true.
         """
@@ -289,12 +316,19 @@ class Attempt:
             ) from None
         if answer.failure is not None:
             raise TransportError(f"engine {engine.engine_id} could not send KV: {answer.failure}")
+        return answer
 
-    def _record_prefill(self, hit_tokens: int) -> None:
-        if not self._record.prefilled:
-            self._record.prefilled = True
-            self._record.hit_tokens = hit_tokens
-            self._desk.metrics.prefilled(self._record.prompt_tokens, hit_tokens)
+    def _account(self, stored_blocks: int, hit_blocks: int) -> None:
+        """Count the prompt's tokens as hit or missed, once per request."""
+        if self._record.prefilled:
+            return
+        found = Found(stored_blocks, hit_blocks, self._unstored_reason, self._short_reason)
+        account = self._desk.seen_blocks.account(
+            self._job.keys, self._job.prompt_tokens, self._desk.block_tokens, found
+        )
+        self._record.prefilled = True
+        self._record.hit_tokens = account.hit_tokens
+        self._desk.metrics.prefilled(account)
 
     def _stream_first(self, first: TokenEvent) -> bool:
         """Stream the PE's token; return whether the request ends with it."""
@@ -328,6 +362,7 @@ class Attempt:
         )
         prior_tokens = first.token_ids if job.first_token_from_pe else ()
         self._decode_start_s = self._desk.clock()
+        job = self._traced(Stage.DECODE, engine)
         events = self._desk.calls.decode(engine, job, take_over, prior_tokens)
         try:
             await self._called(engine, self._stream(engine, events))
@@ -350,11 +385,13 @@ class Attempt:
             f"engine {engine.engine_id} ended its stream without a finish reason; see its log"
         )
 
-    def _handed(self, _: Handed) -> None:
+    def _handed(self, handed: Handed) -> None:
         self._desk.releases.writer_done(self.attempt_id)
         self._desk.dispatch.handed(self.attempt_id, self._decode_engine.engine_id)
         if self._decode_start_s is not None:
-            self._record.add(Stage.HANDOVER, self._decode_start_s, self._decode_engine.engine_id)
+            where, now_s = self._decode_engine.engine_id, self._desk.clock()
+            self._record.add(Stage.HANDOVER, self._decode_start_s, where, now_s)
+            self._record.add(Stage.H2D, now_s - handed.h2d_s, where, now_s)
 
     async def _called(self, engine: EngineInfo, work: Awaitable[T]) -> T:
         """Return what ``work`` returns; if it fails, find out whether its engine still lives."""

@@ -1,109 +1,152 @@
-"""Prometheus metrics of the router, in a registry of its own, named as the ecosystem does.
+"""Prometheus metrics of the router, named as the ecosystem does.
 
-What the router counts itself is kept in counters and histograms; what engines report is read from
-the ``Registry`` at every scrape.
+What the router counts itself is kept in counters and histograms, most of them written once, when a
+request ends; what engines report is read at every scrape (``engine_metrics``).
 """
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from dualpath.core.cluster import Role
 from dualpath.policy.events import Assignment
-from dualpath.router.records import RequestRecord
-from dualpath.router.registry import EngineState, Registry
+from dualpath.router.engine_metrics import EngineCollector, text_format
+from dualpath.router.hit_account import LOOKUP_FAILURES, HitAccount
+from dualpath.router.records import OUTCOMES, RequestRecord, Stage
+from dualpath.router.registry import Registry
 
 _STAGE_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_DECISION_BUCKETS_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.05, 0.1)
 
-#: Path of Fig. 4 → counters of prefill and of decode engines that carry it.
-PATH_COUNTERS: dict[str, tuple[tuple[Role, str], ...]] = {
-    "pe_path": ((Role.PREFILL, "storage_read_bytes"),),
-    "de_path": ((Role.DECODE, "storage_read_bytes"),),
-    "de_to_pe": ((Role.PREFILL, "de_to_pe_bytes"), (Role.DECODE, "de_to_pe_bytes")),
-    "pe_to_de": ((Role.PREFILL, "pe_to_de_bytes"), (Role.DECODE, "pe_to_de_bytes")),
-    "h2d": ((Role.PREFILL, "h2d_bytes"), (Role.DECODE, "h2d_bytes")),
-    "storage_write": (
-        (Role.PREFILL, "storage_write_bytes"),
-        (Role.DECODE, "storage_write_bytes"),
-    ),
-}
-
-
-def bytes_by_path(registry: Registry) -> dict[str, int]:
-    """Return bytes moved so far on each path, over all engines and their restarts."""
-    totals = [(engine.info.role, engine.totals()) for engine in registry.all()]
-    return {
-        path: int(
-            sum(
-                counters.get(name, 0)
-                for wanted, name in sources
-                for role, counters in totals
-                if role is wanted
-            )
-        )
-        for path, sources in PATH_COUNTERS.items()
-    }
+_READ_PATHS = {Role.PREFILL: "pe", Role.DECODE: "de"}
 
 
 class RouterMetrics:
-    """All metrics of one router; ``exposition`` is the body of ``/metrics``."""
+    """All metrics of one router; ``exposition`` is the body of ``/metrics``.
 
-    def __init__(self, registry: Registry, malformed: Callable[[], int]) -> None:
+    ``clock`` is the one by which ``registry`` notes when it heard of an engine.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        malformed: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.registry = CollectorRegistry()
         self.hit_tokens = 0
         self.recomputed_tokens = 0
         self.prompt_tokens = 0
         self.retries = 0
-        self._define()
-        self.registry.register(_EngineCollector(registry, malformed))
+        self._scheduler_s = 0.0
+        self._define_requests()
+        self._define_tokens()
+        self._define_scheduling()
+        self.registry.register(
+            _Totals(
+                (
+                    "malformed_control_frames",
+                    "Control frames that were not understood.",
+                    malformed,
+                ),
+                (
+                    "scheduler_seconds",
+                    "Time spent in rounds of the scheduler, whether they decided anything or not.",
+                    lambda: self._scheduler_s,
+                ),
+            )
+        )
+        self._engines = EngineCollector(registry, clock)
 
-    def _define(self) -> None:
-        ours = self.registry
-        self._requests = Counter(
-            "dualpath:requests", "Finished requests by outcome.", ["outcome"], registry=ours
+    def _define_requests(self) -> None:
+        self._requests = self._counter("requests", "Finished requests by outcome.", "outcome")
+        for outcome in OUTCOMES:
+            self._requests.labels(outcome)
+        self._retries = self._counter("retries", "Attempts at requests repeated after a fault.")
+        self._engine_losses = self._counter(
+            "engine_losses", "Engines that were lost, goodbyes not counted.", "role"
         )
-        self._prompt = Counter("dualpath:prompt_tokens", "Prompt tokens prefilled.", registry=ours)
-        self._hit = Counter(
-            "dualpath:hit_tokens", "Prompt tokens whose KV-cache was loaded.", registry=ours
+        for role in Role:
+            self._engine_losses.labels(role.value)
+        stages = self._histogram(
+            "stage_seconds", "Time of requests in each stage.", _STAGE_BUCKETS_S, "stage"
         )
-        self._recomputed = Counter(
-            "dualpath:recomputed_tokens",
+        self._stages = {stage: stages.labels(stage.value) for stage in Stage}
+        self._ttft = self._histogram(
+            "time_to_first_token_seconds",
+            "Time from a request's arrival to its first token (TTFT).",
+            _STAGE_BUCKETS_S,
+        )
+        self._ttst = self._histogram(
+            "time_to_second_token_seconds",
+            "Time from the first token to the second, the hand-over to the DE (TTST).",
+            _STAGE_BUCKETS_S,
+        )
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean gap between a request's tokens after the second (TPOT).",
+            _TOKEN_GAP_BUCKETS_S,
+        )
+        self._latency = self._histogram(
+            "e2e_request_latency_seconds",
+            "Time from a request's arrival to its end.",
+            _STAGE_BUCKETS_S,
+        )
+        self._waiting = self._gauge("requests_waiting", "Requests without an assignment.")
+        self._running = self._gauge("requests_running", "Requests with an assignment.")
+
+    def _define_tokens(self) -> None:
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens prefilled.")
+        self._hit = self._counter("hit_tokens", "Prompt tokens whose KV-cache was loaded.")
+        self._ideal_hit = self._counter(
+            "ideal_hit_tokens",
+            "Prompt tokens whose KV-cache had been computed before: the hits of a storage that "
+            "keeps everything and a data path that never fails.",
+        )
+        self._missed = self._counter(
+            "missed_tokens", "Prompt tokens that were computed, by reason.", "reason"
+        )
+        self._recomputed = self._counter(
+            "recomputed_tokens",
             "Stored prompt tokens that were computed again, by reason.",
-            ["reason"],
-            registry=ours,
+            "reason",
         )
-        self._lookup_failures = Counter(
-            "dualpath:lookup_failures",
+        self._lookup_failures = self._counter(
+            "lookup_failures",
             "Look-ups without an answer; the prompt counts as not stored.",
-            ["reason"],
-            registry=ours,
+            "reason",
         )
-        self._generated = Counter(
-            "dualpath:generation_tokens", "Tokens streamed to clients.", registry=ours
+        for reason in LOOKUP_FAILURES:
+            self._lookup_failures.labels(reason)
+        self._generated = self._counter("generation_tokens", "Tokens streamed to clients.")
+
+    def _define_scheduling(self) -> None:
+        self._assignments = self._counter(
+            "assignments", "Scheduler decisions by reason.", "pe_reason", "de_reason", "read_reason"
         )
-        self._retries = Counter(
-            "dualpath:retries", "Attempts at requests repeated after a fault.", registry=ours
+        read_tokens = self._counter(
+            "assigned_read_tokens", "Hit tokens by the read path they were assigned to.", "path"
         )
-        self._assignments = Counter(
-            "dualpath:assignments",
-            "Scheduler decisions by reason.",
-            ["pe_reason", "de_reason", "read_reason"],
-            registry=ours,
+        self._read_tokens = {role: read_tokens.labels(_READ_PATHS[role]) for role in Role}
+        self._decision = self._histogram(
+            "scheduler_decision_seconds",
+            "Time of the scheduler's round that decided, divided by its decisions.",
+            _DECISION_BUCKETS_S,
         )
-        self._stages = Histogram(
-            "dualpath:stage_seconds",
-            "Time of requests in each stage.",
-            ["stage"],
-            buckets=_STAGE_BUCKETS_S,
-            registry=ours,
-        )
-        self._waiting = Gauge(
-            "dualpath:requests_waiting", "Requests without an assignment.", registry=ours
-        )
-        self._running = Gauge(
-            "dualpath:requests_running", "Requests with an assignment.", registry=ours
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"dualpath:{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"dualpath:{name}", text, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
+        return Histogram(
+            f"dualpath:{name}", text, labels, buckets=tuple(buckets), registry=self.registry
         )
 
     def assigned(self, assignment: Assignment) -> None:
@@ -111,13 +154,24 @@ class RouterMetrics:
         self._assignments.labels(
             assignment.pe_reason, assignment.de_reason, assignment.read_reason
         ).inc()
+        for part in assignment.reads:
+            self._read_tokens[part.side].inc(part.tokens)
 
-    def prefilled(self, prompt_tokens: int, hit_tokens: int) -> None:
+    def scheduled(self, spent_s: float, decisions: int) -> None:
+        """Count one round of the scheduler."""
+        self._scheduler_s += spent_s
+        for _ in range(decisions):
+            self._decision.observe(spent_s / decisions)
+
+    def prefilled(self, account: HitAccount) -> None:
         """Count a request's prompt, once per request."""
-        self.prompt_tokens += prompt_tokens
-        self.hit_tokens += hit_tokens
-        self._prompt.inc(prompt_tokens)
-        self._hit.inc(hit_tokens)
+        self.prompt_tokens += account.prompt_tokens
+        self.hit_tokens += account.hit_tokens
+        self._prompt.inc(account.prompt_tokens)
+        self._hit.inc(account.hit_tokens)
+        self._ideal_hit.inc(account.ideal_hit_tokens)
+        for reason, tokens in account.missed.items():
+            self._missed.labels(_short(reason)).inc(tokens)
 
     def recomputed(self, tokens: int, reason: str) -> None:
         """Count stored tokens that have to be computed again."""
@@ -133,12 +187,24 @@ class RouterMetrics:
         self.retries += 1
         self._retries.inc()
 
+    def engine_lost(self, role: Role) -> None:
+        """Count an engine that did not leave on purpose."""
+        self._engine_losses.labels(role.value).inc()
+
     def finished(self, record: RequestRecord) -> None:
-        """Count a finished request and its stages."""
+        """Count a finished request, its stages and its times to tokens."""
         self._requests.labels(record.outcome).inc()
         self._generated.inc(record.generated_tokens)
         for stage in record.stages:
-            self._stages.labels(stage.stage.value).observe(stage.end_s - stage.start_s)
+            self._stages[stage.stage].observe(stage.end_s - stage.start_s)
+        for histogram, seconds in (
+            (self._ttft, record.ttft_s),
+            (self._ttst, record.ttst_s),
+            (self._tpot, record.tpot_s),
+            (self._latency, record.latency_s),
+        ):
+            if seconds is not None:
+                histogram.observe(seconds)
 
     def queues(self, waiting: int, running: int) -> None:
         """Set the gauges that only the service knows."""
@@ -147,82 +213,25 @@ class RouterMetrics:
 
     def exposition(self) -> bytes:
         """Return all metrics in the Prometheus text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self.registry) + text_format(self._engines.collect())
+
+    def families(self) -> Iterator[Metric]:
+        """Yield all metrics with their present samples."""
+        yield from self.registry.collect()
+        yield from self._engines.collect()
 
 
-#: (metric, engine counter, HELP)
-_ENGINE_COUNTERS = (
-    ("snic_read_bytes", "storage_read_bytes", "Bytes read from storage."),
-    ("snic_write_bytes", "storage_write_bytes", "Bytes written to storage."),
-    ("loaded_blocks", "loaded_blocks", "Blocks loaded into a prefill engine's HBM."),
-    ("persisted_blocks", "persisted_blocks", "Full Blocks newly written to storage."),
-    ("persist_dropped_blocks", "persist_dropped_blocks", "Blocks not persisted."),
-    (
-        "verify_failures",
-        "verify_failures",
-        "Reads that ended at a block that was missing, short or failed its checksum.",
-    ),
-    ("read_deadlines", "read_deadlines", "Storage reads given up at their deadline."),
-    ("transfer_failures", "transfer_failures", "Requests whose KV transfer failed."),
-    (
-        "stale_hand_overs",
-        "stale_hand_overs",
-        "Hand-overs refused because their buffer slots had changed hands.",
-    ),
-)
+class _Totals(Collector):
+    """Counters without labels whose values lie elsewhere: (metric, HELP, value)."""
 
-
-class _EngineCollector(Collector):
-    def __init__(self, registry: Registry, malformed: Callable[[], int]) -> None:
-        self._registry = registry
-        self._malformed = malformed
+    def __init__(self, *totals: tuple[str, str, Callable[[], float]]) -> None:
+        self._totals = totals
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._gauges()
-        paths = CounterMetricFamily(
-            "dualpath:kv_bytes", "KV bytes moved, by path of Fig. 4.", labels=["path"]
-        )
-        for path, moved in bytes_by_path(self._registry).items():
-            paths.add_metric([path], moved)
-        yield paths
-        for name, counter, text in _ENGINE_COUNTERS:
-            yield self._per_engine(name, counter, text)
-        malformed = CounterMetricFamily(
-            "dualpath:malformed_control_frames", "Control frames that were not understood."
-        )
-        malformed.add_metric([], self._malformed())
-        yield malformed
-
-    def _per_engine(self, name: str, counter: str, text: str) -> Metric:
-        family = CounterMetricFamily(f"dualpath:{name}", text, labels=["engine", "role"])
-        for engine in self._registry.all():
-            labels = [engine.info.engine_id, engine.info.role.value]
-            family.add_metric(labels, engine.totals().get(counter, 0))
-        return family
-
-    def _gauges(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily("dualpath:engines_up", "Live engines by role.", labels=["role"])
-        for role in Role:
-            up.add_metric([role.value], len(self._registry.alive(role)))
-        yield up
-        fields = (
-            ("read_queue_tokens", "Tokens waiting to be read from storage."),
-            ("free_buffer_tokens", "Free DRAM buffer in tokens."),
-            ("free_hbm_tokens", "Free HBM in tokens."),
-            ("unfinished_tokens", "Tokens of unfinished requests."),
-            ("unfinished_requests", "Unfinished requests."),
-        )
-        reporting = [e for e in self._registry.all() if e.alive and e.report is not None]
-        for field, text in fields:
-            yield _gauge(reporting, field, text)
-
-
-def _gauge(engines: list[EngineState], field: str, text: str) -> Metric:
-    family = GaugeMetricFamily(f"dualpath:{field}", text, labels=["engine", "role"])
-    for engine in engines:
-        labels = [engine.info.engine_id, engine.info.role.value]
-        family.add_metric(labels, getattr(engine.report, field))
-    return family
+        for name, text, value in self._totals:
+            family = CounterMetricFamily(f"dualpath:{name}", text)
+            family.add_metric([], value())
+            yield family
 
 
 def _short(reason: str) -> str:

@@ -20,7 +20,9 @@ from dualpath.core.errors import (
 from dualpath.router.desk import Desk
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.lifecycle import Attempt
+from dualpath.router.prompt_limits import check_prompt
 from dualpath.router.records import RequestRecord, Stage
+from dualpath.router.tracing import RequestTrace
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class RequestLife:
         self._generated: list[int] = []
         self._attempt: Attempt | None = None
         self._finished = False
+        self._trace: RequestTrace | None = None
 
     @property
     def placed(self) -> bool:
@@ -47,6 +50,8 @@ class RequestLife:
     async def run(self) -> None:
         """Run all attempts within the deadline; raises what the client has to know."""
         outcome = "error"
+        if self._desk.tracing is not None:
+            self._trace = self._desk.tracing.begin(self.job, self.record)
         try:
             await self._within_deadline()
             outcome = "finished"
@@ -65,6 +70,8 @@ class RequestLife:
         finally:
             self.record.close(outcome)
             self._desk.metrics.finished(self.record)
+            if self._trace is not None:
+                self._trace.end()
 
     async def _within_deadline(self) -> None:
         deadline_s = self._desk.settings.request_deadline_s
@@ -119,7 +126,7 @@ class RequestLife:
         # Engines never see two attempts under one name: a late answer cannot be mistaken.
         attempt_id = job.request_id if number == 1 else f"{job.request_id}.{number}"
         self._attempt = Attempt(
-            self._desk, job, attempt_id, self._arrival_seq, self.record, self._emit
+            self._desk, job, attempt_id, self._arrival_seq, self.record, self._emit, self._trace
         )
         try:
             await self._attempt.run()
@@ -143,6 +150,7 @@ class RequestLife:
                 f"{name} has {job.prompt_tokens} prompt tokens and max_new_tokens "
                 f"{job.max_new_tokens}; both must be at least 1"
             )
+        check_prompt(job.prompt_tokens, self._desk.settings, registry)
         wanted, limit = job.prompt_tokens + job.max_new_tokens, registry.limit("max_model_len")
         if limit is not None and wanted > limit:
             raise BadRequestError(
@@ -164,9 +172,8 @@ class RequestLife:
         if self._finished:
             return
         if self.record.first_token_s is None:
-            self.record.first_token_s = self._desk.clock()
             event = msgspec.structs.replace(event, cached_tokens=self.record.hit_tokens)
         self._generated += event.token_ids
-        self.record.generated_tokens = len(self._generated)
+        self.record.streamed(len(event.token_ids))
         self._finished = event.finish_reason is not None
         self.events.put_nowait(event)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dualpath.core.control import EngineMessage, Released, Report
-from dualpath.core.errors import BadRequestError, EngineLostError
+from dualpath.core.errors import BadRequestError, EngineLostError, OverloadedError
 from dualpath.router.control_server import ControlServer
+from dualpath.router.dashboard.board import Dashboard, Load
 from dualpath.router.desk import Desk
 from dualpath.router.engine_calls import EngineCalls, Job, TokenEvent
 from dualpath.router.event_recorder import EventLogWriter
@@ -20,6 +21,8 @@ from dualpath.router.registry import EngineInfo, Registry
 from dualpath.router.request_life import RequestLife
 from dualpath.router.settings import RouterSettings
 from dualpath.router.status import status_report
+from dualpath.router.tracing import open_tracing
+from dualpath.transport.cluster_secret import load_secret
 
 _RECORDS_KEPT = 1024
 
@@ -42,11 +45,13 @@ class RouterService:
         self.server = ControlServer(
             self.registry, self, clock, engine_timeout_s=self.settings.engine_timeout_s
         )
-        self.metrics = RouterMetrics(self.registry, lambda: self.server.malformed)
+        self.metrics = RouterMetrics(self.registry, lambda: self.server.malformed, clock)
         self.desk = Desk(
             self.settings, self.registry, self.server, self.metrics, engine_calls, clock
         )
         self.records: deque[RequestRecord] = deque(maxlen=_RECORDS_KEPT)
+        self.dashboard = Dashboard(self.registry, self.metrics, clock, self._load)
+        self._sampling: asyncio.Task[None] | None = None
         self._lives: dict[str, RequestLife] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._arrivals = itertools.count()
@@ -58,24 +63,31 @@ class RouterService:
         return self.server.address
 
     async def start(self) -> None:
-        """Open the event log, if one is kept, and the control address.
+        """Open the event log and the traces, if they are kept, and the control address.
 
-        Raises ``ConfigError`` if the file cannot be written or the address not be bound.
+        Raises ``ConfigError`` if the file cannot be written, OpenTelemetry is not there, the
+        address cannot be bound or others could reach it without a cluster secret.
         """
         if self.settings.event_log:
             self.desk.event_log = EventLogWriter(Path(self.settings.event_log))
-        await self.server.start(self.settings.control_host, self.settings.control_port)
+        if self.settings.otlp_traces_endpoint:
+            self.desk.tracing = open_tracing(self.settings.otlp_traces_endpoint, self.desk.clock)
+        secret = load_secret(self.settings.cluster_secret_file)
+        await self.server.start(self.settings.control_host, self.settings.control_port, secret)
+        self._sampling = asyncio.create_task(self.dashboard.run(), name="dashboard samples")
 
     async def stop(self) -> None:
         """End all requests (their streams raise ``EngineLostError``) and close; idempotent."""
         self._stopping = True
-        tasks = list(self._tasks)
+        tasks = [*self._tasks, *([self._sampling] if self._sampling else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.server.stop()
         if self.desk.event_log is not None:
             await asyncio.to_thread(self.desk.event_log.close)
+        if self.desk.tracing is not None:
+            await asyncio.to_thread(self.desk.tracing.close)
 
     async def wait_ready(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait for that many live engines; raises ``DeadlineError`` naming what is missing."""
@@ -86,9 +98,20 @@ class RouterService:
 
         Closing the iterator (or cancelling who waits on it) aborts the request everywhere.
         Iterating raises ``BadRequestError`` if the job cannot be served as asked,
-        ``EngineLostError`` when attempts are used up, ``DeadlineError`` when time is.
+        ``OverloadedError`` if too many are under way, ``EngineLostError`` when attempts are used
+        up, ``DeadlineError`` when time is.
         """
         return self._stream(job)
+
+    def overload(self) -> str | None:
+        """Return why no further request is taken, None if one is."""
+        running, waiting = self.settings.max_concurrent_requests, self.settings.max_waiting_requests
+        if len(self._lives) < running + waiting:
+            return None
+        return (
+            f"{len(self._lives)} requests are under way, at most {running} run and {waiting} wait; "
+            "send it again later, or raise --max-concurrent-requests or --max-waiting-requests"
+        )
 
     def engines(self) -> list[EngineInfo]:
         """Return the live engines, by arrival."""
@@ -127,6 +150,13 @@ class RouterService:
         else:
             self.desk.exchange.deliver(info.engine_id, message)
 
+    def _load(self) -> Load:
+        return Load(
+            [life.record for life in self._lives.values()],
+            *self._counts(),
+            self.desk.dispatch.recent if self.desk.has_dispatch else (),
+        )
+
     def _counts(self) -> tuple[int, int]:
         running = sum(life.placed for life in self._lives.values())
         return len(self._lives) - running, running
@@ -139,6 +169,8 @@ class RouterService:
             )
         if self._stopping:
             raise self._stops(job)
+        if (reason := self.overload()) is not None:
+            raise OverloadedError(reason)
         life = self._lives[job.request_id] = RequestLife(self.desk, job, next(self._arrivals))
         task = asyncio.create_task(life.run(), name=f"request {job.request_id}")
         self._tasks.add(task)
@@ -169,4 +201,5 @@ class RouterService:
         self._tasks.discard(task)
         self._lives.pop(life.job.request_id, None)
         self.records.append(life.record)
+        self.dashboard.ended(life.record)
         life.events.put_nowait(None)

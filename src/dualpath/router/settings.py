@@ -15,6 +15,8 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything an operator may choose; all times in seconds, all > 0.
 
     ``control_host``/``control_port``: where engines register (port 0: any free one).
+    ``cluster_secret_file``: holds the secret that engines must know; empty: the environment's
+    ``DUALPATH_CLUSTER_SECRET``; without either ``control_host`` must be a loopback address.
     ``mode``: None takes the mode of the first engine.
     ``engine_timeout_s``: an engine silent for that long is lost (heartbeats come every 0.5 s).
     ``suspect_timeout_s``: how long an engine whose call has just failed may take to prove that
@@ -26,15 +28,23 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``engine_wait_s``: how long a request waits while a role has no live engine.
     ``request_deadline_s``: bound of a whole request, waiting and retries included.
     ``max_attempts``: engines lost under one request before it fails.
-    ``max_concurrent_requests``: requests beyond it wait, first come first served.
+    ``max_concurrent_requests``: requests beyond it wait, first come first served;
+    ``max_waiting_requests``: those beyond that many are refused (429).
+    ``max_prompt_tokens``: longer prompts are refused (400); None: the model's context bounds them.
+    ``api_keys``: one of them has to be shown by clients, as vLLM has it; none: the environment's
+    ``VLLM_API_KEY``, and without that everybody is served.
+    ``max_body_bytes``: larger HTTP bodies are refused (413); ``max_samples``: a larger ``n`` (400).
     ``alpha_tokens``, ``beta_tokens``: α and β of Algorithm 1 (§A.4: what a node reads in 3 s, what
     a GPU prefills in 5 s); None derives them from what the first engine says of itself.
     ``event_log``: file for what the scheduler is told and answers (``policy.event_log``); empty:
+    none.
+    ``otlp_traces_endpoint``: OpenTelemetry collector that gets a trace of every request; empty:
     none.
     """
 
     control_host: str = "127.0.0.1"
     control_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    cluster_secret_file: str = ""
     mode: Mode | None = None
     engine_timeout_s: Seconds = 5.0
     suspect_timeout_s: Seconds = 1.5
@@ -46,9 +56,15 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_deadline_s: Seconds = 600.0
     max_attempts: Count = 3
     max_concurrent_requests: Count = 4096
+    max_waiting_requests: Annotated[int, msgspec.Meta(ge=0)] = 4096
+    max_prompt_tokens: Count | None = None
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: Count = 64 << 20
+    max_samples: Count = 128
     alpha_tokens: Count | None = None
     beta_tokens: Count | None = None
     event_log: str = ""
+    otlp_traces_endpoint: str = ""
 
     def checked(self) -> "RouterSettings":
         """Return these settings; raise ``ConfigError`` for one out of its range."""

@@ -7,7 +7,8 @@ import msgspec
 
 from dualpath.core.modes import Mode
 from dualpath.router.assign_log import AssignmentNote
-from dualpath.router.metrics import RouterMetrics, bytes_by_path
+from dualpath.router.engine_metrics import bytes_by_path
+from dualpath.router.metrics import RouterMetrics
 from dualpath.router.registry import EngineState, Registry
 
 ORACLE_NOTE = "no KV bytes moved; text is meaningless, only lengths are right"

@@ -1,0 +1,95 @@
+"""Where a prompt's tokens came from: loaded, or computed and why.
+
+The longest hit anybody could give is the ideal hit: every block whose KV was computed before.  The
+router remembers which blocks that are, so that what storage or data path failed to keep is told
+apart from what is new.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from dualpath.core.blocks import BlockKey
+
+#: Tokens in blocks that nobody has computed before.
+NEW = "new"
+#: The tokens behind the last block that can hit: at least one is always computed (§A.4).
+TAIL = "tail"
+#: Computed before, but not stored (any more, or not yet).
+GONE = "gone"
+NOT_CACHEABLE = "not-cacheable"
+#: Why nobody said what is stored.
+LOOKUP_FAILURES = (TIMEOUT, ENGINE_LOST) = ("timeout", "engine-lost")
+
+#: Keys per generation of ``SeenBlocks``: with blocks of 64 tokens 16 million tokens.
+SEEN_KEYS = 1 << 18
+
+
+class HitAccount(msgspec.Struct, frozen=True):
+    """Tokens of one prompt: ``hit_tokens`` were loaded, ``missed`` maps a reason to the others.
+
+    ``ideal_hit_tokens`` would have been loaded by a storage that keeps everything and a data path
+    that never fails.
+    """
+
+    prompt_tokens: int
+    hit_tokens: int
+    ideal_hit_tokens: int
+    missed: dict[str, int]
+
+
+class Found(msgspec.Struct, frozen=True):
+    """Outcome of one attempt at a prompt, in blocks: found in storage, of these loaded.
+
+    ``unstored_reason`` says why blocks beyond ``stored_blocks`` were not found, ``short_reason``
+    why fewer than ``stored_blocks`` were loaded.
+    """
+
+    stored_blocks: int
+    hit_blocks: int
+    unstored_reason: str = GONE
+    short_reason: str = ""
+
+
+class SeenBlocks:
+    """Remembers the keys of blocks that were computed: the latest ``limit`` to twice as many.
+
+    Hashes of keys stand for keys.  Blocks found in storage are not noted again.
+    """
+
+    def __init__(self, limit: int = SEEN_KEYS) -> None:
+        self._limit = limit
+        self._young: set[int] = set()
+        self._old: set[int] = set()
+
+    def account(
+        self, keys: Sequence[BlockKey], prompt_tokens: int, block_tokens: int, found: Found
+    ) -> HitAccount:
+        """Divide a prompt of at least 1 token by reasons, then note its blocks as computed."""
+        usable_blocks = (prompt_tokens - 1) // block_tokens
+        ideal_blocks = found.stored_blocks
+        while ideal_blocks < usable_blocks and self._knows(keys[ideal_blocks]):
+            ideal_blocks += 1
+        self._note(keys[found.stored_blocks :])
+        missed_blocks = {
+            found.short_reason: found.stored_blocks - found.hit_blocks,
+            found.unstored_reason: ideal_blocks - found.stored_blocks,
+            NEW: usable_blocks - ideal_blocks,
+        }
+        missed = {reason: n * block_tokens for reason, n in missed_blocks.items() if n > 0}
+        missed[TAIL] = prompt_tokens - usable_blocks * block_tokens
+        return HitAccount(
+            prompt_tokens=prompt_tokens,
+            hit_tokens=found.hit_blocks * block_tokens,
+            ideal_hit_tokens=ideal_blocks * block_tokens,
+            missed=missed,
+        )
+
+    def _knows(self, key: BlockKey) -> bool:
+        number = hash(key)
+        return number in self._young or number in self._old
+
+    def _note(self, keys: Sequence[BlockKey]) -> None:
+        self._young.update(map(hash, keys))
+        if len(self._young) >= self._limit:
+            self._young, self._old = set(), self._young

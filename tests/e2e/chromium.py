@@ -1,0 +1,194 @@
+"""The system's Chromium without a window, driven over its DevTools protocol; no driver needed."""
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+GUARD_S = 30.0
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+_OPTIONS = (
+    "--headless=new",
+    "--no-sandbox",  # Containers forbid what it needs; only the router's own page is opened.
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--force-device-scale-factor=1",
+    "--remote-debugging-port=0",
+)
+
+
+def find_chromium() -> str | None:
+    """Return the browser's path, None where there is none."""
+    return next((path for name in _NAMES if (path := shutil.which(name))), None)
+
+
+@contextlib.contextmanager
+def running_chromium(program: str, profile: Path) -> Iterator[str]:
+    """Run the browser in the block; yields the address of its DevTools."""
+    process = subprocess.Popen(
+        [program, *_OPTIONS, f"--user-data-dir={profile}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    try:
+        lines: list[str] = []
+        for line in process.stderr:
+            if found := re.search(r"DevTools listening on (ws://\S+)", line):
+                break
+            lines.append(line)
+        else:
+            raise AssertionError(f"{program} did not start: {''.join(lines)[-2000:]}")
+        yield found.group(1)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
+
+
+class Tab:
+    """One page.  ``troubles`` are exceptions, console errors and refusals of its policy."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.troubles: list[str] = []
+        self._socket = socket
+        self._session: str | None = None
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._loaded = asyncio.Event()
+
+    async def listen(self) -> None:
+        """Take answers and events until the socket closes."""
+        async for frame in self._socket:
+            message = frame.json()
+            if (number := message.get("id")) is not None:
+                self._answers.pop(number).set_result(message)
+            elif message["method"] == "Page.loadEventFired":
+                self._loaded.set()
+            elif message["method"] == "Runtime.exceptionThrown":
+                details = message["params"]["exceptionDetails"]
+                self.troubles.append(str(details.get("exception", details)))
+            elif message["method"] == "Log.entryAdded":
+                entry = message["params"]["entry"]
+                # That a router is away is a story of its own, not a defect of the page.
+                if entry["level"] == "error" and entry["source"] != "network":
+                    self.troubles.append(entry["text"])
+
+    async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Call a method of the protocol; raises ``AssertionError`` if it fails."""
+        number = next(self._numbers)
+        message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        await self._socket.send_json(message)
+        async with asyncio.timeout(GUARD_S):
+            found = await answer
+        assert "error" not in found, (method, found)
+        return dict(found["result"])
+
+    async def start(self) -> None:
+        """Open the tab."""
+        target = await self.call("Target.createTarget", url="about:blank")
+        attached = await self.call(
+            "Target.attachToTarget", targetId=target["targetId"], flatten=True
+        )
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "DOM"):
+            await self.call(f"{domain}.enable")
+
+    async def size(self, width: int, height: int) -> None:
+        """Set the size of the page in CSS pixels."""
+        await self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+
+    async def prefer(self, scheme: str) -> None:
+        """Let the system prefer "light" or "dark"."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        await self.call("Emulation.setEmulatedMedia", features=features)
+
+    async def go(self, url: str) -> None:
+        """Load a page."""
+        self._loaded.clear()
+        await self.call("Page.navigate", url=url)
+        async with asyncio.timeout(GUARD_S):
+            await self._loaded.wait()
+
+    async def value(self, expression: str) -> Any:
+        """Return an expression's value, awaited if it is a promise."""
+        answer = await self.call(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
+        assert "exceptionDetails" not in answer, (expression, answer)
+        return answer["result"].get("value")
+
+    async def until(self, expression: str) -> None:
+        """Wait until an expression is true."""
+        look = (
+            f"new Promise((done) => {{ const look = () => ({expression}) ? done(true)"
+            " : setTimeout(look, 20); look(); })"
+        )
+        try:
+            await self.value(look)
+        except TimeoutError:
+            shown = await self.value("document.body.innerText")
+            raise AssertionError(f"never true: {expression}; the page shows:\n{shown}") from None
+
+    async def choose_files(self, selector: str, paths: Sequence[Path]) -> None:
+        """Choose files in an input."""
+        root = (await self.call("DOM.getDocument"))["root"]["nodeId"]
+        found = await self.call("DOM.querySelector", nodeId=root, selector=selector)
+        files = [str(path) for path in paths]
+        await self.call("DOM.setFileInputFiles", files=files, nodeId=found["nodeId"])
+
+    async def press(self, key: str) -> None:
+        """Press and let go a key."""
+        for kind in ("rawKeyDown", "keyUp"):
+            await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key,
+                            windowsVirtualKeyCode=_KEYS[key])  # fmt: skip
+
+    async def picture(self, path: Path, *, whole: bool = False) -> None:
+        """Write what is seen, or the whole page, as PNG."""
+        answer = await self.call(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=whole
+        )
+        path.write_bytes(base64.b64decode(answer["data"]))
+
+
+_KEYS = {"Tab": 9, "ArrowLeft": 37, "ArrowRight": 39}
+
+
+@contextlib.asynccontextmanager
+async def open_tab(devtools: str, width: int = 1280, height: int = 900) -> AsyncIterator[Tab]:
+    """Open a tab of a running browser in the block."""
+    async with aiohttp.ClientSession() as http:
+        socket = await http.ws_connect(devtools, max_msg_size=0)
+        tab = Tab(socket)
+        listener = asyncio.create_task(tab.listen())
+        try:
+            await tab.start()
+            await tab.size(width, height)
+            yield tab
+        finally:
+            await socket.close()
+            await asyncio.wait({listener})

@@ -1,0 +1,138 @@
+"""A registry whose engines report what a test says, its dashboard and a clock set by hand."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from tests.unit.router_fakes import NAMESPACE
+
+from dualpath.core.cluster import Role
+from dualpath.core.control import PROTOCOL_VERSION, EngineAddress, Hello, Report
+from dualpath.router.assign_log import AssignmentNote
+from dualpath.router.dashboard.board import Dashboard, Load
+from dualpath.router.metrics import RouterMetrics
+from dualpath.router.records import RequestRecord
+from dualpath.router.registry import EngineState, Registry
+from dualpath.router.settings import RouterSettings
+
+BUFFER_TOKENS, HBM_TOKENS = 1000, 4000
+
+
+class ReportedCluster:
+    """Engines with counters that a test moves; ``service`` is what a front door needs of it."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.registry = Registry()
+        self.metrics = RouterMetrics(self.registry, lambda: 0, self.clock)
+        self.open: list[RequestRecord] = []
+        self.assignments: list[AssignmentNote] = []
+        self.dashboard = Dashboard(self.registry, self.metrics, self.clock, self.load)
+        self.service: Any = SimpleNamespace(
+            registry=self.registry, dashboard=self.dashboard, settings=RouterSettings()
+        )
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def load(self) -> Load:
+        return Load(self.open, waiting=2, running=len(self.open), assignments=self.assignments)
+
+    def join(self, engine_id: str, role: Role, node: str = "", epoch: str = "first") -> EngineState:
+        address = EngineAddress(engine_id, epoch, role, "agent", b"", ())
+        hello = Hello(
+            version=PROTOCOL_VERSION,
+            address=address,
+            namespace=NAMESPACE,
+            api_url="http://127.0.0.1:1",
+            node=node or f"node of {engine_id}",
+            group=f"{role.value} group",
+            mode="dualpath",
+            hbm_tokens=HBM_TOKENS,
+            buffer_tokens=BUFFER_TOKENS,
+            snic_bytes_per_s=1e6,
+        )
+        self.registry.admit(hello, engine_id.encode(), self.now_s)
+        state = self.registry.get(engine_id)
+        assert state is not None
+        return state
+
+    def report(
+        self,
+        engine_id: str,
+        *,
+        read_queue_tokens: int = 0,
+        free_buffer_tokens: int = 750,
+        **counted,
+    ) -> None:
+        """The engine's latest report; ``counted`` are its totals."""
+        state = self.registry.get(engine_id)
+        assert state is not None
+        state.heard_s = self.now_s
+        state.report = Report(
+            report_seq=1,
+            assign_seq=0,
+            unfinished_requests=3,
+            unfinished_tokens=600,
+            read_queue_tokens=read_queue_tokens,
+            free_hbm_tokens=3000,
+            free_buffer_tokens=free_buffer_tokens,
+            counters={name: float(value) for name, value in counted.items()},
+        )
+
+    def after(self, seconds: float) -> None:
+        """Let time pass and take a sample."""
+        self.now_s += seconds
+        self.dashboard.sample()
+
+    def request(self, request_id: str) -> RequestRecord:
+        """An open request that arrives now."""
+        record = RequestRecord(request_id, 100, self.clock)
+        self.open.append(record)
+        return record
+
+    def end(self, record: RequestRecord) -> None:
+        self.open.remove(record)
+        self.dashboard.ended(record)
+
+    def assign(self, request_id: str, prefill: str, decode: str) -> None:
+        self.assignments.append(
+            AssignmentNote(
+                request_id=request_id,
+                prompt_tokens=100,
+                hit_tokens=80,
+                prefill_engine=prefill,
+                decode_engine=decode,
+                reads=({"side": "decode", "first_token": 0, "tokens": 80},),
+                pe_reason="short-queue",
+                de_reason="low-token min-seq",
+                read_reason="shorter-queue",
+            )
+        )
+
+
+def large_cluster(nodes: int, engines_per_node: int) -> ReportedCluster:
+    """Half of the nodes prefill, half decode; all have read for 5 s, then one engine was lost."""
+    cluster = ReportedCluster()
+    for step in range(6):
+        for node in range(nodes):
+            role = Role.PREFILL if node < nodes // 2 else Role.DECODE
+            for index in range(engines_per_node):
+                name = f"{role.value}-{node:02}-{index}"
+                if step == 0:
+                    cluster.join(name, role, node=f"rack-{node // 8}-node-{node:02}")
+                cluster.report(
+                    name,
+                    read_queue_tokens=37 * node,
+                    free_buffer_tokens=(node * 53) % BUFFER_TOKENS,
+                    storage_read_bytes=step * 1e6 * (node + 1) / nodes,
+                    pe_to_de_bytes=step * 3e5,
+                    de_to_pe_bytes=step * 1e5,
+                    pe_hit_bytes=step * 2e5,
+                    miss_bytes=step * 1e5,
+                    de_hit_bytes=step * 1e5,
+                    h2d_bytes=step * 4e5,
+                )
+        cluster.after(1.0)
+    lost = cluster.registry.all()[0]
+    lost.alive = False
+    return cluster

@@ -1,0 +1,76 @@
+"""What the router's /metrics says after a small emulated cluster has served a few requests."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from tests.emulated_cluster import GEOMETRY, GUARD_S, Cluster, cluster
+
+from dualpath.core.blocks import block_keys
+from dualpath.core.modes import Mode
+
+#: 12 Full Blocks of 4 tokens, and a token.
+PROMPT = list(range(1, 50))
+TURNS = 3
+GENERATED_TOKENS = 4
+GOOD_BLOCKS = 3
+
+
+class Scrape:
+    """Families by the names that queries use for them, and their samples.
+
+    Without the ``_created`` gauges that the client library adds to counters and histograms.
+    """
+
+    def __init__(self, text: str) -> None:
+        parsed: list[Metric] = list(text_string_to_metric_families(text))
+        families = [family for family in parsed if not family.name.endswith("_created")]
+        self.families = {f.name + ("_total" if f.type == "counter" else ""): f for f in families}
+        self.samples = [sample for family in families for sample in family.samples]
+
+    def value(self, name: str, **labels: str) -> float:
+        """Sum of the samples whose labels contain these."""
+        found = [s for s in self.samples if s.name == name and labels.items() <= s.labels.items()]
+        return sum(sample.value for sample in found)
+
+    def labels(self, name: str) -> Mapping[str, set[str]]:
+        """Labels of a sample name with the values they take; raises ``KeyError`` if unknown."""
+        found = [s.labels for s in self.samples if s.name == name]
+        if not found:
+            raise KeyError(name)
+        return {label: {labels[label] for labels in found} for label in found[0]}
+
+
+async def scrape_after_three_turns(directory: Path) -> Scrape:
+    """A new prompt, the same again, and once more with its fourth block damaged."""
+    async with cluster(directory, Mode.DUALPATH, snic_bytes_per_s=1e9) as made:
+        for turn in range(TURNS):
+            if turn == TURNS - 1:
+                damage_block(directory, GOOD_BLOCKS)
+            await made.ask(PROMPT, GENERATED_TOKENS)
+            await made.stored()
+        await made.idle()
+        await all_reported(made)
+        async with made.http.get(f"{made.endpoint}/metrics") as response:
+            assert response.content_type == "text/plain"
+            return Scrape(await response.text())
+
+
+async def all_reported(made: Cluster) -> None:
+    """Wait until the router has heard all that the engines have counted."""
+    async with asyncio.timeout(GUARD_S):
+        for engine_id, engine in made.engines.items():
+            counted = engine.plane.manager.counters.snapshot().items()
+            state = made.service.registry.get(engine_id)
+            assert state is not None
+            while state.report is None or not counted <= state.report.counters.items():
+                await asyncio.sleep(0.005)
+
+
+def damage_block(directory: Path, index: int) -> None:
+    """Spoil the payload of one of the prompt's blocks in storage."""
+    key = list(block_keys(PROMPT, GEOMETRY.block_tokens))[index]
+    (path,) = directory.rglob(f"{key.hex()}.kv")
+    path.write_bytes(path.read_bytes()[:-8] + b"\xff" * 8)

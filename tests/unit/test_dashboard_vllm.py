@@ -1,0 +1,36 @@
+"""The router on vLLM's application serves the same page and data as the light one."""
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from tests.unit.dashboard_cluster import ReportedCluster
+
+from dualpath.router.dashboard.board import SCHEMA
+from dualpath.router.dashboard.page_file import dashboard_page
+from dualpath.vllm_plugin.app import add_dashboard
+
+
+@pytest.fixture
+def client():
+    app = FastAPI()
+    add_dashboard(app, ReportedCluster().service)
+    return TestClient(app)
+
+
+def test_the_page_comes_with_its_policy(client):
+    page = client.get("/dashboard")
+    assert page.content == dashboard_page().body
+    assert {name: page.headers[name] for name in dashboard_page().headers} == (
+        dashboard_page().headers
+    )
+
+
+def test_the_data_are_those_of_the_service(client):
+    body = client.get("/dualpath/v1/dashboard").json()
+    assert (body["schema"], body["seq"]) == (SCHEMA, 0)
+    refusal = client.get("/dualpath/v1/dashboard", params={"since": "x"})
+    assert refusal.status_code == 400
+    assert "leave it out" in refusal.json()["error"]["message"]
