@@ -1,23 +1,21 @@
 """``dualpath emulate``: a process of a cluster whose engines take time but compute nothing."""
 
 import argparse
-import os
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
+from dualpath.cli.configuration import ROUTER, make_configurable
+from dualpath.cli.emulate_settings import (
+    checked_layers,
+    emulated_settings,
+    http_address,
+    router_settings,
+)
+from dualpath.cli.nixl_arguments import add_nixl_arguments
+from dualpath.cli.security_arguments import add_client_arguments, add_secret_argument
 from dualpath.core.cluster import Role
-from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 
-if TYPE_CHECKING:
-    from dualpath.core.blocks import BlockGeometry
-    from dualpath.emulated.settings import EmulatedSettings
-    from dualpath.engine.settings import EngineSettings
-    from dualpath.router.settings import RouterSettings
-    from dualpath.sim.settings import ModelCosts
+__all__ = ["add_parser", "checked_layers", "emulated_settings", "router_settings", "run"]
 
-ROUTER = "router"
-MIB = 1 << 20
 #: Of NIXL's progress thread: it wakes on events too, and a hundred engines may share a machine.
 PROGRESS_DELAY_US = 5000
 
@@ -43,6 +41,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    make_configurable(parser)
     parser.add_argument("role", choices=[*(role.value for role in Role), ROUTER])
     parser.add_argument("--host", default="127.0.0.1", help="of the HTTP server")
     parser.add_argument("--port", type=int, default=0, help="of the HTTP server, 0: any free one")
@@ -55,9 +54,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--mode", choices=[mode.value for mode in Mode], default=Mode.DUALPATH.value
     )
+    add_secret_argument(parser)
     _add_engine_arguments(parser)
     _add_model_arguments(parser)
     _add_router_arguments(parser)
+    add_client_arguments(parser)
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,6 +90,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--progress-delay-us", type=int, default=PROGRESS_DELAY_US, help="of NIXL; 0 with RDMA"
     )
+    add_nixl_arguments(engine)
     engine.add_argument("--trace-out", default="", metavar="FILE", help="write a Chrome trace")
 
 
@@ -129,6 +131,12 @@ def _add_router_arguments(parser: argparse.ArgumentParser) -> None:
     router.add_argument(
         "--event-log", default="", metavar="FILE", help="record the scheduler's decisions"
     )
+    router.add_argument(
+        "--otlp-traces-endpoint",
+        default="",
+        metavar="URL",
+        help="OpenTelemetry collector that gets a trace of every request",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -146,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
 
         from dualpath.emulated.front_door import run_front_door
 
-        asyncio.run(run_front_door(settings, args.host, args.port))
+        asyncio.run(run_front_door(settings, *http_address(args)))
     else:
         engine_settings = emulated_settings(args)
 
@@ -154,94 +162,3 @@ def run(args: argparse.Namespace) -> int:
 
         asyncio.run(run_engine(engine_settings))
     return 0
-
-
-def router_settings(args: argparse.Namespace) -> "RouterSettings":
-    """Return the router's settings; raises ``ConfigError``."""
-    from dualpath.router.settings import RouterSettings
-
-    try:
-        control = urlsplit(args.control)
-        port = control.port
-    except ValueError:  # a port that is no number
-        port = None
-    if port is None or control.scheme != "tcp" or not control.hostname:
-        raise ConfigError(f"--control {args.control!r}: use the form tcp://host:port")
-    return RouterSettings(
-        control_host=control.hostname,
-        control_port=port,
-        mode=Mode(args.mode),
-        alpha_tokens=args.alpha_tokens,
-        beta_tokens=args.beta_tokens,
-        event_log=args.event_log,
-    ).checked()
-
-
-def emulated_settings(args: argparse.Namespace) -> "EmulatedSettings":
-    """Return an engine's settings; raises ``ConfigError``."""
-    from dualpath.emulated.settings import EmulatedSettings
-    from dualpath.emulated.verification import Verify
-
-    for name in ("storage", "model"):
-        if not getattr(args, name):
-            raise ConfigError(f"--{name} is missing; a {args.role} engine needs it")
-    costs = _costs(args)
-    settings = EmulatedSettings(
-        engine=_engine_settings(args),
-        geometry=_geometry(args, costs),
-        costs=costs,
-        host=args.host,
-        port=args.port,
-        speedup=args.speedup,
-        hbm_bytes=args.hbm_mib * MIB,
-        batch_cap_tokens=args.batch_cap_tokens,
-        verify=None if args.verify == "auto" else Verify(args.verify),
-        vocab_size=args.vocab_size,
-    )
-    context_limit = args.max_model_len or costs.context_limit_tokens
-    if context_limit is not None:
-        import msgspec
-
-        settings = msgspec.structs.replace(settings, max_model_len=context_limit)
-    return settings.checked()
-
-
-def _engine_settings(args: argparse.Namespace) -> "EngineSettings":
-    from dualpath.engine.settings import EngineSettings
-
-    return EngineSettings(
-        role=Role(args.role),
-        engine_id=args.engine_id or f"{args.role}-{os.getpid()}",
-        router=args.control,
-        api_url=args.api_url,
-        storage=args.storage,
-        mode=Mode(args.mode),
-        node=args.node,
-        group=args.group,
-        buffer_bytes=args.buffer_mib * MIB,
-        layer_buffers=args.layer_buffers,
-        compute_quota_s=args.compute_quota_s,
-        snic_bytes_per_s=args.snic_mb_per_s * 1e6,
-        ucx_tls=args.ucx_tls,
-        progress_delay_us=args.progress_delay_us,
-        trace_out=args.trace_out,
-    )
-
-
-def _costs(args: argparse.Namespace) -> "ModelCosts":
-    from dualpath.catalog.costs import load_model_costs
-    from dualpath.sim.settings import ClusterSettings
-
-    # One engine for itself: without lock-step the size of the cluster does not matter.
-    alone = ClusterSettings(prefill_nodes=1, decode_nodes=1, gpus_per_node=1, lockstep=False)
-    return load_model_costs(args.model, args.gpu, alone)
-
-
-def _geometry(args: argparse.Namespace, costs: "ModelCosts") -> "BlockGeometry":
-    from dualpath.emulated.settings import block_geometry
-
-    return block_geometry(
-        costs.layers if args.layers is None else args.layers,
-        args.block_size,
-        costs.kv_bytes_per_token if args.kv_bytes_per_token is None else args.kv_bytes_per_token,
-    )

@@ -41,6 +41,8 @@ SUBCOMMANDS = (
     ("plan", "the best division of nodes into prefill and decode, and its capacity"),
     ("emulate", "start an emulated engine, or a light router for such engines"),
     ("profile", "measure a model's costs on this machine for the simulator"),
+    ("config", "check settings from flags, environment and file, and say where each is from"),
+    ("doctor", "check a node for everything that engines need, and say what to fix"),
     ("qos", "print the settings that keep KV from delaying model communication"),
     ("lab", "a cluster on this machine: nodes with shaped compute and storage NICs"),
 )

@@ -5,11 +5,23 @@ import asyncio
 import signal
 from typing import TYPE_CHECKING
 
+from dualpath.cli.configuration import (
+    ENDPOINT,
+    ROUTER,
+    Configuration,
+    Flag,
+    configuration,
+    make_configurable,
+    scaled,
+)
+from dualpath.cli.security_arguments import add_client_arguments, add_secret_argument
 from dualpath.core.modes import Mode
 
 if TYPE_CHECKING:
     from dualpath.router.settings import RouterSettings
     from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
+
+MIB = 1 << 20
 
 _SERVER_EXAMPLE = """\
 Arguments after --vllm-args go to vLLM's own front end verbatim, for instance
@@ -26,9 +38,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("model", help="directory or name of the model the engines serve")
+    make_configurable(parser)
+    parser.add_argument(
+        "model", nargs="?", help="directory or name of the model the engines serve; required"
+    )
     _add_endpoint_arguments(parser)
     _add_control_arguments(parser)
+    clients = add_client_arguments(parser)
+    clients.add_argument(
+        "--max-samples", type=int, default=128, help="most samples (n) of a prompt"
+    )
     parser.add_argument(
         "--vllm-args",
         nargs=argparse.REMAINDER,
@@ -56,6 +75,7 @@ def _add_control_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engines and scheduling")
     group.add_argument("--control-host", default="127.0.0.1", help="where engines register")
     group.add_argument("--control-port", type=int, default=5700)
+    add_secret_argument(group)
     group.add_argument(
         "--mode", choices=[mode.value for mode in Mode], help="default: the first engine's"
     )
@@ -73,6 +93,12 @@ def _add_control_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="FILE",
         help="record what the scheduler is told and what it decides; replaces the file",
+    )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        default="",
+        metavar="URL",
+        help="OpenTelemetry collector that gets a trace of every request, as for vLLM's engines",
     )
 
 
@@ -95,39 +121,52 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+_FLAGS = (
+    Flag("model", ENDPOINT, "model", positional=True),
+    Flag("host", ENDPOINT, "host"),
+    Flag("port", ENDPOINT, "port"),
+    Flag("served_model_name", ENDPOINT, "served_model_names"),
+    Flag("max_model_len", ENDPOINT, "max_model_len"),
+    Flag("dtype", ENDPOINT, "dtype"),
+    Flag("block_size", ENDPOINT, "block_tokens"),
+    Flag("vllm_args", ENDPOINT, "vllm_arguments"),
+    Flag("control_host", ROUTER, "control_host"),
+    Flag("control_port", ROUTER, "control_port"),
+    Flag("api_key", ROUTER, "api_keys"),
+    Flag("cluster_secret_file", ROUTER, "cluster_secret_file"),
+    Flag("max_body_mib", ROUTER, "max_body_bytes", scaled(MIB)),
+    Flag("max_prompt_tokens", ROUTER, "max_prompt_tokens"),
+    Flag("max_samples", ROUTER, "max_samples"),
+    Flag("max_concurrent_requests", ROUTER, "max_concurrent_requests"),
+    Flag("max_waiting_requests", ROUTER, "max_waiting_requests"),
+    Flag("mode", ROUTER, "mode"),
+    Flag("alpha_tokens", ROUTER, "alpha_tokens"),
+    Flag("beta_tokens", ROUTER, "beta_tokens"),
+    Flag("read_deadline_s", ROUTER, "read_deadline_s"),
+    Flag("engine_wait_s", ROUTER, "engine_wait_s"),
+    Flag("request_deadline_s", ROUTER, "request_deadline_s"),
+    Flag("event_log", ROUTER, "event_log"),
+    Flag("otlp_traces_endpoint", ROUTER, "otlp_traces_endpoint"),
+)
+
+
+def layers(args: argparse.Namespace) -> Configuration:
+    """Return what flags, environment and file say; raises ``ConfigError``."""
+    return configuration(args, _FLAGS)
+
+
+def checked_layers(args: argparse.Namespace) -> Configuration:
+    """Return the same after the settings were made of them."""
+    _settings(args)
+    return layers(args)
+
+
 def _settings(args: argparse.Namespace) -> "tuple[RouterSettings, FrontEndSettings]":
     from dualpath.router.settings import RouterSettings
     from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
 
-    chosen = {
-        name: getattr(args, name)
-        for name in (
-            "alpha_tokens",
-            "beta_tokens",
-            "read_deadline_s",
-            "engine_wait_s",
-            "request_deadline_s",
-        )
-        if getattr(args, name) is not None
-    }
-    router_settings = RouterSettings(
-        control_host=args.control_host,
-        control_port=args.control_port,
-        mode=Mode(args.mode) if args.mode else None,
-        event_log=args.event_log,
-        **chosen,
-    ).checked()
-    front_end_settings = FrontEndSettings(
-        model=args.model,
-        host=args.host,
-        port=args.port,
-        served_model_names=tuple(args.served_model_name),
-        max_model_len=args.max_model_len,
-        dtype=args.dtype,
-        block_tokens=args.block_size,
-        vllm_arguments=tuple(args.vllm_args),
-    ).checked()
-    return router_settings, front_end_settings
+    found = layers(args)
+    return found.settings(ROUTER, RouterSettings), found.settings(ENDPOINT, FrontEndSettings)
 
 
 def _interrupt(signal_number: int, frame: object) -> None:

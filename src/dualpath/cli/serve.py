@@ -3,6 +3,20 @@
 import argparse
 import signal
 
+from dualpath.cli.configuration import (
+    CLUSTER,
+    ENDPOINT,
+    ENGINE,
+    ROUTER,
+    Configuration,
+    Flag,
+    configuration,
+    from_arguments,
+    make_configurable,
+    scaled,
+)
+from dualpath.cli.nixl_arguments import add_nixl_arguments, nixl_engine_config
+from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.launch.settings import MIB, ClusterSettings
 
@@ -24,7 +38,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("model", help="directory or name of the model")
+    make_configurable(parser)
+    parser.add_argument("model", nargs="?", help="directory or name of the model; required")
     add_cluster_arguments(parser)
     parser.add_argument("--port", type=int, default=8000, help="of the endpoint; 0: any free port")
     parser.add_argument(
@@ -33,13 +48,20 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="FILE",
         help="record what the scheduler is told and what it decides; replaces the file",
     )
+    parser.add_argument(
+        "--api-key",
+        nargs="+",
+        default=[],
+        metavar="KEY",
+        help="what clients have to show, as vLLM has it; default: VLLM_API_KEY of the environment",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and exit")
     parser.add_argument(
         "--vllm-args",
         nargs=argparse.REMAINDER,
         default=[],
         metavar="...",
-        help="everything that follows goes to every engine",
+        help="everything that follows goes to the router's front end and every engine",
     )
 
 
@@ -48,7 +70,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=1, metavar="P", help="prefill engines")
     parser.add_argument("--decode", type=int, default=1, metavar="D", help="decode engines")
     parser.add_argument(
-        "--storage", required=True, metavar="PATH", help="directory of the external KV storage"
+        "--storage", metavar="PATH", help="directory of the external KV storage; required"
     )
     parser.add_argument(
         "--mode", choices=[mode.value for mode in Mode], default=Mode.DUALPATH.value
@@ -69,6 +91,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         help="throttle every engine's storage reads to emulate a storage NIC, 0: not at all",
     )
     parser.add_argument("--compute-quota-s", type=float, default=0.3, help="0: no quota")
+    add_nixl_arguments(parser)
     parser.add_argument("--alpha-tokens", type=int, help="alpha of Algorithm 1; default: derived")
     parser.add_argument("--beta-tokens", type=int, help="beta of Algorithm 1; default: no limit")
     parser.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME")
@@ -78,32 +101,68 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_FLAGS = (
+    Flag("model", CLUSTER, "model", positional=True),
+    Flag("storage", CLUSTER, "storage"),
+    Flag("prefill", CLUSTER, "prefill"),
+    Flag("decode", CLUSTER, "decode"),
+    Flag("mode", CLUSTER, "mode"),
+    Flag("host", CLUSTER, "host"),
+    Flag("port", CLUSTER, "port"),
+    Flag("dtype", CLUSTER, "dtype"),
+    Flag("max_model_len", CLUSTER, "max_model_len"),
+    Flag("block_size", CLUSTER, "block_tokens"),
+    Flag("hbm_mib", CLUSTER, "hbm_bytes", scaled(MIB)),
+    Flag("buffer_mib", CLUSTER, "buffer_bytes", scaled(MIB)),
+    Flag("layer_buffers", CLUSTER, "layer_buffers"),
+    Flag("snic_mb_per_s", CLUSTER, "snic_bytes_per_s", scaled(1e6)),
+    Flag("compute_quota_s", CLUSTER, "compute_quota_s"),
+    Flag("alpha_tokens", CLUSTER, "alpha_tokens"),
+    Flag("beta_tokens", CLUSTER, "beta_tokens"),
+    Flag("served_model_name", CLUSTER, "served_model_names"),
+    Flag("trace_out", CLUSTER, "trace_dir"),
+    Flag("event_log", CLUSTER, "router_args", lambda f: ("--event-log", f) if f else ()),
+    Flag("log_dir", CLUSTER, "log_dir"),
+    Flag("api_key", CLUSTER, "api_keys"),
+    Flag("vllm_args", CLUSTER, "vllm_args"),
+)
+
+
+def layers(args: argparse.Namespace) -> Configuration:
+    """Return what flags, environment and file say; raises ``ConfigError``."""
+    config = nixl_engine_config(args)
+    nixl = from_arguments(
+        args, ("kv_ports", "nixl_engine_config"), CLUSTER, "nixl_engine_config", config
+    )
+    file = from_arguments(args, ("config",), CLUSTER, "config_file", args.config or "")
+    return configuration(args, _FLAGS, (nixl, file))
+
+
+def checked_layers(args: argparse.Namespace) -> Configuration:
+    """Return the same after the checks of ``cluster_settings``."""
+    cluster_settings(args)
+    return layers(args)
+
+
 def cluster_settings(args: argparse.Namespace) -> ClusterSettings:
-    """Return the settings that the arguments describe."""
-    return ClusterSettings(
-        model=args.model,
-        storage=args.storage,
-        prefill=args.prefill,
-        decode=args.decode,
-        mode=Mode(args.mode),
-        host=args.host,
-        port=args.port,
-        dtype=args.dtype,
-        max_model_len=args.max_model_len,
-        block_tokens=args.block_size,
-        hbm_bytes=args.hbm_mib * MIB,
-        buffer_bytes=args.buffer_mib * MIB,
-        layer_buffers=args.layer_buffers,
-        snic_bytes_per_s=args.snic_mb_per_s * 1e6,
-        compute_quota_s=args.compute_quota_s,
-        alpha_tokens=args.alpha_tokens,
-        beta_tokens=args.beta_tokens,
-        served_model_names=tuple(args.served_model_name),
-        trace_dir=args.trace_out,
-        router_args=("--event-log", args.event_log) if args.event_log else (),
-        log_dir=args.log_dir,
-        vllm_args=tuple(args.vllm_args),
-    ).checked()
+    """Return the settings of the cluster; raises ``ConfigError``."""
+    found = layers(args)
+    settings = found.settings(CLUSTER, ClusterSettings)
+    _refuse_overridden(found, settings)
+    return settings
+
+
+def _refuse_overridden(found: Configuration, settings: ClusterSettings) -> None:
+    """Raise ``ConfigError`` for what router or engines are told otherwise by their command line."""
+    from dualpath.launch.commands import engine_keys, router_keys
+
+    taken = {ENGINE: engine_keys(settings), ROUTER: router_keys(settings)}
+    for given in [g for section in (ENGINE, ROUTER, ENDPOINT) for g in found.elsewhere(section)]:
+        if given.section == ENDPOINT or given.key in taken[given.section]:
+            raise ConfigError(
+                f"{given.place} does not count here: `dualpath serve` tells its router and engines "
+                f"what stands in [{CLUSTER}]; set it there"
+            )
 
 
 def run(args: argparse.Namespace) -> int:

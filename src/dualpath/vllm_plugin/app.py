@@ -1,6 +1,7 @@
 """The router's HTTP application: vLLM's OpenAI routes, and a few of our own.
 
     GET /dualpath/v1/status   engines, queues and recent decisions
+    GET /dashboard            the live page; its data is at /dualpath/v1/dashboard
     GET /health               200 only while a prefill and a decode engine live, else 503 and why
     GET /metrics              vLLM's request metrics and the router's own
 
@@ -24,7 +25,11 @@ from vllm.entrypoints.launchers.launcher import serve_http
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
+from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
+from dualpath.router.dashboard.board import Dashboard
+from dualpath.router.dashboard.page_file import dashboard_page
+from dualpath.router.request_limits import LimitedService, RequestLimits
 from dualpath.router.status import ORACLE_NOTE
 from dualpath.vllm_plugin.frontend import DualPathLLM, ServedEngines, missing_engines
 
@@ -36,8 +41,13 @@ _Receive = Callable[[], Awaitable[_Message]]
 _Send = Callable[[_Message], Awaitable[None]]
 
 
-class ObservedService(ServedEngines, Protocol):
+class ObservedService(ServedEngines, LimitedService, Protocol):
     """The router's service as the HTTP application knows it."""
+
+    @property
+    def dashboard(self) -> Dashboard:
+        """What the live page shows."""
+        ...
 
     def status(self) -> object:
         """Return a JSON-encodable description of engines, queues and decisions."""
@@ -83,15 +93,35 @@ def _mode_headers(mode: Mode | None) -> list[tuple[bytes, bytes]]:
 
 async def make_app(llm: DualPathLLM, service: ObservedService, args: argparse.Namespace) -> FastAPI:
     """Return the application for vLLM's ``args``; ``llm`` and ``service`` outlive it."""
-    args.middleware = [*args.middleware, f"{ModeHeaders.__module__}.{ModeHeaders.__name__}"]
+    ours = [f"{layer.__module__}.{layer.__name__}" for layer in (RequestLimits, ModeHeaders)]
+    args.middleware = [*args.middleware, *ours]
     tasks = await llm.get_supported_tasks()
     app = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, app.state, args, tasks)
     app.state.dualpath_registry = service.registry
+    app.state.dualpath_service = service
     _put_first(app, "/health", _health_endpoint(service))
     _put_first(app, "/metrics", _metrics_endpoint(service))
     _put_first(app, "/dualpath/v1/status", _status_endpoint(service))
+    add_dashboard(app, service)
     return app
+
+
+def add_dashboard(app: FastAPI, service: ObservedService) -> None:
+    """Add the live page and its data."""
+
+    async def data(request: Request) -> Response:
+        try:
+            return _json(service.dashboard.report(request.query_params.get("since", "0")), 200)
+        except BadRequestError as error:
+            return _json({"error": {"message": str(error), "code": 400}}, 400)
+
+    async def page(request: Request) -> Response:
+        found = dashboard_page()
+        return Response(found.body, headers=found.headers)
+
+    _put_first(app, "/dualpath/v1/dashboard", data)
+    _put_first(app, "/dashboard", page)
 
 
 async def serve_app(app: FastAPI, args: argparse.Namespace, listener: socket.socket) -> None:

@@ -3,10 +3,11 @@
 Use it with
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "DualPathConnector",
-        "kv_connector_module_path": "dualpath.vllm_plugin.connector", "kv_role": "kv_both",
-        "kv_connector_extra_config": {"role": "prefill", "engine_id": "pe-0", …}}'
+        "kv_role": "kv_both", "kv_connector_extra_config": {"role": "prefill",
+        "router": "tcp://10.0.0.1:5700", "storage": "/mnt/kv"}}'
 
-The keys of ``kv_connector_extra_config`` are those of ``dualpath.engine.settings``.
+The keys of ``kv_connector_extra_config`` are those of ``dualpath.engine.settings``; the other
+arguments an engine needs are ``engine_arguments``'.
 """
 
 import os
@@ -24,10 +25,12 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
-from dualpath.engine.settings import EngineSettings, parse_settings
+from dualpath.engine.settings import EngineSettings
+from dualpath.vllm_plugin.engine_arguments import engine_arguments
+from dualpath.vllm_plugin.engine_settings import engine_settings, engine_values
 from dualpath.vllm_plugin.logs import join_vllm_logging
 from dualpath.vllm_plugin.metadata import StepMetadata
-from dualpath.vllm_plugin.names import HASH_ALGORITHM, SCHEDULER_CLASS, WORKER_CLASS
+from dualpath.vllm_plugin.names import HASH_ALGORITHM, PLUGIN, SCHEDULER_CLASS, WORKER_CLASS
 from dualpath.vllm_plugin.scheduler_side import SchedulerSide
 from dualpath.vllm_plugin.worker_side import WorkerSide
 
@@ -71,7 +74,7 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """A PE needs its per-layer hooks to run between graph pieces."""
-        return extra_config.get("role") == Role.PREFILL.value
+        return engine_values(extra_config, os.environ).get("role") == Role.PREFILL.value
 
     # ------------------------------------------------------------------ scheduler side
 
@@ -171,7 +174,7 @@ def settings_of(config: "VllmConfig") -> EngineSettings:
     """Return this engine's settings; raises ``ConfigError`` for unknown or impossible ones."""
     transfer = config.kv_transfer_config
     assert transfer is not None
-    return parse_settings(dict(transfer.kv_connector_extra_config))
+    return engine_settings(transfer.kv_connector_extra_config, os.environ)
 
 
 def check_engine_config(
@@ -199,7 +202,12 @@ def check_engine_config(
         problems += _prefill_problems(config, settings)
     if problems:
         raise ConfigError(
-            f"engine {settings.engine_id} cannot join a DualPath cluster: " + "; ".join(problems)
+            f"engine {settings.engine_id} cannot join a DualPath cluster: "
+            + "; ".join(problems)
+            + f". All that a {settings.role} engine needs: "
+            + " ".join(argument.typed for argument in engine_arguments(settings))
+            + f"; the vLLM plugin {PLUGIN!r} adds what is left out, if dualpath is installed and "
+            "VLLM_PLUGINS allows it"
         )
 
 
@@ -212,6 +220,8 @@ def _prefill_problems(config: "VllmConfig", settings: EngineSettings) -> list[st
             "chunks of a prompt must end at block boundaries; add "
             f"--scheduler-cls {SCHEDULER_CLASS}"
         )
+    if config.scheduler_config.async_scheduling:
+        problems.append("asynchronous scheduling is on at the PE; add --no-async-scheduling")
     aliased = settings.layer_buffers > 0
     if aliased and config.parallel_config.worker_cls != WORKER_CLASS:
         problems.append(

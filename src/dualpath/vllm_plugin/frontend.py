@@ -26,6 +26,7 @@ from dualpath.core.errors import (
     DeadlineError,
     DualPathError,
     IncompatibleError,
+    OverloadedError,
 )
 from dualpath.router.registry import Registry
 from dualpath.vllm_plugin.engine_core import RoutedEngineCore, TokenSource
@@ -118,11 +119,13 @@ class DualPathLLM(AsyncLLM):
 def http_error(error: Exception) -> Exception:
     """Return the exception that vLLM's HTTP layer turns into the right status and message.
 
-    400 for the client's mistakes, 504 for deadlines, 503 for lost engines and what else may pass,
-    500 for wrong set-ups and defects.
+    400 for the client's mistakes, 429 for a full router, 504 for deadlines, 503 for lost engines
+    and what else may pass, 500 for wrong set-ups and defects.
     """
     if isinstance(error, BadRequestError | BufferTooSmallError):
         return VLLMValidationError(str(error))
+    if isinstance(error, OverloadedError):
+        return GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS)
     if isinstance(error, DeadlineError):
         return GracefulHTTPError(str(error), HTTPStatus.GATEWAY_TIMEOUT)
     if isinstance(error, DualPathError) and not isinstance(error, IncompatibleError):

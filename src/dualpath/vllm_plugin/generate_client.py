@@ -18,6 +18,7 @@ from dualpath.core.errors import (
     EngineLostError,
     IncompatibleError,
 )
+from dualpath.router.api_keys import ENGINE_KEY_VARIABLE
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.registry import EngineInfo
 from dualpath.vllm_plugin.generate_wire import (
@@ -32,9 +33,6 @@ from dualpath.vllm_plugin.generate_wire import (
 from dualpath.vllm_plugin.request_job import ClientRequest, can_continue
 
 GENERATE_PATH = "/inference/v1/generate"
-
-#: Environment variable of the router with the key of engines that ask for one.
-ENGINE_KEY_VARIABLE = "DUALPATH_ENGINE_API_KEY"
 
 #: An engine on a cluster network answers a connection attempt in far less.
 CONNECT_TIMEOUT_S = 5.0
@@ -69,7 +67,7 @@ class GenerateClient:
         body["sampling_params"] = prefill_sampling(
             client.sampling, first_token=job.first_token_from_pe, max_logprobs=self._max_logprobs
         )
-        async with self._post(engine, client, body) as response:
+        async with self._post(engine, job, body) as response:
             answer = decode_answer(await response.read())
         choice = _only_choice(engine, answer)
         if not job.generated_before:
@@ -97,7 +95,7 @@ class GenerateClient:
             max_logprobs=self._max_logprobs,
         )
         body["stream"] = True
-        async with self._post(engine, client, body) as response:
+        async with self._post(engine, job, body) as response:
             async for data in _stream_data(response):
                 answer = decode_answer(data)
                 if answer.error is not None:
@@ -119,11 +117,11 @@ class GenerateClient:
 
     @asynccontextmanager
     async def _post(
-        self, engine: EngineInfo, client: ClientRequest, body: dict[str, Any]
+        self, engine: EngineInfo, job: Job, body: dict[str, Any]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         headers = {
             **self._headers,
-            **(client.request.trace_headers or {}),
+            **(job.trace_headers or {}),
             "Content-Type": "application/json",
         }
         url = engine.api_url.rstrip("/") + GENERATE_PATH
@@ -200,7 +198,7 @@ def _event(choice: WireChoice, client: ClientRequest) -> TokenEvent:
         token_ids=tuple(choice.token_ids or ()),
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
-        payload=sampled_logprobs(choice.logprobs, client.sampling.logprobs),
+        payload=sampled_logprobs(choice.logprobs, client.sampling),
     )
 
 

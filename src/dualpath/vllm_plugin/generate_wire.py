@@ -14,7 +14,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
-from dualpath.core.errors import IncompatibleError
+from dualpath.core.errors import BadRequestError, IncompatibleError
 from dualpath.vllm_plugin.request_job import TRANSFER_ARGUMENTS
 
 #: Fields the router's own output processing has already dealt with, or that are vLLM-internal.
@@ -97,14 +97,32 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def _ask_logprobs(fields: dict[str, Any], max_logprobs: int) -> None:
-    """Ask for one candidate more than the client did.
+    """Ask for one candidate more than the client did; ``max_logprobs`` -1: no limit.
 
     The wire cuts the list (sampled token first) to the number asked for, so that a sampled token
     outside the top n would push the n-th candidate out.
     """
+    if fields.get("logprob_token_ids"):
+        _ask_named_logprobs(fields, max_logprobs)
+        return
     asked = fields.get("logprobs")
-    if asked is not None and 0 < asked < max_logprobs:
+    if asked is not None and asked > 0 and (asked < max_logprobs or max_logprobs == -1):
         fields["logprobs"] = asked + 1
+
+
+def _ask_named_logprobs(fields: dict[str, Any], max_logprobs: int) -> None:
+    """Ask for named tokens' logprobs, and for as many candidates, without which none are sent.
+
+    The first is named twice, which makes room for the sampled token as above.
+    """
+    named = fields["logprob_token_ids"]
+    if max_logprobs != -1 and len(named) >= max_logprobs:
+        raise BadRequestError(
+            f"logprob_token_ids names {len(named)} tokens, at most {max_logprobs - 1} can be "
+            "carried between router and engines; name fewer or raise --max-logprobs at both"
+        )
+    fields["logprob_token_ids"] = [*named, named[0]]
+    fields["logprobs"] = len(named) + 1
 
 
 class WireLogprob(msgspec.Struct):
@@ -172,14 +190,21 @@ def decode_answer(body: bytes) -> WireAnswer:
         ) from error
 
 
-def sampled_logprobs(wire: WireLogprobs | None, asked: int | None) -> LogprobsLists | None:
-    """Return vLLM's arrays for the ``asked`` candidates per token (-1: all), None if not asked."""
+def sampled_logprobs(wire: WireLogprobs | None, params: SamplingParams) -> LogprobsLists | None:
+    """Return vLLM's arrays for what ``params`` ask per sampled token, None if nothing.
+
+    That is ``logprobs`` candidates (-1: all), or the tokens that ``logprob_token_ids`` name.
+    """
+    asked = params.num_logprobs
     if asked is None or wire is None or not wire.content:
         return None
-    rows = [
-        _row(position, {other.rank: other for other in position.top_logprobs}, asked)
-        for position in wire.content
-    ]
+    if params.logprob_token_ids:
+        rows = [_named_row(position, params.logprob_token_ids) for position in wire.content]
+    else:
+        rows = [
+            _row(position, {other.rank: other for other in position.top_logprobs}, asked)
+            for position in wire.content
+        ]
     width = min(len(row) for row in rows)
     return LogprobsLists(
         np.array([[entry.token_id for entry in row[:width]] for row in rows], dtype=np.int64),
@@ -222,3 +247,10 @@ def _row(own: WireLogprob, by_rank: dict[int | None, WireLogprob], asked: int) -
             break
         row.append(by_rank[rank])
     return row
+
+
+def _named_row(own: WirePosition, named: Sequence[int]) -> list[WireLogprob]:
+    """Return a row as vLLM's sampler makes it: the token itself, then the named ones in order."""
+    by_id: dict[int, WireLogprob] = {own.token_id: own}
+    by_id.update((other.token_id, other) for other in own.top_logprobs)
+    return [own, *(by_id[token_id] for token_id in named)]

@@ -6,12 +6,14 @@ placements that overlap.  So nothing but data changes: layer i is placed in regi
 memory; ``engine.layer_stream`` moves KV in and out in time.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
 from dualpath.core.errors import ConfigError
+from dualpath.vllm_plugin.engine_settings import engine_settings
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -56,7 +58,9 @@ class LayerwiseWorker(PlatformWorker):
     def layer_buffers(self) -> int:
         """Layers of KV that HBM holds; 0 for all."""
         transfer = self.vllm_config.kv_transfer_config
-        return int(transfer.get_from_extra_config("layer_buffers", 2)) if transfer else 0
+        if transfer is None:
+            return 0
+        return engine_settings(transfer.kv_connector_extra_config, os.environ).layer_buffers
 
     def determine_available_memory(self) -> int:
         """Report memory as if every layer had a region of its own."""

@@ -1,5 +1,11 @@
 """Names by which vLLM finds our classes; importable without vLLM."""
 
+#: The version of vLLM whose private parts ``hooks`` and the tests pin.
+SUPPORTED_VLLM = "0.32.0"
+
+#: Name of our entry point in ``vllm.general_plugins`` (``engine_arguments.register``).
+PLUGIN = "dualpath"
+
 CONNECTOR = "DualPathConnector"
 CONNECTOR_MODULE = "dualpath.vllm_plugin.connector"
 SCHEDULER_CLASS = "dualpath.vllm_plugin.quota_scheduler.QuotaScheduler"

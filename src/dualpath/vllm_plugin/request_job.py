@@ -15,6 +15,7 @@ from vllm.v1.outputs import LogprobsTensors
 from dualpath.core.blocks import block_keys
 from dualpath.core.errors import BadRequestError
 from dualpath.router.engine_calls import Job
+from dualpath.router.prompt_limits import check_salt
 
 #: Entries of ``extra_args`` that belong to the engines' connectors, never to a client.
 TRANSFER_ARGUMENTS = frozenset({"kv_transfer_params", "ec_transfer_params"})
@@ -52,6 +53,7 @@ def make_job(request: EngineCoreRequest, block_tokens: int, stateful_sampling: b
     assert prompt is not None
     assert params.max_tokens is not None
     salt = request.cache_salt
+    check_salt(salt)
 
     def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
         return block_keys(token_ids, block_tokens, cache_salt=salt)
@@ -65,6 +67,7 @@ def make_job(request: EngineCoreRequest, block_tokens: int, stateful_sampling: b
         cacheable=params.prompt_logprobs is None,
         first_token_from_pe=not stateful_sampling and is_stateless(params),
         payload=ClientRequest(request),
+        trace_headers=request.trace_headers,
     )
 
 
@@ -106,7 +109,6 @@ def _refuse_unsupported(request: EngineCoreRequest) -> None:
         "prompt embeddings": request.prompt_embeds is not None,
         "LoRA adapters": request.lora_request is not None,
         "streaming inputs": request.resumable,
-        "logprob_token_ids": params.logprob_token_ids is not None,
         "prompt_logprob_token_ids": isinstance(params.prompt_logprob_token_ids, np.ndarray | list),
     }
     refused = [name for name, present in asked.items() if present]

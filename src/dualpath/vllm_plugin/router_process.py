@@ -8,9 +8,12 @@ import os
 from argparse import Namespace
 from contextlib import AsyncExitStack
 
+import msgspec
+from vllm import envs
 from vllm.config import VllmConfig
 
 from dualpath.core.errors import ConfigError
+from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.vllm_plugin.app import make_app, serve_app
@@ -21,7 +24,7 @@ from dualpath.vllm_plugin.engine_config import (
 )
 from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
 from dualpath.vllm_plugin.frontend import DualPathLLM
-from dualpath.vllm_plugin.generate_client import ENGINE_KEY_VARIABLE, GenerateClient
+from dualpath.vllm_plugin.generate_client import GenerateClient
 from dualpath.vllm_plugin.logs import join_vllm_logging
 
 
@@ -31,13 +34,18 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
     Raises ``ConfigError`` (value, limit, remedy) if it cannot be started as asked.
     """
     join_vllm_logging()
+    limit_samples(settings.max_samples)
+    refuse_guessable_request_ids()
     args = parse_front_end_arguments(front_end)
+    guard_clients(args, settings)
+    warn_if_open(args.host or "", ApiKeys(args.api_key or ()))
+    settings = _with_tracing(settings, args)
     async with AsyncExitStack() as stack:
         listener = bind_listen_socket(args)
         stack.callback(listener.close)
         args.port = listener.getsockname()[1]
         config = make_engine_config(args)
-        calls = GenerateClient(config.model_config.max_logprobs, _engine_headers())
+        calls = GenerateClient(config.model_config.max_logprobs, engine_headers())
         stack.push_async_callback(calls.aclose)
         service = RouterService(settings, calls)
         stack.push_async_callback(service.stop)
@@ -54,10 +62,35 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
         await serve_app(app, args, listener)
 
 
-def _engine_headers() -> dict[str, str]:
-    """Return what engines started with ``--api-key`` want to see."""
-    key = os.environ.get(ENGINE_KEY_VARIABLE)
-    return {"Authorization": f"Bearer {key}"} if key else {}
+def _with_tracing(settings: RouterSettings, args: Namespace) -> RouterSettings:
+    """Let either side's endpoint count for both: vLLM drops trace headers if it has none."""
+    endpoint = settings.otlp_traces_endpoint or args.otlp_traces_endpoint or ""
+    args.otlp_traces_endpoint = endpoint or None
+    return msgspec.structs.replace(settings, otlp_traces_endpoint=endpoint)
+
+
+def guard_clients(args: Namespace, settings: RouterSettings) -> None:
+    """Let vLLM's middleware ask for the settings' keys; without any its own arguments count."""
+    if settings.api_keys:
+        args.api_key = [*settings.api_keys]
+
+
+def limit_samples(most: int) -> None:
+    """Let vLLM refuse a larger ``n``; its own variable wins, if an operator has set it."""
+    os.environ.setdefault("VLLM_MAX_N_SEQUENCES", str(most))
+
+
+def refuse_guessable_request_ids() -> None:
+    """Raise ``ConfigError`` if vLLM would take clients' request ids for its own.
+
+    It adds random characters to them, without which one client could name its request like
+    another's, whose messages and blocks would then be taken for its own.
+    """
+    if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
+        raise ConfigError(
+            "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set, so that a client could give its request "
+            "the id of another client's; unset it"
+        )
 
 
 def _make_llm(

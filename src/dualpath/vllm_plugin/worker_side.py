@@ -15,14 +15,17 @@ import torch
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.control import PROTOCOL_VERSION, Hello, Sent
-from dualpath.core.errors import ConfigError, TransportError
-from dualpath.engine.hbm_copy import HbmLayout
-from dualpath.engine.layer_stream import LayerSettings, LayerStream, PrefillChunk
+from dualpath.core.errors import TransportError
+from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.link import ControlLink
 from dualpath.engine.settings import EngineSettings
+from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.storage.factory import open_storage
-from dualpath.transport.contract import RegionInfo, Transport
+from dualpath.transport.cluster_secret import load_secret
+from dualpath.transport.contract import Transport
+from dualpath.vllm_plugin.cuda_device import open_device
+from dualpath.vllm_plugin.kv_regions import hbm_layout
 from dualpath.vllm_plugin.metadata import PrefillWork, StepMetadata, TakeOverWork
 from dualpath.vllm_plugin.model_identity import kv_layout, model_fingerprint
 
@@ -68,7 +71,9 @@ class WorkerSide:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Register HBM and buffer once, open storage, join the cluster."""
-        hbm = self._hbm_layout(kv_caches)
+        layers = [kv_caches[name] for name in self._layers]
+        hbm = hbm_layout(layers, self._num_blocks, self.geometry)
+        device = open_device(layers[0].device, self._settings.device_copies)
         storage = open_storage(
             self._settings.storage,
             self._namespace(),
@@ -76,11 +81,16 @@ class WorkerSide:
             read_bytes_per_s=self._settings.snic_bytes_per_s or None,
         )
         manager = TrafficManager(
-            self._settings, self.geometry, storage, self._open_transport(), hbm, self._send
+            self._settings, self.geometry, storage, self._open_transport(), hbm, self._send, device
         )
         self._manager = manager
         self._link = ControlLink(
-            self._settings.router, self._hello, manager.report, manager.handle, self._tick
+            self._settings.router,
+            self._hello,
+            manager.report,
+            manager.handle,
+            self._tick,
+            load_secret(self._settings.cluster_secret_file),
         )
         self._link.start()
         log.info(
@@ -109,6 +119,7 @@ class WorkerSide:
             f"{self._settings.engine_id}-{self._epoch}",
             tls=self._settings.ucx_tls or None,
             progress_delay_us=self._settings.progress_delay_us,
+            engine_config=self._settings.nixl_engine_config,
         )
 
     def _namespace(self) -> StoreNamespace:
@@ -119,39 +130,6 @@ class WorkerSide:
             layout=kv_layout(self._config, str(backend)),
             geometry=self.geometry,
             mode="kv" if self._settings.mode.moves_bytes else "oracle",
-        )
-
-    def _hbm_layout(self, kv_caches: Mapping[str, torch.Tensor]) -> HbmLayout:
-        regions: dict[int, RegionInfo] = {}
-        names = []
-        for layer in sorted(self._layers, key=self._layers.__getitem__):
-            region = self._region(f"hbm.{len(regions)}", layer, kv_caches[layer])
-            regions.setdefault(region.base_address, region)
-            names.append(regions[region.base_address].name)
-        return HbmLayout(
-            regions=tuple(regions.values()),
-            region_of_layer=tuple(names),
-            capacity_tokens=self._num_blocks * self.geometry.block_tokens,
-        )
-
-    def _region(self, name: str, layer: str, cache: torch.Tensor) -> RegionInfo:
-        """Describe one layer's KV tensor, block by block; refuses layouts it cannot address."""
-        stride_bytes = cache.stride(0) * cache.element_size()
-        page_bytes = self.geometry.layer_block_bytes
-        if cache.shape[0] != self._num_blocks or stride_bytes < page_bytes:
-            raise ConfigError(
-                f"layer {layer}: KV tensor of shape {tuple(cache.shape)} and block stride "
-                f"{stride_bytes} bytes, expected {self._num_blocks} blocks of {page_bytes} bytes "
-                "each in one piece; use a block-major KV layout"
-            )
-        return RegionInfo(
-            name=name,
-            base_address=cache.data_ptr(),
-            stride_bytes=stride_bytes,
-            piece_bytes=page_bytes,
-            pieces=self._num_blocks,
-            memory="VRAM" if cache.is_cuda else "DRAM",
-            device=cache.device.index or 0,
         )
 
     def _hello(self) -> Hello | None:
@@ -281,7 +259,7 @@ class WorkerSide:
         failure = failures.get(hand_over.request_id)
         complete = end_block == self.geometry.blocks_for(hand_over.prompt_tokens)
         if failure is not None or complete:
-            self._send(Sent(request_id=hand_over.request_id, failure=failure))
+            self._send(self._running().sent(hand_over.request_id, failure))
 
     def take_copied(self) -> tuple[set[str], set[str]]:
         """Return (requests whose KV is in HBM or failed, those that failed) since last asked."""

@@ -1,0 +1,135 @@
+"""`dualpath config check`: the settings that would count, and where each comes from."""
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dualpath.cli.tables import FORMATS, JSON, TEXT
+from dualpath.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dualpath.core.configuration import Given, Layers, Schema
+
+#: Commands that read settings; the function ``checked_layers`` of each tells what it would take.
+_COMMANDS = ("serve", "router", "emulate")
+#: Longer values are cut in the table; JSON has them whole.
+_WIDTH = 60
+
+_EPILOG = """\
+dualpath config check --config cluster.toml
+dualpath config check --config cluster.toml router MODEL --alpha-tokens 200000
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the parsers of `dualpath config`."""
+    parser = subparsers.add_parser(
+        "config",
+        help="check settings from flags, environment and file, and say where each is from",
+        description="Settings come from flags, DUALPATH_... variables, --config FILE.toml and "
+        "defaults; the first of these that has a value wins.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    check = actions.add_parser(
+        "check",
+        help="print the effective settings with their origin",
+        description="Print the effective settings with their origin: of a whole command if one is "
+        "given, else of every section. Keys and secrets are never printed. Nothing is started.",
+        allow_abbrev=False,
+    )
+    check.add_argument("--config", metavar="FILE.toml", help="settings of all parts")
+    check.add_argument("--format", choices=FORMATS, default=TEXT, help="what to print")
+    command = check.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="COMMAND",
+        help=f"{', '.join(_COMMANDS)} with its arguments, as it would be typed; default: none",
+    )
+    command.required = False  # argparse takes any positional for required
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the settings; return 0.
+
+    Raises:
+        ConfigError: an unknown section, key or variable, a wrong value, or something missing.
+    """
+    from dualpath.cli.configuration import outer_layers, schema
+    from dualpath.core.configuration import effective, layered
+
+    known = schema()
+    layers: Layers
+    if args.command:
+        layers = _layers_of(args.command, args.config)
+        sections = sorted({section for section, _ in layers}, key=list(known).index)
+    else:
+        layers = layered(*outer_layers(args.config, known))
+        _check_complete(known, layers)
+        sections = list(known)
+    rows = [row for section in sections for row in effective(known[section], section, layers)]
+    _print(rows, args.format)
+    return 0
+
+
+def _layers_of(command: Sequence[str], config: str | None) -> "Layers":
+    """Return what a command would be told, after its own checks."""
+    name, *arguments = command
+    if name not in _COMMANDS:
+        raise ConfigError(f"{name!r} takes no settings; give one of {', '.join(_COMMANDS)}")
+    module = importlib.import_module(f"dualpath.cli.{name}")
+    subparsers = argparse.ArgumentParser(prog="dualpath").add_subparsers()
+    module.add_parser(subparsers)
+    args = subparsers.choices[name].parse_args(arguments)
+    if config is not None:
+        if args.config not in (None, config):
+            raise ConfigError(f"--config {config} and --config {args.config}; give one of them")
+        args.config = config
+        args.given = {*getattr(args, "given", ()), "config"}
+    layers: Layers = module.checked_layers(args).layers
+    return layers
+
+
+def _check_complete(known: "Schema", layers: "Layers") -> None:
+    """Let every section that has all it needs be checked by its own class."""
+    import msgspec
+
+    from dualpath.core.configuration import build
+
+    for section, kind in known.items():
+        fields = msgspec.structs.fields(kind)
+        if all((section, field.name) in layers for field in fields if field.required):
+            build(kind, section, layers, {})
+
+
+def _print(rows: "Sequence[Given]", form: str) -> None:
+    if form == JSON:
+        import msgspec
+
+        found = [_as_data(row) for row in rows]
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+        return
+    section = ""
+    width = max(len(row.key) for row in rows)
+    for row in rows:
+        if row.section != section:
+            section = row.section
+            print(f"[{section}]")
+        shown = row.shown if len(row.shown) <= _WIDTH else f"{row.shown[: _WIDTH - 3]}..."
+        origin = row.origin.value + (f": {row.place}" if row.place else "")
+        print(f"  {row.key:{width}}  {shown or '-':20}  {origin}")
+
+
+def _as_data(row: "Given") -> dict[str, object]:
+    from dualpath.core.configuration import is_secret
+
+    return {
+        "section": row.section,
+        "key": row.key,
+        "value": row.shown if is_secret(row.key) else row.value,
+        "origin": row.origin,
+        "place": row.place,
+    }

@@ -1,0 +1,87 @@
+"""Plain `vllm serve` commands with one `--kv-transfer-config` join a cluster and serve."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
+from tests.e2e.plain_engine import HBM_BYTES, MAX_MODEL_LEN, NAME, tiny_model
+
+from dualpath.core.modes import Mode
+from dualpath.launch.commands import ENGINE_ENTRY
+from dualpath.launch.process import ManagedProcess
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+PROMPT = [10 + index % 300 for index in range(300)]
+
+#: As pip writes it from pyproject.toml; a checkout that is not installed has none.
+ENTRY_POINT = "[vllm.general_plugins]\ndualpath = dualpath.vllm_plugin.engine_arguments:register\n"
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM find our plugin, however dualpath came to be importable here."""
+    metadata = tmp_path / "site" / "dualpath-0.1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: dualpath\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINT)
+    monkeypatch.syspath_prepend(str(metadata.parent))
+
+
+def existing_command(model: Path, port: int) -> list[str]:
+    """A server as somebody may run it today, without anything of ours."""
+    return [
+        "--model", str(model), "--served-model-name", NAME, "--host", "127.0.0.1",
+        "--port", str(port), "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN),
+        "--kv-cache-memory-bytes", str(HBM_BYTES), "--enforce-eager",
+    ]  # fmt: skip
+
+
+def transfer(role: str, cluster: EngineCluster) -> list[str]:
+    """The one argument that is added, at its shortest."""
+    extra = {
+        "role": role,
+        "router": f"tcp://127.0.0.1:{cluster.control_port}",
+        "storage": cluster.settings.storage,
+    }
+    config = {
+        "kv_connector": "DualPathConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    return ["--kv-transfer-config", json.dumps(config)]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_existing_command_joins_with_one_argument(tmp_path: Path) -> None:
+    model = tiny_model()
+    settings = tiny_cluster_settings(model, tmp_path / "storage", mode=Mode.DUALPATH)
+    with EngineCluster(settings, tmp_path) as cluster:
+        for role in ("prefill", "decode"):
+            port = free_port()
+            name = f"{role}-{socket.gethostname()}-{port}"
+            command = existing_command(model, port) + transfer(role, cluster)
+            cluster.processes[name] = ManagedProcess(
+                name, ENGINE_ENTRY, command, tmp_path / f"{role}.log"
+            )
+        cluster.wait_for(*cluster.processes)
+        first = cluster.ask(PROMPT, 20)
+        assert len(first.token_ids) == 20
+        stored = cluster.wait_stored((PROMPT + first.token_ids)[:-1])
+        again = cluster.ask(PROMPT, 20)
+        assert again.cached_tokens == 256
+        assert again.token_ids == first.token_ids
+        assert len(stored) == 4
+    log = (tmp_path / "prefill.log").read_text(errors="replace")
+    assert "added: api_url=http://127.0.0.1:" in log
+    assert "--scheduler-cls dualpath.vllm_plugin.quota_scheduler.QuotaScheduler" in log

@@ -1,0 +1,311 @@
+"""Settings from flags, environment and file: who wins, what is refused, what is never printed."""
+
+import argparse
+import enum
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualpath.cli import emulate, router, serve
+from dualpath.cli.configuration import outer_layers, schema
+from dualpath.cli.main import main
+from dualpath.core.configuration import (
+    HIDDEN,
+    OTHER_VARIABLES,
+    Given,
+    Origin,
+    build,
+    checked_flag,
+    effective,
+    from_environment,
+    from_tables,
+    layered,
+    variable,
+)
+from dualpath.core.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+class Colour(enum.StrEnum):
+    RED = "red"
+
+
+class Part(msgspec.Struct, frozen=True):
+    name: str
+    count: Annotated[int, msgspec.Meta(ge=1)] = 1
+    share: float = 0.5
+    colour: Colour | None = None
+    names: tuple[str, ...] = ()
+    api_key: str = ""
+
+    def checked(self):
+        if self.share > 1:
+            raise ConfigError(f"share is {self.share}; it must be at most 1")
+        return self
+
+
+SCHEMA = {"part": Part}
+
+
+def flag(key, value):
+    return checked_flag(SCHEMA, "part", key, value, f"--{key}")
+
+
+# ------------------------------------------------------------------ layers
+
+
+@given(st.sets(st.sampled_from(list(Origin)), min_size=1))
+def test_the_last_layer_that_has_a_value_wins(origins):
+    order = list(Origin)
+    layers = [
+        [Given("part", "count", rank, origin, origin.value)] if origin in origins else []
+        for rank, origin in enumerate(order)
+    ]
+    winner = layered(*layers)["part", "count"]
+    assert winner.origin is order[max(order.index(origin) for origin in origins)]
+    assert winner.value == order.index(winner.origin)
+
+
+def test_every_source_speaks_of_the_same_keys():
+    found = layered(
+        from_tables(SCHEMA, {"part": {"name": "file", "colour": "red", "share": 1}}, "c.toml"),
+        from_environment(SCHEMA, {"DUALPATH_PART_COUNT": "7", "OTHER": "x"}),
+        [flag("names", ["a", "b"])],
+    )
+    settings = build(Part, "part", found, {})
+    assert settings == Part("file", count=7, share=1.0, colour=Colour.RED, names=("a", "b"))
+    origins = {row.key: row.origin for row in effective(Part, "part", found)}
+    assert origins == {
+        "name": Origin.FILE,
+        "count": Origin.ENVIRONMENT,
+        "share": Origin.FILE,
+        "colour": Origin.FILE,
+        "names": Origin.FLAG,
+        "api_key": Origin.DEFAULT,
+    }
+
+
+def test_a_variable_has_lists_as_json_and_null_for_none():
+    variables = {"DUALPATH_PART_NAMES": '["a"]', "DUALPATH_PART_COLOUR": "null"}
+    values = {g.key: g.value for g in from_environment(SCHEMA, variables)}
+    assert values == {"names": ("a",), "colour": None}
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"prat": {}}, r"c\.toml: unknown section \[prat\]; did you mean part\?"),
+        ({"part": {"cuont": 1}}, r"c\.toml \[part\] cuont: unknown key; did you mean count\?"),
+        ({"part": {"count": 0}}, r"c\.toml \[part\] count is 0: Expected `int` >= 1"),
+        ({"part": {"count": "1"}}, r"count is '1': Expected `int`, got `str`"),
+        ({"part": 3}, r"write \[part\] above it"),
+    ],
+)
+def test_a_file_is_refused_by_place(tables, message):
+    with pytest.raises(ConfigError, match=message):
+        from_tables(SCHEMA, tables, "c.toml")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("DUALPATH_PRAT_COUNT", "1", r"is unknown; did you mean DUALPATH_PART_COUNT\?"),
+        ("DUALPATH_PART_COUNT", "many", r"DUALPATH_PART_COUNT is 'many': Expected `int`"),
+        ("DUALPATH_PART_NAMES", "[", "DUALPATH_PART_NAMES is '\\['"),
+    ],
+)
+def test_a_variable_is_refused_by_name(name, text, message):
+    with pytest.raises(ConfigError, match=message):
+        from_environment(SCHEMA, {name: text})
+
+
+def test_what_the_settings_refuse_themselves_names_its_origin():
+    given = layered([flag("name", "n")], from_environment(SCHEMA, {"DUALPATH_PART_SHARE": "2"}))
+    with pytest.raises(ConfigError, match=r"share is 2\.0.*\(DUALPATH_PART_SHARE\)"):
+        build(Part, "part", given, {})
+
+
+def test_a_missing_key_is_asked_for_in_all_three_ways():
+    with pytest.raises(ConfigError, match=r"--name is missing.*DUALPATH_PART_NAME.*\[part\]"):
+        build(Part, "part", {}, {"name": "--name"})
+
+
+def test_a_key_is_neither_printed_nor_quoted_in_a_refusal():
+    rows = effective(Part, "part", layered([flag("api_key", "s3cret")]))
+    assert {row.key: row.shown for row in rows}["api_key"] == HIDDEN
+    with pytest.raises(ConfigError) as refused:
+        from_tables(SCHEMA, {"part": {"api_key": ["s3cret"]}}, "c.toml")
+    assert "s3cret" not in str(refused.value)
+
+
+# ------------------------------------------------------------------ the real schema
+
+
+def test_every_variable_named_in_the_code_is_known():
+    """A variable that the environment check does not know would be refused by every command."""
+    named = set()
+    for file in (ROOT / "src").rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        named |= set(re.findall(r"\"(DUALPATH_[A-Z_]+[A-Z])\"", text))
+    settings = {
+        variable(section, field.name)
+        for section, kind in schema().items()
+        for field in msgspec.structs.fields(kind)
+    }
+    assert named <= settings | OTHER_VARIABLES
+    assert not settings & OTHER_VARIABLES
+
+
+def parsed(command, *arguments):
+    subparsers = argparse.ArgumentParser().add_subparsers()
+    command.add_parser(subparsers)
+    (parser,) = subparsers.choices.values()
+    return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "places"),
+    [
+        (serve, ["m", "--storage", "kv"], {"MODEL", "--storage"}),
+        (router, ["m", "--max-model-len", "9"], {"MODEL", "--max-model-len"}),
+        (emulate, ["router"], set()),
+        (
+            emulate,
+            ["decode", "--model", "ds-27b", "--storage", "k"],
+            {"ROLE", "--model", "--storage"},
+        ),
+    ],
+)
+def test_what_is_not_typed_counts_as_default(command, arguments, places, monkeypatch):
+    for name in OTHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    layers = command.checked_layers(parsed(command, *arguments)).layers
+    typed = {given.place for given in layers.values() if given.origin is Origin.FLAG}
+    assert typed == places
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("c.toml").write_text(
+        '[cluster]\nmodel = "m"\nstorage = "kv"\nprefill = 2\nbuffer_bytes = 4096\n'
+        "[router]\nengine_timeout_s = 9\n[engine]\nstaging_blocks = 8\n"
+    )
+    return "c.toml"
+
+
+def test_serve_takes_flags_over_variables_over_the_file(file, monkeypatch):
+    monkeypatch.setenv("DUALPATH_CLUSTER_PREFILL", "3")
+    monkeypatch.setenv("DUALPATH_CLUSTER_DECODE", "4")
+    settings = serve.cluster_settings(parsed(serve, "--config", file, "--decode", "5"))
+    assert (settings.prefill, settings.decode, settings.buffer_bytes) == (3, 5, 4096)
+    assert (settings.model, settings.block_tokens) == ("m", 64)
+
+
+def test_serve_hands_the_file_on_to_router_and_engines(file):
+    from dualpath.core.cluster import Role
+    from dualpath.launch.commands import engine_command, router_command
+    from dualpath.vllm_plugin.engine_settings import engine_settings
+
+    settings = serve.cluster_settings(parsed(serve, "--config", file))
+    handed = router_command(settings, 8000, 5700)
+    router_settings, _ = router._settings(parsed(router, *handed[1:]))
+    assert router_settings.engine_timeout_s == 9
+    assert router_settings.control_port == 5700
+    command = engine_command(settings, Role.PREFILL, 0, 8001, 5700)
+    transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
+    engine = engine_settings(transfer["kv_connector_extra_config"], {})
+    assert (engine.staging_blocks, engine.buffer_bytes, engine.engine_id) == (8, 4096, "pe-0")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["DUALPATH_ENGINE_BUFFER_BYTES", "DUALPATH_ROUTER_CONTROL_PORT", "DUALPATH_ENDPOINT_PORT"],
+)
+def test_serve_refuses_what_its_own_commands_would_override(name, file, monkeypatch):
+    monkeypatch.setenv(name, "5000")
+    with pytest.raises(ConfigError, match=rf"{name} does not count here.*\[cluster\]"):
+        serve.cluster_settings(parsed(serve, "--config", file))
+
+
+def test_an_emulated_engine_is_described_by_a_file(tmp_path):
+    config = tmp_path / "e.toml"
+    config.write_text(
+        '[engine]\nstorage = "kv"\nrouter = "tcp://10.0.0.1:5700"\nread_batch_blocks = 9\n'
+        '[emulated]\nmodel = "qwen2.5-32b"\nverify = "full"\nspeedup = 2\n'
+    )
+    arguments = ("decode", "--config", str(config), "--speedup", "4")
+    settings = emulate.emulated_settings(parsed(emulate, *arguments))
+    assert settings.engine.router == "tcp://10.0.0.1:5700"
+    assert settings.engine.read_batch_blocks == 9
+    assert (settings.verify, settings.speedup) == ("full", 4.0)
+
+
+# ------------------------------------------------------------------ dualpath config check
+
+
+def test_config_check_tells_the_origin_of_every_key(file, capsys, monkeypatch):
+    monkeypatch.setenv("DUALPATH_ROUTER_MAX_ATTEMPTS", "5")
+    command = ["config", "check", "--config", file, "--format", "json"]
+    assert main([*command, "serve", "--hbm-mib", "1"]) == 0
+    rows = {(r["section"], r["key"]): r for r in json.loads(capsys.readouterr().out)}
+    assert rows["cluster", "prefill"]["origin"] == "file"
+    assert rows["cluster", "hbm_bytes"]["place"] == "--hbm-mib"
+    assert rows["cluster", "hbm_bytes"]["value"] == 1 << 20
+    assert rows["router", "max_attempts"]["place"] == "DUALPATH_ROUTER_MAX_ATTEMPTS"
+    assert rows["cluster", "decode"]["origin"] == "default"
+
+
+def test_config_check_without_a_command_shows_every_section(file, capsys):
+    assert main(["config", "check", "--config", file]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("[")] == [f"[{name}]" for name in schema()]
+    (role,) = [line for line in lines if line.split()[0] == "role"]
+    assert "required, not set" in role
+
+
+def test_config_check_refuses_in_one_line(file, capsys, monkeypatch):
+    monkeypatch.setenv("DUALPATH_CLUSTER_PREFILL", "-4")
+    assert main(["config", "check", "--config", file]) == 2
+    assert "prefill is -4; it must be at least 1 (DUALPATH_CLUSTER_PREFILL)" in (
+        capsys.readouterr().err
+    )
+    assert main(["config", "check", "replay"]) == 2
+    assert "serve, router, emulate" in capsys.readouterr().err
+    assert main(["config", "check", "--config", "none.toml"]) == 2
+    assert "none.toml" in capsys.readouterr().err
+
+
+def test_secrets_stay_out_of_config_check(capsys, monkeypatch):
+    monkeypatch.setenv("DUALPATH_ROUTER_API_KEYS", '["s3cret"]')
+    for form in ("text", "json"):
+        assert main(["config", "check", "--format", form]) == 0
+        said = capsys.readouterr().out
+        assert "s3cret" not in said
+        assert HIDDEN in said
+
+
+def test_the_file_of_the_documentation_is_accepted():
+    page = (ROOT / "docs" / "how-to" / "configure.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
+    found = layered(from_tables(schema(), tomllib.loads(example), "cluster.toml"))
+    assert found["engine", "buffer_bytes"].value == 80_000_000_000
+    sections = set(re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE))
+    assert sections == set(schema())
+
+
+def test_layers_outside_a_command_line_are_empty_by_default(monkeypatch):
+    for name in OTHER_VARIABLES:
+        monkeypatch.setenv(name, "set")
+    assert outer_layers(None, schema()) == ([], [])
