@@ -19,7 +19,7 @@ uv_environment = VIRTUAL_ENV="$(abspath $(VENV))" \
 	$(if $(2),UV_DEFAULT_INDEX='$(2)') \
 	$(if $(3),SSL_CERT_FILE='$(3)')
 
-.PHONY: demo test install lint format docs clean
+.PHONY: demo test install lint format docs clients clean
 
 demo: $(STAMP)
 	@$(BIN)/dualpath demo
@@ -40,8 +40,20 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP)
-	@echo "The documentation is plain Markdown: start at README.md and docs/architecture.md"
+# Sphinx alone is installed: the site needs no engine. A link that leads nowhere is an error.
+docs: $(VENV)/.docs
+	@$(BIN)/sphinx-build --quiet --fresh-env --fail-on-warning --keep-going \
+		-d build/doctrees -c docs . build/docs
+	@echo "Open build/docs/index.html"
+
+$(VENV)/.docs: pyproject.toml constraints/runtime.txt constraints/docs.txt | $(BIN)/python
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/runtime.txt \
+		-c constraints/docs.txt -e '.[docs]'
+	@touch $@
+
+# Real clients, each in an environment of its own under .cache/, against a small cluster.
+clients: $(STAMP)
+	@$(BIN)/python benchmarks/clients/run.py --environments .cache/clients $(CLIENTS)
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis \

@@ -117,12 +117,18 @@ def engine_settings(
 
 @contextlib.asynccontextmanager
 async def cluster(
-    storage: Path | str, mode: Mode, prefill: int = 1, decode: int = 1, **changes: Any
+    storage: Path | str,
+    mode: Mode,
+    prefill: int = 1,
+    decode: int = 1,
+    *,
+    router: RouterSettings | None = None,
+    **changes: Any,
 ) -> AsyncIterator[Cluster]:
     """Run a cluster in the block."""
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        settings = RouterSettings(mode=mode)
+        settings = router or RouterSettings(mode=mode)
         endpoint, service = await stack.enter_async_context(front_door(settings, "127.0.0.1", 0))
         made = Cluster(endpoint, service, http)
         for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode)):

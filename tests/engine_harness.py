@@ -34,8 +34,9 @@ from dualpath.core.control import (
 from dualpath.core.modes import Mode
 from dualpath.datapath.plan import BlockRun
 from dualpath.engine.hbm_copy import HbmLayout
-from dualpath.engine.layer_stream import LayerSettings, LayerStream, PrefillChunk
+from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.settings import EngineSettings
+from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.memory import MemoryStorage

@@ -16,6 +16,7 @@ from dualpath.core.modes import Mode
 from dualpath.models.tiny import END_ID
 from dualpath.router.engine_calls import TokenEvent
 from dualpath.router.registry import Registry
+from dualpath.router.settings import RouterSettings
 from dualpath.vllm_plugin.app import make_app
 from dualpath.vllm_plugin.engine_config import make_engine_config, parse_front_end_arguments
 from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
@@ -39,6 +40,8 @@ class SettableRegistry(Registry):
 class ScriptedService:
     """Streams ``reply`` token by token; ``fail_after`` tokens it raises ``error`` instead."""
 
+    settings = RouterSettings()
+
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.registry = SettableRegistry()
@@ -53,6 +56,9 @@ class ScriptedService:
         self.closed = threading.Event()
         self.registry.live = set(Role)
         self.registry.mode = Mode.DUALPATH
+
+    def overload(self):
+        return None
 
     def status(self):
         return {"mode": "dualpath", "engines": []}

@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 
 from tests.e2e.engine_cluster import tiny_cluster_settings
 from tests.e2e.plain_engine import GUARD_S, START_S, complete, tiny_model, until
+from tests.listeners import open_listeners
 
 from dualpath.cli.main import main
 from dualpath.core.errors import EngineLostError
@@ -101,6 +102,7 @@ def test_ctrl_c_ends_everything_and_leaves_nothing_behind(serving: "Serving") ->
     assert second.cached_tokens == 256
     processes = serving.descendants()
     assert len(processes) >= 5  # fork server, router, two API servers, their engine cores
+    assert not open_listeners(processes)
 
     os.killpg(serving.process.pid, signal.SIGINT)
     assert serving.process.wait(GUARD_S) == 0

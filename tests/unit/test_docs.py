@@ -11,11 +11,13 @@ import pytest
 
 from dualpath.core import control
 from dualpath.core.cluster import Role
+from dualpath.emulated.settings import EmulatedOptions
 from dualpath.engine.settings import EngineSettings
 from dualpath.launch.commands import ENGINE_ENVIRONMENT, engine_command, router_command
 from dualpath.launch.settings import ClusterSettings
 from dualpath.policy.events import SchedulerSettings
-from dualpath.router.metrics import PATH_COUNTERS, RouterMetrics
+from dualpath.router.engine_metrics import MOVEMENTS
+from dualpath.router.metrics import RouterMetrics
 from dualpath.router.records import Stage
 from dualpath.router.registry import Registry
 from dualpath.router.settings import RouterSettings
@@ -28,7 +30,9 @@ PAGES = sorted(
 REFERENCE = ROOT / "docs" / "reference"
 
 #: First components of absolute paths that a reader may meet: routes of HTTP, and one mount point.
-NEUTRAL_PATHS = {"v1", "dualpath", "health", "metrics", "inference", "mnt"}
+NEUTRAL_PATHS = {"v1", "dualpath", "dashboard", "health", "metrics", "inference", "mnt"} | {
+    "tokenize", "detokenize", "generative_scoring", "invocations", "ping", "load", "version",
+}  # fmt: skip
 
 
 def page(name: str) -> str:
@@ -79,10 +83,14 @@ def test_files_named_in_the_architecture_exist() -> None:
     assert names
 
 
-def test_the_index_lists_every_page() -> None:
-    index = ROOT / "docs" / "README.md"
-    listed = {(index.parent / link.partition("#")[0]).resolve() for link in links(index)}
-    assert {path for path in PAGES if (ROOT / "docs") in path.parents} <= {*listed, index}
+def test_the_indexes_list_every_page() -> None:
+    indexes = (ROOT / "docs" / "README.md", REFERENCE / "cli.md")
+    listed = {
+        (index.parent / link.partition("#")[0]).resolve()
+        for index in indexes
+        for link in links(index)
+    }
+    assert {path for path in PAGES if (ROOT / "docs") in path.parents} <= {*listed, indexes[0]}
 
 
 def test_the_parts_by_hand_are_started_as_the_launcher_starts_them() -> None:
@@ -103,7 +111,7 @@ def test_the_parts_by_hand_are_started_as_the_launcher_starts_them() -> None:
 
 def test_the_command_line_reference_is_current() -> None:
     generator = runpy.run_path(str(ROOT / "docs" / "generate_cli.py"))
-    assert page("cli.md") == generator["render"](), "run python docs/generate_cli.py"
+    assert generator["current"](generator["render"]()), "run python docs/generate_cli.py"
 
 
 def test_every_metric_is_in_the_reference_with_its_help() -> None:
@@ -112,15 +120,18 @@ def test_every_metric_is_in_the_reference_with_its_help() -> None:
     documented = dict(re.findall(r"^\| `(dualpath:\w+)` \|.*\| (.+) \|$", reference, re.MULTILINE))
     real = {
         family.name + ("_total" if family.type == "counter" else ""): family.documentation
-        for family in metrics.registry.collect()
+        for family in metrics.families()
     }
     assert documented == real
 
 
-def test_every_stage_and_path_is_in_the_metrics_reference() -> None:
+def test_every_stage_and_movement_of_kv_is_in_the_metrics_reference() -> None:
     reference = page("metrics.md")
-    for name in (*Stage, *PATH_COUNTERS):
-        assert f"| `{name}` |" in reference
+    for stage in Stage:
+        assert f"| `{stage}` |" in reference
+    for row in MOVEMENTS:
+        labels = f"`{row.path}` | `{row.link}` | `{row.traffic_class}`"
+        assert re.search(rf"^\| `{row.step}` \| .* \| {re.escape(labels)} \|$", reference, re.M)
 
 
 @pytest.mark.parametrize(
@@ -130,18 +141,19 @@ def test_every_stage_and_path_is_in_the_metrics_reference() -> None:
         ("Router", RouterSettings),
         ("Router's front end", FrontEndSettings),
         ("Cluster on one machine", ClusterSettings),
+        ("Emulated engine", EmulatedOptions),
     ],
 )
 def test_every_setting_is_in_the_reference_with_its_default(
     heading: str, settings: type[msgspec.Struct]
 ) -> None:
     assert documented_defaults(heading) == {
-        field.name: shown(field.default) for field in msgspec.structs.fields(settings)
+        field.name: shown(default(field)) for field in msgspec.structs.fields(settings)
     }
 
 
 def test_documented_scheduler_settings_have_these_defaults() -> None:
-    real = {f.name: shown(f.default) for f in msgspec.structs.fields(SchedulerSettings)}
+    real = {f.name: shown(default(f)) for f in msgspec.structs.fields(SchedulerSettings)}
     assert documented_defaults("Scheduler").items() <= real.items()
 
 
@@ -150,16 +162,22 @@ def documented_defaults(heading: str) -> dict[str, str]:
     return dict(re.findall(r"^\| `(\w+)` \| ([^|]*?) \|", section, flags=re.MULTILINE))
 
 
-def shown(default: Any) -> str:
-    if default is msgspec.NODEFAULT:
+def default(field: msgspec.structs.FieldInfo) -> Any:
+    made = field.default_factory
+    return field.default if made is msgspec.NODEFAULT else made()
+
+
+def shown(value: Any) -> str:
+    if value is msgspec.NODEFAULT:
         return "required"
-    if default in (None, ()):
+    if value in (None, ()):
         return "none"
-    return f"`{default}`"
+    return f"`{value}`"
 
 
 def test_every_control_message_is_in_the_reference_with_its_fields() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page("control-protocol.md"), re.MULTILINE)
     documented = {name: tuple(re.findall(r"`(\w+)`", fields)) for name, fields in rows}
+    assert f"protocol version {control.PROTOCOL_VERSION}." in page("control-protocol.md")
     messages = (*get_args(control.RouterMessage), *get_args(control.EngineMessage))
     assert documented == {kind.__name__: kind.__struct_fields__ for kind in messages}

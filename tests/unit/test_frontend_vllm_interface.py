@@ -188,6 +188,7 @@ def test_every_sampling_parameter_is_known_to_the_wire():
         "frequency_penalty",
         "ignore_eos",
         "logit_bias",
+        "logprob_token_ids",
         "logprobs",
         "max_tokens",
         "min_p",
@@ -208,6 +209,6 @@ def test_every_sampling_parameter_is_known_to_the_wire():
         "top_p",
         "trace_decode_token_ids",
     }
-    refused = {"logprob_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start"}
+    refused = {"prompt_logprob_token_ids", "prompt_logprob_start"}
     fields = {field.name for field in msgspec.structs.fields(SamplingParams)}
     assert fields == shapes_tokens | refused | ROUTER_SIDE_FIELDS

@@ -134,7 +134,7 @@ def position(token, rank, *others):
 
 def test_logprob_rows_are_those_of_the_sampler():
     wire = WireLogprobs([position(8, 2, (5, -1.0, 1), (9, -3.0, 3))])
-    lists = sampled_logprobs(wire, 2)
+    lists = sampled_logprobs(wire, SamplingParams(logprobs=2))
     assert lists is not None
     assert lists.logprob_token_ids.tolist() == [[8, 5, 8]]
     assert lists.logprobs.tolist() == [[-2.0, -1.0, -2.0]]
@@ -143,17 +143,56 @@ def test_logprob_rows_are_those_of_the_sampler():
 
 def test_a_sampled_token_outside_the_top_does_not_push_a_candidate_out():
     wire = WireLogprobs([position(8, 40, (5, -1.0, 1), (9, -3.0, 2))])
-    lists = sampled_logprobs(wire, 2)
+    lists = sampled_logprobs(wire, SamplingParams(logprobs=2))
     assert lists is not None
     assert lists.logprob_token_ids.tolist() == [[8, 5, 9]]
 
 
 def test_without_candidates_only_the_sampled_token_remains():
-    lists = sampled_logprobs(WireLogprobs([position(8, 3)]), 0)
+    lists = sampled_logprobs(WireLogprobs([position(8, 3)]), SamplingParams(logprobs=0))
     assert lists is not None
     assert lists.logprob_token_ids.tolist() == [[8]]
-    assert sampled_logprobs(None, 2) is None
-    assert sampled_logprobs(WireLogprobs([position(8, 3)]), None) is None
+    assert sampled_logprobs(None, SamplingParams(logprobs=2)) is None
+    assert sampled_logprobs(WireLogprobs([position(8, 3)]), SamplingParams()) is None
+
+
+def test_without_a_limit_a_spare_candidate_is_asked_for_as_well():
+    sent = SamplingParams(max_tokens=4, logprobs=50)
+    assert decode_sampling(sent, generated=0, max_tokens=4, max_logprobs=-1)["logprobs"] == 51
+    assert decode_sampling(sent, generated=0, max_tokens=4, max_logprobs=50)["logprobs"] == 50
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(logprob_token_ids=[9, 5, 9]), SamplingParams(logprobs=2, max_tokens=4)],
+    ids=["named", "ranked"],
+)
+def test_the_prefill_engine_is_asked_for_the_logprobs_that_the_decode_engine_is(params):
+    prefill = prefill_sampling(params, first_token=True, max_logprobs=20)
+    decode = decode_sampling(params, generated=0, max_tokens=4, max_logprobs=20)
+    for name in ("logprobs", "logprob_token_ids"):
+        assert prefill.get(name) == decode.get(name)
+
+
+def test_named_logprobs_leave_room_for_the_sampled_token():
+    sent = SamplingParams(max_tokens=4, logprob_token_ids=[9, 5])
+    received = at_the_engine(decode_sampling(sent, generated=0, max_tokens=4, max_logprobs=20))
+    assert (received.logprob_token_ids, received.logprobs) == ([9, 5, 9], 3)
+    # What the engine sends: sampled first, then the named ones, their ranks being mere positions.
+    wire = WireLogprobs([position(8, 40, (9, -3.0, 1), (5, -1.0, 2))])
+    lists = sampled_logprobs(wire, sent)
+    assert lists is not None
+    assert lists.logprob_token_ids.tolist() == [[8, 9, 5]]
+    assert lists.logprobs.tolist() == [[-40.0, -3.0, -1.0]]
+    assert lists.sampled_token_ranks.tolist() == [40]
+
+
+def test_more_named_logprobs_than_the_wire_carries_are_refused():
+    sent = SamplingParams(max_tokens=4, logprob_token_ids=list(range(20)))
+    with pytest.raises(BadRequestError, match="20 tokens, at most 19"):
+        decode_sampling(sent, generated=0, max_tokens=4, max_logprobs=20)
+    unlimited = decode_sampling(sent, generated=0, max_tokens=4, max_logprobs=-1)
+    assert unlimited["logprobs"] == 21
 
 
 def test_prompt_logprobs_skip_the_first_position():
@@ -238,10 +277,6 @@ def test_prompt_logprobs_ask_for_a_full_computation():
         ({"prompt_embeds": object()}, "embeddings"),
         ({"resumable": True}, "streaming inputs"),
         ({"sampling_params": None}, "pooling"),
-        (
-            {"sampling_params": SamplingParams(max_tokens=8, logprob_token_ids=[1])},
-            "logprob_token_ids",
-        ),
     ],
 )
 def test_what_the_data_path_cannot_carry_is_refused(changes, named):

@@ -56,6 +56,15 @@ def test_only_the_endpoint_is_open_to_other_machines() -> None:
     assert extra["api_url"] == "http://127.0.0.1:8002"
 
 
+def test_vllm_arguments_reach_router_and_engines() -> None:
+    parser = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    chosen = settings(vllm_args=parser, router_args=("--event-log", "events"))
+    router = router_command(chosen, 8000, 5700)
+    assert tuple(router[-len(parser) :]) == parser
+    assert router.index("--event-log") < router.index("--vllm-args")
+    assert tuple(engine_command(chosen, Role.PREFILL, 0, 8001, 5700)[-len(parser) :]) == parser
+
+
 def test_alpha_and_beta_reach_the_router() -> None:
     router = router_command(settings(alpha_tokens=100, beta_tokens=200), 8000, 5700)
     assert router[router.index("--alpha-tokens") + 1] == "100"

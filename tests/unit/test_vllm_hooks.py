@@ -225,7 +225,7 @@ def engine_config(**cache):
     return SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=1, worker_cls="auto"),
         cache_config=SimpleNamespace(**cache),
-        scheduler_config=SimpleNamespace(scheduler_cls=QuotaScheduler),
+        scheduler_config=SimpleNamespace(scheduler_cls=QuotaScheduler, async_scheduling=False),
     )
 
 
@@ -239,7 +239,7 @@ SETTINGS = EngineSettings(
 def test_an_engine_whose_keys_would_differ_is_refused(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     check_engine_config(engine_config(), SETTINGS, ONE_GROUP)
-    with pytest.raises(ConfigError, match="sha256_cbor"):
+    with pytest.raises(ConfigError, match=r"sha256_cbor.*needs: --enable-scale-out --prefix"):
         check_engine_config(engine_config(prefix_caching_hash_algo="xxhash"), SETTINGS, ONE_GROUP)
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     with pytest.raises(ConfigError, match=r"PYTHONHASHSEED is 7.*unset it"):

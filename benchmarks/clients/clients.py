@@ -1,0 +1,184 @@
+"""The clients: how each is called, and where it says how it fared."""
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from environments import Package
+
+HERE = Path(__file__).parent
+
+#: What the agent's model may write: a call of its tool `bash` with one of a few commands.  A
+#: random model would never find the format; the grammar makes a live agent of it.
+AGENT_GRAMMAR = (
+    r'<tool_call>\n\{"name": "bash", "arguments": \{"command": '
+    r'"(ls|wc -l notes\.txt|cat notes\.txt)"\}\}\n</tool_call>'
+)
+AGENT_STEPS = 4
+
+WEKA_BLOCK_TOKENS = 64
+
+
+class Target(NamedTuple):
+    """The cluster; ``model_folder`` has the tokenizer, ``folder`` is there to be written to."""
+
+    url: str
+    model: str
+    model_folder: Path
+    folder: Path
+
+
+class Client(NamedTuple):
+    """A client: its command in a work folder, and what its own results there say.
+
+    ``check`` raises ``AssertionError`` if they speak of a failed request.
+    """
+
+    package: Package
+    command: Callable[[Target, Path], list[str]]
+    check: Callable[[Path], str]
+    variables: Mapping[str, str] = {}
+
+
+def _script(name: str) -> Callable[[Target, Path], list[str]]:
+    return lambda target, work: ["python", str(HERE / name), target.url, target.model]
+
+
+def _last_line(work: Path) -> str:
+    return (work / "output.log").read_text().splitlines()[-1]
+
+
+def _aiperf(target: Target, work: Path) -> list[str]:
+    return [
+        "aiperf", "profile", "--model", target.model, "--url", target.url,
+        "--endpoint-type", "chat", "--streaming", "--tokenizer", str(target.model_folder),
+        "--conversation-num", "4", "--conversation-turn-mean", "3", "--concurrency", "2",
+        "--isl", "300", "--osl", "16", "--random-seed", "1", "--ui", "none",
+        "--artifact-dir", str(work / "results"),
+    ]  # fmt: skip
+
+
+def _aiperf_results(work: Path) -> str:
+    (file,) = (work / "results").rglob("profile_export_aiperf.json")
+    results = json.loads(file.read_text())
+    assert not results.get("error_summary"), results["error_summary"]
+    requests = int(results["request_count"]["avg"])
+    assert requests == 12, f"{requests} requests instead of 4 conversations of 3 turns"
+    return f"{requests} requests in 4 conversations"
+
+
+def _inference_perf(target: Target, work: Path) -> list[str]:
+    traces = work / "traces"
+    traces.mkdir()
+    for number in range(3):
+        (traces / f"{number}.json").write_text(json.dumps(_weka_trace(number)))
+    config = {
+        "api": {"type": "chat", "streaming": True},
+        "data": {
+            "type": "weka_trace_replay",
+            "weka_trace_replay": {
+                "trace_directory": str(traces),
+                "use_static_model": True,
+                "static_model_name": target.model,
+                "ignore_trace_delays": True,
+                "datagen_workers": 1,
+            },
+        },
+        "load": {
+            "type": "trace_session_replay",
+            "num_workers": 1,
+            "stages": [{"concurrent_sessions": 2, "num_sessions": 3}],
+        },
+        "server": {
+            "type": "vllm",
+            "model_name": target.model,
+            "base_url": target.url,
+            "ignore_eos": True,
+        },
+        "tokenizer": {"pretrained_model_name_or_path": str(target.model_folder)},
+        "storage": {"local_storage": {"path": str(work / "results")}},
+    }
+    # JSON is YAML.
+    (work / "config.yaml").write_text(json.dumps(config, indent=1))
+    return ["inference-perf", "--config_file", str(work / "config.yaml")]
+
+
+def _weka_trace(number: int, turns: int = 3) -> dict[str, object]:
+    """Return an agent whose prompt grows by two blocks a turn."""
+    chance = random.Random(number)
+    hash_ids: list[int] = []
+    requests = []
+    for turn in range(turns):
+        hash_ids = [*hash_ids, *(chance.randrange(1 << 30) for _ in range(2))]
+        tokens = len(hash_ids) * WEKA_BLOCK_TOKENS
+        requests.append(
+            {"t": float(turn), "type": "n", "model": "any", "in": tokens, "out": 12,
+             "hash_ids": hash_ids, "think_time": 0.0, "api_time": 0.5}
+        )  # fmt: skip
+    return {
+        "id": f"agent-{number}",
+        "models": ["any"],
+        "block_size": WEKA_BLOCK_TOKENS,
+        "requests": requests,
+    }
+
+
+def _inference_perf_results(work: Path) -> str:
+    (file,) = (work / "results").rglob("summary_lifecycle_metrics.json")
+    results = json.loads(file.read_text())
+    succeeded, failed = results["successes"]["count"], results["failures"]["count"]
+    assert (succeeded, failed) == (9, 0), f"{succeeded} requests succeeded, {failed} failed"
+    return f"{succeeded} requests of 3 agents"
+
+
+def _mini_swe_agent(target: Target, work: Path) -> list[str]:
+    (work / "notes.txt").write_text("Two paths lead from the storage to the engines.\n")
+    grammar = {"structured_outputs": {"regex": AGENT_GRAMMAR}}
+    settings = [
+        f"model.model_kwargs.api_base={target.url}/v1",
+        "model.model_kwargs.api_key=none",
+        "model.model_kwargs.temperature=1.0",
+        "model.model_kwargs.max_tokens=200",
+        f"model.model_kwargs.extra_body={json.dumps(grammar)}",
+        f"agent.step_limit={AGENT_STEPS}",
+    ]
+    named = [argument for setting in settings for argument in ("-c", setting)]
+    return [
+        "mini", "--model", f"hosted_vllm/{target.model}", "--yolo", "--exit-immediately",
+        "--task", "Count the lines of notes.txt.", "--output", str(work / "trajectory.json"),
+        "-c", "mini.yaml", *named,
+    ]  # fmt: skip
+
+
+def _trajectory(work: Path) -> str:
+    trajectory = json.loads((work / "trajectory.json").read_text())
+    ended = trajectory["info"]["exit_status"]
+    assert ended == "LimitsExceeded", ended
+    steps = trajectory["info"]["model_stats"]["api_calls"]
+    seen = [each for each in trajectory["messages"] if each["role"] == "tool"]
+    ran = sum('"returncode": 0' in each["content"] for each in seen)
+    assert (steps, ran) == (AGENT_STEPS, AGENT_STEPS), f"{ran} commands run in {steps} steps"
+    return f"{steps} steps, each of which ran a command"
+
+
+#: LiteLLM else asks the network for prices at every start.
+_OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+
+CLIENTS = (
+    Client(Package("openai", "3.52.0"), _script("openai_chat.py"), _last_line),
+    Client(Package("litellm", "1.106.2"), _script("litellm_chat.py"), _last_line, _OFFLINE),
+    Client(Package("aiperf", "0.13.0"), _aiperf, _aiperf_results),
+    Client(
+        Package("inference-perf", "0.7.0", asks_for_newer=True),
+        _inference_perf,
+        _inference_perf_results,
+    ),
+    Client(
+        Package("mini-swe-agent", "2.4.6", beside=("litellm==1.106.2", "mcp")),
+        _mini_swe_agent,
+        _trajectory,
+        {**_OFFLINE, "MSWEA_CONFIGURED": "1", "MSWEA_COST_TRACKING": "ignore_errors"},
+    ),
+)

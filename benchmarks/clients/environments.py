@@ -1,0 +1,83 @@
+"""A virtual environment of its own for every client, so that none meets another's dependencies."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+#: Read by pip alone; uv is told what pip would use.
+_FIND_LINKS = "PIP_FIND_LINKS"
+
+
+class Package(NamedTuple):
+    """A client on a package index.
+
+    ``python`` is the oldest Python that its code runs on, which ``asks_for_newer`` says is older
+    than the one it asks for; ``beside`` are packages that it imports without asking for them.
+    """
+
+    name: str
+    version: str
+    python: tuple[int, int] = (3, 10)
+    asks_for_newer: bool = False
+    beside: tuple[str, ...] = ()
+
+
+class NotRunnable(Exception):
+    """A client that cannot be run on this machine, and why."""
+
+
+def environment(package: Package, folder: Path) -> Path:
+    """Return the folder of the programs of ``package``, installed on the first call.
+
+    Raises ``NotRunnable`` without a Python that is new enough, and ``CalledProcessError`` if the
+    package cannot be installed.
+    """
+    place = folder / package.name
+    stamp = place / f".{package.version}"
+    if not stamp.exists():
+        _uv("venv", "--quiet", "--clear", "--python", _interpreter(package), str(place))
+        _install(package, place / "bin" / "python")
+        stamp.touch()
+    return place / "bin"
+
+
+def _interpreter(package: Package) -> str:
+    if sys.version_info >= package.python:
+        return sys.executable
+    wanted = ".".join(map(str, package.python))
+    found = _uv("python", "find", "--no-python-downloads", f">={wanted}", check=False)
+    if found.returncode:
+        raise NotRunnable(f"needs Python {wanted}, which is not installed")
+    return found.stdout.strip()
+
+
+def _install(package: Package, python: Path) -> None:
+    into = ("pip", "install", "--quiet", "--python", str(python))
+    client = f"{package.name}=={package.version}"
+    if not package.asks_for_newer:
+        _uv(*into, client, *package.beside)
+        return
+    # uv cannot be told to install on an older Python, pip can; it would then choose dependencies
+    # for the newer one as well, so that uv installs those.
+    _uv(*into, "pip")
+    pip = (str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-requires-python")
+    subprocess.run([*pip, client], check=True)
+    read = f"import importlib.metadata as m; print('\\n'.join(m.requires({package.name!r}) or []))"
+    listed = subprocess.run([str(python), "-c", read], check=True, capture_output=True, text=True)
+    needed = [line for line in listed.stdout.splitlines() if not re.search(r";.*\bextra\b", line)]
+    _uv(*into, *needed, *package.beside)
+
+
+def _uv(*arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
+    variables = dict(os.environ)
+    if links := variables.get(_FIND_LINKS):
+        variables.setdefault("UV_FIND_LINKS", ",".join(shlex.split(links)))
+    command = [sys.executable, "-m", "uv", *arguments]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
+    return done

@@ -1,0 +1,134 @@
+"""Run real clients, unchanged, against a small cluster: `make clients`.
+
+Installs every client in an environment of its own, starts 1P1D with a tiny random model, runs the
+clients one after the other and says for each what the router saw of it.  The exit code is 1 if one
+failed; one that this machine cannot run is named with the reason.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from clients import CLIENTS, Client, Target
+from environments import NotRunnable, environment
+
+MODEL = "tiny"
+
+#: The engines' context; agents' system prompts are long in a vocabulary of 512 tokens.
+MAX_MODEL_LEN = 16384
+
+_START_S = 300
+_CLIENT_S = 300
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[Target]:
+    """Serve the tiny model with a tool parser until the block ends."""
+    dualpath = [sys.executable, "-m", "dualpath.cli.main"]
+    made = subprocess.run([*dualpath, "model", "tiny-qwen2"], check=True, capture_output=True)
+    model = made.stdout.decode().split()[-1]
+    command = [
+        *dualpath, "serve", model, "--served-model-name", MODEL, "--port", "0",
+        "--storage", str(folder / "storage"), "--log-dir", str(folder / "logs"),
+        "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--hbm-mib", "256",
+        "--vllm-args", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+    ]  # fmt: skip
+    print(shlex.join(["dualpath", *command[3:]]), flush=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        yield Target(_endpoint(process), MODEL, Path(model), folder)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def _endpoint(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    end_s = time.monotonic() + _START_S
+    for line in process.stdout:
+        words = line.split()
+        if "endpoint" in words and words[words.index("endpoint") + 1].startswith("http"):
+            return words[words.index("endpoint") + 1].removesuffix("/v1")
+        if time.monotonic() > end_s:
+            break
+    raise SystemExit("the cluster did not start; its last words are above")
+
+
+def counters(url: str) -> dict[str, float]:
+    """Return the totals of the router's status page."""
+    with urllib.request.urlopen(f"{url}/dualpath/v1/status", timeout=30) as response:
+        totals: dict[str, float] = json.load(response)["counters"]
+    return totals
+
+
+def run(client: Client, target: Target, environments: Path) -> str:
+    """Run one client; return what the router saw of it.
+
+    Raises ``NotRunnable``, ``CalledProcessError``, ``TimeoutExpired`` or, if the client's own
+    results say that requests failed, ``AssertionError``.
+    """
+    programs = environment(client.package, environments)
+    work = target.folder / client.package.name
+    work.mkdir()
+    command = client.command(target, work)
+    print(f"\n{client.package.name} {client.package.version}\n$ {shlex.join(command)}", flush=True)
+    before = counters(target.url)
+    variables = {**os.environ, **client.variables}
+    with (work / "output.log").open("w") as output:
+        subprocess.run(
+            [str(programs / command[0]), *command[1:]],
+            env=variables, cwd=work, stdout=output, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, timeout=_CLIENT_S, check=True,
+        )  # fmt: skip
+    said = client.check(work)
+    after = counters(target.url)
+    prompt, hit = (int(after[name] - before[name]) for name in ("prompt_tokens", "hit_tokens"))
+    assert prompt > 0, "the router saw no request"
+    return f"{said}; {prompt} prompt tokens, {hit} of them loaded"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the named clients, all without names; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = [client.package.name for client in CLIENTS]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(names)}")
+    parser.add_argument("--environments", type=Path, required=True, help="where clients live")
+    chosen = parser.parse_args(arguments)
+    unknown = set(chosen.names) - set(names)
+    if unknown:
+        parser.error(f"unknown client {', '.join(unknown)}; known: {', '.join(names)}")
+    # An orderly end takes the cluster along.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    outcomes: dict[str, str] = {}
+    failed = False
+    with tempfile.TemporaryDirectory() as folder, cluster(Path(folder)) as target:
+        for client in CLIENTS:
+            name = client.package.name
+            if chosen.names and name not in chosen.names:
+                continue
+            try:
+                outcomes[name] = f"ok: {run(client, target, chosen.environments.absolute())}"
+            except NotRunnable as reason:
+                outcomes[name] = f"not run: {reason}"
+            except (subprocess.SubprocessError, AssertionError) as error:
+                failed = True
+                outcomes[name] = f"FAILED: {error}"
+                log = target.folder / name / "output.log"
+                print(log.read_text()[-4000:] if log.exists() else getattr(error, "stderr", ""))
+            print(outcomes[name], flush=True)
+    print("\n" + "\n".join(f"{name:16} {outcome}" for name, outcome in outcomes.items()))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

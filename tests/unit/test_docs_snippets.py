@@ -1,0 +1,159 @@
+"""What the documentation tells a reader to type is accepted, and run where that is cheap.
+
+Each console and Python block of README.md and docs/ is run in a folder with a small cluster, model
+and trace, or says in a comment above it why not. Blocks that are not run are still checked: Python
+compiles, `dualpath` commands are parsed by the real parsers, `make` targets and scripts exist.
+"""
+
+import argparse
+import importlib
+import lzma
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.docs_blocks import PAGES, ROOT, Block, blocks, commands, marks
+
+from dualpath.cli.main import SUBCOMMANDS, main
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+CONSOLE = [block for block in BLOCKS if block.language in ("console", "bash", "sh", "shell")]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+
+#: Subcommands that end by themselves and write nothing outside the working directory.
+SAFE = {"table1", "bounds", "workingset", "simulate", "plan", "qos", "config"}
+
+#: Words that stand for a reader's own numbers.
+NUMBERS = {"ALPHA": "1", "BETA": "1"}
+
+TRACE = '{"session_id": "a", "rounds": [[2000, 60], [300, 80]]}\n'
+
+
+def place(block: Block) -> str:
+    return block.place
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with the files that the pages speak of."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("trace.jsonl", "t.jsonl"):
+        Path(name).write_text(TRACE)
+    cluster = next(b for b in BLOCKS if b.page.name == "simulate.md" and b.language == "toml")
+    Path("c.toml").write_text(cluster.text)
+    shutil.copy(ROOT / "benchmarks" / "demo_prediction" / "costs.toml", "costs.toml")
+    log = ROOT / "tests" / "parity" / "recorded" / "dualpath.jsonl.xz"
+    Path("events.jsonl").write_bytes(lzma.decompress(log.read_bytes()))
+    return tmp_path
+
+
+def subparser(name: str) -> argparse.ArgumentParser:
+    """The real parser of a subcommand."""
+    assert name in [known for known, _ in SUBCOMMANDS], f"no subcommand {name!r}"
+    subparsers = argparse.ArgumentParser(prog="dualpath").add_subparsers()
+    importlib.import_module(f"dualpath.cli.{name}").add_parser(subparsers)
+    return subparsers.choices[name]
+
+
+def refused(words: list[str]) -> bool:
+    """Whether the parser of a `dualpath` command refuses its arguments."""
+    try:
+        subparser(words[1]).parse_args([NUMBERS.get(word, word) for word in words[2:]])
+    except SystemExit as error:
+        return error.code != 0
+    return False
+
+
+def check(words: list[str]) -> None:
+    """Fail if the command could not be started as it is written."""
+    if words[0] == "dualpath":
+        assert not refused(words), f"refused: {' '.join(words)}"
+    if words[0] == "make":
+        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        for target in words[1:]:
+            assert "=" in target or re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    if words[0].endswith("python"):
+        for script in (word for word in words[1:2] if word.endswith(".py")):
+            assert (ROOT / script).exists(), script
+
+
+def run_python(text: str, block: Block) -> None:
+    exec(compile(text, block.place, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("block", CONSOLE, ids=place)
+def test_commands_are_accepted(block):
+    found = commands(block)
+    assert found, "no command: in a console block begin commands with '$ '"
+    for words in found:
+        check(words)
+
+
+@pytest.mark.parametrize("block", [b for b in CONSOLE if not b.not_run], ids=place)
+def test_commands_run(block, folder, capsys):
+    for words in commands(block):
+        if words[:2] == ["python", "-c"]:
+            run_python(words[2], block)
+            continue
+        assert words[0] == "dualpath", f"say above the block why {words[0]!r} is not run"
+        safe = words[1] in SAFE or {"--dry-run", "--help"} & set(words)
+        assert safe, f"say above the block why 'dualpath {words[1]}' is not run"
+        assert main([*words[1:], *block.run_with.split()]) == 0
+        assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=place)
+def test_python_compiles(block):
+    compile(block.text, block.place, "exec")
+
+
+@pytest.mark.parametrize("block", [b for b in PYTHON if not b.not_run], ids=place)
+def test_python_runs(block, folder, capsys):
+    run_python(block.text, block)
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_mark_stands_right_above_a_block(page):
+    marked = [block for block in blocks(page) if block.not_run or block.run_with]
+    assert len(marked) == marks(page)
+
+
+def option_names(parser, words):
+    """Options of a parser and of its subcommands that ``words`` name; of all where a word stands
+    for any of them.
+    """
+    yield from parser._option_string_actions
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            named = [child for name, child in action.choices.items() if name in words]
+            for child in named or action.choices.values():
+                yield from option_names(child, words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_named_in_the_text_exist_with_their_options(page):
+    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for span in re.findall(r"`dualpath ([^`]+)`", prose):
+        name, *rest = span.split()
+        if name == "SUBCOMMAND":
+            continue
+        options = {word.partition("=")[0] for word in rest if word.startswith("--")}
+        assert options <= set(option_names(subparser(name), rest)), span
+
+
+def test_a_command_goes_on_after_a_backslash_and_inside_quotes():
+    text = "$ one --a \\\n  b  # why\noutput\n$ two '{\n  \"c\": 1}' && three\n"
+    block = Block(page=ROOT, line=1, language="console", text=text)
+    assert commands(block) == [["one", "--a", "b"], ["two", '{\n  "c": 1}'], ["three"]]
+
+
+def test_every_line_of_a_shell_block_is_a_command():
+    block = Block(page=ROOT, line=1, language="bash", text="# first\none --a\n\ntwo\n")
+    assert commands(block) == [["one", "--a"], ["two"]]
+
+
+def test_an_unknown_option_is_refused():
+    assert refused(["dualpath", "bounds", "--no-such-option"])
+    assert not refused(["dualpath", "bounds", "--nodes", "2P4D"])
