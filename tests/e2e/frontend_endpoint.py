@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from contextlib import closing
@@ -14,7 +15,9 @@ from vllm.v1.outputs import LogprobsLists
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.models.tiny import END_ID
+from dualpath.router.dashboard.board import Dashboard, Load
 from dualpath.router.engine_calls import TokenEvent
+from dualpath.router.metrics import RouterMetrics
 from dualpath.router.registry import Registry
 from dualpath.router.settings import RouterSettings
 from dualpath.vllm_plugin.app import make_app
@@ -45,6 +48,12 @@ class ScriptedService:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.registry = SettableRegistry()
+        self.dashboard = Dashboard(
+            self.registry,
+            RouterMetrics(self.registry, lambda: 0),
+            time.monotonic,
+            lambda: Load((), 0, 0, ()),
+        )
         self.reset()
 
     def reset(self):

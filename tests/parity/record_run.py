@@ -52,14 +52,16 @@ GUARD_S = 20.0
 class GroupedCluster(LocalCluster):
     """A local cluster whose engines are on the nodes and in the groups of ``PLACES``."""
 
-    def _spawn(self, name: str, entry: str, command: list[str], logs: Path) -> None:
+    def _spawn(
+        self, name: str, entry: str, command: list[str], logs: Path, environment: dict[str, str]
+    ) -> None:
         if name in PLACES:
             position = command.index("--kv-transfer-config") + 1
             transfer = json.loads(command[position])
             node, group = PLACES[name]
             transfer["kv_connector_extra_config"] |= {"node": node, "group": group}
             command = [*command[:position], json.dumps(transfer), *command[position + 1 :]]
-        super()._spawn(name, entry, command, logs)
+        super()._spawn(name, entry, command, logs, environment)
 
 
 def sessions(seed: int) -> list[Session]:
