@@ -19,7 +19,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 LAYERS = DEFAULT_LAYERS["deepseek_v2"]
 BLOCK_TOKENS = 16
-VLLM_ARGS = ("--compilation-config", json.dumps(MLA_COMPILATION_CONFIG))
+#: On a CPU with AMX vLLM would choose a backend that takes no float32.
+VLLM_ARGS = (
+    *("--compilation-config", json.dumps(MLA_COMPILATION_CONFIG)),
+    *("--attention-backend", "CPU_MLA"),
+)
 
 
 LONE_REQUESTS = 3
