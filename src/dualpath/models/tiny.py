@@ -9,8 +9,8 @@ depend on the whole context, so that KV read from a wrong place changes the outp
     qwen2         grouped, 4 KV heads  8       1,024 bytes
     deepseek_v2   MLA                  4       2,304 bytes (compressed KV 512 + rotary key 64)
 
-vLLM's CPU build runs `deepseek_v2` correctly only with `MLA_COMPILATION_CONFIG`, and with blocks
-of 16 tokens.
+vLLM's CPU build runs `deepseek_v2` correctly only with `MLA_COMPILATION_CONFIG`, with blocks of 16
+tokens and, on CPUs with AMX, with `--attention-backend CPU_MLA`.
 """
 
 from pathlib import Path
