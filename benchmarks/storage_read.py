@@ -18,12 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from nixl_file_reader import FileRead, NixlFileReader, open_for_reading
 
 from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
 from dualpath.storage import block_file
 from dualpath.storage.posix import DEFAULT_PARALLEL_READS, PosixStorage
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
+from dualpath.transport.raw_probe import FileRead, RawFileReader
 
 BATCH_BLOCKS = 32
 Method = Callable[[], int]
@@ -78,26 +78,16 @@ class Bench:
 
     def nixl(self, *, direct: bool) -> Method:
         """Read header and payload as one NIXL request per batch, then verify."""
-        reader = NixlFileReader(
-            f"bench-{direct}-{self.slot_bytes}", [(self.memory.address, self.memory.size_bytes)]
-        )
+        name = f"bench-{direct}-{self.slot_bytes}"
+        reader = RawFileReader(self.memory, name=name, direct=direct)
         digest = self.namespace.digest()
 
         def read_batch(batch: list[BlockKey]) -> int:
             paths = [str(self.writer.block_path(key)) for key in batch]
-            files = [open_for_reading(path, direct=direct) for path in paths]
-            try:
-                reader.read(
-                    [
-                        FileRead(
-                            file, 0, self.memory.address + i * self.slot_bytes, self.slot_bytes
-                        )
-                        for i, file in enumerate(files)
-                    ]
-                )
-            finally:
-                for file in files:
-                    os.close(file)
+            slots = [self.memory.address + i * self.slot_bytes for i in range(len(batch))]
+            reader.read(
+                [FileRead(p, slot, self.slot_bytes) for p, slot in zip(paths, slots, strict=True)]
+            )
             return sum(
                 block_file.defect(key, digest, self.headers[i], self.slots[i]) is None
                 for i, key in enumerate(batch)

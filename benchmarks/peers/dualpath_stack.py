@@ -1,20 +1,19 @@
 """DualPath's own engines as one more stack: the same vLLM and nodes, in one of its modes."""
 
 from benchmarks.peers.peer_stack import (
-    ENGINE_PORT,
     NIXL_ENVIRONMENT,
     PROXY_PORT,
     PeerProcess,
     PeerSettings,
 )
 
-from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.launch.commands import ENGINE_ENVIRONMENT, engine_command, router_command
+from dualpath.experiments.emulated_nodes import CLI_MODULE, CONTROL_PORT
+from dualpath.experiments.vllm_nodes import engine_commands
+from dualpath.launch.commands import ENGINE_ENVIRONMENT, router_command
 from dualpath.launch.settings import ClusterSettings
 from dualpath.transport.cluster_secret import SECRET_VARIABLE, new_secret
 
-CONTROL_PORT = 5700
 #: α of Algorithm 1 is what a node reads in 3 s (§A.4).
 ALPHA_S = 3.0
 
@@ -35,7 +34,7 @@ class DualPathStack:
             **common,
             **{k: v for k, v in NIXL_ENVIRONMENT.items() if not k.startswith("PEER_")},
         }
-        router = (settings.python, "-m", "dualpath.cli.main")
+        router = (settings.python, "-m", CLI_MODULE)
         found = [
             PeerProcess(
                 name="router",
@@ -44,26 +43,16 @@ class DualPathStack:
                 environment=common,
             )
         ]
-        for role, nodes in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
-            for index, node in enumerate(nodes):
-                command = engine_command(
-                    cluster,
-                    role,
-                    index,
-                    ENGINE_PORT,
-                    CONTROL_PORT,
-                    host=node.address,
-                    router_host=settings.head.address,
-                )
-                module = (settings.python, "-m", "vllm.entrypoints.openai.api_server")
-                found.append(
-                    PeerProcess(
-                        name=node.name,
-                        node=node,
-                        argv=(*module, *command),
-                        environment=environment,
-                    )
-                )
+        nodes = (*settings.prefill, *settings.decode)
+        found += [
+            PeerProcess(
+                name=node.name,
+                node=node,
+                argv=(settings.python, *command),
+                environment=environment,
+            )
+            for node, command in engine_commands(cluster, nodes, settings.head)
+        ]
         return found
 
     def _cluster(self, settings: PeerSettings) -> ClusterSettings:

@@ -15,8 +15,8 @@ from tests.e2e.test_lab_network import surroundings
 
 from dualpath.core.errors import ConfigError, EngineLostError
 from dualpath.core.modes import Mode
-from dualpath.experiments.emulated_nodes import EmulatedNodes
-from dualpath.experiments.jct import EmulatedEngines, JctSettings, measure_jct
+from dualpath.experiments.emulated_nodes import EmulatedEngines, EmulatedNodes
+from dualpath.experiments.jct import JctSettings, measure_jct
 from dualpath.experiments.report import write_experiment
 from dualpath.experiments.runs import Rig
 from dualpath.experiments.workload import WindowSettings, windows

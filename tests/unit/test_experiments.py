@@ -300,9 +300,8 @@ def test_the_simulator_is_told_what_the_lab_has() -> None:
 def test_a_prediction_is_the_simulators_last_answer() -> None:
     nodes = EmulatedNodes()
     agents: list[Window] = windows(WindowSettings(agents=6, turns=2))
-    told = job(1.0, 1.0, 1.0)
-    basic = predicted_jct_s(nodes, told, Mode.BASIC, agents)
-    dualpath = predicted_jct_s(nodes, told, Mode.DUALPATH, agents)
+    basic = predicted_jct_s(nodes, LAB, Mode.BASIC, agents)
+    dualpath = predicted_jct_s(nodes, LAB, Mode.DUALPATH, agents)
     assert 2.0 < basic / dualpath < 3.2
     result = simulate(simulated_setup(nodes, LAB, Mode.BASIC), agent_table(agents, 64))
     assert basic == result.turns.finished_ns.max() / 1e9

@@ -43,6 +43,15 @@ def load_model_costs(
     return model_costs(geometry, load_gpu(gpu), cluster)
 
 
+def single_engine_costs(name_or_path: str | Path, gpu: str | Path) -> ModelCosts:
+    """Return the costs of one engine for itself: without lock-step no other engine matters.
+
+    Takes and raises what ``load_model_costs`` does.
+    """
+    alone = ClusterSettings(prefill_nodes=1, decode_nodes=1, gpus_per_node=1, lockstep=False)
+    return load_model_costs(name_or_path, gpu, alone)
+
+
 def model_costs(geometry: ModelGeometry, gpu: GpuRates, cluster: ClusterSettings) -> ModelCosts:
     """Return the costs that geometry and rates give; the PEs and DEs of a group share experts."""
     prefill = _prefill_costs(geometry, gpu, cluster)

@@ -49,6 +49,24 @@ def scaled(unit: float) -> Callable[[Any], Any]:
     return lambda value: value * unit
 
 
+MIB = 1 << 20
+
+#: What every router has a flag for, `dualpath router` and `dualpath emulate router` alike.
+ROUTER_FLAGS = (
+    Flag("mode", ROUTER, "mode"),
+    Flag("api_key", ROUTER, "api_keys"),
+    Flag("cluster_secret_file", ROUTER, "cluster_secret_file"),
+    Flag("max_body_mib", ROUTER, "max_body_bytes", scaled(MIB)),
+    Flag("max_prompt_tokens", ROUTER, "max_prompt_tokens"),
+    Flag("max_concurrent_requests", ROUTER, "max_concurrent_requests"),
+    Flag("max_waiting_requests", ROUTER, "max_waiting_requests"),
+    Flag("alpha_tokens", ROUTER, "alpha_tokens"),
+    Flag("beta_tokens", ROUTER, "beta_tokens"),
+    Flag("event_log", ROUTER, "event_log"),
+    Flag("otlp_traces_endpoint", ROUTER, "otlp_traces_endpoint"),
+)
+
+
 def schema() -> Schema:
     """Return the sections of a settings file and what each may hold."""
     from dualpath.emulated.settings import EmulatedOptions

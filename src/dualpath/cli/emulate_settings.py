@@ -10,7 +10,9 @@ import msgspec
 from dualpath.cli.configuration import (
     EMULATED,
     ENGINE,
+    MIB,
     ROUTER,
+    ROUTER_FLAGS,
     Configuration,
     Flag,
     configuration,
@@ -26,24 +28,9 @@ if TYPE_CHECKING:
     from dualpath.router.settings import RouterSettings
     from dualpath.sim.settings import ModelCosts
 
-MIB = 1 << 20
-
 _HTTP_FLAGS = (Flag("host", EMULATED, "host"), Flag("port", EMULATED, "port"))
 
-_ROUTER_FLAGS = (
-    *_HTTP_FLAGS,
-    Flag("mode", ROUTER, "mode"),
-    Flag("api_key", ROUTER, "api_keys"),
-    Flag("cluster_secret_file", ROUTER, "cluster_secret_file"),
-    Flag("max_body_mib", ROUTER, "max_body_bytes", scaled(MIB)),
-    Flag("max_prompt_tokens", ROUTER, "max_prompt_tokens"),
-    Flag("max_concurrent_requests", ROUTER, "max_concurrent_requests"),
-    Flag("max_waiting_requests", ROUTER, "max_waiting_requests"),
-    Flag("alpha_tokens", ROUTER, "alpha_tokens"),
-    Flag("beta_tokens", ROUTER, "beta_tokens"),
-    Flag("event_log", ROUTER, "event_log"),
-    Flag("otlp_traces_endpoint", ROUTER, "otlp_traces_endpoint"),
-)
+_ROUTER_FLAGS = (*_HTTP_FLAGS, *ROUTER_FLAGS)
 
 _ENGINE_FLAGS = (
     *_HTTP_FLAGS,
@@ -119,6 +106,7 @@ def router_settings(args: argparse.Namespace) -> "RouterSettings":
 
 def emulated_settings(args: argparse.Namespace) -> "EmulatedSettings":
     """Return an engine's settings; raises ``ConfigError``."""
+    from dualpath.catalog.costs import single_engine_costs
     from dualpath.emulated.settings import EmulatedOptions, EmulatedSettings
     from dualpath.engine.settings import EngineSettings
 
@@ -130,7 +118,7 @@ def emulated_settings(args: argparse.Namespace) -> "EmulatedSettings":
             f"--model is missing; a {args.role} engine needs it, as a flag, as "
             "DUALPATH_EMULATED_MODEL or as model in [emulated] of a --config file"
         )
-    costs = _costs(options)
+    costs = single_engine_costs(options.model, options.gpu)
     settings = EmulatedSettings(
         engine=engine,
         geometry=_geometry(options, costs),
@@ -158,15 +146,6 @@ def _control_address(address: str) -> tuple[str, int]:
     if port is None or control.scheme != "tcp" or not control.hostname:
         raise ConfigError(f"--control {address!r}: use the form tcp://host:port")
     return control.hostname, port
-
-
-def _costs(options: "EmulatedOptions") -> "ModelCosts":
-    from dualpath.catalog.costs import load_model_costs
-    from dualpath.sim.settings import ClusterSettings
-
-    # One engine for itself: without lock-step the size of the cluster does not matter.
-    alone = ClusterSettings(prefill_nodes=1, decode_nodes=1, gpus_per_node=1, lockstep=False)
-    return load_model_costs(options.model, options.gpu, alone)
 
 
 def _geometry(options: "EmulatedOptions", costs: "ModelCosts") -> "BlockGeometry":

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from dualpath.cli.configuration import (
     ENDPOINT,
     ROUTER,
+    ROUTER_FLAGS,
     Configuration,
     Flag,
     configuration,
     make_configurable,
-    scaled,
 )
 from dualpath.cli.security_arguments import add_client_arguments, add_secret_argument
 from dualpath.core.modes import Mode
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from dualpath.router.settings import RouterSettings
     from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
 
-MIB = 1 << 20
 
 _SERVER_EXAMPLE = """\
 Arguments after --vllm-args go to vLLM's own front end verbatim, for instance
@@ -132,21 +131,11 @@ _FLAGS = (
     Flag("vllm_args", ENDPOINT, "vllm_arguments"),
     Flag("control_host", ROUTER, "control_host"),
     Flag("control_port", ROUTER, "control_port"),
-    Flag("api_key", ROUTER, "api_keys"),
-    Flag("cluster_secret_file", ROUTER, "cluster_secret_file"),
-    Flag("max_body_mib", ROUTER, "max_body_bytes", scaled(MIB)),
-    Flag("max_prompt_tokens", ROUTER, "max_prompt_tokens"),
+    *ROUTER_FLAGS,
     Flag("max_samples", ROUTER, "max_samples"),
-    Flag("max_concurrent_requests", ROUTER, "max_concurrent_requests"),
-    Flag("max_waiting_requests", ROUTER, "max_waiting_requests"),
-    Flag("mode", ROUTER, "mode"),
-    Flag("alpha_tokens", ROUTER, "alpha_tokens"),
-    Flag("beta_tokens", ROUTER, "beta_tokens"),
     Flag("read_deadline_s", ROUTER, "read_deadline_s"),
     Flag("engine_wait_s", ROUTER, "engine_wait_s"),
     Flag("request_deadline_s", ROUTER, "request_deadline_s"),
-    Flag("event_log", ROUTER, "event_log"),
-    Flag("otlp_traces_endpoint", ROUTER, "otlp_traces_endpoint"),
 )
 
 

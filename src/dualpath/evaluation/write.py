@@ -12,6 +12,7 @@ from dualpath.evaluation.drawing import png
 from dualpath.evaluation.page import html_page
 from dualpath.evaluation.report import FigureReport
 
+#: Fewer than those in which the order of a summation shows, which differs between machines.
 _JSON_DIGITS = 10
 
 
@@ -61,17 +62,19 @@ def as_json(report: FigureReport) -> bytes:
         }
         for one in report.compared
     ]
-    return msgspec.json.format(msgspec.json.encode(_rounded(content)), indent=1) + b"\n"
+    return (
+        msgspec.json.format(msgspec.json.encode(rounded(content, _JSON_DIGITS)), indent=1) + b"\n"
+    )
 
 
-def _rounded(value: object) -> object:
-    """Drop the digits in which the order of a summation shows, which differs between machines."""
+def rounded(value: object, digits: int) -> object:
+    """Return plain data whose numbers have ``digits`` significant digits."""
     if isinstance(value, float):
-        return float(f"{value:.{_JSON_DIGITS}g}")
+        return float(f"{value:.{digits}g}")
     if isinstance(value, dict):
-        return {key: _rounded(one) for key, one in value.items()}
+        return {key: rounded(one, digits) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(one) for one in value]
+        return [rounded(one, digits) for one in value]
     return value
 
 

@@ -9,11 +9,11 @@ from dualpath.core.modes import Mode
 from dualpath.evaluation.report import Panel, Series, Table
 from dualpath.experiments.emulated_nodes import EmulatedNodes, simulated_setup
 from dualpath.experiments.jct import JctSettings, agents_of, jobs_of, setting_lines
-from dualpath.experiments.jct_report import Job
 from dualpath.experiments.machine_load import BUSY_LIMIT
 from dualpath.experiments.report import ExperimentReport
 from dualpath.experiments.run_lines import link_line, machine_lines
 from dualpath.experiments.workload import Window
+from dualpath.lab.settings import LabSettings
 from dualpath.sim.result import NS_PER_S
 from dualpath.sim.run import simulate
 from dualpath.workload.columns import WorkloadSettings, agents_from_rounds, rounds_of
@@ -25,9 +25,11 @@ sizes and buffers, and the very same trajectories; not what the lab adds: HTTP, 
 engines' own time, the pause of the transfer thread, late wake-ups on a shared machine."""
 
 
-def predicted_jct_s(nodes: EmulatedNodes, job: Job, mode: Mode, agents: Sequence[Window]) -> float:
-    """Return the simulator's JCT of a job in a mode."""
-    setup = simulated_setup(nodes, job.lab, mode)
+def predicted_jct_s(
+    nodes: EmulatedNodes, lab: LabSettings, mode: Mode, agents: Sequence[Window]
+) -> float:
+    """Return the simulator's JCT of agents on a lab in a mode."""
+    setup = simulated_setup(nodes, lab, mode)
     result = simulate(setup, agent_table(agents, nodes.block_tokens))
     return float(result.turns.finished_ns.max()) / NS_PER_S
 
@@ -53,7 +55,7 @@ def compare_with_simulator(
         for mode in job.runs:
             measured_s = job.jct_s(mode)
             assert measured_s is not None
-            predicted_s = predicted_jct_s(settings.nodes, job, mode, job.agents)
+            predicted_s = predicted_jct_s(settings.nodes, job.lab, mode, job.agents)
             series["measured"].append(measured_s)
             series["simulated"].append(predicted_s)
             errors.append(predicted_s / measured_s - 1)

@@ -4,7 +4,7 @@ from typing import TypeVar
 
 import msgspec
 
-from dualpath.catalog.costs import load_model_costs
+from dualpath.catalog.costs import single_engine_costs
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
@@ -91,8 +91,7 @@ def simulated_setup(nodes: EmulatedNodes, lab: LabSettings, mode: Mode) -> Setup
 
 def scaled_costs(nodes: EmulatedNodes) -> ModelCosts:
     """Return the costs of the emulated engines: the model's, ``speedup`` times as fast."""
-    alone = ClusterSettings(prefill_nodes=1, decode_nodes=1, gpus_per_node=1, lockstep=False)
-    costs = load_model_costs(nodes.model, nodes.gpu, alone)
+    costs = single_engine_costs(nodes.model, nodes.gpu)
     return msgspec.structs.replace(
         costs,
         layers=nodes.layers,
@@ -103,24 +102,30 @@ def scaled_costs(nodes: EmulatedNodes) -> ModelCosts:
     )
 
 
-def start_emulated(
-    nodes: EmulatedNodes, state: LabState, processes: NodeProcesses, mode: Mode, storage: str
-) -> str:
-    """Start router and engines; return the endpoint.  Engines are called as their nodes."""
-    derived = limits(simulated_setup(nodes, state.settings, mode))
-    head = lab_head(state)
-    control = f"tcp://{head.address}:{CONTROL_PORT}"
-    router = [
-        *("emulate", "router", "--host", head.address, "--port", str(ROUTER_PORT)),
-        *("--control", control, "--mode", mode.value),
-        *("--alpha-tokens", str(derived.alpha_tokens)),
-        *("--beta-tokens", str(derived.beta_tokens)),
-    ]
-    processes.start_module("router", head, CLI_MODULE, router)
-    for node in lab_nodes(state):
-        arguments = _engine_arguments(nodes, state, node, mode, storage, control)
-        processes.start_module(node.name, node, CLI_MODULE, arguments)
-    return f"http://{head.address}:{ROUTER_PORT}"
+class EmulatedEngines:
+    """Emulated engines as a kind of engines for a rig."""
+
+    verifies = True
+
+    def __init__(self, nodes: EmulatedNodes) -> None:
+        self._nodes = nodes
+
+    def start(self, state: LabState, processes: NodeProcesses, mode: Mode, storage: str) -> str:
+        """Start router and engines; return the endpoint.  Engines are called as their nodes."""
+        derived = limits(simulated_setup(self._nodes, state.settings, mode))
+        head = lab_head(state)
+        control = f"tcp://{head.address}:{CONTROL_PORT}"
+        router = [
+            *("emulate", "router", "--host", head.address, "--port", str(ROUTER_PORT)),
+            *("--control", control, "--mode", mode.value),
+            *("--alpha-tokens", str(derived.alpha_tokens)),
+            *("--beta-tokens", str(derived.beta_tokens)),
+        ]
+        processes.start_module("router", head, CLI_MODULE, router)
+        for node in lab_nodes(state):
+            arguments = _engine_arguments(self._nodes, state, node, mode, storage, control)
+            processes.start_module(node.name, node, CLI_MODULE, arguments)
+        return f"http://{head.address}:{ROUTER_PORT}"
 
 
 def _engine_arguments(

@@ -1,6 +1,5 @@
 """What the processes of the isolation experiment are told and tell: a JSON document per line."""
 
-import ctypes
 import os
 import signal
 import sys
@@ -8,9 +7,9 @@ from typing import TypeVar
 
 import msgspec
 
+from dualpath.launch.process import die_with_parent
 from dualpath.transport.contract import AgentInfo
 
-_PR_SET_PDEATHSIG = 1
 _Message = TypeVar("_Message")
 
 
@@ -82,7 +81,7 @@ class BulkChecked(msgspec.Struct, frozen=True):
 
 def begin(arguments: type[_Message]) -> _Message:
     """Return the arguments of this process, which from here on dies with its parent."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     if os.getppid() == 1:
         sys.exit("the process that started this one is gone")
     return msgspec.json.decode(sys.argv[1], type=arguments)

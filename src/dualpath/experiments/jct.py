@@ -7,14 +7,12 @@ import msgspec
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.experiments.emulated_nodes import EmulatedNodes, start_emulated
+from dualpath.experiments.emulated_nodes import EmulatedEngines, EmulatedNodes
 from dualpath.experiments.jct_report import IDEAL_SHARE, REAL_IDEAL_SHARE, Job, jct_report
-from dualpath.experiments.node_process import NodeProcesses
 from dualpath.experiments.report import ExperimentReport
 from dualpath.experiments.runs import Engines, Measured, Rig
 from dualpath.experiments.vllm_nodes import VllmEngines, VllmNodes
 from dualpath.experiments.workload import WindowSettings, windows
-from dualpath.lab.cluster import LabState
 from dualpath.lab.settings import LabSettings, parse_shape
 from dualpath.workload.options import ReplayOptions
 
@@ -73,19 +71,6 @@ class JctSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def engines(self) -> Engines:
         """The kind of engines."""
         return EmulatedEngines(self.nodes) if self.vllm is None else VllmEngines(self.vllm)
-
-
-class EmulatedEngines:
-    """Emulated engines as a kind of engines for a rig."""
-
-    verifies = True
-
-    def __init__(self, nodes: EmulatedNodes) -> None:
-        self._nodes = nodes
-
-    def start(self, state: LabState, processes: NodeProcesses, mode: Mode, storage: str) -> str:
-        """Start router and engines; return the endpoint."""
-        return start_emulated(self._nodes, state, processes, mode, storage)
 
 
 def measure_jct(

@@ -1,7 +1,7 @@
 """The report on job completion times: ratios, use of links, balance, targets."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -38,7 +38,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """Median over repetitions."""
         return self.median(mode, lambda run: run.jct_s)
 
-    def median(self, mode: Mode, of: Any) -> float | None:  # noqa: ANN401 - a key function
+    def median(self, mode: Mode, of: Callable[[Measured], float]) -> float | None:
         """Return the median of something over a mode's runs; None without runs."""
         runs = self.runs.get(mode)
         return statistics.median(of(run) for run in runs) if runs else None

@@ -18,10 +18,6 @@ class BusyMeter:
     def __init__(self) -> None:
         self._before = _ticks()
 
-    def restart(self) -> None:
-        """Begin anew."""
-        self._before = _ticks()
-
     def busy(self) -> float:
         """Return the share since the beginning, 0 to 1."""
         moved = [now - then for now, then in zip(_ticks(), self._before, strict=True)]

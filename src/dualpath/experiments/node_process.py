@@ -1,12 +1,12 @@
 """Processes on the nodes of a lab: behind its links, with a log each, gone with their parent."""
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -14,13 +14,12 @@ from dualpath.core.errors import EngineLostError
 from dualpath.experiments.machine_load import process_cpu_s
 from dualpath.lab.cluster import LabState, enter_node, node_environment
 from dualpath.lab.machine import Node
+from dualpath.launch.process import die_with_parent
 from dualpath.transport.cluster_secret import SECRET_VARIABLE, new_secret
 
-_PR_SET_PDEATHSIG = 1
 _LOG_TAIL_LINES = 15
 _END_S = 20.0
 _POLL_S = 0.02
-_libc = ctypes.CDLL(None)
 
 
 class NodeProcess:
@@ -109,7 +108,7 @@ class NodeProcesses:
                     **(environment or {}),
                 },
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(die_with_parent, signal.SIGKILL),
             )
         started = NodeProcess(name, process, log)
         self._processes.append(started)
@@ -168,7 +167,3 @@ class NodeProcesses:
                 process.signal(signal.SIGKILL)
                 process.wait(_END_S)
         self._processes = []
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

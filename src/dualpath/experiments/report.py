@@ -10,6 +10,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.evaluation import markdown
 from dualpath.evaluation.drawing import png
 from dualpath.evaluation.report import Panel, Table
+from dualpath.evaluation.write import rounded
 
 _JSON_DIGITS = 6
 
@@ -112,15 +113,5 @@ def target_table(report: ExperimentReport) -> Table:
 
 def as_json(report: ExperimentReport) -> bytes:
     """Return the report as JSON, numbers rounded to what a measurement can mean."""
-    content = _rounded(msgspec.to_builtins(report))
+    content = rounded(msgspec.to_builtins(report), _JSON_DIGITS)
     return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
-
-
-def _rounded(value: object) -> object:
-    if isinstance(value, float):
-        return float(f"{value:.{_JSON_DIGITS}g}")
-    if isinstance(value, dict):
-        return {key: _rounded(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(one) for one in value]
-    return value

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -9,9 +10,16 @@ import msgspec
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.experiments.emulated_nodes import CLI_MODULE, CONTROL_PORT, MIB, ROUTER_PORT
+from dualpath.experiments.emulated_nodes import (
+    CLI_MODULE,
+    CONTROL_PORT,
+    MIB,
+    ROUTER_PORT,
+    node_role,
+)
 from dualpath.experiments.node_process import NodeProcesses
 from dualpath.lab.cluster import LabState, lab_head, lab_nodes
+from dualpath.lab.machine import Node
 from dualpath.launch.commands import ENGINE_ENVIRONMENT, engine_command, router_command
 from dualpath.launch.settings import ClusterSettings
 from dualpath.sim.settings import ClusterSettings as SimulatedCluster
@@ -72,24 +80,10 @@ class VllmEngines:
             router_command(cluster, ROUTER_PORT, CONTROL_PORT),
             ENGINE_ENVIRONMENT,
         )
-        counts = dict.fromkeys(Role, 0)
         # Shared memory would go past the links of the lab.
         environment = {**ENGINE_ENVIRONMENT, "UCX_TLS": "tcp"}
-        for node in lab_nodes(state):
-            role = Role.PREFILL if node.name.startswith("pe") else Role.DECODE
-            command = engine_command(
-                cluster,
-                role,
-                counts[role],
-                ENGINE_PORT,
-                CONTROL_PORT,
-                host=node.address,
-                router_host=head.address,
-            )
-            counts[role] += 1
-            processes.start(
-                node.name, node, (sys.executable, "-m", ENGINE_MODULE, *command), environment
-            )
+        for node, command in engine_commands(cluster, lab_nodes(state), head):
+            processes.start(node.name, node, (sys.executable, *command), environment)
         return f"http://{head.address}:{ROUTER_PORT}"
 
     def _cluster(self, state: LabState, mode: Mode, storage: str, host: str) -> ClusterSettings:
@@ -112,3 +106,26 @@ class VllmEngines:
             nixl_engine_config={"TCP_PORT_RANGE": lab.kv_ports},
             router_args=("--control-host", host),
         )
+
+
+def engine_commands(
+    cluster: ClusterSettings, nodes: Iterable[Node], head: Node
+) -> Iterator[tuple[Node, tuple[str, ...]]]:
+    """Yield every node with the arguments of Python that make an engine on it.
+
+    They find the router on ``head``, at ``CONTROL_PORT``.
+    """
+    counts = dict.fromkeys(Role, 0)
+    for node in nodes:
+        role = node_role(node)
+        command = engine_command(
+            cluster,
+            role,
+            counts[role],
+            ENGINE_PORT,
+            CONTROL_PORT,
+            host=node.address,
+            router_host=head.address,
+        )
+        counts[role] += 1
+        yield node, ("-m", ENGINE_MODULE, *command)

@@ -29,6 +29,8 @@ _PRELOADED = [
     "dualpath.vllm_plugin.router_process",
 ]
 _PR_SET_PDEATHSIG = 1
+#: Opened once: between fork and exec nothing may be loaded.
+_libc = ctypes.CDLL(None)
 _LOG_TAIL_LINES = 15
 _POLL_S = 0.02
 
@@ -134,10 +136,15 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
+def die_with_parent(number: int) -> None:
+    """Let this process get a signal when the one that started it ends, however it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number)
+
+
 def _main(entry: str, command: list[str], log: str, environment: dict[str, str]) -> None:
     """Entry point in the new process; behaves as if the command had been typed."""
     os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

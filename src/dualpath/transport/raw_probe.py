@@ -1,4 +1,4 @@
-"""NIXL without dualpath: the yardsticks of ``experiments.data_plane``, used nowhere else.
+"""NIXL without dualpath: the yardsticks of ``experiments.data_plane``, and of benchmarks.
 
 ``RawFileReader`` reads files through the POSIX plugin (libaio); ``RawAgent`` moves pieces between
 two agents through UCX.  Both do as little in Python as NIXL's API allows.
@@ -34,11 +34,17 @@ class FileRead(msgspec.Struct, frozen=True):
 
 
 class RawFileReader:
-    """An agent with NIXL's POSIX plugin, for direct reads into ``memory``."""
+    """An agent with NIXL's POSIX plugin, for reads into ``memory``, past the cache if ``direct``.
 
-    def __init__(self, memory: RegisteredMemory) -> None:
+    ``name`` tells agents of one process apart.  Not for concurrent use.
+    """
+
+    def __init__(
+        self, memory: RegisteredMemory, *, name: str = "raw-file-reader", direct: bool = True
+    ) -> None:
         self._errors = nixl_errors(load_nixl())
-        self._name = "raw-file-reader"
+        self._name = name
+        self._flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
         self._nixl: Any = open_agent(self._name, progress_delay_us=None)
         self._nixl.create_backend("POSIX", {"use_aio": "true"})
         self._memory = self._nixl.register_memory(
@@ -47,7 +53,7 @@ class RawFileReader:
 
     def read(self, reads: Sequence[FileRead]) -> None:
         """Perform all reads as one request; raises ``StorageError`` if one fails or is short."""
-        files = [os.open(r.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC) for r in reads]
+        files = [os.open(r.path, self._flags) for r in reads]
         try:
             self._read(reads, files)
         except self._errors as error:
