@@ -263,9 +263,9 @@ def _rates(folder: Path, basic: ReplayResult) -> Rates:
 
 
 def _covered_s(events: Iterable[dict[str, Any]], track: str) -> float:
-    """Return for how long at least one event of a track was under way."""
+    """Return for how long at least one event of a track was under way; " 1" … are parts of it."""
     covered, until = 0.0, 0.0
-    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == track)
+    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"].split(" ")[0] == track)
     for start, end in spans:
         covered += max(end - max(start, until), 0.0)
         until = max(until, end)

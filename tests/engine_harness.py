@@ -89,7 +89,7 @@ class ToyEngine:
         layer_buffers: int = 0,
         mode: Mode = Mode.DUALPATH,
         trace_out: str = "",
-        read_batch_blocks: int = 2,
+        parallel_reads: int = 2,
     ) -> None:
         self.regions = layer_buffers or GEOMETRY.layers
         size = GEOMETRY.layer_block_bytes
@@ -121,7 +121,7 @@ class ToyEngine:
             staging_blocks=4,
             layer_buffers=layer_buffers,
             trace_out=trace_out,
-            read_batch_blocks=read_batch_blocks,
+            parallel_reads=parallel_reads,
         )
         self.epoch = "epoch-1"
         self.mail: queue.Queue[Message] = queue.Queue()

@@ -242,13 +242,13 @@ def test_serve_refuses_what_its_own_commands_would_override(name, file, monkeypa
 def test_an_emulated_engine_is_described_by_a_file(tmp_path):
     config = tmp_path / "e.toml"
     config.write_text(
-        '[engine]\nstorage = "kv"\nrouter = "tcp://10.0.0.1:5700"\nread_batch_blocks = 9\n'
+        '[engine]\nstorage = "kv"\nrouter = "tcp://10.0.0.1:5700"\nparallel_reads = 9\n'
         '[emulated]\nmodel = "qwen2.5-32b"\nverify = "full"\nspeedup = 2\n'
     )
     arguments = ("decode", "--config", str(config), "--speedup", "4")
     settings = emulate.emulated_settings(parsed(emulate, *arguments))
     assert settings.engine.router == "tcp://10.0.0.1:5700"
-    assert settings.engine.read_batch_blocks == 9
+    assert settings.engine.parallel_reads == 9
     assert (settings.verify, settings.speedup) == ("full", 4.0)
 
 

@@ -125,22 +125,23 @@ def test_a_corrupt_block_ends_the_hit_there(cluster: ToyCluster) -> None:
 
 
 def test_a_read_past_its_deadline_is_answered_and_its_late_bytes_reach_nobody() -> None:
-    gate, entered = threading.Event(), threading.Event()
+    gate, entered = threading.Event(), threading.Semaphore(0)
     storage = memory_storage()
     cluster = ToyCluster(storage)
     keys = prompt_keys(TOKENS)
     cluster.store(keys[:4])
 
     def slow(key: bytes) -> None:
-        if key == keys[2]:
-            entered.set()
+        if key in keys[2:4]:
+            entered.release()
             assert gate.wait(WAIT_S)
 
     storage.before_read = slow
     cluster.de.assign("r", TOKENS, BLOCKS)
     before = cluster.de.hear(Reserved, "r").slots
     cluster.de.tell(Read(request_id="r", first_slot=0, keys=tuple(keys[:4]), deadline_s=1.0))
-    assert entered.wait(WAIT_S)
+    for _ in keys[2:4]:  # both readers are in these blocks: they are done with those before
+        assert entered.acquire(timeout=WAIT_S)
     cluster.de.manager.tick(cluster.de.manager.trace.now_ns() + 2_000_000_000)
     done = cluster.de.hear(ReadDone, "r")
     assert (done.good_blocks, done.reason) == (2, "deadline")

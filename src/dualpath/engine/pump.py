@@ -10,9 +10,11 @@ from dualpath.transport.contract import Transfer, TransferState
 
 log = logging.getLogger(__name__)
 
-#: Waits between two polls while transfers move: short at first, then longer.
+#: Waits between two polls: short after a transfer has begun or ended, then growing with the time
+#: that passes, so that an end is noticed late by a few per cent of what the transfer took.
 _FIRST_WAIT_S = 0.0001
 _LONGEST_WAIT_S = 0.001
+_GROWTH = 1.15
 
 
 class Completion:
@@ -50,6 +52,7 @@ class TransferPump:
     def __init__(self, name: str) -> None:
         self._wake = threading.Condition()
         self._moving: list[Completion] = []
+        self._begun = False
         self._calls: deque[Callable[[], None]] = deque()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"{name}-pump", daemon=True)
@@ -62,6 +65,7 @@ class TransferPump:
         completion = Completion(transfer, then)
         with self._wake:
             self._moving.append(completion)
+            self._begun = True
             self._wake.notify()
         return completion
 
@@ -100,6 +104,7 @@ class TransferPump:
                     log.exception("work of the transfer pump failed")
             with self._wake:
                 moving = list(self._moving)
+                begun, self._begun = self._begun, False
             over = [c for c in moving if c.transfer.poll() is not TransferState.MOVING]
             with self._wake:
                 self._moving = [c for c in self._moving if c not in over]
@@ -108,7 +113,7 @@ class TransferPump:
             if over:
                 wait_s = _FIRST_WAIT_S
                 continue
+            wait_s = _FIRST_WAIT_S if begun else min(wait_s * _GROWTH, _LONGEST_WAIT_S)
             with self._wake:
-                if len(self._moving) == len(moving) and not self._calls:
+                if not self._begun and not self._calls:
                     self._wake.wait(wait_s)
-            wait_s = min(wait_s * 2, _LONGEST_WAIT_S)

@@ -1,4 +1,7 @@
-"""The storage reads of one engine: FIFO, one reader, measured in tokens (§6.1, read_q).
+"""The storage reads of one engine: FIFO, measured in tokens (§6.1, read_q).
+
+Several blocks are read at a time, so that the device never waits for the next request: as one block
+is through, the next begins, be it of the same task or of the one behind.
 
 A read has a deadline.  When it passes while the device still writes into some slots, those slots
 are swapped for fresh ones and stay pinned until the device is done, so that the request goes on
@@ -7,7 +10,6 @@ and a late byte cannot reach anybody.
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from dualpath.core.blocks import BlockKey
@@ -20,10 +22,18 @@ from dualpath.storage.contract import BlockStorage, ReadOutcome
 log = logging.getLogger(__name__)
 
 _NS_PER_S = 1_000_000_000
+_READ_ERROR = "read error"
+
+
+#: Track of the first reader in a trace; further ones have a number behind it.
+STORAGE_TRACK = "storage"
 
 
 class ReadTask:
-    """One request's run of blocks to read; mutated under the queue's lock only."""
+    """One request's run of blocks to read; mutated under the queue's lock only.
+
+    ``good_blocks`` at its head are read and verified; what is read beyond them waits in ``ahead``.
+    """
 
     def __init__(
         self,
@@ -39,14 +49,41 @@ class ReadTask:
         self.received_ns = received_ns
         self.deadline_ns = received_ns + int(deadline_s * _NS_PER_S)
         self.started_ns: int | None = None
+        self.started_blocks = 0
         self.good_blocks = 0
         self.bytes_read = 0
-        self.in_flight = range(0)
+        self.in_flight: set[int] = set()
+        self.ahead: dict[int, ReadOutcome] = {}
+        self.stopped = False
+        self.reason: str | None = None
         self.over = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether a block of it is to be started."""
+        return not self.stopped and self.started_blocks < len(self.keys)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it can be answered: no more blocks come, and the device writes into no slot."""
+        return not self.in_flight and not self.waits
+
+    def note(self, position: int, outcome: ReadOutcome) -> None:
+        """Take in how a block ended; a bad one stops the run."""
+        self.in_flight.discard(position)
+        self.bytes_read += outcome.bytes_read
+        self.ahead[position] = outcome
+        self.stopped = self.stopped or outcome.good_blocks == 0
+        while self.reason is None and self.good_blocks in self.ahead:
+            head = self.ahead.pop(self.good_blocks)
+            if head.good_blocks == 0:
+                self.reason = head.reason or "short"
+            else:
+                self.good_blocks += 1
 
 
 class ReadQueue:
-    """Reads blocks into a buffer, a few at a time, and answers each task with ``ReadDone``."""
+    """Reads ``parallel_reads`` blocks at a time into a buffer; answers tasks with ``ReadDone``."""
 
     def __init__(
         self,
@@ -55,19 +92,27 @@ class ReadQueue:
         counters: Counters,
         trace: TraceRecorder,
         answer: Callable[[ReadDone], None],
-        batch_blocks: int,
+        parallel_reads: int,
     ) -> None:
         self._storage = storage
         self._buffer = buffer
         self._counters = counters
         self._trace = trace
         self._answer = answer
-        self._batch_blocks = batch_blocks
         self._wake = threading.Condition()
-        self._tasks: deque[ReadTask] = deque()
+        self._tasks: list[ReadTask] = []
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="storage-reader", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(
+                target=self._run,
+                args=(f"{STORAGE_TRACK} {i}" if i else STORAGE_TRACK,),
+                name=f"storage-reader-{i}",
+                daemon=True,
+            )
+            for i in range(parallel_reads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def tokens(self) -> int:
         """Return the tokens still to be read: read_q of §6.1."""
@@ -77,12 +122,15 @@ class ReadQueue:
 
     def add(self, task: ReadTask) -> None:
         """Append a task."""
+        if not task.keys:
+            self._finish(task, task.received_ns, None)
+            return
         with self._wake:
             self._tasks.append(task)
-            self._wake.notify()
+            self._wake.notify_all()
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request's task without an answer; a read under way ends with its batch."""
+        """Drop a request's task without an answer; reads under way end with their blocks."""
         with self._wake:
             for task in self._tasks:
                 if task.request_id == request_id:
@@ -100,86 +148,78 @@ class ReadQueue:
             self._finish(task, now_ns, "deadline")
 
     def close(self) -> None:
-        """Stop after the batch under way; idempotent."""
+        """Stop after the blocks under way; idempotent."""
         with self._wake:
             self._closing = True
-            self._wake.notify()
-        self._thread.join(timeout=10)
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join(timeout=10)
 
     def _set_aside(self, task: ReadTask) -> bool:
-        positions = [task.first_slot + i for i in task.in_flight]
+        positions = [task.first_slot + position for position in sorted(task.in_flight)]
         return self._buffer.replace(task.request_id, positions)
 
-    def _run(self) -> None:
-        while (task := self._next()) is not None:
-            while not task.over and task.good_blocks < len(task.keys):
-                reason = self._read_batch(task)
-                if reason is not None:
-                    break
-            else:
-                reason = None
+    def _run(self, track: str) -> None:
+        while (started := self._start()) is not None:
+            task, position, slot = started
+            outcome = self._read(task, position, slot, track)
             with self._wake:
-                abandoned, task.over = task.over, True
-                self._tasks.remove(task)
-            if not abandoned:
-                self._finish(task, self._trace.now_ns(), reason)
+                live = not task.over
+                if live:
+                    task.note(position, outcome)
+                    task.over = task.is_settled
+                settled = live and task.over
+            self._buffer.unpin([slot])
+            if settled:
+                self._finish(task, self._trace.now_ns(), self._complaint(task))
 
-    def _next(self) -> ReadTask | None:
+    def _start(self) -> tuple[ReadTask, int, int] | None:
+        """Return the next block with its slot, pinned; None when the queue closes."""
         with self._wake:
-            while True:
-                while self._tasks and self._tasks[0].over:
-                    self._tasks.popleft()
-                if self._closing:
-                    return None
-                if self._tasks:
-                    self._tasks[0].started_ns = self._trace.now_ns()
-                    return self._tasks[0]
+            while not self._closing:
+                self._tasks = [task for task in self._tasks if not task.over]
+                for task in self._tasks:
+                    if task.waits and (slot := self._pinned_slot(task)) is not None:
+                        position = task.started_blocks
+                        task.started_blocks += 1
+                        task.in_flight.add(position)
+                        if task.started_ns is None:
+                            task.started_ns = self._trace.now_ns()
+                        return task, position, slot
                 self._wake.wait()
+            return None
 
-    def _read_batch(self, task: ReadTask) -> str | None:
-        """Read the next blocks; return why the run ended early, None if it goes on."""
-        with self._wake:
-            if task.over:
-                return "cancelled"
-            slots = self._buffer.slots_of(task.request_id)
-            first = task.good_blocks
-            count = min(self._batch_blocks, len(task.keys) - first)
-            if len(slots) < task.first_slot + first + count:
-                task.over = True  # released meanwhile
-                return "cancelled"
-            batch = slots[task.first_slot + first : task.first_slot + first + count]
-            task.in_flight = range(first, first + count)
-            self._buffer.pin(batch)
+    def _pinned_slot(self, task: ReadTask) -> int | None:
+        slots = self._buffer.slots_of(task.request_id)
+        at = task.first_slot + task.started_blocks
+        if len(slots) <= at:
+            task.over = True  # released meanwhile
+            return None
+        self._buffer.pin(slots[at : at + 1])
+        return slots[at]
+
+    def _read(self, task: ReadTask, position: int, slot: int, track: str) -> ReadOutcome:
         start_ns = self._trace.now_ns()
-        outcome = ReadOutcome(good_blocks=0, bytes_read=0, reason="read error")
         try:
-            outcome = self._storage.read(
-                task.keys[first : first + count], [self._buffer.view(s) for s in batch]
-            )
-        except Exception:  # a defect must not end the only reader; the blocks are recomputed
-            log.exception("request %s: reading %d blocks failed", task.request_id, count)
-        finally:
-            with self._wake:
-                task.in_flight = range(0)
-                if not task.over:
-                    task.good_blocks += outcome.good_blocks
-                    task.bytes_read += outcome.bytes_read
-            self._buffer.unpin(batch)
+            outcome = self._storage.read([task.keys[position]], [self._buffer.view(slot)])
+        except Exception:  # a defect must not end a reader; the blocks are recomputed
+            log.exception("request %s: reading block %d failed", task.request_id, position)
+            outcome = ReadOutcome(good_blocks=0, bytes_read=0, reason=_READ_ERROR)
         self._counters.add(Counter.STORAGE_READ_BYTES, outcome.bytes_read)
         self._trace.record(
-            "read", "storage", start_ns, self._trace.now_ns(), request=task.request_id, blocks=count
+            "read", track, start_ns, self._trace.now_ns(), request=task.request_id, block=position
         )
-        if outcome.good_blocks < count:
+        return outcome
+
+    def _complaint(self, task: ReadTask) -> str | None:
+        """Tell of the block that ended a run early, if one did."""
+        if task.reason is not None:
             self._counters.add(Counter.VERIFY_FAILURES, 1)
             log.warning(
                 "request %s: stored block %d of %d is unusable (%s); the rest is recomputed",
-                task.request_id,
-                first + outcome.good_blocks,
-                len(task.keys),
-                outcome.reason,
+                *(task.request_id, task.good_blocks, len(task.keys), task.reason),
             )
-            return outcome.reason or "short"
-        return None
+        return task.reason
 
     def _finish(self, task: ReadTask, now_ns: int, reason: str | None) -> None:
         started_ns = task.started_ns if task.started_ns is not None else now_ns

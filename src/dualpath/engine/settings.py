@@ -46,7 +46,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     compute_quota_s: float = 0.3
     quota_flops_per_s: float = 0.0
     snic_bytes_per_s: float = 0.0
-    read_batch_blocks: int = 4
+    parallel_reads: int = 4
     device_copies: Literal["auto", "nixl", "cuda"] = "auto"
     ucx_tls: str = ""
     progress_delay_us: int = 1000
@@ -61,7 +61,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             ("layer_buffers", self.layer_buffers, 0),
             ("compute_quota_s", self.compute_quota_s, 0),
             ("snic_bytes_per_s", self.snic_bytes_per_s, 0),
-            ("read_batch_blocks", self.read_batch_blocks, 1),
+            ("parallel_reads", self.parallel_reads, 1),
             ("progress_delay_us", self.progress_delay_us, 0),
         )
         for name, value, least in checks:

@@ -106,8 +106,9 @@ class TrafficManager:
         self._steps = StepTransfers(
             self._buffer, transport, self._device, self.counters, agent, hbm.region_of_layer
         )
-        batch = settings.read_batch_blocks
-        self._reader = ReadQueue(storage, self._buffer, self.counters, self.trace, send, batch)
+        self._reader = ReadQueue(
+            storage, self._buffer, self.counters, self.trace, send, settings.parallel_reads
+        )
         self._persister = Persister(storage, self.counters, self.trace)
         self._lookups = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="lookup")
         self._blank = memoryview(bytes(geometry.full_block_bytes))

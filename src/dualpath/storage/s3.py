@@ -50,8 +50,8 @@ Result = TypeVar("Result")
 class S3Storage:
     """See ``dualpath.storage.contract.BlockStorage``.
 
-    ``parallel_reads`` ≥ 1: blocks read at the same time.  Of a bucket it needs the rights to get,
-    put, delete and list: without the last, S3 calls an absent object forbidden.
+    ``parallel_reads`` ≥ 1: blocks of one ``read`` read at the same time.  Of a bucket it needs the
+    rights to get, put, delete and list: without the last, S3 calls an absent object forbidden.
 
     Raises ``ConfigError`` if the bucket cannot be used or holds another namespace of this name.
     """
@@ -110,6 +110,9 @@ class S3Storage:
             if not run.is_over_before(position):
                 run.note(position, *self._read_one(key, destination))
 
+        if len(keys) == 1:
+            read_one(0, keys[0], flat[0])
+            return run.outcome(1)
         _finish(
             [
                 self._readers.submit(read_one, position, key, destination)

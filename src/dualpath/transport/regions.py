@@ -57,7 +57,8 @@ def check_pieces(region: RegionInfo, pieces: PieceIndices) -> NDArray[np.int64]:
     indices: NDArray[np.int64] = np.asarray(pieces, dtype=np.int64)
     if indices.ndim != 1:
         raise TransportError(f"piece indices of shape {indices.shape}: a flat sequence is needed")
-    if indices.size and not (indices.min() >= 0 and indices.max() < region.pieces):
+    # One reduction: seen without its sign, a negative index is larger than any region.
+    if indices.size and np.maximum.reduce(indices.view(np.uint64)) >= region.pieces:
         raise TransportError(
             f"pieces {indices.min()}..{indices.max()} of region {region.name!r}, which has "
             f"pieces 0..{region.pieces - 1}"

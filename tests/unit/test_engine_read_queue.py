@@ -1,0 +1,153 @@
+"""The read queue: several blocks at a time, answers in order of the prompt, late bytes nowhere."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.engine_harness import GEOMETRY, WAIT_S, full_block, memory_storage, prompt_keys
+
+from dualpath.core.blocks import BlockKey
+from dualpath.core.control import ReadDone
+from dualpath.engine.buffer import BlockBuffer
+from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.read_queue import ReadQueue, ReadTask
+from dualpath.engine.trace import TraceRecorder
+
+FULL_BLOCKS = 5
+KEYS = prompt_keys(FULL_BLOCKS * GEOMETRY.block_tokens)
+READERS = 2
+
+
+class Device:
+    """A storage whose reads of chosen blocks begin and end when the test says so."""
+
+    def __init__(self) -> None:
+        self.storage = memory_storage()
+        self.storage.write(KEYS, [memoryview(full_block(key)) for key in KEYS])
+        self.storage.before_read = self._hold
+        self.began: queue.Queue[BlockKey] = queue.Queue()
+        self._gates: dict[BlockKey, threading.Event] = {}
+
+    def hold(self, *keys: BlockKey) -> None:
+        self._gates |= {key: threading.Event() for key in keys}
+
+    def let_go(self, key: BlockKey) -> None:
+        self._gates.pop(key).set()
+
+    def _hold(self, key: BlockKey) -> None:
+        gate = self._gates.get(key)
+        self.began.put(key)
+        assert gate is None or gate.wait(WAIT_S)
+
+
+class Reads:
+    """A read queue on a device, with a buffer in which requests hold slots."""
+
+    def __init__(self) -> None:
+        self.device = Device()
+        self.buffer = BlockBuffer(GEOMETRY, 2 * FULL_BLOCKS, lambda grant: None)
+        self.counters = Counters()
+        self.answers: queue.Queue[ReadDone] = queue.Queue()
+        self.queue = ReadQueue(
+            self.device.storage,
+            self.buffer,
+            self.counters,
+            TraceRecorder(None, "test"),
+            self.answers.put,
+            READERS,
+        )
+
+    def add(self, request_id: str, keys: list[BlockKey]) -> None:
+        self.buffer.request(request_id, len(keys))
+        self.queue.add(ReadTask(request_id, 0, keys, 0, WAIT_S))
+
+    def began(self, count: int) -> set[BlockKey]:
+        return {self.device.began.get(timeout=WAIT_S) for _ in range(count)}
+
+    def answer(self) -> ReadDone:
+        return self.answers.get(timeout=WAIT_S)
+
+    def content(self, done: ReadDone) -> list[bytes]:
+        return [bytes(self.buffer.view(slot)) for slot in done.slots]
+
+
+@pytest.fixture
+def reads() -> Iterator[Reads]:
+    made = Reads()
+    yield made
+    made.queue.close()
+
+
+def test_the_next_block_begins_while_the_one_before_is_still_read(reads: Reads) -> None:
+    reads.device.hold(KEYS[0])
+    reads.add("a", KEYS)
+    assert reads.began(FULL_BLOCKS) == set(KEYS)  # the first one is held all the while
+    assert reads.queue.tokens() == FULL_BLOCKS * GEOMETRY.block_tokens  # of the head none is there
+    reads.device.let_go(KEYS[0])
+    done = reads.answer()
+    assert (done.good_blocks, done.reason) == (FULL_BLOCKS, None)
+    assert reads.content(done) == [full_block(key) for key in KEYS]
+    assert reads.queue.tokens() == 0
+
+
+def test_the_request_behind_begins_before_the_one_in_front_has_ended(reads: Reads) -> None:
+    reads.device.hold(KEYS[0], KEYS[1])
+    reads.add("a", KEYS[:1])
+    reads.add("b", KEYS[1:2])
+    assert reads.began(2) == set(KEYS[:2])
+    for name, key in (("b", KEYS[1]), ("a", KEYS[0])):
+        reads.device.let_go(key)
+        assert reads.answer().request_id == name
+
+
+@pytest.mark.parametrize("bad", range(FULL_BLOCKS))
+def test_a_bad_block_ends_the_run_there_whatever_was_read_behind_it(reads: Reads, bad: int) -> None:
+    reads.device.storage.corrupt(KEYS[bad])
+    reads.add("a", KEYS)
+    done = reads.answer()
+    assert (done.good_blocks, done.reason) == (bad, "checksum")
+    assert reads.counters.snapshot()[Counter.VERIFY_FAILURES.value] == 1
+
+
+def test_a_short_run_is_answered_when_the_device_writes_into_none_of_its_slots(
+    reads: Reads,
+) -> None:
+    reads.device.storage.corrupt(KEYS[0])
+    reads.device.hold(KEYS[0], KEYS[1])
+    reads.add("a", KEYS)
+    assert reads.began(2) == set(KEYS[:2])
+    reads.device.let_go(KEYS[0])
+    reads.add("b", KEYS[2:3])  # takes the free reader, so that one has looked at "a" again
+    assert reads.answer().request_id == "b"
+    assert reads.answers.empty()  # a request that went on now would write where the device does
+    reads.device.let_go(KEYS[1])
+    assert (reads.answer().good_blocks, reads.device.began.qsize()) == (0, 1)
+
+
+@pytest.mark.parametrize("end", ["cancel", "release"])
+def test_a_dropped_task_gets_no_answer_and_reads_no_more(reads: Reads, end: str) -> None:
+    drop: dict[str, Callable[[str], None]] = {
+        "cancel": reads.queue.cancel,
+        "release": reads.buffer.release,
+    }
+    reads.device.hold(KEYS[0], KEYS[1])
+    reads.add("a", KEYS)
+    assert reads.began(READERS) == set(KEYS[:READERS])
+    drop[end]("a")
+    for key in KEYS[:READERS]:
+        reads.device.let_go(key)
+    reads.add("b", KEYS[4:])
+    assert reads.answer().request_id == "b"
+    assert reads.began(1) == {KEYS[4]}
+    assert reads.answers.empty()
+
+
+def test_a_run_of_no_blocks_is_answered_at_once(reads: Reads) -> None:
+    reads.device.hold(KEYS[0], KEYS[1])
+    reads.add("a", KEYS)  # keeps both readers busy
+    reads.queue.add(ReadTask("b", 0, [], 0, WAIT_S))
+    assert (reads.answer().request_id, reads.began(2)) == ("b", set(KEYS[:2]))
+    for key in KEYS[:2]:
+        reads.device.let_go(key)
+    assert reads.answer().request_id == "a"
