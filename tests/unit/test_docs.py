@@ -114,8 +114,15 @@ def test_the_command_line_reference_is_current() -> None:
     assert generator["current"](generator["render"]()), "run python docs/generate_cli.py"
 
 
+def test_the_picture_of_the_readme_shows_what_was_measured() -> None:
+    generator = runpy.run_path(str(ROOT / "docs" / "generate_picture.py"))
+    assert generator["render"]() == generator["PICTURE"].read_text(encoding="utf-8"), (
+        "run python docs/generate_picture.py"
+    )
+
+
 def test_every_metric_is_in_the_reference_with_its_help() -> None:
-    metrics = RouterMetrics(Registry(), lambda: 0)
+    metrics = RouterMetrics(Registry(), dict)
     reference = page("metrics.md")
     documented = dict(re.findall(r"^\| `(dualpath:\w+)` \|.*\| (.+) \|$", reference, re.MULTILINE))
     real = {

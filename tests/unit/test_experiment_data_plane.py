@@ -14,7 +14,7 @@ from dualpath.experiments.data_plane_settings import (
     Rate,
     Reader,
 )
-from dualpath.experiments.report import as_markdown
+from dualpath.experiments.report import as_markdown, write_experiment
 
 
 @pytest.mark.parametrize(
@@ -78,3 +78,5 @@ def test_every_reader_and_mover_moves_real_bytes(tmp_path: Path) -> None:
             assert one["bytes_per_s"] > 0
     assert [cost["pieces"] for cost in report.data["posts"]] == [1, 3]
     assert list(tmp_path.iterdir()) == []
+    written = write_experiment(report, tmp_path)
+    assert {path.suffix for path in written} == {".json", ".md", ".png"}

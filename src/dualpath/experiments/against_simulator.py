@@ -9,9 +9,8 @@ from dualpath.core.modes import Mode
 from dualpath.evaluation.report import Panel, Series, Table
 from dualpath.experiments.emulated_nodes import EmulatedNodes, simulated_setup
 from dualpath.experiments.jct import JctSettings, agents_of, jobs_of, setting_lines
-from dualpath.experiments.machine_load import BUSY_LIMIT
 from dualpath.experiments.report import ExperimentReport
-from dualpath.experiments.run_lines import link_line, machine_lines
+from dualpath.experiments.run_lines import link_line, machine_lines, too_busy
 from dualpath.experiments.workload import Window
 from dualpath.lab.settings import LabSettings
 from dualpath.sim.result import NS_PER_S
@@ -97,5 +96,5 @@ def compare_with_simulator(
         ),
         discussion=_DISCUSSION,
         data={"errors": errors, "rows": rows, "agents": agents_of(settings, jobs[-1].lab)},
-        too_busy=max(run.busy for run in runs) > BUSY_LIMIT,
+        too_busy=too_busy(runs),
     )

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
@@ -78,11 +79,16 @@ def data_plane_report(
         command=command,
         settings=_setting_lines(settings, busy, Reader.FIO in reads),
         tables=tables,
-        panels=(_post_panel(posts),),
+        panels=(
+            _rate_panel("Storage to registered DRAM", readers),
+            *(_rate_panel(leg.value, legs[leg]) for leg in Leg),
+            _post_panel(posts),
+        ),
         targets=_targets(settings, readers, legs, posts),
         discussion=_DISCUSSION,
         data={
-            "settings": msgspec.to_builtins(settings),
+            # Where on this machine the storage lay says nothing to anybody else.
+            "settings": msgspec.to_builtins(settings) | {"storage": Path(settings.storage).name},
             "reads": msgspec.to_builtins(readers),
             "moves": {leg.value: msgspec.to_builtins(found) for leg, found in legs.items()},
             "posts": msgspec.to_builtins(posts),
@@ -102,7 +108,8 @@ and of the handle, and posting is bandwidth.
 def _setting_lines(settings: DataPlaneSettings, busy: float, fio: bool) -> tuple[str, ...]:
     return (
         f"Full Blocks of {settings.layers} Layer Blocks of {settings.layer_block_bytes:,} bytes",
-        f"storage: {settings.stored_blocks} cold blocks, {settings.read_batch_blocks} at a time"
+        f"storage: {settings.stored_blocks} cold blocks, {settings.read_batch_blocks} at a time, "
+        f"by dualpath {settings.parallel_reads}"
         + ("" if fio else "; fio is not installed and left out"),
         f"moves: prompts of {settings.blocks} blocks, two layers under way, UCX_TLS={settings.tls}",
         f"medians of {settings.rounds} rounds in turns",
@@ -142,12 +149,20 @@ def _post_table(posts: Sequence[PostCost]) -> Table:
     return Table("One posted transfer, µs per piece", columns, rows)
 
 
+def _rate_panel(title: str, found: Rates) -> Panel:
+    series = tuple(
+        Series(name, ("median",), (median(rate.bytes_per_s for rate in rates) / 1e6,))
+        for name, rates in found.items()
+    )
+    return Panel(title, "grouped", "", "MB/s", series)
+
+
 def _post_panel(posts: Sequence[PostCost]) -> Panel:
     pieces = tuple(f"{cost.pieces:,}" for cost in posts)
     costs = tuple(cost.descriptor_us for cost in posts)
     return Panel(
         "Cost of a descriptor: checks and handle",
-        "lines",
+        "grouped",
         "pieces of one posted transfer",
         "µs per piece",
         (Series("dualpath", pieces, costs),),

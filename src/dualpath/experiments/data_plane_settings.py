@@ -43,10 +43,10 @@ class DataPlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     Full Blocks of ``layers`` Layer Blocks of ``layer_block_bytes``; 42 KiB are DeepSeek's 64 tokens
     of 672 bytes.  ``storage`` is a directory on the disk to measure: ``stored_blocks`` are written
-    there, read cold, ``read_batch_blocks`` at a time, and removed.  ``blocks`` is the prompt, in
-    Full Blocks, whose Layer Blocks are moved over ``tls``, for at least ``move_s`` seconds.
-    ``descriptor_counts`` are the pieces of single transfers.  Readers and movers take turns in each
-    of ``rounds``; reported are medians.
+    there, read cold, and removed: by the yardsticks ``read_batch_blocks`` at a time, by dualpath
+    ``parallel_reads`` at a time.  ``blocks`` is the prompt, in Full Blocks, whose Layer Blocks are
+    moved over ``tls``, for at least ``move_s`` seconds.  ``descriptor_counts`` are the pieces of
+    single transfers.  Readers and movers take turns in each of ``rounds``; reported are medians.
 
     In a shell on a node of a lab (``dualpath lab run``) the same reads pass its throttle.
     """
@@ -56,6 +56,7 @@ class DataPlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     layer_block_bytes: int = 43008
     stored_blocks: int = 200
     read_batch_blocks: int = 16
+    parallel_reads: int = 4
     blocks: int = 100
     tls: str = "tcp"
     move_s: float = 1.5
@@ -69,6 +70,7 @@ class DataPlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             "layer_block_bytes": 1,
             "stored_blocks": 1,
             "read_batch_blocks": 1,
+            "parallel_reads": 1,
             "blocks": 2,
             "rounds": 1,
         }

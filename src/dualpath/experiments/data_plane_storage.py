@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -185,7 +184,7 @@ def _read_queue(stored: StoredBlocks) -> Iterator[ReadAll]:
     transport.register(buffer.region(), buffer.memory)
     trace = TraceRecorder(None, "data-plane")
     reader = ReadQueue(
-        stored.storage, buffer, Counters(), trace, answers.put, settings.read_batch_blocks
+        stored.storage, buffer, Counters(), trace, answers.put, settings.parallel_reads
     )
     runs = [
         stored.keys[start : start + request_blocks]
@@ -195,13 +194,14 @@ def _read_queue(stored: StoredBlocks) -> Iterator[ReadAll]:
     def read_all() -> None:
         for keys in runs:
             reader.add(ReadTask(_REQUEST, 0, keys, trace.now_ns(), _DEADLINE_S))
-        for keys in runs:
-            done: Any = answers.get()
-            if done.good_blocks != len(keys):
-                raise StorageError(
-                    f"{done.good_blocks} of {len(keys)} blocks are good ({done.reason}); the disk "
-                    "or the data path is defective"
-                )
+        # A short run may overtake a long one.
+        done = [answers.get() for _ in runs]
+        good_blocks, reasons = sum(d.good_blocks for d in done), [d.reason for d in done]
+        if good_blocks != len(stored.keys):
+            raise StorageError(
+                f"{good_blocks} of {len(stored.keys)} blocks are good ({reasons}); the disk or the "
+                "data path is defective"
+            )
 
     try:
         yield read_all

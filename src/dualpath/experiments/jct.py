@@ -26,7 +26,7 @@ ALL_MODES = (
     Mode.ORACLE,
 )
 
-#: Links that two cores can keep full at 2P4D, in the paper's proportion of SNIC to CNIC.
+#: Links that two cores can keep full at 1P2D, in the paper's proportion of SNIC to CNIC.
 BENCH_LAB = LabSettings(
     name="bench", snic_bytes_per_s=25e6, cnic_bytes_per_s=200e6, image_bytes=4 << 30
 )

@@ -8,10 +8,9 @@ import msgspec
 
 from dualpath.core.modes import Mode
 from dualpath.evaluation.report import NOTHING, Panel, Series, Table
-from dualpath.experiments.machine_load import BUSY_LIMIT
 from dualpath.experiments.meters import NodeBytes
 from dualpath.experiments.report import ExperimentReport, Target
-from dualpath.experiments.run_lines import link_line, machine_lines
+from dualpath.experiments.run_lines import link_line, machine_lines, too_busy
 from dualpath.experiments.runs import Measured
 from dualpath.experiments.workload import Window
 from dualpath.lab.cluster import LinkReport
@@ -83,7 +82,7 @@ def jct_report(
         panels=(_jct_panel(jobs), *_link_panels(jobs[-1])),
         targets=tuple(target for job in jobs for target in _targets(job, ideal_share)),
         data={"jobs": [_data(job) for job in jobs]},
-        too_busy=max(run.busy for run in _all_runs(jobs)) > BUSY_LIMIT,
+        too_busy=too_busy(_all_runs(jobs)),
     )
 
 

@@ -26,14 +26,21 @@ class BusyMeter:
 
 
 def process_cpu_s(process_id: int) -> float:
-    """Return CPU seconds of a process, its threads and its ended children; 0 if it is gone."""
+    """Return CPU seconds of a process and all its descendants; 0 if it is gone.
+
+    Of those that have ended it counts the ones that their parents have waited for.
+    """
+    process = Path(f"/proc/{process_id}")
     try:
-        text = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8")
+        text = (process / "stat").read_text(encoding="utf-8")
+        lists = [file.read_text() for file in process.glob("task/*/children")]
     except (FileNotFoundError, ProcessLookupError):
         return 0.0
+    children = [int(child) for each in lists for child in each.split()]
     # The name may hold spaces and brackets; the fields after it may not.
     fields = text.rpartition(")")[2].split()
-    return sum(map(int, fields[11:15])) / _TICKS_PER_S
+    own_s = sum(map(int, fields[11:15])) / _TICKS_PER_S
+    return own_s + sum(map(process_cpu_s, children))
 
 
 def _ticks() -> list[int]:

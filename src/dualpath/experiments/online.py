@@ -8,9 +8,8 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.evaluation.report import NOTHING, Panel, Series, Table
 from dualpath.experiments.jct import JctSettings, agents_of, setting_lines, shaped
-from dualpath.experiments.machine_load import BUSY_LIMIT
 from dualpath.experiments.report import ExperimentReport
-from dualpath.experiments.run_lines import link_line, machine_lines
+from dualpath.experiments.run_lines import link_line, machine_lines, too_busy
 from dualpath.experiments.runs import Measured, Rig
 from dualpath.experiments.workload import windows
 from dualpath.workload.metrics import distribution
@@ -144,7 +143,7 @@ def _report(
             _panel(points, settings.jct.modes, name) for name in ("ttft_s", "ttst_s", "tpot_s")
         ),
         data={"points": points},
-        too_busy=max(p.busy for p in points) > BUSY_LIMIT,
+        too_busy=too_busy(points),
     )
 
 

@@ -1,10 +1,20 @@
 """What every report on runs says of links, machine and verification."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
+from dualpath.core.modes import Mode
 from dualpath.experiments.machine_load import BUSY_LIMIT
 from dualpath.experiments.runs import Measured
 from dualpath.lab.cluster import LinkReport
+
+
+class _Run(Protocol):
+    @property
+    def mode(self) -> Mode: ...
+
+    @property
+    def busy(self) -> float: ...
 
 
 def link_line(links: Sequence[LinkReport]) -> str:
@@ -18,13 +28,24 @@ def link_line(links: Sequence[LinkReport]) -> str:
 
 def machine_lines(runs: Sequence[Measured]) -> tuple[str, ...]:
     """Say how busy the machine was and what was verified."""
-    busiest, rejected = max(run.busy for run in runs), sum(run.rejected for run in runs)
+    rejected = sum(run.rejected for run in runs)
     spoilt = f", {rejected} spoilt runs repeated" if rejected else ""
-    warning = "" if busiest <= BUSY_LIMIT else " TOO BUSY: links may not have held their rates."
+    warning = " TOO BUSY: links may not have held their rates." if too_busy(runs) else ""
     return (
-        f"Machine at most {busiest:.0%} busy in a run (limit {BUSY_LIMIT:.0%}{spoilt}).{warning}",
+        f"Machine at most {_busiest(runs):.0%} busy in a run that uses links (limit "
+        f"{BUSY_LIMIT:.0%}{spoilt}).{warning}",
         _verified(runs),
     )
+
+
+def too_busy(runs: Iterable[_Run]) -> bool:
+    """Tell whether the machine was too busy for the links in any of ``runs``."""
+    return _busiest(runs) > BUSY_LIMIT
+
+
+def _busiest(runs: Iterable[_Run]) -> float:
+    """Return the largest busy share of runs that use links: Oracle moves no bytes."""
+    return max((run.busy for run in runs if run.mode.moves_bytes), default=0.0)
 
 
 def _verified(runs: Sequence[Measured]) -> str:

@@ -19,6 +19,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from dualpath.launch.commands import ENGINE_ENTRY, ENGINE_ENVIRONMENT
+from dualpath.launch.forked_engine import prepare_engine
 
 _PRELOADED = [
     "vllm.entrypoints.launchers.api_server.entry",
@@ -153,24 +154,7 @@ def _main(entry: str, command: list[str], log: str, environment: dict[str, str])
         os.environ.setdefault(name, value)
     os.environ.update(environment)
     if entry == ENGINE_ENTRY:
-        # vLLM derives its block keys from it; test runners like to set it.
-        os.environ.pop("PYTHONHASHSEED", None)
-        _fork_engine_cores()
+        prepare_engine()
     module, _, function = entry.partition(":")
     sys.argv = [module, *command]
     sys.exit(getattr(importlib.import_module(module), function)())
-
-
-def _fork_engine_cores() -> None:
-    """Let this process fork its engine core, as vLLM does on GPUs.
-
-    On CPUs vLLM insists on spawning it, which imports everything once more: many seconds of CPU
-    per engine.  Its reason, threads of OpenMP that do not survive a fork, does not hold here:
-    nothing was computed in this process yet.
-    """
-    platforms = importlib.import_module("vllm.platforms")
-    if platforms.current_platform.is_cpu():
-        engine_processes = importlib.import_module("vllm.v1.engine.utils")
-        setattr(  # noqa: B010 - a module's function, replaced on purpose
-            engine_processes, "get_mp_context", lambda: multiprocessing.get_context("fork")
-        )

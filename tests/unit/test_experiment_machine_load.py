@@ -1,0 +1,26 @@
+"""Processor time of a node's processes, whoever of them did the work."""
+
+import subprocess
+import sys
+
+from dualpath.experiments.machine_load import process_cpu_s
+
+WORK_S = 0.1
+BUSY_CHILD = f"""
+import sys, time
+while time.process_time() < {WORK_S}:
+    pass
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_time_of_a_process_is_also_that_of_the_children_it_started() -> None:
+    # The shell itself does next to nothing.
+    command = ("sh", "-c", f"{sys.executable} -c '{BUSY_CHILD}'; true")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as shell:
+        assert shell.stdout is not None
+        assert shell.stdout.readline() == b"done\n"
+        assert process_cpu_s(shell.pid) >= WORK_S / 2  # the kernel counts in ticks
+        shell.communicate()
+    assert process_cpu_s(shell.pid) == 0
