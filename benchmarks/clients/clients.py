@@ -20,6 +20,9 @@ AGENT_STEPS = 4
 
 WEKA_BLOCK_TOKENS = 64
 
+#: Of the replay `aa-mini-v1`, which agentperf-local brings along.
+AGENTPERF_TURNS, AGENTPERF_TURN_TOKENS = 6, 256
+
 
 class Target(NamedTuple):
     """The cluster; ``model_folder`` has the tokenizer, ``folder`` is there to be written to."""
@@ -33,13 +36,15 @@ class Target(NamedTuple):
 class Client(NamedTuple):
     """A client: its command in a work folder, and what its own results there say.
 
-    ``check`` raises ``AssertionError`` if they speak of a failed request.
+    ``check`` raises ``AssertionError`` if they speak of a failed request.  ``paths`` are variables
+    that name something among the installed packages.
     """
 
     package: Package
     command: Callable[[Target, Path], list[str]]
     check: Callable[[Path], str]
     variables: Mapping[str, str] = {}
+    paths: Mapping[str, str] = {}
 
 
 def _script(name: str) -> Callable[[Target, Path], list[str]]:
@@ -163,6 +168,22 @@ def _trajectory(work: Path) -> str:
     return f"{steps} steps, each of which ran a command"
 
 
+def _agentperf(target: Target, work: Path) -> list[str]:
+    return [
+        "agentperf-local", "run", "--base-url", f"{target.url}/v1", "--model", target.model,
+        "--replay", "aa-mini-v1", "--tool-choice", "none", "--output-dir", str(work / "results"),
+    ]  # fmt: skip
+
+
+def _agentperf_results(work: Path) -> str:
+    summary = json.loads((work / "results" / "summary.json").read_text())
+    turns = [json.loads(line) for line in (work / "results" / "turns.jsonl").open()]
+    assert summary["success"], summary["failed_turn_ids"]
+    generated = [turn["tokens"]["server_output_tokens"] for turn in turns]
+    assert generated == [AGENTPERF_TURN_TOKENS] * AGENTPERF_TURNS, generated
+    return f"{len(turns)} turns of {AGENTPERF_TURN_TOKENS} tokens"
+
+
 #: LiteLLM else asks the network for prices at every start.
 _OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
@@ -180,5 +201,12 @@ CLIENTS = (
         _mini_swe_agent,
         _trajectory,
         {**_OFFLINE, "MSWEA_CONFIGURED": "1", "MSWEA_COST_TRACKING": "ignore_errors"},
+    ),
+    Client(
+        # It counts tokens with a table that tiktoken fetches, and that LiteLLM brings along.
+        Package("agentperf-local", "0.3.4", python=(3, 12), beside=("litellm==1.106.2",)),
+        _agentperf,
+        _agentperf_results,
+        paths={"TIKTOKEN_CACHE_DIR": "litellm/litellm_core_utils/tokenizers"},
     ),
 )

@@ -3,8 +3,10 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,10 +51,19 @@ def _interpreter(package: Package) -> str:
     if sys.version_info >= package.python:
         return sys.executable
     wanted = ".".join(map(str, package.python))
-    found = _uv("python", "find", "--no-python-downloads", f">={wanted}", check=False)
+    sought = ("python", "find", "--no-python-downloads", f">={wanted}")
+    found = _uv(*sought, variables=_all_of_pyenv(), check=False)
     if found.returncode:
-        raise NotRunnable(f"needs Python {wanted}, which is not installed")
+        raise NotRunnable(f"needs Python {wanted}; `uv python install {wanted}` would install it")
     return found.stdout.strip()
+
+
+def _all_of_pyenv() -> dict[str, str]:
+    """Return the variable with which no `python3.N` of pyenv fails: one that does stops uv."""
+    if (pyenv := shutil.which("pyenv")) is None:
+        return {}
+    listed = subprocess.run([pyenv, "versions", "--bare"], check=True, capture_output=True)
+    return {"PYENV_VERSION": ":".join(listed.stdout.decode().split())}
 
 
 def _install(package: Package, python: Path) -> None:
@@ -72,12 +83,14 @@ def _install(package: Package, python: Path) -> None:
     _uv(*into, *needed, *package.beside)
 
 
-def _uv(*arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
-    variables = dict(os.environ)
-    if links := variables.get(_FIND_LINKS):
-        variables.setdefault("UV_FIND_LINKS", ",".join(shlex.split(links)))
+def _uv(
+    *arguments: str, variables: Mapping[str, str] | None = None, check: bool = True
+) -> "subprocess.CompletedProcess[str]":
+    environ = {**os.environ, **(variables or {})}
+    if links := environ.get(_FIND_LINKS):
+        environ.setdefault("UV_FIND_LINKS", ",".join(shlex.split(links)))
     command = [sys.executable, "-m", "uv", *arguments]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if check and done.returncode:
         raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
     return done

@@ -83,7 +83,7 @@ def run(client: Client, target: Target, environments: Path) -> str:
     command = client.command(target, work)
     print(f"\n{client.package.name} {client.package.version}\n$ {shlex.join(command)}", flush=True)
     before = counters(target.url)
-    variables = {**os.environ, **client.variables}
+    variables = {**os.environ, **client.variables, **_found(client, programs.parent)}
     with (work / "output.log").open("w") as output:
         subprocess.run(
             [str(programs / command[0]), *command[1:]],
@@ -95,6 +95,11 @@ def run(client: Client, target: Target, environments: Path) -> str:
     prompt, hit = (int(after[name] - before[name]) for name in ("prompt_tokens", "hit_tokens"))
     assert prompt > 0, "the router saw no request"
     return f"{said}; {prompt} prompt tokens, {hit} of them loaded"
+
+
+def _found(client: Client, place: Path) -> dict[str, str]:
+    installed = next(place.glob("lib/python*/site-packages"))
+    return {name: str(installed / path) for name, path in client.paths.items()}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -48,11 +48,9 @@ class ScriptedService:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.registry = SettableRegistry()
+        self.metrics = RouterMetrics(self.registry, dict)
         self.dashboard = Dashboard(
-            self.registry,
-            RouterMetrics(self.registry, lambda: 0),
-            time.monotonic,
-            lambda: Load((), 0, 0, ()),
+            self.registry, self.metrics, time.monotonic, lambda: Load((), 0, 0, ())
         )
         self.reset()
 

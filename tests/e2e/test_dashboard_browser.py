@@ -118,6 +118,14 @@ async def test_one_node_or_many_fit_into_either_width(tab: Tab, width: int, node
           return inner.left < outer.left - 1 || inner.right > outer.right + 1;
         }).map((words) => words.textContent)"""
         assert await tab.value(outside) == []
+        covered = """[...document.querySelectorAll('.drawing .snic text')].filter((words) => {
+          const inner = words.getBoundingClientRect();
+          const writes = document.querySelector('[data-flow=persist] path').getBoundingClientRect();
+          const box = words.parentNode.querySelector('rect').getBoundingClientRect();
+          return inner.left < box.left + 3 || inner.right > box.right - 3
+            || (inner.left < writes.left && inner.right > writes.left);
+        }).map((words) => words.textContent)"""
+        assert await tab.value(covered) == []
 
 
 async def test_both_themes_follow_the_system_until_one_is_chosen(tab: Tab) -> None:

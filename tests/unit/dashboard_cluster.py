@@ -23,12 +23,15 @@ class ReportedCluster:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.registry = Registry()
-        self.metrics = RouterMetrics(self.registry, lambda: 0, self.clock)
+        self.metrics = RouterMetrics(self.registry, dict, self.clock)
         self.open: list[RequestRecord] = []
         self.assignments: list[AssignmentNote] = []
         self.dashboard = Dashboard(self.registry, self.metrics, self.clock, self.load)
         self.service: Any = SimpleNamespace(
-            registry=self.registry, dashboard=self.dashboard, settings=RouterSettings()
+            registry=self.registry,
+            dashboard=self.dashboard,
+            metrics=self.metrics,
+            settings=RouterSettings(),
         )
 
     def clock(self) -> float:

@@ -13,6 +13,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.link import ControlLink
 from dualpath.router.control_server import ControlServer
+from dualpath.router.refusals import ControlRefusal
 from dualpath.router.registry import EngineInfo, Registry
 from dualpath.transport.cluster_secret import (
     LEAST_CHARACTERS,
@@ -97,13 +98,14 @@ async def test_a_router_hears_nobody_without_its_secret(secret, caplog):
             Engine("stranger", server.address, secret) as stranger,
             asyncio.timeout(GUARD_S),
         ):
-            while not server.refused_connections:
+            while not server.refusals()[ControlRefusal.SECRET]:
                 await asyncio.sleep(0.01)
             async with Engine("pe", server.address, SECRET):
                 assert await router.joined.get() == "pe"
         assert router.joined.empty()
         assert stranger.heard.empty()
-        assert server.malformed == 0
+        refused = {reason for reason, times in server.refusals().items() if times}
+        assert refused == {ControlRefusal.SECRET}
     assert "does not have this router's cluster secret" in caplog.text
 
 
@@ -119,7 +121,7 @@ async def test_knowing_the_routers_public_key_is_not_enough():
         hello.generation = 1
         await socket.send(control.encode(hello.hello()))
         async with asyncio.timeout(GUARD_S):
-            while not router.server.refused_connections:
+            while not router.server.refusals()[ControlRefusal.SECRET]:
                 await asyncio.sleep(0.01)
         assert router.joined.empty()
         context.destroy(linger=0)

@@ -62,12 +62,13 @@ def core_of(service):
 
 
 async def outputs_until_idle(core):
-    outputs = []
-    while True:
+    outputs, running = [], None
+    while running != 0:
         news = await asyncio.wait_for(core.get_output_async(), 10)
         outputs += news.outputs
-        if news.scheduler_stats.num_running_reqs == 0:
-            return outputs
+        if news.scheduler_stats is not None:
+            running = news.scheduler_stats.num_running_reqs
+    return outputs
 
 
 async def test_tokens_come_out_with_their_finish_reason():
@@ -93,6 +94,27 @@ async def test_the_first_output_says_what_was_cached():
     assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (130, 64)
     assert stats.num_computed_tokens == 66
     assert stats.num_cache_creation_tokens == 64
+
+
+async def test_the_count_of_requests_is_told_only_when_it_changes():
+    class OnRequest:
+        def __init__(self):
+            self.next = asyncio.Semaphore(1)
+
+        async def submit(self, job):
+            for finish_reason in (None, None, "length"):
+                await self.next.acquire()
+                yield TokenEvent((5,), finish_reason=finish_reason)
+
+    service = OnRequest()
+    core, _ = core_of(service)
+    await core.add_request_async(request("r"))
+    told = []
+    for _ in range(3):
+        told.append((await core.get_output_async()).scheduler_stats)
+        service.next.release()
+    first, second, third = told
+    assert (first.num_running_reqs, second, third.num_running_reqs) == (1, None, 0)
 
 
 async def test_a_failure_is_told_after_the_outputs_before_it():

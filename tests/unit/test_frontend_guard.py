@@ -12,8 +12,16 @@ from vllm.entrypoints.serve.middleware.register import init_entrypoints_middlewa
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from dualpath.core.errors import ConfigError, OverloadedError
+from dualpath.core.errors import (
+    BadRequestError,
+    ConfigError,
+    OverloadedError,
+    PromptTooLongError,
+)
 from dualpath.router.api_keys import GUARDED_PREFIXES
+from dualpath.router.metrics import RouterMetrics
+from dualpath.router.refusals import HttpRefusal
+from dualpath.router.registry import Registry
 from dualpath.router.request_limits import RequestLimits
 from dualpath.router.settings import RouterSettings
 from dualpath.vllm_plugin.engine_config import parse_front_end_arguments
@@ -30,6 +38,9 @@ class Service:
     settings = RouterSettings(max_body_bytes=100, api_keys=("first", "second"))
     full: str | None = None
 
+    def __init__(self) -> None:
+        self.metrics = RouterMetrics(Registry(), dict)
+
     def overload(self) -> str | None:
         return self.full
 
@@ -44,6 +55,10 @@ async def guarded():
         body = await request.json()
         if body == "full later":
             raise http_error(OverloadedError("8192 requests are under way"))
+        if body == "long":
+            raise http_error(PromptTooLongError("the prompt has 41 tokens"))
+        if body == "odd":
+            raise http_error(BadRequestError("n is 2"))
         return {"bytes": len(await request.body())}
 
     @app.get("/health")
@@ -114,6 +129,33 @@ async def test_a_full_router_is_429_with_the_time_to_come_again(guarded):
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert "8192 requests" in answer.json()["error"]["message"]
     assert (await client.get("/health")).status_code == 200
+
+
+async def test_one_of_each_refusal_is_counted_also_by_layers_that_are_vllms(guarded):
+    client, service = guarded
+
+    async def status(path: str, body: bytes, **headers: str) -> int:
+        return int((await client.post(path, content=body, headers=headers)).status_code)
+
+    completions = "/v1/completions"
+    assert await status(completions, b"{}") == 200
+    assert await status(completions, b"{}", Authorization="Bearer third") == 401
+    assert await status(completions, b" " * 101) == 413
+    assert await status(completions, b'"long"') == 400
+    assert await status(completions, b'"odd"') == 400
+    assert await status("/v1/no-such-path", b"{}") == 404
+    assert await status("/health", b"{}") == 405
+    assert await status(completions, b'"full later"') == 429
+    service.full = "8192 requests are under way"
+    assert await status(completions, b"{}") == 429
+    samples = [
+        sample
+        for family in service.metrics.families()
+        for sample in family.samples
+        if sample.name == "dualpath:http_refusals_total"
+    ]
+    counted = {sample.labels["reason"]: sample.value for sample in samples}
+    assert counted == {**dict.fromkeys(HttpRefusal, 1), HttpRefusal.OVERLOADED: 2}
 
 
 def test_the_light_front_door_guards_what_vllm_does():

@@ -6,12 +6,14 @@ import zmq
 import zmq.asyncio
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import NAMESPACE, FakeEngine, expected, job
+from tests.unit.scraped_cluster import Scrape
 
 from dualpath.core import control
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.router.control_server import UNKNOWN_ENGINE, ControlServer
+from dualpath.router.refusals import ControlRefusal
 from dualpath.router.registry import Registry
 from dualpath.router.settings import RouterSettings
 
@@ -26,6 +28,14 @@ async def refusal(made: Cluster, **options) -> str:
     return (await engine.saw(control.Refused)).reason
 
 
+def refused(made: Cluster) -> dict[str, float]:
+    """What the router's metrics say was refused, by reason."""
+    scrape, name = Scrape(made.service.exposition().decode()), "dualpath:control_refusals_total"
+    counted = {r: scrape.value(name, reason=r) for r in scrape.labels(name)["reason"]}
+    assert counted.keys() == set(ControlRefusal)
+    return {reason: times for reason, times in counted.items() if times}
+
+
 async def test_engines_of_both_roles_learn_of_each_other():
     async with cluster() as made:
         up = await made.engines["p0"].saw(control.PeerUp)
@@ -36,24 +46,27 @@ async def test_engines_of_both_roles_learn_of_each_other():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "counted", "words"),
     [
         (
             {"version": 99},
+            "version",
             ("protocol 99", f"router {control.PROTOCOL_VERSION}", "same dualpath version"),
         ),
-        ({"mode": "oracle"}, ("'oracle'", "'dualpath'", "another router")),
-        ({"mode": "fast"}, ("'fast'", "basic", "choose one")),
-        ({"hbm_tokens": 0}, ("hbm_tokens 0", "at least 1", "correct")),
+        ({"mode": "oracle"}, "mode", ("'oracle'", "'dualpath'", "another router")),
+        ({"mode": "fast"}, "mode", ("'fast'", "basic", "choose one")),
+        ({"hbm_tokens": 0}, "settings", ("hbm_tokens 0", "at least 1", "correct")),
         (
             {"namespace": msgspec.structs.replace(NAMESPACE, model="other")},
+            "namespace",
             ("model = 'other'", "'tiny'", "start it with"),
         ),
     ],
 )
-async def test_an_engine_that_does_not_fit_is_refused_with_a_remedy(options, words):
+async def test_an_engine_that_does_not_fit_is_refused_with_a_remedy(options, counted, words):
     async with cluster() as made:
         reason = await refusal(made, **options)
+        assert refused(made) == {counted: 1}
         assert all(word in reason for word in words), reason
         assert {e.engine_id for e in made.service.engines()} == {"p0", "d0"}
         assert await made.run(job("a", range(9))) == expected(range(9), 6)
@@ -70,8 +83,7 @@ async def test_malformed_frames_are_counted_and_harm_nobody():
         for frame in (b"", b"\xc1", msgspec.msgpack.encode({"type": "Nonsense"})):
             made.engines["p0"].send_raw(frame)
         assert await made.run(job("a", range(9))) == expected(range(9), 6)
-        assert made.service.server.malformed == 3
-        assert b"dualpath:malformed_control_frames_total 3.0" in made.service.exposition()
+        assert refused(made) == {"malformed": 3}
 
 
 async def test_a_stranger_is_told_to_greet_first():
@@ -84,6 +96,7 @@ async def test_a_stranger_is_told_to_greet_first():
         assert isinstance(answer, control.Refused)
         assert answer.reason.startswith(UNKNOWN_ENGINE)
         assert "send Hello" in answer.reason
+        assert refused(made) == {"unknown-engine": 1}
         context.destroy(linger=0)
 
 
@@ -115,8 +128,9 @@ async def test_two_live_processes_do_not_fight_for_one_id():
         old.report()
         assert (await old.saw(control.Refused)).reason.startswith(UNKNOWN_ENGINE)
         old.send(old.hello())
-        refused = await old.saw(control.Refused, lambda m: "replaced" in m.reason)
-        assert "an engine_id of its own" in refused.reason
+        told = await old.saw(control.Refused, lambda m: "replaced" in m.reason)
+        assert "an engine_id of its own" in told.reason
+        assert refused(made) == {"unknown-engine": 1, "replaced": 1}
         assert made.service.registry.alive(Role.PREFILL)[0].epoch == new.epoch
 
 

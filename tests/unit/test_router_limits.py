@@ -12,6 +12,7 @@ from tests.emulated_cluster import GUARD_S, cluster
 from tests.listeners import open_listeners
 from tests.unit.router_cluster import cluster as router_cluster
 from tests.unit.router_fakes import job
+from tests.unit.scraped_cluster import Scrape
 
 from dualpath.core import control
 from dualpath.core.control import TakeOver, to_transfer_params
@@ -19,6 +20,8 @@ from dualpath.core.errors import BadRequestError, OverloadedError
 from dualpath.core.modes import Mode
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
 from dualpath.router.exchange import Conversation, Exchange
+from dualpath.router.metrics import RouterMetrics
+from dualpath.router.registry import Registry
 from dualpath.router.request_limits import RequestLimits
 from dualpath.router.settings import RouterSettings
 
@@ -205,9 +208,16 @@ class Service:
 
     def __init__(self, overload: str | None = None) -> None:
         self._overload = overload
+        self.metrics = RouterMetrics(Registry(), dict)
 
     def overload(self) -> str | None:
         return self._overload
+
+    def refused(self) -> dict[str, float]:
+        """Counted refusals by reason."""
+        found = Scrape(self.metrics.exposition().decode()).samples
+        counts = [s for s in found if s.name == "dualpath:http_refusals_total" and s.value]
+        return {sample.labels["reason"]: sample.value for sample in counts}
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -223,8 +233,9 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def test_a_body_of_no_declared_length_ends_at_the_limit():
-    asked = Asked(Service(), b"12345", b"67890", b"1", b"2" * 1000)
+    asked = Asked(service := Service(), b"12345", b"67890", b"1", b"2" * 1000)
     assert await asked.by(echo) == 413
+    assert service.refused() == {"body-size": 1}
     assert asked.read == 11
     assert len(asked.sent) == 2
     assert b"more than 10 bytes" in asked.sent[1]["body"]
@@ -232,16 +243,30 @@ async def test_a_body_of_no_declared_length_ends_at_the_limit():
 
 
 async def test_a_body_of_too_large_a_declared_length_is_not_read():
-    asked = Asked(Service(), b"x" * 11, declared=11)
+    asked = Asked(service := Service(), b"x" * 11, declared=11)
     assert await asked.by(echo) == 413
+    assert service.refused() == {"body-size": 1}
     assert asked.read == 0
 
 
 async def test_a_full_service_still_answers_who_only_looks():
-    asked = Asked(Service("full"), b"")
+    asked = Asked(service := Service("full"), b"")
     assert await asked.by(echo) == 429
+    assert service.refused() == {"overloaded": 1}
     assert (b"retry-after", b"1") in asked.sent[0]["headers"]
     assert await Asked(Service("full"), b"", method="GET").by(echo) == 200
+
+
+async def test_what_the_application_refuses_is_counted_once_however_long_its_answer():
+    async def refusing(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 400, "headers": []})
+        for piece in (b'{"error": {"param": "input_tokens"}}', b" ", b""):
+            await send({"type": "http.response.body", "body": piece, "more_body": bool(piece)})
+
+    service = Service()
+    assert await Asked(service, b"").by(refusing) == 400
+    assert await Asked(service, b"").by(echo) == 200
+    assert service.refused() == {"prompt-length": 1}
 
 
 async def test_a_defect_of_the_application_stays_visible():

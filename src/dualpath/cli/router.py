@@ -1,7 +1,6 @@
 """`dualpath router`: the OpenAI endpoint and the central scheduler; engines register with it."""
 
 import argparse
-import asyncio
 import signal
 from typing import TYPE_CHECKING
 
@@ -109,12 +108,14 @@ def run(args: argparse.Namespace) -> int:
     """
     router_settings, front_end_settings = _settings(args)
 
+    import uvloop
+
     from dualpath.vllm_plugin.router_process import run_router
 
     # A signal before the server handles it ends the start.
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        asyncio.run(run_router(router_settings, front_end_settings))
+        uvloop.run(run_router(router_settings, front_end_settings))
     finally:
         signal.signal(signal.SIGTERM, previous)
     return 0

@@ -3,6 +3,7 @@
     DualPathError
     ├── ConfigError            a setting is wrong; raised before anything starts
     ├── BadRequestError        a client's request cannot be served as asked
+    │   └── PromptTooLongError     its prompt has more tokens than may be served
     ├── OverloadedError        more requests at once than the router takes
     ├── TraceError             a workload trace is malformed
     ├── StorageError           external storage refuses; a bad block is no error, it ends a hit
@@ -12,6 +13,7 @@
     ├── EngineLostError        an engine died or stopped reporting
     ├── DeadlineError          something took longer than its deadline
     └── IncompatibleError      two components disagree on version, model or layout
+        └── EngineRefusedError     an engine may not join
 
 Every message names the value, the limit and the remedy.
 """
@@ -27,6 +29,10 @@ class ConfigError(DualPathError):
 
 class BadRequestError(DualPathError):
     """A client's request cannot be served as asked."""
+
+
+class PromptTooLongError(BadRequestError):
+    """A prompt has more tokens than a setting, the model or the engines allow."""
 
 
 class OverloadedError(DualPathError):
@@ -63,3 +69,11 @@ class DeadlineError(DualPathError):
 
 class IncompatibleError(DualPathError):
     """Two components disagree on version, model or layout."""
+
+
+class EngineRefusedError(IncompatibleError):
+    """An engine may not join; ``reason`` is a word for what kept it out, for metrics."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason

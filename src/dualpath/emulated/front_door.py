@@ -27,15 +27,19 @@ from dualpath.core.errors import (
     DeadlineError,
     DualPathError,
     OverloadedError,
+    PromptTooLongError,
 )
 from dualpath.emulated.api_key_guard import api_key_guard
 from dualpath.emulated.engine_client import EngineClient
 from dualpath.emulated.process import serving_app, until_signal
+from dualpath.emulated.refusal_count import refusal_count
 from dualpath.emulated.wire import STREAM_END, WireError, decode_body, server_event
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
 from dualpath.router.dashboard.page_file import dashboard_page
 from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.open_files import allow_many_streams
 from dualpath.router.prompt_limits import check_prompt, check_salt, check_token_ids
+from dualpath.router.refusals import PROMPT_PARAMETER
 from dualpath.router.request_limits import RETRY_AFTER_S, TOO_LARGE, TOO_MANY, too_large
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
@@ -68,7 +72,10 @@ class FrontDoor:
         settings = self._service.settings
         app = web.Application(
             client_max_size=settings.max_body_bytes,
-            middlewares=[api_key_guard(ApiKeys(settings.api_keys))],
+            middlewares=[
+                refusal_count(self._service.metrics),
+                api_key_guard(ApiKeys(settings.api_keys)),
+            ],
         )
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
@@ -209,6 +216,7 @@ async def front_door(
 
 async def run_front_door(settings: RouterSettings, host: str, port: int) -> None:
     """Run a front door until SIGINT or SIGTERM.  Raises ``ConfigError`` as ``front_door``."""
+    allow_many_streams()
     async with front_door(settings, host, port) as (endpoint, service):
         print(
             f"dualpath front door: token ids at {endpoint}/v1, engines register at "
@@ -254,7 +262,8 @@ def _status_of(error: DualPathError) -> int:
 
 
 def _wire_error(error: DualPathError) -> WireError:
-    return WireError(str(error), _status_of(error))
+    parameter = PROMPT_PARAMETER if isinstance(error, PromptTooLongError) else None
+    return WireError(str(error), _status_of(error), param=parameter)
 
 
 def _refusal(error: DualPathError) -> web.Response:

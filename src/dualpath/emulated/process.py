@@ -14,6 +14,7 @@ from dualpath.emulated.decode import DecodeEngine
 from dualpath.emulated.prefill import PrefillEngine
 from dualpath.emulated.server import EngineServer
 from dualpath.emulated.settings import EmulatedSettings
+from dualpath.router.open_files import allow_many_streams
 
 #: How long open connections may take to end after a signal.
 SHUTDOWN_GRACE_S = 1.0
@@ -78,6 +79,7 @@ async def emulated_engine(
 
 async def run_engine(settings: EmulatedSettings) -> None:
     """Run an engine until SIGINT or SIGTERM.  Raises ``ConfigError`` as ``emulated_engine``."""
+    allow_many_streams()
     async with emulated_engine(settings) as engine:
         name, role = settings.engine.engine_id, settings.engine.role.value
         print(

@@ -42,11 +42,15 @@ class Choice(msgspec.Struct):
 
 
 class WireError(msgspec.Struct):
-    """Why there are no (more) tokens; ``code`` is an HTTP status."""
+    """Why there are no (more) tokens; ``code`` is an HTTP status.
+
+    ``param`` names the part of the request that is at fault, where one is.
+    """
 
     message: str
     code: int = 500
     type: Literal["error"] = "error"
+    param: str | None = None
 
 
 class GenerateAnswer(msgspec.Struct, omit_defaults=True):

@@ -14,6 +14,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
+from dualpath.router.refusals import ControlRefusal, ControlRefusals
 from dualpath.transport.cluster_secret import SECRET_VARIABLE, ClusterSecret
 
 logger = logging.getLogger(__name__)
@@ -26,12 +27,16 @@ _FAILED_HANDSHAKES = (
 
 
 class ControlGuard:
-    """Guards a socket that is about to be bound; ``refused`` counts connections without the key."""
+    """Guards a socket that is about to be bound; connections without the key go to ``refusals``."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, secret: ClusterSecret
+        self,
+        context: zmq.asyncio.Context,
+        socket: zmq.asyncio.Socket,
+        secret: ClusterSecret,
+        refusals: ControlRefusals,
     ) -> None:
-        self.refused = 0
+        self._refusals = refusals
         self._socket = socket
         self._authenticator = AsyncioAuthenticator(context)
         self._authenticator.start()
@@ -52,11 +57,11 @@ class ControlGuard:
     async def _watch(self) -> None:
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
-            self.refused += 1
+            refused = self._refusals.count(ControlRefusal.SECRET)
             # The event names our end only; the peers themselves log that they are not welcomed.
-            if self.refused & (self.refused - 1) == 0:
+            if refused & (refused - 1) == 0:
                 logger.warning(
                     "%d control connection(s) at %s refused so far: the peer does not have this "
                     "router's cluster secret; give it the same (%s)",
-                    *(self.refused, event["endpoint"].decode(), SECRET_VARIABLE),
+                    *(refused, event["endpoint"].decode(), SECRET_VARIABLE),
                 )

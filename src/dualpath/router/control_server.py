@@ -11,15 +11,16 @@ the address is a loopback address.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import zmq
 import zmq.asyncio
 
 from dualpath.core import control
-from dualpath.core.errors import ConfigError, IncompatibleError
+from dualpath.core.errors import ConfigError, EngineRefusedError, IncompatibleError
 from dualpath.router.control_guard import ControlGuard
+from dualpath.router.refusals import ControlRefusal, ControlRefusals
 from dualpath.router.registry import EngineInfo, EngineState, Registry
 from dualpath.transport.cluster_secret import ClusterSecret, check_control_host
 
@@ -31,7 +32,6 @@ UNKNOWN_ENGINE = "unknown engine"
 _LINGER_MS = 200
 #: Far above any honest message: a greeting with all regions, the keys of millions of tokens.
 _LARGEST_FRAME_BYTES = 64 << 20
-_COMPLAINTS_KEPT = 1024
 
 
 class ControlListener(Protocol):
@@ -48,10 +48,7 @@ class ControlListener(Protocol):
 
 
 class ControlServer:
-    """Owns the socket and the liveness of engines; the ``Registry`` holds what it learns.
-
-    ``malformed`` counts frames that could not be understood.
-    """
+    """Owns the socket and the liveness of engines; the ``Registry`` holds what it learns."""
 
     def __init__(
         self,
@@ -66,11 +63,10 @@ class ControlServer:
         self._timeout_s = engine_timeout_s
         self._outbox: asyncio.Queue[list[bytes]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
-        self._complained: set[bytes] = set()
+        self._refusals = ControlRefusals()
         self._proofs: dict[str, list[asyncio.Future[bool]]] = {}
         self._checked_s = clock()
         self._guard: ControlGuard | None = None
-        self.malformed = 0
         self.address = ""
 
     async def start(self, host: str, port: int, secret: ClusterSecret | None = None) -> None:
@@ -88,7 +84,7 @@ class ControlServer:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_FRAME_BYTES)
         if secret is not None:
-            self._guard = ControlGuard(self._context, self._socket, secret)
+            self._guard = ControlGuard(self._context, self._socket, secret, self._refusals)
         try:
             self._socket.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
@@ -108,10 +104,9 @@ class ControlServer:
             )
         ]
 
-    @property
-    def refused_connections(self) -> int:
-        """Connections that ended in their handshake, for want of the cluster's secret."""
-        return self._guard.refused if self._guard else 0
+    def refusals(self) -> Mapping[ControlRefusal, int]:
+        """Return how often what came here was refused, by reason."""
+        return self._refusals.totals()
 
     async def stop(self) -> None:
         """Send what is queued, then close; idempotent."""
@@ -213,6 +208,7 @@ class ControlServer:
         if isinstance(message, control.Hello):
             self._hello(identity, message)
         elif engine is None:
+            self._refusals.count(ControlRefusal.UNKNOWN_ENGINE)
             self._refuse(
                 identity,
                 f"{UNKNOWN_ENGINE}: this connection is not registered, perhaps because the router "
@@ -244,8 +240,9 @@ class ControlServer:
     def _hello(self, identity: bytes, hello: control.Hello) -> None:
         try:
             admission = self._registry.admit(hello, identity, self._clock())
-        except IncompatibleError as error:
+        except EngineRefusedError as error:
             logger.warning("engine refused: %s", error)
+            self._refusals.count(ControlRefusal(error.reason))
             self._refuse(identity, str(error))
             return
         if (former := admission.replaced) is not None:
@@ -290,12 +287,9 @@ class ControlServer:
     def _malformed(
         self, identity: bytes, engine: EngineState | None, error: IncompatibleError
     ) -> None:
-        self.malformed += 1
-        if identity in self._complained:
+        self._refusals.count(ControlRefusal.MALFORMED)
+        if not self._refusals.complain(identity):
             return
-        if len(self._complained) >= _COMPLAINTS_KEPT:
-            self._complained.clear()
-        self._complained.add(identity)
         name = engine.info.engine_id if engine else f"unregistered peer {identity.hex()}"
         logger.warning("%s sent a malformed frame, further ones are only counted: %s", name, error)
         if engine is None:

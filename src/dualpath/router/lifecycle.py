@@ -145,12 +145,12 @@ class Attempt:
             await self._tell(self._prefill_engine, 0)
             return Loaded(hit_blocks=stored_blocks, hits=(), de_slots=())
         prompt_blocks = -(-self._job.prompt_tokens // self._desk.block_tokens)
-        # DE first, always: what holds PE slots waits for nobody, so nothing can deadlock.
-        de_slots = await self._tell(self._decode_engine, prompt_blocks)
         parts = self._assignment.reads
-        reading = asyncio.ensure_future(self._read_all(parts))
-        await together(reading, self._tell_idle_reader(parts))
-        outcomes = reading.result()
+        # A PE that gets no slots need not wait for what the DE grants and reads.
+        telling = asyncio.ensure_future(self._tell_idle_reader(parts))
+        loading = asyncio.ensure_future(self._reserve_and_read(prompt_blocks, parts))
+        await together(loading, telling)
+        de_slots, outcomes = loading.result()
         self._desk.dispatch.read_done(self.attempt_id)
         for outcome in outcomes:
             if outcome.part.side is Role.DECODE:
@@ -175,8 +175,15 @@ class Attempt:
         with self._record.stage(Stage.BUFFER_WAIT, engine.engine_id):
             return (await granted).slots
 
-    async def _read_all(self, parts: Sequence[ReadPart]) -> list[PartRead]:
-        return await together(*(self._read(part) for part in parts))
+    async def _reserve_and_read(
+        self, prompt_blocks: int, parts: Sequence[ReadPart]
+    ) -> tuple[tuple[int, ...], list[PartRead]]:
+        """Return the DE's slots and what was read.
+
+        DE first, always: what holds PE slots waits for nobody, so nothing can deadlock.
+        """
+        de_slots = await self._tell(self._decode_engine, prompt_blocks)
+        return de_slots, await together(*(self._read(part) for part in parts))
 
     async def _tell_idle_reader(self, parts: Sequence[ReadPart]) -> None:
         """Assign the request to its PE if the PE has nothing to read for it."""

@@ -5,7 +5,7 @@ request ends; what engines report is read at every scrape (``engine_metrics``).
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -16,6 +16,7 @@ from dualpath.policy.events import Assignment
 from dualpath.router.engine_metrics import EngineCollector, text_format
 from dualpath.router.hit_account import LOOKUP_FAILURES, HitAccount
 from dualpath.router.records import OUTCOMES, RequestRecord, Stage
+from dualpath.router.refusals import ControlRefusal, HttpRefusal, http_refusal
 from dualpath.router.registry import Registry
 
 _STAGE_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -28,13 +29,14 @@ _READ_PATHS = {Role.PREFILL: "pe", Role.DECODE: "de"}
 class RouterMetrics:
     """All metrics of one router; ``exposition`` is the body of ``/metrics``.
 
-    ``clock`` is the one by which ``registry`` notes when it heard of an engine.
+    ``control_refusals`` tells how often the control server refused what came to it; ``clock`` is
+    the one by which ``registry`` notes when it heard of an engine.
     """
 
     def __init__(
         self,
         registry: Registry,
-        malformed: Callable[[], int],
+        control_refusals: Callable[[], Mapping[ControlRefusal, int]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = CollectorRegistry()
@@ -46,26 +48,19 @@ class RouterMetrics:
         self._define_requests()
         self._define_tokens()
         self._define_scheduling()
-        self.registry.register(
-            _Totals(
-                (
-                    "malformed_control_frames",
-                    "Control frames that were not understood.",
-                    malformed,
-                ),
-                (
-                    "scheduler_seconds",
-                    "Time spent in rounds of the scheduler, whether they decided anything or not.",
-                    lambda: self._scheduler_s,
-                ),
-            )
-        )
+        self.registry.register(_ControlRefusals(control_refusals))
+        self.registry.register(_SchedulerTime(lambda: self._scheduler_s))
         self._engines = EngineCollector(registry, clock)
 
     def _define_requests(self) -> None:
         self._requests = self._counter("requests", "Finished requests by outcome.", "outcome")
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
+        self._http_refusals = self._counter(
+            "http_refusals", "HTTP requests answered with a 4xx status, by reason.", "reason"
+        )
+        for reason in HttpRefusal:
+            self._http_refusals.labels(reason)
         self._retries = self._counter("retries", "Attempts at requests repeated after a fault.")
         self._engine_losses = self._counter(
             "engine_losses", "Engines that were lost, goodbyes not counted.", "role"
@@ -206,6 +201,11 @@ class RouterMetrics:
             if seconds is not None:
                 histogram.observe(seconds)
 
+    def answered(self, status: int, body: bytes) -> None:
+        """Count an HTTP request if this answer, or the part of it in ``body``, refuses it."""
+        if (reason := http_refusal(status, body)) is not None:
+            self._http_refusals.labels(reason).inc()
+
     def queues(self, waiting: int, running: int) -> None:
         """Set the gauges that only the service knows."""
         self._waiting.set(waiting)
@@ -221,17 +221,35 @@ class RouterMetrics:
         yield from self._engines.collect()
 
 
-class _Totals(Collector):
-    """Counters without labels whose values lie elsewhere: (metric, HELP, value)."""
+class _ControlRefusals(Collector):
+    """Refusals at the control address, whose server counts them."""
 
-    def __init__(self, *totals: tuple[str, str, Callable[[], float]]) -> None:
-        self._totals = totals
+    def __init__(self, counted: Callable[[], Mapping[ControlRefusal, int]]) -> None:
+        self._counted = counted
 
     def collect(self) -> Iterator[Metric]:
-        for name, text, value in self._totals:
-            family = CounterMetricFamily(f"dualpath:{name}", text)
-            family.add_metric([], value())
-            yield family
+        family = CounterMetricFamily(
+            "dualpath:control_refusals",
+            "Connections, greetings and other frames refused at the control address, by reason.",
+            labels=["reason"],
+        )
+        for reason, times in self._counted().items():
+            family.add_metric([reason], times)
+        yield family
+
+
+class _SchedulerTime(Collector):
+    """Time of the scheduler, added up without a counter's lock in every round."""
+
+    def __init__(self, spent_s: Callable[[], float]) -> None:
+        self._spent_s = spent_s
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "dualpath:scheduler_seconds",
+            "Time spent in rounds of the scheduler, whether they decided anything or not.",
+            value=self._spent_s(),
+        )
 
 
 def _short(reason: str) -> str:

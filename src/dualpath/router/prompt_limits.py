@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dualpath.core.errors import BadRequestError
+from dualpath.core.errors import BadRequestError, PromptTooLongError
 from dualpath.router.registry import Registry
 from dualpath.router.settings import RouterSettings
 
@@ -11,14 +11,14 @@ LARGEST_SALT_CHARACTERS = 128
 
 
 def check_prompt(prompt_tokens: int, settings: RouterSettings, registry: Registry) -> None:
-    """Raise ``BadRequestError`` for a prompt longer than the settings or the engines allow."""
+    """Raise ``PromptTooLongError`` for one longer than the settings or the engines allow."""
     limits = {
         "max_prompt_tokens": settings.max_prompt_tokens,
         "the model's context": registry.limit("max_model_len"),
     }
     for name, limit in limits.items():
         if limit is not None and prompt_tokens > limit:
-            raise BadRequestError(
+            raise PromptTooLongError(
                 f"the prompt has {prompt_tokens} tokens, {name} allows {limit}; shorten it"
             )
 

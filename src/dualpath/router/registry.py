@@ -12,8 +12,9 @@ import msgspec
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.control import PROTOCOL_VERSION, EngineAddress, Hello, Report
-from dualpath.core.errors import IncompatibleError
+from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
+from dualpath.router.refusals import ControlRefusal
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -86,17 +87,18 @@ class Registry:
         self._engines: dict[str, EngineState] = {}
 
     def admit(self, hello: Hello, identity: bytes, now_s: float) -> Admission:
-        """Register an engine; raises ``IncompatibleError`` (value, limit, remedy) if it may not."""
+        """Register an engine; raises ``EngineRefusedError`` if it may not join."""
         self._check(hello)
         self.namespace = hello.namespace
         self.mode = Mode(hello.mode)
         engine_id = hello.address.engine_id
         known = self._engines.get(engine_id)
         if known is not None and hello.address.epoch in known.former_epochs:
-            raise IncompatibleError(
+            raise EngineRefusedError(
+                ControlRefusal.REPLACED,
                 f"engine {engine_id!r} in epoch {hello.address.epoch} has been replaced by epoch "
                 f"{known.info.epoch}, one process at a time may use an engine_id; stop one of the "
-                "two or give it an engine_id of its own"
+                "two or give it an engine_id of its own",
             )
         info = _info(hello, known.info.order if known else len(self._engines))
         if known is None:
@@ -139,41 +141,47 @@ class Registry:
         name = f"engine {hello.address.engine_id!r}"
         self._check_place(name, hello)
         if hello.version != PROTOCOL_VERSION:
-            raise IncompatibleError(
+            raise EngineRefusedError(
+                ControlRefusal.VERSION,
                 f"{name} speaks control protocol {hello.version}, this router "
-                f"{PROTOCOL_VERSION}; run the same dualpath version on router and engines"
+                f"{PROTOCOL_VERSION}; run the same dualpath version on router and engines",
             )
         modes = [mode.value for mode in Mode]
         if hello.mode not in modes:
-            raise IncompatibleError(
-                f"{name} runs in mode {hello.mode!r}, known are {', '.join(modes)}; choose one"
+            raise EngineRefusedError(
+                ControlRefusal.MODE,
+                f"{name} runs in mode {hello.mode!r}, known are {', '.join(modes)}; choose one",
             )
         if self.mode is not None and hello.mode != self.mode:
-            raise IncompatibleError(
+            raise EngineRefusedError(
+                ControlRefusal.MODE,
                 f"{name} runs in mode {hello.mode!r}, this router in {self.mode.value!r}; "
-                "start the engine in the router's mode, or another router"
+                "start the engine in the router's mode, or another router",
             )
         if self.namespace is not None and hello.namespace != self.namespace:
-            raise IncompatibleError(
+            raise EngineRefusedError(
+                ControlRefusal.NAMESPACE,
                 f"{name} differs in {_differences(hello.namespace, self.namespace)}; start it with "
-                "the model, dtype, layout and block size of the others, or use another router"
+                "the model, dtype, layout and block size of the others, or use another router",
             )
 
     def _check_place(self, name: str, hello: Hello) -> None:
         if hello.hbm_tokens < 1 or hello.buffer_tokens < 0 or (hello.snic_bytes_per_s or 1) <= 0:
-            raise IncompatibleError(
+            raise EngineRefusedError(
+                ControlRefusal.SETTINGS,
                 f"{name} has hbm_tokens {hello.hbm_tokens} (at least 1), buffer_tokens "
                 f"{hello.buffer_tokens} (at least 0), snic_bytes_per_s {hello.snic_bytes_per_s} "
-                "(above 0); correct its settings"
+                "(above 0); correct its settings",
             )
         for other in self._engines.values():
             engine_id, role = other.info.engine_id, other.info.role
             if engine_id == hello.address.engine_id:
                 continue
             if other.info.group == hello.group and role is not hello.address.role:
-                raise IncompatibleError(
+                raise EngineRefusedError(
+                    ControlRefusal.SETTINGS,
                     f"{name} is a {hello.address.role.value} engine, group {hello.group!r} holds "
-                    f"the {role.value} engine {engine_id!r}; put it into a group of its own role"
+                    f"the {role.value} engine {engine_id!r}; put it into a group of its own role",
                 )
 
 

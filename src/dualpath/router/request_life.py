@@ -15,6 +15,7 @@ from dualpath.core.errors import (
     BadRequestError,
     DeadlineError,
     EngineLostError,
+    PromptTooLongError,
     TransportError,
 )
 from dualpath.router.desk import Desk
@@ -163,7 +164,7 @@ class RequestLife:
             (e.buffer_tokens // block_tokens for e in registry.alive(Role.DECODE)), default=0
         )
         if blocks > largest:
-            raise BadRequestError(
+            raise PromptTooLongError(
                 f"{name} has a prompt of {blocks} blocks of {block_tokens} tokens, the largest DE "
                 f"buffer holds {largest}; shorten the prompt or raise the engines' buffer_bytes"
             )

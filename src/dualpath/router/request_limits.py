@@ -2,7 +2,8 @@
 
 Bodies end at ``max_body_bytes`` (413), whether their length is declared or not.  While the service
 is full, requests that bring work get 429 and the time after which to try again.  Limits on
-what a body says (prompt, ``n``) belong to whoever reads it.
+what a body says (prompt, ``n``) belong to whoever reads it.  All refusals are counted here, also
+those of the layers inside, which ask for API keys and read bodies.
 """
 
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from dualpath.router.metrics import RouterMetrics
 from dualpath.router.settings import RouterSettings
 
 Message = MutableMapping[str, Any]
@@ -32,6 +34,11 @@ class LimitedService(Protocol):
         """What an operator has chosen."""
         ...
 
+    @property
+    def metrics(self) -> RouterMetrics:
+        """What counts the refused requests."""
+        ...
+
     def overload(self) -> str | None:
         """Return why no further request is taken, None if one is."""
         ...
@@ -49,29 +56,30 @@ class RequestLimits:
             await self._app(scope, receive, send)
             return
         service: LimitedService = scope["app"].state.dualpath_service
-        limit_bytes = service.settings.max_body_bytes
-        if _declared_bytes(scope) > limit_bytes:
-            await _refuse(send, TOO_LARGE, too_large(limit_bytes))
+        call = _Call(receive, send, service)
+        if _declared_bytes(scope) > service.settings.max_body_bytes:
+            await call.refuse_body()
         elif scope["method"] == "POST" and (reason := service.overload()) is not None:
-            await _refuse(send, TOO_MANY, reason)
+            await call.refuse(TOO_MANY, reason)
         else:
-            body = _Body(receive, send, limit_bytes)
-            await body.passed_to(self._app, scope)
+            await call.passed_to(self._app, scope)
 
 
 class _TooLargeError(Exception):
     """Ends the reading of a body; whatever the application makes of it, the answer is 413."""
 
 
-class _Body:
-    """Counts what arrives, since a chunked body declares no length."""
+class _Call:
+    """Counts what arrives, since a chunked body declares no length, and looks at the answer."""
 
-    def __init__(self, receive: Receive, send: Send, limit_bytes: int) -> None:
+    def __init__(self, receive: Receive, send: Send, service: LimitedService) -> None:
         self._receive = receive
         self._send = send
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = service.settings.max_body_bytes
+        self._metrics = service.metrics
         self._arrived_bytes = 0
         self._answering = False
+        self._uncounted_status = 0
 
     async def passed_to(self, app: App, scope: Message) -> None:
         try:
@@ -80,7 +88,16 @@ class _Body:
             if not self._exceeded:
                 raise
         if self._exceeded and not self._answering:
-            await _refuse(self._send, TOO_LARGE, too_large(self._limit_bytes))
+            await self.refuse_body()
+
+    async def refuse_body(self) -> None:
+        await self.refuse(TOO_LARGE, too_large(self._limit_bytes))
+
+    async def refuse(self, status: int, reason: str) -> None:
+        start, body = _refusal(status, reason)
+        self._metrics.answered(status, body["body"])
+        await self._send(start)
+        await self._send(body)
 
     @property
     def _exceeded(self) -> bool:
@@ -98,8 +115,12 @@ class _Body:
             return  # What the application says of a body cut off; ours follows.
         if message["type"] == "http.response.start":
             self._answering = True
+            self._uncounted_status = message["status"]
             if message["status"] == TOO_MANY:
                 message["headers"] = [*message.get("headers", ()), _RETRY_AFTER]
+        elif self._uncounted_status:
+            self._metrics.answered(self._uncounted_status, message.get("body", b""))
+            self._uncounted_status = 0
         await self._send(message)
 
 
@@ -119,7 +140,7 @@ def _declared_bytes(scope: Message) -> int:
     return int(length) if length.isdigit() else 0
 
 
-async def _refuse(send: Send, status: int, reason: str) -> None:
+def _refusal(status: int, reason: str) -> tuple[Message, Message]:
     kind = "rate_limit_exceeded" if status == TOO_MANY else "invalid_request_error"
     error = {"message": reason, "type": kind, "param": None, "code": status}
     body = msgspec.json.encode({"error": error})
@@ -128,5 +149,5 @@ async def _refuse(send: Send, status: int, reason: str) -> None:
         headers.append(_RETRY_AFTER)
     else:
         headers.append((b"connection", b"close"))  # The rest of the body is not waited for.
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    start = {"type": "http.response.start", "status": status, "headers": headers}
+    return start, {"type": "http.response.body", "body": body}

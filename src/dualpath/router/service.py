@@ -45,7 +45,7 @@ class RouterService:
         self.server = ControlServer(
             self.registry, self, clock, engine_timeout_s=self.settings.engine_timeout_s
         )
-        self.metrics = RouterMetrics(self.registry, lambda: self.server.malformed, clock)
+        self.metrics = RouterMetrics(self.registry, self.server.refusals, clock)
         self.desk = Desk(
             self.settings, self.registry, self.server, self.metrics, engine_calls, clock
         )

@@ -97,6 +97,9 @@ def bind_listen_socket(namespace: argparse.Namespace) -> socket.socket:
         ) from error
     except KeyError as error:
         raise ConfigError(_one_line(error.args[0])) from error
+    # Connections inherit it. asyncio sets it only on sockets that name TCP as their protocol,
+    # which vLLM's does not: each token would wait for the client to acknowledge the one before.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 

@@ -84,6 +84,7 @@ class RoutedEngineCore:
         self._news: deque[EngineCoreOutput | _Failure | _Ended] = deque()
         self._arrived = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._told_running = -1
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
@@ -119,8 +120,18 @@ class RoutedEngineCore:
         # A failure is told only when everything that came before it has been processed.
         if not outputs and isinstance(item := self._news.popleft(), _Failure):
             self._on_failure(item.request_id, item.error)
-        stats = SchedulerStats(num_running_reqs=len(self._tasks))
-        return EngineCoreOutputs(outputs=outputs, scheduler_stats=stats)
+        return EngineCoreOutputs(outputs=outputs, scheduler_stats=self._load_news())
+
+    def _load_news(self) -> SchedulerStats | None:
+        """Return the count of requests if it has changed.
+
+        vLLM sets a dozen gauges by it, and there is news for every token.
+        """
+        running = len(self._tasks)
+        if running == self._told_running:
+            return None
+        self._told_running = running
+        return SchedulerStats(num_running_reqs=running)
 
     def _tell(self, item: EngineCoreOutput | _Failure | _Ended) -> None:
         self._news.append(item)

@@ -27,7 +27,9 @@ from dualpath.core.errors import (
     DualPathError,
     IncompatibleError,
     OverloadedError,
+    PromptTooLongError,
 )
+from dualpath.router.refusals import PROMPT_PARAMETER
 from dualpath.router.registry import Registry
 from dualpath.vllm_plugin.engine_core import RoutedEngineCore, TokenSource
 
@@ -122,6 +124,8 @@ def http_error(error: Exception) -> Exception:
     400 for the client's mistakes, 429 for a full router, 504 for deadlines, 503 for lost engines
     and what else may pass, 500 for wrong set-ups and defects.
     """
+    if isinstance(error, PromptTooLongError):
+        return VLLMValidationError(str(error), parameter=PROMPT_PARAMETER)
     if isinstance(error, BadRequestError | BufferTooSmallError):
         return VLLMValidationError(str(error))
     if isinstance(error, OverloadedError):

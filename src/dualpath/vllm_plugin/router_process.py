@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 
 from dualpath.core.errors import ConfigError
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
+from dualpath.router.open_files import allow_many_streams
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.vllm_plugin.app import make_app, serve_app
@@ -34,6 +35,7 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
     Raises ``ConfigError`` (value, limit, remedy) if it cannot be started as asked.
     """
     join_vllm_logging()
+    allow_many_streams()
     limit_samples(settings.max_samples)
     refuse_guessable_request_ids()
     args = parse_front_end_arguments(front_end)

@@ -30,6 +30,7 @@ class PicturePen {
     this.box = box;
     this.right = width - box;
     this.narrow = box <= 190;
+    this.lane = Math.floor(box * (this.narrow ? 0.22 : 0.34));
     this.picture = picture;
     this.most = Math.max(...Object.values(picture.flows).filter(known), 0);
   }
@@ -57,6 +58,8 @@ class PicturePen {
       this.level(right + 12, 400, inner, 48, "DE HBM", picture.decode.hbm),
       this.arrows(),
       this.load(12, 388, picture.prefill),
+      this.queue(this.lane + 12, 138, picture.prefill),
+      this.queue(right + this.lane + 12, 138, picture.decode),
       this.cells(12, inner, picture.prefill, "pe"),
       this.cells(right + 12, inner, picture.decode, "de"),
     );
@@ -64,7 +67,7 @@ class PicturePen {
 
   arrows() {
     const { box, right } = this;
-    const pe = Math.floor(box * (this.narrow ? 0.22 : 0.34));
+    const pe = this.lane;
     const de = right + pe;
     const back = right + box - 14;
     return [
@@ -114,11 +117,15 @@ class PicturePen {
 
   snic(x, side) {
     const share = known(side.snic) ? ` ${asShare(side.snic)}` : "";
-    const wide = !this.narrow && known(side.queue) ? ` · queue ${asTokens(side.queue)}` : "";
-    return [
+    const queued = known(side.queue);
+    const wide = !this.narrow && queued ? ` · queue ${asCount(side.queue)}` : "";
+    return s(
+      "g",
+      { class: "snic" },
+      queued ? s("title", {}, `read queue: ${asTokens(side.queue)}`) : null,
       s("rect", { class: "box", x: x + 8, y: 100, width: this.box - 16, height: 22, rx: 4 }),
       text(x + this.box / 2, 115.5, `SNIC${share}${wide}`, "middle"),
-    ];
+    );
   }
 
   level(x, y, width, height, name, store) {
@@ -139,10 +146,18 @@ class PicturePen {
 
   load(x, y, side) {
     const lines = [];
-    if (known(side.requests)) lines.push(`${asCount(side.requests)} requests`);
+    if (known(side.requests)) lines.push(counted(side.requests, "request"));
     if (known(side.tokens)) lines.push(`${asTokens(side.tokens)} to do`);
-    if (this.narrow && known(side.queue)) lines.push(`queue ${asCount(side.queue)}`);
-    return lines.map((line, index) => text(x, y + 17 * index, line, "quiet"));
+    return this.lines(x, y, lines);
+  }
+
+  /** Where the box of the SNIC has no room for its read queue. */
+  queue(x, y, side) {
+    return this.narrow && known(side.queue) ? this.lines(x, y, ["queue", asTokens(side.queue)]) : [];
+  }
+
+  lines(x, y, words) {
+    return words.map((line, index) => text(x, y + 17 * index, line, "quiet"));
   }
 
   /** Nodes by their SNIC's use: a cell each, at most 4 rows. */

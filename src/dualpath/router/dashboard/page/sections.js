@@ -4,8 +4,8 @@
 
 function tile(entry) {
   const share = entry.share;
-  const bar = share ? h("div", { class: "share", "aria-hidden": "true" }, part("pe", share.pe),
-    part("de", share.de)) : null;
+  const bar = share ? h("div", { class: "share", "aria-hidden": "true" },
+    ["pe", "de"].filter((side) => share[side] > 0).map((side) => part(side, share[side]))) : null;
   return h("div", { class: "tile" }, h("h3", {}, entry.label),
     h("p", { class: ["value", entry.alarm ? "alarm" : "", entry.words ? "words" : ""].join(" "),
       title: entry.value }, entry.value), bar,

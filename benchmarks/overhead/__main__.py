@@ -1,0 +1,72 @@
+"""What the router and the hand-over cost: ``python -m benchmarks.overhead {ttft,router,streams}``.
+
+    ttft      TTFT through router, PE and hand-over against one vLLM server: real engines
+    router    CPU of the router per request and per token, and its own part of TTFT: paced engines
+    streams   many streams at once: paced engines
+
+Paced engines are emulated: real control messages, transfers and HTTP, and a clock in the place of
+kernels.  Figures go to stdout; see README.md beside this folder.
+"""
+
+import argparse
+
+from benchmarks.overhead import first_token, many_streams, router_alone
+from benchmarks.overhead.round_trip import idle_round_trip_s
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_subparsers(dest="what", required=True)
+
+    ttft = what.add_parser("ttft", help="real engines against one vLLM server")
+    ttft.set_defaults(measure=first_token.measure)
+    _common(ttft, prompt=100, tokens=16)
+    ttft.add_argument("--streams", type=int, nargs="+", default=[1, 32])
+    ttft.add_argument("--requests", type=int, default=24, help="of a stream alone; of many, 1/8")
+    ttft.add_argument("--pause-s", type=float, default=0.05, help="of a lone stream")
+    ttft.add_argument("--rounds", type=int, default=3)
+
+    router = what.add_parser("router", help="CPU and latency of the router alone")
+    router.set_defaults(measure=router_alone.measure)
+    _common(router, prompt=100, tokens=300)
+    _paced(router, prefill_ms=1.0, step_ms=10.0)
+    router.add_argument("--streams", type=int, nargs="+", default=[1, 32])
+    router.add_argument("--requests", type=int, default=2, help="of a stream; alone 8 times")
+    router.add_argument("--ramp-s", type=float, default=0.5, help="within which streams start")
+    router.add_argument("--idle-s", type=float, default=2.0, help="to measure the idle CPU")
+    router.add_argument("--plain", action="store_true", help="a vLLM server's front end as well")
+    router.add_argument("--rounds", type=int, default=3)
+
+    streams = what.add_parser("streams", help="many streams at once")
+    streams.set_defaults(measure=many_streams.measure)
+    _common(streams, prompt=50, tokens=160)
+    _paced(streams, prefill_ms=1.0, step_ms=250.0)
+    streams.add_argument("--streams", type=int, default=1000)
+    streams.add_argument(
+        "--fronts", nargs="+", choices=many_streams.FRONTS, default=many_streams.FRONTS,
+        help="`dualpath router`, the light front door of `dualpath emulate router`",
+    )  # fmt: skip
+    streams.add_argument("--ramp-s", type=float, default=20.0, help="within which streams start")
+
+    args = parser.parse_args()
+    print(" ".join(f"{k}={v}" for k, v in vars(args).items() if k != "measure"), flush=True)
+    print(f"one byte between two idle processes and back: {idle_round_trip_s() * 1e3:.2f} ms")
+    args.measure(args)
+
+
+def _common(parser: argparse.ArgumentParser, *, prompt: int, tokens: int) -> None:
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompt", type=int, default=prompt, help="words, or tokens")
+    parser.add_argument("--tokens", type=int, default=tokens, help="of an answer")
+
+
+def _paced(parser: argparse.ArgumentParser, *, prefill_ms: float, step_ms: float) -> None:
+    parser.add_argument("--prefill-ms", type=float, default=prefill_ms, help="a PE's pass")
+    parser.add_argument("--step-ms", type=float, default=step_ms, help="a DE's step")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Why the router turns requests, engines and their messages away: labels of its metrics."""
+
+from collections import Counter
+from collections.abc import Mapping
+from enum import StrEnum
+
+import msgspec
+
+#: vLLM's name, in the ``param`` of an OpenAI error, for the length of a prompt in tokens.
+PROMPT_PARAMETER = "input_tokens"
+_PROMPT_PARAMETERS = (PROMPT_PARAMETER, "input_text")
+
+_FIRST_REFUSAL, _LAST_REFUSAL = 400, 499
+_COMPLAINTS_KEPT = 1024
+
+
+class HttpRefusal(StrEnum):
+    """Why an HTTP request was answered with a 4xx status."""
+
+    API_KEY = "api-key"
+    OVERLOADED = "overloaded"
+    BODY_SIZE = "body-size"
+    PROMPT_LENGTH = "prompt-length"
+    BAD_REQUEST = "bad-request"
+    NOT_FOUND = "not-found"
+    OTHER = "other"
+
+
+class ControlRefusal(StrEnum):
+    """Why a connection, a greeting or another frame at the control address was refused."""
+
+    SECRET = "secret"
+    MALFORMED = "malformed"
+    UNKNOWN_ENGINE = "unknown-engine"
+    VERSION = "version"
+    MODE = "mode"
+    NAMESPACE = "namespace"
+    SETTINGS = "settings"
+    REPLACED = "replaced"
+
+
+_BY_STATUS = {
+    400: HttpRefusal.BAD_REQUEST,
+    401: HttpRefusal.API_KEY,
+    404: HttpRefusal.NOT_FOUND,
+    413: HttpRefusal.BODY_SIZE,
+    422: HttpRefusal.BAD_REQUEST,
+    429: HttpRefusal.OVERLOADED,
+}
+
+
+class _Error(msgspec.Struct):
+    param: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    error: _Error
+
+
+def http_refusal(status: int, body: bytes) -> HttpRefusal | None:
+    """Return why a request got this answer, None if it was not refused (no 4xx status).
+
+    ``body`` is the answer's: its OpenAI error tells a prompt that is too long from other mistakes.
+    """
+    if not _FIRST_REFUSAL <= status <= _LAST_REFUSAL:
+        return None
+    reason = _BY_STATUS.get(status, HttpRefusal.OTHER)
+    if reason is HttpRefusal.BAD_REQUEST and _parameter(body) in _PROMPT_PARAMETERS:
+        return HttpRefusal.PROMPT_LENGTH
+    return reason
+
+
+def _parameter(body: bytes) -> str | None:
+    try:
+        return msgspec.json.decode(body, type=_Answer).error.param
+    except (msgspec.MsgspecError, ValueError):
+        return None
+
+
+class ControlRefusals:
+    """Counts refusals at the control address, and who has been complained about in the log."""
+
+    def __init__(self) -> None:
+        self._counted: Counter[ControlRefusal] = Counter()
+        self._complained: set[bytes] = set()
+
+    def count(self, reason: ControlRefusal) -> int:
+        """Count a refusal; return how many there were for this reason."""
+        self._counted[reason] += 1
+        return self._counted[reason]
+
+    def totals(self) -> Mapping[ControlRefusal, int]:
+        """Return all counts, also those of 0."""
+        return {reason: self._counted[reason] for reason in ControlRefusal}
+
+    def complain(self, identity: bytes) -> bool:
+        """Whether this peer has not been complained about lately, which it now has."""
+        if identity in self._complained:
+            return False
+        if len(self._complained) >= _COMPLAINTS_KEPT:
+            self._complained.clear()
+        self._complained.add(identity)
+        return True
