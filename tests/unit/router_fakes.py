@@ -209,7 +209,12 @@ class FakeEngine:
                 assert message.assign_seq == self.assign_seq + 1
                 self.assign_seq = message.assign_seq
                 self.tenants[message.request_id] = message.tokens
-                if message.reserve_blocks:
+                if message.reserve_blocks > self.buffer_blocks:
+                    del self.tenants[message.request_id]
+                    self.send(
+                        control.Failed(request_id=message.request_id, reason="it would never fit")
+                    )
+                elif message.reserve_blocks:
                     self.waiting.append((message.request_id, message.reserve_blocks))
                     self._grant()
                 self.report()
