@@ -22,8 +22,6 @@ from dualpath.storage.contract import BlockStorage, ReadOutcome
 log = logging.getLogger(__name__)
 
 _NS_PER_S = 1_000_000_000
-_READ_ERROR = "read error"
-
 
 #: Track of the first reader in a trace; further ones have a number behind it.
 STORAGE_TRACK = "storage"
@@ -204,7 +202,7 @@ class ReadQueue:
             outcome = self._storage.read([task.keys[position]], [self._buffer.view(slot)])
         except Exception:  # a defect must not end a reader; the blocks are recomputed
             log.exception("request %s: reading block %d failed", task.request_id, position)
-            outcome = ReadOutcome(good_blocks=0, bytes_read=0, reason=_READ_ERROR)
+            outcome = ReadOutcome(good_blocks=0, bytes_read=0, reason="read error")
         self._counters.add(Counter.STORAGE_READ_BYTES, outcome.bytes_read)
         self._trace.record(
             "read", track, start_ns, self._trace.now_ns(), request=task.request_id, block=position

@@ -9,6 +9,8 @@ import importlib
 import multiprocessing
 import os
 import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
 from dualpath.launch.commands import ENGINE_ENTRY
 
@@ -25,13 +27,13 @@ def prepare_engine() -> None:
         )
 
 
-def main() -> None:
-    """Be an engine; the arguments are those of vLLM's API server."""
-    prepare_engine()
-    module, _, function = ENGINE_ENTRY.partition(":")
-    sys.argv[0] = module
-    getattr(importlib.import_module(module), function)()
+def run_entry(entry: str, command: Sequence[str]) -> NoReturn:
+    """Run ``entry`` ("module:function") as if the command had been typed, and exit as it does."""
+    module, _, function = entry.partition(":")
+    sys.argv = [module, *command]
+    sys.exit(getattr(importlib.import_module(module), function)())
 
 
 if __name__ == "__main__":
-    main()
+    prepare_engine()
+    run_entry(ENGINE_ENTRY, sys.argv[1:])

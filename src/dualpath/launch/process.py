@@ -6,7 +6,6 @@ supervisor, which then ends the others in order; and it dies with its parent.
 """
 
 import ctypes
-import importlib
 import multiprocessing
 import os
 import signal
@@ -19,7 +18,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from dualpath.launch.commands import ENGINE_ENTRY, ENGINE_ENVIRONMENT
-from dualpath.launch.forked_engine import prepare_engine
+from dualpath.launch.forked_engine import prepare_engine, run_entry
 
 _PRELOADED = [
     "vllm.entrypoints.launchers.api_server.entry",
@@ -155,6 +154,4 @@ def _main(entry: str, command: list[str], log: str, environment: dict[str, str])
     os.environ.update(environment)
     if entry == ENGINE_ENTRY:
         prepare_engine()
-    module, _, function = entry.partition(":")
-    sys.argv = [module, *command]
-    sys.exit(getattr(importlib.import_module(module), function)())
+    run_entry(entry, command)
