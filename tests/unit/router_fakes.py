@@ -83,6 +83,8 @@ class FakeEngine:
             None,
         )
         self.unanswered: set[type] = set()
+        #: ``Handed`` is late: the router has it only with the answer to its next look-up.
+        self.tokens_come_first = False
         self.counters: dict[str, float] = {}
         self._arrived = asyncio.Event()
 
@@ -102,6 +104,7 @@ class FakeEngine:
         self.quarantined: dict[str, list[int]] = {}
         self.tenants: dict[str, int] = {}
         self.handed: set[str] = set()
+        self.withheld: deque[control.Handed] = deque()
         self.persisted: set[str] = set()
         self.assign_seq = self.report_seq = 0
         self.context = zmq.asyncio.Context()
@@ -204,6 +207,7 @@ class FakeEngine:
                 hit = 0
                 while hit < len(message.keys) and message.keys[hit] in self.stored:
                     hit += 1
+                self._say_withheld()
                 self.send(control.LookupDone(call_id=message.call_id, hit_blocks=hit))
             case control.Assign():
                 assert message.assign_seq == self.assign_seq + 1
@@ -271,8 +275,14 @@ class FakeEngine:
     def take_over(self, request_id: str) -> None:
         """The KV is in HBM."""
         self.handed.add(request_id)
-        self.send(control.Handed(request_id=request_id, h2d_s=0.0))
+        self.withheld.append(control.Handed(request_id=request_id, h2d_s=0.0))
+        if not self.tokens_come_first:
+            self._say_withheld()
         self._free_if_over(request_id)
+
+    def _say_withheld(self) -> None:
+        while self.withheld:
+            self.send(self.withheld.popleft())
 
     def _free_if_over(self, request_id: str) -> None:
         if request_id in self.handed and request_id in self.persisted:

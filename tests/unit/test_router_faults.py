@@ -9,7 +9,13 @@ from tests.unit.router_fakes import GUARD_S, expected, job, keys_of
 
 from dualpath.core import control
 from dualpath.core.cluster import Role
-from dualpath.core.errors import BadRequestError, DeadlineError, EngineLostError, TransportError
+from dualpath.core.errors import (
+    BadRequestError,
+    DeadlineError,
+    EngineLostError,
+    PromptTooLongError,
+    TransportError,
+)
 from dualpath.router.settings import RouterSettings
 
 PROMPT = list(range(100, 118))
@@ -40,6 +46,21 @@ async def test_a_pe_lost_in_prefill_is_replaced_by_another():
         assert "a" in made.engines["d0"].quarantined
         await made.revive(lost)  # a new epoch proves the old process dead
         await made.settled("d0")
+
+
+async def test_a_de_lost_after_its_last_token_costs_nothing():
+    async with cluster() as made:
+        lost = made.engines["d0"]
+        lost.tokens_come_first = True
+        made.calls.gates["decode"] = asyncio.Event()
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.arrives("decode")
+        lost.unanswered = {control.Lookup}
+        made.calls.gates["decode"].set()
+        await lost.saw(control.Lookup, lambda asked: not asked.keys)  # waits for the hand-over
+        made.lose("d0")
+        assert await run == expected(PROMPT, 6)
+        assert made.service.status()["counters"]["retries"] == 0
 
 
 async def test_a_pe_that_said_goodbye_leaves_nothing_in_quarantine():
@@ -75,6 +96,19 @@ async def test_a_de_lost_while_decoding_is_replaced_and_the_stream_goes_on(decod
         assert made.calls.hand_overs[1].prompt_tokens == len(PROMPT) + 1 + decoded
         assert made.calls.hand_overs[1].hit_blocks == len(PROMPT) // 4  # persisted by attempt 1
         await made.settled("p0")
+
+
+async def test_a_prompt_that_has_outgrown_every_buffer_is_refused_at_once():
+    async with cluster(decode=2, buffer_blocks=5) as made:  # 20 tokens; PROMPT has 18
+        made.calls.gates["decode"], made.calls.gate_after_tokens = asyncio.Event(), 3
+        run = asyncio.create_task(made.run(job("a", PROMPT, max_new_tokens=8)))
+        await made.arrives("decode")
+        (lost,) = made.calls.decodes
+        made.lose(lost)
+        with pytest.raises(PromptTooLongError, match=r"6 blocks of 4 tokens.* holds 5"):
+            await run
+        assert made.calls.decodes == [lost]
+        assert len(made.calls.prefills) == 1
 
 
 async def test_a_lost_pe_does_not_disturb_a_request_it_has_finished():

@@ -122,6 +122,20 @@ def test_odd_names_of_engines_survive_the_text_format() -> None:
     assert parsed.families["dualpath:engine_up"].documentation == "Up."
 
 
+async def test_a_hand_over_is_timed_also_when_all_tokens_come_before_the_word_of_it() -> None:
+    async with cluster() as made:
+        made.engines["d0"].tokens_come_first = True
+        await made.run(job("a", range(100, 118)))
+        now = Scrape(made.service.exposition().decode())
+
+        def seconds(stage: Stage) -> float:
+            assert now.value("dualpath:stage_seconds_count", stage=stage.value) == 1
+            return now.value("dualpath:stage_seconds_sum", stage=stage.value)
+
+        assert 0 < seconds(Stage.HANDOVER) <= seconds(Stage.DECODE)
+        assert seconds(Stage.H2D) == 0
+
+
 async def test_a_lost_engine_is_down_and_one_that_left_is_not_missed() -> None:
     async with cluster(prefill=2, decode=2) as made:
         made.lose("p1")
@@ -140,6 +154,7 @@ async def test_blocks_that_left_the_storage_are_gone_and_unanswered_look_ups_say
     settings = RouterSettings(engine_timeout_s=1000, lookup_timeout_s=0.05)
     async with cluster(settings=settings) as made:
         await made.run(job("a", prompt))
+        await made.settled("d0")
         made.stored.difference_update(keys_of(prompt)[3:])
         await made.run(job("b", prompt))
         made.engines["d0"].unanswered = {control.Lookup}

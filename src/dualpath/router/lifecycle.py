@@ -69,6 +69,8 @@ class Attempt:
         self._talk = Conversation(attempt_id, self._handed)
         self._told: set[str] = set()
         self._decode_start_s: float | None = None
+        self._decoding_s: float | None = None
+        self._hand_over_noted = False
 
     async def run(self) -> None:
         """Return when the last token is out.
@@ -375,6 +377,9 @@ class Attempt:
             await self._called(engine, self._stream(engine, events))
         finally:
             self._record.add(Stage.DECODE, self._decode_start_s, engine.engine_id)
+        if not self._hand_over_noted:
+            self._talk.done_with(engine.engine_id)
+            await self._until_heard(engine)
 
     async def _stream(self, engine: EngineInfo, events: AsyncIterator[TokenEvent]) -> None:
         try:
@@ -382,6 +387,8 @@ class Attempt:
                 _check_not_given_up(engine, event)
                 # Tokens need all of the prompt's KV: nothing is on its way any more.
                 self._desk.releases.writer_done(self.attempt_id)
+                if self._decoding_s is None:
+                    self._decoding_s = self._desk.clock()
                 self._emit(event)
                 if event.finish_reason is not None:
                     return
@@ -396,9 +403,12 @@ class Attempt:
         self._desk.releases.writer_done(self.attempt_id)
         self._desk.dispatch.handed(self.attempt_id, self._decode_engine.engine_id)
         if self._decode_start_s is not None:
-            where, now_s = self._decode_engine.engine_id, self._desk.clock()
-            self._record.add(Stage.HANDOVER, self._decode_start_s, where, now_s)
-            self._record.add(Stage.H2D, now_s - handed.h2d_s, where, now_s)
+            where = self._decode_engine.engine_id
+            # Tokens travel on another connection: they may come first, even all of them.
+            end_s = self._desk.clock() if self._decoding_s is None else self._decoding_s
+            self._record.add(Stage.HANDOVER, self._decode_start_s, where, end_s)
+            self._record.add(Stage.H2D, end_s - handed.h2d_s, where, end_s)
+            self._hand_over_noted = True
 
     async def _called(self, engine: EngineInfo, work: Awaitable[T]) -> T:
         """Return what ``work`` returns; if it fails, find out whether its engine still lives."""

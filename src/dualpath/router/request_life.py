@@ -101,6 +101,7 @@ class RequestLife:
             if job.max_new_tokens < 1:
                 self._emit(TokenEvent(token_ids=(), finish_reason="length"))
                 return
+            self._check_fits(job)
             self.record.attempts += 1
             try:
                 await self._one_attempt(job)
@@ -158,15 +159,20 @@ class RequestLife:
                 f"{name} needs {wanted} tokens ({job.prompt_tokens} prompt, {job.max_new_tokens} "
                 f"new), the model's context holds {limit}; shorten the prompt or max_tokens"
             )
+
+    def _check_fits(self, job: Job) -> None:
+        """Refuse a prompt, grown by earlier attempts perhaps, that no DE can ever hold."""
         block_tokens = self._desk.block_tokens
         blocks = -(-job.prompt_tokens // block_tokens) if self._desk.moves_bytes else 0
         largest = max(
-            (e.buffer_tokens // block_tokens for e in registry.alive(Role.DECODE)), default=0
+            (e.buffer_tokens // block_tokens for e in self._desk.registry.alive(Role.DECODE)),
+            default=0,
         )
         if blocks > largest:
             raise PromptTooLongError(
-                f"{name} has a prompt of {blocks} blocks of {block_tokens} tokens, the largest DE "
-                f"buffer holds {largest}; shorten the prompt or raise the engines' buffer_bytes"
+                f"request {job.request_id} has a prompt of {blocks} blocks of {block_tokens} "
+                f"tokens, the largest DE buffer holds {largest}; shorten the prompt or raise the "
+                "engines' buffer_bytes"
             )
 
     def _emit(self, event: TokenEvent) -> None:

@@ -1,0 +1,169 @@
+"""What runs of DualPath and of today's stacks amount to: a page, a plot and the raw numbers."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+from benchmarks.peers.one_run import RunRecord
+
+from dualpath.evaluation.report import NOTHING, Panel, Series, Table
+from dualpath.experiments.report import ExperimentReport, Target
+from dualpath.workload.result import Machine
+
+DUALPATH = "dualpath-dualpath"
+#: Without disaggregation: every node with storage of its own.
+AGGREGATED = "-aggregated"
+#: Of the project: the best disaggregated peer's JCT over DualPath's, agents bound by storage.
+RATIO_TARGET = 2.0
+
+_DISCUSSION = """\
+`benchmarks/peers/README.md` tells what each stack is, what is equal, what peers are given and what
+had to be mended.
+
+Where the machine is busier than 85 % its two cores and no longer the links decide: such a stack may
+be faster on more cores. An aggregated cluster reads through every node's SNIC by its nature; it has
+no second path to gain and gives up the isolation of decoding from prefill. It is shown because a
+reader will ask, and is no part of the target. A stack that reads fewer bytes than another hit its
+own caches in HBM or DRAM, or recomputed: see hit tokens."""
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a reader needs: what was asked for, on what, and each run."""
+
+    arguments: dict[str, object]
+    kv_bytes_per_token: int
+    machine: Machine
+    versions: dict[str, str]
+    date: str
+    runs: list[RunRecord]
+
+
+class Stack:
+    """All runs of one stack."""
+
+    def __init__(self, name: str, runs: Sequence[RunRecord]) -> None:
+        self.name, self.runs = name, runs
+        self.jct_s = statistics.median(run.jct_s for run in runs)
+        self.typical = min(runs, key=lambda run: abs(run.jct_s - self.jct_s))
+
+    @property
+    def disaggregated_peer(self) -> bool:
+        """Whether the target counts it."""
+        return not self.name.startswith("dualpath-") and not self.name.endswith(AGGREGATED)
+
+
+def stacks(runs: Sequence[RunRecord]) -> list[Stack]:
+    """Return the stacks in the order of their first runs."""
+    groups: dict[str, list[RunRecord]] = defaultdict(list)
+    for run in runs:
+        groups[run.stack].append(run)
+    return [Stack(name, group) for name, group in groups.items()]
+
+
+def peers_report(name: str, command: str, measurement: Measurement) -> ExperimentReport:
+    """Return the report; ``command`` repeats the measurement."""
+    found = stacks(measurement.runs)
+    return ExperimentReport(
+        name=name,
+        title="Today's stacks beside DualPath",
+        command=command,
+        settings=_setting_lines(measurement),
+        tables=(_jct_table(found), _bytes_table(found)),
+        panels=_panels(found),
+        targets=_targets(found),
+        discussion=_DISCUSSION,
+        data=msgspec.to_builtins(measurement),
+    )
+
+
+def _setting_lines(measurement: Measurement) -> tuple[str, ...]:
+    asked, machine = measurement.arguments, measurement.machine
+    kv = measurement.kv_bytes_per_token
+    versions = ", ".join(f"{name} {number}" for name, number in measurement.versions.items())
+    return (
+        f"Lab of {asked['nodes']}, network namespaces on one machine: SNIC "
+        f"{asked['snic_mb_per_s']:g} MB/s per node (cgroup, O_DIRECT reads), CNIC "
+        f"{asked['cnic_gbit_per_s']:g} Gbit/s per node (HTB).",
+        f"{asked['agents']} agents, each {asked['history']} tokens of history (stored by the stack "
+        f"itself before the clock starts), then {asked['turns']} turns that append "
+        f"{asked['append']} tokens and generate {asked['generate']}. No random numbers: histories "
+        "differ by fixed steps.",
+        f"Real vLLM engines on CPU, float32, eager, random weights, {kv:,} bytes of KV per token, "
+        f"blocks of 64 tokens; {asked['hbm_mib']} MiB of KV memory and {asked['dram_mib']} MiB of "
+        "DRAM for KV per engine.",
+        "A new lab and new engines for every run; stacks in turns; medians.",
+        f"{machine.cpu_count} cores ({machine.cpu_model}), {versions}, {measurement.date}.",
+    )
+
+
+def _jct_table(found: Sequence[Stack]) -> Table:
+    own = _own(found)
+    columns = (
+        *("stack", "runs", "JCT s", "range s", "to DualPath", "TTFT p50 s", "TTFT p99 s"),
+        *("hit tokens", "same outputs as DualPath", "turns failed", "machine busy"),
+    )
+    return Table("Job completion time", columns, tuple(_row(stack, own) for stack in found))
+
+
+def _row(stack: Stack, own: Stack | None) -> tuple[str, ...]:
+    run, times_s = stack.typical, [run.jct_s for run in stack.runs]
+    right = own.typical.digests if own else {}
+    same = sum(right.get(key) == value for key, value in run.digests.items())
+    return (
+        stack.name,
+        str(len(stack.runs)),
+        f"{stack.jct_s:.1f}",
+        f"{min(times_s):.1f} - {max(times_s):.1f}",
+        f"{stack.jct_s / own.jct_s:.2f}" if own else NOTHING,
+        f"{run.ttft_s.p50:.2f}" if run.ttft_s else NOTHING,
+        f"{run.ttft_s.p99:.2f}" if run.ttft_s else NOTHING,
+        NOTHING if run.hit_tokens is None else f"{run.hit_tokens / run.prompt_tokens:.1%}",
+        f"{same} of {run.turns}" if own else NOTHING,
+        str(sum(run.turns_failed for run in stack.runs)),
+        f"{max(run.busy for run in stack.runs):.0%}",
+    )
+
+
+def _bytes_table(found: Sequence[Stack]) -> Table:
+    nodes = tuple(found[0].typical.snic_bytes)
+    columns = (
+        "stack",
+        *(f"{node} SNIC, MB read" for node in nodes),
+        *(f"{node} CNIC, MB in" for node in nodes),
+    )
+    rows = tuple(
+        (
+            stack.name,
+            *(f"{stack.typical.snic_bytes[node] / 1e6:.0f}" for node in nodes),
+            *(f"{stack.typical.cnic_in_bytes[node] / 1e6:.0f}" for node in nodes),
+        )
+        for stack in found
+    )
+    return Table("Bytes by node, run of median JCT", columns, rows)
+
+
+def _panels(found: Sequence[Stack]) -> tuple[Panel, ...]:
+    nodes = tuple(found[0].typical.snic_bytes)
+    jct = tuple(Series(stack.name, ("all agents",), (stack.jct_s,)) for stack in found)
+    read = tuple(
+        Series(stack.name, nodes, tuple(stack.typical.snic_bytes[n] / 1e6 for n in nodes))
+        for stack in found
+    )
+    return (
+        Panel("Job completion time", "grouped", "", "JCT (s)", jct),
+        Panel("Storage reads", "grouped", "node", "MB", read),
+    )
+
+
+def _targets(found: Sequence[Stack]) -> tuple[Target, ...]:
+    own, peers = _own(found), [stack for stack in found if stack.disaggregated_peer]
+    if own is None or not peers:
+        return ()
+    best = min(peers, key=lambda stack: stack.jct_s)
+    what = "JCT of the best disaggregated peer / DualPath"
+    return (Target(what, best.jct_s / own.jct_s, RATIO_TARGET, at_least=True, note=best.name),)
+
+
+def _own(found: Sequence[Stack]) -> Stack | None:
+    return next((stack for stack in found if stack.name == DUALPATH), None)

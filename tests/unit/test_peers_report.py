@@ -1,0 +1,103 @@
+"""What the page about other stacks says follows from the runs, and only PD peers are judged."""
+
+import msgspec
+import pytest
+from benchmarks.peers.measure import command, parse_arguments
+from benchmarks.peers.one_run import RunRecord
+from benchmarks.peers.report import DUALPATH, Measurement, peers_report
+
+from dualpath.experiments.report import as_markdown, write_experiment
+from dualpath.workload.result import Distribution, Machine
+
+TTFT = Distribution(count=2, mean=1.0, p50=1.0, p90=2.0, p99=2.0, max=2.0)
+
+
+def run(stack: str, jct_s: float, answer: str = "same") -> RunRecord:
+    return RunRecord(
+        stack=stack,
+        aggregated=stack.endswith("-aggregated"),
+        jct_s=jct_s,
+        ttft_s=TTFT,
+        tpot_s=None,
+        prompt_tokens=1000,
+        hit_tokens=970,
+        turns=2,
+        turns_failed=0,
+        snic_bytes={"pe0": int(jct_s * 25e6), "de0": 0},
+        cnic_in_bytes={"pe0": 0, "de0": 5_000_000},
+        stored_bytes=10,
+        busy=0.5,
+        digests={"a/0": "first", "b/0": answer},
+        errors=[],
+    )
+
+
+def report(*runs: RunRecord):
+    arguments = vars(parse_arguments(["--nodes", "1P2D"]))
+    measurement = Measurement(
+        arguments={k: arguments[k] for k in arguments if k not in ("peer", "name", "out", "logs")},
+        kv_bytes_per_token=32768,
+        machine=Machine(
+            cpu_count=2, cpu_model="none", memory_bytes=1, platform="Linux", python="3.11"
+        ),
+        versions={"dualpath": "0.1.0"},
+        date="2026-11-22",
+        runs=list(runs),
+    )
+    return peers_report("peers", "the command", measurement)
+
+
+RUNS = (
+    run("vllm-slow", 150.0),
+    run("vllm-fast", 100.0, "another"),
+    run("vllm-fast-aggregated", 45.0),
+    run(DUALPATH, 48.0),
+    run("vllm-fast", 110.0, "another"),
+    run(DUALPATH, 52.0),
+    run("vllm-fast", 90.0, "another"),
+    run(DUALPATH, 50.0),
+)
+
+
+def test_the_best_disaggregated_peer_is_judged_by_medians():
+    (target,) = report(*RUNS).targets
+    assert (target.measured, target.met, target.note) == (2.0, True, "vllm-fast")
+
+
+def test_without_dualpath_or_peers_nothing_is_judged():
+    assert report(run("vllm-slow", 1.0)).targets == ()
+    assert report(run(DUALPATH, 1.0), run("vllm-slow-aggregated", 1.0)).targets == ()
+
+
+def test_every_stack_has_a_row_with_its_ratio_range_and_outputs():
+    jct, read = report(*RUNS).tables
+    rows = {row[0]: dict(zip(jct.columns, row, strict=True)) for row in jct.rows}
+    assert list(rows) == ["vllm-slow", "vllm-fast", "vllm-fast-aggregated", DUALPATH]
+    fast = rows["vllm-fast"]
+    assert (fast["runs"], fast["JCT s"], fast["range s"]) == ("3", "100.0", "90.0 - 110.0")
+    assert (fast["to DualPath"], fast["hit tokens"]) == ("2.00", "97.0%")
+    assert fast["same outputs as DualPath"] == "1 of 2"
+    assert rows["vllm-fast-aggregated"]["to DualPath"] == "0.90"
+    assert ("vllm-fast", "2500", "0", "0", "5") in read.rows
+
+
+def test_the_page_is_written_with_every_run_behind_it(tmp_path):
+    made = report(*RUNS)
+    paths = write_experiment(made, tmp_path)
+    assert [path.name for path in paths] == ["peers.json", "peers.md", "peers.png"]
+    assert len(msgspec.json.decode(paths[0].read_bytes())["data"]["runs"]) == len(RUNS)
+    assert "Lab of 1P2D" in as_markdown(made)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], ""),
+        (
+            ["--nodes", "1P2D", "--repeats", "3", "--peer", "vllm-x=/some/where", "--out", "o"],
+            " --nodes 1P2D --repeats 3 --peer vllm-x=ENVIRONMENT",
+        ),
+    ],
+)
+def test_the_command_names_what_was_chosen_but_no_folder(words, said):
+    assert command(parse_arguments(words)) == "python -m benchmarks.peers.measure" + said
