@@ -59,6 +59,11 @@ class StoredBlocks:
         """Payload of all blocks."""
         return len(self.keys) * self.settings.geometry.full_block_bytes
 
+    @property
+    def request_blocks(self) -> int:
+        """Blocks that a reader has memory for: several batches, as a buffer has."""
+        return min(4 * self.settings.read_batch_blocks, len(self.keys))
+
     def flat_folder(self) -> Path:
         """Return a folder with links to all blocks, as fio does not descend."""
         folder = self.root / "flat"
@@ -154,12 +159,13 @@ def _fio(stored: StoredBlocks) -> Rate:
 
 @contextmanager
 def _raw_nixl(stored: StoredBlocks) -> Iterator[ReadAll]:
-    batch = stored.settings.read_batch_blocks
+    """Yield reads of ``read_batch_blocks`` at a time into as much memory as the read queue's."""
+    batch, slots = stored.settings.read_batch_blocks, stored.request_blocks
     slot_bytes = -(-stored.file_bytes // PAGE_BYTES) * PAGE_BYTES
-    memory = allocate_registered(batch * slot_bytes)
+    memory = allocate_registered(slots * slot_bytes)
     reader = RawFileReader(memory)
     reads = [
-        FileRead(path, memory.address + index % batch * slot_bytes, stored.file_bytes)
+        FileRead(path, memory.address + index % slots * slot_bytes, stored.file_bytes)
         for index, path in enumerate(stored.paths)
     ]
 
@@ -177,7 +183,7 @@ def _raw_nixl(stored: StoredBlocks) -> Iterator[ReadAll]:
 def _read_queue(stored: StoredBlocks) -> Iterator[ReadAll]:
     """Yield reads as the traffic manager does them, of one request after the other."""
     settings, answers = stored.settings, queue.SimpleQueue[ReadDone]()
-    request_blocks = min(4 * settings.read_batch_blocks, len(stored.keys))
+    request_blocks = stored.request_blocks
     buffer = BlockBuffer(settings.geometry, request_blocks, lambda grant: None)
     buffer.request(_REQUEST, request_blocks)
     transport = NixlTransport("data-plane-reader", tls=settings.tls)
