@@ -144,7 +144,7 @@ def main() -> None:
                     direct=direct, threads=threads
                 )
                 for direct in (True, False)
-                for threads in (1, 2, 4, 8)
+                for threads in (1, 4, DEFAULT_PARALLEL_READS)
             }
             methods["nixl aio direct"] = bench.nixl(direct=True)
             methods["nixl aio cached"] = bench.nixl(direct=False)

@@ -46,7 +46,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     compute_quota_s: float = 0.3
     quota_flops_per_s: float = 0.0
     snic_bytes_per_s: float = 0.0
-    parallel_reads: int = 4
+    parallel_reads: int = 16
     device_copies: Literal["auto", "nixl", "cuda"] = "auto"
     ucx_tls: str = ""
     progress_delay_us: int = 1000

@@ -1,6 +1,6 @@
 """The same cluster and agents in the simulator and in the lab: predicted and measured times."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from dualpath.core.modes import Mode
 from dualpath.evaluation.report import Panel, Series, Table
 from dualpath.experiments.emulated_nodes import EmulatedNodes, simulated_setup
 from dualpath.experiments.jct import JctSettings, agents_of, jobs_of, setting_lines
+from dualpath.experiments.jct_report import Job
 from dualpath.experiments.report import ExperimentReport
 from dualpath.experiments.run_lines import link_line, machine_lines, too_busy
 from dualpath.experiments.workload import Window
@@ -48,9 +49,9 @@ def compare_with_simulator(
 ) -> ExperimentReport:
     """Measure every mode on every shape and simulate the same; raises as ``measure_jct``."""
     jobs = jobs_of(settings, progress)
-    rows, errors = [], []
-    series: dict[str, list[float]] = {"measured": [], "simulated": []}
+    rows, errors, panels = [], [], []
     for job in jobs:
+        series: dict[str, list[float]] = {"measured": [], "simulated": []}
         for mode in job.runs:
             measured_s = job.jct_s(mode)
             assert measured_s is not None
@@ -67,7 +68,7 @@ def compare_with_simulator(
                     f"{errors[-1]:+.1%}",
                 )
             )
-    names = tuple(f"{row[0]} {row[1]}" for row in rows)
+        panels.append(_panel(job, series))
     runs = [run for job in jobs for done in job.runs.values() for run in done]
     return ExperimentReport(
         name=settings.name,
@@ -85,16 +86,14 @@ def compare_with_simulator(
                 tuple(rows),
             ),
         ),
-        panels=(
-            Panel(
-                "Job completion time",
-                "grouped",
-                "cluster and mode",
-                "JCT (s)",
-                tuple(Series(name, names, tuple(values)) for name, values in series.items()),
-            ),
-        ),
+        panels=tuple(panels),
         discussion=_DISCUSSION,
         data={"errors": errors, "rows": rows, "agents": agents_of(settings, jobs[-1].lab)},
         too_busy=too_busy(runs),
     )
+
+
+def _panel(job: Job, series: Mapping[str, Sequence[float]]) -> Panel:
+    modes = tuple(mode.value for mode in job.runs)
+    bars = tuple(Series(name, modes, tuple(values)) for name, values in series.items())
+    return Panel(job.lab.shape, "grouped", "mode", "JCT (s)", bars)

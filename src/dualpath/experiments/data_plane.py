@@ -112,13 +112,12 @@ def _setting_lines(settings: DataPlaneSettings, busy: float, fio: bool) -> tuple
         f"by dualpath {settings.parallel_reads}"
         + ("" if fio else "; fio is not installed and left out"),
         f"moves: prompts of {settings.blocks} blocks, two layers under way, UCX_TLS={settings.tls}",
-        f"medians of {settings.rounds} rounds in turns",
+        f"medians of {settings.rounds} rounds in turns, ratios within a round",
         f"{os.cpu_count()} cores, {busy:.0%} busy",
     )
 
 
 def _rate_table(title: str, found: Rates, ours: str) -> Table:
-    own = median(rate.bytes_per_s for rate in found[ours])
     rows = []
     for name, rates in found.items():
         speeds = [rate.bytes_per_s / 1e6 for rate in rates]
@@ -129,11 +128,17 @@ def _rate_table(title: str, found: Rates, ours: str) -> Table:
                 f"{median(speeds):.0f}",
                 f"{min(speeds):.0f} to {max(speeds):.0f}",
                 f"{cost:.2f}",
-                f"{own / median(speeds) / 1e6:.2f}",
+                f"{_ratio(found[ours], rates):.2f}",
             )
         )
     columns = ("who", "MB/s", "range", "CPU s/GB", "dualpath relative to it")
     return Table(title, columns, tuple(rows))
+
+
+def _ratio(ours: Sequence[Rate], others: Sequence[Rate]) -> float:
+    """Return the median ratio of rates taken in the same round."""
+    pairs = zip(ours, others, strict=True)
+    return median(own.bytes_per_s / other.bytes_per_s for own, other in pairs)
 
 
 def _post_table(posts: Sequence[PostCost]) -> Table:
@@ -176,14 +181,11 @@ def _targets(
     legs: Mapping[Leg, Rates],
     posts: Sequence[PostCost],
 ) -> tuple[Target, ...]:
-    def speed(rates: Sequence[Rate]) -> float:
-        return median(rate.bytes_per_s for rate in rates)
-
-    own_read = speed(readers[Reader.READ_QUEUE])
+    own_read = readers[Reader.READ_QUEUE]
     targets = [
         Target(
             f"storage reads, relative to {name}",
-            own_read / speed(rates),
+            _ratio(own_read, rates),
             _READ_LIMIT,
             at_least=True,
         )
@@ -192,7 +194,7 @@ def _targets(
     ]
     for leg, found in legs.items():
         own = found[Mover.TRAFFIC_MANAGER]
-        share = speed(own) / speed(found[Mover.NIXL])
+        share = _ratio(own, found[Mover.NIXL])
         targets.append(
             Target(f"{leg.value}, relative to raw NIXL", share, _MOVE_LIMIT, at_least=True)
         )

@@ -56,7 +56,7 @@ class DataPlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     layer_block_bytes: int = 43008
     stored_blocks: int = 200
     read_batch_blocks: int = 16
-    parallel_reads: int = 4
+    parallel_reads: int = 16
     blocks: int = 100
     tls: str = "tcp"
     move_s: float = 1.5
