@@ -239,6 +239,13 @@ def test_where_storage_suffices_oracle_is_the_measure() -> None:
     assert between.targets == ()
 
 
+def test_oracle_is_the_measure_also_where_basic_was_not_run() -> None:
+    full = job(30.0, 20.0, 25.0)
+    runs = {mode: full.runs[mode] for mode in (Mode.DUALPATH, Mode.ORACLE)}
+    (target,) = jct_report("jct", "c", (), [msgspec.structs.replace(full, runs=runs)]).targets
+    assert target.measured == pytest.approx(0.8)
+
+
 def test_a_report_becomes_files(tmp_path: Path) -> None:
     report = jct_report("jct", "dualpath lab bench jct", ("Seed 0.",), [job(30.0, 10.0, 1.0)])
     names = [path.name for path in write_experiment(report, tmp_path / "new")]

@@ -13,7 +13,8 @@ from dualpath.transport.regions import check_pair
 
 #: Pieces of a region; transfers of more use some of them again.
 _POOL_PIECES = 1000
-_REPETITIONS = 5
+#: A size is posted so often that about so many pieces are, within these limits.
+_PIECES_IN_ALL, _LEAST_POSTS, _MOST_POSTS = 5000, 5, 100
 
 
 def measure_posts(settings: DataPlaneSettings) -> list[PostCost]:
@@ -40,7 +41,8 @@ def _cost(here: RawAgent, there: RawAgent, indices: NDArray[np.int64]) -> PostCo
     """Do what ``NixlTransport.post`` does, step by step."""
     own, others = here.peer().region, there.peer().region
     taken = []
-    for _ in range(_REPETITIONS + 1):
+    posts = min(_MOST_POSTS, max(_LEAST_POSTS, _PIECES_IN_ALL // len(indices)))
+    for _ in range(posts + 1):
         start_s = time.perf_counter()
         checked, checked_there = check_pair(own, indices, others, indices)
         checked_s = time.perf_counter()

@@ -161,10 +161,10 @@ def _engine_cpu_s(run: Measured) -> float:
 def _targets(job: Job, ideal_share: float) -> list[Target]:
     basic, dualpath = job.jct_s(Mode.BASIC), job.jct_s(Mode.DUALPATH)
     share = job.reading_share
-    if basic is None or dualpath is None or share is None:
+    if dualpath is None or share is None:
         return []
     shape, found = job.lab.shape, []
-    if share >= _IO_BOUND:
+    if basic is not None and share >= _IO_BOUND:
         what = f"{shape}: Basic / DualPath, I/O-bound"
         ideal = ideal_share * job.ideal_ratio
         found.append(Target(what, basic / dualpath, ideal, True, f"ideal {job.ideal_ratio:g}"))
