@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 DirectIo = bool | Literal["auto"]
 
-#: Measured with ``dualpath lab bench data-plane``: with 4 the device waits during verification.
+#: Measured with ``dualpath lab bench data-plane``: 4 do not keep the device busy.
 DEFAULT_PARALLEL_READS = 16
 
 #: What direct I/O needs on most devices: a logical sector.  A Full Block of 61 layers of 42 KiB is
