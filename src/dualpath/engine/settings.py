@@ -7,6 +7,7 @@ import msgspec
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.storage.posix import DEFAULT_PARALLEL_READS
 from dualpath.transport.ucx_config import check_engine_config
 
 
@@ -46,7 +47,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     compute_quota_s: float = 0.3
     quota_flops_per_s: float = 0.0
     snic_bytes_per_s: float = 0.0
-    parallel_reads: int = 16
+    parallel_reads: int = DEFAULT_PARALLEL_READS
     device_copies: Literal["auto", "nixl", "cuda"] = "auto"
     ucx_tls: str = ""
     progress_delay_us: int = 1000

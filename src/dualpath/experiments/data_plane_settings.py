@@ -6,6 +6,7 @@ import msgspec
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.errors import ConfigError
+from dualpath.storage.posix import DEFAULT_PARALLEL_READS
 
 
 class Reader(enum.StrEnum):
@@ -56,7 +57,7 @@ class DataPlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     layer_block_bytes: int = 43008
     stored_blocks: int = 200
     read_batch_blocks: int = 16
-    parallel_reads: int = 16
+    parallel_reads: int = DEFAULT_PARALLEL_READS
     blocks: int = 100
     tls: str = "tcp"
     move_s: float = 1.5

@@ -378,6 +378,7 @@ class Attempt:
         finally:
             self._record.add(Stage.DECODE, self._decode_start_s, engine.engine_id)
         if not self._hand_over_noted:
+            # The record waits for the word; the client has its tokens, whatever becomes of the DE.
             self._talk.done_with(engine.engine_id)
             await self._until_heard(engine)
 
