@@ -15,12 +15,12 @@ from dualpath.core.cluster import Role
 from dualpath.core.control import PROTOCOL_VERSION, EngineAddress, Hello, Report
 from dualpath.engine.counters import Counter
 from dualpath.policy.events import Assignment, ReadPart
-from dualpath.router.engine_calls import Job
-from dualpath.router.hit_account import Found, SeenBlocks
-from dualpath.router.metrics import RouterMetrics
-from dualpath.router.records import RequestRecord, Stage
-from dualpath.router.registry import Registry
-from dualpath.router.tracing import Tracing
+from dualpath.router.control.engine_calls import Job
+from dualpath.router.control.registry import Registry
+from dualpath.router.observe.metrics import RouterMetrics
+from dualpath.router.observe.tracing import Tracing
+from dualpath.router.requests.hit_account import Found, SeenBlocks
+from dualpath.router.requests.records import RequestRecord, Stage
 
 BLOCKS, BLOCK_TOKENS, NEW_BLOCKS = 1000, 64, 20
 ENGINES = 100

@@ -14,17 +14,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dualpath.catalog.costs import load_model_costs
-from dualpath.catalog.load import load_cluster
 from dualpath.core.modes import Mode
-from dualpath.evaluation.balance import attention_balance, snic_balance, tail_begins_s
+from dualpath.laboratory.workload.generator import DATASETS, generate_agents
+from dualpath.model.catalog.costs import load_model_costs
+from dualpath.model.catalog.load import load_cluster
+from dualpath.model.evaluation.balance import attention_balance, snic_balance, tail_begins_s
+from dualpath.model.sim.result import SimulationResult
+from dualpath.model.sim.run import simulate
+from dualpath.model.sim.settings import Setup
 from dualpath.policy import decode, prefill, read_side
 from dualpath.policy.decode import TwoPhaseDecodePlacer
 from dualpath.policy.load import Column, IntArray
-from dualpath.sim.result import SimulationResult
-from dualpath.sim.run import simulate
-from dualpath.sim.settings import Setup
-from dualpath.workload.generator import DATASETS, generate_agents
 
 Placed = tuple[IntArray, NDArray[np.bool_]]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
-from dualpath.lab.cluster import (
+from dualpath.laboratory.lab.cluster import (
     LabState,
     enter_node,
     lab_down,
@@ -29,8 +29,8 @@ from dualpath.lab.cluster import (
     node_environment,
     storage_url,
 )
-from dualpath.lab.settings import LabSettings, StorageServer
-from dualpath.lab.steps import server_marker
+from dualpath.laboratory.lab.settings import LabSettings, StorageServer
+from dualpath.laboratory.lab.steps import server_marker
 from dualpath.storage.factory import open_storage
 from dualpath.transport.memory import allocate_registered
 

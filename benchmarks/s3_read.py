@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from dualpath.lab.s3_server import find_s3_server
+from dualpath.laboratory.lab.s3_server import find_s3_server
 from dualpath.storage.block_file import HEADER_BYTES
 from dualpath.storage.s3_client import S3Client
 from dualpath.storage.s3_connection import Patience

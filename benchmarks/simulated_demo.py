@@ -28,17 +28,17 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from dualpath.catalog.costs import load_model_costs
-from dualpath.catalog.load import load_cluster
 from dualpath.cli import demo
-from dualpath.core.agents import AgentTable
 from dualpath.core.errors import TraceError
 from dualpath.core.modes import Mode
-from dualpath.sim.result import SimulationResult
-from dualpath.sim.run import simulate
-from dualpath.sim.settings import ClusterSettings, ModelCosts, Setup
-from dualpath.workload.columns import WorkloadSettings, agents_from_sessions
-from dualpath.workload.result import Machine, ReplayResult, read_result
+from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns import WorkloadSettings, agents_from_sessions
+from dualpath.laboratory.workload.result import ClientMachine, ReplayResult, read_result
+from dualpath.model.catalog.costs import load_model_costs
+from dualpath.model.catalog.load import load_cluster
+from dualpath.model.sim.result import SimulationResult
+from dualpath.model.sim.run import simulate
+from dualpath.model.sim.settings import ClusterSettings, ModelCosts, Setup
 
 FOLDER = Path(__file__).parent / "demo_prediction"
 CLUSTER, COSTS, MEASURED = FOLDER / "cluster.toml", FOLDER / "costs.toml", FOLDER / "measured.json"
@@ -70,7 +70,7 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run of the demo; ``rounds`` (prompt, stored, generated tokens) per agent."""
 
     trace: str
-    machine: Machine
+    machine: ClientMachine
     measured: dict[Mode, Figures]
     rates: Rates
     rounds: dict[str, list[tuple[int, int, int]]]
@@ -167,9 +167,9 @@ def recorded_agents(run: RecordedRun) -> AgentTable:
 
 def demo_agents(run: RecordedRun) -> AgentTable | None:
     """Return agents made from the sessions the demo replays; None where they are not there."""
-    from dualpath.models.smollm2 import prepare_smollm2
-    from dualpath.workload.formats import read_trace
-    from dualpath.workload.text_encoder import load_encoder
+    from dualpath.laboratory.models.smollm2 import prepare_smollm2
+    from dualpath.laboratory.workload.formats import read_trace
+    from dualpath.laboratory.workload.text_encoder import load_encoder
 
     spec = importlib.util.find_spec(demo.SESSIONS_PACKAGE)
     if spec is None or not spec.submodule_search_locations:

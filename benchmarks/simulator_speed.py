@@ -25,16 +25,16 @@ import msgspec
 import numpy as np
 
 from dualpath import __version__
-from dualpath.catalog.costs import DEFAULT_GPU, load_model_costs
-from dualpath.catalog.load import load_cluster
-from dualpath.core.agents import AgentTable
 from dualpath.core.modes import Mode
-from dualpath.sim.run import simulate
-from dualpath.sim.settings import Setup
-from dualpath.workload.columns import WorkloadSettings, agents_from_sessions
-from dualpath.workload.formats import read_trace
-from dualpath.workload.generator import DATASETS, generate_agents
-from dualpath.workload.machine import this_machine
+from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns import WorkloadSettings, agents_from_sessions
+from dualpath.laboratory.workload.formats import read_trace
+from dualpath.laboratory.workload.generator import DATASETS, generate_agents
+from dualpath.laboratory.workload.machine import this_machine
+from dualpath.model.catalog.costs import DEFAULT_GPU, load_model_costs
+from dualpath.model.catalog.load import load_cluster
+from dualpath.model.sim.run import simulate
+from dualpath.model.sim.settings import Setup
 
 CLUSTER, MODEL, DATASET = "paper-660b", "ds-v3.2", "64K"
 MODE = Mode.DUALPATH

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 
 from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
+from dualpath.laboratory.experiments.raw_nixl import FileRead, RawFileReader
 from dualpath.storage import block_file
 from dualpath.storage.posix import DEFAULT_PARALLEL_READS, PosixStorage
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
-from dualpath.transport.raw_probe import FileRead, RawFileReader
 
 BATCH_BLOCKS = 32
 Method = Callable[[], int]

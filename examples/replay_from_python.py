@@ -3,9 +3,9 @@
 import asyncio
 import sys
 
-from dualpath.workload.formats import read_trace
-from dualpath.workload.options import ReplayOptions
-from dualpath.workload.replay import replay
+from dualpath.laboratory.workload.formats import read_trace
+from dualpath.laboratory.workload.options import ReplayOptions
+from dualpath.laboratory.workload.replay import replay
 
 
 def main(trace: str, endpoint: str = "http://127.0.0.1:8000") -> None:

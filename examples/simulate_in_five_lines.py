@@ -1,11 +1,11 @@
 """Simulates DualPath on the paper's cluster; other modes, models and traces work the same way."""
 
-from dualpath.catalog.costs import load_model_costs
-from dualpath.catalog.load import load_cluster
 from dualpath.core.modes import Mode
-from dualpath.sim.run import simulate
-from dualpath.sim.settings import Setup
-from dualpath.workload.generator import DATASETS, generate_agents
+from dualpath.laboratory.workload.generator import DATASETS, generate_agents
+from dualpath.model.catalog.costs import load_model_costs
+from dualpath.model.catalog.load import load_cluster
+from dualpath.model.sim.run import simulate
+from dualpath.model.sim.settings import Setup
 
 cluster = load_cluster("paper-660b")
 model = load_model_costs("ds-v3.2", "hopper", cluster)

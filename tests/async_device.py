@@ -1,7 +1,7 @@
 """A GPU, a network and the threads around them, as one machine that takes one step at a time.
 
 ``World`` holds everything that may happen next: the front of the compute stream, the front of the
-copy stream, one more piece of any transfer, the pump's next call, a moment that is waited for.
+copy stream, one more piece of any transfer, the pump's next call, a event that is waited for.
 Whenever somebody on the host waits it picks the next step, and ``drift`` lets some steps pass in
 between.  So chance decides how far the device lags behind the host and in which order bytes
 arrive; a run is the same whenever the seed is.
@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
 
-from dualpath.engine.after_moments import AfterMoments
-from dualpath.engine.device import DeviceCopier, Moment
+from dualpath.engine.device import DeviceCopier, DeviceEvent
+from dualpath.engine.event_waiter import EventWaiter
 from dualpath.engine.hbm_copy import HbmCopier
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.engine.pump import Completion, TransferPump
@@ -95,14 +95,14 @@ class Stream:
         self._queue.append((ready, work))
 
     def record(self) -> WorldMoment:
-        """Return the moment at which everything queued so far is over."""
-        moment = WorldMoment(self._world)
-        self.queue(lambda: setattr(moment, "has_passed", True))
-        return moment
+        """Return the event at which everything queued so far is over."""
+        event = WorldMoment(self._world)
+        self.queue(lambda: setattr(event, "has_passed", True))
+        return event
 
-    def wait(self, moment: Moment) -> None:
-        """Let nothing queued from now on start before ``moment``."""
-        self.queue(lambda: None, moment.passed)
+    def wait(self, event: DeviceEvent) -> None:
+        """Let nothing queued from now on start before ``event``."""
+        self.queue(lambda: None, event.passed)
 
     def _next(self) -> list[Step]:
         return [self._run] if self._queue and self._queue[0][0]() else []
@@ -211,11 +211,11 @@ class WorldCopy(WorldTransfer):
         super().__init__(pairs, piece_bytes)
         for pair in pairs:
             stream.queue(lambda pair=pair: self._move(pair))  # type: ignore[misc]
-        self.moment: Moment = stream.record()
+        self.event: DeviceEvent = stream.record()
 
     def poll(self) -> TransferState:
-        """Over when its moment has passed."""
-        if self.moment.passed():
+        """Over when its event has passed."""
+        if self.event.passed():
             self._state = TransferState.DONE
         return self._state
 
@@ -236,7 +236,7 @@ class WorldCopier:
         source_pieces: PieceIndices,
         destination: str,
         destination_pieces: PieceIndices,
-        after: Moment,
+        after: DeviceEvent,
     ) -> WorldCopy:
         """Queue a copy."""
         ends = [
@@ -264,9 +264,9 @@ class WorldDevice:
         """See ``Stream.record``."""
         return self.compute.record()
 
-    def wait(self, moment: Moment) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         """See ``Stream.wait``."""
-        self.compute.wait(moment)
+        self.compute.wait(event)
 
     def close(self) -> None:
         """Nothing was taken."""
@@ -305,15 +305,15 @@ class WorldPump(TransferPump):
         completion.finish()
 
 
-class WorldAfterMoments(AfterMoments):
-    """The thread that waits for moments, as steps of the world; it starts no thread."""
+class WorldAfterMoments(EventWaiter):
+    """The thread that waits for events, as steps of the world; it starts no thread."""
 
     def __init__(self, world: World) -> None:
         self._line = Stream(world)
 
-    def call(self, moment: Moment, work: Callable[[str | None], None]) -> None:
-        """Run work in order once its moment has passed."""
-        self._line.queue(lambda: work(None), moment.passed)
+    def call(self, event: DeviceEvent, work: Callable[[str | None], None]) -> None:
+        """Run work in order once its event has passed."""
+        self._line.queue(lambda: work(None), event.passed)
 
 
 class WorldLayerStream(LayerStream):

@@ -11,13 +11,13 @@ import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.emulated.front_door import front_door
-from dualpath.emulated.process import EmulatedEngine, emulated_engine
-from dualpath.emulated.settings import EmulatedSettings, block_geometry
 from dualpath.engine.settings import EngineSettings
-from dualpath.router.service import RouterService
+from dualpath.laboratory.emulated.front_door import front_door
+from dualpath.laboratory.emulated.process import EmulatedEngine, emulated_engine
+from dualpath.laboratory.emulated.settings import EmulatedSettings, block_geometry
+from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
+from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
-from dualpath.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
 from dualpath.transport.contract import Transport
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 

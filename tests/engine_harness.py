@@ -18,26 +18,26 @@ from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_
 from dualpath.core.cluster import Role
 from dualpath.core.control import (
     Assign,
-    HandOver,
+    DecodeTransfer,
     HitRun,
     Message,
     Persist,
+    PrefillTransfer,
     Read,
     ReadDone,
     Release,
     Released,
     Report,
     Reserved,
-    TakeOver,
     Welcome,
 )
 from dualpath.core.modes import Mode
-from dualpath.datapath.plan import BlockRun
 from dualpath.engine.hbm_copy import HbmLayout
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.traffic_manager import TrafficManager
+from dualpath.plan.steps import BlockRun
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.memory import MemoryStorage
 from dualpath.transport.contract import RegionInfo
@@ -228,7 +228,7 @@ class ToyCluster:
 
     def load(
         self, request_id: str, keys: list[BlockKey], prompt_tokens: int, pe_hits: int, de_hits: int
-    ) -> HandOver:
+    ) -> PrefillTransfer:
         """Reserve, read the first ``pe_hits`` blocks on the PE and the next on the DE."""
         blocks = GEOMETRY.blocks_for(prompt_tokens)
         self.de.assign(request_id, prompt_tokens, blocks)
@@ -245,7 +245,7 @@ class ToyCluster:
             slots = de_slots[pe_hits : pe_hits + de_hits]
             hits.append(HitRun(side=Role.DECODE, first_block=pe_hits, slots=slots))
         hit_blocks = pe_hits + de_hits
-        return HandOver(
+        return PrefillTransfer(
             request_id=request_id,
             prompt_tokens=prompt_tokens,
             hit_blocks=hit_blocks,
@@ -268,16 +268,19 @@ class ToyCluster:
 
     def forward(
         self,
-        work: Sequence[tuple[HandOver, list[BlockKey], BlockRun, Sequence[int]]],
+        work: Sequence[tuple[PrefillTransfer, list[BlockKey], BlockRun, Sequence[int]]],
         at_layer: Callable[[int, LayerStream], None] = lambda layer, stream: None,
     ) -> dict[str, str]:
         """Run one forward pass; per request (hand-over, keys, chunk, HBM blocks)."""
         agent = self.pe.manager.decode_agent("de-0", self.de.epoch)
         chunks = [
             PrefillChunk(
-                hand_over=hand_over, chunk=chunk, hbm_blocks=tuple(hbm), decode_agent=agent
+                prefill_transfer=prefill_transfer,
+                chunk=chunk,
+                hbm_blocks=tuple(hbm),
+                decode_agent=agent,
             )
-            for hand_over, _, chunk, hbm in work
+            for prefill_transfer, _, chunk, hbm in work
         ]
         stream = self.pe.manager.begin_prefill(chunks, self.layers)
         for layer in range(GEOMETRY.layers):
@@ -296,21 +299,21 @@ class ToyCluster:
         return self.pe.manager.end_prefill(stream)
 
     def hand_to_decode(
-        self, hand_over: HandOver, keys: list[BlockKey], hbm: Sequence[int]
+        self, prefill_transfer: PrefillTransfer, keys: list[BlockKey], hbm: Sequence[int]
     ) -> str | None:
         """Persist the prompt's new blocks and copy everything to the DE's HBM."""
-        full = GEOMETRY.full_blocks_in(hand_over.prompt_tokens)
+        full = GEOMETRY.full_blocks_in(prefill_transfer.prompt_tokens)
         self.de.tell(
             Persist(
-                request_id=hand_over.request_id,
-                first_slot=hand_over.hit_blocks,
-                keys=tuple(keys[hand_over.hit_blocks : full]),
+                request_id=prefill_transfer.request_id,
+                first_slot=prefill_transfer.hit_blocks,
+                keys=tuple(keys[prefill_transfer.hit_blocks : full]),
             )
         )
-        take_over = TakeOver(
-            request_id=hand_over.request_id,
-            prompt_tokens=hand_over.prompt_tokens,
-            slots=hand_over.de_slots,
+        decode_transfer = DecodeTransfer(
+            request_id=prefill_transfer.request_id,
+            prompt_tokens=prefill_transfer.prompt_tokens,
+            slots=prefill_transfer.de_slots,
         )
         over = threading.Event()
         errors: list[str | None] = []
@@ -319,7 +322,7 @@ class ToyCluster:
             errors.append(error)
             over.set()
 
-        self.de.manager.fill_hbm(take_over, hbm, done)
+        self.de.manager.fill_hbm(decode_transfer, hbm, done)
         assert over.wait(WAIT_S)
         return errors[0]
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dualpath.core.agents import AgentTable
 from dualpath.core.modes import Mode
-from dualpath.sim.result import Decisions, SimulationResult
-from dualpath.sim.settings import (
+from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.model.sim.result import Decisions, SimulationResult
+from dualpath.model.sim.settings import (
     ClusterSettings,
     DecodeCosts,
     ModelCosts,

@@ -22,7 +22,7 @@ from benchmarks.gpu.machine import seconds_of, spread
 
 from dualpath.engine.device import Device
 from dualpath.transport.memory import allocate_registered
-from dualpath.vllm_plugin.cuda_driver import CudaDriver
+from dualpath.vllm.cuda_driver import CudaDriver
 
 
 class CopyCase(msgspec.Struct, frozen=True):

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from dualpath.engine.device import PASSED, Device, HostDevice, Moment
+from dualpath.engine.device import PASSED, Device, DeviceEvent, HostDevice
 from dualpath.transport.contract import PieceIndices, RegionInfo, TransferState
 from dualpath.transport.regions import check_pair, find_region, piece_addresses
-from dualpath.vllm_plugin.cuda_device import CudaDevice
-from dualpath.vllm_plugin.cuda_driver import CudaDriver
+from dualpath.vllm.cuda_device import CudaDevice
+from dualpath.vllm.cuda_driver import CudaDriver
 
 _SMI_FIELDS = (
     "name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit",
@@ -27,7 +27,7 @@ _SMI_FIELDS = (
 class _DoneCopy:
     """A copy of ``HostCopier``: over when it was asked for."""
 
-    moment: Moment = PASSED
+    event: DeviceEvent = PASSED
 
     def __init__(self, size_bytes: int) -> None:
         self.bytes = size_bytes
@@ -60,7 +60,7 @@ class HostCopier:
         source_pieces: PieceIndices,
         destination: str,
         destination_pieces: PieceIndices,
-        after: Moment,
+        after: DeviceEvent,
     ) -> _DoneCopy:
         """Copy now."""
         here, there = (

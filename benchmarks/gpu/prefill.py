@@ -20,7 +20,7 @@ from benchmarks.gpu.machine import seconds_of, spread
 from benchmarks.gpu.stack import Stack
 
 from dualpath.core.errors import ConfigError
-from dualpath.engine.device import Device, DeviceCopier, Moment
+from dualpath.engine.device import Device, DeviceCopier, DeviceEvent
 from dualpath.policy.batching import fit
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
@@ -127,12 +127,12 @@ class Prefill:
         layers = range(self._case.layers)
         start = self._device.record()
         loads = [self._load(layer, layer, start) for layer in layers]
-        for moment in loads:
-            self._device.wait(moment)
+        for event in loads:
+            self._device.wait(event)
         hidden = self.alone()
         computed = self._device.record()
-        for moment in [self._send(layer, layer, computed) for layer in layers]:
-            self._device.wait(moment)
+        for event in [self._send(layer, layer, computed) for layer in layers]:
+            self._device.wait(event)
         return hidden
 
     def streamed(self, buffers: int) -> torch.Tensor:
@@ -140,7 +140,7 @@ class Prefill:
         layers = self._case.layers
         start = self._device.record()
         loads = [self._load(layer, layer, start) for layer in range(min(buffers, layers))]
-        sends: list[Moment] = []
+        sends: list[DeviceEvent] = []
         hidden = self._prompt
         for layer in range(layers):
             if layer >= buffers:  # new KV overwrites what this send reads
@@ -149,14 +149,14 @@ class Prefill:
             sends.append(self._send(layer, layer % buffers, self._device.record()))
             if layer + buffers < layers:
                 loads.append(self._load(layer + buffers, layer % buffers, sends[layer]))
-        for moment in sends[-buffers:]:
-            self._device.wait(moment)
+        for event in sends[-buffers:]:
+            self._device.wait(event)
         return hidden
 
     # ------------------------------------------------------------------ steps
 
     def _compute(
-        self, layer: int, region: int, hidden: torch.Tensor, loaded: Moment | None = None
+        self, layer: int, region: int, hidden: torch.Tensor, loaded: DeviceEvent | None = None
     ) -> torch.Tensor:
         kv = self._kv[region]
         kv[self._case.cached :] = self._stack.new_kv(hidden)
@@ -164,15 +164,15 @@ class Prefill:
             self._device.wait(loaded)
         return self._stack.layer(hidden, kv)
 
-    def _load(self, layer: int, region: int, after: Moment) -> Moment:
+    def _load(self, layer: int, region: int, after: DeviceEvent) -> DeviceEvent:
         hits = range(self._hit_blocks)
         slots = self._slots(hits, layer)
-        return self._copier.copy(DRAM, slots, f"hbm.{region}", hits, after).moment
+        return self._copier.copy(DRAM, slots, f"hbm.{region}", hits, after).event
 
-    def _send(self, layer: int, region: int, after: Moment) -> Moment:
+    def _send(self, layer: int, region: int, after: DeviceEvent) -> DeviceEvent:
         new = range(self._hit_blocks, self._blocks)
         slots = self._slots(new, layer)
-        return self._copier.copy(f"hbm.{region}", new, DRAM, slots, after).moment
+        return self._copier.copy(f"hbm.{region}", new, DRAM, slots, after).event
 
     def _slots(self, blocks: Sequence[int], layer: int) -> list[int]:
         """Pieces of one layer: a slot's layers are neighbours (§A.5)."""

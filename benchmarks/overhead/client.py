@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from dualpath.core.errors import DualPathError
-from dualpath.models.tiny import TRAINING_TEXT, VOCABULARY_TOKENS
+from dualpath.laboratory.models.tiny import TRAINING_TEXT, VOCABULARY_TOKENS
 
 #: Under which every server of a run serves its model.
 NAME = "tiny"

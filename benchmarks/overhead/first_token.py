@@ -12,7 +12,7 @@ from benchmarks.overhead.client import Answer, Load
 from benchmarks.overhead.measure import Phase, middle, print_table, run_phase
 from benchmarks.overhead.servers import Server, plain_server, real_cluster
 
-from dualpath.models.tiny import make_tiny_model
+from dualpath.laboratory.models.tiny import make_tiny_model
 
 _STAGE = "dualpath:stage_seconds"
 _TTFT = "dualpath:time_to_first_token_seconds"

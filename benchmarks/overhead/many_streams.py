@@ -9,8 +9,8 @@ from benchmarks.overhead.client import Answer, Load
 from benchmarks.overhead.measure import Phase, print_table, run_phase
 from benchmarks.overhead.servers import Pace, paced_cluster
 
-from dualpath.models.tiny import make_tiny_model
-from dualpath.router.open_files import allow_many_streams
+from dualpath.laboratory.models.tiny import make_tiny_model
+from dualpath.router.observe.open_files import allow_many_streams
 
 LIGHT = "light"
 FRONTS = ("router", LIGHT)

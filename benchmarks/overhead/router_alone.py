@@ -12,7 +12,7 @@ from benchmarks.overhead.measure import Phase, idle_share, middle, print_table, 
 from benchmarks.overhead.servers import Pace, Server, paced_cluster, plain_server
 
 from dualpath.core.errors import ConfigError
-from dualpath.models.tiny import make_tiny_model
+from dualpath.laboratory.models.tiny import make_tiny_model
 
 _STAGE = "dualpath:stage_seconds"
 _WARM_UP = Load(streams=32, requests=2, prompt=100, tokens=16)

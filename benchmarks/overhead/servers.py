@@ -14,12 +14,12 @@ from benchmarks.overhead.client import NAME, Api, Chat, TokenIds
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError
-from dualpath.launch.cluster_keys import LOOPBACK_DEVICES
-from dualpath.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
-from dualpath.launch.local_cluster import LocalCluster
-from dualpath.launch.process import ManagedProcess
-from dualpath.launch.settings import MIB, ClusterSettings
-from dualpath.models.tiny import VOCABULARY_TOKENS
+from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS
+from dualpath.ops.launch.cluster_keys import LOOPBACK_DEVICES
+from dualpath.ops.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
+from dualpath.ops.launch.local_cluster import LocalCluster
+from dualpath.ops.launch.process import ManagedProcess
+from dualpath.ops.launch.settings import MIB, LocalClusterSettings
 
 BLOCK_TOKENS = 64
 MAX_MODEL_LEN = 4096
@@ -107,7 +107,7 @@ def plain_server(model: Path, folder: Path) -> Iterator[Server]:
 @contextmanager
 def real_cluster(model: Path, folder: Path) -> Iterator[Server]:
     """Router, one prefill and one decode engine of vLLM, as ``dualpath serve`` starts them."""
-    settings = ClusterSettings(
+    settings = LocalClusterSettings(
         model=str(model),
         storage=str(folder / "storage"),
         port=0,

@@ -8,10 +8,10 @@ from benchmarks.peers.peer_stack import (
 )
 
 from dualpath.core.modes import Mode
-from dualpath.experiments.emulated_nodes import CLI_MODULE, CONTROL_PORT
-from dualpath.experiments.vllm_nodes import engine_commands
-from dualpath.launch.commands import ENGINE_ENVIRONMENT, router_command
-from dualpath.launch.settings import ClusterSettings
+from dualpath.laboratory.experiments.emulated_nodes import CLI_MODULE, CONTROL_PORT
+from dualpath.laboratory.experiments.vllm_nodes import engine_commands
+from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT, router_command
+from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.transport.cluster_secret import SECRET_VARIABLE, new_secret
 
 #: α of Algorithm 1 is what a node reads in 3 s (§A.4).
@@ -55,8 +55,8 @@ class DualPathStack:
         ]
         return found
 
-    def _cluster(self, settings: PeerSettings) -> ClusterSettings:
-        return ClusterSettings(
+    def _cluster(self, settings: PeerSettings) -> LocalClusterSettings:
+        return LocalClusterSettings(
             model=settings.model,
             storage=f"{settings.storage}/dualpath",
             prefill=len(settings.prefill),

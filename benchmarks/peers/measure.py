@@ -24,11 +24,11 @@ from benchmarks.peers.vllm_offloading.stack import OffloadingStack
 
 from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import Mode
-from dualpath.experiments.report import ExperimentReport, as_text, write_experiment
-from dualpath.lab.cluster import lab_down, lab_head, lab_nodes, lab_up
-from dualpath.lab.settings import LabSettings, Shaping, parse_shape
-from dualpath.models.wide import KV_BYTES, make_wide_model
-from dualpath.workload.machine import this_machine
+from dualpath.laboratory.experiments.report import ExperimentReport, as_text, write_experiment
+from dualpath.laboratory.lab.cluster import lab_down, lab_head, lab_nodes, lab_up
+from dualpath.laboratory.lab.settings import LabSettings, Shaping, parse_shape
+from dualpath.laboratory.models.wide import KV_BYTES, make_wide_model
+from dualpath.laboratory.workload.machine import this_machine
 
 MIB = 1 << 20
 PEERS: dict[str, type[PeerStack]] = {

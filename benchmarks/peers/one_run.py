@@ -8,15 +8,15 @@ import msgspec
 from benchmarks.peers.peer_stack import PROXY_PORT, PeerSettings, PeerStack
 
 from dualpath.core.errors import EngineLostError
-from dualpath.experiments.client import BEGIN, ClientResult, ClientTask
-from dualpath.experiments.machine_load import BusyMeter
-from dualpath.experiments.meters import LinkMeter, Sample
-from dualpath.experiments.node_process import NodeProcess, NodeProcesses
-from dualpath.lab.cluster import LabState
-from dualpath.lab.machine import Node
-from dualpath.models.tiny import VOCABULARY_TOKENS
-from dualpath.workload.options import ReplayOptions
-from dualpath.workload.result import Distribution, Isolation, ReplayResult
+from dualpath.laboratory.experiments.client import BEGIN, ClientResult, ClientTask
+from dualpath.laboratory.experiments.machine_load import BusyMeter
+from dualpath.laboratory.experiments.meters import LinkMeter, Sample
+from dualpath.laboratory.experiments.node_process import NodeProcess, NodeProcesses
+from dualpath.laboratory.lab.cluster import LabState
+from dualpath.laboratory.lab.machine import Node
+from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS
+from dualpath.laboratory.workload.options import ReplayOptions
+from dualpath.laboratory.workload.result import Distribution, Isolation, ReplayResult
 
 _SHARED_MEMORY = Path("/dev/shm")
 _START_S = 400.0
@@ -142,7 +142,7 @@ class _Run:
         )
         file = self._folder / f"{name}-task.json"
         file.write_bytes(msgspec.json.encode(task))
-        module = "dualpath.experiments.client"
+        module = "dualpath.laboratory.experiments.client"
         return self._tasks.start_module(name, self._head, module, (str(file),))
 
     def wait_for_begin(self, client: NodeProcess) -> None:

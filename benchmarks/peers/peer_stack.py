@@ -6,8 +6,8 @@ from typing import Protocol
 
 import msgspec
 
-from dualpath.lab.machine import Node
-from dualpath.launch.commands import ENGINE_ENVIRONMENT
+from dualpath.laboratory.lab.machine import Node
+from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT
 
 ENGINE_PORT = 8000
 PROXY_PORT = 8100

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 from benchmarks.peers.one_run import RunRecord
 
-from dualpath.evaluation.report import NOTHING, Panel, Series, Table
-from dualpath.experiments.report import ExperimentReport, Target
-from dualpath.workload.result import Machine
+from dualpath.laboratory.experiments.report import ExperimentReport, Target
+from dualpath.laboratory.workload.result import ClientMachine
+from dualpath.model.evaluation.report import NOTHING, Panel, Series, Table
 
 DUALPATH = "dualpath-dualpath"
 #: Of the project: the best disaggregated peer's JCT over DualPath's, agents bound by storage.
@@ -31,7 +31,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
     arguments: dict[str, object]
     kv_bytes_per_token: int
-    machine: Machine
+    machine: ClientMachine
     versions: dict[str, str]
     date: str
     runs: list[RunRecord]

@@ -21,11 +21,11 @@ from tests.unit.dashboard_cluster import large_cluster
 from tests.unit.test_workload_report import result, turn
 
 from dualpath.core.modes import Mode
-from dualpath.emulated.front_door import FrontDoor
-from dualpath.emulated.process import serving_app
-from dualpath.emulated.settings import block_geometry
-from dualpath.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
-from dualpath.workload.result import write_result
+from dualpath.laboratory.emulated.front_door import FrontDoor
+from dualpath.laboratory.emulated.process import serving_app
+from dualpath.laboratory.emulated.settings import block_geometry
+from dualpath.laboratory.workload.result import write_result
+from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
 
 WIDTHS = (1280, 390)
 THEMES = ("light", "dark")

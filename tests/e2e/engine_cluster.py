@@ -25,28 +25,28 @@ from tests.e2e.plain_engine import (
 from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.launch.commands import ENGINE_ENTRY, engine_command, engine_id
-from dualpath.launch.process import ManagedProcess
-from dualpath.launch.settings import MIB, ClusterSettings
-from dualpath.router.assign_log import AssignmentNote
-from dualpath.router.service import RouterService
+from dualpath.ops.launch.commands import ENGINE_ENTRY, engine_command, engine_id
+from dualpath.ops.launch.process import ManagedProcess
+from dualpath.ops.launch.settings import MIB, LocalClusterSettings
+from dualpath.router.control.assign_log import AssignmentNote
+from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.posix import PosixStorage
-from dualpath.vllm_plugin.app import make_app
-from dualpath.vllm_plugin.engine_config import (
+from dualpath.vllm.app import make_app
+from dualpath.vllm.engine_config import (
     bind_listen_socket,
     make_engine_config,
     parse_front_end_arguments,
 )
-from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
-from dualpath.vllm_plugin.frontend import DualPathLLM
-from dualpath.vllm_plugin.generate_client import GenerateClient
+from dualpath.vllm.front_end_settings import FrontEndSettings
+from dualpath.vllm.frontend import DualPathLLM
+from dualpath.vllm.generate_client import GenerateClient
 
 
 class EngineCluster:
     """Router and front end on a thread of this process, engines forked; a context manager."""
 
-    def __init__(self, settings: ClusterSettings, folder: Path) -> None:
+    def __init__(self, settings: LocalClusterSettings, folder: Path) -> None:
         self.settings = settings
         self.folder = folder
         self.processes: dict[str, ManagedProcess] = {}
@@ -162,11 +162,11 @@ class EngineCluster:
 
     def assignments(self) -> list[AssignmentNote]:
         """Decisions since ``forget_assignments``."""
-        return list(self.service.desk.dispatch.recent)[self._forgotten :]
+        return list(self.service.context.dispatch.recent)[self._forgotten :]
 
     def forget_assignments(self) -> None:
         """Begin a new list of decisions."""
-        self._forgotten = len(self.service.desk.dispatch.recent)
+        self._forgotten = len(self.service.context.dispatch.recent)
 
     # ------------------------------------------------------------------ requests and blocks
 
@@ -224,9 +224,9 @@ class EngineCluster:
         return hits
 
 
-def tiny_cluster_settings(model: Path, storage: Path, **changes: Any) -> ClusterSettings:
+def tiny_cluster_settings(model: Path, storage: Path, **changes: Any) -> LocalClusterSettings:
     """Settings of a cluster of float32 engines whose quota cuts prompts after 256 tokens."""
-    settings = ClusterSettings(
+    settings = LocalClusterSettings(
         model=str(model),
         storage=str(storage),
         mode=Mode.SPLIT,

@@ -14,16 +14,16 @@ from vllm.v1.outputs import LogprobsLists
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.models.tiny import END_ID
-from dualpath.router.dashboard.board import Dashboard, Load
-from dualpath.router.engine_calls import TokenEvent
-from dualpath.router.metrics import RouterMetrics
-from dualpath.router.registry import Registry
+from dualpath.laboratory.models.tiny import END_ID
+from dualpath.router.control.engine_calls import TokenEvent
+from dualpath.router.control.registry import Registry
+from dualpath.router.observe.dashboard.board import Dashboard, Load
+from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.settings import RouterSettings
-from dualpath.vllm_plugin.app import make_app
-from dualpath.vllm_plugin.engine_config import make_engine_config, parse_front_end_arguments
-from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
-from dualpath.vllm_plugin.frontend import DualPathLLM
+from dualpath.vllm.app import make_app
+from dualpath.vllm.engine_config import make_engine_config, parse_front_end_arguments
+from dualpath.vllm.front_end_settings import FrontEndSettings
+from dualpath.vllm.frontend import DualPathLLM
 
 REPLY = "The storage holds the cache, block by block."
 BLOCK_TOKENS = 64

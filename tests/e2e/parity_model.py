@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from dualpath.models.tiny import make_tiny_model
+from dualpath.laboratory.models.tiny import make_tiny_model
 
 THINKING_TOKENS = ("<think>", "</think>")
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from dualpath.launch.commands import ENGINE_ENTRY
-from dualpath.launch.process import ManagedProcess
-from dualpath.launch.settings import MIB
-from dualpath.models.tiny import make_tiny_model
-from dualpath.workload.formats import read_trace
-from dualpath.workload.text_encoder import load_encoder
-from dualpath.workload.text_session import TextSession
+from dualpath.laboratory.models.tiny import make_tiny_model
+from dualpath.laboratory.workload.formats import read_trace
+from dualpath.laboratory.workload.text_encoder import load_encoder
+from dualpath.laboratory.workload.text_session import TextSession
+from dualpath.ops.launch.commands import ENGINE_ENTRY
+from dualpath.ops.launch.process import ManagedProcess
+from dualpath.ops.launch.settings import MIB
 
 MAX_MODEL_LEN = 4096
 

@@ -19,9 +19,9 @@ from tests.unit.test_workload_report import result, turn
 from dualpath.cli.main import main
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.emulated.front_door import FrontDoor
-from dualpath.emulated.process import serving_app
-from dualpath.router.dashboard.page_file import dashboard_page
+from dualpath.laboratory.emulated.front_door import FrontDoor
+from dualpath.laboratory.emulated.process import serving_app
+from dualpath.router.observe.dashboard.page_file import dashboard_page
 
 PROMPT = list(range(1, 50))
 MARKUP = "<img src=x onerror=document.title='owned'>"

@@ -16,12 +16,17 @@ import pytest
 
 from dualpath.core.blocks import BlockGeometry, block_keys
 from dualpath.core.modes import Mode
-from dualpath.emulated.front_door import front_door
-from dualpath.router.service import RouterService
+from dualpath.laboratory.emulated.front_door import front_door
+from dualpath.laboratory.workload.replay import RealClock
+from dualpath.laboratory.workload.stream import (
+    CompletionBody,
+    EventLines,
+    complete,
+    completion_body,
+)
+from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.factory import open_storage
-from dualpath.workload.replay import RealClock
-from dualpath.workload.stream import CompletionBody, EventLines, complete, completion_body
 
 pytest.importorskip("nixl_cu12")
 pytestmark = pytest.mark.nixl

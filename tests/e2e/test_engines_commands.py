@@ -23,7 +23,7 @@ from tests.listeners import open_listeners
 from dualpath.cli.main import main
 from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import Mode
-from dualpath.launch.local_cluster import LocalCluster
+from dualpath.ops.launch.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -12,15 +12,15 @@ from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import HBM_BYTES, MAX_MODEL_LEN, NAME, tiny_model
 
 from dualpath.core.modes import Mode
-from dualpath.launch.commands import ENGINE_ENTRY
-from dualpath.launch.process import ManagedProcess
+from dualpath.ops.launch.commands import ENGINE_ENTRY
+from dualpath.ops.launch.process import ManagedProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 PROMPT = [10 + index % 300 for index in range(300)]
 
 #: As pip writes it from pyproject.toml; a checkout that is not installed has none.
-ENTRY_POINT = "[vllm.general_plugins]\ndualpath = dualpath.vllm_plugin.engine_arguments:register\n"
+ENTRY_POINT = "[vllm.general_plugins]\ndualpath = dualpath.vllm.engine_arguments:register\n"
 
 
 @pytest.fixture
@@ -84,4 +84,4 @@ def test_an_existing_command_joins_with_one_argument(tmp_path: Path) -> None:
         assert len(stored) == 4
     log = (tmp_path / "prefill.log").read_text(errors="replace")
     assert "added: api_url=http://127.0.0.1:" in log
-    assert "--scheduler-cls dualpath.vllm_plugin.quota_scheduler.QuotaScheduler" in log
+    assert "--scheduler-cls dualpath.vllm.quota_scheduler.QuotaScheduler" in log

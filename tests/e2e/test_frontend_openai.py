@@ -20,7 +20,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError as RefusedError
 from dualpath.core.errors import DeadlineError, EngineLostError
 from dualpath.core.modes import Mode
-from dualpath.models.tiny import make_tiny_model
+from dualpath.laboratory.models.tiny import make_tiny_model
 
 
 @pytest.fixture(scope="module")

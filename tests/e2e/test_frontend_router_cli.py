@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from dualpath.cli.main import main
-from dualpath.models.tiny import make_tiny_model
+from dualpath.laboratory.models.tiny import make_tiny_model
 
 
 @pytest.fixture(scope="module")

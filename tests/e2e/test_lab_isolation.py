@@ -7,14 +7,14 @@ import pytest
 from tests.e2e.test_lab_network import classes
 
 from dualpath.core.errors import ConfigError
-from dualpath.datapath.traffic_class import INFERENCE_CLASS, KV_CLASS
-from dualpath.experiments.isolation import measure_isolation
-from dualpath.experiments.isolation_settings import Case, IsolationSettings, Leg
-from dualpath.lab.cluster import lab_status
-from dualpath.lab.leftovers import find_leftovers
-from dualpath.lab.machine import find_machine, prefix
-from dualpath.lab.settings import Shaping
-from dualpath.lab.steps import CNIC
+from dualpath.laboratory.experiments.isolation import measure_isolation
+from dualpath.laboratory.experiments.isolation_settings import Case, IsolationSettings, Leg
+from dualpath.laboratory.lab.cluster import lab_status
+from dualpath.laboratory.lab.leftovers import find_leftovers
+from dualpath.laboratory.lab.machine import find_machine, prefix
+from dualpath.laboratory.lab.settings import Shaping
+from dualpath.laboratory.lab.steps import CNIC
+from dualpath.plan.traffic_class import INFERENCE_CLASS, KV_CLASS
 
 NAME = f"iso{os.getpid()}"
 #: More than all there is besides the bulk: messages, replies, connections.

@@ -14,8 +14,7 @@ import msgspec
 import pytest
 
 from dualpath.core.errors import ConfigError
-from dualpath.datapath.traffic_class import INFERENCE_CLASS, KV_CLASS, LINK_CLASS
-from dualpath.lab.cluster import (
+from dualpath.laboratory.lab.cluster import (
     LabState,
     enter_node,
     lab_down,
@@ -24,11 +23,19 @@ from dualpath.lab.cluster import (
     lab_up,
     link_reports,
 )
-from dualpath.lab.leftovers import find_leftovers
-from dualpath.lab.machine import find_machine, head_node, lab_folder, nodes, prefix, state_file
-from dualpath.lab.runner import enter_user_namespace
-from dualpath.lab.settings import LabSettings, Shaping
-from dualpath.lab.steps import CNIC, make_steps
+from dualpath.laboratory.lab.leftovers import find_leftovers
+from dualpath.laboratory.lab.machine import (
+    find_machine,
+    head_node,
+    lab_folder,
+    nodes,
+    prefix,
+    state_file,
+)
+from dualpath.laboratory.lab.runner import enter_user_namespace
+from dualpath.laboratory.lab.settings import LabSettings, Shaping
+from dualpath.laboratory.lab.steps import CNIC, make_steps
+from dualpath.plan.traffic_class import INFERENCE_CLASS, KV_CLASS, LINK_CLASS
 
 NAME = f"test{os.getpid()}"
 SETTINGS = LabSettings(
@@ -70,8 +77,8 @@ while os.readv(file, [part]):
 DIE_BEFORE = """
 import os, signal, sys
 import msgspec
-from dualpath.lab.cluster import lab_up
-from dualpath.lab.settings import LabSettings
+from dualpath.laboratory.lab.cluster import lab_up
+from dualpath.laboratory.lab.settings import LabSettings
 
 left = int(sys.argv[2])
 

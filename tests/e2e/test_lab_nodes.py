@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from dualpath.core.errors import ConfigError
-from dualpath.lab.cluster import LabState, enter_node, lab_down, lab_nodes, lab_up
-from dualpath.lab.leftovers import find_leftovers
-from dualpath.lab.machine import find_machine
-from dualpath.lab.settings import LabSettings, Shaping
-from dualpath.lab.steps import CNIC
+from dualpath.laboratory.lab.cluster import LabState, enter_node, lab_down, lab_nodes, lab_up
+from dualpath.laboratory.lab.leftovers import find_leftovers
+from dualpath.laboratory.lab.machine import find_machine
+from dualpath.laboratory.lab.settings import LabSettings, Shaping
+from dualpath.laboratory.lab.steps import CNIC
 
 NAME = f"nodes{os.getpid()}"
 SETTINGS = LabSettings(name=NAME, image_bytes=16 << 20, shaping=Shaping.ROOT)

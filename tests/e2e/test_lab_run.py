@@ -15,15 +15,15 @@ from tests.e2e.test_lab_network import surroundings
 
 from dualpath.core.errors import ConfigError, EngineLostError
 from dualpath.core.modes import Mode
-from dualpath.experiments.emulated_nodes import EmulatedEngines, EmulatedNodes
-from dualpath.experiments.jct import JctSettings, measure_jct
-from dualpath.experiments.report import write_experiment
-from dualpath.experiments.runs import Rig
-from dualpath.experiments.workload import WindowSettings, windows
-from dualpath.lab.leftovers import find_leftovers
-from dualpath.lab.machine import find_machine
-from dualpath.lab.settings import LabSettings, Shaping
-from dualpath.workload.options import ReplayOptions
+from dualpath.laboratory.experiments.emulated_nodes import EmulatedEngines, EmulatedNodes
+from dualpath.laboratory.experiments.jct import JctSettings, measure_jct
+from dualpath.laboratory.experiments.report import write_experiment
+from dualpath.laboratory.experiments.runs import LabRun
+from dualpath.laboratory.experiments.workload import WindowSettings, windows
+from dualpath.laboratory.lab.leftovers import find_leftovers
+from dualpath.laboratory.lab.machine import find_machine
+from dualpath.laboratory.lab.settings import LabSettings, Shaping
+from dualpath.laboratory.workload.options import ReplayOptions
 
 NAME = f"run{os.getpid()}"
 NODES = EmulatedNodes(
@@ -57,9 +57,9 @@ def nothing_left() -> Iterator[None]:
     assert surroundings() == before
 
 
-def rig(prefill: int, decode: int) -> Rig:
+def rig(prefill: int, decode: int) -> LabRun:
     lab = msgspec.structs.replace(LAB, prefill=prefill, decode=decode)
-    return Rig(lab, EmulatedEngines(NODES), windows(WINDOWS), busy_limit=ANY_LOAD)
+    return LabRun(lab, EmulatedEngines(NODES), windows(WINDOWS), busy_limit=ANY_LOAD)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -114,7 +114,7 @@ def test_the_report_tells_every_mode_of_two_decode_nodes(tmp_path: Path) -> None
 def test_an_engine_that_dies_ends_the_run_with_its_log() -> None:
     broken = msgspec.structs.replace(NODES, buffer_mib=0)
     with (
-        Rig(LAB, EmulatedEngines(broken), windows(WINDOWS)) as made,
+        LabRun(LAB, EmulatedEngines(broken), windows(WINDOWS)) as made,
         pytest.raises(EngineLostError, match="buffer_bytes is 0"),
     ):
         made.run(Mode.DUALPATH, ReplayOptions())
@@ -149,7 +149,7 @@ def _janitors() -> list[int]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
-            if b"dualpath.experiments.janitor" in words and NAME.encode() in words:
+            if b"dualpath.laboratory.experiments.janitor" in words and NAME.encode() in words:
                 found.append(int(entry.name))
     assert len(found) == 1
     return found

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.test_lab_network import bits, crash, list_of, refusal
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
-from dualpath.lab.cluster import (
+from dualpath.laboratory.lab.cluster import (
     LabState,
     enter_node,
     lab_down,
@@ -23,11 +23,11 @@ from dualpath.lab.cluster import (
     node_environment,
     storage_url,
 )
-from dualpath.lab.leftovers import find_leftovers
-from dualpath.lab.machine import find_machine, lab_folder, prefix, state_file
-from dualpath.lab.runner import enter_user_namespace
-from dualpath.lab.settings import LabSettings, Shaping, StorageServer
-from dualpath.lab.steps import make_steps, storage_switch_name
+from dualpath.laboratory.lab.leftovers import find_leftovers
+from dualpath.laboratory.lab.machine import find_machine, lab_folder, prefix, state_file
+from dualpath.laboratory.lab.runner import enter_user_namespace
+from dualpath.laboratory.lab.settings import LabSettings, Shaping, StorageServer
+from dualpath.laboratory.lab.steps import make_steps, storage_switch_name
 
 NAME = f"s3test{os.getpid()}"
 SETTINGS = LabSettings(
@@ -66,8 +66,8 @@ storage.close()
 MAKE_AND_DIE = """
 import os, signal, sys
 import msgspec
-from dualpath.lab.cluster import lab_up
-from dualpath.lab.settings import LabSettings
+from dualpath.laboratory.lab.cluster import lab_up
+from dualpath.laboratory.lab.settings import LabSettings
 
 lab_up(msgspec.json.decode(sys.argv[1], type=LabSettings))
 os.kill(os.getpid(), signal.SIGKILL)

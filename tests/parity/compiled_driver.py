@@ -8,10 +8,10 @@ import heapq
 
 from dualpath.core.cluster import Role
 from dualpath.core.request import Request
+from dualpath.model.sim.compiled import ledger, scheduler, tables
+from dualpath.model.sim.result import DE_REASONS, PE_REASONS, READ_REASONS
 from dualpath.policy.event_log import EngineJoined, EngineLost, EventLog, Submitted
 from dualpath.policy.events import Assignment, EngineReport, EngineSpec, ReadPart
-from dualpath.sim.compiled import ledger, scheduler, tables
-from dualpath.sim.result import DE_REASONS, PE_REASONS, READ_REASONS
 
 
 def before_losses(log: EventLog) -> EventLog:

@@ -21,16 +21,16 @@ from tests.parity.short_names import shortened
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.request import Round, Trajectory
-from dualpath.launch.local_cluster import LocalCluster
-from dualpath.launch.settings import MIB, ClusterSettings
-from dualpath.models.tiny import make_tiny_model
+from dualpath.laboratory.models.tiny import make_tiny_model
+from dualpath.laboratory.workload.options import ReplayOptions
+from dualpath.laboratory.workload.progress import NoProgress, ProgressState
+from dualpath.laboratory.workload.replay import replay
+from dualpath.laboratory.workload.session import Session
+from dualpath.laboratory.workload.token_session import TokenSession
+from dualpath.ops.launch.local_cluster import LocalCluster
+from dualpath.ops.launch.settings import MIB, LocalClusterSettings
 from dualpath.policy.event_log import encode_line
-from dualpath.router.event_recorder import read_event_log
-from dualpath.workload.options import ReplayOptions
-from dualpath.workload.progress import NoProgress, ProgressState
-from dualpath.workload.replay import replay
-from dualpath.workload.session import Session
-from dualpath.workload.token_session import TokenSession
+from dualpath.router.control.event_recorder import read_event_log
 
 FOLDER = Path(__file__).parent / "recorded"
 
@@ -106,7 +106,7 @@ def record(mode: Mode, seed: int, lose_engine: bool) -> None:
     """Run one mode and keep its log, with short names, as ``<mode>[-engine-lost].jsonl.xz``."""
     with tempfile.TemporaryDirectory(prefix="dualpath-parity-") as folder:
         raw = Path(folder) / "events.jsonl"
-        settings = ClusterSettings(
+        settings = LocalClusterSettings(
             model=str(make_tiny_model("qwen2")),
             storage=f"{folder}/storage",
             log_dir=f"{folder}/logs",

@@ -30,7 +30,7 @@ from dualpath.policy.event_log import (
     encode_line,
 )
 from dualpath.policy.events import Assignment, ReadPart
-from dualpath.router.event_recorder import read_event_log
+from dualpath.router.control.event_recorder import read_event_log
 
 FOLDER = Path(__file__).parent / "recorded"
 LOGS = {path.name.split(".")[0]: read_event_log(path) for path in sorted(FOLDER.glob("*.xz"))}

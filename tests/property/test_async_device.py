@@ -24,14 +24,14 @@ from tests.async_device import (
 from tests.engine_harness import GEOMETRY, full_block, kv_bytes, prompt_keys
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import HandOver, HitRun
-from dualpath.datapath.plan import BlockRun
+from dualpath.core.control import HitRun, PrefillTransfer
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counters
 from dualpath.engine.hbm_copy import STAGING_REGION, HbmLayout
 from dualpath.engine.layer_stream import LayerSettings
 from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
 from dualpath.engine.trace import TraceRecorder
+from dualpath.plan.steps import BlockRun
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import allocate_registered
 
@@ -114,7 +114,7 @@ class Engine:
         self, chunk: PrefillChunk, keys: list[bytes], layers: LayerSettings
     ) -> dict[str, str]:
         """A forward pass as vLLM queues it: new KV, wait for loaded KV, attention."""
-        computed_before = chunk.chunk.first > chunk.hand_over.hit_blocks
+        computed_before = chunk.chunk.first > chunk.prefill_transfer.hit_blocks
         resident = chunk.chunk.first if computed_before and not layers.overlap else 0
         for layer in range(GEOMETRY.layers):  # somebody else's pass, still under way
             for block in chunk.hbm_blocks[resident:]:
@@ -173,7 +173,7 @@ def test_kv_is_there_when_attention_reads_it_and_is_sent_as_computed(
         HitRun(side=Role.PREFILL, first_block=0, slots=tuple(range(pe_hits))),
         HitRun(side=Role.DECODE, first_block=pe_hits, slots=tuple(range(pe_hits, hits))),
     ]
-    hand_over = HandOver(
+    prefill_transfer = PrefillTransfer(
         request_id="r",
         prompt_tokens=tokens,
         hit_blocks=hits,
@@ -187,7 +187,7 @@ def test_kv_is_there_when_attention_reads_it_and_is_sent_as_computed(
         if first == end:
             continue
         chunk = PrefillChunk(
-            hand_over=hand_over,
+            prefill_transfer=prefill_transfer,
             chunk=BlockRun(first, end - first),
             hbm_blocks=tuple(range(len(keys)))[::-1][:end],
             decode_agent="de",

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import ClusterShape, Role
-from dualpath.datapath.bounds import (
+from dualpath.plan.bounds import (
     closed_form_bytes_per_s,
     de_pair_bytes_per_s,
     link_bytes,
     pe_pair_bytes_per_s,
     prefill_to_decode_range,
 )
-from dualpath.datapath.plan import BlockRun, Link, PromptLayout, SidedRun, Step, whole_plan
+from dualpath.plan.steps import BlockRun, Link, PromptLayout, SidedRun, Step, whole_plan
 
 GEOMETRY = BlockGeometry(layers=4, block_tokens=64, layer_block_bytes=1 << 16)
 HIT_BLOCKS = 50

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tests.engine_harness import GEOMETRY, ToyCluster, full_block, kv_bytes, prompt_keys
 
 from dualpath.core.modes import Mode
-from dualpath.datapath.plan import BlockRun
+from dualpath.plan.steps import BlockRun
 
 
 @st.composite
@@ -25,16 +25,16 @@ def run_prompt(cluster: ToyCluster, prompt: tuple[int, int, int, tuple[int, ...]
     tokens, pe_hits, de_hits, chunk_ends = prompt
     keys = prompt_keys(tokens)
     cluster.store(keys[: pe_hits + de_hits])
-    hand_over = cluster.load("r", keys, tokens, pe_hits, de_hits)
+    prefill_transfer = cluster.load("r", keys, tokens, pe_hits, de_hits)
     hbm = list(range(40, 40 + len(keys)))[::-1]
     first = pe_hits + de_hits
     for end in chunk_ends:
-        failures = cluster.forward([(hand_over, keys, BlockRun(first, end - first), hbm)])
+        failures = cluster.forward([(prefill_transfer, keys, BlockRun(first, end - first), hbm)])
         assert failures == {}
         first = end
-    for block, slot in enumerate(hand_over.de_slots):
+    for block, slot in enumerate(prefill_transfer.de_slots):
         assert cluster.de.slot_bytes(slot) == full_block(keys[block]), block
-    assert cluster.hand_to_decode(hand_over, keys, hbm) is None
+    assert cluster.hand_to_decode(prefill_transfer, keys, hbm) is None
     for layer in range(GEOMETRY.layers):
         for block, key in enumerate(keys):
             assert cluster.de.hbm[layer][hbm[block]].tobytes() == kv_bytes(key, layer)

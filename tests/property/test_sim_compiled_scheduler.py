@@ -10,13 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
+from dualpath.model.sim.result import DE_REASONS, PE_REASONS, READ_REASONS
 from dualpath.policy.events import Assignment, EngineReport, EngineSpec, SchedulerSettings
 from dualpath.policy.scheduler import RequestScheduler
-from dualpath.sim.result import DE_REASONS, PE_REASONS, READ_REASONS
 
 pytest.importorskip("numba")
 
-from dualpath.sim.compiled import ledger, scheduler, tables
+from dualpath.model.sim.compiled import ledger, scheduler, tables
 
 LONGEST_PROMPT_TOKENS = 900
 GENERATED_RESERVE_TOKENS = 100

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.simulated import agents_of, growing_agent, small_model, small_setup
 
-from dualpath.core.agents import AgentTable
 from dualpath.core.modes import Mode
-from dualpath.sim.result import SimulationResult
-from dualpath.sim.run import simulate
-from dualpath.sim.settings import DecodeCosts, PrefillCosts, Setup
+from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.model.sim.result import SimulationResult
+from dualpath.model.sim.run import simulate
+from dualpath.model.sim.settings import DecodeCosts, PrefillCosts, Setup
 
 pytest.importorskip("numba")
 
@@ -161,7 +161,7 @@ def test_both_cores_agree_when_many_agents_crowd_a_cluster(mode, sharing):
 
 
 def test_one_compilation_serves_every_setup():
-    core = importlib.import_module("dualpath.sim.compiled.core")
+    core = importlib.import_module("dualpath.model.sim.compiled.core")
     one, many = agents_of([(64, 0, 2)]), agents_of(*[growing_agent(3, 100, 50, 5)] * 7)
     for sharing in ("fifo", "equal"):
         for mode in (Mode.BASIC, Mode.DUALPATH, Mode.ORACLE):

@@ -8,9 +8,9 @@ from tests.simulated import agents_of, decisions_of, growing_agent, small_setup
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.datapath.bounds import link_bytes
-from dualpath.datapath.plan import BlockRun, Link, PromptLayout, SidedRun, whole_plan
-from dualpath.sim.run import simulate
+from dualpath.model.sim.run import simulate
+from dualpath.plan.bounds import link_bytes
+from dualpath.plan.steps import BlockRun, Link, PromptLayout, SidedRun, whole_plan
 
 agent = st.builds(
     growing_agent,

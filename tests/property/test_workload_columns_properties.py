@@ -9,17 +9,17 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualpath.core.agents import AgentTable
 from dualpath.core.errors import TraceError
 from dualpath.core.request import Round, Trajectory
-from dualpath.workload.agents import make_agents
-from dualpath.workload.block_session import BlockSession, BlockTurn, SubAgent
-from dualpath.workload.columns import WorkloadSettings, agents_from_sessions
-from dualpath.workload.prefix import PrefixHistory
-from dualpath.workload.session import Conversation, Session, Turn
-from dualpath.workload.stored_prefixes import StoredPrefixes
-from dualpath.workload.text_session import Message, TextSession, TextTurn
-from dualpath.workload.token_session import TokenSession
+from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.agents import make_agents
+from dualpath.laboratory.workload.block_session import BlockSession, BlockTurn, SubAgent
+from dualpath.laboratory.workload.columns import WorkloadSettings, agents_from_sessions
+from dualpath.laboratory.workload.prefix import PrefixHistory
+from dualpath.laboratory.workload.session import Conversation, Session, Turn
+from dualpath.laboratory.workload.stored_prefixes import StoredPrefixes
+from dualpath.laboratory.workload.text_session import Message, TextSession, TextTurn
+from dualpath.laboratory.workload.token_session import TokenSession
 
 #: Above all tokens that sessions send; the server's answers never repeat.
 GENERATED = 1 << 30

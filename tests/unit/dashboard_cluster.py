@@ -7,11 +7,11 @@ from tests.unit.router_fakes import NAMESPACE
 
 from dualpath.core.cluster import Role
 from dualpath.core.control import PROTOCOL_VERSION, EngineAddress, Hello, Report
-from dualpath.router.assign_log import AssignmentNote
-from dualpath.router.dashboard.board import Dashboard, Load
-from dualpath.router.metrics import RouterMetrics
-from dualpath.router.records import RequestRecord
-from dualpath.router.registry import EngineState, Registry
+from dualpath.router.control.assign_log import AssignmentNote
+from dualpath.router.control.registry import EngineState, Registry
+from dualpath.router.observe.dashboard.board import Dashboard, Load
+from dualpath.router.observe.metrics import RouterMetrics
+from dualpath.router.requests.records import RequestRecord
 from dualpath.router.settings import RouterSettings
 
 BUFFER_TOKENS, HBM_TOKENS = 1000, 4000

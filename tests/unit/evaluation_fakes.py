@@ -3,11 +3,11 @@
 import msgspec
 import numpy as np
 
-from dualpath.core.agents import AgentTable
 from dualpath.core.modes import Mode
-from dualpath.evaluation.settings import RunSpec
-from dualpath.sim.result import NS_PER_S, Batches, LinkUse, SimulationResult, TurnTimes
-from dualpath.sim.settings import (
+from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.model.evaluation.settings import RunSpec
+from dualpath.model.sim.result import NS_PER_S, Batches, LinkUse, SimulationResult, TurnTimes
+from dualpath.model.sim.settings import (
     ClusterSettings,
     DecodeCosts,
     ModelCosts,

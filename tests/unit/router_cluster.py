@@ -8,9 +8,9 @@ from tests.unit.router_fakes import GUARD_S, FakeCalls, FakeEngine
 
 from dualpath.core import control
 from dualpath.core.cluster import Role
-from dualpath.router.engine_calls import Job, TokenEvent
-from dualpath.router.registry import EngineInfo
-from dualpath.router.service import RouterService
+from dualpath.router.control.engine_calls import Job, TokenEvent
+from dualpath.router.control.registry import EngineInfo
+from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
 
 
@@ -81,7 +81,7 @@ class Cluster:
                     await engine.more_than(seen)
 
     async def _delivered(self, engine: FakeEngine) -> None:
-        call_id, answer = self.service.desk.exchange.lookup(engine.engine_id)
+        call_id, answer = self.service.context.exchange.lookup(engine.engine_id)
         self.service.server.send(engine.engine_id, control.Lookup(call_id=call_id, keys=()))
         await answer
 

@@ -17,8 +17,8 @@ from dualpath.core import control
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError, TransportError
-from dualpath.router.engine_calls import Job, TokenEvent
-from dualpath.router.registry import EngineInfo
+from dualpath.router.control.engine_calls import Job, TokenEvent
+from dualpath.router.control.registry import EngineInfo
 
 M = TypeVar("M", bound=control.Message)
 BLOCK_TOKENS = 4
@@ -83,7 +83,7 @@ class FakeEngine:
             None,
         )
         self.unanswered: set[type] = set()
-        #: ``Handed`` is late: the router has it only with the answer to its next look-up.
+        #: ``KvInHbm`` is late: the router has it only with the answer to its next look-up.
         self.tokens_come_first = False
         self.counters: dict[str, float] = {}
         self._arrived = asyncio.Event()
@@ -103,8 +103,8 @@ class FakeEngine:
         self.waiting: deque[tuple[str, int]] = deque()
         self.quarantined: dict[str, list[int]] = {}
         self.tenants: dict[str, int] = {}
-        self.handed: set[str] = set()
-        self.withheld: deque[control.Handed] = deque()
+        self.kv_in_hbm: set[str] = set()
+        self.withheld: deque[control.KvInHbm] = deque()
         self.persisted: set[str] = set()
         self.assign_seq = self.report_seq = 0
         self.context = zmq.asyncio.Context()
@@ -272,10 +272,10 @@ class FakeEngine:
         self.persisted.add(message.request_id)
         self._free_if_over(message.request_id)
 
-    def take_over(self, request_id: str) -> None:
+    def decode_transfer(self, request_id: str) -> None:
         """The KV is in HBM."""
-        self.handed.add(request_id)
-        self.withheld.append(control.Handed(request_id=request_id, h2d_s=0.0))
+        self.kv_in_hbm.add(request_id)
+        self.withheld.append(control.KvInHbm(request_id=request_id, h2d_s=0.0))
         if not self.tokens_come_first:
             self._say_withheld()
         self._free_if_over(request_id)
@@ -285,7 +285,7 @@ class FakeEngine:
             self.send(self.withheld.popleft())
 
     def _free_if_over(self, request_id: str) -> None:
-        if request_id in self.handed and request_id in self.persisted:
+        if request_id in self.kv_in_hbm and request_id in self.persisted:
             self._free(request_id)
 
     def _free(self, request_id: str) -> None:
@@ -324,31 +324,33 @@ class FakeCalls:
         self.errors: deque[Exception] = deque()
         self.gives_up_once: str | None = None
         self.send_failure: str | None = None
-        self.hand_overs: list[control.HandOver] = []
+        self.transfers: list[control.PrefillTransfer] = []
         self.prefills: list[str] = []
         self.decodes: list[str] = []
         self.pause: Callable[[], Awaitable[None]] = _now
 
     async def prefill(
-        self, engine: EngineInfo, job: Job, hand_over: control.HandOver
+        self, engine: EngineInfo, job: Job, prefill_transfer: control.PrefillTransfer
     ) -> TokenEvent:
-        self.hand_overs.append(hand_over)
+        self.transfers.append(prefill_transfer)
         self.prefills.append(engine.engine_id)
         if self.errors:
             raise self.errors.popleft()
-        here, there = self.engines[engine.engine_id], self.engines[hand_over.decode_engine]
+        here, there = self.engines[engine.engine_id], self.engines[prefill_transfer.decode_engine]
         await self._pass("prefill", here)
-        if there.dead.is_set() or there.epoch != hand_over.decode_epoch:
+        if there.dead.is_set() or there.epoch != prefill_transfer.decode_epoch:
             raise TransportError(f"{there.engine_id} is gone")
         self._check_alive(here, engine)
-        self._check_hits(here, there, job, hand_over)
-        for block, slot in enumerate(hand_over.de_slots):
-            assert there.leases[hand_over.request_id][block] == slot
+        self._check_hits(here, there, job, prefill_transfer)
+        for block, slot in enumerate(prefill_transfer.de_slots):
+            assert there.leases[prefill_transfer.request_id][block] == slot
             there.content[slot] = job.keys[block] if block < len(job.keys) else b"partial"
         if self.gives_up_once is not None:
             reason, self.gives_up_once = self.gives_up_once, None
             return TokenEvent(token_ids=(), finish_reason=reason)
-        here.send(control.Sent(request_id=hand_over.request_id, failure=self.send_failure))
+        here.send(
+            control.PrefillDone(request_id=prefill_transfer.request_id, failure=self.send_failure)
+        )
         self.send_failure = None
         token = next_token(job.prompt_token_ids)
         return TokenEvent(
@@ -356,18 +358,22 @@ class FakeCalls:
         )
 
     async def decode(
-        self, engine: EngineInfo, job: Job, take_over: control.TakeOver, prior: Sequence[int]
+        self,
+        engine: EngineInfo,
+        job: Job,
+        decode_transfer: control.DecodeTransfer,
+        prior: Sequence[int],
     ) -> AsyncIterator[TokenEvent]:
         here = self.engines[engine.engine_id]
         self._check_alive(here, engine)
         self.decodes.append(engine.engine_id)
-        for block, slot in enumerate(take_over.slots):
+        for block, slot in enumerate(decode_transfer.slots):
             wanted = job.keys[block] if block < len(job.keys) else b"partial"
             assert here.content[slot] == wanted
         if self.gate_after_tokens == 0:
             await self._pass("decode", here)
         self._check_alive(here, engine)
-        here.take_over(take_over.request_id)
+        here.decode_transfer(decode_transfer.request_id)
         tokens = [*job.prompt_token_ids, *prior]
         left = job.max_new_tokens - len(prior)
         for number in range(left):
@@ -383,19 +389,19 @@ class FakeCalls:
         if here.dead.is_set() or here.epoch != info.epoch:
             raise EngineLostError(f"connection to {here.engine_id} is reset")
 
-    def _check_hits(self, here, there, job: Job, hand_over: control.HandOver) -> None:
+    def _check_hits(self, here, there, job: Job, prefill_transfer: control.PrefillTransfer) -> None:
         block = 0
-        for run in hand_over.hits:
+        for run in prefill_transfer.hits:
             assert run.first_block == block
             side = here if run.side is Role.PREFILL else there
             for slot in run.slots:
-                assert slot in side.leases[hand_over.request_id]
+                assert slot in side.leases[prefill_transfer.request_id]
                 assert side.content[slot] == job.keys[block]
                 block += 1
-        if hand_over.de_slots:
-            assert block == hand_over.hit_blocks
-        if hand_over.hit_blocks:
-            assert hand_over.hit_key_tail == job.keys[hand_over.hit_blocks - 1]
+        if prefill_transfer.de_slots:
+            assert block == prefill_transfer.hit_blocks
+        if prefill_transfer.hit_blocks:
+            assert prefill_transfer.hit_key_tail == job.keys[prefill_transfer.hit_blocks - 1]
 
     async def _pass(self, name: str, engine: FakeEngine) -> None:
         self.entered[name].set()

@@ -3,7 +3,9 @@
 import msgspec
 import pytest
 
-from dualpath.catalog.costs import (
+from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError
+from dualpath.model.catalog.costs import (
     TYPICAL_APPEND_TOKENS,
     TYPICAL_CONTEXT_TOKENS,
     exchange_bytes_per_token,
@@ -12,7 +14,7 @@ from dualpath.catalog.costs import (
     load_model_costs,
     model_costs,
 )
-from dualpath.catalog.load import (
+from dualpath.model.catalog.load import (
     CLUSTERS,
     GPUS,
     MODELS,
@@ -22,10 +24,8 @@ from dualpath.catalog.load import (
     load_model,
     names,
 )
-from dualpath.catalog.table1 import table1_rows
-from dualpath.core.cluster import Role
-from dualpath.core.errors import ConfigError
-from dualpath.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
+from dualpath.model.catalog.table1 import table1_rows
+from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
 
 HOPPER = load_gpu("hopper")
 PAPER = load_cluster("paper-660b")

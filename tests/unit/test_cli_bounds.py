@@ -8,13 +8,13 @@ import pytest
 from dualpath.cli.main import main
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import ClusterShape
-from dualpath.datapath.bounds import (
+from dualpath.plan.bounds import (
     closed_form_bytes_per_s,
     link_bounds,
     plan_bytes_per_s,
     ratio_bounds,
 )
-from dualpath.datapath.plan import Link
+from dualpath.plan.steps import Link
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

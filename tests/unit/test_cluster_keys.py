@@ -6,13 +6,13 @@ import pytest
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
-from dualpath.launch.cluster_keys import ClusterKeys
-from dualpath.launch.commands import engine_command, router_command
-from dualpath.launch.settings import ClusterSettings
+from dualpath.ops.launch.cluster_keys import ClusterKeys
+from dualpath.ops.launch.commands import engine_command, router_command
+from dualpath.ops.launch.settings import LocalClusterSettings
 
 
-def settings(**changes) -> ClusterSettings:
-    return ClusterSettings(model="m", storage="kv", **changes)
+def settings(**changes) -> LocalClusterSettings:
+    return LocalClusterSettings(model="m", storage="kv", **changes)
 
 
 def test_router_and_engines_get_one_secret_and_one_key_of_the_engines():

@@ -12,9 +12,9 @@ from dualpath.core import control
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.link import ControlLink
-from dualpath.router.control_server import ControlServer
-from dualpath.router.refusals import ControlRefusal
-from dualpath.router.registry import EngineInfo, Registry
+from dualpath.router.control.control_server import ControlServer
+from dualpath.router.control.registry import EngineInfo, Registry
+from dualpath.router.requests.refusals import ControlRefusal
 from dualpath.transport.cluster_secret import (
     LEAST_CHARACTERS,
     SECRET_VARIABLE,

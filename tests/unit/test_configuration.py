@@ -215,8 +215,8 @@ def test_serve_takes_flags_over_variables_over_the_file(file, monkeypatch):
 
 def test_serve_hands_the_file_on_to_router_and_engines(file):
     from dualpath.core.cluster import Role
-    from dualpath.launch.commands import engine_command, router_command
-    from dualpath.vllm_plugin.engine_settings import engine_settings
+    from dualpath.ops.launch.commands import engine_command, router_command
+    from dualpath.vllm.engine_settings import engine_settings
 
     settings = serve.cluster_settings(parsed(serve, "--config", file))
     handed = router_command(settings, 8000, 5700)

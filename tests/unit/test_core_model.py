@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from dualpath.catalog.load import MODELS, load_model, names
 from dualpath.core.errors import ConfigError
-from dualpath.core.layers import DenseFeedForward, ExpertFeedForward, GroupedQueryAttention
-from dualpath.core.model import ModelGeometry
+from dualpath.model.catalog.geometry import ModelGeometry
+from dualpath.model.catalog.layers import DenseFeedForward, ExpertFeedForward, GroupedQueryAttention
+from dualpath.model.catalog.load import MODELS, load_model, names
 
 
 def small(**changes: Any) -> ModelGeometry:

@@ -28,10 +28,10 @@ from dualpath.core.errors import ConfigError, TransportError
 from dualpath.engine.device import PASSED, HostDevice
 from dualpath.transport.contract import RegionInfo, TransferState
 from dualpath.transport.memory import allocate_registered
-from dualpath.vllm_plugin import cuda_device
-from dualpath.vllm_plugin.cuda_device import CudaDevice, has_rdma_nic, open_device
-from dualpath.vllm_plugin.cuda_driver import CudaDriver, merge_runs
-from dualpath.vllm_plugin.kv_regions import hbm_layout
+from dualpath.vllm import cuda_device
+from dualpath.vllm.cuda_device import CudaDevice, has_rdma_nic, open_device
+from dualpath.vllm.cuda_driver import CudaDriver, merge_runs
+from dualpath.vllm.kv_regions import hbm_layout
 
 PIECE = 64
 
@@ -162,7 +162,7 @@ def test_a_copy_is_one_call_if_the_driver_can_and_over_when_its_event_is(gpu, ba
     assert copy.poll() is TransferState.MOVING
     with pytest.raises(TransportError, match="moving"):
         copy.release()
-    copy.moment.wait()
+    copy.event.wait()
     assert copy.poll() is TransferState.DONE
     copy.release()
     assert copy.bytes == 3 * PIECE
@@ -173,11 +173,11 @@ def test_computation_queued_after_wait_finds_the_copy_and_a_copy_finds_what_was_
     dram, hbm, infos = two_regions()
     device = with_copier(driver_library(), infos)
     into = device.copier.copy("buffer", [4], "hbm.0", [6], PASSED)
-    device.wait(into.moment)
+    device.wait(into.event)
     gpu.compute.work.append(lambda: np.copyto(hbm[6], hbm[6] + 100))
     out = device.copier.copy("hbm.0", [6], "buffer", [0], device.record())
     assert int(dram[0, 0]) == 0  # the host has waited for nothing
-    out.moment.wait()
+    out.event.wait()
     assert int(dram[0, 0]) == 104
 
 

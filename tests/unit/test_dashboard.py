@@ -12,11 +12,11 @@ from tests.unit.dashboard_cluster import BUFFER_TOKENS, ReportedCluster, large_c
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
-from dualpath.emulated.front_door import FrontDoor
-from dualpath.emulated.process import serving_app
-from dualpath.router.dashboard.board import SCHEMA
-from dualpath.router.dashboard.history import SAMPLES_KEPT, Sample
-from dualpath.router.dashboard.page_file import SCRIPTS, dashboard_page
+from dualpath.laboratory.emulated.front_door import FrontDoor
+from dualpath.laboratory.emulated.process import serving_app
+from dualpath.router.observe.dashboard.board import SCHEMA
+from dualpath.router.observe.dashboard.history import SAMPLES_KEPT, Sample
+from dualpath.router.observe.dashboard.page_file import SCRIPTS, dashboard_page
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_the_page_is_whole_and_its_policy_allows_nothing_else():
 
 
 def test_all_scripts_of_the_package_are_in_the_page():
-    folder = files("dualpath.router.dashboard") / "page"
+    folder = files("dualpath.router.observe.dashboard") / "page"
     assert {each.name for each in folder.iterdir()} == {*SCRIPTS, "page.css", "page.html"}
 
 

@@ -8,9 +8,9 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from tests.unit.dashboard_cluster import ReportedCluster
 
-from dualpath.router.dashboard.board import SCHEMA
-from dualpath.router.dashboard.page_file import dashboard_page
-from dualpath.vllm_plugin.app import add_dashboard
+from dualpath.router.observe.dashboard.board import SCHEMA
+from dualpath.router.observe.dashboard.page_file import dashboard_page
+from dualpath.vllm.app import add_dashboard
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
-from dualpath.datapath.plan import (
+from dualpath.plan.steps import (
     BlockRun,
     Place,
     PromptLayout,

@@ -10,7 +10,7 @@ from dualpath.cli import demo
 from dualpath.core.modes import Mode
 from dualpath.policy.batching import AttentionGeometry
 
-#: What a CPU engine assumes (``vllm_plugin.quota_scheduler``, which needs vLLM) and SmolLM2-135M.
+#: What a CPU engine assumes (``vllm.quota_scheduler``, which needs vLLM) and SmolLM2-135M.
 ASSUMED_FLOPS_PER_S = 4e10
 ATTENTION = AttentionGeometry.from_heads(30, 9, 64, 64)
 

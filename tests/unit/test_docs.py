@@ -11,17 +11,17 @@ import pytest
 
 from dualpath.core import control
 from dualpath.core.cluster import Role
-from dualpath.emulated.settings import EmulatedOptions
 from dualpath.engine.settings import EngineSettings
-from dualpath.launch.commands import ENGINE_ENVIRONMENT, engine_command, router_command
-from dualpath.launch.settings import ClusterSettings
+from dualpath.laboratory.emulated.settings import EmulatedOptions
+from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT, engine_command, router_command
+from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.policy.events import SchedulerSettings
-from dualpath.router.engine_metrics import MOVEMENTS
-from dualpath.router.metrics import RouterMetrics
-from dualpath.router.records import Stage
-from dualpath.router.registry import Registry
+from dualpath.router.control.registry import Registry
+from dualpath.router.observe.engine_metrics import MOVEMENTS
+from dualpath.router.observe.metrics import RouterMetrics
+from dualpath.router.requests.records import Stage
 from dualpath.router.settings import RouterSettings
-from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
+from dualpath.vllm.front_end_settings import FrontEndSettings
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -95,7 +95,7 @@ def test_the_indexes_list_every_page() -> None:
 
 def test_the_parts_by_hand_are_started_as_the_launcher_starts_them() -> None:
     text = (ROOT / "docs" / "how-to" / "separate-machines.md").read_text(encoding="utf-8")
-    settings = ClusterSettings(model="MODEL", storage="/mnt/kv")
+    settings = LocalClusterSettings(model="MODEL", storage="/mnt/kv")
     sections = {
         "## The router": router_command(settings, 8000, 5700),
         "## A prefill engine": engine_command(settings, Role.PREFILL, 0, 8001, 5700),
@@ -147,7 +147,7 @@ def test_every_stage_and_movement_of_kv_is_in_the_metrics_reference() -> None:
         ("Engine: `kv_connector_extra_config`", EngineSettings),
         ("Router", RouterSettings),
         ("Router's front end", FrontEndSettings),
-        ("Cluster on one machine", ClusterSettings),
+        ("Cluster on one machine", LocalClusterSettings),
         ("Emulated engine", EmulatedOptions),
     ],
 )

@@ -10,15 +10,15 @@ import pytest
 from dualpath.cli import doctor as command
 from dualpath.cli.main import main
 from dualpath.core.errors import ConfigError
-from dualpath.doctor import machine, network, software, storage
-from dualpath.doctor.examination import Wanted, examine
-from dualpath.doctor.finding import Status, error, has_errors, ok, warning
-from dualpath.doctor.network import RdmaPort
-from dualpath.doctor.node import Node
-from dualpath.doctor.software import ProcessOutcome
-from dualpath.doctor.storage import StorageMeasurement
+from dualpath.ops.doctor import machine, network, software, storage
+from dualpath.ops.doctor.examination import Wanted, examine
+from dualpath.ops.doctor.finding import Status, error, has_errors, ok, warning
+from dualpath.ops.doctor.network import RdmaPort
+from dualpath.ops.doctor.node import Node
+from dualpath.ops.doctor.software import ProcessOutcome
+from dualpath.ops.doctor.storage import StorageMeasurement
 from dualpath.transport.nixl_probe import NixlReport
-from dualpath.vllm_plugin.hooks import HookReport
+from dualpath.vllm.hooks import HookReport
 
 GIB = 1 << 30
 ACTIVE = RdmaPort("mlx5_0", "1", "4: ACTIVE", "InfiniBand")
@@ -230,7 +230,7 @@ class MadeUpNode(Node):
         return {"dualpath"}
 
     def run_module(self, module):
-        return {"dualpath.vllm_plugin.hooks": HOOKS, "dualpath.transport.nixl_probe": NIXL}[module]
+        return {"dualpath.vllm.hooks": HOOKS, "dualpath.transport.nixl_probe": NIXL}[module]
 
     def python_version(self):
         return (3, 11)

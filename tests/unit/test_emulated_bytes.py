@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from dualpath.core.blocks import BlockGeometry, block_keys
 from dualpath.core.errors import ConfigError
-from dualpath.emulated.hbm import EmulatedHbm
-from dualpath.emulated.kv_bytes import KvFunction
-from dualpath.emulated.prefix import TokenPrefix
-from dualpath.emulated.settings import block_geometry
-from dualpath.emulated.verification import Place, Verifier, Verify
+from dualpath.laboratory.emulated.hbm import EmulatedHbm
+from dualpath.laboratory.emulated.kv_bytes import KvFunction
+from dualpath.laboratory.emulated.prefix import TokenPrefix
+from dualpath.laboratory.emulated.settings import block_geometry
+from dualpath.laboratory.emulated.verification import CheckedAt, Verifier, Verify
 
 GEOMETRY = BlockGeometry(layers=3, block_tokens=4, layer_block_bytes=4 * 3 * 8)
 VOCAB = 1000
@@ -85,8 +85,8 @@ def test_right_blocks_are_counted_and_none_is_wrong() -> None:
     verifier = Verifier(function, Verify.FULL)
     for layer in range(GEOMETRY.layers):
         region = hbm.layer(layer)
-        assert verifier.layer_blocks(Place.PE_HBM, region, blocks, made.seeds, layer) == []
-    assert verifier.counts()[Place.PE_HBM] == (9, 0)
+        assert verifier.layer_blocks(CheckedAt.PE_HBM, region, blocks, made.seeds, layer) == []
+    assert verifier.counts()[CheckedAt.PE_HBM] == (9, 0)
 
 
 @pytest.mark.parametrize(("verify", "found"), [(Verify.FULL, [1]), (Verify.CHECKSUM, [])])
@@ -97,8 +97,8 @@ def test_one_flipped_byte_is_found_where_every_byte_is_compared(
     hbm, function, blocks = filled_hbm(made)
     hbm.layer(2)[blocks[1]].view(np.uint8)[3, 7] ^= 1
     verifier = Verifier(function, verify)
-    assert verifier.layer_blocks(Place.DE_HBM, hbm.layer(2), blocks, made.seeds, 2) == found
-    assert verifier.counts()[Place.DE_HBM][1] == len(found)
+    assert verifier.layer_blocks(CheckedAt.DE_HBM, hbm.layer(2), blocks, made.seeds, 2) == found
+    assert verifier.counts()[CheckedAt.DE_HBM][1] == len(found)
 
 
 def test_samples_find_a_block_of_another_prefix_and_of_another_layer() -> None:
@@ -106,9 +106,9 @@ def test_samples_find_a_block_of_another_prefix_and_of_another_layer() -> None:
     hbm, function, blocks = filled_hbm(made)
     verifier = Verifier(function, Verify.SAMPLED)
     swapped = (blocks[1], blocks[0], blocks[2])
-    assert verifier.layer_blocks(Place.PE_HBM, hbm.layer(0), swapped, made.seeds, 0) == [0, 1]
-    assert verifier.layer_blocks(Place.PE_HBM, hbm.layer(1), blocks, made.seeds, 0) == [0, 1, 2]
-    assert verifier.layer_blocks(Place.PE_HBM, hbm.layer(1), blocks, made.seeds, 1) == []
+    assert verifier.layer_blocks(CheckedAt.PE_HBM, hbm.layer(0), swapped, made.seeds, 0) == [0, 1]
+    assert verifier.layer_blocks(CheckedAt.PE_HBM, hbm.layer(1), blocks, made.seeds, 0) == [0, 1, 2]
+    assert verifier.layer_blocks(CheckedAt.PE_HBM, hbm.layer(1), blocks, made.seeds, 1) == []
 
 
 @pytest.mark.parametrize("verify", [Verify.FULL, Verify.SAMPLED])
@@ -119,8 +119,8 @@ def test_full_blocks_in_dram_are_compared_layer_by_layer(verify: Verify) -> None
     torn[: GEOMETRY.layer_block_bytes] = bytes(GEOMETRY.layer_block_bytes)
     verifier = Verifier(function, verify)
     seeds = made.seeds[[0, 0]]
-    assert verifier.full_blocks(Place.DE_BUFFER, [right, torn], seeds) == [1]
-    assert verifier.counts()[Place.DE_BUFFER] == (6, 1)
+    assert verifier.full_blocks(CheckedAt.DE_BUFFER, [right, torn], seeds) == [1]
+    assert verifier.counts()[CheckedAt.DE_BUFFER] == (6, 1)
 
 
 def test_hbm_is_handed_out_whole_or_not_at_all() -> None:

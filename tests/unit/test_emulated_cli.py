@@ -9,7 +9,7 @@ from dualpath.cli import emulate
 from dualpath.cli.main import main
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.emulated.verification import Verify
+from dualpath.laboratory.emulated.verification import Verify
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

@@ -5,15 +5,15 @@ import pytest
 from tests.emulated_cluster import COSTS, GEOMETRY, engine_settings
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import HandOver
+from dualpath.core.control import PrefillTransfer
 from dualpath.core.modes import Mode
-from dualpath.emulated.batch import BatchFormer
-from dualpath.emulated.clock import ComputeClock
-from dualpath.emulated.hbm import EmulatedHbm
-from dualpath.emulated.kv_bytes import KvFunction
-from dualpath.emulated.prefix import TokenPrefix
-from dualpath.emulated.requests import PrefillRequest
-from dualpath.emulated.settings import EmulatedSettings
+from dualpath.laboratory.emulated.batch import BatchFormer
+from dualpath.laboratory.emulated.clock import ComputeClock
+from dualpath.laboratory.emulated.hbm import EmulatedHbm
+from dualpath.laboratory.emulated.kv_bytes import KvFunction
+from dualpath.laboratory.emulated.prefix import TokenPrefix
+from dualpath.laboratory.emulated.requests import PrefillRequest
+from dualpath.laboratory.emulated.settings import EmulatedSettings
 
 LINEAR = msgspec.structs.replace(
     COSTS,
@@ -50,8 +50,8 @@ def former(chosen: EmulatedSettings) -> BatchFormer:
 
 def request(tokens: int, done: int = 0) -> PrefillRequest:
     prefix = TokenPrefix([1] * tokens, 4, cache_salt=None, vocab_size=9, room_tokens=tokens)
-    hand_over = HandOver("r", tokens, done // 4, b"", (), "d", "e", ())
-    made = PrefillRequest(prefix, hand_over, lambda answer: None)
+    prefill_transfer = PrefillTransfer("r", tokens, done // 4, b"", (), "d", "e", ())
+    made = PrefillRequest(prefix, prefill_transfer, lambda answer: None)
     made.done_tokens = done
     return made
 

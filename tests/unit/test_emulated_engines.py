@@ -11,14 +11,14 @@ from tests.emulated_cluster import COSTS, GEOMETRY, GUARD_S, Cluster, cluster, e
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
-from dualpath.core.control import HandOver, TakeOver, to_transfer_params
+from dualpath.core.control import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.emulated.prefix import Seeds
-from dualpath.emulated.process import emulated_engine
-from dualpath.emulated.server import metrics_text
-from dualpath.emulated.verification import Place
 from dualpath.engine.layer_stream import LayerStream
+from dualpath.laboratory.emulated.prefix import Seeds
+from dualpath.laboratory.emulated.process import emulated_engine
+from dualpath.laboratory.emulated.server import metrics_text
+from dualpath.laboratory.emulated.verification import CheckedAt
 from dualpath.storage.factory import memory_storage
 
 PROMPT = list(range(1, 38))
@@ -63,7 +63,7 @@ async def test_blocks_that_pass_their_checksum_but_are_not_this_prompts_fail_the
         assert "KV of 2 prompt blocks (0, 1) is wrong in pe_buffer" in body["error"]["message"]
         await made.idle()
         plane = made.engines["prefill-0"].plane
-        assert plane.verifier.counts()[Place.PE_BUFFER] == (10, 10)
+        assert plane.verifier.counts()[CheckedAt.PE_BUFFER] == (10, 10)
         assert 'wrong_layer_blocks_total{place="pe_buffer"} 10' in metrics_text(plane)
         assert made.service.metrics.retries == 0
 
@@ -89,18 +89,18 @@ def spoil_computation(made: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hbm, "write_blocks", write_blocks)
 
 
-def spoil_take_over(made: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def spoil_decode_transfer(made: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     plane = made.engines["decode-0"].plane
     fill = plane.manager.fill_hbm
 
     def fill_hbm(
-        take_over: TakeOver, blocks: Sequence[int], done: Callable[[str | None], None]
+        decode_transfer: DecodeTransfer, blocks: Sequence[int], done: Callable[[str | None], None]
     ) -> None:
         def copied(error: str | None) -> None:
             plane.hbm.layer(3)[blocks[1], 2, 1] ^= np.uint64(1)
             done(error)
 
-        fill(take_over, blocks, copied)
+        fill(decode_transfer, blocks, copied)
 
     monkeypatch.setattr(plane.manager, "fill_hbm", fill_hbm)
 
@@ -108,14 +108,14 @@ def spoil_take_over(made: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("spoil", "place"),
     [
-        (spoil_loads, Place.PE_HBM),
-        (spoil_computation, Place.DE_BUFFER),
-        (spoil_take_over, Place.DE_HBM),
+        (spoil_loads, CheckedAt.PE_HBM),
+        (spoil_computation, CheckedAt.DE_BUFFER),
+        (spoil_decode_transfer, CheckedAt.DE_HBM),
     ],
 )
 async def test_kv_that_goes_wrong_is_found_where_it_does_and_fails_the_request(
     spoil: Callable[[Cluster, pytest.MonkeyPatch], None],
-    place: Place,
+    place: CheckedAt,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -151,7 +151,7 @@ async def test_requests_wait_for_hbm_in_turn(tmp_path: Path) -> None:
 
 
 async def test_an_engine_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
-    hand_over = HandOver(
+    prefill_transfer = PrefillTransfer(
         request_id="x",
         prompt_tokens=600,
         hit_blocks=0,
@@ -162,7 +162,7 @@ async def test_an_engine_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
         de_slots=(),
     )
     body = {"request_id": "x", "token_ids": [1] * 600, "sampling_params": {"max_tokens": 1}}
-    long = {**body, "kv_transfer_params": to_transfer_params(hand_over)}
+    long = {**body, "kv_transfer_params": to_transfer_params(prefill_transfer)}
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         url = f"{made.engines['prefill-0'].api_url}/inference/v1/generate"
         for sent, reason in (

@@ -1,17 +1,17 @@
-"""Work after moments of the device: in order, off the engine's thread, and told of failures."""
+"""Work after events of the device: in order, off the engine's thread, and told of failures."""
 
 import queue
 import threading
 
 from dualpath.core.errors import TransportError
-from dualpath.engine.after_moments import AfterMoments
 from dualpath.engine.device import PASSED, HostDevice
+from dualpath.engine.event_waiter import EventWaiter
 
 WAIT_S = 20.0
 
 
 class Gate:
-    """A moment that a test lets pass, or fail."""
+    """A event that a test lets pass, or fail."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -33,7 +33,7 @@ class Gate:
 
 
 def test_on_a_cpu_work_runs_at_once_on_the_callers_thread() -> None:
-    after = AfterMoments(HostDevice(), "pe-0")
+    after = EventWaiter(HostDevice(), "pe-0")
     ran: list[tuple[str | None, int]] = []
     after.call(HostDevice().record(), lambda error: ran.append((error, threading.get_ident())))
     assert ran == [(None, threading.get_ident())]
@@ -41,7 +41,7 @@ def test_on_a_cpu_work_runs_at_once_on_the_callers_thread() -> None:
 
 
 def test_work_waits_for_its_moment_and_younger_work_for_older() -> None:
-    after = AfterMoments(HostDevice(), "pe-0")
+    after = EventWaiter(HostDevice(), "pe-0")
     ran: queue.SimpleQueue[str] = queue.SimpleQueue()
     first, second = Gate(), Gate()
     after.call(first, lambda error: ran.put("first"))
@@ -55,7 +55,7 @@ def test_work_waits_for_its_moment_and_younger_work_for_older() -> None:
 
 
 def test_work_learns_that_the_device_failed_and_a_defect_stops_nothing() -> None:
-    after = AfterMoments(HostDevice(), "pe-0")
+    after = EventWaiter(HostDevice(), "pe-0")
     ran: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     broken, whole = Gate(), Gate()
 

@@ -9,9 +9,9 @@ import pytest
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings
-from dualpath.vllm_plugin import engine_arguments
-from dualpath.vllm_plugin.engine_settings import engine_settings
-from dualpath.vllm_plugin.names import SCHEDULER_CLASS, WORKER_CLASS
+from dualpath.vllm import engine_arguments
+from dualpath.vllm.engine_settings import engine_settings
+from dualpath.vllm.names import SCHEDULER_CLASS, WORKER_CLASS
 
 EXTRA = {"role": "prefill", "router": "tcp://127.0.0.1:5700", "storage": "kv"}
 
@@ -160,13 +160,13 @@ def test_vllms_parser_has_these_arguments_with_these_defaults(monkeypatch):
 
 def test_every_hook_is_found_in_this_vllm():
     pytest.importorskip("vllm")
-    from dualpath.vllm_plugin import hooks
+    from dualpath.vllm import hooks
 
     assert hooks.missing() == []
 
 
 def test_a_hook_that_is_gone_is_named(monkeypatch):
-    from dualpath.vllm_plugin import hooks
+    from dualpath.vllm import hooks
 
     def gone():
         raise AttributeError("moved")

@@ -16,6 +16,7 @@ from tests.engine_harness import (
 )
 
 from dualpath.core.control import (
+    DecodeTransfer,
     Failed,
     Lookup,
     LookupDone,
@@ -26,14 +27,13 @@ from dualpath.core.control import (
     Release,
     Released,
     Reserved,
-    TakeOver,
 )
 from dualpath.core.errors import ConfigError, TransportError
 from dualpath.core.modes import Mode
-from dualpath.datapath.plan import BlockRun
 from dualpath.engine.counters import Counter
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.engine.settings import parse_settings
+from dualpath.plan.steps import BlockRun
 
 TOKENS = 22  # five full blocks and a partial one
 BLOCKS = 6
@@ -75,9 +75,9 @@ def test_a_look_up_waits_for_blocks_that_are_just_being_written() -> None:
     storage.write = slow_write  # type: ignore[method-assign]
     cluster = ToyCluster(storage)
     keys = prompt_keys(TOKENS)
-    hand_over = cluster.load("r", keys, TOKENS, 0, 0)
-    cluster.forward([(hand_over, keys, BlockRun(0, BLOCKS), HBM)])
-    cluster.hand_to_decode(hand_over, keys, HBM)
+    prefill_transfer = cluster.load("r", keys, TOKENS, 0, 0)
+    cluster.forward([(prefill_transfer, keys, BlockRun(0, BLOCKS), HBM)])
+    cluster.hand_to_decode(prefill_transfer, keys, HBM)
     assert entered.wait(WAIT_S)
     cluster.de.tell(Lookup(call_id=1, keys=tuple(keys)))
     gate.set()
@@ -184,7 +184,7 @@ def test_a_prefill_engine_confirms_a_release_only_after_its_forward_pass(
     cluster: ToyCluster,
 ) -> None:
     keys = prompt_keys(TOKENS)
-    hand_over = cluster.load("r", keys, TOKENS, 0, 0)
+    prefill_transfer = cluster.load("r", keys, TOKENS, 0, 0)
 
     def release(layer: int, stream: LayerStream) -> None:
         if layer == 2:
@@ -192,7 +192,7 @@ def test_a_prefill_engine_confirms_a_release_only_after_its_forward_pass(
             assert cluster.pe.heard(Released) == []
             assert cluster.pe.manager.may_prefill("r", ()) == "it was released"
 
-    cluster.forward([(hand_over, keys, BlockRun(0, BLOCKS), HBM)], release)
+    cluster.forward([(prefill_transfer, keys, BlockRun(0, BLOCKS), HBM)], release)
     cluster.pe.hear(Released, "r")
 
 
@@ -200,10 +200,10 @@ def test_a_request_released_before_the_pass_takes_no_part_and_moves_nothing(
     cluster: ToyCluster,
 ) -> None:
     keys = prompt_keys(TOKENS)
-    hand_over = cluster.load("r", keys, TOKENS, 0, 0)
+    prefill_transfer = cluster.load("r", keys, TOKENS, 0, 0)
     cluster.pe.tell(Release(request_id="r", reason="client left"))
     cluster.pe.hear(Released, "r")
-    failures = cluster.forward([(hand_over, keys, BlockRun(0, BLOCKS), HBM)])
+    failures = cluster.forward([(prefill_transfer, keys, BlockRun(0, BLOCKS), HBM)])
     assert failures == {"r": "it was released"}
     assert cluster.pe.report().counters[Counter.PE_TO_DE_BYTES.value] == 0
 
@@ -230,13 +230,13 @@ def test_a_lost_decode_engine_fails_what_was_under_way_and_is_unknown_afterwards
     cluster: ToyCluster,
 ) -> None:
     keys = prompt_keys(TOKENS)
-    hand_over = cluster.load("r", keys, TOKENS, 0, 0)
+    prefill_transfer = cluster.load("r", keys, TOKENS, 0, 0)
 
     def kill(layer: int, stream: LayerStream) -> None:
         if layer == 1:
             cluster.fabric.kill("de-0-epoch-1")
 
-    failures = cluster.forward([(hand_over, keys, BlockRun(0, BLOCKS), HBM)], kill)
+    failures = cluster.forward([(prefill_transfer, keys, BlockRun(0, BLOCKS), HBM)], kill)
     assert set(failures) == {"r"}
     cluster.pe.tell(PeerDown(engine_id="de-0", epoch="epoch-1", certain=True))
     with pytest.raises(TransportError, match="lost or restarted"):
@@ -258,21 +258,25 @@ def test_slots_a_lost_writer_may_touch_wait_until_it_is_proven_gone(cluster: Toy
     assert_whole(cluster)
 
 
-def test_a_stale_take_over_is_refused_not_copied(cluster: ToyCluster) -> None:
+def test_a_stale_decode_transfer_is_refused_not_copied(cluster: ToyCluster) -> None:
     errors: list[str | None] = []
-    take_over = TakeOver(request_id="gone", prompt_tokens=TOKENS, slots=(0, 1, 2, 3, 4, 5))
-    cluster.de.manager.fill_hbm(take_over, HBM, errors.append)
+    decode_transfer = DecodeTransfer(
+        request_id="gone", prompt_tokens=TOKENS, slots=(0, 1, 2, 3, 4, 5)
+    )
+    cluster.de.manager.fill_hbm(decode_transfer, HBM, errors.append)
     assert "changed hands" in str(errors[0])
-    assert cluster.de.report().counters[Counter.STALE_HAND_OVERS.value] == 1
+    assert cluster.de.report().counters[Counter.STALE_TRANSFERS.value] == 1
 
 
 def test_the_buffer_waits_for_the_prompts_persist_order(cluster: ToyCluster) -> None:
     keys = prompt_keys(TOKENS)
-    hand_over = cluster.load("r", keys, TOKENS, 0, 0)
-    cluster.forward([(hand_over, keys, BlockRun(0, BLOCKS), HBM)])
+    prefill_transfer = cluster.load("r", keys, TOKENS, 0, 0)
+    cluster.forward([(prefill_transfer, keys, BlockRun(0, BLOCKS), HBM)])
     over = threading.Event()
-    take_over = TakeOver(request_id="r", prompt_tokens=TOKENS, slots=hand_over.de_slots)
-    cluster.de.manager.fill_hbm(take_over, HBM, lambda error: over.set())
+    decode_transfer = DecodeTransfer(
+        request_id="r", prompt_tokens=TOKENS, slots=prefill_transfer.de_slots
+    )
+    cluster.de.manager.fill_hbm(decode_transfer, HBM, lambda error: over.set())
     assert over.wait(WAIT_S)
     assert cluster.de.report().free_buffer_tokens < cluster.de.manager.buffer_tokens
     cluster.de.tell(Persist(request_id="r", first_slot=0, keys=tuple(keys[:5])))
@@ -299,9 +303,9 @@ def test_oracle_moves_no_byte() -> None:
     cluster = ToyCluster(mode=Mode.ORACLE)
     keys = prompt_keys(TOKENS)
     cluster.de.assign("r", TOKENS, 0)
-    take_over = TakeOver(request_id="r", prompt_tokens=TOKENS, slots=())
+    decode_transfer = DecodeTransfer(request_id="r", prompt_tokens=TOKENS, slots=())
     errors: list[str | None] = []
-    cluster.de.manager.fill_hbm(take_over, HBM, errors.append)
+    cluster.de.manager.fill_hbm(decode_transfer, HBM, errors.append)
     assert errors == [None]
     counters = cluster.de.report().counters
     moved = [name for name, total in counters.items() if name.endswith("bytes") and total]
@@ -315,14 +319,14 @@ def test_layer_l_plus_1_is_loaded_while_layer_l_computes(tmp_path: Path) -> None
     cluster = ToyCluster(layer_buffers=2, trace_out=str(path))
     keys = prompt_keys(TOKENS)
     cluster.store(keys[:4])
-    hand_over = cluster.load("r", keys, TOKENS, 2, 2)
+    prefill_transfer = cluster.load("r", keys, TOKENS, 2, 2)
 
     def next_layer_arrives_meanwhile(layer: int, stream: LayerStream) -> None:
         if layer + 1 < GEOMETRY.layers:
             stream.wait_loaded(layer + 1)
             assert stream.settled
 
-    cluster.forward([(hand_over, keys, BlockRun(4, 2), HBM)], next_layer_arrives_meanwhile)
+    cluster.forward([(prefill_transfer, keys, BlockRun(4, 2), HBM)], next_layer_arrives_meanwhile)
     cluster.close()
     events = {e["name"]: e for e in json.loads(path.read_text())["traceEvents"]}
     for layer in range(GEOMETRY.layers - 1):

@@ -11,23 +11,23 @@ from tests.unit.evaluation_fakes import FakeInputs, FakeSimulator
 from dualpath.cli.eval import FIGURE_NAMES
 from dualpath.cli.main import main
 from dualpath.core.modes import Mode
-from dualpath.evaluation import beyond, markdown
-from dualpath.evaluation.candidates import MODEL, PATHS, WORKLOADS, capacity, outcome
-from dualpath.evaluation.document import document
-from dualpath.evaluation.figures import FIGURES
-from dualpath.evaluation.inputs import CatalogInputs
-from dualpath.evaluation.paper import FITTED, QUOTED
-from dualpath.evaluation.report import (
+from dualpath.model.evaluation import beyond, markdown
+from dualpath.model.evaluation.candidates import MODEL, PATHS, WORKLOADS, capacity, outcome
+from dualpath.model.evaluation.document import document
+from dualpath.model.evaluation.figures import FIGURES
+from dualpath.model.evaluation.inputs import CatalogInputs
+from dualpath.model.evaluation.paper import FITTED, QUOTED
+from dualpath.model.evaluation.report import (
     Compared,
     FigureReport,
     Table,
     comparison_table,
     quantity,
 )
-from dualpath.evaluation.residuals import REASONS, missed
-from dualpath.evaluation.runs import Runs
-from dualpath.evaluation.settings import DS_27B, DS_660B, EvaluationSettings, RunSpec
-from dualpath.evaluation.write import as_json, write_document, write_report
+from dualpath.model.evaluation.residuals import REASONS, missed
+from dualpath.model.evaluation.runs import Runs
+from dualpath.model.evaluation.settings import DS_27B, DS_660B, EvaluationSettings, RunSpec
+from dualpath.model.evaluation.write import as_json, write_document, write_report
 
 QUICK = EvaluationSettings(seed=3, quick=True)
 

@@ -3,15 +3,21 @@
 import numpy as np
 import pytest
 
-from dualpath.catalog.load import load_cluster, load_gpu, load_model
-from dualpath.core.agents import AgentTable
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.evaluation.comparison import compare, prefill_units, summarise
-from dualpath.evaluation.planner import PlanSettings, broken_slo, make_plan, reshaped
-from dualpath.sim.result import NS_PER_S, Batches, LinkUse, SimulationResult, TurnTimes
-from dualpath.sim.run import simulate
-from dualpath.sim.settings import ClusterSettings, DecodeCosts, ModelCosts, PrefillCosts, Setup
+from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.model.catalog.load import load_cluster, load_gpu, load_model
+from dualpath.model.evaluation.comparison import compare, prefill_units, summarise
+from dualpath.model.evaluation.planner import PlanSettings, broken_slo, make_plan, reshaped
+from dualpath.model.sim.result import NS_PER_S, Batches, LinkUse, SimulationResult, TurnTimes
+from dualpath.model.sim.run import simulate
+from dualpath.model.sim.settings import (
+    ClusterSettings,
+    DecodeCosts,
+    ModelCosts,
+    PrefillCosts,
+    Setup,
+)
 
 MODEL = ModelCosts(
     name="small",

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from dualpath.core.errors import ConfigError
-from dualpath.experiments.data_plane import data_plane_report, measure_data_plane
-from dualpath.experiments.data_plane_settings import (
+from dualpath.laboratory.experiments.data_plane import data_plane_report, measure_data_plane
+from dualpath.laboratory.experiments.data_plane_settings import (
     DataPlaneSettings,
     Leg,
     Mover,
@@ -14,7 +14,7 @@ from dualpath.experiments.data_plane_settings import (
     Rate,
     Reader,
 )
-from dualpath.experiments.report import as_markdown, write_experiment
+from dualpath.laboratory.experiments.report import as_markdown, write_experiment
 
 
 @pytest.mark.parametrize(

@@ -10,35 +10,49 @@ from hypothesis import strategies as st
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.experiments.against_simulator import agent_table, predicted_jct_s
-from dualpath.experiments.client import ClientResult
-from dualpath.experiments.emulated_nodes import EmulatedNodes, scaled_costs, simulated_setup
-from dualpath.experiments.jct_report import Job, jct_report
-from dualpath.experiments.meters import NodeBytes, Sample, parse_devices, parse_read_bytes
-from dualpath.experiments.online import OnlineSettings, capacity, point
-from dualpath.experiments.report import ExperimentReport, Target, as_markdown, write_experiment
-from dualpath.experiments.runs import Measured
-from dualpath.experiments.workload import (
+from dualpath.laboratory.experiments.against_simulator import agent_table, predicted_jct_s
+from dualpath.laboratory.experiments.client import ClientResult
+from dualpath.laboratory.experiments.emulated_nodes import (
+    EmulatedNodes,
+    scaled_costs,
+    simulated_setup,
+)
+from dualpath.laboratory.experiments.jct_report import Job, jct_report
+from dualpath.laboratory.experiments.meters import (
+    NodeBytes,
+    Sample,
+    parse_devices,
+    parse_read_bytes,
+)
+from dualpath.laboratory.experiments.online import OnlineSettings, capacity, point
+from dualpath.laboratory.experiments.report import (
+    ExperimentReport,
+    Target,
+    as_markdown,
+    write_experiment,
+)
+from dualpath.laboratory.experiments.runs import Measured
+from dualpath.laboratory.experiments.workload import (
     Window,
     WindowSettings,
     windows,
     write_histories,
     write_rounds,
 )
-from dualpath.lab.cluster import LinkReport
-from dualpath.lab.settings import LabSettings
-from dualpath.sim.run import simulate
-from dualpath.workload.formats import read_trace
-from dualpath.workload.metrics import summarise
-from dualpath.workload.result import (
+from dualpath.laboratory.lab.cluster import LinkReport
+from dualpath.laboratory.lab.settings import LabSettings
+from dualpath.laboratory.workload.formats import read_trace
+from dualpath.laboratory.workload.metrics import summarise
+from dualpath.laboratory.workload.result import (
+    ClientMachine,
     Isolation,
-    Machine,
     ReplayResult,
     Setting,
     ToolDelays,
     TurnRecord,
 )
-from dualpath.workload.session import SessionSettings
+from dualpath.laboratory.workload.session import SessionSettings
+from dualpath.model.sim.run import simulate
 
 SNIC_BYTES_PER_S = 50e6
 LAB = LabSettings(name="paper", prefill=1, decode=2, snic_bytes_per_s=SNIC_BYTES_PER_S)
@@ -105,7 +119,7 @@ def measured(
     kept = list(turns) or [turn(0.0)]
     replay = ReplayResult(
         setting=SETTING,
-        machine=Machine(2, "cpu", 1, "linux", "3.11"),
+        machine=ClientMachine(2, "cpu", 1, "linux", "3.11"),
         summary=summarise(kept, [], jct_s),
         trace=None,
         server=None,

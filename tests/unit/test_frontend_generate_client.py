@@ -12,19 +12,24 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import EngineAddress, HandOver, TakeOver, from_transfer_params
+from dualpath.core.control import (
+    DecodeTransfer,
+    EngineAddress,
+    PrefillTransfer,
+    from_transfer_params,
+)
 from dualpath.core.errors import (
     BadRequestError,
     DualPathError,
     EngineLostError,
     IncompatibleError,
 )
-from dualpath.router.registry import EngineInfo
-from dualpath.vllm_plugin.generate_client import GENERATE_PATH, GenerateClient
-from dualpath.vllm_plugin.request_job import make_job
+from dualpath.router.control.registry import EngineInfo
+from dualpath.vllm.generate_client import GENERATE_PATH, GenerateClient
+from dualpath.vllm.request_job import make_job
 
 PROMPT = [*range(1, 71)]
-HAND_OVER = HandOver(
+HAND_OVER = PrefillTransfer(
     request_id="r#1",
     prompt_tokens=70,
     hit_blocks=1,
@@ -34,7 +39,7 @@ HAND_OVER = HandOver(
     decode_epoch="e",
     de_slots=(3, 4),
 )
-TAKE_OVER = TakeOver(request_id="r#1", prompt_tokens=70, slots=(3, 4))
+TAKE_OVER = DecodeTransfer(request_id="r#1", prompt_tokens=70, slots=(3, 4))
 
 
 class ScriptedEngine:

@@ -19,15 +19,15 @@ from dualpath.core.errors import (
     PromptTooLongError,
 )
 from dualpath.router.api_keys import GUARDED_PREFIXES
-from dualpath.router.metrics import RouterMetrics
-from dualpath.router.refusals import HttpRefusal
-from dualpath.router.registry import Registry
-from dualpath.router.request_limits import RequestLimits
+from dualpath.router.control.registry import Registry
+from dualpath.router.observe.metrics import RouterMetrics
+from dualpath.router.requests.limits import RequestLimits
+from dualpath.router.requests.refusals import HttpRefusal
 from dualpath.router.settings import RouterSettings
-from dualpath.vllm_plugin.engine_config import parse_front_end_arguments
-from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
-from dualpath.vllm_plugin.frontend import http_error
-from dualpath.vllm_plugin.router_process import (
+from dualpath.vllm.engine_config import parse_front_end_arguments
+from dualpath.vllm.front_end_settings import FrontEndSettings
+from dualpath.vllm.frontend import http_error
+from dualpath.vllm.router_process import (
     guard_clients,
     limit_samples,
     refuse_guessable_request_ids,

@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from dualpath.vllm_plugin.engine_config import bind_listen_socket, parse_front_end_arguments
-from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
+from dualpath.vllm.engine_config import bind_listen_socket, parse_front_end_arguments
+from dualpath.vllm.front_end_settings import FrontEndSettings
 
 
 async def test_no_token_waits_for_the_client_to_acknowledge_the_one_before() -> None:

@@ -17,7 +17,7 @@ from vllm.sampling_params import (
 from vllm.v1.engine import EngineCoreRequest
 
 from dualpath.core.errors import BadRequestError, IncompatibleError
-from dualpath.vllm_plugin.generate_wire import (
+from dualpath.vllm.generate_wire import (
     ROUTER_SIDE_FIELDS,
     WireLogprob,
     WireLogprobs,
@@ -29,7 +29,7 @@ from dualpath.vllm_plugin.generate_wire import (
     prompt_logprobs,
     sampled_logprobs,
 )
-from dualpath.vllm_plugin.request_job import can_continue, is_stateless, make_job
+from dualpath.vllm.request_job import can_continue, is_stateless, make_job
 
 EVERYTHING = {
     "temperature": 0.7,

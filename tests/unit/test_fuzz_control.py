@@ -28,8 +28,8 @@ VALID: list[control.Message] = [
     control.LookupDone(call_id=1, hit_blocks=2),
     control.Reserved(request_id="a", slots=(0, 1), wait_s=0.0),
     control.ReadDone("a", 1, None, 64, 0.0, 0.0, (0, 1)),
-    control.Sent(request_id="a"),
-    control.Handed(request_id="a", h2d_s=0.0),
+    control.PrefillDone(request_id="a"),
+    control.KvInHbm(request_id="a", h2d_s=0.0),
     control.Released(request_id="a"),
     control.Failed(request_id="a", reason="no"),
     control.Goodbye(reason="bye"),
@@ -99,7 +99,7 @@ async def served_as_before(made: Cluster) -> None:
     assert set(made.engines) <= names
     for name in names - set(made.engines):
         made.service.server.declare_lost(name, "test", certain=True)
-    request = job(f"a{len(made.calls.hand_overs)}", range(9))
+    request = job(f"a{len(made.calls.transfers)}", range(9))
     assert await made.run(request) == expected(range(9), 6)
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.emulated_cluster import GUARD_S, Cluster, cluster
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import HandOver, HitRun, TakeOver, to_transfer_params
+from dualpath.core.control import DecodeTransfer, HitRun, PrefillTransfer, to_transfer_params
 from dualpath.core.modes import Mode
-from dualpath.emulated.wire import GENERATE_PATH
+from dualpath.laboratory.emulated.wire import GENERATE_PATH
 
 EXAMPLES = settings(max_examples=50, suppress_health_check=list(HealthCheck))
 PROMPT = list(range(1, 20))
@@ -32,7 +32,9 @@ values = st.recursive(
 NASTY = [b'{"prompt": "\xff"}', b'{"x": ' + b"[" * 100_000, b'{"prompt": [1e400, "\\ud800"]}']
 
 COMPLETION: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 2, "stream": False, "cache_salt": "s"}
-HAND_OVER = HandOver("x", 19, 0, b"", (HitRun(Role.DECODE, 0, (0,)),), "decode-0", "e", (0, 1))
+HAND_OVER = PrefillTransfer(
+    "x", 19, 0, b"", (HitRun(Role.DECODE, 0, (0,)),), "decode-0", "e", (0, 1)
+)
 GENERATE: dict[str, Any] = {
     "request_id": "x",
     "token_ids": PROMPT,
@@ -101,7 +103,7 @@ def test_the_light_front_door_answers_every_body(tmp_path: Path) -> None:
 @pytest.mark.parametrize("role", list(Role))
 def test_an_engine_answers_every_body(role: Role, tmp_path: Path) -> None:
     """Nobody but the router speaks to engines, and yet nothing it is sent may break them."""
-    ours = HAND_OVER if role is Role.PREFILL else TakeOver("x", 19, (0, 1))
+    ours = HAND_OVER if role is Role.PREFILL else DecodeTransfer("x", 19, (0, 1))
     params = to_transfer_params(ours)
     [[kind, fields]] = params["dualpath"].items()
     forged = st.builds(

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.core.errors import ConfigError
-from dualpath.datapath.traffic_class import DEFAULT_KV_PORTS
-from dualpath.experiments.isolation_exchange import Channel, Rounds
-from dualpath.experiments.isolation_report import (
+from dualpath.laboratory.experiments.isolation_exchange import Channel, Rounds
+from dualpath.laboratory.experiments.isolation_report import (
     P99_TARGET,
     Run,
     Runs,
@@ -20,7 +19,7 @@ from dualpath.experiments.isolation_report import (
     percentile,
     size_name,
 )
-from dualpath.experiments.isolation_settings import (
+from dualpath.laboratory.experiments.isolation_settings import (
     EXCHANGE_PORT,
     Case,
     Flow,
@@ -29,10 +28,11 @@ from dualpath.experiments.isolation_settings import (
     bulk_ports,
     flows,
 )
-from dualpath.experiments.isolation_wire import BulkChecked, ExchangeOrder
-from dualpath.experiments.report import as_json, as_markdown
-from dualpath.lab.cluster import LinkReport
-from dualpath.lab.machine import nodes
+from dualpath.laboratory.experiments.isolation_wire import BulkChecked, ExchangeOrder
+from dualpath.laboratory.experiments.report import as_json, as_markdown
+from dualpath.laboratory.lab.cluster import LinkReport
+from dualpath.laboratory.lab.machine import nodes
+from dualpath.plan.traffic_class import DEFAULT_KV_PORTS
 
 SIZE = 1 << 20
 SETTINGS = IsolationSettings(message_bytes=(SIZE,), legs=(Leg.CNIC,), repetitions=3)

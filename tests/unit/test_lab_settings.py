@@ -7,7 +7,7 @@ import pytest
 
 from dualpath.cli import main
 from dualpath.core.errors import ConfigError
-from dualpath.lab.settings import LabSettings, Shaping, load_settings, parse_shape
+from dualpath.laboratory.lab.settings import LabSettings, Shaping, load_settings, parse_shape
 
 
 def test_a_file_is_changed_by_flags(tmp_path: Path) -> None:

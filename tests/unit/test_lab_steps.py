@@ -6,12 +6,19 @@ import msgspec
 import pytest
 
 from dualpath.core.errors import ConfigError
-from dualpath.lab.leftovers import Leftovers, mounts_of
-from dualpath.lab.machine import Cgroups, Machine, find_cgroups, find_machine, lab_folder, nodes
-from dualpath.lab.runner import describe
-from dualpath.lab.s3_server import ADDRESS, S3Server, client_environment, find_s3_server
-from dualpath.lab.settings import LabSettings, Shaping, StorageServer
-from dualpath.lab.steps import (
+from dualpath.laboratory.lab.leftovers import Leftovers, mounts_of
+from dualpath.laboratory.lab.machine import (
+    Cgroups,
+    LabMachine,
+    find_cgroups,
+    find_machine,
+    lab_folder,
+    nodes,
+)
+from dualpath.laboratory.lab.runner import describe
+from dualpath.laboratory.lab.s3_server import ADDRESS, S3Server, client_environment, find_s3_server
+from dualpath.laboratory.lab.settings import LabSettings, Shaping, StorageServer
+from dualpath.laboratory.lab.steps import (
     DetachLoop,
     EndProcesses,
     MakeFolder,
@@ -29,7 +36,7 @@ from dualpath.lab.steps import (
 )
 
 SETTINGS = LabSettings(prefill=2, decode=1, snic_bytes_per_s=50e6)
-MACHINE = Machine(
+MACHINE = LabMachine(
     shaping=Shaping.ROOT,
     folder="records",
     storage="records/dualpath-lab-storage",
@@ -40,7 +47,7 @@ MACHINE = Machine(
 )
 
 
-def commands(settings: LabSettings = SETTINGS, machine: Machine = MACHINE) -> list[str]:
+def commands(settings: LabSettings = SETTINGS, machine: LabMachine = MACHINE) -> list[str]:
     return [describe(step) for step in make_steps(settings, machine)]
 
 
@@ -99,7 +106,7 @@ def test_storage_of_the_user_is_throttled_but_neither_made_nor_mounted() -> None
 
 
 def test_in_a_user_namespace_the_network_is_made_inside_it() -> None:
-    machine = Machine(shaping=Shaping.USER_NAMESPACES, folder="f", storage="f/s")
+    machine = LabMachine(shaping=Shaping.USER_NAMESPACES, folder="f", storage="f/s")
     first, *rest = make_steps(SETTINGS, machine)
     assert first == StartAnchor("dualpath-lab-anchor")
     runs = [step for step in rest if isinstance(step, Run)]
@@ -108,7 +115,7 @@ def test_in_a_user_namespace_the_network_is_made_inside_it() -> None:
 
 
 def test_token_buckets_need_a_folder_only() -> None:
-    machine = Machine(shaping=Shaping.TOKEN_BUCKETS, folder="f", storage="f/s")
+    machine = LabMachine(shaping=Shaping.TOKEN_BUCKETS, folder="f", storage="f/s")
     assert make_steps(SETTINGS, machine) == (MakeFolder("f/s"),)
 
 
@@ -220,7 +227,7 @@ def test_the_server_starts_last_and_no_key_is_in_its_arguments_or_shown() -> Non
 
 
 def test_a_server_needs_links_that_somebody_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualpath.lab.machine.find_s3_server", lambda: SERVER)
+    monkeypatch.setattr("dualpath.laboratory.lab.machine.find_s3_server", lambda: SERVER)
     settings = LabSettings(
         storage_server=StorageServer.S3, shaping=Shaping.TOKEN_BUCKETS, storage="/"
     )

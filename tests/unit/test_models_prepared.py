@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dualpath.core.errors import ConfigError
-from dualpath.models.prepared import STAMP_FILE, cache_directory, prepare, read_stamp
+from dualpath.laboratory.models.prepared import STAMP_FILE, cache_directory, prepare, read_stamp
 
 STAMP: dict[str, str | int] = {"model": "a", "version": 1}
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from dualpath.core.errors import ConfigError
-from dualpath.models import smollm2
-from dualpath.models.smollm2 import find_gguf, prepare_smollm2
+from dualpath.laboratory.models import smollm2
+from dualpath.laboratory.models.smollm2 import find_gguf, prepare_smollm2
 
 gguf = pytest.importorskip("gguf")
 torch = pytest.importorskip("torch")

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from dualpath.core.errors import ConfigError
-from dualpath.models.tiny import VOCABULARY_TOKENS, make_tiny_model
+from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS, make_tiny_model
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -6,8 +6,8 @@ from benchmarks.peers.measure import command, parse_arguments, told
 from benchmarks.peers.one_run import RunRecord
 from benchmarks.peers.report import DUALPATH, Measurement, peers_report
 
-from dualpath.experiments.report import as_markdown, write_experiment
-from dualpath.workload.result import Distribution, Machine
+from dualpath.laboratory.experiments.report import as_markdown, write_experiment
+from dualpath.laboratory.workload.result import ClientMachine, Distribution
 
 TTFT = Distribution(count=2, mean=1.0, p50=1.0, p90=2.0, p99=2.0, max=2.0)
 
@@ -36,7 +36,7 @@ def report(*runs: RunRecord):
     measurement = Measurement(
         arguments=told(parse_arguments(["--nodes", "1P2D"])),
         kv_bytes_per_token=32768,
-        machine=Machine(
+        machine=ClientMachine(
             cpu_count=2, cpu_model="none", memory_bytes=1, platform="Linux", python="3.11"
         ),
         versions={"dualpath": "0.1.0"},

@@ -10,7 +10,7 @@ from benchmarks.peers.vllm_lmcache.stack import LMCacheStack
 from benchmarks.peers.vllm_offloading.stack import OffloadingStack
 
 from dualpath.core.modes import Mode
-from dualpath.lab.machine import Node
+from dualpath.laboratory.lab.machine import Node
 
 PE, DE0, DE1 = (Node(n, n, f"10.0.0.{i}") for i, n in enumerate(("pe0", "de0", "de1"), start=10))
 HEAD = Node("head", "head", "10.0.0.1")

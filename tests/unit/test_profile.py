@@ -9,24 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualpath.catalog.costs import load_model_costs
 from dualpath.cli import profile as command
 from dualpath.cli.main import main
 from dualpath.core.errors import ConfigError
-from dualpath.launch.commands import ENGINE_ENVIRONMENT
+from dualpath.laboratory.workload.machine import this_machine
+from dualpath.model.catalog.cost_fit import fit_profile, predict_pass_s, predict_step_s
+from dualpath.model.catalog.costs import load_model_costs
+from dualpath.model.sim.settings import ClusterSettings, DecodeCosts, PrefillCosts
+from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT
 from dualpath.policy.batching import AttentionGeometry
-from dualpath.sim.settings import ClusterSettings, DecodeCosts, PrefillCosts
-from dualpath.vllm_plugin.cost_fit import (
-    EngineFacts,
-    Measurement,
-    PassTime,
-    StepTime,
-    fit_profile,
-    predict_pass_s,
-    predict_step_s,
-)
-from dualpath.vllm_plugin.profile_settings import ProfileSettings
-from dualpath.workload.machine import this_machine
+from dualpath.vllm.measurement import EngineFacts, Measurement, PassTime, StepTime
+from dualpath.vllm.profile_settings import ProfileSettings
 
 FACTS = EngineFacts(
     model="small",
@@ -126,7 +119,7 @@ def test_the_written_file_is_a_model_of_the_simulator(tmp_path):
     assert costs.decode == profile.costs.decode
     assert costs.name == 'a "quoted" name'
     text = file.read_text()
-    for said in ("Machine: ", "a device", "an engine", "quota_flops_per_s = ", "cannot tell"):
+    for said in ("ClientMachine: ", "a device", "an engine", "quota_flops_per_s = ", "cannot tell"):
         assert said in text
 
 
@@ -175,7 +168,7 @@ def test_without_vllm_the_command_says_what_to_install(tmp_path, monkeypatch, ca
     for name in ENGINE_ENVIRONMENT:
         monkeypatch.setenv(name, os.environ.get(name, ""))
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-    monkeypatch.delitem(sys.modules, "dualpath.vllm_plugin.profiler", raising=False)
+    monkeypatch.delitem(sys.modules, "dualpath.vllm.profiler", raising=False)
     for name in ("torch", "vllm"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["profile", "model", "--out", "costs.toml"]) == 2
@@ -184,7 +177,7 @@ def test_without_vllm_the_command_says_what_to_install(tmp_path, monkeypatch, ca
 
 @pytest.mark.engine
 def test_a_real_engine_is_profiled(tmp_path):
-    from dualpath.models.tiny import make_tiny_model
+    from dualpath.laboratory.models.tiny import make_tiny_model
 
     # The smallest grid that tells the coefficients apart, in a process that ends with its engine.
     arguments = [str(make_tiny_model("qwen2")), "--out", "costs.toml", "--max-model-len", "1024"]

@@ -9,13 +9,16 @@ from hypothesis import strategies as st
 
 from dualpath.cli import main
 from dualpath.core.errors import ConfigError
-from dualpath.datapath.fabric_settings import (
+from dualpath.laboratory.lab.machine import LabMachine
+from dualpath.laboratory.lab.settings import LabSettings, Shaping
+from dualpath.laboratory.lab.steps import Run, make_steps
+from dualpath.ops.fabric_settings import (
     LOSSLESS_PRIORITIES,
     Fabric,
     FabricLanes,
     fabric_settings,
 )
-from dualpath.datapath.traffic_class import (
+from dualpath.plan.traffic_class import (
     LaneWeights,
     PortRange,
     burst_bytes,
@@ -23,9 +26,6 @@ from dualpath.datapath.traffic_class import (
     parse_weights,
     shaping_commands,
 )
-from dualpath.lab.machine import Machine
-from dualpath.lab.settings import LabSettings, Shaping
-from dualpath.lab.steps import Run, make_steps
 
 
 def lines(fabric: Fabric, lanes: FabricLanes | None = None) -> list[str]:
@@ -104,7 +104,7 @@ def test_ethernet_is_what_the_lab_applies() -> None:
         bytes_per_s=settings.cnic_bytes_per_s,
     )
     printed = [line for line in lines(Fabric.ETHERNET, lanes) if line.startswith("tc ")]
-    machine = Machine(shaping=Shaping.ROOT, folder="f", storage="s")
+    machine = LabMachine(shaping=Shaping.ROOT, folder="f", storage="s")
     applied = [
         " ".join(step.argv)
         for step in make_steps(settings, machine)

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.core import control
-from dualpath.router.assign_log import AssignLog
-from dualpath.router.releases import Releases
+from dualpath.router.control.assign_log import AssignLog
+from dualpath.router.control.releases import Releases
 
 
 def report(assign_seq: int, requests: int, tokens: int, read_queue: int = 0) -> control.Report:
@@ -87,13 +87,13 @@ def test_report_and_ledger_together_count_every_live_request_once(data):
         assert told.unfinished_requests + len(pending) == len(live)
 
 
-class Sent(list[tuple[str, str, bool]]):
+class SentMessages(list[tuple[str, str, bool]]):
     def __call__(self, engine_id, message):
         self.append((engine_id, message.request_id, message.writer_certain))
 
 
 async def test_a_certainly_dead_writer_lets_slots_go_at_once():
-    sent = Sent()
+    sent = SentMessages()
     releases = Releases(sent, wait_s=1000)
     releases.engine_joined("p0", "1")
     releases.writer_started("a", "p0")
@@ -104,7 +104,7 @@ async def test_a_certainly_dead_writer_lets_slots_go_at_once():
 
 
 async def test_a_writer_lost_from_sight_means_quarantine_until_its_next_epoch():
-    sent = Sent()
+    sent = SentMessages()
     releases = Releases(sent, wait_s=1000)
     releases.engine_joined("p0", "1")
     releases.writer_started("a", "p0")
@@ -119,7 +119,7 @@ async def test_a_writer_lost_from_sight_means_quarantine_until_its_next_epoch():
 
 
 async def test_nobody_but_the_writer_can_speak_for_it():
-    sent = Sent()
+    sent = SentMessages()
     releases = Releases(sent, wait_s=1000)
     releases.writer_started("a", "p0")
     releases.release_when_safe("d0", "a", "test")

@@ -83,5 +83,5 @@ async def test_every_stream_is_right_and_nothing_is_left_behind(seed):
         await made.settled()
         status = made.service.status()
         assert (status["waiting"], status["running"]) == (0, 0)
-        assert made.service.desk.releases.held == 0
-        assert made.service.desk.dispatch.idle()
+        assert made.service.context.releases.held == 0
+        assert made.service.context.dispatch.idle()

@@ -12,9 +12,9 @@ from dualpath.core import control
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.router.control_server import UNKNOWN_ENGINE, ControlServer
-from dualpath.router.refusals import ControlRefusal
-from dualpath.router.registry import Registry
+from dualpath.router.control.control_server import UNKNOWN_ENGINE, ControlServer
+from dualpath.router.control.registry import Registry
+from dualpath.router.requests.refusals import ControlRefusal
 from dualpath.router.settings import RouterSettings
 
 

@@ -18,7 +18,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, ConfigError, EngineLostError, TraceError
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
-from dualpath.launch import commands
+from dualpath.ops.launch import commands
 from dualpath.policy import event_log
 from dualpath.policy.event_log import (
     Begin,
@@ -26,8 +26,8 @@ from dualpath.policy.event_log import (
     EngineLost,
     Fetched,
     Finished,
-    PrefillDone,
-    ReadDone,
+    PrefillEnded,
+    ReadEnded,
     Reported,
     Submitted,
     assignments,
@@ -37,8 +37,8 @@ from dualpath.policy.event_log import (
 )
 from dualpath.policy.events import EngineSpec, SchedulerSettings
 from dualpath.policy.scheduler import RequestScheduler
-from dualpath.router.event_recorder import EventLogWriter, RecordedScheduler, read_event_log
-from dualpath.router.service import RouterService
+from dualpath.router.control.event_recorder import EventLogWriter, RecordedScheduler, read_event_log
+from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
 
 SETTINGS = SchedulerSettings(mode=Mode.DUALPATH, alpha_tokens=1000, beta_tokens=5000)
@@ -59,11 +59,11 @@ async def test_a_router_records_every_decision_and_they_come_out_the_same_again(
         first = await made.run(jobs[0])
         rest = await asyncio.gather(*(made.run(j) for j in jobs[1:]))
         assert [first, *rest] == [expected(prompt, 6) for prompt in prompts]
-        noted = list(made.service.desk.dispatch.recent)
+        noted = list(made.service.context.dispatch.recent)
     log = read_event_log(path)
     assert log.begin.settings.mode is Mode.DUALPATH
     kinds = {type(event) for event in log.events}
-    assert kinds >= {EngineJoined, Submitted, Fetched, ReadDone, PrefillDone, Finished}
+    assert kinds >= {EngineJoined, Submitted, Fetched, ReadEnded, PrefillEnded, Finished}
     decided = [(a.request_id, a.prefill_engine, a.decode_engine) for a in assignments(log)]
     assert decided == [(n.request_id, n.prefill_engine, n.decode_engine) for n in noted]
     assert {request for request, _, _ in decided} == {"r0", "r1", "r2", "r3", "r4"}
@@ -90,7 +90,7 @@ async def test_a_lost_engine_and_what_it_had_are_in_the_log(tmp_path):
 async def test_without_the_setting_nothing_is_recorded():
     async with cluster() as made:
         await made.run(job("r0", range(9)))
-        assert made.service.desk.event_log is None
+        assert made.service.context.event_log is None
 
 
 def record(path: Path) -> tuple[EventLogWriter, RecordedScheduler]:

@@ -93,8 +93,8 @@ async def test_a_de_lost_while_decoding_is_replaced_and_the_stream_goes_on(decod
         events = await run
         assert [t for e in events for t in e.token_ids] == expected(PROMPT, 8)
         assert [e.cached_tokens is not None for e in events] == [True] + [False] * 7
-        assert made.calls.hand_overs[1].prompt_tokens == len(PROMPT) + 1 + decoded
-        assert made.calls.hand_overs[1].hit_blocks == len(PROMPT) // 4  # persisted by attempt 1
+        assert made.calls.transfers[1].prompt_tokens == len(PROMPT) + 1 + decoded
+        assert made.calls.transfers[1].hit_blocks == len(PROMPT) // 4  # persisted by attempt 1
         await made.settled("p0")
 
 
@@ -203,7 +203,7 @@ async def test_an_unanswered_lookup_counts_as_no_hit():
         made.stored.update(keys_of(PROMPT))
         made.engines["d0"].unanswered.add(control.Lookup)
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
-        assert made.calls.hand_overs[0].hit_blocks == 0
+        assert made.calls.transfers[0].hit_blocks == 0
         assert b'lookup_failures_total{reason="timeout"} 1.0' in made.service.exposition()
 
 
@@ -276,7 +276,7 @@ async def test_the_de_keeps_its_slots_until_the_pe_has_confirmed():
         await made.arrives("prefill")
         run.cancel()
         release = await p0.saw(control.Release)
-        assert made.service.desk.releases.held == 1
+        assert made.service.context.releases.held == 1
         assert not releases(made, "d0")
         p0.answer(release)
         assert (await d0.saw(control.Release)).writer_certain

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualpath.router.hit_account import GONE, NEW, TAIL, Found, SeenBlocks
+from dualpath.router.requests.hit_account import GONE, NEW, TAIL, Found, SeenBlocks
 
 BLOCK_TOKENS = 4
 

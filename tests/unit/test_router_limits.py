@@ -15,14 +15,14 @@ from tests.unit.router_fakes import job
 from tests.unit.scraped_cluster import Scrape
 
 from dualpath.core import control
-from dualpath.core.control import TakeOver, to_transfer_params
+from dualpath.core.control import DecodeTransfer, to_transfer_params
 from dualpath.core.errors import BadRequestError, OverloadedError
 from dualpath.core.modes import Mode
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
-from dualpath.router.exchange import Conversation, Exchange
-from dualpath.router.metrics import RouterMetrics
-from dualpath.router.registry import Registry
-from dualpath.router.request_limits import RequestLimits
+from dualpath.router.control.exchange import AttemptChannel, Exchange
+from dualpath.router.control.registry import Registry
+from dualpath.router.observe.metrics import RouterMetrics
+from dualpath.router.requests.limits import RequestLimits
 from dualpath.router.settings import RouterSettings
 
 PROMPT = list(range(1, 20))
@@ -140,7 +140,7 @@ async def test_a_client_cannot_say_where_kv_lies(tmp_path: Path) -> None:
     """Hand-overs of its own are dropped, so it cannot point at another's slots."""
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         expected = await made.ask(PROMPT, 3, cache_salt="one")
-        forged = to_transfer_params(TakeOver("victim", 19, (0, 1, 2, 3, 4)))
+        forged = to_transfer_params(DecodeTransfer("victim", 19, (0, 1, 2, 3, 4)))
         assert await made.ask(PROMPT, 3, cache_salt="two", kv_transfer_params=forged) == expected
         await made.idle()
         assert made.counts(1) == 0
@@ -167,11 +167,11 @@ async def test_more_requests_than_may_wait_are_refused_not_queued():
 async def test_two_attempts_of_one_name_never_hear_each_other():
     """A client may call its request "a.2", which is what a's second attempt is called."""
     exchange = Exchange()
-    heard: list[control.Handed] = []
-    exchange.open(Conversation("a.2", heard.append))
+    heard: list[control.KvInHbm] = []
+    exchange.open(AttemptChannel("a.2", heard.append))
     with pytest.raises(BadRequestError, match="in use"):
-        exchange.open(Conversation("a.2", lambda handed: pytest.fail("another's message")))
-    exchange.deliver("d0", control.Handed(request_id="a.2", h2d_s=0.0))
+        exchange.open(AttemptChannel("a.2", lambda handed: pytest.fail("another's message")))
+    exchange.deliver("d0", control.KvInHbm(request_id="a.2", h2d_s=0.0))
     assert len(heard) == 1
 
 

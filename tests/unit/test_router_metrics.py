@@ -20,8 +20,8 @@ from tests.unit.scraped_cluster import (
 
 from dualpath.core import control
 from dualpath.core.cluster import Role
-from dualpath.router.engine_metrics import MOVEMENTS, text_format
-from dualpath.router.records import RequestRecord, Stage
+from dualpath.router.observe.engine_metrics import MOVEMENTS, text_format
+from dualpath.router.requests.records import RequestRecord, Stage
 from dualpath.router.settings import RouterSettings
 
 BLOCK_BYTES = 4 * 5 * 16
@@ -122,7 +122,9 @@ def test_odd_names_of_engines_survive_the_text_format() -> None:
     assert parsed.families["dualpath:engine_up"].documentation == "Up."
 
 
-async def test_a_hand_over_is_timed_also_when_all_tokens_come_before_the_word_of_it() -> None:
+async def test_a_prefill_transfer_is_timed_also_when_all_tokens_come_before_the_word_of_it() -> (
+    None
+):
     async with cluster() as made:
         made.engines["d0"].tokens_come_first = True
         await made.run(job("a", range(100, 118)))

@@ -13,7 +13,7 @@ import yaml
 from tests.unit.scraped_cluster import Scrape, scrape_after_three_turns
 
 ROOT = Path(__file__).parents[2]
-MONITORING = files("dualpath.router") / "monitoring"
+MONITORING = files("dualpath.router.observe") / "monitoring"
 MONITOR_PAGE = ROOT / "docs" / "how-to" / "monitor.md"
 METRICS_PAGE = ROOT / "docs" / "reference" / "metrics.md"
 

@@ -4,7 +4,7 @@ from resource import RLIM_INFINITY
 
 import pytest
 
-from dualpath.router.open_files import WANTED_OPEN_FILES, raised_limit
+from dualpath.router.observe.open_files import WANTED_OPEN_FILES, raised_limit
 
 
 @pytest.mark.parametrize(

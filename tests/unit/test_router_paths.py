@@ -34,7 +34,7 @@ async def test_basic_mode_reads_on_the_prefill_side():
         events = await made.events(job("a", PROMPT))
         assert [t for e in events for t in e.token_ids] == expected(PROMPT, 6)
         assert events[0].cached_tokens == 3 * BLOCK_TOKENS
-        (run,) = made.calls.hand_overs[0].hits
+        (run,) = made.calls.transfers[0].hits
         assert (run.side, len(run.slots)) == (Role.PREFILL, 3)
         persist = await made.engines["d0"].saw(control.Persist)
         assert (persist.first_slot, persist.keys) == (3, keys_of(PROMPT)[3:])
@@ -46,7 +46,7 @@ async def test_round_robin_reads_on_both_sides_in_turn():
         stored_blocks(made, 4)
         for name in ("a", "b"):
             assert await made.run(job(name, PROMPT)) == expected(PROMPT, 6)
-        sides = {hand_over.hits[0].side for hand_over in made.calls.hand_overs}
+        sides = {prefill_transfer.hits[0].side for prefill_transfer in made.calls.transfers}
         assert sides == {Role.PREFILL, Role.DECODE}
         await made.settled()
 
@@ -55,7 +55,7 @@ async def test_a_split_reads_a_prefix_on_one_side_and_the_rest_on_the_other():
     async with cluster(mode="split") as made:
         stored_blocks(made, 4)
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
-        runs = made.calls.hand_overs[0].hits
+        runs = made.calls.transfers[0].hits
         assert {run.side for run in runs} == {Role.PREFILL, Role.DECODE}
         assert sum(len(run.slots) for run in runs) == 4
         await made.settled()
@@ -69,7 +69,7 @@ async def test_a_short_first_part_of_a_split_drops_the_second():
                 (0, "corrupt") if read.keys[0] == keys_of(PROMPT)[0] else (len(read.keys), None)
             )
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
-        assert made.calls.hand_overs[0].hits == ()
+        assert made.calls.transfers[0].hits == ()
         assert made.service.status()["counters"]["recomputed_tokens"] == 4 * BLOCK_TOKENS
 
 
@@ -92,14 +92,14 @@ async def test_a_prompt_of_whole_blocks_leaves_its_last_block_to_compute():
         prompt = PROMPT[:16]
         made.stored.update(keys_of(prompt))
         assert await made.run(job("a", prompt)) == expected(prompt, 6)
-        assert made.calls.hand_overs[0].hit_blocks == 3
+        assert made.calls.transfers[0].hit_blocks == 3
 
 
 async def test_a_job_that_must_not_be_cached_hits_nothing():
     async with cluster() as made:
         stored_blocks(made, 4)
         await made.run(job("a", PROMPT, cacheable=False))
-        assert made.calls.hand_overs[0].hit_blocks == 0
+        assert made.calls.transfers[0].hit_blocks == 0
         assert not any(
             isinstance(m, control.Lookup) and m.keys
             for e in made.engines.values()
@@ -113,8 +113,12 @@ async def test_oracle_reserves_and_reads_nothing_but_records_keys():
         events = await made.events(job("a", PROMPT))
         assert len(events) == 6
         assert events[0].cached_tokens == 3 * BLOCK_TOKENS
-        hand_over = made.calls.hand_overs[0]
-        assert (hand_over.hit_blocks, hand_over.hits, hand_over.de_slots) == (3, (), ())
+        prefill_transfer = made.calls.transfers[0]
+        assert (prefill_transfer.hit_blocks, prefill_transfer.hits, prefill_transfer.de_slots) == (
+            3,
+            (),
+            (),
+        )
         received = [m for e in made.engines.values() for m in e.received]
         assert not any(isinstance(m, control.Read) for m in received)
         assert all(m.reserve_blocks == 0 for m in received if isinstance(m, control.Assign))
@@ -128,7 +132,7 @@ async def test_a_prompt_beyond_the_pe_buffer_is_loaded_as_far_as_it_fits():
         await made.add("p0", Role.PREFILL, buffer_blocks=2, mode="basic")
         stored_blocks(made, 4)
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
-        assert made.calls.hand_overs[0].hit_blocks == 2
+        assert made.calls.transfers[0].hit_blocks == 2
 
 
 @pytest.mark.parametrize("blocks", [5, 6])
@@ -139,7 +143,7 @@ async def test_a_buffer_for_one_request_serves_sixteen_concurrent_ones(blocks):
         answers = await asyncio.gather(*(made.run(j) for j in jobs))
         assert answers == [expected(j.prompt_token_ids, 6) for j in jobs]
         await made.settled()
-        assert made.service.desk.releases.held == 0
+        assert made.service.context.releases.held == 0
 
 
 async def test_the_pe_token_ends_a_request_for_one_token_without_decode():
@@ -211,7 +215,7 @@ async def test_status_and_records_tell_what_happened():
         stored_blocks(made, 2)
         made.calls.gates["decode"], made.calls.gate_after_tokens = asyncio.Event(), 1
         run = asyncio.create_task(made.run(job("a", PROMPT)))
-        await made.service.saw(control.Handed)
+        await made.service.saw(control.KvInHbm)
         made.calls.gates["decode"].set()
         await run
         await made.settled()

@@ -12,11 +12,11 @@ from dualpath.core import control
 from dualpath.core.blocks import StoreNamespace, block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.datapath.plan import BlockRun
 from dualpath.engine.link import ControlLink
-from dualpath.router.engine_calls import Job, TokenEvent
-from dualpath.router.registry import EngineInfo
-from dualpath.router.service import RouterService
+from dualpath.plan.steps import BlockRun
+from dualpath.router.control.engine_calls import Job, TokenEvent
+from dualpath.router.control.registry import EngineInfo
+from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
 
 GUARD_S = 30.0
@@ -72,21 +72,27 @@ class ToyCalls:
         self.hits: list[tuple[int, frozenset[Role]]] = []
 
     async def prefill(
-        self, engine: EngineInfo, job: Job, hand_over: control.HandOver
+        self, engine: EngineInfo, job: Job, prefill_transfer: control.PrefillTransfer
     ) -> TokenEvent:
-        self.hits.append((hand_over.hit_blocks, frozenset(run.side for run in hand_over.hits)))
+        self.hits.append(
+            (prefill_transfer.hit_blocks, frozenset(run.side for run in prefill_transfer.hits))
+        )
         keys = self._keys(job)
-        chunk = BlockRun(hand_over.hit_blocks, len(keys) - hand_over.hit_blocks)
+        chunk = BlockRun(prefill_transfer.hit_blocks, len(keys) - prefill_transfer.hit_blocks)
         async with self._one:
             failures = await asyncio.to_thread(
-                self._toys.forward, [(hand_over, keys, chunk, range(len(keys)))]
+                self._toys.forward, [(prefill_transfer, keys, chunk, range(len(keys)))]
             )
         assert not failures
-        self._toys.pe.mail.put(control.Sent(request_id=hand_over.request_id))
+        self._toys.pe.mail.put(control.PrefillDone(request_id=prefill_transfer.request_id))
         return TokenEvent(token_ids=(1,), finish_reason="length")
 
     async def decode(
-        self, engine: EngineInfo, job: Job, take_over: control.TakeOver, prior: Sequence[int]
+        self,
+        engine: EngineInfo,
+        job: Job,
+        decode_transfer: control.DecodeTransfer,
+        prior: Sequence[int],
     ) -> AsyncIterator[TokenEvent]:
         keys = self._keys(job)
         async with self._one:
@@ -96,7 +102,7 @@ class ToyCalls:
             def over(error: str | None) -> None:
                 loop.call_soon_threadsafe(copied.set_result, error)
 
-            self._toys.de.manager.fill_hbm(take_over, range(len(keys)), over)
+            self._toys.de.manager.fill_hbm(decode_transfer, range(len(keys)), over)
             assert await copied is None
             for block, key in enumerate(keys):
                 for layer in range(GEOMETRY.layers):
@@ -133,7 +139,7 @@ async def test_two_turns_of_eight_agents_reach_the_decode_engine_byte_by_byte(mo
         sides = set().union(*(sides for _, sides in calls.hits[8:]))
         assert sides == ({Role.PREFILL} if mode is Mode.BASIC else set(Role))
         await emptied(toys)
-        assert service.desk.releases.held == 0
+        assert service.context.releases.held == 0
     finally:
         await service.stop()
         for link in links:

@@ -7,7 +7,12 @@ from tests.emulated_cluster import cluster
 from tests.unit.scraped_cluster import Scrape
 
 from dualpath.core.modes import Mode
-from dualpath.router.refusals import ControlRefusal, ControlRefusals, HttpRefusal, http_refusal
+from dualpath.router.requests.refusals import (
+    ControlRefusal,
+    ControlRefusals,
+    HttpRefusal,
+    http_refusal,
+)
 from dualpath.router.settings import RouterSettings
 
 PROMPT = list(range(1, 20))

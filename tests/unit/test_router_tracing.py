@@ -18,10 +18,10 @@ from tests.unit.router_fakes import job
 
 from dualpath.core.errors import ConfigError, EngineLostError
 from dualpath.core.modes import Mode
-from dualpath.emulated.server import EngineServer
-from dualpath.router.records import RequestRecord
+from dualpath.laboratory.emulated.server import EngineServer
+from dualpath.router.observe.tracing import PROTOCOL_VARIABLE, Tracing, open_tracing
+from dualpath.router.requests.records import RequestRecord
 from dualpath.router.settings import RouterSettings
-from dualpath.router.tracing import PROTOCOL_VARIABLE, Tracing, open_tracing
 
 PROMPT = list(range(1, 38))
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -135,14 +135,14 @@ async def test_without_an_endpoint_a_clients_trace_goes_on_to_the_engines(
     async with emulated_cluster(tmp_path, Mode.DUALPATH) as made:
         made.http.headers.update({"traceparent": client})
         await made.ask(PROMPT, 4)
-        assert made.service.desk.tracing is None
+        assert made.service.context.tracing is None
     assert engine_headers == [client, client]
 
 
 async def test_a_failed_attempt_is_an_event_and_both_attempts_have_their_spans() -> None:
     exporter = InMemorySpanExporter()
     async with cluster() as made:
-        made.service.desk.tracing = Tracing(exporter, made.service.desk.clock)
+        made.service.context.tracing = Tracing(exporter, made.service.context.clock)
         made.calls.errors.append(EngineLostError("connection is reset"))
         made.engines["p0"].report()
         await made.run(job("a", PROMPT))
@@ -158,7 +158,7 @@ async def test_a_failed_attempt_is_an_event_and_both_attempts_have_their_spans()
 async def test_a_refused_request_ends_its_trace_as_an_error() -> None:
     exporter = InMemorySpanExporter()
     async with cluster() as made:
-        made.service.desk.tracing = Tracing(exporter, made.service.desk.clock)
+        made.service.context.tracing = Tracing(exporter, made.service.context.clock)
         with pytest.raises(Exception, match="context holds 1000"):
             await made.run(job("a", PROMPT, 1000))
     (root,) = (span for span in exporter.get_finished_spans() if span.name == "request")
@@ -168,7 +168,7 @@ async def test_a_refused_request_ends_its_trace_as_an_error() -> None:
 def test_a_collector_that_never_answers_does_not_keep_the_router_from_stopping(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dualpath.router.tracing.FLUSH_S", 0.01)
+    monkeypatch.setattr("dualpath.router.observe.tracing.FLUSH_S", 0.01)
     exporter = StuckExporter()
     tracing = Tracing(exporter, lambda: 0.0)
     record = RequestRecord("a", 1, lambda: 0.0)

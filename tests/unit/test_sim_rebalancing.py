@@ -16,13 +16,13 @@ from tests.simulated import (
     small_setup,
 )
 
-from dualpath.core.agents import AgentTable
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.sim.result import NS_PER_S, RoleMove, SimulationResult
-from dualpath.sim.run import simulate
-from dualpath.sim.settings import RebalancingSettings, Setup
+from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.model.sim.result import NS_PER_S, RoleMove, SimulationResult
+from dualpath.model.sim.run import simulate
+from dualpath.model.sim.settings import RebalancingSettings, Setup
 
 #: 1,000 tokens are 1 s of a PE.
 LONG_PROMPT: RoundLengths = (1000, 0, 2)

@@ -29,13 +29,13 @@ from vllm.v1.request import Request
 
 from dualpath.core.blocks import CHAIN_SEED, block_keys, chain_root
 from dualpath.core.cluster import Role
-from dualpath.core.control import HandOver, HitRun, to_transfer_params
+from dualpath.core.control import HitRun, PrefillTransfer, to_transfer_params
 from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings
-from dualpath.vllm_plugin.connector import DualPathConnector, check_engine_config
-from dualpath.vllm_plugin.layerwise_worker import LayerwiseWorker, place_in_regions
-from dualpath.vllm_plugin.quota_scheduler import QuotaScheduler
-from dualpath.vllm_plugin.scheduler_side import SchedulerSide
+from dualpath.vllm.connector import DualPathConnector, check_engine_config
+from dualpath.vllm.layerwise_worker import LayerwiseWorker, place_in_regions
+from dualpath.vllm.quota_scheduler import QuotaScheduler
+from dualpath.vllm.scheduler_side import SchedulerSide
 
 BLOCK_TOKENS = 16
 
@@ -189,8 +189,8 @@ def test_generated_tokens_enter_the_keys_as_prompt_tokens_do():
     assert block_keys(tokens, BLOCK_TOKENS, cache_salt="tenant") == theirs
 
 
-def hand_over(hit_blocks, tail):
-    return HandOver(
+def prefill_transfer(hit_blocks, tail):
+    return PrefillTransfer(
         request_id="r",
         prompt_tokens=5 * BLOCK_TOKENS,
         hit_blocks=hit_blocks,
@@ -205,8 +205,8 @@ def hand_over(hit_blocks, tail):
 def test_a_request_grants_its_hits_only_under_its_own_keys():
     tokens = list(range(5 * BLOCK_TOKENS))
     keys = block_keys(tokens, BLOCK_TOKENS)
-    right = vllm_request(tokens, transfer=_json(to_transfer_params(hand_over(3, keys[2]))))
-    wrong = vllm_request(tokens, transfer=_json(to_transfer_params(hand_over(3, keys[1]))))
+    right = vllm_request(tokens, transfer=_json(to_transfer_params(prefill_transfer(3, keys[2]))))
+    wrong = vllm_request(tokens, transfer=_json(to_transfer_params(prefill_transfer(3, keys[1]))))
     for request, hit_tokens in ((right, 3 * BLOCK_TOKENS), (wrong, 0)):
         side = SchedulerSide(Role.PREFILL, BLOCK_TOKENS)
         assert side.matched_tokens(request, 0) == (hit_tokens, False)

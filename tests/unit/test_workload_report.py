@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 
 from dualpath.core.errors import ConfigError
-from dualpath.workload.html_report import html_page, write_html
-from dualpath.workload.machine import this_machine
-from dualpath.workload.metrics import summarise, trace_shape
-from dualpath.workload.progress import ConsoleProgress, ProgressState
-from dualpath.workload.report import compare, print_comparison
-from dualpath.workload.result import (
+from dualpath.laboratory.workload.html_report import html_page, write_html
+from dualpath.laboratory.workload.machine import this_machine
+from dualpath.laboratory.workload.metrics import summarise, trace_shape
+from dualpath.laboratory.workload.progress import ConsoleProgress, ProgressState
+from dualpath.laboratory.workload.report import compare, print_comparison
+from dualpath.laboratory.workload.result import (
     SCHEMA,
     Isolation,
     ReplayResult,
@@ -29,7 +29,7 @@ from dualpath.workload.result import (
     read_result,
     write_result,
 )
-from dualpath.workload.rows import NOTHING, Row
+from dualpath.laboratory.workload.rows import NOTHING, Row
 
 SETTING = Setting(
     label="",

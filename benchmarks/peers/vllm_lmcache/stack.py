@@ -10,7 +10,7 @@ from benchmarks.peers.peer_stack import (
     proxy,
 )
 
-from dualpath.lab.machine import Node
+from dualpath.laboratory.lab.machine import Node
 
 SERVER_PORT = 5555
 HTTP_PORT = 8080

@@ -10,9 +10,9 @@ from dualpath.cli.tables import FORMATS, JSON, TEXT, gigabytes, percent, print_t
 
 if TYPE_CHECKING:
     from dualpath.core.cluster import ClusterShape
-    from dualpath.core.model import ModelGeometry
-    from dualpath.datapath.bounds import RatioBound
-    from dualpath.datapath.plan import Link
+    from dualpath.model.catalog.geometry import ModelGeometry
+    from dualpath.plan.bounds import RatioBound
+    from dualpath.plan.steps import Link
 
 _GB = 1e9
 #: A load that equals its limit but for rounding fits.
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: a cluster, model or number that cannot be.
     """
-    from dualpath.catalog.load import load_model
+    from dualpath.model.catalog.load import load_model
 
     shape = _shape(args)
     model = load_model(args.model) if args.model else None
@@ -92,9 +92,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _shape(args: argparse.Namespace) -> "ClusterShape":
-    from dualpath.catalog.load import load_cluster
     from dualpath.core.cluster import ClusterShape
-    from dualpath.sim.settings import ClusterSettings
+    from dualpath.model.catalog.load import load_cluster
+    from dualpath.model.sim.settings import ClusterSettings
 
     # The defaults are §4.2's nominal rates, the paper's cluster files hold fitted ones.
     nominal = ClusterSettings(prefill_nodes=2, decode_nodes=4)
@@ -140,7 +140,7 @@ def _require(name: str, value: float, least: float, most: float) -> None:
 
 
 def _print_equations(shape: "ClusterShape") -> None:
-    from dualpath.datapath.bounds import link_bounds, prefill_to_decode_range, ratio_bounds
+    from dualpath.plan.bounds import link_bounds, prefill_to_decode_range, ratio_bounds
 
     rows = [
         (
@@ -176,7 +176,7 @@ def _print_equations(shape: "ClusterShape") -> None:
 
 def _verdict(shape: "ClusterShape") -> list[str]:
     """Return what binds here, and what would bind first as P/D moves."""
-    from dualpath.datapath.bounds import link_bounds, prefill_to_decode_range
+    from dualpath.plan.bounds import link_bounds, prefill_to_decode_range
 
     bounds = link_bounds(shape)
     tightest = min(bounds, key=lambda bound: bound.margin)
@@ -215,7 +215,7 @@ def _hopeless(link: "Link", shape: "ClusterShape") -> str:
 
 
 def _as_ratio_moves(shape: "ClusterShape") -> list[str]:
-    from dualpath.datapath.bounds import prefill_to_decode_range, ratio_bounds
+    from dualpath.plan.bounds import prefill_to_decode_range, ratio_bounds
 
     least, most = prefill_to_decode_range(shape)
     bounds = ratio_bounds(shape)
@@ -248,7 +248,7 @@ def _plan_loads(
 ) -> "dict[Link, float]":
     from dualpath.core.blocks import BlockGeometry
     from dualpath.core.errors import ConfigError
-    from dualpath.datapath.bounds import plan_bytes_per_s
+    from dualpath.plan.bounds import plan_bytes_per_s
 
     _require("--prompt-tokens", args.prompt_tokens, 2, 1 << 24)
     _require("--hit-rate", args.hit_rate, 0, 1)
@@ -270,7 +270,7 @@ def _print_plan_loads(
     model: "ModelGeometry",
     loads: "dict[Link, float]",
 ) -> None:
-    from dualpath.datapath.bounds import closed_form_bytes_per_s, limit_bytes_per_s
+    from dualpath.plan.bounds import closed_form_bytes_per_s, limit_bytes_per_s
 
     closed = closed_form_bytes_per_s(shape)
     print(
@@ -297,7 +297,7 @@ def _print_plan_loads(
 def _print_json(shape: "ClusterShape", loads: "dict[Link, float]") -> None:
     import msgspec
 
-    from dualpath.datapath.bounds import link_bounds, prefill_to_decode_range, ratio_bounds
+    from dualpath.plan.bounds import link_bounds, prefill_to_decode_range, ratio_bounds
 
     least, most = prefill_to_decode_range(shape)
     result = {

@@ -69,14 +69,14 @@ ROUTER_FLAGS = (
 
 def schema() -> Schema:
     """Return the sections of a settings file and what each may hold."""
-    from dualpath.emulated.settings import EmulatedOptions
     from dualpath.engine.settings import EngineSettings
-    from dualpath.launch.settings import ClusterSettings
+    from dualpath.laboratory.emulated.settings import EmulatedOptions
+    from dualpath.ops.launch.settings import LocalClusterSettings
     from dualpath.router.settings import RouterSettings
-    from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
+    from dualpath.vllm.front_end_settings import FrontEndSettings
 
     return {
-        CLUSTER: ClusterSettings,
+        CLUSTER: LocalClusterSettings,
         ROUTER: RouterSettings,
         ENDPOINT: FrontEndSettings,
         ENGINE: EngineSettings,

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.launch.settings import MIB, ClusterSettings
+from dualpath.ops.launch.settings import MIB, LocalClusterSettings
 
 if TYPE_CHECKING:
-    from dualpath.workload.result import ReplayResult
-    from dualpath.workload.session import Session
+    from dualpath.laboratory.workload.result import ReplayResult
+    from dualpath.laboratory.workload.session import Session
 
 SESSIONS_PACKAGE = "agentperf_local"
 #: More real sessions, used where this folder stands beside the repository.
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     Raises ``ConfigError`` or ``EngineLostError``; nothing is left running or stored then.
     """
     out = _writable(Path(args.out))
-    from dualpath.models.smollm2 import prepare_smollm2
+    from dualpath.laboratory.models.smollm2 import prepare_smollm2
 
     _say("preparing SmolLM2-135M-Instruct (converted once, then cached)")
     model = prepare_smollm2()
@@ -88,12 +88,12 @@ def _run_mode(
     names: str,
     out: Path,
 ) -> "ReplayResult":
-    from dualpath.launch.local_cluster import LocalCluster
-    from dualpath.workload.options import ReplayOptions
-    from dualpath.workload.progress import ConsoleProgress
-    from dualpath.workload.replay import replay
-    from dualpath.workload.result import write_result
-    from dualpath.workload.text_encoder import load_encoder
+    from dualpath.laboratory.workload.options import ReplayOptions
+    from dualpath.laboratory.workload.progress import ConsoleProgress
+    from dualpath.laboratory.workload.replay import replay
+    from dualpath.laboratory.workload.result import write_result
+    from dualpath.laboratory.workload.text_encoder import load_encoder
+    from dualpath.ops.launch.local_cluster import LocalCluster
 
     options = ReplayOptions(
         agents=args.agents,
@@ -126,11 +126,11 @@ def _run_mode(
 
 def cluster_settings(
     mode: Mode, args: argparse.Namespace, model: Path, storage: str, out: Path
-) -> ClusterSettings:
+) -> LocalClusterSettings:
     """Return the cluster of one mode of the demo; its old logs are removed."""
     logs = out / "logs" / mode.value
     shutil.rmtree(logs, ignore_errors=True)
-    return ClusterSettings(
+    return LocalClusterSettings(
         model=str(model),
         storage=storage,
         prefill=args.prefill,
@@ -153,7 +153,7 @@ def cluster_settings(
 
 def _sessions(trace: str | None) -> "tuple[list[Session], str]":
     """Return the sessions to replay and where they come from."""
-    from dualpath.workload.formats import read_trace
+    from dualpath.laboratory.workload.formats import read_trace
 
     if trace:
         return read_trace(trace), trace
@@ -174,8 +174,8 @@ def fitting_sessions(
     sessions: "list[Session]", model: Path, args: argparse.Namespace
 ) -> "list[Session]":
     """Return the sessions whose first prompt leaves half of the context for further turns."""
-    from dualpath.workload.text_encoder import load_encoder
-    from dualpath.workload.text_session import TextSession
+    from dualpath.laboratory.workload.text_encoder import load_encoder
+    from dualpath.laboratory.workload.text_session import TextSession
 
     encode = load_encoder(model)
 
@@ -200,8 +200,8 @@ def fitting_sessions(
 def _report(results: "list[ReplayResult]", out: Path) -> None:
     from rich.console import Console
 
-    from dualpath.workload.html_report import write_html
-    from dualpath.workload.report import compare, print_comparison
+    from dualpath.laboratory.workload.html_report import write_html
+    from dualpath.laboratory.workload.report import compare, print_comparison
 
     print_comparison(compare(results), Console())
     page = out / "report.html"

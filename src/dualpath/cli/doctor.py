@@ -9,8 +9,8 @@ from dualpath.cli.tables import FORMATS, JSON, TEXT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dualpath.doctor.examination import Wanted
-    from dualpath.doctor.finding import Finding
+    from dualpath.ops.doctor.examination import Wanted
+    from dualpath.ops.doctor.finding import Finding
 
 MIB = 1 << 20
 EXIT_ERRORS = 1
@@ -65,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: a size that is no size.
     """
-    from dualpath.doctor.examination import examine
-    from dualpath.doctor.finding import has_errors
-    from dualpath.doctor.node import Node
+    from dualpath.ops.doctor.examination import examine
+    from dualpath.ops.doctor.finding import has_errors
+    from dualpath.ops.doctor.node import Node
 
     findings = list(examine(_wanted(args), Node()))
     if args.format == JSON:
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wanted(args: argparse.Namespace) -> "Wanted":
-    from dualpath.doctor.examination import Wanted
+    from dualpath.ops.doctor.examination import Wanted
 
     return Wanted(
         storage=args.storage,

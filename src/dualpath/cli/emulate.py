@@ -152,13 +152,13 @@ def run(args: argparse.Namespace) -> int:
     if args.role == ROUTER:
         settings = router_settings(args)
 
-        from dualpath.emulated.front_door import run_front_door
+        from dualpath.laboratory.emulated.front_door import run_front_door
 
         asyncio.run(run_front_door(settings, *http_address(args)))
     else:
         engine_settings = emulated_settings(args)
 
-        from dualpath.emulated.process import run_engine
+        from dualpath.laboratory.emulated.process import run_engine
 
         asyncio.run(run_engine(engine_settings))
     return 0

@@ -24,9 +24,9 @@ from dualpath.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from dualpath.core.blocks import BlockGeometry
-    from dualpath.emulated.settings import EmulatedOptions, EmulatedSettings
+    from dualpath.laboratory.emulated.settings import EmulatedOptions, EmulatedSettings
+    from dualpath.model.sim.settings import ModelCosts
     from dualpath.router.settings import RouterSettings
-    from dualpath.sim.settings import ModelCosts
 
 _HTTP_FLAGS = (Flag("host", EMULATED, "host"), Flag("port", EMULATED, "port"))
 
@@ -91,7 +91,7 @@ def checked_layers(args: argparse.Namespace) -> Configuration:
 
 def http_address(args: argparse.Namespace) -> tuple[str, int]:
     """Return host and port of the HTTP server; raises ``ConfigError``."""
-    from dualpath.emulated.settings import EmulatedOptions
+    from dualpath.laboratory.emulated.settings import EmulatedOptions
 
     options = layers(args).settings(EMULATED, EmulatedOptions)
     return options.host, options.port
@@ -106,9 +106,9 @@ def router_settings(args: argparse.Namespace) -> "RouterSettings":
 
 def emulated_settings(args: argparse.Namespace) -> "EmulatedSettings":
     """Return an engine's settings; raises ``ConfigError``."""
-    from dualpath.catalog.costs import single_engine_costs
-    from dualpath.emulated.settings import EmulatedOptions, EmulatedSettings
     from dualpath.engine.settings import EngineSettings
+    from dualpath.laboratory.emulated.settings import EmulatedOptions, EmulatedSettings
+    from dualpath.model.catalog.costs import single_engine_costs
 
     found = layers(args)
     engine = found.settings(ENGINE, EngineSettings)
@@ -149,7 +149,7 @@ def _control_address(address: str) -> tuple[str, int]:
 
 
 def _geometry(options: "EmulatedOptions", costs: "ModelCosts") -> "BlockGeometry":
-    from dualpath.emulated.settings import block_geometry
+    from dualpath.laboratory.emulated.settings import block_geometry
 
     layers, kv_bytes = options.layers, options.kv_bytes_per_token
     return block_geometry(

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from dualpath.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dualpath.evaluation.report import FigureReport
-    from dualpath.evaluation.runs import Runs
-    from dualpath.evaluation.settings import EvaluationSettings, RunSpec
-    from dualpath.sim.run import Core
+    from dualpath.model.evaluation.report import FigureReport
+    from dualpath.model.evaluation.runs import Runs
+    from dualpath.model.evaluation.settings import EvaluationSettings, RunSpec
+    from dualpath.model.sim.run import Core
 
 FIGURE_NAMES = (
     *(f"fig{number}" for number in range(7, 16)),
@@ -76,11 +76,11 @@ def run(args: argparse.Namespace) -> int:
     """
     if (args.out or args.docs) and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("plots are drawn with matplotlib; pip install 'dualpath[report]'")
-    from dualpath.evaluation import markdown
-    from dualpath.evaluation.beyond import existing_traces
-    from dualpath.evaluation.report import comparison_table
-    from dualpath.evaluation.settings import EvaluationSettings
-    from dualpath.evaluation.write import write_document, write_report
+    from dualpath.model.evaluation import markdown
+    from dualpath.model.evaluation.beyond import existing_traces
+    from dualpath.model.evaluation.report import comparison_table
+    from dualpath.model.evaluation.settings import EvaluationSettings
+    from dualpath.model.evaluation.write import write_document, write_report
 
     settings = EvaluationSettings(
         seed=args.seed, quick=args.quick, tail=args.tail, window_s=args.window
@@ -108,8 +108,8 @@ def _chosen(
     names: Sequence[str], traces: Mapping[str, Path]
 ) -> "list[Callable[[Runs], FigureReport]]":
     """Return what builds the reports named, in the order of the paper and each once."""
-    from dualpath.evaluation import beyond
-    from dualpath.evaluation.figures import FIGURES
+    from dualpath.model.evaluation import beyond
+    from dualpath.model.evaluation.figures import FIGURES
 
     chosen = [build for name, build in FIGURES.items() if name in names or "all" in names]
     if "beyond" in names:
@@ -118,9 +118,9 @@ def _chosen(
 
 
 def _runs(settings: "EvaluationSettings", core: "Core", traces: Mapping[str, Path]) -> "Runs":
-    from dualpath.evaluation.inputs import CatalogInputs
-    from dualpath.evaluation.runs import Runs
-    from dualpath.sim.run import simulate
+    from dualpath.model.evaluation.inputs import CatalogInputs
+    from dualpath.model.evaluation.runs import Runs
+    from dualpath.model.sim.run import simulate
 
     return Runs(
         settings,

@@ -11,8 +11,8 @@ from dualpath.cli.lab_run import add_run_parser, run_run
 from dualpath.cli.tables import FORMATS, JSON, TEXT, print_table
 
 if TYPE_CHECKING:
-    from dualpath.lab.cluster import LabState
-    from dualpath.lab.settings import LabSettings
+    from dualpath.laboratory.lab.cluster import LabState
+    from dualpath.laboratory.lab.settings import LabSettings
 
 _DESCRIPTION = """A cluster on this machine: network namespaces whose compute NICs share a switch,
 every link shaped to its rate with a lane for inference and one for KV, and storage whose reads are
@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "bench":
         return run_bench(args)
 
-    from dualpath.lab.cluster import lab_down, lab_status
-    from dualpath.lab.settings import load_settings
+    from dualpath.laboratory.lab.cluster import lab_down, lab_status
+    from dualpath.laboratory.lab.settings import load_settings
 
     if args.action == "up":
         return _up(lab_settings(args), args)
@@ -82,10 +82,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _up(settings: "LabSettings", args: argparse.Namespace) -> int:
-    from dualpath.lab.cluster import lab_up
-    from dualpath.lab.machine import find_machine
-    from dualpath.lab.runner import describe
-    from dualpath.lab.steps import make_steps
+    from dualpath.laboratory.lab.cluster import lab_up
+    from dualpath.laboratory.lab.machine import find_machine
+    from dualpath.laboratory.lab.runner import describe
+    from dualpath.laboratory.lab.steps import make_steps
 
     if args.dry_run:
         for step in make_steps(settings, find_machine(settings)):
@@ -102,7 +102,7 @@ def _up(settings: "LabSettings", args: argparse.Namespace) -> int:
 
 
 def _print(state: "LabState", form: str) -> None:
-    from dualpath.lab.cluster import lab_nodes, link_reports, storage_url
+    from dualpath.laboratory.lab.cluster import lab_nodes, link_reports, storage_url
 
     settings, machine = state.settings, state.machine
     if form == JSON:

@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dualpath.lab.settings import LabSettings
+    from dualpath.laboratory.lab.settings import LabSettings
 
 #: Options of a lab: argument, key of the settings, factor from the argument's unit to the key's.
 _RATES = (
@@ -50,7 +50,7 @@ def lab_settings(args: argparse.Namespace, **defaults: object) -> "LabSettings":
 
     Raises ``ConfigError``.
     """
-    from dualpath.lab.settings import load_settings, parse_shape
+    from dualpath.laboratory.lab.settings import load_settings, parse_shape
 
     changes: dict[str, Any] = {key: getattr(args, key) for key in _PLAIN}
     changes |= {
@@ -72,7 +72,7 @@ def bench_lab(args: argparse.Namespace) -> "LabSettings":
 
     Raises ``ConfigError``.
     """
-    from dualpath.experiments.jct import BENCH_LAB
+    from dualpath.laboratory.experiments.jct import BENCH_LAB
 
     names = ("name", "snic_bytes_per_s", "cnic_bytes_per_s", "image_bytes")
     return lab_settings(args, **{name: getattr(BENCH_LAB, name) for name in names})

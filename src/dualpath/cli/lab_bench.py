@@ -20,7 +20,7 @@ from dualpath.cli.lab_run import (
 from dualpath.core.modes import Mode
 
 if TYPE_CHECKING:
-    from dualpath.experiments.jct import JctSettings
+    from dualpath.laboratory.experiments.jct import JctSettings
 
 _SHAPES = "1P1D,2P1D,1P2D,2P4D"
 
@@ -143,7 +143,7 @@ def _add_common(parser: argparse.ArgumentParser, repeat: int = 3) -> None:
 
 
 def _jct_settings(args: argparse.Namespace) -> "JctSettings":
-    from dualpath.experiments.jct import JctSettings
+    from dualpath.laboratory.experiments.jct import JctSettings
 
     return JctSettings(
         name=args.name,
@@ -160,13 +160,13 @@ def _jct_settings(args: argparse.Namespace) -> "JctSettings":
 
 
 def _run_jct(args: argparse.Namespace) -> int:
-    from dualpath.experiments.jct import measure_jct
+    from dualpath.laboratory.experiments.jct import measure_jct
 
     return finish(measure_jct(_jct_settings(args), command_line(), say), args.out)
 
 
 def _run_online(args: argparse.Namespace) -> int:
-    from dualpath.experiments.online import OnlineSettings, measure_online
+    from dualpath.laboratory.experiments.online import OnlineSettings, measure_online
 
     settings = OnlineSettings(
         name=args.name,
@@ -180,7 +180,7 @@ def _run_online(args: argparse.Namespace) -> int:
 
 
 def _run_simulator(args: argparse.Namespace) -> int:
-    from dualpath.experiments.against_simulator import compare_with_simulator
+    from dualpath.laboratory.experiments.against_simulator import compare_with_simulator
 
     report = compare_with_simulator(_jct_settings(args), command_line(), say)
     return finish(report, args.out)
@@ -197,9 +197,9 @@ def parse_numbers(text: str) -> tuple[float, ...]:
 
 
 def _run_isolation(args: argparse.Namespace) -> int:
-    from dualpath.experiments.isolation import measure_isolation
-    from dualpath.experiments.isolation_settings import IsolationSettings, Leg
-    from dualpath.lab.settings import parse_shape
+    from dualpath.laboratory.experiments.isolation import measure_isolation
+    from dualpath.laboratory.experiments.isolation_settings import IsolationSettings, Leg
+    from dualpath.laboratory.lab.settings import parse_shape
 
     prefill, decode = parse_shape(args.nodes)
     settings = IsolationSettings(
@@ -216,8 +216,8 @@ def _run_isolation(args: argparse.Namespace) -> int:
 
 
 def _run_data_plane(args: argparse.Namespace) -> int:
-    from dualpath.experiments.data_plane import measure_data_plane
-    from dualpath.experiments.data_plane_settings import DataPlaneSettings
+    from dualpath.laboratory.experiments.data_plane import measure_data_plane
+    from dualpath.laboratory.experiments.data_plane_settings import DataPlaneSettings
 
     settings = DataPlaneSettings(storage=args.storage, rounds=args.repeat)
     return finish(measure_data_plane(settings, command_line()), args.out)

@@ -9,11 +9,11 @@ from dualpath.cli.lab_arguments import add_lab_arguments
 from dualpath.core.modes import Mode
 
 if TYPE_CHECKING:
-    from dualpath.experiments.emulated_nodes import EmulatedNodes
-    from dualpath.experiments.report import ExperimentReport
-    from dualpath.experiments.vllm_nodes import VllmNodes
-    from dualpath.experiments.workload import WindowSettings
-    from dualpath.lab.settings import LabSettings
+    from dualpath.laboratory.experiments.emulated_nodes import EmulatedNodes
+    from dualpath.laboratory.experiments.report import ExperimentReport
+    from dualpath.laboratory.experiments.vllm_nodes import VllmNodes
+    from dualpath.laboratory.experiments.workload import WindowSettings
+    from dualpath.laboratory.lab.settings import LabSettings
 
 _DESCRIPTION = """Make a lab, run agents on it in every mode asked for, print job completion times
 and the use of links, remove the lab. Engines are emulated: real scheduler, storage, buffers and
@@ -99,7 +99,7 @@ def add_vllm_argument(parser: argparse.ArgumentParser) -> None:
 
 def window_settings(args: argparse.Namespace) -> "WindowSettings":
     """Return what agents do; raises ``ConfigError``."""
-    from dualpath.experiments.workload import WindowSettings
+    from dualpath.laboratory.experiments.workload import WindowSettings
 
     found = WindowSettings(
         trace=args.trace,
@@ -116,7 +116,7 @@ def window_settings(args: argparse.Namespace) -> "WindowSettings":
 
 def emulated_nodes(args: argparse.Namespace) -> "EmulatedNodes":
     """Return the engines; raises ``ConfigError``."""
-    from dualpath.experiments.emulated_nodes import EmulatedNodes
+    from dualpath.laboratory.experiments.emulated_nodes import EmulatedNodes
 
     found = EmulatedNodes(
         model=args.model,
@@ -131,7 +131,7 @@ def emulated_nodes(args: argparse.Namespace) -> "EmulatedNodes":
 
 def vllm_nodes(args: argparse.Namespace) -> "VllmNodes | None":
     """Return real engines where asked for."""
-    from dualpath.experiments.vllm_nodes import VllmNodes
+    from dualpath.laboratory.experiments.vllm_nodes import VllmNodes
 
     return VllmNodes(model=args.vllm) if args.vllm else None
 
@@ -153,7 +153,7 @@ def run_run(args: argparse.Namespace, lab: "LabSettings") -> int:
 
     Raises ``ConfigError`` and ``EngineLostError`` after the lab is removed.
     """
-    from dualpath.experiments.jct import JctSettings, measure_jct
+    from dualpath.laboratory.experiments.jct import JctSettings, measure_jct
 
     settings = JctSettings(
         name="run",
@@ -173,7 +173,7 @@ def run_run(args: argparse.Namespace, lab: "LabSettings") -> int:
 
 def finish(report: "ExperimentReport", folder: str | None) -> int:
     """Print a report, write it where asked; return 1 if the machine was too busy."""
-    from dualpath.experiments.report import as_text, write_experiment
+    from dualpath.laboratory.experiments.report import as_text, write_experiment
 
     print(as_text(report))
     if folder:

@@ -5,9 +5,9 @@ import sys
 import time
 from pathlib import Path
 
-from dualpath.models.smollm2 import prepare_smollm2
-from dualpath.models.tiny import make_tiny_model
-from dualpath.models.wide import make_wide_model
+from dualpath.laboratory.models.smollm2 import prepare_smollm2
+from dualpath.laboratory.models.tiny import make_tiny_model
+from dualpath.laboratory.models.wide import make_wide_model
 
 NAMES = ("smollm2", "tiny-qwen2", "tiny-deepseek-v2", "wide")
 

@@ -26,7 +26,7 @@ def add_nixl_arguments(group: "argparse._ActionsContainer") -> None:
 def nixl_engine_config(args: argparse.Namespace) -> dict[str, str]:
     """Return the settings of both arguments; raises ``ConfigError``."""
     from dualpath.core.errors import ConfigError
-    from dualpath.datapath.traffic_class import parse_ports
+    from dualpath.plan.traffic_class import parse_ports
     from dualpath.transport.ucx_config import parse_engine_config
 
     config = parse_engine_config(args.nixl_engine_config)

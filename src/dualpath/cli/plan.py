@@ -23,10 +23,10 @@ from dualpath.core.modes import Mode
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dualpath.core.agents import AgentTable
-    from dualpath.evaluation.planner import Plan, PlanSettings, ShapeResult
-    from dualpath.sim.result import SimulationResult
-    from dualpath.sim.settings import Setup
+    from dualpath.laboratory.workload.agent_table import AgentTable
+    from dualpath.model.evaluation.planner import Plan, PlanSettings, ShapeResult
+    from dualpath.model.sim.result import SimulationResult
+    from dualpath.model.sim.settings import Setup
 
 SCHEMA = "dualpath.plan/1"
 _PLAIN_WIDTH = 160
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from dualpath.evaluation.planner import PlanSettings, make_plan
+    from dualpath.model.evaluation.planner import PlanSettings, make_plan
 
     check_output(args.json)
     check_core(args.core)
@@ -128,8 +128,8 @@ class _Inputs:
 
     def setup(self, prefill_nodes: int, decode_nodes: int) -> "Setup":
         """Return a shape; costs and memory of experts depend on it."""
-        from dualpath.evaluation.planner import reshaped
-        from dualpath.sim.settings import Setup
+        from dualpath.model.evaluation.planner import reshaped
+        from dualpath.model.sim.settings import Setup
 
         cluster = reshaped(self._cluster, prefill_nodes, decode_nodes, self._weights)
         model = load_model(self._args, cluster)
@@ -141,7 +141,7 @@ class _Inputs:
             if self._at_once is None:
                 self._at_once = self._trace.agents()
             return self._at_once
-        from dualpath.workload.arrivals import poisson_times_for_s
+        from dualpath.laboratory.workload.arrivals import poisson_times_for_s
 
         times_s = poisson_times_for_s(self._settings.horizon_s, agents_per_s, self._args.seed)
         agents = self._trace.agents(max(times_s.size, 1))
@@ -151,7 +151,7 @@ class _Inputs:
         self, setup: "Setup", agents: "AgentTable", *, until_s: float | None = None
     ) -> "SimulationResult":
         """Run the chosen core."""
-        from dualpath.sim.run import simulate
+        from dualpath.model.sim.run import simulate
 
         return simulate(setup, agents, core=self._args.core, until_s=until_s)
 

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualpath.core.errors import ConfigError
-from dualpath.launch.commands import ENGINE_ENVIRONMENT
-from dualpath.launch.settings import MIB
-from dualpath.vllm_plugin.profile_settings import ProfileSettings
+from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT
+from dualpath.ops.launch.settings import MIB
+from dualpath.vllm.profile_settings import ProfileSettings
 
 if TYPE_CHECKING:
-    from dualpath.vllm_plugin.cost_fit import Measurement, Profile
-    from dualpath.workload.result import Machine
+    from dualpath.laboratory.workload.result import ClientMachine
+    from dualpath.model.catalog.cost_fit import Profile
+    from dualpath.vllm.measurement import Measurement
 
 _DEFAULTS = ProfileSettings(model="")
 #: A worse fit is told as a warning: something else kept the machine busy, or the form is wrong.
@@ -77,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ``ConfigError`` for a grid, model or file that cannot be used.
     """
-    from dualpath.vllm_plugin.cost_fit import fit_profile
-    from dualpath.workload.machine import this_machine
+    from dualpath.laboratory.workload.machine import this_machine
+    from dualpath.model.catalog.cost_fit import fit_profile
 
     settings = profile_settings(args)
     settings.check()
@@ -125,7 +126,7 @@ def _measure(settings: ProfileSettings) -> "Measurement":
         os.environ.setdefault(name, value)
     _say(f"starting vLLM with {settings.model}")
     try:
-        from dualpath.vllm_plugin.profiler import measure
+        from dualpath.vllm.profiler import measure
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"profiling needs vLLM, but {error.name} is missing; pip install 'dualpath[engine]', "
@@ -135,7 +136,10 @@ def _measure(settings: ProfileSettings) -> "Measurement":
 
 
 def render(
-    profile: "Profile", measurement: "Measurement", machine: "Machine", typical: tuple[int, int]
+    profile: "Profile",
+    measurement: "Measurement",
+    machine: "ClientMachine",
+    typical: tuple[int, int],
 ) -> str:
     """Return the TOML file: costs as keys, everything else as comments."""
     import json
@@ -144,7 +148,7 @@ def render(
     quota = profile.quota_flops_per_s
     head = [
         "Costs of one engine, measured by `dualpath profile`. Seconds; see docs/simulator.md.",
-        f"Machine: {machine.cpu_count} CPUs ({machine.cpu_model}), "
+        f"ClientMachine: {machine.cpu_count} CPUs ({machine.cpu_model}), "
         f"{machine.memory_bytes / 2**30:.0f} GiB, {machine.platform}; device {facts.device}.",
         f"Engine: {facts.software}.",
         "feed_forward_token_s holds the whole time per token: timing whole passes cannot tell "

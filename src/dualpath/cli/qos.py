@@ -9,7 +9,7 @@ from dualpath.cli.tables import FORMATS, JSON, TEXT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dualpath.datapath.fabric_settings import FabricLanes, SettingsGroup
+    from dualpath.ops.fabric_settings import FabricLanes, SettingsGroup
 
 _WIDTH = 100
 _FABRICS = ("infiniband", "roce", "ethernet")
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: a ratio, level, value or range that the fabric does not have.
     """
-    from dualpath.datapath.fabric_settings import Fabric, fabric_settings
+    from dualpath.ops.fabric_settings import Fabric, fabric_settings
 
     fabric, lanes = Fabric(args.fabric), _lanes(args)
     groups = fabric_settings(fabric, lanes)
@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _lanes(args: argparse.Namespace) -> "FabricLanes":
     from dualpath.core.errors import ConfigError
-    from dualpath.datapath.fabric_settings import FabricLanes
-    from dualpath.datapath.traffic_class import parse_ports, parse_weights
+    from dualpath.ops.fabric_settings import FabricLanes
+    from dualpath.plan.traffic_class import parse_ports, parse_weights
 
     for option, name in (("--interface", args.interface), ("--rdma-device", args.rdma_device)):
         # The name ends up in commands that somebody pastes into a shell.

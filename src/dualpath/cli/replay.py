@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dualpath.core.errors import TraceError
-    from dualpath.workload.options import ReplayOptions
-    from dualpath.workload.result import ReplayResult
-    from dualpath.workload.session import Session
+    from dualpath.laboratory.workload.options import ReplayOptions
+    from dualpath.laboratory.workload.result import ReplayResult
+    from dualpath.laboratory.workload.session import Session
 
 _FORMATS = ("auto", "rounds", "mini-swe", "weka", "agentperf")
 _PLAIN_WIDTH = 160
@@ -108,9 +108,9 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from dualpath.workload.formats import AUTO, detect_format
-    from dualpath.workload.report import compare, print_comparison
-    from dualpath.workload.result import write_result
+    from dualpath.laboratory.workload.formats import AUTO, detect_format
+    from dualpath.laboratory.workload.report import compare, print_comparison
+    from dualpath.laboratory.workload.result import write_result
 
     _check_outputs(args)
     if args.format == AUTO:
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         write_result(result, args.out)
     if args.html:
-        from dualpath.workload.html_report import write_html
+        from dualpath.laboratory.workload.html_report import write_html
 
         write_html([result], args.html)
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
@@ -145,7 +145,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 
 def _read(args: argparse.Namespace, broken: "list[TraceError]") -> "list[Session]":
-    from dualpath.workload.formats import read_trace
+    from dualpath.laboratory.workload.formats import read_trace
 
     sessions = read_trace(
         args.trace,
@@ -164,7 +164,7 @@ def _encoder(
     args: argparse.Namespace, sessions: "Sequence[Session]"
 ) -> Callable[[str], Sequence[int]] | None:
     from dualpath.core.errors import ConfigError
-    from dualpath.workload.text_session import TextSession
+    from dualpath.laboratory.workload.text_session import TextSession
 
     if not any(isinstance(session, TextSession) for session in sessions):
         return None
@@ -173,14 +173,14 @@ def _encoder(
             f"{args.trace} is text and has to be tokenised; pass --tokenizer with the served "
             "model's folder"
         )
-    from dualpath.workload.text_encoder import load_encoder
+    from dualpath.laboratory.workload.text_encoder import load_encoder
 
     return load_encoder(args.tokenizer)
 
 
 def _options(args: argparse.Namespace, broken_lines: int) -> "ReplayOptions":
-    from dualpath.workload.options import ReplayOptions
-    from dualpath.workload.result import Isolation, ToolDelays
+    from dualpath.laboratory.workload.options import ReplayOptions
+    from dualpath.laboratory.workload.result import Isolation, ToolDelays
 
     return ReplayOptions(
         agents=args.agents,
@@ -209,8 +209,8 @@ async def _replay(
     options: "ReplayOptions",
     encode: Callable[[str], Sequence[int]] | None,
 ) -> "ReplayResult":
-    from dualpath.workload.progress import ConsoleProgress
-    from dualpath.workload.replay import replay
+    from dualpath.laboratory.workload.progress import ConsoleProgress
+    from dualpath.laboratory.workload.replay import replay
 
     if args.quiet:
         return await replay(sessions, args.endpoint, options, encode=encode)

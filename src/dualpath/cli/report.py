@@ -28,14 +28,14 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from dualpath.core.errors import ConfigError
-    from dualpath.workload.report import compare, print_comparison
-    from dualpath.workload.result import read_result
+    from dualpath.laboratory.workload.report import compare, print_comparison
+    from dualpath.laboratory.workload.result import read_result
 
     results = [read_result(path) for path in args.runs]
     if args.html:
         if importlib.util.find_spec("matplotlib") is None:
             raise ConfigError("--html draws with matplotlib; pip install 'dualpath[report]'")
-        from dualpath.workload.html_report import write_html
+        from dualpath.laboratory.workload.html_report import write_html
 
         write_html(results, args.html, args.title)
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)

@@ -18,7 +18,7 @@ from dualpath.core.modes import Mode
 
 if TYPE_CHECKING:
     from dualpath.router.settings import RouterSettings
-    from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
+    from dualpath.vllm.front_end_settings import FrontEndSettings
 
 
 _SERVER_EXAMPLE = """\
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
     import uvloop
 
-    from dualpath.vllm_plugin.router_process import run_router
+    from dualpath.vllm.router_process import run_router
 
     # A signal before the server handles it ends the start.
     previous = signal.signal(signal.SIGTERM, _interrupt)
@@ -153,7 +153,7 @@ def checked_layers(args: argparse.Namespace) -> Configuration:
 
 def _settings(args: argparse.Namespace) -> "tuple[RouterSettings, FrontEndSettings]":
     from dualpath.router.settings import RouterSettings
-    from dualpath.vllm_plugin.front_end_settings import FrontEndSettings
+    from dualpath.vllm.front_end_settings import FrontEndSettings
 
     found = layers(args)
     return found.settings(ROUTER, RouterSettings), found.settings(ENDPOINT, FrontEndSettings)

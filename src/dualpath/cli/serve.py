@@ -18,7 +18,7 @@ from dualpath.cli.configuration import (
 from dualpath.cli.nixl_arguments import add_nixl_arguments, nixl_engine_config
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.launch.settings import MIB, ClusterSettings
+from dualpath.ops.launch.settings import MIB, LocalClusterSettings
 
 #: Works with every build; the `vllm` command does not find itself in the CPU build.
 ENGINE_MODULE = "vllm.entrypoints.openai.api_server"
@@ -144,17 +144,17 @@ def checked_layers(args: argparse.Namespace) -> Configuration:
     return layers(args)
 
 
-def cluster_settings(args: argparse.Namespace) -> ClusterSettings:
+def cluster_settings(args: argparse.Namespace) -> LocalClusterSettings:
     """Return the settings of the cluster; raises ``ConfigError``."""
     found = layers(args)
-    settings = found.settings(CLUSTER, ClusterSettings)
+    settings = found.settings(CLUSTER, LocalClusterSettings)
     _refuse_overridden(found, settings)
     return settings
 
 
-def _refuse_overridden(found: Configuration, settings: ClusterSettings) -> None:
+def _refuse_overridden(found: Configuration, settings: LocalClusterSettings) -> None:
     """Raise ``ConfigError`` for what router or engines are told otherwise by their command line."""
-    from dualpath.launch.commands import engine_keys, router_keys
+    from dualpath.ops.launch.commands import engine_keys, router_keys
 
     taken = {ENGINE: engine_keys(settings), ROUTER: router_keys(settings)}
     for given in [g for section in (ENGINE, ROUTER, ENDPOINT) for g in found.elsewhere(section)]:
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _print_commands(settings)
 
-    from dualpath.launch.local_cluster import LocalCluster
+    from dualpath.ops.launch.local_cluster import LocalCluster
 
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -188,11 +188,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_commands(settings: ClusterSettings) -> int:
+def _print_commands(settings: LocalClusterSettings) -> int:
     import shlex
 
     from dualpath.core.cluster import Role
-    from dualpath.launch.commands import ENGINE_ENVIRONMENT, engine_command, router_command
+    from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT, engine_command, router_command
 
     control_port = 5700
     print("dualpath " + shlex.join(router_command(settings, settings.port, control_port)))

@@ -22,10 +22,10 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 
 if TYPE_CHECKING:
-    from dualpath.core.agents import AgentTable
-    from dualpath.evaluation.comparison import RunSummary
-    from dualpath.sim.progress import Progress
-    from dualpath.sim.settings import Setup
+    from dualpath.laboratory.workload.agent_table import AgentTable
+    from dualpath.model.evaluation.comparison import RunSummary
+    from dualpath.model.sim.progress import Progress
+    from dualpath.model.sim.settings import Setup
 
 ALL = "all"
 SCHEMA = "dualpath.simulation/1"
@@ -77,11 +77,11 @@ def run(args: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from dualpath.evaluation.comparison import compare, summarise
-    from dualpath.sim.derived import check
-    from dualpath.sim.run import simulate
-    from dualpath.sim.settings import Setup
-    from dualpath.workload.report import print_comparison
+    from dualpath.laboratory.workload.report import print_comparison
+    from dualpath.model.evaluation.comparison import compare, summarise
+    from dualpath.model.sim.derived import check
+    from dualpath.model.sim.run import simulate
+    from dualpath.model.sim.settings import Setup
 
     check_output(args.json)
     check_core(args.core)

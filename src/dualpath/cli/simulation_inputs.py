@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dualpath.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dualpath.catalog.gpu import GpuRates
-    from dualpath.core.agents import AgentTable
-    from dualpath.core.model import ModelGeometry
-    from dualpath.sim.settings import ClusterSettings, ModelCosts
-    from dualpath.workload.columns import WorkloadSettings
-    from dualpath.workload.generator import Dataset
-    from dualpath.workload.session import Session
+    from dualpath.laboratory.workload.agent_table import AgentTable
+    from dualpath.laboratory.workload.columns import WorkloadSettings
+    from dualpath.laboratory.workload.generator import Dataset
+    from dualpath.laboratory.workload.session import Session
+    from dualpath.model.catalog.geometry import ModelGeometry
+    from dualpath.model.catalog.gpu import GpuRates
+    from dualpath.model.sim.settings import ClusterSettings, ModelCosts
 
 #: Agents of a generated dataset where none are asked for: the trajectories of §7.2.
 DATASET_AGENTS = 500
@@ -91,7 +91,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_cluster(args: argparse.Namespace) -> "ClusterSettings":
     """Return the cluster with ``--set`` applied; raises ``ConfigError`` naming key and value."""
-    from dualpath.catalog.load import load_cluster
+    from dualpath.model.catalog.load import load_cluster
 
     return overridden(load_cluster(args.cluster), args.overrides)
 
@@ -100,7 +100,7 @@ def overridden(cluster: "ClusterSettings", overrides: Sequence[str]) -> "Cluster
     """Return the cluster with KEY=VALUE settings replaced and checked."""
     import msgspec
 
-    from dualpath.sim.settings import ClusterSettings
+    from dualpath.model.sim.settings import ClusterSettings
 
     values: dict[str, Any] = msgspec.structs.asdict(cluster)
     for text in overrides:
@@ -130,14 +130,14 @@ def _number(text: str) -> str | int | float:
 
 def load_model(args: argparse.Namespace, cluster: "ClusterSettings") -> "ModelCosts":
     """Return the costs of the model in this cluster; raises ``ConfigError``."""
-    from dualpath.catalog.costs import load_model_costs
+    from dualpath.model.catalog.costs import load_model_costs
 
     return load_model_costs(args.model, args.gpu, cluster)
 
 
 def load_weights(args: argparse.Namespace) -> "tuple[ModelGeometry, GpuRates] | None":
     """Return geometry and GPU of a catalog model, None for measured costs."""
-    from dualpath.catalog.load import MODELS, find, load_gpu, load_model, parse
+    from dualpath.model.catalog.load import MODELS, find, load_gpu, load_model, parse
 
     if "attention" not in parse(find(MODELS, args.model), dict):
         return None
@@ -157,10 +157,10 @@ class Trace(NamedTuple):
         cls, args: argparse.Namespace, cluster: "ClusterSettings", model: "ModelCosts"
     ) -> "Trace":
         """Read a trace, or name a dataset; raises ``ConfigError`` or ``TraceError``."""
-        from dualpath.workload.columns import WorkloadSettings
-        from dualpath.workload.formats import read_trace
-        from dualpath.workload.generator import DATASETS
-        from dualpath.workload.text_encoder import load_encoder
+        from dualpath.laboratory.workload.columns import WorkloadSettings
+        from dualpath.laboratory.workload.formats import read_trace
+        from dualpath.laboratory.workload.generator import DATASETS
+        from dualpath.laboratory.workload.text_encoder import load_encoder
 
         dataset = DATASETS.get(args.trace.upper())
         if dataset is None and not Path(args.trace).exists():
@@ -189,8 +189,8 @@ class Trace(NamedTuple):
         """Return ``count`` agents, all at once; None for the number asked for."""
         import msgspec
 
-        from dualpath.workload.columns import agents_from_sessions
-        from dualpath.workload.generator import generate_agents
+        from dualpath.laboratory.workload.columns import agents_from_sessions
+        from dualpath.laboratory.workload.generator import generate_agents
 
         wanted = self.settings.agents if count is None else count
         if self.dataset is not None:
@@ -202,7 +202,7 @@ class Trace(NamedTuple):
 
 def arriving(agents: "AgentTable", agents_per_s: float | None, seed: int) -> "AgentTable":
     """Return the agents arriving at random at a rate, or all at once."""
-    from dualpath.workload.arrivals import poisson_times_s, with_arrivals
+    from dualpath.laboratory.workload.arrivals import poisson_times_s, with_arrivals
 
     if agents_per_s is None:
         return agents

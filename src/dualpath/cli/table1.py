@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from dualpath.cli.tables import FORMATS, JSON, TEXT, percent, print_table
 
 if TYPE_CHECKING:
-    from dualpath.catalog.table1 import Table1Row
+    from dualpath.model.catalog.table1 import Table1Row
 
 _COLUMNS = ("model", "N (B)", "KV (bytes/token)", "context", "GB/PFLOP", "paper", "error")
 
@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: a model that cannot be found or read.
     """
-    from dualpath.catalog.load import load_model
-    from dualpath.catalog.table1 import paper_table1, table1_rows
+    from dualpath.model.catalog.load import load_model
+    from dualpath.model.catalog.table1 import paper_table1, table1_rows
 
     rows = table1_rows(tuple(load_model(name) for name in args.model))
     paper = paper_table1()

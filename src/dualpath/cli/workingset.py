@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: a number out of range, only one of --aps and --jct, an unknown model.
     """
-    from dualpath.catalog.load import load_model
     from dualpath.core.errors import ConfigError
+    from dualpath.model.catalog.load import load_model
 
     if (args.aps is None) != (args.jct is None):
         given, missing = ("--aps", "--jct") if args.jct is None else ("--jct", "--aps")

@@ -4,14 +4,15 @@ Messages are msgpack-encoded tagged structs.  An engine opens the connection wit
 answered with ``Welcome`` or ``Refused``.  Bulk data never travels here.
 
     router → engine   Welcome Refused PeerUp PeerDown Lookup Assign Read Persist Release
-    engine → router   Hello Report LookupDone Reserved ReadDone Sent Handed Released Failed Goodbye
+    engine → router   Hello Report LookupDone Reserved ReadDone PrefillDone KvInHbm Released
+                      Failed Goodbye
 
-Life of a request (DESIGN §4; Fig. 4 of the paper):
+Life of a request (Fig. 4 of the paper):
 
     Assign(DE, reserve whole prompt) → Reserved → Assign(PE) and Read on the chosen side(s)
-    → ReadDone → vLLM request at the PE carrying a ``HandOver`` → first token and Sent
-    → Persist(DE, the prompt's new blocks) and vLLM request at the DE carrying a ``TakeOver``
-    → Handed (H2D done, DE buffer given back) → tokens → Release at both.
+    → ReadDone → vLLM request at the PE carrying a ``PrefillTransfer`` → first token and PrefillDone
+    → Persist(DE, the prompt's new blocks) and vLLM request at the DE carrying a ``DecodeTransfer``
+    → KvInHbm (H2D done, DE buffer given back) → tokens → Release at both.
 """
 
 from typing import Any, TypeVar
@@ -181,7 +182,7 @@ class Persist(Message, frozen=True, tag=True):
     keys: tuple[bytes, ...]
 
 
-class Sent(Message, frozen=True, tag=True):
+class PrefillDone(Message, frozen=True, tag=True):
     """The PE's last transfer for the request is over; the DE buffer is complete iff no failure.
 
     The router takes a prefill as done only with this message: the engine's own answer says that
@@ -197,7 +198,7 @@ class Sent(Message, frozen=True, tag=True):
     transfer_s: float = 0.0
 
 
-class Handed(Message, frozen=True, tag=True):
+class KvInHbm(Message, frozen=True, tag=True):
     """The DE has copied the prompt's KV to its HBM and given the buffer back."""
 
     request_id: str
@@ -258,7 +259,16 @@ class Goodbye(Message, frozen=True, tag=True):
 
 RouterMessage = Welcome | Refused | PeerUp | PeerDown | Lookup | Assign | Read | Persist | Release
 EngineMessage = (
-    Hello | Report | LookupDone | Reserved | ReadDone | Sent | Handed | Released | Failed | Goodbye
+    Hello
+    | Report
+    | LookupDone
+    | Reserved
+    | ReadDone
+    | PrefillDone
+    | KvInHbm
+    | Released
+    | Failed
+    | Goodbye
 )
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -304,7 +314,7 @@ class HitRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slots: tuple[int, ...]
 
 
-class HandOver(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rides on the PE's vLLM request: where hit KV lies and where the complete KV has to go.
 
     ``hit_key_tail`` is the key of the last hit block, empty without hits: the PE compares it
@@ -322,7 +332,7 @@ class HandOver(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     de_slots: tuple[int, ...]
 
 
-class TakeOver(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rides on the DE's vLLM request: the prompt's KV waits in this engine's own buffer."""
 
     request_id: str
@@ -330,13 +340,13 @@ class TakeOver(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slots: tuple[int, ...]
 
 
-def to_transfer_params(value: HandOver | TakeOver) -> dict[str, Any]:
+def to_transfer_params(value: PrefillTransfer | DecodeTransfer) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` dictionary that carries ``value`` (JSON-safe)."""
-    kind = "hand_over" if isinstance(value, HandOver) else "take_over"
+    kind = "prefill_transfer" if isinstance(value, PrefillTransfer) else "decode_transfer"
     return {TRANSFER_PARAMS_KEY: {kind: msgspec.to_builtins(value)}}
 
 
-def from_transfer_params(params: dict[str, Any] | None) -> HandOver | TakeOver | None:
+def from_transfer_params(params: dict[str, Any] | None) -> PrefillTransfer | DecodeTransfer | None:
     """Return what a vLLM request carries for us, None if nothing.
 
     Raises ``IncompatibleError`` for a malformed value.
@@ -345,9 +355,9 @@ def from_transfer_params(params: dict[str, Any] | None) -> HandOver | TakeOver |
     if ours is None:
         return None
     try:
-        if "hand_over" in ours:
-            return msgspec.convert(ours["hand_over"], HandOver)
-        return msgspec.convert(ours["take_over"], TakeOver)
+        if "prefill_transfer" in ours:
+            return msgspec.convert(ours["prefill_transfer"], PrefillTransfer)
+        return msgspec.convert(ours["decode_transfer"], DecodeTransfer)
     except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
         raise IncompatibleError(
             f"kv_transfer_params[{TRANSFER_PARAMS_KEY!r}] is malformed: {error}; "

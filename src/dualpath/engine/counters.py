@@ -13,7 +13,7 @@ class Counter(StrEnum):
     PE_TO_DE_BYTES = "pe_to_de_bytes"
     DE_TO_PE_BYTES = "de_to_pe_bytes"
     D2H_BYTES = "d2h_bytes"
-    # ``pe_to_de`` and ``de_to_pe`` again, in parts, by what they carry (``datapath.plan``).
+    # ``pe_to_de`` and ``de_to_pe`` again, in parts, by what they carry (``plan.steps``).
     PE_HIT_BYTES = "pe_hit_bytes"
     MISS_BYTES = "miss_bytes"
     DE_HIT_BYTES = "de_hit_bytes"
@@ -24,7 +24,7 @@ class Counter(StrEnum):
     VERIFY_FAILURES = "verify_failures"
     READ_DEADLINES = "read_deadlines"
     TRANSFER_FAILURES = "transfer_failures"
-    STALE_HAND_OVERS = "stale_hand_overs"
+    STALE_TRANSFERS = "stale_transfers"
 
 
 class Counters:

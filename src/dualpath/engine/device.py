@@ -1,16 +1,16 @@
-"""The device that computes, as the data plane sees it: moments in its work, and copies of its own.
+"""The device that computes, as the data plane sees it: events in its work, and copies of its own.
 
 A GPU works behind the engine's thread: when a kernel has been queued, nothing has been computed.
-So the data plane never asks what the engine's thread has done, only whether a *moment* of the
+So the data plane never asks what the engine's thread has done, only whether a *event* of the
 device has passed, and it can order the device itself to wait for one.
 
 * What a transport moves is posted by the CPU and seen over by the CPU.  A transfer that reads or
-  overwrites what a kernel uses is posted when that kernel's moment has passed, by a thread that
-  may wait (``AfterMoments``); the engine's thread goes on.
+  overwrites what a kernel uses is posted when that kernel's event has passed, by a thread that
+  may wait (``EventWaiter``); the engine's thread goes on.
 * What the device copies itself is ordered on the device.  Nobody on the host waits for it, except
   to know when a slot is free.
 
-On a CPU the engine's thread computes, so every moment has passed when it is recorded.
+On a CPU the engine's thread computes, so every event has passed when it is recorded.
 """
 
 from typing import Protocol
@@ -18,7 +18,7 @@ from typing import Protocol
 from dualpath.transport.contract import PieceIndices, RegionInfo, Transfer
 
 
-class Moment(Protocol):
+class DeviceEvent(Protocol):
     """A point in the work queued on a device; passed when all work queued before it is over."""
 
     def passed(self) -> bool:
@@ -31,9 +31,9 @@ class Moment(Protocol):
 
 
 class DeviceCopy(Transfer, Protocol):
-    """A copy queued on the device; ``moment`` passes when its last byte has arrived."""
+    """A copy queued on the device; ``event`` passes when its last byte has arrived."""
 
-    moment: Moment
+    event: DeviceEvent
 
 
 class DeviceCopier(Protocol):
@@ -49,7 +49,7 @@ class DeviceCopier(Protocol):
         source_pieces: PieceIndices,
         destination: str,
         destination_pieces: PieceIndices,
-        after: Moment,
+        after: DeviceEvent,
     ) -> DeviceCopy:
         """Queue one batch of pieces, to start when ``after`` has passed; returns at once.
 
@@ -75,12 +75,12 @@ class Device(Protocol):
         """
         ...
 
-    def record(self) -> Moment:
-        """Return the moment at which all computation queued so far by this thread is over."""
+    def record(self) -> DeviceEvent:
+        """Return the event at which all computation queued so far by this thread is over."""
         ...
 
-    def wait(self, moment: Moment) -> None:
-        """Let computation queued from now on start after ``moment``; returns at once."""
+    def wait(self, event: DeviceEvent) -> None:
+        """Let computation queued from now on start after ``event``; returns at once."""
         ...
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class Device(Protocol):
 
 
 class _Passed:
-    """The only moment of a CPU."""
+    """The only event of a CPU."""
 
     def passed(self) -> bool:
         """It has."""
@@ -99,7 +99,7 @@ class _Passed:
         """Nothing is left to wait for."""
 
 
-PASSED: Moment = _Passed()
+PASSED: DeviceEvent = _Passed()
 
 
 class HostDevice:
@@ -113,13 +113,13 @@ class HostDevice:
     def pin(self, address: int, size_bytes: int, keep_alive: object) -> None:
         """Memory needs nothing."""
 
-    def record(self) -> Moment:
+    def record(self) -> DeviceEvent:
         """What was computed is computed."""
         return PASSED
 
-    def wait(self, moment: Moment) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         """Block the caller, who is the one that computes."""
-        moment.wait()
+        event.wait()
 
     def close(self) -> None:
         """Nothing was taken."""

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from dualpath.core.errors import DualPathError, TransportError
-from dualpath.engine.after_moments import AfterMoments
 from dualpath.engine.buffer import BUFFER_REGION, BlockBuffer
 from dualpath.engine.counters import Counter, Counters
-from dualpath.engine.device import Device, Moment
+from dualpath.engine.device import Device, DeviceEvent
+from dualpath.engine.event_waiter import EventWaiter
 from dualpath.engine.pump import Completion, TransferPump
 from dualpath.transport.contract import Direction, PieceIndices, RegionInfo, Transport
 
@@ -65,7 +65,7 @@ class HbmCopier:
         transport: Transport,
         pump: TransferPump,
         device: Device,
-        after: AfterMoments,
+        after: EventWaiter,
         counters: Counters,
         layout: HbmLayout,
         agent: str,
@@ -130,19 +130,19 @@ class HbmCopier:
         if self._device.copier is None:
             earlier.wait()
         countdown = _Countdown(len(self._layout.region_of_layer), ended)
-        moments = []
+        events = []
         for layer, region in enumerate(self._layout.region_of_layer):
             pieces = staging.pieces([slot], layer)
-            moment = self._post(
+            event = self._post(
                 region, [block_id], STAGING_REGION, pieces, earlier, countdown.part_over
             )
-            if moment is not None:
-                moments.append(moment)
+            if event is not None:
+                events.append(event)
         self._counters.add(Counter.D2H_BYTES, staging.geometry.full_block_bytes)
         if self._device.copier is None:
             self._wait(over)
-        for moment in moments:
-            self._device.wait(moment)
+        for event in events:
+            self._device.wait(event)
 
     def _wait(self, over: threading.Event) -> None:
         if not over.wait(COPY_DEADLINE_S):
@@ -157,10 +157,10 @@ class HbmCopier:
         source_pieces: PieceIndices,
         destination: str,
         destination_pieces: PieceIndices,
-        earlier: Moment,
+        earlier: DeviceEvent,
         ended: Callable[[str | None], None],
-    ) -> Moment | None:
-        """Post one layer; return the moment of its end if the device copies it itself."""
+    ) -> DeviceEvent | None:
+        """Post one layer; return the event of its end if the device copies it itself."""
 
         def over(completion: Completion) -> None:
             ended(completion.error)
@@ -171,7 +171,7 @@ class HbmCopier:
                     source, source_pieces, destination, destination_pieces, earlier
                 )
                 self._pump.watch(copy, over)
-                return copy.moment
+                return copy.event
             transfer = self._transport.post(
                 Direction.WRITE,
                 source,

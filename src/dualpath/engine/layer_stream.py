@@ -12,7 +12,7 @@ Two rules keep the regions correct, for any number of buffers:
 * computation of layer L+1, which writes new KV into its region before anything is waited for,
   starts when the send of layer L+1-``buffers`` is over: ``computed(L)`` waits for that.
 
-On a GPU the engine's thread runs ahead of the computation.  So a send is posted after the *moment*
+On a GPU the engine's thread runs ahead of the computation.  So a send is posted after the *event*
 (``engine.device``) at which its layer is computed, also when it has nothing to send, as the next
 load into the region depends on it.  A load that the device copies itself is waited for on the
 device; one that a transport moves is seen over by the host, which then queues the layer.
@@ -29,14 +29,14 @@ import msgspec
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.errors import DualPathError
-from dualpath.datapath.plan import Step, load_steps, send_steps
-from dualpath.engine.after_moments import AfterMoments
 from dualpath.engine.counters import Counter, Counters
-from dualpath.engine.device import Device, Moment
+from dualpath.engine.device import Device, DeviceEvent
+from dualpath.engine.event_waiter import EventWaiter
 from dualpath.engine.layer_work import LayerWork
 from dualpath.engine.pump import Completion, TransferPump
 from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
 from dualpath.engine.trace import TraceRecorder
+from dualpath.plan.steps import Step, load_steps, send_steps
 
 #: Longest a forward pass waits for one layer's transfers before its requests are failed.
 TRANSFER_DEADLINE_S = 30.0
@@ -60,7 +60,7 @@ class LayerStream:
         transfers: StepTransfers,
         pump: TransferPump,
         device: Device,
-        after: AfterMoments,
+        after: EventWaiter,
         counters: Counters,
         trace: TraceRecorder,
     ) -> None:
@@ -90,7 +90,7 @@ class LayerStream:
     @property
     def request_ids(self) -> tuple[str, ...]:
         """Requests that take part."""
-        return tuple(chunk.hand_over.request_id for chunk in self._chunks)
+        return tuple(chunk.prefill_transfer.request_id for chunk in self._chunks)
 
     @property
     def pass_ns(self) -> int:
@@ -116,8 +116,8 @@ class LayerStream:
         """
         work = self._loads[layer]
         self._wait(work.queued, f"load of layer {layer}")
-        for moment in work.moments:
-            self._device.wait(moment)
+        for event in work.events:
+            self._device.wait(event)
 
     def computed(self, layer: int) -> None:
         """The engine has queued all of ``layer``: send its KV, make room for the layers ahead."""
@@ -151,7 +151,7 @@ class LayerStream:
         work = self._loads[layer]
         self._hand_to_pump(device_error, work, steps, layer, "load", lambda: None)
 
-    def _send(self, layer: int, computed: Moment) -> None:
+    def _send(self, layer: int, computed: DeviceEvent) -> None:
         steps = [
             (chunk, step)
             for chunk, layout in zip(self._chunks, self._layouts, strict=True)
@@ -215,14 +215,14 @@ class LayerStream:
 
         for chunk, step in steps:
             try:
-                transfer, moment = self._transfers.post(chunk, step, layer)
+                transfer, event = self._transfers.post(chunk, step, layer)
             except DualPathError as error:
                 self._fail(chunk, str(error))
                 part_over(False)
                 continue
-            if moment is not None:
-                work.copy_queued(moment)
-            self._pump.watch(transfer, functools.partial(ended, chunk, moment is not None))
+            if event is not None:
+                work.copy_queued(event)
+            self._pump.watch(transfer, functools.partial(ended, chunk, event is not None))
         part_over(False)
 
     def _wait(self, event: threading.Event, what: str) -> None:
@@ -241,7 +241,7 @@ class LayerStream:
 
     def _fail(self, chunk: PrefillChunk, reason: str) -> None:
         with self._lock:
-            first = chunk.hand_over.request_id not in self.failures
-            self.failures.setdefault(chunk.hand_over.request_id, reason)
+            first = chunk.prefill_transfer.request_id not in self.failures
+            self.failures.setdefault(chunk.prefill_transfer.request_id, reason)
         if first:
             self._counters.add(Counter.TRANSFER_FAILURES, 1)

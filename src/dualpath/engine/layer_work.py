@@ -2,20 +2,20 @@
 
 import threading
 
-from dualpath.engine.device import Moment
+from dualpath.engine.device import DeviceEvent
 
 
 class LayerWork:
     """One layer's loads or sends; the pump's thread counts, the engine's thread waits.
 
     ``over``: every transfer has ended.  ``queued``: those of the transport have, and the device's
-    own copies, which end at ``moments``, are queued: the device can wait for the rest itself.
+    own copies, which end at ``events``, are queued: the device can wait for the rest itself.
     """
 
     def __init__(self) -> None:
         self.queued = threading.Event()
         self.over = threading.Event()
-        self.moments: list[Moment] = []
+        self.events: list[DeviceEvent] = []
         self.start_ns = 0
         self._lock = threading.Lock()
         self._left_to_queue = 0
@@ -26,9 +26,9 @@ class LayerWork:
         self.start_ns = now_ns
         self._left = self._left_to_queue = parts
 
-    def copy_queued(self, moment: Moment) -> None:
-        """The device will have done one part at ``moment``."""
-        self.moments.append(moment)
+    def copy_queued(self, event: DeviceEvent) -> None:
+        """The device will have done one part at ``event``."""
+        self.events.append(event)
         self._part_queued()
 
     def part_over(self, *, by_device: bool) -> bool:

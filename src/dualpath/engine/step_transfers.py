@@ -10,9 +10,12 @@ from collections.abc import Sequence
 import msgspec
 
 from dualpath.core.blocks import BlockGeometry
-from dualpath.core.control import HandOver
+from dualpath.core.control import PrefillTransfer
 from dualpath.core.errors import TransportError
-from dualpath.datapath.plan import (
+from dualpath.engine.buffer import BUFFER_REGION, BlockBuffer
+from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.device import PASSED, Device, DeviceEvent
+from dualpath.plan.steps import (
     LOAD_FROM_DE_BUFFER,
     RELOAD_CHUNK,
     SEND_HITS,
@@ -23,9 +26,6 @@ from dualpath.datapath.plan import (
     SidedRun,
     Step,
 )
-from dualpath.engine.buffer import BUFFER_REGION, BlockBuffer
-from dualpath.engine.counters import Counter, Counters
-from dualpath.engine.device import PASSED, Device, Moment
 from dualpath.transport.contract import Direction, PieceIndices, Transfer, Transport
 
 _Operands = tuple[Direction, str, PieceIndices, str, str, PieceIndices]
@@ -50,7 +50,7 @@ class PrefillChunk(msgspec.Struct, frozen=True):
     ``decode_agent`` is the transport agent of the DE.
     """
 
-    hand_over: HandOver
+    prefill_transfer: PrefillTransfer
     chunk: BlockRun
     hbm_blocks: tuple[int, ...]
     decode_agent: str
@@ -59,10 +59,10 @@ class PrefillChunk(msgspec.Struct, frozen=True):
         """Return the plan's view of the prompt."""
         hits = tuple(
             SidedRun(side=run.side, blocks=BlockRun(run.first_block, len(run.slots)))
-            for run in self.hand_over.hits
+            for run in self.prefill_transfer.hits
         )
         return PromptLayout(
-            geometry=geometry, prompt_tokens=self.hand_over.prompt_tokens, hits=hits
+            geometry=geometry, prompt_tokens=self.prefill_transfer.prompt_tokens, hits=hits
         )
 
 
@@ -85,8 +85,10 @@ class StepTransfers:
         self._agent = agent
         self._hbm_region = hbm_region
 
-    def post(self, chunk: PrefillChunk, step: Step, layer: int) -> tuple[Transfer, Moment | None]:
-        """Post a step; with the moment of its end if the device does it.
+    def post(
+        self, chunk: PrefillChunk, step: Step, layer: int
+    ) -> tuple[Transfer, DeviceEvent | None]:
+        """Post a step; with the event of its end if the device does it.
 
         Raises ``TransportError``.  Everything the step depends on must be over: a copy of the
         device waits for nothing.
@@ -99,7 +101,9 @@ class StepTransfers:
             self._counters.add(Counter.LOADED_BLOCKS, step.blocks.count)
         return posted
 
-    def _post(self, chunk: PrefillChunk, step: Step, layer: int) -> tuple[Transfer, Moment | None]:
+    def _post(
+        self, chunk: PrefillChunk, step: Step, layer: int
+    ) -> tuple[Transfer, DeviceEvent | None]:
         operands: _Operands
         hbm = self._hbm_region[layer]
         hbm_blocks = chunk.hbm_blocks[step.blocks.first : step.blocks.end]
@@ -107,10 +111,10 @@ class StepTransfers:
             local = self._buffer.pieces(_hit_slots(chunk, step.blocks), layer)
             if self._device.copier is not None:
                 copy = self._device.copier.copy(BUFFER_REGION, local, hbm, hbm_blocks, PASSED)
-                return copy, copy.moment
+                return copy, copy.event
             operands = (Direction.WRITE, BUFFER_REGION, local, self._agent, hbm, hbm_blocks)
         else:
-            de_slots = chunk.hand_over.de_slots[step.blocks.first : step.blocks.end]
+            de_slots = chunk.prefill_transfer.de_slots[step.blocks.first : step.blocks.end]
             remote = self._buffer.pieces(de_slots, layer)
             direction = Direction.READ if step.source is Place.DE_BUFFER else Direction.WRITE
             agent = chunk.decode_agent
@@ -120,10 +124,10 @@ class StepTransfers:
 
 
 def _hit_slots(chunk: PrefillChunk, blocks: BlockRun) -> tuple[int, ...]:
-    for run in chunk.hand_over.hits:
+    for run in chunk.prefill_transfer.hits:
         if run.first_block == blocks.first and len(run.slots) == blocks.count:
             return run.slots
     raise TransportError(
-        f"request {chunk.hand_over.request_id}: hit blocks {blocks.first}..{blocks.end} "
+        f"request {chunk.prefill_transfer.request_id}: hit blocks {blocks.first}..{blocks.end} "
         "are in no buffer; the plan and the hand-over disagree"
     )

@@ -19,15 +19,17 @@ import msgspec
 from dualpath.core.blocks import BlockGeometry, BlockKey
 from dualpath.core.control import (
     Assign,
+    DecodeTransfer,
     EngineAddress,
     Failed,
-    Handed,
+    KvInHbm,
     Lookup,
     LookupDone,
     Message,
     PeerDown,
     PeerUp,
     Persist,
+    PrefillDone,
     Read,
     Refused,
     RegionAddress,
@@ -35,15 +37,14 @@ from dualpath.core.control import (
     Released,
     Report,
     Reserved,
-    Sent,
-    TakeOver,
     Welcome,
 )
 from dualpath.core.errors import BufferTooSmallError, DualPathError, TransportError
-from dualpath.engine.after_moments import AfterMoments
+from dualpath.engine.active_requests import ActiveRequests
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.device import Device, HostDevice
+from dualpath.engine.event_waiter import EventWaiter
 from dualpath.engine.hbm_copy import STAGING_REGION, HbmCopier, HbmLayout
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.peers import Peers
@@ -53,7 +54,6 @@ from dualpath.engine.read_queue import ReadQueue, ReadTask
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.slots import Grant
 from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
-from dualpath.engine.tenants import Tenants
 from dualpath.engine.trace import TraceRecorder
 from dualpath.storage.contract import BlockStorage
 from dualpath.transport.contract import Transport
@@ -90,7 +90,7 @@ class TrafficManager:
         self._transport = transport
         self._hbm = hbm
         self._device = device or HostDevice()
-        self._tenants = Tenants()
+        self._active = ActiveRequests()
         self._peers = Peers(settings.role, transport)
         slots = settings.buffer_bytes // geometry.full_block_bytes
         self._buffer = BlockBuffer(geometry, slots, self._granted)
@@ -99,7 +99,7 @@ class TrafficManager:
         agent = transport.info().agent
         self._pump = TransferPump(settings.engine_id)
         self._pump.call(self._device.enter_thread)
-        self._after = AfterMoments(self._device, settings.engine_id)
+        self._after = EventWaiter(self._device, settings.engine_id)
         self._copier = HbmCopier(
             transport, self._pump, self._device, self._after, self.counters, hbm, agent
         )
@@ -144,7 +144,7 @@ class TrafficManager:
         """Return the current load (§6.1)."""
         self._report_seq += 1
         assign_seq = self._assign_seq
-        unfinished_requests, unfinished_tokens = self._tenants.load()
+        unfinished_requests, unfinished_tokens = self._active.load()
         return Report(
             report_seq=self._report_seq,
             assign_seq=assign_seq,
@@ -197,7 +197,7 @@ class TrafficManager:
             case Persist():
                 self._persist_prompt(message)
             case Release():
-                if self._tenants.ask_release(message):
+                if self._active.ask_release(message):
                     self._release(message)
 
     def _look_up(self, message: Lookup) -> None:
@@ -216,18 +216,18 @@ class TrafficManager:
         self._send(LookupDone(call_id=message.call_id, hit_blocks=hit_blocks))
 
     def _assign(self, message: Assign) -> None:
-        self._tenants.add(message.request_id, message.tokens, self.trace.now_ns())
+        self._active.add(message.request_id, message.tokens, self.trace.now_ns())
         self._assign_seq = max(self._assign_seq, message.assign_seq)
         if message.reserve_blocks == 0:
             return
         try:
             self._buffer.request(message.request_id, message.reserve_blocks)
         except BufferTooSmallError:
-            self._tenants.drop(message.request_id)
+            self._active.drop(message.request_id)
             raise
 
     def _granted(self, grant: Grant) -> None:
-        asked_ns = self._tenants.asked_ns(grant.request_id)
+        asked_ns = self._active.asked_ns(grant.request_id)
         if asked_ns is None:  # released while waiting
             self._buffer.release(grant.request_id)
             return
@@ -246,11 +246,11 @@ class TrafficManager:
         end = message.first_slot + len(message.keys)
         slots = self._buffer.slots_of(message.request_id)[message.first_slot : end]
         complete = len(slots) == len(message.keys) or not self.settings.mode.moves_bytes
-        if not complete or not self._tenants.welcome(message.request_id):
+        if not complete or not self._active.is_active(message.request_id):
             self.counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(message.keys))
             return
         self._buffer.pin(slots)
-        self._tenants.persist_seen(message.request_id)
+        self._active.persist_seen(message.request_id)
         sources = [self._buffer.view(slot) for slot in slots]
         self._write(message.keys, sources, lambda: self._buffer.unpin(slots))
         self._free_if_served(message.request_id)
@@ -268,7 +268,7 @@ class TrafficManager:
 
     def _release(self, message: Release) -> None:
         self._reader.cancel(message.request_id)
-        self._tenants.drop(message.request_id)
+        self._active.drop(message.request_id)
         if message.writer_certain:
             self._buffer.end_quarantine(message.request_id)
         else:
@@ -281,11 +281,11 @@ class TrafficManager:
 
     def may_prefill(self, request_id: str, own_slots: Sequence[int]) -> str | None:
         """Return None if a hand-over is still good here, else why it is not."""
-        if not self._tenants.welcome(request_id):
+        if not self._active.is_active(request_id):
             return RELEASED
         held = self._buffer.slots_of(request_id)[: len(own_slots)]
         if held != tuple(own_slots):  # after a short read the hand-over carries fewer
-            self.counters.add(Counter.STALE_HAND_OVERS, 1)
+            self.counters.add(Counter.STALE_TRANSFERS, 1)
             return "its buffer slots changed hands"
         return None
 
@@ -298,9 +298,9 @@ class TrafficManager:
 
         Requests released by now take no part: nothing is moved for them and they count as failed.
         """
-        refused = self._tenants.enter_stream(chunk.hand_over.request_id for chunk in chunks)
+        refused = self._active.enter_stream(chunk.prefill_transfer.request_id for chunk in chunks)
         stream = LayerStream(
-            [chunk for chunk in chunks if chunk.hand_over.request_id not in refused],
+            [chunk for chunk in chunks if chunk.prefill_transfer.request_id not in refused],
             layers,
             self.geometry,
             self._steps,
@@ -321,16 +321,16 @@ class TrafficManager:
         here and at the DE, are never reused.
         """
         stream.finish()
-        self._tenants.passed(stream.request_ids, stream.pass_ns, stream.waited_ns)
+        self._active.passed(stream.request_ids, stream.pass_ns, stream.waited_ns)
         if stream.settled:
-            for release in self._tenants.leave_stream(stream.request_ids):
+            for release in self._active.leave_stream(stream.request_ids):
                 self._release(release)
         return stream.failures
 
-    def sent(self, request_id: str, failure: str | None) -> Sent:
+    def sent(self, request_id: str, failure: str | None) -> PrefillDone:
         """Return the message that ends a prefill, with the times of its forward passes."""
-        pass_ns, waited_ns = self._tenants.pass_times_ns(request_id)
-        return Sent(
+        pass_ns, waited_ns = self._active.pass_times_ns(request_id)
+        return PrefillDone(
             request_id=request_id,
             failure=failure,
             forward_s=pass_ns / _NS_PER_S,
@@ -338,13 +338,16 @@ class TrafficManager:
         )
 
     def fill_hbm(
-        self, take_over: TakeOver, hbm_blocks: Sequence[int], done: Callable[[str | None], None]
+        self,
+        decode_transfer: DecodeTransfer,
+        hbm_blocks: Sequence[int],
+        done: Callable[[str | None], None],
     ) -> None:
         """Copy a prompt's KV from the DE buffer to HBM (labels 8-9), then give the buffer back.
 
         ``done`` gets None or why it failed, on whatever thread ends the copy.
         """
-        request_id, slots = take_over.request_id, take_over.slots
+        request_id, slots = decode_transfer.request_id, decode_transfer.slots
         start_ns = self.trace.now_ns()
 
         def copied(error: str | None) -> None:
@@ -352,25 +355,25 @@ class TrafficManager:
             self.trace.record("h2d", "h2d", start_ns, end_ns, request=request_id)
             self._buffer.unpin(slots)
             if error is None:
-                self._handed(request_id, (end_ns - start_ns) / _NS_PER_S)
+                self._kv_in_hbm(request_id, (end_ns - start_ns) / _NS_PER_S)
             done(error)
 
         if not self.settings.mode.moves_bytes:
-            self._handed(request_id, 0.0)
+            self._kv_in_hbm(request_id, 0.0)
             done(None)
         elif not self._buffer.pin_lease(request_id, slots):
-            self.counters.add(Counter.STALE_HAND_OVERS, 1)
+            self.counters.add(Counter.STALE_TRANSFERS, 1)
             done(f"request {request_id}: its DE buffer slots changed hands")
         else:
             self._copier.into_hbm(self._buffer, slots, hbm_blocks, copied)
 
-    def _handed(self, request_id: str, h2d_s: float) -> None:
-        self._tenants.handed(request_id)
-        self._send(Handed(request_id=request_id, h2d_s=h2d_s))
+    def _kv_in_hbm(self, request_id: str, h2d_s: float) -> None:
+        self._active.kv_in_hbm(request_id)
+        self._send(KvInHbm(request_id=request_id, h2d_s=h2d_s))
         self._free_if_served(request_id)
 
     def _free_if_served(self, request_id: str) -> None:
-        if self._tenants.done_with_buffer(request_id):
+        if self._active.done_with_buffer(request_id):
             self._buffer.release(request_id)
 
     def persist_generated(self, blocks: Sequence[tuple[int, BlockKey]]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from dualpath.core.cluster import Role
 from dualpath.policy.load import EngineState, Ledger
-from dualpath.policy.placement import Lines, Placement, Ticket
+from dualpath.policy.placement import Placement, Ticket, WaitQueues
 
 
 class InTurnPlacer:
@@ -25,31 +25,31 @@ class InTurnPlacer:
     def __init__(self, ledger: Ledger, role: Role) -> None:
         self._ledger = ledger
         self._role = role
-        self._lines = Lines()
+        self._queues = WaitQueues()
         self._last_order = -(1 << 62)
 
     def add(self, ticket: Ticket) -> None:
         """Let a ticket wait until it is dealt."""
-        self._lines.add(ticket)
+        self._queues.add(ticket)
 
     def discard(self, request_id: str) -> None:
         """Forget a waiting ticket."""
-        self._lines.take(request_id)
+        self._queues.take(request_id)
 
     def waiting(self) -> int:
         """How many tickets wait, dealt or not."""
-        return len(self._lines)
+        return len(self._queues)
 
     def recall(self, tickets: Iterable[Ticket] = ()) -> None:
         """Take all cards back; they are dealt anew at the next fetch."""
-        self._lines.recall(tickets)
+        self._queues.recall(tickets)
 
     def fetch(self, group: str) -> list[Placement]:
         """Deal, then place what lies before the engines of ``group``."""
-        for ticket in list(self._lines.common.values()):
+        for ticket in list(self._queues.common.values()):
             engine = self._next_engine(self._tokens(ticket))
             if engine is not None:
-                self._lines.deal(ticket, engine.spec.engine_id)
+                self._queues.deal(ticket, engine.spec.engine_id)
         placements = []
         for engine in self._ledger.groups[group].engines:
             placements += self._place(engine)
@@ -68,11 +68,11 @@ class InTurnPlacer:
     def _place(self, engine: EngineState) -> list[Placement]:
         engine_id = engine.spec.engine_id
         placements = []
-        for ticket in list(self._lines.private(engine_id)):
+        for ticket in list(self._queues.private(engine_id)):
             tokens = self._tokens(ticket)
             if self._role is Role.DECODE and engine.free_hbm_tokens < tokens:
                 break
-            self._lines.take(ticket.request_id)
+            self._queues.take(ticket.request_id)
             self._ledger.hold(engine_id, ticket.request_id, tokens)
             placements.append(Placement(ticket, engine_id, "round-robin"))
         return placements

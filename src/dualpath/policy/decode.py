@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from dualpath.core.cluster import Role
 from dualpath.policy.load import Column, GroupState, IntArray, Ledger
-from dualpath.policy.placement import Lines, Placement, Ticket
+from dualpath.policy.placement import Placement, Ticket, WaitQueues
 
 
 def choose_group(totals: Column, largest_hbm: Column, length: int) -> int:
@@ -98,12 +98,12 @@ class TwoPhaseDecodePlacer:
     def __init__(self, ledger: Ledger, threshold_factor: float) -> None:
         self._ledger = ledger
         self._threshold_factor = threshold_factor
-        self._lines = Lines()
+        self._queues = WaitQueues()
         self._private_tokens: dict[str, int] = {}
 
     def add(self, ticket: Ticket) -> None:
         """Let a ticket wait at the end of the global queue."""
-        self._lines.add(ticket)
+        self._queues.add(ticket)
 
     def discard(self, request_id: str) -> None:
         """Forget a waiting ticket."""
@@ -111,16 +111,16 @@ class TwoPhaseDecodePlacer:
 
     def waiting(self) -> int:
         """How many tickets wait, private queues included."""
-        return len(self._lines)
+        return len(self._queues)
 
     def recall(self, tickets: Iterable[Ticket] = ()) -> None:
         """Bring everything back to the global queue in order of number."""
-        self._lines.recall(tickets)
+        self._queues.recall(tickets)
         self._private_tokens.clear()
 
     def fetch(self, group: str) -> list[Placement]:
         """Run both phases for one group."""
-        if self._lines.common:
+        if self._queues.common:
             self._drain_global_queue()
         return self._serve_private_queue(self._ledger.groups[group])
 
@@ -129,17 +129,17 @@ class TwoPhaseDecodePlacer:
         private = self._private_tokens
         totals = [g.total_tokens + private.get(g.name, 0) for g in groups]
         largest = [g.largest_hbm_tokens for g in groups]
-        for ticket in list(self._lines.common.values()):
+        for ticket in list(self._queues.common.values()):
             row = choose_group(totals, largest, ticket.decode_tokens)
             if row < 0:
                 continue
             totals[row] += ticket.decode_tokens
             name = groups[row].name
             private[name] = private.get(name, 0) + ticket.decode_tokens
-            self._lines.deal(ticket, name)
+            self._queues.deal(ticket, name)
 
     def _serve_private_queue(self, group: GroupState) -> list[Placement]:
-        queue = self._lines.private(group.name)
+        queue = self._queues.private(group.name)
         lengths = upper_bound_set(group.free_hbm, (ticket.decode_tokens for ticket in queue))
         if not lengths:
             return []
@@ -161,7 +161,7 @@ class TwoPhaseDecodePlacer:
         return placements
 
     def _take(self, request_id: str) -> None:
-        line = self._lines.line_of(request_id)
-        ticket = self._lines.take(request_id)
+        line = self._queues.line_of(request_id)
+        ticket = self._queues.take(request_id)
         if line is not None and ticket is not None:
             self._private_tokens[line] -= ticket.decode_tokens

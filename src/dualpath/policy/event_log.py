@@ -152,7 +152,7 @@ class Fetched(Call, frozen=True, tag="fetch"):
         return type(self)(self.group, tuple(scheduler.fetch(self.group)))
 
 
-class ReadDone(Call, frozen=True, tag="read_done"):
+class ReadEnded(Call, frozen=True, tag="read_done"):
     """All reads of a request are over."""
 
     request_id: str
@@ -163,7 +163,7 @@ class ReadDone(Call, frozen=True, tag="read_done"):
         return self.asked()
 
 
-class PrefillDone(Call, frozen=True, tag="prefill_done"):
+class PrefillEnded(Call, frozen=True, tag="prefill_done"):
     """The PE is through with a request."""
 
     request_id: str
@@ -202,8 +202,8 @@ Event = (
     | Reported
     | Submitted
     | Fetched
-    | ReadDone
-    | PrefillDone
+    | ReadEnded
+    | PrefillEnded
     | Finished
     | Cancelled
 )

@@ -49,7 +49,7 @@ class Placer(Protocol):
         """How many tickets wait."""
 
 
-class Lines:
+class WaitQueues:
     """A common waiting line from which tickets are dealt to private lines, all of them FIFO."""
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ from dualpath.policy.events import ReadPart
 BY_FINISH, BY_QUEUE, BY_TIE = 0, 1, 2
 REASONS = ("earlier-finish", "shorter-queue", "tie")
 
-#: Passes of a hit token through the busier direction of the PE's CNIC (``datapath.plan``): labels
+#: Passes of a hit token through the busier direction of the PE's CNIC (``plan.steps``): labels
 #: 3-4 and 5-7 both read from it, label 3-5 writes to it.
 PE_READ_CNIC_TRIPS = 2
 DE_READ_CNIC_TRIPS = 1

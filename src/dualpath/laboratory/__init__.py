@@ -1,0 +1,1 @@
+"""The laboratory: what did happen (agents and their traces, emulated engines, nodes)."""

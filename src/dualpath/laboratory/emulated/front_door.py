@@ -1,0 +1,279 @@
+"""A light front door: the router's service behind an endpoint for prompts of token ids.
+
+`dualpath router` serves emulated engines as well; it brings vLLM's whole front end, for text.  This
+one needs neither vLLM nor a model:
+
+    POST /v1/completions        token ids in, token ids out
+    GET  /v1/models             the one model, as the first engine names it
+    GET  /dualpath/v1/status    as `dualpath router`
+    GET  /dashboard             as `dualpath router`
+    GET  /health, /metrics      as `dualpath router`, without vLLM's own metrics
+"""
+
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from dualpath.core.blocks import block_keys
+from dualpath.core.cluster import Role
+from dualpath.core.errors import (
+    BadRequestError,
+    BufferTooSmallError,
+    DeadlineError,
+    DualPathError,
+    OverloadedError,
+    PromptTooLongError,
+)
+from dualpath.laboratory.emulated.api_key_guard import api_key_guard
+from dualpath.laboratory.emulated.engine_client import EngineClient
+from dualpath.laboratory.emulated.process import serving_app, until_signal
+from dualpath.laboratory.emulated.refusal_count import refusal_count
+from dualpath.laboratory.emulated.wire import STREAM_END, WireError, decode_body, server_event
+from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
+from dualpath.router.control.engine_calls import Job, TokenEvent
+from dualpath.router.observe.dashboard.page_file import dashboard_page
+from dualpath.router.observe.open_files import allow_many_streams
+from dualpath.router.requests.limits import RETRY_AFTER_S, TOO_LARGE, TOO_MANY, too_large
+from dualpath.router.requests.prompt_limits import check_prompt, check_salt, check_token_ids
+from dualpath.router.requests.refusals import PROMPT_PARAMETER
+from dualpath.router.requests.service import RouterService
+from dualpath.router.settings import RouterSettings
+
+#: W3C trace context, handed on to engines.
+TRACE_HEADERS = ("traceparent", "tracestate")
+
+
+class CompletionRequest(msgspec.Struct):
+    """A completion of token ids; other fields are ignored, exactly ``max_tokens`` come.
+
+    ``n`` is known in order to refuse what would not be done.
+    """
+
+    prompt: list[int]
+    n: int = 1
+    max_tokens: int = 16
+    cache_salt: str | None = None
+    stream: bool = False
+
+
+class FrontDoor:
+    """HTTP application over a ``RouterService``; both live in one event loop."""
+
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+
+    def app(self) -> web.Application:
+        """Return the application."""
+        settings = self._service.settings
+        app = web.Application(
+            client_max_size=settings.max_body_bytes,
+            middlewares=[
+                refusal_count(self._service.metrics),
+                api_key_guard(ApiKeys(settings.api_keys)),
+            ],
+        )
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/dualpath/v1/status", self._status)
+        app.router.add_get("/dualpath/v1/dashboard", self._dashboard)
+        app.router.add_get("/dashboard", self._page)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        return app
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        try:
+            # Before the body is read: a full router has no room for it either.
+            if (reason := self._service.overload()) is not None:
+                raise OverloadedError(reason)
+            asked = decode_body(await request.read(), CompletionRequest)
+            job = await self._job(asked, request.headers)
+        except web.HTTPRequestEntityTooLarge:
+            message = too_large(self._service.settings.max_body_bytes)
+            return _json({"error": WireError(message, TOO_LARGE)}, TOO_LARGE)
+        except DualPathError as error:
+            return _refusal(error)
+        events = self._service.submit(job)
+        try:
+            # What is wrong from the beginning shall be a status, not an event of a stream.
+            first = await anext(events)
+            if asked.stream:
+                return await self._stream(request, asked, first, events)
+            return _json(_whole(asked, [first, *[event async for event in events]]))
+        except DualPathError as error:
+            return _refusal(error)
+        finally:
+            # Aborts the request if its client has left.
+            if (close := getattr(events, "aclose", None)) is not None:
+                await close()
+
+    async def _stream(
+        self,
+        request: web.Request,
+        asked: CompletionRequest,
+        first: TokenEvent,
+        rest: AsyncIterator[TokenEvent],
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(server_event(_chunk(first)))
+        generated = len(first.token_ids)
+        try:
+            async for event in rest:
+                generated += len(event.token_ids)
+                await response.write(server_event(_chunk(event)))
+        except DualPathError as error:
+            await response.write(server_event({"error": _wire_error(error)}))
+        else:
+            usage = _usage(asked, generated, first.cached_tokens)
+            await response.write(server_event({"choices": [], "usage": usage}))
+        await response.write(STREAM_END)
+        return response
+
+    async def _job(self, asked: CompletionRequest, headers: Mapping[str, str]) -> Job:
+        """Return the router's job.
+
+        Raises ``BadRequestError`` for what cannot be served, ``DeadlineError`` if no engine tells
+        the block size.
+        """
+        registry = self._service.registry
+        if registry.namespace is None:
+            await self._service.wait_ready(1, 1, self._service.settings.engine_wait_s)
+        assert registry.namespace is not None
+        block_tokens = registry.namespace.geometry.block_tokens
+        if asked.n != 1:
+            raise BadRequestError(f"n is {asked.n}; this endpoint makes 1 answer per request")
+        check_prompt(len(asked.prompt), self._service.settings, registry)
+        check_token_ids(asked.prompt, registry)
+        check_salt(asked.cache_salt)
+
+        def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
+            return block_keys(token_ids, block_tokens, cache_salt=asked.cache_salt)
+
+        return Job(
+            request_id=f"cmpl-{uuid.uuid4().hex}",
+            prompt_token_ids=tuple(asked.prompt),
+            max_new_tokens=asked.max_tokens,
+            keys=tuple(keys_for(asked.prompt)),
+            keys_for=keys_for,
+            payload=asked.cache_salt,
+            trace_headers={n: headers[n] for n in TRACE_HEADERS if n in headers},
+        )
+
+    async def _models(self, request: web.Request) -> web.Response:
+        report = self._service.status()
+        model = {"id": report["model"] or "emulated", "object": "model"}
+        return _json({"data": [{**model, "max_model_len": report["max_model_len"]}]})
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return _json(self._service.status())
+
+    async def _dashboard(self, request: web.Request) -> web.Response:
+        try:
+            return _json(self._service.dashboard.report(request.query.get("since", "0")))
+        except BadRequestError as error:
+            return _refusal(error)
+
+    async def _page(self, request: web.Request) -> web.Response:
+        page = dashboard_page()
+        return web.Response(body=page.body, headers=page.headers)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        missing = [r.value for r in Role if not self._service.registry.alive(r)]
+        return _json({"missing": missing}, 503 if missing else 200)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(
+            body=self._service.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+
+@asynccontextmanager
+async def front_door(
+    settings: RouterSettings, host: str, port: int
+) -> AsyncIterator[tuple[str, RouterService]]:
+    """Serve in the block; yields the endpoint and the service.
+
+    Raises ``ConfigError`` for an address that is taken.
+    """
+    warn_if_open(host, ApiKeys(settings.api_keys))
+    calls = EngineClient(engine_headers())
+    service = RouterService(settings, calls)
+    try:
+        await service.start()
+        app = FrontDoor(service).app()
+        async with serving_app(app, host, port) as bound:
+            yield f"http://{host}:{bound}", service
+    finally:
+        await service.stop()
+        await calls.aclose()
+
+
+async def run_front_door(settings: RouterSettings, host: str, port: int) -> None:
+    """Run a front door until SIGINT or SIGTERM.  Raises ``ConfigError`` as ``front_door``."""
+    allow_many_streams()
+    async with front_door(settings, host, port) as (endpoint, service):
+        print(
+            f"dualpath front door: token ids at {endpoint}/v1, engines register at "
+            f"{service.control_address}",
+            flush=True,
+        )
+        await until_signal()
+
+
+def _chunk(event: TokenEvent) -> dict[str, Any]:
+    choice = {
+        "index": 0,
+        "text": "",
+        "token_ids": event.token_ids,
+        "finish_reason": event.finish_reason,
+    }
+    return {"object": "text_completion", "choices": [choice]}
+
+
+def _whole(asked: CompletionRequest, events: Sequence[TokenEvent]) -> dict[str, Any]:
+    token_ids = [token for event in events for token in event.token_ids]
+    body = _chunk(TokenEvent(tuple(token_ids), events[-1].finish_reason))
+    body["usage"] = _usage(asked, len(token_ids), events[0].cached_tokens)
+    return body
+
+
+def _usage(asked: CompletionRequest, generated: int, cached: int | None) -> dict[str, Any]:
+    prompt = len(asked.prompt)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _status_of(error: DualPathError) -> int:
+    if isinstance(error, BadRequestError | BufferTooSmallError):
+        return 400
+    if isinstance(error, OverloadedError):
+        return TOO_MANY
+    return 504 if isinstance(error, DeadlineError) else 503
+
+
+def _wire_error(error: DualPathError) -> WireError:
+    parameter = PROMPT_PARAMETER if isinstance(error, PromptTooLongError) else None
+    return WireError(str(error), _status_of(error), param=parameter)
+
+
+def _refusal(error: DualPathError) -> web.Response:
+    response = _json({"error": _wire_error(error)}, _status_of(error))
+    if response.status == TOO_MANY:
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return response
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(
+        status=status, body=msgspec.json.encode(value), content_type="application/json"
+    )

@@ -1,0 +1,253 @@
+"""A prefill engine without a model: forward passes that wait, compute for a time, write and send.
+
+One thread is the GPU.  Per layer it waits for stored KV, compares it, computes for its share of
+the pass, writes the chunk's new KV and hands the layer to the traffic manager; the transfers are
+those of a vLLM engine (``engine.layer_stream``).
+"""
+
+import logging
+import threading
+from collections import deque
+
+import msgspec
+
+from dualpath.core.cluster import Role
+from dualpath.core.control import PrefillTransfer
+from dualpath.core.errors import TransportError
+from dualpath.engine.layer_stream import LayerSettings, LayerStream
+from dualpath.engine.step_transfers import PrefillChunk
+from dualpath.laboratory.emulated.batch import Batch, BatchFormer, Chunk
+from dualpath.laboratory.emulated.clock import ComputeClock
+from dualpath.laboratory.emulated.data_plane import DataPlane
+from dualpath.laboratory.emulated.requests import Answer, PrefillRequest
+from dualpath.laboratory.emulated.verification import CheckedAt
+from dualpath.plan.steps import BlockRun
+
+log = logging.getLogger(__name__)
+
+
+class PrefillEngine:
+    """Takes prompts and answers with one token each; ``submit`` and ``abort`` from any thread."""
+
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane = plane
+        self._settings = plane.settings
+        self._former = BatchFormer(plane.settings, plane.hbm)
+        self._clock = ComputeClock()
+        self._wake = threading.Condition()
+        self._waiting: deque[PrefillRequest] = deque()
+        self._in_pass: set[PrefillRequest] = set()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="prefill", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop after the pass under way; requests that wait are not answered."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(self, request: PrefillRequest) -> None:
+        """Queue a prompt, after its key chain was compared with the router's."""
+        request.done_tokens = self._hit_blocks(request) * self._plane.geometry.block_tokens
+        with self._wake:
+            self._waiting.append(request)
+            self._wake.notify()
+
+    def abort(self, request: PrefillRequest) -> None:
+        """The client left: drop the request, after the pass it is in."""
+        with self._wake:
+            request.aborted = True
+            if request not in self._in_pass and request in self._waiting:
+                self._leave(request)
+
+    def _hit_blocks(self, request: PrefillRequest) -> int:
+        """Return how many blocks need not be computed; 0 if router and engine disagree on keys."""
+        prefill_transfer = request.prefill_transfer
+        hits = prefill_transfer.hit_blocks
+        if hits == 0 or request.prefix.keys[hits - 1 : hits] == [prefill_transfer.hit_key_tail]:
+            return hits
+        log.warning(
+            "request %s: the key of hit block %d is not the one of this prompt; its %d hit blocks "
+            "are computed",
+            prefill_transfer.request_id,
+            hits - 1,
+            hits,
+        )
+        request.prefill_transfer = without_hits(prefill_transfer)
+        return 0
+
+    # ------------------------------------------------------------------ the GPU's thread
+
+    def _run(self) -> None:
+        while (batch := self._next_batch()) is not None:
+            wrong = self._wrong_in_buffer(batch)
+            failures = self._forward(batch, wrong)
+            self._settle(batch, failures, wrong)
+
+    def _next_batch(self) -> Batch | None:
+        """Return the next pass; None when the engine closes."""
+        with self._wake:
+            while not self._closing:
+                if (batch := self._former.form(self._waiting)) is not None:
+                    self._in_pass = {chunk.request for chunk in batch.chunks}
+                    self._plane.hbm_changed()
+                    return batch
+                self._wake.wait()
+        return None
+
+    def _wrong_in_buffer(self, batch: Batch) -> dict[str, str]:
+        """Compare what the PE has read from storage, once per request; return what is wrong."""
+        plane, wrong = self._plane, {}
+        for request, cached, _ in batch.chunks:
+            prefill_transfer = request.prefill_transfer
+            request_id = prefill_transfer.request_id
+            if cached != prefill_transfer.hit_blocks * plane.geometry.block_tokens:
+                continue
+            for run in prefill_transfer.hits:
+                if run.side is Role.PREFILL:
+                    seeds = request.prefix.seeds[run.first_block :]
+                    found = plane.manager.check_buffer(
+                        plane.verifier, CheckedAt.PE_BUFFER, request_id, run.slots, seeds
+                    )
+                    if found:
+                        wrong[request_id] = plane.wrong_blocks(
+                            CheckedAt.PE_BUFFER, request_id, found
+                        )
+        return wrong
+
+    def _forward(self, batch: Batch, wrong: dict[str, str]) -> dict[str, str]:
+        """Run a pass, adding to ``wrong``; return requests whose transfers failed, and why."""
+        layers = self._plane.geometry.layers
+        layer_s = batch.compute_s / layers / self._settings.speedup
+        if not self._plane.moves_bytes:
+            self._clock.begin()
+            self._clock.work(layer_s * layers)
+            return {}
+        rejected: dict[str, str] = {}
+        chunks: list[PrefillChunk] = []
+        taken: list[Chunk] = []
+        for chunk in batch.chunks:
+            try:
+                chunks.append(self._prefill_chunk(chunk))
+                taken.append(chunk)
+            except TransportError as error:
+                rejected[chunk.request.prefill_transfer.request_id] = str(error)
+        stream = self._plane.manager.begin_prefill(
+            chunks,
+            LayerSettings(
+                buffers=self._settings.layer_regions, overlap=self._settings.engine.mode.layerwise
+            ),
+        )
+        self._clock.begin()
+        for layer in range(layers):
+            self._one_layer(taken, stream, layer, layer_s, wrong)
+        return rejected | self._plane.manager.end_prefill(stream)
+
+    def _one_layer(
+        self,
+        chunks: list[Chunk],
+        stream: LayerStream,
+        layer: int,
+        layer_s: float,
+        wrong: dict[str, str],
+    ) -> None:
+        since_s = self._clock.now()
+        stream.wait_loaded(layer)
+        self._clock.waited(since_s)
+        for chunk in chunks:
+            request_id = chunk.request.prefill_transfer.request_id
+            if request_id not in stream.failures and request_id not in wrong:
+                self._check_loaded(chunk, layer, wrong)
+        self._clock.work(layer_s)
+        for chunk in chunks:
+            self._write_new(chunk, layer)
+        since_s = self._clock.now()
+        stream.computed(layer)
+        self._clock.waited(since_s)
+
+    def _prefill_chunk(self, chunk: Chunk) -> PrefillChunk:
+        """Return the traffic manager's form; raises ``TransportError`` if it is too late for it."""
+        prefill_transfer = chunk.request.prefill_transfer
+        own_slots = [
+            s for run in prefill_transfer.hits if run.side is Role.PREFILL for s in run.slots
+        ]
+        manager = self._plane.manager
+        refusal = manager.may_prefill(prefill_transfer.request_id, own_slots)
+        if refusal is not None:
+            raise TransportError(f"request {prefill_transfer.request_id}: {refusal}")
+        blocks = self._blocks(chunk)
+        return PrefillChunk(
+            prefill_transfer=prefill_transfer,
+            chunk=blocks,
+            hbm_blocks=chunk.request.hbm_blocks[: blocks.end],
+            decode_agent=manager.decode_agent(
+                prefill_transfer.decode_engine, prefill_transfer.decode_epoch
+            ),
+        )
+
+    def _blocks(self, chunk: Chunk) -> BlockRun:
+        first = chunk.cached // self._plane.geometry.block_tokens
+        end = self._plane.geometry.blocks_for(chunk.cached + chunk.bsz)
+        return BlockRun(first, end - first)
+
+    def _check_loaded(self, chunk: Chunk, layer: int, wrong: dict[str, str]) -> None:
+        blocks, request = self._blocks(chunk), chunk.request
+        found = self._plane.verifier.layer_blocks(
+            CheckedAt.PE_HBM,
+            self._plane.hbm.layer(layer),
+            request.hbm_blocks[: blocks.first],
+            request.prefix.seeds,
+            layer,
+        )
+        if found:
+            request_id = request.prefill_transfer.request_id
+            wrong[request_id] = self._plane.wrong_blocks(CheckedAt.PE_HBM, request_id, found)
+
+    def _write_new(self, chunk: Chunk, layer: int) -> None:
+        blocks, request = self._blocks(chunk), chunk.request
+        self._plane.hbm.write_blocks(
+            layer,
+            request.hbm_blocks[blocks.first : blocks.end],
+            request.prefix.seeds[blocks.first : blocks.end],
+        )
+
+    # ------------------------------------------------------------------ after the pass
+
+    def _settle(self, batch: Batch, failures: dict[str, str], wrong: dict[str, str]) -> None:
+        for request, cached, bsz in batch.chunks:
+            request.done_tokens = cached + bsz
+            request_id = request.prefill_transfer.request_id
+            failure = wrong.get(request_id) or failures.get(request_id)
+            complete = request.done_tokens == request.prefix.tokens
+            if failure is not None or complete:
+                self._plane.send(self._plane.manager.sent(request_id, failure))
+            with self._wake:
+                self._in_pass.discard(request)
+                if failure is None and not complete and not request.aborted:
+                    continue
+                self._leave(request)
+            request.deliver(_answer(request, failure, wrong.get(request_id)))
+
+    def _leave(self, request: PrefillRequest) -> None:
+        self._waiting.remove(request)
+        if request.hbm_blocks:
+            self._plane.hbm.give_back(request.hbm_blocks)
+            request.hbm_blocks = ()
+        self._plane.hbm_changed()
+
+
+def without_hits(prefill_transfer: PrefillTransfer) -> PrefillTransfer:
+    """Return a hand-over whose whole prompt is computed."""
+    return msgspec.structs.replace(prefill_transfer, hit_blocks=0, hit_key_tail=b"", hits=())
+
+
+def _answer(request: PrefillRequest, failure: str | None, wrong: str | None) -> Answer:
+    if failure is None:
+        return Answer((request.prefix.next_token,), "length")
+    return Answer(finish_reason="error", error=wrong)

@@ -1,0 +1,99 @@
+"""One emulated engine as a process: data plane, the emulated GPU, HTTP server."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError
+from dualpath.laboratory.emulated.data_plane import DataPlane, OpenTransport
+from dualpath.laboratory.emulated.decode import DecodeEngine
+from dualpath.laboratory.emulated.prefill import PrefillEngine
+from dualpath.laboratory.emulated.server import EngineServer
+from dualpath.laboratory.emulated.settings import EmulatedSettings
+from dualpath.router.observe.open_files import allow_many_streams
+
+#: How long open connections may take to end after a signal.
+SHUTDOWN_GRACE_S = 1.0
+
+
+class EmulatedEngine:
+    """A running engine; ``api_url`` is where it listens."""
+
+    def __init__(self, plane: DataPlane, api_url: str) -> None:
+        self.plane = plane
+        self.api_url = api_url
+
+
+@asynccontextmanager
+async def serving_app(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
+    """Serve an application in the block; yields the port.
+
+    Raises ``ConfigError`` if the address is taken.
+    """
+    runner = web.AppRunner(
+        app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_GRACE_S
+    )
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {getattr(error, 'strerror', error)}; free it or "
+                "choose another port"
+            ) from error
+        yield int(runner.addresses[0][1])
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def emulated_engine(
+    settings: EmulatedSettings, open_transport: OpenTransport | None = None
+) -> AsyncIterator[EmulatedEngine]:
+    """Run an engine in the block: it has joined nothing yet, but does as soon as it can.
+
+    Raises ``ConfigError`` (value, limit, remedy) if it cannot be started as asked.
+    """
+    checked = settings.checked()
+    plane = await asyncio.to_thread(DataPlane, checked, open_transport)
+    prefills = checked.engine.role is Role.PREFILL
+    engine: PrefillEngine | DecodeEngine = PrefillEngine(plane) if prefills else DecodeEngine(plane)
+    try:
+        app = EngineServer(plane, engine).app()
+        async with serving_app(app, checked.host, checked.port) as port:
+            api_url = checked.engine.api_url or f"http://{checked.host}:{port}"
+            engine.start()
+            plane.start(api_url)
+            try:
+                yield EmulatedEngine(plane, api_url)
+            finally:
+                await asyncio.to_thread(engine.close)
+    finally:
+        await asyncio.to_thread(plane.close)
+
+
+async def run_engine(settings: EmulatedSettings) -> None:
+    """Run an engine until SIGINT or SIGTERM.  Raises ``ConfigError`` as ``emulated_engine``."""
+    allow_many_streams()
+    async with emulated_engine(settings) as engine:
+        name, role = settings.engine.engine_id, settings.engine.role.value
+        print(
+            f"dualpath emulated {role} engine {name}: {engine.api_url}, buffer of "
+            f"{engine.plane.manager.buffer_tokens} tokens, HBM of "
+            f"{engine.plane.manager.hbm_tokens}",
+            flush=True,
+        )
+        await until_signal()
+
+
+async def until_signal() -> None:
+    """Return at SIGINT or SIGTERM."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    await stop.wait()

@@ -1,0 +1,245 @@
+"""The HTTP server of an emulated engine, answering as a vLLM engine does.
+
+POST /inference/v1/generate   one prefill or decode; closing the stream aborts it
+GET  /health                  200
+GET  /metrics                 what was verified, where; bytes moved; CPU time by thread
+"""
+
+import asyncio
+import functools
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+from aiohttp import web
+
+from dualpath.core.cluster import Role
+from dualpath.core.control import DecodeTransfer, PrefillTransfer, from_transfer_params
+from dualpath.core.errors import BadRequestError, DualPathError
+from dualpath.laboratory.emulated.api_key_guard import api_key_guard
+from dualpath.laboratory.emulated.data_plane import DataPlane
+from dualpath.laboratory.emulated.decode import DecodeEngine
+from dualpath.laboratory.emulated.prefill import PrefillEngine
+from dualpath.laboratory.emulated.prefix import TokenPrefix
+from dualpath.laboratory.emulated.requests import Answer, DecodeRequest, Deliver, PrefillRequest
+from dualpath.laboratory.emulated.thread_cpu import thread_cpu_s
+from dualpath.laboratory.emulated.transfer_check import check_transfer
+from dualpath.laboratory.emulated.wire import (
+    GENERATE_PATH,
+    STREAM_END,
+    Choice,
+    GenerateAnswer,
+    GenerateRequest,
+    WireError,
+    decode_body,
+    server_event,
+)
+from dualpath.router.api_keys import ApiKeys
+
+#: A prompt of some million tokens as JSON.
+LARGEST_BODY_BYTES = 1 << 28
+
+#: The status with which the request itself is refused: nobody may try it again elsewhere.
+WRONG_KV_STATUS = 422
+
+_BAD_REQUEST_STATUS = 400
+
+
+class LoopBridge:
+    """Carries answers from the engine's threads to the event loop, many per wake-up."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._bag: deque[tuple[asyncio.Queue[Answer], Answer]] = deque()
+        self._called = False
+
+    def address(self, box: "asyncio.Queue[Answer]") -> Deliver:
+        """Return the function that delivers to ``box`` from any thread."""
+
+        def deliver(answer: Answer) -> None:
+            self._bag.append((box, answer))
+            # Called too often does no harm; never too rarely: ``_empty`` first resets the flag.
+            if not self._called and not self._loop.is_closed():
+                self._called = True
+                self._loop.call_soon_threadsafe(self._empty)
+
+        return deliver
+
+    def _empty(self) -> None:
+        self._called = False
+        while self._bag:
+            box, answer = self._bag.popleft()
+            box.put_nowait(answer)
+
+
+class EngineServer:
+    """Requests of one engine; lives in one event loop."""
+
+    def __init__(self, plane: DataPlane, engine: PrefillEngine | DecodeEngine) -> None:
+        self._plane = plane
+        self._engine = engine
+        self._settings = plane.settings
+        self._bridge = LoopBridge(asyncio.get_running_loop())
+
+    def app(self) -> web.Application:
+        """Return the application."""
+        app = web.Application(
+            client_max_size=LARGEST_BODY_BYTES, middlewares=[api_key_guard(ApiKeys())]
+        )
+        app.router.add_post(GENERATE_PATH, self._generate)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        return app
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=metrics_text(self._plane))
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        try:
+            asked = decode_body(await request.read(), GenerateRequest)
+            ours = self._transfer(asked)
+            prefix = await asyncio.to_thread(self._prefix, asked, ours)
+        except DualPathError as error:
+            return _refusal(_BAD_REQUEST_STATUS, str(error))
+        box: asyncio.Queue[Answer] = asyncio.Queue()
+        abort = self._submit(asked, ours, prefix, self._bridge.address(box))
+        try:
+            if asked.stream:
+                return await self._stream(request, asked.request_id, box)
+            return await self._whole(asked.request_id, box)
+        finally:
+            abort()
+
+    def _transfer(self, asked: GenerateRequest) -> PrefillTransfer | DecodeTransfer:
+        """Return what the request carries; raises ``BadRequestError`` for what cannot be served."""
+        ours = from_transfer_params(asked.kv_transfer_params)
+        role = self._settings.engine.role
+        wanted = PrefillTransfer if role is Role.PREFILL else DecodeTransfer
+        if not isinstance(ours, wanted):
+            raise BadRequestError(
+                f"request {asked.request_id}: a {role.value} engine needs a {wanted.__name__} in "
+                "kv_transfer_params; send it through the router"
+            )
+        vocab_size = self._settings.vocab_size
+        if asked.token_ids and not 0 <= min(asked.token_ids) <= max(asked.token_ids) < vocab_size:
+            raise BadRequestError(
+                f"request {asked.request_id} has token ids from {min(asked.token_ids)} to "
+                f"{max(asked.token_ids)}, the vocabulary 0 to {vocab_size - 1}; correct them"
+            )
+        tokens, most = self._tokens(asked), self._settings.max_model_len
+        if not 1 <= ours.prompt_tokens <= len(asked.token_ids) or max_tokens(asked) < 1:
+            raise BadRequestError(
+                f"request {asked.request_id}: {len(asked.token_ids)} tokens for a prompt of "
+                f"{ours.prompt_tokens} and max_tokens {max_tokens(asked)}; both need at least 1"
+            )
+        if tokens > min(most, self._plane.manager.hbm_tokens):
+            raise BadRequestError(
+                f"request {asked.request_id} needs {tokens} tokens, the context holds {most} and "
+                f"the HBM {self._plane.manager.hbm_tokens}; shorten it or raise the engine's HBM"
+            )
+        geometry = self._settings.geometry
+        own_slots = self._plane.manager.buffer_tokens // geometry.block_tokens
+        check_transfer(ours, geometry, own_slots, self._plane.moves_bytes)
+        return ours
+
+    def _tokens(self, asked: GenerateRequest) -> int:
+        """Tokens that need HBM here."""
+        if self._settings.engine.role is Role.PREFILL:
+            return len(asked.token_ids)
+        return len(asked.token_ids) + max_tokens(asked)
+
+    def _prefix(
+        self, asked: GenerateRequest, ours: PrefillTransfer | DecodeTransfer
+    ) -> TokenPrefix:
+        return TokenPrefix(
+            asked.token_ids[: ours.prompt_tokens],
+            self._settings.geometry.block_tokens,
+            cache_salt=asked.cache_salt,
+            vocab_size=self._settings.vocab_size,
+            room_tokens=self._tokens(asked),
+        )
+
+    def _submit(
+        self,
+        asked: GenerateRequest,
+        ours: PrefillTransfer | DecodeTransfer,
+        prefix: TokenPrefix,
+        deliver: Deliver,
+    ) -> Callable[[], None]:
+        """Hand the request to the engine; return what aborts it, which may come too late."""
+        if isinstance(ours, PrefillTransfer):
+            assert isinstance(self._engine, PrefillEngine)
+            prompt = PrefillRequest(prefix, ours, deliver)
+            self._engine.submit(prompt)
+            return functools.partial(self._engine.abort, prompt)
+        assert isinstance(self._engine, DecodeEngine)
+        prior = tuple(asked.token_ids[ours.prompt_tokens :])
+        decode = DecodeRequest(prefix, ours, prior, max_tokens(asked), deliver)
+        self._engine.submit(decode)
+        return functools.partial(self._engine.abort, decode)
+
+    async def _whole(self, request_id: str, box: "asyncio.Queue[Answer]") -> web.Response:
+        token_ids: list[int] = []
+        while True:
+            answer = await box.get()
+            if answer.error is not None:
+                return _refusal(WRONG_KV_STATUS, answer.error)
+            token_ids += answer.token_ids
+            if answer.finish_reason is not None:
+                choice = Choice(token_ids, answer.finish_reason)
+                body = msgspec.json.encode(GenerateAnswer(request_id, [choice]))
+                return web.Response(body=body, content_type="application/json")
+
+    async def _stream(
+        self, request: web.Request, request_id: str, box: "asyncio.Queue[Answer]"
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while True:
+            answer = await box.get()
+            await response.write(server_event(_event(request_id, answer)))
+            if answer.error is not None or answer.finish_reason is not None:
+                await response.write(STREAM_END)
+                return response
+
+
+def max_tokens(asked: GenerateRequest) -> int:
+    """Return how many tokens the request may generate."""
+    return asked.sampling_params.max_tokens
+
+
+def metrics_text(plane: DataPlane) -> str:
+    """Return what was verified, moved and spent, in the Prometheus text format."""
+    lines = _labelled(
+        "thread_cpu_seconds", "CPU time of the engine's threads.", "thread", thread_cpu_s()
+    )
+    lines += _labelled(
+        "counter", "Totals the engine reports.", "name", plane.manager.counters.snapshot()
+    )
+    help_texts = ("Layer Blocks compared with what they have to be.", "Of these, wrong ones.")
+    for column, name in enumerate(("verified", "wrong")):
+        metric = f"dualpath_emulated:{name}_layer_blocks_total"
+        lines += [f"# HELP {metric} {help_texts[column]}", f"# TYPE {metric} counter"]
+        for place, counts in plane.verifier.counts().items():
+            lines.append(f'{metric}{{place="{place.value}"}} {counts[column]}')
+    return "\n".join(lines) + "\n"
+
+
+def _labelled(name: str, help_text: str, label: str, values: dict[str, float]) -> list[str]:
+    metric = f"dualpath_emulated:{name}_total"
+    lines = [f"# HELP {metric} {help_text}", f"# TYPE {metric} counter"]
+    return lines + [f'{metric}{{{label}="{key}"}} {value:g}' for key, value in values.items()]
+
+
+def _event(request_id: str, answer: Answer) -> GenerateAnswer:
+    if answer.error is not None:
+        return GenerateAnswer(request_id, error=WireError(answer.error, WRONG_KV_STATUS))
+    return GenerateAnswer(request_id, [Choice(list(answer.token_ids), answer.finish_reason)])
+
+
+def _refusal(status: int, message: str) -> web.Response:
+    body = msgspec.json.encode(GenerateAnswer(error=WireError(message, status)))
+    return web.Response(status=status, body=body, content_type="application/json")

@@ -1,0 +1,117 @@
+"""Compares KV where it arrived with what it has to be, and keeps count."""
+
+import enum
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualpath.core.blocks import BlockGeometry
+from dualpath.laboratory.emulated.kv_bytes import KvFunction, Words
+from dualpath.laboratory.emulated.prefix import Seeds
+
+Flags = NDArray[np.bool_]
+
+#: Up to this size of a Full Block every byte is compared unless told otherwise.
+FULLY_VERIFIED_BLOCK_BYTES = 1 << 20
+
+
+class Verify(enum.StrEnum):
+    """How much of arriving KV is compared; the storage's own checksums are always on."""
+
+    FULL = "full"
+    """Every byte."""
+    SAMPLED = "sampled"
+    """One word of every token in every layer, which tells prefix and layer."""
+    CHECKSUM = "checksum"
+    """Nothing beyond the checksums of blocks read from storage."""
+
+    @staticmethod
+    def fitting(geometry: BlockGeometry) -> "Verify":
+        """Return full for small blocks and sampled for large ones."""
+        small = geometry.full_block_bytes <= FULLY_VERIFIED_BLOCK_BYTES
+        return Verify.FULL if small else Verify.SAMPLED
+
+
+class CheckedAt(enum.StrEnum):
+    """Where KV is compared."""
+
+    PE_BUFFER = "pe_buffer"
+    """Read from storage by the PE."""
+    PE_HBM = "pe_hbm"
+    """Loaded for a layer, just before it is computed."""
+    DE_BUFFER = "de_buffer"
+    """The whole prompt: read from storage by the DE, or sent by the PE."""
+    DE_HBM = "de_hbm"
+    """The whole prompt, before the first decode step."""
+
+
+class Verifier:
+    """Checks and counts; may be called from any thread."""
+
+    def __init__(self, function: KvFunction, verify: Verify) -> None:
+        self._function = function
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._counts = {place: [0, 0] for place in CheckedAt}
+
+    @property
+    def compares(self) -> bool:
+        """Whether KV is compared at all."""
+        return self._verify is not Verify.CHECKSUM
+
+    def counts(self) -> dict[CheckedAt, tuple[int, int]]:
+        """Return per place (Layer Blocks compared, of which wrong)."""
+        with self._lock:
+            return {place: (seen, wrong) for place, (seen, wrong) in self._counts.items()}
+
+    def layer_blocks(
+        self, place: CheckedAt, region: Words, block_ids: Sequence[int], seeds: Seeds, layer: int
+    ) -> list[int]:
+        """Compare ``region[block_ids[i]]`` with ``seeds[i]``; return the i that are wrong."""
+        if not self.compares:
+            return []
+        ids = np.asarray(block_ids, dtype=np.int64)
+        rows = seeds[: len(ids)]
+        portion = self._function.portion_blocks
+        wrong: list[int] = []
+        for start in range(0, len(ids), portion):
+            part = slice(start, start + portion)
+            same = self._same(region, ids[part], rows[part], layer)
+            wrong += (np.flatnonzero(~same) + start).tolist()
+        self._count(place, len(ids), len(wrong))
+        return wrong
+
+    def full_blocks(self, place: CheckedAt, views: Sequence[memoryview], seeds: Seeds) -> list[int]:
+        """Compare Full Blocks in DRAM with ``seeds[i]``; return the i that are wrong."""
+        if not self.compares:
+            return []
+        wrong: list[int] = []
+        wrong_layers = 0
+        for index, view in enumerate(views):
+            found = self._function.as_words(view)
+            if self._verify is Verify.FULL:
+                differs = found != self._function.full_block(seeds[index])
+            else:
+                differs = found[:, :, 0] != seeds[index] ^ self._function.constants[:, :1]
+            bad = int(differs.reshape(len(found), -1).any(axis=1).sum()) if differs.any() else 0
+            if bad:
+                wrong.append(index)
+                wrong_layers += bad
+        self._count(place, len(views) * self._function.geometry.layers, wrong_layers)
+        return wrong
+
+    def _same(self, region: Words, ids: NDArray[np.int64], rows: Seeds, layer: int) -> Flags:
+        if self._verify is Verify.FULL:
+            equal = region[ids] == self._function.layer_blocks(rows, layer)
+        else:
+            word = layer % self._function.words
+            equal = region[ids, :, word] == rows ^ self._function.constants[layer, word]
+        same: Flags = equal.reshape(len(ids), -1).all(axis=1)
+        return same
+
+    def _count(self, place: CheckedAt, seen: int, wrong: int) -> None:
+        with self._lock:
+            self._counts[place][0] += seen
+            self._counts[place][1] += wrong

@@ -1,0 +1,99 @@
+"""The same cluster and agents in the simulator and in the lab: predicted and measured times."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from dualpath.core.modes import Mode
+from dualpath.laboratory.experiments.emulated_nodes import EmulatedNodes, simulated_setup
+from dualpath.laboratory.experiments.jct import JctSettings, agents_of, jobs_of, setting_lines
+from dualpath.laboratory.experiments.jct_report import Job
+from dualpath.laboratory.experiments.report import ExperimentReport
+from dualpath.laboratory.experiments.run_lines import link_line, machine_lines, too_busy
+from dualpath.laboratory.experiments.workload import Window
+from dualpath.laboratory.lab.settings import LabSettings
+from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns import WorkloadSettings, agents_from_rounds, rounds_of
+from dualpath.laboratory.workload.token_session import TokenSession
+from dualpath.model.evaluation.report import Panel, Series, Table
+from dualpath.model.sim.result import NS_PER_S
+from dualpath.model.sim.run import simulate
+
+_DISCUSSION = """\
+Nothing was fitted. The simulator is told the rates of the links, the emulated engines' times, block
+sizes and buffers, and the very same trajectories; not what the lab adds: HTTP, the router's and the
+engines' own time, the pause of the transfer thread, late wake-ups on a shared machine."""
+
+
+def predicted_jct_s(
+    nodes: EmulatedNodes, lab: LabSettings, mode: Mode, agents: Sequence[Window]
+) -> float:
+    """Return the simulator's JCT of agents on a lab in a mode."""
+    setup = simulated_setup(nodes, lab, mode)
+    result = simulate(setup, agent_table(agents, nodes.block_tokens))
+    return float(result.turns.finished_ns.max()) / NS_PER_S
+
+
+def agent_table(agents: Sequence[Window], block_tokens: int) -> AgentTable:
+    """Return the agents of a lab for the simulator, their histories stored."""
+    columns = rounds_of([TokenSession(window.trajectory) for window in agents])
+    table = agents_from_rounds(columns, WorkloadSettings(block_tokens=block_tokens))
+    hits = table.hit_tokens.copy()
+    histories = np.asarray([window.history_tokens for window in agents])
+    hits[table.first_round[:-1]] = histories // block_tokens * block_tokens
+    return table._replace(hit_tokens=hits)
+
+
+def compare_with_simulator(
+    settings: JctSettings, command: str, progress: Callable[[str], None] = lambda text: None
+) -> ExperimentReport:
+    """Measure every mode on every shape and simulate the same; raises as ``measure_jct``."""
+    jobs = jobs_of(settings, progress)
+    rows, errors, panels = [], [], []
+    for job in jobs:
+        series: dict[str, list[float]] = {"measured": [], "simulated": []}
+        for mode in job.runs:
+            measured_s = job.jct_s(mode)
+            assert measured_s is not None
+            predicted_s = predicted_jct_s(settings.nodes, job.lab, mode, job.agents)
+            series["measured"].append(measured_s)
+            series["simulated"].append(predicted_s)
+            errors.append(predicted_s / measured_s - 1)
+            rows.append(
+                (
+                    job.lab.shape,
+                    mode.value,
+                    f"{measured_s:.2f}",
+                    f"{predicted_s:.2f}",
+                    f"{errors[-1]:+.1%}",
+                )
+            )
+        panels.append(_panel(job, series))
+    runs = [run for job in jobs for done in job.runs.values() for run in done]
+    return ExperimentReport(
+        name=settings.name,
+        title="The simulator against the lab",
+        command=command,
+        settings=(
+            *setting_lines(settings),
+            link_line(jobs[-1].links),
+            *machine_lines(runs),
+        ),
+        tables=(
+            Table(
+                "Job completion time, measured and simulated",
+                ("cluster", "mode", "measured s", "simulated s", "error"),
+                tuple(rows),
+            ),
+        ),
+        panels=tuple(panels),
+        discussion=_DISCUSSION,
+        data={"errors": errors, "rows": rows, "agents": agents_of(settings, jobs[-1].lab)},
+        too_busy=too_busy(runs),
+    )
+
+
+def _panel(job: Job, series: Mapping[str, Sequence[float]]) -> Panel:
+    modes = tuple(mode.value for mode in job.runs)
+    bars = tuple(Series(name, modes, tuple(values)) for name, values in series.items())
+    return Panel(job.lab.shape, "grouped", "mode", "JCT (s)", bars)

@@ -1,0 +1,307 @@
+"""Layer Blocks between two processes: raw NIXL and forward passes of the traffic manager.
+
+Both make the same transfers in the same order: per layer one of all hit blocks and one of all
+computed ones, two layers under way.
+"""
+
+import multiprocessing
+import os
+import queue
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import numpy as np
+
+from dualpath.core.blocks import StoreNamespace
+from dualpath.core.cluster import Role
+from dualpath.core.control import (
+    Assign,
+    EngineAddress,
+    HitRun,
+    Message,
+    PeerUp,
+    PrefillTransfer,
+    Reserved,
+)
+from dualpath.core.errors import EngineLostError, TransportError
+from dualpath.engine.hbm_copy import HbmLayout
+from dualpath.engine.layer_stream import LayerSettings
+from dualpath.engine.settings import EngineSettings
+from dualpath.engine.step_transfers import PrefillChunk
+from dualpath.engine.traffic_manager import TrafficManager
+from dualpath.laboratory.experiments.data_plane_settings import DataPlaneSettings, Leg, Mover, Rate
+from dualpath.laboratory.experiments.raw_nixl import RawAgent, RawPeer
+from dualpath.plan.steps import BlockRun
+from dualpath.storage.memory import MemoryStorage
+from dualpath.transport.contract import RegionInfo
+from dualpath.transport.memory import allocate_registered
+from dualpath.transport.nixl import NixlTransport
+
+#: Layers under way at a time, as with the default ``layer_buffers``.
+LAYERS_UNDER_WAY = 2
+_DEADLINE_S = 60.0
+_EPOCH = "one"
+_REQUEST = "moved"
+
+
+class _Initiator(Protocol):
+    """The PE's side."""
+
+    def connect(self, peer: Any) -> None:  # noqa: ANN401 - each mover has its own kind of peer
+        """Make the DE reachable, given what its side has told."""
+        ...
+
+    def one_pass(self, leg: Leg) -> int:
+        """Move all layers once; return the bytes."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+class _RawInitiator:
+    def __init__(self, settings: DataPlaneSettings, mover: Mover) -> None:
+        self._settings = settings
+        pieces = settings.layers * settings.blocks
+        tuned = mover is Mover.NIXL
+        self._agent = RawAgent("raw-pe", pieces, settings.layer_block_bytes, tuned=tuned)
+
+    def connect(self, peer: RawPeer) -> None:
+        self._agent.connect(peer)
+
+    def one_pass(self, leg: Leg) -> int:
+        """Do what a forward pass does: a region is loaded when what was in it has been sent."""
+        hits, layers = _hits(self._settings, leg), self._settings.layers
+        sends: list[Any] = []
+        load = self._load(0, hits)
+        for layer in range(layers):
+            if layer + 1 < layers:
+                if len(sends) == LAYERS_UNDER_WAY - 1:
+                    self._agent.finish(sends.pop(0))
+                following = self._load(layer + 1, hits)
+            if load is not None:
+                self._agent.finish(load)
+            sends.append(self._post("WRITE", layer, hits, self._settings.blocks))
+            load = following
+        for send in sends:
+            self._agent.finish(send)
+        return layers * self._settings.blocks * self._settings.layer_block_bytes
+
+    def _load(self, layer: int, hits: int) -> Any:  # noqa: ANN401 - untyped library
+        return self._post("READ", layer, 0, hits) if hits else None
+
+    def _post(self, direction: str, layer: int, first: int, end: int) -> Any:  # noqa: ANN401 - as above
+        settings = self._settings
+        blocks = np.arange(first, end, dtype=np.int32)
+        here = layer % LAYERS_UNDER_WAY * settings.blocks + blocks
+        handle = self._agent.make(direction, here, blocks * settings.layers + layer)
+        self._agent.post(handle)
+        return handle
+
+    def close(self) -> None:
+        self._agent.close()
+
+
+class _Engine:
+    """A traffic manager without a router; ``heard`` is what it tells it."""
+
+    def __init__(self, settings: DataPlaneSettings, role: Role) -> None:
+        geometry = settings.geometry
+        size = geometry.layer_block_bytes
+        self._memory = allocate_registered(LAYERS_UNDER_WAY * settings.blocks * size)
+        self._memory.array[:] = 1
+        regions = tuple(
+            RegionInfo(
+                f"hbm.{i}", self._memory.address + i * settings.blocks * size, *(size, size),
+                pieces=settings.blocks,
+            )
+            for i in range(LAYERS_UNDER_WAY)
+        )  # fmt: skip
+        names = tuple(regions[i % LAYERS_UNDER_WAY].name for i in range(geometry.layers))
+        engine = EngineSettings(
+            role=role,
+            engine_id=role.value,
+            router="",
+            api_url="",
+            storage="",
+            buffer_bytes=settings.blocks * geometry.full_block_bytes,
+            staging_blocks=1,
+            ucx_tls=settings.tls,
+        )
+        storage = MemoryStorage(StoreNamespace("data-plane", "bytes", "none", geometry))
+        self.heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.manager = TrafficManager(
+            engine,
+            geometry,
+            storage,
+            NixlTransport(f"{role.value}-{os.getpid()}", tls=settings.tls),
+            HbmLayout(regions, names, settings.blocks * geometry.block_tokens),
+            self.heard.put,
+        )
+
+    def close(self) -> None:
+        self.manager.close()
+
+
+class _DecodeEngine(_Engine):
+    def __init__(self, settings: DataPlaneSettings) -> None:
+        super().__init__(settings, Role.DECODE)
+        self.manager.handle(Assign(1, _REQUEST, 1, settings.blocks))
+        reserved = self.heard.get(timeout=_DEADLINE_S)
+        assert isinstance(reserved, Reserved)
+        self._slots = reserved.slots
+
+    def peer(self) -> tuple[EngineAddress, tuple[int, ...]]:
+        """Return what the PE has to know: address and slots."""
+        return self.manager.address(_EPOCH), self._slots
+
+
+class _PrefillEngine(_Engine):
+    def __init__(self, settings: DataPlaneSettings) -> None:
+        super().__init__(settings, Role.PREFILL)
+        self._settings = settings
+        self._slots: tuple[int, ...] = ()
+        self._agent = ""
+
+    def connect(self, peer: tuple[EngineAddress, tuple[int, ...]]) -> None:
+        address, self._slots = peer
+        self.manager.handle(PeerUp(address))
+        self.manager.handle(Assign(1, _REQUEST, 1, 0))
+        self._agent = address.agent
+
+    def one_pass(self, leg: Leg) -> int:
+        """Run a forward pass that computes nothing; its chunk is one block, or the whole prompt."""
+        geometry, blocks = self._settings.geometry, self._settings.blocks
+        hits = _hits(self._settings, leg)
+        run = HitRun(Role.DECODE, 0, self._slots[:hits])
+        prefill_transfer = PrefillTransfer(
+            request_id=_REQUEST,
+            prompt_tokens=blocks * geometry.block_tokens,
+            hit_blocks=hits,
+            hit_key_tail=b"",
+            hits=(run,) if hits else (),
+            decode_engine=Role.DECODE.value,
+            decode_epoch=_EPOCH,
+            de_slots=self._slots,
+        )
+        chunk = BlockRun(hits, blocks - hits)
+        work = PrefillChunk(prefill_transfer, chunk, tuple(range(blocks)), self._agent)
+        stream = self.manager.begin_prefill([work], LayerSettings(LAYERS_UNDER_WAY, overlap=True))
+        for layer in range(geometry.layers):
+            stream.wait_loaded(layer)
+            stream.computed(layer)
+        if failures := self.manager.end_prefill(stream):
+            raise TransportError(f"the forward pass failed: {failures[_REQUEST]}")
+        return geometry.layers * blocks * geometry.layer_block_bytes
+
+
+def _hits(settings: DataPlaneSettings, leg: Leg) -> int:
+    """Blocks that are read from the DE; at least one is computed and sent."""
+    return settings.blocks - 1 if leg is Leg.DE_TO_PE else 0
+
+
+def measure_moves(settings: DataPlaneSettings) -> dict[tuple[Leg, Mover], list[Rate]]:
+    """Return the rates of every mover on every leg, one per round."""
+    found: dict[tuple[Leg, Mover], list[Rate]] = {}
+    for _ in range(settings.rounds):
+        for mover in Mover:
+            with _pair(settings, mover) as ask:
+                for leg in Leg:
+                    found.setdefault((leg, mover), []).append(ask(leg))
+    return found
+
+
+@contextmanager
+def _pair(settings: DataPlaneSettings, mover: Mover) -> Iterator[Callable[[Leg], Rate]]:
+    """Run a PE and a DE process in the block; yields how to measure a leg."""
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    prefill_end, decode_end = spawn.Pipe()
+    processes = [
+        spawn.Process(target=_prefill_process, args=(settings, mover, there, prefill_end)),
+        spawn.Process(target=_decode_process, args=(settings, mover, decode_end)),
+    ]
+    for process in processes:
+        process.daemon = True
+        process.start()
+    for end in (there, prefill_end, decode_end):
+        end.close()
+
+    def ask(leg: Leg) -> Rate:
+        try:
+            here.send(leg)
+            rate: Rate = here.recv()
+            return rate
+        except (EOFError, BrokenPipeError) as error:
+            raise EngineLostError(
+                f"a process of {mover.value!r} has ended; its error is above"
+            ) from error
+
+    try:
+        yield ask
+    finally:
+        here.close()
+        for process in processes:
+            process.join(_DEADLINE_S)
+
+
+def _decode_process(settings: DataPlaneSettings, mover: Mover, control: Connection) -> None:
+    """Be the passive side: tell where it is, then only what CPU time it took."""
+    os.environ["UCX_TLS"] = settings.tls
+    side: _DecodeEngine | RawAgent
+    if mover is Mover.TRAFFIC_MANAGER:
+        side = _DecodeEngine(settings)
+    else:
+        side = RawAgent(
+            "raw-de",
+            settings.layers * settings.blocks,
+            settings.layer_block_bytes,
+            tuned=mover is Mover.NIXL,
+        )
+    control.send(side.peer())
+    while _received(control) is not None:
+        control.send(time.process_time())
+    side.close()
+
+
+def _prefill_process(
+    settings: DataPlaneSettings, mover: Mover, control: Connection, decode: Connection
+) -> None:
+    """Be the side that starts all transfers, one measurement per question."""
+    os.environ["UCX_TLS"] = settings.tls
+    side: _Initiator = (
+        _PrefillEngine(settings)
+        if mover is Mover.TRAFFIC_MANAGER
+        else _RawInitiator(settings, mover)
+    )
+    side.connect(decode.recv())
+    while (leg := _received(control)) is not None:
+        control.send(_rate(settings, side, leg, decode))
+    side.close()
+    decode.send(None)
+
+
+def _received(control: Connection) -> Any:  # noqa: ANN401 - whatever is asked
+    try:
+        return control.recv()
+    except EOFError:
+        return None
+
+
+def _rate(settings: DataPlaneSettings, side: _Initiator, leg: Leg, decode: Connection) -> Rate:
+    side.one_pass(leg)  # connections are made, pages touched
+    before_s, start_s = _both_cpu_s(decode), time.perf_counter()
+    moved_bytes = 0
+    while (wall_s := time.perf_counter() - start_s) < settings.move_s:
+        moved_bytes += side.one_pass(leg)
+    return Rate(moved_bytes / wall_s, (_both_cpu_s(decode) - before_s) / moved_bytes * 1e9)
+
+
+def _both_cpu_s(decode: Connection) -> float:
+    decode.send("CPU time")
+    there: float = decode.recv()
+    return there + time.process_time()

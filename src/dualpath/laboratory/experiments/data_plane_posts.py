@@ -1,0 +1,56 @@
+"""What a posted transfer costs by its number of pieces (the doorbell batching of §5.2)."""
+
+import os
+import time
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualpath.laboratory.experiments.data_plane_settings import DataPlaneSettings, PostCost
+from dualpath.laboratory.experiments.raw_nixl import RawAgent
+from dualpath.transport.regions import check_pair
+
+#: Pieces of a region; transfers of more use some of them again.
+_POOL_PIECES = 1000
+#: A size is posted so often that about so many pieces are, within these limits.
+_PIECES_IN_ALL, _LEAST_POSTS, _MOST_POSTS = 5000, 5, 100
+
+
+def measure_posts(settings: DataPlaneSettings) -> list[PostCost]:
+    """Return the costs of WRITEs between two agents of this process, medians.
+
+    Pieces are scattered at both ends, so that NIXL can merge none.
+    """
+    os.environ["UCX_TLS"] = settings.tls
+    here, there = (
+        RawAgent(f"posts-{end}", _POOL_PIECES, settings.layer_block_bytes, tuned=True)
+        for end in ("here", "there")
+    )
+    here.connect(there.peer())
+    scattered = np.random.default_rng(0).permutation(_POOL_PIECES)
+    costs = [
+        _cost(here, there, np.resize(scattered, pieces)) for pieces in settings.descriptor_counts
+    ]
+    here.close()
+    there.close()
+    return costs
+
+
+def _cost(here: RawAgent, there: RawAgent, indices: NDArray[np.int64]) -> PostCost:
+    """Do what ``NixlTransport.post`` does, step by step."""
+    own, others = here.peer().region, there.peer().region
+    taken = []
+    posts = min(_MOST_POSTS, max(_LEAST_POSTS, _PIECES_IN_ALL // len(indices)))
+    for _ in range(posts + 1):
+        start_s = time.perf_counter()
+        checked, checked_there = check_pair(own, indices, others, indices)
+        checked_s = time.perf_counter()
+        handle = here.make("WRITE", checked.astype(np.int32), checked_there.astype(np.int32))
+        made_s = time.perf_counter()
+        here.post(handle)
+        posted_s = time.perf_counter()
+        here.finish(handle)
+        taken.append((checked_s - start_s, made_s - checked_s, posted_s - made_s))
+    check_s, make_s, post_s = (median(column) for column in zip(*taken[1:], strict=True))
+    return PostCost(len(indices), check_s, make_s, post_s)  # without the first, which connects

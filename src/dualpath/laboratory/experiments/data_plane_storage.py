@@ -1,0 +1,217 @@
+"""Storage to registered DRAM: fio, raw NIXL and the read queue on the same files."""
+
+import os
+import queue
+import resource
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from dualpath.core.blocks import BlockKey, StoreNamespace, block_keys
+from dualpath.core.control import ReadDone
+from dualpath.core.errors import ConfigError, StorageError
+from dualpath.engine.buffer import BlockBuffer
+from dualpath.engine.counters import Counters
+from dualpath.engine.read_queue import ReadQueue, ReadTask
+from dualpath.engine.trace import TraceRecorder
+from dualpath.laboratory.experiments.data_plane_settings import DataPlaneSettings, Rate, Reader
+from dualpath.laboratory.experiments.raw_nixl import FileRead, RawFileReader
+from dualpath.storage.block_file import HEADER_BYTES
+from dualpath.storage.posix import PosixStorage
+from dualpath.transport.memory import PAGE_BYTES, allocate_registered
+from dualpath.transport.nixl import NixlTransport
+
+_DEADLINE_S = 600.0
+_REQUEST = "read"
+
+ReadAll = Callable[[], None]
+
+
+class StoredBlocks:
+    """Full Blocks on the disk."""
+
+    def __init__(self, root: Path, settings: DataPlaneSettings) -> None:
+        self.settings = settings
+        self.root = root
+        geometry = settings.geometry
+        namespace = StoreNamespace("data-plane", "bytes", "none", geometry)
+        self.storage = PosixStorage(root, namespace, direct_io=True, sync=True)
+        tokens = range(geometry.block_tokens * settings.stored_blocks)
+        self.keys: list[BlockKey] = block_keys(tokens, geometry.block_tokens)
+        payload = np.random.default_rng(0).integers(
+            0, 256, geometry.full_block_bytes, dtype=np.uint8
+        )
+        for key in self.keys:
+            payload[: len(key)] = np.frombuffer(key, dtype=np.uint8)
+            self.storage.write([key], [payload.data])
+        self.paths = [str(self.storage.block_path(key)) for key in self.keys]
+        self.file_bytes = HEADER_BYTES + geometry.full_block_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        """Payload of all blocks."""
+        return len(self.keys) * self.settings.geometry.full_block_bytes
+
+    @property
+    def request_blocks(self) -> int:
+        """Blocks that a reader has memory for: several batches, as a buffer has."""
+        return min(4 * self.settings.read_batch_blocks, len(self.keys))
+
+    def flat_folder(self) -> Path:
+        """Return a folder with links to all blocks, as fio does not descend."""
+        folder = self.root / "flat"
+        if not folder.exists():
+            folder.mkdir()
+            for path in self.paths:
+                os.link(path, folder / Path(path).name)
+        return folder
+
+    def drop_cache(self) -> None:
+        """Make the next read of every block come from the disk."""
+        for path in self.paths:
+            file = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+
+def measure_reads(settings: DataPlaneSettings) -> dict[Reader, list[Rate]]:
+    """Return the rates of every reader, one per round; without fio its list is missing.
+
+    Raises ``ConfigError`` for a directory without direct I/O, ``StorageError`` for a bad block.
+    """
+    Path(settings.storage).mkdir(parents=True, exist_ok=True)
+    found: dict[Reader, list[Rate]] = {}
+    with tempfile.TemporaryDirectory(dir=settings.storage) as root:
+        stored = StoredBlocks(Path(root), settings)
+        with _read_queue(stored) as through_queue, _raw_nixl(stored) as through_nixl:
+            readers = {Reader.NIXL: through_nixl, Reader.READ_QUEUE: through_queue}
+            for read_all in readers.values():  # touches all memory
+                read_all()
+            for _ in range(settings.rounds):
+                if shutil.which("fio"):
+                    found.setdefault(Reader.FIO, []).append(_fio(stored))
+                for reader, read_all in readers.items():
+                    found.setdefault(reader, []).append(_timed(stored, read_all))
+    return found
+
+
+def _timed(stored: StoredBlocks, read_all: ReadAll) -> Rate:
+    stored.drop_cache()
+    before, start_s = _cpu_s(), time.perf_counter()
+    read_all()
+    wall_s = time.perf_counter() - start_s
+    return Rate(stored.payload_bytes / wall_s, (_cpu_s() - before) / stored.payload_bytes * 1e9)
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+class _FioRead(msgspec.Struct):
+    io_bytes: int
+    runtime: int
+    """ms"""
+
+
+class _FioJob(msgspec.Struct):
+    read: _FioRead
+    usr_cpu: float
+    sys_cpu: float
+    """Per cent of the time the job ran."""
+    job_runtime: int
+    """ms"""
+
+
+class _FioOutput(msgspec.Struct):
+    jobs: list[_FioJob]
+
+
+def _fio(stored: StoredBlocks) -> Rate:
+    """Let fio read the same files, each with one request, ``read_batch_blocks`` at a time."""
+    stored.drop_cache()
+    done = subprocess.run(
+        (
+            *("fio", "--name=read", "--rw=read", "--direct=1", "--ioengine=libaio"),
+            *(f"--iodepth={stored.settings.read_batch_blocks}", f"--bs={stored.file_bytes}"),
+            *(f"--opendir={stored.flat_folder()}", "--readonly", "--output-format=json"),
+        ),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise ConfigError(f"fio failed ({done.stderr.strip()[:200]}); remove it or mend it")
+    output = done.stdout[done.stdout.index("{") :]  # it may begin with notes
+    job = msgspec.json.decode(output, type=_FioOutput).jobs[0]
+    payload_share = stored.payload_bytes / (len(stored.paths) * stored.file_bytes)
+    payload_bytes = job.read.io_bytes * payload_share
+    cpu_s = (job.usr_cpu + job.sys_cpu) / 100 * job.job_runtime / 1000
+    return Rate(payload_bytes / job.read.runtime * 1000, cpu_s / payload_bytes * 1e9)
+
+
+@contextmanager
+def _raw_nixl(stored: StoredBlocks) -> Iterator[ReadAll]:
+    """Yield reads of ``read_batch_blocks`` at a time into as much memory as the read queue's."""
+    batch, slots = stored.settings.read_batch_blocks, stored.request_blocks
+    slot_bytes = -(-stored.file_bytes // PAGE_BYTES) * PAGE_BYTES
+    memory = allocate_registered(slots * slot_bytes)
+    reader = RawFileReader(memory)
+    reads = [
+        FileRead(path, memory.address + index % slots * slot_bytes, stored.file_bytes)
+        for index, path in enumerate(stored.paths)
+    ]
+
+    def read_all() -> None:
+        for start in range(0, len(reads), batch):
+            reader.read(reads[start : start + batch])
+
+    try:
+        yield read_all
+    finally:
+        reader.close()
+
+
+@contextmanager
+def _read_queue(stored: StoredBlocks) -> Iterator[ReadAll]:
+    """Yield reads as the traffic manager does them, of one request after the other."""
+    settings, answers = stored.settings, queue.SimpleQueue[ReadDone]()
+    request_blocks = stored.request_blocks
+    buffer = BlockBuffer(settings.geometry, request_blocks, lambda grant: None)
+    buffer.request(_REQUEST, request_blocks)
+    transport = NixlTransport("data-plane-reader", tls=settings.tls)
+    transport.register(buffer.region(), buffer.memory)
+    trace = TraceRecorder(None, "data-plane")
+    reader = ReadQueue(
+        stored.storage, buffer, Counters(), trace, answers.put, settings.parallel_reads
+    )
+    runs = [
+        stored.keys[start : start + request_blocks]
+        for start in range(0, len(stored.keys), request_blocks)
+    ]
+
+    def read_all() -> None:
+        for keys in runs:
+            reader.add(ReadTask(_REQUEST, 0, keys, trace.now_ns(), _DEADLINE_S))
+        # A short run may overtake a long one.
+        done = [answers.get() for _ in runs]
+        good_blocks, reasons = sum(d.good_blocks for d in done), [d.reason for d in done]
+        if good_blocks != len(stored.keys):
+            raise StorageError(
+                f"{good_blocks} of {len(stored.keys)} blocks are good ({reasons}); the disk or the "
+                "data path is defective"
+            )
+
+    try:
+        yield read_all
+    finally:
+        reader.close()
+        stored.storage.close()
+        transport.close()

@@ -1,0 +1,132 @@
+"""Isolation of the inference lane (§5.1, A.1): an all-to-all beside KV bulk, without and with QoS.
+
+On hardware the virtual lanes of the compute NIC keep KV away from collectives; in the lab the two
+HTB classes of every CNIC and loopback leg do.  The bulk is real: Layer Blocks that `NixlTransport`
+writes from DEs to PEs; it saturates the links it uses.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from dualpath.core.errors import ConfigError
+from dualpath.laboratory.experiments.isolation_nodes import Bulks, Exchanges, bulks, exchanges
+from dualpath.laboratory.experiments.isolation_report import Run, isolation_report
+from dualpath.laboratory.experiments.isolation_settings import Case, IsolationSettings, Leg
+from dualpath.laboratory.experiments.isolation_wire import BulkChecked, BulkCount
+from dualpath.laboratory.experiments.janitor import start_janitor
+from dualpath.laboratory.experiments.machine_load import BusyMeter
+from dualpath.laboratory.experiments.report import ExperimentReport
+from dualpath.laboratory.lab.cluster import LabState, lab_down, lab_up, link_reports
+from dualpath.laboratory.lab.machine import find_machine
+from dualpath.laboratory.lab.settings import Shaping
+
+
+class Beside(msgspec.Struct, frozen=True):
+    """What runs share: their place in the plan and the bulk, if there is any."""
+
+    leg: Leg
+    case: Case
+    repetition: int
+    bulk: Bulks | None = None
+
+    def count(self) -> list[BulkCount]:
+        """Return what every source of the bulk has moved so far."""
+        return [] if self.bulk is None else self.bulk.count()
+
+
+def measure_isolation(
+    settings: IsolationSettings, progress: Callable[[str], None] = lambda line: None
+) -> ExperimentReport:
+    """Make a lab, measure every case on it, remove it, and return the report.
+
+    Raises ``ConfigError`` if a lab of that name is there or the machine cannot shape links,
+    ``EngineLostError``, ``DeadlineError`` or ``TransportError`` if a process on a node fails.
+    The lab is removed whatever happens, also after ``kill -9``.
+    """
+    with _lab(settings) as state:
+        runs: list[Run] = []
+        checks: list[BulkChecked] = []
+        for leg in settings.legs:
+            with exchanges(settings, state, leg) as exchange:
+                for repetition in range(settings.repetitions):
+                    for case in Case:
+                        if case is Case.ALONE:
+                            beside = Beside(leg, case, repetition)
+                            runs += _measure_sizes(settings, exchange, beside, progress)
+                            continue
+                        with bulks(settings, state, leg, case) as bulk:
+                            beside = Beside(leg, case, repetition, bulk)
+                            runs += _measure_sizes(settings, exchange, beside, progress)
+                            checks.append(bulk.stop())
+        return isolation_report(settings, runs, checks, link_reports(state))
+
+
+@contextmanager
+def _lab(settings: IsolationSettings) -> Iterator[LabState]:
+    wanted = settings.lab_settings
+    if find_machine(wanted).shaping is Shaping.TOKEN_BUCKETS:
+        raise ConfigError(
+            "isolation needs links that the kernel shapes, and this machine lets this user have "
+            "none; be root or allow user namespaces (docs/how-to/lab.md)"
+        )
+    janitor = start_janitor(wanted.name)
+    try:
+        state = lab_up(wanted)
+        try:
+            yield state
+        finally:
+            lab_down(wanted.name)
+    finally:
+        janitor.kill()
+        janitor.wait()
+
+
+def _measure_sizes(
+    settings: IsolationSettings,
+    exchange: Exchanges,
+    beside: Beside,
+    progress: Callable[[str], None],
+) -> Iterator[Run]:
+    """Yield one run per size, each repeated while the machine is too busy; the last one stands."""
+    for message_bytes in settings.message_bytes:
+        for attempt in range(settings.attempts):
+            run = _measure_run(settings, exchange, beside, message_bytes, attempt)
+            progress(run.text)
+            if run.busy <= settings.most_busy:
+                break
+        yield run
+
+
+def _measure_run(
+    settings: IsolationSettings,
+    exchange: Exchanges,
+    beside: Beside,
+    message_bytes: int,
+    attempt: int,
+) -> Run:
+    period_s = settings.period_s(beside.leg, message_bytes)
+    rounds = settings.rounds_of_run(beside.leg, message_bytes)
+    meter = BusyMeter()
+    before = beside.count()
+    results = exchange.measure(message_bytes, period_s, rounds)
+    after = beside.count()
+    return Run(
+        leg=beside.leg,
+        case=beside.case,
+        repetition=beside.repetition,
+        message_bytes=message_bytes,
+        round_s=tuple(one for result in results for one in result.round_s),
+        late=sum(result.late for result in results),
+        wrong_messages=sum(result.wrong for result in results),
+        bulk_bytes_per_s=_bytes_per_s(before, after),
+        busy=meter.busy(),
+        rejected=attempt,
+    )
+
+
+def _bytes_per_s(before: list[BulkCount], after: list[BulkCount]) -> float:
+    """Return the rate of all sources together."""
+    pairs = zip(before, after, strict=True)
+    return sum((end.bytes - begin.bytes) / (end.at_s - begin.at_s) for begin, end in pairs)

@@ -1,0 +1,170 @@
+"""One node's part in the KV bulk: Layer Blocks through NIXL, as fast as its links let them.
+
+A target has one region of HBM per source.  A source writes its own region, whose every byte is
+known, over and over, a (request, layer) per posted transfer.
+"""
+
+import select
+import sys
+import time
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from dualpath.core.errors import TransportError
+from dualpath.laboratory.experiments.isolation_wire import (
+    BulkArguments,
+    BulkChecked,
+    BulkCount,
+    BulkTargets,
+    begin,
+    tell,
+)
+from dualpath.transport.contract import Direction, RegionInfo, Transfer, TransferState
+from dualpath.transport.memory import RegisteredMemory, allocate_registered
+from dualpath.transport.nixl import NixlTransport
+
+#: How often posted transfers are looked at; two in flight cover it at every rate of a lab.
+_LOOK_S = 0.002
+_DRAIN_DEADLINE_S = 30.0
+_BUFFER = "buffer"
+
+
+def contents(agent: str, arguments: BulkArguments) -> NDArray[np.uint8]:
+    """Return what an agent's buffer holds, one row per block."""
+    seed = list(agent.encode())
+    shape = (arguments.blocks * arguments.in_flight, arguments.block_bytes)
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+class Bulk:
+    """A node's agent with its buffer, the HBM that others write, and what it has posted."""
+
+    def __init__(self, arguments: BulkArguments) -> None:
+        self._arguments = arguments
+        # Shared memory would pass by the links: TCP alone.
+        self.transport = NixlTransport(
+            arguments.agent, tls="tcp", engine_config={"TCP_PORT_RANGE": arguments.ports}
+        )
+        self._buffer = self._register(_BUFFER)
+        self._buffer.array[:] = contents(arguments.agent, arguments).reshape(-1)
+        self._hbm = {source: self._register(source) for source in arguments.sources}
+        self._posted: dict[tuple[str, int], Transfer] = {}
+        self._done_bytes = 0
+
+    def write_to(self, targets: BulkTargets) -> None:
+        """Connect to the targets and post the first transfers."""
+        for info in targets.agents:
+            if info.agent != self._arguments.agent:
+                self.transport.connect(info)
+            for part in range(self._arguments.in_flight):
+                self._post(info.agent, part)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether transfers are posted."""
+        return bool(self._posted)
+
+    def look(self, *, again: bool) -> None:
+        """Count the transfers that are done, and ``again`` post each.
+
+        Raises ``TransportError`` if one has failed.
+        """
+        for (target, part), transfer in list(self._posted.items()):
+            state = transfer.poll()
+            if state is TransferState.MOVING:
+                continue
+            if state is TransferState.FAILED:
+                raise TransportError(f"KV bulk to {target!r}: {transfer.error()}")
+            transfer.release()
+            del self._posted[target, part]
+            self._done_bytes += transfer.bytes
+            if again:
+                self._post(target, part)
+
+    def count(self) -> BulkCount:
+        """Return what has arrived so far."""
+        return BulkCount(self._done_bytes, time.monotonic())
+
+    def stop(self) -> None:
+        """Wait for the posted transfers.
+
+        Raises ``TransportError`` if that takes longer than half a minute.
+        """
+        deadline_s = time.monotonic() + _DRAIN_DEADLINE_S
+        while self._posted:
+            self.look(again=False)
+            if time.monotonic() > deadline_s:
+                raise TransportError(f"KV bulk still moves after {_DRAIN_DEADLINE_S:g} s")
+            time.sleep(_LOOK_S)
+
+    def check(self) -> BulkChecked:
+        """Compare what sources have written with what they hold."""
+        wrong = 0
+        for source, memory in self._hbm.items():
+            expected = contents(source, self._arguments)
+            found = memory.array.reshape(expected.shape)
+            wrong += int((found != expected).any(axis=1).sum())
+        return BulkChecked(len(self._hbm) * self._blocks, wrong)
+
+    @property
+    def _blocks(self) -> int:
+        return self._arguments.blocks * self._arguments.in_flight
+
+    def _register(self, name: str) -> RegisteredMemory:
+        size = self._arguments.block_bytes
+        memory = allocate_registered(self._blocks * size)
+        self.transport.register(
+            RegionInfo(name, memory.address, size, size, self._blocks), keep_alive=memory
+        )
+        return memory
+
+    def _post(self, target: str, part: int) -> None:
+        first = part * self._arguments.blocks
+        # Every other block, then those between: neighbours in memory are no neighbours in a
+        # request, and NIXL would join them.
+        pieces = [
+            *range(first, first + self._arguments.blocks, 2),
+            *range(first + 1, first + self._arguments.blocks, 2),
+        ]
+        self._posted[target, part] = self.transport.post(
+            Direction.WRITE, _BUFFER, pieces, target, self._arguments.agent, pieces
+        )
+
+
+def main() -> None:
+    """Serve as the bulk of one node; argument: ``BulkArguments`` as JSON."""
+    bulk = Bulk(begin(BulkArguments))
+    tell(bulk.transport.info())
+    try:
+        while True:
+            timeout_s = _LOOK_S if bulk.is_writing else None
+            ready, _, _ = select.select([sys.stdin], [], [], timeout_s)
+            if ready and not _obey(bulk, sys.stdin.readline().strip()):
+                return
+            bulk.look(again=True)
+    finally:
+        bulk.transport.close()
+
+
+def _obey(bulk: Bulk, line: str) -> bool:
+    """Carry out one command; False at the end of the input."""
+    match line:
+        case "":
+            return False
+        case "count":
+            tell(bulk.count())
+        case "stop":
+            bulk.stop()
+            tell(bulk.count())
+        case "check":
+            tell(bulk.check())
+        case targets:
+            bulk.write_to(msgspec.json.decode(targets, type=BulkTargets))
+            tell("writing")
+    return True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""The report on job completion times: ratios, use of links, balance, targets."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from dualpath.core.modes import Mode
+from dualpath.laboratory.experiments.meters import NodeBytes
+from dualpath.laboratory.experiments.report import ExperimentReport, Target
+from dualpath.laboratory.experiments.run_lines import link_line, machine_lines, too_busy
+from dualpath.laboratory.experiments.runs import Measured
+from dualpath.laboratory.experiments.workload import Window
+from dualpath.laboratory.lab.cluster import LinkReport
+from dualpath.laboratory.lab.settings import LabSettings
+from dualpath.model.evaluation.report import NOTHING, Panel, Series, Table
+
+#: Windows over which the balance of storage NICs is averaged, and rates are drawn; a run has at
+#: least so many of them.
+WINDOW_S, _LEAST_WINDOWS = 1.0, 8
+#: Of the ideal ratio (P + D) / P with emulated and with real engines, and of Oracle's time.
+IDEAL_SHARE, REAL_IDEAL_SHARE, ORACLE_RATIO, SNIC_USE = 0.95, 0.85, 1.05, 0.95
+#: Reading takes so many times as long as computing, or so much less, to be judged by a target.
+_IO_BOUND, _IO_SUFFICES = 2.0, 0.9
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """All runs of one cluster."""
+
+    lab: LabSettings
+    links: tuple[LinkReport, ...]
+    agents: Sequence[Window]
+    runs: Mapping[Mode, Sequence[Measured]]
+
+    def jct_s(self, mode: Mode) -> float | None:
+        """Median over repetitions."""
+        return self.median(mode, lambda run: run.jct_s)
+
+    def median(self, mode: Mode, of: Callable[[Measured], float]) -> float | None:
+        """Return the median of something over a mode's runs; None without runs."""
+        runs = self.runs.get(mode)
+        return statistics.median(of(run) for run in runs) if runs else None
+
+    def typical(self, mode: Mode) -> Measured | None:
+        """Return the run of median JCT, the later of two."""
+        runs = sorted(self.runs.get(mode, ()), key=lambda run: run.jct_s)
+        return runs[len(runs) // 2] if runs else None
+
+    @property
+    def ideal_ratio(self) -> float:
+        """Of Basic to DualPath, if only storage counts: all SNICs read instead of P of them."""
+        return (self.lab.prefill + self.lab.decode) / self.lab.prefill
+
+    @property
+    def reading_share(self) -> float | None:
+        """How long all SNICs together need for the bytes, in units of Oracle's time."""
+        oracle, run = self.jct_s(Mode.ORACLE), self.typical(Mode.DUALPATH)
+        if oracle is None or run is None:
+            return None
+        nodes = self.lab.prefill + self.lab.decode
+        return run.storage_bytes / (nodes * self.lab.snic_bytes_per_s) / oracle
+
+
+def jct_report(
+    name: str,
+    command: str,
+    settings: tuple[str, ...],
+    jobs: Sequence[Job],
+    ideal_share: float = IDEAL_SHARE,
+) -> ExperimentReport:
+    """Return the report; the last job is the one whose links are drawn over time.
+
+    ``ideal_share`` of the ratio (P + D) / P is the target of a job bound by storage.
+    """
+    return ExperimentReport(
+        name=name,
+        title="Job completion time on shaped links",
+        command=command,
+        settings=(*settings, link_line(jobs[-1].links), *machine_lines(_all_runs(jobs))),
+        tables=(*(_table(job) for job in jobs), _balance_table(jobs), _cost_table(jobs)),
+        panels=(_jct_panel(jobs), *_link_panels(jobs[-1])),
+        targets=tuple(target for job in jobs for target in _targets(job, ideal_share)),
+        data={"jobs": [_data(job) for job in jobs]},
+        too_busy=too_busy(_all_runs(jobs)),
+    )
+
+
+def _all_runs(jobs: Sequence[Job]) -> list[Measured]:
+    return [run for job in jobs for done in job.runs.values() for run in done]
+
+
+def _table(job: Job) -> Table:
+    basic, oracle = job.jct_s(Mode.BASIC), job.jct_s(Mode.ORACLE)
+    rows = []
+    for mode in job.runs:
+        jct_s = job.jct_s(mode)
+        assert jct_s is not None
+        times = [run.jct_s for run in job.runs[mode]]
+        run = job.typical(mode)
+        assert run is not None
+        ttft = run.client.replay.summary.ttft_s
+        use = sorted(run.snic_use(job.lab.snic_bytes_per_s))
+        rows.append(
+            (
+                mode.value,
+                f"{jct_s:.2f}",
+                f"{min(times):.2f} - {max(times):.2f}",
+                NOTHING if basic is None else f"{basic / jct_s:.2f}",
+                NOTHING if oracle is None else f"{jct_s / oracle:.2f}",
+                NOTHING if ttft is None else f"{ttft.mean:.2f}",
+                f"{run.storage_bytes / 1e9:.2f}",
+                f"{use[-1]:.0%}" if use and run.storage_bytes > 0 else NOTHING,
+                f"{statistics.fmean(use):.0%}" if use and run.storage_bytes > 0 else NOTHING,
+                f"{max(r.busy for r in job.runs[mode]):.0%}",
+            )
+        )
+    columns = (
+        *("mode", "JCT s", "range s", "speed-up over basic", "x oracle", "mean TTFT s"),
+        *("read GB", "SNIC use, busiest", "SNIC use, mean", "machine busy"),
+    )
+    title = (
+        f"{job.lab.shape}: {len(job.agents)} agents, {job.ideal_ratio:g}x is ideal, "
+        "SNIC use over the middle half"
+    )
+    return Table(title, columns, tuple(rows))
+
+
+def _balance_table(jobs: Sequence[Job]) -> Table:
+    modes = [m for m in (Mode.ROUND_ROBIN, Mode.DUALPATH, Mode.SPLIT) if m in jobs[0].runs]
+    rows = tuple(
+        (
+            job.lab.shape,
+            *(f"{job.median(m, lambda run: run.snic_balance(window_s(run))):.2f}" for m in modes),
+        )
+        for job in jobs
+    )
+    title = f"Balance of storage NICs: max/avg of bytes read in windows of {WINDOW_S:g} s (Fig. 13)"
+    return Table(title, ("cluster", *(mode.value for mode in modes)), rows)
+
+
+def _cost_table(jobs: Sequence[Job]) -> Table:
+    rows = []
+    for job in jobs:
+        for mode, runs in job.runs.items():
+            if not mode.moves_bytes:
+                continue
+            engines = statistics.median(
+                _engine_cpu_s(run) / run.storage_bytes * 1e9 for run in runs
+            )
+            router = statistics.median(run.cpu_s["router"] for run in runs)
+            rows.append((job.lab.shape, mode.value, f"{engines:.2f}", f"{router:.2f}"))
+    columns = ("cluster", "mode", "engines, CPU-s per GB read", "router, CPU-s")
+    return Table("Processor time, verification of every block included", columns, tuple(rows))
+
+
+def _engine_cpu_s(run: Measured) -> float:
+    return sum(cpu for name, cpu in run.cpu_s.items() if name[:2] in ("pe", "de"))
+
+
+def _targets(job: Job, ideal_share: float) -> list[Target]:
+    basic, dualpath = job.jct_s(Mode.BASIC), job.jct_s(Mode.DUALPATH)
+    share = job.reading_share
+    if dualpath is None or share is None:
+        return []
+    shape, found = job.lab.shape, []
+    if basic is not None and share >= _IO_BOUND:
+        what = f"{shape}: Basic / DualPath, I/O-bound"
+        ideal = ideal_share * job.ideal_ratio
+        found.append(Target(what, basic / dualpath, ideal, True, f"ideal {job.ideal_ratio:g}"))
+        typical = job.typical(Mode.DUALPATH)
+        assert typical is not None
+        use = min(typical.snic_use(job.lab.snic_bytes_per_s))
+        what = f"{shape}: use of the least used SNIC, DualPath"
+        found.append(Target(what, use, SNIC_USE, True, "middle half of the run"))
+    oracle = job.jct_s(Mode.ORACLE)
+    if share <= _IO_SUFFICES and oracle is not None:
+        what = f"{shape}: DualPath / Oracle, SNICs suffice"
+        note = f"reading needs {share:.0%} of Oracle's time"
+        found.append(Target(what, dualpath / oracle, ORACLE_RATIO, False, note))
+    return found
+
+
+def _jct_panel(jobs: Sequence[Job]) -> Panel:
+    shapes = tuple(job.lab.shape for job in jobs)
+    series = tuple(
+        Series(mode.value, shapes, tuple(job.jct_s(mode) for job in jobs)) for mode in jobs[0].runs
+    )
+    return Panel("Job completion time", "grouped", "cluster", "JCT (s)", series)
+
+
+def _link_panels(job: Job) -> list[Panel]:
+    panels = []
+    for mode in (Mode.BASIC, Mode.DUALPATH):
+        run = job.typical(mode)
+        if run is None:
+            continue
+        for title, count in (("storage reads", "snic"), ("CNIC in", "cnic_in")):
+            series = tuple(
+                rate_series(run, node, count, window_s(run)) for node in run.samples[0].nodes
+            )
+            panels.append(
+                Panel(f"{job.lab.shape}, {mode.value}: {title}", "lines", "s", "MB/s", series)
+            )
+    return panels
+
+
+def window_s(run: Measured) -> float:
+    """Return the windows of a run: ``WINDOW_S``, or shorter ones in a short run."""
+    return min(WINDOW_S, run.jct_s / _LEAST_WINDOWS)
+
+
+def rate_series(run: Measured, node: str, count: str, width_s: float) -> Series:
+    """Return a node's rate in MB/s over windows of a run; ``count`` names a field of NodeBytes."""
+    x: list[float] = []
+    y: list[float | None] = []
+    begin = run.samples[0]
+    for sample in run.samples:
+        passed_s = sample.time_s - begin.time_s
+        if passed_s < width_s:
+            continue
+        moved = _counted(sample.nodes[node], count) - _counted(begin.nodes[node], count)
+        x.append((sample.time_s + begin.time_s) / 2)
+        y.append(moved / passed_s / 1e6)
+        begin = sample
+    return Series(node, tuple(x), tuple(y))
+
+
+def _counted(bytes_of_node: NodeBytes, count: str) -> int:
+    value = getattr(bytes_of_node, count)
+    assert isinstance(value, int)
+    return value
+
+
+def _data(job: Job) -> dict[str, Any]:
+    return {
+        "lab": job.lab,
+        "runs": {mode.value: [_run_data(run) for run in runs] for mode, runs in job.runs.items()},
+    }
+
+
+def _run_data(run: Measured) -> dict[str, Any]:
+    return {
+        "jct_s": run.jct_s,
+        "busy": run.busy,
+        "rejected": run.rejected,
+        "cpu_s": run.cpu_s,
+        "storage_bytes": run.storage_bytes,
+        "snic_balance": run.snic_balance(window_s(run)),
+        "verified": run.client.verified,
+        "wrong": run.client.wrong,
+        "summary": run.client.replay.summary,
+    }

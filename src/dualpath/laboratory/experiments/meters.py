@@ -1,0 +1,123 @@
+"""Bytes over the links of every node while a run lasts, from the kernel's own counters."""
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from dualpath.laboratory.lab.cluster import LabState
+from dualpath.laboratory.lab.machine import Node
+from dualpath.laboratory.lab.steps import CNIC, SNIC, cgroup_folder
+
+SAMPLE_S = 0.1
+
+
+class NodeBytes(msgspec.Struct, frozen=True):
+    """Bytes of a node so far: read from storage, over the CNIC either way, over its loopback leg.
+
+    -1 where this lab cannot count them.
+    """
+
+    snic: int
+    cnic_out: int
+    cnic_in: int
+    loopback: int
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """All nodes at one time; ``time_s`` is monotonic."""
+
+    time_s: float
+    nodes: dict[str, NodeBytes]
+
+
+class LinkMeter:
+    """Samples the links of all nodes every ``SAMPLE_S`` until it is stopped.
+
+    ``process_ids`` names one living process per node, through which the node's network is seen.
+    """
+
+    def __init__(
+        self, state: LabState, process_ids: Mapping[str, int], nodes: tuple[Node, ...]
+    ) -> None:
+        self._state = state
+        self._process_ids = dict(process_ids)
+        self._nodes = nodes
+        self._samples: list[Sample] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="link-meter", daemon=True)
+
+    def start(self) -> None:
+        """Begin to sample."""
+        self._thread.start()
+
+    def stop(self) -> list[Sample]:
+        """Take a last sample and return all."""
+        self._over.set()
+        self._thread.join()
+        self._samples.append(self._look())
+        return self._samples
+
+    def _run(self) -> None:
+        next_s = time.monotonic()
+        while not self._over.is_set():
+            self._samples.append(self._look())
+            next_s += SAMPLE_S
+            self._over.wait(max(next_s - time.monotonic(), 0))
+
+    def _look(self) -> Sample:
+        return Sample(time.monotonic(), {node.name: self._node(node) for node in self._nodes})
+
+    def _node(self, node: Node) -> NodeBytes:
+        devices = self._devices(node)
+        cnic, loopback = devices.get(CNIC), devices.get("lo")
+        return NodeBytes(
+            snic=self._read_bytes(node, devices),
+            cnic_out=cnic[1] if cnic else -1,
+            cnic_in=cnic[0] if cnic else -1,
+            loopback=loopback[1] if loopback and cnic else -1,
+        )
+
+    def _devices(self, node: Node) -> dict[str, tuple[int, int]]:
+        """Return (received, sent) bytes of the node's network devices."""
+        path = Path(f"/proc/{self._process_ids[node.name]}/net/dev")
+        try:
+            return parse_devices(path.read_text(encoding="utf-8"))
+        except OSError:  # the process has ended
+            return {}
+
+    def _read_bytes(self, node: Node, devices: Mapping[str, tuple[int, int]]) -> int:
+        machine = self._state.machine
+        if SNIC in devices:
+            return devices[SNIC][0]
+        if machine.cgroups is None:
+            return -1
+        name = "blkio.throttle.io_service_bytes" if machine.cgroups.version == 1 else "io.stat"
+        text = (Path(cgroup_folder(machine.cgroups, node)) / name).read_text(encoding="utf-8")
+        return parse_read_bytes(text, machine.device_number)
+
+
+def parse_devices(text: str) -> dict[str, tuple[int, int]]:
+    """Return (received, sent) bytes by device, given /proc/net/dev."""
+    found = {}
+    for line in text.splitlines()[2:]:
+        name, _, numbers = line.partition(":")
+        words = numbers.split()
+        found[name.strip()] = (int(words[0]), int(words[8]))
+    return found
+
+
+def parse_read_bytes(text: str, device_number: str) -> int:
+    """Return the bytes read from a device, given io_service_bytes (v1) or io.stat (v2)."""
+    for line in text.splitlines():
+        device, *words = line.split()
+        if device != device_number:
+            continue
+        if words[0] == "Read":
+            return int(words[1])
+        for word in words:
+            if word.startswith("rbytes="):
+                return int(word.removeprefix("rbytes="))
+    return 0

@@ -1,0 +1,61 @@
+"""What every report on runs says of links, machine and verification."""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from dualpath.core.modes import Mode
+from dualpath.laboratory.experiments.machine_load import BUSY_LIMIT
+from dualpath.laboratory.experiments.runs import Measured
+from dualpath.laboratory.lab.cluster import LinkReport
+
+
+class _Run(Protocol):
+    @property
+    def mode(self) -> Mode: ...
+
+    @property
+    def busy(self) -> float: ...
+
+
+def link_line(links: Sequence[LinkReport]) -> str:
+    """Say how fast every kind of link is and who shapes it."""
+    found = "; ".join(
+        f"{link.link} {link.bytes_per_s / 1e6:g} MB/s ({link.how if link.shaped else 'NOT SHAPED'})"
+        for link in links
+    )
+    return f"Links per node: {found}."
+
+
+def machine_lines(runs: Sequence[Measured]) -> tuple[str, ...]:
+    """Say how busy the machine was and what was verified."""
+    rejected = sum(run.rejected for run in runs)
+    spoilt = f", {rejected} spoilt runs repeated" if rejected else ""
+    warning = " TOO BUSY: links may not have held their rates." if too_busy(runs) else ""
+    return (
+        f"Machine at most {_busiest(runs):.0%} busy in a run that uses links (limit "
+        f"{BUSY_LIMIT:.0%}{spoilt}).{warning}",
+        _verified(runs),
+    )
+
+
+def too_busy(runs: Iterable[_Run]) -> bool:
+    """Tell whether the machine was too busy for the links in any of ``runs``."""
+    return _busiest(runs) > BUSY_LIMIT
+
+
+def _busiest(runs: Iterable[_Run]) -> float:
+    """Return the largest busy share of runs that use links: Oracle moves no bytes."""
+    return max((run.busy for run in runs if run.mode.moves_bytes), default=0.0)
+
+
+def _verified(runs: Sequence[Measured]) -> str:
+    verified = sum(sum(run.client.verified.values()) for run in runs)
+    wrong = sum(sum(run.client.wrong.values()) for run in runs)
+    if verified:
+        return f"{verified:,} Layer Blocks compared on arrival, {wrong or 'none'} wrong."
+    servers = [run.client.replay.server for run in runs]
+    again = sum(server.recomputed_tokens or 0 for server in servers if server is not None)
+    return (
+        "Every block read from storage has a checksum that is verified; a bad block is computed "
+        f"again: {again:,} tokens were."
+    )

@@ -1,0 +1,143 @@
+"""What agents do in a lab: windows of long trajectories, scaled so that two cores can move them.
+
+An agent of a lab is met in the middle of its trajectory: the KV of what it did before is stored
+before the run begins, and its next turns are replayed.  So a short run has the context lengths and
+hit rates of the whole trace, which the first turns of every trajectory have not.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from dualpath.core.errors import ConfigError
+from dualpath.core.request import Round, Trajectory
+from dualpath.laboratory.workload.formats import read_trace
+from dualpath.laboratory.workload.generator import DATASETS, GeneratorSettings
+from dualpath.laboratory.workload.generator import generate as generate_rounds
+from dualpath.laboratory.workload.token_session import TokenSession
+
+
+class Window(msgspec.Struct, frozen=True):
+    """What one agent replays: the first ``history_tokens`` of its first prompt are stored."""
+
+    history_tokens: int
+    trajectory: Trajectory
+
+
+class WindowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``agents`` windows of ``turns`` turns.
+
+    ``trace`` is a name of Table 2 (generated), or a file of rounds ([append, generated] token
+    counts).  All token counts are multiplied by ``scale``, those of the replayed turns besides by
+    ``scale_append`` and ``scale_generate`` (Fig. 9).  ``even`` generates without spread: all
+    trajectories and turns alike, so that no agent is the last for long.
+    """
+
+    trace: str = "32K"
+    agents: int = 16
+    turns: int = 4
+    scale: float = 0.125
+    scale_append: float = 1.0
+    scale_generate: float = 1.0
+    even: bool = False
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for the first value out of range."""
+        limits: dict[str, tuple[float, float]] = {"agents": (1, 100_000), "turns": (1, 10_000)}
+        limits |= dict.fromkeys(("scale", "scale_append", "scale_generate"), (1e-4, 100.0))
+        for name, (least, most) in limits.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ConfigError(f"{name} is {value:g}, must be between {least:g} and {most:g}")
+
+
+def windows(settings: WindowSettings) -> list[Window]:
+    """Return one window per agent.
+
+    Where in its trajectory an agent is met is drawn evenly; equal settings give equal windows.
+    Raises ``ConfigError`` if no trajectory is long enough.
+    """
+    settings.check()
+    long_enough = [t for t in _trajectories(settings) if len(t.rounds) > settings.turns]
+    if not long_enough:
+        raise ConfigError(
+            f"no trajectory of {settings.trace!r} has more than {settings.turns} turns; take fewer"
+        )
+    rng = np.random.default_rng([settings.seed, 7])
+    found: list[Window] = []
+    for index in range(settings.agents):
+        trajectory = long_enough[index % len(long_enough)]
+        start = int(rng.integers(1, len(trajectory.rounds) - settings.turns + 1))
+        found.append(_window(trajectory, index, start, settings))
+    return found
+
+
+def write_rounds(found: Sequence[Window], path: Path) -> None:
+    """Write what agents replay in the form of §A.3, for ``dualpath replay``."""
+    _write(path, {w.trajectory.session_id: _pairs(w.trajectory) for w in found})
+
+
+def write_histories(found: Sequence[Window], path: Path) -> None:
+    """Write a trace that stores every agent's history: one prompt, which its first one begins with.
+
+    A session's tokens are drawn one after the other, so the shorter prompt is a prefix.
+    """
+    _write(path, {w.trajectory.session_id: [(w.history_tokens, 1)] for w in found})
+
+
+def _pairs(trajectory: Trajectory) -> list[tuple[int, int]]:
+    return [(r.append_tokens, r.generated_tokens) for r in trajectory.rounds]
+
+
+def _write(path: Path, rounds: Mapping[str, list[tuple[int, int]]]) -> None:
+    lines = [
+        msgspec.json.encode({"session_id": name, "rounds": pairs}) for name, pairs in rounds.items()
+    ]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+def _trajectories(settings: WindowSettings) -> list[Trajectory]:
+    if settings.trace not in DATASETS:
+        sessions = read_trace(settings.trace)
+        lengths = [s.trajectory for s in sessions if isinstance(s, TokenSession)]
+        if not lengths:
+            raise ConfigError(
+                f"{settings.trace!r} holds no rounds of token counts; give such a file, or one of "
+                f"{', '.join(DATASETS)}"
+            )
+        return lengths
+    spread = GeneratorSettings(trajectories=max(settings.agents, 10))
+    if settings.even:
+        spread = msgspec.structs.replace(
+            spread, total_sigma=0.0, first_prompt_sigma=0.0, append_sigma=0.0, generated_sigma=0.0
+        )
+    columns = generate_rounds(DATASETS[settings.trace], settings.seed, spread)
+    pairs = list(
+        zip(columns.append_tokens.tolist(), columns.generated_tokens.tolist(), strict=True)
+    )
+    bounds = columns.first_round.tolist()
+    return [
+        Trajectory(f"{settings.trace}-{index}", tuple(Round(*pair) for pair in pairs[start:end]))
+        for index, (start, end) in enumerate(pairwise(bounds))
+    ]
+
+
+def _window(trajectory: Trajectory, agent: int, start: int, settings: WindowSettings) -> Window:
+    before = trajectory.rounds[:start]
+    history = _scaled(sum(r.append_tokens + r.generated_tokens for r in before), settings.scale)
+    append = settings.scale * settings.scale_append
+    generate = settings.scale * settings.scale_generate
+    rounds = [
+        Round(_scaled(r.append_tokens, append), _scaled(r.generated_tokens, generate))
+        for r in trajectory.rounds[start : start + settings.turns]
+    ]
+    first = Round(history + rounds[0].append_tokens, rounds[0].generated_tokens)
+    return Window(history, Trajectory(f"agent-{agent}", (first, *rounds[1:])))
+
+
+def _scaled(tokens: int, scale: float) -> int:
+    return max(round(tokens * scale), 1)

@@ -1,0 +1,147 @@
+"""What of a lab exists on this machine, found by name and not by memory.
+
+A lab that crashed while it was made or removed is in no known state; what is there is what counts.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from dualpath.laboratory.lab.machine import NAMESPACE_FOLDER, find_cgroups, lab_folder, prefix
+
+_MEMORY_FOLDERS = (Path("/dev/shm"),)
+
+
+class Leftovers(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that carries a lab's prefix, and the processes that live in it."""
+
+    process_ids: tuple[int, ...] = ()
+    mounts: tuple[str, ...] = ()
+    loop_devices: tuple[str, ...] = ()
+    namespaces: tuple[str, ...] = ()
+    cgroups: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+
+    @property
+    def nothing(self) -> bool:
+        """Whether there is nothing."""
+        return not any(msgspec.structs.astuple(self))
+
+    def counts(self) -> str:
+        """Say what there is, in words."""
+        rows = zip(self.__struct_fields__, msgspec.structs.astuple(self), strict=True)
+        words = {"process_ids": "processes"}
+        return ", ".join(
+            f"{words.get(name, name.replace('_', ' '))} {len(found)}"
+            for name, found in rows
+            if found
+        )
+
+
+def find_leftovers(lab: str) -> Leftovers:
+    """Return what is there of a lab, made by whomever this user may see."""
+    start = prefix(lab)
+    mounts = Path("/proc/mounts").read_text(encoding="utf-8")
+    namespaces = _children(NAMESPACE_FOLDER, start)
+    groups = _cgroups(mounts, start)
+    files, folders = _files([lab_folder(), *_MEMORY_FOLDERS], start)
+    return Leftovers(
+        process_ids=tuple(sorted(_processes(start, namespaces, groups))),
+        mounts=mounts_of(mounts, start),
+        loop_devices=tuple(_loop_devices(start)),
+        namespaces=tuple(path.name for path in namespaces),
+        cgroups=tuple(map(str, groups)),
+        folders=tuple(map(str, folders)),
+        files=tuple(map(str, files)),
+    )
+
+
+def mounts_of(mounts: str, start: str) -> tuple[str, ...]:
+    """Return mount points whose last part begins with ``start``, given /proc/mounts; last first.
+
+    Without those of named network namespaces, which go when their name is deleted.
+    """
+    points = [Path(line.split()[1]) for line in mounts.splitlines()]
+    return tuple(
+        str(point)
+        for point in reversed(points)
+        if point.name.startswith(start) and point.parent != NAMESPACE_FOLDER
+    )
+
+
+def is_alive(process_id: int, started_ticks: int) -> bool:
+    """Whether the process of that number is still the one that started then."""
+    return started_ticks == start_ticks(process_id)
+
+
+def start_ticks(process_id: int) -> int:
+    """Return when a process started, in ticks since the system did; 0 if there is none."""
+    try:
+        text = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    # The name may hold spaces and brackets; the fields after it may not.
+    fields = text.rpartition(")")[2].split()
+    return 0 if fields[0] == "Z" else int(fields[19])
+
+
+def _processes(start: str, namespaces: Iterable[Path], groups: Iterable[Path]) -> set[int]:
+    """Return processes in the lab's cgroups, network namespaces or user namespace."""
+    found: set[int] = set()
+    for group in groups:
+        found.update(map(int, (group / "cgroup.procs").read_text(encoding="utf-8").split()))
+    networks = {os.stat(path).st_ino for path in namespaces}
+    everyone = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    found.update(pid for pid in everyone if _namespace(pid, "net") in networks)
+    markers = {f"{start}anchor".encode(), f"{start}s3".encode()}
+    anchors = [pid for pid in everyone if markers & set(_arguments(pid))]
+    # An anchor that has not reached its own namespace yet still shares ours.
+    users = {_namespace(pid, "user") for pid in anchors} - {_namespace(os.getpid(), "user"), 0}
+    found.update(anchors, (pid for pid in everyone if _namespace(pid, "user") in users))
+    return found - {os.getpid()}
+
+
+def _namespace(process_id: int, kind: str) -> int:
+    """Return the inode of a process's namespace, 0 where it is gone or somebody else's."""
+    try:
+        return os.stat(f"/proc/{process_id}/ns/{kind}").st_ino
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        return 0
+
+
+def _arguments(process_id: int) -> list[bytes]:
+    try:
+        if os.stat(f"/proc/{process_id}").st_uid != os.geteuid():
+            return []
+        return Path(f"/proc/{process_id}/cmdline").read_bytes().split(b"\0")
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        return []
+
+
+def _cgroups(mounts: str, start: str) -> list[Path]:
+    cgroups = find_cgroups(mounts)
+    return [] if cgroups is None else _children(Path(cgroups.root), start)
+
+
+def _loop_devices(start: str) -> Iterator[str]:
+    for entry in sorted(Path("/sys/block").glob("loop*")):
+        backing = entry / "loop" / "backing_file"
+        if backing.exists():
+            image = backing.read_text(encoding="utf-8").strip()
+            if Path(image).name.startswith(start):
+                yield f"/dev/{entry.name}"
+
+
+def _files(places: Iterable[Path], start: str) -> tuple[list[Path], list[Path]]:
+    """Return files and folders of the lab."""
+    found = [path for place in places for path in _children(place, start)]
+    return [p for p in found if not p.is_dir()], [p for p in found if p.is_dir()]
+
+
+def _children(folder: Path, start: str) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.name.startswith(start))

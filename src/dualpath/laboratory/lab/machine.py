@@ -1,0 +1,232 @@
+"""What this machine can give a lab, and the names of everything a lab makes.
+
+Every name begins with the lab's prefix, so that a lab whose records are lost is still found.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from dualpath.core.errors import ConfigError
+from dualpath.laboratory.lab.s3_server import S3Server, find_s3_server
+from dualpath.laboratory.lab.settings import LabSettings, Shaping, StorageServer
+
+#: Where `ip netns` keeps named network namespaces.
+NAMESPACE_FOLDER = Path("/run/netns")
+_MEMORY_FOLDER = Path("/dev/shm")
+_HEAD_HOST = 1
+_FIRST_HOST = 10
+_COMMAND_DEADLINE_S = 30.0
+
+
+class Cgroups(msgspec.Struct, frozen=True):
+    """The hierarchy that throttles block devices: ``version`` 1 or 2, mounted at ``root``."""
+
+    version: int
+    root: str
+
+
+class LabMachine(msgspec.Struct, frozen=True, kw_only=True):
+    """What one lab gets.
+
+    ``shaping`` is never AUTO.  ``folder`` holds the lab's files.  ``storage`` is the folder that
+    all nodes read; ``image`` and ``loop_device`` are empty unless the lab makes a file system for
+    it, which then is mounted there.  ``device_number`` (major:minor) is the block device throttled
+    through ``cgroups``; without one, no kernel throttles reads of the folder.  ``s3_server`` serves
+    the folder if the settings say so.
+    """
+
+    shaping: Shaping
+    folder: str
+    storage: str
+    image: str = ""
+    loop_device: str = ""
+    device_number: str = ""
+    cgroups: Cgroups | None = None
+    s3_server: S3Server | None = None
+
+
+class Node(msgspec.Struct, frozen=True):
+    """One node: its short name (pe0, de1), its network namespace and cgroup, its address."""
+
+    name: str
+    full_name: str
+    address: str
+
+
+def prefix(lab: str) -> str:
+    """Return what every name that the lab gives begins with."""
+    return f"dualpath-{lab}-"
+
+
+def nodes(settings: LabSettings) -> tuple[Node, ...]:
+    """Return the nodes, prefill first."""
+    names = [f"pe{i}" for i in range(settings.prefill)]
+    names += [f"de{i}" for i in range(settings.decode)]
+    return tuple(
+        Node(name, prefix(settings.name) + name, f"10.77.0.{_FIRST_HOST + index}")
+        for index, name in enumerate(names)
+    )
+
+
+def head_node(settings: LabSettings) -> Node:
+    """Return the switch as a node, for router and clients: all nodes reach it, no link is its own.
+
+    It has no SNIC, so no cgroup.
+    """
+    return Node("head", f"{prefix(settings.name)}switch", f"10.77.0.{_HEAD_HOST}")
+
+
+def lab_folder(environment: Mapping[str, str] = os.environ, user_id: int | None = None) -> Path:
+    """Return the folder for records of labs; it need not exist.
+
+    For root it is in the system's runtime folder, which a restart empties like the lab itself; for
+    others `$XDG_STATE_HOME/dualpath`, else `~/.local/state/dualpath`, as a lab of theirs has a
+    runtime folder of its own.
+    """
+    if (os.geteuid() if user_id is None else user_id) == 0:
+        return Path("/run/dualpath")
+    if environment.get("XDG_STATE_HOME"):
+        return Path(environment["XDG_STATE_HOME"]).absolute() / "dualpath"
+    return Path.home() / ".local" / "state" / "dualpath"
+
+
+def state_file(lab: str, folder: Path) -> Path:
+    """Return the record of a lab."""
+    return folder / f"{prefix(lab)}state.json"
+
+
+def find_machine(settings: LabSettings) -> LabMachine:
+    """Look at this machine and return what the lab gets; makes nothing.
+
+    Raises ``ConfigError`` if it cannot have what ``settings.shaping`` asks for.
+    """
+    shaping = _shaping(settings.shaping)
+    folder = lab_folder()
+    storage = str(Path(settings.storage).absolute()) if settings.storage else ""
+    if storage and not Path(storage).is_dir():
+        raise ConfigError(f"storage {storage!r} is no folder; make it or leave the setting out")
+    own = str(folder / f"{prefix(settings.name)}storage")
+    server = None
+    if settings.storage_server is StorageServer.S3:
+        server = find_s3_server()
+        if shaping is Shaping.TOKEN_BUCKETS:
+            raise ConfigError(
+                "storage_server s3 with shaping token-buckets has no link to shape; leave "
+                "storage_server out, or allow shaping root or user-namespaces"
+            )
+    if shaping is not Shaping.ROOT:
+        return LabMachine(
+            shaping=shaping, folder=str(folder), storage=storage or own, s3_server=server
+        )
+    # With a server the link is what is throttled.
+    mounts = Path("/proc/mounts").read_text(encoding="utf-8")
+    cgroups = None if server else find_cgroups(mounts)
+    if storage:
+        number = _disk_number(Path(storage)) if cgroups else ""
+        return LabMachine(
+            shaping=shaping,
+            folder=str(folder),
+            storage=storage,
+            device_number=number,
+            cgroups=cgroups if number else None,
+            s3_server=server,
+        )
+    made = _with_image(settings, folder, own, cgroups)
+    return msgspec.structs.replace(made, s3_server=server)
+
+
+def _with_image(
+    settings: LabSettings, folder: Path, storage: str, cgroups: Cgroups | None
+) -> LabMachine:
+    _require("losetup", "mkfs.ext4", "mount", "umount")
+    memory = _MEMORY_FOLDER if _MEMORY_FOLDER.is_dir() else folder
+    loop_device = _output("losetup", "--find")
+    number = Path("/sys/block") / Path(loop_device).name / "dev"
+    return LabMachine(
+        shaping=Shaping.ROOT,
+        folder=str(folder),
+        storage=storage,
+        image=str(memory / f"{prefix(settings.name)}storage.img"),
+        loop_device=loop_device,
+        device_number=number.read_text(encoding="utf-8").strip() if cgroups else "",
+        cgroups=cgroups,
+    )
+
+
+def find_cgroups(mounts: str) -> Cgroups | None:
+    """Return the hierarchy that throttles block devices, given the contents of /proc/mounts."""
+    rows = [line.split() for line in mounts.splitlines()]
+    for _, root, kind, options, *_ in rows:
+        if kind == "cgroup" and "blkio" in options.split(","):
+            return Cgroups(1, root)
+    for _, root, kind, *_ in rows:
+        if kind == "cgroup2" and "io" in _words(Path(root) / "cgroup.controllers"):
+            return Cgroups(2, root)
+    return None
+
+
+def _words(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8").split() if file.exists() else []
+
+
+def _shaping(wanted: Shaping) -> Shaping:
+    refusals = []
+    for shaping in (Shaping.ROOT, Shaping.USER_NAMESPACES):
+        if wanted not in (Shaping.AUTO, shaping):
+            continue
+        refusal = _refusal(shaping)
+        if not refusal:
+            return shaping
+        refusals.append(f"{shaping.value}: {refusal}")
+    if wanted in (Shaping.AUTO, Shaping.TOKEN_BUCKETS):
+        return Shaping.TOKEN_BUCKETS
+    raise ConfigError(f"shaping is {'; '.join(refusals)}; mend it or choose another shaping")
+
+
+def _refusal(shaping: Shaping) -> str:
+    """Return why this user cannot have it here, or nothing."""
+    missing = [tool for tool in ("ip", "tc", "nsenter", "unshare") if not shutil.which(tool)]
+    if missing:
+        return f"{', '.join(missing)} not found, install iproute2 and util-linux"
+    if shaping is Shaping.ROOT and os.geteuid() != 0:
+        return "needs root"
+    options = ("--net",) if shaping is Shaping.ROOT else ("-Urnm",)
+    tried = subprocess.run(
+        ("unshare", *options, "true"), capture_output=True, text=True, timeout=_COMMAND_DEADLINE_S
+    )
+    return "" if tried.returncode == 0 else f"the kernel refuses ({tried.stderr.strip()})"
+
+
+def _disk_number(folder: Path) -> str:
+    """Return major:minor of the whole disk below a folder, or nothing if no disk is below it."""
+    device = os.stat(folder).st_dev
+    entry = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    if not entry.exists():
+        return ""
+    entry = entry.resolve()
+    disk = entry.parent if (entry / "partition").exists() else entry
+    return (disk / "dev").read_text(encoding="utf-8").strip()
+
+
+def _require(*tools: str) -> None:
+    missing = [tool for tool in tools if not shutil.which(tool)]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not found, needed for storage in memory; install util-linux and "
+            "e2fsprogs, or name a folder with --storage"
+        )
+
+
+def _output(*argv: str) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=_COMMAND_DEADLINE_S)
+    if done.returncode:
+        raise ConfigError(
+            f"{' '.join(argv)} says {done.stderr.strip()!r}; without a free loop device name a "
+            "folder with --storage"
+        )
+    return done.stdout.strip()

@@ -1,0 +1,177 @@
+"""Tiny models with random weights, for tests of token identity.
+
+They are float32, and engines must be told so (`dtype="float32"`): vLLM's `auto` makes bfloat16 of
+float32 weights. In bfloat16 even one engine, asked twice with other batch shapes, differs by more
+than the gap between two likely tokens. The weights are drawn wide enough for the greedy token to
+depend on the whole context, so that KV read from a wrong place changes the output.
+
+    kind          attention            layers  KV of a token and layer
+    qwen2         grouped, 4 KV heads  8       1,024 bytes
+    deepseek_v2   MLA                  4       2,304 bytes (compressed KV 512 + rotary key 64)
+
+vLLM's CPU build runs `deepseek_v2` correctly only with `MLA_COMPILATION_CONFIG`, with blocks of 16
+tokens and, on CPUs with AMX, with `--attention-backend CPU_MLA`.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from dualpath.core.errors import ConfigError
+from dualpath.laboratory.models.chat_template import CHAT_TEMPLATE
+from dualpath.laboratory.models.prepared import cache_directory, prepare
+
+if TYPE_CHECKING:
+    from transformers import DeepseekV2Config, PreTrainedTokenizerFast, Qwen2Config
+
+TinyKind = Literal["qwen2", "deepseek_v2"]
+
+KINDS: tuple[TinyKind, ...] = get_args(TinyKind)
+DEFAULT_LAYERS: dict[TinyKind, int] = {"qwen2": 8, "deepseek_v2": 4}
+
+# vLLM's CPU rotary operator reads MLA's three-dimensional rotary keys wrongly.
+MLA_COMPILATION_CONFIG = {"custom_ops": ["-rotary_embedding"]}
+
+# Raise it when the files written here change: cached models are then made anew.
+GENERATOR_VERSION = 1
+
+VOCABULARY_TOKENS = 512
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+END_OF_TEXT_ID, START_ID, END_ID = range(3)
+
+TRAINING_TEXT = (
+    "An agent works in rounds: it reads a file, runs a command, and waits for the answer.",
+    "Every round appends a little to a long context, and nearly all of it was seen before.",
+    "The storage holds the key-value cache of those rounds, block by block and layer by layer.",
+    "A prefill engine reads through one path, a decode engine reads through the other path.",
+    "def load(block, layer):\n    return storage.read(block.key, offset=layer * layer_bytes)\n",
+    "Traceback (most recent call last): FileNotFoundError: [Errno 2] No such file or directory",
+    "When the network of the storage is the bottleneck, the idle network helps to carry the load.",
+    "The scheduler balances tokens and requests, and the quota keeps the engines in step.",
+    "system user assistant tool: please fix the failing test, then run the whole suite again.",
+)
+
+
+def make_tiny_model(
+    kind: TinyKind, directory: Path | None = None, seed: int = 0, layers: int | None = None
+) -> Path:
+    """Return the directory of a random model; made on the first call with these arguments.
+
+    Args:
+        kind: architecture, one of `KINDS`.
+        directory: where to write; default: a directory in `cache_directory()`.
+        seed: of the weights; the same seed gives the same bytes.
+        layers: number of layers, at least 1; default `DEFAULT_LAYERS[kind]`.
+
+    Raises:
+        ConfigError: unknown kind, `layers` below 1, or `directory` cannot be used.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"unknown tiny model {kind!r}: choose one of {', '.join(KINDS)}")
+    count = DEFAULT_LAYERS[kind] if layers is None else layers
+    if count < 1:
+        raise ConfigError(f"a model of {count} layers cannot run: ask for at least 1")
+    name = f"tiny-{kind}-{count}-layers-seed-{seed}"
+    stamp: dict[str, str | int] = {"model": name, "generator_version": GENERATOR_VERSION}
+    target = directory or cache_directory() / name
+    return prepare(target, stamp, lambda empty: _write_model(kind, empty, seed, count))
+
+
+def _write_model(kind: TinyKind, directory: Path, seed: int, layers: int) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = train_tokenizer()
+    config = _qwen2_config(layers) if kind == "qwen2" else _deepseek_v2_config(layers)
+    # The caller's random state is its own.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _qwen2_config(layers: int) -> "Qwen2Config":
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+        initializer_range=0.12,
+        **_shared_settings(),
+    )
+
+
+def _deepseek_v2_config(layers: int) -> "DeepseekV2Config":
+    from transformers import DeepseekV2Config
+
+    return DeepseekV2Config(
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=128,
+        num_hidden_layers=layers,
+        # Experts would add nothing to what tests of KV loading look at: all layers are dense.
+        first_k_dense_replace=layers,
+        n_routed_experts=2,
+        n_shared_experts=1,
+        num_experts_per_tok=1,
+        n_group=1,
+        topk_group=1,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        max_position_embeddings=8192,
+        initializer_range=0.08,
+        **_shared_settings(),
+    )
+
+
+def _shared_settings() -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY_TOKENS,
+        "tie_word_embeddings": False,
+        "bos_token_id": START_ID,
+        "eos_token_id": END_ID,
+        "pad_token_id": END_OF_TEXT_ID,
+    }
+
+
+def train_tokenizer() -> "PreTrainedTokenizerFast":
+    """Return a byte-level tokenizer of exactly `VOCABULARY_TOKENS` tokens.
+
+    Not fewer than the model's, so that every id a random model samples has a text.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_TOKENS,
+        min_frequency=1,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TRAINING_TEXT, trainer)
+    if tokenizer.get_vocab_size() != VOCABULARY_TOKENS:
+        raise ConfigError(
+            f"training gave {tokenizer.get_vocab_size()} tokens instead of {VOCABULARY_TOKENS}: "
+            "install the pinned version of tokenizers (constraints/runtime.txt)"
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=SPECIAL_TOKENS[START_ID],
+        eos_token=SPECIAL_TOKENS[END_ID],
+        pad_token=SPECIAL_TOKENS[END_OF_TEXT_ID],
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )

@@ -1,0 +1,101 @@
+"""When agents arrive: all at once (§7.3), at random (§7.4), or as recorded."""
+
+import csv
+import lzma
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualpath.core.errors import ConfigError, TraceError
+from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.agents import MAX_AGENTS, arrival_times_s
+
+FloatArray = NDArray[np.float64]
+
+
+def with_arrivals(table: AgentTable, times_s: Sequence[float] | FloatArray) -> AgentTable:
+    """Return ``table`` with its agents starting at ``times_s``; sub-agents follow their parents.
+
+    Raises ``ConfigError`` unless there is one finite time ≥ 0 per agent that is no sub-agent.
+    """
+    times = np.asarray(times_s, np.float64)
+    own = table.start_after_round < 0
+    agents = int(own.sum())
+    if times.shape != (agents,):
+        raise ConfigError(
+            f"{times.size} arrival times for {agents} agents; give one for each of them"
+        )
+    wrong = np.flatnonzero(~((times >= 0) & np.isfinite(times)))
+    if wrong.size:
+        raise ConfigError(
+            f"arrival {wrong[0]} is at {times[wrong[0]]} s, must be finite and at least 0"
+        )
+    start_s = table.start_s.copy()
+    start_s[own] = times
+    return table._replace(start_s=start_s)
+
+
+def poisson_times_s(agents: int, agents_per_s: float, seed: int) -> FloatArray:
+    """Return when ``agents`` agents arrive at random; the times of ``dualpath replay --aps``."""
+    return np.asarray(arrival_times_s(agents, agents_per_s, seed))
+
+
+def poisson_times_for_s(duration_s: float, agents_per_s: float, seed: int) -> FloatArray:
+    """Return all random arrivals before ``duration_s``, perhaps none.
+
+    They are the first of those that ``poisson_times_s`` gives for the same rate and seed.
+    """
+    expected = duration_s * agents_per_s
+    if not duration_s > 0 or expected > MAX_AGENTS / 2:
+        raise ConfigError(
+            f"{duration_s} s at {agents_per_s} agents per second are {expected:g} agents, must be "
+            f"above 0 and at most {MAX_AGENTS // 2}; shorten the duration or lower the rate"
+        )
+    # Ten standard deviations above the mean; doubled should that ever not do.
+    agents = int(expected + 10 * expected**0.5 + 10)
+    while (times := poisson_times_s(agents, agents_per_s, seed))[-1] < duration_s:
+        agents *= 2
+    return times[times < duration_s]
+
+
+def recorded_times_s(path: str | Path) -> FloatArray:
+    """Return seconds since the first arrival of a CSV file with a column TIMESTAMP (Azure's).
+
+    Times are ISO 8601 or seconds; ``.xz`` is read as is.  Raises ``TraceError`` with file and
+    line where one cannot be read.
+    """
+    place = Path(path)
+    try:
+        with lzma.open(place, "rt") if place.suffix == ".xz" else place.open() as file:
+            times = np.asarray(list(_times(place, file)), np.float64)
+    except (OSError, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
+        raise TraceError(f"{place}: cannot be read ({error}); check path and file") from None
+    if not times.size:
+        raise TraceError(f"{place}: holds no arrival; check the file")
+    times.sort()
+    since_first: FloatArray = times - times.min()
+    return since_first
+
+
+def _times(place: Path, lines: Iterable[str]) -> Iterable[float]:
+    reader = csv.DictReader(lines)
+    for row in reader:
+        text = row.get("TIMESTAMP") or ""
+        try:
+            yield _seconds(text)
+        except ValueError:
+            raise TraceError(
+                f"{place}, line {reader.line_num}: TIMESTAMP {text!r} is no time; give ISO 8601 "
+                "times or seconds in a column of that name"
+            ) from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        # Azure writes seven decimals, one more than Python reads before 3.11.
+        return datetime.fromisoformat(text).timestamp()

@@ -1,0 +1,50 @@
+"""mini-swe-agent runs: chat messages, each assistant message being one turn.
+
+Read are a ``.traj.json`` as the agent writes it (``{info, messages, trajectory_format}``) and the
+compact line ``{session_id, messages, turns}``.  The number of tokens to generate is the length of
+the recorded answer in the served model's tokens: recorded usage counts another model's tokens,
+reasoning included, which never comes back into the context.  No tool delays are recorded.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated
+
+import msgspec
+
+from dualpath.laboratory.workload.formats.lines import Document, OnBroken, each
+from dualpath.laboratory.workload.formats.messages import RawMessage, flatten
+from dualpath.laboratory.workload.session import Session
+from dualpath.laboratory.workload.text_session import ASSISTANT, TextSession, TextTurn
+
+#: Written by the agent after its last answer; never sent to a model.
+_EXIT_ROLE = "exit"
+
+
+class _Line(msgspec.Struct):
+    messages: Annotated[list[RawMessage], msgspec.Meta(min_length=2)]
+    session_id: str | None = None
+    instance_id: str | None = None
+
+
+def looks_like(parsed: object) -> bool:
+    """Tell whether a parsed line is of this format."""
+    return isinstance(parsed, dict) and "messages" in parsed and "conversation_id" not in parsed
+
+
+def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> Iterator[Session]:
+    """Yield one session per line or file."""
+    return each(documents, _session, on_broken)
+
+
+def _session(document: Document) -> Session:
+    line = document.decode(_Line)
+    messages = [flatten(raw) for raw in line.messages if raw.role != _EXIT_ROLE]
+    turns = [
+        TextTurn(messages=tuple(messages[:place]), answer_text=message.text)
+        for place, message in enumerate(messages)
+        if message.role == ASSISTANT and place > 0
+    ]
+    if not turns:
+        raise document.error("no assistant message follows a prompt, so there is no turn")
+    session_id = line.session_id or line.instance_id or document.stem
+    return TextSession(session_id, tuple(turns))

@@ -1,0 +1,28 @@
+"""A description of this machine, for reports."""
+
+import os
+import platform
+from pathlib import Path
+
+from dualpath.laboratory.workload.result import ClientMachine
+
+
+def this_machine() -> ClientMachine:
+    """Return CPU count, CPU model, memory, platform and Python version."""
+    return ClientMachine(
+        cpu_count=len(os.sched_getaffinity(0)),
+        cpu_model=_cpu_model(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        platform=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+    )
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or "unknown"

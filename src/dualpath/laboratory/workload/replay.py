@@ -1,0 +1,155 @@
+"""The replay client: agents against an OpenAI endpoint, measured turn by turn (§7.2, §A.3).
+
+    result = await replay(read_trace("trace.jsonl"), "http://127.0.0.1:8000", ReplayOptions())
+
+Each agent sends its next turn as soon as it has the last answer, or after the recorded tool
+delay.  A failed turn is not retried: it is recorded with its message and ends its agent, the
+others go on.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import aiohttp
+
+from dualpath.core.errors import ConfigError, DualPathError
+from dualpath.laboratory.workload.agents import arrival_times_s, make_agents
+from dualpath.laboratory.workload.machine import this_machine
+from dualpath.laboratory.workload.metrics import summarise, trace_shape
+from dualpath.laboratory.workload.options import ReplayOptions
+from dualpath.laboratory.workload.progress import NoProgress, Progress
+from dualpath.laboratory.workload.result import ReplayResult, Setting
+from dualpath.laboratory.workload.run import ReplayRun
+from dualpath.laboratory.workload.server import (
+    DEFAULT_BLOCK_TOKENS,
+    Status,
+    counters_moved,
+    served_model,
+    status,
+)
+from dualpath.laboratory.workload.session import Session, SessionSettings, token_range
+from dualpath.laboratory.workload.stream import Clock
+
+_CONNECT_TIMEOUT_S = 10.0
+
+
+class RealClock:
+    """The monotonic clock and asyncio's sleep."""
+
+    def now(self) -> float:
+        """Return monotonic seconds."""
+        return time.monotonic()
+
+    async def sleep(self, delay_s: float) -> None:
+        """Wait."""
+        await asyncio.sleep(delay_s)
+
+
+async def replay(
+    sessions: Sequence[Session],
+    endpoint: str,
+    options: ReplayOptions,
+    *,
+    encode: Callable[[str], Sequence[int]] | None = None,
+    progress: Progress | None = None,
+    clock: Clock | None = None,
+) -> ReplayResult:
+    """Replay ``sessions`` against ``endpoint`` (``http://host:port``) and return the figures.
+
+    ``encode`` turns text into token ids, needed by text sessions only.  Failed turns are in the
+    result, not raised.  Raises ``ConfigError`` for settings that cannot work and
+    ``EngineLostError`` where the endpoint does not answer at the start.
+    """
+    options.check()
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"endpoint {endpoint!r} is no http:// or https:// URL")
+    endpoint = endpoint.rstrip("/").removesuffix("/v1")
+    agents = make_agents(sessions, options.agents, options.seed)
+    arrivals_s = arrival_times_s(len(agents), options.agents_per_s, options.seed)
+    timeout = aiohttp.ClientTimeout(
+        total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=options.read_timeout_s
+    )
+    # No connection limit: waiting for a connection would hide queueing from the server.
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+        model, model_limit = await served_model(http, endpoint, options.model)
+        before = await status(http, endpoint)
+        setting = _setting(options, endpoint, model, model_limit, before, len(agents))
+        run = ReplayRun(
+            http, setting, options.run_id, clock or RealClock(), progress or NoProgress()
+        )
+        await run.all_agents(agents, arrivals_s, _session_settings(setting, encode))
+        after = await _status_after(http, endpoint)
+    return ReplayResult(
+        setting=setting,
+        machine=this_machine(),
+        summary=summarise(run.turns, run.sessions, run.last_answer_s),
+        trace=trace_shape(run.turns),
+        server=counters_moved(before, after),
+        sessions=run.sessions,
+        turns=run.turns,
+    )
+
+
+async def _status_after(http: aiohttp.ClientSession, endpoint: str) -> Status | None:
+    """Return the status, or None with a warning: a server that died must not cost the result."""
+    try:
+        return await status(http, endpoint)
+    except DualPathError as error:
+        logging.getLogger(__name__).warning("no counters after the run: %s", error)
+        return None
+
+
+def _setting(
+    options: ReplayOptions,
+    endpoint: str,
+    model: str,
+    model_limit: int | None,
+    told: Status | None,
+    agents: int,
+) -> Setting:
+    told = told or Status()
+    token_low, token_high = token_range(options.vocab_size or told.vocab_size)
+    limits = [t for t in (options.max_context_tokens, model_limit) if t is not None]
+    return Setting(
+        label=options.label or told.mode or model,
+        endpoint=endpoint,
+        trace=options.trace,
+        trace_format=options.trace_format,
+        broken_lines=options.broken_lines,
+        mode=told.mode,
+        mode_note=told.mode_note,
+        model=model,
+        block_tokens=options.block_tokens or told.block_tokens or DEFAULT_BLOCK_TOKENS,
+        snic_bytes_per_s=told.snic_bytes_per_s,
+        agents=agents,
+        agents_per_s=options.agents_per_s,
+        seed=options.seed,
+        tool_delays=options.tool_delays,
+        isolation=options.isolation,
+        max_context_tokens=min(limits) if limits else None,
+        max_turns=options.max_turns,
+        scale_append=options.scale_append,
+        scale_generate=options.scale_generate,
+        token_low=token_low,
+        token_high=token_high,
+    )
+
+
+def _session_settings(
+    setting: Setting, encode: Callable[[str], Sequence[int]] | None
+) -> SessionSettings:
+    settings = SessionSettings(
+        seed=setting.seed,
+        token_low=setting.token_low,
+        token_high=setting.token_high,
+        max_context_tokens=setting.max_context_tokens,
+        max_turns=setting.max_turns,
+        scale_append=setting.scale_append,
+        scale_generate=setting.scale_generate,
+        encode=encode,
+    )
+    settings.check()
+    return settings

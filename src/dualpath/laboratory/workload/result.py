@@ -1,0 +1,227 @@
+"""What a replay reports: one versioned schema, in Python and as JSON."""
+
+import enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dualpath.core.errors import ConfigError
+
+#: Raised whenever a field changes its meaning.
+SCHEMA = "dualpath.replay/1"
+
+
+class ToolDelays(enum.StrEnum):
+    """Whether recorded tool times are waited for; dropping them inflates hit rates and load."""
+
+    NONE = "none"
+    RECORDED = "recorded"
+
+
+class Isolation(enum.StrEnum):
+    """Who may hit whose blocks, by means of ``cache_salt``.
+
+    ``SESSION`` is the paper's rule (§A.4): hits only within a trajectory, none from earlier runs.
+    """
+
+    SESSION = "session"
+    RUN = "run"
+    NONE = "none"
+
+
+class ClientMachine(msgspec.Struct, frozen=True):
+    """The machine the client ran on; memory in bytes, 0 where unknown."""
+
+    cpu_count: int
+    cpu_model: str
+    memory_bytes: int
+    platform: str
+    python: str
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """Everything needed to judge or repeat a run.
+
+    ``mode``, ``mode_note`` and ``snic_bytes_per_s`` come from the server, None where it does not
+    tell; ``snic_bytes_per_s`` None means that storage was not throttled or that it is unknown.
+    """
+
+    label: str
+    endpoint: str
+    trace: str
+    trace_format: str
+    broken_lines: int
+    mode: str | None
+    mode_note: str | None
+    model: str
+    block_tokens: int
+    snic_bytes_per_s: float | None
+    agents: int
+    agents_per_s: float | None
+    seed: int
+    tool_delays: ToolDelays
+    isolation: Isolation
+    max_context_tokens: int | None
+    max_turns: int | None
+    scale_append: float
+    scale_generate: float
+    token_low: int
+    token_high: int
+
+
+class TurnRecord(msgspec.Struct, frozen=True):
+    """One request as the client saw it; times in seconds, ``start_s`` since the run's start.
+
+    ``ttft_s``: from just before the request is sent to the first generated token's arrival.
+    ``ttst_s``: from the first token's arrival to the second's; None with fewer than 2 tokens.
+    ``tpot_s``: mean gap between tokens after the second, (last - second) / (tokens - 2); None
+    with fewer than 3 tokens, so that TTFT, TTST and TPOT share no gap.
+    ``latency_s``: from just before the request is sent to the last token's arrival.
+    Tokens that arrive in one chunk arrive at one time.  All four are None for a failed turn.
+
+    ``ideal_hit_tokens`` is the longest prefix in Full Blocks of what the session had sent and
+    received; ``hit_tokens`` is what the server says (``cached_tokens``), None where it does not.
+    ``generated_digest``: 16 hex digits of the generated ids, to compare runs token by token.
+    """
+
+    session_id: str
+    conversation_id: str
+    turn: int
+    start_s: float
+    delay_s: float
+    prompt_tokens: int
+    context_tokens: int
+    ideal_hit_tokens: int
+    generated_tokens: int
+    hit_tokens: int | None = None
+    ttft_s: float | None = None
+    ttst_s: float | None = None
+    tpot_s: float | None = None
+    latency_s: float | None = None
+    generated_digest: str | None = None
+    error: str | None = None
+
+
+class SessionRecord(msgspec.Struct, frozen=True):
+    """One agent; ``start_s`` and ``end_s`` since the run's start, sub-agents included."""
+
+    session_id: str
+    start_s: float
+    end_s: float
+    turns: int
+    truncated: bool
+    failed: bool
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """Mean and percentiles (linear interpolation) of ``count`` values."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class TraceMeans(msgspec.Struct, frozen=True):
+    """Mean tokens of a turn, as in Table 2."""
+
+    append_tokens: float
+    generated_tokens: float
+    context_tokens: float
+    prompt_tokens: float
+
+
+class TraceShape(msgspec.Struct, frozen=True):
+    """What was replayed, averaged both ways (they differ much; Table 2 averages trajectories).
+
+    ``per_turn`` averages all turns; ``per_trajectory`` averages the trajectories' own means.
+    """
+
+    turns_per_trajectory: float
+    total_tokens_per_trajectory: float
+    per_turn: TraceMeans
+    per_trajectory: TraceMeans
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """The figures of §7.2: JCT of the whole task, and latencies over all successful turns.
+
+    Hit rates are tokens over prompt tokens; the actual ones are None where the server is silent.
+    """
+
+    jct_s: float
+    sessions: int
+    sessions_failed: int
+    sessions_truncated: int
+    sessions_without_turn: int
+    turns: int
+    turns_failed: int
+    prompt_tokens: int
+    generated_tokens: int
+    ideal_hit_tokens: int
+    ideal_hit_rate: float | None
+    hit_tokens: int | None
+    hit_rate: float | None
+    ttft_s: Distribution | None
+    ttst_s: Distribution | None
+    tpot_s: Distribution | None
+    latency_s: Distribution | None
+    session_jct_s: Distribution | None
+
+
+class ServerCounters(msgspec.Struct, frozen=True):
+    """How far the server's own counters moved during the run; ``other`` holds unknown ones."""
+
+    hit_tokens: int | None = None
+    recomputed_tokens: int | None = None
+    path_bytes: dict[str, int] = {}
+    snic_read_bytes: dict[str, int] = {}
+    other: dict[str, Any] = {}
+
+
+class ReplayResult(msgspec.Struct, frozen=True):
+    """One run, complete; ``server`` is None for an endpoint without ``/dualpath/v1/status``."""
+
+    setting: Setting
+    machine: ClientMachine
+    summary: Summary
+    trace: TraceShape | None
+    server: ServerCounters | None
+    sessions: list[SessionRecord]
+    turns: list[TurnRecord]
+    schema: str = SCHEMA
+
+    @property
+    def failed(self) -> bool:
+        """Whether any turn failed, or nothing was replayed at all."""
+        return self.summary.turns_failed > 0 or self.summary.turns == 0
+
+
+def write_result(result: ReplayResult, path: str | Path) -> None:
+    """Write ``result`` as JSON."""
+    text = msgspec.json.format(msgspec.json.encode(result), indent=1)
+    try:
+        Path(path).write_bytes(text + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error}); give a writable path") from None
+
+
+def read_result(path: str | Path) -> ReplayResult:
+    """Read a result written by ``write_result``; raise ``ConfigError`` where it is none."""
+    try:
+        raw = Path(path).read_bytes()
+        schema = msgspec.json.decode(raw, type=_SchemaOnly).schema
+        if schema == SCHEMA:
+            return msgspec.json.decode(raw, type=ReplayResult)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: is no replay result ({error}); give a run's --out") from None
+    raise ConfigError(f"{path}: schema is {schema!r}, this version reads {SCHEMA!r}; run it again")
+
+
+class _SchemaOnly(msgspec.Struct):
+    schema: str = ""

@@ -1,0 +1,201 @@
+"""One replay in progress: its agents, their turns and what was measured of each."""
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import Sequence
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from dualpath.core.errors import DualPathError
+from dualpath.laboratory.workload.prefix import PrefixHistory
+from dualpath.laboratory.workload.progress import Progress, ProgressState
+from dualpath.laboratory.workload.result import (
+    Isolation,
+    SessionRecord,
+    Setting,
+    ToolDelays,
+    TurnRecord,
+)
+from dualpath.laboratory.workload.session import Conversation, Session, SessionSettings, Turn
+from dualpath.laboratory.workload.stream import Clock, Completion, complete, completion_body
+
+
+class _Agent(msgspec.Struct):
+    """One running session: what it and its sub-agents share."""
+
+    session_id: str
+    cache_salt: str | None
+    history: PrefixHistory
+    turns_done: int = 0
+    failed: bool = False
+    truncated: bool = False
+
+
+class ReplayRun:
+    """One run in progress; owns the records."""
+
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        setting: Setting,
+        run_id: str,
+        clock: Clock,
+        progress: Progress,
+    ) -> None:
+        """Nothing is sent yet; an empty ``run_id`` is replaced by a random one."""
+        self.turns: list[TurnRecord] = []
+        self.sessions: list[SessionRecord] = []
+        self.last_answer_s = 0.0
+        self._http = http
+        self._setting = setting
+        self._url = f"{setting.endpoint}/v1/completions"
+        self._run_id = run_id or uuid.uuid4().hex[:12]
+        self._clock = clock
+        self._progress = progress
+        self._start_s = 0.0
+        self._totals = (0, 0)
+        self._turns_failed = 0
+        self._told_prompt_tokens = 0
+        self._told_hit_tokens: int | None = None
+
+    async def all_agents(
+        self, agents: Sequence[Session], arrivals_s: Sequence[float], settings: SessionSettings
+    ) -> None:
+        """Run every agent to its end."""
+        conversations = [agent.start(settings) for agent in agents]
+        most = settings.max_turns
+        turns = sum(agent.turns if most is None else min(agent.turns, most) for agent in agents)
+        self._totals = (len(agents), turns)
+        self._start_s = self._clock.now()
+        async with asyncio.TaskGroup() as group:
+            for conversation, arrival_s in zip(conversations, arrivals_s, strict=True):
+                group.create_task(self._one_agent(conversation, arrival_s))
+
+    async def _one_agent(self, conversation: Conversation, arrival_s: float) -> None:
+        if arrival_s > 0:
+            await self._clock.sleep(arrival_s)
+        agent = _Agent(
+            session_id=conversation.session_id,
+            cache_salt=self._cache_salt(conversation.session_id),
+            history=PrefixHistory(self._setting.block_tokens),
+        )
+        start_s = self._since_start()
+        await self._converse(agent, conversation)
+        end_s = self._since_start()
+        self.last_answer_s = max(self.last_answer_s, end_s)
+        self.sessions.append(
+            SessionRecord(
+                session_id=agent.session_id,
+                start_s=start_s,
+                end_s=end_s,
+                turns=agent.turns_done,
+                truncated=agent.truncated,
+                failed=agent.failed,
+            )
+        )
+        self._show()
+
+    async def _converse(self, agent: _Agent, conversation: Conversation) -> None:
+        """Run a conversation, its sub-agents beside it, until all of them are over."""
+        index = 0
+        async with asyncio.TaskGroup() as helpers:
+            while not agent.failed and (turn := conversation.next_turn()) is not None:
+                waits = self._setting.tool_delays is ToolDelays.RECORDED and turn.delay_s > 0
+                if waits:
+                    await self._clock.sleep(turn.delay_s)
+                generated = await self._one_turn(agent, conversation.session_id, index, turn)
+                index += 1
+                if generated is None:
+                    agent.failed = True
+                    return
+                conversation.record(generated)
+                for helper in conversation.spawned():
+                    helpers.create_task(self._converse(agent, helper))
+            agent.truncated = agent.truncated or conversation.truncated
+
+    async def _one_turn(
+        self, agent: _Agent, conversation_id: str, index: int, turn: Turn
+    ) -> list[int] | None:
+        """Send one turn and record it; return the generated tokens, None where it failed."""
+        prompt = turn.prompt_token_ids
+        ideal = agent.history.hit_tokens(prompt)
+        body = completion_body(self._setting.model, prompt, turn.generate_tokens, agent.cache_salt)
+        sent_s = self._clock.now()
+        record = TurnRecord(
+            session_id=agent.session_id,
+            conversation_id=conversation_id,
+            turn=index,
+            start_s=sent_s - self._start_s,
+            delay_s=turn.delay_s,
+            prompt_tokens=len(prompt),
+            context_tokens=turn.context_tokens,
+            ideal_hit_tokens=ideal,
+            generated_tokens=turn.generate_tokens,
+        )
+        agent.turns_done += 1
+        try:
+            completion = await complete(self._http, self._url, body, self._clock)
+        except DualPathError as error:
+            self._turn_over(msgspec.structs.replace(record, generated_tokens=0, error=str(error)))
+            return None
+        # The last token was sampled but never fed back, so no engine has its KV-cache.
+        agent.history.add([*prompt, *completion.token_ids[:-1]])
+        self._turn_over(_measured(record, completion, sent_s))
+        return completion.token_ids
+
+    def _cache_salt(self, session_id: str) -> str | None:
+        match self._setting.isolation:
+            case Isolation.SESSION:
+                # Hashed: session ids may be longer than vLLM allows a salt to be.
+                name = f"{self._run_id}/{session_id}"
+                return hashlib.sha256(name.encode()).hexdigest()[:32]
+            case Isolation.RUN:
+                return self._run_id
+            case Isolation.NONE:
+                return None
+
+    def _since_start(self) -> float:
+        return self._clock.now() - self._start_s
+
+    def _turn_over(self, record: TurnRecord) -> None:
+        self.turns.append(record)
+        self._turns_failed += record.error is not None
+        if record.hit_tokens is not None:
+            self._told_prompt_tokens += record.prompt_tokens
+            self._told_hit_tokens = (self._told_hit_tokens or 0) + record.hit_tokens
+        self._show()
+
+    def _show(self) -> None:
+        sessions_total, turns_total = self._totals
+        self._progress.update(
+            ProgressState(
+                elapsed_s=self._since_start(),
+                sessions_done=len(self.sessions),
+                sessions_total=sessions_total,
+                turns_done=len(self.turns),
+                turns_total=turns_total,
+                turns_failed=self._turns_failed,
+                prompt_tokens=self._told_prompt_tokens,
+                hit_tokens=self._told_hit_tokens,
+            )
+        )
+
+
+def _measured(record: TurnRecord, completion: Completion, sent_s: float) -> TurnRecord:
+    """Fill in the times defined in ``TurnRecord``."""
+    arrivals_s = completion.arrivals_s
+    count = len(arrivals_s)
+    ids = np.asarray(completion.token_ids, dtype="<u4").tobytes()
+    return msgspec.structs.replace(
+        record,
+        generated_tokens=count,
+        hit_tokens=completion.cached_tokens,
+        ttft_s=arrivals_s[0] - sent_s,
+        ttst_s=arrivals_s[1] - arrivals_s[0] if count >= 2 else None,
+        tpot_s=(arrivals_s[-1] - arrivals_s[1]) / (count - 2) if count >= 3 else None,
+        latency_s=arrivals_s[-1] - sent_s,
+        generated_digest=hashlib.sha256(ids).hexdigest()[:16],
+    )

@@ -1,0 +1,276 @@
+"""What a model's geometry says about its KV-cache and its computation (paper §3, Table 1).
+
+Nothing here is fitted or measured: bytes and FLOP follow from dimensions.  The cache-compute
+ratio of Table 1 is, for a prompt of ``append`` new tokens behind ``context`` stored ones,
+
+    context · K / (append · (2N + Σ over layers of pair FLOP · keys seen))
+
+with K the KV bytes per token and N the active parameters without the embedding.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from dualpath.core.errors import ConfigError
+from dualpath.model.catalog.layers import (
+    Attention,
+    Count,
+    DenseFeedForward,
+    ExpertFeedForward,
+    FeedForward,
+    GroupedQueryAttention,
+    LatentAttention,
+    Size,
+)
+
+FLOP_PER_PARAMETER = 2
+
+
+class ModelGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The dimensions of a model.
+
+    Layers come in runs of equal kind; the runs of ``attention`` and those of ``feed_forward``
+    each add up to all layers, in no particular order.  ``*_value_bytes`` per weight: of attention
+    and dense layers, of routed and shared experts, of embedding and output head.
+    ``context_limit_tokens`` bounds prompt plus generation, None for no bound.
+    """
+
+    name: str
+    title: str
+    hidden_size: Count
+    vocabulary: Count
+    attention: Annotated[tuple[Attention, ...], msgspec.Meta(min_length=1)]
+    feed_forward: Annotated[tuple[FeedForward, ...], msgspec.Meta(min_length=1)]
+    weight_value_bytes: Size
+    expert_value_bytes: Size = 1.0
+    head_value_bytes: Size = 2.0
+    tied_embedding: bool = False
+    context_limit_tokens: Count | None = None
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` where the parts contradict each other."""
+        below = sum(part.layers for part in self.feed_forward)
+        if self.layers != below:
+            raise ConfigError(
+                f"attention has {self.layers} layers and feed_forward {below}; "
+                "both must describe every layer, correct the numbers of layers"
+            )
+        for part in self.expert_layers:
+            if part.active_experts > part.experts:
+                raise ConfigError(
+                    f"active_experts is {part.active_experts}, above the {part.experts} experts; "
+                    "lower it"
+                )
+        for attention in self.attention:
+            if isinstance(attention, GroupedQueryAttention) and (
+                attention.heads % attention.kv_heads
+            ):
+                raise ConfigError(
+                    f"heads is {attention.heads}, must be a multiple of kv_heads "
+                    f"{attention.kv_heads}; correct one of them"
+                )
+
+    @property
+    def layers(self) -> int:
+        """All layers."""
+        return sum(part.layers for part in self.attention)
+
+    @property
+    def expert_layers(self) -> tuple[ExpertFeedForward, ...]:
+        """The runs of mixture-of-experts layers."""
+        return tuple(part for part in self.feed_forward if isinstance(part, ExpertFeedForward))
+
+    # KV-cache
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """KV of one token over the layers that keep every token: what grows with the context."""
+        return sum(
+            part.layers * part.kv_bytes_per_token
+            for part in self.attention
+            if isinstance(part, LatentAttention) or not part.window_tokens
+        )
+
+    @property
+    def kv_bytes_per_token_all_layers(self) -> float:
+        """KV of one token over all layers, those with a sliding window included."""
+        return sum(part.layers * part.kv_bytes_per_token for part in self.attention)
+
+    @property
+    def kv_bytes_per_token_and_layer(self) -> float:
+        """``kv_bytes_per_token`` spread over all layers, as a Layer Block would be."""
+        return self.kv_bytes_per_token / self.layers
+
+    @property
+    def indexer_bytes_per_token(self) -> int:
+        """Keys of the sparse indexers over all layers; not part of the paper's KV bytes."""
+        return sum(
+            part.layers * part.indexer.key_bytes
+            for part in self.attention
+            if isinstance(part, LatentAttention) and part.indexer
+        )
+
+    # Parameters
+
+    @property
+    def attention_parameters(self) -> int:
+        """Projections of attention over all layers, without indexers."""
+        return sum(part.layers * part.parameters(self.hidden_size) for part in self.attention)
+
+    @property
+    def indexer_parameters(self) -> int:
+        """Projections of the sparse indexers over all layers."""
+        return sum(
+            part.layers * part.indexer_parameters(self.hidden_size)
+            for part in self.attention
+            if isinstance(part, LatentAttention)
+        )
+
+    @property
+    def dense_parameters(self) -> int:
+        """Dense feed-forward layers."""
+        return sum(
+            part.layers * part.parameters(self.hidden_size)
+            for part in self.feed_forward
+            if isinstance(part, DenseFeedForward)
+        )
+
+    @property
+    def replicated_expert_parameters(self) -> int:
+        """Routers and shared experts over all layers."""
+        return sum(
+            part.layers * part.replicated_parameters(self.hidden_size)
+            for part in self.expert_layers
+        )
+
+    @property
+    def routed_parameters(self) -> int:
+        """All routed experts of all layers."""
+        return sum(
+            part.layers * part.experts * part.expert_parameters(self.hidden_size)
+            for part in self.expert_layers
+        )
+
+    @property
+    def active_expert_parameters(self) -> int:
+        """What one token meets in the mixture-of-experts layers: router, shared, active."""
+        return self.replicated_expert_parameters + sum(
+            part.layers * part.active_experts * part.expert_parameters(self.hidden_size)
+            for part in self.expert_layers
+        )
+
+    @property
+    def head_parameters(self) -> int:
+        """The output head; the embedding has as many and costs no FLOP."""
+        return self.hidden_size * self.vocabulary
+
+    @property
+    def active_parameters(self) -> int:
+        """N: body and output head of one token, without embedding and indexers."""
+        return (
+            self.attention_parameters
+            + self.dense_parameters
+            + self.active_expert_parameters
+            + self.head_parameters
+        )
+
+    @property
+    def total_parameters(self) -> int:
+        """Everything, embedding and indexers included."""
+        return (
+            self.attention_parameters
+            + self.indexer_parameters
+            + self.dense_parameters
+            + self.replicated_expert_parameters
+            + self.routed_parameters
+            + self.head_parameters * (1 if self.tied_embedding else 2)
+        )
+
+    # Weights in memory
+
+    @property
+    def weight_bytes(self) -> float:
+        """Weights of the whole model."""
+        return self.weight_bytes_per_gpu(1)
+
+    def weight_bytes_per_gpu(self, expert_width: int) -> float:
+        """Weights one GPU holds when the routed experts are spread over ``expert_width`` ≥ 1 GPUs.
+
+        Everything else is replicated (DP attention, §7.2).
+        """
+        embeddings = self.head_parameters * (1 if self.tied_embedding else 2)
+        return (
+            self._dense_weight_bytes
+            + self._expert_bytes_per_gpu(expert_width)
+            + embeddings * self.head_value_bytes
+        )
+
+    def step_weight_bytes(self, expert_width: int) -> float:
+        """Weights one GPU reads in a decode step that touches every expert it holds.
+
+        The embedding is a table look-up and is left out.
+        """
+        head = self.head_parameters * self.head_value_bytes
+        return self._dense_weight_bytes + self._expert_bytes_per_gpu(expert_width) + head
+
+    @property
+    def _dense_weight_bytes(self) -> float:
+        parameters = self.attention_parameters + self.indexer_parameters + self.dense_parameters
+        return parameters * self.weight_value_bytes
+
+    def _expert_bytes_per_gpu(self, expert_width: int) -> float:
+        routed = 0.0
+        for part in self.expert_layers:
+            # Beyond one expert per GPU experts are replicated.
+            held = max(1.0, part.experts / expert_width)
+            routed += part.layers * held * part.expert_parameters(self.hidden_size)
+        return (routed + self.replicated_expert_parameters) * self.expert_value_bytes
+
+    # Computation
+
+    def attention_flop(self, context_tokens: int) -> int:
+        """QK and PV of one query behind ``context_tokens`` keys, over all layers."""
+        return sum(
+            part.layers * part.pair_flop * part.seen_tokens(context_tokens)
+            for part in self.attention
+        )
+
+    def indexer_flop(self, context_tokens: int) -> int:
+        """Scores of one query against ``context_tokens`` keys, over all layers."""
+        return context_tokens * sum(
+            part.layers * part.indexer_pair_flop
+            for part in self.attention
+            if isinstance(part, LatentAttention)
+        )
+
+    def cache_compute_ratio(
+        self, context_tokens: int, append_tokens: int, *, latent_pair_flop: int | None = None
+    ) -> float:
+        """GB of KV to load per PFLOP to compute (Table 1).
+
+        ``latent_pair_flop`` replaces the FLOP per pair and layer that geometry gives for latent
+        attention.  The indexer's projections are no part of N, as in the paper's figures.
+        """
+        attention = self.attention_flop(context_tokens)
+        if latent_pair_flop is not None:
+            attention += sum(
+                part.layers * (latent_pair_flop - part.pair_flop) * part.seen_tokens(context_tokens)
+                for part in self.attention
+                if isinstance(part, LatentAttention)
+            )
+        token_flop = FLOP_PER_PARAMETER * self.active_parameters
+        flop = append_tokens * (token_flop + attention + self.indexer_flop(context_tokens))
+        return context_tokens * self.kv_bytes_per_token / flop * 1e6
+
+    # Expert parallelism
+
+    @property
+    def dispatch_bytes(self) -> float:
+        """One token's activation on its way to an expert: FP8 with a 4-byte scale per 128."""
+        return self.hidden_size * (1 + 4 / 128) if self.expert_layers else 0.0
+
+    @property
+    def combine_bytes(self) -> float:
+        """One expert's BF16 result on its way back to the token."""
+        return self.hidden_size * 2.0 if self.expert_layers else 0.0

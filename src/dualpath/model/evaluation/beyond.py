@@ -1,0 +1,273 @@
+"""Beyond the paper: what each addition gains over DualPath, on its settings and on real traces.
+
+An addition is one entry of ``VARIANTS``: a mode and changed fields of ``ClusterSettings``.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from dualpath.core.modes import Mode
+from dualpath.model.evaluation.report import NOTHING, FigureReport, Panel, Series, Table
+from dualpath.model.evaluation.role_gains import (
+    REBALANCING,
+    move_gains,
+    move_table,
+    rebalanced_agents,
+    shape_gains,
+    shape_table,
+)
+from dualpath.model.evaluation.runs import Runs, Simulate
+from dualpath.model.evaluation.serving import METHOD, online_spec
+from dualpath.model.evaluation.settings import DS_27B, DS_660B, QWEN_32B, RunSpec
+from dualpath.model.evaluation.speedups import mean
+from dualpath.model.sim.run import simulate
+
+TITLE = "What additions gain over DualPath"
+DISCUSSION = """\
+A gain is how much lower JCT (offline) or mean TTFT (online) is than DualPath's as the paper
+describes it, same agents, same seed. Take gains below about one percent in either direction for
+noise: another decision early in a run shifts all later ones. The Oracle column is all that
+faster reading could bring.
+
+**Split read** shortens one read by using two storage NICs for it. Online that is its share of TTFT,
+1 to 2 %. Offline with DS 660B the PEs are the bottleneck and reads hide behind their queue: nothing
+to gain. DS 27B is bound by storage NICs, but both sides are already busy 95 % of the time, and
+dividing a read adds no bandwidth. Qwen 32B gains most: a DE has HBM for one or two requests, which
+hold it while they are read, so that a shorter read frees it sooner.
+
+**Side by finish time** gains nothing on average and costs a little online. The side with the
+shorter reading queue mostly is the side with the earlier finish; where a PE's own queue is what
+delays a request, either side is early enough.
+
+**A DRAM tier** takes the hits off the storage NICs, which helps only where they bind: DS 27B, 8 to
+17 %, short of Oracle because the PEs bind next and all KV then arrives over the CNICs of DEs. That
+1 GB can beat 10 GB probably has the same cause: some reads then still use the other way. Online it
+loses 1 to 2 %: without a queue a storage NIC is as fast as a CNIC, and the tier always ends on the
+DE side. Sizes beyond 10 GB per node make no difference because agents have no tool delays: they ask
+again at once, their session is the most recently used one, and the model decides on a hit at that
+moment and keeps it however long the request then waits. Read the column as a tier that never
+misses, not as advice on its size: tool delays, and KV pinned for waiting requests, would ask for
+more.
+
+**Best division.** The paper's own is the best one everywhere but for 0.4 % on one trace, within
+noise. More prefill nodes make the PEs faster but leave fewer engines to decode on, with more of the
+weights on each and so less HBM for KV. 1P5D and 5P1D of DS 660B cannot be: its experts do not fit
+one node.
+
+**Re-balancing** moves nothing where the division is right already, and so gains nothing over the
+paper's settings, which all agents at once load evenly. It repairs a wrong start where the decode
+nodes lack HBM: half of the JCT of Qwen 32B, 10 to 14 % of DS 660B. What it leaves on the table
+against the right start: it waits until contexts have grown enough to fill the HBM; it sees requests
+that wait, not steps that are slow, so that a wrong start which merely decodes slowly (DS 27B, the
+shorter traces) is left alone unless a TPOT objective is set; and on claude-code it moves three
+nodes where two were right, because every DE of that start holds less KV than one of 2P4D would,
+which a move does not change in the model. Neither does the model charge for spreading the experts
+of DS 660B anew, so that its rows are upper bounds.
+"""
+GIGABYTE = 1e9
+ONLINE_APS = (0.2, 0.4)
+
+#: Where each trace lies in the folder of real workloads.
+TRACE_FILES = {
+    "mini-swe": "mini_swe_gemini3/rounds_dev_dsv3tok.jsonl.xz",
+    "claude-code": "kv_cache_tester/dev.jsonl.xz",
+    "agentperf": "agentperf_local/traces.tar.xz",
+}
+
+
+class Variant(NamedTuple):
+    """One addition."""
+
+    title: str
+    mode: Mode
+    overrides: tuple[tuple[str, Any], ...] = ()
+
+    def of(self, spec: RunSpec) -> RunSpec:
+        """Return ``spec`` with the addition."""
+        return msgspec.structs.replace(
+            spec, mode=self.mode, overrides=(*spec.overrides, *self.overrides)
+        )
+
+
+FINISH_TIME = ("read_choice", "finish-time")
+VARIANTS = (
+    Variant("split read", Mode.SPLIT),
+    Variant("side by finish time", Mode.DUALPATH, (FINISH_TIME,)),
+    Variant("split, finish time", Mode.SPLIT, (FINISH_TIME,)),
+    *(
+        Variant(f"DRAM {size} GB", Mode.DUALPATH, (("dram_tier_bytes", size * GIGABYTE),))
+        for size in (1, 10, 100)
+    ),
+)
+#: The core in which nodes can move.
+REFERENCE: Simulate = partial(simulate, core="reference")
+BASE = Variant("DualPath", Mode.DUALPATH)
+BOUND = Variant("Oracle", Mode.ORACLE)
+
+
+class Gains(msgspec.Struct, frozen=True):
+    """Seconds of DualPath and Oracle, and each variant's, in the order of ``VARIANTS``."""
+
+    case: str
+    base_s: float | None
+    bound_s: float | None
+    variants_s: tuple[float | None, ...]
+
+    def gain(self, variant_s: float | None) -> float | None:
+        """Return the share of DualPath's time that a variant saves."""
+        if self.base_s is None or variant_s is None or not self.base_s:
+            return None
+        return 1 - variant_s / self.base_s
+
+
+def existing_traces(folder: Path) -> dict[str, Path]:
+    """Return the real traces that are there."""
+    return {name: folder / file for name, file in TRACE_FILES.items() if (folder / file).is_file()}
+
+
+def build(
+    runs: Runs,
+    traces: Mapping[str, Path],
+    reference: Simulate = REFERENCE,
+) -> FigureReport:
+    """Run every case with every addition; ``reference`` is the core in which nodes can move."""
+    settings = runs.settings
+    cases = _cases(runs, list(traces))
+    offline = [_offline_gains(runs, case, spec) for case, spec in cases]
+    serving = [_online_gains(runs, rate) for rate in ONLINE_APS]
+    distinct = _one_per_system_and_trace(cases)
+    shapes = shape_gains(runs, distinct)
+    moving = move_gains(runs, distinct, reference)
+    absent = [name for name in TRACE_FILES if name not in traces]
+    return FigureReport(
+        name="beyond",
+        title=TITLE,
+        evaluation=settings,
+        settings=(
+            "Offline: all agents at once, no tool delays; additional agents of a trace are drawn "
+            "as in §A.3, and sessions are cut at the model's context limit.",
+            f"Online: DS 660B on 2P4D, 64K. {METHOD}",
+            "DRAM: size per node of a cluster-wide cache between storage and buffers.",
+            "Division: all nodes of a setting, shared out in every way; HBM for KV is what the "
+            "weights leave at the width over which experts are then spread.",
+            f"Re-balancing: the reference core with {rebalanced_agents(settings)} agents, a switch "
+            f"takes {REBALANCING.switch_s:g} s after the node's last request, horizon "
+            f"{REBALANCING.horizon_s:g} s, a look every {REBALANCING.interval_s:g} s.",
+            *((f"Not found and left out: {', '.join(absent)}.",) if absent else ()),
+        ),
+        tables=(
+            _table("Offline: JCT", offline),
+            _table("Online: mean TTFT", serving),
+            shape_table(shapes),
+            move_table(moving, settings),
+        ),
+        panels=(_panel("Offline: JCT saved", offline),),
+        discussion=DISCUSSION,
+        data={
+            "variants": [v.title for v in VARIANTS],
+            "offline": offline,
+            "online": serving,
+            "divisions": shapes,
+            "rebalancing": moving,
+        },
+    )
+
+
+def _cases(runs: Runs, traces: Sequence[str]) -> list[tuple[str, RunSpec]]:
+    """Return the paper's settings, then the real traces on the 2P4D cluster."""
+    settings = runs.settings
+    few, many = settings.ablation_agents
+    base = RunSpec(system=DS_660B, mode=Mode.DUALPATH, agents=few)
+    replace = msgspec.structs.replace
+    cases = [
+        (f"DS 660B 2P4D, {length}, {agents:,}", replace(base, workload=length, agents=agents))
+        for length in settings.lengths
+        for agents in (few, many)
+    ]
+    for shape in ((1, 1), (1, 2)):
+        name = f"DS 27B {shape[0]}P{shape[1]}D, 64K, {few:,}"
+        cases.append((name, replace(base, system=DS_27B, nodes=shape)))
+    cases.append((f"Qwen 32B 1P2D, 64K, {few:,}", replace(base, system=QWEN_32B)))
+    cases += [
+        (f"DS 660B 2P4D, {trace}, {few:,}", replace(base, workload=trace)) for trace in traces
+    ]
+    return cases
+
+
+def _one_per_system_and_trace(cases: Sequence[tuple[str, RunSpec]]) -> list[tuple[str, RunSpec]]:
+    """Return the last and largest case of every system, number of nodes and source of agents."""
+    chosen: dict[tuple[object, ...], tuple[str, RunSpec]] = {}
+    for case, spec in cases:
+        trace = spec.workload if spec.workload in TRACE_FILES else ""
+        chosen[spec.system, spec.nodes, trace] = (case, spec)
+    return list(chosen.values())
+
+
+def _offline_gains(runs: Runs, case: str, spec: RunSpec) -> Gains:
+    def jct_s(variant: Variant) -> float:
+        return runs.offline(variant.of(spec)).jct_s
+
+    return Gains(case, jct_s(BASE), jct_s(BOUND), tuple(jct_s(variant) for variant in VARIANTS))
+
+
+def _online_gains(runs: Runs, rate: float) -> Gains:
+    spec = online_spec(runs.settings, DS_660B, Mode.DUALPATH, rate)
+
+    def ttft_s(variant: Variant) -> float | None:
+        return runs.online(variant.of(spec)).ttft.mean
+
+    return Gains(
+        f"DS 660B 2P4D, 64K, {rate:g} APS",
+        ttft_s(BASE),
+        ttft_s(BOUND),
+        tuple(ttft_s(variant) for variant in VARIANTS),
+    )
+
+
+def _table(title: str, gains: Sequence[Gains]) -> Table:
+    columns = ("setting", "DualPath", *(v.title for v in VARIANTS), "Oracle")
+    rows = [
+        (
+            one.case,
+            _seconds(one.base_s),
+            *(_percent(one.gain(seconds)) for seconds in one.variants_s),
+            _percent(one.gain(one.bound_s)),
+        )
+        for one in gains
+    ]
+    rows.append(("mean", "", *_means(gains)))
+    return Table(f"{title}, and how much of it each addition saves", columns, tuple(rows))
+
+
+def _means(gains: Sequence[Gains]) -> list[str]:
+    columns = [[one.gain(one.variants_s[i]) for one in gains] for i in range(len(VARIANTS))]
+    columns.append([one.gain(one.bound_s) for one in gains])
+    known = [[value for value in column if value is not None] for column in columns]
+    return [_percent(mean(values) if values else None) for values in known]
+
+
+def _panel(title: str, gains: Sequence[Gains]) -> Panel:
+    names = tuple(str(index + 1) for index in range(len(gains)))
+    series = tuple(
+        Series(variant.title, names, tuple(_scaled(one.gain(one.variants_s[i])) for one in gains))
+        for i, variant in enumerate(VARIANTS)
+    )
+    return Panel(title, "grouped", "row of the table", "saved, %", series, from_zero=False)
+
+
+def _scaled(gain: float | None) -> float | None:
+    return None if gain is None else 100 * gain
+
+
+def _percent(gain: float | None) -> str:
+    return NOTHING if gain is None else f"{gain:+.1%}"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f} s" if value >= 100 else f"{value:.3f} s"

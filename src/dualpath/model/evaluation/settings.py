@@ -1,0 +1,141 @@
+"""What is run: the paper's systems (§7.2), one run as a value, and the grids of the figures."""
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from dualpath.core.errors import ConfigError
+from dualpath.core.modes import Mode
+from dualpath.laboratory.workload.generator import Tail
+
+
+class System(NamedTuple):
+    """A model on the cluster that §7.2 gives it; both are names in the catalog."""
+
+    title: str
+    cluster: str
+    model: str
+
+
+DS_660B = System("DS 660B", "paper-660b", "ds-v3.2")
+DS_27B = System("DS 27B", "paper-27b", "ds-27b")
+QWEN_32B = System("Qwen 32B", "paper-qwen", "qwen2.5-32b")
+SYSTEMS = (DS_27B, DS_660B, QWEN_32B)
+
+MODE_TITLES = {
+    Mode.BASIC: "Basic",
+    Mode.LAYERWISE: "+ layerwise",
+    Mode.ROUND_ROBIN: "+ dual path, round robin",
+    Mode.DUALPATH: "DualPath",
+    Mode.SPLIT: "DualPath, split read",
+    Mode.ORACLE: "Oracle",
+}
+#: The systems of Fig. 7 to 11; SGL(MC) is another program and is not modelled.
+MAIN_MODES = (Mode.BASIC, Mode.DUALPATH, Mode.ORACLE)
+
+
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One run; equal specifications are run once.
+
+    ``nodes`` replaces the cluster's (P, D) and ``overrides`` other fields of ``ClusterSettings``.
+    ``workload`` names a dataset of Table 2 by its MaxLen, or a trace.  Agents arrive all at once,
+    or as a Poisson process of ``agents_per_s``, then for ``until_s``, where the run is cut.
+
+    No figure changes the rest, only what asks what the model lacks: ``generator`` replaces fields
+    of ``GeneratorSettings``; ``prefill_slowdown`` multiplies every prefill time of the PEs;
+    ``interleaved`` overrides whether two micro-batches hide the exchange; ``unseen_generation``
+    multiplies generated tokens without lengthening later prompts.
+    """
+
+    system: System
+    mode: Mode
+    workload: str = "64K"
+    agents: int = 0
+    nodes: tuple[int, int] | None = None
+    append_scale: float = 1.0
+    generation_scale: float = 1.0
+    agents_per_s: float | None = None
+    until_s: float | None = None
+    overrides: tuple[tuple[str, Any], ...] = ()
+    generator: tuple[tuple[str, Any], ...] = ()
+    prefill_slowdown: float = 1.0
+    interleaved: bool | None = None
+    unseen_generation: float = 1.0
+
+    @property
+    def title(self) -> str:
+        """One line for progress."""
+        shape = f" {self.nodes[0]}P{self.nodes[1]}D" if self.nodes else ""
+        load = (
+            f"{self.agents} agents" if self.agents_per_s is None else f"{self.agents_per_s:g} APS"
+        )
+        scale = "".join(
+            f", {name} x{factor:g}"
+            for name, factor in (("append", self.append_scale), ("gen", self.generation_scale))
+            if factor != 1
+        )
+        return f"{self.system.title}{shape} {self.workload} {load}{scale}, {self.mode.value}"
+
+
+class EvaluationSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Seed, size and the choices that the paper leaves open.
+
+    ``quick`` runs the same commands on small grids, to look at and to test; its numbers are not
+    the paper's settings.  ``tail`` is the distribution of turns over trajectories, which Table 2
+    leaves open.  ``window_s`` is the "small time window" of Fig. 13, whose non-tail phase ends when
+    less than ``tail_share`` of the agents are left.
+    """
+
+    seed: int = 1
+    quick: bool = False
+    tail: Tail = "gamma"
+    window_s: float = 1.0
+    tail_share: float = 0.5
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for the first setting out of range."""
+        limits = {"seed": (0, 2**63 - 1), "window_s": (1e-3, 1e4), "tail_share": (0.01, 0.99)}
+        for name, (least, most) in limits.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ConfigError(
+                    f"{name} is {value}, must be between {least:g} and {most:g}; correct it"
+                )
+
+    @property
+    def offline_agents(self) -> tuple[int, ...]:
+        """Agent batch sizes; §7.5 names the two larger ones."""
+        return (64, 128) if self.quick else (512, 1024, 2048)
+
+    @property
+    def ablation_agents(self) -> tuple[int, ...]:
+        """Agent batch sizes of §7.5."""
+        return self.offline_agents[-2:]
+
+    @property
+    def lengths(self) -> tuple[str, ...]:
+        """Datasets of Table 2, longest last."""
+        return ("32K", "64K") if self.quick else ("32K", "48K", "64K")
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """Factors of append and generation length (Fig. 9)."""
+        return (1.0, 2.0) if self.quick else (1.0, 2.0, 3.0, 4.0)
+
+    @property
+    def scale_up(self) -> int:
+        """How many times 2P4D and its agents the large offline run has (§7.6)."""
+        return 2 if self.quick else 24
+
+    @property
+    def horizon_s(self) -> float:
+        """Longest online experiment; arrivals last as long."""
+        return 2100.0 if self.quick else 5400.0
+
+    def aps_step(self, system: System) -> float:
+        """Spacing of the arrival rates of Fig. 10 and 11."""
+        return (0.2 if self.quick else 0.05) * (4 if system == DS_27B else 1)
+
+    def aps_limit(self, system: System) -> float:
+        """Highest arrival rate tried."""
+        return (0.4 if self.quick else 1.2) * (2.5 if system == DS_27B else 1)

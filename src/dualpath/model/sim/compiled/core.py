@@ -1,0 +1,230 @@
+"""The compiled core: the main loop, and the way in and out of its tables."""
+
+import numpy as np
+
+from dualpath.core.errors import ConfigError
+from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.model.sim.compiled.caching import cached
+from dualpath.model.sim.compiled.columns import (
+    ARRIVE,
+    BATCHES,
+    COMPUTED,
+    DECISIONS,
+    DECODE_END,
+    FETCH,
+    FILLED,
+    FINISHED,
+    HANDLED,
+    HEAP_REST,
+    HEAP_TIME,
+    KIND_BITS,
+    KIND_MASK,
+    NONE,
+    NOW,
+    NUMBER_SHIFT,
+    PENDING,
+    PUSHED,
+    READ,
+    READ_OVER,
+    SENT,
+    SNIC_END,
+    START_PASS,
+    SUBJECT_MASK,
+    SUBMIT,
+    TIER_HITS,
+    TIER_LOADED,
+    WINDOWS,
+)
+from dualpath.model.sim.compiled.constants import Constants, Rounds, constants, rounds, whole_ns
+from dualpath.model.sim.compiled.decoding import decode_ended, filled
+from dualpath.model.sim.compiled.events import pop
+from dualpath.model.sim.compiled.jit import hold
+from dualpath.model.sim.compiled.links import end_equal
+from dualpath.model.sim.compiled.lookahead import look_ahead
+from dualpath.model.sim.compiled.machine_tables import MOST_WINDOWS, MachineTables, new_machine
+from dualpath.model.sim.compiled.prefilling import computed, sent, start_pass
+from dualpath.model.sim.compiled.reading import part_loaded, part_read, read
+from dualpath.model.sim.compiled.submitting import arrive, fetch, submit_round
+from dualpath.model.sim.compiled.tables import SchedulerState, new_scheduler
+from dualpath.model.sim.compiled.world import World
+from dualpath.model.sim.derived import limits
+from dualpath.model.sim.layout import cluster_layout
+from dualpath.model.sim.progress import Progress
+from dualpath.model.sim.result import (
+    Batches,
+    Decisions,
+    LinkUse,
+    SimulationResult,
+    TurnTimes,
+)
+from dualpath.model.sim.scheduling import engine_specs, scheduler_settings
+from dualpath.model.sim.settings import Setup
+
+#: Why the loop came back.
+OVER, STOPPED, PAUSED, FULL = range(4)
+#: Events between two signs of life; so few batches at most begin meanwhile.
+PAUSE_EVENTS = 20_000
+NEVER_NS = 1 << 62
+
+
+@cached
+def run_events(
+    machine: MachineTables,
+    constants: Constants,
+    rounds: Rounds,
+    scheduler: SchedulerState,
+    until_ns: int,
+    most_events: int,
+) -> int:
+    """Handle events until there are none, the next is too late, or it is time for a pause."""
+    p = hold(World(machine, constants, rounds, scheduler))
+    heap, counters = machine.heap, machine.counters
+    room = heap.shape[0] - 3 * machine.flights.shape[0] - machine.units.shape[0] - 64
+    for _ in range(most_events):
+        if counters[PENDING] == 0:
+            return OVER
+        if counters[PENDING] > room:
+            return FULL
+        time_ns = heap[0, HEAP_TIME]
+        if time_ns > until_ns:
+            return STOPPED
+        event = pop(heap, counters)
+        look_ahead(p)
+        counters[NOW] = time_ns
+        counters[HANDLED] += 1
+        kind, subject = event & KIND_MASK, event >> KIND_BITS & SUBJECT_MASK
+        if kind == SUBMIT:
+            submit_round(p, subject)
+        elif kind == ARRIVE:
+            arrive(p, subject)
+        elif kind == FETCH:
+            fetch(p)
+        elif kind == READ:
+            read(p, subject)
+        elif kind == READ_OVER:
+            part_read(p, subject)
+        elif kind == SNIC_END:
+            end_equal(p, subject, event >> NUMBER_SHIFT)
+        elif kind == TIER_LOADED:
+            part_loaded(p, subject)
+        elif kind == START_PASS:
+            start_pass(p, subject)
+        elif kind == COMPUTED:
+            computed(p, subject)
+        elif kind == SENT:
+            sent(p, subject)
+        elif kind == FILLED:
+            filled(p, subject)
+        elif kind == DECODE_END:
+            decode_ended(p, subject, event >> NUMBER_SHIFT)
+    return PAUSED
+
+
+def _push_starts(machine: MachineTables, columns: Rounds, agents: AgentTable) -> None:
+    """Let every agent that waits for nobody submit its first round."""
+    starting = np.flatnonzero(agents.start_after_round < 0)
+    delays_s = columns.delay_s[columns.first_round[starting]]
+    times_ns = columns.start_ns[starting] + whole_ns(delays_s)
+    numbers = np.argsort(times_ns, kind="stable")
+    # Rows in order are a heap.
+    machine.heap[: starting.size, HEAP_TIME] = times_ns[numbers]
+    machine.heap[: starting.size, HEAP_REST] = (
+        numbers << NUMBER_SHIFT | starting[numbers] << KIND_BITS | SUBMIT
+    )
+    machine.counters[PENDING] = machine.counters[PUSHED] = starting.size
+
+
+def run_compiled(
+    setup: Setup,
+    agents: AgentTable,
+    *,
+    record_decisions: bool,
+    window_ns: int,
+    until_ns: int | None,
+    progress: Progress | None,
+) -> SimulationResult:
+    """Run until nothing is left to happen, or nothing before ``until_ns``."""
+    derived, layout = limits(setup), cluster_layout(setup.cluster)
+    scheduler = new_scheduler(
+        scheduler_settings(setup, derived),
+        engine_specs(setup, derived, layout),
+        agents.agents,
+    )
+    machine = new_machine(setup, agents, record_decisions=record_decisions)
+    numbers, columns = constants(setup, window_ns), rounds(agents)
+    _push_starts(machine, columns, agents)
+    last_ns = NEVER_NS if until_ns is None else until_ns
+    while True:
+        machine = _with_room_for_batches(machine)
+        why = run_events(machine, numbers, columns, scheduler, last_ns, PAUSE_EVENTS)
+        if why == FULL:
+            machine = _with_room_for_events(machine)
+        elif why != PAUSED:
+            break
+        elif progress is not None:
+            counters = machine.counters
+            progress(int(counters[FINISHED]), agents.rounds, int(counters[NOW]) / 1e9)
+    return _result(setup, agents, machine, numbers, why == STOPPED, record_decisions)
+
+
+def _with_room_for_batches(machine: MachineTables) -> MachineTables:
+    """Return the machine with room for the batches of one call of the loop."""
+    used = int(machine.counters[BATCHES])
+    if used + PAUSE_EVENTS <= len(machine.batches):
+        return machine
+    more = max(len(machine.batches), PAUSE_EVENTS)
+    return machine._replace(
+        batches=np.concatenate([machine.batches, np.zeros((more, 4), np.int64)]),
+        attention_s=np.concatenate([machine.attention_s, np.zeros((more, 2))]),
+    )
+
+
+def _with_room_for_events(machine: MachineTables) -> MachineTables:
+    return machine._replace(heap=np.concatenate([machine.heap, np.zeros_like(machine.heap)]))
+
+
+def _result(
+    setup: Setup,
+    agents: AgentTable,
+    machine: MachineTables,
+    numbers: Constants,
+    stopped: bool,
+    record_decisions: bool,
+) -> SimulationResult:
+    counters = machine.counters
+    end_ns = int(counters[NOW])
+    windows = max(int(counters[WINDOWS]), -(-end_ns // numbers.window_ns))
+    if windows > MOST_WINDOWS:
+        raise ConfigError(
+            f"the run lasts {windows} windows of {numbers.window_ns / 1e9:g} s, at most "
+            f"{MOST_WINDOWS} are kept; raise window_s"
+        )
+    if stopped:
+        _mark_unsubmitted(machine, agents)
+    batches = int(counters[BATCHES])
+    batch_rows, attention_s = machine.batches[:batches], machine.attention_s[:batches]
+    return SimulationResult(
+        setup=setup,
+        agents=agents,
+        turns=TurnTimes(*machine.times.T),
+        batches=Batches(*batch_rows.T.copy(), *attention_s.T.copy()),
+        links=LinkUse(numbers.window_ns, *(table[:windows].copy() for table in machine.use)),
+        decisions=_decisions(machine) if record_decisions else None,
+        end_ns=end_ns,
+        stopped=stopped,
+        events=int(counters[HANDLED]),
+        dram_tier_hit_tokens=int(counters[TIER_HITS]),
+    )
+
+
+def _mark_unsubmitted(machine: MachineTables, agents: AgentTable) -> None:
+    """Set the times of rounds that were never submitted, which nobody has set."""
+    latest = np.repeat(machine.round_of, np.diff(agents.first_round))
+    machine.times[np.arange(agents.rounds) > latest] = NONE
+
+
+def _decisions(machine: MachineTables) -> Decisions:
+    rows = machine.decisions[: int(machine.counters[DECISIONS])]
+    wide = [rows[:, column].astype(np.int64) for column in range(5)]
+    narrow = [rows[:, column].astype(np.int8) for column in range(5, 8)]
+    return Decisions(wide[0], wide[1], wide[2], wide[3], wide[4], *narrow)

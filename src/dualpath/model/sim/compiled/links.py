@@ -1,0 +1,177 @@
+"""Servers and storage NICs of the compiled core (the reference's links)."""
+
+from dualpath.model.sim.compiled.columns import (
+    AT_DE,
+    CNIC_READ_SERVER,
+    CNIC_USE,
+    CNIC_WRITE_SERVER,
+    DRAM_SERVER,
+    N_COUNT,
+    N_EXPECTED,
+    N_READS,
+    N_ROOT,
+    N_SINCE,
+    NO_SERVER,
+    NONE,
+    NOW,
+    READ_OVER,
+    SERVED_BYTES,
+    SNIC_END,
+    SNIC_READ_USE,
+    SNIC_WRITE_USE,
+    WINDOWS,
+)
+from dualpath.model.sim.compiled.events import add_node, drop_root, push
+from dualpath.model.sim.compiled.jit import inlined, lean
+from dualpath.model.sim.compiled.world import World
+from dualpath.model.sim.costs import transfer_ns as _transfer_ns
+
+transfer_ns = inlined(_transfer_ns)
+
+
+@lean
+def count_use(
+    p: World, table: int, node: int, start_ns: int, end_ns: int, transfer_bytes: float
+) -> None:
+    """Spread a transfer evenly over the windows of its time; beyond the last, count nothing."""
+    use, counters, window_ns = p.machine.use, p.machine.counters, p.constants.window_ns
+    first = start_ns // window_ns
+    last = first if end_ns <= start_ns else (end_ns - 1) // window_ns
+    counters[WINDOWS] = max(counters[WINDOWS], last + 1)
+    if last >= use.shape[1]:
+        return
+    if first == last:
+        use[table, first, node] += transfer_bytes
+        return
+    for window in range(first, last + 1):
+        begin = max(start_ns, window * window_ns)
+        end = min(end_ns, (window + 1) * window_ns)
+        use[table, window, node] += transfer_bytes * (end - begin) / (end_ns - start_ns)
+
+
+@inlined
+def _serve(p: World, server: int, transfer_bytes: float, bytes_per_s: float) -> int:
+    """Queue a transfer at a server and return when it starts; ``busy_ns`` is when it is over."""
+    busy_ns = p.machine.busy_ns
+    start_ns = max(p.machine.counters[NOW], busy_ns[server])
+    busy_ns[server] = start_ns + transfer_ns(transfer_bytes, bytes_per_s)
+    return start_ns
+
+
+@lean
+def charge_cnic(p: World, engine: int, writes: int, transfer_bytes: float) -> int:
+    """Queue a transfer at an engine's CNIC (writes: 1) and return when it is over."""
+    server = writes * p.machine.engines.shape[0] + engine
+    start_ns = _serve(p, server, transfer_bytes, p.constants.cnic_bytes_per_s)
+    end_ns = p.machine.busy_ns[server]
+    node = engine // p.constants.gpus_per_node
+    count_use(p, CNIC_USE, node, start_ns, end_ns, transfer_bytes)
+    return end_ns
+
+
+@lean
+def _charge_dram(p: World, node: int, transfer_bytes: float) -> int:
+    server = 2 * p.machine.engines.shape[0] + node
+    _serve(p, server, transfer_bytes, p.constants.dram_bytes_per_s)
+    return p.machine.busy_ns[server]
+
+
+@lean
+def _charge_snic_write(p: World, node: int, transfer_bytes: float) -> int:
+    server = 2 * p.machine.engines.shape[0] + p.constants.cluster_nodes + node
+    start_ns = _serve(p, server, transfer_bytes, p.constants.snic_write_bytes_per_s)
+    end_ns = p.machine.busy_ns[server]
+    count_use(p, SNIC_WRITE_USE, node, start_ns, end_ns, transfer_bytes)
+    return end_ns
+
+
+@lean
+def charge_path(p: World, path: int, pe: int, de: int, blocks: int) -> int:
+    """Charge a kind of step at all its servers and return when the last is through."""
+    paths, end_ns = p.machine.paths, p.machine.counters[NOW]
+    if blocks <= 0:
+        return end_ns
+    step_bytes = blocks * p.constants.block_bytes
+    place = 0
+    while paths[path, place] != NO_SERVER:
+        kind, engine = paths[path, place], pe
+        if kind > AT_DE:
+            kind, engine = kind - AT_DE, de
+        if kind == CNIC_READ_SERVER:
+            over_ns = charge_cnic(p, engine, 0, step_bytes)
+        elif kind == CNIC_WRITE_SERVER:
+            over_ns = charge_cnic(p, engine, 1, step_bytes)
+        elif kind == DRAM_SERVER:
+            over_ns = _charge_dram(p, engine // p.constants.gpus_per_node, step_bytes)
+        else:
+            over_ns = _charge_snic_write(p, engine // p.constants.gpus_per_node, step_bytes)
+        end_ns = max(end_ns, over_ns)
+        place += 1
+    return end_ns
+
+
+@lean
+def read_fifo(p: World, node: int, read: int, read_bytes: float) -> None:
+    """Queue a read (a number that ``READ_OVER`` is told) at a first-come-first-served SNIC."""
+    m, c = p.machine, p.constants
+    server = 2 * m.engines.shape[0] + 2 * c.cluster_nodes + node
+    start_ns = _serve(p, server, read_bytes, c.snic_bytes_per_s)
+    end_ns = m.busy_ns[server]
+    count_use(p, SNIC_READ_USE, node, start_ns, end_ns, read_bytes)
+    push(m.heap, m.counters, end_ns + c.latency_ns, READ_OVER, read)
+
+
+@lean
+def read_equal(p: World, node: int, read: int, read_bytes: float) -> None:
+    """Begin a read at an SNIC that serves all reads at once."""
+    _advance_equal(p, node)
+    m = p.machine
+    nodes = m.nodes
+    key = m.node_bytes[node, SERVED_BYTES] + read_bytes
+    nodes[node, N_ROOT] = add_node(
+        m.keys, m.links, nodes[node, N_ROOT], read, key, nodes[node, N_COUNT]
+    )
+    nodes[node, N_COUNT] += 1
+    nodes[node, N_READS] += 1
+    _expect_next(p, node)
+
+
+@lean
+def _advance_equal(p: World, node: int) -> None:
+    """Serve the reads under way at a node up to now."""
+    nodes, now_ns = p.machine.nodes, p.machine.counters[NOW]
+    reads = nodes[node, N_READS]
+    if reads:
+        since_ns = nodes[node, N_SINCE]
+        carried = (now_ns - since_ns) * (p.constants.snic_bytes_per_s / 1e9)
+        p.machine.node_bytes[node, SERVED_BYTES] += carried / reads
+        count_use(p, SNIC_READ_USE, node, since_ns, now_ns, carried)
+    nodes[node, N_SINCE] = now_ns
+
+
+@lean
+def _expect_next(p: World, node: int) -> None:
+    m = p.machine
+    nodes = m.nodes
+    left = max(m.keys[nodes[node, N_ROOT]] - m.node_bytes[node, SERVED_BYTES], 0.0)
+    wait_ns = int(left * nodes[node, N_READS] / (p.constants.snic_bytes_per_s / 1e9) + 0.5)
+    due_ns = m.counters[NOW] + wait_ns
+    nodes[node, N_EXPECTED] = push(m.heap, m.counters, due_ns, SNIC_END, node)
+
+
+@lean
+def end_equal(p: World, node: int, number: int) -> None:
+    """End the read that is due, unless others came or went since push ``number``."""
+    m = p.machine
+    nodes, node_bytes = m.nodes, m.node_bytes
+    if number != nodes[node, N_EXPECTED]:
+        return
+    _advance_equal(p, node)
+    root = nodes[node, N_ROOT]
+    node_bytes[node, SERVED_BYTES] = max(node_bytes[node, SERVED_BYTES], m.keys[root])
+    nodes[node, N_ROOT] = drop_root(m.keys, m.links, root)
+    nodes[node, N_READS] -= 1
+    over_ns = m.counters[NOW] + p.constants.latency_ns
+    push(m.heap, m.counters, over_ns, READ_OVER, root)
+    if nodes[node, N_ROOT] != NONE:
+        _expect_next(p, node)

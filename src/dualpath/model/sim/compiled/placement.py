@@ -1,0 +1,289 @@
+"""The placers of ``policy`` over tables: who gets an engine in a fetch, and which one.
+
+Each function holds what it places at the ledger and lists it in ``state.work[PLACED]``, in the
+order in which the live placer returns it.
+"""
+
+import numpy as np
+
+from dualpath.model.sim.compiled.jit import compiled, inlined, lean, prefetch
+from dualpath.model.sim.compiled.kernels import (
+    assign_decode,
+    assign_prefill,
+    choose_group,
+    unfragmented_hbm,
+)
+from dualpath.model.sim.compiled.ledger import hold
+from dualpath.model.sim.compiled.lines import enter_line, leave_line, private_line
+from dualpath.model.sim.compiled.tables import (
+    BEHIND,
+    DECODE,
+    END,
+    FAR_BEHIND,
+    FIRST,
+    FLAGS,
+    FREE_HBM,
+    GROUP_TOKENS,
+    HBM,
+    LARGEST_HBM,
+    LAST_DEALT,
+    LENGTH,
+    LENGTHS,
+    LINE_HEAD,
+    NODE,
+    NONE,
+    NUMBER,
+    PLACED,
+    PREFILL,
+    PRIVATE_TOKENS,
+    READ_Q,
+    REASON,
+    RING,
+    ROWS,
+    SEQ,
+    TOK,
+    TOTAL_TOKENS,
+    SchedulerState,
+)
+from dualpath.model.sim.result import DE_REASONS, PE_REASONS
+from dualpath.policy.load import IntArray
+
+PE_SHORT_QUEUE = PE_REASONS.index("short-queue")
+PE_LONG_QUEUE = PE_REASONS.index("long-queue")
+PE_IN_TURN = PE_REASONS.index("round-robin")
+DE_LOW_TOKEN = DE_REASONS.index("low-token min-seq")
+DE_HIGH_TOKEN = DE_REASONS.index("high-token min-tok")
+DE_IN_TURN = DE_REASONS.index("round-robin")
+
+#: Waiting requests a kernel call of Algorithm 1 looks at: first so many, then ever more.
+FIRST_WINDOW, LAST_WINDOW = 4, 256
+
+
+@inlined
+def place_on_prefill(state: SchedulerState, group: int) -> int:
+    """Serve the waiting queue by Algorithm 1 (``FifoPrefillPlacer.fetch``)."""
+    count, window = 0, FIRST_WINDOW
+    while state.lines[PREFILL, LINE_HEAD] != NONE:
+        looked_at = _look(state, PREFILL, PREFILL, window)
+        placed = _place_window(state, group, looked_at, count)
+        count += placed
+        if placed < looked_at:
+            break
+        window = min(2 * window, LAST_WINDOW)
+    return count
+
+
+@inlined
+def _look(state: SchedulerState, role: int, line: int, most: int) -> int:
+    """Write the lengths at the head of a line into the work table; return how many."""
+    request, count = state.lines[line, LINE_HEAD], 0
+    while request != NONE and count < most:
+        state.work[LENGTHS, count] = state.requests[request, LENGTH + role]
+        _fetch_row_far_behind(state, request, role)
+        request = state.requests[request, BEHIND + role]
+        count += 1
+    return count
+
+
+@inlined
+def _fetch_row_far_behind(state: SchedulerState, request: int, role: int) -> None:
+    requests = state.requests
+    prefetch(requests, request, 0)
+    prefetch(requests, requests[request, FAR_BEHIND + role], NUMBER)
+
+
+@inlined
+def _place_window(state: SchedulerState, group: int, window: int, count: int) -> int:
+    first, end = state.groups[FIRST, group], state.groups[END, group]
+    placed = _prefill_rows(
+        state.engines[TOK, first:end],
+        state.engines[NODE, first:end],
+        state.nodes[READ_Q],
+        state.work[LENGTHS, :window],
+        state.rules.alpha_tokens,
+        state.rules.beta_tokens,
+        state.work[ROWS],
+        state.work[FLAGS],
+    )
+    for position in range(placed):
+        reason = PE_SHORT_QUEUE if state.work[FLAGS, position] else PE_LONG_QUEUE
+        request = state.lines[PREFILL, LINE_HEAD]
+        engine = first + state.work[ROWS, position]
+        _place(state, request, PREFILL, engine, reason, count + position)
+    return placed
+
+
+@compiled
+def _prefill_rows(
+    tok: IntArray,
+    node: IntArray,
+    read_q: IntArray,
+    lengths: IntArray,
+    alpha_tokens: int,
+    beta_tokens: int,
+    rows: IntArray,
+    flags: IntArray,
+) -> int:
+    placed, short = assign_prefill(tok, node, read_q, lengths, alpha_tokens, beta_tokens)
+    for position in range(placed.size):
+        rows[position] = placed[position]
+        flags[position] = short[position]
+    return placed.size
+
+
+@inlined
+def place_on_decode(state: SchedulerState, group: int) -> int:
+    """Run phases 1 and 2 (``TwoPhaseDecodePlacer.fetch``)."""
+    if state.lines[DECODE, LINE_HEAD] != NONE:
+        _drain_global_queue(state)
+    first, end = state.groups[FIRST, group], state.groups[END, group]
+    line = private_line(first)
+    if state.lines[line, LINE_HEAD] == NONE:
+        return 0
+    bound = _look_at_upper_bound_set(
+        state, line, unfragmented_hbm(state.engines[FREE_HBM, first:end])
+    )
+    if bound == 0:
+        return 0
+    placed = _decode_rows(
+        state.engines[TOK, first:end],
+        state.engines[SEQ, first:end],
+        state.engines[FREE_HBM, first:end],
+        state.work[LENGTHS, :bound],
+        state.rules.threshold_factor,
+        state.work[ROWS],
+        state.work[FLAGS],
+    )
+    for position in range(placed):
+        reason = DE_LOW_TOKEN if state.work[FLAGS, position] else DE_HIGH_TOKEN
+        request = state.lines[line, LINE_HEAD]
+        state.groups[PRIVATE_TOKENS, group] -= state.requests[request, LENGTH + DECODE]
+        _place(state, request, DECODE, first + state.work[ROWS, position], reason, position)
+    return placed
+
+
+@compiled
+def _decode_rows(
+    tok: IntArray,
+    seq: IntArray,
+    free_hbm: IntArray,
+    lengths: IntArray,
+    threshold_factor: float,
+    rows: IntArray,
+    flags: IntArray,
+) -> int:
+    placed, low_token = assign_decode(tok, seq, free_hbm, lengths, threshold_factor)
+    for position in range(placed.size):
+        rows[position] = placed[position]
+        flags[position] = low_token[position]
+    return placed.size
+
+
+@inlined
+def _drain_global_queue(state: SchedulerState) -> None:
+    groups, first_group = state.groups, state.first_decode_group
+    for group in range(first_group, groups.shape[1]):
+        groups[TOTAL_TOKENS, group] = groups[GROUP_TOKENS, group] + groups[PRIVATE_TOKENS, group]
+    totals, largest = groups[TOTAL_TOKENS, first_group:], groups[LARGEST_HBM, first_group:]
+    request = state.lines[DECODE, LINE_HEAD]
+    while request != NONE:
+        behind = state.requests[request, BEHIND + DECODE]
+        tokens = state.requests[request, LENGTH + DECODE]
+        row = choose_group(totals, largest, tokens)
+        if row >= 0:
+            group = first_group + row
+            groups[TOTAL_TOKENS, group] += tokens
+            groups[PRIVATE_TOKENS, group] += tokens
+            leave_line(state, request, DECODE)
+            enter_line(state, request, DECODE, private_line(groups[FIRST, group]))
+        request = behind
+
+
+@inlined
+def _look_at_upper_bound_set(state: SchedulerState, line: int, left: int) -> int:
+    """Write the lengths of R (``upper_bound_set``) into the work table; return how many."""
+    request, count = state.lines[line, LINE_HEAD], 0
+    while request != NONE:
+        tokens = state.requests[request, LENGTH + DECODE]
+        left -= tokens
+        if left < 0:
+            break
+        state.work[LENGTHS, count] = tokens
+        _fetch_row_far_behind(state, request, DECODE)
+        request = state.requests[request, BEHIND + DECODE]
+        count += 1
+    return count
+
+
+@lean
+def place_in_turn(state: SchedulerState, role: int, group: int) -> int:
+    """Deal, then place what lies before the group's engines (``InTurnPlacer.fetch``)."""
+    _deal(state, role)
+    count = 0
+    reason = PE_IN_TURN if role == PREFILL else DE_IN_TURN
+    for engine in range(state.groups[FIRST, group], state.groups[END, group]):
+        line = private_line(engine)
+        request = state.lines[line, LINE_HEAD]
+        while request != NONE:
+            length = state.requests[request, LENGTH + role]
+            if role == DECODE and state.engines[FREE_HBM, engine] < length:
+                break
+            _place(state, request, role, engine, reason, count)
+            count += 1
+            request = state.lines[line, LINE_HEAD]
+    if count > 1:
+        _sort_by_number(state, count)
+    return count
+
+
+@inlined
+def _sort_by_number(state: SchedulerState, count: int) -> None:
+    for position in range(count):
+        state.work[LENGTHS, position] = state.requests[state.work[PLACED, position], NUMBER]
+    _sort(state.work[LENGTHS, :count], state.work[PLACED, :count], state.work[ROWS])
+
+
+@compiled
+def _sort(numbers: IntArray, placed: IntArray, unsorted: IntArray) -> None:
+    for position in range(placed.size):
+        unsorted[position] = placed[position]
+    for position, where in enumerate(np.argsort(numbers)):
+        placed[position] = unsorted[where]
+
+
+@inlined
+def _deal(state: SchedulerState, role: int) -> None:
+    request = state.lines[role, LINE_HEAD]
+    while request != NONE:
+        behind = state.requests[request, BEHIND + role]
+        engine = _next_in_turn(state, role, state.requests[request, LENGTH + role])
+        if engine != NONE:
+            leave_line(state, request, role)
+            enter_line(state, request, role, private_line(engine))
+        request = behind
+
+
+@inlined
+def _next_in_turn(state: SchedulerState, role: int, length: int) -> int:
+    """Return the engine whose turn it is and could ever hold the request."""
+    start, end = 0, state.first_decode_engine
+    if role == DECODE:
+        start, end = end, state.engines.shape[1]
+    place = state.counters[LAST_DEALT + role]
+    for _ in range(end - start):
+        place = (place + 1) % (end - start)
+        engine = state.engines[RING, start + place]
+        if role == PREFILL or state.engines[HBM, engine] >= length:
+            state.counters[LAST_DEALT + role] = place
+            return engine
+    return NONE
+
+
+@inlined
+def _place(
+    state: SchedulerState, request: int, role: int, engine: int, reason: int, position: int
+) -> None:
+    leave_line(state, request, role)
+    hold(state, request, role, engine)
+    state.requests[request, REASON + role] = reason
+    state.work[PLACED, position] = request

@@ -1,0 +1,175 @@
+"""Forward passes and the first token (stages 6 and 7 of the model)."""
+
+from dualpath.model.sim.compiled.batches import form_pass
+from dualpath.model.sim.compiled.buffers import give_back
+from dualpath.model.sim.compiled.columns import (
+    BATCHES,
+    CHUNK_BSZ,
+    COMPUTED,
+    DE,
+    DE_BLOCKS,
+    DONE,
+    FILL_PATH,
+    FILLED,
+    GENERATED,
+    HIT,
+    LOAD_DE_PATH,
+    LOAD_PE_PATH,
+    NONE,
+    NOW,
+    PE,
+    PE_BLOCKS,
+    PROMPT,
+    PROMPT_BLOCKS,
+    QUEUE_HEAD,
+    RELOAD_PATH,
+    SEND_PATH,
+    SENT,
+    T_DECODING,
+    T_FIRST_TOKEN,
+    T_PREFILL,
+    T_SECOND_TOKEN,
+    U_BUSY,
+    U_CHUNK_HEAD,
+)
+from dualpath.model.sim.compiled.events import push
+from dualpath.model.sim.compiled.finishing import count_out, finish, persist, to_ns
+from dualpath.model.sim.compiled.jit import lean
+from dualpath.model.sim.compiled.links import charge_path
+from dualpath.model.sim.compiled.lookahead import fetch_chunks
+from dualpath.model.sim.compiled.scheduler import prefill_done
+from dualpath.model.sim.compiled.world import World
+
+
+@lean
+def start_pass(p: World, unit: int) -> None:
+    """Begin a unit's next forward pass if any of its engines has work."""
+    m = p.machine
+    tokens, compute_s, slowest_s, mean_s = form_pass(p, unit)
+    m.units[unit, U_BUSY] = 1 if tokens else 0
+    if tokens == 0:
+        return
+    flights, batches, now_ns = m.flights, m.batches, m.counters[NOW]
+    agent = m.units[unit, U_CHUNK_HEAD]
+    while agent != NONE:
+        if flights[agent, DONE] == flights[agent, HIT]:
+            m.times[m.round_of[agent], T_PREFILL] = now_ns
+        agent = m.next_chunk[agent]
+    end_ns = _pass_end(p, unit, to_ns(compute_s))
+    batch = m.counters[BATCHES]
+    m.counters[BATCHES] += 1
+    batches[batch, 0] = now_ns
+    batches[batch, 1] = end_ns
+    batches[batch, 2] = unit
+    batches[batch, 3] = tokens
+    m.attention_s[batch, 0] = slowest_s
+    m.attention_s[batch, 1] = mean_s
+    push(m.heap, m.counters, end_ns, COMPUTED, unit)
+
+
+@lean
+def _pass_end(p: World, unit: int, compute_ns: int) -> int:
+    m, c = p.machine, p.constants
+    now_ns = m.counters[NOW]
+    if c.oracle:
+        return now_ns + compute_ns
+    moved_ns = now_ns
+    agent = m.units[unit, U_CHUNK_HEAD]
+    while agent != NONE:
+        moved_ns = max(moved_ns, _load(p, agent))
+        agent = m.next_chunk[agent]
+    if c.resident:
+        return moved_ns + compute_ns
+    moved_ns = max(moved_ns, _send(p, unit))
+    # The first layer's loads and the last layer's sends have no computation to hide behind.
+    exposed_ns = (moved_ns - now_ns) // c.layers
+    return max(now_ns + compute_ns, moved_ns) + exposed_ns
+
+
+@lean
+def _load(p: World, agent: int) -> int:
+    flights = p.machine.flights
+    missed = flights[agent, DONE] - flights[agent, HIT]
+    if p.constants.resident and missed:
+        return p.machine.counters[NOW]
+    pe, de = flights[agent, PE], flights[agent, DE]
+    end_ns = charge_path(p, LOAD_PE_PATH, pe, de, flights[agent, PE_BLOCKS])
+    end_ns = max(end_ns, charge_path(p, LOAD_DE_PATH, pe, de, flights[agent, DE_BLOCKS]))
+    reloaded = missed // p.constants.block_tokens
+    return max(end_ns, charge_path(p, RELOAD_PATH, pe, de, reloaded))
+
+
+@lean
+def _send(p: World, unit: int) -> int:
+    """Charge the transfers to the DEs, before the chunks count as done."""
+    m = p.machine
+    flights, end_ns = m.flights, m.counters[NOW]
+    agent = m.units[unit, U_CHUNK_HEAD]
+    while agent != NONE:
+        blocks = -(-flights[agent, CHUNK_BSZ] // p.constants.block_tokens)
+        if flights[agent, DONE] == flights[agent, HIT]:
+            blocks += flights[agent, PE_BLOCKS]
+        sent_ns = charge_path(p, SEND_PATH, flights[agent, PE], flights[agent, DE], blocks)
+        end_ns = max(end_ns, sent_ns)
+        agent = m.next_chunk[agent]
+    return end_ns
+
+
+@lean
+def computed(p: World, unit: int) -> None:
+    """The computation of a unit's pass is over."""
+    m, c = p.machine, p.constants
+    flights, now_ns = m.flights, m.counters[NOW]
+    fetch_chunks(p, unit)
+    sent_ns = now_ns
+    if c.resident and not c.oracle:
+        sent_ns = _send(p, unit)
+    agent = m.units[unit, U_CHUNK_HEAD]
+    while agent != NONE:
+        flights[agent, DONE] += flights[agent, CHUNK_BSZ]
+        if flights[agent, DONE] == flights[agent, PROMPT]:
+            m.engines[flights[agent, PE], QUEUE_HEAD] = m.next_queued[agent]
+            m.times[m.round_of[agent], T_FIRST_TOKEN] = now_ns
+        agent = m.next_chunk[agent]
+    if sent_ns > now_ns:
+        push(m.heap, m.counters, sent_ns, SENT, unit)
+    else:
+        sent(p, unit)
+
+
+@lean
+def sent(p: World, unit: int) -> None:
+    """The KV of a unit's pass is at the DEs: the next pass can begin."""
+    m = p.machine
+    flights = m.flights
+    agent = m.units[unit, U_CHUNK_HEAD]
+    while agent != NONE:
+        following = m.next_chunk[agent]
+        if flights[agent, DONE] == flights[agent, PROMPT]:
+            _prefilled(p, agent)
+        agent = following
+    start_pass(p, unit)
+
+
+@lean
+def _prefilled(p: World, agent: int) -> None:
+    m, c = p.machine, p.constants
+    flights = m.flights
+    pe, de, prompt = flights[agent, PE], flights[agent, DE], flights[agent, PROMPT]
+    prefill_done(p.scheduler, agent)
+    count_out(p, pe, prompt, 0)
+    if not c.oracle:
+        give_back(p, pe, flights[agent, PE_BLOCKS])
+        new_blocks = prompt // c.block_tokens - flights[agent, HIT] // c.block_tokens
+        persist(p, agent, de, new_blocks)
+    if flights[agent, GENERATED] == 1:
+        r = m.round_of[agent]
+        m.times[r, T_DECODING] = m.times[r, T_SECOND_TOKEN] = m.times[r, T_FIRST_TOKEN]
+        if not c.oracle:
+            give_back(p, de, flights[agent, PROMPT_BLOCKS])
+        finish(p, agent)
+    else:
+        filled_ns = m.counters[NOW]
+        if not c.oracle:
+            filled_ns = charge_path(p, FILL_PATH, de, de, flights[agent, PROMPT_BLOCKS])
+        push(m.heap, m.counters, filled_ns + c.admission_ns, FILLED, agent)

@@ -1,0 +1,136 @@
+"""What both cores derive from a setup before a run: tokens, bytes, checks."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dualpath.core.blocks import BlockGeometry
+from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError, TraceError
+from dualpath.core.modes import Mode
+from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.model.sim.settings import Setup
+from dualpath.plan import steps
+from dualpath.plan.steps import Link
+
+#: A compute quota that never binds, for modes without one.
+NO_QUOTA_S = 1e30
+
+
+class Limits(NamedTuple):
+    """Limits of a run in tokens and bytes.
+
+    ``prefill_hbm_tokens`` is the KV a forward pass of one engine may touch: all layers of it
+    without layerwise prefill, ``layer_buffers`` layers with it.
+    """
+
+    alpha_tokens: int
+    beta_tokens: int
+    prefill_hbm_tokens: int
+    decode_hbm_tokens: int
+    batch_cap_tokens: int
+    compute_quota_s: float
+    block_bytes: float
+    read_tokens_per_s: float
+
+
+def limits(setup: Setup) -> Limits:
+    """Return the limits of a run."""
+    cluster, model = setup.cluster, setup.model
+    per_token = model.kv_bytes_per_token
+    held_per_token = per_token
+    if setup.mode.layerwise:
+        held_per_token = per_token / model.layers * min(cluster.layer_buffers, model.layers)
+    beta = cluster.beta_tokens or max(int(cluster.beta_s * model.prefill_tokens_per_s), 1)
+    quota = setup.mode.compute_quota
+    return Limits(
+        alpha_tokens=int(cluster.alpha_s * cluster.snic_bytes_per_s / per_token),
+        beta_tokens=beta,
+        prefill_hbm_tokens=int(cluster.prefill_hbm_bytes / held_per_token),
+        decode_hbm_tokens=int(cluster.decode_hbm_bytes / per_token),
+        batch_cap_tokens=1 << 40 if quota else cluster.batch_cap_tokens,
+        compute_quota_s=cluster.compute_quota_s if quota else NO_QUOTA_S,
+        block_bytes=per_token * cluster.block_tokens,
+        read_tokens_per_s=cluster.snic_bytes_per_s / per_token,
+    )
+
+
+def buffer_bytes(setup: Setup) -> tuple[float, float]:
+    """Return the buffer of a prefill node and of a decode node."""
+    cluster = setup.cluster
+    baseline = setup.mode in (Mode.BASIC, Mode.LAYERWISE)
+    if baseline and cluster.baseline_buffer_bytes is not None:
+        return cluster.baseline_buffer_bytes, cluster.baseline_buffer_bytes
+    return cluster.prefill_buffer_bytes, cluster.decode_buffer_bytes
+
+
+class StepLinks(NamedTuple):
+    """Which links each kind of step loads, read off the plan (``plan.steps``)."""
+
+    read_pe: tuple[Link, ...]
+    read_de: tuple[Link, ...]
+    load_pe: tuple[Link, ...]
+    load_de: tuple[Link, ...]
+    reload: tuple[Link, ...]
+    send: tuple[Link, ...]
+    fill: tuple[Link, ...]
+    persist: tuple[Link, ...]
+
+
+def step_links() -> StepLinks:
+    """Return the links of every kind of step, from plans of small prompts."""
+    geometry = BlockGeometry(layers=1, block_tokens=1, layer_block_bytes=1)
+
+    def layout(side: Role) -> steps.PromptLayout:
+        run = steps.SidedRun(side=side, blocks=steps.BlockRun(0, 1))
+        return steps.PromptLayout(geometry=geometry, prompt_tokens=3, hits=(run,))
+
+    at_pe, at_de = layout(Role.PREFILL), layout(Role.DECODE)
+    first, second = steps.BlockRun(1, 1), steps.BlockRun(2, 1)
+    return StepLinks(
+        read_pe=steps.read_steps(at_pe)[0].links,
+        read_de=steps.read_steps(at_de)[0].links,
+        load_pe=steps.load_steps(at_pe, 0, first)[0].links,
+        load_de=steps.load_steps(at_de, 0, first)[0].links,
+        reload=steps.load_steps(at_de, 0, second)[1].links,
+        send=steps.send_steps(at_de, 0, first)[0].links,
+        fill=steps.decode_steps(at_de)[0].links,
+        persist=steps.persist_steps(at_de)[0].links,
+    )
+
+
+def check(setup: Setup, agents: AgentTable) -> None:
+    """Raise ``ConfigError`` or ``TraceError`` for a run that cannot be, before it starts."""
+    setup.cluster.check()
+    agents.check()
+    longest = (agents.prompt_tokens.astype(np.int64) + agents.generated_tokens).max()
+    bound = setup.model.context_limit_tokens
+    if bound is not None and longest > bound:
+        raise TraceError(
+            f"the longest round has {longest} tokens with its generation, model "
+            f"{setup.model.name} takes {bound}; truncate the trace or use another model"
+        )
+    _check_memories(setup, agents)
+
+
+def _check_memories(setup: Setup, agents: AgentTable) -> None:
+    cluster, derived = setup.cluster, limits(setup)
+    prompt = int(agents.prompt_tokens.max())
+    reserve = np.minimum(agents.generated_tokens, cluster.generated_reserve_tokens)
+    at_decode = int((agents.prompt_tokens.astype(np.int64) + reserve).max())
+    blocks_bytes = -(-prompt // cluster.block_tokens) * derived.block_bytes
+    _require_room("decode_hbm_bytes", at_decode, derived.decode_hbm_tokens, "KV tokens")
+    _require_room("prefill_hbm_bytes", prompt, derived.prefill_hbm_tokens, "KV tokens")
+    if setup.mode is Mode.ORACLE:
+        return
+    at_prefill, at_decode_node = buffer_bytes(setup)
+    _require_room("decode_buffer_bytes", blocks_bytes, at_decode_node, "bytes")
+    _require_room("prefill_buffer_bytes", blocks_bytes, at_prefill, "bytes")
+
+
+def _require_room(name: str, need: float, have: float, unit: str) -> None:
+    if need > have:
+        raise ConfigError(
+            f"the largest round needs {need:.6g} {unit}, {name} holds {have:.6g}; "
+            f"raise {name} or truncate the trace"
+        )

@@ -1,0 +1,377 @@
+"""The life of a round on the simulated cluster; read it beside ``docs/simulator.md``."""
+
+from collections import defaultdict
+from itertools import pairwise
+
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
+from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.model.sim.costs import to_ns
+from dualpath.model.sim.derived import limits
+from dualpath.model.sim.layout import cluster_layout
+from dualpath.model.sim.progress import Progress
+from dualpath.model.sim.reference.driver import SchedulerDriver
+from dualpath.model.sim.reference.events import EventQueue
+from dualpath.model.sim.reference.machine import SimulatedMachine
+from dualpath.model.sim.reference.prefill import Chunk, Pass, PrefillWork
+from dualpath.model.sim.reference.rebalancing import Rebalancing
+from dualpath.model.sim.reference.record import Record
+from dualpath.model.sim.reference.tier import DramTier
+from dualpath.model.sim.reference.units import Units
+from dualpath.model.sim.result import SimulationResult
+from dualpath.model.sim.settings import Setup
+from dualpath.policy.events import Assignment
+
+#: Progress is told every so many events.
+PROGRESS_EVENTS = 20_000
+
+
+class _Flight:
+    """An assigned round: its engines, what is read where, and what is still to come."""
+
+    __slots__ = ("assignment", "de", "de_blocks", "parts_left", "pe", "pe_blocks", "prompt_blocks")
+
+    def __init__(self, assignment: Assignment, prompt_blocks: int, block_tokens: int) -> None:
+        self.assignment = assignment
+        self.pe = int(assignment.prefill_engine)
+        self.de = int(assignment.decode_engine)
+        self.prompt_blocks = prompt_blocks
+        self.pe_blocks = self.de_blocks = 0
+        for part in assignment.reads:
+            blocks = -(-part.tokens // block_tokens)
+            if part.side is Role.PREFILL:
+                self.pe_blocks = blocks
+            else:
+                self.de_blocks = blocks
+        self.parts_left = len(assignment.reads)
+
+
+class ReferenceCore:
+    """One run; see ``run``."""
+
+    def __init__(
+        self, setup: Setup, agents: AgentTable, *, record_decisions: bool, window_ns: int
+    ) -> None:
+        self._setup = setup
+        self._agents = agents
+        cluster = setup.cluster
+        self._limits = limits(setup)
+        self._block_tokens = cluster.block_tokens
+        self._oracle = setup.mode is Mode.ORACLE
+        self._resident = not setup.mode.layerwise
+        self._layers = setup.model.layers
+        self._overhead_ns = to_ns(cluster.request_overhead_s)
+        self._admission_ns = to_ns(cluster.decode_admission_s)
+        self._events = EventQueue()
+        self._record = Record(agents, record_decisions)
+        self._machine = SimulatedMachine(setup, self._limits, self._events, window_ns)
+        self._window_ns = window_ns
+        layout = cluster_layout(cluster)
+        self._driver = SchedulerDriver(
+            setup, self._limits, layout, agents, self._events, self._assigned
+        )
+        units = Units(setup, self._limits, layout, self._events, self._finished)
+        self._prefill_units, self._prefill_unit_of = units.prefill, units.prefill_of
+        self._decode_units, self._decode_unit_of = units.decode, units.decode_of
+        if cluster.rebalancing is not None:
+            Rebalancing(
+                cluster.rebalancing,
+                setup,
+                self._limits,
+                agents,
+                self._events,
+                self._record,
+                self._driver,
+                self._machine,
+                units,
+            )
+        tier_bytes = cluster.dram_tier_bytes * cluster.nodes
+        tier_tokens = int(tier_bytes / setup.model.kv_bytes_per_token)
+        self._tier = DramTier(tier_tokens) if tier_tokens else None
+        self._tier_tokens: dict[int, int] = {}
+        self._tier_hit_tokens = 0
+        self._read_columns()
+
+    def _read_columns(self) -> None:
+        """Lists are read faster than arrays."""
+        agents = self._agents
+        self._prompt = agents.prompt_tokens.tolist()
+        self._hit = agents.hit_tokens.tolist()
+        self._generated = agents.generated_tokens.tolist()
+        self._delay_ns = [to_ns(delay) for delay in agents.delay_s.tolist()]
+        self._agent_of: list[int] = []
+        self._last_round: list[int] = []
+        starts = agents.first_round.tolist()
+        for agent, (first, end) in enumerate(pairwise(starts)):
+            self._agent_of += [agent] * (end - first)
+            self._last_round.append(end - 1)
+        self._stored_ns = [0] * agents.agents
+        self._flights: dict[int, _Flight] = {}
+        self._children: dict[int, list[int]] = defaultdict(list)
+
+    def run(self, until_ns: int | None, progress: Progress | None) -> SimulationResult:
+        """Run until nothing is left to happen, or nothing before ``until_ns``."""
+        first_round = self._agents.first_round.tolist()
+        parents = self._agents.start_after_round.tolist()
+        for agent, start_s in enumerate(self._agents.start_s.tolist()):
+            if parents[agent] >= 0:
+                self._children[parents[agent]].append(agent)
+            else:
+                round_index = first_round[agent]
+                start_ns = to_ns(start_s) + self._delay_ns[round_index]
+                self._events.at(start_ns, self._submit, round_index)
+        events, stopped = self._events, False
+        while (next_ns := events.next_ns()) is not None:
+            if until_ns is not None and next_ns > until_ns:
+                stopped = True
+                break
+            events.run_next()
+            if progress is not None and events.handled % PROGRESS_EVENTS == 0:
+                progress(self._record.finished, self._agents.rounds, events.now_ns / 1e9)
+        return self._record.result(
+            self._setup,
+            self._machine,
+            self._window_ns,
+            end_ns=events.now_ns,
+            stopped=stopped,
+            events=events.handled,
+            dram_tier_hit_tokens=self._tier_hit_tokens,
+        )
+
+    # 1. Submit.
+
+    def _submit(self, r: int) -> None:
+        self._record.submitted_ns[r] = self._events.now_ns
+        if self._overhead_ns:
+            self._events.at(self._events.now_ns + self._overhead_ns, self._arrive, r)
+        else:
+            self._arrive(r)
+
+    def _arrive(self, r: int) -> None:
+        in_tier = 0
+        if self._tier is not None:
+            in_tier = self._tier.hit(self._agent_of[r], self._hit[r])
+            in_tier -= in_tier % self._block_tokens
+            self._tier_tokens[r] = in_tier
+            self._tier_hit_tokens += in_tier
+        self._driver.submit(r, self._hit[r] - in_tier)
+
+    # 2. Fetch, then 3. buffers.
+
+    def _assigned(self, r: int, assignment: Assignment) -> None:
+        prompt_blocks = -(-self._prompt[r] // self._block_tokens)
+        flight = _Flight(assignment, prompt_blocks, self._block_tokens)
+        tier_blocks = self._tier_tokens.get(r, 0) // self._block_tokens
+        self._flights[r] = flight
+        self._record.assigned(r, assignment, self._events.now_ns)
+        if self._oracle:
+            self._record.granted_ns[r] = self._events.now_ns
+            self._loaded(r)
+            return
+        machine = self._machine
+        need = flight.prompt_blocks * self._limits.block_bytes
+        machine.buffers[machine.node(flight.de)].reserve(
+            need, lambda: self._de_buffer_granted(r, flight, tier_blocks)
+        )
+
+    def _de_buffer_granted(self, r: int, flight: _Flight, tier_blocks: int) -> None:
+        # KV of the DRAM tier arrives in the DE buffer, as if it had been read there.
+        flight.de_blocks += tier_blocks
+        flight.parts_left += tier_blocks > 0
+        if flight.pe_blocks:
+            machine = self._machine
+            need = flight.pe_blocks * self._limits.block_bytes
+            machine.buffers[machine.node(flight.pe)].reserve(
+                need, lambda: self._granted(r, flight, tier_blocks)
+            )
+        else:
+            self._granted(r, flight, tier_blocks)
+
+    # 4. Read.
+
+    def _granted(self, r: int, flight: _Flight, tier_blocks: int) -> None:
+        now_ns = self._events.now_ns
+        self._record.granted_ns[r] = now_ns
+        if flight.parts_left == 0:
+            self._loaded(r)
+            return
+        if tier_blocks:
+            end_ns = self._machine.load_from_tier(flight.de, tier_blocks)
+            self._events.at(end_ns, self._part_loaded, r, flight)
+        stored_ns = self._stored_ns[self._agent_of[r]]
+        for part in flight.assignment.reads:
+            engine = flight.pe if part.side is Role.PREFILL else flight.de
+            if stored_ns > now_ns:
+                self._events.at(stored_ns, self._read, r, flight, part.side, engine, part.tokens)
+            else:
+                self._read(r, flight, part.side, engine, part.tokens)
+
+    def _read(self, r: int, flight: _Flight, side: Role, engine: int, tokens: int) -> None:
+        blocks = -(-tokens // self._block_tokens)
+        self._machine.charge_read(engine, side, blocks)
+        self._machine.snic(engine).read(
+            blocks * self._limits.block_bytes,
+            lambda: self._part_read(r, flight, engine, tokens),
+        )
+
+    def _part_read(self, r: int, flight: _Flight, engine: int, tokens: int) -> None:
+        self._driver.part_read(engine, tokens)
+        self._part_loaded(r, flight)
+
+    def _part_loaded(self, r: int, flight: _Flight) -> None:
+        flight.parts_left -= 1
+        if flight.parts_left == 0:
+            self._loaded(r)
+
+    # 5. Prefill.
+
+    def _loaded(self, r: int) -> None:
+        self._record.loaded_ns[r] = self._events.now_ns
+        self._driver.read_done(r)
+        flight = self._flights[r]
+        unit = self._prefill_units[self._prefill_unit_of[flight.pe]]
+        unit.add(flight.pe, PrefillWork(r, self._hit[r], self._prompt[r]))
+        if not unit.busy:
+            # After whatever else happens at this moment: rounds that become ready together
+            # enter the same pass.
+            unit.busy = True
+            row = self._prefill_unit_of[flight.pe]
+            self._events.at(self._events.now_ns, self._start_pass, row)
+
+    def _start_pass(self, row: int) -> None:
+        unit = self._prefill_units[row]
+        formed = unit.form_pass()
+        unit.busy = formed is not None
+        if formed is None:
+            return
+        now_ns = self._events.now_ns
+        for chunk in formed.chunks:
+            if chunk.cached == chunk.work.hit_tokens:
+                self._record.prefill_ns[chunk.work.round] = now_ns
+        end_ns = self._pass_end(formed)
+        self._record.batch(row, formed, now_ns, end_ns)
+        self._events.at(end_ns, self._computed, row, formed)
+
+    # 6. The pass.
+
+    def _pass_end(self, formed: Pass) -> int:
+        now_ns = self._events.now_ns
+        compute_ns = to_ns(formed.compute_s)
+        if self._oracle:
+            return now_ns + compute_ns
+        moved_ns = max(self._load(chunk) for chunk in formed.chunks)
+        if self._resident:
+            return moved_ns + compute_ns
+        moved_ns = max(moved_ns, self._send(formed))
+        # The first layer's loads and the last layer's sends have no computation to hide behind.
+        exposed_ns = (moved_ns - now_ns) // self._layers
+        return max(now_ns + compute_ns, moved_ns) + exposed_ns
+
+    def _load(self, chunk: Chunk) -> int:
+        flight = self._flights[chunk.work.round]
+        first = chunk.cached == chunk.work.hit_tokens
+        if self._resident and not first:
+            return self._events.now_ns
+        computed = (chunk.cached - chunk.work.hit_tokens) // self._block_tokens
+        return self._machine.load(
+            flight.pe, flight.de, flight.pe_blocks, flight.de_blocks, computed
+        )
+
+    def _send(self, formed: Pass) -> int:
+        end_ns = self._events.now_ns
+        for chunk in formed.chunks:
+            flight = self._flights[chunk.work.round]
+            blocks = -(-chunk.bsz // self._block_tokens)
+            if chunk.cached == chunk.work.hit_tokens:
+                blocks += flight.pe_blocks
+            end_ns = max(end_ns, self._machine.send(flight.pe, flight.de, blocks))
+        return end_ns
+
+    # 7. First token.
+
+    def _computed(self, row: int, formed: Pass) -> None:
+        now_ns = self._events.now_ns
+        unit = self._prefill_units[row]
+        for chunk in formed.chunks:
+            work = chunk.work
+            work.done_tokens += chunk.bsz
+            if work.done_tokens == work.prompt_tokens:
+                unit.queues[chunk.engine - unit.first].popleft()
+                self._record.first_token_ns[work.round] = now_ns
+        sent_ns = self._send(formed) if self._resident and not self._oracle else now_ns
+        if sent_ns > now_ns:
+            self._events.at(sent_ns, self._sent, row, formed)
+        else:
+            self._sent(row, formed)
+
+    def _sent(self, row: int, formed: Pass) -> None:
+        for chunk in formed.chunks:
+            if chunk.work.done_tokens == chunk.work.prompt_tokens:
+                self._prefilled(chunk.work.round)
+        self._start_pass(row)
+
+    def _prefilled(self, r: int) -> None:
+        flight = self._flights[r]
+        self._driver.prefill_done(r, flight.assignment)
+        if not self._oracle:
+            self._give_back(flight.pe, flight.pe_blocks)
+            new_blocks = self._prompt[r] // self._block_tokens - self._hit[r] // self._block_tokens
+            self._persist(r, flight.de, new_blocks)
+        if self._generated[r] == 1:
+            self._end_without_decode(r, flight)
+        else:
+            filled_ns = self._events.now_ns
+            if not self._oracle:
+                filled_ns = self._machine.fill(flight.de, flight.prompt_blocks)
+            self._events.at(filled_ns + self._admission_ns, self._filled, r, flight)
+
+    def _end_without_decode(self, r: int, flight: _Flight) -> None:
+        record, first_ns = self._record, self._record.first_token_ns[r]
+        record.decoding_ns[r] = record.second_token_ns[r] = first_ns
+        if not self._oracle:
+            self._give_back(flight.de, flight.prompt_blocks)
+        self._finished(r)
+
+    # 8. Decode.
+
+    def _filled(self, r: int, flight: _Flight) -> None:
+        if not self._oracle:
+            self._give_back(flight.de, flight.prompt_blocks)
+        self._decode(r, flight)
+
+    def _decode(self, r: int, flight: _Flight) -> None:
+        self._record.decoding_ns[r] = self._events.now_ns
+        unit = self._decode_units[self._decode_unit_of[flight.de]]
+        second_ns = unit.join(r, self._prompt[r], self._generated[r])
+        self._record.second_token_ns[r] = second_ns
+
+    # 9. Finish.
+
+    def _finished(self, r: int) -> None:
+        now_ns, agent = self._events.now_ns, self._agent_of[r]
+        flight = self._flights.pop(r)
+        self._record.finish(r, now_ns)
+        self._driver.finished(r, flight.assignment)
+        # The last token's KV is never computed.
+        stored = self._prompt[r] + self._generated[r] - 1
+        if not self._oracle:
+            new_blocks = stored // self._block_tokens - self._prompt[r] // self._block_tokens
+            self._persist(r, flight.de, new_blocks)
+        if self._tier is not None:
+            self._tier.put(agent, stored)
+        if r < self._last_round[agent]:
+            self._events.at(now_ns + self._delay_ns[r + 1], self._submit, r + 1)
+        for child in self._children.get(r, ()):
+            first = int(self._agents.first_round[child])
+            start_ns = now_ns + to_ns(float(self._agents.start_s[child])) + self._delay_ns[first]
+            self._events.at(start_ns, self._submit, first)
+
+    def _persist(self, r: int, de: int, blocks: int) -> None:
+        agent = self._agent_of[r]
+        stored_ns = self._machine.persist(de, blocks)
+        self._stored_ns[agent] = max(self._stored_ns[agent], stored_ns)
+
+    def _give_back(self, engine: int, blocks: int) -> None:
+        if blocks:
+            held = blocks * self._limits.block_bytes
+            self._machine.buffers[self._machine.node(engine)].release(held)

@@ -1,0 +1,145 @@
+"""Links and buffers of all nodes, charged with the steps of a request's plan (§4.1, §4.2)."""
+
+from typing import NamedTuple
+
+from dualpath.core.cluster import Role
+from dualpath.model.sim.costs import to_ns
+from dualpath.model.sim.derived import Limits, buffer_bytes, step_links
+from dualpath.model.sim.reference.buffers import NodeBuffer
+from dualpath.model.sim.reference.events import EventQueue
+from dualpath.model.sim.reference.links import EqualSnic, FifoSnic, Server
+from dualpath.model.sim.reference.usage import WindowedBytes
+from dualpath.model.sim.settings import Setup
+from dualpath.plan.steps import Link
+
+
+class _Path(NamedTuple):
+    """Servers that a kind of step loads, by PE and by DE."""
+
+    at_pe: list[tuple[Server, ...]]
+    at_de: list[tuple[Server, ...]]
+
+
+class SimulatedMachine:
+    """Everything that carries or holds KV; engines and nodes by index."""
+
+    def __init__(self, setup: Setup, limits: Limits, events: EventQueue, window_ns: int) -> None:
+        cluster = setup.cluster
+        self._events = events
+        self._block_bytes = limits.block_bytes
+        self._gpus_per_node = cluster.gpus_per_node
+        nodes, engines = range(cluster.nodes), range(cluster.engines)
+        self.snic_read_use = WindowedBytes(window_ns, cluster.nodes)
+        self.snic_write_use = WindowedBytes(window_ns, cluster.nodes)
+        self.cnic_use = WindowedBytes(window_ns, cluster.nodes)
+        self._cnic_read = [self._cnic(setup, e) for e in engines]
+        self._cnic_write = [self._cnic(setup, e) for e in engines]
+        self._dram = [Server(cluster.dram_bytes_per_s) for _ in nodes]
+        self._snic_write = [
+            Server(cluster.snic_write_bytes_per_s, self.snic_write_use, node) for node in nodes
+        ]
+        self._snics = [self._snic(setup, node) for node in nodes]
+        links = step_links()
+        self._read_pe, self._read_de = self._path(links.read_pe), self._path(links.read_de)
+        self._load_pe, self._load_de = self._path(links.load_pe), self._path(links.load_de)
+        self._reload, self._send = self._path(links.reload), self._path(links.send)
+        self._fill, self._persist = self._path(links.fill), self._path(links.persist)
+        at_prefill, at_decode = buffer_bytes(setup)
+        self._buffer_bytes = {Role.PREFILL: at_prefill, Role.DECODE: at_decode}
+        self.buffers = [
+            NodeBuffer(at_prefill if node < cluster.prefill_nodes else at_decode) for node in nodes
+        ]
+
+    def change_role(self, node: int, role: Role) -> None:
+        """Give a node without work the buffer of another role; its links stay what they are."""
+        self.buffers[node] = NodeBuffer(self._buffer_bytes[role])
+
+    def node(self, engine: int) -> int:
+        """Return the node of an engine."""
+        return engine // self._gpus_per_node
+
+    def snic(self, engine: int) -> FifoSnic | EqualSnic:
+        """Return the storage NIC of an engine's node."""
+        return self._snics[self.node(engine)]
+
+    def charge_read(self, engine: int, side: Role, blocks: int) -> None:
+        """Charge what a storage read loads besides its SNIC."""
+        path = self._read_pe if side is Role.PREFILL else self._read_de
+        self._charge(path, engine, engine, blocks)
+
+    def load_from_tier(self, engine: int, blocks: int) -> int:
+        """Bring blocks of the DRAM tier into a node's buffer; return when they are there."""
+        return self._cnic_write[engine].charge(self._events.now_ns, blocks * self._block_bytes)
+
+    def load(self, pe: int, de: int, pe_blocks: int, de_blocks: int, computed: int) -> int:
+        """Bring KV before a chunk into the PE's HBM; return when the last of it is there.
+
+        ``pe_blocks`` from the PE buffer, ``de_blocks`` from the DE buffer, ``computed`` blocks of
+        earlier chunks from the DE buffer.
+        """
+        return max(
+            self._charge(self._load_pe, pe, de, pe_blocks),
+            self._charge(self._load_de, pe, de, de_blocks),
+            self._charge(self._reload, pe, de, computed),
+        )
+
+    def send(self, pe: int, de: int, blocks: int) -> int:
+        """Bring blocks from the PE's HBM to the DE buffer; return when they are there."""
+        return self._charge(self._send, pe, de, blocks)
+
+    def fill(self, de: int, blocks: int) -> int:
+        """Bring a prompt's KV from the DE buffer to HBM; return when it is there."""
+        return self._charge(self._fill, de, de, blocks)
+
+    def persist(self, de: int, blocks: int) -> int:
+        """Write new blocks; return when they are stored."""
+        return self._charge(self._persist, de, de, blocks)
+
+    def _charge(self, path: _Path, pe: int, de: int, blocks: int) -> int:
+        end_ns = now_ns = self._events.now_ns
+        if blocks <= 0:
+            return now_ns
+        step_bytes = blocks * self._block_bytes
+        for server in path.at_pe[pe]:
+            end_ns = max(end_ns, server.charge(now_ns, step_bytes))
+        for server in path.at_de[de]:
+            end_ns = max(end_ns, server.charge(now_ns, step_bytes))
+        return end_ns
+
+    def _path(self, links: tuple[Link, ...]) -> _Path:
+        """Look up the servers of a kind of step; storage reads have a queue of their own."""
+        servers = self._servers_of_link()
+        at_pe = [servers[link] for link in links if link in servers and link.startswith("pe")]
+        at_de = [servers[link] for link in links if link in servers and link.startswith("de")]
+        engines = range(len(self._cnic_read))
+        return _Path(
+            at_pe=[tuple(of_engine[engine] for of_engine in at_pe) for engine in engines],
+            at_de=[tuple(of_engine[engine] for of_engine in at_de) for engine in engines],
+        )
+
+    def _servers_of_link(self) -> dict[Link, list[Server]]:
+        """Return, per link, the server of every engine."""
+        nodes = [self.node(engine) for engine in range(len(self._cnic_read))]
+        dram = [self._dram[node] for node in nodes]
+        return {
+            Link.PE_CNIC_READ: self._cnic_read,
+            Link.PE_CNIC_WRITE: self._cnic_write,
+            Link.DE_CNIC_READ: self._cnic_read,
+            Link.DE_CNIC_WRITE: self._cnic_write,
+            Link.PE_DRAM: dram,
+            Link.DE_DRAM: dram,
+            Link.DE_SNIC_WRITE: [self._snic_write[node] for node in nodes],
+        }
+
+    def _cnic(self, setup: Setup, engine: int) -> Server:
+        return Server(setup.cluster.cnic_bytes_per_s, self.cnic_use, self.node(engine))
+
+    def _snic(self, setup: Setup, node: int) -> FifoSnic | EqualSnic:
+        cluster = setup.cluster
+        latency_ns = to_ns(cluster.read_latency_s)
+        if cluster.snic_sharing == "equal":
+            return EqualSnic(
+                self._events, cluster.snic_bytes_per_s, latency_ns, self.snic_read_use, node
+            )
+        server = Server(cluster.snic_bytes_per_s, self.snic_read_use, node)
+        return FifoSnic(self._events, server, latency_ns)

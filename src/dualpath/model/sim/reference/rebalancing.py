@@ -1,0 +1,244 @@
+"""Nodes that change their role while the cluster serves (§8.1 leaves it to future work).
+
+Every ``interval_s`` the policy (``policy.rebalance``) is told how both roles fare.  What waits
+counts where it is held up:
+
+- a loaded prompt at its PE waits for prefill; one whose read is under way waits for storage, which
+  no move makes faster;
+- requests without an engine of a role wait for what those before them wait for: they count in
+  full if at least half of the tokens placed at the role are loaded (PE) or past their first token
+  (DE), less as this share falls to none;
+- a DE holds a request's HBM from its assignment on, also while it is read and prefilled, so that
+  the HBM held is the DE's load by the same share.
+
+A ``Move`` takes the serving node of the giving role that has the fewest unfinished tokens, since
+it is empty soonest; of equals the one with the highest number.  It gets no new requests, finishes
+those it has (nothing is recomputed or sent elsewhere), and ``switch_s`` later its engines join the
+other role as a group and with lock-step as a unit of their own; what they leave behind steps as a
+smaller unit.  Costs per token and HBM are those of the new role's other engines: how much wider or
+narrower experts are then spread is not modelled.  While a node finishes its work the policy is not
+asked, so one node at most is on its way, and its rest begins when the node is empty.
+"""
+
+from dualpath.core.cluster import Role
+from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.model.sim.costs import decode_step_s, to_ns
+from dualpath.model.sim.derived import Limits
+from dualpath.model.sim.reference.driver import SchedulerDriver
+from dualpath.model.sim.reference.events import EventQueue
+from dualpath.model.sim.reference.machine import SimulatedMachine
+from dualpath.model.sim.reference.record import Record
+from dualpath.model.sim.reference.units import Units
+from dualpath.model.sim.result import NS_PER_S, RoleMove
+from dualpath.model.sim.settings import LARGEST_RATE, RebalancingSettings, Setup
+from dualpath.policy.events import Assignment
+from dualpath.policy.rebalance import ClusterObservation, Move, Rebalancer, RoleLoad
+
+
+class _Interval:
+    """What happened since the policy last looked."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.ttft_s: list[float] = []
+        self.tpot_s: list[float] = []
+
+
+class Rebalancing:
+    """Watches rounds, asks the policy and carries its moves out."""
+
+    def __init__(
+        self,
+        settings: RebalancingSettings,
+        setup: Setup,
+        limits: Limits,
+        agents: AgentTable,
+        events: EventQueue,
+        record: Record,
+        driver: SchedulerDriver,
+        machine: SimulatedMachine,
+        units: Units,
+    ) -> None:
+        """Start looking; ``driver`` tells of rounds from now on."""
+        self._settings = settings
+        self._gpus_per_node = setup.cluster.gpus_per_node
+        self._agents = agents
+        self._events = events
+        self._record = record
+        self._driver = driver
+        self._machine = machine
+        self._units = units
+        self._prefill_node_tokens_per_s = (
+            settings.prefill_node_tokens_per_s or prefill_node_tokens_per_s(setup)
+        )
+        self._decode_node_tokens = limits.decode_hbm_tokens * self._gpus_per_node
+        self._policy = Rebalancer(
+            settings.policy(
+                self._prefill_node_tokens_per_s, decode_node_tokens_per_s(setup, limits, agents)
+            )
+        )
+        cluster = setup.cluster
+        self._nodes = {
+            Role.PREFILL: list(range(cluster.prefill_nodes)),
+            Role.DECODE: list(range(cluster.prefill_nodes, cluster.nodes)),
+        }
+        self._joining: set[int] = set()
+        self._draining: int | None = None
+        self._loaded_tokens = 0
+        self._decoding_tokens = 0
+        self._interval = _Interval()
+        driver.watch = self
+        events.at(to_ns(settings.interval_s), self._look)
+
+    # What the driver tells.
+
+    def loaded(self, round_index: int) -> None:
+        """A prompt waits for its PE."""
+        self._loaded_tokens += int(self._agents.prompt_tokens[round_index])
+
+    def prefilled(self, round_index: int, assignment: Assignment) -> None:
+        """A PE is through with a prompt."""
+        r, record = round_index, self._record
+        self._loaded_tokens -= assignment.prefill_tokens
+        self._decoding_tokens += assignment.decode_tokens
+        self._interval.prompt_tokens += assignment.prefill_tokens
+        waited_ns = record.first_token_ns[r] - record.submitted_ns[r]
+        self._interval.ttft_s.append(waited_ns / NS_PER_S)
+        self._leave_if_empty()
+
+    def finished(self, round_index: int, assignment: Assignment) -> None:
+        """A DE is through with a round."""
+        r, record = round_index, self._record
+        self._decoding_tokens -= assignment.decode_tokens
+        later = int(self._agents.generated_tokens[r]) - 1
+        if later:
+            took_ns = record.finished_ns[r] - record.first_token_ns[r]
+            self._interval.tpot_s.append(took_ns / later / NS_PER_S)
+        self._leave_if_empty()
+
+    # Looking.
+
+    def _look(self) -> None:
+        if self._draining is None:
+            decision = self._policy.observe(self._observation())
+            if isinstance(decision, Move):
+                self._begin(decision)
+        self._interval = _Interval()
+        # Without anything else to come the run is over.
+        if self._events.next_ns() is not None:
+            next_ns = self._events.now_ns + to_ns(self._settings.interval_s)
+            self._events.at(next_ns, self._look)
+
+    def _observation(self) -> ClusterObservation:
+        return ClusterObservation(
+            interval_s=self._settings.interval_s,
+            prefill=self._prefill_load(),
+            decode=self._decode_load(),
+        )
+
+    def _prefill_load(self) -> RoleLoad:
+        nodes, queue = len(self._nodes[Role.PREFILL]), self._driver.queue(Role.PREFILL)
+        capacity = self._prefill_node_tokens_per_s * nodes * self._settings.interval_s
+        share = _share(2 * self._loaded_tokens, queue.placed_tokens)
+        return RoleLoad(
+            nodes=nodes,
+            utilisation=min(self._interval.prompt_tokens / capacity, 1.0),
+            waiting_requests=int(share * queue.waiting),
+            waiting_tokens=self._loaded_tokens + int(share * queue.waiting_tokens),
+            latency_s=_mean(self._interval.ttft_s),
+        )
+
+    def _decode_load(self) -> RoleLoad:
+        nodes, queue = len(self._nodes[Role.DECODE]), self._driver.queue(Role.DECODE)
+        share = _share(2 * self._decoding_tokens, queue.placed_tokens)
+        return RoleLoad(
+            nodes=nodes,
+            utilisation=share * _share(queue.placed_tokens, self._decode_node_tokens * nodes),
+            waiting_requests=int(share * queue.waiting),
+            waiting_tokens=int(share * queue.waiting_tokens),
+            latency_s=_mean(self._interval.tpot_s),
+        )
+
+    # Moving.
+
+    def _begin(self, move: Move) -> None:
+        serving = [node for node in self._nodes[move.from_role] if node not in self._joining]
+        if len(serving) < 2:
+            # The only other node of the role is still on its way into it.
+            return
+        node = min(serving, key=lambda n: (self._driver.unfinished(self._engines(n))[0], -n))
+        self._nodes[move.from_role].remove(node)
+        self._nodes[move.to_role].append(node)
+        self._record.moves.append(
+            RoleMove(node, move.from_role, move.to_role, move.reason, self._events.now_ns, -1, -1)
+        )
+        self._driver.retire(self._engines(node))
+        self._draining = node
+        self._leave_if_empty()
+
+    def _leave_if_empty(self) -> None:
+        node = self._draining
+        if node is None or self._driver.unfinished(self._engines(node))[1]:
+            return
+        self._draining = None
+        self._joining.add(node)
+        # After the round whose end this is has given everything back.
+        self._events.at(self._events.now_ns, self._leave, len(self._record.moves) - 1)
+
+    def _leave(self, index: int) -> None:
+        move = self._record.moves[index]
+        now_ns = self._events.now_ns
+        self._record.moves[index] = move._replace(drained_ns=now_ns)
+        self._units.leave(self._engines(move.node), move.from_role)
+        self._machine.change_role(move.node, move.to_role)
+        self._events.at(now_ns + to_ns(self._settings.switch_s), self._join, index)
+
+    def _join(self, index: int) -> None:
+        move = self._record.moves[index]
+        self._record.moves[index] = move._replace(joined_ns=self._events.now_ns)
+        self._joining.remove(move.node)
+        self._units.join(self._engines(move.node), move.to_role)
+        self._driver.join(self._engines(move.node), move.to_role)
+
+    def _engines(self, node: int) -> range:
+        return range(node * self._gpus_per_node, (node + 1) * self._gpus_per_node)
+
+
+def prefill_node_tokens_per_s(setup: Setup) -> float:
+    """Return prompt tokens, hits included, that a prefill node gets done."""
+    return setup.model.prefill_tokens_per_s * setup.cluster.gpus_per_node
+
+
+def decode_node_tokens_per_s(setup: Setup, limits: Limits, agents: AgentTable) -> float:
+    """Return the HBM that passes through a full decode node, in tokens reserved.
+
+    Mean rounds of the workload fill the HBM and decode at the step time this gives.
+    """
+    generated = float(agents.generated_tokens.mean())
+    reserved = float(agents.prompt_tokens.mean())
+    reserved += min(generated, setup.cluster.generated_reserve_tokens)
+    requests = max(int(limits.decode_hbm_tokens / reserved), 1)
+    context = int(requests * reserved)
+    window = setup.model.decode.window_tokens
+    costs = setup.model.decode
+    step_s = decode_step_s(
+        requests,
+        min(requests * window, context) if window else context,
+        context,
+        1,
+        costs.step_s,
+        costs.request_s,
+        costs.pair_s,
+        costs.index_pair_s,
+    )
+    stay_s = max(generated - 1, 1.0) * step_s
+    per_engine = context / stay_s if stay_s else LARGEST_RATE
+    return min(per_engine * setup.cluster.gpus_per_node, LARGEST_RATE)
+
+
+def _share(part: float, whole: float) -> float:
+    return min(part / whole, 1.0) if whole else 0.0
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,40 @@
+"""How both cores set up the scheduler of a simulated cluster."""
+
+from dualpath.model.sim.derived import Limits
+from dualpath.model.sim.layout import ClusterLayout
+from dualpath.model.sim.settings import Setup
+from dualpath.policy.events import EngineSpec, SchedulerSettings
+
+
+def scheduler_settings(setup: Setup, limits: Limits) -> SchedulerSettings:
+    """Return the scheduler's settings."""
+    cluster = setup.cluster
+    return SchedulerSettings(
+        mode=setup.mode,
+        alpha_tokens=limits.alpha_tokens,
+        beta_tokens=limits.beta_tokens,
+        block_tokens=cluster.block_tokens,
+        threshold_factor=cluster.threshold_factor,
+        generated_reserve_tokens=cluster.generated_reserve_tokens,
+        read_choice=cluster.read_choice,
+    )
+
+
+def engine_specs(setup: Setup, limits: Limits, layout: ClusterLayout) -> list[EngineSpec]:
+    """Return all engines, PEs first, in order of number; an engine's id is its number."""
+    cluster, model = setup.cluster, setup.model
+    return [
+        EngineSpec(
+            engine_id=str(engine),
+            role=group.role,
+            node=str(engine // cluster.gpus_per_node),
+            group=group.name,
+            order=engine,
+            hbm_tokens=limits.decode_hbm_tokens,
+            snic_tokens_per_s=limits.read_tokens_per_s,
+            prefill_tokens_per_s=model.prefill_tokens_per_s,
+            cnic_tokens_per_s=cluster.cnic_bytes_per_s / model.kv_bytes_per_token,
+        )
+        for group in layout.groups
+        for engine in group.engines
+    ]

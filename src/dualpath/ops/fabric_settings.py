@@ -1,0 +1,298 @@
+"""The settings of A.1 for a fabric, as data: line by line, where it goes and why.
+
+InfiniBand is the paper's own configuration.  For RoCE the paper gives the method (DSCP, four
+lossless traffic classes, weights) and the numbers here are ours.  For Ethernet without RDMA the
+lines are the commands of `dualpath.plan.traffic_class`, which the lab applies.
+"""
+
+import enum
+
+import msgspec
+
+from dualpath.core.errors import ConfigError
+from dualpath.plan.traffic_class import (
+    DEFAULT_KV_PORTS,
+    DEFAULT_WEIGHTS,
+    LaneWeights,
+    PortRange,
+    shaping_commands,
+)
+
+
+class Fabric(enum.StrEnum):
+    """Compute networks whose settings are known."""
+
+    INFINIBAND = "infiniband"
+    ROCE = "roce"
+    ETHERNET = "ethernet"
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One line of configuration; an empty ``line`` is advice for which no common syntax exists."""
+
+    line: str
+    why: str
+
+
+class SettingsGroup(msgspec.Struct, frozen=True):
+    """Lines that belong into one place."""
+
+    where: str
+    settings: tuple[Setting, ...]
+
+
+class FabricLanes(msgspec.Struct, frozen=True, kw_only=True):
+    """How a fabric recognises the two lanes.
+
+    Service levels 0 to 3 (InfiniBand; each is mapped to the virtual lane of its number), DSCP
+    values 0 to 63 (RoCE), TCP ports (Ethernet).  ``interface`` and ``rdma_device`` are the names
+    of the compute NIC, ``bytes_per_s`` its rate where software shapes it.
+    """
+
+    weights: LaneWeights = DEFAULT_WEIGHTS
+    inference_sl: int = 1
+    kv_sl: int = 2
+    inference_dscp: int = 34
+    kv_dscp: int = 26
+    kv_ports: PortRange = DEFAULT_KV_PORTS
+    interface: str = "eth0"
+    rdma_device: str = "mlx5_0"
+    bytes_per_s: float = 1.25e9
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for lanes that fall together or that a fabric does not have."""
+        _check_pair("service level", self.inference_sl, self.kv_sl, 3)
+        _check_pair("DSCP", self.inference_dscp, self.kv_dscp, 63)
+        if self.inference_dscp // 8 == self.kv_dscp // 8:
+            raise ConfigError(
+                f"DSCP {self.inference_dscp} and {self.kv_dscp} share priority "
+                f"{self.kv_dscp // 8} (DSCP / 8); choose them from different groups of eight"
+            )
+        for dscp in (self.inference_dscp, self.kv_dscp):
+            if dscp // 8 not in LOSSLESS_PRIORITIES:
+                raise ConfigError(
+                    f"DSCP {dscp} has priority {dscp // 8} (DSCP / 8), must have one of the "
+                    f"lossless {LOSSLESS_PRIORITIES}; choose one from 16 to 47"
+                )
+        if not 1e5 <= self.bytes_per_s <= 1e12:
+            raise ConfigError(
+                f"rate of {self.bytes_per_s * 8 / 1e9:g} Gbit/s must be 0.0008 to 8000; correct it"
+            )
+
+
+#: The four lossless classes of RoCE; 0 stays with unmarked traffic, 6 with congestion
+#: notifications (the NICs' default), 1 and 7 with nothing.
+LOSSLESS_PRIORITIES = (2, 3, 4, 5)
+_CONGESTION_PRIORITY = 6
+_ECT0 = 2
+_PAPER_HIGH_LIMIT = 240
+
+
+def fabric_settings(fabric: Fabric, lanes: FabricLanes) -> tuple[SettingsGroup, ...]:
+    """Return every line for one fabric, in the order in which one would apply them."""
+    match fabric:
+        case Fabric.INFINIBAND:
+            return infiniband_settings(lanes)
+        case Fabric.ROCE:
+            return roce_settings(lanes)
+        case Fabric.ETHERNET:
+            return ethernet_settings(lanes)
+
+
+def infiniband_settings(lanes: FabricLanes) -> tuple[SettingsGroup, ...]:
+    """Return the settings of subnet manager, NCCL, NVSHMEM and UCX.
+
+    At 99:1 the arbitration tables are the paper's.  At another ratio the low-priority table holds
+    KV alone, so that the limit (in units of 4 KiB, after which one packet of it may pass) is the
+    ratio.
+    """
+    inference, kv = lanes.inference_sl, lanes.kv_sl
+    manager = SettingsGroup(
+        "opensm.conf of the subnet manager (switches and NICs obey it)",
+        (
+            Setting("qos TRUE", "without it opensm leaves arbitration as it finds it"),
+            Setting("qos_max_vls 4", "data lanes in use; their buffers come from one memory"),
+            *_arbitration(lanes),
+            Setting(
+                "qos_sl2vl " + ",".join(str(sl if sl < 4 else kv) for sl in range(16)),
+                f"service level to lane: 0 unmarked, {inference} inference, {kv} KV; levels from "
+                "4 on, which nobody should use, share the KV lane",
+            ),
+        ),
+    )
+    return (
+        manager,
+        _collectives(
+            Setting(f"NCCL_IB_SL={inference}", "collectives take the inference lane; unset: 0"),
+            Setting(f"NVSHMEM_IB_SL={inference}", "the same for NVSHMEM, which DeepEP uses"),
+        ),
+        _ucx(
+            Setting(
+                f"UCX_IB_SL={kv}",
+                "KV takes its lane; unset it is 0, which the tables above serve like inference",
+            ),
+            "IB_SL",
+            str(kv),
+        ),
+    )
+
+
+def _arbitration(lanes: FabricLanes) -> tuple[Setting, ...]:
+    kv = lanes.kv_sl
+    high = ",".join(f"{lane}:{0 if lane == kv else 192}" for lane in range(4))
+    if lanes.weights == DEFAULT_WEIGHTS:
+        limit = _PAPER_HIGH_LIMIT
+        low = ",".join(f"{lane}:{64 if lane == kv else 192}" for lane in range(4))
+        low_why = f"then one packet by these weights: KV (lane {kv}) cannot starve"
+    else:
+        limit = max(1, round(lanes.weights.inference / lanes.weights.kv))
+        low = ",".join(f"{lane}:{64 if lane == kv else 0}" for lane in range(4))
+        low_why = f"then one packet of KV (lane {kv}), which therefore cannot starve"
+    return (
+        Setting(
+            f"qos_high_limit {limit}",
+            f"{limit} x 4 KiB of the high-priority table pass before one packet of the low one; "
+            "255 would let KV starve",
+        ),
+        Setting(f"qos_vlarb_high {high}", f"lane:weight in units of 64 bytes; KV (lane {kv}) is 0"),
+        Setting(f"qos_vlarb_low {low}", low_why),
+    )
+
+
+def roce_settings(lanes: FabricLanes) -> tuple[SettingsGroup, ...]:
+    """Return the settings of NICs and switches, NCCL, NVSHMEM and UCX; TC = priority = DSCP / 8."""
+    inference_tos = lanes.inference_dscp << 2 | _ECT0
+    kv_tos = lanes.kv_dscp << 2 | _ECT0
+    return (
+        SettingsGroup("every compute NIC, as root (NVIDIA ConnectX)", _roce_nic(lanes, kv_tos)),
+        SettingsGroup("every switch port between compute NICs (syntax by vendor)", _switch(lanes)),
+        _collectives(
+            Setting(
+                f"NCCL_IB_TC={inference_tos}",
+                f"collectives take the inference lane: DSCP {lanes.inference_dscp} x 4, + 2 to "
+                "allow congestion marks; unset: 0",
+            ),
+            Setting(f"NVSHMEM_IB_TRAFFIC_CLASS={inference_tos}", "the same for NVSHMEM (DeepEP)"),
+        ),
+        _ucx(
+            Setting(
+                f"UCX_IB_TRAFFIC_CLASS={kv_tos}",
+                f"KV takes its lane: DSCP {lanes.kv_dscp} x 4, + 2; unset, UCX takes 106 on "
+                "RoCEv2, that is DSCP 26",
+            ),
+            "IB_TRAFFIC_CLASS",
+            str(kv_tos),
+        ),
+    )
+
+
+def _roce_nic(lanes: FabricLanes, kv_tos: int) -> tuple[Setting, ...]:
+    command = f"mlnx_qos -i {lanes.interface}"
+    lossless = ",".join(str(int(tc in LOSSLESS_PRIORITIES)) for tc in range(8))
+    modes = ",".join("strict" if tc == _CONGESTION_PRIORITY else "ets" for tc in range(8))
+    percent = _roce_percent(lanes)
+    shares = ",".join(str(percent.get(tc, 0)) for tc in range(8))
+    inference, kv = percent[lanes.inference_dscp // 8], percent[lanes.kv_dscp // 8]
+    classes = ",".join(map(str, range(8)))
+    return (
+        Setting(f"{command} --trust dscp", "the DSCP of a packet decides, not its VLAN tag"),
+        *(
+            Setting(f"{command} --dscp2prio set,{dscp},{dscp // 8}", f"{name} by its DSCP")
+            for name, dscp in _dscp(lanes).items()
+        ),
+        Setting(f"{command} --prio_tc {classes}", "a traffic class (hardware queue) per priority"),
+        Setting(
+            f"{command} --pfc {lossless}",
+            "priority flow control: four lossless classes; two are spare, like two of the four "
+            "lanes on InfiniBand",
+        ),
+        Setting(
+            f"{command} --tsa {modes} --tcbw {shares}",
+            f"percent of the link per class: inference {inference}, KV {kv}; congestion "
+            f"notifications (priority {_CONGESTION_PRIORITY}) first; a class of 0 gets what is "
+            "left over: give a spare one part of the inference share before using it",
+        ),
+        Setting(
+            f"cma_roce_tos -d {lanes.rdma_device} -t {kv_tos}",
+            "connections through RDMA-CM that ask for no class go to the KV lane; do not write "
+            "the device's tc/1/traffic_class in sysfs, which overrides every program's choice",
+        ),
+    )
+
+
+def _switch(lanes: FabricLanes) -> tuple[Setting, ...]:
+    inference, kv = lanes.inference_dscp // 8, lanes.kv_dscp // 8
+    lossless = ", ".join(map(str, LOSSLESS_PRIORITIES))
+    percent = _roce_percent(lanes)
+    return (
+        Setting("", "trust DSCP and map it to traffic classes as the NICs do: DSCP / 8"),
+        Setting("", f"priority flow control on classes {lossless}, with headroom for the cables"),
+        Setting(
+            "",
+            f"weighted round robin (ETS, DWRR), class {inference} : class {kv} = "
+            f"{percent[inference]} : {percent[kv]}; class {_CONGESTION_PRIORITY} strict",
+        ),
+    )
+
+
+def ethernet_settings(lanes: FabricLanes) -> tuple[SettingsGroup, ...]:
+    """Return the `tc` commands that the lab applies, and the settings of UCX."""
+    commands = shaping_commands(lanes.interface, lanes.bytes_per_s, lanes.weights, lanes.kv_ports)
+    return (
+        SettingsGroup(
+            "every compute NIC, as root; switch ports need the same in the other direction",
+            tuple(Setting(" ".join(command.argv), command.why) for command in commands),
+        ),
+        _ucx(
+            Setting(
+                f"UCX_TCP_PORT_RANGE={lanes.kv_ports.text}",
+                "KV connections are accepted on these ports, by which the filters know them",
+            ),
+            "TCP_PORT_RANGE",
+            lanes.kv_ports.text,
+        ),
+    )
+
+
+def _collectives(*settings: Setting) -> SettingsGroup:
+    return SettingsGroup("environment of every engine: collectives", settings)
+
+
+def _ucx(variable: Setting, key: str, value: str) -> SettingsGroup:
+    """Return the group of UCX; ``nixl_engine_config`` takes UCX's names without ``UCX_``."""
+    return SettingsGroup(
+        "environment of every engine, prefill and decode alike: NIXL through UCX",
+        (
+            variable,
+            Setting(
+                "",
+                f'or, in the settings of every engine, nixl_engine_config {{"{key}": "{value}"}} '
+                f"(--nixl-engine-config {key}={value}); a UCX_ variable that is set wins over it",
+            ),
+            Setting(
+                "",
+                "set it at both ends of a connection: one end alone may mark one direction only "
+                "(UCX issue 10325 tells so of the traffic class)",
+            ),
+        ),
+    )
+
+
+def _dscp(lanes: FabricLanes) -> dict[str, int]:
+    return {"inference": lanes.inference_dscp, "KV": lanes.kv_dscp}
+
+
+def _roce_percent(lanes: FabricLanes) -> dict[int, int]:
+    """Return whole percents by class; ETS knows no fractions, and KV keeps at least 1."""
+    kv = max(1, round(100 * (1 - lanes.weights.inference_share)))
+    return {lanes.inference_dscp // 8: 100 - kv, lanes.kv_dscp // 8: kv}
+
+
+def _check_pair(what: str, inference: int, kv: int, most: int) -> None:
+    for name, value in (("inference", inference), ("KV", kv)):
+        if not 0 <= value <= most:
+            raise ConfigError(f"{name} {what} is {value}, must be 0 to {most}; correct it")
+    if inference == kv:
+        raise ConfigError(
+            f"inference and KV share {what} {kv}, must differ for KV to wait; change one"
+        )

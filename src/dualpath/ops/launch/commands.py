@@ -1,0 +1,159 @@
+"""The command lines of router and engines; the same ones an operator types on other machines."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dualpath.core.cluster import Role
+from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.vllm.names import (
+    CONNECTOR,
+    CONNECTOR_MODULE,
+    HASH_ALGORITHM,
+    SCHEDULER_CLASS,
+    WORKER_CLASS,
+)
+
+#: The commands behind router and engine processes, as "module:function".
+ROUTER_ENTRY = "dualpath.cli.main:main"
+ENGINE_ENTRY = "vllm.entrypoints.launchers.api_server.entry:main"
+
+#: Engines and control address of a local cluster; only the endpoint is open to other machines,
+#: and only if asked for.
+LOOPBACK = "127.0.0.1"
+
+#: What vLLM's CPU build needs on a small machine: one thread per engine, no pinning of threads to
+#: cores, worker and scheduler in one process (else a waiting request spins a core).
+ENGINE_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+#: How long an engine may take to write queued blocks and to leave the cluster when it is ended.
+SHUTDOWN_TIMEOUT_S = 5
+
+
+def router_command(settings: LocalClusterSettings, port: int, control_port: int) -> list[str]:
+    """Arguments after ``dualpath``."""
+    command = [
+        "router", settings.model,
+        "--host", settings.host,
+        "--port", str(port),
+        "--control-port", str(control_port),
+        "--mode", settings.mode.value,
+        "--dtype", settings.dtype,
+        "--block-size", str(settings.block_tokens),
+    ]  # fmt: skip
+    if settings.max_model_len:
+        command += ["--max-model-len", str(settings.max_model_len)]
+    for flag, value in (
+        ("--alpha-tokens", settings.alpha_tokens),
+        ("--beta-tokens", settings.beta_tokens),
+    ):
+        if value is not None:
+            command += [flag, str(value)]
+    if settings.served_model_names:
+        command += ["--served-model-name", *settings.served_model_names]
+    if settings.config_file:
+        command += ["--config", settings.config_file]
+    # The router's front end parses tool calls and reasoning and checks what engines then accept.
+    vllm_args = ["--disable-uvicorn-access-log", *settings.vllm_args]
+    return [*command, *settings.router_args, "--vllm-args", *vllm_args]
+
+
+def engine_command(
+    settings: LocalClusterSettings,
+    role: Role,
+    index: int,
+    port: int,
+    control_port: int,
+    *,
+    host: str = LOOPBACK,
+    router_host: str = LOOPBACK,
+) -> list[str]:
+    """Arguments of vLLM's API server that make it a PE or DE; the first two name the model.
+
+    ``host`` is where the engine serves and ``router_host`` where it finds the router's control
+    port; a local cluster has both on the loopback address.
+    """
+    transfer = {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": _extra_config(
+            settings, role, index, f"{host}:{port}", f"{router_host}:{control_port}"
+        ),
+    }
+    command = [
+        "--model", settings.model,
+        "--host", host,
+        "--port", str(port),
+        "--dtype", settings.dtype,
+        "--block-size", str(settings.block_tokens),
+        "--kv-cache-memory-bytes", str(settings.hbm_bytes),
+        "--prefix-caching-hash-algo", HASH_ALGORITHM,
+        "--no-enable-prefix-caching",
+        "--no-async-scheduling",
+        "--enable-scale-out",
+        "--disable-uvicorn-access-log",
+        "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S),
+        "--kv-transfer-config", json.dumps(transfer),
+    ]  # fmt: skip
+    if settings.max_model_len:
+        command += ["--max-model-len", str(settings.max_model_len)]
+    if settings.enforce_eager:
+        command.append("--enforce-eager")
+    if role is Role.PREFILL:
+        command += ["--scheduler-cls", SCHEDULER_CLASS]
+        if settings.effective_layer_buffers:
+            command += ["--worker-cls", WORKER_CLASS]
+    return [*command, *settings.vllm_args]
+
+
+def router_keys(settings: LocalClusterSettings) -> frozenset[str]:
+    """Keys of ``RouterSettings`` that ``router_command`` settles, whatever a file says."""
+    keys = {"control_host", "control_port", "mode", "cluster_secret_file"}
+    keys |= {"api_keys"} if settings.api_keys else set()
+    keys |= {key for key in ("alpha_tokens", "beta_tokens") if getattr(settings, key) is not None}
+    return frozenset(keys | ({"event_log"} if "--event-log" in settings.router_args else set()))
+
+
+def engine_keys(settings: LocalClusterSettings) -> frozenset[str]:
+    """Keys of ``EngineSettings`` that ``engine_command`` settles, whatever a file says."""
+    roles = (Role.PREFILL, Role.DECODE)
+    keys = {key for role in roles for key in _extra_config(settings, role, 0, "", "")}
+    return frozenset(keys | {"cluster_secret_file"})
+
+
+def engine_id(role: Role, index: int) -> str:
+    """Return an engine's name: pe-0, de-0 and so on."""
+    return f"{'pe' if role is Role.PREFILL else 'de'}-{index}"
+
+
+def _extra_config(
+    settings: LocalClusterSettings, role: Role, index: int, address: str, control_address: str
+) -> dict[str, Any]:
+    name = engine_id(role, index)
+    extra: dict[str, Any] = {
+        "role": role.value,
+        "engine_id": name,
+        "router": f"tcp://{control_address}",
+        "api_url": f"http://{address}",
+        "storage": settings.storage,
+        "mode": settings.mode.value,
+        "buffer_bytes": settings.buffer_bytes,
+        "snic_bytes_per_s": settings.snic_bytes_per_s,
+    }
+    if role is Role.PREFILL:
+        extra["layer_buffers"] = settings.effective_layer_buffers
+        extra["compute_quota_s"] = settings.effective_compute_quota_s
+        extra["quota_flops_per_s"] = settings.quota_flops_per_s
+    if settings.nixl_engine_config:
+        extra["nixl_engine_config"] = settings.nixl_engine_config
+    if settings.trace_dir:
+        extra["trace_out"] = f"{settings.trace_dir}/{name}.json"
+    if settings.config_file:
+        extra["config"] = str(Path(settings.config_file).absolute())
+    return extra

@@ -1,0 +1,228 @@
+"""Starts, watches and ends a cluster on this machine; nothing half-started stays behind."""
+
+import http.client
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError, EngineLostError
+from dualpath.ops.launch.cluster_keys import ClusterKeys
+from dualpath.ops.launch.commands import (
+    ENGINE_ENTRY,
+    LOOPBACK,
+    ROUTER_ENTRY,
+    engine_command,
+    engine_id,
+    router_command,
+)
+from dualpath.ops.launch.process import ManagedProcess
+from dualpath.ops.launch.settings import LocalClusterSettings
+
+_POLL_S = 0.1
+_END_S = 15.0
+
+
+class LocalCluster:
+    """P prefill engines, D decode engines and a router; a context manager.
+
+    ``progress`` is told in plain words what is being waited for.  Entering raises ``ConfigError``
+    or ``EngineLostError`` with the cause from the log, after everything is taken down again.
+    """
+
+    def __init__(
+        self, settings: LocalClusterSettings, progress: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self.settings = settings.checked()
+        self._progress = progress
+        self._processes: list[ManagedProcess] = []
+        self._own_logs: str | None = None
+        self._keys = ClusterKeys(self.settings)
+        self.endpoint = ""
+        self.control_port = 0
+
+    def __enter__(self) -> "LocalCluster":
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def processes(self) -> tuple[ManagedProcess, ...]:
+        """Router first, then prefill engines, then decode engines."""
+        return tuple(self._processes)
+
+    def process(self, name: str) -> ManagedProcess:
+        """Return a process by its name ("router", "pe-0", "de-0")."""
+        return next(p for p in self._processes if p.name == name)
+
+    def start(self) -> None:
+        """Start everything and return when requests can be served."""
+        settings = self.settings
+        _check_model(settings.model)
+        _check_storage(settings.storage)
+        logs = self._log_dir()
+        port = _claim_port(settings.host, settings.port)
+        self.control_port = _claim_port(LOOPBACK, 0)
+        reachable = LOOPBACK if settings.host in ("0.0.0.0", "::") else settings.host
+        self.endpoint = f"http://{reachable}:{port}"
+        try:
+            self._progress(
+                f"starting router, {settings.prefill}P{settings.decode}D ({settings.mode})"
+            )
+            command = router_command(settings, port, self.control_port)
+            self._spawn("router", ROUTER_ENTRY, command, logs, self._keys.router_environment())
+            for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
+                for index in range(count):
+                    self.start_engine(role, index)
+            self._wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def start_engine(self, role: Role, index: int) -> None:
+        """Start one engine, also one that replaces a lost one of the same name."""
+        name = engine_id(role, index)
+        self._processes = [p for p in self._processes if p.name != name or p.alive]
+        engine_port = _claim_port(LOOPBACK, 0)
+        command = engine_command(self.settings, role, index, engine_port, self.control_port)
+        environment = self._keys.engine_environment()
+        self._spawn(name, ENGINE_ENTRY, command, self._log_dir(), environment)
+
+    def stop(self) -> None:
+        """End engines, then the router; idempotent."""
+        engines = [p for p in self._processes if p.name != "router"]
+        routers = [p for p in self._processes if p.name == "router"]
+        for group in (engines, routers):
+            for process in group:
+                process.terminate()
+            for process in group:
+                process.end(_END_S)
+        self._processes = []
+        if self._own_logs:
+            shutil.rmtree(self._own_logs, ignore_errors=True)
+            self._own_logs = None
+
+    def watch(self) -> None:
+        """Block until a process ends on its own; raises ``EngineLostError`` that names it."""
+        while True:
+            self._check_alive()
+            time.sleep(_POLL_S)
+
+    def status(self) -> dict[str, Any]:
+        """Return the router's ``/dualpath/v1/status``."""
+        code, body = _get(f"{self.endpoint}/dualpath/v1/status")
+        if code != 200:
+            raise EngineLostError(f"router at {self.endpoint} answered {code}; see its log")
+        return msgspec.json.decode(body, type=dict[str, Any])
+
+    def _spawn(
+        self, name: str, entry: str, command: list[str], logs: Path, environment: dict[str, str]
+    ) -> None:
+        log = logs / f"{name}.log"
+        self._processes.append(ManagedProcess(name, entry, command, log, environment))
+
+    def _log_dir(self) -> Path:
+        if self.settings.log_dir:
+            path = Path(self.settings.log_dir)
+            path.mkdir(parents=True, exist_ok=True)
+            return path
+        if self._own_logs is None:
+            self._own_logs = tempfile.mkdtemp(prefix="dualpath-logs-")
+        return Path(self._own_logs)
+
+    def _wait_ready(self) -> None:
+        expected = self.settings.prefill + self.settings.decode
+        deadline_s = time.monotonic() + self.settings.start_timeout_s
+        seen = -1
+        while seen < expected:
+            self._check_alive()
+            present = self._registered()
+            if present != seen:
+                seen = present
+                self._progress(f"{present} of {expected} engines registered")
+            if time.monotonic() > deadline_s:
+                raise EngineLostError(
+                    f"only {present} of {expected} engines registered within "
+                    f"{self.settings.start_timeout_s:g} s; logs in {self._log_dir()}"
+                )
+            time.sleep(_POLL_S)
+
+    def _registered(self) -> int:
+        try:
+            return sum(1 for engine in self.status()["engines"] if engine["alive"])
+        except (OSError, EngineLostError, http.client.HTTPException):
+            return 0
+
+    def _check_alive(self) -> None:
+        for process in self._processes:
+            if not process.alive:
+                raise EngineLostError(
+                    f"{process.name} ended with exit code {process.exit_code}; the end of its "
+                    f"log:\n{process.log_tail()}"
+                )
+
+
+def _check_model(model: str) -> None:
+    path = Path(model)
+    looks_local = model.startswith(("/", ".", "~")) or path.exists()
+    if looks_local and not (path / "config.json").is_file():
+        raise ConfigError(
+            f"model {model!r} is no folder with a config.json; give a model folder or a hub name, "
+            "or make one with `dualpath model smollm2`"
+        )
+
+
+def _check_storage(storage: str) -> None:
+    scheme, separator, rest = storage.partition("://")
+    if separator and scheme != "file":
+        return
+    path = Path(rest if separator else storage)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return
+    except OSError as error:
+        raise ConfigError(
+            f"storage {str(path)!r} cannot be written ({error.strerror}); give a writable "
+            "directory with --storage"
+        ) from error
+
+
+def _claim_port(host: str, port: int) -> int:
+    """Return ``port`` if it is free, any free one for 0; raises ``ConfigError`` if it is taken."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} on {host} cannot be used ({error.strerror}); choose another with "
+                "--port, 0 takes any free one"
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+def _get(url: str) -> tuple[int, bytes]:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=5)
+    try:
+        connection.request("GET", parts.path)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()

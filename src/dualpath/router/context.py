@@ -1,0 +1,181 @@
+"""What the lives of all requests share: the engines, the scheduler and the way to talk to them."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+from dualpath.core.cluster import Role
+from dualpath.core.control import RouterMessage
+from dualpath.core.errors import DeadlineError, EngineLostError
+from dualpath.core.modes import Mode
+from dualpath.policy.events import Assignment, SchedulerSettings
+from dualpath.policy.scheduler import UNLIMITED_TOKENS, RequestScheduler
+from dualpath.router.control.control_server import ControlServer
+from dualpath.router.control.dispatch import Dispatch
+from dualpath.router.control.engine_calls import EngineCalls
+from dualpath.router.control.event_recorder import EventLogWriter, RecordedScheduler
+from dualpath.router.control.exchange import Exchange
+from dualpath.router.control.registry import EngineInfo, Registry
+from dualpath.router.control.releases import Releases
+from dualpath.router.observe.metrics import RouterMetrics
+from dualpath.router.observe.tracing import Tracing
+from dualpath.router.requests.hit_account import SeenBlocks
+from dualpath.router.settings import RouterSettings
+
+_ALPHA_S = 3.0
+_BETA_S = 5.0
+
+
+class Desk:
+    """Holds the router's parts together; created by the service, used by every request."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        registry: Registry,
+        server: ControlServer,
+        metrics: RouterMetrics,
+        calls: EngineCalls,
+        clock: Callable[[], float],
+    ) -> None:
+        self.settings = settings
+        self.registry = registry
+        self.server = server
+        self.metrics = metrics
+        self.calls = calls
+        self.clock = clock
+        self.exchange = Exchange()
+        self.releases = Releases(self.send, settings.release_wait_s)
+        self.admission = asyncio.Semaphore(settings.max_concurrent_requests)
+        self.event_log: EventLogWriter | None = None
+        self.tracing: Tracing | None = None
+        self.seen_blocks = SeenBlocks()
+        self._dispatch: Dispatch | None = None
+        self._changed = asyncio.Event()
+        self._turns = itertools.count()
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """The scheduler's driver; raises ``EngineLostError`` before any engine has joined."""
+        if self._dispatch is None:
+            raise EngineLostError("no engine has registered yet, at least 1P1D is needed; start it")
+        return self._dispatch
+
+    @property
+    def has_dispatch(self) -> bool:
+        """Whether any engine has ever joined."""
+        return self._dispatch is not None
+
+    @property
+    def moves_bytes(self) -> bool:
+        """False in Oracle mode."""
+        return self.registry.mode is not Mode.ORACLE
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a Full Block; raises ``EngineLostError`` before any engine has joined."""
+        if self.registry.namespace is None:
+            raise EngineLostError("no engine has registered yet, at least 1P1D is needed; start it")
+        return self.registry.namespace.geometry.block_tokens
+
+    def send(self, engine_id: str, message: RouterMessage) -> None:
+        """Send a control message."""
+        self.server.send(engine_id, message)
+
+    def engine(self, engine_id: str) -> EngineInfo:
+        """Return a live engine; raises ``EngineLostError`` for any other."""
+        state = self.registry.get(engine_id)
+        if state is None or not state.alive:
+            raise EngineLostError(f"engine {engine_id} is lost; restart it")
+        return state.info
+
+    def engine_joined(self, info: EngineInfo) -> None:
+        """Let an engine take part."""
+        if self._dispatch is None:
+            scheduler = self._scheduler(self._scheduler_settings(info, self.block_tokens))
+            self._dispatch = Dispatch(
+                scheduler, self._bytes_per_token(), self._assigned, self.metrics.scheduled
+            )
+        self.releases.engine_joined(info.engine_id, info.epoch)
+        self._dispatch.joined(info)
+        self._pulse()
+
+    def engine_lost(self, info: EngineInfo, reason: str, certain: bool) -> None:
+        """Take an engine out and end what depends on it."""
+        self.releases.engine_lost(info.engine_id, certain)
+        self.exchange.engine_lost(info.engine_id, reason)
+        self.dispatch.lost(info.engine_id)
+        state = self.registry.get(info.engine_id)
+        if state is None or not state.left:
+            self.metrics.engine_lost(info.role)
+        self._pulse()
+
+    def lookup_candidates(self) -> list[EngineInfo]:
+        """Live engines in the order to ask for a look-up: DEs in turn, then PEs in turn."""
+        turn = next(self._turns)
+        candidates: list[EngineInfo] = []
+        for role in (Role.DECODE, Role.PREFILL):
+            engines = self.registry.alive(role)
+            start = turn % len(engines) if engines else 0
+            candidates += engines[start:] + engines[:start]
+        return candidates
+
+    async def engines_present(self, prefill: int, decode: int, timeout_s: float) -> None:
+        """Wait for live engines; raises ``DeadlineError`` with what is missing."""
+        wanted = {Role.PREFILL: prefill, Role.DECODE: decode}
+        try:
+            async with asyncio.timeout(timeout_s):
+                while any(len(self.registry.alive(r)) < n for r, n in wanted.items()):
+                    await self._changed.wait()
+        except TimeoutError:
+            there = ", ".join(
+                f"{len(self.registry.alive(role))} of {count} {role.value}"
+                for role, count in wanted.items()
+            )
+            raise DeadlineError(
+                f"live engines after {timeout_s:g} s: {there}; start the missing ones with the "
+                f"router's control address {self.server.address}"
+            ) from None
+
+    async def confirm_alive(self, engine_id: str, why: str) -> None:
+        """Wait until an engine under suspicion speaks; without a word it is declared lost."""
+        timeout_s = self.settings.suspect_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.server.proof_of_life(engine_id)
+        except TimeoutError:
+            reason = f"no report within {timeout_s:g} s after a failure ({why})"
+            self.server.declare_lost(engine_id, reason, certain=False)
+
+    def _assigned(self, assignment: Assignment) -> None:
+        self.metrics.assigned(assignment)
+        # At the moment of decision: an engine may be lost before the request's task wakes up.
+        if (channel := self.exchange.get(assignment.request_id)) is not None:
+            channel.depends_on(assignment.prefill_engine, assignment.decode_engine)
+
+    def _pulse(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _bytes_per_token(self) -> int:
+        namespace = self.registry.namespace
+        return max(namespace.geometry.bytes_per_token, 1) if namespace else 1
+
+    def _scheduler(self, settings: SchedulerSettings) -> RequestScheduler | RecordedScheduler:
+        if self.event_log is None:
+            return RequestScheduler(settings)
+        return RecordedScheduler(settings, self.event_log)
+
+    def _scheduler_settings(self, first: EngineInfo, block_tokens: int) -> SchedulerSettings:
+        """α and β from the settings, else from the first engine, else unlimited (§A.4)."""
+        alpha, beta = self.settings.alpha_tokens, self.settings.beta_tokens
+        if alpha is None and first.snic_bytes_per_s:
+            alpha = max(int(_ALPHA_S * first.snic_bytes_per_s / self._bytes_per_token()), 1)
+        if beta is None and (speed := first.limits.get("prefill_tokens_per_s")):
+            beta = max(int(_BETA_S * speed), 1)
+        return SchedulerSettings(
+            mode=self.registry.mode or Mode.DUALPATH,
+            alpha_tokens=alpha or UNLIMITED_TOKENS,
+            beta_tokens=beta or UNLIMITED_TOKENS,
+            block_tokens=block_tokens,
+        )

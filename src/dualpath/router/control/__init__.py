@@ -1,0 +1,1 @@
+"""Engines as the router knows them: their connections, the ledger, assignments."""

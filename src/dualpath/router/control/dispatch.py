@@ -1,0 +1,236 @@
+"""Feeds ``RequestScheduler`` and hands out what it decides.
+
+§6.1 lets engine groups fetch regularly.  Live, every connected group keeps a fetch open like a
+long poll: whenever a report arrives, a request is submitted or something ends, the open fetches of
+all groups are answered at once, PE groups first.  The decisions are those of groups that fetch
+after every event.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from dualpath.core.cluster import Role
+from dualpath.core.control import Assign, Report
+from dualpath.core.errors import BadRequestError, EngineLostError, IncompatibleError
+from dualpath.core.request import Request
+from dualpath.policy.events import Assignment, EngineSpec
+from dualpath.policy.scheduler import RequestScheduler
+from dualpath.router.control.assign_log import AssignLog, AssignmentNote
+from dualpath.router.control.event_recorder import RecordedScheduler
+from dualpath.router.control.registry import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+_ASSIGNMENTS_KEPT = 256
+
+
+class _Placement:
+    def __init__(self, request: Request, decided: asyncio.Future[Assignment]) -> None:
+        self.request = request
+        self.decided = decided
+
+
+class Dispatch:
+    """Owns the scheduler, one ``AssignLog`` per live engine and the requests that wait.
+
+    ``on_scheduled`` gets, per round of fetches, the seconds it took and how much it decided.
+    """
+
+    def __init__(
+        self,
+        scheduler: RequestScheduler | RecordedScheduler,
+        bytes_per_token: int,
+        on_assigned: Callable[[Assignment], None],
+        on_scheduled: Callable[[float, int], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._on_assigned = on_assigned
+        self._on_scheduled = on_scheduled
+        self._engines: dict[str, EngineInfo] = {}
+        self._logs: dict[str, AssignLog] = {}
+        self._waiting: dict[str, _Placement] = {}
+        # Epoch and last ``assign_seq`` of engines that are gone, perhaps only from sight.
+        self._numbered: dict[str, tuple[str, int]] = {}
+        self._bytes_per_token = bytes_per_token
+        self._usual_snic: float | None = None
+        self.recent: deque[AssignmentNote] = deque(maxlen=_ASSIGNMENTS_KEPT)
+
+    @property
+    def waiting(self) -> int:
+        """Requests without an assignment."""
+        return len(self._waiting)
+
+    def idle(self) -> bool:
+        """Whether no request waits or counts anywhere."""
+        told = any(log.open for log in self._logs.values())
+        return not (self._waiting or told or self._scheduler.waiting())
+
+    def joined(self, info: EngineInfo) -> None:
+        """An engine (or a new process of it) may get requests."""
+        self._engines[info.engine_id] = info
+        epoch, last_sent = self._numbered.pop(info.engine_id, ("", 0))
+        self._logs[info.engine_id] = AssignLog(
+            info.engine_id, last_sent if epoch == info.epoch else 0
+        )
+        self._usual_snic = self._usual_snic or info.snic_bytes_per_s
+        self._scheduler.engine_joined(
+            EngineSpec(
+                engine_id=info.engine_id,
+                role=info.role,
+                node=info.node,
+                group=info.group,
+                order=info.order,
+                hbm_tokens=info.hbm_tokens,
+                snic_tokens_per_s=self._snic_tokens_per_s(info),
+            )
+        )
+        self.answer_fetches()
+
+    def lost(self, engine_id: str) -> None:
+        """An engine is gone; requests that had only half an assignment wait again."""
+        info = self._engines.pop(engine_id, None)
+        if info is None:
+            return
+        self._numbered[engine_id] = (info.epoch, self._logs.pop(engine_id).last_sent)
+        for request_id in self._scheduler.engine_lost(engine_id):
+            placement = self._waiting.get(request_id)
+            if placement is not None and not placement.decided.done():
+                self._submit_again(placement)
+        self.answer_fetches()
+
+    def report(self, engine_id: str, report: Report) -> None:
+        """An engine reported; its group fetches with it."""
+        if (log := self._logs.get(engine_id)) is None:
+            return
+        try:
+            self._scheduler.report(log.translate(report))
+        except IncompatibleError as error:
+            logger.warning("report ignored: %s", error)
+        self.answer_fetches()
+
+    async def place(self, request: Request) -> Assignment:
+        """Wait until the scheduler has found a PE, a DE and the read sides for a request.
+
+        Cancelling the wait withdraws the request.
+        """
+        placement = _Placement(request, asyncio.get_running_loop().create_future())
+        self._waiting[request.request_id] = placement
+        try:
+            self._scheduler.submit(request)
+            self.answer_fetches()
+            return await placement.decided
+        except BaseException:
+            self.over(request.request_id)
+            raise
+        finally:
+            self._waiting.pop(request.request_id, None)
+
+    def assign(self, engine_id: str, request_id: str, reserve_blocks: int) -> Assign:
+        """Return the message that tells an engine of a request placed on it.
+
+        Raises ``EngineLostError`` if the engine is gone.
+        """
+        log = self._logs.get(engine_id)
+        if log is None:
+            raise EngineLostError(f"engine {engine_id} is lost; restart it")
+        assign_seq, tokens = log.sent(request_id)
+        return Assign(
+            assign_seq=assign_seq,
+            request_id=request_id,
+            tokens=tokens,
+            reserve_blocks=reserve_blocks,
+        )
+
+    def reading(self, request_id: str, engine_id: str) -> None:
+        """An engine is about to be told to read for a request."""
+        if (log := self._logs.get(engine_id)) is not None:
+            log.reading(request_id)
+
+    def kv_in_hbm(self, request_id: str, engine_id: str) -> None:
+        """The DE holds a request's KV in its HBM now."""
+        if (log := self._logs.get(engine_id)) is not None:
+            log.in_hbm(request_id)
+
+    def read_done(self, request_id: str) -> None:
+        """All storage reads of a request are over."""
+        for log in self._logs.values():
+            log.read_done(request_id)
+        self._scheduler.read_done(request_id)
+        self.answer_fetches()
+
+    def prefill_done(self, request_id: str, engine_id: str) -> None:
+        """The PE is done with a request."""
+        if (log := self._logs.get(engine_id)) is not None:
+            log.over(request_id)
+        self._scheduler.prefill_done(request_id)
+        self.answer_fetches()
+
+    def over(self, request_id: str) -> None:
+        """A request (or one attempt of it) has ended, well or not; idempotent."""
+        for log in self._logs.values():
+            log.over(request_id)
+        self._scheduler.finished(request_id)
+        self.answer_fetches()
+
+    def answer_fetches(self) -> None:
+        """Answer the open fetch of every group that has a live engine."""
+        start_ns, decisions = time.perf_counter_ns(), 0
+        for role in (Role.PREFILL, Role.DECODE):
+            groups = dict.fromkeys(e.group for e in self._engines.values() if e.role is role)
+            for group in groups:
+                for assignment in self._scheduler.fetch(group):
+                    self._hand_out(assignment)
+                    decisions += 1
+        self._on_scheduled((time.perf_counter_ns() - start_ns) / 1e9, decisions)
+
+    def _submit_again(self, placement: _Placement) -> None:
+        try:
+            self._scheduler.submit(placement.request)
+        except BadRequestError as error:
+            placement.decided.set_exception(error)
+
+    def _hand_out(self, assignment: Assignment) -> None:
+        self._log_decision(assignment, Role.PREFILL)
+        self._log_decision(assignment, Role.DECODE)
+        placement = self._waiting[assignment.request_id]
+        note = _note(placement.request, assignment)
+        self.recent.append(note)
+        logger.debug("assigned %s", note)
+        self._on_assigned(assignment)
+        if not placement.decided.done():
+            placement.decided.set_result(assignment)
+
+    def _log_decision(self, assignment: Assignment, role: Role) -> None:
+        read_tokens = sum(part.tokens for part in assignment.reads if part.side is role)
+        if role is Role.PREFILL:
+            engine_id, seq = assignment.prefill_engine, assignment.prefill_assign_seq
+            tokens = assignment.prefill_tokens
+        else:
+            engine_id, seq = assignment.decode_engine, assignment.decode_assign_seq
+            tokens = assignment.decode_tokens
+        self._logs[engine_id].decided(assignment.request_id, seq, tokens, read_tokens)
+
+    def _snic_tokens_per_s(self, info: EngineInfo) -> float:
+        # Only ratios matter: an engine that does not know its storage NIC counts as a usual one.
+        snic_bytes_per_s = info.snic_bytes_per_s or self._usual_snic
+        return snic_bytes_per_s / self._bytes_per_token if snic_bytes_per_s else 1.0
+
+
+def _note(request: Request, assignment: Assignment) -> AssignmentNote:
+    return AssignmentNote(
+        request_id=request.request_id,
+        prompt_tokens=request.prompt_tokens,
+        hit_tokens=request.hit_tokens,
+        prefill_engine=assignment.prefill_engine,
+        decode_engine=assignment.decode_engine,
+        reads=tuple(
+            {"side": r.side.value, "first_token": r.first_token, "tokens": r.tokens}
+            for r in assignment.reads
+        ),
+        pe_reason=assignment.pe_reason,
+        de_reason=assignment.de_reason,
+        read_reason=assignment.read_reason,
+    )

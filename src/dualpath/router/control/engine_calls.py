@@ -1,0 +1,109 @@
+"""The seam between the router and whatever runs the model.
+
+The service knows requests as ``Job`` and tokens as ``TokenEvent``; ``EngineCalls`` turns them
+into model work.  The vLLM plug-in implements it over the engines' HTTP servers, tests with a few
+lines.  Bulk KV never passes here: hand-over and take-over only say where it lies.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from dualpath.core.control import DecodeTransfer, PrefillTransfer
+from dualpath.router.control.registry import EngineInfo
+
+KeysFor = Callable[[Sequence[int]], Sequence[bytes]]
+
+
+class TokenEvent(msgspec.Struct, frozen=True):
+    """Tokens that came out of an engine, and perhaps the end of the request.
+
+    ``finish_reason`` None: more will come; "abort" and "error": the engine gave the request up;
+    anything else ends it.  ``payload`` is the engine's own output for the front end (logprobs,
+    say).  ``cached_tokens`` is set by the service in the first event of a request: prompt tokens
+    whose KV was loaded instead of computed.
+    """
+
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    payload: object = None
+    cached_tokens: int | None = None
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A request as the front end hands it to the service.
+
+    ``request_id`` is unique among running requests.  ``prompt_token_ids`` ≥ 1 token,
+    ``max_new_tokens`` ≥ 1.  ``keys`` are the keys of the prompt's full blocks, ``keys_for``
+    computes them for any longer prompt of the same request (same salt and extra keys).
+    ``cacheable`` False asks for a full computation (prompt logprobs, say).
+    ``first_token_from_pe`` False: the DE generates the first token again and only its tokens are
+    streamed.  ``generated_before`` counts the tokens at the end of the prompt that an earlier,
+    failed attempt has already streamed.  ``payload`` is the original request, opaque here.
+    ``trace_headers`` are the W3C trace context that calls to engines carry on.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    max_new_tokens: int
+    keys: tuple[bytes, ...]
+    keys_for: KeysFor
+    cacheable: bool = True
+    first_token_from_pe: bool = True
+    generated_before: int = 0
+    payload: object = None
+    trace_headers: Mapping[str, str] | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens whose KV the DE needs before it can decode."""
+        return len(self.prompt_token_ids)
+
+    def continued(self, generated: Sequence[int]) -> "Job":
+        """Return the job that is left after ``generated`` tokens have been streamed."""
+        if not generated:
+            return self
+        tokens = (*self.prompt_token_ids, *generated)
+        return msgspec.structs.replace(
+            self,
+            prompt_token_ids=tokens,
+            max_new_tokens=self.max_new_tokens - len(generated),
+            keys=tuple(self.keys_for(tokens)),
+            generated_before=self.generated_before + len(generated),
+        )
+
+
+class EngineCalls(Protocol):
+    """Model work on an engine.
+
+    Both methods raise ``EngineLostError`` or ``TransportError`` if the engine cannot be reached or
+    dies (the service then tries elsewhere), and ``BadRequestError`` if it refuses the request
+    (final).  Cancelling the coroutine or closing the iterator aborts the work.
+    ``prefill_transfer.request_id`` is the name of this *attempt* and the one engines know from
+    ``Assign``; it differs from ``job.request_id`` after a retry.
+    """
+
+    async def prefill(
+        self, engine: EngineInfo, job: Job, prefill_transfer: PrefillTransfer
+    ) -> TokenEvent:
+        """Run the prompt on a PE with one new token; return it.
+
+        ``finish_reason`` "length" only says that the one token asked for is there.
+        """
+        ...
+
+    def decode(
+        self,
+        engine: EngineInfo,
+        job: Job,
+        decode_transfer: DecodeTransfer,
+        prior_tokens: Sequence[int],
+    ) -> AsyncIterator[TokenEvent]:
+        """Continue on a DE after ``prior_tokens`` (the PE's first token, or none).
+
+        Yields ``job.max_new_tokens - len(prior_tokens)`` tokens at most; the last event carries
+        a ``finish_reason``.
+        """
+        ...

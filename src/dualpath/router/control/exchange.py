@@ -1,0 +1,164 @@
+"""Pairs what engines answer with who waits for it.
+
+An ``AttemptChannel`` is one attempt of one request: it knows which engines the attempt needs and
+turns their loss, or a ``Failed``, into one future, ``broken``, that ends the attempt wherever it
+stands.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from dualpath.core import control
+from dualpath.core.errors import BadRequestError, EngineLostError
+
+Answer = control.Reserved | control.ReadDone | control.PrefillDone
+T = TypeVar("T")
+
+
+class AttemptChannel:
+    """What is said about one attempt; ``attempt_id`` is its name at engines and scheduler.
+
+    ``kv_in_hbm`` is called with the DE's ``KvInHbm``.
+    """
+
+    def __init__(self, attempt_id: str, kv_in_hbm: Callable[[control.KvInHbm], None]) -> None:
+        self.attempt_id = attempt_id
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._engines: set[str] = set()
+        self._expected: dict[tuple[type, str], asyncio.Future[Answer]] = {}
+        self._kv_in_hbm = kv_in_hbm
+
+    def depends_on(self, *engine_ids: str) -> None:
+        """Losing one of these engines breaks the attempt."""
+        self._engines.update(engine_ids)
+
+    def done_with(self, engine_id: str) -> None:
+        """Losing this engine no longer matters."""
+        self._engines.discard(engine_id)
+
+    def check(self) -> None:
+        """Raise ``EngineLostError`` if the attempt is broken off.
+
+        Its task may have been about to run when that happened; it must not start anything more,
+        least of all at the next process of a restarted engine.
+        """
+        if self.broken.done():
+            self.broken.result()
+
+    def expect(self, kind: type[T], engine_id: str) -> "asyncio.Future[T]":
+        """Return a future of the engine's next answer of a kind; call it before asking."""
+        future = asyncio.get_running_loop().create_future()
+        self._expected[kind, engine_id] = future
+        return future
+
+    def deliver(self, engine_id: str, message: control.EngineMessage) -> None:
+        """Take a message about this attempt; one nobody expects is dropped."""
+        if isinstance(message, control.Failed):
+            self.break_off(f"engine {engine_id} could not serve it: {message.reason}")
+        elif isinstance(message, control.KvInHbm):
+            self._kv_in_hbm(message)
+        elif isinstance(message, Answer):
+            future = self._expected.pop((type(message), engine_id), None)
+            if future is not None and not future.done():
+                future.set_result(message)
+
+    def engine_lost(self, engine_id: str, reason: str) -> None:
+        """An engine is gone."""
+        if engine_id in self._engines:
+            self.break_off(f"engine {engine_id} is lost: {reason}")
+
+    def break_off(self, reason: str) -> None:
+        """End the attempt; the first reason counts."""
+        if not self.broken.done():
+            self.broken.set_exception(EngineLostError(reason))
+            self.broken.exception()  # Marks it as seen: the attempt may have ended already.
+
+
+class Exchange:
+    """All channels and look-ups under way."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, AttemptChannel] = {}
+        self._lookups: dict[int, tuple[str, asyncio.Future[int | None]]] = {}
+        self._call_ids = itertools.count(1)
+
+    def open(self, channel: AttemptChannel) -> None:
+        """Route messages about an attempt.
+
+        Raises ``BadRequestError`` if another attempt has that name: neither may hear of the other.
+        """
+        if channel.attempt_id in self._channels:
+            raise BadRequestError(
+                f"request id {channel.attempt_id!r} is in use by a running request; send it "
+                "under another id"
+            )
+        self._channels[channel.attempt_id] = channel
+
+    def close(self, attempt_id: str) -> None:
+        """Stop it; later messages about the attempt are dropped."""
+        self._channels.pop(attempt_id, None)
+
+    def get(self, attempt_id: str) -> AttemptChannel | None:
+        """Return an open channel."""
+        return self._channels.get(attempt_id)
+
+    def lookup(self, engine_id: str) -> tuple[int, "asyncio.Future[int | None]"]:
+        """Return a call id and the future of its answer, None if the engine is lost."""
+        call_id = next(self._call_ids)
+        future: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._lookups[call_id] = (engine_id, future)
+        future.add_done_callback(lambda _: self._lookups.pop(call_id, None))
+        return call_id, future
+
+    def deliver(self, engine_id: str, message: control.EngineMessage) -> None:
+        """Take an engine's message."""
+        if isinstance(message, control.LookupDone):
+            asked, future = self._lookups.get(message.call_id, ("", None))
+            if future is not None and asked == engine_id and not future.done():
+                future.set_result(message.hit_blocks)
+        elif isinstance(message, Answer | control.KvInHbm | control.Failed):
+            channel = self._channels.get(message.request_id)
+            if channel is not None:
+                channel.deliver(engine_id, message)
+
+    def engine_lost(self, engine_id: str, reason: str) -> None:
+        """Break what depends on an engine."""
+        for asked, future in list(self._lookups.values()):
+            if asked == engine_id and not future.done():
+                future.set_result(None)
+        for channel in list(self._channels.values()):
+            channel.engine_lost(engine_id, reason)
+
+
+async def run_until_broken(work: Awaitable[T], broken: "asyncio.Future[None]") -> T:
+    """Return what ``work`` returns, or cancel it and raise what ``broken`` carries.
+
+    The cancelled work has ended when this returns, so that nothing of it is left to answer.
+    """
+    task = asyncio.ensure_future(work)
+    watched: set[asyncio.Future[Any]] = {task, broken}
+    try:
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+            if not task.cancelled():
+                task.exception()  # Marks it as seen: whoever cancels us does not want it.
+    if task.cancelled() and broken.done():
+        broken.result()
+    return task.result()
+
+
+async def gather_or_cancel(*works: Awaitable[T]) -> list[T]:
+    """Return all results; if one fails the others are cancelled, so that none is left behind."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)

@@ -1,0 +1,210 @@
+"""Which engines there are: who may join, who lives, what each last reported.
+
+Pure bookkeeping with time as an argument; ``ControlServer`` feeds it from the network.  An engine
+is known by ``engine_id``; its *epoch* names one process start, so a restarted engine is never
+mistaken for its former self.
+"""
+
+from typing import Any
+
+import msgspec
+
+from dualpath.core.blocks import StoreNamespace
+from dualpath.core.cluster import Role
+from dualpath.core.control import PROTOCOL_VERSION, EngineAddress, Hello, Report
+from dualpath.core.errors import EngineRefusedError
+from dualpath.core.modes import Mode
+from dualpath.router.requests.refusals import ControlRefusal
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What an engine said of itself in ``Hello``; ``order`` is its rank of first arrival."""
+
+    engine_id: str
+    epoch: str
+    role: Role
+    node: str
+    group: str
+    api_url: str
+    address: EngineAddress
+    order: int
+    hbm_tokens: int
+    buffer_tokens: int
+    snic_bytes_per_s: float | None = None
+    limits: dict[str, Any] = {}
+
+
+class EngineState:
+    """A registered engine: its info, its connection and its last report.
+
+    ``left`` after a goodbye: only a new greeting brings it back, no late report does.
+    """
+
+    def __init__(self, info: EngineInfo, identity: bytes, now_s: float) -> None:
+        self.info = info
+        self.identity = identity
+        self.heard_s = now_s
+        self.alive = True
+        self.left = False
+        self.former_epochs: set[str] = set()
+        self.report: Report | None = None
+        self._former_totals: dict[str, float] = {}
+
+    def totals(self) -> dict[str, float]:
+        """Return the engine's counters, monotonic over its restarts."""
+        totals = dict(self._former_totals)
+        for name, value in (self.report.counters if self.report else {}).items():
+            totals[name] = totals.get(name, 0) + value
+        return totals
+
+    def restart(self, info: EngineInfo) -> None:
+        """Take over a new process's info; what the former one counted is kept."""
+        self._former_totals = self.totals()
+        self.report = None
+        self.former_epochs.add(self.info.epoch)
+        self.info = info
+
+
+class Admission(msgspec.Struct, frozen=True):
+    """Outcome of a ``Hello``.
+
+    ``new`` is False for a repeated greeting of a live engine; ``replaced`` is the former process
+    of a restarted engine, and ``replaced_was_alive`` tells that nobody knew of its end.
+    """
+
+    info: EngineInfo
+    new: bool
+    replaced: EngineInfo | None = None
+    replaced_was_alive: bool = False
+
+
+class Registry:
+    """All engines ever registered; the first one fixes namespace and mode."""
+
+    def __init__(self, mode: Mode | None = None) -> None:
+        self.mode = mode
+        self.namespace: StoreNamespace | None = None
+        self._engines: dict[str, EngineState] = {}
+
+    def admit(self, hello: Hello, identity: bytes, now_s: float) -> Admission:
+        """Register an engine; raises ``EngineRefusedError`` if it may not join."""
+        self._check(hello)
+        self.namespace = hello.namespace
+        self.mode = Mode(hello.mode)
+        engine_id = hello.address.engine_id
+        known = self._engines.get(engine_id)
+        if known is not None and hello.address.epoch in known.former_epochs:
+            raise EngineRefusedError(
+                ControlRefusal.REPLACED,
+                f"engine {engine_id!r} in epoch {hello.address.epoch} has been replaced by epoch "
+                f"{known.info.epoch}, one process at a time may use an engine_id; stop one of the "
+                "two or give it an engine_id of its own",
+            )
+        info = _info(hello, known.info.order if known else len(self._engines))
+        if known is None:
+            self._engines[engine_id] = EngineState(info, identity, now_s)
+            return Admission(info=info, new=True)
+        former, was_alive = known.info, known.alive
+        known.identity, known.heard_s, known.alive, known.left = identity, now_s, True, False
+        if former.epoch == info.epoch:
+            known.info = info
+            return Admission(info=info, new=not was_alive)
+        known.restart(info)
+        return Admission(info=info, new=True, replaced=former, replaced_was_alive=was_alive)
+
+    def get(self, engine_id: str) -> EngineState | None:
+        """Return an engine by its id, dead or alive."""
+        return self._engines.get(engine_id)
+
+    def by_identity(self, identity: bytes) -> EngineState | None:
+        """Return the engine that speaks on a connection."""
+        return next((e for e in self._engines.values() if e.identity == identity), None)
+
+    def all(self) -> list[EngineState]:
+        """Return all engines ever registered, by arrival."""
+        return list(self._engines.values())
+
+    def alive(self, role: Role | None = None) -> list[EngineInfo]:
+        """Return the live engines (of one role), by arrival."""
+        return [e.info for e in self._engines.values() if e.alive and role in (None, e.info.role)]
+
+    def silent(self, now_s: float, timeout_s: float) -> list[EngineInfo]:
+        """Return the live engines not heard of for more than ``timeout_s``."""
+        return [e.info for e in self._engines.values() if e.alive and now_s - e.heard_s > timeout_s]
+
+    def limit(self, name: str) -> int | None:
+        """Return the smallest value of an integer limit over all engines, None if unstated."""
+        values = [e.info.limits.get(name) for e in self._engines.values()]
+        return min((v for v in values if isinstance(v, int)), default=None)
+
+    def _check(self, hello: Hello) -> None:
+        name = f"engine {hello.address.engine_id!r}"
+        self._check_place(name, hello)
+        if hello.version != PROTOCOL_VERSION:
+            raise EngineRefusedError(
+                ControlRefusal.VERSION,
+                f"{name} speaks control protocol {hello.version}, this router "
+                f"{PROTOCOL_VERSION}; run the same dualpath version on router and engines",
+            )
+        modes = [mode.value for mode in Mode]
+        if hello.mode not in modes:
+            raise EngineRefusedError(
+                ControlRefusal.MODE,
+                f"{name} runs in mode {hello.mode!r}, known are {', '.join(modes)}; choose one",
+            )
+        if self.mode is not None and hello.mode != self.mode:
+            raise EngineRefusedError(
+                ControlRefusal.MODE,
+                f"{name} runs in mode {hello.mode!r}, this router in {self.mode.value!r}; "
+                "start the engine in the router's mode, or another router",
+            )
+        if self.namespace is not None and hello.namespace != self.namespace:
+            raise EngineRefusedError(
+                ControlRefusal.NAMESPACE,
+                f"{name} differs in {_differences(hello.namespace, self.namespace)}; start it with "
+                "the model, dtype, layout and block size of the others, or use another router",
+            )
+
+    def _check_place(self, name: str, hello: Hello) -> None:
+        if hello.hbm_tokens < 1 or hello.buffer_tokens < 0 or (hello.snic_bytes_per_s or 1) <= 0:
+            raise EngineRefusedError(
+                ControlRefusal.SETTINGS,
+                f"{name} has hbm_tokens {hello.hbm_tokens} (at least 1), buffer_tokens "
+                f"{hello.buffer_tokens} (at least 0), snic_bytes_per_s {hello.snic_bytes_per_s} "
+                "(above 0); correct its settings",
+            )
+        for other in self._engines.values():
+            engine_id, role = other.info.engine_id, other.info.role
+            if engine_id == hello.address.engine_id:
+                continue
+            if other.info.group == hello.group and role is not hello.address.role:
+                raise EngineRefusedError(
+                    ControlRefusal.SETTINGS,
+                    f"{name} is a {hello.address.role.value} engine, group {hello.group!r} holds "
+                    f"the {role.value} engine {engine_id!r}; put it into a group of its own role",
+                )
+
+
+def _info(hello: Hello, order: int) -> EngineInfo:
+    return EngineInfo(
+        engine_id=hello.address.engine_id,
+        epoch=hello.address.epoch,
+        role=hello.address.role,
+        node=hello.node,
+        group=hello.group,
+        api_url=hello.api_url,
+        address=hello.address,
+        order=order,
+        hbm_tokens=hello.hbm_tokens,
+        buffer_tokens=hello.buffer_tokens,
+        snic_bytes_per_s=hello.snic_bytes_per_s,
+        limits=hello.limits,
+    )
+
+
+def _differences(theirs: StoreNamespace, ours: StoreNamespace) -> str:
+    return ", ".join(
+        f"{field} = {getattr(theirs, field)!r} where this router has {getattr(ours, field)!r}"
+        for field in StoreNamespace.__struct_fields__
+        if getattr(theirs, field) != getattr(ours, field)
+    )

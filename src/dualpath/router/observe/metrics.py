@@ -1,0 +1,257 @@
+"""Prometheus metrics of the router, named as the ecosystem does.
+
+What the router counts itself is kept in counters and histograms, most of them written once, when a
+request ends; what engines report is read at every scrape (``engine_metrics``).
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dualpath.core.cluster import Role
+from dualpath.policy.events import Assignment
+from dualpath.router.control.registry import Registry
+from dualpath.router.observe.engine_metrics import EngineCollector, text_format
+from dualpath.router.requests.hit_account import LOOKUP_FAILURES, HitAccount
+from dualpath.router.requests.records import OUTCOMES, RequestRecord, Stage
+from dualpath.router.requests.refusals import ControlRefusal, HttpRefusal, http_refusal
+
+_STAGE_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_DECISION_BUCKETS_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.05, 0.1)
+
+_READ_PATHS = {Role.PREFILL: "pe", Role.DECODE: "de"}
+
+
+class RouterMetrics:
+    """All metrics of one router; ``exposition`` is the body of ``/metrics``.
+
+    ``control_refusals`` tells how often the control server refused what came to it; ``clock`` is
+    the one by which ``registry`` notes when it heard of an engine.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        control_refusals: Callable[[], Mapping[ControlRefusal, int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self.hit_tokens = 0
+        self.recomputed_tokens = 0
+        self.prompt_tokens = 0
+        self.retries = 0
+        self._scheduler_s = 0.0
+        self._define_requests()
+        self._define_tokens()
+        self._define_scheduling()
+        self.registry.register(_ControlRefusals(control_refusals))
+        self.registry.register(_SchedulerTime(lambda: self._scheduler_s))
+        self._engines = EngineCollector(registry, clock)
+
+    def _define_requests(self) -> None:
+        self._requests = self._counter("requests", "Finished requests by outcome.", "outcome")
+        for outcome in OUTCOMES:
+            self._requests.labels(outcome)
+        self._http_refusals = self._counter(
+            "http_refusals", "HTTP requests answered with a 4xx status, by reason.", "reason"
+        )
+        for reason in HttpRefusal:
+            self._http_refusals.labels(reason)
+        self._retries = self._counter("retries", "Attempts at requests repeated after a fault.")
+        self._engine_losses = self._counter(
+            "engine_losses", "Engines that were lost, goodbyes not counted.", "role"
+        )
+        for role in Role:
+            self._engine_losses.labels(role.value)
+        stages = self._histogram(
+            "stage_seconds", "Time of requests in each stage.", _STAGE_BUCKETS_S, "stage"
+        )
+        self._stages = {stage: stages.labels(stage.value) for stage in Stage}
+        self._ttft = self._histogram(
+            "time_to_first_token_seconds",
+            "Time from a request's arrival to its first token (TTFT).",
+            _STAGE_BUCKETS_S,
+        )
+        self._ttst = self._histogram(
+            "time_to_second_token_seconds",
+            "Time from the first token to the second, the hand-over to the DE (TTST).",
+            _STAGE_BUCKETS_S,
+        )
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean gap between a request's tokens after the second (TPOT).",
+            _TOKEN_GAP_BUCKETS_S,
+        )
+        self._latency = self._histogram(
+            "e2e_request_latency_seconds",
+            "Time from a request's arrival to its end.",
+            _STAGE_BUCKETS_S,
+        )
+        self._waiting = self._gauge("requests_waiting", "Requests without an assignment.")
+        self._running = self._gauge("requests_running", "Requests with an assignment.")
+
+    def _define_tokens(self) -> None:
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens prefilled.")
+        self._hit = self._counter("hit_tokens", "Prompt tokens whose KV-cache was loaded.")
+        self._ideal_hit = self._counter(
+            "ideal_hit_tokens",
+            "Prompt tokens whose KV-cache had been computed before: the hits of a storage that "
+            "keeps everything and a data path that never fails.",
+        )
+        self._missed = self._counter(
+            "missed_tokens", "Prompt tokens that were computed, by reason.", "reason"
+        )
+        self._recomputed = self._counter(
+            "recomputed_tokens",
+            "Stored prompt tokens that were computed again, by reason.",
+            "reason",
+        )
+        self._lookup_failures = self._counter(
+            "lookup_failures",
+            "Look-ups without an answer; the prompt counts as not stored.",
+            "reason",
+        )
+        for reason in LOOKUP_FAILURES:
+            self._lookup_failures.labels(reason)
+        self._generated = self._counter("generation_tokens", "Tokens streamed to clients.")
+
+    def _define_scheduling(self) -> None:
+        self._assignments = self._counter(
+            "assignments", "Scheduler decisions by reason.", "pe_reason", "de_reason", "read_reason"
+        )
+        read_tokens = self._counter(
+            "assigned_read_tokens", "Hit tokens by the read path they were assigned to.", "path"
+        )
+        self._read_tokens = {role: read_tokens.labels(_READ_PATHS[role]) for role in Role}
+        self._decision = self._histogram(
+            "scheduler_decision_seconds",
+            "Time of the scheduler's round that decided, divided by its decisions.",
+            _DECISION_BUCKETS_S,
+        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"dualpath:{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"dualpath:{name}", text, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
+        return Histogram(
+            f"dualpath:{name}", text, labels, buckets=tuple(buckets), registry=self.registry
+        )
+
+    def assigned(self, assignment: Assignment) -> None:
+        """Count a decision."""
+        self._assignments.labels(
+            assignment.pe_reason, assignment.de_reason, assignment.read_reason
+        ).inc()
+        for part in assignment.reads:
+            self._read_tokens[part.side].inc(part.tokens)
+
+    def scheduled(self, spent_s: float, decisions: int) -> None:
+        """Count one round of the scheduler."""
+        self._scheduler_s += spent_s
+        for _ in range(decisions):
+            self._decision.observe(spent_s / decisions)
+
+    def prefilled(self, account: HitAccount) -> None:
+        """Count a request's prompt, once per request."""
+        self.prompt_tokens += account.prompt_tokens
+        self.hit_tokens += account.hit_tokens
+        self._prompt.inc(account.prompt_tokens)
+        self._hit.inc(account.hit_tokens)
+        self._ideal_hit.inc(account.ideal_hit_tokens)
+        for reason, tokens in account.missed.items():
+            self._missed.labels(_short(reason)).inc(tokens)
+
+    def recomputed(self, tokens: int, reason: str) -> None:
+        """Count stored tokens that have to be computed again."""
+        self.recomputed_tokens += tokens
+        self._recomputed.labels(_short(reason)).inc(tokens)
+
+    def lookup_failed(self, reason: str) -> None:
+        """Count a look-up nobody answered."""
+        self._lookup_failures.labels(reason).inc()
+
+    def retried(self) -> None:
+        """Count a repeated attempt."""
+        self.retries += 1
+        self._retries.inc()
+
+    def engine_lost(self, role: Role) -> None:
+        """Count an engine that did not leave on purpose."""
+        self._engine_losses.labels(role.value).inc()
+
+    def finished(self, record: RequestRecord) -> None:
+        """Count a finished request, its stages and its times to tokens."""
+        self._requests.labels(record.outcome).inc()
+        self._generated.inc(record.generated_tokens)
+        for stage in record.stages:
+            self._stages[stage.stage].observe(stage.end_s - stage.start_s)
+        for histogram, seconds in (
+            (self._ttft, record.ttft_s),
+            (self._ttst, record.ttst_s),
+            (self._tpot, record.tpot_s),
+            (self._latency, record.latency_s),
+        ):
+            if seconds is not None:
+                histogram.observe(seconds)
+
+    def answered(self, status: int, body: bytes) -> None:
+        """Count an HTTP request if this answer, or the part of it in ``body``, refuses it."""
+        if (reason := http_refusal(status, body)) is not None:
+            self._http_refusals.labels(reason).inc()
+
+    def queues(self, waiting: int, running: int) -> None:
+        """Set the gauges that only the service knows."""
+        self._waiting.set(waiting)
+        self._running.set(running)
+
+    def exposition(self) -> bytes:
+        """Return all metrics in the Prometheus text format."""
+        return generate_latest(self.registry) + text_format(self._engines.collect())
+
+    def families(self) -> Iterator[Metric]:
+        """Yield all metrics with their present samples."""
+        yield from self.registry.collect()
+        yield from self._engines.collect()
+
+
+class _ControlRefusals(Collector):
+    """Refusals at the control address, whose server counts them."""
+
+    def __init__(self, counted: Callable[[], Mapping[ControlRefusal, int]]) -> None:
+        self._counted = counted
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "dualpath:control_refusals",
+            "Connections, greetings and other frames refused at the control address, by reason.",
+            labels=["reason"],
+        )
+        for reason, times in self._counted().items():
+            family.add_metric([reason], times)
+        yield family
+
+
+class _SchedulerTime(Collector):
+    """Time of the scheduler, added up without a counter's lock in every round."""
+
+    def __init__(self, spent_s: Callable[[], float]) -> None:
+        self._spent_s = spent_s
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "dualpath:scheduler_seconds",
+            "Time spent in rounds of the scheduler, whether they decided anything or not.",
+            value=self._spent_s(),
+        )
+
+
+def _short(reason: str) -> str:
+    """Return a reason's stable head: details after a colon would make endless label values."""
+    return reason.split(":", 1)[0]

@@ -1,0 +1,85 @@
+"""The JSON answer of ``GET /dualpath/v1/status``."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from dualpath.core.modes import Mode
+from dualpath.router.control.assign_log import AssignmentNote
+from dualpath.router.control.registry import EngineState, Registry
+from dualpath.router.observe.engine_metrics import bytes_by_path
+from dualpath.router.observe.metrics import RouterMetrics
+
+ORACLE_NOTE = "no KV bytes moved; text is meaningless, only lengths are right"
+
+
+def status_report(
+    registry: Registry,
+    metrics: RouterMetrics,
+    *,
+    waiting: int,
+    running: int,
+    assignments: Iterable[AssignmentNote],
+) -> dict[str, Any]:
+    """Return everything an operator or the replay client may want to know, JSON-safe.
+
+    Model fields are None until the first engine has registered.
+    """
+    namespace = registry.namespace
+    engines = registry.all()
+    return {
+        "mode": registry.mode.value if registry.mode else None,
+        "mode_note": ORACLE_NOTE if registry.mode is Mode.ORACLE else None,
+        "model": _first_limit(engines, "served_model_name")
+        or (namespace.model if namespace else None),
+        "vocab_size": registry.limit("vocab_size"),
+        "max_model_len": registry.limit("max_model_len"),
+        "block_tokens": namespace.geometry.block_tokens if namespace else None,
+        "snic_bytes_per_s": min(
+            (e.info.snic_bytes_per_s for e in engines if e.info.snic_bytes_per_s), default=None
+        ),
+        "counters": _counters(registry, metrics),
+        "engines": [_engine(engine) for engine in engines],
+        "waiting": waiting,
+        "running": running,
+        "assignments": [msgspec.to_builtins(note) for note in assignments],
+    }
+
+
+def _counters(registry: Registry, metrics: RouterMetrics) -> dict[str, Any]:
+    return {
+        "hit_tokens": metrics.hit_tokens,
+        "recomputed_tokens": metrics.recomputed_tokens,
+        "prompt_tokens": metrics.prompt_tokens,
+        "retries": metrics.retries,
+        "bytes": bytes_by_path(registry),
+        "snic_read_bytes": _per_engine(registry, "storage_read_bytes"),
+        "snic_write_bytes": _per_engine(registry, "storage_write_bytes"),
+    }
+
+
+def _per_engine(registry: Registry, counter: str) -> dict[str, int]:
+    return {e.info.engine_id: int(e.totals().get(counter, 0)) for e in registry.all()}
+
+
+def _engine(engine: EngineState) -> dict[str, Any]:
+    info, report = engine.info, engine.report
+    return {
+        "engine_id": info.engine_id,
+        "role": info.role.value,
+        "node": info.node,
+        "group": info.group,
+        "epoch": info.epoch,
+        "api_url": info.api_url,
+        "alive": engine.alive,
+        "seq": report.unfinished_requests if report else 0,
+        "tok": report.unfinished_tokens if report else 0,
+        "read_queue_tokens": report.read_queue_tokens if report else 0,
+        "free_hbm_tokens": report.free_hbm_tokens if report else info.hbm_tokens,
+        "free_buffer_tokens": report.free_buffer_tokens if report else info.buffer_tokens,
+    }
+
+
+def _first_limit(engines: Iterable[EngineState], name: str) -> object:
+    return next((e.info.limits[name] for e in engines if e.info.limits.get(name)), None)

@@ -1,0 +1,153 @@
+"""Limits on HTTP requests as they arrive, before anything is parsed; ASGI, of no framework.
+
+Bodies end at ``max_body_bytes`` (413), whether their length is declared or not.  While the service
+is full, requests that bring work get 429 and the time after which to try again.  Limits on
+what a body says (prompt, ``n``) belong to whoever reads it.  All refusals are counted here, also
+those of the layers inside, which ask for API keys and read bodies.
+"""
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Protocol
+
+import msgspec
+
+from dualpath.router.observe.metrics import RouterMetrics
+from dualpath.router.settings import RouterSettings
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+#: When a client may try again that came while the service was full; requests end all the time.
+RETRY_AFTER_S = 1
+
+TOO_LARGE = 413
+TOO_MANY = 429
+
+
+class LimitedService(Protocol):
+    """The router's service as far as its limits go."""
+
+    @property
+    def settings(self) -> RouterSettings:
+        """What an operator has chosen."""
+        ...
+
+    @property
+    def metrics(self) -> RouterMetrics:
+        """What counts the refused requests."""
+        ...
+
+    def overload(self) -> str | None:
+        """Return why no further request is taken, None if one is."""
+        ...
+
+
+class RequestLimits:
+    """Middleware; finds the service as ``scope["app"].state.dualpath_service``."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Pass the call on, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        service: LimitedService = scope["app"].state.dualpath_service
+        call = _Call(receive, send, service)
+        if _declared_bytes(scope) > service.settings.max_body_bytes:
+            await call.refuse_body()
+        elif scope["method"] == "POST" and (reason := service.overload()) is not None:
+            await call.refuse(TOO_MANY, reason)
+        else:
+            await call.passed_to(self._app, scope)
+
+
+class _TooLargeError(Exception):
+    """Ends the reading of a body; whatever the application makes of it, the answer is 413."""
+
+
+class _Call:
+    """Counts what arrives, since a chunked body declares no length, and looks at the answer."""
+
+    def __init__(self, receive: Receive, send: Send, service: LimitedService) -> None:
+        self._receive = receive
+        self._send = send
+        self._limit_bytes = service.settings.max_body_bytes
+        self._metrics = service.metrics
+        self._arrived_bytes = 0
+        self._answering = False
+        self._uncounted_status = 0
+
+    async def passed_to(self, app: App, scope: Message) -> None:
+        try:
+            await app(scope, self._counted, self._answer)
+        except Exception:
+            if not self._exceeded:
+                raise
+        if self._exceeded and not self._answering:
+            await self.refuse_body()
+
+    async def refuse_body(self) -> None:
+        await self.refuse(TOO_LARGE, too_large(self._limit_bytes))
+
+    async def refuse(self, status: int, reason: str) -> None:
+        start, body = _refusal(status, reason)
+        self._metrics.answered(status, body["body"])
+        await self._send(start)
+        await self._send(body)
+
+    @property
+    def _exceeded(self) -> bool:
+        return self._arrived_bytes > self._limit_bytes
+
+    async def _counted(self) -> Message:
+        message = await self._receive()
+        self._arrived_bytes += len(message.get("body", b""))
+        if self._exceeded:
+            raise _TooLargeError
+        return message
+
+    async def _answer(self, message: Message) -> None:
+        if self._exceeded and not self._answering:
+            return  # What the application says of a body cut off; ours follows.
+        if message["type"] == "http.response.start":
+            self._answering = True
+            self._uncounted_status = message["status"]
+            if message["status"] == TOO_MANY:
+                message["headers"] = [*message.get("headers", ()), _RETRY_AFTER]
+        elif self._uncounted_status:
+            self._metrics.answered(self._uncounted_status, message.get("body", b""))
+            self._uncounted_status = 0
+        await self._send(message)
+
+
+_RETRY_AFTER = (b"retry-after", str(RETRY_AFTER_S).encode())
+
+
+def too_large(limit_bytes: int) -> str:
+    """Return the message for a body that is too large."""
+    return (
+        f"the body has more than {limit_bytes} bytes, the most this router takes; send less or "
+        "raise --max-body-mib"
+    )
+
+
+def _declared_bytes(scope: Message) -> int:
+    length = next((v for name, v in scope["headers"] if name == b"content-length"), b"0")
+    return int(length) if length.isdigit() else 0
+
+
+def _refusal(status: int, reason: str) -> tuple[Message, Message]:
+    kind = "rate_limit_exceeded" if status == TOO_MANY else "invalid_request_error"
+    error = {"message": reason, "type": kind, "param": None, "code": status}
+    body = msgspec.json.encode({"error": error})
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if status == TOO_MANY:
+        headers.append(_RETRY_AFTER)
+    else:
+        headers.append((b"connection", b"close"))  # The rest of the body is not waited for.
+    start = {"type": "http.response.start", "status": status, "headers": headers}
+    return start, {"type": "http.response.body", "body": body}

@@ -1,0 +1,207 @@
+"""The router as a library: submit a job, get tokens.  HTTP front ends sit on top of it."""
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from dualpath.core.control import EngineMessage, Released, Report
+from dualpath.core.errors import BadRequestError, EngineLostError, OverloadedError
+from dualpath.router.context import Desk
+from dualpath.router.control.control_server import ControlServer
+from dualpath.router.control.engine_calls import EngineCalls, Job, TokenEvent
+from dualpath.router.control.event_recorder import EventLogWriter
+from dualpath.router.control.registry import EngineInfo, Registry
+from dualpath.router.observe.dashboard.board import Dashboard, Load
+from dualpath.router.observe.metrics import RouterMetrics
+from dualpath.router.observe.status import status_report
+from dualpath.router.observe.tracing import open_tracing
+from dualpath.router.requests.records import RequestRecord
+from dualpath.router.requests.request_life import RequestLife
+from dualpath.router.settings import RouterSettings
+from dualpath.transport.cluster_secret import load_secret
+
+_RECORDS_KEPT = 1024
+
+
+class RouterService:
+    """Engines register with it, front ends submit jobs to it; lives in one event loop.
+
+    ``clock`` gives seconds and must be monotonic.  ``records`` holds the latest finished
+    requests with the times of their stages.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        engine_calls: EngineCalls,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings.checked()
+        self.registry = Registry(self.settings.mode)
+        self.server = ControlServer(
+            self.registry, self, clock, engine_timeout_s=self.settings.engine_timeout_s
+        )
+        self.metrics = RouterMetrics(self.registry, self.server.refusals, clock)
+        self.context = Desk(
+            self.settings, self.registry, self.server, self.metrics, engine_calls, clock
+        )
+        self.records: deque[RequestRecord] = deque(maxlen=_RECORDS_KEPT)
+        self.dashboard = Dashboard(self.registry, self.metrics, clock, self._load)
+        self._sampling: asyncio.Task[None] | None = None
+        self._lives: dict[str, RequestLife] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._arrivals = itertools.count()
+        self._stopping = False
+
+    @property
+    def control_address(self) -> str:
+        """Endpoint engines connect to, "tcp://host:port"; empty before ``start``."""
+        return self.server.address
+
+    async def start(self) -> None:
+        """Open the event log and the traces, if they are kept, and the control address.
+
+        Raises ``ConfigError`` if the file cannot be written, OpenTelemetry is not there, the
+        address cannot be bound or others could reach it without a cluster secret.
+        """
+        if self.settings.event_log:
+            self.context.event_log = EventLogWriter(Path(self.settings.event_log))
+        if self.settings.otlp_traces_endpoint:
+            self.context.tracing = open_tracing(
+                self.settings.otlp_traces_endpoint, self.context.clock
+            )
+        secret = load_secret(self.settings.cluster_secret_file)
+        await self.server.start(self.settings.control_host, self.settings.control_port, secret)
+        self._sampling = asyncio.create_task(self.dashboard.run(), name="dashboard samples")
+
+    async def stop(self) -> None:
+        """End all requests (their streams raise ``EngineLostError``) and close; idempotent."""
+        self._stopping = True
+        tasks = [*self._tasks, *([self._sampling] if self._sampling else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.server.stop()
+        if self.context.event_log is not None:
+            await asyncio.to_thread(self.context.event_log.close)
+        if self.context.tracing is not None:
+            await asyncio.to_thread(self.context.tracing.close)
+
+    async def wait_ready(self, prefill: int, decode: int, timeout_s: float) -> None:
+        """Wait for that many live engines; raises ``DeadlineError`` naming what is missing."""
+        await self.context.engines_present(prefill, decode, timeout_s)
+
+    def submit(self, job: Job) -> AsyncIterator[TokenEvent]:
+        """Return the job's tokens as they come; the last event has a ``finish_reason``.
+
+        Closing the iterator (or cancelling who waits on it) aborts the request everywhere.
+        Iterating raises ``BadRequestError`` if the job cannot be served as asked,
+        ``OverloadedError`` if too many are under way, ``EngineLostError`` when attempts are used
+        up, ``DeadlineError`` when time is.
+        """
+        return self._stream(job)
+
+    def overload(self) -> str | None:
+        """Return why no further request is taken, None if one is."""
+        running, waiting = self.settings.max_concurrent_requests, self.settings.max_waiting_requests
+        if len(self._lives) < running + waiting:
+            return None
+        return (
+            f"{len(self._lives)} requests are under way, at most {running} run and {waiting} wait; "
+            "send it again later, or raise --max-concurrent-requests or --max-waiting-requests"
+        )
+
+    def engines(self) -> list[EngineInfo]:
+        """Return the live engines, by arrival."""
+        return self.registry.alive()
+
+    def status(self) -> dict[str, Any]:
+        """Return the body of ``GET /dualpath/v1/status``."""
+        waiting, running = self._counts()
+        return status_report(
+            self.registry,
+            self.metrics,
+            waiting=waiting,
+            running=running,
+            assignments=self.context.dispatch.recent if self.context.has_dispatch else (),
+        )
+
+    def exposition(self) -> bytes:
+        """Return the body of ``GET /metrics``."""
+        self.metrics.queues(*self._counts())
+        return self.metrics.exposition()
+
+    def on_joined(self, info: EngineInfo) -> None:
+        """Called by the control server."""
+        self.context.engine_joined(info)
+
+    def on_lost(self, info: EngineInfo, reason: str, certain: bool) -> None:
+        """Called by the control server."""
+        self.context.engine_lost(info, reason, certain)
+
+    def on_message(self, info: EngineInfo, message: EngineMessage) -> None:
+        """Called by the control server."""
+        if isinstance(message, Report):
+            self.context.dispatch.report(info.engine_id, message)
+        elif isinstance(message, Released):
+            self.context.releases.writer_done(message.request_id, info.engine_id)
+        else:
+            self.context.exchange.deliver(info.engine_id, message)
+
+    def _load(self) -> Load:
+        return Load(
+            [life.record for life in self._lives.values()],
+            *self._counts(),
+            self.context.dispatch.recent if self.context.has_dispatch else (),
+        )
+
+    def _counts(self) -> tuple[int, int]:
+        running = sum(life.placed for life in self._lives.values())
+        return len(self._lives) - running, running
+
+    async def _stream(self, job: Job) -> AsyncIterator[TokenEvent]:
+        if job.request_id in self._lives:
+            raise BadRequestError(
+                f"request id {job.request_id!r} is in use by a running request; send it under "
+                "another id"
+            )
+        if self._stopping:
+            raise self._stops(job)
+        if (reason := self.overload()) is not None:
+            raise OverloadedError(reason)
+        life = self._lives[job.request_id] = RequestLife(self.context, job, next(self._arrivals))
+        task = asyncio.create_task(life.run(), name=f"request {job.request_id}")
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._over(life, done))
+        try:
+            while (event := await life.events.get()) is not None:
+                yield event
+            await asyncio.wait({task})
+            if task.cancelled():
+                raise self._stops(job)
+            task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    @staticmethod
+    def _stops(job: Job) -> EngineLostError:
+        return EngineLostError(
+            f"request {job.request_id}: the router stops; send it again when it is back"
+        )
+
+    def _over(self, life: RequestLife, task: asyncio.Task[None]) -> None:
+        # Not in the stream's own clean-up: an impatient client may cancel that as well.
+        if not task.cancelled():
+            task.exception()  # Marks it as seen: the client may have left before the end.
+        if life.record.outcome is None:
+            life.record.close("cancelled")  # Before it had even begun.
+        self._tasks.discard(task)
+        self._lives.pop(life.job.request_id, None)
+        self.records.append(life.record)
+        self.dashboard.ended(life.record)
+        life.events.put_nowait(None)

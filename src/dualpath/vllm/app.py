@@ -1,0 +1,184 @@
+"""The router's HTTP application: vLLM's OpenAI routes, and a few of our own.
+
+    GET /dualpath/v1/status   engines, queues and recent decisions
+    GET /dashboard            the live page; its data is at /dualpath/v1/dashboard
+    GET /health               200 only while a prefill and a decode engine live, else 503 and why
+    GET /metrics              vLLM's request metrics and the router's own
+
+Unknown JSON fields of a request are ignored with a warning, as vLLM does: OpenAI clients send
+extensions freely.
+"""
+
+import argparse
+import socket
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Protocol
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from vllm import envs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.launcher import serve_http
+from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+from dualpath.core.errors import BadRequestError
+from dualpath.core.modes import Mode
+from dualpath.router.observe.dashboard.board import Dashboard
+from dualpath.router.observe.dashboard.page_file import dashboard_page
+from dualpath.router.observe.status import ORACLE_NOTE
+from dualpath.router.requests.limits import LimitedService, RequestLimits
+from dualpath.vllm.frontend import DualPathLLM, ServedEngines, missing_engines
+
+#: How long open connections may take to end after a signal; their requests have failed by then.
+SHUTDOWN_GRACE_S = 5
+
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+
+
+class ObservedService(ServedEngines, LimitedService, Protocol):
+    """The router's service as the HTTP application knows it."""
+
+    @property
+    def dashboard(self) -> Dashboard:
+        """What the live page shows."""
+        ...
+
+    def status(self) -> object:
+        """Return a JSON-encodable description of engines, queues and decisions."""
+        ...
+
+    def exposition(self) -> bytes:
+        """Return the router's metrics in the Prometheus text format."""
+        ...
+
+
+class ModeHeaders:
+    """ASGI middleware: says the mode in every response, and in Oracle what its text is worth.
+
+    Touches only the head of a response, so that streams pass through unbuffered.
+    """
+
+    def __init__(self, app: Callable[[_Message, _Receive, _Send], Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        """Pass the call on, adding headers to an HTTP response."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_mode(message: _Message) -> None:
+            if message["type"] == "http.response.start":
+                added = _mode_headers(scope["app"].state.dualpath_registry.mode)
+                message["headers"] = [*message.get("headers", ()), *added]
+            await send(message)
+
+        await self._app(scope, receive, send_with_mode)
+
+
+def _mode_headers(mode: Mode | None) -> list[tuple[bytes, bytes]]:
+    if mode is None:
+        return []
+    headers = [(b"x-dualpath-mode", mode.value.encode())]
+    if not mode.moves_bytes:
+        headers.append((b"x-dualpath-note", ORACLE_NOTE.encode()))
+    return headers
+
+
+async def make_app(llm: DualPathLLM, service: ObservedService, args: argparse.Namespace) -> FastAPI:
+    """Return the application for vLLM's ``args``; ``llm`` and ``service`` outlive it."""
+    ours = [f"{layer.__module__}.{layer.__name__}" for layer in (RequestLimits, ModeHeaders)]
+    args.middleware = [*args.middleware, *ours]
+    tasks = await llm.get_supported_tasks()
+    app = build_app(args, tasks, llm.model_config)
+    await init_app_state(llm, app.state, args, tasks)
+    app.state.dualpath_registry = service.registry
+    app.state.dualpath_service = service
+    _put_first(app, "/health", _health_endpoint(service))
+    _put_first(app, "/metrics", _metrics_endpoint(service))
+    _put_first(app, "/dualpath/v1/status", _status_endpoint(service))
+    add_dashboard(app, service)
+    return app
+
+
+def add_dashboard(app: FastAPI, service: ObservedService) -> None:
+    """Add the live page and its data."""
+
+    async def data(request: Request) -> Response:
+        try:
+            return _json(service.dashboard.report(request.query_params.get("since", "0")), 200)
+        except BadRequestError as error:
+            return _json({"error": {"message": str(error), "code": 400}}, 400)
+
+    async def page(request: Request) -> Response:
+        found = dashboard_page()
+        return Response(found.body, headers=found.headers)
+
+    _put_first(app, "/dualpath/v1/dashboard", data)
+    _put_first(app, "/dashboard", page)
+
+
+async def serve_app(app: FastAPI, args: argparse.Namespace, listener: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM, then answer what is open with an error and return."""
+    log_config = get_uvicorn_log_config(args)
+    try:
+        shutdown: Awaitable[None] = await serve_http(
+            app,
+            sock=listener,
+            host=args.host,
+            port=args.port,
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+            h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+            h11_max_header_count=args.h11_max_header_count,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            **({"log_config": log_config} if log_config is not None else {}),
+        )
+        await shutdown
+    finally:
+        listener.close()
+
+
+def _put_first(app: FastAPI, path: str, endpoint: Callable[..., Awaitable[Response]]) -> None:
+    """Add a GET route that wins over vLLM's of the same path."""
+    app.router.routes.insert(0, APIRoute(path, endpoint, methods=["GET"]))
+
+
+def _health_endpoint(service: ObservedService) -> Callable[[Request], Awaitable[Response]]:
+    async def health(request: Request) -> Response:
+        reason = missing_engines(service.registry)
+        if reason is None and not request.app.state.engine_client.errored:
+            return Response(status_code=200)
+        return _json({"status": "unavailable", "reason": reason or "shutting down"}, 503)
+
+    return health
+
+
+def _metrics_endpoint(service: ObservedService) -> Callable[[Request], Awaitable[Response]]:
+    async def metrics(request: Request) -> Response:
+        body = generate_latest(get_prometheus_registry()) + service.exposition()
+        return Response(body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    return metrics
+
+
+def _status_endpoint(service: ObservedService) -> Callable[[Request], Awaitable[Response]]:
+    async def status(request: Request) -> Response:
+        return _json(service.status(), 200)
+
+    return status
+
+
+def _json(value: object, status_code: int) -> Response:
+    return Response(
+        msgspec.json.encode(value), status_code=status_code, media_type="application/json"
+    )

@@ -1,0 +1,242 @@
+"""The vLLM connector: a façade over ``SchedulerSide`` and ``WorkerSide``.
+
+Use it with
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "DualPathConnector",
+        "kv_role": "kv_both", "kv_connector_extra_config": {"role": "prefill",
+        "router": "tcp://10.0.0.1:5700", "storage": "/mnt/kv"}}'
+
+The keys of ``kv_connector_extra_config`` are those of ``dualpath.engine.settings``; the other
+arguments an engine needs are ``engine_arguments``'.
+"""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.model_executor.models.utils import extract_layer_index
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError
+from dualpath.engine.settings import EngineSettings
+from dualpath.vllm.engine_arguments import engine_arguments
+from dualpath.vllm.engine_settings import engine_settings, engine_values
+from dualpath.vllm.logs import join_vllm_logging
+from dualpath.vllm.metadata import StepMetadata
+from dualpath.vllm.names import HASH_ALGORITHM, PLUGIN, SCHEDULER_CLASS, WORKER_CLASS
+from dualpath.vllm.scheduler_side import SchedulerSide
+from dualpath.vllm.worker_side import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
+    """Prefill or decode engine of a DualPath cluster."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        role: KVConnectorRole,
+        kv_cache_config: "KVCacheConfig",
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        join_vllm_logging()
+        self.settings = settings_of(vllm_config)
+        check_engine_config(vllm_config, self.settings, kv_cache_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        group = kv_cache_config.kv_cache_groups[0]
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(self.settings.role, group.kv_cache_spec.block_size)
+        else:
+            names = sorted(group.layer_names, key=extract_layer_index)
+            self._worker = WorkerSide(self.settings, vllm_config, kv_cache_config, names)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Preemption needs no special care: buffers outlive a preempted prefill."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A PE needs its per-layer hooks to run between graph pieces."""
+        return engine_values(extra_config, os.environ).get("role") == Role.PREFILL.value
+
+    # ------------------------------------------------------------------ scheduler side
+
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        """See ``SchedulerSide.bind_block_pool``."""
+        self._scheduling.bind_block_pool(gpu_block_pool)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See ``SchedulerSide.matched_tokens``."""
+        return self._scheduling.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        """See ``SchedulerSide.blocks_allocated``."""
+        self._scheduling.blocks_allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        """See ``SchedulerSide.build``."""
+        return self._scheduling.build(scheduler_output)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks may be freed at once: nothing reads HBM after its step."""
+        self._scheduling.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As ``request_finished``."""
+        self._scheduling.finished(request)
+        return False, None
+
+    # ------------------------------------------------------------------ worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See ``WorkerSide.register``."""
+        self._working.register(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Start this step's transfers.
+
+        Here and not in ``start_load_kv``: vLLM calls that one after the forward pass unless a
+        request with a synchronous hit entered in this very step.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata)
+        self._working.begin_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:  # noqa: ANN401
+        """Transfers are under way since ``bind_connector_metadata``."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """See ``WorkerSide.wait_loaded``."""
+        self._working.wait_loaded(layer_name)
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: Any,  # noqa: ANN401 - vLLM's signature
+        **kwargs: Any,  # noqa: ANN401 - vLLM's signature
+    ) -> None:
+        """See ``WorkerSide.computed``."""
+        self._working.computed(layer_name)
+
+    def wait_for_save(self) -> None:
+        """See ``WorkerSide.end_step``."""
+        self._working.end_step()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose H2D is over; failed ones are failed by vLLM and retried by the router."""
+        over, failed = self._working.take_copied()
+        return KVConnectorTransferResults(finished_recving=over, failed_recving=failed)
+
+    def shutdown(self) -> None:
+        """Leave the cluster."""
+        if self._worker is not None:
+            self._worker.close()
+
+    @property
+    def _scheduling(self) -> SchedulerSide:
+        assert self._scheduler is not None, "called on the worker's connector"
+        return self._scheduler
+
+    @property
+    def _working(self) -> WorkerSide:
+        assert self._worker is not None, "called on the scheduler's connector"
+        return self._worker
+
+
+def settings_of(config: "VllmConfig") -> EngineSettings:
+    """Return this engine's settings; raises ``ConfigError`` for unknown or impossible ones."""
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    return engine_settings(transfer.kv_connector_extra_config, os.environ)
+
+
+def check_engine_config(
+    config: "VllmConfig", settings: EngineSettings, cache: "KVCacheConfig"
+) -> None:
+    """Raise ``ConfigError`` for vLLM settings under which KV could be wrong."""
+    problems = []
+    if len(cache.kv_cache_groups) != 1:
+        problems.append(
+            f"{len(cache.kv_cache_groups)} KV cache groups; dualpath serves models with one"
+        )
+    if config.parallel_config.world_size != 1:
+        problems.append(f"world size {config.parallel_config.world_size}; start one engine per GPU")
+    algorithm = config.cache_config.prefix_caching_hash_algo
+    if algorithm != HASH_ALGORITHM:
+        problems.append(
+            f"hash algorithm {algorithm}; add --prefix-caching-hash-algo {HASH_ALGORITHM}"
+        )
+    if (seed := os.environ.get("PYTHONHASHSEED")) is not None:
+        problems.append(
+            f"PYTHONHASHSEED is {seed}, from which vLLM derives block keys that no other engine "
+            "and no router shares; unset it"
+        )
+    if settings.role is Role.PREFILL:
+        problems += _prefill_problems(config, settings)
+    if problems:
+        raise ConfigError(
+            f"engine {settings.engine_id} cannot join a DualPath cluster: "
+            + "; ".join(problems)
+            + f". All that a {settings.role} engine needs: "
+            + " ".join(argument.typed for argument in engine_arguments(settings))
+            + f"; the vLLM plugin {PLUGIN!r} adds what is left out, if dualpath is installed and "
+            "VLLM_PLUGINS allows it"
+        )
+
+
+def _prefill_problems(config: "VllmConfig", settings: EngineSettings) -> list[str]:
+    problems = []
+    if config.cache_config.enable_prefix_caching:
+        problems.append("prefix caching is on at the PE; add --no-enable-prefix-caching")
+    if _class_name(config.scheduler_config.scheduler_cls) != SCHEDULER_CLASS:
+        problems.append(
+            "chunks of a prompt must end at block boundaries; add "
+            f"--scheduler-cls {SCHEDULER_CLASS}"
+        )
+    if config.scheduler_config.async_scheduling:
+        problems.append("asynchronous scheduling is on at the PE; add --no-async-scheduling")
+    aliased = settings.layer_buffers > 0
+    if aliased and config.parallel_config.worker_cls != WORKER_CLASS:
+        problems.append(
+            f"layer_buffers is {settings.layer_buffers}; add --worker-cls {WORKER_CLASS} or "
+            "set layer_buffers to 0"
+        )
+    if aliased and not settings.mode.layerwise:
+        problems.append(
+            f"mode {settings.mode} keeps all layers in HBM; set layer_buffers to 0, not "
+            f"{settings.layer_buffers}"
+        )
+    return problems
+
+
+def _class_name(value: object) -> str:
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    return str(value)

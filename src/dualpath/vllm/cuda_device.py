@@ -1,0 +1,217 @@
+"""A CUDA GPU as ``engine.device`` sees it: events for events, copy streams of its own.
+
+Moments are events on the stream the calling thread computes on, which vLLM's hooks run on.  H2D and
+D2H copies have a stream each, because a GPU has a copy engine for each way.  Events are made with
+blocking synchronisation: a thread that waits sleeps instead of spinning a core.
+
+Not run on a GPU yet.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dualpath.core.errors import ConfigError, TransportError
+from dualpath.engine.device import PASSED, Device, DeviceCopier, DeviceEvent, HostDevice
+from dualpath.transport.contract import PieceIndices, RegionInfo, TransferState
+from dualpath.transport.regions import check_pair, find_region, piece_addresses
+from dualpath.vllm.cuda_driver import CudaDriver, merge_runs
+
+#: ``cudaHostRegisterPortable``: pinned for every context of the process.
+_REGISTER_PORTABLE = 1
+
+INFINIBAND_DEVICES = Path("/sys/class/infiniband")
+
+
+def open_device(device: torch.device, device_copies: str) -> Device:
+    """Return the device of an engine's KV memory, with who copies between its DRAM and HBM.
+
+    ``device_copies``: "nixl", "cuda", or "auto" for CUDA where no RDMA NIC is up.  Raises
+    ``ConfigError`` for "cuda" without a GPU or its driver.
+    """
+    if device.type != "cuda":
+        if device_copies == "cuda":
+            raise ConfigError(
+                f"device_copies is cuda, but the KV cache is on {device.type}; set it to auto"
+            )
+        return HostDevice()
+    own = device_copies == "cuda" or (device_copies == "auto" and not has_rdma_nic())
+    return CudaDevice(device, CudaDriver() if own else None)
+
+
+def has_rdma_nic(devices: Path = INFINIBAND_DEVICES) -> bool:
+    """Whether a port of an RDMA device of this machine is active."""
+    return any("ACTIVE" in _text(state) for state in devices.glob("*/ports/*/state"))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+@contextmanager
+def _cuda_errors(what: str) -> Iterator[None]:
+    """Turn what torch raises for a failed device into ``TransportError``."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(f"{what}: {error}; restart the engine") from error
+
+
+class CudaMoment:
+    """An event that was recorded."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def passed(self) -> bool:
+        """Whether the GPU has come to it."""
+        with _cuda_errors("the GPU failed"):
+            return bool(self.event.query())
+
+    def wait(self) -> None:
+        """Sleep until it has."""
+        with _cuda_errors("the GPU failed"):
+            self.event.synchronize()
+
+
+class CudaCopy:
+    """One queued batch; see ``engine.device.DeviceCopy``."""
+
+    def __init__(self, event: CudaMoment, size_bytes: int) -> None:
+        self.event: DeviceEvent = event
+        self.bytes = size_bytes
+        self._state = TransferState.MOVING
+        self._error: str | None = None
+
+    def poll(self) -> TransferState:
+        """Ask the event."""
+        if self._state is TransferState.MOVING:
+            try:
+                if self.event.passed():
+                    self._state = TransferState.DONE
+            except TransportError as error:
+                self._state, self._error = TransferState.FAILED, str(error)
+        return self._state
+
+    def error(self) -> str | None:
+        """Return why it failed, or None."""
+        return self._error
+
+    def release(self) -> None:
+        """Nothing is held; raises ``TransportError`` while it moves."""
+        if self._state is TransferState.MOVING:
+            raise TransportError("copy released while moving; poll it to the end first")
+
+
+class CudaCopier:
+    """H2D and D2H copies in batches; see ``engine.device.DeviceCopier``."""
+
+    def __init__(self, device: torch.device, driver: CudaDriver) -> None:
+        self._device = device
+        self._driver = driver
+        self._regions: dict[str, RegionInfo] = {}
+        self._into_hbm = torch.cuda.Stream(device)
+        self._out_of_hbm = torch.cuda.Stream(device)
+
+    def register(self, region: RegionInfo) -> None:
+        """Make a region known."""
+        self._regions[region.name] = region
+
+    def copy(
+        self,
+        source: str,
+        source_pieces: PieceIndices,
+        destination: str,
+        destination_pieces: PieceIndices,
+        after: DeviceEvent,
+    ) -> CudaCopy:
+        """Queue one batch on the stream of its direction; may be called from any thread."""
+        here, there = self._region(source), self._region(destination)
+        from_indices, to_indices = check_pair(here, source_pieces, there, destination_pieces)
+        runs = merge_runs(
+            piece_addresses(here, from_indices),
+            piece_addresses(there, to_indices),
+            here.piece_bytes,
+        )
+        stream = self._into_hbm if there.memory == "VRAM" else self._out_of_hbm
+        with _cuda_errors(f"copy from {source} to {destination}"), torch.cuda.device(self._device):
+            if after is not PASSED:
+                stream.wait_event(_event_of(after))
+            self._driver.copy_batch(*runs, stream.cuda_stream)
+            event = _record(stream)
+        return CudaCopy(event, int(from_indices.size) * here.piece_bytes)
+
+    def synchronize(self) -> None:
+        """Block until everything queued is over."""
+        self._into_hbm.synchronize()
+        self._out_of_hbm.synchronize()
+
+    def _region(self, name: str) -> RegionInfo:
+        return find_region(self._regions.values(), name, "this engine")
+
+
+class CudaDevice:
+    """One GPU; ``driver`` None lets the transport do all copies."""
+
+    def __init__(self, device: torch.device, driver: CudaDriver | None) -> None:
+        self._device = device
+        self._copies = None if driver is None else CudaCopier(device, driver)
+        self.copier: DeviceCopier | None = self._copies
+        self._pinned: list[tuple[int, object]] = []
+
+    def enter_thread(self) -> None:
+        """Make the GPU's context current, which UCX expects of whoever posts its memory."""
+        torch.cuda.set_device(self._device)
+        torch.cuda.current_stream(self._device).query()  # the context is made at the first call
+
+    def pin(self, address: int, size_bytes: int, keep_alive: object) -> None:
+        """Register host memory in place: its alignment, which O_DIRECT needs, stays."""
+        with torch.cuda.device(self._device):
+            status = _runtime().cudaHostRegister(address, size_bytes, _REGISTER_PORTABLE).value
+        if status != 0:
+            raise ConfigError(
+                f"{size_bytes} bytes of buffer cannot be pinned (CUDA error {status}); lower "
+                "buffer_bytes or raise the container's memory and locked-memory limits"
+            )
+        self._pinned.append((address, keep_alive))
+
+    def record(self) -> DeviceEvent:
+        """Record an event on the calling thread's stream."""
+        with _cuda_errors("the GPU failed"):
+            return _record(torch.cuda.current_stream(self._device))
+
+    def wait(self, event: DeviceEvent) -> None:
+        """Let the calling thread's stream wait; the thread does not."""
+        if event is not PASSED:
+            with _cuda_errors("the GPU failed"):
+                torch.cuda.current_stream(self._device).wait_event(_event_of(event))
+
+    def close(self) -> None:
+        """Wait for copies and unpin."""
+        pinned, self._pinned = self._pinned, []
+        with torch.cuda.device(self._device):
+            if self._copies is not None and pinned:
+                self._copies.synchronize()
+            for address, _ in pinned:
+                _runtime().cudaHostUnregister(address)
+
+
+def _runtime() -> Any:  # noqa: ANN401 - torch's bindings carry no types
+    return torch.cuda.cudart()
+
+
+def _record(stream: torch.cuda.Stream) -> CudaMoment:
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return CudaMoment(event)
+
+
+def _event_of(event: DeviceEvent) -> torch.cuda.Event:
+    assert isinstance(event, CudaMoment), f"a event of another device: {event!r}"
+    return event.event

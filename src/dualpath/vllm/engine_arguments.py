@@ -1,0 +1,171 @@
+"""What a vLLM server must be told to be a PE or DE, and how it gets to know.
+
+vLLM fixes scheduler and worker class, hash algorithm and routes before it makes a connector.  So a
+vLLM plugin (entry point ``dualpath`` of ``vllm.general_plugins``) completes the *parsed command
+line* of a server whose ``--kv-transfer-config`` names our connector: arguments that were left out
+get the values below, as if they had been typed, and the log says which.  Nothing that was typed is
+changed; if it cannot work, the connector refuses it at start.  One function of vLLM is wrapped for
+that, ``EngineArgs.from_cli_args``, which every server calls once with its arguments.
+
+Where the plugin is not loaded (``VLLM_PLUGINS`` without it), the connector prints the arguments to
+add.  Importing this module does not import vLLM.
+"""
+
+import logging
+import os
+import socket
+import sys
+from argparse import Namespace
+from collections.abc import MutableMapping
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError
+from dualpath.core.modes import Mode
+from dualpath.engine.settings import EngineSettings, parse_settings
+from dualpath.vllm.engine_settings import engine_values
+from dualpath.vllm.logs import join_vllm_logging
+from dualpath.vllm.names import (
+    CONNECTOR,
+    CONNECTOR_MODULE,
+    HASH_ALGORITHM,
+    SCHEDULER_CLASS,
+    WORKER_CLASS,
+)
+
+log = logging.getLogger(__name__)
+
+#: The router's default ``--block-size``; engines and router must agree.
+BLOCK_TOKENS = 64
+#: How long an engine may take to write queued blocks when it is ended.
+SHUTDOWN_TIMEOUT_S = 5
+
+#: Modes in which a PE holds the KV of all layers.
+_WHOLE_LAYER_MODES = frozenset(mode.value for mode in Mode if not mode.layerwise)
+
+_ANY_HOST = (None, "", "0.0.0.0", "::")
+
+
+class EngineArgument(NamedTuple):
+    """An argument of vLLM: its name, its value if nobody gave one, ours, and ours as typed."""
+
+    name: str
+    unset: object
+    value: object
+    typed: str
+
+
+def engine_arguments(settings: EngineSettings) -> tuple[EngineArgument, ...]:
+    """Return what an engine of these settings needs on its command line."""
+    both = (
+        EngineArgument("enable_scale_out", False, True, "--enable-scale-out"),
+        EngineArgument(
+            "prefix_caching_hash_algo",
+            "sha256",
+            HASH_ALGORITHM,
+            f"--prefix-caching-hash-algo {HASH_ALGORITHM}",
+        ),
+        EngineArgument("enable_prefix_caching", None, False, "--no-enable-prefix-caching"),
+        EngineArgument("async_scheduling", None, False, "--no-async-scheduling"),
+        EngineArgument("block_size", None, BLOCK_TOKENS, f"--block-size {BLOCK_TOKENS}"),
+        EngineArgument(
+            "shutdown_timeout", 0, SHUTDOWN_TIMEOUT_S, f"--shutdown-timeout {SHUTDOWN_TIMEOUT_S}"
+        ),
+    )
+    if settings.role is Role.DECODE:
+        return both
+    scheduler = EngineArgument(
+        "scheduler_cls", None, SCHEDULER_CLASS, f"--scheduler-cls {SCHEDULER_CLASS}"
+    )
+    if not settings.layer_buffers:
+        return (*both, scheduler)
+    worker = EngineArgument("worker_cls", "auto", WORKER_CLASS, f"--worker-cls {WORKER_CLASS}")
+    return (*both, scheduler, worker)
+
+
+def register() -> None:
+    """Make the connector known by its name and complete command lines; vLLM calls this.
+
+    vLLM loads plugins in each of its processes, possibly more than once.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
+    except ValueError:
+        return  # done before
+    # Only a process that parses a command line has imported it.
+    if arguments := sys.modules.get("vllm.engine.arg_utils"):
+        _wrap(arguments.EngineArgs)
+
+
+def _wrap(engine_args: Any) -> None:  # noqa: ANN401 - a class of vLLM
+    original = engine_args.from_cli_args.__func__
+
+    def from_cli_args(cls: type, args: Namespace) -> object:
+        complete(args)
+        return original(cls, args)
+
+    engine_args.from_cli_args = classmethod(from_cli_args)
+
+
+def complete(args: Namespace) -> list[str]:
+    """Fill what the arguments of a DualPath engine leave open; return what was added, as typed.
+
+    Arguments of other servers stay as they are.  Raises ``ConfigError`` for impossible settings.
+    """
+    transfer = getattr(args, "kv_transfer_config", None)
+    if getattr(transfer, "kv_connector", None) != CONNECTOR:
+        return []
+    extra: MutableMapping[str, Any] = transfer.kv_connector_extra_config  # type: ignore[union-attr]
+    added = _identify(extra, args)
+    settings = parse_settings(engine_values(extra, os.environ))
+    for argument in engine_arguments(settings):
+        if getattr(args, argument.name, argument) == argument.unset:
+            setattr(args, argument.name, argument.value)
+            added.append(argument.typed)
+    if added:
+        join_vllm_logging()
+        log.info("engine %s of a DualPath cluster, added: %s", settings.engine_id, " ".join(added))
+    return added
+
+
+def _identify(extra: MutableMapping[str, Any], args: Namespace) -> list[str]:
+    """Give the engine a name that outlives a restart, and the URL it serves at."""
+    given = set(extra)
+    values = engine_values(extra, os.environ)
+    if "layer_buffers" not in values and values.get("mode") in _WHOLE_LAYER_MODES:
+        extra["layer_buffers"] = 0
+    host, port = getattr(args, "host", None), getattr(args, "port", None)
+    if "api_url" not in values:
+        extra["api_url"] = _url(host, port, str(values.get("router", "")))
+    if "engine_id" not in values:
+        extra["engine_id"] = f"{values.get('role', 'engine')}-{socket.gethostname()}-{port}"
+    return [f"{key}={value}" for key, value in extra.items() if key not in given]
+
+
+def _url(host: str | None, port: int | None, router: str) -> str:
+    """Return where the router reaches a server that listens on ``host``."""
+    if not port:
+        raise ConfigError(
+            f"port {port} says not where the router reaches this engine; give --port, or api_url "
+            "in kv_connector_extra_config"
+        )
+    name = _address_towards(router) if host in _ANY_HOST else str(host)
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
+def _address_towards(router: str) -> str:
+    """Return this machine's address on the way to the router; no packet is sent."""
+    try:
+        parts = urlsplit(router)
+        target = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(target[0], socket.SOCK_DGRAM) as probe:
+            probe.connect(target[4])
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no way to the router {router!r} ({error}); give router as tcp://host:port, or "
+            "api_url, in kv_connector_extra_config"
+        ) from error

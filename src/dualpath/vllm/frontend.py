@@ -1,0 +1,148 @@
+"""vLLM's asynchronous front end with the router in the place of its engine.
+
+Rendering, tokenising, chat templates, several samples per prompt, stop strings, logprobs, tool
+calls, reasoning, streaming and usage are vLLM's own code.  Only the construction differs, and the
+way in which a failed request tells its client; ``tests/unit/test_frontend_vllm_interface.py``
+pins what is used of vLLM's inside.
+"""
+
+import asyncio
+from http import HTTPStatus
+from typing import Protocol
+
+from vllm.config import VllmConfig
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.renderers import renderer_from_config
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import (
+    BadRequestError,
+    BufferTooSmallError,
+    DeadlineError,
+    DualPathError,
+    IncompatibleError,
+    OverloadedError,
+    PromptTooLongError,
+)
+from dualpath.router.control.registry import Registry
+from dualpath.router.requests.refusals import PROMPT_PARAMETER
+from dualpath.vllm.engine_core import RoutedEngineCore, TokenSource
+
+
+class ServedEngines(TokenSource, Protocol):
+    """The router's service as the front end knows it."""
+
+    @property
+    def registry(self) -> Registry:
+        """All engines that ever registered."""
+        ...
+
+
+def missing_engines(registry: Registry) -> str | None:
+    """Return why no request can be served at present, None if one can."""
+    missing = [role.value for role in Role if not registry.alive(role)]
+    if not missing:
+        return None
+    return f"no live {' and no live '.join(missing)} engine; start one that registers here"
+
+
+class DualPathLLM(AsyncLLM):
+    """``AsyncLLM`` whose ``engine_core`` is a ``RoutedEngineCore``; starts no process.
+
+    To be made on the event loop it is used on; ``aclose`` ends it.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        service: ServedEngines,
+        *,
+        block_tokens: int,
+        log_stats: bool = True,
+        log_requests: bool = False,
+    ) -> None:
+        """Build renderer, input and output processor as ``AsyncLLM`` does, without its engine."""
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.scheduler_config = vllm_config.scheduler_config
+        self.observability_config = vllm_config.observability_config
+        self.log_requests = log_requests
+        self.log_stats = log_stats
+        self.renderer = renderer_from_config(vllm_config)
+        self.input_processor = InputProcessor(vllm_config, self.renderer)
+        self.admission_stats = None
+        self.output_processor = OutputProcessor(
+            self.renderer.tokenizer,
+            log_stats=log_stats,
+            stream_interval=vllm_config.scheduler_config.stream_interval,
+        )
+        self._registry = service.registry
+        self.engine_core = RoutedEngineCore(
+            service,
+            block_tokens,
+            stateful_sampling=bool(self.model_config.logits_processors),
+            on_failure=self._fail,
+        )
+        self.logger_manager = _prometheus_only(vllm_config) if log_stats else None
+        self.profiler = None
+        self.output_handler = None
+        self._profile_lock = asyncio.Lock()
+        self._profile_session_guard_enabled = False
+        self._run_output_handler()
+
+    async def check_health(self) -> None:
+        """Raise ``EngineDeadError`` while no request could be served."""
+        if (reason := missing_engines(self._registry)) is not None:
+            raise EngineDeadError(reason)
+        await super().check_health()
+
+    async def aclose(self) -> None:
+        """End all requests, then everything ``shutdown`` ends."""
+        await self.engine_core.aclose()
+        self.shutdown()
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        """End a request, and its siblings of the same client request, with an error."""
+        state = self.output_processor.request_states.get(request_id)
+        if state is None:
+            return
+        whole = state.parent_req.request_id if state.parent_req else request_id
+        others = self.output_processor.abort_requests([whole], internal=True)
+        self.engine_core.cancel(others)
+        if state.queue is not None:
+            state.queue.put(http_error(error))
+
+
+def http_error(error: Exception) -> Exception:
+    """Return the exception that vLLM's HTTP layer turns into the right status and message.
+
+    400 for the client's mistakes, 429 for a full router, 504 for deadlines, 503 for lost engines
+    and what else may pass, 500 for wrong set-ups and defects.
+    """
+    if isinstance(error, PromptTooLongError):
+        return VLLMValidationError(str(error), parameter=PROMPT_PARAMETER)
+    if isinstance(error, BadRequestError | BufferTooSmallError):
+        return VLLMValidationError(str(error))
+    if isinstance(error, OverloadedError):
+        return GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS)
+    if isinstance(error, DeadlineError):
+        return GracefulHTTPError(str(error), HTTPStatus.GATEWAY_TIMEOUT)
+    if isinstance(error, DualPathError) and not isinstance(error, IncompatibleError):
+        return GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
+    message = str(error) if isinstance(error, DualPathError) else "internal error of the router"
+    return GracefulHTTPError(message, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def _prometheus_only(vllm_config: VllmConfig) -> StatLoggerManager:
+    """Keep vLLM's request metrics; its log line on KV usage would speak of an engine not there."""
+    return StatLoggerManager(
+        vllm_config=vllm_config,
+        engine_idxs=[0],
+        custom_stat_loggers=[PrometheusStatLogger],
+        enable_default_loggers=False,
+    )

@@ -1,0 +1,126 @@
+"""What the plugin relies on inside vLLM, as checks that a node can run: `python -m` prints them.
+
+`dualpath doctor` runs this module as a process of its own, because importing vLLM takes seconds
+and may fail in ways no exception tells.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import msgspec
+
+from dualpath.vllm.names import HASH_ALGORITHM
+
+_CORE = "vllm.v1.core"
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
+
+
+class HookReport(msgspec.Struct, frozen=True):
+    """vLLM's version, the device it computes on, and what of ours is not there, in words."""
+
+    version: str
+    device: str
+    missing: tuple[str, ...]
+
+
+def report() -> HookReport:
+    """Import vLLM and look for every hook; raises ``ImportError`` if vLLM cannot be imported."""
+    version = import_module("vllm").__version__
+    device = import_module("vllm.platforms").current_platform.device_type
+    return HookReport(version=version, device=device, missing=tuple(missing()))
+
+
+def missing() -> list[str]:
+    """Return the names of hooks that this vLLM does not have as we use them."""
+    return [name for name, is_there in HOOKS if not _holds(is_there)]
+
+
+def _holds(is_there: Callable[[], bool]) -> bool:
+    try:
+        return is_there()
+    except (ImportError, AttributeError):
+        return False
+
+
+def _of(module: str, *names: str) -> Any:  # noqa: ANN401 - whatever vLLM has there
+    found: Any = import_module(module)
+    for name in names:
+        found = getattr(found, name)
+    return found
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def _quota_hook() -> bool:
+    hook = _of(f"{_CORE}.sched.scheduler", "Scheduler", "_reserve_prefill_lookahead")
+    return _parameters(hook) == ["self", "request", "num_computed_tokens", "num_new_tokens"]
+
+
+def _quota_hook_is_asked() -> bool:
+    """Once for running requests and once for waiting ones."""
+    source = inspect.getsource(_of(f"{_CORE}.sched.scheduler", "Scheduler", "schedule"))
+    running, _, waiting = source.partition("self.waiting")
+    calls = "self._reserve_prefill_lookahead("
+    return running.count(calls) == waiting.count(calls) == 1
+
+
+def _connector_functions() -> bool:
+    base = f"{_CONNECTOR}.v1.base"
+    inherited = {*vars(_of(base, "KVConnectorBase_V1")), *vars(_of(base, "SupportsHMA"))}
+    ours = _of("dualpath.vllm.connector", "DualPathConnector")
+    own = {name for name, value in vars(ours).items() if callable(value) and name[:2] != "__"}
+    return own <= inherited
+
+
+def _layer_placement() -> bool:
+    fields = _of("vllm.v1.kv_cache_interface", "KVCacheTensor", "__dataclass_fields__")
+    return {"size", "layers", "layer_stride", "block_stride", "offset"} <= set(fields)
+
+
+def _worker_functions() -> bool:
+    ours = _of("dualpath.vllm.layerwise_worker", "LayerwiseWorker")
+    names = ("determine_available_memory", "initialize_from_config")
+    return all(_parameters(getattr(ours.__base__, n)) == _parameters(vars(ours)[n]) for n in names)
+
+
+def _block_keys() -> bool:
+    from dualpath.core.blocks import CHAIN_SEED
+
+    hashing = _of("vllm.utils.hashing", HASH_ALGORITHM)
+    return callable(hashing) and _of(f"{_CORE}.kv_cache_utils", "DEFAULT_NONE_HASH_SEED") == (
+        CHAIN_SEED
+    )
+
+
+def _token_route() -> bool:
+    module = "vllm.entrypoints.scale_out.token_in_token_out.api_router"
+    return any(route.path == "/inference/v1/generate" for route in _of(module, "router").routes)
+
+
+def _command_line() -> bool:
+    convert = _of("vllm.engine.arg_utils", "EngineArgs", "from_cli_args")
+    return _parameters(convert) == ["args"] and callable(
+        _of(f"{_CONNECTOR}.factory", "KVConnectorFactory", "register_connector")
+    )
+
+
+HOOKS: tuple[tuple[str, Callable[[], bool]], ...] = (
+    ("Scheduler._reserve_prefill_lookahead", _quota_hook),
+    ("Scheduler.schedule asks it for running and for waiting requests", _quota_hook_is_asked),
+    ("KVConnectorBase_V1: functions the connector overrides", _connector_functions),
+    ("KVCacheTensor: layers placed by offset and stride", _layer_placement),
+    ("Worker: functions the layerwise worker overrides", _worker_functions),
+    (f"block keys by {HASH_ALGORITHM} and their root", _block_keys),
+    ("route /inference/v1/generate", _token_route),
+    ("EngineArgs.from_cli_args and KVConnectorFactory.register_connector", _command_line),
+)
+
+
+if __name__ == "__main__":
+    # vLLM logs to standard output; the report is its last line.
+    sys.stdout.write("\n" + msgspec.json.encode(report()).decode() + "\n")

@@ -1,0 +1,39 @@
+"""What the connector's scheduler side tells its worker side for one engine step."""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from dualpath.core.control import DecodeTransfer, PrefillTransfer
+from dualpath.plan.steps import BlockRun
+
+
+@dataclass(frozen=True)
+class PrefillWork:
+    """A request's chunk in this forward pass of a PE.
+
+    ``hbm_blocks`` are engine block ids of prompt blocks ``0 … chunk.end - 1``.
+    """
+
+    prefill_transfer: PrefillTransfer
+    chunk: BlockRun
+    hbm_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DecodeWork:
+    """A prompt whose KV is to be copied into this DE's HBM before the request may run."""
+
+    vllm_request_id: str
+    decode_transfer: DecodeTransfer
+    hbm_blocks: tuple[int, ...]
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """One step's work; picklable, since scheduler and worker may be different processes."""
+
+    prefills: list[PrefillWork] = field(default_factory=list)
+    take_overs: list[DecodeWork] = field(default_factory=list)
+    generated: list[tuple[int, bytes]] = field(default_factory=list)
+    free_hbm_tokens: int | None = None

@@ -1,0 +1,119 @@
+"""From vLLM's request to the router's ``Job``: what is refused, and what has to stay together.
+
+The first token comes from the prefill engine unless sampling it depends on state that only one
+engine can keep: a grammar, a seeded generator, counts of generated tokens.  Then the decode
+engine samples from the first token on, at the price of computing one prompt token again.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.outputs import LogprobsTensors
+
+from dualpath.core.blocks import block_keys
+from dualpath.core.errors import BadRequestError
+from dualpath.router.control.engine_calls import Job
+from dualpath.router.requests.prompt_limits import check_salt
+
+#: Entries of ``extra_args`` that belong to the engines' connectors, never to a client.
+TRANSFER_ARGUMENTS = frozenset({"kv_transfer_params", "ec_transfer_params"})
+
+
+class ClientRequest:
+    """Rides on a ``Job`` as payload: vLLM's request, and its prompt's logprobs if asked for.
+
+    ``prompt_logprobs`` are written by the prefill call (again after a retry) and read once, when
+    the first token is handed to the client.
+    """
+
+    def __init__(self, request: EngineCoreRequest) -> None:
+        self.request = request
+        self.prompt_logprobs: LogprobsTensors | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Sampling parameters as vLLM's front end resolved them."""
+        params = self.request.sampling_params
+        assert params is not None
+        return params
+
+
+def make_job(request: EngineCoreRequest, block_tokens: int, stateful_sampling: bool) -> Job:
+    """Return the router's job for ``request``.
+
+    ``stateful_sampling`` tells that the engines run custom logits processors, which may look at
+    generated tokens.  Raises ``BadRequestError`` for what the data path cannot carry.
+    """
+    _refuse_unsupported(request)
+    params = request.sampling_params
+    prompt = request.prompt_token_ids
+    assert params is not None
+    assert prompt is not None
+    assert params.max_tokens is not None
+    salt = request.cache_salt
+    check_salt(salt)
+
+    def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
+        return block_keys(token_ids, block_tokens, cache_salt=salt)
+
+    return Job(
+        request_id=request.request_id,
+        prompt_token_ids=tuple(prompt),
+        max_new_tokens=params.max_tokens,
+        keys=tuple(keys_for(prompt)),
+        keys_for=keys_for,
+        cacheable=params.prompt_logprobs is None,
+        first_token_from_pe=not stateful_sampling and is_stateless(params),
+        payload=ClientRequest(request),
+        trace_headers=request.trace_headers,
+    )
+
+
+def is_stateless(params: SamplingParams) -> bool:
+    """Whether a token's choice depends on nothing but the tokens before it.
+
+    A minimum of tokens counts as state only for the first token: see ``can_continue``.
+    """
+    return params.min_tokens == 0 and can_continue(params)
+
+
+def can_continue(params: SamplingParams) -> bool:
+    """Whether another engine can go on after generated tokens as if they had been prompt.
+
+    False where sampling keeps state over generated tokens that a prompt does not restore: a
+    grammar's position, a seeded generator, counts.
+    """
+    custom_arguments = set(params.extra_args or {}) - TRANSFER_ARGUMENTS
+    return not (
+        params.structured_outputs is not None
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or params.repetition_penalty != 1.0
+        or params.seed is not None
+        or params.bad_words
+        or params.thinking_token_budget is not None
+        or params.repetition_detection is not None
+        or params.trace_decode_token_ids
+        or custom_arguments
+    )
+
+
+def _refuse_unsupported(request: EngineCoreRequest) -> None:
+    params = request.sampling_params
+    if params is None:
+        raise BadRequestError("pooling requests are not served here; use the engine's own server")
+    asked = {
+        "multimodal inputs": bool(request.mm_features),
+        "prompt embeddings": request.prompt_embeds is not None,
+        "LoRA adapters": request.lora_request is not None,
+        "streaming inputs": request.resumable,
+        "prompt_logprob_token_ids": isinstance(params.prompt_logprob_token_ids, np.ndarray | list),
+    }
+    refused = [name for name, present in asked.items() if present]
+    if refused:
+        raise BadRequestError(
+            f"{' and '.join(refused)}: not supported over split prefill and decode engines; send "
+            "token or text prompts for the base model, without these options"
+        )

@@ -1,0 +1,114 @@
+"""The router's process: service, calls to engines and HTTP front end, put together and taken apart.
+
+The order matters: a wrong setting or a taken address ends the start before anything else exists,
+and at the end requests are failed first, so that nobody waits for engines nobody listens to.
+"""
+
+import os
+from argparse import Namespace
+from contextlib import AsyncExitStack
+
+import msgspec
+from vllm import envs
+from vllm.config import VllmConfig
+
+from dualpath.core.errors import ConfigError
+from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
+from dualpath.router.observe.open_files import allow_many_streams
+from dualpath.router.requests.service import RouterService
+from dualpath.router.settings import RouterSettings
+from dualpath.vllm.app import make_app, serve_app
+from dualpath.vllm.engine_config import (
+    bind_listen_socket,
+    make_engine_config,
+    parse_front_end_arguments,
+)
+from dualpath.vllm.front_end_settings import FrontEndSettings
+from dualpath.vllm.frontend import DualPathLLM
+from dualpath.vllm.generate_client import GenerateClient
+from dualpath.vllm.logs import join_vllm_logging
+
+
+async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> None:
+    """Run a router until SIGINT or SIGTERM.
+
+    Raises ``ConfigError`` (value, limit, remedy) if it cannot be started as asked.
+    """
+    join_vllm_logging()
+    allow_many_streams()
+    limit_samples(settings.max_samples)
+    refuse_guessable_request_ids()
+    args = parse_front_end_arguments(front_end)
+    guard_clients(args, settings)
+    warn_if_open(args.host or "", ApiKeys(args.api_key or ()))
+    settings = _with_tracing(settings, args)
+    async with AsyncExitStack() as stack:
+        listener = bind_listen_socket(args)
+        stack.callback(listener.close)
+        args.port = listener.getsockname()[1]
+        config = make_engine_config(args)
+        calls = GenerateClient(config.model_config.max_logprobs, engine_headers())
+        stack.push_async_callback(calls.aclose)
+        service = RouterService(settings, calls)
+        stack.push_async_callback(service.stop)
+        await service.start()
+        llm = _make_llm(config, service, front_end, args)
+        stack.push_async_callback(llm.aclose)
+        app = await make_app(llm, service, args)
+        listener.listen()
+        print(
+            f"dualpath router: OpenAI endpoint http://{args.host}:{args.port}/v1, "
+            f"engines register at {service.control_address}",
+            flush=True,
+        )
+        await serve_app(app, args, listener)
+
+
+def _with_tracing(settings: RouterSettings, args: Namespace) -> RouterSettings:
+    """Let either side's endpoint count for both: vLLM drops trace headers if it has none."""
+    endpoint = settings.otlp_traces_endpoint or args.otlp_traces_endpoint or ""
+    args.otlp_traces_endpoint = endpoint or None
+    return msgspec.structs.replace(settings, otlp_traces_endpoint=endpoint)
+
+
+def guard_clients(args: Namespace, settings: RouterSettings) -> None:
+    """Let vLLM's middleware ask for the settings' keys; without any its own arguments count."""
+    if settings.api_keys:
+        args.api_key = [*settings.api_keys]
+
+
+def limit_samples(most: int) -> None:
+    """Let vLLM refuse a larger ``n``; its own variable wins, if an operator has set it."""
+    os.environ.setdefault("VLLM_MAX_N_SEQUENCES", str(most))
+
+
+def refuse_guessable_request_ids() -> None:
+    """Raise ``ConfigError`` if vLLM would take clients' request ids for its own.
+
+    It adds random characters to them, without which one client could name its request like
+    another's, whose messages and blocks would then be taken for its own.
+    """
+    if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
+        raise ConfigError(
+            "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set, so that a client could give its request "
+            "the id of another client's; unset it"
+        )
+
+
+def _make_llm(
+    config: VllmConfig, service: RouterService, front_end: FrontEndSettings, args: Namespace
+) -> DualPathLLM:
+    try:
+        return DualPathLLM(
+            config,
+            service,
+            block_tokens=front_end.block_tokens,
+            log_stats=not args.disable_log_stats,
+            log_requests=args.enable_log_requests,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the tokenizer of model {front_end.model!r} cannot be used: "
+            f"{' '.join(str(error).split())[:300]}; put its files beside config.json or name them "
+            "with --vllm-args --tokenizer"
+        ) from error
