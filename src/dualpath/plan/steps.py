@@ -27,6 +27,13 @@ import msgspec
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
+from dualpath.plan.counts import (
+    holding_blocks,
+    load_blocks,
+    new_full_blocks,
+    reload_blocks,
+    send_hit_blocks,
+)
 from dualpath.plan.traffic_class import TrafficClass
 
 
@@ -121,7 +128,7 @@ class PromptLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def prompt_blocks(self) -> int:
         """Blocks of the whole prompt, the last possibly partial."""
-        return self.geometry.blocks_for(self.prompt_tokens)
+        return holding_blocks(self.prompt_tokens, self.geometry.block_tokens)
 
     def hits_on(self, side: Role) -> tuple[BlockRun, ...]:
         """Hit runs read on one side."""
@@ -238,13 +245,15 @@ def load_steps(
     starts at the first miss block or where the previous chunk ended.  ``resident`` says that HBM
     holds all layers, so that earlier chunks have left everything in place.
     """
-    if resident and chunk.first > layout.hit_blocks:
-        return ()
+    hits = layout.hit_blocks
     hops = {Role.PREFILL: LOAD_FROM_PE_BUFFER, Role.DECODE: LOAD_FROM_DE_BUFFER}
-    steps = [_step(hops[run.side], layout.geometry, run.blocks, layer) for run in layout.hits]
-    computed = BlockRun(layout.hit_blocks, chunk.first - layout.hit_blocks)
-    if computed:
-        steps.append(_step(RELOAD_CHUNK, layout.geometry, computed, layer))
+    steps = [
+        _step(hops[run.side], layout.geometry, run.blocks, layer)
+        for run in layout.hits
+        if load_blocks(run.blocks.count, chunk.first, hits, resident)
+    ]
+    if reloaded := reload_blocks(chunk.first, hits, resident):
+        steps.append(_step(RELOAD_CHUNK, layout.geometry, BlockRun(hits, reloaded), layer))
     return tuple(steps)
 
 
@@ -253,11 +262,11 @@ def send_steps(layout: PromptLayout, layer: int, chunk: BlockRun) -> tuple[Step,
 
     The first chunk also carries the hit KV that was read on the PE; KV read on the DE is there.
     """
-    steps = []
-    if chunk.first == layout.hit_blocks:
-        steps += [
-            _step(SEND_HITS, layout.geometry, run, layer) for run in layout.hits_on(Role.PREFILL)
-        ]
+    steps = [
+        _step(SEND_HITS, layout.geometry, run, layer)
+        for run in layout.hits_on(Role.PREFILL)
+        if send_hit_blocks(run.count, chunk.first, layout.hit_blocks)
+    ]
     steps.append(_step(SEND_MISSES, layout.geometry, chunk, layer))
     return tuple(steps)
 
@@ -273,8 +282,10 @@ def decode_steps(layout: PromptLayout) -> tuple[Step, ...]:
 
 def persist_steps(layout: PromptLayout) -> tuple[Step, ...]:
     """Write of the prompt's new full blocks from the DE buffer."""
-    full = layout.geometry.full_blocks_in(layout.prompt_tokens)
-    blocks = BlockRun(layout.hit_blocks, full - layout.hit_blocks)
+    block_tokens = layout.geometry.block_tokens
+    hit_tokens = layout.hit_blocks * block_tokens
+    new = new_full_blocks(hit_tokens, layout.prompt_tokens, block_tokens)
+    blocks = BlockRun(layout.hit_blocks, new)
     return (_step(PERSIST_PROMPT, layout.geometry, blocks),) if blocks else ()
 
 
