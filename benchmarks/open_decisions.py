@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.generator import DATASETS, generate_agents
+from dualpath.laboratory.workload.columns.generator import DATASETS, generate_agents
 from dualpath.model.catalog.costs import load_model_costs
 from dualpath.model.catalog.load import load_cluster
 from dualpath.model.evaluation.balance import attention_balance, snic_balance, tail_begins_s

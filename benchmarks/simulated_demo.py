@@ -31,9 +31,12 @@ from rich.table import Table
 from dualpath.cli import demo
 from dualpath.core.errors import TraceError
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.agent_table import AgentTable
-from dualpath.laboratory.workload.columns import WorkloadSettings, agents_from_sessions
-from dualpath.laboratory.workload.result import ClientMachine, ReplayResult, read_result
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.from_sessions import (
+    WorkloadSettings,
+    agents_from_sessions,
+)
+from dualpath.laboratory.workload.replay.result import ClientMachine, ReplayResult, read_result
 from dualpath.model.catalog.costs import load_model_costs
 from dualpath.model.catalog.load import load_cluster
 from dualpath.model.sim.result import SimulationResult
@@ -168,8 +171,8 @@ def recorded_agents(run: RecordedRun) -> AgentTable:
 def demo_agents(run: RecordedRun) -> AgentTable | None:
     """Return agents made from the sessions the demo replays; None where they are not there."""
     from dualpath.laboratory.models.smollm2 import prepare_smollm2
+    from dualpath.laboratory.workload.conversation.text_encoder import load_encoder
     from dualpath.laboratory.workload.formats import read_trace
-    from dualpath.laboratory.workload.text_encoder import load_encoder
 
     spec = importlib.util.find_spec(demo.SESSIONS_PACKAGE)
     if spec is None or not spec.submodule_search_locations:

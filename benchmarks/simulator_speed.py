@@ -26,11 +26,14 @@ import numpy as np
 
 from dualpath import __version__
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.agent_table import AgentTable
-from dualpath.laboratory.workload.columns import WorkloadSettings, agents_from_sessions
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.from_sessions import (
+    WorkloadSettings,
+    agents_from_sessions,
+)
+from dualpath.laboratory.workload.columns.generator import DATASETS, generate_agents
 from dualpath.laboratory.workload.formats import read_trace
-from dualpath.laboratory.workload.generator import DATASETS, generate_agents
-from dualpath.laboratory.workload.machine import this_machine
+from dualpath.laboratory.workload.replay.machine import this_machine
 from dualpath.model.catalog.costs import DEFAULT_GPU, load_model_costs
 from dualpath.model.catalog.load import load_cluster
 from dualpath.model.sim.run import simulate

@@ -1,7 +1,7 @@
 """Simulates DualPath on the paper's cluster; other modes, models and traces work the same way."""
 
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.generator import DATASETS, generate_agents
+from dualpath.laboratory.workload.columns.generator import DATASETS, generate_agents
 from dualpath.model.catalog.costs import load_model_costs
 from dualpath.model.catalog.load import load_cluster
 from dualpath.model.sim.run import simulate

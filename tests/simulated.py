@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.result import Decisions, SimulationResult
 from dualpath.model.sim.settings import (
     ClusterSettings,

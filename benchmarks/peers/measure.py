@@ -28,7 +28,7 @@ from dualpath.laboratory.experiments.report import ExperimentReport, as_text, wr
 from dualpath.laboratory.lab.cluster import lab_down, lab_head, lab_nodes, lab_up
 from dualpath.laboratory.lab.settings import LabSettings, Shaping, parse_shape
 from dualpath.laboratory.models.wide import KV_BYTES, make_wide_model
-from dualpath.laboratory.workload.machine import this_machine
+from dualpath.laboratory.workload.replay.machine import this_machine
 
 MIB = 1 << 20
 PEERS: dict[str, type[PeerStack]] = {

@@ -15,8 +15,8 @@ from dualpath.laboratory.experiments.node_process import NodeProcess, NodeProces
 from dualpath.laboratory.lab.cluster import LabState
 from dualpath.laboratory.lab.machine import Node
 from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS
-from dualpath.laboratory.workload.options import ReplayOptions
-from dualpath.laboratory.workload.result import Distribution, Isolation, ReplayResult
+from dualpath.laboratory.workload.replay.options import ReplayOptions
+from dualpath.laboratory.workload.replay.result import Distribution, Isolation, ReplayResult
 
 _SHARED_MEMORY = Path("/dev/shm")
 _START_S = 400.0

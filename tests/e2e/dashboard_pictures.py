@@ -24,7 +24,7 @@ from dualpath.core.modes import Mode
 from dualpath.laboratory.emulated.front_door import FrontDoor
 from dualpath.laboratory.emulated.process import serving_app
 from dualpath.laboratory.emulated.settings import block_geometry
-from dualpath.laboratory.workload.result import write_result
+from dualpath.laboratory.workload.replay.result import write_result
 from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
 
 WIDTHS = (1280, 390)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from dualpath.laboratory.models.tiny import make_tiny_model
+from dualpath.laboratory.workload.conversation.text_encoder import load_encoder
+from dualpath.laboratory.workload.conversation.text_session import TextSession
 from dualpath.laboratory.workload.formats import read_trace
-from dualpath.laboratory.workload.text_encoder import load_encoder
-from dualpath.laboratory.workload.text_session import TextSession
 from dualpath.ops.launch.commands import ENGINE_ENTRY
 from dualpath.ops.launch.process import ManagedProcess
 from dualpath.ops.launch.settings import MIB

@@ -17,8 +17,8 @@ import pytest
 from dualpath.core.blocks import BlockGeometry, block_keys
 from dualpath.core.modes import Mode
 from dualpath.laboratory.emulated.front_door import front_door
-from dualpath.laboratory.workload.replay import RealClock
-from dualpath.laboratory.workload.stream import (
+from dualpath.laboratory.workload.replay.client import RealClock
+from dualpath.laboratory.workload.replay.stream import (
     CompletionBody,
     EventLines,
     complete,

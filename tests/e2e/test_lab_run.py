@@ -23,7 +23,7 @@ from dualpath.laboratory.experiments.workload import WindowSettings, windows
 from dualpath.laboratory.lab.leftovers import find_leftovers
 from dualpath.laboratory.lab.machine import find_machine
 from dualpath.laboratory.lab.settings import LabSettings, Shaping
-from dualpath.laboratory.workload.options import ReplayOptions
+from dualpath.laboratory.workload.replay.options import ReplayOptions
 
 NAME = f"run{os.getpid()}"
 NODES = EmulatedNodes(

@@ -22,11 +22,11 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.request import Round, Trajectory
 from dualpath.laboratory.models.tiny import make_tiny_model
-from dualpath.laboratory.workload.options import ReplayOptions
-from dualpath.laboratory.workload.progress import NoProgress, ProgressState
-from dualpath.laboratory.workload.replay import replay
-from dualpath.laboratory.workload.session import Session
-from dualpath.laboratory.workload.token_session import TokenSession
+from dualpath.laboratory.workload.conversation.session import Session
+from dualpath.laboratory.workload.conversation.token_session import TokenSession
+from dualpath.laboratory.workload.replay.client import replay
+from dualpath.laboratory.workload.replay.options import ReplayOptions
+from dualpath.laboratory.workload.replay.progress import NoProgress, ProgressState
 from dualpath.ops.launch.local_cluster import LocalCluster
 from dualpath.ops.launch.settings import MIB, LocalClusterSettings
 from dualpath.policy.event_log import encode_line

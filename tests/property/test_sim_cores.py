@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.simulated import agents_of, growing_agent, small_model, small_setup
 
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.result import SimulationResult
 from dualpath.model.sim.run import simulate
 from dualpath.model.sim.settings import DecodeCosts, PrefillCosts, Setup

@@ -11,15 +11,22 @@ from hypothesis import strategies as st
 
 from dualpath.core.errors import TraceError
 from dualpath.core.request import Round, Trajectory
-from dualpath.laboratory.workload.agent_table import AgentTable
-from dualpath.laboratory.workload.agents import make_agents
-from dualpath.laboratory.workload.block_session import BlockSession, BlockTurn, SubAgent
-from dualpath.laboratory.workload.columns import WorkloadSettings, agents_from_sessions
-from dualpath.laboratory.workload.prefix import PrefixHistory
-from dualpath.laboratory.workload.session import Conversation, Session, Turn
-from dualpath.laboratory.workload.stored_prefixes import StoredPrefixes
-from dualpath.laboratory.workload.text_session import Message, TextSession, TextTurn
-from dualpath.laboratory.workload.token_session import TokenSession
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.from_sessions import (
+    WorkloadSettings,
+    agents_from_sessions,
+)
+from dualpath.laboratory.workload.conversation.agents import make_agents
+from dualpath.laboratory.workload.conversation.block_session import (
+    BlockSession,
+    BlockTurn,
+    SubAgent,
+)
+from dualpath.laboratory.workload.conversation.prefix import PrefixHistory
+from dualpath.laboratory.workload.conversation.session import Conversation, Session, Turn
+from dualpath.laboratory.workload.conversation.stored_prefixes import StoredPrefixes
+from dualpath.laboratory.workload.conversation.text_session import Message, TextSession, TextTurn
+from dualpath.laboratory.workload.conversation.token_session import TokenSession
 
 #: Above all tokens that sessions send; the server's answers never repeat.
 GENERATED = 1 << 30

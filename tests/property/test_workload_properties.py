@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.request import Round, Trajectory
-from dualpath.laboratory.workload.agents import arrival_times_s, make_agents
-from dualpath.laboratory.workload.block_session import BlockSession, BlockTurn
+from dualpath.laboratory.workload.conversation.agents import arrival_times_s, make_agents
+from dualpath.laboratory.workload.conversation.block_session import BlockSession, BlockTurn
+from dualpath.laboratory.workload.conversation.prefix import PrefixHistory
+from dualpath.laboratory.workload.conversation.session import SessionSettings
+from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.formats import weka
 from dualpath.laboratory.workload.formats.lines import Document
-from dualpath.laboratory.workload.metrics import distribution
-from dualpath.laboratory.workload.prefix import PrefixHistory
-from dualpath.laboratory.workload.session import SessionSettings
-from dualpath.laboratory.workload.stream import EventLines
-from dualpath.laboratory.workload.token_session import TokenSession
+from dualpath.laboratory.workload.replay.metrics import distribution
+from dualpath.laboratory.workload.replay.stream import EventLines
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), max_size=24), max_size=6)
 ROUNDS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 10)), min_size=1, max_size=8)

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.evaluation.settings import RunSpec
 from dualpath.model.sim.result import NS_PER_S, Batches, LinkUse, SimulationResult, TurnTimes
 from dualpath.model.sim.settings import (

@@ -5,7 +5,7 @@ import pytest
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.catalog.load import load_cluster, load_gpu, load_model
 from dualpath.model.evaluation.comparison import compare, prefill_units, summarise
 from dualpath.model.evaluation.planner import PlanSettings, broken_slo, make_plan, reshaped

@@ -41,9 +41,10 @@ from dualpath.laboratory.experiments.workload import (
 )
 from dualpath.laboratory.lab.cluster import LinkReport
 from dualpath.laboratory.lab.settings import LabSettings
+from dualpath.laboratory.workload.conversation.session import SessionSettings
 from dualpath.laboratory.workload.formats import read_trace
-from dualpath.laboratory.workload.metrics import summarise
-from dualpath.laboratory.workload.result import (
+from dualpath.laboratory.workload.replay.metrics import summarise
+from dualpath.laboratory.workload.replay.result import (
     ClientMachine,
     Isolation,
     ReplayResult,
@@ -51,7 +52,6 @@ from dualpath.laboratory.workload.result import (
     ToolDelays,
     TurnRecord,
 )
-from dualpath.laboratory.workload.session import SessionSettings
 from dualpath.model.sim.run import simulate
 
 SNIC_BYTES_PER_S = 50e6

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dualpath.cli import profile as command
 from dualpath.cli.main import main
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.workload.machine import this_machine
+from dualpath.laboratory.workload.replay.machine import this_machine
 from dualpath.model.catalog.cost_fit import fit_profile, predict_pass_s, predict_step_s
 from dualpath.model.catalog.costs import load_model_costs
 from dualpath.model.sim.settings import ClusterSettings, DecodeCosts, PrefillCosts

@@ -19,7 +19,7 @@ from tests.simulated import (
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.result import NS_PER_S, RoleMove, SimulationResult
 from dualpath.model.sim.run import simulate
 from dualpath.model.sim.settings import RebalancingSettings, Setup

@@ -9,23 +9,30 @@ import pytest
 
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.core.request import Round, Trajectory
-from dualpath.laboratory.workload.agent_table import AgentTable
-from dualpath.laboratory.workload.agents import arrival_times_s, make_agents
 from dualpath.laboratory.workload.arrivals import (
     poisson_times_for_s,
     poisson_times_s,
     recorded_times_s,
     with_arrivals,
 )
-from dualpath.laboratory.workload.block_session import BlockSession, BlockTurn, SubAgent
-from dualpath.laboratory.workload.columns import WorkloadSettings, agents_from_sessions
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.from_sessions import (
+    WorkloadSettings,
+    agents_from_sessions,
+)
+from dualpath.laboratory.workload.columns.statistics import context_tokens, describe
+from dualpath.laboratory.workload.columns.text_lane import approximate_encode
+from dualpath.laboratory.workload.conversation.agents import arrival_times_s, make_agents
+from dualpath.laboratory.workload.conversation.block_session import (
+    BlockSession,
+    BlockTurn,
+    SubAgent,
+)
+from dualpath.laboratory.workload.conversation.prefix import PrefixHistory
+from dualpath.laboratory.workload.conversation.session import Session, SessionSettings
+from dualpath.laboratory.workload.conversation.text_session import Message, TextSession, TextTurn
+from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.formats import read_trace
-from dualpath.laboratory.workload.prefix import PrefixHistory
-from dualpath.laboratory.workload.session import Session, SessionSettings
-from dualpath.laboratory.workload.statistics import context_tokens, describe
-from dualpath.laboratory.workload.text_lane import approximate_encode
-from dualpath.laboratory.workload.text_session import Message, TextSession, TextTurn
-from dualpath.laboratory.workload.token_session import TokenSession
 
 
 def rounds(*pairs: tuple[int, int], delay_s: float = 0.0) -> TokenSession:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from dualpath.core.errors import ConfigError, TraceError
-from dualpath.laboratory.workload.columns import WorkloadSettings, agents_from_rounds
-from dualpath.laboratory.workload.generator import (
+from dualpath.laboratory.workload.columns.from_sessions import WorkloadSettings, agents_from_rounds
+from dualpath.laboratory.workload.columns.generator import (
     DATASETS,
     Dataset,
     GeneratorSettings,
@@ -13,7 +13,7 @@ from dualpath.laboratory.workload.generator import (
     generate,
     generate_agents,
 )
-from dualpath.laboratory.workload.statistics import describe
+from dualpath.laboratory.workload.columns.statistics import describe
 
 TAILS: list[Tail] = ["gamma", "lognormal", "uniform"]
 

@@ -18,11 +18,15 @@ from tests.unit.workload_server import (
 
 from dualpath.core.errors import ConfigError, EngineLostError
 from dualpath.core.request import Round, Trajectory
-from dualpath.laboratory.workload.block_session import BlockSession, BlockTurn, SubAgent
-from dualpath.laboratory.workload.options import ReplayOptions
-from dualpath.laboratory.workload.replay import replay
-from dualpath.laboratory.workload.result import Isolation, ToolDelays
-from dualpath.laboratory.workload.token_session import TokenSession
+from dualpath.laboratory.workload.conversation.block_session import (
+    BlockSession,
+    BlockTurn,
+    SubAgent,
+)
+from dualpath.laboratory.workload.conversation.token_session import TokenSession
+from dualpath.laboratory.workload.replay.client import replay
+from dualpath.laboratory.workload.replay.options import ReplayOptions
+from dualpath.laboratory.workload.replay.result import Isolation, ToolDelays
 
 
 def test_every_prompt_is_what_was_sent_and_generated_plus_the_append():

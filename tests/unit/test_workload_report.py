@@ -13,11 +13,10 @@ from rich.console import Console
 
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.workload.html_report import html_page, write_html
-from dualpath.laboratory.workload.machine import this_machine
-from dualpath.laboratory.workload.metrics import summarise, trace_shape
-from dualpath.laboratory.workload.progress import ConsoleProgress, ProgressState
-from dualpath.laboratory.workload.report import compare, print_comparison
-from dualpath.laboratory.workload.result import (
+from dualpath.laboratory.workload.replay.machine import this_machine
+from dualpath.laboratory.workload.replay.metrics import summarise, trace_shape
+from dualpath.laboratory.workload.replay.progress import ConsoleProgress, ProgressState
+from dualpath.laboratory.workload.replay.result import (
     SCHEMA,
     Isolation,
     ReplayResult,
@@ -29,6 +28,7 @@ from dualpath.laboratory.workload.result import (
     read_result,
     write_result,
 )
+from dualpath.laboratory.workload.report import compare, print_comparison
 from dualpath.laboratory.workload.rows import NOTHING, Row
 
 SETTING = Setting(

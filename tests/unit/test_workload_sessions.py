@@ -9,12 +9,21 @@ import pytest
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.request import Round, Trajectory
-from dualpath.laboratory.workload.block_session import BlockSession, BlockTurn, SubAgent
+from dualpath.laboratory.workload.conversation.block_session import (
+    BlockSession,
+    BlockTurn,
+    SubAgent,
+)
+from dualpath.laboratory.workload.conversation.prefix import PrefixHistory
+from dualpath.laboratory.workload.conversation.session import (
+    Conversation,
+    Session,
+    SessionSettings,
+    token_range,
+)
+from dualpath.laboratory.workload.conversation.text_session import Message, TextSession, TextTurn
+from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.formats import read_trace
-from dualpath.laboratory.workload.prefix import PrefixHistory
-from dualpath.laboratory.workload.session import Conversation, Session, SessionSettings, token_range
-from dualpath.laboratory.workload.text_session import Message, TextSession, TextTurn
-from dualpath.laboratory.workload.token_session import TokenSession
 
 
 def encode(text: str) -> list[int]:

@@ -11,12 +11,12 @@ from aiohttp import web
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.request import Round, Trajectory
-from dualpath.laboratory.workload.options import ReplayOptions
-from dualpath.laboratory.workload.progress import ProgressState
-from dualpath.laboratory.workload.replay import replay
-from dualpath.laboratory.workload.result import ReplayResult
-from dualpath.laboratory.workload.session import Session
-from dualpath.laboratory.workload.token_session import TokenSession
+from dualpath.laboratory.workload.conversation.session import Session
+from dualpath.laboratory.workload.conversation.token_session import TokenSession
+from dualpath.laboratory.workload.replay.client import replay
+from dualpath.laboratory.workload.replay.options import ReplayOptions
+from dualpath.laboratory.workload.replay.progress import ProgressState
+from dualpath.laboratory.workload.replay.result import ReplayResult
 
 BLOCK_TOKENS = 4
 VOCABULARY = 500

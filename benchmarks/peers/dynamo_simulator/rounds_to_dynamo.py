@@ -17,8 +17,8 @@ from pathlib import Path
 
 from dualpath.core.errors import TraceError
 from dualpath.core.request import Round
+from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.formats import read_trace
-from dualpath.laboratory.workload.token_session import TokenSession
 
 #: Tokens per hash id.  Whole prompts take eight times larger blocks, or the file would be huge;
 #: Dynamo cuts both into its own blocks and finds the same hits.

@@ -19,8 +19,8 @@ from dualpath.core.modes import Mode
 from dualpath.ops.launch.settings import MIB, LocalClusterSettings
 
 if TYPE_CHECKING:
-    from dualpath.laboratory.workload.result import ReplayResult
-    from dualpath.laboratory.workload.session import Session
+    from dualpath.laboratory.workload.conversation.session import Session
+    from dualpath.laboratory.workload.replay.result import ReplayResult
 
 SESSIONS_PACKAGE = "agentperf_local"
 #: More real sessions, used where this folder stands beside the repository.
@@ -88,11 +88,11 @@ def _run_mode(
     names: str,
     out: Path,
 ) -> "ReplayResult":
-    from dualpath.laboratory.workload.options import ReplayOptions
-    from dualpath.laboratory.workload.progress import ConsoleProgress
-    from dualpath.laboratory.workload.replay import replay
-    from dualpath.laboratory.workload.result import write_result
-    from dualpath.laboratory.workload.text_encoder import load_encoder
+    from dualpath.laboratory.workload.conversation.text_encoder import load_encoder
+    from dualpath.laboratory.workload.replay.client import replay
+    from dualpath.laboratory.workload.replay.options import ReplayOptions
+    from dualpath.laboratory.workload.replay.progress import ConsoleProgress
+    from dualpath.laboratory.workload.replay.result import write_result
     from dualpath.ops.launch.local_cluster import LocalCluster
 
     options = ReplayOptions(
@@ -174,8 +174,8 @@ def fitting_sessions(
     sessions: "list[Session]", model: Path, args: argparse.Namespace
 ) -> "list[Session]":
     """Return the sessions whose first prompt leaves half of the context for further turns."""
-    from dualpath.laboratory.workload.text_encoder import load_encoder
-    from dualpath.laboratory.workload.text_session import TextSession
+    from dualpath.laboratory.workload.conversation.text_encoder import load_encoder
+    from dualpath.laboratory.workload.conversation.text_session import TextSession
 
     encode = load_encoder(model)
 

@@ -23,7 +23,7 @@ from dualpath.core.modes import Mode
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dualpath.laboratory.workload.agent_table import AgentTable
+    from dualpath.laboratory.workload.columns.agent_table import AgentTable
     from dualpath.model.evaluation.planner import Plan, PlanSettings, ShapeResult
     from dualpath.model.sim.result import SimulationResult
     from dualpath.model.sim.settings import Setup

@@ -12,7 +12,7 @@ from dualpath.ops.launch.settings import MIB
 from dualpath.vllm.profile_settings import ProfileSettings
 
 if TYPE_CHECKING:
-    from dualpath.laboratory.workload.result import ClientMachine
+    from dualpath.laboratory.workload.replay.result import ClientMachine
     from dualpath.model.catalog.cost_fit import Profile
     from dualpath.vllm.measurement import Measurement
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ``ConfigError`` for a grid, model or file that cannot be used.
     """
-    from dualpath.laboratory.workload.machine import this_machine
+    from dualpath.laboratory.workload.replay.machine import this_machine
     from dualpath.model.catalog.cost_fit import fit_profile
 
     settings = profile_settings(args)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dualpath.core.errors import TraceError
-    from dualpath.laboratory.workload.options import ReplayOptions
-    from dualpath.laboratory.workload.result import ReplayResult
-    from dualpath.laboratory.workload.session import Session
+    from dualpath.laboratory.workload.conversation.session import Session
+    from dualpath.laboratory.workload.replay.options import ReplayOptions
+    from dualpath.laboratory.workload.replay.result import ReplayResult
 
 _FORMATS = ("auto", "rounds", "mini-swe", "weka", "agentperf")
 _PLAIN_WIDTH = 160
@@ -109,8 +109,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from dualpath.laboratory.workload.formats import AUTO, detect_format
+    from dualpath.laboratory.workload.replay.result import write_result
     from dualpath.laboratory.workload.report import compare, print_comparison
-    from dualpath.laboratory.workload.result import write_result
 
     _check_outputs(args)
     if args.format == AUTO:
@@ -164,7 +164,7 @@ def _encoder(
     args: argparse.Namespace, sessions: "Sequence[Session]"
 ) -> Callable[[str], Sequence[int]] | None:
     from dualpath.core.errors import ConfigError
-    from dualpath.laboratory.workload.text_session import TextSession
+    from dualpath.laboratory.workload.conversation.text_session import TextSession
 
     if not any(isinstance(session, TextSession) for session in sessions):
         return None
@@ -173,14 +173,14 @@ def _encoder(
             f"{args.trace} is text and has to be tokenised; pass --tokenizer with the served "
             "model's folder"
         )
-    from dualpath.laboratory.workload.text_encoder import load_encoder
+    from dualpath.laboratory.workload.conversation.text_encoder import load_encoder
 
     return load_encoder(args.tokenizer)
 
 
 def _options(args: argparse.Namespace, broken_lines: int) -> "ReplayOptions":
-    from dualpath.laboratory.workload.options import ReplayOptions
-    from dualpath.laboratory.workload.result import Isolation, ToolDelays
+    from dualpath.laboratory.workload.replay.options import ReplayOptions
+    from dualpath.laboratory.workload.replay.result import Isolation, ToolDelays
 
     return ReplayOptions(
         agents=args.agents,
@@ -209,8 +209,8 @@ async def _replay(
     options: "ReplayOptions",
     encode: Callable[[str], Sequence[int]] | None,
 ) -> "ReplayResult":
-    from dualpath.laboratory.workload.progress import ConsoleProgress
-    from dualpath.laboratory.workload.replay import replay
+    from dualpath.laboratory.workload.replay.client import replay
+    from dualpath.laboratory.workload.replay.progress import ConsoleProgress
 
     if args.quiet:
         return await replay(sessions, args.endpoint, options, encode=encode)

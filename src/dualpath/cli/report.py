@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from dualpath.core.errors import ConfigError
+    from dualpath.laboratory.workload.replay.result import read_result
     from dualpath.laboratory.workload.report import compare, print_comparison
-    from dualpath.laboratory.workload.result import read_result
 
     results = [read_result(path) for path in args.runs]
     if args.html:

@@ -22,7 +22,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 
 if TYPE_CHECKING:
-    from dualpath.laboratory.workload.agent_table import AgentTable
+    from dualpath.laboratory.workload.columns.agent_table import AgentTable
     from dualpath.model.evaluation.comparison import RunSummary
     from dualpath.model.sim.progress import Progress
     from dualpath.model.sim.settings import Setup

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dualpath.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dualpath.laboratory.workload.agent_table import AgentTable
-    from dualpath.laboratory.workload.columns import WorkloadSettings
-    from dualpath.laboratory.workload.generator import Dataset
-    from dualpath.laboratory.workload.session import Session
+    from dualpath.laboratory.workload.columns.agent_table import AgentTable
+    from dualpath.laboratory.workload.columns.from_sessions import WorkloadSettings
+    from dualpath.laboratory.workload.columns.generator import Dataset
+    from dualpath.laboratory.workload.conversation.session import Session
     from dualpath.model.catalog.geometry import ModelGeometry
     from dualpath.model.catalog.gpu import GpuRates
     from dualpath.model.sim.settings import ClusterSettings, ModelCosts
@@ -157,10 +157,10 @@ class Trace(NamedTuple):
         cls, args: argparse.Namespace, cluster: "ClusterSettings", model: "ModelCosts"
     ) -> "Trace":
         """Read a trace, or name a dataset; raises ``ConfigError`` or ``TraceError``."""
-        from dualpath.laboratory.workload.columns import WorkloadSettings
+        from dualpath.laboratory.workload.columns.from_sessions import WorkloadSettings
+        from dualpath.laboratory.workload.columns.generator import DATASETS
+        from dualpath.laboratory.workload.conversation.text_encoder import load_encoder
         from dualpath.laboratory.workload.formats import read_trace
-        from dualpath.laboratory.workload.generator import DATASETS
-        from dualpath.laboratory.workload.text_encoder import load_encoder
 
         dataset = DATASETS.get(args.trace.upper())
         if dataset is None and not Path(args.trace).exists():
@@ -189,8 +189,8 @@ class Trace(NamedTuple):
         """Return ``count`` agents, all at once; None for the number asked for."""
         import msgspec
 
-        from dualpath.laboratory.workload.columns import agents_from_sessions
-        from dualpath.laboratory.workload.generator import generate_agents
+        from dualpath.laboratory.workload.columns.from_sessions import agents_from_sessions
+        from dualpath.laboratory.workload.columns.generator import generate_agents
 
         wanted = self.settings.agents if count is None else count
         if self.dataset is not None:

@@ -16,7 +16,7 @@ from dualpath.laboratory.emulated.wire import (
     WireError,
     decode_body,
 )
-from dualpath.laboratory.workload.stream import EventLines
+from dualpath.laboratory.workload.replay.stream import EventLines
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.control.registry import EngineInfo
 

@@ -12,9 +12,13 @@ from dualpath.laboratory.experiments.report import ExperimentReport
 from dualpath.laboratory.experiments.run_lines import link_line, machine_lines, too_busy
 from dualpath.laboratory.experiments.workload import Window
 from dualpath.laboratory.lab.settings import LabSettings
-from dualpath.laboratory.workload.agent_table import AgentTable
-from dualpath.laboratory.workload.columns import WorkloadSettings, agents_from_rounds, rounds_of
-from dualpath.laboratory.workload.token_session import TokenSession
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.from_sessions import (
+    WorkloadSettings,
+    agents_from_rounds,
+    rounds_of,
+)
+from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.model.evaluation.report import Panel, Series, Table
 from dualpath.model.sim.result import NS_PER_S
 from dualpath.model.sim.run import simulate

@@ -16,10 +16,10 @@ import msgspec
 
 from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.laboratory.workload.formats import read_trace
-from dualpath.laboratory.workload.options import ReplayOptions
-from dualpath.laboratory.workload.replay import replay
-from dualpath.laboratory.workload.result import ReplayResult
-from dualpath.laboratory.workload.server import status
+from dualpath.laboratory.workload.replay.client import replay
+from dualpath.laboratory.workload.replay.options import ReplayOptions
+from dualpath.laboratory.workload.replay.result import ReplayResult
+from dualpath.laboratory.workload.replay.server import status
 
 _POLL_S = 0.05
 _METRIC_TIMEOUT_S = 10.0

@@ -19,7 +19,7 @@ from dualpath.laboratory.experiments.runs import Engines, LabRun, Measured
 from dualpath.laboratory.experiments.vllm_nodes import VllmEngines, VllmNodes
 from dualpath.laboratory.experiments.workload import WindowSettings, windows
 from dualpath.laboratory.lab.settings import LabSettings, parse_shape
-from dualpath.laboratory.workload.options import ReplayOptions
+from dualpath.laboratory.workload.replay.options import ReplayOptions
 
 #: The ablation of §7.5 in its order, the split read and the bound.
 ALL_MODES = (

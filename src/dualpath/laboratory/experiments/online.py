@@ -11,9 +11,9 @@ from dualpath.laboratory.experiments.report import ExperimentReport
 from dualpath.laboratory.experiments.run_lines import link_line, machine_lines, too_busy
 from dualpath.laboratory.experiments.runs import LabRun, Measured
 from dualpath.laboratory.experiments.workload import windows
-from dualpath.laboratory.workload.metrics import distribution
-from dualpath.laboratory.workload.options import ReplayOptions
-from dualpath.laboratory.workload.result import Distribution, TurnRecord
+from dualpath.laboratory.workload.replay.metrics import distribution
+from dualpath.laboratory.workload.replay.options import ReplayOptions
+from dualpath.laboratory.workload.replay.result import Distribution, TurnRecord
 from dualpath.model.evaluation.report import NOTHING, Panel, Series, Table
 
 #: Of the time in which agents arrive: what is before is the filling of an empty system.

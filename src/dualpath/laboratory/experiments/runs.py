@@ -29,7 +29,7 @@ from dualpath.laboratory.lab.cluster import (
 )
 from dualpath.laboratory.lab.machine import lab_folder, prefix
 from dualpath.laboratory.lab.settings import LabSettings
-from dualpath.laboratory.workload.options import ReplayOptions
+from dualpath.laboratory.workload.replay.options import ReplayOptions
 
 #: Salts of a run's agents; the same in all runs of a lab, so that stored histories are theirs.
 RUN_ID = "lab"

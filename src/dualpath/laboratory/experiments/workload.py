@@ -14,10 +14,10 @@ import numpy as np
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.request import Round, Trajectory
+from dualpath.laboratory.workload.columns.generator import DATASETS, GeneratorSettings
+from dualpath.laboratory.workload.columns.generator import generate as generate_rounds
+from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.formats import read_trace
-from dualpath.laboratory.workload.generator import DATASETS, GeneratorSettings
-from dualpath.laboratory.workload.generator import generate as generate_rounds
-from dualpath.laboratory.workload.token_session import TokenSession
 
 
 class Window(msgspec.Struct, frozen=True):

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.errors import ConfigError, TraceError
-from dualpath.laboratory.workload.agent_table import AgentTable
-from dualpath.laboratory.workload.agents import MAX_AGENTS, arrival_times_s
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
+from dualpath.laboratory.workload.conversation.agents import MAX_AGENTS, arrival_times_s
 
 FloatArray = NDArray[np.float64]
 

@@ -10,8 +10,8 @@ from string import Template
 
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.workload.plots import all_plots, to_svg
+from dualpath.laboratory.workload.replay.result import ReplayResult
 from dualpath.laboratory.workload.report import Comparison, compare
-from dualpath.laboratory.workload.result import ReplayResult
 
 PAGE = Template("""<!doctype html>
 <html lang="en">

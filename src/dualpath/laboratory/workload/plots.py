@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dualpath.laboratory.workload.result import ReplayResult
+from dualpath.laboratory.workload.replay.result import ReplayResult
 from dualpath.laboratory.workload.rows import byte_keys, byte_label, labels
 
 SERIES_COLOURS = ("#3f86c6", "#dd7a30", "#2f9a6b", "#9a6cc7", "#cf4f63", "#8a8f2e")

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.workload.result import ReplayResult
+from dualpath.laboratory.workload.replay.result import ReplayResult
 from dualpath.laboratory.workload.rows import MEGA, Row, all_rows, labels
 
 #: Settings that have to be equal for two columns to be comparable.

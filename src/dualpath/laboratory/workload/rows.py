@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.result import Distribution, ReplayResult
+from dualpath.laboratory.workload.replay.result import Distribution, ReplayResult
 
 #: Stands for a figure that is not known or makes no sense for a run.
 NOTHING = "-"

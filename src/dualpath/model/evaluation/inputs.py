@@ -7,17 +7,22 @@ import msgspec
 import numpy as np
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.workload.agent_table import AgentTable
-from dualpath.laboratory.workload.agents import arrival_times_s
-from dualpath.laboratory.workload.columns import (
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.from_sessions import (
     WorkloadSettings,
     agents_from_rounds,
     agents_from_sessions,
 )
+from dualpath.laboratory.workload.columns.generator import (
+    DATASETS,
+    GeneratorSettings,
+    Tail,
+    generate,
+)
+from dualpath.laboratory.workload.columns.token_lane import RoundColumns
+from dualpath.laboratory.workload.conversation.agents import arrival_times_s
+from dualpath.laboratory.workload.conversation.session import Session
 from dualpath.laboratory.workload.formats import read_trace
-from dualpath.laboratory.workload.generator import DATASETS, GeneratorSettings, Tail, generate
-from dualpath.laboratory.workload.session import Session
-from dualpath.laboratory.workload.token_lane import RoundColumns
 from dualpath.model.catalog.costs import DEFAULT_GPU, load_model_costs, prompt_tokens_per_s
 from dualpath.model.catalog.load import load_cluster
 from dualpath.model.evaluation.settings import RunSpec

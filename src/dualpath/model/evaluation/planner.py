@@ -18,7 +18,7 @@ import numpy as np
 
 from dualpath.core.cluster import ClusterShape, Role
 from dualpath.core.errors import ConfigError, DualPathError
-from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.catalog.costs import expert_width, hbm_for_kv_bytes
 from dualpath.model.catalog.geometry import ModelGeometry
 from dualpath.model.catalog.gpu import GpuRates

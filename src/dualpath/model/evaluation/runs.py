@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.evaluation.offline import OfflineRun, offline_run
 from dualpath.model.evaluation.online import OnlineRun, online_run
 from dualpath.model.evaluation.settings import EvaluationSettings, RunSpec

@@ -6,7 +6,7 @@ import msgspec
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.generator import Tail
+from dualpath.laboratory.workload.columns.generator import Tail
 
 
 class System(NamedTuple):

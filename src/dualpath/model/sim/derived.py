@@ -8,7 +8,7 @@ from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.settings import Setup
 from dualpath.plan import steps
 from dualpath.plan.steps import Link

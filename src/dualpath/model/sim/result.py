@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.cluster import Role
-from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.settings import Setup
 
 IntArray = NDArray[np.int64]

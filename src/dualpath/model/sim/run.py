@@ -5,7 +5,7 @@ import importlib.util
 from typing import Literal
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.costs import to_ns
 from dualpath.model.sim.derived import check
 from dualpath.model.sim.progress import Progress

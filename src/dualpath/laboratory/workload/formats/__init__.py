@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dualpath.core.errors import TraceError
+from dualpath.laboratory.workload.conversation.session import Session
 from dualpath.laboratory.workload.formats import agentperf, mini_swe, rounds, weka
 from dualpath.laboratory.workload.formats.lines import Document, OnBroken, documents
-from dualpath.laboratory.workload.session import Session
 
 
 class TraceFormat(NamedTuple):

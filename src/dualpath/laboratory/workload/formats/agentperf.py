@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from dualpath.laboratory.workload.conversation.session import Session
+from dualpath.laboratory.workload.conversation.text_session import TextSession, TextTurn
 from dualpath.laboratory.workload.formats.lines import (
     MAX_DELAY_S,
     MAX_TURN_TOKENS,
@@ -18,8 +20,6 @@ from dualpath.laboratory.workload.formats.lines import (
     each,
 )
 from dualpath.laboratory.workload.formats.messages import RawMessage, flatten
-from dualpath.laboratory.workload.session import Session
-from dualpath.laboratory.workload.text_session import TextSession, TextTurn
 
 
 class _Line(msgspec.Struct):

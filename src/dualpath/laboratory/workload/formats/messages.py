@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from dualpath.laboratory.workload.text_session import Message
+from dualpath.laboratory.workload.conversation.text_session import Message
 
 
 class RawMessage(msgspec.Struct):

@@ -11,10 +11,10 @@ from typing import Annotated
 
 import msgspec
 
+from dualpath.laboratory.workload.conversation.session import Session
+from dualpath.laboratory.workload.conversation.text_session import ASSISTANT, TextSession, TextTurn
 from dualpath.laboratory.workload.formats.lines import Document, OnBroken, each
 from dualpath.laboratory.workload.formats.messages import RawMessage, flatten
-from dualpath.laboratory.workload.session import Session
-from dualpath.laboratory.workload.text_session import ASSISTANT, TextSession, TextTurn
 
 #: Written by the agent after its last answer; never sent to a model.
 _EXIT_ROLE = "exit"

@@ -14,6 +14,8 @@ from typing import Annotated
 import msgspec
 
 from dualpath.core.request import Round, Trajectory
+from dualpath.laboratory.workload.conversation.session import Session
+from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.formats.lines import (
     MAX_DELAY_S,
     MAX_TURN_TOKENS,
@@ -21,8 +23,6 @@ from dualpath.laboratory.workload.formats.lines import (
     OnBroken,
     each,
 )
-from dualpath.laboratory.workload.session import Session
-from dualpath.laboratory.workload.token_session import TokenSession
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TURN_TOKENS)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_DELAY_S)]

@@ -13,7 +13,12 @@ from typing import Annotated
 
 import msgspec
 
-from dualpath.laboratory.workload.block_session import BlockSession, BlockTurn, SubAgent
+from dualpath.laboratory.workload.conversation.block_session import (
+    BlockSession,
+    BlockTurn,
+    SubAgent,
+)
+from dualpath.laboratory.workload.conversation.session import Session
 from dualpath.laboratory.workload.formats.lines import (
     MAX_DELAY_S,
     MAX_TURN_TOKENS,
@@ -21,7 +26,6 @@ from dualpath.laboratory.workload.formats.lines import (
     OnBroken,
     each,
 )
-from dualpath.laboratory.workload.session import Session
 
 _MAX_BLOCK_ID = 1 << 40
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TURN_TOKENS)]

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.costs import to_ns
 from dualpath.model.sim.derived import limits
 from dualpath.model.sim.result import IntArray

@@ -3,7 +3,7 @@
 import numpy as np
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.compiled.caching import cached
 from dualpath.model.sim.compiled.columns import (
     ARRIVE,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.compiled.columns import (
     AT_DE,
     CNIC_READ_SERVER,

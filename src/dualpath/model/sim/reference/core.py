@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.costs import to_ns
 from dualpath.model.sim.derived import limits
 from dualpath.model.sim.layout import cluster_layout

@@ -7,7 +7,7 @@ import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.request import Request
-from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.costs import next_multiple_ns, to_ns
 from dualpath.model.sim.derived import Limits
 from dualpath.model.sim.layout import ClusterLayout

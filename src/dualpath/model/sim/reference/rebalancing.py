@@ -21,7 +21,7 @@ asked, so one node at most is on its way, and its rest begins when the node is e
 """
 
 from dualpath.core.cluster import Role
-from dualpath.laboratory.workload.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.costs import decode_step_s, to_ns
 from dualpath.model.sim.derived import Limits
 from dualpath.model.sim.reference.driver import SchedulerDriver

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dualpath.laboratory.workload.agent_table import IntArray
-from dualpath.laboratory.workload.block_session import BlockSession, BlockTurn
-from dualpath.laboratory.workload.session import SessionSettings, scaled
-from dualpath.laboratory.workload.walk import LaneRound, SymbolLane
+from dualpath.laboratory.workload.columns.agent_table import IntArray
+from dualpath.laboratory.workload.columns.walk import LaneRound, SymbolLane
+from dualpath.laboratory.workload.conversation.block_session import BlockSession, BlockTurn
+from dualpath.laboratory.workload.conversation.session import SessionSettings, scaled
 
 #: Blocks compare as big-endian bytes.
 _SYMBOL = np.dtype(">u8")

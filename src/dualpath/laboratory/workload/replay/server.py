@@ -6,7 +6,7 @@ import aiohttp
 import msgspec
 
 from dualpath.core.errors import ConfigError, EngineLostError
-from dualpath.laboratory.workload.result import ServerCounters
+from dualpath.laboratory.workload.replay.result import ServerCounters
 
 _T = TypeVar("_T")
 

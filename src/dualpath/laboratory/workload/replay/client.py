@@ -15,22 +15,22 @@ from collections.abc import Callable, Sequence
 import aiohttp
 
 from dualpath.core.errors import ConfigError, DualPathError
-from dualpath.laboratory.workload.agents import arrival_times_s, make_agents
-from dualpath.laboratory.workload.machine import this_machine
-from dualpath.laboratory.workload.metrics import summarise, trace_shape
-from dualpath.laboratory.workload.options import ReplayOptions
-from dualpath.laboratory.workload.progress import NoProgress, Progress
-from dualpath.laboratory.workload.result import ReplayResult, Setting
-from dualpath.laboratory.workload.run import ReplayRun
-from dualpath.laboratory.workload.server import (
+from dualpath.laboratory.workload.conversation.agents import arrival_times_s, make_agents
+from dualpath.laboratory.workload.conversation.session import Session, SessionSettings, token_range
+from dualpath.laboratory.workload.replay.machine import this_machine
+from dualpath.laboratory.workload.replay.metrics import summarise, trace_shape
+from dualpath.laboratory.workload.replay.options import ReplayOptions
+from dualpath.laboratory.workload.replay.progress import NoProgress, Progress
+from dualpath.laboratory.workload.replay.result import ReplayResult, Setting
+from dualpath.laboratory.workload.replay.run import ReplayRun
+from dualpath.laboratory.workload.replay.server import (
     DEFAULT_BLOCK_TOKENS,
     Status,
     counters_moved,
     served_model,
     status,
 )
-from dualpath.laboratory.workload.session import Session, SessionSettings, token_range
-from dualpath.laboratory.workload.stream import Clock
+from dualpath.laboratory.workload.replay.stream import Clock
 
 _CONNECT_TIMEOUT_S = 10.0
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dualpath.core.errors import TraceError
-from dualpath.laboratory.workload.session import SessionSettings, scaled
-from dualpath.laboratory.workload.text_session import TextConversation, TextSession
-from dualpath.laboratory.workload.walk import LaneRound, SymbolLane
+from dualpath.laboratory.workload.columns.walk import LaneRound, SymbolLane
+from dualpath.laboratory.workload.conversation.session import SessionSettings, scaled
+from dualpath.laboratory.workload.conversation.text_session import TextConversation, TextSession
 
 #: Tokens compare as big-endian bytes in the order of their ids.
 _TOKEN = np.dtype(">u4")

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dualpath.laboratory.workload.agent_table import AgentTable, IntArray
+from dualpath.laboratory.workload.columns.agent_table import AgentTable, IntArray
 
 FloatArray = NDArray[np.float64]
 

@@ -14,27 +14,27 @@ import msgspec
 import numpy as np
 
 from dualpath.core.errors import ConfigError, TraceError
-from dualpath.laboratory.workload.agent_table import AgentTable
-from dualpath.laboratory.workload.agents import MAX_AGENTS, SYNTHETIC_APPEND_TOKENS
-from dualpath.laboratory.workload.block_lane import BlockLane
-from dualpath.laboratory.workload.block_session import BlockSession
-from dualpath.laboratory.workload.lanes import (
+from dualpath.laboratory.workload.columns.agent_table import AgentTable
+from dualpath.laboratory.workload.columns.block_lane import BlockLane
+from dualpath.laboratory.workload.columns.lanes import (
     Lanes,
     agent_table,
     multiplied,
     refuse_beyond,
     truncated,
 )
-from dualpath.laboratory.workload.session import Session, SessionSettings
-from dualpath.laboratory.workload.text_lane import TextLane, TextPieces, approximate_encode
-from dualpath.laboratory.workload.text_session import TextSession
-from dualpath.laboratory.workload.token_lane import (
+from dualpath.laboratory.workload.columns.text_lane import TextLane, TextPieces, approximate_encode
+from dualpath.laboratory.workload.columns.token_lane import (
     RoundColumns,
     pure_append_lanes,
     walked_token_session,
 )
-from dualpath.laboratory.workload.token_session import TokenSession
-from dualpath.laboratory.workload.walk import Limits, Sharing, WalkedLane, as_lanes, walk
+from dualpath.laboratory.workload.columns.walk import Limits, Sharing, WalkedLane, as_lanes, walk
+from dualpath.laboratory.workload.conversation.agents import MAX_AGENTS, SYNTHETIC_APPEND_TOKENS
+from dualpath.laboratory.workload.conversation.block_session import BlockSession
+from dualpath.laboratory.workload.conversation.session import Session, SessionSettings
+from dualpath.laboratory.workload.conversation.text_session import TextSession
+from dualpath.laboratory.workload.conversation.token_session import TokenSession
 
 _Encode = Callable[[str], Sequence[int]]
 

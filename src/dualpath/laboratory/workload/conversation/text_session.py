@@ -12,7 +12,7 @@ from itertools import takewhile
 import msgspec
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.workload.session import (
+from dualpath.laboratory.workload.conversation.session import (
     Conversation,
     Session,
     SessionSettings,

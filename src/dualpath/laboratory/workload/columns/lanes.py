@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.errors import TraceError
-from dualpath.laboratory.workload.agent_table import AgentTable, IntArray
+from dualpath.laboratory.workload.columns.agent_table import AgentTable, IntArray
 
 #: Tokens of the synthetic round that its server generates (§A.3: g_1 = 1).
 SYNTHETIC_GENERATED_TOKENS = 1

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.request import Round
-from dualpath.laboratory.workload.agent_table import IntArray
-from dualpath.laboratory.workload.lanes import Lanes, offsets
-from dualpath.laboratory.workload.session import SessionSettings, scaled
-from dualpath.laboratory.workload.token_session import TokenSession
-from dualpath.laboratory.workload.walk import Limits, WalkedLane
+from dualpath.laboratory.workload.columns.agent_table import IntArray
+from dualpath.laboratory.workload.columns.lanes import Lanes, offsets
+from dualpath.laboratory.workload.columns.walk import Limits, WalkedLane
+from dualpath.laboratory.workload.conversation.session import SessionSettings, scaled
+from dualpath.laboratory.workload.conversation.token_session import TokenSession
 
 
 class RoundColumns(NamedTuple):

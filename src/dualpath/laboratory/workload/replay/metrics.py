@@ -5,7 +5,7 @@ from statistics import fmean
 
 import numpy as np
 
-from dualpath.laboratory.workload.result import (
+from dualpath.laboratory.workload.replay.result import (
     Distribution,
     SessionRecord,
     Summary,

@@ -4,7 +4,7 @@ import os
 import platform
 from pathlib import Path
 
-from dualpath.laboratory.workload.result import ClientMachine
+from dualpath.laboratory.workload.replay.result import ClientMachine
 
 
 def this_machine() -> ClientMachine:

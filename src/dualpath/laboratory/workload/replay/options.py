@@ -3,7 +3,7 @@
 import msgspec
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.workload.result import Isolation, ToolDelays
+from dualpath.laboratory.workload.replay.result import Isolation, ToolDelays
 
 
 class ReplayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from dualpath.core.request import Trajectory
-from dualpath.laboratory.workload.session import (
+from dualpath.laboratory.workload.conversation.session import (
     Conversation,
     Session,
     SessionSettings,

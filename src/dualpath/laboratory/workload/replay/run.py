@@ -10,17 +10,22 @@ import msgspec
 import numpy as np
 
 from dualpath.core.errors import DualPathError
-from dualpath.laboratory.workload.prefix import PrefixHistory
-from dualpath.laboratory.workload.progress import Progress, ProgressState
-from dualpath.laboratory.workload.result import (
+from dualpath.laboratory.workload.conversation.prefix import PrefixHistory
+from dualpath.laboratory.workload.conversation.session import (
+    Conversation,
+    Session,
+    SessionSettings,
+    Turn,
+)
+from dualpath.laboratory.workload.replay.progress import Progress, ProgressState
+from dualpath.laboratory.workload.replay.result import (
     Isolation,
     SessionRecord,
     Setting,
     ToolDelays,
     TurnRecord,
 )
-from dualpath.laboratory.workload.session import Conversation, Session, SessionSettings, Turn
-from dualpath.laboratory.workload.stream import Clock, Completion, complete, completion_body
+from dualpath.laboratory.workload.replay.stream import Clock, Completion, complete, completion_body
 
 
 class _Agent(msgspec.Struct):

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from dualpath.laboratory.workload.lanes import Lanes, offsets
-from dualpath.laboratory.workload.stored_prefixes import StoredPrefixes
+from dualpath.laboratory.workload.columns.lanes import Lanes, offsets
+from dualpath.laboratory.workload.conversation.stored_prefixes import StoredPrefixes
 
 Sharing = Literal["none", "parallel", "sequential"]
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.workload.session import (
+from dualpath.laboratory.workload.conversation.session import (
     Conversation,
     Session,
     SessionSettings,

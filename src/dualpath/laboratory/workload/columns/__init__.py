@@ -1,0 +1,1 @@
+"""Agents as columns for the simulator: every round with its prompt, hit and answer in tokens."""

@@ -1,0 +1,1 @@
+"""The replay client: agents against an endpoint, every turn measured."""
