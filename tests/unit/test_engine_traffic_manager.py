@@ -190,7 +190,8 @@ def test_a_prefill_engine_confirms_a_release_only_after_its_forward_pass(
         if layer == 2:
             cluster.pe.tell(Release(request_id="r", reason="client left"))
             assert cluster.pe.heard(Released) == []
-            assert cluster.pe.manager.may_prefill("r", ()) == "it was released"
+            with pytest.raises(TransportError, match="it was released"):
+                cluster.pe.manager.prefill_chunk(prefill_transfer, BlockRun(0, BLOCKS), HBM)
 
     cluster.forward([(prefill_transfer, keys, BlockRun(0, BLOCKS), HBM)], release)
     cluster.pe.hear(Released, "r")

@@ -27,7 +27,7 @@ from vllm.v1.engine import utils as engine_processes
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 from vllm.v1.request import Request
 
-from dualpath.core.blocks import CHAIN_SEED, block_keys, chain_root
+from dualpath.core.blocks import CHAIN_SEED, BlockGeometry, block_keys, chain_root
 from dualpath.core.cluster import Role
 from dualpath.core.control import HitRun, PrefillTransfer, to_transfer_params
 from dualpath.core.errors import ConfigError
@@ -38,6 +38,11 @@ from dualpath.vllm.quota_scheduler import QuotaScheduler
 from dualpath.vllm.scheduler_side import SchedulerSide
 
 BLOCK_TOKENS = 16
+GEOMETRY = BlockGeometry(layers=2, block_tokens=BLOCK_TOKENS, layer_block_bytes=1024)
+SETTINGS = EngineSettings(
+    role=Role.PREFILL, engine_id="pe-0", router="tcp://h:1", api_url="http://h:2", storage="s",
+    layer_buffers=0,
+)  # fmt: skip
 
 
 def parameters(function):
@@ -208,8 +213,26 @@ def test_a_request_grants_its_hits_only_under_its_own_keys():
     right = vllm_request(tokens, transfer=_json(to_transfer_params(prefill_transfer(3, keys[2]))))
     wrong = vllm_request(tokens, transfer=_json(to_transfer_params(prefill_transfer(3, keys[1]))))
     for request, hit_tokens in ((right, 3 * BLOCK_TOKENS), (wrong, 0)):
-        side = SchedulerSide(Role.PREFILL, BLOCK_TOKENS)
+        side = SchedulerSide(SETTINGS, GEOMETRY)
         assert side.matched_tokens(request, 0) == (hit_tokens, False)
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_a_transfer_that_cannot_be_meant_grants_nothing_and_fails_at_a_prefill_engine(role):
+    """The engine goes on: vLLM's scheduler would end with an exception that left this place."""
+    tokens = list(range(5 * BLOCK_TOKENS))
+    keys = block_keys(tokens, BLOCK_TOKENS)
+    whole = prefill_transfer(5, keys[4])  # the last token has to be computed
+    broken = {"dualpath": {"prefill_transfer": {"request_id": 7}}}
+    side = SchedulerSide(msgspec.structs.replace(SETTINGS, role=role), GEOMETRY)
+    for number, params in enumerate((_json(to_transfer_params(whole)), broken)):
+        request = vllm_request(tokens, transfer=params)
+        request.request_id = f"r{number}"
+        assert side.matched_tokens(request, 0) == (0, False)
+        assert side.matched_tokens(request, 0) == (0, False)
+    rejected = side.build(SchedulerOutput.make_empty()).rejected
+    assert list(rejected) == (["r"] if role is Role.PREFILL else [])
+    assert side.build(SchedulerOutput.make_empty()).rejected == {}
 
 
 def _json(value):
@@ -230,10 +253,6 @@ def engine_config(**cache):
 
 
 ONE_GROUP = SimpleNamespace(kv_cache_groups=[None])
-SETTINGS = EngineSettings(
-    role=Role.PREFILL, engine_id="pe-0", router="tcp://h:1", api_url="http://h:2", storage="s",
-    layer_buffers=0,
-)  # fmt: skip
 
 
 def test_an_engine_whose_keys_would_differ_is_refused(monkeypatch):

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from dualpath.core.blocks import BlockGeometry, BlockKey
+from dualpath.core.cluster import Role
 from dualpath.core.control import (
     Assign,
     DecodeTransfer,
@@ -30,6 +31,7 @@ from dualpath.core.control import (
     PeerUp,
     Persist,
     PrefillDone,
+    PrefillTransfer,
     Read,
     Refused,
     RegionAddress,
@@ -55,6 +57,7 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.engine.slots import Grant
 from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
 from dualpath.engine.trace import TraceRecorder
+from dualpath.plan.steps import BlockRun
 from dualpath.storage.contract import BlockStorage
 from dualpath.transport.contract import Transport
 from dualpath.transport.regions import span_bytes
@@ -279,15 +282,26 @@ class TrafficManager:
 
     # ------------------------------------------------------------------ work from the engine
 
-    def may_prefill(self, request_id: str, own_slots: Sequence[int]) -> str | None:
-        """Return None if a hand-over is still good here, else why it is not."""
+    def prefill_chunk(
+        self, transfer: PrefillTransfer, chunk: BlockRun, hbm_blocks: Sequence[int]
+    ) -> PrefillChunk:
+        """Return a request's part in a forward pass; ``hbm_blocks`` of its prompt up to the chunk.
+
+        Raises ``TransportError`` if the request was released, its slots went to another one or the
+        DE is not connected.
+        """
+        request_id = transfer.request_id
+        own_slots = [s for run in transfer.hits if run.side is Role.PREFILL for s in run.slots]
         if not self._active.is_active(request_id):
-            return RELEASED
-        held = self._buffer.slots_of(request_id)[: len(own_slots)]
-        if held != tuple(own_slots):  # after a short read the hand-over carries fewer
+            raise TransportError(f"request {request_id}: {RELEASED}")
+        # After a short read the transfer carries fewer slots than the request holds.
+        if self._buffer.slots_of(request_id)[: len(own_slots)] != tuple(own_slots):
             self.counters.add(Counter.STALE_TRANSFERS, 1)
-            return "its buffer slots changed hands"
-        return None
+            raise TransportError(f"request {request_id}: its buffer slots changed hands")
+        agent = ""
+        if self.settings.mode.moves_bytes:
+            agent = self.decode_agent(transfer.decode_engine, transfer.decode_epoch)
+        return PrefillChunk(transfer, chunk, tuple(hbm_blocks[: chunk.end]), agent)
 
     def decode_agent(self, engine_id: str, epoch: str) -> str:
         """Return the transport agent of a DE; raises ``TransportError`` if it is not connected."""

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.model_executor.models.utils import extract_layer_index
 
+from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings
@@ -60,11 +61,17 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         group = kv_cache_config.kv_cache_groups[0]
+        names = sorted(group.layer_names, key=extract_layer_index)
+        geometry = BlockGeometry(
+            layers=len(names),
+            block_tokens=group.kv_cache_spec.block_size,
+            layer_block_bytes=group.kv_cache_spec.page_size_bytes,
+        )
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(self.settings.role, group.kv_cache_spec.block_size)
+            self._scheduler = SchedulerSide(self.settings, geometry)
         else:
-            names = sorted(group.layer_names, key=extract_layer_index)
-            self._worker = WorkerSide(self.settings, vllm_config, kv_cache_config, names)
+            blocks = kv_cache_config.num_blocks
+            self._worker = WorkerSide(self.settings, vllm_config, geometry, blocks, names)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the connector's scheduler side tells its worker side for one engine step."""
+"""What the connector's scheduler side hands its worker side for one engine step."""
 
 from dataclasses import dataclass, field
 
@@ -31,9 +31,14 @@ class DecodeWork:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """One step's work; picklable, since scheduler and worker may be different processes."""
+    """One step's work; picklable, since scheduler and worker may be different processes.
+
+    ``rejected`` are prefill transfers for which nothing can be moved, and why, by the request id
+    of the transfer.
+    """
 
     prefills: list[PrefillWork] = field(default_factory=list)
-    take_overs: list[DecodeWork] = field(default_factory=list)
+    decodes: list[DecodeWork] = field(default_factory=list)
+    rejected: dict[str, str] = field(default_factory=dict)
     generated: list[tuple[int, bytes]] = field(default_factory=list)
     free_hbm_tokens: int | None = None

@@ -9,10 +9,12 @@ HBM, the worker copies, the request runs.
 import logging
 from typing import TYPE_CHECKING
 
-import msgspec
-
+from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
-from dualpath.core.control import DecodeTransfer, PrefillTransfer, from_transfer_params
+from dualpath.core.control import DecodeTransfer, PrefillTransfer
+from dualpath.core.errors import DualPathError
+from dualpath.engine.settings import EngineSettings
+from dualpath.engine.transfer_checks import TransferChecks, with_own_hits
 from dualpath.plan.steps import BlockRun
 from dualpath.vllm.metadata import DecodeWork, PrefillWork, StepMetadata
 
@@ -27,24 +29,28 @@ log = logging.getLogger(__name__)
 
 
 class _Tracked:
-    """A request that carries a hand-over or take-over."""
+    """A request with the transfer it carries; None: one that cannot be meant."""
 
-    def __init__(self, request: "Request", ours: PrefillTransfer | DecodeTransfer) -> None:
+    def __init__(
+        self, request: "Request", transfer: PrefillTransfer | DecodeTransfer | None
+    ) -> None:
         self.request = request
-        self.ours = ours
+        self.transfer = transfer
         self.blocks: list[int] = []
         self.persisted_blocks = 0
-        self.taken_over = False
+        self.transferred = False
 
 
 class SchedulerSide:
     """State of one engine's scheduler process."""
 
-    def __init__(self, role: Role, block_tokens: int) -> None:
-        self._role = role
-        self._block_tokens = block_tokens
+    def __init__(self, settings: EngineSettings, geometry: BlockGeometry) -> None:
+        self._role = settings.role
+        self._checks = TransferChecks(settings, geometry)
+        self._block_tokens = geometry.block_tokens
         self._tracked: dict[str, _Tracked] = {}
-        self._new_take_overs: list[str] = []
+        self._rejected: dict[str, str] = {}
+        self._new_decode_transfers: list[str] = []
         self._pool: BlockPool | None = None
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
@@ -53,15 +59,16 @@ class SchedulerSide:
 
     def matched_tokens(self, request: "Request", computed_tokens: int) -> tuple[int, bool]:
         """Return (tokens that come from outside beyond ``computed_tokens``, asynchronously?)."""
-        tracked = self._track(request)
-        if tracked is None:
+        if (tracked := self._track(request)) is None:
             return 0, False
-        if isinstance(tracked.ours, PrefillTransfer):
-            hit_tokens = tracked.ours.hit_blocks * self._block_tokens
+        transfer = tracked.transfer
+        if isinstance(transfer, PrefillTransfer):
+            hit_tokens = transfer.hit_blocks * self._block_tokens
             return max(hit_tokens - computed_tokens, 0), False
-        if tracked.taken_over:  # preempted since: the buffer is gone, recompute
+        # Preempted since its KV was copied: the buffer is gone, it is computed again.
+        if transfer is None or tracked.transferred:
             return 0, False
-        waiting_tokens = max(tracked.ours.prompt_tokens - computed_tokens, 0)
+        waiting_tokens = max(transfer.prompt_tokens - computed_tokens, 0)
         return waiting_tokens, waiting_tokens > 0
 
     def blocks_allocated(
@@ -72,14 +79,11 @@ class SchedulerSide:
         if tracked is None:
             return
         tracked.blocks = list(blocks.get_block_ids()[0])
-        if (
-            isinstance(tracked.ours, DecodeTransfer)
-            and external_tokens > 0
-            and not tracked.taken_over
-        ):
-            tracked.taken_over = True
-            tracked.persisted_blocks = tracked.ours.prompt_tokens // self._block_tokens
-            self._new_take_overs.append(request.request_id)
+        transfer = tracked.transfer
+        if isinstance(transfer, DecodeTransfer) and external_tokens > 0 and not tracked.transferred:
+            tracked.transferred = True
+            tracked.persisted_blocks = transfer.prompt_tokens // self._block_tokens
+            self._new_decode_transfers.append(request.request_id)
 
     def build(self, output: "SchedulerOutput") -> StepMetadata:
         """Describe this step's work to the worker."""
@@ -92,16 +96,19 @@ class SchedulerSide:
                 continue
             tracked.blocks.extend(new_blocks)
             end_tokens = start_tokens + output.num_scheduled_tokens[request_id]
-            if self._role is Role.PREFILL and isinstance(tracked.ours, PrefillTransfer):
-                step.prefills.append(self._prefill(tracked, start_tokens, end_tokens))
+            if isinstance(tracked.transfer, PrefillTransfer):
+                blocks = self._chunk_blocks(start_tokens, end_tokens)
+                hbm_blocks = tuple(tracked.blocks[: blocks.end])
+                step.prefills.append(PrefillWork(tracked.transfer, blocks, hbm_blocks))
             elif self._role is Role.DECODE:
                 step.generated.extend(self._newly_full(tracked, end_tokens))
-        for request_id in self._new_take_overs:
+        for request_id in self._new_decode_transfers:
             tracked = self._tracked[request_id]
-            if isinstance(tracked.ours, DecodeTransfer):
-                blocks = tuple(tracked.blocks[: len(tracked.ours.slots)])
-                step.take_overs.append(DecodeWork(request_id, tracked.ours, blocks))
-        self._new_take_overs.clear()
+            if isinstance(tracked.transfer, DecodeTransfer):
+                hbm_blocks = tuple(tracked.blocks[: len(tracked.transfer.slots)])
+                step.decodes.append(DecodeWork(request_id, tracked.transfer, hbm_blocks))
+        self._new_decode_transfers.clear()
+        step.rejected, self._rejected = self._rejected, {}
         return step
 
     def finished(self, request: "Request") -> None:
@@ -111,42 +118,28 @@ class SchedulerSide:
     def _track(self, request: "Request") -> _Tracked | None:
         if (known := self._tracked.get(request.request_id)) is not None:
             return known
-        ours = from_transfer_params(request.kv_transfer_params)
-        if ours is None:
-            return None
-        if isinstance(ours, PrefillTransfer):
-            ours = self._checked(request, ours)
-        tracked = self._tracked[request.request_id] = _Tracked(request, ours)
+        transfer = None
+        try:
+            transfer = self._checks.carried(request.kv_transfer_params)
+            if transfer is None:
+                return None
+            self._checks.check(transfer, request.num_tokens)
+        except DualPathError as error:
+            # No request can be failed from here: a DE computes the prompt itself, a PE's is
+            # reported as failed.
+            log.error("%s", error)
+            if isinstance(transfer, PrefillTransfer):
+                self._rejected[transfer.request_id] = str(error)
+            transfer = None
+        if isinstance(transfer, PrefillTransfer):
+            transfer = with_own_hits(transfer, request.block_hashes)
+        tracked = self._tracked[request.request_id] = _Tracked(request, transfer)
         return tracked
 
-    def _checked(self, request: "Request", ours: PrefillTransfer) -> PrefillTransfer:
-        """Drop the hits if their key chain is not this request's own."""
-        hit_blocks = ours.hit_blocks
-        own = request.block_hashes
-        matches = hit_blocks == 0 or (
-            hit_blocks <= len(own) and bytes(own[hit_blocks - 1]) == ours.hit_key_tail
-        )
-        if matches:
-            return ours
-        log.warning(
-            "request %s: the key of hit block %d is not the one of this prompt; its %d hit blocks "
-            "are recomputed (router and engine disagree on block size or hash algorithm)",
-            ours.request_id,
-            hit_blocks - 1,
-            hit_blocks,
-        )
-        return msgspec.structs.replace(ours, hit_blocks=0, hit_key_tail=b"", hits=())
-
-    def _prefill(self, tracked: _Tracked, start_tokens: int, end_tokens: int) -> PrefillWork:
-        assert isinstance(tracked.ours, PrefillTransfer)
+    def _chunk_blocks(self, start_tokens: int, end_tokens: int) -> BlockRun:
         assert start_tokens % self._block_tokens == 0, "chunks end at block boundaries"
         first = start_tokens // self._block_tokens
-        end = -(-end_tokens // self._block_tokens)
-        return PrefillWork(
-            prefill_transfer=tracked.ours,
-            chunk=BlockRun(first, end - first),
-            hbm_blocks=tuple(tracked.blocks[:end]),
-        )
+        return BlockRun(first, -(-end_tokens // self._block_tokens) - first)
 
     def _newly_full(self, tracked: _Tracked, end_tokens: int) -> list[tuple[int, bytes]]:
         """Return (HBM block, key) of blocks that this step fills.

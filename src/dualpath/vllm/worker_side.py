@@ -31,7 +31,6 @@ from dualpath.vllm.model_identity import kv_layout, model_fingerprint
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 log = logging.getLogger(__name__)
 
@@ -43,27 +42,21 @@ class WorkerSide:
         self,
         settings: EngineSettings,
         config: "VllmConfig",
-        cache: "KVCacheConfig",
+        geometry: BlockGeometry,
+        num_blocks: int,
         layer_names: list[str],
     ) -> None:
         self._settings = settings
         self._config = config
         self._layers = {name: index for index, name in enumerate(layer_names)}
-        spec = cache.kv_cache_groups[0].kv_cache_spec
-        self.geometry = BlockGeometry(
-            layers=len(layer_names),
-            block_tokens=spec.block_size,
-            layer_block_bytes=spec.page_size_bytes,
-        )
-        self._num_blocks = cache.num_blocks
+        self.geometry = geometry
+        self._num_blocks = num_blocks
         self._parent = os.getppid()
         self._epoch = uuid.uuid4().hex[:12]
         self._manager: TrafficManager | None = None
         self._link: ControlLink | None = None
         self._stream: LayerStream | None = None
         self._chunks: list[PrefillChunk] = []
-        self._rejected: dict[str, str] = {}
-        self._take_overs: list[DecodeWork] = []
         self._generated: list[tuple[int, bytes]] = []
         self._copied: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
 
@@ -185,18 +178,19 @@ class WorkerSide:
             manager.set_free_hbm_tokens(step.free_hbm_tokens)
         self._generated = step.generated
         self._chunks = []
-        self._rejected = {}
+        for request_id, reason in step.rejected.items():
+            self._reject(request_id, reason)
         if self._settings.role is Role.PREFILL and step.prefills:
             self._begin_prefill(manager, step.prefills)
-        for work in step.take_overs:
+        for work in step.decodes:
             self._begin_decode_transfer(manager, work)
 
     def _begin_prefill(self, manager: TrafficManager, prefills: list[PrefillWork]) -> None:
         for work in prefills:
             try:
-                chunk = self._chunk(manager, work)
+                chunk = manager.prefill_chunk(work.prefill_transfer, work.chunk, work.hbm_blocks)
             except TransportError as error:
-                self._rejected[work.prefill_transfer.request_id] = str(error)
+                self._reject(work.prefill_transfer.request_id, str(error))
                 continue
             self._chunks.append(chunk)
         if self._settings.mode.moves_bytes:
@@ -206,25 +200,9 @@ class WorkerSide:
             )
             self._stream = manager.begin_prefill(self._chunks, layers)
 
-    def _chunk(self, manager: TrafficManager, work: PrefillWork) -> PrefillChunk:
-        prefill_transfer = work.prefill_transfer
-        own_slots = [
-            s for run in prefill_transfer.hits if run.side is Role.PREFILL for s in run.slots
-        ]
-        refusal = manager.may_prefill(prefill_transfer.request_id, own_slots)
-        if refusal is not None:
-            raise TransportError(f"request {prefill_transfer.request_id}: {refusal}")
-        agent = ""
-        if self._settings.mode.moves_bytes:
-            agent = manager.decode_agent(
-                prefill_transfer.decode_engine, prefill_transfer.decode_epoch
-            )
-        return PrefillChunk(
-            prefill_transfer=prefill_transfer,
-            chunk=work.chunk,
-            hbm_blocks=work.hbm_blocks,
-            decode_agent=agent,
-        )
+    def _reject(self, request_id: str, reason: str) -> None:
+        """Nothing moves for a request of this step: the router has to try again."""
+        self._send(PrefillDone(request_id=request_id, failure=reason))
 
     def _begin_decode_transfer(self, manager: TrafficManager, work: DecodeWork) -> None:
         def copied(error: str | None) -> None:
@@ -245,14 +223,12 @@ class WorkerSide:
     def end_step(self) -> None:
         """Finish this step's transfers; called after the forward pass."""
         manager = self._running()
-        failures = dict(self._rejected)
+        failures = {}
         if self._stream is not None:
-            failures |= manager.end_prefill(self._stream)
+            failures = manager.end_prefill(self._stream)
             self._stream = None
         for chunk in self._chunks:
             self._report_sent(chunk.prefill_transfer, chunk.chunk.end, failures)
-        for request_id, reason in self._rejected.items():
-            self._send(PrefillDone(request_id=request_id, failure=reason))
         if self._generated:
             manager.persist_generated(self._generated)
             self._generated = []

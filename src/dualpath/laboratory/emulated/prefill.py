@@ -5,14 +5,10 @@ the pass, writes the chunk's new KV and hands the layer to the traffic manager; 
 those of a vLLM engine (``engine.layer_stream``).
 """
 
-import logging
 import threading
 from collections import deque
 
-import msgspec
-
 from dualpath.core.cluster import Role
-from dualpath.core.control import PrefillTransfer
 from dualpath.core.errors import TransportError
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.step_transfers import PrefillChunk
@@ -22,8 +18,6 @@ from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.requests import Answer, PrefillRequest
 from dualpath.laboratory.emulated.verification import CheckedAt
 from dualpath.plan.steps import BlockRun
-
-log = logging.getLogger(__name__)
 
 
 class PrefillEngine:
@@ -53,8 +47,9 @@ class PrefillEngine:
             self._thread.join()
 
     def submit(self, request: PrefillRequest) -> None:
-        """Queue a prompt, after its key chain was compared with the router's."""
-        request.done_tokens = self._hit_blocks(request) * self._plane.geometry.block_tokens
+        """Queue a prompt, whose hits are known to be its own."""
+        hit_blocks = request.prefill_transfer.hit_blocks
+        request.done_tokens = hit_blocks * self._plane.geometry.block_tokens
         with self._wake:
             self._waiting.append(request)
             self._wake.notify()
@@ -65,22 +60,6 @@ class PrefillEngine:
             request.aborted = True
             if request not in self._in_pass and request in self._waiting:
                 self._leave(request)
-
-    def _hit_blocks(self, request: PrefillRequest) -> int:
-        """Return how many blocks need not be computed; 0 if router and engine disagree on keys."""
-        prefill_transfer = request.prefill_transfer
-        hits = prefill_transfer.hit_blocks
-        if hits == 0 or request.prefix.keys[hits - 1 : hits] == [prefill_transfer.hit_key_tail]:
-            return hits
-        log.warning(
-            "request %s: the key of hit block %d is not the one of this prompt; its %d hit blocks "
-            "are computed",
-            prefill_transfer.request_id,
-            hits - 1,
-            hits,
-        )
-        request.prefill_transfer = without_hits(prefill_transfer)
-        return 0
 
     # ------------------------------------------------------------------ the GPU's thread
 
@@ -173,22 +152,8 @@ class PrefillEngine:
 
     def _prefill_chunk(self, chunk: Chunk) -> PrefillChunk:
         """Return the traffic manager's form; raises ``TransportError`` if it is too late for it."""
-        prefill_transfer = chunk.request.prefill_transfer
-        own_slots = [
-            s for run in prefill_transfer.hits if run.side is Role.PREFILL for s in run.slots
-        ]
-        manager = self._plane.manager
-        refusal = manager.may_prefill(prefill_transfer.request_id, own_slots)
-        if refusal is not None:
-            raise TransportError(f"request {prefill_transfer.request_id}: {refusal}")
-        blocks = self._blocks(chunk)
-        return PrefillChunk(
-            prefill_transfer=prefill_transfer,
-            chunk=blocks,
-            hbm_blocks=chunk.request.hbm_blocks[: blocks.end],
-            decode_agent=manager.decode_agent(
-                prefill_transfer.decode_engine, prefill_transfer.decode_epoch
-            ),
+        return self._plane.manager.prefill_chunk(
+            chunk.request.prefill_transfer, self._blocks(chunk), chunk.request.hbm_blocks
         )
 
     def _blocks(self, chunk: Chunk) -> BlockRun:
@@ -240,11 +205,6 @@ class PrefillEngine:
             self._plane.hbm.give_back(request.hbm_blocks)
             request.hbm_blocks = ()
         self._plane.hbm_changed()
-
-
-def without_hits(prefill_transfer: PrefillTransfer) -> PrefillTransfer:
-    """Return a hand-over whose whole prompt is computed."""
-    return msgspec.structs.replace(prefill_transfer, hit_blocks=0, hit_key_tail=b"", hits=())
 
 
 def _answer(request: PrefillRequest, failure: str | None, wrong: str | None) -> Answer:

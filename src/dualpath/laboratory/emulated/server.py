@@ -14,8 +14,9 @@ import msgspec
 from aiohttp import web
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import DecodeTransfer, PrefillTransfer, from_transfer_params
+from dualpath.core.control import DecodeTransfer, PrefillTransfer
 from dualpath.core.errors import BadRequestError, DualPathError
+from dualpath.engine.transfer_checks import TransferChecks, with_own_hits
 from dualpath.laboratory.emulated.api_key_guard import api_key_guard
 from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.decode import DecodeEngine
@@ -23,7 +24,6 @@ from dualpath.laboratory.emulated.prefill import PrefillEngine
 from dualpath.laboratory.emulated.prefix import TokenPrefix
 from dualpath.laboratory.emulated.requests import Answer, DecodeRequest, Deliver, PrefillRequest
 from dualpath.laboratory.emulated.thread_cpu import thread_cpu_s
-from dualpath.laboratory.emulated.transfer_check import check_transfer
 from dualpath.laboratory.emulated.wire import (
     GENERATE_PATH,
     STREAM_END,
@@ -79,6 +79,7 @@ class EngineServer:
         self._plane = plane
         self._engine = engine
         self._settings = plane.settings
+        self._checks = TransferChecks(plane.settings.engine, plane.geometry)
         self._bridge = LoopBridge(asyncio.get_running_loop())
 
     def app(self) -> web.Application:
@@ -115,13 +116,11 @@ class EngineServer:
 
     def _transfer(self, asked: GenerateRequest) -> PrefillTransfer | DecodeTransfer:
         """Return what the request carries; raises ``BadRequestError`` for what cannot be served."""
-        ours = from_transfer_params(asked.kv_transfer_params)
-        role = self._settings.engine.role
-        wanted = PrefillTransfer if role is Role.PREFILL else DecodeTransfer
-        if not isinstance(ours, wanted):
+        transfer = self._checks.carried(asked.kv_transfer_params)
+        if transfer is None:
             raise BadRequestError(
-                f"request {asked.request_id}: a {role.value} engine needs a {wanted.__name__} in "
-                "kv_transfer_params; send it through the router"
+                f"request {asked.request_id} carries no kv_transfer_params; send it through the "
+                "router"
             )
         vocab_size = self._settings.vocab_size
         if asked.token_ids and not 0 <= min(asked.token_ids) <= max(asked.token_ids) < vocab_size:
@@ -130,20 +129,18 @@ class EngineServer:
                 f"{max(asked.token_ids)}, the vocabulary 0 to {vocab_size - 1}; correct them"
             )
         tokens, most = self._tokens(asked), self._settings.max_model_len
-        if not 1 <= ours.prompt_tokens <= len(asked.token_ids) or max_tokens(asked) < 1:
+        if max_tokens(asked) < 1:
             raise BadRequestError(
-                f"request {asked.request_id}: {len(asked.token_ids)} tokens for a prompt of "
-                f"{ours.prompt_tokens} and max_tokens {max_tokens(asked)}; both need at least 1"
+                f"request {asked.request_id}: max_tokens is {max_tokens(asked)}; it must be at "
+                "least 1"
             )
         if tokens > min(most, self._plane.manager.hbm_tokens):
             raise BadRequestError(
                 f"request {asked.request_id} needs {tokens} tokens, the context holds {most} and "
                 f"the HBM {self._plane.manager.hbm_tokens}; shorten it or raise the engine's HBM"
             )
-        geometry = self._settings.geometry
-        own_slots = self._plane.manager.buffer_tokens // geometry.block_tokens
-        check_transfer(ours, geometry, own_slots, self._plane.moves_bytes)
-        return ours
+        self._checks.check(transfer, len(asked.token_ids))
+        return transfer
 
     def _tokens(self, asked: GenerateRequest) -> int:
         """Tokens that need HBM here."""
@@ -172,7 +169,7 @@ class EngineServer:
         """Hand the request to the engine; return what aborts it, which may come too late."""
         if isinstance(ours, PrefillTransfer):
             assert isinstance(self._engine, PrefillEngine)
-            prompt = PrefillRequest(prefix, ours, deliver)
+            prompt = PrefillRequest(prefix, with_own_hits(ours, prefix.keys), deliver)
             self._engine.submit(prompt)
             return functools.partial(self._engine.abort, prompt)
         assert isinstance(self._engine, DecodeEngine)

@@ -1,0 +1,118 @@
+"""Whether the transfer that a request carries can be meant, and whether its hits are its own.
+
+Only the router makes transfers, and it is right.  But what comes over HTTP is indexed with, and a
+wrong number must end one request, not the engine.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from dualpath.core.blocks import BlockGeometry, BlockKey
+from dualpath.core.cluster import Role
+from dualpath.core.control import DecodeTransfer, PrefillTransfer, from_transfer_params
+from dualpath.core.errors import BadRequestError
+from dualpath.engine.settings import EngineSettings
+
+log = logging.getLogger(__name__)
+
+#: Above any buffer; slots of another engine are checked against its own size when they are used.
+_MOST_SLOTS = 1 << 32
+
+
+class TransferChecks:
+    """What a transfer of one engine's requests has to fit; may be called from any thread."""
+
+    def __init__(self, settings: EngineSettings, geometry: BlockGeometry) -> None:
+        self._role = settings.role
+        self._moves_bytes = settings.mode.moves_bytes
+        self._geometry = geometry
+        self._own_slots = settings.buffer_bytes // geometry.full_block_bytes
+
+    def carried(self, params: dict[str, Any] | None) -> PrefillTransfer | DecodeTransfer | None:
+        """Return the transfer in a request's ``kv_transfer_params``, None if there is none.
+
+        Raises ``IncompatibleError`` for a malformed one, ``BadRequestError`` for one of the other
+        role.
+        """
+        transfer = from_transfer_params(params)
+        wanted = PrefillTransfer if self._role is Role.PREFILL else DecodeTransfer
+        if not isinstance(transfer, wanted | None):
+            raise BadRequestError(
+                f"request {transfer.request_id}: a {self._role.value} engine needs a "
+                f"{wanted.__name__} in kv_transfer_params; send it through the router"
+            )
+        return transfer
+
+    def check(self, transfer: PrefillTransfer | DecodeTransfer, tokens: int) -> None:
+        """Raise ``BadRequestError`` that names which tokens, blocks or slots do not fit.
+
+        ``tokens`` are those of the request, generated ones included.  Where no bytes move, no
+        slots are needed.
+        """
+        request_id, prompt_tokens = transfer.request_id, transfer.prompt_tokens
+        if not 1 <= prompt_tokens <= tokens:
+            raise BadRequestError(
+                f"request {request_id}: {tokens} tokens for a prompt of {prompt_tokens}, which "
+                "needs at least 1; send it through the router"
+            )
+        blocks = self._geometry.blocks_for(prompt_tokens) if self._moves_bytes else 0
+        if isinstance(transfer, DecodeTransfer):
+            _check_slots(request_id, "slots", transfer.slots, blocks, self._own_slots)
+            return
+        _check_slots(request_id, "de_slots", transfer.de_slots, blocks, _MOST_SLOTS)
+        if not 0 <= transfer.hit_blocks <= self._geometry.max_hit_blocks(prompt_tokens):
+            raise BadRequestError(
+                f"request {request_id}: {transfer.hit_blocks} hit blocks for a prompt of "
+                f"{prompt_tokens} tokens; send it through the router"
+            )
+        if self._moves_bytes:
+            _check_hits(transfer, self._own_slots)
+
+
+def with_own_hits(transfer: PrefillTransfer, own_keys: Sequence[BlockKey]) -> PrefillTransfer:
+    """Return the transfer, without hits if the last one's key is not the prompt's own.
+
+    ``own_keys`` are what this engine makes of the prompt's tokens.  Keys are a chain: where the
+    last one is equal, all are.
+    """
+    hits = transfer.hit_blocks
+    if hits == 0 or own_keys[hits - 1 : hits] == [transfer.hit_key_tail]:
+        return transfer
+    log.warning(
+        "request %s: the key of hit block %d is not the one of this prompt; its %d hit blocks "
+        "are computed (router and engine disagree on block size or hash algorithm)",
+        *(transfer.request_id, hits - 1, hits),
+    )
+    return msgspec.structs.replace(transfer, hit_blocks=0, hit_key_tail=b"", hits=())
+
+
+def _check_hits(transfer: PrefillTransfer, own_slots: int) -> None:
+    block = 0
+    for run in transfer.hits:
+        if run.first_block != block:
+            raise BadRequestError(
+                f"request {transfer.request_id}: a run of hits begins at block "
+                f"{run.first_block}, block {block} is next; send it through the router"
+            )
+        most = own_slots if run.side is Role.PREFILL else _MOST_SLOTS
+        _check_slots(transfer.request_id, "hits", run.slots, len(run.slots), most)
+        block += len(run.slots)
+    if block != transfer.hit_blocks:
+        raise BadRequestError(
+            f"request {transfer.request_id}: {block} blocks lie in buffers, "
+            f"{transfer.hit_blocks} are hit; send it through the router"
+        )
+
+
+def _check_slots(
+    request_id: str, name: str, slots: Iterable[int], wanted: int, buffer_slots: int
+) -> None:
+    given = list(slots)
+    if len(given) != wanted or any(not 0 <= slot < buffer_slots for slot in given):
+        raise BadRequestError(
+            f"request {request_id}: {name} are {given[:8]}, {wanted} of a buffer of {buffer_slots} "
+            "are needed; send it through the router"
+        )
