@@ -37,7 +37,6 @@ def specs(draw: Any, shape: Any, interleaved: bool) -> list[EngineSpec]:
     """Engines as the tables number them; ``interleaved`` orders them across groups."""
     engines = []
     hbm = st.sampled_from([LEAST_HBM_TOKENS, LONGEST_PROMPT_TOKENS + 100, 2500])
-    rate = st.sampled_from([0.0, 100.0, 1000.0])
     for role, (groups, per_group, per_node) in zip(Role, shape, strict=True):
         for group in range(groups):
             for rank in range(per_group):
@@ -52,8 +51,6 @@ def specs(draw: Any, shape: Any, interleaved: bool) -> list[EngineSpec]:
                         order=order if role is Role.PREFILL else 1000 + order,
                         hbm_tokens=2500 if number == 0 else draw(hbm),
                         snic_tokens_per_s=draw(st.sampled_from([100.0, 100.0, 300.0])),
-                        prefill_tokens_per_s=draw(rate),
-                        cnic_tokens_per_s=draw(rate),
                     )
                 )
     return engines
@@ -92,7 +89,6 @@ class Twins(RuleBasedStateMachine):
         shape=st.sampled_from(SHAPES),
         interleaved=st.booleans(),
         balanced=st.booleans(),
-        choice=st.sampled_from(["queue", "finish-time"]),
         alpha_tokens=st.sampled_from([0, 200, 5000]),
         beta_tokens=st.sampled_from([0, 700, 5000]),
     )
@@ -102,7 +98,6 @@ class Twins(RuleBasedStateMachine):
         shape: Any,
         interleaved: bool,
         balanced: bool,
-        choice: Any,
         alpha_tokens: int,
         beta_tokens: int,
     ) -> None:
@@ -113,7 +108,6 @@ class Twins(RuleBasedStateMachine):
             beta_tokens=beta_tokens,
             generated_reserve_tokens=GENERATED_RESERVE_TOKENS,
             balanced_baselines=balanced,
-            read_choice=choice,
         )
         self.by_load = self.mode in BY_LOAD or (balanced and not self.mode.dual_path)
         self.specs = specs(data.draw, shape, interleaved)

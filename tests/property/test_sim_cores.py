@@ -47,7 +47,6 @@ clusters = st.fixed_dictionaries(
         "fetch_interval_s": st.sampled_from([0.001, 0.05]),
         "generated_reserve_tokens": st.sampled_from([0, 8, 256]),
         "block_tokens": st.sampled_from([16, 64]),
-        "read_choice": st.sampled_from(["queue", "finish-time"]),
         "request_overhead_s": st.sampled_from([0.0, 0.02]),
         "decode_admission_s": st.sampled_from([0.0, 0.04]),
     }

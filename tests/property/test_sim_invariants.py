@@ -40,7 +40,6 @@ clusters = st.fixed_dictionaries(
         "dram_tier_bytes": st.sampled_from([0.0, 2e6]),
         "request_overhead_s": st.sampled_from([0.0, 0.02]),
         "read_latency_s": st.sampled_from([0.0, 0.003]),
-        "read_choice": st.sampled_from(["queue", "finish-time"]),
     }
 )
 modes = st.sampled_from(list(Mode))

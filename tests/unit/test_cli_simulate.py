@@ -99,7 +99,7 @@ def test_equal_commands_write_equal_bytes_and_say_everything(files):
 
 
 def test_settings_of_the_cluster_can_be_replaced(files, capsys):
-    changes = ("--set", "snic_bytes_per_s=2e6", "lockstep=false", "--set", "read_choice=queue")
+    changes = ("--set", "snic_bytes_per_s=2e6", "lockstep=false", "--set", "snic_sharing=equal")
     assert simulate("--mode", "basic", "--json", "a.json", *changes) == 0
     document = msgspec.json.decode(Path("a.json").read_bytes())
     assert document["cluster"]["snic_bytes_per_s"] == 2e6

@@ -204,8 +204,8 @@ def test_additions_are_compared_with_dualpath_on_settings_and_traces(tmp_path: P
     assert any("left out: mini-swe" in line for line in report.settings)
     split = 2 + [v.title for v in beyond.VARIANTS].index("split read")
     assert all(row[split].startswith("+") for row in report.tables[0].rows)
-    side = 2 + [v.title for v in beyond.VARIANTS].index("side by finish time")
-    assert all(row[side] == "+0.0%" for row in report.tables[0].rows)
+    tier = 2 + [v.title for v in beyond.VARIANTS].index("DRAM 1 GB")
+    assert all(row[tier] == "+0.0%" for row in report.tables[0].rows)
 
 
 def test_the_catalog_gives_the_cluster_with_the_runs_changes() -> None:

@@ -214,8 +214,8 @@ REPORT = (
         (log_of(REPORT % -(1 << 61)), rf"line 2: -{1 << 61} exceeds {1 << 60}; correct"),
         (log_of(encode_line(BEGIN)), r"line 2: a second 'begin', a log has 1; split"),
         (
-            [encode_line(BEGIN).replace(b'"format":1', b'"format":9')],
-            r"line 1: format 9 .* reads 1",
+            [encode_line(BEGIN).replace(b'"format":2', b'"format":9')],
+            r"line 1: format 9 .* reads 2",
         ),
         ([encode_line(BEGIN).replace(b"64", b"0")], r"block_tokens 0 must be at least 1"),
         ([encode_line(BEGIN).replace(b"dualpath", b"fast")], r"line 1: Invalid enum value 'fast'"),

@@ -22,17 +22,18 @@ from dualpath.core.modes import Mode
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.result import NS_PER_S, RoleMove, SimulationResult
 from dualpath.model.sim.run import simulate
-from dualpath.model.sim.settings import RebalancingSettings, Setup
+from dualpath.model.sim.settings import Setup
+from dualpath.policy.rebalance import RebalanceSettings
 
 #: 1,000 tokens are 1 s of a PE.
 LONG_PROMPT: RoundLengths = (1000, 0, 2)
 #: 16 s of decoding; 37 fit a DE's HBM, of long prompts 11.
 LONG_ANSWER: RoundLengths = (64, 0, 1600)
-REBALANCING = RebalancingSettings(interval_s=5.0, switch_s=4.0, horizon_s=20.0, rest_s=5.0)
+REBALANCING = RebalanceSettings(interval_s=5.0, switch_s=4.0, horizon_s=20.0, rest_s=5.0)
 
 
 def setup_with(
-    rebalancing: RebalancingSettings | None, mode: Mode = Mode.DUALPATH, **changes: object
+    rebalancing: RebalanceSettings | None, mode: Mode = Mode.DUALPATH, **changes: object
 ) -> Setup:
     """Two prefill and three decode nodes of one engine each, unless changed."""
     cluster = {
@@ -60,7 +61,7 @@ def arriving(*phases: tuple[RoundLengths, float, float, float]) -> AgentTable:
 
 
 def run(
-    rebalancing: RebalancingSettings | None,
+    rebalancing: RebalanceSettings | None,
     agents: AgentTable,
     mode: Mode = Mode.DUALPATH,
     **changes: object,
@@ -176,7 +177,7 @@ def test_settings_that_cannot_be_are_refused_by_name(change):
 def test_a_cluster_file_switches_it_on():
     text = "prefill_nodes = 1\ndecode_nodes = 2\n[rebalancing]\nswitch_s = 5.0\n"
     cluster = msgspec.toml.decode(text, type=type(small_setup().cluster))
-    assert cluster.rebalancing == RebalancingSettings(switch_s=5.0)
+    assert cluster.rebalancing == RebalanceSettings(switch_s=5.0)
 
 
 def test_a_run_that_ends_early_tells_how_far_the_move_got():
@@ -187,7 +188,7 @@ def test_a_run_that_ends_early_tells_how_far_the_move_got():
     assert cut.moves[0] == RoleMove(*whole[:5], cut.moves[0].drained_ns, -1)
 
 
-EAGER = RebalancingSettings(
+EAGER = RebalanceSettings(
     interval_s=0.2,
     switch_s=0.1,
     horizon_s=0.5,

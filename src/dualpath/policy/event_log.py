@@ -1,4 +1,4 @@
-"""What one ``RequestScheduler`` was told and what it answered, as values in order.
+"""The calls that one ``RequestScheduler`` got and what it answered, as values in order.
 
 The scheduler knows no clock and no randomness, so the log of a live run holds all there is to
 know: whoever makes the same calls again gets the same answers.  ``replay`` makes them on a fresh
@@ -11,7 +11,7 @@ with every report.  There is no text of any request in a log, only lengths.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ from dualpath.policy.events import Assignment, EngineReport, EngineSpec, Schedul
 from dualpath.policy.scheduler import RequestScheduler
 
 #: Raised when logs written before can no longer be read.
-FORMAT = 1
+FORMAT = 2
 #: No count, sum or threshold of the scheduler exceeds it (``policy.scheduler.UNLIMITED_TOKENS``).
 LARGEST_NUMBER = 1 << 60
 
@@ -36,7 +36,7 @@ class SchedulerCalls(Protocol):
         """An engine is gone; return the unfinished requests it had."""
 
     def report(self, report: EngineReport) -> None:
-        """An engine told its load."""
+        """An engine reported its load."""
 
     def submit(self, request: Request) -> None:
         """A request waits for engines."""
@@ -76,17 +76,28 @@ class Begin(Line, frozen=True, tag="begin"):
 
 
 class Call(Line, frozen=True, kw_only=True):
-    """A call; ``refused`` is the class of the error that it raised."""
+    """A call: the tag is the method of ``SchedulerCalls``, the first field its argument.
+
+    ``refused`` is the class of the error that it raised; ``ANSWER`` names the field that holds what
+    it returned, for a method that returns anything.
+    """
+
+    ANSWER: ClassVar[str | None] = None
 
     refused: str = ""
 
     def asked(self) -> Self:
         """Return the call without its answer."""
-        return msgspec.structs.replace(self, refused="")
+        return self._answered(())
 
     def made(self, scheduler: SchedulerCalls) -> Self:
         """Make the call and return it with the answer; raises what the call raises."""
-        raise NotImplementedError
+        method = getattr(scheduler, str(self.__struct_config__.tag))
+        return self._answered(method(getattr(self, self.__struct_fields__[0])))
+
+    def _answered(self, answer: Iterable[object] | None) -> Self:
+        changes = {} if self.ANSWER is None else {self.ANSWER: tuple(answer or ())}
+        return msgspec.structs.replace(self, refused="", **changes)
 
 
 class EngineJoined(Call, frozen=True, tag="engine_joined"):
@@ -94,25 +105,14 @@ class EngineJoined(Call, frozen=True, tag="engine_joined"):
 
     spec: EngineSpec
 
-    def made(self, scheduler: SchedulerCalls) -> Self:
-        """See the base."""
-        scheduler.engine_joined(self.spec)
-        return self.asked()
-
 
 class EngineLost(Call, frozen=True, tag="engine_lost"):
     """An engine went; ``requests`` is the answer, what it had, oldest first."""
 
+    ANSWER: ClassVar[str | None] = "requests"
+
     engine_id: str
     requests: tuple[str, ...] = ()
-
-    def asked(self) -> Self:
-        """See the base."""
-        return type(self)(self.engine_id)
-
-    def made(self, scheduler: SchedulerCalls) -> Self:
-        """See the base."""
-        return type(self)(self.engine_id, tuple(scheduler.engine_lost(self.engine_id)))
 
 
 class Reported(Call, frozen=True, tag="report"):
@@ -120,36 +120,20 @@ class Reported(Call, frozen=True, tag="report"):
 
     report: EngineReport
 
-    def made(self, scheduler: SchedulerCalls) -> Self:
-        """See the base."""
-        scheduler.report(self.report)
-        return self.asked()
-
 
 class Submitted(Call, frozen=True, tag="submit"):
     """A request, or one attempt of it."""
 
     request: Request
 
-    def made(self, scheduler: SchedulerCalls) -> Self:
-        """See the base."""
-        scheduler.submit(self.request)
-        return self.asked()
-
 
 class Fetched(Call, frozen=True, tag="fetch"):
     """A group's fetch; ``assignments`` is the answer."""
 
+    ANSWER: ClassVar[str | None] = "assignments"
+
     group: str
     assignments: tuple[Assignment, ...] = ()
-
-    def asked(self) -> Self:
-        """See the base."""
-        return type(self)(self.group)
-
-    def made(self, scheduler: SchedulerCalls) -> Self:
-        """See the base."""
-        return type(self)(self.group, tuple(scheduler.fetch(self.group)))
 
 
 class ReadEnded(Call, frozen=True, tag="read_done"):
@@ -157,21 +141,11 @@ class ReadEnded(Call, frozen=True, tag="read_done"):
 
     request_id: str
 
-    def made(self, scheduler: SchedulerCalls) -> Self:
-        """See the base."""
-        scheduler.read_done(self.request_id)
-        return self.asked()
-
 
 class PrefillEnded(Call, frozen=True, tag="prefill_done"):
     """The PE is through with a request."""
 
     request_id: str
-
-    def made(self, scheduler: SchedulerCalls) -> Self:
-        """See the base."""
-        scheduler.prefill_done(self.request_id)
-        return self.asked()
 
 
 class Finished(Call, frozen=True, tag="finished"):
@@ -179,21 +153,11 @@ class Finished(Call, frozen=True, tag="finished"):
 
     request_id: str
 
-    def made(self, scheduler: SchedulerCalls) -> Self:
-        """See the base."""
-        scheduler.finished(self.request_id)
-        return self.asked()
-
 
 class Cancelled(Call, frozen=True, tag="cancel"):
     """A request was dropped."""
 
     request_id: str
-
-    def made(self, scheduler: SchedulerCalls) -> Self:
-        """See the base."""
-        scheduler.cancel(self.request_id)
-        return self.asked()
 
 
 Event = (

@@ -4,8 +4,6 @@ Reasons are short, stable strings, made for logs, metrics and tests; those a dec
 listed beside each field.
 """
 
-from typing import Literal
-
 import msgspec
 
 from dualpath.core.cluster import Role
@@ -20,9 +18,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     ``threshold_factor`` the 1.05 of Z; ``block_tokens`` granularity of a split;
     ``generated_reserve_tokens`` how many of a request's generated tokens count into its length
     at the DE, at most (the prompt always counts; 0 reserves the prompt alone);
-    ``balanced_baselines`` places Basic and Layerwise by token count instead of in turn;
-    ``read_choice`` picks the side of whole reads in mode dualpath by reading queue (§6.1) or,
-    beyond the paper, by when the request would be prefilled (``policy.read_side``).
+    ``balanced_baselines`` places Basic and Layerwise by token count instead of in turn.
     """
 
     mode: Mode
@@ -32,17 +28,13 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     threshold_factor: float = 1.05
     generated_reserve_tokens: int = 256
     balanced_baselines: bool = False
-    read_choice: Literal["queue", "finish-time"] = "queue"
 
 
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine as the scheduler sees it; ``order`` breaks ties and is unique.
 
     ``snic_tokens_per_s`` is the storage bandwidth of the engine's node; only ratios matter, so
-    that the default means equal storage NICs everywhere.  Not so for the read choice
-    "finish-time", which compares it with two rates of the PE, 0 for unknown:
-    ``prefill_tokens_per_s``, prompt tokens (hits included) it gets through per second, and
-    ``cnic_tokens_per_s``, KV its compute NIC carries in one direction.
+    that the default means equal storage NICs everywhere.
     """
 
     engine_id: str
@@ -52,8 +44,6 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     order: int
     hbm_tokens: int
     snic_tokens_per_s: float = 1.0
-    prefill_tokens_per_s: float = 0.0
-    cnic_tokens_per_s: float = 0.0
 
 
 class EngineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,7 +79,7 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``pe_reason``: "short-queue", "long-queue" (Algorithm 1, C2 and C3), "round-robin".
     ``de_reason``: "low-token min-seq", "high-token min-tok" (phase 2), "round-robin".
     ``read_reason``: "no-hit", "oracle", "pe-only", "round-robin", "shorter-queue", "tie",
-    "split", "earlier-finish".
+    "split".
     ``prefill_tokens`` and ``decode_tokens`` are what the request counts for in tok_e of either
     engine; the DE's figure is also what it takes of HBM.
     """

@@ -58,7 +58,6 @@ class EngineState:
         self.last_seq = 0
         self.report: EngineReport | None = None
         self.held: dict[str, int] = {}
-        self.held_tokens = 0
         self.pending: dict[str, _Charge] = {}
         self.pending_reads: dict[str, _Charge] = {}
         self.extra_tokens = 0
@@ -66,18 +65,13 @@ class EngineState:
 
     @property
     def tokens(self) -> int:
-        """tok_e."""
+        """Unfinished tokens of the engine's requests: tok_e of §6.1."""
         reported = self.report.unfinished_tokens if self.report else 0
         return reported + self.extra_tokens
 
     @property
-    def told_tokens(self) -> int:
-        """The part of tok_e that the engine knows of."""
-        return self.tokens - self.held_tokens
-
-    @property
     def requests(self) -> int:
-        """seq_e."""
+        """Unfinished requests of the engine: seq_e of §6.1."""
         reported = self.report.unfinished_requests if self.report else 0
         return reported + len(self.held) + len(self.pending)
 
@@ -214,7 +208,6 @@ class Ledger:
         """Charge a request to an engine that is not told of it yet."""
         engine = self.engines[engine_id]
         engine.held[request_id] = tokens
-        engine.held_tokens += tokens
         engine.extra_tokens += tokens
         self.groups[engine.spec.group].refresh(engine)
 
@@ -223,7 +216,6 @@ class Ledger:
         engine = self.engines[engine_id]
         engine.last_seq += 1
         tokens = engine.held.pop(request_id)
-        engine.held_tokens -= tokens
         engine.pending[request_id] = _Charge(engine.last_seq, tokens)
         return engine.last_seq
 
@@ -251,7 +243,6 @@ class Ledger:
         charge = engine.pending.pop(request_id, None)
         tokens = charge.tokens if charge else engine.held.pop(request_id, 0)
         if tokens:
-            engine.held_tokens -= 0 if charge else tokens
             engine.extra_tokens -= tokens
             self.groups[engine.spec.group].refresh(engine)
 
@@ -289,12 +280,6 @@ class Ledger:
             raise ConfigError(
                 f"engine {spec.engine_id!r}: hbm_tokens {spec.hbm_tokens} must be at least 1 and "
                 f"snic_tokens_per_s {spec.snic_tokens_per_s} positive; correct its settings"
-            )
-        if min(spec.prefill_tokens_per_s, spec.cnic_tokens_per_s) < 0:
-            raise ConfigError(
-                f"engine {spec.engine_id!r}: prefill_tokens_per_s {spec.prefill_tokens_per_s} and "
-                f"cnic_tokens_per_s {spec.cnic_tokens_per_s} must be at least 0; leave unknown "
-                "rates out"
             )
         group = self.groups.get(spec.group)
         if group and group.role is not spec.role:

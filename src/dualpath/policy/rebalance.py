@@ -33,22 +33,26 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 
 #: A latency ten times its objective does not ask for ten times the nodes: it mostly is a queue,
-#: which ``waiting_tokens`` tells already.
+#: which ``waiting_tokens`` counts already.
 LARGEST_BREACH = 1.5
+#: Re-balancing is about minutes; looking more often than this only costs time.
+MIN_INTERVAL_S = 0.1
+#: Whatever of these settings is larger is a typing error.
+LARGEST = 1e6
 
 
 class RebalanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Constants of the rule; times in seconds.
+    """Constants of the rule and of whoever asks it; times in seconds.
 
+    The driver observes the cluster every ``interval_s``.  ``switch_s`` is from the decision until
+    the node serves in its new role: finishing or handing over what it has, and starting anew.
+    ``ttft_slo_s`` and ``tpot_slo_s`` are the objectives, None for none (offline).
     ``prefill_node_tokens_per_s`` and ``decode_node_tokens_per_s`` are what one node of the role
-    gets done (q), in the tokens in which ``RoleLoad.waiting_tokens`` is counted.  ``ttft_slo_s``
-    and ``tpot_slo_s`` are the objectives, None for none (offline).  ``switch_s`` is from the
-    decision until the node serves in its new role: finishing or handing over what it has, and
-    starting anew.
+    gets done (q), in the tokens in which ``RoleLoad.waiting_tokens`` is counted; None leaves the
+    rate to the driver, which knows the model's costs (``with_rates``).
     """
 
-    prefill_node_tokens_per_s: float
-    decode_node_tokens_per_s: float
+    interval_s: float = 15.0
     switch_s: float = 30.0
     horizon_s: float = 300.0
     margin: float = 2.0
@@ -57,6 +61,24 @@ class RebalanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     rest_s: float = 60.0
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
+    prefill_node_tokens_per_s: float | None = None
+    decode_node_tokens_per_s: float | None = None
+
+    def with_rates(self, prefill: float, decode: float) -> "RebalanceSettings":
+        """Return the settings with these rates in tokens/s in the place of those not given."""
+        return msgspec.structs.replace(
+            self,
+            prefill_node_tokens_per_s=self.prefill_node_tokens_per_s or prefill,
+            decode_node_tokens_per_s=self.decode_node_tokens_per_s or decode,
+        )
+
+    def node_tokens_per_s(self, role: Role) -> float:
+        """Return what a node of ``role`` gets done; raises ``ConfigError`` if it is not given."""
+        name = f"{role}_node_tokens_per_s"
+        rate: float | None = getattr(self, name)
+        if rate is None:
+            raise ConfigError(f"{name} is not given and has no default; set it above 0 tokens/s")
+        return rate
 
     def check(self) -> None:
         """Raise ``ConfigError`` for the first value out of range."""
@@ -65,10 +87,19 @@ class RebalanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             value = getattr(self, name)
             if value is not None and not (0 < value < math.inf):
                 raise ConfigError(f"{name} is {value}, must be above 0 and finite; correct it")
-        for name, least in (("switch_s", 0.0), ("rest_s", 0.0), ("margin", 1.0), ("patience", 1)):
+        for name, least in (
+            ("interval_s", MIN_INTERVAL_S),
+            ("switch_s", 0.0),
+            ("rest_s", 0.0),
+            ("margin", 1.0),
+            ("patience", 1),
+        ):
             value = getattr(self, name)
-            if not least <= value < math.inf:
-                raise ConfigError(f"{name} is {value}, must be at least {least:g}; correct it")
+            if not least <= value <= LARGEST:
+                raise ConfigError(
+                    f"{name} of re-balancing is {value}, must be between {least:g} and "
+                    f"{LARGEST:g}; correct it"
+                )
         if not 0 < self.least_improvement < 1:
             raise ConfigError(
                 f"least_improvement is {self.least_improvement}, must be between 0 and 1: it keeps "
@@ -95,7 +126,7 @@ class RoleLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class ClusterObservation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the policy is told at the end of every interval of ``interval_s`` seconds."""
+    """What the policy observes at the end of every interval of ``interval_s`` seconds."""
 
     interval_s: float
     prefill: RoleLoad
@@ -152,8 +183,10 @@ class Rebalancer:
     """The policy over time; owns nothing but how long it has wanted what, and its rest."""
 
     def __init__(self, settings: RebalanceSettings) -> None:
-        """Raises ``ConfigError`` for settings out of range."""
+        """Raises ``ConfigError`` for settings out of range or without a role's rate."""
         settings.check()
+        for role in Role:
+            settings.node_tokens_per_s(role)
         self._settings = settings
         self._wanted: Role | None = None
         self._streak = 0
@@ -216,7 +249,7 @@ def _demand_nodes(
     settings: RebalanceSettings, observation: ClusterObservation, role: Role
 ) -> float:
     load = observation.of(role)
-    backlog = load.waiting_tokens / (_node_tokens_per_s(settings, role) * settings.horizon_s)
+    backlog = load.waiting_tokens / (settings.node_tokens_per_s(role) * settings.horizon_s)
     demand = load.utilisation * load.nodes + backlog
     objective_s = _objective_s(settings, role)
     if objective_s is not None and load.latency_s is not None and load.latency_s > objective_s:
@@ -226,7 +259,7 @@ def _demand_nodes(
 
 
 def _breaks_slo(settings: RebalanceSettings, observation: ClusterObservation, giver: Role) -> bool:
-    """Tell whether the giver's latency, grown as its nodes shrink, would miss its objective."""
+    """Return whether the giver's latency, grown as its nodes shrink, would miss its objective."""
     load = observation.of(giver)
     objective_s = _objective_s(settings, giver)
     if objective_s is None or load.latency_s is None:
@@ -236,9 +269,3 @@ def _breaks_slo(settings: RebalanceSettings, observation: ClusterObservation, gi
 
 def _objective_s(settings: RebalanceSettings, role: Role) -> float | None:
     return settings.ttft_slo_s if role is Role.PREFILL else settings.tpot_slo_s
-
-
-def _node_tokens_per_s(settings: RebalanceSettings, role: Role) -> float:
-    if role is Role.PREFILL:
-        return settings.prefill_node_tokens_per_s
-    return settings.decode_node_tokens_per_s

@@ -40,9 +40,7 @@ from dualpath.policy.load import EngineLoad, Ledger
 from dualpath.policy.placement import Placement, Placer, Ticket
 from dualpath.policy.prefill import FifoPrefillPlacer
 from dualpath.policy.read_side import (
-    PrefillAhead,
     Reader,
-    earlier_finish,
     read_whole,
     shorter_queue,
     split,
@@ -267,11 +265,7 @@ class RequestScheduler:
         readers = self._reader(prefill.engine_id), self._reader(decode.engine_id)
         if mode is Mode.SPLIT:
             return split(*readers, hit_tokens, self._settings.block_tokens)
-        if self._settings.read_choice == "finish-time":
-            ahead = self._ahead(prefill.engine_id, ticket.prefill_tokens)
-            side, reason = earlier_finish(*readers, hit_tokens, ahead)
-        else:
-            side, reason = shorter_queue(*readers)
+        side, reason = shorter_queue(*readers)
         return read_whole(side, hit_tokens), reason
 
     def _reader(self, engine_id: str) -> Reader:
@@ -280,16 +274,6 @@ class RequestScheduler:
             queue_tokens=self._ledger.node_read_q[engine.node_row],
             total_tokens=self._ledger.node_read_total[engine.node_row],
             tokens_per_s=engine.spec.snic_tokens_per_s,
-        )
-
-    def _ahead(self, engine_id: str, prompt_tokens: int) -> PrefillAhead:
-        """What a PE has to do before and for the request it was just told of."""
-        engine = self._ledger.engines[engine_id]
-        return PrefillAhead(
-            before_tokens=engine.told_tokens - prompt_tokens,
-            prompt_tokens=prompt_tokens,
-            prefill_tokens_per_s=engine.spec.prefill_tokens_per_s,
-            cnic_tokens_per_s=engine.spec.cnic_tokens_per_s,
         )
 
     def _end_reads(self, flight: _Flight) -> None:

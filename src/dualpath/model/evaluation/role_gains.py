@@ -18,11 +18,11 @@ from dualpath.model.evaluation.report import NOTHING, Table
 from dualpath.model.evaluation.runs import Runs, Simulate
 from dualpath.model.evaluation.settings import EvaluationSettings, RunSpec
 from dualpath.model.sim.result import RoleMove
-from dualpath.model.sim.settings import RebalancingSettings
+from dualpath.policy.rebalance import RebalanceSettings
 
 #: Agents ask again only when they were answered, so that a backlog never exceeds one round per
 #: agent: it has to weigh within a minute to weigh at all.
-REBALANCING = RebalancingSettings(horizon_s=60.0)
+REBALANCING = RebalanceSettings(horizon_s=60.0)
 
 Case = tuple[str, RunSpec]
 Shape = tuple[int, int]

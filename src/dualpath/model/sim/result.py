@@ -25,7 +25,6 @@ READ_REASONS = (
     "shorter-queue",
     "tie",
     "split",
-    "earlier-finish",
 )
 
 

@@ -16,13 +16,12 @@ def scheduler_settings(setup: Setup, limits: Limits) -> SchedulerSettings:
         block_tokens=cluster.block_tokens,
         threshold_factor=cluster.threshold_factor,
         generated_reserve_tokens=cluster.generated_reserve_tokens,
-        read_choice=cluster.read_choice,
     )
 
 
 def engine_specs(setup: Setup, limits: Limits, layout: ClusterLayout) -> list[EngineSpec]:
     """Return all engines, PEs first, in order of number; an engine's id is its number."""
-    cluster, model = setup.cluster, setup.model
+    cluster = setup.cluster
     return [
         EngineSpec(
             engine_id=str(engine),
@@ -32,8 +31,6 @@ def engine_specs(setup: Setup, limits: Limits, layout: ClusterLayout) -> list[En
             order=engine,
             hbm_tokens=limits.decode_hbm_tokens,
             snic_tokens_per_s=limits.read_tokens_per_s,
-            prefill_tokens_per_s=model.prefill_tokens_per_s,
-            cnic_tokens_per_s=cluster.cnic_bytes_per_s / model.kv_bytes_per_token,
         )
         for group in layout.groups
         for engine in group.engines

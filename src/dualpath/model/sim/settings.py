@@ -12,64 +12,6 @@ from dualpath.policy.rebalance import RebalanceSettings
 #: Rates and times beyond these are typing errors, not machines.
 LARGEST_RATE = 1e15
 LONGEST_S = 1e6
-#: Re-balancing is about minutes; looking more often than this only costs time.
-MIN_INTERVAL_S = 0.1
-
-
-class RebalancingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Nodes may change their role while the cluster serves (``policy.rebalance``); in seconds.
-
-    The policy looks every ``interval_s``.  A node that moves finishes what it has and is then out
-    of service for ``switch_s``: loading weights, capturing graphs.  The other fields are those of
-    ``policy.rebalance.RebalanceSettings``; what one node of a role gets done per second follows
-    from the model's costs unless given.
-    """
-
-    interval_s: float = 15.0
-    switch_s: float = 30.0
-    horizon_s: float = 300.0
-    margin: float = 2.0
-    least_improvement: float = 0.05
-    patience: int = 2
-    rest_s: float = 60.0
-    ttft_slo_s: float | None = None
-    tpot_slo_s: float | None = None
-    prefill_node_tokens_per_s: float | None = None
-    decode_node_tokens_per_s: float | None = None
-
-    def policy(
-        self, prefill_node_tokens_per_s: float, decode_node_tokens_per_s: float
-    ) -> RebalanceSettings:
-        """Return the policy's settings; the arguments stand in for rates that are not given."""
-        return RebalanceSettings(
-            prefill_node_tokens_per_s=self.prefill_node_tokens_per_s or prefill_node_tokens_per_s,
-            decode_node_tokens_per_s=self.decode_node_tokens_per_s or decode_node_tokens_per_s,
-            switch_s=self.switch_s,
-            horizon_s=self.horizon_s,
-            margin=self.margin,
-            least_improvement=self.least_improvement,
-            patience=self.patience,
-            rest_s=self.rest_s,
-            ttft_slo_s=self.ttft_slo_s,
-            tpot_slo_s=self.tpot_slo_s,
-        )
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` for the first value out of range."""
-        if not MIN_INTERVAL_S <= self.interval_s <= LONGEST_S:
-            raise ConfigError(
-                f"interval_s of rebalancing is {self.interval_s}, must be between "
-                f"{MIN_INTERVAL_S:g} and {LONGEST_S:g}; correct it in the cluster file"
-            )
-        for name in ("prefill_node_tokens_per_s", "decode_node_tokens_per_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} is {value}, must be above 0; correct it or leave it out")
-        if not self.switch_s <= LONGEST_S:
-            raise ConfigError(
-                f"switch_s is {self.switch_s}, must be at most {LONGEST_S:g}; correct it"
-            )
-        self.policy(1.0, 1.0).check()
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -94,10 +36,11 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     *Policy.*  α and β as times (§A.4), the compute quota, ``batch_cap_tokens`` per engine and
     forward pass where there is no quota, the fetch interval of the groups (§6.1), tokens a DE
-    reserves for generation at most.  ``beta_tokens`` overrides β.  ``read_choice`` picks the read
-    side by queue (§6.1) or by expected finish of the read and of the PE's own queue.
+    reserves for generation at most.  ``beta_tokens`` overrides β.
     ``request_overhead_s`` passes between a client's request and its arrival at the scheduler,
     ``decode_admission_s`` between a prompt's KV being in the DE's HBM and its first decode step.
+    With ``rebalancing`` nodes change their role while the cluster serves; what one node of a role
+    gets done per second follows from the model's costs unless given.
     """
 
     prefill_nodes: int
@@ -131,10 +74,9 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     generated_reserve_tokens: int = 256
     threshold_factor: float = 1.05
     block_tokens: int = 64
-    read_choice: Literal["queue", "finish-time"] = "queue"
     request_overhead_s: float = 0.0
     decode_admission_s: float = 0.0
-    rebalancing: RebalancingSettings | None = None
+    rebalancing: RebalanceSettings | None = None
 
     @property
     def nodes(self) -> int:

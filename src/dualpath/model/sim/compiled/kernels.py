@@ -10,7 +10,6 @@ from dualpath.policy.batching import chunk_flops, largest_chunk
 from dualpath.policy.decode import assign_decode, choose_group, unfragmented_hbm
 from dualpath.policy.prefill import assign_prefill
 from dualpath.policy.read_side import (
-    choose_by_finish,
     choose_by_queue,
     pe_charged_less,
     split_end_s,
@@ -21,7 +20,6 @@ __all__ = [
     "KERNELS",
     "assign_decode",
     "assign_prefill",
-    "choose_by_finish",
     "choose_by_queue",
     "choose_group",
     "chunk_flops",
@@ -33,7 +31,6 @@ __all__ = [
 KERNELS = (
     assign_decode,
     assign_prefill,
-    choose_by_finish,
     choose_by_queue,
     choose_group,
     chunk_flops,

@@ -6,7 +6,7 @@ that.  Lengths and reports are not checked, the caller's are known to be right.
 """
 
 from dualpath.model.sim.compiled.jit import inlined, lean
-from dualpath.model.sim.compiled.kernels import choose_by_finish, choose_by_queue, split_head_tokens
+from dualpath.model.sim.compiled.kernels import choose_by_queue, split_head_tokens
 from dualpath.model.sim.compiled.ledger import charge_read, release, release_read, tell, uncounted
 from dualpath.model.sim.compiled.lines import enter_line, leave_line, leave_told
 from dualpath.model.sim.compiled.placement import place_in_turn, place_on_decode, place_on_prefill
@@ -21,14 +21,11 @@ from dualpath.model.sim.compiled.tables import (
     A_PE_SEQ,
     A_READ_REASON,
     A_REQUEST,
-    CNIC,
     COMMON_LINES,
     DECODE,
     ENGINE,
-    FINISH_DECIDES,
     FIRST_SIDE,
     GROUP,
-    HELD_TOKENS,
     HIT,
     IN_TURN_PES,
     LENGTH,
@@ -40,17 +37,14 @@ from dualpath.model.sim.compiled.tables import (
     PE_READS,
     PLACED,
     PREFILL,
-    PREFILL_RATE,
     PRIVATE_TOKENS,
     PROMPT,
     READ_Q,
     READ_TOTAL,
     REASON,
     SIDES_IN_TURN,
-    SNIC,
     SPLIT_READS,
     SUBMITTED,
-    TOK,
     TOLD,
     UNTOLD,
     SchedulerState,
@@ -64,7 +58,7 @@ PE_ONLY = READ_REASONS.index("pe-only")
 READ_IN_TURN = READ_REASONS.index("round-robin")
 SPLIT = READ_REASONS.index("split")
 
-#: What ``choose_by_queue`` and ``choose_by_finish`` say, as codes of ``READ_REASONS``.
+#: What ``choose_by_queue`` says, as codes of ``READ_REASONS``.
 DECIDED_BY = tuple(READ_REASONS.index(reason) for reason in REASONS)
 
 
@@ -205,26 +199,24 @@ def _choose_reads(state: SchedulerState, request: int) -> tuple[int, int]:
     de = state.requests[request, ENGINE + DECODE]
     if reads == SIDES_IN_TURN:
         return hit if _side_in_turn(state, pe, de) == PREFILL else 0, READ_IN_TURN
-    return _choose_by_load(state, pe, de, hit, state.requests[request, PROMPT])
+    return _choose_by_load(state, pe, de, hit)
 
 
 @inlined
-def _choose_by_load(
-    state: SchedulerState, pe: int, de: int, hit: int, prompt: int
-) -> tuple[int, int]:
-    engines, nodes, speeds, reads = state.engines, state.nodes, state.speeds, state.rules.reads
+def _choose_by_load(state: SchedulerState, pe: int, de: int, hit: int) -> tuple[int, int]:
+    engines, nodes, rates = state.engines, state.nodes, state.snic_tokens_per_s
     pe_node, de_node = engines[NODE, pe], engines[NODE, de]
     pe_queue, pe_total, pe_rate = (
         nodes[READ_Q, pe_node],
         nodes[READ_TOTAL, pe_node],
-        speeds[SNIC, pe],
+        rates[pe],
     )
     de_queue, de_total, de_rate = (
         nodes[READ_Q, de_node],
         nodes[READ_TOTAL, de_node],
-        speeds[SNIC, de],
+        rates[de],
     )
-    if reads == SPLIT_READS:
+    if state.rules.reads == SPLIT_READS:
         head = split_head_tokens(
             pe_queue, pe_total, pe_rate, de_queue, de_total, de_rate, hit, state.rules.block_tokens
         )
@@ -232,23 +224,7 @@ def _choose_by_load(
             return head, SPLIT
         by = choose_by_queue(pe_queue, pe_total, pe_rate, de_queue, de_total, de_rate)[1]
         return head, DECIDED_BY[by]
-    if reads == FINISH_DECIDES:
-        before = engines[TOK, pe] - engines[HELD_TOKENS, pe] - prompt
-        at_prefill, by = choose_by_finish(
-            pe_queue,
-            pe_total,
-            pe_rate,
-            de_queue,
-            de_total,
-            de_rate,
-            hit,
-            before,
-            prompt,
-            speeds[PREFILL_RATE, pe],
-            speeds[CNIC, pe],
-        )
-    else:
-        at_prefill, by = choose_by_queue(pe_queue, pe_total, pe_rate, de_queue, de_total, de_rate)
+    at_prefill, by = choose_by_queue(pe_queue, pe_total, pe_rate, de_queue, de_total, de_rate)
     return hit if at_prefill else 0, DECIDED_BY[by]
 
 

@@ -50,9 +50,6 @@ CACHE_LINE_BYTES = 64
 ) = range(18)
 ENGINE_ROWS = 18
 
-#: Rows of ``speeds``, per engine in tokens/s, 0 for unknown.
-SNIC, PREFILL_RATE, CNIC = range(3)
-
 #: Rows of ``groups``: engines [FIRST, END), their tokens, those of the private queue, the sum of
 #: both while the global queue is drained, and the largest engine's HBM.
 FIRST, END, GROUP_TOKENS, PRIVATE_TOKENS, TOTAL_TOKENS, LARGEST_HBM = range(6)
@@ -105,7 +102,7 @@ PLACED, LENGTHS, ROWS, FLAGS = range(4)
 ASSIGNED_COLUMNS = 10
 
 #: ``Rules.reads``.
-NO_READS, PE_READS, SIDES_IN_TURN, QUEUE_DECIDES, FINISH_DECIDES, SPLIT_READS = range(6)
+NO_READS, PE_READS, SIDES_IN_TURN, QUEUE_DECIDES, SPLIT_READS = range(5)
 
 
 class Rules(NamedTuple):
@@ -123,13 +120,14 @@ class Rules(NamedTuple):
 class SchedulerState(NamedTuple):
     """Tables as described above.
 
-    ``sides`` is the side of the next read per PE and DE (§7.5's round robin).  ``work`` is
-    room to work in.  ``assigned`` holds the assignments of the latest fetch.
+    ``snic_tokens_per_s`` of every engine.  ``sides`` is the side of the next read per PE and DE
+    (§7.5's round robin).  ``work`` is room to work in.  ``assigned`` holds the assignments of the
+    latest fetch.
     """
 
     rules: Rules
     engines: IntArray
-    speeds: NDArray[np.float64]
+    snic_tokens_per_s: NDArray[np.float64]
     groups: IntArray
     nodes: IntArray
     requests: NDArray[np.int32]
@@ -161,10 +159,7 @@ def new_scheduler(
     return SchedulerState(
         rules=_rules(settings),
         engines=engines,
-        speeds=np.array(
-            [[s.snic_tokens_per_s, s.prefill_tokens_per_s, s.cnic_tokens_per_s] for s in specs],
-            np.float64,
-        ).T.copy(),
+        snic_tokens_per_s=np.array([spec.snic_tokens_per_s for spec in specs], np.float64),
         groups=_group_table(engines, len(groups)),
         nodes=np.zeros((2, len(nodes)), np.int64),
         requests=table,
@@ -220,11 +215,10 @@ def _rules(settings: SchedulerSettings) -> Rules:
     mode = settings.mode
     balanced_baseline = settings.balanced_baselines and not mode.dual_path
     by_load = mode in (Mode.DUALPATH, Mode.SPLIT, Mode.ORACLE) or balanced_baseline
-    by_queue = FINISH_DECIDES if settings.read_choice == "finish-time" else QUEUE_DECIDES
     reads = {
         Mode.ORACLE: NO_READS,
         Mode.ROUND_ROBIN: SIDES_IN_TURN,
-        Mode.DUALPATH: by_queue,
+        Mode.DUALPATH: QUEUE_DECIDES,
         Mode.SPLIT: SPLIT_READS,
     }
     return Rules(

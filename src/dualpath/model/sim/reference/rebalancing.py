@@ -1,6 +1,6 @@
 """Nodes that change their role while the cluster serves (§8.1 leaves it to future work).
 
-Every ``interval_s`` the policy (``policy.rebalance``) is told how both roles fare.  What waits
+Every ``interval_s`` the policy (``policy.rebalance``) observes how both roles fare.  What waits
 counts where it is held up:
 
 - a loaded prompt at its PE waits for prefill; one whose read is under way waits for storage, which
@@ -30,9 +30,15 @@ from dualpath.model.sim.reference.machine import SimulatedMachine
 from dualpath.model.sim.reference.record import Record
 from dualpath.model.sim.reference.units import Units
 from dualpath.model.sim.result import NS_PER_S, RoleMove
-from dualpath.model.sim.settings import LARGEST_RATE, RebalancingSettings, Setup
+from dualpath.model.sim.settings import LARGEST_RATE, Setup
 from dualpath.policy.events import Assignment
-from dualpath.policy.rebalance import ClusterObservation, Move, Rebalancer, RoleLoad
+from dualpath.policy.rebalance import (
+    ClusterObservation,
+    Move,
+    Rebalancer,
+    RebalanceSettings,
+    RoleLoad,
+)
 
 
 class _Interval:
@@ -49,7 +55,7 @@ class Rebalancing:
 
     def __init__(
         self,
-        settings: RebalancingSettings,
+        settings: RebalanceSettings,
         setup: Setup,
         limits: Limits,
         agents: AgentTable,
@@ -59,8 +65,10 @@ class Rebalancing:
         machine: SimulatedMachine,
         units: Units,
     ) -> None:
-        """Start looking; ``driver`` tells of rounds from now on."""
-        self._settings = settings
+        """Start looking; ``driver`` reports rounds from now on."""
+        self._settings = settings.with_rates(
+            prefill_node_tokens_per_s(setup), decode_node_tokens_per_s(setup, limits, agents)
+        )
         self._gpus_per_node = setup.cluster.gpus_per_node
         self._agents = agents
         self._events = events
@@ -68,15 +76,8 @@ class Rebalancing:
         self._driver = driver
         self._machine = machine
         self._units = units
-        self._prefill_node_tokens_per_s = (
-            settings.prefill_node_tokens_per_s or prefill_node_tokens_per_s(setup)
-        )
         self._decode_node_tokens = limits.decode_hbm_tokens * self._gpus_per_node
-        self._policy = Rebalancer(
-            settings.policy(
-                self._prefill_node_tokens_per_s, decode_node_tokens_per_s(setup, limits, agents)
-            )
-        )
+        self._policy = Rebalancer(self._settings)
         cluster = setup.cluster
         self._nodes = {
             Role.PREFILL: list(range(cluster.prefill_nodes)),
@@ -90,7 +91,7 @@ class Rebalancing:
         driver.watch = self
         events.at(to_ns(settings.interval_s), self._look)
 
-    # What the driver tells.
+    # What the driver reports.
 
     def loaded(self, round_index: int) -> None:
         """A prompt waits for its PE."""
@@ -138,7 +139,8 @@ class Rebalancing:
 
     def _prefill_load(self) -> RoleLoad:
         nodes, queue = len(self._nodes[Role.PREFILL]), self._driver.queue(Role.PREFILL)
-        capacity = self._prefill_node_tokens_per_s * nodes * self._settings.interval_s
+        settings = self._settings
+        capacity = settings.node_tokens_per_s(Role.PREFILL) * nodes * settings.interval_s
         share = _share(2 * self._loaded_tokens, queue.placed_tokens)
         return RoleLoad(
             nodes=nodes,
