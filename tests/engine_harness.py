@@ -124,19 +124,19 @@ class ToyEngine:
             parallel_reads=parallel_reads,
         )
         self.epoch = "epoch-1"
-        self.mail: queue.Queue[Message] = queue.Queue()
+        self.outbox: queue.Queue[Message] = queue.Queue()
         transport = InProcessTransport(f"{engine_id}-{self.epoch}", fabric)
         self.manager = TrafficManager(
-            self.settings, GEOMETRY, storage, transport, layout, self.mail.put
+            self.settings, GEOMETRY, storage, transport, layout, self.outbox.put
         )
         self._kept: list[Message] = []
         self._seq = 0
 
-    def tell(self, message: Message) -> None:
+    def command(self, message: Message) -> None:
         """Give the traffic manager a command of the router."""
         self.manager.handle(message)
 
-    def hear(self, kind: type[M], request_id: str | None = None) -> M:
+    def answer(self, kind: type[M], request_id: str | None = None) -> M:
         """Return the first message of a kind (for a request); others are kept for later."""
 
         def fits(message: Message) -> bool:
@@ -149,22 +149,22 @@ class ToyEngine:
                 assert isinstance(message, kind)
                 return message
         while True:
-            message = self.mail.get(timeout=WAIT_S)
+            message = self.outbox.get(timeout=WAIT_S)
             if fits(message):
                 assert isinstance(message, kind)
                 return message
             self._kept.append(message)
 
-    def heard(self, kind: type[Message]) -> list[Message]:
+    def answers(self, kind: type[Message]) -> list[Message]:
         """Return what has arrived of a kind so far, without waiting."""
-        while not self.mail.empty():
-            self._kept.append(self.mail.get_nowait())
+        while not self.outbox.empty():
+            self._kept.append(self.outbox.get_nowait())
         return [m for m in self._kept if isinstance(m, kind)]
 
     def assign(self, request_id: str, tokens: int, blocks: int) -> None:
         """Assign a request and ask for buffer."""
         self._seq += 1
-        self.tell(
+        self.command(
             Assign(
                 assign_seq=self._seq, request_id=request_id, tokens=tokens, reserve_blocks=blocks
             )
@@ -214,8 +214,8 @@ class ToyCluster:
             mode=mode,
             buffer_blocks=buffer_blocks,
         )
-        self.pe.tell(Welcome(peers=(self.de.manager.address(self.de.epoch),)))
-        self.de.tell(Welcome(peers=(self.pe.manager.address(self.pe.epoch),)))
+        self.pe.command(Welcome(peers=(self.de.manager.address(self.de.epoch),)))
+        self.de.command(Welcome(peers=(self.pe.manager.address(self.pe.epoch),)))
 
     def close(self) -> None:
         """Stop both engines."""
@@ -232,11 +232,11 @@ class ToyCluster:
         """Reserve, read the first ``pe_hits`` blocks on the PE and the next on the DE."""
         blocks = GEOMETRY.blocks_for(prompt_tokens)
         self.de.assign(request_id, prompt_tokens, blocks)
-        de_slots = self.de.hear(Reserved, request_id).slots
+        de_slots = self.de.answer(Reserved, request_id).slots
         hits = []
         self.pe.assign(request_id, prompt_tokens, pe_hits)
         if pe_hits:
-            self.pe.hear(Reserved, request_id)
+            self.pe.answer(Reserved, request_id)
             done = self._read(self.pe, request_id, 0, keys[:pe_hits])
             hits.append(HitRun(side=Role.PREFILL, first_block=0, slots=done.slots))
         if de_hits:
@@ -259,10 +259,10 @@ class ToyCluster:
     def _read(
         self, engine: ToyEngine, request_id: str, first_slot: int, keys: Sequence[BlockKey]
     ) -> ReadDone:
-        engine.tell(
+        engine.command(
             Read(request_id=request_id, first_slot=first_slot, keys=tuple(keys), deadline_s=WAIT_S)
         )
-        done = engine.hear(ReadDone, request_id)
+        done = engine.answer(ReadDone, request_id)
         assert done.good_blocks == len(keys), done
         return done
 
@@ -303,7 +303,7 @@ class ToyCluster:
     ) -> str | None:
         """Persist the prompt's new blocks and copy everything to the DE's HBM."""
         full = GEOMETRY.full_blocks_in(prefill_transfer.prompt_tokens)
-        self.de.tell(
+        self.de.command(
             Persist(
                 request_id=prefill_transfer.request_id,
                 first_slot=prefill_transfer.hit_blocks,
@@ -329,5 +329,5 @@ class ToyCluster:
     def release(self, request_id: str) -> None:
         """End the request on both engines."""
         for engine in (self.pe, self.de):
-            engine.tell(Release(request_id=request_id, reason="finished"))
-            engine.hear(Released, request_id)
+            engine.command(Release(request_id=request_id, reason="finished"))
+            engine.answer(Released, request_id)

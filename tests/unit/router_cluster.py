@@ -81,8 +81,8 @@ class Cluster:
                     await engine.more_than(seen)
 
     async def _delivered(self, engine: FakeEngine) -> None:
-        call_id, answer = self.service.context.exchange.lookup(engine.engine_id)
-        self.service.server.send(engine.engine_id, control.Lookup(call_id=call_id, keys=()))
+        call_id, answer = self.service.context.exchange.call(engine.engine_id)
+        self.service.server.send(engine.engine_id, control.Sync(call_id))
         await answer
 
     async def arrives(self, stage: str) -> None:

@@ -83,7 +83,7 @@ class FakeEngine:
             None,
         )
         self.unanswered: set[type] = set()
-        #: ``KvInHbm`` is late: the router has it only with the answer to its next look-up.
+        #: ``KvInHbm`` is late: the router has it only with the answer to its next ``Sync``.
         self.tokens_come_first = False
         self.counters: dict[str, float] = {}
         self._arrived = asyncio.Event()
@@ -207,8 +207,10 @@ class FakeEngine:
                 hit = 0
                 while hit < len(message.keys) and message.keys[hit] in self.stored:
                     hit += 1
-                self._say_withheld()
                 self.send(control.LookupDone(call_id=message.call_id, hit_blocks=hit))
+            case control.Sync():
+                self._say_withheld()
+                self.send(control.Synced(call_id=message.call_id))
             case control.Assign():
                 assert message.assign_seq == self.assign_seq + 1
                 self.assign_seq = message.assign_seq

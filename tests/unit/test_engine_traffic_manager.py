@@ -27,12 +27,15 @@ from dualpath.core.control import (
     Release,
     Released,
     Reserved,
+    Sync,
+    Synced,
 )
 from dualpath.core.errors import ConfigError, TransportError
 from dualpath.core.modes import Mode
 from dualpath.engine.counters import Counter
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.engine.settings import parse_settings
+from dualpath.engine.traffic_manager import LOOKUP_THREADS
 from dualpath.plan.steps import BlockRun
 
 TOKENS = 22  # five full blocks and a partial one
@@ -55,11 +58,11 @@ def assert_whole(cluster: ToyCluster) -> None:
         assert report.read_queue_tokens == 0
 
 
-def test_a_look_up_tells_the_longest_stored_prefix(cluster: ToyCluster) -> None:
+def test_a_look_up_returns_the_longest_stored_prefix(cluster: ToyCluster) -> None:
     keys = prompt_keys(TOKENS)
     cluster.store([keys[0], keys[1], keys[3]])
-    cluster.de.tell(Lookup(call_id=7, keys=tuple(keys)))
-    assert cluster.de.hear(LookupDone) == LookupDone(call_id=7, hit_blocks=2)
+    cluster.de.command(Lookup(call_id=7, keys=tuple(keys)))
+    assert cluster.de.answer(LookupDone) == LookupDone(call_id=7, hit_blocks=2)
 
 
 def test_a_look_up_waits_for_blocks_that_are_just_being_written() -> None:
@@ -79,9 +82,31 @@ def test_a_look_up_waits_for_blocks_that_are_just_being_written() -> None:
     cluster.forward([(prefill_transfer, keys, BlockRun(0, BLOCKS), HBM)])
     cluster.hand_to_decode(prefill_transfer, keys, HBM)
     assert entered.wait(WAIT_S)
-    cluster.de.tell(Lookup(call_id=1, keys=tuple(keys)))
+    cluster.de.command(Lookup(call_id=1, keys=tuple(keys)))
     gate.set()
-    assert cluster.de.hear(LookupDone) == LookupDone(call_id=1, hit_blocks=5)
+    assert cluster.de.answer(LookupDone) == LookupDone(call_id=1, hit_blocks=5)
+    cluster.close()
+
+
+def test_a_sync_waits_for_no_look_up() -> None:
+    gate = threading.Event()
+    storage = memory_storage()
+    found_now = storage.hit_blocks
+
+    def slow_hit_blocks(keys: Sequence[bytes]) -> int:
+        assert gate.wait(WAIT_S)
+        return found_now(keys)
+
+    storage.hit_blocks = slow_hit_blocks  # type: ignore[method-assign]
+    cluster = ToyCluster(storage)
+    for call_id in range(LOOKUP_THREADS + 1):
+        cluster.de.command(Lookup(call_id=call_id, keys=tuple(prompt_keys(TOKENS))))
+    cluster.de.assign("r", TOKENS, 0)
+    cluster.de.command(Sync(call_id=99))
+    assert cluster.de.answer(Synced) == Synced(call_id=99)
+    assert cluster.de.report().assign_seq == 1
+    assert cluster.de.answers(LookupDone) == []
+    gate.set()
     cluster.close()
 
 
@@ -92,10 +117,10 @@ def test_a_buffer_that_holds_one_request_serves_sixteen() -> None:
         cluster.de.assign(name, TOKENS, BLOCKS)
     granted = []
     for _ in names:
-        reserved = cluster.de.hear(Reserved)
+        reserved = cluster.de.answer(Reserved)
         granted.append(reserved.request_id)
-        assert cluster.de.heard(Reserved) == []
-        cluster.de.tell(Release(request_id=reserved.request_id, reason="finished"))
+        assert cluster.de.answers(Reserved) == []
+        cluster.de.command(Release(request_id=reserved.request_id, reason="finished"))
     assert granted == names
     assert_whole(cluster)
     cluster.close()
@@ -105,9 +130,9 @@ def test_a_reservation_that_never_fits_fails_at_once_and_blocks_nobody(
     cluster: ToyCluster,
 ) -> None:
     cluster.de.assign("huge", 10_000, 65)
-    assert "raise buffer_bytes" in cluster.de.hear(Failed, "huge").reason
+    assert "raise buffer_bytes" in cluster.de.answer(Failed, "huge").reason
     cluster.de.assign("next", TOKENS, BLOCKS)
-    cluster.de.hear(Reserved, "next")
+    cluster.de.answer(Reserved, "next")
 
 
 def test_a_corrupt_block_ends_the_hit_there(cluster: ToyCluster) -> None:
@@ -115,10 +140,10 @@ def test_a_corrupt_block_ends_the_hit_there(cluster: ToyCluster) -> None:
     cluster.store(keys[:4])
     cluster.storage.corrupt(keys[2])  # type: ignore[attr-defined]
     cluster.de.assign("r", TOKENS, BLOCKS)
-    cluster.de.hear(Reserved, "r")
+    cluster.de.answer(Reserved, "r")
     read = Read(request_id="r", first_slot=0, keys=tuple(keys[:4]), deadline_s=WAIT_S)
-    cluster.de.tell(read)
-    done = cluster.de.hear(ReadDone, "r")
+    cluster.de.command(read)
+    done = cluster.de.answer(ReadDone, "r")
     assert (done.good_blocks, done.reason) == (2, "checksum")
     assert cluster.de.report().counters[Counter.VERIFY_FAILURES.value] == 1
     assert cluster.de.slot_bytes(done.slots[1]) == full_block(keys[1])
@@ -138,16 +163,16 @@ def test_a_read_past_its_deadline_is_answered_and_its_late_bytes_reach_nobody() 
 
     storage.before_read = slow
     cluster.de.assign("r", TOKENS, BLOCKS)
-    before = cluster.de.hear(Reserved, "r").slots
-    cluster.de.tell(Read(request_id="r", first_slot=0, keys=tuple(keys[:4]), deadline_s=1.0))
+    before = cluster.de.answer(Reserved, "r").slots
+    cluster.de.command(Read(request_id="r", first_slot=0, keys=tuple(keys[:4]), deadline_s=1.0))
     for _ in keys[2:4]:  # both readers are in these blocks: they are done with those before
         assert entered.acquire(timeout=WAIT_S)
     cluster.de.manager.tick(cluster.de.manager.trace.now_ns() + 2_000_000_000)
-    done = cluster.de.hear(ReadDone, "r")
+    done = cluster.de.answer(ReadDone, "r")
     assert (done.good_blocks, done.reason) == (2, "deadline")
     assert done.slots[:2] == before[:2]
     assert not set(done.slots) & set(before[2:4])
-    cluster.de.tell(Release(request_id="r", reason="test"))
+    cluster.de.command(Release(request_id="r", reason="test"))
     free_tokens = cluster.de.report().free_buffer_tokens
     assert free_tokens == cluster.de.manager.buffer_tokens - 2 * GEOMETRY.block_tokens
     gate.set()
@@ -168,15 +193,15 @@ def test_a_release_in_mid_read_frees_the_slots_when_the_read_is_over() -> None:
 
     storage.before_read = slow
     cluster.de.assign("r", TOKENS, BLOCKS)
-    cluster.de.hear(Reserved, "r")
-    cluster.de.tell(Read(request_id="r", first_slot=0, keys=tuple(keys[:4]), deadline_s=WAIT_S))
+    cluster.de.answer(Reserved, "r")
+    cluster.de.command(Read(request_id="r", first_slot=0, keys=tuple(keys[:4]), deadline_s=WAIT_S))
     assert entered.wait(WAIT_S)
-    cluster.de.tell(Release(request_id="r", reason="client left"))
-    cluster.de.hear(Released, "r")
+    cluster.de.command(Release(request_id="r", reason="client left"))
+    cluster.de.answer(Released, "r")
     assert cluster.de.report().free_buffer_tokens < cluster.de.manager.buffer_tokens
     gate.set()
     cluster.close()
-    assert cluster.de.heard(ReadDone) == []
+    assert cluster.de.answers(ReadDone) == []
     assert_whole(cluster)
 
 
@@ -188,13 +213,13 @@ def test_a_prefill_engine_confirms_a_release_only_after_its_forward_pass(
 
     def release(layer: int, stream: LayerStream) -> None:
         if layer == 2:
-            cluster.pe.tell(Release(request_id="r", reason="client left"))
-            assert cluster.pe.heard(Released) == []
+            cluster.pe.command(Release(request_id="r", reason="client left"))
+            assert cluster.pe.answers(Released) == []
             with pytest.raises(TransportError, match="it was released"):
                 cluster.pe.manager.prefill_chunk(prefill_transfer, BlockRun(0, BLOCKS), HBM)
 
     cluster.forward([(prefill_transfer, keys, BlockRun(0, BLOCKS), HBM)], release)
-    cluster.pe.hear(Released, "r")
+    cluster.pe.answer(Released, "r")
 
 
 def test_a_request_released_before_the_pass_takes_no_part_and_moves_nothing(
@@ -202,8 +227,8 @@ def test_a_request_released_before_the_pass_takes_no_part_and_moves_nothing(
 ) -> None:
     keys = prompt_keys(TOKENS)
     prefill_transfer = cluster.load("r", keys, TOKENS, 0, 0)
-    cluster.pe.tell(Release(request_id="r", reason="client left"))
-    cluster.pe.hear(Released, "r")
+    cluster.pe.command(Release(request_id="r", reason="client left"))
+    cluster.pe.answer(Released, "r")
     failures = cluster.forward([(prefill_transfer, keys, BlockRun(0, BLOCKS), HBM)])
     assert failures == {"r": "it was released"}
     assert cluster.pe.report().counters[Counter.PE_TO_DE_BYTES.value] == 0
@@ -239,23 +264,23 @@ def test_a_lost_decode_engine_fails_what_was_under_way_and_is_unknown_afterwards
 
     failures = cluster.forward([(prefill_transfer, keys, BlockRun(0, BLOCKS), HBM)], kill)
     assert set(failures) == {"r"}
-    cluster.pe.tell(PeerDown(engine_id="de-0", epoch="epoch-1", certain=True))
+    cluster.pe.command(PeerDown(engine_id="de-0", epoch="epoch-1", certain=True))
     with pytest.raises(TransportError, match="lost or restarted"):
         cluster.pe.manager.decode_agent("de-0", "epoch-1")
 
 
 def test_slots_a_lost_writer_may_touch_wait_until_it_is_proven_gone(cluster: ToyCluster) -> None:
     cluster.de.assign("r", TOKENS, BLOCKS)
-    cluster.de.hear(Reserved, "r")
-    cluster.de.tell(
+    cluster.de.answer(Reserved, "r")
+    cluster.de.command(
         Release(request_id="r", reason="PE lost", writer_certain=False, writer_engine="pe-0")
     )
     held_tokens = BLOCKS * GEOMETRY.block_tokens
     whole_tokens = cluster.de.manager.buffer_tokens
     assert cluster.de.report().free_buffer_tokens == whole_tokens - held_tokens
-    cluster.de.tell(PeerDown(engine_id="pe-0", epoch="epoch-1", certain=False))
+    cluster.de.command(PeerDown(engine_id="pe-0", epoch="epoch-1", certain=False))
     assert cluster.de.report().free_buffer_tokens == whole_tokens - held_tokens
-    cluster.de.tell(PeerDown(engine_id="pe-0", epoch="epoch-1", certain=True))
+    cluster.de.command(PeerDown(engine_id="pe-0", epoch="epoch-1", certain=True))
     assert_whole(cluster)
 
 
@@ -280,7 +305,7 @@ def test_the_buffer_waits_for_the_prompts_persist_order(cluster: ToyCluster) -> 
     cluster.de.manager.fill_hbm(decode_transfer, HBM, lambda error: over.set())
     assert over.wait(WAIT_S)
     assert cluster.de.report().free_buffer_tokens < cluster.de.manager.buffer_tokens
-    cluster.de.tell(Persist(request_id="r", first_slot=0, keys=tuple(keys[:5])))
+    cluster.de.command(Persist(request_id="r", first_slot=0, keys=tuple(keys[:5])))
     cluster.release("r")
     assert cluster.de.manager.drain(WAIT_S)
     assert cluster.storage.hit_blocks(keys[:5]) == 5

@@ -26,6 +26,7 @@ VALID: list[control.Message] = [
     _PROTOTYPE.hello(),
     control.Report(1, 0, 0, 0, 0, 100, 100, {"storage_read_bytes": 3.0}),
     control.LookupDone(call_id=1, hit_blocks=2),
+    control.Synced(call_id=1),
     control.Reserved(request_id="a", slots=(0, 1), wait_s=0.0),
     control.ReadDone("a", 1, None, 64, 0.0, 0.0, (0, 1)),
     control.PrefillDone(request_id="a"),

@@ -55,9 +55,9 @@ async def test_a_de_lost_after_its_last_token_costs_nothing():
         made.calls.gates["decode"] = asyncio.Event()
         run = asyncio.create_task(made.run(job("a", PROMPT)))
         await made.arrives("decode")
-        lost.unanswered = {control.Lookup}
+        lost.unanswered = {control.Sync}
         made.calls.gates["decode"].set()
-        await lost.saw(control.Lookup, lambda asked: not asked.keys)  # waits for the hand-over
+        await lost.saw(control.Sync)  # waits for the hand-over
         made.lose("d0")
         assert await run == expected(PROMPT, 6)
         assert made.service.status()["counters"]["retries"] == 0

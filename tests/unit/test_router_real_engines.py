@@ -35,8 +35,8 @@ class LinkedEngine:
         manager = engine.manager
         self.link = ControlLink(router, self._hello, manager.report, manager.handle, manager.tick)
         self.closing = threading.Event()
-        self.mailman = threading.Thread(target=self._carry, daemon=True)
-        self.mailman.start()
+        self.forwarder = threading.Thread(target=self._forward, daemon=True)
+        self.forwarder.start()
         self.link.start()
 
     def _hello(self) -> control.Hello:
@@ -53,13 +53,13 @@ class LinkedEngine:
             buffer_tokens=manager.buffer_tokens,
         )
 
-    def _carry(self) -> None:
-        while (message := self.engine.mail.get()) is not None:
+    def _forward(self) -> None:
+        while (message := self.engine.outbox.get()) is not None:
             self.link.send(message)
 
     def close(self) -> None:
-        self.engine.mail.put(None)  # type: ignore[arg-type]  # ends the mailman
-        self.mailman.join(GUARD_S)
+        self.engine.outbox.put(None)  # type: ignore[arg-type]  # ends the forwarder
+        self.forwarder.join(GUARD_S)
         self.link.close("test over")
 
 
@@ -84,7 +84,7 @@ class ToyCalls:
                 self._toys.forward, [(prefill_transfer, keys, chunk, range(len(keys)))]
             )
         assert not failures
-        self._toys.pe.mail.put(control.PrefillDone(request_id=prefill_transfer.request_id))
+        self._toys.pe.outbox.put(control.PrefillDone(request_id=prefill_transfer.request_id))
         return TokenEvent(token_ids=(1,), finish_reason="length")
 
     async def decode(

@@ -3,9 +3,9 @@
 Messages are msgpack-encoded tagged structs.  An engine opens the connection with ``Hello`` and is
 answered with ``Welcome`` or ``Refused``.  Bulk data never travels here.
 
-    router → engine   Welcome Refused PeerUp PeerDown Lookup Assign Read Persist Release
-    engine → router   Hello Report LookupDone Reserved ReadDone PrefillDone KvInHbm Released
-                      Failed Goodbye
+    router → engine   Welcome Refused PeerUp PeerDown Lookup Sync Assign Read Persist Release
+    engine → router   Hello Report LookupDone Synced Reserved ReadDone PrefillDone KvInHbm
+                      Released Failed Goodbye
 
 Life of a request (Fig. 4 of the paper):
 
@@ -24,7 +24,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import IncompatibleError
 
 #: Raised by one whenever a message changes its meaning; both ends must agree.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 #: Key under which hand-over and take-over travel in vLLM's ``kv_transfer_params``.
 TRANSFER_PARAMS_KEY = "dualpath"
@@ -121,6 +121,23 @@ class LookupDone(Message, frozen=True, tag=True):
 
     call_id: int
     hit_blocks: int
+
+
+class Sync(Message, frozen=True, tag=True):
+    """Ask whether everything sent to this engine before has been taken up.
+
+    The engine answers in the order in which it takes up commands: what it sent before its answer
+    is at the router before it, and what reaches the engine on another connection after it cannot
+    overtake an earlier command.
+    """
+
+    call_id: int
+
+
+class Synced(Message, frozen=True, tag=True):
+    """Answer to ``Sync``."""
+
+    call_id: int
 
 
 class Assign(Message, frozen=True, tag=True):
@@ -257,11 +274,14 @@ class Goodbye(Message, frozen=True, tag=True):
     reason: str
 
 
-RouterMessage = Welcome | Refused | PeerUp | PeerDown | Lookup | Assign | Read | Persist | Release
+RouterMessage = (
+    Welcome | Refused | PeerUp | PeerDown | Lookup | Sync | Assign | Read | Persist | Release
+)
 EngineMessage = (
     Hello
     | Report
     | LookupDone
+    | Synced
     | Reserved
     | ReadDone
     | PrefillDone

@@ -39,6 +39,8 @@ from dualpath.core.control import (
     Released,
     Report,
     Reserved,
+    Sync,
+    Synced,
     Welcome,
 )
 from dualpath.core.errors import BufferTooSmallError, DualPathError, TransportError
@@ -193,6 +195,8 @@ class TrafficManager:
                     self._buffer.end_quarantine(request_id)
             case Lookup():
                 self._lookups.submit(self._look_up, message)
+            case Sync():
+                self._send(Synced(call_id=message.call_id))
             case Assign():
                 self._assign(message)
             case Read():

@@ -43,7 +43,7 @@ class ApiKeys:
         scheme, _, shown = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":
             return False
-        # All are compared, so that the time taken tells nothing.
+        # All are compared, so that the time taken gives nothing away.
         fits = [hmac.compare_digest(_bytes(shown), key) for key in self._keys]
         return any(fits)
 

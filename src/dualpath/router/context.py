@@ -26,7 +26,7 @@ _ALPHA_S = 3.0
 _BETA_S = 5.0
 
 
-class Desk:
+class RouterContext:
     """Holds the router's parts together; created by the service, used by every request."""
 
     def __init__(

@@ -18,7 +18,8 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``cluster_secret_file``: holds the secret that engines must know; empty: the environment's
     ``DUALPATH_CLUSTER_SECRET``; without either ``control_host`` must be a loopback address.
     ``mode``: None takes the mode of the first engine.
-    ``engine_timeout_s``: an engine silent for that long is lost (heartbeats come every 0.5 s).
+    ``engine_timeout_s``: an engine silent for that long is lost (heartbeats come every 0.5 s); one
+    that takes longer to take up commands fails the attempt.
     ``suspect_timeout_s``: how long an engine whose call has just failed may take to prove that
     it lives, before it is declared lost.
     ``lookup_timeout_s``: a slower look-up counts as no hit.
@@ -36,7 +37,7 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``max_body_bytes``: larger HTTP bodies are refused (413); ``max_samples``: a larger ``n`` (400).
     ``alpha_tokens``, ``beta_tokens``: α and β of Algorithm 1 (§A.4: what a node reads in 3 s, what
     a GPU prefills in 5 s); None derives them from what the first engine says of itself.
-    ``event_log``: file for what the scheduler is told and answers (``policy.event_log``); empty:
+    ``event_log``: file for the scheduler's events and answers (``policy.event_log``); empty:
     none.
     ``otlp_traces_endpoint``: OpenTelemetry collector that gets a trace of every request; empty:
     none.

@@ -1,7 +1,7 @@
 """Two numberings of one engine's assignments, and the reports between them.
 
 The scheduler numbers assignments in the order it decides them; the engine learns of them in the
-order requests get there, which differs: a request is told to its PE only after its DE has
+order requests get there, which differs: a request is sent to its PE only after its DE has
 granted buffer space.  Reports say "I have counted everything up to ``assign_seq``", so each
 numbering needs its own log to be translated without counting a token twice or never.
 """
@@ -45,7 +45,7 @@ class AssignLog:
         self._entries[request_id] = _Entry(decided_seq, tokens, read_tokens)
 
     def sent(self, request_id: str) -> tuple[int, int]:
-        """The engine is about to be told; return ``assign_seq`` and ``tokens`` of the message."""
+        """It is about to be sent to the engine; return its ``assign_seq`` and ``tokens``."""
         self.last_sent += 1
         entry = self._entries.get(request_id)
         if entry is None:
@@ -54,7 +54,7 @@ class AssignLog:
         return self.last_sent, entry.tokens
 
     def reading(self, request_id: str) -> None:
-        """The engine is about to be told to read."""
+        """The engine is about to be asked to read."""
         if (entry := self._entries.get(request_id)) is not None:
             entry.reading = True
 

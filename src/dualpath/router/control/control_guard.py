@@ -1,4 +1,4 @@
-"""Keeps strangers off the control socket: asks for the engines' key, and tells who had none.
+"""Keeps strangers off the control socket: asks for the engines' key, counts who had none.
 
 libzmq asks an authenticator (ZAP) whether it may admit a key, and reports on a monitor socket which
 connections ended in their handshake.  A peer without the secret never gets further than that: none

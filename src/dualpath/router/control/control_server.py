@@ -35,7 +35,7 @@ _LARGEST_FRAME_BYTES = 64 << 20
 
 
 class ControlListener(Protocol):
-    """What the server tells its owner; called from the event loop, must not block."""
+    """What the server reports to its owner; called from the event loop, must not block."""
 
     def on_joined(self, info: EngineInfo) -> None:
         """An engine may be used from now on."""
@@ -249,7 +249,7 @@ class ControlServer:
             if admission.replaced_was_alive:
                 self._lost(former, f"restarted as epoch {admission.info.epoch}", certain=True)
             else:
-                self._tell_peers_down(former, certain=True)
+                self._notify_peers_down(former, certain=True)
         self._welcome(admission.info, announce=admission.new)
 
     def _welcome(self, info: EngineInfo, *, announce: bool) -> None:
@@ -264,11 +264,11 @@ class ControlServer:
 
     def _lost(self, info: EngineInfo, reason: str, certain: bool) -> None:
         logger.warning("%s engine %s lost: %s", info.role.value, info.engine_id, reason)
-        self._tell_peers_down(info, certain)
+        self._notify_peers_down(info, certain)
         self._resolve_proofs(info.engine_id, alive=False)
         self._listener.on_lost(info, reason, certain)
 
-    def _tell_peers_down(self, info: EngineInfo, certain: bool) -> None:
+    def _notify_peers_down(self, info: EngineInfo, certain: bool) -> None:
         down = control.PeerDown(engine_id=info.engine_id, epoch=info.epoch, certain=certain)
         for peer in self._others(info):
             self.send(peer.engine_id, down)

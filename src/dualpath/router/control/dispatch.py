@@ -65,8 +65,8 @@ class Dispatch:
 
     def idle(self) -> bool:
         """Whether no request waits or counts anywhere."""
-        told = any(log.open for log in self._logs.values())
-        return not (self._waiting or told or self._scheduler.waiting())
+        counted = any(log.open for log in self._logs.values())
+        return not (self._waiting or counted or self._scheduler.waiting())
 
     def joined(self, info: EngineInfo) -> None:
         """An engine (or a new process of it) may get requests."""
@@ -129,7 +129,7 @@ class Dispatch:
             self._waiting.pop(request.request_id, None)
 
     def assign(self, engine_id: str, request_id: str, reserve_blocks: int) -> Assign:
-        """Return the message that tells an engine of a request placed on it.
+        """Return the message that assigns a request to the engine it was placed on.
 
         Raises ``EngineLostError`` if the engine is gone.
         """
@@ -145,7 +145,7 @@ class Dispatch:
         )
 
     def reading(self, request_id: str, engine_id: str) -> None:
-        """An engine is about to be told to read for a request."""
+        """An engine is about to be asked to read for a request."""
         if (log := self._logs.get(engine_id)) is not None:
             log.reading(request_id)
 

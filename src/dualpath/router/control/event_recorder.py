@@ -1,4 +1,4 @@
-"""Records what the scheduler of a live router is told and what it answers (``policy.event_log``).
+"""Records the events of a live router's scheduler with its answers (``policy.event_log``).
 
 A thread encodes and writes, so that the event loop only appends to a queue.  What it has got so
 far is in the file a moment later, also when the router is killed.  Recording never harms serving:

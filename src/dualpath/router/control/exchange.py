@@ -1,8 +1,8 @@
 """Pairs what engines answer with who waits for it.
 
-An ``AttemptChannel`` is one attempt of one request: it knows which engines the attempt needs and
-turns their loss, or a ``Failed``, into one future, ``broken``, that ends the attempt wherever it
-stands.
+An ``AttemptChannel`` is the conversation of one attempt at a request with its engines: it knows
+which engines the attempt needs and turns their loss, or a ``Failed``, into one future, ``broken``,
+that ends the attempt wherever it stands.
 """
 
 import asyncio
@@ -14,11 +14,12 @@ from dualpath.core import control
 from dualpath.core.errors import BadRequestError, EngineLostError
 
 Answer = control.Reserved | control.ReadDone | control.PrefillDone
+CallAnswer = control.LookupDone | control.Synced
 T = TypeVar("T")
 
 
 class AttemptChannel:
-    """What is said about one attempt; ``attempt_id`` is its name at engines and scheduler.
+    """Messages about one attempt; ``attempt_id`` is its name at engines and scheduler.
 
     ``kv_in_hbm`` is called with the DE's ``KvInHbm``.
     """
@@ -77,11 +78,11 @@ class AttemptChannel:
 
 
 class Exchange:
-    """All channels and look-ups under way."""
+    """All channels, and all calls (``Lookup``, ``Sync``) that wait for their answer."""
 
     def __init__(self) -> None:
         self._channels: dict[str, AttemptChannel] = {}
-        self._lookups: dict[int, tuple[str, asyncio.Future[int | None]]] = {}
+        self._calls: dict[int, tuple[str, asyncio.Future[CallAnswer | None]]] = {}
         self._call_ids = itertools.count(1)
 
     def open(self, channel: AttemptChannel) -> None:
@@ -104,20 +105,20 @@ class Exchange:
         """Return an open channel."""
         return self._channels.get(attempt_id)
 
-    def lookup(self, engine_id: str) -> tuple[int, "asyncio.Future[int | None]"]:
+    def call(self, engine_id: str) -> tuple[int, "asyncio.Future[CallAnswer | None]"]:
         """Return a call id and the future of its answer, None if the engine is lost."""
         call_id = next(self._call_ids)
-        future: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        self._lookups[call_id] = (engine_id, future)
-        future.add_done_callback(lambda _: self._lookups.pop(call_id, None))
+        future: asyncio.Future[CallAnswer | None] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = (engine_id, future)
+        future.add_done_callback(lambda _: self._calls.pop(call_id, None))
         return call_id, future
 
     def deliver(self, engine_id: str, message: control.EngineMessage) -> None:
         """Take an engine's message."""
-        if isinstance(message, control.LookupDone):
-            asked, future = self._lookups.get(message.call_id, ("", None))
+        if isinstance(message, CallAnswer):
+            asked, future = self._calls.get(message.call_id, ("", None))
             if future is not None and asked == engine_id and not future.done():
-                future.set_result(message.hit_blocks)
+                future.set_result(message)
         elif isinstance(message, Answer | control.KvInHbm | control.Failed):
             channel = self._channels.get(message.request_id)
             if channel is not None:
@@ -125,7 +126,7 @@ class Exchange:
 
     def engine_lost(self, engine_id: str, reason: str) -> None:
         """Break what depends on an engine."""
-        for asked, future in list(self._lookups.values()):
+        for asked, future in list(self._calls.values()):
             if asked == engine_id and not future.done():
                 future.set_result(None)
         for channel in list(self._channels.values()):

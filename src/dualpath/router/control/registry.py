@@ -69,7 +69,7 @@ class Admission(msgspec.Struct, frozen=True):
     """Outcome of a ``Hello``.
 
     ``new`` is False for a repeated greeting of a live engine; ``replaced`` is the former process
-    of a restarted engine, and ``replaced_was_alive`` tells that nobody knew of its end.
+    of a restarted engine, and ``replaced_was_alive`` says that nobody knew of its end.
     """
 
     info: EngineInfo

@@ -122,7 +122,7 @@ def bytes_by_path(registry: Registry) -> dict[str, int]:
 
 
 class EngineCollector:
-    """Turns the registry into metrics; ``clock`` is the one the registry was told times of."""
+    """Turns the registry into metrics; ``clock`` is the one by which the registry notes times."""
 
     def __init__(self, registry: Registry, clock: Callable[[], float]) -> None:
         self._registry = registry

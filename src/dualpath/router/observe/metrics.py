@@ -29,7 +29,7 @@ _READ_PATHS = {Role.PREFILL: "pe", Role.DECODE: "de"}
 class RouterMetrics:
     """All metrics of one router; ``exposition`` is the body of ``/metrics``.
 
-    ``control_refusals`` tells how often the control server refused what came to it; ``clock`` is
+    ``control_refusals`` says how often the control server refused what came to it; ``clock`` is
     the one by which ``registry`` notes when it heard of an engine.
     """
 

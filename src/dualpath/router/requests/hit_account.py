@@ -1,8 +1,8 @@
 """Where a prompt's tokens came from: loaded, or computed and why.
 
 The longest hit anybody could give is the ideal hit: every block whose KV was computed before.  The
-router remembers which blocks that are, so that what storage or data path failed to keep is told
-apart from what is new.
+router remembers which blocks that are, so that what storage or data path failed to keep
+can be separated from what is new.
 """
 
 from collections.abc import Sequence

@@ -6,38 +6,26 @@ back when it ends, however it ends; ``request_life`` decides whether there is an
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import (
-    DecodeTransfer,
-    KvInHbm,
-    Lookup,
-    Persist,
-    PrefillDone,
-    PrefillTransfer,
-    Read,
-    ReadDone,
-    Reserved,
-)
-from dualpath.core.errors import EngineLostError, TransportError
+from dualpath.core.control import DecodeTransfer, KvInHbm, PrefillDone, PrefillTransfer
+from dualpath.core.errors import EngineLostError
 from dualpath.core.request import Request
 from dualpath.policy.events import Assignment, ReadPart
-from dualpath.router.context import Desk
+from dualpath.router.context import RouterContext
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.control.exchange import AttemptChannel, gather_or_cancel, run_until_broken
 from dualpath.router.control.registry import EngineInfo
 from dualpath.router.observe.tracing import RequestTrace
+from dualpath.router.requests.attempt_steps import AttemptSteps
 from dualpath.router.requests.hit_account import ENGINE_LOST, GONE, NOT_CACHEABLE, TIMEOUT, Found
 from dualpath.router.requests.hits import Loaded, PartRead, good_runs
 from dualpath.router.requests.records import RequestRecord, Stage
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _LOOKUP_TRIES = 2
 _GIVEN_UP = ("abort", "error")
@@ -48,7 +36,7 @@ class Attempt:
 
     def __init__(
         self,
-        context: Desk,
+        context: RouterContext,
         job: Job,
         attempt_id: str,
         arrival_seq: int,
@@ -67,10 +55,10 @@ class Attempt:
         self._unstored_reason = GONE if job.cacheable else NOT_CACHEABLE
         self._short_reason = ""
         self._channel = AttemptChannel(attempt_id, self._kv_in_hbm)
-        self._told: set[str] = set()
+        self._steps = AttemptSteps(context, self._channel)
         self._decode_start_s: float | None = None
         self._decoding_s: float | None = None
-        self._prefill_transfer_noted = False
+        self._kv_in_hbm_noted = False
 
     async def run(self) -> None:
         """Return when the last token is out.
@@ -107,15 +95,12 @@ class Attempt:
             return 0
         with self._record.stage(Stage.LOOKUP):
             for engine in self._context.lookup_candidates()[:_LOOKUP_TRIES]:
-                call_id, answer = self._context.exchange.lookup(engine.engine_id)
-                self._context.send(engine.engine_id, Lookup(call_id=call_id, keys=keys))
                 try:
-                    async with asyncio.timeout(self._context.settings.lookup_timeout_s):
-                        hit_blocks = await answer
+                    hit_blocks = await self._steps.look_up(engine, keys)
                 except TimeoutError:
                     return self._no_hit(TIMEOUT, engine)
                 if hit_blocks is not None:
-                    return max(0, min(hit_blocks, len(keys)))
+                    return hit_blocks
         return self._no_hit(ENGINE_LOST, engine)
 
     def _no_hit(self, reason: str, engine: EngineInfo) -> int:
@@ -143,15 +128,15 @@ class Attempt:
 
     async def _load(self, stored_blocks: int) -> Loaded:
         if not self._context.moves_bytes:
-            await self._tell(self._decode_engine, 0)
-            await self._tell(self._prefill_engine, 0)
+            await self._steps.assign(self._decode_engine)
+            await self._steps.assign(self._prefill_engine)
             return Loaded(hit_blocks=stored_blocks, hits=(), de_slots=())
         prompt_blocks = -(-self._job.prompt_tokens // self._context.block_tokens)
         parts = self._assignment.reads
         # A PE that gets no slots need not wait for what the DE grants and reads.
-        telling = asyncio.ensure_future(self._tell_idle_reader(parts))
+        assigning = asyncio.ensure_future(self._assign_idle_reader(parts))
         loading = asyncio.ensure_future(self._reserve_and_read(prompt_blocks, parts))
-        await gather_or_cancel(loading, telling)
+        await gather_or_cancel(loading, assigning)
         de_slots, outcomes = loading.result()
         self._context.dispatch.read_done(self.attempt_id)
         for outcome in outcomes:
@@ -163,19 +148,9 @@ class Attempt:
             self._recompute(stored_blocks - hit_blocks, short)
         return Loaded(hit_blocks=hit_blocks, hits=hits, de_slots=de_slots)
 
-    async def _tell(self, engine: EngineInfo, reserve_blocks: int) -> tuple[int, ...]:
-        """Assign the request to an engine; return the slots it grants."""
-        self._channel.check()
-        message = self._context.dispatch.assign(engine.engine_id, self.attempt_id, reserve_blocks)
-        self._told.add(engine.engine_id)
-        if reserve_blocks == 0:
-            self._context.send(engine.engine_id, message)
-            await self._until_heard(engine)
-            return ()
-        granted = self._channel.expect(Reserved, engine.engine_id)
-        self._context.send(engine.engine_id, message)
+    async def _reserve(self, engine: EngineInfo, blocks: int) -> tuple[int, ...]:
         with self._record.stage(Stage.BUFFER_WAIT, engine.engine_id):
-            return (await granted).slots
+            return await self._steps.reserve(engine, blocks)
 
     async def _reserve_and_read(
         self, prompt_blocks: int, parts: Sequence[ReadPart]
@@ -184,26 +159,13 @@ class Attempt:
 
         DE first, always: what holds PE slots waits for nobody, so nothing can deadlock.
         """
-        de_slots = await self._tell(self._decode_engine, prompt_blocks)
+        de_slots = await self._reserve(self._decode_engine, prompt_blocks)
         return de_slots, await gather_or_cancel(*(self._read(part) for part in parts))
 
-    async def _tell_idle_reader(self, parts: Sequence[ReadPart]) -> None:
+    async def _assign_idle_reader(self, parts: Sequence[ReadPart]) -> None:
         """Assign the request to its PE if the PE has nothing to read for it."""
         if not any(part.side is Role.PREFILL for part in parts):
-            await self._tell(self._prefill_engine, 0)
-
-    async def _until_heard(self, engine: EngineInfo) -> None:
-        """Wait until an engine has carried out what it was sent so far.
-
-        The vLLM request travels on another connection and must not overtake its ``Assign``.  An
-        empty look-up is answered after it, since commands are carried out in order.
-        """
-        call_id, answer = self._context.exchange.lookup(engine.engine_id)
-        self._context.send(engine.engine_id, Lookup(call_id=call_id, keys=()))
-        try:
-            await asyncio.wait({answer}, timeout=self._context.settings.lookup_timeout_s)
-        finally:
-            answer.cancel()
+            await self._steps.assign(self._prefill_engine)
 
     async def _read(self, part: ReadPart) -> PartRead:
         block_tokens = self._context.block_tokens
@@ -212,13 +174,16 @@ class Attempt:
         if part.side is Role.PREFILL:
             engine, first_slot = self._prefill_engine, 0
             blocks = min(blocks, engine.buffer_tokens // block_tokens)
-            await self._tell(engine, blocks)
+            if blocks:
+                await self._reserve(engine, blocks)
+            else:
+                await self._steps.assign(engine)
         if blocks == 0:
             return PartRead(part, 0, (), (), "buffer-too-small")
         keys = self._job.keys[first_block : first_block + blocks]
         start_s = self._context.clock()
         with self._record.stage(Stage.READ, engine.engine_id):
-            done = await self._called(engine, self._read_answer(engine, first_slot, keys))
+            done = await self._steps.read(engine, first_slot, keys)
         read_s = start_s + done.queue_s
         self._record.add(Stage.READ_QUEUE, start_s, engine.engine_id, read_s)
         self._record.add(Stage.STORAGE_READ, read_s, engine.engine_id, read_s + done.read_s)
@@ -230,32 +195,6 @@ class Attempt:
             reserved=done.slots,
             reason=done.reason or "buffer-too-small",
         )
-
-    async def _read_answer(
-        self, engine: EngineInfo, first_slot: int, keys: tuple[bytes, ...]
-    ) -> ReadDone:
-        self._channel.check()
-        settings = self._context.settings
-        answer = self._channel.expect(ReadDone, engine.engine_id)
-        self._context.dispatch.reading(self.attempt_id, engine.engine_id)
-        self._context.send(
-            engine.engine_id,
-            Read(
-                request_id=self.attempt_id,
-                first_slot=first_slot,
-                keys=keys,
-                deadline_s=settings.read_deadline_s,
-            ),
-        )
-        limit_s = settings.read_deadline_s + settings.read_margin_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await answer
-        except TimeoutError:
-            raise EngineLostError(
-                f"engine {engine.engine_id} has not answered a read of {len(keys)} blocks within "
-                f"{limit_s:g} s; check its storage"
-            ) from None
 
     def _recompute(self, blocks: int, reason: str) -> None:
         tokens = blocks * self._context.block_tokens
@@ -281,19 +220,14 @@ class Attempt:
         )
         if loaded.de_slots:
             self._context.releases.writer_started(self.attempt_id, engine.engine_id)
-        sent = self._channel.expect(PrefillDone, engine.engine_id)
+        done = self._channel.expect(PrefillDone, engine.engine_id)
         with self._record.stage(Stage.PREFILL, engine.engine_id):
             job = self._traced(Stage.PREFILL, engine)
-            first = await self._called(
-                engine, self._context.calls.prefill(engine, job, prefill_transfer)
-            )
+            call = self._context.calls.prefill(engine, job, prefill_transfer)
+            first = await self._steps.model_work(engine, call)
             _check_not_given_up(engine, first)
-            done = await self._called(engine, self._arrived(engine, sent))
-            self._record_forward(engine, done)
-        self._channel.done_with(engine.engine_id)
-        self._told.discard(engine.engine_id)
-        self._context.releases.release(engine.engine_id, self.attempt_id, "prefill done")
-        self._context.dispatch.prefill_done(self.attempt_id, engine.engine_id)
+            self._record_forward(engine, await self._steps.kv_arrived(engine, done))
+        self._steps.prefilled(engine)
         return first
 
     def _traced(self, stage: Stage, engine: EngineInfo) -> Job:
@@ -303,31 +237,13 @@ class Attempt:
         headers = self._trace.call(stage, engine.engine_id)
         return msgspec.structs.replace(self._job, trace_headers=headers)
 
-    def _record_forward(self, engine: EngineInfo, sent: PrefillDone) -> None:
+    def _record_forward(self, engine: EngineInfo, done: PrefillDone) -> None:
         """Note the PE's own times; it knows how long, and of the router's clock only the end."""
-        if sent.forward_s > 0:
+        if done.forward_s > 0:
             end_s = self._context.clock()
             where = engine.engine_id
-            self._record.add(Stage.FORWARD, end_s - sent.forward_s, where, end_s)
-            self._record.add(Stage.TRANSFER, end_s - sent.transfer_s, where, end_s)
-
-    async def _arrived(self, engine: EngineInfo, sent: Awaitable[PrefillDone]) -> PrefillDone:
-        """Return the PE's word that the prompt's KV is complete in the DE's buffer.
-
-        Its first token alone does not say so, and a token is streamed only once it is true.
-        """
-        limit_s = self._context.settings.read_margin_s
-        try:
-            async with asyncio.timeout(limit_s):
-                answer = await sent
-        except TimeoutError:
-            raise EngineLostError(
-                f"engine {engine.engine_id} computed the first token but has not confirmed its "
-                f"transfers within {limit_s:g} s; see its log"
-            ) from None
-        if answer.failure is not None:
-            raise TransportError(f"engine {engine.engine_id} could not send KV: {answer.failure}")
-        return answer
+            self._record.add(Stage.FORWARD, end_s - done.forward_s, where, end_s)
+            self._record.add(Stage.TRANSFER, end_s - done.transfer_s, where, end_s)
 
     def _account(self, stored_blocks: int, hit_blocks: int) -> None:
         """Count the prompt's tokens as hit or missed, once per request."""
@@ -354,16 +270,8 @@ class Attempt:
         return finish_reason is not None
 
     def _persist(self, loaded: Loaded) -> None:
-        """Have the DE store the prompt's new full blocks; sent even without any.
-
-        The DE gives the buffer back only when it knows that nothing more is to be stored.
-        """
-        self._channel.check()
-        keys = self._job.keys[loaded.hit_blocks :]
-        self._context.send(
-            self._decode_engine.engine_id,
-            Persist(request_id=self.attempt_id, first_slot=loaded.hit_blocks, keys=keys),
-        )
+        new_keys = self._job.keys[loaded.hit_blocks :]
+        self._steps.persist(self._decode_engine, loaded.hit_blocks, new_keys)
 
     async def _decode(self, loaded: Loaded, first: TokenEvent) -> None:
         self._channel.check()
@@ -376,13 +284,13 @@ class Attempt:
         job = self._traced(Stage.DECODE, engine)
         events = self._context.calls.decode(engine, job, decode_transfer, prior_tokens)
         try:
-            await self._called(engine, self._stream(engine, events))
+            await self._steps.model_work(engine, self._stream(engine, events))
         finally:
             self._record.add(Stage.DECODE, self._decode_start_s, engine.engine_id)
-        if not self._prefill_transfer_noted:
+        if not self._kv_in_hbm_noted:
             # The record waits for the word; the client has its tokens, whatever becomes of the DE.
             self._channel.done_with(engine.engine_id)
-            await self._until_heard(engine)
+            await self._steps.synced(engine)
 
     async def _stream(self, engine: EngineInfo, events: AsyncIterator[TokenEvent]) -> None:
         try:
@@ -402,7 +310,7 @@ class Attempt:
             f"engine {engine.engine_id} ended its stream without a finish reason; see its log"
         )
 
-    def _kv_in_hbm(self, handed: KvInHbm) -> None:
+    def _kv_in_hbm(self, arrived: KvInHbm) -> None:
         self._context.releases.writer_done(self.attempt_id)
         self._context.dispatch.kv_in_hbm(self.attempt_id, self._decode_engine.engine_id)
         if self._decode_start_s is not None:
@@ -410,26 +318,14 @@ class Attempt:
             # Tokens travel on another connection: they may come first, even all of them.
             end_s = self._context.clock() if self._decoding_s is None else self._decoding_s
             self._record.add(Stage.HANDOVER, self._decode_start_s, where, end_s)
-            self._record.add(Stage.H2D, end_s - handed.h2d_s, where, end_s)
-            self._prefill_transfer_noted = True
-
-    async def _called(self, engine: EngineInfo, work: Awaitable[T]) -> T:
-        """Return what ``work`` returns; if it fails, find out whether its engine still lives."""
-        try:
-            return await work
-        except (EngineLostError, TransportError) as error:
-            await self._context.confirm_alive(engine.engine_id, str(error))
-            raise
+            self._record.add(Stage.H2D, end_s - arrived.h2d_s, where, end_s)
+            self._kv_in_hbm_noted = True
 
     def _give_back(self, reason: str) -> None:
         context = self._context
         context.exchange.close(self.attempt_id)
         if self.placed:
-            prefill, decode = self._prefill_engine.engine_id, self._decode_engine.engine_id
-            if prefill in self._told:
-                context.releases.release(prefill, self.attempt_id, reason)
-            if decode in self._told:
-                context.releases.release_when_safe(decode, self.attempt_id, reason)
+            self._steps.release(self._prefill_engine, self._decode_engine, reason)
             self.placed = False
         context.dispatch.over(self.attempt_id)
 

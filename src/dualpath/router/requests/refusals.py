@@ -60,7 +60,7 @@ class _Answer(msgspec.Struct):
 def http_refusal(status: int, body: bytes) -> HttpRefusal | None:
     """Return why a request got this answer, None if it was not refused (no 4xx status).
 
-    ``body`` is the answer's: its OpenAI error tells a prompt that is too long from other mistakes.
+    ``body`` is the answer's: its OpenAI error names a prompt that is too long by its parameter.
     """
     if not _FIRST_REFUSAL <= status <= _LAST_REFUSAL:
         return None

@@ -18,7 +18,7 @@ from dualpath.core.errors import (
     PromptTooLongError,
     TransportError,
 )
-from dualpath.router.context import Desk
+from dualpath.router.context import RouterContext
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.observe.tracing import RequestTrace
 from dualpath.router.requests.lifecycle import Attempt
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class RequestLife:
     """Runs a job to its end; ``events`` gets its tokens and, from the service, None at the end."""
 
-    def __init__(self, context: Desk, job: Job, arrival_seq: int) -> None:
+    def __init__(self, context: RouterContext, job: Job, arrival_seq: int) -> None:
         self.job = job
         self.record = RequestRecord(job.request_id, job.prompt_tokens, context.clock)
         # Unbounded: a request has at most max_new_tokens events.

@@ -10,7 +10,7 @@ from typing import Any
 
 from dualpath.core.control import EngineMessage, Released, Report
 from dualpath.core.errors import BadRequestError, EngineLostError, OverloadedError
-from dualpath.router.context import Desk
+from dualpath.router.context import RouterContext
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.engine_calls import EngineCalls, Job, TokenEvent
 from dualpath.router.control.event_recorder import EventLogWriter
@@ -46,7 +46,7 @@ class RouterService:
             self.registry, self, clock, engine_timeout_s=self.settings.engine_timeout_s
         )
         self.metrics = RouterMetrics(self.registry, self.server.refusals, clock)
-        self.context = Desk(
+        self.context = RouterContext(
             self.settings, self.registry, self.server, self.metrics, engine_calls, clock
         )
         self.records: deque[RequestRecord] = deque(maxlen=_RECORDS_KEPT)

@@ -47,7 +47,7 @@ class Load(NamedTuple):
 class Dashboard:
     """Samples one router; lives in its event loop.
 
-    ``clock`` gives seconds and is the one that records and registry were told times of.
+    ``clock`` gives seconds and is the one by which records and registry note times.
     """
 
     def __init__(

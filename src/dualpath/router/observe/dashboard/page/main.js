@@ -9,7 +9,7 @@ const sections = new Sections(byId("view"));
 const history_ = new LiveHistory();
 const state = { file: false, paused: false, heard: null, timer: null };
 
-function tell(kind, words) {
+function showState(kind, words) {
   document.documentElement.dataset.state = kind;
   if (byId("status-text").textContent !== words) byId("status-text").textContent = words;
 }
@@ -39,7 +39,7 @@ async function poll() {
     history_.take(report);
     state.heard = performance.now();
     byId("pause").hidden = false;
-    tell("live", "Live");
+    showState("live", "Live");
     problem(null);
     show(liveView(report, history_));
   } catch (error) {
@@ -51,7 +51,7 @@ async function poll() {
 function lost(error) {
   const age = state.heard === null ? "no data yet"
     : `data is ${asAge((performance.now() - state.heard) / 1000)} old`;
-  tell("lost", "Connection lost");
+  showState("lost", "Connection lost");
   problem(`Connection to the router lost, ${age}: ${error.message}. Trying again every second.`);
   byId("view").setAttribute("aria-busy", "false");
 }
@@ -91,7 +91,7 @@ function showRun(run, name, chosen) {
   state.file = true;
   clearTimeout(state.timer);
   problem(null);
-  tell("file", `File: ${name}`);
+  showState("file", `File: ${name}`);
   byId("live").hidden = location.protocol === "file:";
   byId("pause").hidden = true;
   show(view);
@@ -124,7 +124,7 @@ function goLive() {
   byId("live").hidden = true;
   byId("pause").hidden = false;
   problem(null);
-  tell("connecting", "Connecting");
+  showState("connecting", "Connecting");
   poll();
 }
 
@@ -154,7 +154,7 @@ byId("theme").addEventListener("change", (event) => {
 byId("pause").addEventListener("click", () => {
   state.paused = !state.paused;
   byId("pause").setAttribute("aria-pressed", String(state.paused));
-  if (state.paused) tell("paused", "Paused");
+  if (state.paused) showState("paused", "Paused");
   else poll();
 });
 byId("live").addEventListener("click", goLive);
@@ -183,5 +183,5 @@ addEventListener("drop", (event) => {
 setTheme(remembered());
 const asked = new URLSearchParams(location.search).get("file");
 if (asked) openAddress(asked);
-else if (location.protocol === "file:") tell("file", "No run open");
+else if (location.protocol === "file:") showState("file", "No run open");
 else poll();

@@ -46,7 +46,7 @@ function replayPicture(bytes, server) {
   return {
     unit: "bytes",
     format: asBytes,
-    note: server ? "bytes of the whole run" : "the server told nothing of its paths",
+    note: server ? "bytes of the whole run" : "the server reported nothing of its paths",
     flows: {
       readPe: bytes.pe_path ?? null,
       readDe: bytes.de_path ?? null,
@@ -96,7 +96,7 @@ function snicTable(bytes) {
   const most = Math.max(...rows.map((row) => row[1]), 0);
   return {
     title: "SNIC reads by engine",
-    empty: "The server told nothing of its engines.",
+    empty: "The server reported nothing of its engines.",
     columns: [["engine", true], ["read", false]],
     rows: rows.map(([name, value]) => [name, { text: asBytes(value), share: ratio(value, most) ?? 0 }]),
   };

@@ -1,0 +1,182 @@
+"""What an attempt asks of its engines, command by command, with a limit on each wait.
+
+Here are the messages and their time-outs; in which order they go, and what becomes of the
+answers, stands in ``lifecycle``.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from dualpath.core.control import (
+    Lookup,
+    LookupDone,
+    Persist,
+    PrefillDone,
+    Read,
+    ReadDone,
+    Reserved,
+    Sync,
+)
+from dualpath.core.errors import EngineLostError, TransportError
+from dualpath.router.context import RouterContext
+from dualpath.router.control.exchange import AttemptChannel, CallAnswer
+from dualpath.router.control.registry import EngineInfo
+
+T = TypeVar("T")
+
+
+class AttemptSteps:
+    """Commands about one attempt.
+
+    What starts something new raises ``EngineLostError`` once ``channel`` is broken.  Who gets no
+    answer in time first finds out whether the engine still lives.
+    """
+
+    def __init__(self, context: RouterContext, channel: AttemptChannel) -> None:
+        self._context = context
+        self._channel = channel
+        self._attempt_id = channel.attempt_id
+        self._assigned: set[str] = set()
+
+    async def look_up(self, engine: EngineInfo, keys: Sequence[bytes]) -> int | None:
+        """Return how many blocks at the head of ``keys`` are stored; None: the engine is lost.
+
+        Raises ``TimeoutError`` after ``lookup_timeout_s``.
+        """
+        async with asyncio.timeout(self._context.settings.lookup_timeout_s):
+            answer = await self._call(engine, lambda call_id: Lookup(call_id, tuple(keys)))
+        return max(0, min(answer.hit_blocks, len(keys))) if isinstance(answer, LookupDone) else None
+
+    async def assign(self, engine: EngineInfo) -> None:
+        """Let an engine count the request, of which it holds nothing in its buffer.
+
+        Returns when the engine has taken it up: the vLLM request travels on another connection
+        and must not overtake its ``Assign``.
+        """
+        self._send_assign(engine, 0)
+        await self.synced(engine)
+
+    async def reserve(self, engine: EngineInfo, blocks: int) -> tuple[int, ...]:
+        """Let an engine count the request and grant buffer slots; return them, in block order."""
+        granted = self._channel.expect(Reserved, engine.engine_id)
+        self._send_assign(engine, blocks)
+        return (await granted).slots
+
+    async def synced(self, engine: EngineInfo) -> None:
+        """Wait until an engine has taken up all it was sent, or is lost.
+
+        Raises ``EngineLostError`` after ``engine_timeout_s``.
+        """
+        limit_s = self._context.settings.engine_timeout_s
+        await self._within(
+            limit_s,
+            engine,
+            self._call(engine, Sync),
+            f"engine {engine.engine_id} has not taken up within {limit_s:g} s what it was sent "
+            "(engine_timeout_s); see its log, raise the limit if its machine is overloaded",
+        )
+
+    async def read(self, engine: EngineInfo, first_slot: int, keys: tuple[bytes, ...]) -> ReadDone:
+        """Return the outcome of a storage read into the request's slots from ``first_slot`` on.
+
+        Raises ``EngineLostError`` if the engine does not even say that its deadline has passed.
+        """
+        self._channel.check()
+        settings = self._context.settings
+        answer = self._channel.expect(ReadDone, engine.engine_id)
+        self._context.dispatch.reading(self._attempt_id, engine.engine_id)
+        self._context.send(
+            engine.engine_id,
+            Read(
+                request_id=self._attempt_id,
+                first_slot=first_slot,
+                keys=keys,
+                deadline_s=settings.read_deadline_s,
+            ),
+        )
+        limit_s = settings.read_deadline_s + settings.read_margin_s
+        return await self._within(
+            limit_s,
+            engine,
+            answer,
+            f"engine {engine.engine_id} has not answered a read of {len(keys)} blocks within "
+            f"{limit_s:g} s; check its storage",
+        )
+
+    async def kv_arrived(self, engine: EngineInfo, done: Awaitable[PrefillDone]) -> PrefillDone:
+        """Return the PE's word that the prompt's KV is complete in the DE's buffer.
+
+        Its first token alone does not say so, and a token is streamed only once it is true.  Raises
+        ``EngineLostError`` after ``read_margin_s``, ``TransportError`` if KV did not arrive.
+        """
+        limit_s = self._context.settings.read_margin_s
+        answer = await self._within(
+            limit_s,
+            engine,
+            done,
+            f"engine {engine.engine_id} computed the first token but has not confirmed its "
+            f"transfers within {limit_s:g} s; see its log",
+        )
+        if answer.failure is not None:
+            error = f"engine {engine.engine_id} could not send KV: {answer.failure}"
+            await self._context.confirm_alive(engine.engine_id, error)
+            raise TransportError(error)
+        return answer
+
+    def prefilled(self, engine: EngineInfo) -> None:
+        """Let the PE go, whose part is over."""
+        self._channel.done_with(engine.engine_id)
+        self._assigned.discard(engine.engine_id)
+        self._context.releases.release(engine.engine_id, self._attempt_id, "prefill done")
+        self._context.dispatch.prefill_done(self._attempt_id, engine.engine_id)
+
+    def persist(self, engine: EngineInfo, first_slot: int, keys: tuple[bytes, ...]) -> None:
+        """Have the DE store the prompt's new full blocks; sent even without any.
+
+        The DE gives the buffer back only when it knows that nothing more is to be stored.
+        """
+        self._channel.check()
+        self._context.send(
+            engine.engine_id,
+            Persist(request_id=self._attempt_id, first_slot=first_slot, keys=keys),
+        )
+
+    async def model_work(self, engine: EngineInfo, work: Awaitable[T]) -> T:
+        """Return what an engine's call returns; if it fails, find out whether it still lives."""
+        try:
+            return await work
+        except (EngineLostError, TransportError) as error:
+            await self._context.confirm_alive(engine.engine_id, str(error))
+            raise
+
+    def release(self, prefill: EngineInfo, decode: EngineInfo, reason: str) -> None:
+        """Give back what the attempt still has at its engines."""
+        releases = self._context.releases
+        if prefill.engine_id in self._assigned:
+            releases.release(prefill.engine_id, self._attempt_id, reason)
+        if decode.engine_id in self._assigned:
+            releases.release_when_safe(decode.engine_id, self._attempt_id, reason)
+
+    def _send_assign(self, engine: EngineInfo, reserve_blocks: int) -> None:
+        self._channel.check()
+        message = self._context.dispatch.assign(engine.engine_id, self._attempt_id, reserve_blocks)
+        self._assigned.add(engine.engine_id)
+        self._context.send(engine.engine_id, message)
+
+    async def _call(
+        self, engine: EngineInfo, ask: Callable[[int], Lookup | Sync]
+    ) -> CallAnswer | None:
+        call_id, answer = self._context.exchange.call(engine.engine_id)
+        self._context.send(engine.engine_id, ask(call_id))
+        return await answer
+
+    async def _within(
+        self, limit_s: float, engine: EngineInfo, answer: Awaitable[T], otherwise: str
+    ) -> T:
+        try:
+            async with asyncio.timeout(limit_s):
+                return await answer
+        except TimeoutError:
+            await self._context.confirm_alive(engine.engine_id, otherwise)
+            raise EngineLostError(otherwise) from None
