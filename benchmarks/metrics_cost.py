@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.control import PROTOCOL_VERSION, EngineAddress, Hello, Report
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.counters import Counter
-from dualpath.policy.events import Assignment, ReadPart
+from dualpath.policy.events import Assignment
 from dualpath.router.control.engine_calls import Job
 from dualpath.router.control.registry import Registry
 from dualpath.router.observe.metrics import RouterMetrics
@@ -33,7 +34,8 @@ ASSIGNMENT = Assignment(
     decode_engine="d",
     prefill_assign_seq=1,
     decode_assign_seq=1,
-    reads=(ReadPart(Role.PREFILL, 0, 64),),
+    reads=(HitRun(Role.PREFILL, BlockRun(0, 1)),),
+    prefill_read_tokens=64,
     pe_reason="short-queue",
     de_reason="low-token min-seq",
     read_reason="shorter-queue",

@@ -19,7 +19,6 @@ from dualpath.core.cluster import Role
 from dualpath.core.control import (
     Assign,
     DecodeTransfer,
-    HitRun,
     Message,
     Persist,
     PrefillTransfer,
@@ -32,12 +31,12 @@ from dualpath.core.control import (
     Welcome,
 )
 from dualpath.core.modes import Mode
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.hbm_copy import HbmLayout
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.traffic_manager import TrafficManager
-from dualpath.plan.steps import BlockRun
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.memory import MemoryStorage
 from dualpath.transport.contract import RegionInfo
@@ -236,14 +235,13 @@ class ToyCluster:
         hits = []
         self.pe.assign(request_id, prompt_tokens, pe_hits)
         if pe_hits:
-            self.pe.answer(Reserved, request_id)
-            done = self._read(self.pe, request_id, 0, keys[:pe_hits])
-            hits.append(HitRun(side=Role.PREFILL, first_block=0, slots=done.slots))
+            slots = self.pe.answer(Reserved, request_id).slots
+            hits.append(HitRun(Role.PREFILL, BlockRun(0, pe_hits), slots))
+            self._read(self.pe, request_id, hits[-1], keys)
         if de_hits:
-            done = self._read(self.de, request_id, pe_hits, keys[pe_hits : pe_hits + de_hits])
-            de_slots = done.slots
             slots = de_slots[pe_hits : pe_hits + de_hits]
-            hits.append(HitRun(side=Role.DECODE, first_block=pe_hits, slots=slots))
+            hits.append(HitRun(Role.DECODE, BlockRun(pe_hits, de_hits), slots))
+            de_slots = self._read(self.de, request_id, hits[-1], keys).slots
         hit_blocks = pe_hits + de_hits
         return PrefillTransfer(
             request_id=request_id,
@@ -257,13 +255,12 @@ class ToyCluster:
         )
 
     def _read(
-        self, engine: ToyEngine, request_id: str, first_slot: int, keys: Sequence[BlockKey]
+        self, engine: ToyEngine, request_id: str, run: HitRun, keys: Sequence[BlockKey]
     ) -> ReadDone:
-        engine.command(
-            Read(request_id=request_id, first_slot=first_slot, keys=tuple(keys), deadline_s=WAIT_S)
-        )
+        read = tuple(keys[run.blocks.first : run.blocks.end])
+        engine.command(Read(request_id=request_id, run=run, keys=read, deadline_s=WAIT_S))
         done = engine.answer(ReadDone, request_id)
-        assert done.good_blocks == len(keys), done
+        assert done.good_blocks == run.blocks.count, done
         return done
 
     def forward(
@@ -306,7 +303,7 @@ class ToyCluster:
         self.de.command(
             Persist(
                 request_id=prefill_transfer.request_id,
-                first_slot=prefill_transfer.hit_blocks,
+                first_block=prefill_transfer.hit_blocks,
                 keys=tuple(keys[prefill_transfer.hit_blocks : full]),
             )
         )

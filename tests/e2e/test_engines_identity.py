@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 
 def at_prefill(prefill, decode, hit_tokens, block_tokens):
-    return read_whole(Role.PREFILL, hit_tokens), "test"
+    return read_whole(Role.PREFILL, hit_tokens, block_tokens), "test"
 
 
 def at_decode(prefill, decode, hit_tokens, block_tokens):
-    return read_whole(Role.DECODE, hit_tokens), "test"
+    return read_whole(Role.DECODE, hit_tokens, block_tokens), "test"
 
 
 PATHS = {"pe-path": at_prefill, "de-path": at_decode, "split": split}

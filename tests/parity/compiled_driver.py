@@ -6,12 +6,14 @@ that a recorded log can be played to it and its answers compared whole.
 
 import heapq
 
+from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.request import Request
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.model.sim.compiled import ledger, scheduler, tables
 from dualpath.model.sim.result import DE_REASONS, PE_REASONS, READ_REASONS
 from dualpath.policy.event_log import EngineJoined, EngineLost, EventLog, Submitted
-from dualpath.policy.events import Assignment, EngineReport, EngineSpec, ReadPart
+from dualpath.policy.events import Assignment, EngineReport, EngineSpec
 
 
 def before_losses(log: EventLog) -> EventLog:
@@ -30,6 +32,7 @@ class CompiledScheduler:
     def __init__(self, log: EventLog) -> None:
         joined = [event.spec for event in log.events if isinstance(event, EngineJoined)]
         submitted = sum(isinstance(event, Submitted) for event in log.events)
+        self._block_tokens = log.begin.settings.block_tokens
         self._specs = _numbered(joined)
         self._engines = {spec.engine_id: number for number, spec in enumerate(self._specs)}
         self._groups = list(dict.fromkeys(spec.group for spec in self._specs))
@@ -101,19 +104,26 @@ class CompiledScheduler:
         number = row[tables.A_REQUEST]
         lengths = self._state.requests[number, tables.LENGTH : tables.LENGTH + 2].tolist()
         head, tail = row[tables.A_PE_READ], row[tables.A_DE_READ]
-        parts = (ReadPart(Role.PREFILL, 0, head), ReadPart(Role.DECODE, head, tail))
+        first = holding_blocks(head, self._block_tokens)
+        end = holding_blocks(head + tail, self._block_tokens)
+        runs = (
+            HitRun(Role.PREFILL, BlockRun(0, first)),
+            HitRun(Role.DECODE, BlockRun(first, end - first)),
+        )
         return Assignment(
             request_id=self._names[number],
             prefill_engine=self._specs[row[tables.A_PE]].engine_id,
             decode_engine=self._specs[row[tables.A_DE]].engine_id,
             prefill_assign_seq=row[tables.A_PE_SEQ],
             decode_assign_seq=row[tables.A_DE_SEQ],
-            reads=tuple(part for part in parts if part.tokens),
+            reads=tuple(run for run in runs if run.blocks),
             pe_reason=PE_REASONS[row[tables.A_PE_REASON]],
             de_reason=DE_REASONS[row[tables.A_DE_REASON]],
             read_reason=READ_REASONS[row[tables.A_READ_REASON]],
             prefill_tokens=lengths[tables.PREFILL],
             decode_tokens=lengths[tables.DECODE],
+            prefill_read_tokens=head,
+            decode_read_tokens=tail,
         )
 
 

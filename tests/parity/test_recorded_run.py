@@ -16,6 +16,7 @@ from tests.parity.compiled_driver import CompiledScheduler, before_losses
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.policy.event_log import (
     EngineLost,
     Event,
@@ -29,7 +30,7 @@ from dualpath.policy.event_log import (
     difference,
     encode_line,
 )
-from dualpath.policy.events import Assignment, ReadPart
+from dualpath.policy.events import Assignment
 from dualpath.router.control.event_recorder import read_event_log
 
 FOLDER = Path(__file__).parent / "recorded"
@@ -95,7 +96,7 @@ def test_the_runs_were_busy(name):
     assert len(decided) >= 80
     assert len({a.prefill_engine for a in decided}) == len({a.decode_engine for a in decided}) == 3
     assert len({e.group for e in log.events if isinstance(e, Fetched)}) == 4
-    sides = Counter(part.side for a in decided for part in a.reads)
+    sides = Counter(run.side for a in decided for run in a.reads)
     assert min(sides[Role.PREFILL], sides[Role.DECODE]) >= 10
     assert waited(log) >= 10
 
@@ -150,12 +151,14 @@ OTHER = {
     "decode_engine": "de-9",
     "prefill_assign_seq": 99,
     "decode_assign_seq": 99,
-    "reads": (ReadPart(Role.PREFILL, 0, 1),),
+    "reads": (HitRun(Role.PREFILL, BlockRun(0, 1)),),
     "pe_reason": "round-robin",
     "de_reason": "round-robin",
     "read_reason": "oracle",
     "prefill_tokens": 1,
     "decode_tokens": 1,
+    "prefill_read_tokens": 1,
+    "decode_read_tokens": 1,
 }
 
 

@@ -24,14 +24,14 @@ from tests.async_device import (
 from tests.engine_harness import GEOMETRY, full_block, kv_bytes, prompt_keys
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import HitRun, PrefillTransfer
+from dualpath.core.control import PrefillTransfer
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counters
 from dualpath.engine.hbm_copy import STAGING_REGION, HbmLayout
 from dualpath.engine.layer_stream import LayerSettings
 from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
 from dualpath.engine.trace import TraceRecorder
-from dualpath.plan.steps import BlockRun
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import allocate_registered
 
@@ -170,8 +170,8 @@ def test_kv_is_there_when_attention_reads_it_and_is_sent_as_computed(
     for block in range(pe_hits, hits):
         fill(engine.de_buffer, block, keys[block])
     runs = [
-        HitRun(side=Role.PREFILL, first_block=0, slots=tuple(range(pe_hits))),
-        HitRun(side=Role.DECODE, first_block=pe_hits, slots=tuple(range(pe_hits, hits))),
+        HitRun(Role.PREFILL, BlockRun(0, pe_hits), tuple(range(pe_hits))),
+        HitRun(Role.DECODE, BlockRun(pe_hits, hits - pe_hits), tuple(range(pe_hits, hits))),
     ]
     prefill_transfer = PrefillTransfer(
         request_id="r",

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import ClusterShape, Role
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.plan.bounds import (
     closed_form_bytes_per_s,
     de_pair_bytes_per_s,
@@ -16,7 +17,7 @@ from dualpath.plan.bounds import (
     pe_pair_bytes_per_s,
     prefill_to_decode_range,
 )
-from dualpath.plan.steps import BlockRun, Link, PromptLayout, SidedRun, Step, whole_plan
+from dualpath.plan.steps import Link, PromptLayout, Step, whole_plan
 
 GEOMETRY = BlockGeometry(layers=4, block_tokens=64, layer_block_bytes=1 << 16)
 HIT_BLOCKS = 50
@@ -38,7 +39,7 @@ def hit_bytes_per_link(side: Role) -> Counter[Link]:
     As in the paper the KV of miss tokens is left out: the steps of the one block that is always
     computed are subtracted by planning the same prompt with that block alone.
     """
-    hits = (SidedRun(side, BlockRun(0, HIT_BLOCKS)),)
+    hits = (HitRun(side, BlockRun(0, HIT_BLOCKS)),)
     tokens = GEOMETRY.block_tokens
     whole = PromptLayout(geometry=GEOMETRY, prompt_tokens=tokens * (HIT_BLOCKS + 1), hits=hits)
     alone = PromptLayout(geometry=GEOMETRY, prompt_tokens=tokens)

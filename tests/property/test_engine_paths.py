@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tests.engine_harness import GEOMETRY, ToyCluster, full_block, kv_bytes, prompt_keys
 
 from dualpath.core.modes import Mode
-from dualpath.plan.steps import BlockRun
+from dualpath.core.runs import BlockRun
 
 
 @st.composite

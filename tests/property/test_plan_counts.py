@@ -4,9 +4,10 @@ import hypothesis.strategies as st
 import numba
 from hypothesis import given
 
+from dualpath.core.blocks import holding_blocks
 from dualpath.plan import counts
 
-KERNELS = [
+KERNELS = [holding_blocks] + [
     getattr(counts, name)
     for name in dir(counts)
     if getattr(getattr(counts, name), "__module__", "") == counts.__name__
@@ -28,7 +29,7 @@ def full_blocks_of(tokens: int, block_tokens: int) -> set[int]:
 @given(lengths, block_sizes)
 def test_blocks_that_hold_tokens_are_those_with_a_token(tokens, block_tokens):
     held = blocks_of(range(tokens), block_tokens)
-    assert counts.holding_blocks(tokens, block_tokens) == len(held)
+    assert holding_blocks(tokens, block_tokens) == len(held)
 
 
 @given(lengths, lengths, block_sizes)
@@ -70,7 +71,7 @@ def test_the_kernels_compile_as_they_stand():
     @numba.njit
     def all_of_them(a: int, b: int, c: int, flag: bool) -> tuple[int, ...]:
         return (
-            counts.holding_blocks(a, b),
+            holding_blocks(a, b),
             counts.new_full_blocks(a, a + c, b),
             counts.kv_tokens(a, c),
             counts.chunk_blocks(a, c, b),

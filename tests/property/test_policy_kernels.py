@@ -126,13 +126,14 @@ queues = st.tuples(tokens, tokens, st.sampled_from([1.0, 1.0, 0.5, 3.0]))
 @given(queues, queues, st.integers(1, 3000), st.sampled_from([1, 16, 64]))
 def test_split_covers_the_hits_and_no_other_division_ends_earlier(p, d, hit, block) -> None:
     prefill, decode = Reader(*p), Reader(*d)
-    parts, reason = split(prefill, decode, hit, block)
+    runs, reason = split(prefill, decode, hit, block)
 
-    assert [part.first_token for part in parts] == [0, *(q.tokens for q in parts[:-1])]
-    assert sum(part.tokens for part in parts) == hit
-    assert all(part.tokens > 0 and part.first_token % block == 0 for part in parts)
-    assert (reason == "split") == (len(parts) == 2)
-    assert [part.side for part in parts] == sorted({part.side for part in parts}, reverse=True)
+    tokens = [run.tokens(block, hit) for run in runs]
+    assert [run.blocks.first * block for run in runs] == [0, *tokens[:-1]]
+    assert sum(tokens) == hit
+    assert all(count > 0 for count in tokens)
+    assert (reason == "split") == (len(runs) == 2)
+    assert [run.side for run in runs] == sorted({run.side for run in runs}, reverse=True)
 
     def end_s(head: int) -> float:
         ends = []
@@ -142,7 +143,7 @@ def test_split_covers_the_hits_and_no_other_division_ends_earlier(p, d, hit, blo
             ends.append((decode.queue_tokens + hit - head) / decode.tokens_per_s)
         return max(ends)
 
-    head = sum(part.tokens for part in parts if part.side is Role.PREFILL)
+    head = sum(run.tokens(block, hit) for run in runs if run.side is Role.PREFILL)
     best = min(end_s(min(count * block, hit)) for count in range(-(-hit // block) + 1))
     assert end_s(head) == pytest.approx(best)
 
@@ -155,7 +156,7 @@ def test_a_stream_read_at_once_stays_balanced_over_the_sides(hits) -> None:
     for hit in hits:
         side, reason = shorter_queue(Reader(0, total[Role.PREFILL]), Reader(0, total[Role.DECODE]))
         assert reason == "tie"
-        total[side] += sum(part.tokens for part in read_whole(side, hit))
+        total[side] += sum(run.tokens(1, hit) for run in read_whole(side, hit, 1))
     assert abs(total[Role.PREFILL] - total[Role.DECODE]) <= max(hits)
 
 
@@ -180,9 +181,10 @@ def test_storage_nics_of_two_prefill_and_four_decode_nodes(mode: Mode, expected:
     for number in range(1200):
         scheduler.submit(Request(f"r{number}", 1000, 640, 100))
         (assignment,) = [a for role in Role for a in scheduler.fetch(role)]
-        (part,) = assignment.reads
-        at_prefill = part.side is Role.PREFILL
-        read[assignment.prefill_engine if at_prefill else assignment.decode_engine] += part.tokens
+        (run,) = assignment.reads
+        at_prefill = run.side is Role.PREFILL
+        engine = assignment.prefill_engine if at_prefill else assignment.decode_engine
+        read[engine] += run.tokens(64, 640)
         scheduler.read_done(assignment.request_id)
         live.append(assignment.request_id)
         if len(live) > 12:

@@ -102,13 +102,18 @@ class Cluster(RuleBasedStateMachine):
         decode.told(assignment.decode_assign_seq, assignment.request_id, assignment.decode_tokens)
         expected = 0 if self.mode is Mode.ORACLE else request.hit_tokens
         position = 0
-        for part in assignment.reads:
-            assert part.first_token == position
-            assert part.first_token % BLOCK_TOKENS == 0
-            assert part.tokens > 0
-            position += part.tokens
-            reader = prefill if part.side is Role.PREFILL else decode
-            reader.reads[assignment.request_id] = part.tokens
+        read_tokens = {
+            Role.PREFILL: assignment.prefill_read_tokens,
+            Role.DECODE: assignment.decode_read_tokens,
+        }
+        for run in assignment.reads:
+            tokens = run.tokens(BLOCK_TOKENS, request.hit_tokens)
+            assert run.blocks.first * BLOCK_TOKENS == position
+            assert tokens == read_tokens.pop(run.side) > 0
+            position += tokens
+            reader = prefill if run.side is Role.PREFILL else decode
+            reader.reads[assignment.request_id] = tokens
+        assert not any(read_tokens.values())
         assert position == expected
 
     def forget(self, request_id: str) -> None:

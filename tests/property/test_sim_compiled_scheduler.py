@@ -162,13 +162,12 @@ class Twins(RuleBasedStateMachine):
             self.accept(assignment)
 
     def row_of(self, assignment: Assignment) -> list[int]:
-        reads = {part.side: part.tokens for part in assignment.reads}
         return [
             int(assignment.request_id),
             self.numbers[assignment.prefill_engine],
             self.numbers[assignment.decode_engine],
-            reads.get(Role.PREFILL, 0),
-            reads.get(Role.DECODE, 0),
+            assignment.prefill_read_tokens,
+            assignment.decode_read_tokens,
             PE_REASONS.index(assignment.pe_reason),
             DE_REASONS.index(assignment.de_reason),
             READ_REASONS.index(assignment.read_reason),
@@ -179,11 +178,10 @@ class Twins(RuleBasedStateMachine):
     def accept(self, assignment: Assignment) -> None:
         request_id = assignment.request_id
         self.assigned[request_id] = assignment
-        reads = {part.side: part.tokens for part in assignment.reads}
         prefill = self.engines[assignment.prefill_engine]
         decode = self.engines[assignment.decode_engine]
         prefill.last_seq, decode.last_seq = prefill.last_seq + 1, decode.last_seq + 1
-        at_prefill, at_decode = reads.get(Role.PREFILL, 0), reads.get(Role.DECODE, 0)
+        at_prefill, at_decode = assignment.prefill_read_tokens, assignment.decode_read_tokens
         prefill.told[request_id] = prefill.last_seq, assignment.prefill_tokens, at_prefill
         decode.told[request_id] = decode.last_seq, assignment.decode_tokens, at_decode
         line: tuple[str, ...] = (decode.spec.group,)

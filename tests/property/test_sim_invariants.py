@@ -8,9 +8,10 @@ from tests.simulated import agents_of, decisions_of, growing_agent, small_setup
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.model.sim.run import simulate
 from dualpath.plan.bounds import link_bytes
-from dualpath.plan.steps import BlockRun, Link, PromptLayout, SidedRun, whole_plan
+from dualpath.plan.steps import Link, PromptLayout, whole_plan
 
 agent = st.builds(
     growing_agent,
@@ -102,8 +103,8 @@ def test_links_carry_exactly_what_the_plans_of_all_rounds_say(cluster, mode, age
         head = int(decisions.prefill_read_tokens[row]) // 64
         tail = int(decisions.decode_read_tokens[row]) // 64
         runs = [
-            SidedRun(Role.PREFILL, BlockRun(0, head)),
-            SidedRun(Role.DECODE, BlockRun(head, tail)),
+            HitRun(Role.PREFILL, BlockRun(0, head)),
+            HitRun(Role.DECODE, BlockRun(head, tail)),
         ]
         layout = PromptLayout(
             geometry=BlockGeometry(layers=10, block_tokens=64, layer_block_bytes=6400),

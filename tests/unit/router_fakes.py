@@ -252,7 +252,8 @@ class FakeEngine:
         good, reason = self.read_limit(read)
         for i in range(good):
             assert read.keys[i] in self.stored
-            self.content[slots[read.first_slot + i]] = read.keys[i]
+            assert read.run.slots[i] in slots
+            self.content[read.run.slots[i]] = read.keys[i]
         self.send(
             control.ReadDone(
                 request_id=read.request_id,
@@ -267,7 +268,7 @@ class FakeEngine:
 
     def _persist(self, message: control.Persist) -> None:
         if self.mode != "oracle":
-            slots = self.leases[message.request_id][message.first_slot :]
+            slots = self.leases[message.request_id][message.first_block :]
             for slot, key in zip(slots, message.keys, strict=False):
                 assert self.content[slot] == key
         self.stored.update(message.keys)
@@ -394,7 +395,7 @@ class FakeCalls:
     def _check_hits(self, here, there, job: Job, prefill_transfer: control.PrefillTransfer) -> None:
         block = 0
         for run in prefill_transfer.hits:
-            assert run.first_block == block
+            assert run.blocks.first == block
             side = here if run.side is Role.PREFILL else there
             for slot in run.slots:
                 assert slot in side.leases[prefill_transfer.request_id]

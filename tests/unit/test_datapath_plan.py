@@ -2,11 +2,10 @@
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.plan.steps import (
-    BlockRun,
     Place,
     PromptLayout,
-    SidedRun,
     Unit,
     decode_steps,
     load_steps,
@@ -19,12 +18,12 @@ from dualpath.plan.steps import (
 GEOMETRY = BlockGeometry(layers=3, block_tokens=64, layer_block_bytes=1000)
 
 
-def layout(*hits: SidedRun, prompt_tokens: int = 64 * 10 + 5) -> PromptLayout:
+def layout(*hits: HitRun, prompt_tokens: int = 64 * 10 + 5) -> PromptLayout:
     return PromptLayout(geometry=GEOMETRY, prompt_tokens=prompt_tokens, hits=hits)
 
 
 def test_pe_path_reads_loads_and_sends_hits_and_misses() -> None:
-    prompt = layout(SidedRun(Role.PREFILL, BlockRun(0, 8)))
+    prompt = layout(HitRun(Role.PREFILL, BlockRun(0, 8)))
     chunk = BlockRun(8, 3)
     (read,) = read_steps(prompt)
     assert (read.label, read.source, read.destination) == (
@@ -41,7 +40,7 @@ def test_pe_path_reads_loads_and_sends_hits_and_misses() -> None:
 
 
 def test_de_path_returns_only_miss_blocks() -> None:
-    prompt = layout(SidedRun(Role.DECODE, BlockRun(0, 8)))
+    prompt = layout(HitRun(Role.DECODE, BlockRun(0, 8)))
     chunk = BlockRun(8, 3)
     assert [s.label for s in load_steps(prompt, 0, chunk)] == ["4b.3-5"]
     (send,) = send_steps(prompt, 0, chunk)
@@ -49,7 +48,7 @@ def test_de_path_returns_only_miss_blocks() -> None:
 
 
 def test_a_split_gives_each_run_the_path_of_its_side() -> None:
-    prompt = layout(SidedRun(Role.PREFILL, BlockRun(0, 5)), SidedRun(Role.DECODE, BlockRun(5, 3)))
+    prompt = layout(HitRun(Role.PREFILL, BlockRun(0, 5)), HitRun(Role.DECODE, BlockRun(5, 3)))
     chunk = BlockRun(8, 3)
     assert [(s.label, s.blocks) for s in load_steps(prompt, 0, chunk)] == [
         ("4a.3-4", BlockRun(0, 5)),
@@ -62,7 +61,7 @@ def test_a_split_gives_each_run_the_path_of_its_side() -> None:
 
 
 def test_a_later_chunk_reloads_what_earlier_chunks_computed_and_sends_hits_once() -> None:
-    prompt = layout(SidedRun(Role.PREFILL, BlockRun(0, 5)))
+    prompt = layout(HitRun(Role.PREFILL, BlockRun(0, 5)))
     second = BlockRun(8, 3)
     assert [(s.label, s.blocks) for s in load_steps(prompt, 0, second)] == [
         ("4a.3-4", BlockRun(0, 5)),
@@ -72,18 +71,18 @@ def test_a_later_chunk_reloads_what_earlier_chunks_computed_and_sends_hits_once(
 
 
 def test_with_all_layers_in_hbm_only_the_first_chunk_loads() -> None:
-    prompt = layout(SidedRun(Role.PREFILL, BlockRun(0, 5)))
+    prompt = layout(HitRun(Role.PREFILL, BlockRun(0, 5)))
     first = load_steps(prompt, 0, BlockRun(5, 3), resident=True)
     assert [s.label for s in first] == ["4a.3-4"]
     assert load_steps(prompt, 0, BlockRun(8, 3), resident=True) == ()
 
 
 def test_decode_copies_every_block_and_persists_only_new_full_ones() -> None:
-    prompt = layout(SidedRun(Role.DECODE, BlockRun(0, 8)))
+    prompt = layout(HitRun(Role.DECODE, BlockRun(0, 8)))
     assert [s.blocks for s in decode_steps(prompt)] == [BlockRun(0, 11)] * 3
     (persist,) = persist_steps(prompt)
     assert persist.blocks == BlockRun(8, 2)
-    assert persist_steps(layout(SidedRun(Role.DECODE, BlockRun(0, 10)))) == ()
+    assert persist_steps(layout(HitRun(Role.DECODE, BlockRun(0, 10)))) == ()
 
 
 def test_without_hits_nothing_is_read_or_loaded() -> None:

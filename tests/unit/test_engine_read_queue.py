@@ -8,7 +8,9 @@ import pytest
 from tests.engine_harness import GEOMETRY, WAIT_S, full_block, memory_storage, prompt_keys
 
 from dualpath.core.blocks import BlockKey
+from dualpath.core.cluster import Role
 from dualpath.core.control import ReadDone
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.read_queue import ReadQueue, ReadTask
@@ -60,7 +62,9 @@ class Reads:
 
     def add(self, request_id: str, keys: list[BlockKey]) -> None:
         self.buffer.request(request_id, len(keys))
-        self.queue.add(ReadTask(request_id, 0, keys, 0, WAIT_S))
+        slots = self.buffer.slots_of(request_id)
+        run = HitRun(Role.DECODE, BlockRun(0, len(keys)), slots)
+        self.queue.add(ReadTask(request_id, run, keys, 0, WAIT_S))
 
     def began(self, count: int) -> set[BlockKey]:
         return {self.device.began.get(timeout=WAIT_S) for _ in range(count)}
@@ -146,7 +150,7 @@ def test_a_dropped_task_gets_no_answer_and_reads_no_more(reads: Reads, end: str)
 def test_a_run_of_no_blocks_is_answered_at_once(reads: Reads) -> None:
     reads.device.hold(KEYS[0], KEYS[1])
     reads.add("a", KEYS)  # keeps both readers busy
-    reads.queue.add(ReadTask("b", 0, [], 0, WAIT_S))
+    reads.queue.add(ReadTask("b", HitRun(Role.DECODE, BlockRun(0, 0)), [], 0, WAIT_S))
     assert (reads.answer().request_id, reads.began(2)) == ("b", set(KEYS[:2]))
     for key in KEYS[:2]:
         reads.device.let_go(key)

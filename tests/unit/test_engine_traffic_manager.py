@@ -15,6 +15,7 @@ from tests.engine_harness import (
     prompt_keys,
 )
 
+from dualpath.core.cluster import Role
 from dualpath.core.control import (
     DecodeTransfer,
     Failed,
@@ -32,11 +33,11 @@ from dualpath.core.control import (
 )
 from dualpath.core.errors import ConfigError, TransportError
 from dualpath.core.modes import Mode
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.counters import Counter
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.engine.settings import parse_settings
 from dualpath.engine.traffic_manager import LOOKUP_THREADS
-from dualpath.plan.steps import BlockRun
 
 TOKENS = 22  # five full blocks and a partial one
 BLOCKS = 6
@@ -48,6 +49,10 @@ def cluster() -> Iterator[ToyCluster]:
     made = ToyCluster()
     yield made
     made.close()
+
+
+def four_hits(slots: Sequence[int]) -> HitRun:
+    return HitRun(Role.DECODE, BlockRun(0, 4), tuple(slots[:4]))
 
 
 def assert_whole(cluster: ToyCluster) -> None:
@@ -140,8 +145,8 @@ def test_a_corrupt_block_ends_the_hit_there(cluster: ToyCluster) -> None:
     cluster.store(keys[:4])
     cluster.storage.corrupt(keys[2])  # type: ignore[attr-defined]
     cluster.de.assign("r", TOKENS, BLOCKS)
-    cluster.de.answer(Reserved, "r")
-    read = Read(request_id="r", first_slot=0, keys=tuple(keys[:4]), deadline_s=WAIT_S)
+    run = four_hits(cluster.de.answer(Reserved, "r").slots)
+    read = Read(request_id="r", run=run, keys=tuple(keys[:4]), deadline_s=WAIT_S)
     cluster.de.command(read)
     done = cluster.de.answer(ReadDone, "r")
     assert (done.good_blocks, done.reason) == (2, "checksum")
@@ -164,7 +169,8 @@ def test_a_read_past_its_deadline_is_answered_and_its_late_bytes_reach_nobody() 
     storage.before_read = slow
     cluster.de.assign("r", TOKENS, BLOCKS)
     before = cluster.de.answer(Reserved, "r").slots
-    cluster.de.command(Read(request_id="r", first_slot=0, keys=tuple(keys[:4]), deadline_s=1.0))
+    run = four_hits(before)
+    cluster.de.command(Read(request_id="r", run=run, keys=tuple(keys[:4]), deadline_s=1.0))
     for _ in keys[2:4]:  # both readers are in these blocks: they are done with those before
         assert entered.acquire(timeout=WAIT_S)
     cluster.de.manager.tick(cluster.de.manager.trace.now_ns() + 2_000_000_000)
@@ -193,8 +199,8 @@ def test_a_release_in_mid_read_frees_the_slots_when_the_read_is_over() -> None:
 
     storage.before_read = slow
     cluster.de.assign("r", TOKENS, BLOCKS)
-    cluster.de.answer(Reserved, "r")
-    cluster.de.command(Read(request_id="r", first_slot=0, keys=tuple(keys[:4]), deadline_s=WAIT_S))
+    run = four_hits(cluster.de.answer(Reserved, "r").slots)
+    cluster.de.command(Read(request_id="r", run=run, keys=tuple(keys[:4]), deadline_s=WAIT_S))
     assert entered.wait(WAIT_S)
     cluster.de.command(Release(request_id="r", reason="client left"))
     cluster.de.answer(Released, "r")
@@ -305,7 +311,7 @@ def test_the_buffer_waits_for_the_prompts_persist_order(cluster: ToyCluster) -> 
     cluster.de.manager.fill_hbm(decode_transfer, HBM, lambda error: over.set())
     assert over.wait(WAIT_S)
     assert cluster.de.report().free_buffer_tokens < cluster.de.manager.buffer_tokens
-    cluster.de.command(Persist(request_id="r", first_slot=0, keys=tuple(keys[:5])))
+    cluster.de.command(Persist(request_id="r", first_block=0, keys=tuple(keys[:5])))
     cluster.release("r")
     assert cluster.de.manager.drain(WAIT_S)
     assert cluster.storage.hit_blocks(keys[:5]) == 5

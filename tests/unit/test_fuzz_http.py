@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tests.emulated_cluster import GUARD_S, Cluster, cluster
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import DecodeTransfer, HitRun, PrefillTransfer, to_transfer_params
+from dualpath.core.control import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.core.modes import Mode
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.laboratory.emulated.wire import GENERATE_PATH
 
 EXAMPLES = settings(max_examples=50, suppress_health_check=list(HealthCheck))
@@ -33,7 +34,7 @@ NASTY = [b'{"prompt": "\xff"}', b'{"x": ' + b"[" * 100_000, b'{"prompt": [1e400,
 
 COMPLETION: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 2, "stream": False, "cache_salt": "s"}
 HAND_OVER = PrefillTransfer(
-    "x", 19, 0, b"", (HitRun(Role.DECODE, 0, (0,)),), "decode-0", "e", (0, 1)
+    "x", 19, 0, b"", (HitRun(Role.DECODE, BlockRun(0, 1), (0,)),), "decode-0", "e", (0, 1)
 )
 GENERATE: dict[str, Any] = {
     "request_id": "x",

@@ -6,7 +6,8 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
-from dualpath.policy.events import EngineReport, EngineSpec, ReadPart, SchedulerSettings
+from dualpath.core.runs import BlockRun, HitRun
+from dualpath.policy.events import EngineReport, EngineSpec, SchedulerSettings
 from dualpath.policy.scheduler import RequestScheduler
 
 
@@ -167,7 +168,7 @@ def test_reads_alternate_while_nothing_else_tells_the_sides_apart() -> None:
         (assignment,) = assign(scheduler, "P", "D")
         side = (Role.PREFILL, Role.DECODE)[number % 2]
         assert assignment.read_reason == "tie"
-        assert assignment.reads == (ReadPart(side, 0, 640),)
+        assert assignment.reads == (HitRun(side, BlockRun(0, 10)),)
         scheduler.read_done(f"r{number}")
 
 
@@ -184,7 +185,7 @@ def test_engines_of_a_node_share_its_reading_queue() -> None:
     (assignment,) = assign(scheduler, "P", "D")
 
     assert assignment.prefill_engine == "p0"
-    assert assignment.reads == (ReadPart(Role.DECODE, 0, 128),)
+    assert assignment.reads == (HitRun(Role.DECODE, BlockRun(0, 2)),)
     assert assignment.read_reason == "shorter-queue"
 
 
@@ -283,9 +284,10 @@ def test_split_divides_the_blocks_so_that_both_sides_finish_together() -> None:
     # 16 blocks, 256 tokens queued at the PE: 6 blocks there and 616 tokens here end closest.
     assert assignment.read_reason == "split"
     assert assignment.reads == (
-        ReadPart(Role.PREFILL, 0, 384),
-        ReadPart(Role.DECODE, 384, 616),
+        HitRun(Role.PREFILL, BlockRun(0, 6)),
+        HitRun(Role.DECODE, BlockRun(6, 10)),
     )
+    assert (assignment.prefill_read_tokens, assignment.decode_read_tokens) == (384, 616)
 
 
 def test_losing_a_decode_engine_returns_what_it_had_and_keeps_what_waited() -> None:

@@ -37,7 +37,7 @@ async def test_basic_mode_reads_on_the_prefill_side():
         (run,) = made.calls.transfers[0].hits
         assert (run.side, len(run.slots)) == (Role.PREFILL, 3)
         persist = await made.engines["d0"].saw(control.Persist)
-        assert (persist.first_slot, persist.keys) == (3, keys_of(PROMPT)[3:])
+        assert (persist.first_block, persist.keys) == (3, keys_of(PROMPT)[3:])
         await made.settled()
 
 
@@ -82,7 +82,7 @@ async def test_a_failed_read_shortens_the_hit_and_the_rest_is_stored_anew():
         assert [t for e in events for t in e.token_ids] == expected(PROMPT, 6)
         assert events[0].cached_tokens == BLOCK_TOKENS
         persist = await made.engines["d0"].saw(control.Persist)
-        assert persist.first_slot == 1
+        assert persist.first_block == 1
         assert b'reason="checksum"} 12.0' in made.service.exposition()
         await made.settled()
 

@@ -12,8 +12,8 @@ from dualpath.core import control
 from dualpath.core.blocks import StoreNamespace, block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
+from dualpath.core.runs import BlockRun
 from dualpath.engine.link import ControlLink
-from dualpath.plan.steps import BlockRun
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.control.registry import EngineInfo
 from dualpath.router.requests.service import RouterService

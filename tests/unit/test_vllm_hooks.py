@@ -29,8 +29,9 @@ from vllm.v1.request import Request
 
 from dualpath.core.blocks import CHAIN_SEED, BlockGeometry, block_keys, chain_root
 from dualpath.core.cluster import Role
-from dualpath.core.control import HitRun, PrefillTransfer, to_transfer_params
+from dualpath.core.control import PrefillTransfer, to_transfer_params
 from dualpath.core.errors import ConfigError
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.settings import EngineSettings
 from dualpath.vllm.connector import DualPathConnector, check_engine_config
 from dualpath.vllm.layerwise_worker import LayerwiseWorker, place_in_regions
@@ -200,7 +201,7 @@ def prefill_transfer(hit_blocks, tail):
         prompt_tokens=5 * BLOCK_TOKENS,
         hit_blocks=hit_blocks,
         hit_key_tail=tail,
-        hits=(HitRun(side=Role.PREFILL, first_block=0, slots=tuple(range(hit_blocks))),),
+        hits=(HitRun(Role.PREFILL, BlockRun(0, hit_blocks), tuple(range(hit_blocks))),),
         decode_engine="de-0",
         decode_epoch="e",
         de_slots=tuple(range(5)),

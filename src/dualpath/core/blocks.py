@@ -22,6 +22,11 @@ BlockKey = bytes
 """32 bytes; names one Full Block by the whole token prefix that ends with it."""
 
 
+def holding_blocks(tokens: int, block_tokens: int) -> int:
+    """Blocks that hold ``tokens`` tokens, the last one possibly partial."""
+    return -(-tokens // block_tokens)
+
+
 class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shape of the blocks of one engine rank.
 
@@ -45,7 +50,7 @@ class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold ``tokens`` tokens, the last one possibly partial."""
-        return -(-tokens // self.block_tokens)
+        return holding_blocks(tokens, self.block_tokens)
 
     def full_blocks_in(self, tokens: int) -> int:
         """Completely filled blocks among ``tokens`` tokens."""

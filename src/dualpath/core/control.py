@@ -22,6 +22,7 @@ import msgspec
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.errors import IncompatibleError
+from dualpath.core.runs import HitRun
 
 #: Raised by one whenever a message changes its meaning; both ends must agree.
 PROTOCOL_VERSION = 3
@@ -163,22 +164,22 @@ class Reserved(Message, frozen=True, tag=True):
 
 
 class Read(Message, frozen=True, tag=True):
-    """Read ``keys`` from storage into the request's slots ``first_slot`` and following.
+    """Read a run of blocks, whose keys are ``keys``, from storage into its slots.
 
-    ``first_slot`` indexes the request's own reservation.  After ``deadline_s`` (from receipt) the
-    engine gives up and answers with the blocks verified so far.
+    After ``deadline_s`` (from receipt) the engine gives up and answers with the blocks verified so
+    far.
     """
 
     request_id: str
-    first_slot: int
+    run: HitRun
     keys: tuple[bytes, ...]
     deadline_s: float
 
 
 class ReadDone(Message, frozen=True, tag=True):
-    """Outcome of ``Read``: the first ``good_blocks`` are in the buffer and verified.
+    """Outcome of ``Read``: its first ``good_blocks`` are in the buffer and verified.
 
-    ``slots`` are the request's slots as they are *now*: after a deadline the engine may have
+    ``slots`` are all of the request's slots as they are *now*: after a deadline the engine may have
     replaced slots that a late read could still write to.
     """
 
@@ -192,10 +193,10 @@ class ReadDone(Message, frozen=True, tag=True):
 
 
 class Persist(Message, frozen=True, tag=True):
-    """Write the request's slots ``first_slot`` and following to storage under ``keys``."""
+    """Write the prompt's blocks from ``first_block`` on to storage under ``keys``."""
 
     request_id: str
-    first_slot: int
+    first_block: int
     keys: tuple[bytes, ...]
 
 
@@ -321,17 +322,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Decoded], frame: bytes) -> _Decode
             f"control message of {len(frame)} bytes is not of protocol {PROTOCOL_VERSION}: "
             f"{error}; run the same dualpath version on router and engines"
         ) from error
-
-
-class HitRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Consecutive hit blocks that lie in one engine's DRAM buffer after the storage read.
-
-    ``first_block`` counts from the start of the prompt; ``slots`` are buffer slots, one per block.
-    """
-
-    side: Role
-    first_block: int
-    slots: tuple[int, ...]
 
 
 class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -88,10 +88,10 @@ class BlockBuffer:
         """End the lease of a slot got from ``take``."""
         self._change(lambda pool: pool.give_back(slot))
 
-    def replace(self, request_id: str, positions: Iterable[int]) -> bool:
+    def replace(self, request_id: str, slots: Iterable[int]) -> bool:
         """Swap slots of a request for fresh ones; False if too few are free."""
         with self._lock:
-            return self._pool.replace(request_id, positions)
+            return self._pool.replace(request_id, slots)
 
     def release(self, request_id: str) -> None:
         """End a request's lease or its waiting."""

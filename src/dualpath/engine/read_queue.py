@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from dualpath.core.blocks import BlockKey
 from dualpath.core.control import ReadDone
+from dualpath.core.runs import HitRun
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.trace import TraceRecorder
@@ -36,13 +37,13 @@ class ReadTask:
     def __init__(
         self,
         request_id: str,
-        first_slot: int,
+        run: HitRun,
         keys: Sequence[BlockKey],
         received_ns: int,
         deadline_s: float,
     ) -> None:
         self.request_id = request_id
-        self.first_slot = first_slot
+        self.run = run
         self.keys = keys
         self.received_ns = received_ns
         self.deadline_ns = received_ns + int(deadline_s * _NS_PER_S)
@@ -154,8 +155,8 @@ class ReadQueue:
             thread.join(timeout=10)
 
     def _set_aside(self, task: ReadTask) -> bool:
-        positions = [task.first_slot + position for position in sorted(task.in_flight)]
-        return self._buffer.replace(task.request_id, positions)
+        slots = [task.run.slots[position] for position in sorted(task.in_flight)]
+        return self._buffer.replace(task.request_id, slots)
 
     def _run(self, track: str) -> None:
         while (started := self._start()) is not None:
@@ -188,13 +189,12 @@ class ReadQueue:
             return None
 
     def _pinned_slot(self, task: ReadTask) -> int | None:
-        slots = self._buffer.slots_of(task.request_id)
-        at = task.first_slot + task.started_blocks
-        if len(slots) <= at:
+        slot = task.run.slots[task.started_blocks]
+        if slot not in self._buffer.slots_of(task.request_id):
             task.over = True  # released meanwhile
             return None
-        self._buffer.pin(slots[at : at + 1])
-        return slots[at]
+        self._buffer.pin([slot])
+        return slot
 
     def _read(self, task: ReadTask, position: int, slot: int, track: str) -> ReadOutcome:
         start_ns = self._trace.now_ns()

@@ -91,18 +91,18 @@ class SlotPool:
         """End the lease of a slot got from ``take``."""
         self._end_lease(slot)
 
-    def replace(self, request_id: str, positions: Iterable[int]) -> bool:
-        """Swap the request's slots at ``positions`` for fresh ones; False if too few are free.
+    def replace(self, request_id: str, slots: Iterable[int]) -> bool:
+        """Swap some of the request's slots for fresh ones; False if too few are free.
 
         The old slots become free when their pins are gone.
         """
-        wanted = list(positions)
-        if len(wanted) > len(self._free):
+        given_up = list(slots)
+        if len(given_up) > len(self._free):
             return False
-        slots = self._leases[request_id]
-        for position in wanted:
-            old, fresh = slots[position], self._free.popleft()
-            slots[position] = fresh
+        held = self._leases[request_id]
+        for old in given_up:
+            fresh = self._free.popleft()
+            held[held.index(old)] = fresh
             self._leased[fresh] = True
             self._end_lease(old)
         return True

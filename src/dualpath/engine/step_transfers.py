@@ -12,6 +12,7 @@ import msgspec
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.control import PrefillTransfer
 from dualpath.core.errors import TransportError
+from dualpath.core.runs import BlockRun
 from dualpath.engine.buffer import BUFFER_REGION, BlockBuffer
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.device import PASSED, Device, DeviceEvent
@@ -20,10 +21,8 @@ from dualpath.plan.steps import (
     RELOAD_CHUNK,
     SEND_HITS,
     SEND_MISSES,
-    BlockRun,
     Place,
     PromptLayout,
-    SidedRun,
     Step,
 )
 from dualpath.transport.contract import Direction, PieceIndices, Transfer, Transport
@@ -57,12 +56,9 @@ class PrefillChunk(msgspec.Struct, frozen=True):
 
     def layout(self, geometry: BlockGeometry) -> PromptLayout:
         """Return the plan's view of the prompt."""
-        hits = tuple(
-            SidedRun(side=run.side, blocks=BlockRun(run.first_block, len(run.slots)))
-            for run in self.prefill_transfer.hits
-        )
+        transfer = self.prefill_transfer
         return PromptLayout(
-            geometry=geometry, prompt_tokens=self.prefill_transfer.prompt_tokens, hits=hits
+            geometry=geometry, prompt_tokens=transfer.prompt_tokens, hits=transfer.hits
         )
 
 
@@ -125,7 +121,7 @@ class StepTransfers:
 
 def _hit_slots(chunk: PrefillChunk, blocks: BlockRun) -> tuple[int, ...]:
     for run in chunk.prefill_transfer.hits:
-        if run.first_block == blocks.first and len(run.slots) == blocks.count:
+        if run.blocks == blocks:
             return run.slots
     raise TransportError(
         f"request {chunk.prefill_transfer.request_id}: hit blocks {blocks.first}..{blocks.end} "

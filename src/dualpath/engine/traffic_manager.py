@@ -44,6 +44,7 @@ from dualpath.core.control import (
     Welcome,
 )
 from dualpath.core.errors import BufferTooSmallError, DualPathError, TransportError
+from dualpath.core.runs import BlockRun
 from dualpath.engine.active_requests import ActiveRequests
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
@@ -59,7 +60,6 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.engine.slots import Grant
 from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
 from dualpath.engine.trace import TraceRecorder
-from dualpath.plan.steps import BlockRun
 from dualpath.storage.contract import BlockStorage
 from dualpath.transport.contract import Transport
 from dualpath.transport.regions import span_bytes
@@ -244,14 +244,12 @@ class TrafficManager:
     def _read(self, message: Read) -> None:
         now_ns = self.trace.now_ns()
         self._reader.add(
-            ReadTask(
-                message.request_id, message.first_slot, message.keys, now_ns, message.deadline_s
-            )
+            ReadTask(message.request_id, message.run, message.keys, now_ns, message.deadline_s)
         )
 
     def _persist_prompt(self, message: Persist) -> None:
-        end = message.first_slot + len(message.keys)
-        slots = self._buffer.slots_of(message.request_id)[message.first_slot : end]
+        end = message.first_block + len(message.keys)
+        slots = self._buffer.slots_of(message.request_id)[message.first_block : end]
         complete = len(slots) == len(message.keys) or not self.settings.mode.moves_bytes
         if not complete or not self._active.is_active(message.request_id):
             self.counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(message.keys))

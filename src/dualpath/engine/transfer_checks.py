@@ -92,14 +92,14 @@ def with_own_hits(transfer: PrefillTransfer, own_keys: Sequence[BlockKey]) -> Pr
 def _check_hits(transfer: PrefillTransfer, own_slots: int) -> None:
     block = 0
     for run in transfer.hits:
-        if run.first_block != block:
+        if run.blocks.first != block:
             raise BadRequestError(
                 f"request {transfer.request_id}: a run of hits begins at block "
-                f"{run.first_block}, block {block} is next; send it through the router"
+                f"{run.blocks.first}, block {block} is next; send it through the router"
             )
         most = own_slots if run.side is Role.PREFILL else _MOST_SLOTS
-        _check_slots(transfer.request_id, "hits", run.slots, len(run.slots), most)
-        block += len(run.slots)
+        _check_slots(transfer.request_id, "hits", run.slots, run.blocks.count, most)
+        block += run.blocks.count
     if block != transfer.hit_blocks:
         raise BadRequestError(
             f"request {transfer.request_id}: {block} blocks lie in buffers, "

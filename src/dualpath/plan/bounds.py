@@ -16,7 +16,8 @@ import msgspec
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import ClusterShape, Role
-from dualpath.plan.steps import BlockRun, Link, PromptLayout, SidedRun, Step, whole_plan
+from dualpath.core.runs import BlockRun, HitRun
+from dualpath.plan.steps import Link, PromptLayout, Step, whole_plan
 
 #: Links of a node; all others are of one GPU's CNIC.
 NODE_LINKS = frozenset(
@@ -169,7 +170,7 @@ def plan_bytes_per_s(
         layout = PromptLayout(
             geometry=geometry,
             prompt_tokens=prompt_tokens,
-            hits=(SidedRun(side, BlockRun(0, hit_blocks)),),
+            hits=(HitRun(side, BlockRun(0, hit_blocks)),),
         )
         for link, carried in link_bytes(whole_plan(layout)).items():
             load = pair_bytes_per_s * carried / read_bytes * _pairs_sharing(shape, link)

@@ -2,16 +2,11 @@
 
 The step builders (``plan.steps``) call them, and so do both cores of the simulator, the compiled
 one as they stand: whoever has to know a number of blocks asks here.  A prompt's hits are whole
-blocks (``hit_blocks``), its chunks begin at block boundaries; ``block_tokens`` ≥ 1.
+blocks (``hit_blocks``), its chunks begin at block boundaries; ``block_tokens`` ≥ 1.  The blocks of
+a whole prompt, in the DE's buffer and HBM, are ``core.blocks.holding_blocks``.
 """
 
-
-def holding_blocks(tokens: int, block_tokens: int) -> int:
-    """Blocks that hold ``tokens`` tokens, the last one possibly partial.
-
-    Of a whole prompt: what it takes of the DE's buffer, and what is copied to the DE's HBM.
-    """
-    return -(-tokens // block_tokens)
+from dualpath.core.blocks import holding_blocks
 
 
 def new_full_blocks(tokens_before: int, tokens: int, block_tokens: int) -> int:

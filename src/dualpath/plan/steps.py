@@ -25,10 +25,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from dualpath.core.blocks import BlockGeometry
+from dualpath.core.blocks import BlockGeometry, holding_blocks
 from dualpath.core.cluster import Role
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.plan.counts import (
-    holding_blocks,
     load_blocks,
     new_full_blocks,
     reload_blocks,
@@ -68,22 +68,6 @@ class Link(enum.StrEnum):
     DE_DRAM = "de-dram"
 
 
-class BlockRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Blocks ``[first, first + count)`` of a prompt."""
-
-    first: int
-    count: int
-
-    @property
-    def end(self) -> int:
-        """First block after the run."""
-        return self.first + self.count
-
-    def __bool__(self) -> bool:
-        """Whether the run holds any block."""
-        return self.count > 0
-
-
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One movement of a run of blocks, of one layer or (``layer`` None) of all.
 
@@ -103,13 +87,6 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     after: tuple[str, ...] = ()
 
 
-class SidedRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Hit blocks read on one side."""
-
-    side: Role
-    blocks: BlockRun
-
-
 class PromptLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a plan is made of: the prompt's blocks and the side every hit block is read on.
 
@@ -118,7 +95,7 @@ class PromptLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     geometry: BlockGeometry
     prompt_tokens: int
-    hits: tuple[SidedRun, ...] = ()
+    hits: tuple[HitRun, ...] = ()
 
     @property
     def hit_blocks(self) -> int:

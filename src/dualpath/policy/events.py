@@ -8,6 +8,7 @@ import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
+from dualpath.core.runs import HitRun
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,25 +64,18 @@ class EngineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     free_buffer_tokens: int
 
 
-class ReadPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run of hit tokens read on one side: ``[first_token, first_token + tokens)``."""
-
-    side: Role
-    first_token: int
-    tokens: int
-
-
 class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request's (PE, DE) pair and read side(s), each with its reason.
 
-    ``reads`` is empty without hits and in Oracle mode, has two parts for a split; parts are in
-    token order, cover the hit tokens exactly and start at multiples of ``block_tokens``.
+    ``reads`` is empty without hits and in Oracle mode, has two runs for a split; runs are in
+    block order and cover the hit blocks exactly.
     ``pe_reason``: "short-queue", "long-queue" (Algorithm 1, C2 and C3), "round-robin".
     ``de_reason``: "low-token min-seq", "high-token min-tok" (phase 2), "round-robin".
     ``read_reason``: "no-hit", "oracle", "pe-only", "round-robin", "shorter-queue", "tie",
     "split".
     ``prefill_tokens`` and ``decode_tokens`` are what the request counts for in tok_e of either
-    engine; the DE's figure is also what it takes of HBM.
+    engine; the DE's figure is also what it takes of HBM.  ``prefill_read_tokens`` and
+    ``decode_read_tokens`` are what it counts for in the reading queues of their nodes.
     """
 
     request_id: str
@@ -89,9 +83,11 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_engine: str
     prefill_assign_seq: int
     decode_assign_seq: int
-    reads: tuple[ReadPart, ...]
+    reads: tuple[HitRun, ...]
     pe_reason: str
     de_reason: str
     read_reason: str
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    prefill_read_tokens: int = 0
+    decode_read_tokens: int = 0

@@ -11,8 +11,9 @@ The functions on plain numbers decide; the simulator's compiled core calls them 
 
 from typing import NamedTuple
 
+from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
-from dualpath.policy.events import ReadPart
+from dualpath.core.runs import BlockRun, HitRun
 
 #: What decides, as the kernels return it.
 BY_QUEUE, BY_TIE = 0, 1
@@ -27,9 +28,9 @@ class Reader(NamedTuple):
     tokens_per_s: float = 1.0
 
 
-def read_whole(side: Role, hit_tokens: int) -> tuple[ReadPart, ...]:
-    """Return the one part that reads everything on one side."""
-    return (ReadPart(side=side, first_token=0, tokens=hit_tokens),)
+def read_whole(side: Role, hit_tokens: int, block_tokens: int) -> tuple[HitRun, ...]:
+    """Return the one run that is all hit blocks, read on one side."""
+    return (HitRun(side, BlockRun(0, holding_blocks(hit_tokens, block_tokens))),)
 
 
 def shorter_queue(prefill: Reader, decode: Reader) -> tuple[Role, str]:
@@ -40,7 +41,7 @@ def shorter_queue(prefill: Reader, decode: Reader) -> tuple[Role, str]:
 
 def split(
     prefill: Reader, decode: Reader, hit_tokens: int, block_tokens: int
-) -> tuple[tuple[ReadPart, ...], str]:
+) -> tuple[tuple[HitRun, ...], str]:
     """Divide the hit blocks so that both sides finish together, their queues included.
 
     The PE reads the first blocks, the DE the rest.  Of the two whole numbers of blocks around the
@@ -50,13 +51,16 @@ def split(
     """
     head = split_head_tokens(*prefill, *decode, hit_tokens, block_tokens)
     if 0 < head < hit_tokens:
-        parts = (
-            ReadPart(side=Role.PREFILL, first_token=0, tokens=head),
-            ReadPart(side=Role.DECODE, first_token=head, tokens=hit_tokens - head),
+        first = head // block_tokens
+        rest = holding_blocks(hit_tokens, block_tokens) - first
+        runs = (
+            HitRun(Role.PREFILL, BlockRun(0, first)),
+            HitRun(Role.DECODE, BlockRun(first, rest)),
         )
-        return parts, "split"
+        return runs, "split"
     reason = shorter_queue(prefill, decode)[1]
-    return read_whole(Role.PREFILL if head else Role.DECODE, hit_tokens), reason
+    side = Role.PREFILL if head else Role.DECODE
+    return read_whole(side, hit_tokens, block_tokens), reason
 
 
 def choose_by_queue(
@@ -83,7 +87,7 @@ def split_head_tokens(
     block_tokens: int,
 ) -> int:
     """Return how many leading hit tokens the PE reads so that both sides finish together."""
-    blocks = -(-hit_tokens // block_tokens)
+    blocks = holding_blocks(hit_tokens, block_tokens)
     ideal_tokens = (pe_rate * (de_queue + hit_tokens) - de_rate * pe_queue) / (pe_rate + de_rate)
     below = min(max(int(ideal_tokens // block_tokens), 0), blocks)
     less = min(below * block_tokens, hit_tokens)

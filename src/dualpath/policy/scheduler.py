@@ -27,13 +27,13 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
+from dualpath.core.runs import HitRun
 from dualpath.policy.baselines import InTurnPlacer, SidesInTurn
 from dualpath.policy.decode import TwoPhaseDecodePlacer
 from dualpath.policy.events import (
     Assignment,
     EngineReport,
     EngineSpec,
-    ReadPart,
     SchedulerSettings,
 )
 from dualpath.policy.load import EngineLoad, Ledger
@@ -49,7 +49,7 @@ from dualpath.policy.read_side import (
 #: α or β that is never exceeded.
 UNLIMITED_TOKENS = 1 << 60
 
-Reads = tuple[tuple[ReadPart, ...], str]
+Reads = tuple[tuple[HitRun, ...], str]
 
 
 class QueueLengths(msgspec.Struct, frozen=True):
@@ -234,9 +234,12 @@ class RequestScheduler:
         decode_seq = self._ledger.tell(decode.engine_id, ticket.request_id)
         reads, reason = self._choose_reads(ticket, prefill, decode)
         engines = {Role.PREFILL: prefill.engine_id, Role.DECODE: decode.engine_id}
-        for part in reads:
-            self._ledger.charge_read(engines[part.side], ticket.request_id, part.tokens)
-        flight.reading = tuple(engines[part.side] for part in reads)
+        read_tokens = dict.fromkeys(Role, 0)
+        for run in reads:
+            tokens = run.tokens(self._settings.block_tokens, ticket.request.hit_tokens)
+            self._ledger.charge_read(engines[run.side], ticket.request_id, tokens)
+            read_tokens[run.side] = tokens
+        flight.reading = tuple(engines[run.side] for run in reads)
         return Assignment(
             request_id=ticket.request_id,
             prefill_engine=prefill.engine_id,
@@ -249,24 +252,27 @@ class RequestScheduler:
             read_reason=reason,
             prefill_tokens=ticket.prefill_tokens,
             decode_tokens=ticket.decode_tokens,
+            prefill_read_tokens=read_tokens[Role.PREFILL],
+            decode_read_tokens=read_tokens[Role.DECODE],
         )
 
     def _choose_reads(self, ticket: Ticket, prefill: Placement, decode: Placement) -> Reads:
-        mode, hit_tokens = self._settings.mode, ticket.request.hit_tokens
+        mode, block_tokens = self._settings.mode, self._settings.block_tokens
+        hit_tokens = ticket.request.hit_tokens
         if hit_tokens == 0:
             return (), "no-hit"
         if mode is Mode.ORACLE:
             return (), "oracle"
         if not mode.dual_path:
-            return read_whole(Role.PREFILL, hit_tokens), "pe-only"
+            return read_whole(Role.PREFILL, hit_tokens, block_tokens), "pe-only"
         if mode is Mode.ROUND_ROBIN:
             side = self._sides.take(prefill.engine_id, decode.engine_id)
-            return read_whole(side, hit_tokens), "round-robin"
+            return read_whole(side, hit_tokens, block_tokens), "round-robin"
         readers = self._reader(prefill.engine_id), self._reader(decode.engine_id)
         if mode is Mode.SPLIT:
-            return split(*readers, hit_tokens, self._settings.block_tokens)
+            return split(*readers, hit_tokens, block_tokens)
         side, reason = shorter_queue(*readers)
-        return read_whole(side, hit_tokens), reason
+        return read_whole(side, hit_tokens, block_tokens), reason
 
     def _reader(self, engine_id: str) -> Reader:
         engine = self._ledger.engines[engine_id]

@@ -94,7 +94,11 @@ class RouterContext:
         if self._dispatch is None:
             scheduler = self._scheduler(self._scheduler_settings(info, self.block_tokens))
             self._dispatch = Dispatch(
-                scheduler, self._bytes_per_token(), self._assigned, self.metrics.scheduled
+                scheduler,
+                self._bytes_per_token(),
+                self.block_tokens,
+                self._assigned,
+                self.metrics.scheduled,
             )
         self.releases.engine_joined(info.engine_id, info.epoch)
         self._dispatch.joined(info)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from dualpath.core.control import DecodeTransfer, PrefillTransfer
-from dualpath.plan.steps import BlockRun
+from dualpath.core.runs import BlockRun
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.control import DecodeTransfer, PrefillTransfer
 from dualpath.core.errors import DualPathError
+from dualpath.core.runs import BlockRun
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.transfer_checks import TransferChecks, with_own_hits
-from dualpath.plan.steps import BlockRun
 from dualpath.vllm.metadata import DecodeWork, PrefillWork, StepMetadata
 
 if TYPE_CHECKING:

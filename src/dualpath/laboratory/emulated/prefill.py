@@ -10,6 +10,7 @@ from collections import deque
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import TransportError
+from dualpath.core.runs import BlockRun
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.laboratory.emulated.batch import Batch, BatchFormer, Chunk
@@ -17,7 +18,6 @@ from dualpath.laboratory.emulated.clock import ComputeClock
 from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.requests import Answer, PrefillRequest
 from dualpath.laboratory.emulated.verification import CheckedAt
-from dualpath.plan.steps import BlockRun
 
 
 class PrefillEngine:
@@ -90,7 +90,7 @@ class PrefillEngine:
                 continue
             for run in prefill_transfer.hits:
                 if run.side is Role.PREFILL:
-                    seeds = request.prefix.seeds[run.first_block :]
+                    seeds = request.prefix.seeds[run.blocks.first :]
                     found = plane.manager.check_buffer(
                         plane.verifier, CheckedAt.PE_BUFFER, request_id, run.slots, seeds
                     )

@@ -17,16 +17,9 @@ import numpy as np
 
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
-from dualpath.core.control import (
-    Assign,
-    EngineAddress,
-    HitRun,
-    Message,
-    PeerUp,
-    PrefillTransfer,
-    Reserved,
-)
+from dualpath.core.control import Assign, EngineAddress, Message, PeerUp, PrefillTransfer, Reserved
 from dualpath.core.errors import EngineLostError, TransportError
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.hbm_copy import HbmLayout
 from dualpath.engine.layer_stream import LayerSettings
 from dualpath.engine.settings import EngineSettings
@@ -34,7 +27,6 @@ from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.laboratory.experiments.data_plane_settings import DataPlaneSettings, Leg, Mover, Rate
 from dualpath.laboratory.experiments.raw_nixl import RawAgent, RawPeer
-from dualpath.plan.steps import BlockRun
 from dualpath.storage.memory import MemoryStorage
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import allocate_registered
@@ -177,7 +169,7 @@ class _PrefillEngine(_Engine):
         """Run a forward pass that computes nothing; its chunk is one block, or the whole prompt."""
         geometry, blocks = self._settings.geometry, self._settings.blocks
         hits = _hits(self._settings, leg)
-        run = HitRun(Role.DECODE, 0, self._slots[:hits])
+        run = HitRun(Role.DECODE, BlockRun(0, hits), self._slots[:hits])
         prefill_transfer = PrefillTransfer(
             request_id=_REQUEST,
             prompt_tokens=blocks * geometry.block_tokens,

@@ -15,8 +15,10 @@ import msgspec
 import numpy as np
 
 from dualpath.core.blocks import BlockKey, StoreNamespace, block_keys
+from dualpath.core.cluster import Role
 from dualpath.core.control import ReadDone
 from dualpath.core.errors import ConfigError, StorageError
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counters
 from dualpath.engine.read_queue import ReadQueue, ReadTask
@@ -192,6 +194,7 @@ def _read_queue(stored: StoredBlocks) -> Iterator[ReadAll]:
     reader = ReadQueue(
         stored.storage, buffer, Counters(), trace, answers.put, settings.parallel_reads
     )
+    slots = buffer.slots_of(_REQUEST)
     runs = [
         stored.keys[start : start + request_blocks]
         for start in range(0, len(stored.keys), request_blocks)
@@ -199,7 +202,8 @@ def _read_queue(stored: StoredBlocks) -> Iterator[ReadAll]:
 
     def read_all() -> None:
         for keys in runs:
-            reader.add(ReadTask(_REQUEST, 0, keys, trace.now_ns(), _DEADLINE_S))
+            run = HitRun(Role.DECODE, BlockRun(0, len(keys)), slots[: len(keys)])
+            reader.add(ReadTask(_REQUEST, run, keys, trace.now_ns(), _DEADLINE_S))
         # A short run may overtake a long one.
         done = [answers.get() for _ in runs]
         good_blocks, reasons = sum(d.good_blocks for d in done), [d.reason for d in done]

@@ -8,6 +8,7 @@ from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.core.modes import Mode
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.settings import Setup
 from dualpath.plan import steps
@@ -82,11 +83,11 @@ def step_links() -> StepLinks:
     geometry = BlockGeometry(layers=1, block_tokens=1, layer_block_bytes=1)
 
     def layout(side: Role) -> steps.PromptLayout:
-        run = steps.SidedRun(side=side, blocks=steps.BlockRun(0, 1))
+        run = HitRun(side, BlockRun(0, 1))
         return steps.PromptLayout(geometry=geometry, prompt_tokens=3, hits=(run,))
 
     at_pe, at_de = layout(Role.PREFILL), layout(Role.DECODE)
-    first, second = steps.BlockRun(1, 1), steps.BlockRun(2, 1)
+    first, second = BlockRun(1, 1), BlockRun(2, 1)
     return StepLinks(
         read_pe=steps.read_steps(at_pe)[0].links,
         read_de=steps.read_steps(at_de)[0].links,

@@ -43,6 +43,7 @@ class Dispatch:
         self,
         scheduler: RequestScheduler | RecordedScheduler,
         bytes_per_token: int,
+        block_tokens: int,
         on_assigned: Callable[[Assignment], None],
         on_scheduled: Callable[[float, int], None],
     ) -> None:
@@ -55,6 +56,7 @@ class Dispatch:
         # Epoch and last ``assign_seq`` of engines that are gone, perhaps only from sight.
         self._numbered: dict[str, tuple[str, int]] = {}
         self._bytes_per_token = bytes_per_token
+        self._block_tokens = block_tokens
         self._usual_snic: float | None = None
         self.recent: deque[AssignmentNote] = deque(maxlen=_ASSIGNMENTS_KEPT)
 
@@ -196,7 +198,7 @@ class Dispatch:
         self._log_decision(assignment, Role.PREFILL)
         self._log_decision(assignment, Role.DECODE)
         placement = self._waiting[assignment.request_id]
-        note = _note(placement.request, assignment)
+        note = _note(placement.request, assignment, self._block_tokens)
         self.recent.append(note)
         logger.debug("assigned %s", note)
         self._on_assigned(assignment)
@@ -204,13 +206,12 @@ class Dispatch:
             placement.decided.set_result(assignment)
 
     def _log_decision(self, assignment: Assignment, role: Role) -> None:
-        read_tokens = sum(part.tokens for part in assignment.reads if part.side is role)
         if role is Role.PREFILL:
             engine_id, seq = assignment.prefill_engine, assignment.prefill_assign_seq
-            tokens = assignment.prefill_tokens
+            tokens, read_tokens = assignment.prefill_tokens, assignment.prefill_read_tokens
         else:
             engine_id, seq = assignment.decode_engine, assignment.decode_assign_seq
-            tokens = assignment.decode_tokens
+            tokens, read_tokens = assignment.decode_tokens, assignment.decode_read_tokens
         self._logs[engine_id].decided(assignment.request_id, seq, tokens, read_tokens)
 
     def _snic_tokens_per_s(self, info: EngineInfo) -> float:
@@ -219,7 +220,7 @@ class Dispatch:
         return snic_bytes_per_s / self._bytes_per_token if snic_bytes_per_s else 1.0
 
 
-def _note(request: Request, assignment: Assignment) -> AssignmentNote:
+def _note(request: Request, assignment: Assignment, block_tokens: int) -> AssignmentNote:
     return AssignmentNote(
         request_id=request.request_id,
         prompt_tokens=request.prompt_tokens,
@@ -227,8 +228,12 @@ def _note(request: Request, assignment: Assignment) -> AssignmentNote:
         prefill_engine=assignment.prefill_engine,
         decode_engine=assignment.decode_engine,
         reads=tuple(
-            {"side": r.side.value, "first_token": r.first_token, "tokens": r.tokens}
-            for r in assignment.reads
+            {
+                "side": run.side.value,
+                "first_token": run.blocks.first * block_tokens,
+                "tokens": run.tokens(block_tokens, request.hit_tokens),
+            }
+            for run in assignment.reads
         ),
         pe_reason=assignment.pe_reason,
         de_reason=assignment.de_reason,

@@ -149,8 +149,8 @@ class RouterMetrics:
         self._assignments.labels(
             assignment.pe_reason, assignment.de_reason, assignment.read_reason
         ).inc()
-        for part in assignment.reads:
-            self._read_tokens[part.side].inc(part.tokens)
+        self._read_tokens[Role.PREFILL].inc(assignment.prefill_read_tokens)
+        self._read_tokens[Role.DECODE].inc(assignment.decode_read_tokens)
 
     def scheduled(self, spent_s: float, decisions: int) -> None:
         """Count one round of the scheduler."""

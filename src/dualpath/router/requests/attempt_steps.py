@@ -19,6 +19,7 @@ from dualpath.core.control import (
     Sync,
 )
 from dualpath.core.errors import EngineLostError, TransportError
+from dualpath.core.runs import HitRun
 from dualpath.router.context import RouterContext
 from dualpath.router.control.exchange import AttemptChannel, CallAnswer
 from dualpath.router.control.registry import EngineInfo
@@ -77,8 +78,8 @@ class AttemptSteps:
             "(engine_timeout_s); see its log, raise the limit if its machine is overloaded",
         )
 
-    async def read(self, engine: EngineInfo, first_slot: int, keys: tuple[bytes, ...]) -> ReadDone:
-        """Return the outcome of a storage read into the request's slots from ``first_slot`` on.
+    async def read(self, engine: EngineInfo, run: HitRun, keys: tuple[bytes, ...]) -> ReadDone:
+        """Return the outcome of a storage read of a run's blocks into its slots.
 
         Raises ``EngineLostError`` if the engine does not even say that its deadline has passed.
         """
@@ -90,7 +91,7 @@ class AttemptSteps:
             engine.engine_id,
             Read(
                 request_id=self._attempt_id,
-                first_slot=first_slot,
+                run=run,
                 keys=keys,
                 deadline_s=settings.read_deadline_s,
             ),
@@ -131,7 +132,7 @@ class AttemptSteps:
         self._context.releases.release(engine.engine_id, self._attempt_id, "prefill done")
         self._context.dispatch.prefill_done(self._attempt_id, engine.engine_id)
 
-    def persist(self, engine: EngineInfo, first_slot: int, keys: tuple[bytes, ...]) -> None:
+    def persist(self, engine: EngineInfo, first_block: int, keys: tuple[bytes, ...]) -> None:
         """Have the DE store the prompt's new full blocks; sent even without any.
 
         The DE gives the buffer back only when it knows that nothing more is to be stored.
@@ -139,7 +140,7 @@ class AttemptSteps:
         self._channel.check()
         self._context.send(
             engine.engine_id,
-            Persist(request_id=self._attempt_id, first_slot=first_slot, keys=keys),
+            Persist(request_id=self._attempt_id, first_block=first_block, keys=keys),
         )
 
     async def model_work(self, engine: EngineInfo, work: Awaitable[T]) -> T:

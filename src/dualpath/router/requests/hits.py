@@ -4,42 +4,41 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dualpath.core.control import HitRun
-from dualpath.policy.events import ReadPart
+from dualpath.core.runs import HitRun
 
 
-class PartRead(msgspec.Struct, frozen=True):
-    """Outcome of one read part: ``slots`` of its good blocks, all slots of the reservation."""
+class RunRead(msgspec.Struct, frozen=True):
+    """Outcome of one read: of the run ``assigned`` the head ``good`` lies in the reader's buffer.
 
-    part: ReadPart
-    good_blocks: int
+    ``slots`` are all slots the request has there now; ``reason`` says why no more was read.
+    """
+
+    assigned: HitRun
+    good: HitRun
     slots: tuple[int, ...]
-    reserved: tuple[int, ...]
     reason: str
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """KV that waits in DRAM: hit runs in token order, and the DE's slots of the whole prompt."""
+    """KV that waits in DRAM: hit runs in block order, and the DE's slots of the whole prompt."""
 
     hit_blocks: int
     hits: tuple[HitRun, ...]
     de_slots: tuple[int, ...]
 
 
-def good_runs(
-    outcomes: Sequence[PartRead], block_tokens: int
-) -> tuple[tuple[HitRun, ...], int, str | None]:
+def good_runs(outcomes: Sequence[RunRead]) -> tuple[tuple[HitRun, ...], int, str | None]:
     """Return the runs of good blocks from the start of the prompt, their length, and why no more.
 
-    ``outcomes`` are in token order.  The first part that is shorter than asked ends the hit: what
+    ``outcomes`` are in block order.  The first run that is shorter than assigned ends the hit: what
     was read behind it has no KV before it.  The reason is None if everything arrived.
     """
     runs: list[HitRun] = []
     hit_blocks = 0
     for outcome in outcomes:
-        if outcome.good_blocks:
-            runs.append(HitRun(side=outcome.part.side, first_block=hit_blocks, slots=outcome.slots))
-        hit_blocks += outcome.good_blocks
-        if outcome.good_blocks * block_tokens < outcome.part.tokens:
+        if outcome.good.blocks:
+            runs.append(outcome.good)
+        hit_blocks += outcome.good.blocks.count
+        if outcome.good.blocks.count < outcome.assigned.blocks.count:
             return tuple(runs), hit_blocks, outcome.reason
     return tuple(runs), hit_blocks, None

@@ -14,7 +14,8 @@ from dualpath.core.cluster import Role
 from dualpath.core.control import DecodeTransfer, KvInHbm, PrefillDone, PrefillTransfer
 from dualpath.core.errors import EngineLostError
 from dualpath.core.request import Request
-from dualpath.policy.events import Assignment, ReadPart
+from dualpath.core.runs import HitRun
+from dualpath.policy.events import Assignment
 from dualpath.router.context import RouterContext
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.control.exchange import AttemptChannel, gather_or_cancel, run_until_broken
@@ -22,7 +23,7 @@ from dualpath.router.control.registry import EngineInfo
 from dualpath.router.observe.tracing import RequestTrace
 from dualpath.router.requests.attempt_steps import AttemptSteps
 from dualpath.router.requests.hit_account import ENGINE_LOST, GONE, NOT_CACHEABLE, TIMEOUT, Found
-from dualpath.router.requests.hits import Loaded, PartRead, good_runs
+from dualpath.router.requests.hits import Loaded, RunRead, good_runs
 from dualpath.router.requests.records import RequestRecord, Stage
 
 logger = logging.getLogger(__name__)
@@ -132,17 +133,17 @@ class Attempt:
             await self._steps.assign(self._prefill_engine)
             return Loaded(hit_blocks=stored_blocks, hits=(), de_slots=())
         prompt_blocks = -(-self._job.prompt_tokens // self._context.block_tokens)
-        parts = self._assignment.reads
+        runs = self._assignment.reads
         # A PE that gets no slots need not wait for what the DE grants and reads.
-        assigning = asyncio.ensure_future(self._assign_idle_reader(parts))
-        loading = asyncio.ensure_future(self._reserve_and_read(prompt_blocks, parts))
+        assigning = asyncio.ensure_future(self._assign_idle_reader(runs))
+        loading = asyncio.ensure_future(self._reserve_and_read(prompt_blocks, runs))
         await gather_or_cancel(loading, assigning)
         de_slots, outcomes = loading.result()
         self._context.dispatch.read_done(self.attempt_id)
         for outcome in outcomes:
-            if outcome.part.side is Role.DECODE:
-                de_slots = outcome.reserved  # A deadline may have replaced slots.
-        hits, hit_blocks, short = good_runs(outcomes, self._context.block_tokens)
+            if outcome.assigned.side is Role.DECODE:
+                de_slots = outcome.slots  # A deadline may have replaced slots.
+        hits, hit_blocks, short = good_runs(outcomes)
         if short is not None:
             self._short_reason = short
             self._recompute(stored_blocks - hit_blocks, short)
@@ -153,48 +154,41 @@ class Attempt:
             return await self._steps.reserve(engine, blocks)
 
     async def _reserve_and_read(
-        self, prompt_blocks: int, parts: Sequence[ReadPart]
-    ) -> tuple[tuple[int, ...], list[PartRead]]:
+        self, prompt_blocks: int, runs: Sequence[HitRun]
+    ) -> tuple[tuple[int, ...], list[RunRead]]:
         """Return the DE's slots and what was read.
 
         DE first, always: what holds PE slots waits for nobody, so nothing can deadlock.
         """
         de_slots = await self._reserve(self._decode_engine, prompt_blocks)
-        return de_slots, await gather_or_cancel(*(self._read(part) for part in parts))
+        return de_slots, await gather_or_cancel(*(self._read(run, de_slots) for run in runs))
 
-    async def _assign_idle_reader(self, parts: Sequence[ReadPart]) -> None:
+    async def _assign_idle_reader(self, runs: Sequence[HitRun]) -> None:
         """Assign the request to its PE if the PE has nothing to read for it."""
-        if not any(part.side is Role.PREFILL for part in parts):
+        if not any(run.side is Role.PREFILL for run in runs):
             await self._steps.assign(self._prefill_engine)
 
-    async def _read(self, part: ReadPart) -> PartRead:
-        block_tokens = self._context.block_tokens
-        first_block, blocks = part.first_token // block_tokens, part.tokens // block_tokens
-        engine, first_slot = self._decode_engine, first_block
-        if part.side is Role.PREFILL:
-            engine, first_slot = self._prefill_engine, 0
-            blocks = min(blocks, engine.buffer_tokens // block_tokens)
-            if blocks:
-                await self._reserve(engine, blocks)
-            else:
+    async def _read(self, run: HitRun, de_slots: tuple[int, ...]) -> RunRead:
+        """Read a run of hits on its side, as much of it as that side's buffer can hold."""
+        if run.side is Role.DECODE:
+            engine = self._decode_engine
+            reserved = run.lying_in(de_slots[run.blocks.first : run.blocks.end])
+        else:
+            engine = self._prefill_engine
+            fitting = run.head(engine.buffer_tokens // self._context.block_tokens)
+            if not fitting.blocks:
                 await self._steps.assign(engine)
-        if blocks == 0:
-            return PartRead(part, 0, (), (), "buffer-too-small")
-        keys = self._job.keys[first_block : first_block + blocks]
+                return RunRead(run, fitting, (), "buffer-too-small")
+            reserved = fitting.lying_in(await self._reserve(engine, fitting.blocks.count))
+        keys = self._job.keys[reserved.blocks.first : reserved.blocks.end]
         start_s = self._context.clock()
         with self._record.stage(Stage.READ, engine.engine_id):
-            done = await self._steps.read(engine, first_slot, keys)
+            done = await self._steps.read(engine, reserved, keys)
         read_s = start_s + done.queue_s
         self._record.add(Stage.READ_QUEUE, start_s, engine.engine_id, read_s)
         self._record.add(Stage.STORAGE_READ, read_s, engine.engine_id, read_s + done.read_s)
-        good_blocks = min(done.good_blocks, blocks)
-        return PartRead(
-            part=part,
-            good_blocks=good_blocks,
-            slots=done.slots[first_slot : first_slot + good_blocks],
-            reserved=done.slots,
-            reason=done.reason or "buffer-too-small",
-        )
+        good = reserved.head(done.good_blocks)
+        return RunRead(run, good, done.slots, done.reason or "buffer-too-small")
 
     def _recompute(self, blocks: int, reason: str) -> None:
         tokens = blocks * self._context.block_tokens

@@ -6,6 +6,7 @@ any rule.
 
 from numba.extending import register_jitable
 
+from dualpath.core.blocks import holding_blocks
 from dualpath.policy.batching import chunk_flops, largest_chunk
 from dualpath.policy.decode import assign_decode, choose_group, unfragmented_hbm
 from dualpath.policy.prefill import assign_prefill
@@ -34,6 +35,7 @@ KERNELS = (
     choose_by_queue,
     choose_group,
     chunk_flops,
+    holding_blocks,
     largest_chunk,
     pe_charged_less,
     split_end_s,

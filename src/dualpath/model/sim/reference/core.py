@@ -5,6 +5,7 @@ from itertools import pairwise
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
+from dualpath.core.runs import HitRun
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.costs import to_ns
 from dualpath.model.sim.derived import limits
@@ -31,18 +32,17 @@ class _Flight:
 
     __slots__ = ("assignment", "de", "de_blocks", "parts_left", "pe", "pe_blocks", "prompt_blocks")
 
-    def __init__(self, assignment: Assignment, prompt_blocks: int, block_tokens: int) -> None:
+    def __init__(self, assignment: Assignment, prompt_blocks: int) -> None:
         self.assignment = assignment
         self.pe = int(assignment.prefill_engine)
         self.de = int(assignment.decode_engine)
         self.prompt_blocks = prompt_blocks
         self.pe_blocks = self.de_blocks = 0
-        for part in assignment.reads:
-            blocks = -(-part.tokens // block_tokens)
-            if part.side is Role.PREFILL:
-                self.pe_blocks = blocks
+        for run in assignment.reads:
+            if run.side is Role.PREFILL:
+                self.pe_blocks = run.blocks.count
             else:
-                self.de_blocks = blocks
+                self.de_blocks = run.blocks.count
         self.parts_left = len(assignment.reads)
 
 
@@ -160,7 +160,7 @@ class ReferenceCore:
 
     def _assigned(self, r: int, assignment: Assignment) -> None:
         prompt_blocks = -(-self._prompt[r] // self._block_tokens)
-        flight = _Flight(assignment, prompt_blocks, self._block_tokens)
+        flight = _Flight(assignment, prompt_blocks)
         tier_blocks = self._tier_tokens.get(r, 0) // self._block_tokens
         self._flights[r] = flight
         self._record.assigned(r, assignment, self._events.now_ns)
@@ -199,18 +199,20 @@ class ReferenceCore:
             end_ns = self._machine.load_from_tier(flight.de, tier_blocks)
             self._events.at(end_ns, self._part_loaded, r, flight)
         stored_ns = self._stored_ns[self._agent_of[r]]
-        for part in flight.assignment.reads:
-            engine = flight.pe if part.side is Role.PREFILL else flight.de
+        for run in flight.assignment.reads:
             if stored_ns > now_ns:
-                self._events.at(stored_ns, self._read, r, flight, part.side, engine, part.tokens)
+                self._events.at(stored_ns, self._read, r, flight, run)
             else:
-                self._read(r, flight, part.side, engine, part.tokens)
+                self._read(r, flight, run)
 
-    def _read(self, r: int, flight: _Flight, side: Role, engine: int, tokens: int) -> None:
-        blocks = -(-tokens // self._block_tokens)
-        self._machine.charge_read(engine, side, blocks)
+    def _read(self, r: int, flight: _Flight, run: HitRun) -> None:
+        assignment = flight.assignment
+        engine, tokens = flight.de, assignment.decode_read_tokens
+        if run.side is Role.PREFILL:
+            engine, tokens = flight.pe, assignment.prefill_read_tokens
+        self._machine.charge_read(engine, run.side, run.blocks.count)
         self._machine.snic(engine).read(
-            blocks * self._limits.block_bytes,
+            run.blocks.count * self._limits.block_bytes,
             lambda: self._part_read(r, flight, engine, tokens),
         )
 

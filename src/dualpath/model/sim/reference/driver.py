@@ -239,15 +239,15 @@ class SchedulerDriver:
                 self._scheduler.report(account.report())
 
     def _take(self, assignment: Assignment) -> None:
-        read = {Role.PREFILL: 0, Role.DECODE: 0}
-        for part in assignment.reads:
-            read[part.side] = part.tokens
         self._accounts[int(assignment.prefill_engine)].assigned(
-            assignment.prefill_assign_seq, assignment.prefill_tokens, 0, read[Role.PREFILL]
+            assignment.prefill_assign_seq,
+            assignment.prefill_tokens,
+            0,
+            assignment.prefill_read_tokens,
         )
         tokens = assignment.decode_tokens
         self._accounts[int(assignment.decode_engine)].assigned(
-            assignment.decode_assign_seq, tokens, tokens, read[Role.DECODE]
+            assignment.decode_assign_seq, tokens, tokens, assignment.decode_read_tokens
         )
         del self._waiting[int(assignment.request_id)]
         self._assigned(int(assignment.request_id), assignment)

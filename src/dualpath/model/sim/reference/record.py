@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from dualpath.core.cluster import Role
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.reference.machine import SimulatedMachine
 from dualpath.model.sim.reference.prefill import Pass
@@ -48,16 +47,13 @@ class Record:
         self.assigned_ns[r] = now_ns
         if self._decisions is None:
             return
-        read = {Role.PREFILL: 0, Role.DECODE: 0}
-        for part in assignment.reads:
-            read[part.side] = part.tokens
         self._decisions.append(
             (
                 r,
                 int(assignment.prefill_engine),
                 int(assignment.decode_engine),
-                read[Role.PREFILL],
-                read[Role.DECODE],
+                assignment.prefill_read_tokens,
+                assignment.decode_read_tokens,
                 PE_REASONS.index(assignment.pe_reason),
                 DE_REASONS.index(assignment.de_reason),
                 READ_REASONS.index(assignment.read_reason),
