@@ -22,7 +22,7 @@ from tests.unit.test_workload_report import result, turn
 
 from dualpath.core.modes import Mode
 from dualpath.laboratory.emulated.front_door import FrontDoor
-from dualpath.laboratory.emulated.process import serving_app
+from dualpath.laboratory.emulated.http_server import serving_app
 from dualpath.laboratory.emulated.settings import block_geometry
 from dualpath.laboratory.workload.replay.result import write_result
 from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts

@@ -20,7 +20,7 @@ from dualpath.cli.main import main
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.laboratory.emulated.front_door import FrontDoor
-from dualpath.laboratory.emulated.process import serving_app
+from dualpath.laboratory.emulated.http_server import serving_app
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 
 PROMPT = list(range(1, 50))

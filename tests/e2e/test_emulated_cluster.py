@@ -20,12 +20,12 @@ from dualpath.laboratory.emulated.front_door import front_door
 from dualpath.laboratory.workload.replay.client import RealClock
 from dualpath.laboratory.workload.replay.stream import (
     CompletionBody,
-    EventLines,
     complete,
     completion_body,
 )
 from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
+from dualpath.router.token_api.wire import EventLines
 from dualpath.storage.factory import open_storage
 
 pytest.importorskip("nixl_cu12")
@@ -245,10 +245,10 @@ async def killing_its_decoder(
     async with http.post(url, data=content) as response:
         async for received in response.content.iter_any():
             for payload in lines.feed(received):
-                if payload == b"[DONE]":
-                    return token_ids
                 for choice in msgspec.json.decode(payload)["choices"]:
                     token_ids += choice["token_ids"]
+            if lines.ended:
+                return token_ids
             if len(token_ids) >= 5 and not killed:
                 killed = True
                 await kill_the_busy_one(http, endpoint, decoders)

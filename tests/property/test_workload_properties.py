@@ -16,7 +16,7 @@ from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.formats import weka
 from dualpath.laboratory.workload.formats.lines import Document
 from dualpath.laboratory.workload.replay.metrics import distribution
-from dualpath.laboratory.workload.replay.stream import EventLines
+from dualpath.router.token_api.wire import EventLines
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), max_size=24), max_size=6)
 ROUNDS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 10)), min_size=1, max_size=8)

@@ -25,7 +25,8 @@ from dualpath.core.errors import (
     IncompatibleError,
 )
 from dualpath.router.control.registry import EngineInfo
-from dualpath.vllm.generate_client import GENERATE_PATH, GenerateClient
+from dualpath.router.token_api.wire import GENERATE_PATH
+from dualpath.vllm.generate_client import GenerateClient
 from dualpath.vllm.request_job import make_job
 
 PROMPT = [*range(1, 71)]
@@ -53,6 +54,7 @@ class ScriptedEngine:
         self.status = 200
         self.chunks = []
         self.endless = False
+        self.garbage = b""
         self.called = asyncio.Event()
         self.left = asyncio.Event()
 
@@ -60,6 +62,8 @@ class ScriptedEngine:
         self.bodies.append(await request.json())
         self.headers.append(request.headers)
         self.called.set()
+        if self.garbage:
+            return web.Response(body=self.garbage)
         if not self.bodies[-1].get("stream") or self.status != 200:
             return web.json_response(self.chunks[0], status=self.status)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -258,6 +262,12 @@ async def test_a_refusal_names_the_engine_s_reason(engine, calls, status, kind):
         await calls.prefill(engine.info, job_of(), HAND_OVER)
     with pytest.raises(kind, match="prompt of 70 exceeds 64"):
         await collect(calls.decode(engine.info, job_of(), TAKE_OVER, ()))
+
+
+async def test_an_answer_of_another_protocol_is_named(engine, calls):
+    engine.garbage = b"<html>"
+    with pytest.raises(IncompatibleError, match="vLLM's token API"):
+        await calls.prefill(engine.info, job_of(), HAND_OVER)
 
 
 async def test_an_error_chunk_in_a_stream_is_an_error(engine, calls):

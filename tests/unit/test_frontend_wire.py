@@ -16,20 +16,16 @@ from vllm.sampling_params import (
 )
 from vllm.v1.engine import EngineCoreRequest
 
-from dualpath.core.errors import BadRequestError, IncompatibleError
-from dualpath.vllm.generate_wire import (
+from dualpath.core.errors import BadRequestError
+from dualpath.router.token_api.wire import ChoiceLogprobs, Logprob, PromptLogprob, SampledLogprob
+from dualpath.vllm.request_job import can_continue, is_stateless, make_job
+from dualpath.vllm.sampling import (
     ROUTER_SIDE_FIELDS,
-    WireLogprob,
-    WireLogprobs,
-    WirePosition,
-    WirePromptLogprob,
-    decode_answer,
     decode_sampling,
     prefill_sampling,
     prompt_logprobs,
     sampled_logprobs,
 )
-from dualpath.vllm.request_job import can_continue, is_stateless, make_job
 
 EVERYTHING = {
     "temperature": 0.7,
@@ -128,12 +124,12 @@ def test_decode_goes_on_where_earlier_tokens_ended():
 
 
 def position(token, rank, *others):
-    own = WireLogprob(token, -float(rank), rank)
-    return WirePosition(token, -float(rank), rank, [own, *(WireLogprob(*o) for o in others)])
+    own = Logprob(token, -float(rank), rank)
+    return SampledLogprob(token, -float(rank), rank, [own, *(Logprob(*o) for o in others)])
 
 
 def test_logprob_rows_are_those_of_the_sampler():
-    wire = WireLogprobs([position(8, 2, (5, -1.0, 1), (9, -3.0, 3))])
+    wire = ChoiceLogprobs([position(8, 2, (5, -1.0, 1), (9, -3.0, 3))])
     lists = sampled_logprobs(wire, SamplingParams(logprobs=2))
     assert lists is not None
     assert lists.logprob_token_ids.tolist() == [[8, 5, 8]]
@@ -142,18 +138,18 @@ def test_logprob_rows_are_those_of_the_sampler():
 
 
 def test_a_sampled_token_outside_the_top_does_not_push_a_candidate_out():
-    wire = WireLogprobs([position(8, 40, (5, -1.0, 1), (9, -3.0, 2))])
+    wire = ChoiceLogprobs([position(8, 40, (5, -1.0, 1), (9, -3.0, 2))])
     lists = sampled_logprobs(wire, SamplingParams(logprobs=2))
     assert lists is not None
     assert lists.logprob_token_ids.tolist() == [[8, 5, 9]]
 
 
 def test_without_candidates_only_the_sampled_token_remains():
-    lists = sampled_logprobs(WireLogprobs([position(8, 3)]), SamplingParams(logprobs=0))
+    lists = sampled_logprobs(ChoiceLogprobs([position(8, 3)]), SamplingParams(logprobs=0))
     assert lists is not None
     assert lists.logprob_token_ids.tolist() == [[8]]
     assert sampled_logprobs(None, SamplingParams(logprobs=2)) is None
-    assert sampled_logprobs(WireLogprobs([position(8, 3)]), SamplingParams()) is None
+    assert sampled_logprobs(ChoiceLogprobs([position(8, 3)]), SamplingParams()) is None
 
 
 def test_without_a_limit_a_spare_candidate_is_asked_for_as_well():
@@ -179,7 +175,7 @@ def test_named_logprobs_leave_room_for_the_sampled_token():
     received = at_the_engine(decode_sampling(sent, generated=0, max_tokens=4, max_logprobs=20))
     assert (received.logprob_token_ids, received.logprobs) == ([9, 5, 9], 3)
     # What the engine sends: sampled first, then the named ones, their ranks being mere positions.
-    wire = WireLogprobs([position(8, 40, (9, -3.0, 1), (5, -1.0, 2))])
+    wire = ChoiceLogprobs([position(8, 40, (9, -3.0, 1), (5, -1.0, 2))])
     lists = sampled_logprobs(wire, sent)
     assert lists is not None
     assert lists.logprob_token_ids.tolist() == [[8, 9, 5]]
@@ -198,18 +194,13 @@ def test_more_named_logprobs_than_the_wire_carries_are_refused():
 def test_prompt_logprobs_skip_the_first_position():
     wire = [
         None,
-        {"7": WirePromptLogprob(-4.0, 9), "5": WirePromptLogprob(-1.0, 1)},
-        {"5": WirePromptLogprob(-0.5, 1)},
+        {"7": PromptLogprob(-4.0, 9), "5": PromptLogprob(-1.0, 1)},
+        {"5": PromptLogprob(-0.5, 1)},
     ]
     tensors = prompt_logprobs(wire, 1)
     assert tensors is not None
     assert tensors.logprob_token_ids.tolist() == [[7, 5], [5, 5]]
     assert tensors.selected_token_ranks.tolist() == [9, 1]
-
-
-def test_an_answer_of_another_protocol_is_named():
-    with pytest.raises(IncompatibleError, match="vLLM's token API"):
-        decode_answer(b"<html>")
 
 
 def request(**changes):

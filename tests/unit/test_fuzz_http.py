@@ -15,7 +15,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.control import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.laboratory.emulated.wire import GENERATE_PATH
+from dualpath.router.token_api.wire import GENERATE_PATH
 
 EXAMPLES = settings(max_examples=50, suppress_health_check=list(HealthCheck))
 PROMPT = list(range(1, 20))

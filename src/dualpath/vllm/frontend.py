@@ -20,17 +20,10 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
 from dualpath.core.cluster import Role
-from dualpath.core.errors import (
-    BadRequestError,
-    BufferTooSmallError,
-    DeadlineError,
-    DualPathError,
-    IncompatibleError,
-    OverloadedError,
-    PromptTooLongError,
-)
+from dualpath.core.errors import DualPathError, PromptTooLongError
 from dualpath.router.control.registry import Registry
 from dualpath.router.requests.refusals import PROMPT_PARAMETER
+from dualpath.router.token_api.statuses import BAD_REQUEST, status_of
 from dualpath.vllm.engine_core import RoutedEngineCore, TokenSource
 
 
@@ -119,23 +112,14 @@ class DualPathLLM(AsyncLLM):
 
 
 def http_error(error: Exception) -> Exception:
-    """Return the exception that vLLM's HTTP layer turns into the right status and message.
-
-    400 for the client's mistakes, 429 for a full router, 504 for deadlines, 503 for lost engines
-    and what else may pass, 500 for wrong set-ups and defects.
-    """
+    """Return the exception that vLLM's HTTP layer answers with ``status_of`` and the message."""
     if isinstance(error, PromptTooLongError):
         return VLLMValidationError(str(error), parameter=PROMPT_PARAMETER)
-    if isinstance(error, BadRequestError | BufferTooSmallError):
+    status = status_of(error)
+    if status == BAD_REQUEST:
         return VLLMValidationError(str(error))
-    if isinstance(error, OverloadedError):
-        return GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS)
-    if isinstance(error, DeadlineError):
-        return GracefulHTTPError(str(error), HTTPStatus.GATEWAY_TIMEOUT)
-    if isinstance(error, DualPathError) and not isinstance(error, IncompatibleError):
-        return GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
     message = str(error) if isinstance(error, DualPathError) else "internal error of the router"
-    return GracefulHTTPError(message, HTTPStatus.INTERNAL_SERVER_ERROR)
+    return GracefulHTTPError(message, HTTPStatus(status))
 
 
 def _prometheus_only(vllm_config: VllmConfig) -> StatLoggerManager:

@@ -23,26 +23,28 @@ from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.errors import (
     BadRequestError,
-    BufferTooSmallError,
-    DeadlineError,
     DualPathError,
     OverloadedError,
-    PromptTooLongError,
 )
-from dualpath.laboratory.emulated.api_key_guard import api_key_guard
 from dualpath.laboratory.emulated.engine_client import EngineClient
-from dualpath.laboratory.emulated.process import serving_app, until_signal
-from dualpath.laboratory.emulated.refusal_count import refusal_count
-from dualpath.laboratory.emulated.wire import STREAM_END, WireError, decode_body, server_event
+from dualpath.laboratory.emulated.http_server import (
+    api_key_guard,
+    error_answer,
+    json_answer,
+    refusal_count,
+    serving_app,
+    until_signal,
+)
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.observe.open_files import allow_many_streams
-from dualpath.router.requests.limits import RETRY_AFTER_S, TOO_LARGE, TOO_MANY, too_large
+from dualpath.router.requests.limits import too_large
 from dualpath.router.requests.prompt_limits import check_prompt, check_salt, check_token_ids
-from dualpath.router.requests.refusals import PROMPT_PARAMETER
 from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
+from dualpath.router.token_api.statuses import TOO_LARGE, api_error
+from dualpath.router.token_api.wire import STREAM_END, ApiError, decode_body, server_event
 
 #: W3C trace context, handed on to engines.
 TRACE_HEADERS = ("traceparent", "tracestate")
@@ -95,18 +97,18 @@ class FrontDoor:
             job = await self._job(asked, request.headers)
         except web.HTTPRequestEntityTooLarge:
             message = too_large(self._service.settings.max_body_bytes)
-            return _json({"error": WireError(message, TOO_LARGE)}, TOO_LARGE)
+            return json_answer({"error": ApiError(message, TOO_LARGE)}, TOO_LARGE)
         except DualPathError as error:
-            return _refusal(error)
+            return error_answer(error)
         events = self._service.submit(job)
         try:
             # What is wrong from the beginning shall be a status, not an event of a stream.
             first = await anext(events)
             if asked.stream:
                 return await self._stream(request, asked, first, events)
-            return _json(_whole(asked, [first, *[event async for event in events]]))
+            return json_answer(_whole(asked, [first, *[event async for event in events]]))
         except DualPathError as error:
-            return _refusal(error)
+            return error_answer(error)
         finally:
             # Aborts the request if its client has left.
             if (close := getattr(events, "aclose", None)) is not None:
@@ -128,7 +130,7 @@ class FrontDoor:
                 generated += len(event.token_ids)
                 await response.write(server_event(_chunk(event)))
         except DualPathError as error:
-            await response.write(server_event({"error": _wire_error(error)}))
+            await response.write(server_event({"error": api_error(error)}))
         else:
             usage = _usage(asked, generated, first.cached_tokens)
             await response.write(server_event({"choices": [], "usage": usage}))
@@ -168,16 +170,16 @@ class FrontDoor:
     async def _models(self, request: web.Request) -> web.Response:
         report = self._service.status()
         model = {"id": report["model"] or "emulated", "object": "model"}
-        return _json({"data": [{**model, "max_model_len": report["max_model_len"]}]})
+        return json_answer({"data": [{**model, "max_model_len": report["max_model_len"]}]})
 
     async def _status(self, request: web.Request) -> web.Response:
-        return _json(self._service.status())
+        return json_answer(self._service.status())
 
     async def _dashboard(self, request: web.Request) -> web.Response:
         try:
-            return _json(self._service.dashboard.report(request.query.get("since", "0")))
+            return json_answer(self._service.dashboard.report(request.query.get("since", "0")))
         except BadRequestError as error:
-            return _refusal(error)
+            return error_answer(error)
 
     async def _page(self, request: web.Request) -> web.Response:
         page = dashboard_page()
@@ -185,7 +187,7 @@ class FrontDoor:
 
     async def _health(self, request: web.Request) -> web.Response:
         missing = [r.value for r in Role if not self._service.registry.alive(r)]
-        return _json({"missing": missing}, 503 if missing else 200)
+        return json_answer({"missing": missing}, 503 if missing else 200)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(
@@ -251,29 +253,3 @@ def _usage(asked: CompletionRequest, generated: int, cached: int | None) -> dict
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-def _status_of(error: DualPathError) -> int:
-    if isinstance(error, BadRequestError | BufferTooSmallError):
-        return 400
-    if isinstance(error, OverloadedError):
-        return TOO_MANY
-    return 504 if isinstance(error, DeadlineError) else 503
-
-
-def _wire_error(error: DualPathError) -> WireError:
-    parameter = PROMPT_PARAMETER if isinstance(error, PromptTooLongError) else None
-    return WireError(str(error), _status_of(error), param=parameter)
-
-
-def _refusal(error: DualPathError) -> web.Response:
-    response = _json({"error": _wire_error(error)}, _status_of(error))
-    if response.status == TOO_MANY:
-        response.headers["Retry-After"] = str(RETRY_AFTER_S)
-    return response
-
-
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(
-        status=status, body=msgspec.json.encode(value), content_type="application/json"
-    )

@@ -1,23 +1,17 @@
 """One emulated engine as a process: data plane, the emulated GPU, HTTP server."""
 
 import asyncio
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from aiohttp import web
-
 from dualpath.core.cluster import Role
-from dualpath.core.errors import ConfigError
 from dualpath.laboratory.emulated.data_plane import DataPlane, OpenTransport
 from dualpath.laboratory.emulated.decode import DecodeEngine
+from dualpath.laboratory.emulated.http_server import serving_app, until_signal
 from dualpath.laboratory.emulated.prefill import PrefillEngine
 from dualpath.laboratory.emulated.server import EngineServer
 from dualpath.laboratory.emulated.settings import EmulatedSettings
 from dualpath.router.observe.open_files import allow_many_streams
-
-#: How long open connections may take to end after a signal.
-SHUTDOWN_GRACE_S = 1.0
 
 
 class EmulatedEngine:
@@ -26,29 +20,6 @@ class EmulatedEngine:
     def __init__(self, plane: DataPlane, api_url: str) -> None:
         self.plane = plane
         self.api_url = api_url
-
-
-@asynccontextmanager
-async def serving_app(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
-    """Serve an application in the block; yields the port.
-
-    Raises ``ConfigError`` if the address is taken.
-    """
-    runner = web.AppRunner(
-        app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_GRACE_S
-    )
-    await runner.setup()
-    try:
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {getattr(error, 'strerror', error)}; free it or "
-                "choose another port"
-            ) from error
-        yield int(runner.addresses[0][1])
-    finally:
-        await runner.cleanup()
 
 
 @asynccontextmanager
@@ -89,11 +60,3 @@ async def run_engine(settings: EmulatedSettings) -> None:
             flush=True,
         )
         await until_signal()
-
-
-async def until_signal() -> None:
-    """Return at SIGINT or SIGTERM."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    await stop.wait()

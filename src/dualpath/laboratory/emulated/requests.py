@@ -2,8 +2,16 @@
 
 from collections.abc import Callable
 
+import msgspec
+
 from dualpath.core.control import DecodeTransfer, PrefillTransfer
 from dualpath.laboratory.emulated.prefix import TokenPrefix
+
+
+class Sampling(msgspec.Struct):
+    """Sampling parameters of the token API; an emulated token depends on the prefix alone."""
+
+    max_tokens: int = 16
 
 
 class Answer:

@@ -10,39 +10,40 @@ import functools
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
 from aiohttp import web
 
 from dualpath.core.cluster import Role
 from dualpath.core.control import DecodeTransfer, PrefillTransfer
 from dualpath.core.errors import BadRequestError, DualPathError
 from dualpath.engine.transfer_checks import TransferChecks, with_own_hits
-from dualpath.laboratory.emulated.api_key_guard import api_key_guard
 from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.decode import DecodeEngine
+from dualpath.laboratory.emulated.http_server import api_key_guard, json_answer
 from dualpath.laboratory.emulated.prefill import PrefillEngine
 from dualpath.laboratory.emulated.prefix import TokenPrefix
-from dualpath.laboratory.emulated.requests import Answer, DecodeRequest, Deliver, PrefillRequest
+from dualpath.laboratory.emulated.requests import (
+    Answer,
+    DecodeRequest,
+    Deliver,
+    PrefillRequest,
+    Sampling,
+)
 from dualpath.laboratory.emulated.thread_cpu import thread_cpu_s
-from dualpath.laboratory.emulated.wire import (
+from dualpath.router.api_keys import ApiKeys
+from dualpath.router.token_api.statuses import BAD_REQUEST, UNPROCESSABLE
+from dualpath.router.token_api.wire import (
     GENERATE_PATH,
     STREAM_END,
+    ApiError,
     Choice,
     GenerateAnswer,
     GenerateRequest,
-    WireError,
     decode_body,
     server_event,
 )
-from dualpath.router.api_keys import ApiKeys
 
 #: A prompt of some million tokens as JSON.
 LARGEST_BODY_BYTES = 1 << 28
-
-#: The status with which the request itself is refused: nobody may try it again elsewhere.
-WRONG_KV_STATUS = 422
-
-_BAD_REQUEST_STATUS = 400
 
 
 class LoopBridge:
@@ -100,11 +101,11 @@ class EngineServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         try:
-            asked = decode_body(await request.read(), GenerateRequest)
+            asked = decode_body(await request.read(), GenerateRequest[Sampling])
             ours = self._transfer(asked)
             prefix = await asyncio.to_thread(self._prefix, asked, ours)
         except DualPathError as error:
-            return _refusal(_BAD_REQUEST_STATUS, str(error))
+            return json_answer({"error": ApiError(str(error), BAD_REQUEST)}, BAD_REQUEST)
         box: asyncio.Queue[Answer] = asyncio.Queue()
         abort = self._submit(asked, ours, prefix, self._bridge.address(box))
         try:
@@ -114,7 +115,7 @@ class EngineServer:
         finally:
             abort()
 
-    def _transfer(self, asked: GenerateRequest) -> PrefillTransfer | DecodeTransfer:
+    def _transfer(self, asked: GenerateRequest[Sampling]) -> PrefillTransfer | DecodeTransfer:
         """Return what the request carries; raises ``BadRequestError`` for what cannot be served."""
         transfer = self._checks.carried(asked.kv_transfer_params)
         if transfer is None:
@@ -142,14 +143,14 @@ class EngineServer:
         self._checks.check(transfer, len(asked.token_ids))
         return transfer
 
-    def _tokens(self, asked: GenerateRequest) -> int:
+    def _tokens(self, asked: GenerateRequest[Sampling]) -> int:
         """Tokens that need HBM here."""
         if self._settings.engine.role is Role.PREFILL:
             return len(asked.token_ids)
         return len(asked.token_ids) + max_tokens(asked)
 
     def _prefix(
-        self, asked: GenerateRequest, ours: PrefillTransfer | DecodeTransfer
+        self, asked: GenerateRequest[Sampling], ours: PrefillTransfer | DecodeTransfer
     ) -> TokenPrefix:
         return TokenPrefix(
             asked.token_ids[: ours.prompt_tokens],
@@ -161,7 +162,7 @@ class EngineServer:
 
     def _submit(
         self,
-        asked: GenerateRequest,
+        asked: GenerateRequest[Sampling],
         ours: PrefillTransfer | DecodeTransfer,
         prefix: TokenPrefix,
         deliver: Deliver,
@@ -183,12 +184,11 @@ class EngineServer:
         while True:
             answer = await box.get()
             if answer.error is not None:
-                return _refusal(WRONG_KV_STATUS, answer.error)
+                return json_answer(_event(request_id, answer), UNPROCESSABLE)
             token_ids += answer.token_ids
             if answer.finish_reason is not None:
                 choice = Choice(token_ids, answer.finish_reason)
-                body = msgspec.json.encode(GenerateAnswer(request_id, [choice]))
-                return web.Response(body=body, content_type="application/json")
+                return json_answer(GenerateAnswer(request_id, [choice]))
 
     async def _stream(
         self, request: web.Request, request_id: str, box: "asyncio.Queue[Answer]"
@@ -203,7 +203,7 @@ class EngineServer:
                 return response
 
 
-def max_tokens(asked: GenerateRequest) -> int:
+def max_tokens(asked: GenerateRequest[Sampling]) -> int:
     """Return how many tokens the request may generate."""
     return asked.sampling_params.max_tokens
 
@@ -233,10 +233,5 @@ def _labelled(name: str, help_text: str, label: str, values: dict[str, float]) -
 
 def _event(request_id: str, answer: Answer) -> GenerateAnswer:
     if answer.error is not None:
-        return GenerateAnswer(request_id, error=WireError(answer.error, WRONG_KV_STATUS))
+        return GenerateAnswer(request_id, error=ApiError(answer.error, UNPROCESSABLE))
     return GenerateAnswer(request_id, [Choice(list(answer.token_ids), answer.finish_reason)])
-
-
-def _refusal(status: int, message: str) -> web.Response:
-    body = msgspec.json.encode(GenerateAnswer(error=WireError(message, status)))
-    return web.Response(status=status, body=body, content_type="application/json")

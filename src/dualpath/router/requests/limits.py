@@ -13,6 +13,7 @@ import msgspec
 
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.settings import RouterSettings
+from dualpath.router.token_api.statuses import TOO_LARGE, TOO_MANY
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -21,9 +22,6 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 #: When a client may try again that came while the service was full; requests end all the time.
 RETRY_AFTER_S = 1
-
-TOO_LARGE = 413
-TOO_MANY = 429
 
 
 class LimitedService(Protocol):

@@ -17,6 +17,7 @@ from dualpath.core.errors import (
     DualPathError,
     EngineLostError,
 )
+from dualpath.router.token_api.wire import EventLines
 
 _ERROR_TEXT_CHARS = 500
 
@@ -68,22 +69,6 @@ def completion_body(
         return_token_ids=True,
         stream_options={"include_usage": True},
     )
-
-
-class EventLines:
-    """Splits a server-sent event stream into the payloads of its ``data:`` lines.
-
-    Needed because the first chunk repeats the whole prompt and exceeds aiohttp's line limit.
-    """
-
-    def __init__(self) -> None:
-        """Start with nothing received."""
-        self._rest = b""
-
-    def feed(self, received: bytes) -> list[bytes]:
-        """Take bytes as they arrive and return the payloads that became complete."""
-        *lines, self._rest = (self._rest + received).split(b"\n")
-        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 class _Choice(msgspec.Struct):
@@ -145,8 +130,6 @@ async def _collect(response: aiohttp.ClientResponse, clock: Clock) -> Completion
     cached_tokens: int | None = None
     async for received in response.content.iter_any():
         for payload in lines.feed(received):
-            if payload == b"[DONE]":
-                return Completion(token_ids, arrivals_s, cached_tokens)
             chunk = _parsed(response, payload)
             for choice in chunk.choices:
                 if choice.token_ids is None and choice.text:
@@ -159,6 +142,8 @@ async def _collect(response: aiohttp.ClientResponse, clock: Clock) -> Completion
                     arrivals_s += [clock.now()] * len(choice.token_ids)
             if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
                 cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
+        if lines.ended:
+            return Completion(token_ids, arrivals_s, cached_tokens)
     raise EngineLostError(
         f"{response.url}: the stream ended after {len(token_ids)} tokens without [DONE]"
     )

@@ -1,6 +1,6 @@
-"""Bodies of vLLM's token API ``/inference/v1/generate``: sampling parameters out, tokens in.
+"""vLLM's sampling parameters and logprobs as the token API carries them.
 
-Text never crosses this wire.  What the router's output processor does (detokenising, stop
+What the router's output processor does (detokenising, stop
 strings, special tokens, batching of stream chunks) is taken out of the parameters; everything
 that shapes the tokens themselves goes through unchanged.
 """
@@ -14,7 +14,13 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
-from dualpath.core.errors import BadRequestError, IncompatibleError
+from dualpath.core.errors import BadRequestError
+from dualpath.router.token_api.wire import (
+    ChoiceLogprobs,
+    Logprob,
+    PromptLogprob,
+    SampledLogprob,
+)
 from dualpath.vllm.request_job import TRANSFER_ARGUMENTS
 
 #: Fields the router's own output processing has already dealt with, or that are vLLM-internal.
@@ -125,72 +131,7 @@ def _ask_named_logprobs(fields: dict[str, Any], max_logprobs: int) -> None:
     fields["logprobs"] = len(named) + 1
 
 
-class WireLogprob(msgspec.Struct):
-    """One candidate; ``rank`` counts from 1, None if unknown."""
-
-    token_id: int
-    logprob: float
-    rank: int | None = None
-
-
-class WirePosition(WireLogprob):
-    """The sampled token and its candidates, sampled first, then by rank."""
-
-    top_logprobs: list[WireLogprob] = []
-
-
-class WireLogprobs(msgspec.Struct):
-    """Logprobs of a choice, one entry per token."""
-
-    content: list[WirePosition] | None = None
-
-
-class WireChoice(msgspec.Struct):
-    """Tokens of one choice; the only one, as each call asks for one."""
-
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: WireLogprobs | None = None
-
-
-class WireError(msgspec.Struct):
-    """vLLM's error body."""
-
-    message: str = ""
-    code: int | str | None = None
-
-
-class WirePromptLogprob(msgspec.Struct):
-    """One candidate at a prompt position, keyed by token id."""
-
-    logprob: float
-    rank: int | None = None
-
-
-class WireAnswer(msgspec.Struct):
-    """A whole answer or one chunk of a stream; unknown fields are ignored."""
-
-    choices: list[WireChoice] = []
-    error: WireError | None = None
-    prompt_logprobs: list[dict[str, WirePromptLogprob] | None] | None = None
-
-
-_DECODER = msgspec.json.Decoder(WireAnswer)
-
-
-def decode_answer(body: bytes) -> WireAnswer:
-    """Return the decoded body; raises ``IncompatibleError`` for anything else."""
-    try:
-        return _DECODER.decode(body)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise IncompatibleError(
-            f"engine answered {body[:120]!r}, which is not vLLM's token API: {error}; run the "
-            "vLLM version dualpath was made for"
-        ) from error
-
-
-def sampled_logprobs(wire: WireLogprobs | None, params: SamplingParams) -> LogprobsLists | None:
+def sampled_logprobs(wire: ChoiceLogprobs | None, params: SamplingParams) -> LogprobsLists | None:
     """Return vLLM's arrays for what ``params`` ask per sampled token, None if nothing.
 
     That is ``logprobs`` candidates (-1: all), or the tokens that ``logprob_token_ids`` name.
@@ -214,7 +155,7 @@ def sampled_logprobs(wire: WireLogprobs | None, params: SamplingParams) -> Logpr
 
 
 def prompt_logprobs(
-    wire: Sequence[dict[str, WirePromptLogprob] | None] | None, asked: int | None
+    wire: Sequence[dict[str, PromptLogprob] | None] | None, asked: int | None
 ) -> LogprobsTensors | None:
     """Return vLLM's tensors for all prompt positions but the first, which has none."""
     if asked is None or wire is None or len(wire) < 2:
@@ -222,7 +163,7 @@ def prompt_logprobs(
     rows, ranks = [], []
     for position in wire[1:]:
         entries = [
-            WireLogprob(int(token), entry.logprob, entry.rank)
+            Logprob(int(token), entry.logprob, entry.rank)
             for token, entry in (position or {}).items()
         ]
         rows.append(_row(entries[0], {entry.rank: entry for entry in entries}, asked))
@@ -237,7 +178,7 @@ def prompt_logprobs(
     )
 
 
-def _row(own: WireLogprob, by_rank: dict[int | None, WireLogprob], asked: int) -> list[WireLogprob]:
+def _row(own: Logprob, by_rank: dict[int | None, Logprob], asked: int) -> list[Logprob]:
     """Return a row as vLLM's sampler makes it: the token itself, then the candidates by rank."""
     by_rank.setdefault(own.rank, own)
     row = [own]
@@ -249,8 +190,8 @@ def _row(own: WireLogprob, by_rank: dict[int | None, WireLogprob], asked: int) -
     return row
 
 
-def _named_row(own: WirePosition, named: Sequence[int]) -> list[WireLogprob]:
+def _named_row(own: SampledLogprob, named: Sequence[int]) -> list[Logprob]:
     """Return a row as vLLM's sampler makes it: the token itself, then the named ones in order."""
-    by_id: dict[int, WireLogprob] = {own.token_id: own}
+    by_id: dict[int, Logprob] = {own.token_id: own}
     by_id.update((other.token_id, other) for other in own.top_logprobs)
     return [own, *(by_id[token_id] for token_id in named)]

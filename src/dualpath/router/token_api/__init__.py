@@ -1,0 +1,1 @@
+"""The engines' token API, which is vLLM's: its bodies, its statuses, its client."""

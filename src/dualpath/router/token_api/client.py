@@ -1,0 +1,160 @@
+"""HTTP calls to an engine's token API, for engines of any kind.
+
+Cancelling a call or closing a stream closes its HTTP response, on which the engine aborts the
+request.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from dualpath.core.errors import BadRequestError, EngineLostError, IncompatibleError
+from dualpath.router.control.engine_calls import Job, TokenEvent
+from dualpath.router.control.registry import EngineInfo
+from dualpath.router.token_api.statuses import engine_error
+from dualpath.router.token_api.wire import (
+    GENERATE_PATH,
+    Choice,
+    EventLines,
+    GenerateAnswer,
+    GenerateRequest,
+    decode_body,
+)
+
+#: An engine on a cluster network answers a connection attempt in far less.
+CONNECT_TIMEOUT_S = 5.0
+
+#: Shorter than the 5 s after which vLLM's server closes an idle connection: a connection must
+#: not be picked for a new request in the event the other end closes it.
+IDLE_CONNECTION_S = 3.0
+
+_ERROR_TEXT_BYTES = 300
+
+
+class TokenApiClient:
+    """Calls engines; used on one event loop, ``aclose`` at the end.
+
+    ``headers`` go with every call, a job's trace headers with its own.  All calls raise
+    ``EngineLostError`` for an engine that does not answer, ``BadRequestError`` if it refuses the
+    request itself, and ``IncompatibleError`` if it is not set up for this API.
+    """
+
+    def __init__(self, headers: Mapping[str, str] | None = None) -> None:
+        self._headers = dict(headers or {})
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(
+        self, engine: EngineInfo, job: Job, request: GenerateRequest[Any]
+    ) -> GenerateAnswer:
+        """Return the whole answer, which has one choice."""
+        async with self._post(engine, job, request) as response:
+            return _answer(engine, await response.read())
+
+    async def stream(
+        self, engine: EngineInfo, job: Job, request: GenerateRequest[Any]
+    ) -> AsyncGenerator[Choice, None]:
+        """Yield what comes; ends after the choice with a ``finish_reason``."""
+        request.stream = True
+        lines = EventLines()
+        async with self._post(engine, job, request) as response:
+            async for received in response.content.iter_any():
+                for payload in lines.feed(received):
+                    choice = _answer(engine, payload).choices[0]
+                    yield choice
+                    if choice.finish_reason is not None:
+                        return
+                if lines.ended:
+                    break
+        raise EngineLostError(
+            f"{_named(engine)} broke off its token stream; the request has to be taken up by "
+            "another engine"
+        )
+
+    async def aclose(self) -> None:
+        """Close all connections; engines abort what is still running on them."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    @asynccontextmanager
+    async def _post(
+        self, engine: EngineInfo, job: Job, request: GenerateRequest[Any]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        headers = {
+            **self._headers,
+            **(job.trace_headers or {}),
+            "Content-Type": "application/json",
+        }
+        url = engine.api_url.rstrip("/") + GENERATE_PATH
+        try:
+            async with self._open_session().post(
+                url, data=msgspec.json.encode(request), headers=headers
+            ) as response:
+                if response.status != 200:
+                    message = _error_text(await response.read())
+                    raise engine_error(_named(engine), response.status, message)
+                try:
+                    yield response
+                finally:
+                    if not response.content.at_eof():
+                        response.close()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise EngineLostError(
+                f"{_named(engine)} does not answer: {error or type(error).__name__}; restart it "
+                "or take it out"
+            ) from error
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        """Return the session, made on first use because it belongs to the running loop."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            )
+        return self._session
+
+
+def token_event(choice: Choice, payload: object = None) -> TokenEvent:
+    """Return a choice as the router knows it, with the engine's own output for the front end."""
+    return TokenEvent(
+        token_ids=tuple(choice.token_ids or ()),
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        payload=payload,
+    )
+
+
+def _named(engine: EngineInfo) -> str:
+    return f"engine {engine.engine_id} at {engine.api_url}"
+
+
+def _answer(engine: EngineInfo, body: bytes) -> GenerateAnswer:
+    """Return an answer with one choice; raises what the engine answers instead of it."""
+    try:
+        answer = decode_body(body, GenerateAnswer)
+    except BadRequestError as error:
+        raise IncompatibleError(
+            f"{_named(engine)} answered {body[:120]!r}, which is not vLLM's token API: {error}; "
+            "run the vLLM version dualpath was made for"
+        ) from error
+    if answer.error is not None:
+        code = answer.error.code
+        status = code if isinstance(code, int) else 500
+        raise engine_error(_named(engine), status, answer.error.message)
+    if len(answer.choices) != 1:
+        raise IncompatibleError(
+            f"{_named(engine)} answered with {len(answer.choices)} choices where 1 was asked for; "
+            "run the vLLM version dualpath was made for"
+        )
+    return answer
+
+
+def _error_text(body: bytes) -> str:
+    try:
+        error = decode_body(body, GenerateAnswer).error
+    except BadRequestError:
+        error = None
+    return error.message if error else body[:_ERROR_TEXT_BYTES].decode("utf-8", "replace")

@@ -1,0 +1,73 @@
+"""The table from an engine's statuses to errors and from errors to a server's statuses."""
+
+from typing import Any
+
+import pytest
+
+from dualpath.core.errors import (
+    BadRequestError,
+    BufferTooSmallError,
+    DeadlineError,
+    DualPathError,
+    EngineLostError,
+    IncompatibleError,
+    OverloadedError,
+    PromptTooLongError,
+    TransportError,
+)
+from dualpath.router.token_api.statuses import api_error, engine_error, status_of
+from dualpath.router.token_api.wire import GenerateAnswer, GenerateRequest, decode_body
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_only_what_speaks_of_the_request_is_the_clients_mistake(status):
+    error = engine_error("engine pe-0", status, "prompt of 70 exceeds 64")
+    assert type(error) is BadRequestError
+    assert str(error) == "prompt of 70 exceeds 64"
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 405, 415])
+def test_an_engine_that_refuses_caller_or_route_is_not_set_up(status):
+    error = engine_error("engine pe-0", status, "Unauthorized")
+    assert type(error) is IncompatibleError
+    assert f"engine pe-0 answered {status}: Unauthorized; start it with" in str(error)
+
+
+@pytest.mark.parametrize("status", [302, 500, 501, 502, 503])
+def test_any_other_status_is_a_lost_engine(status):
+    assert type(engine_error("engine pe-0", status, "no")) is EngineLostError
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        (BadRequestError, 400),
+        (PromptTooLongError, 400),
+        (BufferTooSmallError, 400),
+        (OverloadedError, 429),
+        (DeadlineError, 504),
+        (EngineLostError, 503),
+        (TransportError, 503),
+        (DualPathError, 503),
+        (IncompatibleError, 500),
+        (KeyError, 500),
+    ],
+)
+def test_each_error_has_one_status(kind, status):
+    assert status_of(kind("why")) == status
+
+
+def test_a_prompt_that_is_too_long_is_named_as_the_parameter_at_fault():
+    assert api_error(PromptTooLongError("70 tokens, 64 fit")).param == "input_tokens"
+    assert api_error(BadRequestError("n is 2")).param is None
+
+
+def test_vllms_bodies_are_read_and_what_is_not_used_of_them_is_ignored():
+    answer = decode_body(
+        b'{"request_id": "r", "usage": null, "prompt_logprobs": null, "choices": [{"index": 0, '
+        b'"token_ids": [7], "finish_reason": "stop", "stop_reason": 7, "logprobs": null}]}',
+        GenerateAnswer,
+    )
+    assert answer.choices[0].token_ids == [7]
+    with pytest.raises(BadRequestError, match="missing required field `token_ids`"):
+        decode_body(b'{"request_id": "r"}', GenerateRequest[dict[str, Any]])
