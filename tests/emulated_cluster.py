@@ -20,6 +20,7 @@ from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.transport.contract import Transport
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
+from tests.control_network import Arrivals
 
 GUARD_S = 30.0
 COSTS = ModelCosts(
@@ -40,6 +41,7 @@ class Cluster:
         self.fabric = InProcessFabric()
         self.endpoint = endpoint
         self.service = service
+        self.arrivals = Arrivals(service)
         self.http = http
         self.engines: dict[str, EmulatedEngine] = {}
 
@@ -73,16 +75,15 @@ class Cluster:
 
     async def idle(self) -> None:
         """Wait until no engine has a request or holds buffer or HBM."""
-        async with asyncio.timeout(GUARD_S):
-            for engine in self.engines.values():
-                manager = engine.plane.manager
-                capacity = (0, manager.buffer_tokens, manager.hbm_tokens)
-                while capacity != (
-                    (report := manager.report()).unfinished_requests,
-                    report.free_buffer_tokens,
-                    report.free_hbm_tokens,
-                ):
-                    await asyncio.sleep(0.005)
+        await self.arrivals.until(self._idle, GUARD_S)
+
+    def _idle(self) -> bool:
+        managers = [engine.plane.manager for engine in self.engines.values()]
+        capacities = [(0, m.buffer_tokens, m.hbm_tokens) for m in managers]
+        reports = [m.report() for m in managers]
+        return capacities == [
+            (r.unfinished_requests, r.free_buffer_tokens, r.free_hbm_tokens) for r in reports
+        ]
 
 
 def engine_settings(

@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
+from tests.control_network import Arrivals
 
 from dualpath.core.blocks import BlockGeometry, block_keys
 from dualpath.core.modes import Mode
@@ -115,6 +116,8 @@ class Player:
         assert namespace is not None
         self.geometry: BlockGeometry = namespace.geometry
         self._storage = open_storage(folder / "kv", namespace, mode=mode)
+        # An engine reports what it has stored.
+        self._arrivals = Arrivals(service)
 
     async def play(self) -> list[list[tuple[list[int], int]]]:
         """Return per agent and round (generated tokens, hit blocks)."""
@@ -141,8 +144,7 @@ class Player:
 
     async def _stored(self, tokens: list[int], salt: str) -> None:
         keys = block_keys(tokens, self.geometry.block_tokens, cache_salt=salt)
-        while self._storage.hit_blocks(keys) < len(keys):
-            await asyncio.sleep(0.005)
+        await self._arrivals.until(lambda: self._storage.hit_blocks(keys) == len(keys), GUARD_S)
 
 
 def ideal_hits(geometry: BlockGeometry) -> list[list[int]]:

@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+from tests.control_network import Arrivals, ControlNetwork, Network, ZmqNetwork
 from tests.unit.router_fakes import GUARD_S, FakeCalls, FakeEngine
 
 from dualpath.core import control
 from dualpath.core.cluster import Role
-from dualpath.router.control.engine_calls import Job, TokenEvent
-from dualpath.router.control.registry import EngineInfo
+from dualpath.router.control.engine_calls import EngineCalls, Job, TokenEvent
 from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
 
@@ -17,38 +17,29 @@ from dualpath.router.settings import RouterSettings
 class WatchedService(RouterService):
     """A router service that lets a test wait until it has got a message."""
 
-    def __init__(self, settings: RouterSettings, calls: FakeCalls) -> None:
-        super().__init__(settings, calls)
-        self.got: list[control.Message] = []
-        self._arrived = asyncio.Event()
-
-    def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
-        super().on_message(info, message)
-        self.got.append(message)
-        self._arrived.set()
+    def __init__(
+        self, settings: RouterSettings, calls: EngineCalls, network: ControlNetwork | None = None
+    ) -> None:
+        super().__init__(settings, calls, asyncio.get_running_loop().time, network)
+        self.arrivals = Arrivals(self)
 
     async def saw_loss(self, engine_id: str) -> None:
-        async with asyncio.timeout(GUARD_S):
-            while any(e.engine_id == engine_id for e in self.engines()):
-                self._arrived.clear()
-                await self._arrived.wait()
-
-    def on_lost(self, info: EngineInfo, reason: str, certain: bool) -> None:
-        super().on_lost(info, reason, certain)
-        self._arrived.set()
+        await self.arrivals.until(
+            lambda: all(e.engine_id != engine_id for e in self.engines()), GUARD_S
+        )
 
     async def saw(self, kind: type, count: int = 1) -> None:
-        async with asyncio.timeout(GUARD_S):
-            while sum(isinstance(m, kind) for m in self.got) < count:
-                self._arrived.clear()
-                await self._arrived.wait()
+        """Wait for the ``count``-th message of a kind since the start."""
+        await self.arrivals.until(
+            lambda: sum(isinstance(m, kind) for m in self.arrivals.messages) >= count, GUARD_S
+        )
 
 
 class Cluster:
     """A router service and the engines registered with it."""
 
-    def __init__(self, service: WatchedService, calls: FakeCalls) -> None:
-        self.service, self.calls = service, calls
+    def __init__(self, service: WatchedService, calls: FakeCalls, network: Network) -> None:
+        self.service, self.calls, self.network = service, calls, network
         self.stored: set[bytes] = set()
 
     @property
@@ -58,7 +49,7 @@ class Cluster:
     async def add(self, engine_id: str, role: Role, **options) -> FakeEngine:
         engine = FakeEngine(engine_id, role, self.stored, **options)
         self.engines[engine_id] = engine
-        return await engine.join(self.service.control_address)
+        return await engine.join(self.network)
 
     async def run(self, job: Job) -> list[int]:
         """Return a job's tokens, checking that the stream ends as it should."""
@@ -91,7 +82,7 @@ class Cluster:
 
     async def revive(self, engine_id: str) -> None:
         """Start an engine's next process."""
-        await self.engines[engine_id].join(self.service.control_address)
+        await self.engines[engine_id].join(self.network)
 
     def lose(self, engine_id: str, *, certain: bool = False) -> None:
         """Let the router notice that an engine is gone."""
@@ -104,13 +95,16 @@ async def cluster(
     decode: int = 1,
     *,
     settings: RouterSettings | None = None,
+    network: ControlNetwork | None = None,
+    real_sockets: bool = False,
     **engine_options,
 ) -> AsyncIterator[Cluster]:
+    """Control connections are in memory, unless ``real_sockets``: then they are ZMQ's."""
     calls = FakeCalls()
-    options = settings or RouterSettings(engine_timeout_s=1000, suspect_timeout_s=0.05)
-    service = WatchedService(options, calls)
+    in_memory = None if real_sockets else network or ControlNetwork()
+    service = WatchedService(settings or RouterSettings(), calls, in_memory)
     await service.start()
-    made = Cluster(service, calls)
+    made = Cluster(service, calls, in_memory or ZmqNetwork(service.control_address))
     try:
         for number in range(prefill):
             await made.add(f"p{number}", Role.PREFILL, **engine_options)

@@ -1,4 +1,4 @@
-"""A small real cluster for router tests: engines that speak the protocol over ZMQ, and model work.
+"""A small real cluster for router tests: engines that speak the protocol, and model work.
 
 Engines keep a FIFO buffer whose slots remember what was written to them, and a store of blocks they
 share; the model work checks that every slot holds what the hand-over claims.  A slot in two
@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
-import zmq
-import zmq.asyncio
+from tests.control_network import Network
 
 from dualpath.core import control
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError, TransportError
+from dualpath.engine.link import HEARTBEAT_S
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.control.registry import EngineInfo
 
@@ -28,7 +28,8 @@ NAMESPACE = StoreNamespace(
     layout="test",
     geometry=BlockGeometry(layers=2, block_tokens=BLOCK_TOKENS, layer_block_bytes=64),
 )
-GUARD_S = 20.0
+#: Longer than any limit of the router; in virtual time it costs nothing.
+GUARD_S = 3600.0
 
 
 def keys_of(tokens: Sequence[int]) -> tuple[bytes, ...]:
@@ -83,6 +84,7 @@ class FakeEngine:
             None,
         )
         self.unanswered: set[type] = set()
+        self.heartbeats = True
         #: ``KvInHbm`` is late: the router has it only with the answer to its next ``Sync``.
         self.tokens_come_first = False
         self.counters: dict[str, float] = {}
@@ -92,8 +94,7 @@ class FakeEngine:
     def epoch(self) -> str:
         return f"{self.engine_id}-{self.generation}"
 
-    async def start(self, address: str) -> "FakeEngine":
-        self.address = address
+    async def start(self, network: Network) -> "FakeEngine":
         self.generation += 1
         self.received: list[control.Message] = []
         self.dead = asyncio.Event()
@@ -107,16 +108,13 @@ class FakeEngine:
         self.withheld: deque[control.KvInHbm] = deque()
         self.persisted: set[str] = set()
         self.assign_seq = self.report_seq = 0
-        self.context = zmq.asyncio.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(address)
-        self.task = asyncio.create_task(self._receive())
+        self.connection = network.connect()
+        self.tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._report)]
         self.send(self.hello())
         return self
 
-    async def join(self, address: str) -> "FakeEngine":
-        await self.start(address)
+    async def join(self, network: Network) -> "FakeEngine":
+        await self.start(network)
         await self.saw(control.Welcome)
         return self
 
@@ -144,11 +142,13 @@ class FakeEngine:
     async def kill(self) -> None:
         """End without a word, as SIGKILL does."""
         self.dead.set()
-        self.task.cancel()
-        await asyncio.wait({self.task})
-        self.context.destroy(linger=0)
-        if not self.task.cancelled():
-            self.task.result()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.wait(self.tasks)
+        self.connection.close()
+        for task in self.tasks:
+            if not task.cancelled():
+                task.result()
 
     async def saw(self, kind: type[M], wanted: Callable[[M], bool] | None = None) -> M:
         """Wait for a message from the router, received already or yet to come."""
@@ -168,10 +168,10 @@ class FakeEngine:
             await self._arrived.wait()
 
     def send(self, message: control.Message) -> None:
-        self.socket.send(control.encode(message))
+        self.connection.send(control.encode(message))
 
-    def send_raw(self, frame: bytes) -> None:
-        self.socket.send(frame)
+    def send_raw(self, *frames: bytes) -> None:
+        self.connection.send(*frames)
 
     def report(self) -> None:
         self.report_seq += 1
@@ -193,9 +193,15 @@ class FakeEngine:
         everything_free = len(self.free) == self.buffer_blocks
         return everything_free and not (self.tenants or self.waiting or self.leases)
 
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            if self.heartbeats:
+                self.report()
+
     async def _receive(self) -> None:
         while True:
-            message = control.decode_router_message(await self.socket.recv())
+            message = control.decode_router_message(await self.connection.receive())
             self.received.append(message)
             self._arrived.set()
             if type(message) not in self.unanswered:

@@ -1,6 +1,5 @@
 """What the router's /metrics says after a small emulated cluster has served a few requests."""
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -60,13 +59,20 @@ async def scrape_after_three_turns(directory: Path) -> Scrape:
 
 async def all_reported(made: Cluster) -> None:
     """Wait until the router has heard all that the engines have counted."""
-    async with asyncio.timeout(GUARD_S):
-        for engine_id, engine in made.engines.items():
-            counted = engine.plane.manager.counters.snapshot().items()
-            state = made.service.registry.get(engine_id)
-            assert state is not None
-            while state.report is None or not counted <= state.report.counters.items():
-                await asyncio.sleep(0.005)
+    counted = {
+        engine_id: engine.plane.manager.counters.snapshot().items()
+        for engine_id, engine in made.engines.items()
+    }
+
+    def reported() -> bool:
+        states = made.service.registry.all()
+        return all(
+            state.report is not None
+            and counted[state.info.engine_id] <= state.report.counters.items()
+            for state in states
+        )
+
+    await made.arrivals.until(reported, GUARD_S)
 
 
 def damage_block(directory: Path, index: int) -> None:

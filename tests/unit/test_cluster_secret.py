@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
-from tests.unit.router_fakes import GUARD_S, FakeEngine
+from tests.unit.router_fakes import FakeEngine
 
 from dualpath.core import control
 from dualpath.core.cluster import Role
@@ -14,7 +14,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.engine.link import ControlLink
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.registry import EngineInfo, Registry
-from dualpath.router.requests.refusals import ControlRefusal
+from dualpath.router.requests.refusals import ControlRefusal, ControlRefusals
 from dualpath.transport.cluster_secret import (
     LEAST_CHARACTERS,
     SECRET_VARIABLE,
@@ -25,8 +25,21 @@ from dualpath.transport.cluster_secret import (
     new_secret,
 )
 
+GUARD_S = 20.0
 SECRET = ClusterSecret("the cluster's own secret, in 40 letters.", "a test")
 OTHER = ClusterSecret("somebody else's secret, also 40 letters.", "a test")
+
+
+class WatchedRefusals(ControlRefusals):
+    """Lets a test wait for a refusal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: asyncio.Queue[ControlRefusal] = asyncio.Queue()
+
+    def count(self, reason: ControlRefusal) -> int:
+        self.reasons.put_nowait(reason)
+        return super().count(reason)
 
 
 class Router:
@@ -35,6 +48,7 @@ class Router:
     def __init__(self) -> None:
         self.joined: asyncio.Queue[str] = asyncio.Queue()
         self.server = ControlServer(Registry(), self, asyncio.get_running_loop().time, 1000.0)
+        self.refused = self.server._refusals = WatchedRefusals()
 
     async def __aenter__(self) -> "Router":
         await self.server.start("127.0.0.1", self.port, self.secret)
@@ -62,18 +76,18 @@ class Engine(FakeEngine):
     def __init__(self, name: str, router: str, secret: ClusterSecret | None) -> None:
         super().__init__(name, Role.PREFILL, set())
         self.loop = asyncio.get_running_loop()
-        self.heard: asyncio.Queue[control.Message] = asyncio.Queue()
+        self.arrived: asyncio.Queue[control.Message] = asyncio.Queue()
         self.link = ControlLink(
             router,
             self.hello,
             lambda: control.Report(1, 0, 0, 0, 0, 1, 1),
-            self.hear,
+            self.receive,
             lambda now_ns: None,
             secret,
         )
 
-    def hear(self, message: control.Message) -> None:
-        self.loop.call_soon_threadsafe(self.heard.put_nowait, message)
+    def receive(self, message: control.Message) -> None:
+        self.loop.call_soon_threadsafe(self.arrived.put_nowait, message)
 
     async def __aenter__(self) -> "Engine":
         self.link.start()
@@ -87,7 +101,7 @@ async def test_engine_and_router_with_one_secret_hear_each_other():
     async with Router() as router, Engine("pe", router.server.address, SECRET) as engine:
         async with asyncio.timeout(GUARD_S):
             assert await router.joined.get() == "pe"
-            assert isinstance(await engine.heard.get(), control.Welcome)
+            assert isinstance(await engine.arrived.get(), control.Welcome)
 
 
 @pytest.mark.parametrize("secret", [OTHER, None], ids=["another secret", "no secret"])
@@ -98,12 +112,11 @@ async def test_a_router_hears_nobody_without_its_secret(secret, caplog):
             Engine("stranger", server.address, secret) as stranger,
             asyncio.timeout(GUARD_S),
         ):
-            while not server.refusals()[ControlRefusal.SECRET]:
-                await asyncio.sleep(0.01)
+            assert await router.refused.reasons.get() is ControlRefusal.SECRET
             async with Engine("pe", server.address, SECRET):
                 assert await router.joined.get() == "pe"
         assert router.joined.empty()
-        assert stranger.heard.empty()
+        assert stranger.arrived.empty()
         refused = {reason for reason, times in server.refusals().items() if times}
         assert refused == {ControlRefusal.SECRET}
     assert "does not have this router's cluster secret" in caplog.text
@@ -121,8 +134,7 @@ async def test_knowing_the_routers_public_key_is_not_enough():
         hello.generation = 1
         await socket.send(control.encode(hello.hello()))
         async with asyncio.timeout(GUARD_S):
-            while not router.server.refusals()[ControlRefusal.SECRET]:
-                await asyncio.sleep(0.01)
+            assert await router.refused.reasons.get() is ControlRefusal.SECRET
         assert router.joined.empty()
         context.destroy(linger=0)
 
@@ -133,7 +145,7 @@ async def test_an_engine_believes_no_router_without_its_secret():
     async with router, Engine("pe", router.server.address, SECRET) as engine:
         async with Engine("plain", router.server.address, None), asyncio.timeout(GUARD_S):
             assert await router.joined.get() == "plain"
-        assert engine.heard.empty()
+        assert engine.arrived.empty()
 
 
 async def test_an_engine_joins_a_router_that_comes_back_with_the_right_secret():
@@ -147,7 +159,7 @@ async def test_an_engine_joins_a_router_that_comes_back_with_the_right_secret():
         await plain.server.stop()
         async with right, asyncio.timeout(GUARD_S):
             assert await right.joined.get() == "pe"
-            assert isinstance(await engine.heard.get(), control.Welcome)
+            assert isinstance(await engine.arrived.get(), control.Welcome)
 
 
 async def test_nothing_readable_crosses_the_wire():

@@ -85,9 +85,9 @@ class Stranger(FakeEngine):
     """A process with a connection of its own that never plays by the rules."""
 
     async def noise(self, made: Cluster, sent: list[list[bytes]]) -> None:
-        await self.start(made.service.control_address)
+        await self.start(made.network)
         for parts in sent:
-            await self.socket.send_multipart(parts)
+            self.send_raw(*parts)
         # Messages are taken in order: after this answer all of them have been.
         self.version = 99
         self.send(self.hello())
@@ -120,7 +120,7 @@ def test_strangers_frames_harm_nobody():
         await served_as_before(made)
 
     with asyncio.Runner() as runner:
-        context = cluster()
+        context = cluster(real_sockets=True)
         made = runner.run(context.__aenter__())
         try:
             story()
@@ -138,7 +138,7 @@ def test_an_engines_own_nonsense_harms_only_itself():
 
     async def one_story(sent: list[bytes]) -> None:
         mad = made.engines["p1"]
-        await mad.join(made.service.control_address)
+        await mad.join(made.network)
         for frame in sent:
             mad.send_raw(frame.replace(b"p0", b"p1"))
         await mad.kill()
@@ -146,7 +146,7 @@ def test_an_engines_own_nonsense_harms_only_itself():
         await served_as_before(made)
 
     with asyncio.Runner() as runner:
-        context = cluster(prefill=2)
+        context = cluster(prefill=2, real_sockets=True)
         made = runner.run(context.__aenter__())
         try:
             story()
@@ -173,7 +173,7 @@ def test_noise_is_told_by_its_size(frame):
 
 async def test_a_greeting_of_another_versions_shape_is_refused_in_words():
     """A field more than this version knows, as a later one may have."""
-    async with cluster(prefill=0) as made:
+    async with cluster(prefill=0, real_sockets=True) as made:
         fields = msgspec.msgpack.decode(control.encode(_PROTOTYPE.hello()))
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)

@@ -5,21 +5,24 @@ import contextlib
 import random
 
 import pytest
+from tests.control_network import ControlNetwork
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import GUARD_S, expected, job
+from tests.virtual_time import VirtualTimeLoop
 
 from dualpath.core import control
 from dualpath.router.settings import RouterSettings
 
 MODES = ["basic", "round-robin", "dualpath", "split", "oracle"]
-SETTINGS = RouterSettings(
-    engine_timeout_s=1000, suspect_timeout_s=0.02, lookup_timeout_s=0.2, max_attempts=1000
-)
+DISTURBANCES = 6
+#: An attempt fails for one of the disturbances or not at all.
+SETTINGS = RouterSettings(max_attempts=DISTURBANCES + 1)
+#: Seconds that a control message or a step of the model takes; the router's limits are above.
+DELAYS_S = (0.0, 0.0, 0.0, 0.001, 0.02, 0.3)
 
 
-async def turns(count: int) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
+async def some_time(chance: random.Random) -> None:
+    await asyncio.sleep(chance.choice(DELAYS_S))
 
 
 async def disturb(
@@ -32,11 +35,11 @@ async def disturb(
             await engine.kill()
             if chance.random() < 0.5:
                 made.lose(name)
-                await turns(chance.randrange(20))
+                await some_time(chance)
             await made.revive(name)
         case "lose":
             made.lose(name)
-            await turns(chance.randrange(20))
+            await some_time(chance)
             engine.report()
         case "goodbye":
             engine.send(control.Goodbye(reason="chaos"))
@@ -55,10 +58,11 @@ async def disturb(
             engine.send_raw(chance.randbytes(8))
 
 
-@pytest.mark.parametrize("seed", range(100))
-async def test_every_stream_is_right_and_nothing_is_left_behind(seed):
+async def play(seed: int) -> list[control.Message]:
+    """Play the story of a seed; return all that the router got from its engines."""
     chance = random.Random(seed)
     mode = MODES[seed % len(MODES)]
+    network = ControlNetwork(delay=lambda: chance.choice(DELAYS_S))
     async with cluster(
         chance.choice([1, 2]),
         chance.choice([1, 2]),
@@ -66,15 +70,16 @@ async def test_every_stream_is_right_and_nothing_is_left_behind(seed):
         # A prompt has 20 tokens at most; a later attempt also brings what was generated, 6 at most.
         buffer_blocks=chance.choice([7, 9, 30]),
         settings=SETTINGS,
+        network=network,
     ) as made:
-        made.calls.pause = lambda: turns(chance.randrange(8))
+        made.calls.pause = lambda: some_time(chance)
         jobs = [
             job(f"r{i}", [7] * (4 * chance.randrange(4)) + [i] * chance.randrange(1, 9))
             for i in range(8)
         ]
         clients = [asyncio.create_task(made.run(j)) for j in jobs]
-        for _ in range(6):
-            await turns(chance.randrange(60))
+        for _ in range(DISTURBANCES):
+            await some_time(chance)
             await disturb(made, chance, clients)
         async with asyncio.timeout(GUARD_S):
             for one, client in zip(jobs, clients, strict=True):
@@ -85,3 +90,19 @@ async def test_every_stream_is_right_and_nothing_is_left_behind(seed):
         assert (status["waiting"], status["running"]) == (0, 0)
         assert made.service.context.releases.held == 0
         assert made.service.context.dispatch.idle()
+        return made.service.arrivals.messages
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("seed", range(100))
+async def test_every_stream_is_right_and_nothing_is_left_behind(seed):
+    await play(seed)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_seed_gives_the_same_run_again(seed):
+    runs = []
+    for _ in range(2):
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            runs.append(runner.run(play(seed)))
+    assert runs[0] == runs[1]

@@ -24,7 +24,7 @@ async def refusal(made: Cluster, **options) -> str:
     engine = FakeEngine("odd", role, set(), **options)
     engine.version = version
     made.engines["odd"] = engine
-    await engine.start(made.service.control_address)
+    await engine.start(made.network)
     return (await engine.saw(control.Refused)).reason
 
 
@@ -37,7 +37,7 @@ def refused(made: Cluster) -> dict[str, float]:
 
 
 async def test_engines_of_both_roles_learn_of_each_other():
-    async with cluster() as made:
+    async with cluster(real_sockets=True) as made:
         up = await made.engines["p0"].saw(control.PeerUp)
         assert up.address.engine_id == "d0"
         welcome = await made.engines["d0"].saw(control.Welcome)
@@ -64,7 +64,7 @@ async def test_engines_of_both_roles_learn_of_each_other():
     ],
 )
 async def test_an_engine_that_does_not_fit_is_refused_with_a_remedy(options, counted, words):
-    async with cluster() as made:
+    async with cluster(real_sockets=True) as made:
         reason = await refusal(made, **options)
         assert refused(made) == {counted: 1}
         assert all(word in reason for word in words), reason
@@ -73,13 +73,13 @@ async def test_an_engine_that_does_not_fit_is_refused_with_a_remedy(options, cou
 
 
 async def test_the_router_may_insist_on_a_mode():
-    settings = RouterSettings(mode=Mode.BASIC, engine_timeout_s=1000)
-    async with cluster(prefill=0, decode=0, settings=settings) as made:
+    settings = RouterSettings(mode=Mode.BASIC)
+    async with cluster(0, 0, settings=settings, real_sockets=True) as made:
         assert "'basic'" in await refusal(made, mode="dualpath")
 
 
 async def test_malformed_frames_are_counted_and_harm_nobody():
-    async with cluster() as made:
+    async with cluster(real_sockets=True) as made:
         for frame in (b"", b"\xc1", msgspec.msgpack.encode({"type": "Nonsense"})):
             made.engines["p0"].send_raw(frame)
         assert await made.run(job("a", range(9))) == expected(range(9), 6)
@@ -87,7 +87,7 @@ async def test_malformed_frames_are_counted_and_harm_nobody():
 
 
 async def test_a_stranger_is_told_to_greet_first():
-    async with cluster() as made:
+    async with cluster(real_sockets=True) as made:
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
         socket.connect(made.service.control_address)
@@ -101,7 +101,7 @@ async def test_a_stranger_is_told_to_greet_first():
 
 
 async def test_a_restarted_engine_replaces_its_dead_self():
-    async with cluster() as made:
+    async with cluster(real_sockets=True) as made:
         old = made.engines["p0"].epoch
         made.engines["p0"].counters = {"storage_read_bytes": 70}
         made.engines["p0"].report()
@@ -119,12 +119,12 @@ async def test_a_restarted_engine_replaces_its_dead_self():
 
 
 async def test_two_live_processes_do_not_fight_for_one_id():
-    async with cluster() as made:
+    async with cluster(real_sockets=True) as made:
         old = made.engines["p0"]
         new = FakeEngine("p0", Role.PREFILL, set())
         new.generation = 7
         made.engines["new"] = new
-        await new.join(made.service.control_address)
+        await new.join(made.network)
         old.report()
         assert (await old.saw(control.Refused)).reason.startswith(UNKNOWN_ENGINE)
         old.send(old.hello())
@@ -135,10 +135,10 @@ async def test_two_live_processes_do_not_fight_for_one_id():
 
 
 async def test_an_address_in_use_is_named():
-    async with cluster() as made:
+    async with cluster(real_sockets=True) as made:
         port = int(made.service.control_address.rsplit(":", 1)[1])
         with pytest.raises(ConfigError, match=f"{port} cannot be bound"):
-            async with cluster(settings=RouterSettings(control_port=port)):
+            async with cluster(settings=RouterSettings(control_port=port), real_sockets=True):
                 pass
 
 

@@ -48,9 +48,10 @@ DE = EngineSpec("d0", Role.DECODE, "n1", "decode", 1, 100_000)
 
 
 def recording(path: Path) -> RouterSettings:
-    return RouterSettings(engine_timeout_s=1000, suspect_timeout_s=0.05, event_log=str(path))
+    return RouterSettings(event_log=str(path))
 
 
+@pytest.mark.virtual_time
 async def test_a_router_records_every_decision_and_they_come_out_the_same_again(tmp_path):
     path = tmp_path / "events.jsonl"
     async with cluster(2, 2, settings=recording(path)) as made:
@@ -70,6 +71,7 @@ async def test_a_router_records_every_decision_and_they_come_out_the_same_again(
     assert difference(log) is None
 
 
+@pytest.mark.virtual_time
 async def test_a_lost_engine_and_what_it_had_are_in_the_log(tmp_path):
     path = tmp_path / "events.jsonl"
     async with cluster(2, 1, settings=recording(path)) as made:
@@ -87,6 +89,7 @@ async def test_a_lost_engine_and_what_it_had_are_in_the_log(tmp_path):
     assert difference(log) is None
 
 
+@pytest.mark.virtual_time
 async def test_without_the_setting_nothing_is_recorded():
     async with cluster() as made:
         await made.run(job("r0", range(9)))

@@ -18,11 +18,11 @@ from dualpath.core.errors import (
 )
 from dualpath.router.settings import RouterSettings
 
+pytestmark = pytest.mark.virtual_time
+
 PROMPT = list(range(100, 118))
-
-
-def settings(**changes) -> RouterSettings:
-    return RouterSettings(**({"engine_timeout_s": 1000, "suspect_timeout_s": 0.05} | changes))
+#: What makes an engine suspicious is not that it is silent.
+PATIENT = RouterSettings(engine_timeout_s=GUARD_S)
 
 
 def releases(made: Cluster, engine_id: str) -> list[control.Release]:
@@ -160,7 +160,7 @@ async def test_a_failed_command_is_tried_again():
 
 
 async def test_attempts_are_counted_and_the_last_failure_is_told():
-    async with cluster(settings=settings(max_attempts=2, suspect_timeout_s=0.01)) as made:
+    async with cluster(settings=RouterSettings(max_attempts=2)) as made:
         made.calls.errors.extend([TransportError("first fault"), TransportError("second fault")])
         run = asyncio.create_task(made.run(job("a", PROMPT)))
         await made.engines["p0"].saw(control.Release)
@@ -179,27 +179,27 @@ async def test_a_refused_request_is_not_tried_again():
 
 
 async def test_a_deadline_ends_a_request_and_names_itself():
-    async with cluster(settings=settings(request_deadline_s=0.2)) as made:
+    async with cluster(settings=RouterSettings(request_deadline_s=7)) as made:
         made.calls.gates["prefill"] = asyncio.Event()  # never opened
-        with pytest.raises(DeadlineError, match=r"not done after 0.2 s"):
+        with pytest.raises(DeadlineError, match=r"not done after 7 s"):
             await made.run(job("a", PROMPT))
         await made.settled()
         assert made.service.records[0].outcome == "deadline"
 
 
 async def test_without_engines_a_request_says_which_are_missing():
-    async with cluster(decode=0, settings=settings(engine_wait_s=0.05)) as made:
+    async with cluster(decode=0) as made:
         with pytest.raises(EngineLostError, match="1 of 1 prefill, 0 of 1 decode"):
             await made.run(job("a", PROMPT))
         with pytest.raises(DeadlineError, match="0 of 2 decode"):
-            await made.service.wait_ready(1, 2, 0.01)
+            await made.service.wait_ready(1, 2, 10)
         await made.add("d0", Role.DECODE)
         await made.service.wait_ready(1, 1, GUARD_S)
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
 
 
 async def test_an_unanswered_lookup_counts_as_no_hit():
-    async with cluster(settings=settings(lookup_timeout_s=0.05)) as made:
+    async with cluster() as made:
         made.stored.update(keys_of(PROMPT))
         made.engines["d0"].unanswered.add(control.Lookup)
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
@@ -208,11 +208,11 @@ async def test_an_unanswered_lookup_counts_as_no_hit():
 
 
 async def test_an_unanswered_read_makes_its_engine_suspicious():
-    limits = settings(read_deadline_s=0.1, read_margin_s=0.1, max_attempts=100)
-    async with cluster(prefill=2, mode="basic", settings=limits) as made:
+    async with cluster(prefill=2, mode="basic", settings=PATIENT) as made:
         made.stored.update(keys_of(PROMPT))
-        made.engines["p0"].unanswered.add(control.Read)
-        made.engines["p1"].unanswered.add(control.Read)
+        for name in ("p0", "p1"):
+            made.engines[name].unanswered.add(control.Read)
+            made.engines[name].heartbeats = False
         run = asyncio.create_task(made.run(job("a", PROMPT)))
         waits = [asyncio.create_task(made.engines[p].saw(control.Read)) for p in ("p0", "p1")]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -284,7 +284,7 @@ async def test_the_de_keeps_its_slots_until_the_pe_has_confirmed():
 
 
 async def test_a_pe_that_never_confirms_puts_the_slots_into_quarantine():
-    async with cluster(settings=settings(release_wait_s=0.02)) as made:
+    async with cluster() as made:
         p0, d0 = made.engines["p0"], made.engines["d0"]
         made.calls.gates["prefill"] = asyncio.Event()
         p0.unanswered.add(control.Release)
@@ -324,3 +324,18 @@ async def test_kv_that_did_not_arrive_is_never_decoded():
         assert made.service.status()["counters"]["retries"] == 1
         assert len(made.calls.prefills) == 2
         assert len(made.calls.decodes) == 1
+
+
+async def test_an_engine_that_takes_up_no_command_fails_the_attempt_and_another_follows():
+    """No engine computes a request that it may not have counted."""
+    async with cluster() as made:
+        p0 = made.engines["p0"]
+        p0.unanswered.add(control.Sync)
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await p0.saw(control.Sync)
+        p0.unanswered.clear()
+        assert await run == expected(PROMPT, 6)
+        assert [transfer.request_id for transfer in made.calls.transfers] == ["a.2"]
+        (failure,) = made.service.records[0].failures
+        assert "p0 has not taken up within 5 s" in failure
+        await made.settled()

@@ -22,7 +22,6 @@ from dualpath.core import control
 from dualpath.core.cluster import Role
 from dualpath.router.observe.engine_metrics import MOVEMENTS, text_format
 from dualpath.router.requests.records import RequestRecord, Stage
-from dualpath.router.settings import RouterSettings
 
 BLOCK_BYTES = 4 * 5 * 16
 HIT_BLOCKS = 12
@@ -122,11 +121,13 @@ def test_odd_names_of_engines_survive_the_text_format() -> None:
     assert parsed.families["dualpath:engine_up"].documentation == "Up."
 
 
+@pytest.mark.virtual_time
 async def test_a_prefill_transfer_is_timed_also_when_all_tokens_come_before_the_word_of_it() -> (
     None
 ):
     async with cluster() as made:
         made.engines["d0"].tokens_come_first = True
+        made.calls.pause = lambda: asyncio.sleep(0.1)  # before a forward pass and each token
         await made.run(job("a", range(100, 118)))
         now = Scrape(made.service.exposition().decode())
 
@@ -134,10 +135,12 @@ async def test_a_prefill_transfer_is_timed_also_when_all_tokens_come_before_the_
             assert now.value("dualpath:stage_seconds_count", stage=stage.value) == 1
             return now.value("dualpath:stage_seconds_sum", stage=stage.value)
 
-        assert 0 < seconds(Stage.HANDOVER) <= seconds(Stage.DECODE)
+        assert seconds(Stage.HANDOVER) == pytest.approx(0.2)
+        assert seconds(Stage.DECODE) == pytest.approx(0.6)
         assert seconds(Stage.H2D) == 0
 
 
+@pytest.mark.virtual_time
 async def test_a_lost_engine_is_down_and_one_that_left_is_not_missed() -> None:
     async with cluster(prefill=2, decode=2) as made:
         made.lose("p1")
@@ -151,10 +154,10 @@ async def test_a_lost_engine_is_down_and_one_that_left_is_not_missed() -> None:
         assert losses == {Role.PREFILL: 1, Role.DECODE: 0}
 
 
+@pytest.mark.virtual_time
 async def test_blocks_that_left_the_storage_are_gone_and_unanswered_look_ups_say_so() -> None:
     prompt = list(range(100, 118))  # four full blocks and two tokens
-    settings = RouterSettings(engine_timeout_s=1000, lookup_timeout_s=0.05)
-    async with cluster(settings=settings) as made:
+    async with cluster() as made:
         await made.run(job("a", prompt))
         await made.settled("d0")
         made.stored.difference_update(keys_of(prompt)[3:])

@@ -11,6 +11,8 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.router.settings import RouterSettings
 
+pytestmark = pytest.mark.virtual_time
+
 PROMPT = list(range(100, 118))  # four full blocks and two tokens
 
 
@@ -171,7 +173,7 @@ async def test_without_the_pe_token_the_de_generates_all():
 
 
 async def test_requests_beyond_the_limit_wait_their_turn():
-    settings = RouterSettings(engine_timeout_s=1000, max_concurrent_requests=1)
+    settings = RouterSettings(max_concurrent_requests=1)
     async with cluster(settings=settings) as made:
         made.calls.gates["prefill"] = asyncio.Event()
         runs = [asyncio.create_task(made.run(job(f"r{i}", PROMPT))) for i in range(3)]

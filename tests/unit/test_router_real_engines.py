@@ -2,11 +2,11 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from tests.engine_harness import GEOMETRY, ToyCluster, ToyEngine, kv_bytes
+from tests.unit.router_cluster import WatchedService
 
 from dualpath.core import control
 from dualpath.core.blocks import StoreNamespace, block_keys
@@ -119,7 +119,7 @@ class ToyCalls:
 async def test_two_turns_of_eight_agents_reach_the_decode_engine_byte_by_byte(mode: Mode) -> None:
     toys = ToyCluster(mode=mode, buffer_blocks=7)
     calls = ToyCalls(toys)
-    service = RouterService(RouterSettings(), calls)
+    service = WatchedService(RouterSettings(), calls)
     await service.start()
     links = [
         LinkedEngine(toys.pe, Role.PREFILL, mode, service.control_address),
@@ -138,12 +138,12 @@ async def test_two_turns_of_eight_agents_reach_the_decode_engine_byte_by_byte(mo
         assert [blocks for blocks, _ in calls.hits[8:]] == [2] * 8
         sides = set().union(*(sides for _, sides in calls.hits[8:]))
         assert sides == ({Role.PREFILL} if mode is Mode.BASIC else set(Role))
-        await emptied(toys)
+        await emptied(service, toys)
         assert service.context.releases.held == 0
     finally:
-        await service.stop()
         for link in links:
             await asyncio.to_thread(link.close)
+        await service.stop()
         toys.close()
 
 
@@ -158,16 +158,12 @@ async def answer(service: RouterService, request_id: str, tokens: list[int]) -> 
     return [t for event in [e async for e in service.submit(job)] for t in event.token_ids]
 
 
-async def emptied(toys: ToyCluster) -> None:
+async def emptied(service: WatchedService, toys: ToyCluster) -> None:
     """Wait until the engines' own reports say that nothing is left on them."""
-    end_s = time.monotonic() + GUARD_S
-    for engine in (toys.pe, toys.de):
-        while True:
-            report = engine.manager.report()
-            if (report.unfinished_requests, report.free_buffer_tokens) == (
-                0,
-                engine.manager.buffer_tokens,
-            ):
-                break
-            assert time.monotonic() < end_s, report
-            await asyncio.to_thread(threading.Event().wait, 0.01)
+    whole = {e.manager.settings.engine_id: e.manager.buffer_tokens for e in (toys.pe, toys.de)}
+
+    def empty() -> bool:
+        engines = service.status()["engines"]
+        return {e["engine_id"]: e["free_buffer_tokens"] for e in engines if not e["seq"]} == whole
+
+    await service.arrivals.until(empty, GUARD_S)

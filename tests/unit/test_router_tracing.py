@@ -139,6 +139,7 @@ async def test_without_an_endpoint_a_clients_trace_goes_on_to_the_engines(
     assert engine_headers == [client, client]
 
 
+@pytest.mark.virtual_time
 async def test_a_failed_attempt_is_an_event_and_both_attempts_have_their_spans() -> None:
     exporter = InMemorySpanExporter()
     async with cluster() as made:
@@ -155,6 +156,7 @@ async def test_a_failed_attempt_is_an_event_and_both_attempts_have_their_spans()
     assert root.status.status_code is StatusCode.UNSET
 
 
+@pytest.mark.virtual_time
 async def test_a_refused_request_ends_its_trace_as_an_error() -> None:
     exporter = InMemorySpanExporter()
     async with cluster() as made:

@@ -1,37 +1,27 @@
-"""The router's end of the control plane: a ZMQ ROUTER socket, one connection per engine.
+"""The router's end of the control plane: one connection per engine (``control_socket``).
 
 What can go wrong with an engine ends here as one event, ``on_lost``: it says goodbye, it greets
 again with a new epoch (its former process is then certainly dead), or it falls silent.  A silent
 engine that turns out to live is welcomed again without ceremony.
-
-With a cluster secret only engines that have it are heard at all (``control_guard``); without one
-the address is a loopback address.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import zmq
-import zmq.asyncio
-
 from dualpath.core import control
-from dualpath.core.errors import ConfigError, EngineRefusedError, IncompatibleError
-from dualpath.router.control.control_guard import ControlGuard
+from dualpath.core.errors import EngineRefusedError, IncompatibleError
+from dualpath.router.control.control_socket import ControlSocket, ZmqControlSocket
 from dualpath.router.control.registry import EngineInfo, EngineState, Registry
 from dualpath.router.requests.refusals import ControlRefusal, ControlRefusals
-from dualpath.transport.cluster_secret import ClusterSecret, check_control_host
+from dualpath.transport.cluster_secret import ClusterSecret
 
 logger = logging.getLogger(__name__)
 
 #: How a refusal begins that asks an engine to greet (again).
 UNKNOWN_ENGINE = "unknown engine"
-
-_LINGER_MS = 200
-#: Far above any honest message: a greeting with all regions, the keys of millions of tokens.
-_LARGEST_FRAME_BYTES = 64 << 20
 
 
 class ControlListener(Protocol):
@@ -48,7 +38,10 @@ class ControlListener(Protocol):
 
 
 class ControlServer:
-    """Owns the socket and the liveness of engines; the ``Registry`` holds what it learns."""
+    """Owns the socket and the liveness of engines; the ``Registry`` holds what it learns.
+
+    Without ``socket`` it is ZMQ's.
+    """
 
     def __init__(
         self,
@@ -56,17 +49,18 @@ class ControlServer:
         listener: ControlListener,
         clock: Callable[[], float],
         engine_timeout_s: float,
+        socket: ControlSocket | None = None,
     ) -> None:
         self._registry = registry
         self._listener = listener
         self._clock = clock
         self._timeout_s = engine_timeout_s
-        self._outbox: asyncio.Queue[list[bytes]] = asyncio.Queue()
+        self._outbox: asyncio.Queue[tuple[bytes, bytes]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._refusals = ControlRefusals()
         self._proofs: dict[str, list[asyncio.Future[bool]]] = {}
         self._checked_s = clock()
-        self._guard: ControlGuard | None = None
+        self._socket = socket or ZmqControlSocket()
         self.address = ""
 
     async def start(self, host: str, port: int, secret: ClusterSecret | None = None) -> None:
@@ -75,26 +69,7 @@ class ControlServer:
         Raises ``ConfigError`` if the address cannot be bound, or other machines could reach it
         and there is no secret.
         """
-        check_control_host(host, secret)
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        # A restarted engine may come with its old identity before TCP notices the old one's end.
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_FRAME_BYTES)
-        if secret is not None:
-            self._guard = ControlGuard(self._context, self._socket, secret, self._refusals)
-        try:
-            self._socket.bind(f"tcp://{host}:{port}")
-        except zmq.ZMQError as error:
-            await self._let_go()
-            self._context.destroy(linger=0)
-            raise ConfigError(
-                f"control address {host}:{port} cannot be bound: {error}; choose another "
-                "control port or stop what uses it"
-            ) from error
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = await self._socket.open(host, port, secret, self._refusals)
         self._tasks = [
             asyncio.create_task(loop(), name=f"control {name}")
             for name, loop in (
@@ -118,14 +93,7 @@ class ControlServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
-        await self._let_go()
-        self._socket.close(linger=_LINGER_MS)
-        self._context.term()
-
-    async def _let_go(self) -> None:
-        guard, self._guard = self._guard, None
-        if guard is not None:
-            await guard.close()
+        await self._socket.close()
 
     def send(self, engine_id: str, message: control.RouterMessage) -> None:
         """Queue a message; messages to one engine arrive in order.
@@ -134,7 +102,7 @@ class ControlServer:
         has been released meanwhile.
         """
         if (engine := self._registry.get(engine_id)) is not None:
-            self._outbox.put_nowait([engine.identity, control.encode(message)])
+            self._outbox.put_nowait((engine.identity, control.encode(message)))
 
     def declare_lost(self, engine_id: str, reason: str, certain: bool) -> None:
         """Treat a live engine as gone; does nothing for one that is not alive."""
@@ -181,24 +149,22 @@ class ControlServer:
 
     async def _send_all(self) -> None:
         while True:
-            frames = await self._outbox.get()
+            identity, frame = await self._outbox.get()
             try:
-                await self._socket.send_multipart(frames)
-            except zmq.ZMQError:
-                logger.exception("control message could not be sent")
+                await self._socket.send(identity, frame)
             finally:
                 self._outbox.task_done()
 
     async def _receive(self) -> None:
         while True:
-            identity, *frames = await self._socket.recv_multipart()
+            identity, frames = await self._socket.receive()
             try:
                 self._handle(identity, frames)
             except Exception:
                 # One message must never take the router down with it.
                 logger.exception("control message from %s failed", identity.hex())
 
-    def _handle(self, identity: bytes, frames: list[bytes]) -> None:
+    def _handle(self, identity: bytes, frames: Sequence[bytes]) -> None:
         engine = self._registry.by_identity(identity)
         try:
             message = control.decode_engine_message(frames[-1] if frames else b"")
@@ -282,7 +248,7 @@ class ControlServer:
                 future.set_result(alive)
 
     def _refuse(self, identity: bytes, reason: str) -> None:
-        self._outbox.put_nowait([identity, control.encode(control.Refused(reason=reason))])
+        self._outbox.put_nowait((identity, control.encode(control.Refused(reason=reason))))
 
     def _malformed(
         self, identity: bytes, engine: EngineState | None, error: IncompatibleError

@@ -12,6 +12,7 @@ from dualpath.core.control import EngineMessage, Released, Report
 from dualpath.core.errors import BadRequestError, EngineLostError, OverloadedError
 from dualpath.router.context import RouterContext
 from dualpath.router.control.control_server import ControlServer
+from dualpath.router.control.control_socket import ControlSocket
 from dualpath.router.control.engine_calls import EngineCalls, Job, TokenEvent
 from dualpath.router.control.event_recorder import EventLogWriter
 from dualpath.router.control.registry import EngineInfo, Registry
@@ -30,7 +31,9 @@ _RECORDS_KEPT = 1024
 class RouterService:
     """Engines register with it, front ends submit jobs to it; lives in one event loop.
 
-    ``clock`` gives seconds and must be monotonic.  ``records`` holds the latest finished
+    ``clock`` gives seconds and must be monotonic; limits on waits follow the event loop's own time,
+    which live is the same.  ``control_socket`` is where engines register, by default ZMQ's.
+    ``records`` holds the latest finished
     requests with the times of their stages.
     """
 
@@ -39,11 +42,12 @@ class RouterService:
         settings: RouterSettings,
         engine_calls: EngineCalls,
         clock: Callable[[], float] = time.monotonic,
+        control_socket: ControlSocket | None = None,
     ) -> None:
         self.settings = settings.checked()
         self.registry = Registry(self.settings.mode)
         self.server = ControlServer(
-            self.registry, self, clock, engine_timeout_s=self.settings.engine_timeout_s
+            self.registry, self, clock, self.settings.engine_timeout_s, control_socket
         )
         self.metrics = RouterMetrics(self.registry, self.server.refusals, clock)
         self.context = RouterContext(

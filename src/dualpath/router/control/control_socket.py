@@ -1,0 +1,107 @@
+"""Where control messages come in and go out: a ZMQ ROUTER socket, one connection per engine.
+
+With a cluster secret only engines that have it are heard at all (``control_guard``); without one
+the address is a loopback address.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+
+from dualpath.core.errors import ConfigError
+from dualpath.router.control.control_guard import ControlGuard
+from dualpath.router.requests.refusals import ControlRefusals
+from dualpath.transport.cluster_secret import ClusterSecret, check_control_host
+
+logger = logging.getLogger(__name__)
+
+_LINGER_MS = 200
+#: Far above any honest message: a greeting with all regions, the keys of millions of tokens.
+_LARGEST_FRAME_BYTES = 64 << 20
+
+
+class ControlSocket(Protocol):
+    """Frames to and from engines; what one engine and the router send each other keeps its order.
+
+    ``identity`` names a connection; an engine that connects again has another one.
+    """
+
+    async def open(
+        self, host: str, port: int, secret: ClusterSecret | None, refusals: ControlRefusals
+    ) -> str:
+        """Return the endpoint that engines connect to (port 0: any free one).
+
+        Connections without the secret are counted in ``refusals``.  Raises ``ConfigError`` if the
+        address cannot be bound, or other machines could reach it and there is no secret.
+        """
+        ...
+
+    async def receive(self) -> tuple[bytes, Sequence[bytes]]:
+        """Return the next message's identity and its frames; an honest message has one."""
+        ...
+
+    async def send(self, identity: bytes, frame: bytes) -> None:
+        """Send a message; it is dropped if the connection is gone."""
+        ...
+
+    async def close(self) -> None:
+        """Let what was sent go out, then close."""
+        ...
+
+
+class ZmqControlSocket:
+    """The ``ControlSocket`` of a live router."""
+
+    def __init__(self) -> None:
+        self._guard: ControlGuard | None = None
+
+    async def open(
+        self, host: str, port: int, secret: ClusterSecret | None, refusals: ControlRefusals
+    ) -> str:
+        """Bind to ``tcp://host:port``."""
+        check_control_host(host, secret)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        # A restarted engine may come with its old identity before TCP notices the old one's end.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_FRAME_BYTES)
+        if secret is not None:
+            self._guard = ControlGuard(self._context, self._socket, secret, refusals)
+        try:
+            self._socket.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            await self._let_go()
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"control address {host}:{port} cannot be bound: {error}; choose another "
+                "control port or stop what uses it"
+            ) from error
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    async def receive(self) -> tuple[bytes, Sequence[bytes]]:
+        """Return the next message; without a frame from who sends none."""
+        identity, *frames = await self._socket.recv_multipart()
+        return identity, frames
+
+    async def send(self, identity: bytes, frame: bytes) -> None:
+        """Send without a limit on what is queued for a slow engine."""
+        try:
+            await self._socket.send_multipart([identity, frame])
+        except zmq.ZMQError:
+            logger.exception("control message could not be sent")
+
+    async def close(self) -> None:
+        """Close; what was sent has ``_LINGER_MS`` to go out."""
+        await self._let_go()
+        self._socket.close(linger=_LINGER_MS)
+        self._context.term()
+
+    async def _let_go(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            await guard.close()

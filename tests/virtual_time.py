@@ -1,0 +1,81 @@
+"""An event loop whose clock jumps: limits of seconds pass in no time, and always in the same order.
+
+Time stands still while anything can run.  When all tasks wait, it jumps to the earliest time any
+of them waits for.  So a test waits as long as the live system would, with the live system's
+limits, its result does not depend on the machine, and what would wait for ever fails at once.
+
+Threads (``asyncio.to_thread``) are waited for while time stands still.  Sockets cannot be: whether
+bytes are under way is not for the loop to know.  Tests with ``pytest.mark.virtual_time`` run on
+this loop, their control connections are those of ``tests.control_network``.
+"""
+
+import asyncio
+import selectors
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+#: Nobody waits for a day: something only ticks on and on.
+_LONGEST_S = 86_400.0
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """See the module's docstring; ``time`` starts at 0 s."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._in_threads = 0
+        self._jumping = _JumpingSelector(self._jump)
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        """Seconds since the loop was made."""
+        return self._now_s
+
+    def run_in_executor(  # type: ignore[override]  # typeshed has it with type variables of 3.11+
+        self, executor: Executor | None, func: Callable[..., T], *args: Any
+    ) -> "asyncio.Future[T]":
+        """Time stands still until the thread is done."""
+        future = super().run_in_executor(executor, func, *args)
+        self._in_threads += 1
+        future.add_done_callback(self._thread_done)
+        return future
+
+    async def shutdown_default_executor(self) -> None:
+        """Wait for the threads, which no test needs any more."""
+        self._in_threads += 1
+        try:
+            await super().shutdown_default_executor()
+        finally:
+            self._in_threads -= 1
+
+    def _thread_done(self, future: "asyncio.Future[Any]") -> None:
+        self._in_threads -= 1
+
+    def _jump(self, seconds: float | None) -> bool:
+        """Let time pass; False if threads have to be waited for first."""
+        if self._in_threads:
+            return False
+        if len(self._jumping.get_map()) > 1:  # one is the loop's own, by which threads wake it
+            raise RuntimeError("a test in virtual time waits for a socket; use one in memory")
+        if seconds is None or self._now_s > _LONGEST_S:
+            raise RuntimeError(
+                f"after {self._now_s:g} s of virtual time every task waits for what never comes: "
+                f"{[task.get_name() for task in asyncio.all_tasks(self)]}"
+            )
+        self._now_s += seconds
+        return True
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    def __init__(self, jump: Callable[[float | None], bool]) -> None:
+        super().__init__()
+        self._jump = jump
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if ready or timeout == 0 or self._jump(timeout):
+            return ready
+        return super().select(None)
