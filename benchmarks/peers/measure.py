@@ -24,11 +24,12 @@ from benchmarks.peers.vllm_offloading.stack import OffloadingStack
 
 from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import Mode
-from dualpath.laboratory.experiments.report import ExperimentReport, as_text, write_experiment
+from dualpath.laboratory.experiments.report import ExperimentReport, as_report, write_experiment
 from dualpath.laboratory.lab.cluster import lab_down, lab_head, lab_nodes, lab_up
 from dualpath.laboratory.lab.settings import LabSettings, Shaping, parse_shape
 from dualpath.laboratory.models.wide import KV_BYTES, make_wide_model
 from dualpath.laboratory.workload.replay.machine import this_machine
+from dualpath.report.text import print_report
 
 MIB = 1 << 20
 PEERS: dict[str, type[PeerStack]] = {
@@ -101,7 +102,7 @@ def main() -> None:
             if args.out:
                 write_experiment(_report(args, runs), Path(args.out))
     if runs:
-        print(as_text(_report(args, runs)))
+        print_report(as_report(_report(args, runs)))
 
 
 def _stacks(args: argparse.Namespace) -> list[tuple[PeerStack, str, bool]]:

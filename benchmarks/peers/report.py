@@ -9,7 +9,7 @@ from benchmarks.peers.one_run import RunRecord
 
 from dualpath.laboratory.experiments.report import ExperimentReport, Target
 from dualpath.laboratory.workload.replay.result import ClientMachine
-from dualpath.model.evaluation.report import NOTHING, Panel, Series, Table
+from dualpath.report.model import NOTHING, Panel, Series, Table
 
 DUALPATH = "dualpath-dualpath"
 #: Of the project: the best disaggregated peer's JCT over DualPath's, agents bound by storage.

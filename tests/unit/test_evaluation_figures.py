@@ -11,7 +11,7 @@ from tests.unit.evaluation_fakes import FakeInputs, FakeSimulator
 from dualpath.cli.eval import FIGURE_NAMES
 from dualpath.cli.main import main
 from dualpath.core.modes import Mode
-from dualpath.model.evaluation import beyond, markdown
+from dualpath.model.evaluation import beyond
 from dualpath.model.evaluation.candidates import MODEL, PATHS, WORKLOADS, capacity, outcome
 from dualpath.model.evaluation.document import document
 from dualpath.model.evaluation.figures import FIGURES
@@ -20,14 +20,16 @@ from dualpath.model.evaluation.paper import FITTED, QUOTED
 from dualpath.model.evaluation.report import (
     Compared,
     FigureReport,
-    Table,
+    as_report,
     comparison_table,
     quantity,
 )
 from dualpath.model.evaluation.residuals import REASONS, missed
 from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.settings import DS_27B, DS_660B, EvaluationSettings, RunSpec
-from dualpath.model.evaluation.write import as_json, write_document, write_report
+from dualpath.model.evaluation.write import figure_json, write_document, write_figure
+from dualpath.report import markdown
+from dualpath.report.model import Table
 
 QUICK = EvaluationSettings(seed=3, quick=True)
 
@@ -101,7 +103,7 @@ def test_equal_seeds_give_equal_bytes(tmp_path: Path) -> None:
         runs, _ = fake_runs()
         made = [FIGURES[name](runs) for name in ("fig7", "fig12", "table3")]
         for report in made:
-            write_report(report, tmp_path / folder)
+            write_figure(report, tmp_path / folder)
         write_document(made, tmp_path / folder / "evaluation.md")
     files = [path for path in sorted((tmp_path / "a").rglob("*")) if path.is_file()]
     assert {path.suffix for path in files} == {".md", ".json", ".html", ".png"}
@@ -114,12 +116,12 @@ def test_files_carry_setting_and_seed_and_the_papers_numbers(
     reports: list[FigureReport],
 ) -> None:
     for report in reports:
-        text = markdown.report(report)
+        text = markdown.page(as_report(report))
         assert "Seed 3." in text
         assert "gamma" in text
         assert not report.compared or "errors mean nothing" in text
         assert "not the paper's settings" in text
-        content = json.loads(as_json(report))
+        content = json.loads(figure_json(report))
         assert content["evaluation"]["seed"] == 3
         assert content["settings"]
         for one in content["compared"]:
@@ -143,7 +145,7 @@ class _Links(HTMLParser):
 
 def test_a_page_needs_nothing_but_itself(tmp_path: Path, reports: list[FigureReport]) -> None:
     report = next(r for r in reports if r.name == "fig10")
-    write_report(report, tmp_path)
+    write_figure(report, tmp_path)
     page = (tmp_path / "fig10.html").read_text(encoding="utf-8")
     links = _Links()
     links.feed(page)
@@ -155,7 +157,7 @@ def test_a_page_needs_nothing_but_itself(tmp_path: Path, reports: list[FigureRep
 def test_the_page_begins_with_the_error_table_and_names_every_number(
     reports: list[FigureReport],
 ) -> None:
-    page = document(reports, {"fig7": "images/evaluation/fig7.png"})
+    page = markdown.page(document(reports), "images/evaluation/")
     first_figure = page.index("## Fig. 7.")
     assert page.index("## All quoted numbers") < first_figure
     for quoted in QUOTED.values():
@@ -165,8 +167,8 @@ def test_the_page_begins_with_the_error_table_and_names_every_number(
 
 def test_the_page_names_the_command_that_makes_it(reports: list[FigureReport]) -> None:
     options = "--docs docs/evaluation.md --seed 3 --quick`"
-    assert f"`dualpath eval all {options}" in document(reports, {})
-    assert f"`dualpath eval fig7 fig8 {options}" in document(reports[:2], {})
+    assert f"`dualpath eval all {options}" in markdown.page(document(reports))
+    assert f"`dualpath eval fig7 fig8 {options}" in markdown.page(document(reports[:2]))
 
 
 def test_rows_are_judged_by_what_the_paper_claims() -> None:

@@ -18,6 +18,7 @@ from dualpath.model.sim.settings import (
     PrefillCosts,
     Setup,
 )
+from dualpath.report.model import Table
 
 MODEL = ModelCosts(
     name="small",
@@ -242,11 +243,13 @@ def test_a_single_agent_is_bound_by_latency_alone():
 def test_a_comparison_relates_to_basic_and_oracle_and_warns_of_cut_runs():
     agents = agent_table(6, 3)
     runs = [summarise(reference(setup_for(1, 1, mode), agents)) for mode in Mode]
-    cells = {row.name: row.cells for row in compare(runs).rows}
+    table = compare(runs).blocks[0]
+    assert isinstance(table, Table)
+    cells = {name: values for name, *values in table.rows}
     assert cells["speed-up over Basic"][0] == "1.00x"
     assert cells["JCT relative to Oracle"][-1] == "1.00x"
     cut = summarise(reference(setup_for(1, 1), agents, until_s=0.5))
-    assert compare([cut]).warnings == [f"dualpath: {cut.unfinished_rounds} rounds unfinished"]
+    assert compare([cut]).warnings == (f"dualpath: {cut.unfinished_rounds} rounds unfinished",)
     with pytest.raises(ConfigError, match="no run to compare"):
         compare([])
 

@@ -14,7 +14,8 @@ from dualpath.laboratory.experiments.data_plane_settings import (
     Rate,
     Reader,
 )
-from dualpath.laboratory.experiments.report import as_markdown, write_experiment
+from dualpath.laboratory.experiments.report import as_report, write_experiment
+from dualpath.report import markdown
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_what_is_judged_is_the_median_ratio_to_a_yardstick_of_the_same_round() -
         f"{Leg.PE_TO_DE}, CPU s/GB of both ends": (0.5, True),
         "checks and handle of one of 100 descriptors, µs": (pytest.approx(0.5), True),
     }
-    assert "fio is not installed" in as_markdown(report)
+    assert "fio is not installed" in markdown.page(as_report(report))
 
 
 @pytest.mark.nixl

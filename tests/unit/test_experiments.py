@@ -28,7 +28,7 @@ from dualpath.laboratory.experiments.online import OnlineSettings, capacity, poi
 from dualpath.laboratory.experiments.report import (
     ExperimentReport,
     Target,
-    as_markdown,
+    as_report,
     write_experiment,
 )
 from dualpath.laboratory.experiments.runs import Measured
@@ -53,6 +53,7 @@ from dualpath.laboratory.workload.replay.result import (
     TurnRecord,
 )
 from dualpath.model.sim.run import simulate
+from dualpath.report import markdown
 
 SNIC_BYTES_PER_S = 50e6
 LAB = LabSettings(name="paper", prefill=1, decode=2, snic_bytes_per_s=SNIC_BYTES_PER_S)
@@ -285,7 +286,7 @@ def test_a_missed_target_says_no() -> None:
         targets=(Target("ratio", 1.8, 1.9, True), Target("cost", 0.6, 0.7, False)),
     )
     assert [target.met for target in report.targets] == [False, True]
-    assert "| no " in as_markdown(report)
+    assert "| no " in markdown.page(as_report(report))
 
 
 def test_online_latencies_are_those_of_the_filled_system() -> None:

@@ -29,10 +29,12 @@ from dualpath.laboratory.experiments.isolation_settings import (
     flows,
 )
 from dualpath.laboratory.experiments.isolation_wire import BulkChecked, ExchangeOrder
-from dualpath.laboratory.experiments.report import as_json, as_markdown
+from dualpath.laboratory.experiments.report import as_report
 from dualpath.laboratory.lab.cluster import LinkReport
 from dualpath.laboratory.lab.machine import nodes
 from dualpath.plan.traffic_class import DEFAULT_KV_PORTS
+from dualpath.report import markdown
+from dualpath.report.files import as_json
 
 SIZE = 1 << 20
 SETTINGS = IsolationSettings(message_bytes=(SIZE,), legs=(Leg.CNIC,), repetitions=3)
@@ -215,7 +217,7 @@ def test_without_a_run_that_counts_nothing_is_claimed() -> None:
     report = isolation_report(SETTINGS, runs, [BulkChecked(1, 0)], LINKS)
     assert report.targets[0].measured == math.inf
     assert not report.targets[0].met
-    assert "3 not counted" in as_markdown(report)
+    assert "3 not counted" in markdown.page(as_report(report))
     assert {cell for row in report.tables[0].rows for cell in row[1:]} == {"-"}
 
 
@@ -235,7 +237,7 @@ def test_a_report_shows_every_case_beside_alone_and_keeps_every_run() -> None:
     # 100 MB/s on the two links from DEs to PEs of a 2P2D lab.
     assert rows["bulk, QoS, 1 MiB"][7] == "40%"
     assert report.panels[0].series[1].y == pytest.approx((10, 25, 10.2))
-    data = msgspec.json.decode(as_json(report))["data"]
+    data = msgspec.json.decode(as_json(report, 6))["data"]
     assert [one["p99_s"] for one in data["runs"]] == pytest.approx([0.01, 0.0102, 0.025])
     assert data["settings"]["legs"] == ["CNIC"]
 

@@ -6,8 +6,9 @@ from benchmarks.peers.measure import command, parse_arguments, told
 from benchmarks.peers.one_run import RunRecord
 from benchmarks.peers.report import DUALPATH, Measurement, peers_report
 
-from dualpath.laboratory.experiments.report import as_markdown, write_experiment
+from dualpath.laboratory.experiments.report import as_report, write_experiment
 from dualpath.laboratory.workload.replay.result import ClientMachine, Distribution
+from dualpath.report import markdown
 
 TTFT = Distribution(count=2, mean=1.0, p50=1.0, p90=2.0, p99=2.0, max=2.0)
 
@@ -85,7 +86,7 @@ def test_the_page_is_written_with_every_run_behind_it(tmp_path):
     paths = write_experiment(made, tmp_path)
     assert [path.name for path in paths] == ["peers.json", "peers.md", "peers.png"]
     assert len(msgspec.json.decode(paths[0].read_bytes())["data"]["runs"]) == len(RUNS)
-    assert "Lab of 1P2D" in as_markdown(made)
+    assert "Lab of 1P2D" in markdown.page(as_report(made))
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.workload.html_report import html_page, write_html
 from dualpath.laboratory.workload.replay.machine import this_machine
 from dualpath.laboratory.workload.replay.metrics import summarise, trace_shape
 from dualpath.laboratory.workload.replay.progress import ConsoleProgress, ProgressState
+from dualpath.laboratory.workload.replay.report import compare
 from dualpath.laboratory.workload.replay.result import (
     SCHEMA,
     Isolation,
@@ -28,8 +28,10 @@ from dualpath.laboratory.workload.replay.result import (
     read_result,
     write_result,
 )
-from dualpath.laboratory.workload.report import compare, print_comparison
-from dualpath.laboratory.workload.rows import NOTHING, Row
+from dualpath.report import html
+from dualpath.report.files import write_page
+from dualpath.report.model import NOTHING, Notes, Table
+from dualpath.report.text import print_report
 
 SETTING = Setting(
     label="",
@@ -97,9 +99,14 @@ def result(mode: str | None, jct_s: float, *turns: TurnRecord, **setting: Any) -
 RUNS = [result("basic", 10.0), result("dualpath", 5.0), result("oracle", 4.0)]
 
 
+def figures(runs: list[ReplayResult]) -> Table:
+    table = compare(runs).blocks[0]
+    assert isinstance(table, Table)
+    return table
+
+
 def row(runs: list[ReplayResult], name: str) -> list[str]:
-    rows: dict[str, Row] = {row.name: row for row in compare(runs).rows}
-    return rows[name].cells
+    return {row[0]: list(row[1:]) for row in figures(runs).rows}[name]
 
 
 def test_modes_are_set_against_basic_and_oracle():
@@ -112,7 +119,7 @@ def test_modes_are_set_against_basic_and_oracle():
 
 
 def test_ratios_need_their_base_and_rows_without_figures_are_left_out():
-    names = [row.name for row in compare([result(None, 3.0)]).rows]
+    names = [row[0] for row in figures([result(None, 3.0)]).rows]
 
     assert "speed-up over Basic" not in names
     assert "JCT, s" in names
@@ -127,7 +134,9 @@ def test_responses_are_compared_token_by_token_except_with_oracle():
 
 
 def test_the_notes_state_throttle_seed_setting_and_machine():
-    notes = " ".join(compare(RUNS).notes)
+    notes = " ".join(
+        line for block in compare(RUNS).blocks if isinstance(block, Notes) for line in block.lines
+    )
 
     for stated in ("throttled to 50 MB/s", "seed 3", "1 agents at once", "tool delays: none"):
         assert stated in notes
@@ -144,7 +153,7 @@ def test_runs_that_cannot_be_compared_and_failures_are_warned_of():
 
 
 def test_equal_labels_are_told_apart():
-    assert compare([RUNS[0], RUNS[0]]).columns == ["basic", "basic #2"]
+    assert figures([RUNS[0], RUNS[0]]).columns[1:] == ("basic", "basic #2")
 
 
 def test_a_failed_turn_enters_no_figure():
@@ -169,10 +178,10 @@ def test_trace_means_are_given_per_turn_and_per_trajectory():
 def test_the_printed_table_shows_every_row():
     file = StringIO()
 
-    print_comparison(compare(RUNS), Console(file=file, width=160))
+    print_report(compare(RUNS), Console(file=file, width=160))
 
     printed = file.getvalue()
-    assert all(row.name in printed for row in compare(RUNS).rows)
+    assert all(row[0] in printed for row in figures(RUNS).rows)
 
 
 def test_a_result_survives_its_file(tmp_path: Path):
@@ -204,7 +213,7 @@ def test_unwritable_places_are_named(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot be written"):
         write_result(RUNS[0], tmp_path / "no" / "run.json")
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_html(RUNS, tmp_path / "no" / "run.html")
+        write_page(compare(RUNS), tmp_path / "no" / "run.html")
 
 
 class Tags(HTMLParser):
@@ -229,7 +238,7 @@ class Tags(HTMLParser):
 
 
 def test_the_page_is_whole_and_needs_nothing_else():
-    page = html_page(RUNS, "a <title>")
+    page = html.page(compare(RUNS, "a <title>"))
 
     tags = Tags()
     tags.feed(page)
@@ -241,7 +250,7 @@ def test_the_page_is_whole_and_needs_nothing_else():
 
 
 def test_plots_follow_the_pages_colour_and_width():
-    drawings = re.findall(r"<svg.*?</svg>", html_page(RUNS), flags=re.DOTALL)
+    drawings = re.findall(r"<svg.*?</svg>", html.page(compare(RUNS)), flags=re.DOTALL)
 
     assert len(drawings) == 6
     for drawing in drawings:
@@ -253,19 +262,19 @@ def test_plots_follow_the_pages_colour_and_width():
 
 
 def test_ids_in_the_page_are_unique():
-    ids = re.findall(r' id="([^"]*)"', html_page(RUNS))
+    ids = re.findall(r' id="([^"]*)"', html.page(compare(RUNS)))
 
     assert len(ids) == len(set(ids))
 
 
 def test_equal_runs_make_equal_pages():
-    assert html_page(RUNS) == html_page(RUNS)
+    assert html.page(compare(RUNS)) == html.page(compare(RUNS))
 
 
 def test_plots_without_data_are_left_out():
     run = msgspec.structs.replace(RUNS[0], server=None)
 
-    assert html_page([run]).count("<svg") == 4
+    assert html.page(compare([run])).count("<svg") == 4
 
 
 def state(elapsed_s: float, turns: int) -> ProgressState:

@@ -3,12 +3,14 @@
 import argparse
 import math
 import re
-import textwrap
 from typing import TYPE_CHECKING
 
-from dualpath.cli.tables import FORMATS, JSON, TEXT, gigabytes, percent, print_table
+from dualpath.cli.tables import FORMATS, JSON, TEXT, gigabytes, percent
+from dualpath.report.model import NOTHING, Block, Notes, Report, Table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dualpath.core.cluster import ClusterShape
     from dualpath.model.catalog.geometry import ModelGeometry
     from dualpath.plan.bounds import RatioBound
@@ -26,7 +28,6 @@ Eq. 1 holds for 2s ≤ g; the paper's "s ≤ g" is not enough.
 DRAM is half duplex, its reads and writes add up; a NIC carries both directions at full rate.
 Eq. 1-9 leave out the KV of miss tokens and the writes to storage; --model counts them, but for
 the writes of generated tokens."""
-_WIDTH = 100
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: a cluster, model or number that cannot be.
     """
     from dualpath.model.catalog.load import load_model
+    from dualpath.report.text import print_report
 
     shape = _shape(args)
     model = load_model(args.model) if args.model else None
@@ -74,20 +76,18 @@ def run(args: argparse.Namespace) -> int:
     if args.format == JSON:
         _print_json(shape, loads)
         return 0
-    print(
+    head = (
         f"{shape.prefill_nodes}P{shape.decode_nodes}D, g = {shape.gpus_per_node}, "
         f"B = {gigabytes(shape.cnic_bytes_per_s)} GB/s, s = {shape.snic_ratio:.3g} "
         f"(SNIC {gigabytes(shape.snic_ratio * shape.cnic_bytes_per_s)} GB/s), "
         f"M = {gigabytes(shape.dram_bytes_per_s)} GB/s, "
-        f"P/D = {_ratio(shape):.3g}\n"
+        f"P/D = {_ratio(shape):.3g}"
     )
-    _print_equations(shape)
-    print()
-    for line in _verdict(shape):
-        print(textwrap.fill(line, _WIDTH))
+    blocks: list[Block] = [Notes((head,)), *_equations(shape), Notes(tuple(_verdict(shape)))]
     if model:
-        _print_plan_loads(args, shape, model, loads)
-    print(f"\n{_REMARKS}")
+        blocks += _plan_blocks(args, shape, model, loads)
+    blocks.append(Notes((_REMARKS,)))
+    print_report(Report(name="bounds", title="dualpath bounds", blocks=tuple(blocks)))
     return 0
 
 
@@ -139,10 +139,10 @@ def _require(name: str, value: float, least: float, most: float) -> None:
         )
 
 
-def _print_equations(shape: "ClusterShape") -> None:
+def _equations(shape: "ClusterShape") -> tuple[Table, Table]:
     from dualpath.plan.bounds import link_bounds, prefill_to_decode_range, ratio_bounds
 
-    rows = [
+    rows = tuple(
         (
             bound.equation,
             bound.formula,
@@ -152,9 +152,7 @@ def _print_equations(shape: "ClusterShape") -> None:
             percent(bound.margin, 0),
         )
         for bound in link_bounds(shape)
-    ]
-    print_table(("", "at P/D", "link", "left (GB/s)", "right (GB/s)", "margin"), rows)
-    print()
+    )
     ratio = _ratio(shape)
     least, most = prefill_to_decode_range(shape)
     ranges = [
@@ -171,7 +169,9 @@ def _print_equations(shape: "ClusterShape") -> None:
     inside = all(_holds(bound, ratio) for bound in ratio_bounds(shape)) and least <= most
     verdict = "holds" if inside else "EXCEEDED"
     ranges.append(("Eq. 9", "all of them, and Eq. 1", "", whole, verdict))
-    print_table(("", "solved for P/D", "link", "P/D", "here"), ranges)
+    columns = ("", "at P/D", "link", "left (GB/s)", "right (GB/s)", "margin")
+    solved = ("", "solved for P/D", "link", "P/D", "here")
+    return Table("", columns, rows), Table("", solved, tuple(ranges), align="lllrl")
 
 
 def _verdict(shape: "ClusterShape") -> list[str]:
@@ -264,34 +264,36 @@ def _plan_loads(
     return plan_bytes_per_s(shape, geometry, hits, args.prompt_tokens - hits)
 
 
-def _print_plan_loads(
+def _plan_blocks(
     args: argparse.Namespace,
     shape: "ClusterShape",
     model: "ModelGeometry",
     loads: "dict[Link, float]",
-) -> None:
+) -> "Sequence[Block]":
     from dualpath.plan.bounds import closed_form_bytes_per_s, limit_bytes_per_s
 
     closed = closed_form_bytes_per_s(shape)
-    print(
-        f"\nFrom the transfer plans of {model.title}: {args.prompt_tokens:,} prompt tokens, "
-        f"{args.hit_rate * 100:.4g} % hits, misses and writes counted\n"
+    title = (
+        f"From the transfer plans of {model.title}: {args.prompt_tokens:,} prompt tokens, "
+        f"{args.hit_rate * 100:.4g} % hits, misses and writes counted"
     )
     rows = []
     for link, load in loads.items():
-        extra = gigabytes(round(load - closed[link], -3)) if link in closed else "-"
+        extra = gigabytes(round(load - closed[link], -3)) if link in closed else NOTHING
         limit = limit_bytes_per_s(shape, link)
         rows.append(
             (_name(link), gigabytes(load), extra, gigabytes(limit), percent(1 - load / limit))
         )
-    print_table(("link", "load (GB/s)", "not in Eq. 1-9", "limit (GB/s)", "margin"), rows)
+    columns = ("link", "load (GB/s)", "not in Eq. 1-9", "limit (GB/s)", "margin")
+    table = Table(title, columns, tuple(rows))
     over = [
         link
         for link, load in loads.items()
         if load > limit_bytes_per_s(shape, link) * (1 + _TOLERANCE)
     ]
-    if over:
-        print(f"\nOver the limit with misses counted: {', '.join(map(_name, over))}.")
+    if not over:
+        return (table,)
+    return table, Notes((f"Over the limit with misses counted: {', '.join(map(_name, over))}.",))
 
 
 def _print_json(shape: "ClusterShape", loads: "dict[Link, float]") -> None:

@@ -198,14 +198,14 @@ def fitting_sessions(
 
 
 def _report(results: "list[ReplayResult]", out: Path) -> None:
-    from rich.console import Console
+    from dualpath.laboratory.workload.replay.report import compare
+    from dualpath.report.files import write_page
+    from dualpath.report.text import print_report
 
-    from dualpath.laboratory.workload.html_report import write_html
-    from dualpath.laboratory.workload.report import compare, print_comparison
-
-    print_comparison(compare(results), Console())
+    report = compare(results, title="dualpath demo")
+    print_report(report)
     page = out / "report.html"
-    write_html(results, page, title="dualpath demo")
+    write_page(report, page)
     _say(f"the same with plots: {page}; engine traces and logs beside it")
 
 

@@ -1,15 +1,12 @@
 """`dualpath eval`: the paper's evaluation, simulated, beside the numbers that the paper quotes."""
 
 import argparse
-import importlib.util
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from dualpath.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from dualpath.model.evaluation.report import FigureReport
@@ -74,13 +71,16 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ``ConfigError`` for settings that do not fit and files that cannot be written.
     """
-    if (args.out or args.docs) and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("plots are drawn with matplotlib; pip install 'dualpath[report]'")
-    from dualpath.model.evaluation import markdown
     from dualpath.model.evaluation.beyond import existing_traces
-    from dualpath.model.evaluation.report import comparison_table
+    from dualpath.model.evaluation.report import as_report, comparison_table
     from dualpath.model.evaluation.settings import EvaluationSettings
-    from dualpath.model.evaluation.write import write_document, write_report
+    from dualpath.model.evaluation.write import write_document, write_figure
+    from dualpath.report import markdown
+    from dualpath.report.files import require_extra
+
+    for flag, wanted in (("--out", args.out), ("--docs", args.docs)):
+        if wanted:
+            require_extra(flag)
 
     settings = EvaluationSettings(
         seed=args.seed, quick=args.quick, tail=args.tail, window_s=args.window
@@ -93,9 +93,9 @@ def run(args: argparse.Namespace) -> int:
         report = build(runs)
         reports.append(report)
         if args.out:
-            write_report(report, Path(args.out))
+            write_figure(report, Path(args.out))
         else:
-            print(markdown.report(report))
+            print(markdown.page(as_report(report)))
     if args.docs:
         write_document(reports, Path(args.docs))
     compared = [one for report in reports for one in report.compared]

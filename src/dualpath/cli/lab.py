@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from dualpath.cli.lab_arguments import add_lab_arguments, bench_lab, lab_settings
 from dualpath.cli.lab_bench import add_bench_parser, run_bench
 from dualpath.cli.lab_run import add_run_parser, run_run
-from dualpath.cli.tables import FORMATS, JSON, TEXT, print_table
+from dualpath.cli.tables import FORMATS, JSON, TEXT
+from dualpath.report.model import Notes, Report, Table
 
 if TYPE_CHECKING:
     from dualpath.laboratory.lab.cluster import LabState
@@ -117,18 +118,23 @@ def _print(state: "LabState", form: str) -> None:
         }
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
         return
-    print(f"lab {settings.name}: {settings.shape}, shaping {machine.shaping.value}")
-    print(f"storage {storage_url(state)}\n")
-    print_table(("node", "address"), [(node.name, node.address) for node in lab_nodes(state)])
-    print()
-    rows = [
-        (report.link, _rate(report.bytes_per_s), "yes" if report.shaped else "NO")
-        for report in link_reports(state)
-    ]
-    print_table(("link", "rate per node", "shaped"), rows)
-    print()
-    for report in link_reports(state):
-        print(f"{report.link}: {report.how}")
+    from dualpath.report.text import print_report
+
+    head = (
+        f"lab {settings.name}: {settings.shape}, shaping {machine.shaping.value}",
+        f"storage {storage_url(state)}",
+    )
+    nodes = tuple((node.name, node.address) for node in lab_nodes(state))
+    links = tuple(
+        (link.link, _rate(link.bytes_per_s), "yes" if link.shaped else "NO", link.how)
+        for link in link_reports(state)
+    )
+    blocks = (
+        Notes(head),
+        Table("", ("node", "address"), nodes),
+        Table("", ("link", "rate per node", "shaped", "how"), links),
+    )
+    print_report(Report(name=settings.name, title=head[0], blocks=blocks))
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -173,9 +173,10 @@ def run_run(args: argparse.Namespace, lab: "LabSettings") -> int:
 
 def finish(report: "ExperimentReport", folder: str | None) -> int:
     """Print a report, write it where asked; return 1 if the machine was too busy."""
-    from dualpath.laboratory.experiments.report import as_text, write_experiment
+    from dualpath.laboratory.experiments.report import as_report, write_experiment
+    from dualpath.report.text import print_report
 
-    print(as_text(report))
+    print_report(as_report(report))
     if folder:
         for path in write_experiment(report, Path(folder)):
             say(f"wrote {path}")

@@ -19,17 +19,15 @@ from dualpath.cli.simulation_inputs import (
 )
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.report.model import NOTHING, Notes, Report, Table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from dualpath.laboratory.workload.columns.agent_table import AgentTable
     from dualpath.model.evaluation.planner import Plan, PlanSettings, ShapeResult
     from dualpath.model.sim.result import SimulationResult
     from dualpath.model.sim.settings import Setup
 
 SCHEMA = "dualpath.plan/1"
-_PLAIN_WIDTH = 160
 _DESCRIPTION = """Simulate every division of N nodes into prefill and decode nodes (or a bounded
 search of them) and say which is best: the shortest JCT of all agents at once, or the highest rate
 of arriving agents within an SLO on mean TTFT and TPOT, found by bisection with the ending rule of
@@ -82,9 +80,8 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ``ConfigError`` or ``TraceError`` for input that cannot be, also if no shape can.
     """
-    from rich.console import Console
-
     from dualpath.model.evaluation.planner import PlanSettings, make_plan
+    from dualpath.report.text import print_report
 
     check_output(args.json)
     check_core(args.core)
@@ -108,10 +105,8 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(settings, inputs.setup, inputs.agents, inputs.simulate, progress)
     if args.json:
         write_json(args.json, {"schema": SCHEMA, "simulated": True, "plan": plan})
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-    console.print(_table(plan))
-    for line in [*_verdict(plan), inputs.note()]:
-        console.print(line, highlight=False, markup=False)
+    blocks = (_table(plan), Notes((*_verdict(plan), inputs.note())))
+    print_report(Report(name="plan", title="dualpath plan", blocks=blocks))
     return 0
 
 
@@ -165,46 +160,40 @@ class _Inputs:
         )
 
 
-def _table(plan: "Plan") -> "Table":
-    from rich.table import Table
-
+def _table(plan: "Plan") -> Table:
     jct = plan.settings.objective == "jct"
-    table = Table(show_edge=False, pad_edge=False)
-    figure = "JCT, s" if jct else "capacity, agents/s"
-    numbers = ("TTFT mean, s", "TPOT mean, ms", "SNIC PE", "SNIC DE")
-    for name in ("P:D", figure, *numbers):
-        table.add_column(name, justify="left" if name == "P:D" else "right")
-    for name in ("Eq. 9", "what binds", *(() if jct else ("beyond it",)), ""):
-        table.add_column(name)
-    for shape in plan.shapes:
-        table.add_row(*_cells(shape, jct, shape == plan.best))
-    return table
+    columns = (
+        *("P:D", "JCT, s" if jct else "capacity, agents/s", "TTFT mean, s", "TPOT mean, ms"),
+        *("SNIC PE", "SNIC DE", "Eq. 9", "what binds", *(() if jct else ("beyond it",)), ""),
+    )
+    rows = tuple(_cells(shape, jct, shape == plan.best) for shape in plan.shapes)
+    return Table("", columns, rows, align="lrrrrr".ljust(len(columns), "l"))
 
 
-def _cells(shape: "ShapeResult", jct: bool, best: bool) -> list[str]:
+def _cells(shape: "ShapeResult", jct: bool, best: bool) -> tuple[str, ...]:
     name = f"{shape.prefill_nodes}P{shape.decode_nodes}D"
     free = "within" if shape.bottleneck_free else "outside"
     slo = [] if jct else [f"{shape.slo} too slow" if shape.slo in ("TTFT", "TPOT") else shape.slo]
     if shape.refusal:
-        return [name, "-", "-", "-", "-", "-", "-", shape.refusal, *slo, ""]
+        return (name, *([NOTHING] * 6), shape.refusal, *slo, "")
     value = shape.jct_s if jct else shape.agents_per_s
-    figure = "-" if value is None else f"{value:,.1f}" if jct else f"{value:.3f}"
+    figure = NOTHING if value is None else f"{value:,.1f}" if jct else f"{value:.3f}"
     mark = "best" if best else ""
     if shape.summary is None:
-        return [name, figure, "-", "-", "-", "-", free, "-", *slo, mark]
+        return (name, figure, *([NOTHING] * 4), free, NOTHING, *slo, mark)
     ttft, tpot, use = shape.summary.ttft, shape.summary.tpot, shape.summary.use
-    return [
+    return (
         name,
         figure,
-        "-" if ttft is None else f"{ttft.mean_s:.3f}",
-        "-" if tpot is None else f"{tpot.mean_s * 1000:.1f}",
+        NOTHING if ttft is None else f"{ttft.mean_s:.3f}",
+        NOTHING if tpot is None else f"{tpot.mean_s * 1000:.1f}",
         f"{use.snic_prefill:.0%}",
         f"{use.snic_decode:.0%}",
         free,
         shape.binds,
         *slo,
         mark,
-    ]
+    )
 
 
 def _verdict(plan: "Plan") -> list[str]:

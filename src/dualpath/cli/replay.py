@@ -1,7 +1,6 @@
 """``dualpath replay TRACE --endpoint URL``: replay agents and report what they saw."""
 
 import argparse
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from dualpath.laboratory.workload.replay.result import ReplayResult
 
 _FORMATS = ("auto", "rounds", "mini-swe", "weka", "agentperf")
-_PLAIN_WIDTH = 160
 _BROKEN_SHOWN = 5
 _DESCRIPTION = """Replay recorded agents against an OpenAI endpoint (§7, §A.3): every prompt is the
 context really sent and generated so far plus what the trace appends, and exactly the recorded
@@ -106,11 +104,11 @@ def run(args: argparse.Namespace) -> int:
     """
     import asyncio
 
-    from rich.console import Console
-
     from dualpath.laboratory.workload.formats import AUTO, detect_format
+    from dualpath.laboratory.workload.replay.report import compare
     from dualpath.laboratory.workload.replay.result import write_result
-    from dualpath.laboratory.workload.report import compare, print_comparison
+    from dualpath.report.files import write_page
+    from dualpath.report.text import print_report
 
     _check_outputs(args)
     if args.format == AUTO:
@@ -121,21 +119,20 @@ def run(args: argparse.Namespace) -> int:
     result = asyncio.run(_replay(args, sessions, _options(args, len(broken)), encode))
     if args.out:
         write_result(result, args.out)
+    report = compare([result])
     if args.html:
-        from dualpath.laboratory.workload.html_report import write_html
-
-        write_html([result], args.html)
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-    print_comparison(compare([result]), console)
+        write_page(report, args.html)
+    print_report(report)
     return 1 if result.failed else 0
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
     """Raise ``ConfigError`` now rather than after a long run."""
     from dualpath.core.errors import ConfigError
+    from dualpath.report.files import require_extra
 
-    if args.html and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--html draws with matplotlib; pip install 'dualpath[report]'")
+    if args.html:
+        require_extra("--html")
     for path in filter(None, (args.out, args.html)):
         folder = Path(path).absolute().parent
         if not (folder.is_dir() and os.access(folder, os.W_OK)) or Path(path).is_dir():

@@ -1,10 +1,6 @@
 """``dualpath report RUN.json …``: runs of ``dualpath replay`` side by side."""
 
 import argparse
-import importlib.util
-import sys
-
-_PLAIN_WIDTH = 160
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -25,19 +21,15 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ``ConfigError`` for a file that is no replay result or cannot be written.
     """
-    from rich.console import Console
-
-    from dualpath.core.errors import ConfigError
+    from dualpath.laboratory.workload.replay.report import compare
     from dualpath.laboratory.workload.replay.result import read_result
-    from dualpath.laboratory.workload.report import compare, print_comparison
+    from dualpath.report.files import require_extra, write_page
+    from dualpath.report.text import print_report
 
-    results = [read_result(path) for path in args.runs]
     if args.html:
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ConfigError("--html draws with matplotlib; pip install 'dualpath[report]'")
-        from dualpath.laboratory.workload.html_report import write_html
-
-        write_html(results, args.html, args.title)
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-    print_comparison(compare(results), console)
+        require_extra("--html")
+    report = compare([read_result(path) for path in args.runs], args.title)
+    if args.html:
+        write_page(report, args.html)
+    print_report(report)
     return 0

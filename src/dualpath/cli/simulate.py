@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 ALL = "all"
 SCHEMA = "dualpath.simulation/1"
-_PLAIN_WIDTH = 160
 _DESCRIPTION = """Simulate modes of the system on a modelled cluster and print them side by side:
 the scheduler and the transfer plans are those of the live system, time is virtual. Everything is
 seeded; equal commands give equal numbers. docs/simulator.md is the model."""
@@ -75,13 +74,13 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ``ConfigError`` or ``TraceError`` before anything is simulated.
     """
-    from rich.console import Console
+    from rich.text import Text
 
-    from dualpath.laboratory.workload.report import print_comparison
     from dualpath.model.evaluation.comparison import compare, summarise
     from dualpath.model.sim.derived import check
     from dualpath.model.sim.run import simulate
     from dualpath.model.sim.settings import Setup
+    from dualpath.report.text import print_report, terminal
 
     check_output(args.json)
     check_core(args.core)
@@ -103,9 +102,8 @@ def run(args: argparse.Namespace) -> int:
     notes = [_setting_note(args, setups[0]), workload_note(args, agents)]
     if args.json:
         write_json(args.json, _document(args, setups[0], agents, summaries))
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-    console.print("Simulated: figures of a model, nothing was served.", style="bold")
-    print_comparison(compare(summaries, notes), console)
+    terminal().print(Text("Simulated: figures of a model, nothing was served.", style="bold"))
+    print_report(compare(summaries, notes))
     return 0
 
 

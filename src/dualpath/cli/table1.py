@@ -3,7 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from dualpath.cli.tables import FORMATS, JSON, TEXT, percent, print_table
+from dualpath.cli.tables import FORMATS, JSON, TEXT, percent
+from dualpath.report.model import NOTHING, Notes, Report, Table
 
 if TYPE_CHECKING:
     from dualpath.model.catalog.table1 import Table1Row
@@ -45,15 +46,17 @@ def run(args: argparse.Namespace) -> int:
     """
     from dualpath.model.catalog.load import load_model
     from dualpath.model.catalog.table1 import paper_table1, table1_rows
+    from dualpath.report.text import print_report
 
     rows = table1_rows(tuple(load_model(name) for name in args.model))
     paper = paper_table1()
     if args.format == JSON:
         _print_json(rows, paper.append_tokens)
         return 0
-    print(f"Cache-compute ratio with {paper.append_tokens} new tokens (paper §3, Table 1)\n")
-    print_table(_COLUMNS, [cells for row in rows for cells in _cells(row)])
-    print(f"\n{_REMARKS.format(pair_flop=paper.matching_latent_pair_flop)}")
+    title = f"Cache-compute ratio with {paper.append_tokens} new tokens (paper §3, Table 1)"
+    table = Table(title, _COLUMNS, tuple(cells for row in rows for cells in _cells(row)))
+    remarks = Notes((_REMARKS.format(pair_flop=paper.matching_latent_pair_flop),))
+    print_report(Report(name="table1", title=title, blocks=(table, remarks)))
     return 0
 
 
@@ -71,8 +74,8 @@ def _cells(row: "Table1Row") -> list[tuple[str, ...]]:
                 f"{row.kv_bytes_per_token:,.0f}" if first else "",
                 f"{context:,}",
                 f"{row.computed[index]:.4g}",
-                f"{row.paper[index]:g}" if row.paper else "-",
-                percent(row.error[index]) if row.error else "-",
+                f"{row.paper[index]:g}" if row.paper else NOTHING,
+                percent(row.error[index]) if row.error else NOTHING,
             )
         )
     return lines

@@ -1,22 +1,8 @@
-"""Tables and remarks of the commands that compute: aligned text, the same on every terminal."""
-
-from collections.abc import Sequence
+"""What the commands that compute print: the choice of text or JSON, shares and bytes as text."""
 
 TEXT = "text"
 JSON = "json"
 FORMATS = (TEXT, JSON)
-
-
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under their columns: the first column to the left, the others to the right."""
-    lines = [list(columns), *map(list, rows)]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
-    for number, line in enumerate(lines):
-        cells = [line[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        print("  ".join(cells).rstrip())
-        if number == 0:
-            print("  ".join("-" * width for width in widths))
 
 
 def percent(share: float, digits: int = 1) -> str:

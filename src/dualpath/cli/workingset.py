@@ -2,9 +2,15 @@
 
 import argparse
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from dualpath.cli.tables import FORMATS, JSON, TEXT, gigabytes, print_table
+from dualpath.cli.tables import FORMATS, JSON, TEXT, gigabytes
+from dualpath.report.model import Block, Notes, Report, Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dualpath.model.catalog.geometry import ModelGeometry
 
 #: Table 2, 64K: mean tokens of a trajectory.
 PAPER_TOTAL_TOKENS = 55_958.0
@@ -67,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from dualpath.core.errors import ConfigError
     from dualpath.model.catalog.load import load_model
+    from dualpath.report.text import print_report
 
     if (args.aps is None) != (args.jct is None):
         given, missing = ("--aps", "--jct") if args.jct is None else ("--jct", "--aps")
@@ -81,18 +88,16 @@ def run(args: argparse.Namespace) -> int:
     if args.format == JSON:
         _print_json(args, model.kv_bytes_per_token, paper_bytes)
         return 0
-    if args.aps is not None:
-        print(f"{model.title}, {model.kv_bytes_per_token:,.0f} KV bytes per token\n")
-        _print_own(args, model.kv_bytes_per_token)
-        print()
-    _print_paper(paper_bytes)
+    own = () if args.aps is None else _own(args, model)
+    blocks = (*own, *_paper(paper_bytes))
+    print_report(Report(name="workingset", title="dualpath workingset", blocks=blocks))
     return 0
 
 
-def _print_own(args: argparse.Namespace, kv_bytes_per_token: float) -> None:
+def _own(args: argparse.Namespace, model: "ModelGeometry") -> "Sequence[Block]":
     rows = []
     for name, agents_per_s, jct_s in _cases(args):
-        size = working_set_bytes(agents_per_s, jct_s, args.total_tokens, kv_bytes_per_token)
+        size = working_set_bytes(agents_per_s, jct_s, args.total_tokens, model.kv_bytes_per_token)
         rows.append(
             (
                 name,
@@ -102,13 +107,17 @@ def _print_own(args: argparse.Namespace, kv_bytes_per_token: float) -> None:
                 gigabytes(size),
             )
         )
-    print_table(("case", "agents/s", "mean JCT (s)", "agents in flight", "KV (GB)"), rows)
-    if args.gap_factor > 1:
-        print(
-            f"\nGaps load no engine: with a JCT {args.gap_factor:g} times as long the same "
-            f"machines take {args.gap_factor:g} times the agents per second, and the working set "
-            f"grows {args.gap_factor**2:g}-fold."
-        )
+    title = f"{model.title}, {model.kv_bytes_per_token:,.0f} KV bytes per token"
+    columns = ("case", "agents/s", "mean JCT (s)", "agents in flight", "KV (GB)")
+    table = Table(title, columns, tuple(rows))
+    if args.gap_factor <= 1:
+        return (table,)
+    gaps = (
+        f"Gaps load no engine: with a JCT {args.gap_factor:g} times as long the same machines take "
+        f"{args.gap_factor:g} times the agents per second, and the working set grows "
+        f"{args.gap_factor**2:g}-fold."
+    )
+    return table, Notes((gaps,))
 
 
 def _cases(args: argparse.Namespace) -> list[tuple[str, float, float]]:
@@ -120,21 +129,21 @@ def _cases(args: argparse.Namespace) -> list[tuple[str, float, float]]:
     return cases
 
 
-def _print_paper(kv_bytes_per_token: float) -> None:
-    print("The paper's figures (§8.2: DS 660B, DualPath) and the mean JCT they imply:\n")
-    rows = [
+def _paper(kv_bytes_per_token: float) -> "Sequence[Block]":
+    rows = tuple(
         (
             f"{quoted.agents_per_s:g}",
             gigabytes(quoted.working_set_bytes),
             f"{_implied_jct_s(quoted, kv_bytes_per_token):,.0f}",
         )
         for quoted in PAPER
-    ]
-    print_table(("agents/s", "KV (GB)", "mean JCT (s)"), rows)
-    print(
-        f"\nwith {PAPER_TOTAL_TOKENS:,.0f} tokens per agent (Table 2, 64K) and "
+    )
+    title = "The paper's figures (§8.2: DS 660B, DualPath) and the mean JCT they imply"
+    note = (
+        f"With {PAPER_TOTAL_TOKENS:,.0f} tokens per agent (Table 2, 64K) and "
         f"{kv_bytes_per_token:,.0f} KV bytes per token; the JCT itself is in Fig. 11."
     )
+    return Table(title, ("agents/s", "KV (GB)", "mean JCT (s)"), rows), Notes((note,))
 
 
 def _implied_jct_s(quoted: Quoted, kv_bytes_per_token: float) -> float:

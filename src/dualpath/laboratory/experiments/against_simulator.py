@@ -19,9 +19,9 @@ from dualpath.laboratory.workload.columns.from_sessions import (
     rounds_of,
 )
 from dualpath.laboratory.workload.conversation.token_session import TokenSession
-from dualpath.model.evaluation.report import Panel, Series, Table
 from dualpath.model.sim.result import NS_PER_S
 from dualpath.model.sim.run import simulate
+from dualpath.report.model import Panel, Series, Table
 
 _DISCUSSION = """\
 Nothing was fitted. The simulator is told the rates of the links, the emulated engines' times, block

@@ -26,7 +26,7 @@ from dualpath.laboratory.experiments.data_plane_settings import (
 from dualpath.laboratory.experiments.data_plane_storage import measure_reads
 from dualpath.laboratory.experiments.machine_load import BusyMeter
 from dualpath.laboratory.experiments.report import ExperimentReport, Target
-from dualpath.model.evaluation.report import Panel, Series, Table
+from dualpath.report.model import Panel, Series, Table
 
 _READ_LIMIT, _MOVE_LIMIT = 0.95, 0.90
 _CPU_LIMIT_S_PER_GB, _PIECE_LIMIT_US = 0.7, 1.0

@@ -12,7 +12,7 @@ from dualpath.laboratory.experiments.isolation_settings import Case, IsolationSe
 from dualpath.laboratory.experiments.isolation_wire import BulkChecked
 from dualpath.laboratory.experiments.report import ExperimentReport, Target
 from dualpath.laboratory.lab.cluster import LinkReport
-from dualpath.model.evaluation.report import NOTHING, Panel, Series, Table
+from dualpath.report.model import NOTHING, Panel, Series, Table
 
 NAME = "isolation"
 #: Of the project: p99 beside bulk with QoS over p99 alone, at the largest messages.

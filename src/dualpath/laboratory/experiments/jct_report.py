@@ -14,7 +14,7 @@ from dualpath.laboratory.experiments.runs import Measured
 from dualpath.laboratory.experiments.workload import Window
 from dualpath.laboratory.lab.cluster import LinkReport
 from dualpath.laboratory.lab.settings import LabSettings
-from dualpath.model.evaluation.report import NOTHING, Panel, Series, Table
+from dualpath.report.model import NOTHING, Panel, Series, Table
 
 #: Windows over which the balance of storage NICs is averaged, and rates are drawn; a run has at
 #: least so many of them.

@@ -14,7 +14,7 @@ from dualpath.laboratory.experiments.workload import windows
 from dualpath.laboratory.workload.replay.metrics import distribution
 from dualpath.laboratory.workload.replay.options import ReplayOptions
 from dualpath.laboratory.workload.replay.result import Distribution, TurnRecord
-from dualpath.model.evaluation.report import NOTHING, Panel, Series, Table
+from dualpath.report.model import NOTHING, Panel, Series, Table
 
 #: Of the time in which agents arrive: what is before is the filling of an empty system.
 _FILLING = 0.3

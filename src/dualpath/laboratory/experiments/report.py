@@ -1,16 +1,13 @@
 """What an experiment on a lab becomes: settings, targets, tables, plots, raw numbers, as files."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dualpath.core.errors import ConfigError
-from dualpath.model.evaluation import markdown
-from dualpath.model.evaluation.drawing import png
-from dualpath.model.evaluation.report import Panel, Table
-from dualpath.model.evaluation.write import rounded
+from dualpath.report.files import as_json, write_report
+from dualpath.report.model import Block, Notes, Panel, Plots, Report, Table, Text
 
 _JSON_DIGITS = 6
 
@@ -51,52 +48,32 @@ class ExperimentReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the machine was too busy for the links: the numbers are to be rejected."""
 
 
-def write_experiment(report: ExperimentReport, folder: Path) -> list[Path]:
+def as_report(experiment: ExperimentReport) -> Report:
+    """Return the experiment as it is read: how it was made, targets, all numbers, plots."""
+    blocks: list[Block] = [
+        Text(f"Measured by `{experiment.command}`."),
+        Notes(experiment.settings),
+    ]
+    if experiment.targets:
+        blocks.append(_target_table(experiment.targets))
+    blocks += experiment.tables
+    if experiment.panels:
+        blocks.append(Plots(experiment.title, experiment.panels))
+    if experiment.discussion:
+        blocks.append(Text(experiment.discussion, "Discussion"))
+    return Report(name=experiment.name, title=experiment.title, blocks=tuple(blocks))
+
+
+def write_experiment(experiment: ExperimentReport, folder: Path) -> list[Path]:
     """Write ``<name>.md``, ``.json`` and, where it has plots, ``.png``; return the paths.
 
-    Raises ``ConfigError`` for a folder that cannot be written.
+    Numbers are rounded to what a measurement can mean. Raises ``ConfigError`` for a folder that
+    cannot be written.
     """
-    files = {"json": as_json(report), "md": as_markdown(report).encode()}
-    if report.panels:
-        files["png"] = png(report.panels)
-    paths = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for ending, content in sorted(files.items()):
-            path = folder / f"{report.name}.{ending}"
-            path.write_bytes(content)
-            paths.append(path)
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written ({error}); give a writable path") from None
-    return paths
+    return write_report(as_report(experiment), as_json(experiment, _JSON_DIGITS), folder)
 
 
-def as_markdown(report: ExperimentReport) -> str:
-    """Return the report as a page."""
-    parts = [
-        f"# {report.title}",
-        f"Measured by `{report.command}`.",
-        "\n".join(f"- {line}" for line in report.settings),
-    ]
-    if report.targets:
-        parts.append(markdown.table(target_table(report), 2))
-    parts += [markdown.table(one, 2) for one in report.tables]
-    if report.panels:
-        parts.append(f"![{report.title}]({report.name}.png)")
-    if report.discussion:
-        parts.append(f"## Discussion\n\n{report.discussion.strip()}")
-    return "\n\n".join(parts) + "\n"
-
-
-def as_text(report: ExperimentReport) -> str:
-    """Return settings and tables for a terminal."""
-    tables = [target_table(report)] if report.targets else []
-    parts = ["\n".join(report.settings)]
-    parts += [markdown.table(one) for one in (*tables, *report.tables)]
-    return "\n\n".join(parts)
-
-
-def target_table(report: ExperimentReport) -> Table:
+def _target_table(targets: Sequence[Target]) -> Table:
     """Return what was to be reached beside what was."""
     rows = tuple(
         (
@@ -106,12 +83,6 @@ def target_table(report: ExperimentReport) -> Table:
             "yes" if target.met else "no",
             target.note,
         )
-        for target in report.targets
+        for target in targets
     )
     return Table("Targets", ("what", "measured", "target", "met", "note"), rows)
-
-
-def as_json(report: ExperimentReport) -> bytes:
-    """Return the report as JSON, numbers rounded to what a measurement can mean."""
-    content = rounded(msgspec.to_builtins(report), _JSON_DIGITS)
-    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dualpath.core.modes import Mode
-from dualpath.model.evaluation.report import NOTHING, FigureReport, Panel, Series, Table
+from dualpath.model.evaluation.report import FigureReport
 from dualpath.model.evaluation.role_gains import (
     REBALANCING,
     move_gains,
@@ -25,6 +25,7 @@ from dualpath.model.evaluation.serving import METHOD, online_spec
 from dualpath.model.evaluation.settings import DS_27B, DS_660B, QWEN_32B, RunSpec
 from dualpath.model.evaluation.speedups import mean
 from dualpath.model.sim.run import simulate
+from dualpath.report.model import NOTHING, Panel, Series, Table
 
 TITLE = "What additions gain over DualPath"
 DISCUSSION = """\

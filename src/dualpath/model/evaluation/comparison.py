@@ -1,7 +1,7 @@
 """Simulated runs side by side: one summary per run, one column per mode, and what binds.
 
     summaries = [summarise(simulate(setup, agents)) for setup in setups]
-    print_comparison(compare(summaries), Console())
+    print_report(compare(summaries))
 
 Use of resources is taken over the *busy part* of a run, until ``BUSY_SHARE`` of its rounds have
 finished: afterwards a few long agents run on a nearly empty cluster and say nothing about limits.
@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.report import Comparison
-from dualpath.laboratory.workload.rows import NOTHING, Row
 from dualpath.model.sim.result import NS_PER_S, SimulationResult
 from dualpath.model.sim.settings import ClusterSettings
+from dualpath.report.model import Notes, Report, SideBySide, Table
 
 FloatArray = NDArray[np.float64]
 
@@ -129,75 +128,65 @@ def summarise(result: SimulationResult) -> RunSummary:
     )
 
 
-def compare(summaries: Sequence[RunSummary], notes: Sequence[str] = ()) -> Comparison:
-    """Return the table of one or more runs; raises ``ConfigError`` without any."""
+def compare(summaries: Sequence[RunSummary], notes: Sequence[str] = ()) -> Report:
+    """Return the report of one or more runs; raises ``ConfigError`` without any."""
     if not summaries:
         raise ConfigError("there is no run to compare; simulate at least one mode")
-    rows = [row for row in _rows(summaries) if any(cell != NOTHING for cell in row.cells)]
     busy = (
         f"All figures are simulated. Use is the mean until {BUSY_SHARE:.0%} of the rounds "
         f"were over; what is used {BINDING_USE:.0%} or more (HBM {BINDING_HBM_USE:.0%}) is said to "
         "bind, else PEs if rounds wait for them longer than a pass."
     )
-    cut = [f"{s.mode}: {s.unfinished_rounds} rounds unfinished" for s in summaries]
-    warnings = [w for w, s in zip(cut, summaries, strict=True) if s.unfinished_rounds]
-    columns = [summary.mode.value for summary in summaries]
-    return Comparison(columns, rows, [busy, *notes], warnings)
+    return Report(
+        name="simulation",
+        title="dualpath simulate",
+        blocks=(_table(summaries), Notes((busy, *notes))),
+        warnings=tuple(
+            f"{summary.mode}: {summary.unfinished_rounds} rounds unfinished"
+            for summary in summaries
+            if summary.unfinished_rounds
+        ),
+    )
 
 
-def _rows(summaries: Sequence[RunSummary]) -> list[Row]:
-    def row(section: str, name: str, cell: Callable[[RunSummary], str | None]) -> Row:
-        cells = [cell(summary) for summary in summaries]
-        return Row(section, name, [NOTHING if text is None else text for text in cells])
-
+def _table(summaries: Sequence[RunSummary]) -> Table:
     basic = next((s for s in summaries if s.mode is Mode.BASIC), None)
     oracle = next((s for s in summaries if s.mode is Mode.ORACLE), None)
-    rows = [
-        row("time", "JCT, s", lambda s: f"{s.jct_s:,.1f}"),
-        row("time", "speed-up over Basic", lambda s: _ratio(basic, s)),
-        row("time", "JCT relative to Oracle", lambda s: _ratio(s, oracle)),
-        row(
-            "time",
-            "mean JCT of an agent, s",
-            lambda s: None if s.agent_jct_s is None else f"{s.agent_jct_s:,.1f}",
-        ),
-    ]
-    for name, spread in (
-        ("TTFT", lambda s: s.ttft),
-        ("TTST", lambda s: s.ttst),
-        ("TPOT", lambda s: s.tpot),
-    ):
-        rows += _latency_rows(row, name, spread)
-    rows += [
-        row("hits", "hit tokens", lambda s: f"{s.hit_tokens:,}"),
-        row("hits", "hit rate", lambda s: f"{s.hit_tokens / s.prompt_tokens:.1%}"),
-        row("hits", "of them from the DRAM tier", _tier),
-        row("reads", "read at the PEs, TB", lambda s: f"{s.prefill_read_bytes / 1e12:,.3f}"),
-        row("reads", "read at the DEs, TB", lambda s: f"{s.decode_read_bytes / 1e12:,.3f}"),
-        row("use", "SNICs of the PEs", lambda s: f"{s.use.snic_prefill:.0%}"),
-        row("use", "SNICs of the DEs", lambda s: f"{s.use.snic_decode:.0%}"),
-        row("use", "CNICs", lambda s: f"{s.use.cnic:.0%}"),
-        row("use", "PEs in forward passes", lambda s: f"{s.use.prefill_engines:.0%}"),
-        row("use", "wait for a PE, passes", lambda s: f"{s.use.prefill_wait_passes:.1f}"),
-        row("use", "HBM of the DEs", lambda s: f"{s.use.decode_hbm:.0%}"),
-        row("binds", "what binds", lambda s: s.binds),
-    ]
-    return rows
+    rows = SideBySide([summary.mode.value for summary in summaries], summaries)
+    rows.add("time", "JCT, s", lambda s: f"{s.jct_s:,.1f}")
+    rows.add("time", "speed-up over Basic", lambda s: _ratio(basic, s))
+    rows.add("time", "JCT relative to Oracle", lambda s: _ratio(s, oracle))
+    rows.add(
+        "time",
+        "mean JCT of an agent, s",
+        lambda s: None if s.agent_jct_s is None else f"{s.agent_jct_s:,.1f}",
+    )
+    _add_latencies(rows, "TTFT", lambda s: s.ttft)
+    _add_latencies(rows, "TTST", lambda s: s.ttst)
+    _add_latencies(rows, "TPOT", lambda s: s.tpot)
+    rows.add("hits", "hit tokens", lambda s: f"{s.hit_tokens:,}")
+    rows.add("hits", "hit rate", lambda s: f"{s.hit_tokens / s.prompt_tokens:.1%}")
+    rows.add("hits", "of them from the DRAM tier", _tier)
+    rows.add("reads", "read at the PEs, TB", lambda s: f"{s.prefill_read_bytes / 1e12:,.3f}")
+    rows.add("reads", "read at the DEs, TB", lambda s: f"{s.decode_read_bytes / 1e12:,.3f}")
+    rows.add("use", "SNICs of the PEs", lambda s: f"{s.use.snic_prefill:.0%}")
+    rows.add("use", "SNICs of the DEs", lambda s: f"{s.use.snic_decode:.0%}")
+    rows.add("use", "CNICs", lambda s: f"{s.use.cnic:.0%}")
+    rows.add("use", "PEs in forward passes", lambda s: f"{s.use.prefill_engines:.0%}")
+    rows.add("use", "wait for a PE, passes", lambda s: f"{s.use.prefill_wait_passes:.1f}")
+    rows.add("use", "HBM of the DEs", lambda s: f"{s.use.decode_hbm:.0%}")
+    rows.add("binds", "what binds", lambda s: s.binds)
+    return rows.table()
 
 
-def _latency_rows(
-    row: Callable[[str, str, Callable[[RunSummary], str | None]], Row],
-    name: str,
-    spread: Callable[[RunSummary], Spread | None],
-) -> list[Row]:
-    def cell(summary: RunSummary, part: str) -> str | None:
-        times = spread(summary)
+def _add_latencies(
+    rows: SideBySide[RunSummary], name: str, spread: Callable[[RunSummary], Spread | None]
+) -> None:
+    def milliseconds(times: Spread | None, part: str) -> str | None:
         return None if times is None else f"{getattr(times, part) * 1000:,.1f}"
 
-    return [
-        row(name, f"{name} mean, ms", lambda s: cell(s, "mean_s")),
-        row(name, f"{name} p99, ms", lambda s: cell(s, "p99_s")),
-    ]
+    rows.add(name, f"{name} mean, ms", lambda s: milliseconds(spread(s), "mean_s"))
+    rows.add(name, f"{name} p99, ms", lambda s: milliseconds(spread(s), "p99_s"))
 
 
 def _ratio(longer: RunSummary | None, shorter: RunSummary | None) -> str | None:

@@ -1,46 +1,13 @@
-"""What a figure becomes: settings, tables, curves, comparison with the paper, discussion."""
+"""One figure of the paper: its runs as tables and curves, beside what the paper says of it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from dualpath.model.evaluation.paper import FITTED, OFFLINE_TARGET, QUOTED, Quoted
 from dualpath.model.evaluation.settings import EvaluationSettings
-
-#: Stands for a number that the runs did not yield.
-NOTHING = "-"
-
-
-class Table(msgspec.Struct, frozen=True):
-    """Formatted cells; the first column names the row."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-class Series(msgspec.Struct, frozen=True):
-    """One curve, or one colour of bars; ``low`` and ``high`` bound the shadow around a curve."""
-
-    name: str
-    x: tuple[float, ...] | tuple[str, ...]
-    y: tuple[float | None, ...]
-    low: tuple[float | None, ...] = ()
-    high: tuple[float | None, ...] = ()
-
-
-class Panel(msgspec.Struct, frozen=True):
-    """One pair of axes.  Bars of ``grouped`` stand side by side, of ``stacked`` on each other."""
-
-    title: str
-    kind: Literal["lines", "grouped", "stacked"]
-    x_label: str
-    y_label: str
-    series: tuple[Series, ...]
-    limit_y: float | None = None
-    """A horizontal line, an SLO for instance."""
-    from_zero: bool = True
+from dualpath.report.model import NOTHING, Block, Notes, Panel, Plots, Report, Table, Text
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -97,6 +64,39 @@ class FigureReport(msgspec.Struct, frozen=True, kw_only=True):
     statements: tuple[Statement, ...] = ()
     discussion: str = ""
     data: Mapping[str, Any] = {}
+
+
+def as_report(figure: FigureReport) -> Report:
+    """Return the figure as it is read: setting, numbers beside the paper's, plots, all numbers."""
+    blocks: list[Block] = [Notes(_setting_lines(figure))]
+    if figure.compared:
+        blocks.append(comparison_table(figure.compared, quick=figure.evaluation.quick))
+    if figure.statements:
+        blocks.append(statement_table(figure.statements))
+    if figure.panels:
+        blocks.append(Plots(figure.title, figure.panels))
+    blocks += figure.tables
+    if figure.discussion:
+        blocks.append(Text(figure.discussion, "Discussion"))
+    return Report(name=figure.name, title=_heading(figure), blocks=tuple(blocks))
+
+
+def _heading(figure: FigureReport) -> str:
+    """Return "Fig. 7. Title", or the title alone of what is no figure."""
+    if not figure.name.startswith(("fig", "table")):
+        return figure.title
+    return f"{_figure_name(figure.name)}. {figure.title}"
+
+
+def _setting_lines(figure: FigureReport) -> tuple[str, ...]:
+    """Return the settings, seed and tail, and a warning where the run was a quick one."""
+    chosen = figure.evaluation
+    workload = (
+        f"Seed {chosen.seed}. Generated trajectories have the means of Table 2; their turns follow "
+        f"a {chosen.tail} distribution, which the table leaves open."
+    )
+    quick = ("Quick: small grids, not the paper's settings.",) if chosen.quick else ()
+    return (*figure.settings, workload, *quick)
 
 
 def comparison_table(

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from dualpath.model.evaluation.report import NOTHING, Compared, Table
+from dualpath.model.evaluation.report import Compared
+from dualpath.report.model import NOTHING, Table
 
 #: By key; numbers that are missed without a reason here say so.
 REASONS = {

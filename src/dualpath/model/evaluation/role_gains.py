@@ -14,11 +14,11 @@ from dualpath.core.errors import ConfigError, DualPathError
 from dualpath.model.catalog.costs import DEFAULT_GPU
 from dualpath.model.catalog.load import load_gpu, load_model
 from dualpath.model.evaluation.planner import reshaped
-from dualpath.model.evaluation.report import NOTHING, Table
 from dualpath.model.evaluation.runs import Runs, Simulate
 from dualpath.model.evaluation.settings import EvaluationSettings, RunSpec
 from dualpath.model.sim.result import RoleMove
 from dualpath.policy.rebalance import RebalanceSettings
+from dualpath.report.model import NOTHING, Table
 
 #: Agents ask again only when they were answered, so that a backlog never exceeds one round per
 #: agent: it has to weigh within a minute to weigh at all.

@@ -22,14 +22,6 @@ DS_27B = System("DS 27B", "paper-27b", "ds-27b")
 QWEN_32B = System("Qwen 32B", "paper-qwen", "qwen2.5-32b")
 SYSTEMS = (DS_27B, DS_660B, QWEN_32B)
 
-MODE_TITLES = {
-    Mode.BASIC: "Basic",
-    Mode.LAYERWISE: "+ layerwise",
-    Mode.ROUND_ROBIN: "+ dual path, round robin",
-    Mode.DUALPATH: "DualPath",
-    Mode.SPLIT: "DualPath, split read",
-    Mode.ORACLE: "Oracle",
-}
 #: The systems of Fig. 7 to 11; SGL(MC) is another program and is not modelled.
 MAIN_MODES = (Mode.BASIC, Mode.DUALPATH, Mode.ORACLE)
 

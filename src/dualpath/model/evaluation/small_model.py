@@ -3,10 +3,11 @@
 import msgspec
 
 from dualpath.core.modes import Mode
-from dualpath.model.evaluation.report import Table, quantity
+from dualpath.model.evaluation.report import quantity
 from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.settings import DS_27B, MAIN_MODES, RunSpec
 from dualpath.model.evaluation.speedups import mean
+from dualpath.report.model import Table
 
 WORKLOAD = "64K"
 SHAPES = ((1, 1), (2, 1), (1, 2))

@@ -5,9 +5,11 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from dualpath.core.modes import Mode
-from dualpath.model.evaluation.report import Table, quantity
+from dualpath.model.evaluation.report import quantity
 from dualpath.model.evaluation.runs import Runs
-from dualpath.model.evaluation.settings import MAIN_MODES, MODE_TITLES, RunSpec
+from dualpath.model.evaluation.settings import MAIN_MODES, RunSpec
+from dualpath.report.model import Table
+from dualpath.report.style import MODE_TITLES
 
 
 class JctTriple(msgspec.Struct, frozen=True):

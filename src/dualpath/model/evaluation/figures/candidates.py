@@ -2,8 +2,9 @@
 
 from dualpath.model.evaluation import small_model
 from dualpath.model.evaluation.candidates import HORIZON_S, Outcome, outcomes
-from dualpath.model.evaluation.report import NOTHING, FigureReport, Table, quantity
+from dualpath.model.evaluation.report import FigureReport, quantity
 from dualpath.model.evaluation.runs import Runs
+from dualpath.report.model import NOTHING, Table
 
 TITLE = "What the model may lack"
 DISCUSSION = """\

@@ -5,19 +5,13 @@ from collections.abc import Callable
 from dualpath.core.modes import Mode
 from dualpath.model.evaluation.capacity import Sweep, ratio
 from dualpath.model.evaluation.online import TPOT_LIMIT_S, TTFT_LIMIT_S, Measured, OnlineRun
-from dualpath.model.evaluation.report import (
-    NOTHING,
-    Compared,
-    FigureReport,
-    Panel,
-    Series,
-    Statement,
-    Table,
-)
+from dualpath.model.evaluation.report import Compared, FigureReport, Statement
 from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.serving import METHOD, WORKLOAD, online, rate_sweep
-from dualpath.model.evaluation.settings import DS_27B, DS_660B, MAIN_MODES, MODE_TITLES, System
+from dualpath.model.evaluation.settings import DS_27B, DS_660B, MAIN_MODES, System
 from dualpath.model.evaluation.speedups import mean
+from dualpath.report.model import NOTHING, Panel, Series, Table
+from dualpath.report.style import MODE_TITLES
 
 TITLE = "Online serving: latency against arrival rate"
 SYSTEMS = (DS_27B, DS_660B)

@@ -2,10 +2,12 @@
 
 from dualpath.core.modes import Mode
 from dualpath.model.evaluation.online import OnlineRun
-from dualpath.model.evaluation.report import NOTHING, Compared, FigureReport, Panel, Series, Table
+from dualpath.model.evaluation.report import Compared, FigureReport
 from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.serving import METHOD, WORKLOAD, online, rate_sweep
-from dualpath.model.evaluation.settings import DS_27B, DS_660B, MAIN_MODES, MODE_TITLES, System
+from dualpath.model.evaluation.settings import DS_27B, DS_660B, MAIN_MODES, System
+from dualpath.report.model import NOTHING, Panel, Series, Table
+from dualpath.report.style import MODE_TITLES
 
 TITLE = "Online serving: completion time of trajectories, working set"
 SYSTEMS = (DS_27B, DS_660B)

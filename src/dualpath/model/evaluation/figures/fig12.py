@@ -2,19 +2,13 @@
 
 from dualpath.core.modes import Mode
 from dualpath.model.evaluation.online import OnlineRun
-from dualpath.model.evaluation.report import (
-    NOTHING,
-    Compared,
-    FigureReport,
-    Panel,
-    Series,
-    Statement,
-    Table,
-)
+from dualpath.model.evaluation.report import Compared, FigureReport, Statement
 from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.serving import METHOD, online, rate_sweep
-from dualpath.model.evaluation.settings import DS_660B, MODE_TITLES, RunSpec
+from dualpath.model.evaluation.settings import DS_660B, RunSpec
 from dualpath.model.evaluation.speedups import mean
+from dualpath.report.model import NOTHING, Panel, Series, Table
+from dualpath.report.style import MODE_TITLES
 
 TITLE = "Parts of TTFT, and ablation (DS 660B)"
 WORKLOAD = "64K"

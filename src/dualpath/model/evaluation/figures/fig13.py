@@ -3,10 +3,12 @@
 from dualpath.core.modes import Mode
 from dualpath.model.evaluation.balance import Balance
 from dualpath.model.evaluation.offline import OfflineRun
-from dualpath.model.evaluation.report import NOTHING, Compared, FigureReport, Panel, Series, Table
+from dualpath.model.evaluation.report import Compared, FigureReport
 from dualpath.model.evaluation.runs import Runs
-from dualpath.model.evaluation.settings import DS_27B, DS_660B, MODE_TITLES, RunSpec
+from dualpath.model.evaluation.settings import DS_27B, DS_660B, RunSpec
 from dualpath.model.evaluation.speedups import with_mode
+from dualpath.report.model import NOTHING, Panel, Series, Table
+from dualpath.report.style import MODE_TITLES
 
 TITLE = "Balance of storage NIC traffic"
 WORKLOAD = "64K"

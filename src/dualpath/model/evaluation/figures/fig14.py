@@ -3,16 +3,11 @@
 from dualpath.core.modes import Mode
 from dualpath.model.evaluation.figures.fig13 import curve
 from dualpath.model.evaluation.offline import OfflineRun
-from dualpath.model.evaluation.report import (
-    NOTHING,
-    Compared,
-    FigureReport,
-    Panel,
-    Statement,
-    Table,
-)
+from dualpath.model.evaluation.report import Compared, FigureReport, Statement
 from dualpath.model.evaluation.runs import Runs
-from dualpath.model.evaluation.settings import DS_660B, MODE_TITLES, RunSpec
+from dualpath.model.evaluation.settings import DS_660B, RunSpec
+from dualpath.report.model import NOTHING, Panel, Table
+from dualpath.report.style import MODE_TITLES
 
 TITLE = "Balance of attention time (DS 660B)"
 WORKLOAD = "64K"

@@ -2,8 +2,9 @@
 
 from dualpath.model.evaluation.largescale import large_offline, large_spec
 from dualpath.model.evaluation.offline import OfflineRun
-from dualpath.model.evaluation.report import FigureReport, Panel, Series, Table
+from dualpath.model.evaluation.report import FigureReport
 from dualpath.model.evaluation.runs import Runs
+from dualpath.report.model import Panel, Series, Table
 
 TITLE = "A large offline run over time (DS 660B)"
 DISCUSSION = """\

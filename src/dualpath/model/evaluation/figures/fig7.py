@@ -1,17 +1,12 @@
 """Fig. 7: JCT against agents and maximum agent context length, three models."""
 
 from dualpath.core.modes import Mode
-from dualpath.model.evaluation.report import Compared, FigureReport, Panel, Series, Statement
+from dualpath.model.evaluation.report import Compared, FigureReport, Statement
 from dualpath.model.evaluation.runs import Runs
-from dualpath.model.evaluation.settings import (
-    DS_27B,
-    DS_660B,
-    MODE_TITLES,
-    SYSTEMS,
-    RunSpec,
-    System,
-)
+from dualpath.model.evaluation.settings import DS_27B, DS_660B, SYSTEMS, RunSpec, System
 from dualpath.model.evaluation.speedups import JctTriple, jct_table, mean, triple
+from dualpath.report.model import Panel, Series
+from dualpath.report.style import MODE_TITLES
 
 TITLE = "Offline inference: agents and context length"
 DISCUSSION = """\

@@ -1,10 +1,12 @@
 """Fig. 8: JCT against the prefill-decode ratio, DS 27B."""
 
 from dualpath.core.modes import Mode
-from dualpath.model.evaluation.report import Compared, FigureReport, Panel, Series
+from dualpath.model.evaluation.report import Compared, FigureReport
 from dualpath.model.evaluation.runs import Runs
-from dualpath.model.evaluation.settings import DS_27B, MAIN_MODES, MODE_TITLES, RunSpec
+from dualpath.model.evaluation.settings import DS_27B, MAIN_MODES, RunSpec
 from dualpath.model.evaluation.speedups import JctTriple, jct_table, mean, triple
+from dualpath.report.model import Panel, Series
+from dualpath.report.style import MODE_TITLES
 
 TITLE = "Offline inference: prefill-decode ratio (DS 27B)"
 SHAPES = ((1, 1), (2, 1), (1, 2))

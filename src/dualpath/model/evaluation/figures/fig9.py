@@ -3,10 +3,12 @@
 from typing import Literal
 
 from dualpath.core.modes import Mode
-from dualpath.model.evaluation.report import Compared, FigureReport, Panel, Series, Statement
+from dualpath.model.evaluation.report import Compared, FigureReport, Statement
 from dualpath.model.evaluation.runs import Runs
-from dualpath.model.evaluation.settings import DS_660B, MODE_TITLES, RunSpec
+from dualpath.model.evaluation.settings import DS_660B, RunSpec
 from dualpath.model.evaluation.speedups import JctTriple, jct_table, triple
+from dualpath.report.model import Panel, Series
+from dualpath.report.style import MODE_TITLES
 
 TITLE = "Offline inference: append and generation length (DS 660B)"
 WORKLOAD = "64K"

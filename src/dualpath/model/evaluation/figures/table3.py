@@ -10,16 +10,11 @@ from dualpath.model.evaluation.largescale import (
     small_spec,
 )
 from dualpath.model.evaluation.online import Measured, OnlineRun
-from dualpath.model.evaluation.report import (
-    NOTHING,
-    Compared,
-    FigureReport,
-    Statement,
-    Table,
-)
+from dualpath.model.evaluation.report import Compared, FigureReport, Statement
 from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.serving import METHOD, online, online_spec
 from dualpath.model.evaluation.settings import DS_660B, RunSpec
+from dualpath.report.model import NOTHING, Table
 
 TITLE = "Large-scale results (DS 660B)"
 APS = 0.4

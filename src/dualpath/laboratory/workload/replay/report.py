@@ -1,19 +1,15 @@
 """Several runs side by side: columns are runs (modes), rows are the figures of §7.
 
-comparison = compare([basic, dualpath, oracle])
-print_comparison(comparison, Console())
+print_report(compare([basic, dualpath, oracle]))
 """
 
 from collections.abc import Sequence
 
-import msgspec
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from dualpath.core.errors import ConfigError
+from dualpath.laboratory.workload.replay.panels import panels
 from dualpath.laboratory.workload.replay.result import ReplayResult
-from dualpath.laboratory.workload.rows import MEGA, Row, all_rows, labels
+from dualpath.laboratory.workload.replay.rows import MEGA, figures_table, labels
+from dualpath.report.model import Notes, Plots, Report
 
 #: Settings that have to be equal for two columns to be comparable.
 _MUST_AGREE = (
@@ -32,46 +28,23 @@ _MUST_AGREE = (
 )
 
 
-class Comparison(msgspec.Struct, frozen=True):
-    """A table with what has to be said beside it.
+def compare(results: Sequence[ReplayResult], title: str = "dualpath replay") -> Report:
+    """Return the report of one or more runs: figures, notes, plots.
 
-    ``notes`` state throttle, trace, seed, setting and machine; ``warnings`` what forbids a
-    comparison or spoils a run.
+    Its notes state throttle, trace, seed, setting and machine; its warnings what forbids a
+    comparison or spoils a run. Raises ``ConfigError`` without any run.
     """
-
-    columns: list[str]
-    rows: list[Row]
-    notes: list[str]
-    warnings: list[str]
-
-
-def compare(results: Sequence[ReplayResult]) -> Comparison:
-    """Return the table of one or more runs; raise ``ConfigError`` without any."""
     if not results:
         raise ConfigError("there is no run to report; give at least one result")
-    return Comparison(labels(results), all_rows(results), _notes(results), _warnings(results))
+    return Report(
+        name="replay",
+        title=title,
+        blocks=(figures_table(results), Notes(_notes(results)), Plots(title, panels(results))),
+        warnings=_warnings(results),
+    )
 
 
-def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print table, notes and warnings for a terminal."""
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("")
-    for column in comparison.columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    section = None
-    for row in comparison.rows:
-        if section not in (None, row.section):
-            table.add_section()
-        section = row.section
-        table.add_row(row.name, *row.cells)
-    console.print(table)
-    for note in comparison.notes:
-        console.print(Text(note))
-    for warning in comparison.warnings:
-        console.print(Text(f"warning: {warning}", style="bold"))
-
-
-def _notes(results: Sequence[ReplayResult]) -> list[str]:
+def _notes(results: Sequence[ReplayResult]) -> tuple[str, ...]:
     setting = results[0].setting
     load = (
         f"{setting.agents} agents at once"
@@ -111,7 +84,7 @@ def _notes(results: Sequence[ReplayResult]) -> list[str]:
         for label, r in zip(labels(results), results, strict=True)
         if r.setting.mode_note
     ]
-    return notes
+    return tuple(notes)
 
 
 def _throttle_note(results: Sequence[ReplayResult]) -> str:
@@ -125,7 +98,7 @@ def _throttle_note(results: Sequence[ReplayResult]) -> str:
     return f"Storage (SNIC) bandwidth is {' or '.join(texts)}."
 
 
-def _warnings(results: Sequence[ReplayResult]) -> list[str]:
+def _warnings(results: Sequence[ReplayResult]) -> tuple[str, ...]:
     warnings: list[str] = []
     for name in (*_MUST_AGREE, "snic_bytes_per_s"):
         values = [str(getattr(result.setting, name)) for result in results]
@@ -145,4 +118,4 @@ def _warnings(results: Sequence[ReplayResult]) -> list[str]:
             )
         if result.setting.broken_lines:
             warnings.append(f"{label}: {result.setting.broken_lines} broken trace lines left out")
-    return warnings
+    return tuple(warnings)

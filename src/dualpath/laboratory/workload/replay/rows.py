@@ -1,0 +1,155 @@
+"""The figures of replays side by side: one row per figure, one column per run (§7)."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from dualpath.core.modes import Mode
+from dualpath.laboratory.workload.replay.result import Distribution, ReplayResult
+from dualpath.report.model import SideBySide, Table
+
+MEGA = 1e6
+
+_Rows = SideBySide[ReplayResult]
+
+
+def figures_table(results: Sequence[ReplayResult]) -> Table:
+    """Return every figure that is known for at least one run."""
+    rows = SideBySide(labels(results), results)
+    basic, oracle = _of_mode(results, Mode.BASIC), _of_mode(results, Mode.ORACLE)
+    _add_times(rows, basic, oracle)
+    _add_latencies(rows, basic, oracle)
+    _add_hits(rows)
+    _add_bytes(rows, results)
+    _add_turns(rows, results)
+    return rows.table()
+
+
+def labels(results: Sequence[ReplayResult]) -> list[str]:
+    """Return one distinct column title per run."""
+    titles: list[str] = []
+    for result in results:
+        title = result.setting.label
+        same = sum(1 for earlier in titles if earlier.split(" #")[0] == title)
+        titles.append(f"{title} #{same + 1}" if same else title)
+    return titles
+
+
+def _add_times(rows: _Rows, basic: ReplayResult | None, oracle: ReplayResult | None) -> None:
+    rows.add("time", "JCT, s", lambda r: f"{r.summary.jct_s:.2f}")
+    rows.add("time", "speed-up over Basic", lambda r: _ratio(_jct(basic), _jct(r)))
+    rows.add("time", "JCT relative to Oracle", lambda r: _ratio(_jct(r), _jct(oracle)))
+    rows.add("time", "mean JCT of an agent, s", lambda r: _mean(r.summary.session_jct_s))
+
+
+def _add_latencies(rows: _Rows, basic: ReplayResult | None, oracle: ReplayResult | None) -> None:
+    _add_latency(rows, "TTFT", lambda r: r.summary.ttft_s)
+    rows.add("TTFT", "TTFT mean relative to Basic", lambda r: _ratio(_ttft(r), _ttft(basic)))
+    rows.add("TTFT", "TTFT mean relative to Oracle", lambda r: _ratio(_ttft(r), _ttft(oracle)))
+    _add_latency(rows, "TTST", lambda r: r.summary.ttst_s)
+    _add_latency(rows, "TPOT", lambda r: r.summary.tpot_s)
+
+
+def _add_latency(rows: _Rows, name: str, of: Callable[[ReplayResult], Distribution | None]) -> None:
+    def milliseconds(statistic: str, run: ReplayResult) -> str | None:
+        values = of(run)
+        return None if values is None else f"{getattr(values, statistic) * 1000:.1f}"
+
+    for statistic in ("mean", "p50", "p90", "p99"):
+        rows.add(name, f"{name} {statistic}, ms", partial(milliseconds, statistic))
+
+
+def _add_hits(rows: _Rows) -> None:
+    rows.add("hits", "hit tokens", lambda r: _count(r.summary.hit_tokens))
+    rows.add("hits", "ideal hit tokens", lambda r: _count(r.summary.ideal_hit_tokens))
+    rows.add("hits", "hit rate", lambda r: _percent(r.summary.hit_rate))
+    rows.add("hits", "ideal hit rate", lambda r: _percent(r.summary.ideal_hit_rate))
+    rows.add(
+        "hits",
+        "hit tokens recomputed",
+        lambda r: _count(r.server.recomputed_tokens) if r.server else None,
+    )
+
+
+def _add_bytes(rows: _Rows, results: Sequence[ReplayResult]) -> None:
+    def megabytes(field: str, key: str, run: ReplayResult) -> str | None:
+        values = counted_bytes(run, field)
+        return f"{values[key] / MEGA:,.1f}" if key in values else None
+
+    for field, section, name in (
+        ("path_bytes", "paths", "{}, MB"),
+        ("snic_read_bytes", "snics", "SNIC {} read, MB"),
+    ):
+        for key in byte_keys(results, field):
+            rows.add(section, name.format(byte_label(key)), partial(megabytes, field, key))
+
+
+def counted_bytes(result: ReplayResult, field: str) -> dict[str, int]:
+    """Return what the server counted by path or SNIC; empty where it did not."""
+    return getattr(result.server, field, None) or {}
+
+
+def byte_keys(results: Sequence[ReplayResult], field: str) -> list[str]:
+    """Return the names of all paths (or SNICs) that any run counted, in order."""
+    keys: dict[str, None] = {}
+    for result in results:
+        keys.update(dict.fromkeys(counted_bytes(result, field)))
+    # Prefill before decode, whatever order the server counts in.
+    return sorted(keys, key=lambda key: (not key.startswith("pe"), key))
+
+
+def byte_label(key: str) -> str:
+    """Return a counter's name as it is read: ``pe_path`` is the PE path."""
+    words = key.split("_")
+    return " ".join(word.upper() if word in ("pe", "de") else word for word in words)
+
+
+def _add_turns(rows: _Rows, results: Sequence[ReplayResult]) -> None:
+    rows.add("turns", "agents", lambda r: _count(r.summary.sessions))
+    rows.add("turns", "turns", lambda r: _count(r.summary.turns))
+    rows.add("turns", "turns failed", lambda r: _count(r.summary.turns_failed))
+    rows.add("turns", "tokens generated", lambda r: _count(r.summary.generated_tokens))
+    if len(results) > 1:
+        first = results[0]
+        title = f"responses equal to {labels(results)[0]}"
+        rows.add("turns", title, lambda r: _equal_responses(first, r))
+
+
+def _equal_responses(first: ReplayResult, other: ReplayResult) -> str | None:
+    """Compare generated token ids turn by turn; Oracle's are meaningless and not compared."""
+    if Mode.ORACLE in (first.setting.mode, other.setting.mode):
+        return None
+    digests = {(t.conversation_id, t.turn): t.generated_digest for t in first.turns}
+    same = sum(
+        t.generated_digest is not None
+        and digests.get((t.conversation_id, t.turn)) == t.generated_digest
+        for t in other.turns
+    )
+    return f"{same} of {len(first.turns)}"
+
+
+def _of_mode(results: Sequence[ReplayResult], mode: Mode) -> ReplayResult | None:
+    return next((result for result in results if result.setting.mode == mode), None)
+
+
+def _jct(result: ReplayResult | None) -> float | None:
+    return result.summary.jct_s if result is not None else None
+
+
+def _ttft(result: ReplayResult | None) -> float | None:
+    return result.summary.ttft_s.mean if result is not None and result.summary.ttft_s else None
+
+
+def _ratio(value: float | None, base: float | None) -> str | None:
+    return f"{value / base:.2f}x" if value is not None and base else None
+
+
+def _mean(values: Distribution | None) -> str | None:
+    return f"{values.mean:.2f}" if values is not None else None
+
+
+def _count(value: int | None) -> str | None:
+    return f"{value:,}" if value is not None else None
+
+
+def _percent(value: float | None) -> str | None:
+    return f"{value:.1%}" if value is not None else None

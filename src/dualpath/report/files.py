@@ -1,0 +1,81 @@
+"""Reports as files: Markdown, JSON, PNG and HTML, the same bytes for the same report."""
+
+import importlib.util
+from pathlib import Path
+
+import msgspec
+
+from dualpath.core.errors import ConfigError
+from dualpath.report import markdown
+from dualpath.report.model import Report
+
+
+def require_extra(purpose: str) -> None:
+    """Raise ``ConfigError`` if what draws plots and pages is not installed."""
+    for package in ("matplotlib", "jinja2"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{purpose} needs {package}; pip install 'dualpath[report]'")
+
+
+def write_page(report: Report, path: str | Path) -> None:
+    """Write one HTML page into a folder that is there; raises ``ConfigError`` where it is not."""
+    from dualpath.report.html import page
+
+    _write(Path(path), page(report).encode())
+
+
+def write_report(report: Report, data: bytes, folder: Path, *, html: bool = False) -> list[Path]:
+    """Write ``<name>.md``, ``.json``, ``.png`` where it has plots, ``.html`` if wanted.
+
+    Returns the paths; raises ``ConfigError`` for a folder that cannot be written. ``data`` is the
+    JSON: the numbers behind tables and plots. Needs the extra ``report`` for plots and pages.
+    """
+    files = {f"{report.name}.json": data, f"{report.name}.md": markdown.page(report).encode()}
+    files |= drawn(report)
+    if html:
+        from dualpath.report.html import page
+
+        files[f"{report.name}.html"] = page(report).encode()
+    paths = [folder / name for name in sorted(files)]
+    for path in paths:
+        write_file(path, files[path.name])
+    return paths
+
+
+def drawn(report: Report) -> dict[str, bytes]:
+    """Return the pictures of a report and its parts by the names of their files."""
+    from dualpath.report.pictures import png
+
+    return {f"{name}.png": png(plots.panels) for name, plots in report.pictures()}
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file and the folders it is in; raises ``ConfigError`` where that cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error}); give a writable path") from None
+    _write(path, content)
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error}); give a writable path") from None
+
+
+def as_json(content: object, digits: int) -> bytes:
+    """Return plain data or structs as indented JSON, numbers rounded to significant digits."""
+    rounded = _rounded(msgspec.to_builtins(content), digits)
+    return msgspec.json.format(msgspec.json.encode(rounded), indent=1) + b"\n"
+
+
+def _rounded(value: object, digits: int) -> object:
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(one, digits) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one, digits) for one in value]
+    return value

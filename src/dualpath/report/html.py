@@ -1,0 +1,40 @@
+"""Reports as one self-contained HTML page each: no scripts, no links, light or dark.
+
+Needs the extra ``report``: matplotlib draws the plots, jinja2 fills in ``page.html.jinja``.
+"""
+
+from collections.abc import Iterator
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from dualpath.report.model import Notes, Panel, Plots, Report, Table, Text
+from dualpath.report.pictures import svg
+
+
+def page(report: Report) -> str:
+    """Return the page, its parts below each other; the same bytes for the same report."""
+    return _TEMPLATES.get_template("page.html.jinja").render(reports=list(_flat(report)))
+
+
+def _flat(report: Report) -> Iterator[Report]:
+    yield report
+    for part in report.parts:
+        yield from _flat(part)
+
+
+def _drawing(panel: Panel, name: str) -> Markup:
+    # What matplotlib writes is escaped already.
+    return Markup(svg(panel, name))
+
+
+_TEMPLATES = Environment(
+    loader=PackageLoader("dualpath.report", ""),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.filters["svg"] = _drawing
+for _kind in (Table, Text, Notes, Plots):
+    _TEMPLATES.tests[_kind.__name__.lower()] = lambda block, kind=_kind: isinstance(block, kind)

@@ -1,0 +1,59 @@
+"""Reports as Markdown, whose tables also read well as they are."""
+
+from collections.abc import Sequence
+
+from dualpath.report.model import Block, Notes, Plots, Report, Table, Text
+
+
+def page(report: Report, folder: str = "", level: int = 1) -> str:
+    """Return a whole report; its pictures are addressed as PNG files in ``folder``, with ``/``.
+
+    ``level`` is that of its heading.
+    """
+    parts = ["#" * level + f" {report.title}"]
+    parts += [f"**Warning: {warning}**" for warning in report.warnings]
+    parts += [_block(block, f"{folder}{report.name}.png", level + 1) for block in report.blocks]
+    parts += [page(part, folder, level + 1).strip("\n") for part in report.parts]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(content: Table, level: int = 3) -> str:
+    """Return a table whose columns line up, below its title as a heading if it has one."""
+    cells = [list(map(_escaped, row)) for row in (content.columns, *content.rows)]
+    widths = [max(len(row[index]) for row in cells) for index in range(len(content.columns))]
+    right = content.right
+    lines = [_row(row, widths, right) for row in cells]
+    rule = [
+        "-" * (width + 1) + ":" if is_right else "-" * (width + 2)
+        for width, is_right in zip(widths, right, strict=True)
+    ]
+    lines.insert(1, f"|{'|'.join(rule)}|")
+    return "\n".join([*_heading(content.title, level), *lines])
+
+
+def _block(block: Block, picture: str, level: int) -> str:
+    match block:
+        case Table():
+            return table(block, level)
+        case Text():
+            return "\n".join([*_heading(block.heading, level), block.text.strip()])
+        case Notes():
+            return "\n".join(f"- {line}" for line in block.lines)
+        case Plots():
+            return f"![{block.caption}]({picture})"
+
+
+def _heading(text: str, level: int) -> list[str]:
+    return ["#" * level + f" {text}", ""] if text else []
+
+
+def _row(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
+    padded = [
+        cell.rjust(width) if is_right else cell.ljust(width)
+        for cell, width, is_right in zip(cells, widths, right, strict=True)
+    ]
+    return f"| {' | '.join(padded)} |"
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|")

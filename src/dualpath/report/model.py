@@ -1,0 +1,140 @@
+"""What there is to say, apart from any medium: tables, plots and text in reading order.
+
+Cells are text already, with the unit in the column's head: how many digits mean something is known
+where a number comes from, and every medium shows the same ones. What depends on the medium is left
+to its writer: widths, wrapping, escaping, headings, addresses of pictures.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+
+#: Stands for a number that is not known or makes no sense.
+NOTHING = "-"
+_NUMBER_BEGINS = "0123456789+-≈<≥x"
+
+
+class Table(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Rows of cells; the first column names the row.
+
+    ``align`` has a letter per column, ``l`` or ``r``; without it columns whose cells all read as
+    numbers stand to the right. ``rules`` are the indices of rows above which a line is drawn.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    align: str = ""
+    rules: tuple[int, ...] = ()
+
+    @property
+    def right(self) -> tuple[bool, ...]:
+        """Which columns stand to the right."""
+        if self.align:
+            return tuple(letter == "r" for letter in self.align)
+        return tuple(
+            bool(self.rows) and all(row[index][:1] in _NUMBER_BEGINS for row in self.rows)
+            for index in range(len(self.columns))
+        )
+
+
+class Series(msgspec.Struct, frozen=True):
+    """One curve, or one colour of bars; ``low`` and ``high`` bound the shadow around a curve."""
+
+    name: str
+    x: tuple[float | str, ...]
+    y: tuple[float | None, ...]
+    low: tuple[float | None, ...] = ()
+    high: tuple[float | None, ...] = ()
+
+
+class Panel(msgspec.Struct, frozen=True):
+    """One pair of axes.
+
+    ``steps`` are lines that keep a value until the next one. Bars of ``grouped`` stand side by
+    side, of ``stacked`` on each other.
+    """
+
+    title: str
+    kind: Literal["lines", "steps", "grouped", "stacked"]
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    limit_y: float | None = None
+    """A horizontal line, an SLO for instance."""
+    from_zero: bool = True
+
+
+class Text(msgspec.Struct, frozen=True):
+    """Paragraphs, blank lines between them, in Markdown's few marks; ``heading`` may be empty."""
+
+    text: str
+    heading: str = ""
+
+
+class Notes(msgspec.Struct, frozen=True):
+    """Single lines that a reader needs beside the numbers: setting, seed, machine, verdict."""
+
+    lines: tuple[str, ...]
+
+
+class Plots(msgspec.Struct, frozen=True):
+    """Panels that belong together: one picture where pictures are files."""
+
+    caption: str
+    panels: tuple[Panel, ...]
+
+
+Block = Table | Text | Notes | Plots
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A titled sequence of blocks, and of ``parts`` with titles of their own after them.
+
+    ``name`` names its files. ``warnings`` are what spoils a run or forbids a comparison.
+    """
+
+    name: str
+    title: str
+    blocks: tuple[Block, ...]
+    warnings: tuple[str, ...] = ()
+    parts: tuple["Report", ...] = ()
+
+    def pictures(self) -> Iterator[tuple[str, Plots]]:
+        """Yield the name of the picture's file, without its ending, and the plots on it."""
+        for block in self.blocks:
+            if isinstance(block, Plots):
+                yield self.name, block
+        for part in self.parts:
+            yield from part.pictures()
+
+
+_Run = TypeVar("_Run")
+
+
+class SideBySide(Generic[_Run]):
+    """Collects a table of runs: one column per run, one row per figure, figures in sections."""
+
+    def __init__(self, columns: Sequence[str], runs: Sequence[_Run]) -> None:
+        self._columns = columns
+        self._runs = runs
+        self._rows: list[tuple[str, ...]] = []
+        self._rules: list[int] = []
+        self._section = ""
+
+    def add(self, section: str, name: str, cell: Callable[[_Run], str | None]) -> None:
+        """Add a figure; left out where ``cell`` returns None for every run."""
+        cells = [cell(run) for run in self._runs]
+        if all(text is None for text in cells):
+            return
+        if self._rows and section != self._section:
+            self._rules.append(len(self._rows))
+        self._section = section
+        self._rows.append((name, *(NOTHING if text is None else text for text in cells)))
+
+    def table(self) -> Table:
+        """Return the table, a rule between sections."""
+        align = "l" + "r" * len(self._columns)
+        rows, rules = tuple(self._rows), tuple(self._rules)
+        return Table("", ("", *self._columns), rows, align, rules)

@@ -1,0 +1,53 @@
+"""Reports for terminals: tables, notes and warnings. Prose and plots are for pages."""
+
+import sys
+
+import rich.table
+from rich.console import Console
+from rich.text import Text
+
+from dualpath.report.model import Block, Notes, Report, Table
+
+#: Columns where the output is no terminal.
+_PLAIN_WIDTH = 160
+
+
+def terminal() -> Console:
+    """Return the standard output."""
+    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+
+
+def print_report(report: Report, console: Console | None = None) -> None:
+    """Print a report, blank lines between blocks but for notes directly below a table."""
+    console = console or terminal()
+    above: Block | None = None
+    for block in report.blocks:
+        if not isinstance(block, Table | Notes):
+            continue
+        if above is not None and not (isinstance(above, Table) and isinstance(block, Notes)):
+            console.print()
+        above = block
+        if isinstance(block, Table):
+            print_table(block, console)
+        else:
+            for line in block.lines:
+                console.print(Text(line))
+    for warning in report.warnings:
+        console.print(Text(f"warning: {warning}", style="bold"))
+    for part in report.parts:
+        print_report(part, console)
+
+
+def print_table(table: Table, console: Console | None = None) -> None:
+    """Print a table and, above it, its title if it has one."""
+    console = console or terminal()
+    if table.title:
+        console.print(Text(table.title, style="bold"))
+    grid = rich.table.Table(show_edge=False, pad_edge=False)
+    for column, right in zip(table.columns, table.right, strict=True):
+        grid.add_column(Text(column), justify="right" if right else "left")
+    for index, row in enumerate(table.rows):
+        if index in table.rules:
+            grid.add_section()
+        grid.add_row(*map(Text, row))
+    console.print(grid)
