@@ -23,8 +23,8 @@ from dualpath.model.sim.result import SimulationResult
 from dualpath.model.sim.run import simulate
 from dualpath.model.sim.settings import Setup
 from dualpath.policy import decode, prefill, read_side
+from dualpath.policy.accounts import Column, IntArray
 from dualpath.policy.decode import TwoPhaseDecodePlacer
-from dualpath.policy.load import Column, IntArray
 
 Placed = tuple[IntArray, NDArray[np.bool_]]
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
+from dualpath.policy.accounts import IntArray
 from dualpath.policy.batching import AttentionGeometry, ComputeQuota, LayerTimeEstimate
 from dualpath.policy.decode import assign_decode, choose_group, upper_bound_set
 from dualpath.policy.events import EngineSpec, SchedulerSettings
-from dualpath.policy.load import IntArray
 from dualpath.policy.prefill import assign_prefill
 from dualpath.policy.read_side import Reader, read_whole, shorter_queue, split
 from dualpath.policy.scheduler import RequestScheduler

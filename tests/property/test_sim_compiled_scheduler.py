@@ -11,6 +11,16 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.model.sim.result import DE_REASONS, PE_REASONS, READ_REASONS
+from dualpath.policy.accounts import (
+    EXTRA_TOKENS,
+    FREE_HBM,
+    HELD_TOKENS,
+    NODE,
+    READS,
+    REPORTED_SEQ,
+    SEQ,
+    TOK,
+)
 from dualpath.policy.events import Assignment, EngineReport, EngineSpec, SchedulerSettings
 from dualpath.policy.scheduler import RequestScheduler
 
@@ -192,7 +202,7 @@ class Twins(RuleBasedStateMachine):
 
     @rule(data=st.data(), lag=st.sampled_from([0, 0, 0, 1, 2, 5]), true=st.booleans())
     def report(self, data: st.DataObject, lag: int, true: bool) -> None:
-        """One engine tells the truth of a while ago, or anything at all."""
+        """One engine reports the truth of a while ago, or anything at all."""
         engine = self.engines[data.draw(st.sampled_from(sorted(self.engines)))]
         seq = max(engine.last_seq - lag, 0)
         amount = st.integers(0, 1500)
@@ -213,7 +223,7 @@ class Twins(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def group_reports_and_fetches(self, data: st.DataObject) -> None:
-        """As in the simulator: all engines of a group tell the truth, then the group fetches."""
+        """As in the simulator: all engines of a group report the truth, then the group fetches."""
         group = data.draw(st.sampled_from(self.groups))
         for engine in self.engines.values():
             if engine.spec.group == group:
@@ -273,27 +283,27 @@ class Twins(RuleBasedStateMachine):
         if not hasattr(self, "tables"):
             return
         engines, nodes = self.tables.engines, self.tables.nodes
-        assert self.tables.counters[tables.UNTOLD] == self.live.waiting()
+        assert self.tables.counters[tables.UNASSIGNED] == self.live.waiting()
         for number, load in enumerate(self.live.loads()):
-            assert engines[tables.TOK, number] == load.unfinished_tokens
-            assert engines[tables.SEQ, number] == load.unfinished_requests
-            assert engines[tables.FREE_HBM, number] == load.free_hbm_tokens
-            assert nodes[tables.READ_Q, engines[tables.NODE, number]] == load.read_queue_tokens
+            assert engines[TOK, number] == load.unfinished_tokens
+            assert engines[SEQ, number] == load.unfinished_requests
+            assert engines[FREE_HBM, number] == load.free_hbm_tokens
+            assert nodes[tables.READ_Q, engines[NODE, number]] == load.read_queue_tokens
 
     @invariant()
-    def told_lists_hold_live_requests_in_order(self) -> None:
+    def pending_lists_hold_live_requests_in_order(self) -> None:
         if not hasattr(self, "tables"):
             return
         engines, requests = self.tables.engines, self.tables.requests
         for number, spec in enumerate(self.specs):
             role = tables.PREFILL if spec.role is Role.PREFILL else tables.DECODE
-            seq, request = engines[tables.REPORTED_SEQ, number], engines[tables.FIRST_TOLD, number]
+            seq, request = engines[REPORTED_SEQ, number], engines[tables.FIRST_PENDING, number]
             while request != tables.NONE:
                 assert str(request) in self.assigned
                 assert requests[request, tables.ENGINE + role] == number
-                assert requests[request, tables.TELL_SEQ + role] > seq
-                seq = requests[request, tables.TELL_SEQ + role]
-                request = requests[request, tables.TOLD_AFTER + role]
+                assert requests[request, tables.ASSIGN_SEQ + role] > seq
+                seq = requests[request, tables.ASSIGN_SEQ + role]
+                request = requests[request, tables.PENDING_AFTER + role]
 
     def teardown(self) -> None:
         """With honest reports everything is served in the end, and nothing stays on the tables."""
@@ -310,14 +320,14 @@ class Twins(RuleBasedStateMachine):
             self.loads_are_the_same()
             assert len(self.submitted) < before, "no progress: starvation"
         engines, groups = self.tables.engines, self.tables.groups
-        for row in (tables.TOK, tables.SEQ, tables.READS, tables.HELD_TOKENS, tables.EXTRA_TOKENS):
+        for row in (TOK, SEQ, READS, HELD_TOKENS, EXTRA_TOKENS):
             assert not engines[row].any()
-        assert (engines[tables.FREE_HBM] == engines[tables.HBM]).all()
-        assert not groups[[tables.GROUP_TOKENS, tables.PRIVATE_TOKENS]].any()
+        assert (engines[FREE_HBM] == engines[tables.HBM]).all()
+        assert not groups[tables.PRIVATE_TOKENS].any()
         assert not self.tables.nodes[tables.READ_Q].any()
-        ends = self.tables.lines[:, [tables.LINE_HEAD, tables.LINE_TAIL]]
+        ends = self.tables.queues[:, [tables.QUEUE_FIRST, tables.QUEUE_LAST]]
         assert (ends == tables.NONE).all()
-        assert (engines[[tables.FIRST_TOLD, tables.LAST_TOLD]] == tables.NONE).all()
+        assert (engines[[tables.FIRST_PENDING, tables.LAST_PENDING]] == tables.NONE).all()
 
     def report_the_truth(self) -> None:
         for engine in self.engines.values():
@@ -355,7 +365,7 @@ TestInTurnTwins.settings = settings(
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_a_long_waiting_line_is_dealt_alike(mode: Mode) -> None:
+def test_a_long_wait_queue_is_dealt_alike(mode: Mode) -> None:
     """More requests than any look ahead, at once, on a cluster that takes them in bits."""
     twins = Twins()
     engines = [

@@ -71,7 +71,7 @@ def test_reports_that_cannot_be_true_are_refused_and_late_ones_dropped() -> None
     scheduler = one_pair()
     with pytest.raises(EngineLostError, match="none of the 2"):
         scheduler.report(report("p7"))
-    with pytest.raises(IncompatibleError, match="reports assignment 1, it was told of 0"):
+    with pytest.raises(IncompatibleError, match="reports assignment 1, it was assigned 0"):
         scheduler.report(report("p0", seq=1))
     with pytest.raises(IncompatibleError, match="negative load"):
         scheduler.report(report("p0", tokens=-1))

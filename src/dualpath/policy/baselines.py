@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from dualpath.core.cluster import Role
+from dualpath.policy.accounts import FREE_HBM
 from dualpath.policy.load import EngineState, Ledger
 from dualpath.policy.placement import Placement, Ticket, WaitQueues
 
@@ -70,7 +71,7 @@ class InTurnPlacer:
         placements = []
         for ticket in list(self._queues.private(engine_id)):
             tokens = self._tokens(ticket)
-            if self._role is Role.DECODE and engine.free_hbm_tokens < tokens:
+            if self._role is Role.DECODE and engine.account(FREE_HBM) < tokens:
                 break
             self._queues.take(ticket.request_id)
             self._ledger.hold(engine_id, ticket.request_id, tokens)

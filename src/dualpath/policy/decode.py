@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.cluster import Role
-from dualpath.policy.load import Column, GroupState, IntArray, Ledger
+from dualpath.policy.accounts import FREE_HBM, SEQ, TOK, Column, IntArray
+from dualpath.policy.load import GroupState, Ledger
 from dualpath.policy.placement import Placement, Ticket, WaitQueues
 
 
@@ -127,7 +128,7 @@ class TwoPhaseDecodePlacer:
     def _drain_global_queue(self) -> None:
         groups = self._ledger.groups_of(Role.DECODE)
         private = self._private_tokens
-        totals = [g.total_tokens + private.get(g.name, 0) for g in groups]
+        totals = [sum(g.columns[TOK]) + private.get(g.name, 0) for g in groups]
         largest = [g.largest_hbm_tokens for g in groups]
         for ticket in list(self._queues.common.values()):
             row = choose_group(totals, largest, ticket.decode_tokens)
@@ -140,13 +141,15 @@ class TwoPhaseDecodePlacer:
 
     def _serve_private_queue(self, group: GroupState) -> list[Placement]:
         queue = self._queues.private(group.name)
-        lengths = upper_bound_set(group.free_hbm, (ticket.decode_tokens for ticket in queue))
+        lengths = upper_bound_set(
+            group.columns[FREE_HBM], (ticket.decode_tokens for ticket in queue)
+        )
         if not lengths:
             return []
         rows, low_token = assign_decode(
-            group.tok,
-            group.seq,
-            group.free_hbm,
+            group.columns[TOK],
+            group.columns[SEQ],
+            group.columns[FREE_HBM],
             lengths,
             self._threshold_factor,
         )

@@ -2,28 +2,24 @@
 
 The load of an engine is its last report plus what was placed on it and is not in that report.  A
 placement is *held* while the request's other engine is still to be found and gets its
-``assign_seq`` when both are known: only then is the engine told, so numbers reach an engine
-in order and without gaps, and a report that echoes one of them counts in exactly what was told.
+``assign_seq`` when both are known: only then is the engine notified, so numbers reach an engine
+in order and without gaps, and a report that echoes one of them counts in exactly what was assigned.
 
-Columns are kept per group, rows in ``EngineSpec.order``, so that the kernels of ``prefill`` and
-``decode`` read them as they are and the first minimum is the one of lowest order.  Here they are
-lists, which Python reads faster than arrays; the simulator's compiled core keeps arrays.
+Accounts (``policy.accounts``) are kept per group as columns, rows in ``EngineSpec.order``, so that
+the kernels of ``prefill`` and ``decode`` read them as they are and the first minimum is the one of
+lowest order.  Here they are lists, which Python reads faster than arrays.
 """
 
-from bisect import insort
+from bisect import bisect, insort
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, EngineLostError, IncompatibleError
+from dualpath.policy import accounts
+from dualpath.policy.accounts import ACCOUNT_COLUMNS, FREE_HBM, LAST_SEQ, NODE, READS, SEQ, TOK
 from dualpath.policy.events import EngineReport, EngineSpec
-
-IntArray = NDArray[np.int64]
-Column = list[int] | IntArray
-"""What kernels read by index: lists in Python, arrays where they are compiled."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
@@ -49,81 +45,54 @@ class _Charge(NamedTuple):
 
 
 class EngineState:
-    """One engine's account; owned by the ledger, read by placement rules."""
+    """One engine: its row in its group's columns, and the charges that no report counts in yet."""
 
-    def __init__(self, spec: EngineSpec, node_row: int) -> None:
+    def __init__(self, spec: EngineSpec, columns: list[list[int]]) -> None:
         self.spec = spec
-        self.node_row = node_row
+        self.columns = columns
         self.row = 0
-        self.last_seq = 0
-        self.report: EngineReport | None = None
+        self.free_buffer_tokens: int | None = None
         self.held: dict[str, int] = {}
         self.pending: dict[str, _Charge] = {}
         self.pending_reads: dict[str, _Charge] = {}
-        self.extra_tokens = 0
-        self.extra_reads = 0
 
-    @property
-    def tokens(self) -> int:
-        """Unfinished tokens of the engine's requests: tok_e of §6.1."""
-        reported = self.report.unfinished_tokens if self.report else 0
-        return reported + self.extra_tokens
-
-    @property
-    def requests(self) -> int:
-        """Unfinished requests of the engine: seq_e of §6.1."""
-        reported = self.report.unfinished_requests if self.report else 0
-        return reported + len(self.held) + len(self.pending)
-
-    @property
-    def free_hbm_tokens(self) -> int:
-        """Remaining HBM; negative when a report came in below what was assigned since."""
-        reported = self.report.free_hbm_tokens if self.report else self.spec.hbm_tokens
-        return reported - self.extra_tokens
-
-    @property
-    def read_tokens(self) -> int:
-        """This engine's part of its node's reading queue."""
-        reported = self.report.read_queue_tokens if self.report else 0
-        return reported + self.extra_reads
+    def account(self, column: int) -> int:
+        """Return one entry of the engine's account."""
+        return self.columns[column][self.row]
 
 
 class GroupState:
-    """The engines of one group as columns, in order; owned by the ledger."""
+    """The engines of one group in order, and their accounts as columns; owned by the ledger."""
 
     def __init__(self, name: str, role: Role) -> None:
         self.name = name
         self.role = role
         self.engines: list[EngineState] = []
-        self.rebuild()
+        self.columns: list[list[int]] = [[] for _ in range(ACCOUNT_COLUMNS)]
+        self.largest_hbm_tokens = 0
 
-    def rebuild(self) -> None:
-        """Lay the columns out anew after engines came or went."""
-        self.engines.sort(key=lambda engine: engine.spec.order)
+    def add(self, spec: EngineSpec, node_row: int) -> EngineState:
+        """Open an account, empty, in its row."""
+        engine = EngineState(spec, self.columns)
+        row = bisect(self.engines, spec.order, key=lambda other: other.spec.order)
+        self.engines.insert(row, engine)
+        new = accounts.new_account(spec.hbm_tokens, node_row)
+        for column, value in zip(self.columns, new, strict=True):
+            column.insert(row, value)
+        self._number()
+        return engine
+
+    def remove(self, engine: EngineState) -> None:
+        """Close an account."""
+        del self.engines[engine.row]
+        for column in self.columns:
+            del column[engine.row]
+        self._number()
+
+    def _number(self) -> None:
         for row, engine in enumerate(self.engines):
             engine.row = row
-        engines = self.engines
-        self.tok = [e.tokens for e in engines]
-        self.seq = [e.requests for e in engines]
-        self.free_hbm = [e.free_hbm_tokens for e in engines]
-        self.node = [e.node_row for e in engines]
-        self.total_tokens = sum(self.tok)
-        self.largest_hbm_tokens = max((e.spec.hbm_tokens for e in engines), default=0)
-
-    def refresh(self, engine: EngineState) -> None:
-        """Copy one engine's account into its row."""
-        row, report, extra_tokens = engine.row, engine.report, engine.extra_tokens
-        tokens = extra_tokens
-        requests = len(engine.held) + len(engine.pending)
-        free_hbm = engine.spec.hbm_tokens
-        if report is not None:
-            tokens += report.unfinished_tokens
-            requests += report.unfinished_requests
-            free_hbm = report.free_hbm_tokens
-        self.total_tokens += tokens - self.tok[row]
-        self.tok[row] = tokens
-        self.seq[row] = requests
-        self.free_hbm[row] = free_hbm - extra_tokens
+        self.largest_hbm_tokens = max((e.spec.hbm_tokens for e in self.engines), default=0)
 
 
 class Ledger:
@@ -148,25 +117,24 @@ class Ledger:
             self._node_rows[spec.node] = len(self._node_rows)
             self.node_read_q.append(0)
             self.node_read_total.append(0)
-        engine = EngineState(spec, self._node_rows[spec.node])
+        engine = group.add(spec, self._node_rows[spec.node])
         self.engines[spec.engine_id] = engine
         self._orders[spec.order] = spec.engine_id
-        group.engines.append(engine)
         insort(self._rings[spec.role], engine, key=lambda other: other.spec.order)
-        self._rebuild(group)
+        self._list_groups(group.role)
 
     def leave(self, engine_id: str) -> EngineSpec:
         """Close an account with everything on it; raises ``EngineLostError`` if there is none."""
         engine = self.engine(engine_id)
         del self.engines[engine_id]
-        self.node_read_q[engine.node_row] -= engine.read_tokens
+        self.node_read_q[engine.account(NODE)] -= engine.account(READS)
         del self._orders[engine.spec.order]
         group = self.groups[engine.spec.group]
-        group.engines.remove(engine)
+        group.remove(engine)
         self._rings[engine.spec.role].remove(engine)
         if not group.engines:
             del self.groups[group.name]
-        self._rebuild(group)
+        self._list_groups(group.role)
         return engine.spec
 
     def engine(self, engine_id: str) -> EngineState:
@@ -195,45 +163,53 @@ class Ledger:
         """
         engine = self.engine(report.engine_id)
         self._check_report(engine, report)
-        if engine.report is not None and report.assign_seq < engine.report.assign_seq:
+        columns, row = engine.columns, engine.row
+        if report.assign_seq < engine.account(accounts.REPORTED_SEQ):
             return
-        reads_before = engine.read_tokens
-        engine.report = report
-        engine.extra_tokens -= _drop_counted(engine.pending, report.assign_seq)
-        engine.extra_reads -= _drop_counted(engine.pending_reads, report.assign_seq)
-        self.node_read_q[engine.node_row] += engine.read_tokens - reads_before
-        self.groups[engine.spec.group].refresh(engine)
+        engine.free_buffer_tokens = report.free_buffer_tokens
+        for charge in _drop_counted(engine.pending, report.assign_seq):
+            accounts.count_in(columns, row, charge.tokens, 1, 0)
+        for charge in _drop_counted(engine.pending_reads, report.assign_seq):
+            accounts.count_in(columns, row, 0, 0, charge.tokens)
+        accounts.take_report(
+            columns,
+            self.node_read_q,
+            row,
+            report.assign_seq,
+            report.unfinished_requests,
+            report.unfinished_tokens,
+            report.read_queue_tokens,
+            report.free_hbm_tokens,
+        )
 
     def hold(self, engine_id: str, request_id: str, tokens: int) -> None:
-        """Charge a request to an engine that is not told of it yet."""
+        """Charge a request to an engine that does not know of it yet."""
         engine = self.engines[engine_id]
         engine.held[request_id] = tokens
-        engine.extra_tokens += tokens
-        self.groups[engine.spec.group].refresh(engine)
+        accounts.hold(engine.columns, engine.row, tokens)
 
     def tell(self, engine_id: str, request_id: str) -> int:
-        """Turn a held charge into a told one and return its ``assign_seq``, counted from 1."""
+        """Turn a held charge into an assigned one and return its ``assign_seq``, from 1 on."""
         engine = self.engines[engine_id]
-        engine.last_seq += 1
         tokens = engine.held.pop(request_id)
-        engine.pending[request_id] = _Charge(engine.last_seq, tokens)
-        return engine.last_seq
+        seq = accounts.assign(engine.columns, engine.row, tokens)
+        engine.pending[request_id] = _Charge(seq, tokens)
+        return seq
 
     def charge_read(self, engine_id: str, request_id: str, tokens: int) -> None:
-        """Charge a read that the engine was told of with its latest assignment."""
+        """Charge a read of the engine's latest assignment."""
         engine = self.engines[engine_id]
-        engine.pending_reads[request_id] = _Charge(engine.last_seq, tokens)
-        engine.extra_reads += tokens
-        self.node_read_q[engine.node_row] += tokens
-        self.node_read_total[engine.node_row] += tokens
+        engine.pending_reads[request_id] = _Charge(engine.account(LAST_SEQ), tokens)
+        accounts.charge_read(
+            engine.columns, self.node_read_q, self.node_read_total, engine.row, tokens
+        )
 
     def release_read(self, engine_id: str, request_id: str) -> None:
         """Strike a read that no report has counted in yet."""
         engine = self.engines.get(engine_id)
         charge = engine.pending_reads.pop(request_id, None) if engine else None
         if engine and charge:
-            engine.extra_reads -= charge.tokens
-            self.node_read_q[engine.node_row] -= charge.tokens
+            accounts.strike_read(engine.columns, self.node_read_q, engine.row, charge.tokens)
 
     def release(self, engine_id: str, request_id: str) -> None:
         """Strike a request that no report has counted in yet; a lost engine has no account."""
@@ -241,10 +217,10 @@ class Ledger:
         if engine is None:
             return
         charge = engine.pending.pop(request_id, None)
-        tokens = charge.tokens if charge else engine.held.pop(request_id, 0)
-        if tokens:
-            engine.extra_tokens -= tokens
-            self.groups[engine.spec.group].refresh(engine)
+        if charge:
+            accounts.strike(engine.columns, engine.row, charge.tokens)
+        elif request_id in engine.held:
+            accounts.strike_held(engine.columns, engine.row, engine.held.pop(request_id))
 
     def snapshot(self) -> tuple[EngineLoad, ...]:
         """The load of every engine, in order of joining."""
@@ -254,20 +230,19 @@ class Ledger:
                 role=engine.spec.role,
                 node=engine.spec.node,
                 group=engine.spec.group,
-                unfinished_requests=engine.requests,
-                unfinished_tokens=engine.tokens,
-                read_queue_tokens=self.node_read_q[engine.node_row],
-                free_hbm_tokens=engine.free_hbm_tokens,
-                free_buffer_tokens=engine.report.free_buffer_tokens if engine.report else None,
+                unfinished_requests=engine.account(SEQ),
+                unfinished_tokens=engine.account(TOK),
+                read_queue_tokens=self.node_read_q[engine.account(NODE)],
+                free_hbm_tokens=engine.account(FREE_HBM),
+                free_buffer_tokens=engine.free_buffer_tokens,
             )
             for engine_id, engine in self.engines.items()
         )
 
-    def _rebuild(self, group: GroupState) -> None:
-        group.rebuild()
-        self._groups_of[group.role] = [g for g in self.groups.values() if g.role is group.role]
-        if group.role is Role.DECODE:
-            groups = self._groups_of[Role.DECODE]
+    def _list_groups(self, role: Role) -> None:
+        groups = [group for group in self.groups.values() if group.role is role]
+        self._groups_of[role] = groups
+        if role is Role.DECODE:
             self.largest_decode_hbm_tokens = max((g.largest_hbm_tokens for g in groups), default=0)
 
     def _check_spec(self, spec: EngineSpec) -> None:
@@ -296,10 +271,11 @@ class Ledger:
 
     @staticmethod
     def _check_report(engine: EngineState, report: EngineReport) -> None:
-        if not 0 <= report.assign_seq <= engine.last_seq:
+        last_seq = engine.account(LAST_SEQ)
+        if not 0 <= report.assign_seq <= last_seq:
             raise IncompatibleError(
-                f"engine {report.engine_id!r} reports assignment {report.assign_seq}, it was told "
-                f"of {engine.last_seq}; restart it so that it joins anew"
+                f"engine {report.engine_id!r} reports assignment {report.assign_seq}, it was "
+                f"assigned {last_seq}; restart it so that it joins anew"
             )
         if min(report.unfinished_requests, report.unfinished_tokens, report.read_queue_tokens) < 0:
             raise IncompatibleError(
@@ -308,15 +284,13 @@ class Ledger:
             )
 
 
-def _drop_counted(charges: dict[str, _Charge], assign_seq: int) -> int:
-    """Remove the charges up to ``assign_seq`` and return their tokens."""
-    counted: list[str] = []
-    tokens = 0
+def _drop_counted(charges: dict[str, _Charge], assign_seq: int) -> list[_Charge]:
+    """Remove the charges up to ``assign_seq``, which come first, and return them."""
+    counted: dict[str, _Charge] = {}
     for request_id, charge in charges.items():
         if charge.assign_seq > assign_seq:
             break
-        counted.append(request_id)
-        tokens += charge.tokens
+        counted[request_id] = charge
     for request_id in counted:
         del charges[request_id]
-    return tokens
+    return list(counted.values())

@@ -20,7 +20,8 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from dualpath.policy.load import Column, IntArray, Ledger
+from dualpath.policy.accounts import NODE, TOK, Column, IntArray
+from dualpath.policy.load import Ledger
 from dualpath.policy.placement import Placement, Ticket
 
 #: Waiting requests looked at in one kernel call; the fetch goes on while all of them are placed.
@@ -103,8 +104,8 @@ class FifoPrefillPlacer:
     def _place(self, group: str, window: list[Ticket]) -> list[Placement]:
         state = self._ledger.groups[group]
         rows, short = assign_prefill(
-            state.tok,
-            state.node,
+            state.columns[TOK],
+            state.columns[NODE],
             self._ledger.node_read_q,
             [ticket.prefill_tokens for ticket in window],
             self._alpha_tokens,

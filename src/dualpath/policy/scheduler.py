@@ -28,6 +28,7 @@ from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.core.runs import HitRun
+from dualpath.policy.accounts import NODE
 from dualpath.policy.baselines import InTurnPlacer, SidesInTurn
 from dualpath.policy.decode import TwoPhaseDecodePlacer
 from dualpath.policy.events import (
@@ -277,8 +278,8 @@ class RequestScheduler:
     def _reader(self, engine_id: str) -> Reader:
         engine = self._ledger.engines[engine_id]
         return Reader(
-            queue_tokens=self._ledger.node_read_q[engine.node_row],
-            total_tokens=self._ledger.node_read_total[engine.node_row],
+            queue_tokens=self._ledger.node_read_q[engine.account(NODE)],
+            total_tokens=self._ledger.node_read_total[engine.account(NODE)],
             tokens_per_s=engine.spec.snic_tokens_per_s,
         )
 

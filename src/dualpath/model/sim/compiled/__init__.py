@@ -1,1 +1,3 @@
-"""The compiled core: the reference core's decisions and numbers from arrays and numba (§6)."""
+"""The compiled core: the same model with tables and numba; its kernels are the reference's own."""
+
+from dualpath.model.sim.compiled import kernels as kernels

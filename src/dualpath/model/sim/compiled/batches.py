@@ -11,10 +11,10 @@ from dualpath.model.sim.compiled.columns import (
     U_FIRST,
 )
 from dualpath.model.sim.compiled.jit import inlined, lean, prefetch
-from dualpath.model.sim.compiled.kernels import chunk_flops, largest_chunk
 from dualpath.model.sim.compiled.lookahead import fetch_queues
 from dualpath.model.sim.compiled.world import World
 from dualpath.model.sim.costs import pass_s as _pass_s
+from dualpath.policy.batching import chunk_flops, largest_chunk
 
 pass_s = inlined(_pass_s)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numba
 
-from dualpath.model.sim.compiled.kernels import KERNELS
+from dualpath.model.sim.compiled.kernels import KERNEL_MODULES
 
 #: What is compiled besides this package and the modules of the kernels.
 SHARED_MODULES = ("dualpath.model.sim.costs", "dualpath.model.sim.result")
@@ -21,7 +21,7 @@ SHARED_MODULES = ("dualpath.model.sim.costs", "dualpath.model.sim.result")
 def source_digest() -> str:
     """Return a digest of all sources that are compiled."""
     digest = hashlib.sha256()
-    modules = {*SHARED_MODULES, *(kernel.__module__ for kernel in KERNELS)}
+    modules = {*SHARED_MODULES, *(module.__name__ for module in KERNEL_MODULES)}
     for module in sorted(modules):
         package, _, name = module.rpartition(".")
         digest.update(resources.files(package).joinpath(f"{name}.py").read_bytes())

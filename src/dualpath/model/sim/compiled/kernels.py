@@ -1,47 +1,21 @@
-"""The policy's kernels, made known to numba: compiled code calls them under their own names.
+"""Modules whose functions both cores call: compiled code imports them as they stand.
 
-``register_jitable`` leaves the functions as they are for Python.  There is no second version of
-any rule.
+A function on plain numbers and arrays in one of these modules is a kernel.  ``register_jitable``
+lets compiled code call it and leaves it as it is for Python, so that there is no second version
+of any rule, and a new kernel is registered by being there.
 """
+
+import inspect
 
 from numba.extending import register_jitable
 
-from dualpath.core.blocks import holding_blocks
-from dualpath.policy.batching import chunk_flops, largest_chunk
-from dualpath.policy.decode import assign_decode, choose_group, unfragmented_hbm
-from dualpath.policy.prefill import assign_prefill
-from dualpath.policy.read_side import (
-    choose_by_queue,
-    pe_charged_less,
-    split_end_s,
-    split_head_tokens,
-)
+from dualpath.core import blocks
+from dualpath.plan import counts
+from dualpath.policy import accounts, batching, decode, prefill, read_side
 
-__all__ = [
-    "KERNELS",
-    "assign_decode",
-    "assign_prefill",
-    "choose_by_queue",
-    "choose_group",
-    "chunk_flops",
-    "largest_chunk",
-    "split_head_tokens",
-    "unfragmented_hbm",
-]
+KERNEL_MODULES = (blocks, counts, accounts, batching, decode, prefill, read_side)
 
-KERNELS = (
-    assign_decode,
-    assign_prefill,
-    choose_by_queue,
-    choose_group,
-    chunk_flops,
-    holding_blocks,
-    largest_chunk,
-    pe_charged_less,
-    split_end_s,
-    split_head_tokens,
-    unfragmented_hbm,
-)
-
-for kernel in KERNELS:
-    register_jitable(kernel)
+for module in KERNEL_MODULES:
+    for _, function in inspect.getmembers(module, inspect.isfunction):
+        if function.__module__ == module.__name__:
+            register_jitable(function)

@@ -1,38 +1,29 @@
-"""``policy.load.Ledger`` over tables: what engines reported and what was charged to them since."""
+"""``policy.load.Ledger`` over tables: which charges an engine has not reported yet.
+
+What a charge does to an account is said by the policy (``policy.accounts``).
+"""
 
 from dualpath.model.sim.compiled.jit import inlined, lean
-from dualpath.model.sim.compiled.lines import enter_told, leave_told
+from dualpath.model.sim.compiled.queues import enter_pending, leave_pending
 from dualpath.model.sim.compiled.tables import (
+    ASSIGN_SEQ,
+    ASSIGNED,
     CHARGE,
     DECODE,
     ENGINE,
-    EXTRA_READS,
-    EXTRA_REQUESTS,
-    EXTRA_TOKENS,
-    FIRST_TOLD,
-    FREE_HBM,
-    GROUP,
-    GROUP_TOKENS,
-    HELD_REQUESTS,
-    HELD_TOKENS,
-    LAST_SEQ,
-    LAST_TOLD,
+    FIRST_PENDING,
+    LAST_PENDING,
     LENGTH,
-    NODE,
     NONE,
+    PENDING_AFTER,
     PREFILL,
     READ,
     READ_Q,
     READ_TOTAL,
-    READS,
-    REPORTED_SEQ,
-    SEQ,
-    TELL_SEQ,
-    TOK,
-    TOLD,
-    TOLD_AFTER,
     SchedulerState,
 )
+from dualpath.policy import accounts
+from dualpath.policy.accounts import LAST_SEQ, REPORTED_SEQ
 
 
 @inlined
@@ -52,79 +43,64 @@ def report(
     engines = state.engines
     if assign_seq < engines[REPORTED_SEQ, engine]:
         return
-    engines[REPORTED_SEQ, engine] = assign_seq
     if assign_seq == engines[LAST_SEQ, engine]:
-        engines[EXTRA_TOKENS, engine] = 0
-        engines[EXTRA_REQUESTS, engine] = 0
-        engines[EXTRA_READS, engine] = 0
-        engines[FIRST_TOLD, engine] = NONE
-        engines[LAST_TOLD, engine] = NONE
+        accounts.count_in_all(engines, engine)
+        engines[FIRST_PENDING, engine] = NONE
+        engines[LAST_PENDING, engine] = NONE
     else:
         _drop_counted(state, engine, assign_seq)
-    extra_tokens = engines[EXTRA_TOKENS, engine] + engines[HELD_TOKENS, engine]
-    extra_requests = engines[EXTRA_REQUESTS, engine] + engines[HELD_REQUESTS, engine]
-    tokens = unfinished_tokens + extra_tokens
-    reads = read_queue_tokens + engines[EXTRA_READS, engine]
-    state.groups[GROUP_TOKENS, engines[GROUP, engine]] += tokens - engines[TOK, engine]
-    state.nodes[READ_Q, engines[NODE, engine]] += reads - engines[READS, engine]
-    engines[TOK, engine] = tokens
-    engines[SEQ, engine] = unfinished_requests + extra_requests
-    engines[FREE_HBM, engine] = free_hbm_tokens - extra_tokens
-    engines[READS, engine] = reads
+    accounts.take_report(
+        engines,
+        state.nodes[READ_Q],
+        engine,
+        assign_seq,
+        unfinished_requests,
+        unfinished_tokens,
+        read_queue_tokens,
+        free_hbm_tokens,
+    )
 
 
 @lean
 def _drop_counted(state: SchedulerState, engine: int, assign_seq: int) -> None:
-    """Strike the charges up to ``assign_seq``."""
+    """Take the charges up to ``assign_seq`` off the list."""
     role = DECODE if engine >= state.first_decode_engine else PREFILL
     engines, requests = state.engines, state.requests
-    request = engines[FIRST_TOLD, engine]
-    while request != NONE and requests[request, TELL_SEQ + role] <= assign_seq:
+    request = engines[FIRST_PENDING, engine]
+    while request != NONE and requests[request, ASSIGN_SEQ + role] <= assign_seq:
         tokens = requests[request, CHARGE + role]
-        engines[EXTRA_TOKENS, engine] -= tokens
-        engines[EXTRA_REQUESTS, engine] -= tokens > 0
-        engines[EXTRA_READS, engine] -= requests[request, READ + role]
-        following = requests[request, TOLD_AFTER + role]
-        leave_told(state, request, role)
+        accounts.count_in(engines, engine, tokens, int(tokens > 0), requests[request, READ + role])
+        following = requests[request, PENDING_AFTER + role]
+        leave_pending(state, request, role)
         request = following
 
 
 @inlined
 def hold(state: SchedulerState, request: int, role: int, engine: int) -> None:
-    """Charge a request to an engine that is not told of it yet."""
+    """Charge a request to an engine that does not know of it yet."""
     state.requests[request, ENGINE + role] = engine
-    tokens = state.requests[request, LENGTH + role]
-    state.engines[HELD_TOKENS, engine] += tokens
-    state.engines[HELD_REQUESTS, engine] += 1
-    _charge(state, engine, tokens, 1)
+    accounts.hold(state.engines, engine, state.requests[request, LENGTH + role])
 
 
 @inlined
-def tell(state: SchedulerState, request: int, role: int) -> int:
-    """Turn a held charge into a told one and return its number."""
-    engines, requests = state.engines, state.requests
+def assign(state: SchedulerState, request: int, role: int) -> int:
+    """Turn a held charge into an assigned one and return its number."""
+    requests = state.requests
     engine, tokens = requests[request, ENGINE + role], requests[request, LENGTH + role]
-    engines[HELD_TOKENS, engine] -= tokens
-    engines[HELD_REQUESTS, engine] -= 1
-    engines[EXTRA_TOKENS, engine] += tokens
-    engines[EXTRA_REQUESTS, engine] += 1
-    engines[LAST_SEQ, engine] += 1
-    seq = engines[LAST_SEQ, engine]
-    requests[request, TELL_SEQ + role] = seq
+    seq = accounts.assign(state.engines, engine, tokens)
+    requests[request, ASSIGN_SEQ + role] = seq
     requests[request, CHARGE + role] = tokens
     requests[request, READ + role] = 0
-    enter_told(state, request, role)
+    enter_pending(state, request, role)
     return seq
 
 
 @inlined
 def charge_read(state: SchedulerState, request: int, role: int, tokens: int) -> None:
-    """Charge a read that the engine was told of with this request."""
-    engine = state.requests[request, ENGINE + role]
+    """Charge a read of the engine's latest assignment, this request's."""
+    nodes, engine = state.nodes, state.requests[request, ENGINE + role]
     state.requests[request, READ + role] = tokens
-    state.engines[EXTRA_READS, engine] += tokens
-    state.nodes[READ_TOTAL, state.engines[NODE, engine]] += tokens
-    _queue_read(state, engine, tokens)
+    accounts.charge_read(state.engines, nodes[READ_Q], nodes[READ_TOTAL], engine, tokens)
 
 
 @inlined
@@ -133,47 +109,26 @@ def release_read(state: SchedulerState, request: int, role: int) -> None:
     tokens = state.requests[request, READ + role]
     if tokens > 0 and uncounted(state, request, role):
         engine = state.requests[request, ENGINE + role]
-        state.engines[EXTRA_READS, engine] -= tokens
-        _queue_read(state, engine, -tokens)
+        accounts.strike_read(state.engines, state.nodes[READ_Q], engine, tokens)
     state.requests[request, READ + role] = 0
 
 
 @inlined
 def release(state: SchedulerState, request: int, role: int) -> None:
-    """Strike a request that no report has counted in yet, told or not."""
-    engines, requests = state.engines, state.requests
+    """Strike a request that no report has counted in yet, held or assigned."""
+    requests = state.requests
     engine = requests[request, ENGINE + role]
-    if requests[request, TOLD] == 0:
-        tokens = requests[request, LENGTH + role]
-        engines[HELD_TOKENS, engine] -= tokens
-        engines[HELD_REQUESTS, engine] -= 1
-        _charge(state, engine, -tokens, -1)
+    if requests[request, ASSIGNED] == 0:
+        accounts.strike_held(state.engines, engine, requests[request, LENGTH + role])
         return
     tokens = requests[request, CHARGE + role]
     if tokens > 0 and uncounted(state, request, role):
-        engines[EXTRA_TOKENS, engine] -= tokens
-        engines[EXTRA_REQUESTS, engine] -= 1
-        _charge(state, engine, -tokens, -1)
+        accounts.strike(state.engines, engine, tokens)
     requests[request, CHARGE + role] = 0
 
 
 @inlined
 def uncounted(state: SchedulerState, request: int, role: int) -> bool:
-    """Return whether no report of the engine counts in a told request."""
+    """Return whether no report of the engine counts in an assigned request."""
     engine = state.requests[request, ENGINE + role]
-    return state.requests[request, TELL_SEQ + role] > state.engines[REPORTED_SEQ, engine]
-
-
-@inlined
-def _charge(state: SchedulerState, engine: int, tokens: int, requests: int) -> None:
-    engines = state.engines
-    engines[TOK, engine] += tokens
-    engines[SEQ, engine] += requests
-    engines[FREE_HBM, engine] -= tokens
-    state.groups[GROUP_TOKENS, engines[GROUP, engine]] += tokens
-
-
-@inlined
-def _queue_read(state: SchedulerState, engine: int, tokens: int) -> None:
-    state.engines[READS, engine] += tokens
-    state.nodes[READ_Q, state.engines[NODE, engine]] += tokens
+    return state.requests[request, ASSIGN_SEQ + role] > state.engines[REPORTED_SEQ, engine]

@@ -7,14 +7,8 @@ order in which the live placer returns it.
 import numpy as np
 
 from dualpath.model.sim.compiled.jit import compiled, inlined, lean, prefetch
-from dualpath.model.sim.compiled.kernels import (
-    assign_decode,
-    assign_prefill,
-    choose_group,
-    unfragmented_hbm,
-)
 from dualpath.model.sim.compiled.ledger import hold
-from dualpath.model.sim.compiled.lines import enter_line, leave_line, private_line
+from dualpath.model.sim.compiled.queues import enter_queue, leave_queue, private_queue
 from dualpath.model.sim.compiled.tables import (
     BEHIND,
     DECODE,
@@ -22,31 +16,28 @@ from dualpath.model.sim.compiled.tables import (
     FAR_BEHIND,
     FIRST,
     FLAGS,
-    FREE_HBM,
-    GROUP_TOKENS,
     HBM,
     LARGEST_HBM,
     LAST_DEALT,
     LENGTH,
     LENGTHS,
-    LINE_HEAD,
-    NODE,
     NONE,
     NUMBER,
     PLACED,
     PREFILL,
     PRIVATE_TOKENS,
+    QUEUE_FIRST,
     READ_Q,
     REASON,
     RING,
     ROWS,
-    SEQ,
-    TOK,
     TOTAL_TOKENS,
     SchedulerState,
 )
 from dualpath.model.sim.result import DE_REASONS, PE_REASONS
-from dualpath.policy.load import IntArray
+from dualpath.policy.accounts import FREE_HBM, NODE, SEQ, TOK, IntArray
+from dualpath.policy.decode import assign_decode, choose_group, unfragmented_hbm
+from dualpath.policy.prefill import assign_prefill
 
 PE_SHORT_QUEUE = PE_REASONS.index("short-queue")
 PE_LONG_QUEUE = PE_REASONS.index("long-queue")
@@ -63,7 +54,7 @@ FIRST_WINDOW, LAST_WINDOW = 4, 256
 def place_on_prefill(state: SchedulerState, group: int) -> int:
     """Serve the waiting queue by Algorithm 1 (``FifoPrefillPlacer.fetch``)."""
     count, window = 0, FIRST_WINDOW
-    while state.lines[PREFILL, LINE_HEAD] != NONE:
+    while state.queues[PREFILL, QUEUE_FIRST] != NONE:
         looked_at = _look(state, PREFILL, PREFILL, window)
         placed = _place_window(state, group, looked_at, count)
         count += placed
@@ -74,9 +65,9 @@ def place_on_prefill(state: SchedulerState, group: int) -> int:
 
 
 @inlined
-def _look(state: SchedulerState, role: int, line: int, most: int) -> int:
-    """Write the lengths at the head of a line into the work table; return how many."""
-    request, count = state.lines[line, LINE_HEAD], 0
+def _look(state: SchedulerState, role: int, queue: int, most: int) -> int:
+    """Write the lengths at the head of a queue into the work table; return how many."""
+    request, count = state.queues[queue, QUEUE_FIRST], 0
     while request != NONE and count < most:
         state.work[LENGTHS, count] = state.requests[request, LENGTH + role]
         _fetch_row_far_behind(state, request, role)
@@ -107,7 +98,7 @@ def _place_window(state: SchedulerState, group: int, window: int, count: int) ->
     )
     for position in range(placed):
         reason = PE_SHORT_QUEUE if state.work[FLAGS, position] else PE_LONG_QUEUE
-        request = state.lines[PREFILL, LINE_HEAD]
+        request = state.queues[PREFILL, QUEUE_FIRST]
         engine = first + state.work[ROWS, position]
         _place(state, request, PREFILL, engine, reason, count + position)
     return placed
@@ -134,14 +125,14 @@ def _prefill_rows(
 @inlined
 def place_on_decode(state: SchedulerState, group: int) -> int:
     """Run phases 1 and 2 (``TwoPhaseDecodePlacer.fetch``)."""
-    if state.lines[DECODE, LINE_HEAD] != NONE:
+    if state.queues[DECODE, QUEUE_FIRST] != NONE:
         _drain_global_queue(state)
     first, end = state.groups[FIRST, group], state.groups[END, group]
-    line = private_line(first)
-    if state.lines[line, LINE_HEAD] == NONE:
+    queue = private_queue(first)
+    if state.queues[queue, QUEUE_FIRST] == NONE:
         return 0
     bound = _look_at_upper_bound_set(
-        state, line, unfragmented_hbm(state.engines[FREE_HBM, first:end])
+        state, queue, unfragmented_hbm(state.engines[FREE_HBM, first:end])
     )
     if bound == 0:
         return 0
@@ -156,7 +147,7 @@ def place_on_decode(state: SchedulerState, group: int) -> int:
     )
     for position in range(placed):
         reason = DE_LOW_TOKEN if state.work[FLAGS, position] else DE_HIGH_TOKEN
-        request = state.lines[line, LINE_HEAD]
+        request = state.queues[queue, QUEUE_FIRST]
         state.groups[PRIVATE_TOKENS, group] -= state.requests[request, LENGTH + DECODE]
         _place(state, request, DECODE, first + state.work[ROWS, position], reason, position)
     return placed
@@ -183,9 +174,12 @@ def _decode_rows(
 def _drain_global_queue(state: SchedulerState) -> None:
     groups, first_group = state.groups, state.first_decode_group
     for group in range(first_group, groups.shape[1]):
-        groups[TOTAL_TOKENS, group] = groups[GROUP_TOKENS, group] + groups[PRIVATE_TOKENS, group]
+        total = groups[PRIVATE_TOKENS, group]
+        for engine in range(groups[FIRST, group], groups[END, group]):
+            total += state.engines[TOK, engine]
+        groups[TOTAL_TOKENS, group] = total
     totals, largest = groups[TOTAL_TOKENS, first_group:], groups[LARGEST_HBM, first_group:]
-    request = state.lines[DECODE, LINE_HEAD]
+    request = state.queues[DECODE, QUEUE_FIRST]
     while request != NONE:
         behind = state.requests[request, BEHIND + DECODE]
         tokens = state.requests[request, LENGTH + DECODE]
@@ -194,15 +188,15 @@ def _drain_global_queue(state: SchedulerState) -> None:
             group = first_group + row
             groups[TOTAL_TOKENS, group] += tokens
             groups[PRIVATE_TOKENS, group] += tokens
-            leave_line(state, request, DECODE)
-            enter_line(state, request, DECODE, private_line(groups[FIRST, group]))
+            leave_queue(state, request, DECODE)
+            enter_queue(state, request, DECODE, private_queue(groups[FIRST, group]))
         request = behind
 
 
 @inlined
-def _look_at_upper_bound_set(state: SchedulerState, line: int, left: int) -> int:
+def _look_at_upper_bound_set(state: SchedulerState, queue: int, left: int) -> int:
     """Write the lengths of R (``upper_bound_set``) into the work table; return how many."""
-    request, count = state.lines[line, LINE_HEAD], 0
+    request, count = state.queues[queue, QUEUE_FIRST], 0
     while request != NONE:
         tokens = state.requests[request, LENGTH + DECODE]
         left -= tokens
@@ -222,15 +216,15 @@ def place_in_turn(state: SchedulerState, role: int, group: int) -> int:
     count = 0
     reason = PE_IN_TURN if role == PREFILL else DE_IN_TURN
     for engine in range(state.groups[FIRST, group], state.groups[END, group]):
-        line = private_line(engine)
-        request = state.lines[line, LINE_HEAD]
+        queue = private_queue(engine)
+        request = state.queues[queue, QUEUE_FIRST]
         while request != NONE:
             length = state.requests[request, LENGTH + role]
             if role == DECODE and state.engines[FREE_HBM, engine] < length:
                 break
             _place(state, request, role, engine, reason, count)
             count += 1
-            request = state.lines[line, LINE_HEAD]
+            request = state.queues[queue, QUEUE_FIRST]
     if count > 1:
         _sort_by_number(state, count)
     return count
@@ -253,13 +247,13 @@ def _sort(numbers: IntArray, placed: IntArray, unsorted: IntArray) -> None:
 
 @inlined
 def _deal(state: SchedulerState, role: int) -> None:
-    request = state.lines[role, LINE_HEAD]
+    request = state.queues[role, QUEUE_FIRST]
     while request != NONE:
         behind = state.requests[request, BEHIND + role]
         engine = _next_in_turn(state, role, state.requests[request, LENGTH + role])
         if engine != NONE:
-            leave_line(state, request, role)
-            enter_line(state, request, role, private_line(engine))
+            leave_queue(state, request, role)
+            enter_queue(state, request, role, private_queue(engine))
         request = behind
 
 
@@ -283,7 +277,7 @@ def _next_in_turn(state: SchedulerState, role: int, length: int) -> int:
 def _place(
     state: SchedulerState, request: int, role: int, engine: int, reason: int, position: int
 ) -> None:
-    leave_line(state, request, role)
+    leave_queue(state, request, role)
     hold(state, request, role, engine)
     state.requests[request, REASON + role] = reason
     state.work[PLACED, position] = request

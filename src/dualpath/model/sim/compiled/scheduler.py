@@ -1,15 +1,14 @@
 """``policy.RequestScheduler`` over tables, decision by decision the same.
 
-The rules are the policy's own kernels (``sim.compiled.kernels``); what is written anew here is the
-bookkeeping around them.  Engines neither come nor go: the live scheduler and the reference core do
-that.  Lengths and reports are not checked, the caller's are known to be right.
+The rules are the policy's own kernels (``sim.compiled.kernels``); what stands here is the
+bookkeeping around them, in tables.  Engines neither come nor go: the live scheduler and the
+reference core do that.  Lengths and reports are not checked, the caller's are known to be right.
 """
 
 from dualpath.model.sim.compiled.jit import inlined, lean
-from dualpath.model.sim.compiled.kernels import choose_by_queue, split_head_tokens
-from dualpath.model.sim.compiled.ledger import charge_read, release, release_read, tell, uncounted
-from dualpath.model.sim.compiled.lines import enter_line, leave_line, leave_told
+from dualpath.model.sim.compiled.ledger import assign, charge_read, release, release_read, uncounted
 from dualpath.model.sim.compiled.placement import place_in_turn, place_on_decode, place_on_prefill
+from dualpath.model.sim.compiled.queues import enter_queue, leave_pending, leave_queue
 from dualpath.model.sim.compiled.tables import (
     A_DE,
     A_DE_READ,
@@ -21,7 +20,8 @@ from dualpath.model.sim.compiled.tables import (
     A_PE_SEQ,
     A_READ_REASON,
     A_REQUEST,
-    COMMON_LINES,
+    ASSIGNED,
+    COMMON_QUEUES,
     DECODE,
     ENGINE,
     FIRST_SIDE,
@@ -29,9 +29,7 @@ from dualpath.model.sim.compiled.tables import (
     HIT,
     IN_TURN_PES,
     LENGTH,
-    LINE,
     NO_READS,
-    NODE,
     NONE,
     NUMBER,
     PE_READS,
@@ -39,18 +37,19 @@ from dualpath.model.sim.compiled.tables import (
     PREFILL,
     PRIVATE_TOKENS,
     PROMPT,
+    QUEUE,
     READ_Q,
     READ_TOTAL,
     REASON,
     SIDES_IN_TURN,
     SPLIT_READS,
     SUBMITTED,
-    TOLD,
-    UNTOLD,
+    UNASSIGNED,
     SchedulerState,
 )
 from dualpath.model.sim.result import READ_REASONS
-from dualpath.policy.read_side import REASONS
+from dualpath.policy.accounts import NODE
+from dualpath.policy.read_side import REASONS, choose_by_queue, split_head_tokens
 
 NO_HIT = READ_REASONS.index("no-hit")
 ORACLE = READ_REASONS.index("oracle")
@@ -69,21 +68,21 @@ def submit(state: SchedulerState, request: int, prompt: int, hit: int, max_new: 
     requests[request, NUMBER] = counters[SUBMITTED]
     requests[request, PROMPT] = prompt
     requests[request, HIT] = hit
-    requests[request, TOLD] = 0
+    requests[request, ASSIGNED] = 0
     reserve = min(max_new, state.rules.generated_reserve_tokens)
     requests[request, LENGTH + PREFILL] = prompt
     requests[request, LENGTH + DECODE] = prompt + reserve
     counters[SUBMITTED] += 1
-    counters[UNTOLD] += 1
+    counters[UNASSIGNED] += 1
     for role in range(2):
         requests[request, ENGINE + role] = NONE
-        enter_line(state, request, role, role)
+        enter_queue(state, request, role, role)
 
 
 @lean
 def fetch_prefill(state: SchedulerState, group: int) -> int:
     """Serve a PE group; return how many rows of ``state.assigned`` are new assignments."""
-    if state.counters[UNTOLD] == 0:
+    if state.counters[UNASSIGNED] == 0:
         return 0
     if state.rules.in_turn:
         count = place_in_turn(state, PREFILL, group)
@@ -95,7 +94,7 @@ def fetch_prefill(state: SchedulerState, group: int) -> int:
 @lean
 def fetch_decode(state: SchedulerState, group: int) -> int:
     """Serve a DE group; return how many rows of ``state.assigned`` are new assignments."""
-    if state.counters[UNTOLD] == 0:
+    if state.counters[UNASSIGNED] == 0:
         return 0
     if state.rules.in_turn:
         count = place_in_turn(state, DECODE, group)
@@ -107,7 +106,7 @@ def fetch_decode(state: SchedulerState, group: int) -> int:
 @inlined
 def read_done(state: SchedulerState, request: int) -> None:
     """All storage reads of an assigned request are over."""
-    if state.requests[request, TOLD] == 1:
+    if state.requests[request, ASSIGNED] == 1:
         release_read(state, request, PREFILL)
         release_read(state, request, DECODE)
 
@@ -115,7 +114,7 @@ def read_done(state: SchedulerState, request: int) -> None:
 @inlined
 def prefill_done(state: SchedulerState, request: int) -> None:
     """The PE is through with an assigned request."""
-    if state.requests[request, TOLD] == 1:
+    if state.requests[request, ASSIGNED] == 1:
         release(state, request, PREFILL)
 
 
@@ -123,35 +122,35 @@ def prefill_done(state: SchedulerState, request: int) -> None:
 def finished(state: SchedulerState, request: int) -> None:
     """A request is over, in whatever state it is; its number may be used again."""
     requests = state.requests
-    if requests[request, TOLD] == 0:
+    if requests[request, ASSIGNED] == 0:
         _withdraw(state, request)
         return
     read_done(state, request)
     for role in range(2):
         release(state, request, role)
         if uncounted(state, request, role):
-            leave_told(state, request, role)
+            leave_pending(state, request, role)
 
 
 @lean
 def _withdraw(state: SchedulerState, request: int) -> None:
     """Forget a request that is not assigned yet."""
     requests = state.requests
-    state.counters[UNTOLD] -= 1
+    state.counters[UNASSIGNED] -= 1
     for role in range(2):
-        line = requests[request, LINE + role]
-        if line != NONE:
-            if role == DECODE and line != DECODE and not state.rules.in_turn:
-                group = state.engines[GROUP, line - COMMON_LINES]
+        queue = requests[request, QUEUE + role]
+        if queue != NONE:
+            if role == DECODE and queue != DECODE and not state.rules.in_turn:
+                group = state.engines[GROUP, queue - COMMON_QUEUES]
                 state.groups[PRIVATE_TOKENS, group] -= requests[request, LENGTH + DECODE]
-            leave_line(state, request, role)
+            leave_queue(state, request, role)
         if requests[request, ENGINE + role] != NONE:
             release(state, request, role)
 
 
 @inlined
 def _assign_placed(state: SchedulerState, other_role: int, placed: int) -> int:
-    """Tell both engines of every placed request whose other engine is known."""
+    """Assign every placed request whose other engine is known."""
     count = 0
     for position in range(placed):
         request = state.work[PLACED, position]
@@ -163,12 +162,12 @@ def _assign_placed(state: SchedulerState, other_role: int, placed: int) -> int:
 
 @inlined
 def _assign(state: SchedulerState, request: int, row: int) -> None:
-    """Tell both engines, choose the reads and write the assignment (``_assign`` of the policy)."""
+    """Number it at both engines, choose the reads, write it down (``_assign`` of the policy)."""
     requests, assigned = state.requests, state.assigned
-    requests[request, TOLD] = 1
-    state.counters[UNTOLD] -= 1
-    assigned[row, A_PE_SEQ] = tell(state, request, PREFILL)
-    assigned[row, A_DE_SEQ] = tell(state, request, DECODE)
+    requests[request, ASSIGNED] = 1
+    state.counters[UNASSIGNED] -= 1
+    assigned[row, A_PE_SEQ] = assign(state, request, PREFILL)
+    assigned[row, A_DE_SEQ] = assign(state, request, DECODE)
     head, reason = _choose_reads(state, request)
     tail = 0 if reason in (NO_HIT, ORACLE) else requests[request, HIT] - head
     if head > 0:

@@ -45,13 +45,13 @@ from dualpath.model.sim.compiled.tables import (
     A_PE_REASON,
     A_READ_REASON,
     A_REQUEST,
-    LAST_SEQ,
     LENGTH,
-    UNTOLD,
+    UNASSIGNED,
 )
 from dualpath.model.sim.compiled.tier import tier_hit
 from dualpath.model.sim.compiled.world import World
 from dualpath.model.sim.costs import next_multiple_ns as _next_multiple_ns
+from dualpath.policy.accounts import LAST_SEQ
 
 next_multiple_ns = inlined(_next_multiple_ns)
 
@@ -120,7 +120,7 @@ def fetch(p: World) -> None:
         fetch_assigned(p, count)
         for row in range(count):
             _take(p, row)
-    if s.counters[UNTOLD]:
+    if s.counters[UNASSIGNED]:
         _expect_fetch(p, now_ns + 1)
 
 

@@ -15,73 +15,55 @@ from numpy.typing import NDArray
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
+from dualpath.policy.accounts import ACCOUNT_COLUMNS, FREE_HBM, NODE, IntArray
 from dualpath.policy.events import EngineSpec, SchedulerSettings
-from dualpath.policy.load import IntArray
 from dualpath.policy.scheduler import UNLIMITED_TOKENS
 
 PREFILL, DECODE = 0, 1
 NONE = -1
 CACHE_LINE_BYTES = 64
 
-#: Rows of ``engines``: the ledger's accounts (``policy.load``), one per engine.  Kernels read TOK,
-#: SEQ and FREE_HBM.  Told, but not in a report yet: EXTRA_*, in a list that starts with the request
-#: FIRST_TOLD.  Placed, but not told yet: HELD_*.  READS is the engine's part of its node's reading
-#: queue.  FIRST_SIDE is the side of the first read of the PE's next new pair.  RING holds, in place
-#: of an account, the engines of each role in ``EngineSpec.order``.
-(
-    TOK,
-    SEQ,
-    FREE_HBM,
-    READS,
-    EXTRA_TOKENS,
-    EXTRA_REQUESTS,
-    EXTRA_READS,
-    HELD_TOKENS,
-    HELD_REQUESTS,
-    LAST_SEQ,
-    REPORTED_SEQ,
-    FIRST_TOLD,
-    LAST_TOLD,
-    FIRST_SIDE,
-    NODE,
-    GROUP,
-    HBM,
-    RING,
-) = range(18)
-ENGINE_ROWS = 18
+#: Rows of ``engines`` beyond the columns of an account (``policy.accounts``), one per engine:
+#: FIRST_PENDING and LAST_PENDING, ends of the list of requests that the engine was assigned and has
+#: not reported; FIRST_SIDE, the side of the first read of the PE's next new pair.  RING holds, in
+#: place of an account, the engines of each role in ``EngineSpec.order``.
+FIRST_PENDING, LAST_PENDING, FIRST_SIDE, GROUP, HBM, RING = range(
+    ACCOUNT_COLUMNS, ACCOUNT_COLUMNS + 6
+)
+ENGINE_ROWS = ACCOUNT_COLUMNS + 6
 
-#: Rows of ``groups``: engines [FIRST, END), their tokens, those of the private queue, the sum of
-#: both while the global queue is drained, and the largest engine's HBM.
-FIRST, END, GROUP_TOKENS, PRIVATE_TOKENS, TOTAL_TOKENS, LARGEST_HBM = range(6)
+#: Rows of ``groups``: engines [FIRST, END), tokens of the private queue, these and the engines'
+#: while the global queue is drained, and the largest engine's HBM.
+FIRST, END, PRIVATE_TOKENS, TOTAL_TOKENS, LARGEST_HBM = range(5)
 
 #: Rows of ``nodes``: reading queue, and tokens given to read so far.
 READ_Q, READ_TOTAL = range(2)
 
-#: Columns of ``requests``, all but the first of each line pairs, PE's and DE's.  One cache line for
-#: what is asked of a told request: the engine; the assignment number, the tokens of the charge and
-#: of the read (0 when struck); the neighbours among the told requests.  One for the rest: the
-#: tokens it counts for; the waiting line with its neighbours; why it got the engine; who entered
-#: STRIDE after it.
-TOLD = 0
-ENGINE, TELL_SEQ, CHARGE, READ, TOLD_BEFORE, TOLD_AFTER = range(2, 14, 2)
+#: Columns of ``requests``, most in pairs, PE's and DE's.  One cache line for
+#: what is asked of an assigned request: the engine; the assignment number, the tokens of the charge
+#: and of the read (0 when struck); the neighbours in the engine's list of pending requests.  One
+#: for the rest: the tokens it counts for; the wait queue with its neighbours; why it got the
+#: engine; the request that entered the queue STRIDE places behind it.
+ASSIGNED = 0
+ENGINE, ASSIGN_SEQ, CHARGE, READ, PENDING_BEFORE, PENDING_AFTER = range(2, 14, 2)
 NUMBER, PROMPT, HIT = range(16, 19)
-LENGTH, LINE, AHEAD, BEHIND, REASON, FAR_BEHIND = range(20, 32, 2)
+LENGTH, QUEUE, AHEAD, BEHIND, REASON, FAR_BEHIND = range(20, 32, 2)
 REQUEST_COLUMNS = 32
 
-#: Columns of ``lines``, the waiting lines: the common lines of PEs and DEs come first, then one per
+#: Columns of ``queues``, the wait queues: the common queues of PEs and DEs come first, then one per
 #: engine, of which a DE group uses that of its first engine.  From LATEST on stand the latest to
 #: enter, in turn, and ENTERED counts them.
-LINE_HEAD, LINE_TAIL, ENTERED = range(3)
+QUEUE_FIRST, QUEUE_LAST, ENTERED = range(3)
 LATEST = 8
-LINE_COLUMNS = 16
-#: A request tells who entered its line so many after it, so that whoever walks the line can ask for
-#: that row in time.
+QUEUE_COLUMNS = 16
+#: Whoever walks a queue asks for the row of the request so many places behind, so that it has come
+#: from memory when it is needed.
 STRIDE = 8
-COMMON_LINES = 2
+COMMON_QUEUES = 2
 
 #: ``counters``: requests submitted so far and not assigned yet, engine dealt to last per role, PEs
 #: that have read in turn.
-SUBMITTED, UNTOLD, LAST_DEALT, IN_TURN_PES = 0, 1, 2, 4
+SUBMITTED, UNASSIGNED, LAST_DEALT, IN_TURN_PES = 0, 1, 2, 4
 
 #: Rows of ``work``: requests placed by a fetch; lengths a kernel is given, and what it returns.
 PLACED, LENGTHS, ROWS, FLAGS = range(4)
@@ -131,7 +113,7 @@ class SchedulerState(NamedTuple):
     groups: IntArray
     nodes: IntArray
     requests: NDArray[np.int32]
-    lines: IntArray
+    queues: IntArray
     sides: NDArray[np.int8]
     counters: IntArray
     work: IntArray
@@ -163,7 +145,7 @@ def new_scheduler(
         groups=_group_table(engines, len(groups)),
         nodes=np.zeros((2, len(nodes)), np.int64),
         requests=table,
-        lines=_lines(COMMON_LINES + len(specs)),
+        queues=_queues(COMMON_QUEUES + len(specs)),
         sides=np.full((prefill, len(specs) - prefill), NONE, np.int8),
         counters=counters,
         work=np.zeros((4, requests), np.int64),
@@ -185,7 +167,7 @@ def aligned_rows(rows: int, columns: int) -> NDArray[np.int32]:
 
 def _engine_table(specs: Sequence[EngineSpec], groups: list[str], nodes: list[str]) -> IntArray:
     engines = np.zeros((ENGINE_ROWS, len(specs)), np.int64)
-    engines[[FIRST_TOLD, LAST_TOLD, FIRST_SIDE]] = NONE
+    engines[[FIRST_PENDING, LAST_PENDING, FIRST_SIDE]] = NONE
     engines[NODE] = [nodes.index(spec.node) for spec in specs]
     engines[GROUP] = [groups.index(spec.group) for spec in specs]
     engines[HBM] = engines[FREE_HBM] = [spec.hbm_tokens for spec in specs]
@@ -195,14 +177,14 @@ def _engine_table(specs: Sequence[EngineSpec], groups: list[str], nodes: list[st
     return engines
 
 
-def _lines(count: int) -> IntArray:
-    lines = np.full((count, LINE_COLUMNS), NONE, np.int64)
-    lines[:, ENTERED] = 0
-    return lines
+def _queues(count: int) -> IntArray:
+    queues = np.full((count, QUEUE_COLUMNS), NONE, np.int64)
+    queues[:, ENTERED] = 0
+    return queues
 
 
 def _group_table(engines: IntArray, count: int) -> IntArray:
-    groups = np.zeros((6, count), np.int64)
+    groups = np.zeros((5, count), np.int64)
     numbers = np.arange(count)
     groups[FIRST] = np.searchsorted(engines[GROUP], numbers)
     groups[END] = np.searchsorted(engines[GROUP], numbers, side="right")
