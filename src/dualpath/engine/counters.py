@@ -5,10 +5,24 @@ from enum import StrEnum
 
 
 class Counter(StrEnum):
-    """Names on the wire."""
+    """What is counted: the name on the wire, which is the value.
 
-    STORAGE_READ_BYTES = "storage_read_bytes"
-    STORAGE_WRITE_BYTES = "storage_write_bytes"
+    One with a ``help`` text is a metric of the router, ``dualpath:METRIC_total``; bytes by step of
+    Fig. 4 are rows of one metric (``router/observe/engine_metrics.py:MOVEMENTS``).
+    """
+
+    help: str
+    metric: str
+
+    def __new__(cls, name: str, help: str = "", metric: str = "") -> "Counter":
+        """Make a member; ``metric`` where it is not the name on the wire."""
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.help, member.metric = help, metric or name
+        return member
+
+    STORAGE_READ_BYTES = "storage_read_bytes", "Bytes read from storage.", "snic_read_bytes"
+    STORAGE_WRITE_BYTES = "storage_write_bytes", "Bytes written to storage.", "snic_write_bytes"
     H2D_BYTES = "h2d_bytes"
     PE_TO_DE_BYTES = "pe_to_de_bytes"
     DE_TO_PE_BYTES = "de_to_pe_bytes"
@@ -18,13 +32,31 @@ class Counter(StrEnum):
     MISS_BYTES = "miss_bytes"
     DE_HIT_BYTES = "de_hit_bytes"
     RELOAD_BYTES = "reload_bytes"
-    LOADED_BLOCKS = "loaded_blocks"
-    PERSISTED_BLOCKS = "persisted_blocks"
-    PERSIST_DROPPED_BLOCKS = "persist_dropped_blocks"
-    VERIFY_FAILURES = "verify_failures"
-    READ_DEADLINES = "read_deadlines"
-    TRANSFER_FAILURES = "transfer_failures"
-    STALE_TRANSFERS = "stale_transfers"
+    LOADED_BLOCKS = "loaded_blocks", "Blocks loaded into a prefill engine's HBM."
+    PERSISTED_BLOCKS = "persisted_blocks", "Full Blocks newly written to storage."
+    PERSIST_DROPPED_BLOCKS = "persist_dropped_blocks", "Blocks not persisted."
+    VERIFY_FAILURES = (
+        "verify_failures",
+        "Reads that ended at a block that was missing, short or failed its checksum.",
+    )
+    READ_DEADLINES = "read_deadlines", "Storage reads given up at their deadline."
+    TRANSFER_FAILURES = "transfer_failures", "Requests whose KV transfer failed."
+    STALE_TRANSFERS = (
+        "stale_transfers",
+        "Hand-overs refused because their buffer slots had changed hands.",
+    )
+    VERIFIED_LAYER_BLOCKS = (
+        "verified_layer_blocks",
+        "Layer Blocks compared with what they have to be (emulated engines only).",
+    )
+    WRONG_LAYER_BLOCKS = (
+        "wrong_layer_blocks",
+        "Layer Blocks that were not what they have to be (emulated engines only).",
+    )
+
+
+#: No other engine has them in its reports.
+OF_EMULATED_ENGINES = (Counter.VERIFIED_LAYER_BLOCKS, Counter.WRONG_LAYER_BLOCKS)
 
 
 class Counters:
@@ -32,7 +64,9 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._totals: dict[str, float] = {name.value: 0 for name in Counter}
+        self._totals: dict[str, float] = {
+            name.value: 0 for name in Counter if name not in OF_EMULATED_ENGINES
+        }
 
     def add(self, name: Counter, amount: float) -> None:
         """Add a non-negative amount."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from dualpath.core.control import PROTOCOL_VERSION, Hello, Message, Report
+from dualpath.engine.counters import Counter
 from dualpath.engine.link import ControlLink
 from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.laboratory.emulated.hbm import EmulatedHbm
@@ -173,7 +174,7 @@ class DataPlane:
             report,
             counters={
                 **report.counters,
-                "verified_layer_blocks": sum(seen for seen, _ in counts),
-                "wrong_layer_blocks": sum(wrong for _, wrong in counts),
+                Counter.VERIFIED_LAYER_BLOCKS.value: sum(seen for seen, _ in counts),
+                Counter.WRONG_LAYER_BLOCKS.value: sum(wrong for _, wrong in counts),
             },
         )

@@ -7,20 +7,21 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from dualpath.core.cluster import Role
+from dualpath.engine.counters import Counter
 from dualpath.plan import steps
 from dualpath.plan.traffic_class import TrafficClass
 from dualpath.router.control.registry import EngineState, Registry
 
 #: Path as in ``GET /dualpath/v1/status`` → counters of prefill and of decode engines.
-PATH_COUNTERS: dict[str, tuple[tuple[Role, str], ...]] = {
-    "pe_path": ((Role.PREFILL, "storage_read_bytes"),),
-    "de_path": ((Role.DECODE, "storage_read_bytes"),),
-    "de_to_pe": ((Role.PREFILL, "de_to_pe_bytes"), (Role.DECODE, "de_to_pe_bytes")),
-    "pe_to_de": ((Role.PREFILL, "pe_to_de_bytes"), (Role.DECODE, "pe_to_de_bytes")),
-    "h2d": ((Role.PREFILL, "h2d_bytes"), (Role.DECODE, "h2d_bytes")),
+PATH_COUNTERS: dict[str, tuple[tuple[Role, Counter], ...]] = {
+    "pe_path": ((Role.PREFILL, Counter.STORAGE_READ_BYTES),),
+    "de_path": ((Role.DECODE, Counter.STORAGE_READ_BYTES),),
+    "de_to_pe": ((Role.PREFILL, Counter.DE_TO_PE_BYTES), (Role.DECODE, Counter.DE_TO_PE_BYTES)),
+    "pe_to_de": ((Role.PREFILL, Counter.PE_TO_DE_BYTES), (Role.DECODE, Counter.PE_TO_DE_BYTES)),
+    "h2d": ((Role.PREFILL, Counter.H2D_BYTES), (Role.DECODE, Counter.H2D_BYTES)),
     "storage_write": (
-        (Role.PREFILL, "storage_write_bytes"),
-        (Role.DECODE, "storage_write_bytes"),
+        (Role.PREFILL, Counter.STORAGE_WRITE_BYTES),
+        (Role.DECODE, Counter.STORAGE_WRITE_BYTES),
     ),
 }
 
@@ -39,59 +40,28 @@ class Movement(msgspec.Struct, frozen=True):
     link: str
     traffic_class: TrafficClass
     role: Role
-    counter: str
+    counter: Counter
 
 
-def _movement(hop: str, path: str, link: str, role: Role, counter: str) -> Movement:
+def _movement(hop: str, path: str, link: str, role: Role, counter: Counter) -> Movement:
     return Movement(hop, path, link, TrafficClass.KV, role, counter)
 
 
-_STORED = TrafficClass.STORAGE_READ
-_WRITTEN = TrafficClass.STORAGE_WRITE
+_READ = TrafficClass.STORAGE_READ
+_WRITE = TrafficClass.STORAGE_WRITE
 _PE, _DE = Role.PREFILL, Role.DECODE
 
 MOVEMENTS = (
-    Movement(steps.READ_TO_PE.label, "pe", "snic", _STORED, _PE, "storage_read_bytes"),
-    Movement(steps.READ_TO_DE.label, "de", "snic", _STORED, _DE, "storage_read_bytes"),
-    _movement(steps.LOAD_FROM_PE_BUFFER.label, "pe", "loopback", _PE, "h2d_bytes"),
-    _movement(steps.LOAD_FROM_DE_BUFFER.label, "de", "cnic", _PE, "de_hit_bytes"),
-    _movement(steps.RELOAD_CHUNK.label, "both", "cnic", _PE, "reload_bytes"),
-    _movement(steps.SEND_HITS.label, "pe", "cnic", _PE, "pe_hit_bytes"),
-    _movement(steps.SEND_MISSES.label, "both", "cnic", _PE, "miss_bytes"),
-    _movement(steps.FILL_DE_HBM.label, "both", "loopback", _DE, "h2d_bytes"),
-    _movement("generated", "both", "loopback", _DE, "d2h_bytes"),
-    Movement(steps.PERSIST_PROMPT.label, "both", "snic", _WRITTEN, _DE, "storage_write_bytes"),
-)
-
-#: (metric, engine counter, HELP)
-_COUNTERS = (
-    ("snic_read_bytes", "storage_read_bytes", "Bytes read from storage."),
-    ("snic_write_bytes", "storage_write_bytes", "Bytes written to storage."),
-    ("loaded_blocks", "loaded_blocks", "Blocks loaded into a prefill engine's HBM."),
-    ("persisted_blocks", "persisted_blocks", "Full Blocks newly written to storage."),
-    ("persist_dropped_blocks", "persist_dropped_blocks", "Blocks not persisted."),
-    (
-        "verify_failures",
-        "verify_failures",
-        "Reads that ended at a block that was missing, short or failed its checksum.",
-    ),
-    ("read_deadlines", "read_deadlines", "Storage reads given up at their deadline."),
-    ("transfer_failures", "transfer_failures", "Requests whose KV transfer failed."),
-    (
-        "stale_transfers",
-        "stale_transfers",
-        "Hand-overs refused because their buffer slots had changed hands.",
-    ),
-    (
-        "verified_layer_blocks",
-        "verified_layer_blocks",
-        "Layer Blocks compared with what they have to be (emulated engines only).",
-    ),
-    (
-        "wrong_layer_blocks",
-        "wrong_layer_blocks",
-        "Layer Blocks that were not what they have to be (emulated engines only).",
-    ),
+    Movement(steps.READ_TO_PE.label, "pe", "snic", _READ, _PE, Counter.STORAGE_READ_BYTES),
+    Movement(steps.READ_TO_DE.label, "de", "snic", _READ, _DE, Counter.STORAGE_READ_BYTES),
+    _movement(steps.LOAD_FROM_PE_BUFFER.label, "pe", "loopback", _PE, Counter.H2D_BYTES),
+    _movement(steps.LOAD_FROM_DE_BUFFER.label, "de", "cnic", _PE, Counter.DE_HIT_BYTES),
+    _movement(steps.RELOAD_CHUNK.label, "both", "cnic", _PE, Counter.RELOAD_BYTES),
+    _movement(steps.SEND_HITS.label, "pe", "cnic", _PE, Counter.PE_HIT_BYTES),
+    _movement(steps.SEND_MISSES.label, "both", "cnic", _PE, Counter.MISS_BYTES),
+    _movement(steps.FILL_DE_HBM.label, "both", "loopback", _DE, Counter.H2D_BYTES),
+    _movement("generated", "both", "loopback", _DE, Counter.D2H_BYTES),
+    Movement(steps.PERSIST_PROMPT.label, "both", "snic", _WRITE, _DE, Counter.STORAGE_WRITE_BYTES),
 )
 
 _REPORTED = (
@@ -138,8 +108,11 @@ class EngineCollector:
         yield from _usage(reporting)
         totals = [(engine, engine.totals()) for engine in engines]
         yield _kv_bytes(totals)
-        for name, counter, text in _COUNTERS:
-            family = CounterMetricFamily(f"dualpath:{name}", text, labels=_ENGINE_LABELS)
+        for counter in Counter:
+            if not counter.help:
+                continue
+            name = f"dualpath:{counter.metric}"
+            family = CounterMetricFamily(name, counter.help, labels=_ENGINE_LABELS)
             for engine, counted in totals:
                 if counter in counted:
                     family.add_metric(_labels(engine), counted[counter])

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from dualpath.core.modes import Mode
+from dualpath.engine.counters import Counter
 from dualpath.router.control.assign_log import AssignmentNote
 from dualpath.router.control.registry import EngineState, Registry
 from dualpath.router.observe.engine_metrics import bytes_by_path
@@ -54,12 +55,12 @@ def _counters(registry: Registry, metrics: RouterMetrics) -> dict[str, Any]:
         "prompt_tokens": metrics.prompt_tokens,
         "retries": metrics.retries,
         "bytes": bytes_by_path(registry),
-        "snic_read_bytes": _per_engine(registry, "storage_read_bytes"),
-        "snic_write_bytes": _per_engine(registry, "storage_write_bytes"),
+        "snic_read_bytes": _per_engine(registry, Counter.STORAGE_READ_BYTES),
+        "snic_write_bytes": _per_engine(registry, Counter.STORAGE_WRITE_BYTES),
     }
 
 
-def _per_engine(registry: Registry, counter: str) -> dict[str, int]:
+def _per_engine(registry: Registry, counter: Counter) -> dict[str, int]:
     return {e.info.engine_id: int(e.totals().get(counter, 0)) for e in registry.all()}
 
 
