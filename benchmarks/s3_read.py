@@ -13,19 +13,17 @@ import os
 import resource
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dualpath.laboratory.lab.s3_server import find_s3_server
+from dualpath.laboratory.lab.s3_server import find_s3_server, serve_folder
 from dualpath.storage.block_file import HEADER_BYTES
 from dualpath.storage.s3_client import S3Client
 from dualpath.storage.s3_connection import Patience
@@ -36,7 +34,6 @@ BUCKET = "blocks"
 PARALLEL = 4
 BATCH_BLOCKS = 16
 REGION = "us-east-1"
-READY = "server on ["
 Method = Callable[[], object]
 ReadOne = Callable[[str, memoryview], object]
 
@@ -158,28 +155,6 @@ class Bench:
         return read_all
 
 
-@contextmanager
-def served(folder: Path) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Serve a folder; yields the URL and the keys."""
-    server = find_s3_server()
-    keys = (server.access_key_id, server.secret_access_key)
-    options = ("--addr", "127.0.0.1:0", "--config", "", "--etag-hash", "", "--dir-cache-time", "1h")
-    with subprocess.Popen(
-        (server.program, "serve", "s3", str(folder), *options),
-        env={"RCLONE_AUTH_KEY": f'"{keys[0]},{keys[1]}"', "HOME": str(folder)},
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stderr is not None
-        said = " "
-        while said and READY not in said:
-            said = process.stderr.readline()
-        try:
-            yield said.partition(READY)[2].partition("/]")[0], keys
-        finally:
-            process.kill()
-
-
 def cpu_s() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
@@ -219,6 +194,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block-bytes", type=int, nargs="+", default=[1_000_000, 2_500_000])
     arguments = parser.parse_args()
+    server = find_s3_server()
+    keys = (server.access_key_id, server.secret_access_key)
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     for block_bytes in arguments.block_bytes:
         folder = Path(tempfile.mkdtemp(dir=memory))
@@ -230,7 +207,7 @@ def main() -> None:
             for name in names:
                 content = random.integers(1, 256, size_bytes, dtype=np.uint8)
                 (folder / BUCKET / name).write_bytes(content.tobytes())
-            with served(folder) as (url, keys):
+            with serve_folder(server, folder) as url:
                 measure(Bench(url, keys, names, size_bytes), arguments.rounds)
         finally:
             shutil.rmtree(folder)

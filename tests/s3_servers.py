@@ -3,7 +3,6 @@
 import contextlib
 import shutil
 import socket
-import subprocess
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Literal
 
+from dualpath.laboratory.lab.s3_server import S3Server, serve_folder
 from dualpath.storage.s3_location import S3Location, parse_location
 
 #: How one request goes wrong: a status instead of an answer, the connection closed before or in
@@ -166,26 +166,13 @@ def rclone_s3(folder: Path) -> Iterator[S3Location]:
     """Serve a folder with rclone as long as the context lasts."""
     assert RCLONE is not None
     (folder / BUCKET).mkdir()
-    secret = '"{AWS_ACCESS_KEY_ID},{AWS_SECRET_ACCESS_KEY}"'.format(**_KEYS)
-    command = (RCLONE, "serve", "s3", str(folder), "--addr", "127.0.0.1:0", "--config", "")
-    with subprocess.Popen(
-        (*command, "--etag-hash", "", "--dir-cache-time", "1h"),
-        env={"RCLONE_AUTH_KEY": secret, "HOME": str(folder)},
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stderr is not None
-        said = ""
-        while "server on [" not in said:
-            said = process.stderr.readline()
-            assert said, "rclone ended"
-        reader = threading.Thread(target=process.stderr.read)
-        reader.start()
-        try:
-            yield location_at(said.partition("server on [")[2].partition("/]")[0])
-        finally:
-            process.kill()
-            reader.join()
+    server = S3Server(
+        program=RCLONE,
+        access_key_id=_KEYS["AWS_ACCESS_KEY_ID"],
+        secret_access_key=_KEYS["AWS_SECRET_ACCESS_KEY"],
+    )
+    with serve_folder(server, folder) as url:
+        yield location_at(url)
 
 
 def free_port() -> int:

@@ -8,12 +8,12 @@ failed; one that this machine cannot run is named with the reason.
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +21,8 @@ from pathlib import Path
 
 from clients import CLIENTS, Client, Target
 from environments import NotRunnable, environment
+
+from dualpath.ops.launch.process import SpawnedProcess
 
 MODEL = "tiny"
 
@@ -44,24 +46,13 @@ def cluster(folder: Path) -> Iterator[Target]:
         "--vllm-args", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
     ]  # fmt: skip
     print(shlex.join(["dualpath", *command[3:]]), flush=True)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    serve = SpawnedProcess("serve", command, folder / "serve.log")
     try:
-        yield Target(_endpoint(process), MODEL, Path(model), folder)
+        url = re.findall(r"http://[\d.]+:\d+", serve.wait_for_line("endpoint", _START_S))[0]
+        yield Target(url, MODEL, Path(model), folder)
     finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
-
-
-def _endpoint(process: "subprocess.Popen[str]") -> str:
-    assert process.stdout is not None
-    end_s = time.monotonic() + _START_S
-    for line in process.stdout:
-        words = line.split()
-        if "endpoint" in words and words[words.index("endpoint") + 1].startswith("http"):
-            return words[words.index("endpoint") + 1].removesuffix("/v1")
-        if time.monotonic() > end_s:
-            break
-    raise SystemExit("the cluster did not start; its last words are above")
+        serve.send_signal(signal.SIGINT)
+        serve.end(60)
 
 
 def counters(url: str) -> dict[str, float]:

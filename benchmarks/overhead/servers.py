@@ -5,7 +5,7 @@ import socket
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,12 +13,12 @@ import msgspec
 from benchmarks.overhead.client import NAME, Api, Chat, TokenIds
 
 from dualpath.core.cluster import Role
-from dualpath.core.errors import EngineLostError
 from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS
 from dualpath.ops.launch.cluster_keys import LOOPBACK_DEVICES
 from dualpath.ops.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
+from dualpath.ops.launch.fork_server import ForkedProcess
 from dualpath.ops.launch.local_cluster import LocalCluster
-from dualpath.ops.launch.process import ManagedProcess
+from dualpath.ops.launch.process import Supervisor
 from dualpath.ops.launch.settings import MIB, LocalClusterSettings
 
 BLOCK_TOKENS = 64
@@ -26,8 +26,6 @@ MAX_MODEL_LEN = 4096
 HBM_BYTES = 256 * MIB
 
 _START_S = 300.0
-_END_S = 15.0
-_POLL_S = 0.1
 #: Clock of a whole process's CPU time, threads that have ended included (clock_getcpuclockid(3)).
 _PROCESS_CLOCK = 2
 
@@ -98,8 +96,9 @@ def plain_server(model: Path, folder: Path) -> Iterator[Server]:
         "--disable-uvicorn-access-log",
     ]  # fmt: skip
     url = f"http://127.0.0.1:{port}"
-    with _process("vllm", ENGINE_ENTRY, command, folder) as process:
-        _wait_ready(url, [process])
+    with Supervisor() as servers:
+        process = _start(servers, "vllm", ENGINE_ENTRY, command, folder)
+        _wait_ready(url, servers)
         pids = _groups([process.pid])
         yield Server("vLLM alone", url, Chat(), process.pid, pids, {"engine": url})
 
@@ -155,26 +154,22 @@ def paced_cluster(model: Path, folder: Path, pace: Pace, *, light: bool) -> Iter
         "--max-model-len", str(MAX_MODEL_LEN), "--verify", "checksum",
         "--hbm-mib", "256", "--buffer-mib", "256",
     ]  # fmt: skip
-    with ExitStack() as stack:
-        router = stack.enter_context(_process("router", ROUTER_ENTRY, command, folder))
-        processes = [router]
+    with Supervisor() as servers:
+        router = _start(servers, "router", ROUTER_ENTRY, command, folder)
         for role in Role:
             words = ["emulate", role.value, "--engine-id", role.value, *engine]
-            processes.append(stack.enter_context(_process(role.value, ROUTER_ENTRY, words, folder)))
-        _wait_ready(url, processes)
+            _start(servers, role.value, ROUTER_ENTRY, words, folder)
+        _wait_ready(url, servers)
         name, api = ("light front door", TokenIds()) if light else ("router", Chat())
-        pids = tuple(process.pid for process in processes)
+        pids = tuple(process.pid for process in servers.processes)
         yield Server(name, url, api, router.pid, pids, {"router": url})
 
 
-@contextmanager
-def _process(name: str, entry: str, command: list[str], folder: Path) -> Iterator[ManagedProcess]:
-    process = ManagedProcess(name, entry, command, folder / f"{name}.log", LOOPBACK_DEVICES)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.end(_END_S)
+def _start(
+    servers: Supervisor, name: str, entry: str, command: list[str], folder: Path
+) -> ForkedProcess:
+    process = ForkedProcess(name, entry, command, folder / f"{name}.log", LOOPBACK_DEVICES)
+    return servers.add(process, ends_last=name == "router")
 
 
 def free_port() -> int:
@@ -183,13 +178,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_ready(url: str, processes: list[ManagedProcess]) -> None:
-    end_s = time.monotonic() + _START_S
-    while not _healthy(url):
-        for process in processes:
-            if not process.alive or time.monotonic() > end_s:
-                raise EngineLostError(f"{process.name} did not start:\n{process.log_tail()}")
-        time.sleep(_POLL_S)
+def _wait_ready(url: str, servers: Supervisor) -> None:
+    servers.wait_until_ready(lambda: "" if _healthy(url) else f"{url} is not up", _START_S)
 
 
 def _healthy(url: str) -> bool:

@@ -22,10 +22,11 @@ from benchmarks.peers.report import Measurement, peers_report
 from benchmarks.peers.vllm_lmcache.stack import LMCacheStack
 from benchmarks.peers.vllm_offloading.stack import OffloadingStack
 
-from dualpath.core.errors import EngineLostError
+from dualpath.core.errors import DeadlineError, EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.laboratory.experiments.report import ExperimentReport, as_report, write_experiment
-from dualpath.laboratory.lab.cluster import lab_down, lab_head, lab_nodes, lab_up
+from dualpath.laboratory.lab.cluster import lab_head, lab_nodes
+from dualpath.laboratory.lab.janitor import temporary_lab
 from dualpath.laboratory.lab.settings import LabSettings, Shaping, parse_shape
 from dualpath.laboratory.models.wide import KV_BYTES, make_wide_model
 from dualpath.laboratory.workload.replay.machine import this_machine
@@ -93,7 +94,7 @@ def main() -> None:
             logs.mkdir(exist_ok=True)
             try:
                 record = _one(args, stack, python, aggregated, trace, logs)
-            except EngineLostError as error:
+            except (EngineLostError, DeadlineError) as error:
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
                 continue
             record = msgspec.structs.replace(record, stack=name)
@@ -137,8 +138,7 @@ def _one(
         image_bytes=4096 * MIB,
         shaping=Shaping.ROOT,
     )
-    state = lab_up(lab)
-    try:
+    with temporary_lab(lab) as state:
         nodes = lab_nodes(state)
         settings = PeerSettings(
             python=python,
@@ -155,8 +155,6 @@ def _one(
         )
         engines = len(nodes) if isinstance(stack, DualPathStack) else 0
         return run_stack(stack, settings, state, trace, logs, engines=engines)
-    finally:
-        lab_down(lab.name)
 
 
 def _report(args: argparse.Namespace, runs: list[RunRecord]) -> ExperimentReport:

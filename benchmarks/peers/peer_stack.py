@@ -7,6 +7,7 @@ from typing import Protocol
 import msgspec
 
 from dualpath.laboratory.lab.machine import Node
+from dualpath.laboratory.lab.node_processes import NodeCommand
 from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT
 
 ENGINE_PORT = 8000
@@ -62,25 +63,12 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return () if self.aggregated else self.decode
 
 
-class PeerProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """One process: where it runs, its command, its environment's changes.
-
-    ``ready_url`` answers 200 once it can be used; empty: nothing to wait for.
-    """
-
-    name: str
-    node: Node
-    argv: tuple[str, ...]
-    environment: Mapping[str, str] = {}
-    ready_url: str = ""
-
-
 class PeerStack(Protocol):
-    """One stack; ``processes`` in the order of their start, those before an engine it needs."""
+    """One stack; ``commands`` in the order of their start, those before an engine it needs."""
 
     name: str
 
-    def processes(self, settings: PeerSettings) -> list[PeerProcess]:
+    def commands(self, settings: PeerSettings) -> list[NodeCommand]:
         """Return what runs where."""
 
 
@@ -90,7 +78,7 @@ def engine(
     transfer: Mapping[str, object],
     extra: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
-) -> PeerProcess:
+) -> NodeCommand:
     """Return a vLLM engine as DualPath's own is, but for ``transfer``, its KV transfer config."""
     url = f"http://{node.address}:{ENGINE_PORT}"
     options = (
@@ -108,7 +96,7 @@ def engine(
         "--disable-uvicorn-access-log",
         "--kv-transfer-config", msgspec.json.encode(transfer).decode(),
     )  # fmt: skip
-    return PeerProcess(
+    return NodeCommand(
         name=node.name,
         node=node,
         argv=(settings.python, _here("peer_engine.py"), *options, *extra),
@@ -145,7 +133,7 @@ def both(*connectors: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-def proxy(settings: PeerSettings) -> PeerProcess:
+def proxy(settings: PeerSettings) -> NodeCommand:
     """Return the PD proxy on the head node, in the stack's environment."""
     argv = [settings.python, _here("pd_proxy.py"), "--host", settings.head.address]
     argv += ["--port", str(PROXY_PORT)]
@@ -154,7 +142,7 @@ def proxy(settings: PeerSettings) -> PeerProcess:
     for node in settings.forwarding:
         argv += ["--decode", f"http://{node.address}:{ENGINE_PORT}"]
     url = f"http://{settings.head.address}:{PROXY_PORT}"
-    return PeerProcess(
+    return NodeCommand(
         name="proxy", node=settings.head, argv=tuple(argv), ready_url=f"{url}/health"
     )
 

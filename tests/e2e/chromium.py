@@ -4,16 +4,15 @@ import asyncio
 import base64
 import contextlib
 import itertools
-import os
-import re
 import shutil
-import signal
-import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+
+from dualpath.ops.launch.process import SpawnedProcess
 
 GUARD_S = 30.0
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -38,27 +37,18 @@ def find_chromium() -> str | None:
 @contextlib.contextmanager
 def running_chromium(program: str, profile: Path) -> Iterator[str]:
     """Run the browser in the block; yields the address of its DevTools."""
-    process = subprocess.Popen(
-        [program, *_OPTIONS, f"--user-data-dir={profile}"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stderr is not None
-    try:
-        lines: list[str] = []
-        for line in process.stderr:
-            if found := re.search(r"DevTools listening on (ws://\S+)", line):
-                break
-            lines.append(line)
-        else:
-            raise AssertionError(f"{program} did not start: {''.join(lines)[-2000:]}")
-        yield found.group(1)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stderr.close()
+    with tempfile.TemporaryDirectory() as logs:
+        process = SpawnedProcess(
+            "chromium",
+            [program, *_OPTIONS, f"--user-data-dir={profile}"],
+            Path(logs) / "chromium.log",
+        )
+        try:
+            said = process.wait_for_line("DevTools listening on", GUARD_S)
+            yield said.rpartition(" ")[2]
+        finally:
+            process.kill()
+            process.wait(GUARD_S)
 
 
 class Tab:

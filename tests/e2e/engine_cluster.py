@@ -26,7 +26,8 @@ from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.ops.launch.commands import ENGINE_ENTRY, engine_command, engine_id
-from dualpath.ops.launch.process import ManagedProcess
+from dualpath.ops.launch.fork_server import ForkedProcess
+from dualpath.ops.launch.process import Supervisor
 from dualpath.ops.launch.settings import MIB, LocalClusterSettings
 from dualpath.router.control.assign_log import AssignmentNote
 from dualpath.router.requests.service import RouterService
@@ -49,7 +50,7 @@ class EngineCluster:
     def __init__(self, settings: LocalClusterSettings, folder: Path) -> None:
         self.settings = settings
         self.folder = folder
-        self.processes: dict[str, ManagedProcess] = {}
+        self.supervisor = Supervisor()
         self._started: dict[str, tuple[Role, int, dict[str, Any]]] = {}
         self._forgotten = 0
         self._ready = threading.Event()
@@ -61,10 +62,7 @@ class EngineCluster:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process in self.processes.values():
-            process.terminate()
-        for process in self.processes.values():
-            process.end(20)
+        self.supervisor.end()
         self.server.should_exit = True
         self._thread.join(GUARD_S)
         assert not self._thread.is_alive()
@@ -112,7 +110,7 @@ class EngineCluster:
         command = engine_command(settings, role, index, port, self.control_port)
         log = self.folder / f"{name}.log"
         self._started[name] = (role, index, changes)
-        self.processes[name] = ManagedProcess(name, ENGINE_ENTRY, command, log)
+        self.supervisor.add(ForkedProcess(name, ENGINE_ENTRY, command, log))
         return name
 
     def restart(self, name: str) -> None:
@@ -123,8 +121,9 @@ class EngineCluster:
 
     def kill(self, name: str) -> None:
         """Kill an engine and all its processes as an out-of-memory killer would."""
-        self.processes[name].kill()
-        assert self.processes[name].join(GUARD_S)
+        process = self.supervisor.process(name)
+        process.kill()
+        assert process.wait(GUARD_S) is not None
 
     def wait_for(self, *names: str) -> None:
         """Wait until these engines are registered and alive."""
@@ -132,7 +131,7 @@ class EngineCluster:
             until(functools.partial(self._up, name), f"engine {name}", START_S)
 
     def _up(self, name: str) -> bool:
-        process = self.processes[name]
+        process = self.supervisor.process(name)
         assert process.alive, process.log_tail()
         return name in self.alive()
 

@@ -17,7 +17,7 @@ from dualpath.laboratory.workload.conversation.text_encoder import load_encoder
 from dualpath.laboratory.workload.conversation.text_session import TextSession
 from dualpath.laboratory.workload.formats import read_trace
 from dualpath.ops.launch.commands import ENGINE_ENTRY
-from dualpath.ops.launch.process import ManagedProcess
+from dualpath.ops.launch.fork_server import ForkedProcess
 from dualpath.ops.launch.settings import MIB
 
 MAX_MODEL_LEN = 4096
@@ -183,7 +183,7 @@ class PlainEngine:
             "--no-enable-prefix-caching", "--enforce-eager", "--disable-uvicorn-access-log",
             *vllm_args,
         ]  # fmt: skip
-        self.process = ManagedProcess("plain", ENGINE_ENTRY, command, folder / "plain.log")
+        self.process = ForkedProcess("plain", ENGINE_ENTRY, command, folder / "plain.log")
 
     def __enter__(self) -> "PlainEngine":
         until(self._healthy, "plain engine", START_S)

@@ -2,13 +2,10 @@
 
 import multiprocessing
 import os
-import queue
 import re
 import signal
 import socket
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +21,7 @@ from dualpath.cli.main import main
 from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.ops.launch.local_cluster import LocalCluster
+from dualpath.ops.launch.process import SpawnedProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -117,43 +115,25 @@ class Serving:
     def __init__(self, folder: Path) -> None:
         self.storage = folder / "storage"
         self.shared_memory_before = set(os.listdir("/dev/shm"))
-        self.process = subprocess.Popen(
+        self.process = SpawnedProcess(
+            "serve",
             [
                 sys.executable, "-m", "dualpath.cli.main", "serve", str(tiny_model()),
                 "--storage", str(self.storage), "--port", "0", "--mode", Mode.BASIC.value,
                 "--dtype", "float32", "--max-model-len", "2048", "--hbm-mib", "32",
                 "--buffer-mib", "32", "--served-model-name", "tiny",
             ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            # Whoever runs the tests in the background of a shell has it ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            folder / "serve.log",
             # A hash seed, as test runners set it, must not separate engines from their blocks.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"},
+            {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"},
         )  # fmt: skip
-        self._lines: queue.Queue[str] = queue.Queue()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-        said = ""
-        while "endpoint" not in said:
-            said = self._lines.get(timeout=START_S)
-            assert said, f"dualpath serve ended with exit code {self.process.wait()}"
+        said = self.process.wait_for_line("endpoint", START_S)
         (self.url,) = re.findall(r"http://[\d.]+:\d+", said)
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(line)
-        self._lines.put("")
 
     def end(self) -> None:
         """End what is left, whatever the test found."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            self.process.wait(GUARD_S)
-        self._reader.join(GUARD_S)
+        self.process.terminate()
+        self.process.end(GUARD_S)
 
     def descendants(self) -> set[tuple[int, str]]:
         """Processes below this one, by id and start time."""

@@ -13,7 +13,7 @@ from tests.e2e.plain_engine import HBM_BYTES, MAX_MODEL_LEN, NAME, tiny_model
 
 from dualpath.core.modes import Mode
 from dualpath.ops.launch.commands import ENGINE_ENTRY
-from dualpath.ops.launch.process import ManagedProcess
+from dualpath.ops.launch.fork_server import ForkedProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -71,10 +71,9 @@ def test_an_existing_command_joins_with_one_argument(tmp_path: Path) -> None:
             port = free_port()
             name = f"{role}-{socket.gethostname()}-{port}"
             command = existing_command(model, port) + transfer(role, cluster)
-            cluster.processes[name] = ManagedProcess(
-                name, ENGINE_ENTRY, command, tmp_path / f"{role}.log"
-            )
-        cluster.wait_for(*cluster.processes)
+            process = ForkedProcess(name, ENGINE_ENTRY, command, tmp_path / f"{role}.log")
+            cluster.supervisor.add(process)
+        cluster.wait_for(*(process.name for process in cluster.supervisor.processes))
         first = cluster.ask(PROMPT, 20)
         assert len(first.token_ids) == 20
         stored = cluster.wait_stored((PROMPT + first.token_ids)[:-1])

@@ -2,11 +2,9 @@
 
 import json
 import os
-import queue
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import urllib.error
@@ -18,6 +16,7 @@ pytest.importorskip("vllm")
 
 from dualpath.cli.main import main
 from dualpath.laboratory.models.tiny import make_tiny_model
+from dualpath.ops.launch.process import SpawnedProcess
 
 
 @pytest.fixture(scope="module")
@@ -84,29 +83,18 @@ def test_a_misspelt_flag_of_our_own_is_refused(model, capfd):
     assert "--control-prt" in capfd.readouterr().err
 
 
-class Process:
-    """A running `dualpath router`; ``said`` is its line about its addresses."""
+class Router:
+    """A running `dualpath router` and where it serves."""
 
-    def __init__(self, *arguments):
-        self.process = subprocess.Popen(
+    def __init__(self, folder, *arguments):
+        self.process = SpawnedProcess(
+            "router",
             [sys.executable, "-m", "dualpath.cli.main", "router", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            folder / "router.log",
+            {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         )
-        self.lines: queue.Queue[str] = queue.Queue()
-        self.reader = threading.Thread(target=self._read)
-        self.reader.start()
-        self.said = ""
-        while "engines register at" not in self.said:
-            self.said = self.lines.get(timeout=90)
-        (self.url,) = re.findall(r"http://[\d.]+:\d+", self.said)
-
-    def _read(self):
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.put(line)
+        said = self.process.wait_for_line("engines register at", 90)
+        (self.url,) = re.findall(r"http://[\d.]+:\d+", said)
 
     def end(self, signal_number):
         self.process.send_signal(signal_number)
@@ -114,7 +102,6 @@ class Process:
             return self.process.wait(30)
         finally:
             self.process.kill()
-            self.reader.join()
 
 
 def post(url, outcome):
@@ -137,9 +124,9 @@ def get(url):
         return error.code, error.read()
 
 
-def test_a_router_without_engines_says_so_and_ends_cleanly(model):
-    router = Process(
-        model, "--port", "0", "--control-port", "0", "--served-model-name", "tiny",
+def test_a_router_without_engines_says_so_and_ends_cleanly(model, tmp_path):
+    router = Router(
+        tmp_path, model, "--port", "0", "--control-port", "0", "--served-model-name", "tiny",
         "--mode", "oracle",
     )  # fmt: skip
     try:

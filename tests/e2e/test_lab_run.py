@@ -149,7 +149,7 @@ def _janitors() -> list[int]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
-            if b"dualpath.laboratory.experiments.janitor" in words and NAME.encode() in words:
+            if b"dualpath.laboratory.lab.janitor" in words and NAME.encode() in words:
                 found.append(int(entry.name))
     assert len(found) == 1
     return found

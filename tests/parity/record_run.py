@@ -98,7 +98,7 @@ class LoseEngine:
         self._killed = True
         process = self._cluster.process("de-1")
         process.kill()
-        process.join(GUARD_S)
+        process.wait(GUARD_S)
         self._cluster.start_engine(Role.DECODE, 1)
 
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.experiments.isolation_exchange import Channel, Rounds
+from dualpath.laboratory.experiments.isolation_bulk import BulkChecked
+from dualpath.laboratory.experiments.isolation_exchange import Channel, ExchangeOrder, Rounds
 from dualpath.laboratory.experiments.isolation_report import (
     P99_TARGET,
     Run,
@@ -28,7 +29,6 @@ from dualpath.laboratory.experiments.isolation_settings import (
     bulk_ports,
     flows,
 )
-from dualpath.laboratory.experiments.isolation_wire import BulkChecked, ExchangeOrder
 from dualpath.laboratory.experiments.report import as_report
 from dualpath.laboratory.lab.cluster import LinkReport
 from dualpath.laboratory.lab.machine import nodes

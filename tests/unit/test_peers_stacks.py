@@ -5,12 +5,13 @@ import json
 import pytest
 from benchmarks.peers.dualpath_stack import DualPathStack
 from benchmarks.peers.measure import parse_arguments, rounds
-from benchmarks.peers.peer_stack import PeerProcess, PeerSettings, PeerStack
+from benchmarks.peers.peer_stack import PeerSettings, PeerStack
 from benchmarks.peers.vllm_lmcache.stack import LMCacheStack
 from benchmarks.peers.vllm_offloading.stack import OffloadingStack
 
 from dualpath.core.modes import Mode
 from dualpath.laboratory.lab.machine import Node
+from dualpath.laboratory.lab.node_processes import NodeCommand
 
 PE, DE0, DE1 = (Node(n, n, f"10.0.0.{i}") for i, n in enumerate(("pe0", "de0", "de1"), start=10))
 HEAD = Node("head", "head", "10.0.0.1")
@@ -31,15 +32,15 @@ def settings(*, aggregated: bool = False) -> PeerSettings:
     )
 
 
-def option(process: PeerProcess, name: str) -> str:
+def option(process: NodeCommand, name: str) -> str:
     return process.argv[process.argv.index(name) + 1]
 
 
-def engines(processes: list[PeerProcess]) -> dict[str, PeerProcess]:
+def engines(processes: list[NodeCommand]) -> dict[str, NodeCommand]:
     return {p.name: p for p in processes if "--kv-transfer-config" in p.argv}
 
 
-def connectors(process: PeerProcess) -> list[str]:
+def connectors(process: NodeCommand) -> list[str]:
     config = json.loads(option(process, "--kv-transfer-config"))
     inner = config["kv_connector_extra_config"].get("connectors", [config])
     return [c["kv_connector"] for c in inner]
@@ -47,7 +48,7 @@ def connectors(process: PeerProcess) -> list[str]:
 
 @pytest.mark.parametrize("stack", PEERS, ids=lambda stack: stack.name)
 def test_storage_is_behind_the_prefill_engine_and_decode_engines_only_receive(stack):
-    found = engines(stack.processes(settings()))
+    found = engines(stack.commands(settings()))
     assert connectors(found["pe0"])[0] == "NixlConnector"
     assert len(connectors(found["pe0"])) == 2
     assert connectors(found["de0"]) == connectors(found["de1"]) == ["NixlConnector"]
@@ -55,7 +56,7 @@ def test_storage_is_behind_the_prefill_engine_and_decode_engines_only_receive(st
 
 @pytest.mark.parametrize("stack", PEERS, ids=lambda stack: stack.name)
 def test_aggregated_every_node_has_storage_and_nothing_is_forwarded(stack):
-    processes = stack.processes(settings(aggregated=True))
+    processes = stack.commands(settings(aggregated=True))
     found = engines(processes)
     assert set(found) == {"pe0", "de0", "de1"}
     assert all(
@@ -68,7 +69,7 @@ def test_aggregated_every_node_has_storage_and_nothing_is_forwarded(stack):
 
 @pytest.mark.parametrize("stack", PEERS, ids=lambda stack: stack.name)
 def test_nothing_passes_by_the_links(stack):
-    for process in engines(stack.processes(settings())).values():
+    for process in engines(stack.commands(settings())).values():
         assert process.environment["UCX_TLS"] == "tcp"
         assert process.environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] == process.node.address
         assert option(process, "--host") == process.node.address
@@ -76,7 +77,7 @@ def test_nothing_passes_by_the_links(stack):
 
 
 def test_lmcache_reads_past_the_page_cache_on_the_node_of_its_engine():
-    server = LMCacheStack().processes(settings())[0]
+    server = LMCacheStack().commands(settings())[0]
     assert server.node == PE
     adapter = json.loads(option(server, "--l2-adapter"))
     assert adapter["use_odirect"] is True
@@ -85,8 +86,8 @@ def test_lmcache_reads_past_the_page_cache_on_the_node_of_its_engine():
 
 
 def test_dualpath_is_given_what_the_peers_are_given():
-    own = engines(DualPathStack(Mode.DUALPATH, 25e6, 32768).processes(settings()))
-    peer = engines(OffloadingStack().processes(settings()))
+    own = engines(DualPathStack(Mode.DUALPATH, 25e6, 32768).commands(settings()))
+    peer = engines(OffloadingStack().commands(settings()))
     assert set(own) == set(peer)
     for name in own:
         for flag in ("--model", "--dtype", "--block-size", "--max-model-len", "--host"):
@@ -96,7 +97,7 @@ def test_dualpath_is_given_what_the_peers_are_given():
 
 
 def test_dualpath_engines_meet_the_router_on_the_head_node():
-    router, *rest = DualPathStack(Mode.BASIC, 25e6, 32768).processes(settings())
+    router, *rest = DualPathStack(Mode.BASIC, 25e6, 32768).commands(settings())
     assert router.node == HEAD
     assert option(router, "--control-host") == HEAD.address
     assert option(router, "--alpha-tokens") == str(3 * 25_000_000 // 32768)

@@ -2,7 +2,6 @@
 
 import msgspec
 from benchmarks.peers.peer_stack import (
-    PeerProcess,
     PeerSettings,
     both,
     engine,
@@ -11,6 +10,7 @@ from benchmarks.peers.peer_stack import (
 )
 
 from dualpath.laboratory.lab.machine import Node
+from dualpath.laboratory.lab.node_processes import NodeCommand
 
 SERVER_PORT = 5555
 HTTP_PORT = 8080
@@ -24,7 +24,7 @@ class LMCacheStack:
 
     name = "vllm-nixl-lmcache"
 
-    def processes(self, settings: PeerSettings) -> list[PeerProcess]:
+    def commands(self, settings: PeerSettings) -> list[NodeCommand]:
         """Return servers, engines and the proxy."""
         lmcache = {
             "kv_connector": "LMCacheMPConnector",
@@ -46,7 +46,7 @@ class LMCacheStack:
         ]
 
 
-def server(settings: PeerSettings, node: Node) -> PeerProcess:
+def server(settings: PeerSettings, node: Node) -> NodeCommand:
     """Return LMCache's multi-process server of a node.
 
     Reads pass the page cache by (``use_odirect``), several at a time; more workers than one serve
@@ -78,7 +78,7 @@ def server(settings: PeerSettings, node: Node) -> PeerProcess:
         "--l2-adapter", msgspec.json.encode(adapter).decode(),
         "--l2-prefetch-max-in-flight", "16",
     )  # fmt: skip
-    return PeerProcess(
+    return NodeCommand(
         name=f"lmcache-{node.name}",
         node=node,
         argv=argv,

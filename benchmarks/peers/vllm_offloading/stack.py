@@ -1,7 +1,6 @@
 """vLLM PD over NIXL, vLLM's own offloading to a file system tier on every prefill node."""
 
 from benchmarks.peers.peer_stack import (
-    PeerProcess,
     PeerSettings,
     both,
     engine,
@@ -9,13 +8,15 @@ from benchmarks.peers.peer_stack import (
     proxy,
 )
 
+from dualpath.laboratory.lab.node_processes import NodeCommand
+
 
 class OffloadingStack:
     """Storage behind the PE alone, through a tier in DRAM, without a further process."""
 
     name = "vllm-nixl-offloading"
 
-    def processes(self, settings: PeerSettings) -> list[PeerProcess]:
+    def commands(self, settings: PeerSettings) -> list[NodeCommand]:
         """Return engines and the proxy."""
         offloading = {
             "kv_connector": "OffloadingConnector",

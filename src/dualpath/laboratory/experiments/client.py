@@ -1,20 +1,19 @@
 """The client of a run, a process on the lab's head node: waits, replays, asks what was verified.
 
-    python -m dualpath.laboratory.experiments.client TASK.json
-
-It prints ``begin`` when the first agent starts and ``end`` when the last has its answer, and writes
-``ClientResult`` to the task's ``result``.
+It answers in a ``Dialogue``: ``READY`` when the engines are up; it is then sent a line to begin,
+and answers ``DONE`` when the last agent has its answer, and ``ClientResult``.
 """
 
 import asyncio
 import re
 import sys
-from pathlib import Path
+from http import HTTPStatus
 
 import aiohttp
 import msgspec
 
 from dualpath.core.errors import DualPathError, EngineLostError
+from dualpath.laboratory.experiments.dialogue import begin, reply
 from dualpath.laboratory.workload.formats import read_trace
 from dualpath.laboratory.workload.replay.client import replay
 from dualpath.laboratory.workload.replay.options import ReplayOptions
@@ -27,20 +26,21 @@ _COUNT = re.compile(
     r'dualpath_emulated:(verified|wrong)_layer_blocks_total\{place="([^"]+)"\} ([0-9.e+]+)'
 )
 
-BEGIN, END = "begin", "end"
+READY, DONE = "ready", "done"
 
 
 class ClientTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do: wait for ``engines`` engines, replay ``trace``, write to ``result``.
+    """What to do: wait for ``engines`` engines, replay ``trace``.
 
-    ``engine_metrics``: whether engines tell at /metrics what they verified.
+    Each of ``ready_urls`` has to answer 200 before, too.  ``engine_metrics``: whether engines
+    report at /metrics what they verified.
     """
 
     endpoint: str
     engines: int
     trace: str
     options: ReplayOptions
-    result: str
+    ready_urls: tuple[str, ...] = ()
     engine_metrics: bool = True
     start_timeout_s: float = 60.0
 
@@ -59,9 +59,10 @@ async def run_client(task: ClientTask) -> ClientResult:
     timeout = aiohttp.ClientTimeout(total=_METRIC_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as http:
         await _ready(http, task)
-        _say(BEGIN)
+        reply(READY)
+        sys.stdin.readline()
         found = await replay(sessions, task.endpoint, task.options)
-        _say(END)
+        reply(DONE)
         counts: dict[str, dict[str, int]] = {"verified": {}, "wrong": {}}
         if task.engine_metrics:
             for url in await _engine_urls(http, task.endpoint):
@@ -74,23 +75,35 @@ async def _ready(http: aiohttp.ClientSession, task: ClientTask) -> None:
         async with asyncio.timeout(task.start_timeout_s):
             while await _alive(http, task.endpoint) < task.engines:
                 await asyncio.sleep(_POLL_S)
+            for url in task.ready_urls:
+                while not await _answers(http, url):
+                    await asyncio.sleep(_POLL_S)
     except TimeoutError as error:
+        servers = [f"{task.engines} engines at {task.endpoint}", *task.ready_urls]
         raise EngineLostError(
-            f"fewer than {task.engines} engines were up within {task.start_timeout_s:g} s"
+            f"not all were up within {task.start_timeout_s:g} s: {', '.join(servers)}"
         ) from error
+
+
+async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with http.get(url) as response:
+            return response.status == HTTPStatus.OK
+    except (aiohttp.ClientError, TimeoutError):
+        return False
 
 
 async def _alive(http: aiohttp.ClientSession, endpoint: str) -> int:
     try:
-        told = await status(http, endpoint)
+        found = await status(http, endpoint)
     except DualPathError:
         return 0
-    return 0 if told is None else sum(engine.alive for engine in told.engines)
+    return 0 if found is None else sum(engine.alive for engine in found.engines)
 
 
 async def _engine_urls(http: aiohttp.ClientSession, endpoint: str) -> list[str]:
-    told = await status(http, endpoint)
-    return [] if told is None else [engine.api_url for engine in told.engines if engine.alive]
+    found = await status(http, endpoint)
+    return [] if found is None else [engine.api_url for engine in found.engines if engine.alive]
 
 
 async def _add_counts(
@@ -102,18 +115,12 @@ async def _add_counts(
         counts[what][place] = counts[what].get(place, 0) + int(float(value))
 
 
-def _say(word: str) -> None:
-    print(word, flush=True)
-
-
 def main() -> None:
-    """Run the task of the file named by the first argument."""
-    task = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ClientTask)
+    """Carry out the task that is the first argument."""
     try:
-        found = asyncio.run(run_client(task))
+        reply(asyncio.run(run_client(begin(ClientTask))))
     except DualPathError as error:
         sys.exit(f"dualpath: {error}")
-    Path(task.result).write_bytes(msgspec.json.encode(found))
 
 
 if __name__ == "__main__":

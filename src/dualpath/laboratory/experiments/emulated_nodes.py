@@ -1,5 +1,6 @@
 """Emulated engines on the nodes of a lab, one per node, and their router on the head node."""
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -8,9 +9,9 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.laboratory.emulated.settings import block_geometry
-from dualpath.laboratory.experiments.node_process import NodeProcesses
 from dualpath.laboratory.lab.cluster import LabState, lab_head, lab_nodes, link_reports
 from dualpath.laboratory.lab.machine import Node
+from dualpath.laboratory.lab.node_processes import NodeCommand, module_command
 from dualpath.laboratory.lab.settings import LabSettings
 from dualpath.model.catalog.costs import single_engine_costs
 from dualpath.model.sim.derived import limits
@@ -109,15 +110,15 @@ def scaled_costs(nodes: EmulatedNodes) -> ModelCosts:
 
 
 class EmulatedEngines:
-    """Emulated engines as a kind of engines for a rig."""
+    """Emulated engines as a kind of engines for ``LabRun``."""
 
     verifies = True
 
     def __init__(self, nodes: EmulatedNodes) -> None:
         self._nodes = nodes
 
-    def start(self, state: LabState, processes: NodeProcesses, mode: Mode, storage: str) -> str:
-        """Start router and engines; return the endpoint.  Engines are called as their nodes."""
+    def commands(self, state: LabState, mode: Mode, storage: str) -> Sequence[NodeCommand]:
+        """Return the router, then the engines."""
         derived = limits(simulated_setup(self._nodes, state.settings, mode))
         head = lab_head(state)
         control = f"tcp://{head.address}:{CONTROL_PORT}"
@@ -127,11 +128,16 @@ class EmulatedEngines:
             *("--alpha-tokens", str(derived.alpha_tokens)),
             *("--beta-tokens", str(derived.beta_tokens)),
         ]
-        processes.start_module("router", head, CLI_MODULE, router)
-        for node in lab_nodes(state):
-            arguments = _engine_arguments(self._nodes, state, node, mode, storage, control)
-            processes.start_module(node.name, node, CLI_MODULE, arguments)
-        return f"http://{head.address}:{ROUTER_PORT}"
+        engines = [
+            module_command(
+                node.name,
+                node,
+                CLI_MODULE,
+                _engine_arguments(self._nodes, state, node, mode, storage, control),
+            )
+            for node in lab_nodes(state)
+        ]
+        return [module_command("router", head, CLI_MODULE, router, ends_last=True), *engines]
 
 
 def _engine_arguments(

@@ -6,19 +6,18 @@ writes from DEs to PEs; it saturates the links it uses.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import msgspec
 
 from dualpath.core.errors import ConfigError
+from dualpath.laboratory.experiments.isolation_bulk import BulkChecked, BulkCount
 from dualpath.laboratory.experiments.isolation_nodes import Bulks, Exchanges, bulks, exchanges
 from dualpath.laboratory.experiments.isolation_report import Run, isolation_report
 from dualpath.laboratory.experiments.isolation_settings import Case, IsolationSettings, Leg
-from dualpath.laboratory.experiments.isolation_wire import BulkChecked, BulkCount
-from dualpath.laboratory.experiments.janitor import start_janitor
-from dualpath.laboratory.experiments.machine_load import BusyMeter
+from dualpath.laboratory.experiments.machine_load import BusyMeter, repeat_while_busy
 from dualpath.laboratory.experiments.report import ExperimentReport
-from dualpath.laboratory.lab.cluster import LabState, lab_down, lab_up, link_reports
+from dualpath.laboratory.lab.cluster import link_reports
+from dualpath.laboratory.lab.janitor import temporary_lab
 from dualpath.laboratory.lab.machine import find_machine
 from dualpath.laboratory.lab.settings import Shaping
 
@@ -45,7 +44,13 @@ def measure_isolation(
     ``EngineLostError``, ``DeadlineError`` or ``TransportError`` if a process on a node fails.
     The lab is removed whatever happens, also after ``kill -9``.
     """
-    with _lab(settings) as state:
+    wanted = settings.lab_settings
+    if find_machine(wanted).shaping is Shaping.TOKEN_BUCKETS:
+        raise ConfigError(
+            "isolation needs links that the kernel shapes, and this machine lets this user have "
+            "none; be root or allow user namespaces (docs/how-to/lab.md)"
+        )
+    with temporary_lab(wanted) as state:
         runs: list[Run] = []
         checks: list[BulkChecked] = []
         for leg in settings.legs:
@@ -63,26 +68,6 @@ def measure_isolation(
         return isolation_report(settings, runs, checks, link_reports(state))
 
 
-@contextmanager
-def _lab(settings: IsolationSettings) -> Iterator[LabState]:
-    wanted = settings.lab_settings
-    if find_machine(wanted).shaping is Shaping.TOKEN_BUCKETS:
-        raise ConfigError(
-            "isolation needs links that the kernel shapes, and this machine lets this user have "
-            "none; be root or allow user namespaces (docs/how-to/lab.md)"
-        )
-    janitor = start_janitor(wanted.name)
-    try:
-        state = lab_up(wanted)
-        try:
-            yield state
-        finally:
-            lab_down(wanted.name)
-    finally:
-        janitor.kill()
-        janitor.wait()
-
-
 def _measure_sizes(
     settings: IsolationSettings,
     exchange: Exchanges,
@@ -91,12 +76,13 @@ def _measure_sizes(
 ) -> Iterator[Run]:
     """Yield one run per size, each repeated while the machine is too busy; the last one stands."""
     for message_bytes in settings.message_bytes:
-        for attempt in range(settings.attempts):
-            run = _measure_run(settings, exchange, beside, message_bytes, attempt)
+
+        def once(rejected: int, message_bytes: int = message_bytes) -> Run:
+            run = _measure_run(settings, exchange, beside, message_bytes, rejected)
             progress(run.text)
-            if run.busy <= settings.most_busy:
-                break
-        yield run
+            return run
+
+        yield repeat_while_busy(once, lambda run: run.busy > settings.most_busy, settings.attempts)
 
 
 def _measure_run(
@@ -104,7 +90,7 @@ def _measure_run(
     exchange: Exchanges,
     beside: Beside,
     message_bytes: int,
-    attempt: int,
+    rejected: int,
 ) -> Run:
     period_s = settings.period_s(beside.leg, message_bytes)
     rounds = settings.rounds_of_run(beside.leg, message_bytes)
@@ -122,7 +108,7 @@ def _measure_run(
         wrong_messages=sum(result.wrong for result in results),
         bulk_bytes_per_s=_bytes_per_s(before, after),
         busy=meter.busy(),
-        rejected=attempt,
+        rejected=rejected,
     )
 
 

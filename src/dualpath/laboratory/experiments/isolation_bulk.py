@@ -13,15 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.errors import TransportError
-from dualpath.laboratory.experiments.isolation_wire import (
-    BulkArguments,
-    BulkChecked,
-    BulkCount,
-    BulkTargets,
-    begin,
-    tell,
-)
-from dualpath.transport.contract import Direction, RegionInfo, Transfer, TransferState
+from dualpath.laboratory.experiments.dialogue import begin, reply
+from dualpath.transport.contract import AgentInfo, Direction, RegionInfo, Transfer, TransferState
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
 from dualpath.transport.nixl import NixlTransport
 
@@ -29,6 +22,37 @@ from dualpath.transport.nixl import NixlTransport
 _LOOK_S = 0.002
 _DRAIN_DEADLINE_S = 30.0
 _BUFFER = "buffer"
+
+
+class BulkArguments(msgspec.Struct, frozen=True):
+    """A bulk process: its agent, the ports of its lane, its blocks, which agents write to it."""
+
+    agent: str
+    ports: str
+    block_bytes: int
+    blocks: int
+    in_flight: int
+    sources: tuple[str, ...]
+
+
+class BulkTargets(msgspec.Struct, frozen=True):
+    """Agents to write to from now on, until "stop"."""
+
+    agents: tuple[AgentInfo, ...]
+
+
+class BulkCount(msgspec.Struct, frozen=True):
+    """Bytes that have arrived at their targets so far, and when that was, monotonic clock."""
+
+    bytes: int
+    at_s: float
+
+
+class BulkChecked(msgspec.Struct, frozen=True):
+    """Blocks that others have written to this process, and how many of them are wrong."""
+
+    blocks: int
+    wrong: int
 
 
 def contents(agent: str, arguments: BulkArguments) -> NDArray[np.uint8]:
@@ -136,7 +160,7 @@ class Bulk:
 def main() -> None:
     """Serve as the bulk of one node; argument: ``BulkArguments`` as JSON."""
     bulk = Bulk(begin(BulkArguments))
-    tell(bulk.transport.info())
+    reply(bulk.transport.info())
     try:
         while True:
             timeout_s = _LOOK_S if bulk.is_writing else None
@@ -154,15 +178,15 @@ def _obey(bulk: Bulk, line: str) -> bool:
         case "":
             return False
         case "count":
-            tell(bulk.count())
+            reply(bulk.count())
         case "stop":
             bulk.stop()
-            tell(bulk.count())
+            reply(bulk.count())
         case "check":
-            tell(bulk.check())
+            reply(bulk.check())
         case targets:
             bulk.write_to(msgspec.json.decode(targets, type=BulkTargets))
-            tell("writing")
+            reply("writing")
     return True
 
 

@@ -16,19 +16,48 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dualpath.laboratory.experiments.isolation_wire import (
-    ExchangeArguments,
-    ExchangeOrder,
-    ExchangeResult,
-    begin,
-    tell,
-)
+from dualpath.laboratory.experiments.dialogue import begin, reply
 
 #: Bytes of the whole message, number of the round; the latter ends a message, too.
 _HEADER = struct.Struct("<II")
 _TRAILER = struct.Struct("<I")
 _CONNECT_DEADLINE_S = 10.0
 _STDIN = 0
+
+
+class ExchangeArguments(msgspec.Struct, frozen=True):
+    """An exchange process: where it listens, with whom it exchanges, by which TCP."""
+
+    address: str
+    port: int
+    peers: tuple[str, ...]
+    most_bytes: int
+    congestion_control: str
+
+
+class ExchangeOrder(msgspec.Struct, frozen=True):
+    """Rounds to do: ``warm_up``, which are not reported, then ``rounds``.
+
+    The first begins at ``start_s`` of the monotonic clock.  They end with the last, or when all
+    would be over had none begun late; one at least is reported.
+    """
+
+    message_bytes: int
+    period_s: float
+    rounds: int
+    warm_up: int
+    start_s: float
+
+
+class ExchangeResult(msgspec.Struct, frozen=True):
+    """Duration of each round, and how many ended when the next was due already.
+
+    ``wrong`` messages came back other than they were sent.
+    """
+
+    round_s: tuple[float, ...]
+    late: int
+    wrong: int
 
 
 class Channel:
@@ -111,9 +140,9 @@ class Rounds:
         for channel in channels:
             channel.send(memoryview(self._message))
 
-    def take(self, reply: memoryview, now_s: float) -> None:
-        """Take a peer's reply; the last one ends the round."""
-        header, trailer = reply[: _HEADER.size], reply[-_TRAILER.size :]
+    def take(self, answer: memoryview, now_s: float) -> None:
+        """Take a peer's answer; the last one ends the round."""
+        header, trailer = answer[: _HEADER.size], answer[-_TRAILER.size :]
         whole = self._message.startswith(header) and self._message.endswith(trailer)
         self._wrong += not whole
         self._awaited -= 1
@@ -214,12 +243,12 @@ class Exchange:
         if self._rounds is None:
             return
         for channel in answered:
-            if (reply := channel.receive()) is not None:
-                self._rounds.take(reply, time.monotonic())
+            if (answer := channel.receive()) is not None:
+                self._rounds.take(answer, time.monotonic())
         now_s = time.monotonic()
         if (result := self._rounds.result(now_s)) is not None:
             self._rounds = None
-            tell(result)
+            reply(result)
         elif self._rounds.seconds_left(now_s) == 0.0:
             self._rounds.begin(self._own, now_s)
 
@@ -228,12 +257,12 @@ def main() -> None:
     """Serve as the exchange of one node; argument: ``ExchangeArguments`` as JSON."""
     arguments = begin(ExchangeArguments)
     exchange = Exchange(arguments)
-    tell("listening")
+    reply("listening")
     sys.stdin.readline()
     exchange.connect()
     # Nothing here makes cycles; looking for them would only delay a message.
     gc.disable()
-    tell("connected")
+    reply("connected")
     exchange.serve()
 
 

@@ -8,8 +8,8 @@ from statistics import median
 
 import msgspec
 
+from dualpath.laboratory.experiments.isolation_bulk import BulkChecked
 from dualpath.laboratory.experiments.isolation_settings import Case, IsolationSettings, Leg
-from dualpath.laboratory.experiments.isolation_wire import BulkChecked
 from dualpath.laboratory.experiments.report import ExperimentReport, Target
 from dualpath.laboratory.lab.cluster import LinkReport
 from dualpath.report.model import NOTHING, Panel, Series, Table

@@ -1,7 +1,9 @@
-"""How busy the machine was, and how much CPU time a process took, from /proc."""
+"""How busy the machine was, what is done about it, and how much CPU time a process took."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STAT = Path("/proc/stat")
@@ -10,6 +12,7 @@ _IDLE, _IOWAIT, _COUNTED = 3, 4, 8
 
 #: Above this share of busy cores shaped links no longer hold their rates.
 BUSY_LIMIT = 0.85
+_Run = TypeVar("_Run")
 
 
 class BusyMeter:
@@ -23,6 +26,20 @@ class BusyMeter:
         moved = [now - then for now, then in zip(_ticks(), self._before, strict=True)]
         total = sum(moved)
         return 1 - (moved[_IDLE] + moved[_IOWAIT]) / total if total else 0.0
+
+
+def repeat_while_busy(
+    measure: Callable[[int], _Run], spoilt: Callable[[_Run], bool], attempts: int
+) -> _Run:
+    """Return the first run that a busy machine has not spoilt, else the last of ``attempts`` ≥ 1.
+
+    ``measure`` is given how many runs before it were rejected.
+    """
+    for rejected in range(attempts):
+        run = measure(rejected)
+        if not spoilt(run):
+            break
+    return run
 
 
 def process_cpu_s(process_id: int) -> float:

@@ -50,7 +50,8 @@ class LinkMeter:
         self._thread = threading.Thread(target=self._run, name="link-meter", daemon=True)
 
     def start(self) -> None:
-        """Begin to sample."""
+        """Take a first sample and begin to sample."""
+        self._samples.append(self._look())
         self._thread.start()
 
     def stop(self) -> list[Sample]:
@@ -61,11 +62,10 @@ class LinkMeter:
         return self._samples
 
     def _run(self) -> None:
-        next_s = time.monotonic()
-        while not self._over.is_set():
+        next_s = self._samples[0].time_s + SAMPLE_S
+        while not self._over.wait(max(next_s - time.monotonic(), 0)):
             self._samples.append(self._look())
             next_s += SAMPLE_S
-            self._over.wait(max(next_s - time.monotonic(), 0))
 
     def _look(self) -> Sample:
         return Sample(time.monotonic(), {node.name: self._node(node) for node in self._nodes})

@@ -1,8 +1,7 @@
 """Real vLLM engines on the nodes of a lab, one per node, and the router on the head node."""
 
 import json
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,9 +16,9 @@ from dualpath.laboratory.experiments.emulated_nodes import (
     ROUTER_PORT,
     node_role,
 )
-from dualpath.laboratory.experiments.node_process import NodeProcesses
 from dualpath.laboratory.lab.cluster import LabState, lab_head, lab_nodes
 from dualpath.laboratory.lab.machine import Node
+from dualpath.laboratory.lab.node_processes import NodeCommand, module_command
 from dualpath.model.sim.settings import ClusterSettings as SimulatedCluster
 from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT, engine_command, router_command
 from dualpath.ops.launch.settings import LocalClusterSettings
@@ -63,29 +62,19 @@ class VllmNodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class VllmEngines:
-    """Real engines as a kind of engines for a rig."""
+    """Real engines as a kind of engines for ``LabRun``."""
 
     verifies = False
 
     def __init__(self, nodes: VllmNodes) -> None:
         self._nodes = nodes
 
-    def start(self, state: LabState, processes: NodeProcesses, mode: Mode, storage: str) -> str:
-        """Start router and engines; return the endpoint.  Engines are called as their nodes."""
+    def commands(self, state: LabState, mode: Mode, storage: str) -> Sequence[NodeCommand]:
+        """Return the router, then the engines."""
         head = lab_head(state)
         cluster = self._cluster(state, mode, storage, head.address)
-        processes.start_module(
-            "router",
-            head,
-            CLI_MODULE,
-            router_command(cluster, ROUTER_PORT, CONTROL_PORT),
-            ENGINE_ENVIRONMENT,
-        )
         # Shared memory would go past the links of the lab.
-        environment = {**ENGINE_ENVIRONMENT, "UCX_TLS": "tcp"}
-        for node, command in engine_commands(cluster, lab_nodes(state), head):
-            processes.start(node.name, node, (sys.executable, *command), environment)
-        return f"http://{head.address}:{ROUTER_PORT}"
+        return cluster_commands(cluster, lab_nodes(state), head, {"UCX_TLS": "tcp"})
 
     def _cluster(
         self, state: LabState, mode: Mode, storage: str, host: str
@@ -111,17 +100,26 @@ class VllmEngines:
         )
 
 
-def engine_commands(
-    cluster: LocalClusterSettings, nodes: Iterable[Node], head: Node
-) -> Iterator[tuple[Node, tuple[str, ...]]]:
-    """Yield every node with the arguments of Python that make an engine on it.
+def cluster_commands(
+    cluster: LocalClusterSettings,
+    nodes: Sequence[Node],
+    head: Node,
+    engine_environment: Mapping[str, str],
+    *,
+    port: int = ROUTER_PORT,
+) -> list[NodeCommand]:
+    """Return the router on ``head``, which serves at ``port``, then an engine on each of ``nodes``.
 
-    They find the router on ``head``, at ``CONTROL_PORT``.
+    Engines are called as their nodes, and find the router at ``CONTROL_PORT``.
     """
+    router = router_command(cluster, port, CONTROL_PORT)
+    commands = [
+        module_command("router", head, CLI_MODULE, router, ENGINE_ENVIRONMENT, ends_last=True)
+    ]
     counts = dict.fromkeys(Role, 0)
     for node in nodes:
         role = node_role(node)
-        command = engine_command(
+        arguments = engine_command(
             cluster,
             role,
             counts[role],
@@ -131,4 +129,6 @@ def engine_commands(
             router_host=head.address,
         )
         counts[role] += 1
-        yield node, ("-m", ENGINE_MODULE, *command)
+        environment = {**ENGINE_ENVIRONMENT, **engine_environment}
+        commands.append(module_command(node.name, node, ENGINE_MODULE, arguments, environment))
+    return commands

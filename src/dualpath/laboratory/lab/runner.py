@@ -7,10 +7,12 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from dualpath.core.errors import ConfigError
+from dualpath.core.errors import ConfigError, DeadlineError, EngineLostError
 from dualpath.laboratory.lab.machine import NAMESPACE_FOLDER
 from dualpath.laboratory.lab.s3_server import READY
 from dualpath.laboratory.lab.steps import (
@@ -26,6 +28,7 @@ from dualpath.laboratory.lab.steps import (
     Step,
     WriteValue,
 )
+from dualpath.ops.launch.process import SpawnedProcess
 
 _DEADLINE_S = 60.0
 _RETRY_S = 0.02
@@ -51,7 +54,7 @@ class Runner:
         """
         try:
             self._do(step)
-        except (OSError, subprocess.SubprocessError) as error:
+        except (OSError, subprocess.SubprocessError, EngineLostError, DeadlineError) as error:
             raise ConfigError(f"lab: {describe(step)} failed ({error})") from error
 
     def _do(self, step: Step) -> None:
@@ -102,51 +105,16 @@ class Runner:
             time.sleep(_RETRY_S)
 
     def _start_anchor(self, step: StartAnchor) -> None:
-        # Its own session: Ctrl-C during a lab is for who uses it, not for the lab.
-        process = subprocess.Popen(
-            ("unshare", "-Urnm", "sh", "-c", _ANCHOR, step.marker),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            cwd="/",
-        )
-        assert process.stdout is not None
-        assert process.stderr is not None
-        ready, _, _ = select.select([process.stdout], [], [], _DEADLINE_S)
-        if not ready or process.stdout.readline() != b"ready\n":
-            process.kill()
-            said = process.stderr.read().decode(errors="replace").strip()
-            process.wait()
-            raise ConfigError(f"lab: the user namespace could not be set up ({said})")
-        process.stdout.close()
-        process.stderr.close()
-        self.anchor = process.pid
+        with tempfile.TemporaryDirectory() as folder:
+            argv = ("unshare", "-Urnm", "sh", "-c", _ANCHOR, step.marker)
+            self.anchor = _start(argv, Path(folder) / "log", os.environ, "ready").pid
 
     def _start_server(self, step: StartServer) -> None:
         # Into the network alone: the lab's folder may be out of sight in the user namespace.
         user = ("--preserve-credentials", "--user", "--target", str(self.anchor))
         names = f"/proc/{self.anchor}/root{NAMESPACE_FOLDER}" if self.anchor else NAMESPACE_FOLDER
         enter = (*(user if self.anchor else ()), f"--net={names}/{step.namespace}", "--")
-        log = os.open(step.log, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
-        try:
-            process = subprocess.Popen(
-                ("nsenter", *enter, *step.argv),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                cwd="/",
-                env=step.environment,
-            )
-        finally:
-            os.close(log)
-        deadline_s = time.monotonic() + _DEADLINE_S
-        while READY not in (said := Path(step.log).read_text(errors="replace")):
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                process.kill()
-                raise ConfigError(f"lab: `{describe(step)}` failed ({' '.join(said.split())})")
-            time.sleep(_RETRY_S)
+        _start(("nsenter", *enter, *step.argv), Path(step.log), step.environment, READY)
 
 
 def enter_user_namespace(anchor: int) -> tuple[str, ...]:
@@ -180,6 +148,22 @@ def describe(step: Step) -> str:
             return f"{'rmdir' if step.cgroup else 'rm -r'} {step.path}"
         case RemoveFile():
             return f"rm {step.path}"
+
+
+def _start(
+    argv: tuple[str, ...], log: Path, environment: Mapping[str, str], ready: str
+) -> SpawnedProcess:
+    """Start what stays as long as the lab, and wait for the line that says it can be used."""
+    process = SpawnedProcess(
+        Path(argv[0]).name, argv, log, environment, folder=Path("/"), outlives_parent=True
+    )
+    try:
+        process.wait_for_line(ready, _DEADLINE_S)
+    except BaseException:
+        process.kill()
+        process.wait(_DEADLINE_S)
+        raise
+    return process
 
 
 def _make_image(step: MakeImage) -> None:

@@ -1,13 +1,18 @@
 """The S3 server of a lab: rclone, on the lab's storage folder, with keys of its own."""
 
+import re
 import secrets
 import shutil
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 
 from dualpath.core.errors import ConfigError
+from dualpath.ops.launch.process import SpawnedProcess
 
 #: Where the nodes reach it, each over a SNIC of its own.
 ADDRESS = "10.78.0.1"
@@ -16,10 +21,11 @@ PORT = 9000
 BUCKET = "blocks"
 #: What it logs once it listens.
 READY = "Starting s3 server"
+_START_S = 30.0
 
 
 class S3Server(msgspec.Struct, frozen=True, kw_only=True):
-    """``program`` is rclone; the keys are of one lab and told to nobody else."""
+    """``program`` is rclone; the keys are of one lab and known to its nodes alone."""
 
     program: str
     access_key_id: str
@@ -48,10 +54,12 @@ def find_s3_server() -> S3Server:
     )
 
 
-def server_command(server: S3Server, storage: str, marker: str) -> tuple[str, ...]:
+def server_command(
+    server: S3Server, storage: str, marker: str, listen: str = f"{ADDRESS}:{PORT}"
+) -> tuple[str, ...]:
     """Return what serves a folder; ``marker`` is an argument to find the process by."""
     return (
-        *(server.program, "serve", "s3", storage, "--addr", f"{ADDRESS}:{PORT}"),
+        *(server.program, "serve", "s3", storage, "--addr", listen),
         # No configuration of the user, and no digest of every object at every request.
         *("--config", "", "--etag-hash", ""),
         # Nobody else writes there; listing directories anew for each object takes seconds.
@@ -63,6 +71,24 @@ def server_command(server: S3Server, storage: str, marker: str) -> tuple[str, ..
 def server_environment(server: S3Server) -> dict[str, str]:
     """Return its environment: keys there are its user's to read only, unlike arguments."""
     return {"RCLONE_AUTH_KEY": f'"{server.access_key_id},{server.secret_access_key}"', "HOME": "/"}
+
+
+@contextmanager
+def serve_folder(server: S3Server, folder: Path) -> Iterator[str]:
+    """Serve the buckets in a folder as long as the block lasts, without a lab; yields the URL."""
+    with TemporaryDirectory() as logs:
+        process = SpawnedProcess(
+            "rclone",
+            server_command(server, str(folder), "dualpath", "127.0.0.1:0"),
+            Path(logs) / "rclone.log",
+            server_environment(server),
+        )
+        try:
+            line = process.wait_for_line(READY, _START_S)
+            yield re.findall(r"http://[\d.]+:\d+", line)[0]
+        finally:
+            process.kill()
+            process.wait(_START_S)
 
 
 def client_environment(server: S3Server) -> dict[str, str]:

@@ -2,7 +2,9 @@
 
 On CPUs vLLM insists on spawning the engine core, which imports everything once more: many seconds
 of CPU per engine.  Its reason, threads of OpenMP that do not survive a fork, does not hold here:
-nothing was computed in this process yet.  On other devices nothing is changed.
+nothing was computed in this process yet.  So one function of vLLM is replaced in this process,
+`vllm.v1.engine.utils.get_mp_context`.  On other devices nothing is, and an engine that an operator
+starts with vLLM's own command never comes here.
 """
 
 import importlib

@@ -4,7 +4,6 @@ import http.client
 import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -24,18 +23,19 @@ from dualpath.ops.launch.commands import (
     engine_id,
     router_command,
 )
-from dualpath.ops.launch.process import ManagedProcess
+from dualpath.ops.launch.fork_server import ForkedProcess
+from dualpath.ops.launch.process import ManagedProcess, Supervisor
 from dualpath.ops.launch.settings import LocalClusterSettings
 
-_POLL_S = 0.1
-_END_S = 15.0
+ROUTER = "router"
 
 
 class LocalCluster:
     """P prefill engines, D decode engines and a router; a context manager.
 
-    ``progress`` is told in plain words what is being waited for.  Entering raises ``ConfigError``
-    or ``EngineLostError`` with the cause from the log, after everything is taken down again.
+    ``progress`` is called with what is being waited for, in plain words.  Entering raises
+    ``ConfigError``, ``EngineLostError`` with the cause from the log, or ``DeadlineError``, after
+    everything is taken down again.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LocalCluster:
     ) -> None:
         self.settings = settings.checked()
         self._progress = progress
-        self._processes: list[ManagedProcess] = []
+        self._supervisor = Supervisor()
         self._own_logs: str | None = None
         self._keys = ClusterKeys(self.settings)
         self.endpoint = ""
@@ -64,11 +64,11 @@ class LocalCluster:
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
         """Router first, then prefill engines, then decode engines."""
-        return tuple(self._processes)
+        return self._supervisor.processes
 
     def process(self, name: str) -> ManagedProcess:
         """Return a process by its name ("router", "pe-0", "de-0")."""
-        return next(p for p in self._processes if p.name == name)
+        return self._supervisor.process(name)
 
     def start(self) -> None:
         """Start everything and return when requests can be served."""
@@ -85,7 +85,7 @@ class LocalCluster:
                 f"starting router, {settings.prefill}P{settings.decode}D ({settings.mode})"
             )
             command = router_command(settings, port, self.control_port)
-            self._spawn("router", ROUTER_ENTRY, command, logs, self._keys.router_environment())
+            self._spawn(ROUTER, ROUTER_ENTRY, command, logs, self._keys.router_environment())
             for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
                 for index in range(count):
                     self.start_engine(role, index)
@@ -97,7 +97,6 @@ class LocalCluster:
     def start_engine(self, role: Role, index: int) -> None:
         """Start one engine, also one that replaces a lost one of the same name."""
         name = engine_id(role, index)
-        self._processes = [p for p in self._processes if p.name != name or p.alive]
         engine_port = _claim_port(LOOPBACK, 0)
         command = engine_command(self.settings, role, index, engine_port, self.control_port)
         environment = self._keys.engine_environment()
@@ -105,23 +104,14 @@ class LocalCluster:
 
     def stop(self) -> None:
         """End engines, then the router; idempotent."""
-        engines = [p for p in self._processes if p.name != "router"]
-        routers = [p for p in self._processes if p.name == "router"]
-        for group in (engines, routers):
-            for process in group:
-                process.terminate()
-            for process in group:
-                process.end(_END_S)
-        self._processes = []
+        self._supervisor.end()
         if self._own_logs:
             shutil.rmtree(self._own_logs, ignore_errors=True)
             self._own_logs = None
 
     def watch(self) -> None:
         """Block until a process ends on its own; raises ``EngineLostError`` that names it."""
-        while True:
-            self._check_alive()
-            time.sleep(_POLL_S)
+        self._supervisor.watch()
 
     def status(self) -> dict[str, Any]:
         """Return the router's ``/dualpath/v1/status``."""
@@ -133,8 +123,8 @@ class LocalCluster:
     def _spawn(
         self, name: str, entry: str, command: list[str], logs: Path, environment: dict[str, str]
     ) -> None:
-        log = logs / f"{name}.log"
-        self._processes.append(ManagedProcess(name, entry, command, log, environment))
+        process = ForkedProcess(name, entry, command, logs / f"{name}.log", environment)
+        self._supervisor.add(process, ends_last=name == ROUTER)
 
     def _log_dir(self) -> Path:
         if self.settings.log_dir:
@@ -147,34 +137,24 @@ class LocalCluster:
 
     def _wait_ready(self) -> None:
         expected = self.settings.prefill + self.settings.decode
-        deadline_s = time.monotonic() + self.settings.start_timeout_s
-        seen = -1
-        while seen < expected:
-            self._check_alive()
+        said = ""
+
+        def missing() -> str:
+            nonlocal said
             present = self._registered()
-            if present != seen:
-                seen = present
-                self._progress(f"{present} of {expected} engines registered")
-            if time.monotonic() > deadline_s:
-                raise EngineLostError(
-                    f"only {present} of {expected} engines registered within "
-                    f"{self.settings.start_timeout_s:g} s; logs in {self._log_dir()}"
-                )
-            time.sleep(_POLL_S)
+            what = f"{present} of {expected} engines registered"
+            if what != said:
+                said = what
+                self._progress(what)
+            return what if present < expected else ""
+
+        self._supervisor.wait_until_ready(missing, self.settings.start_timeout_s)
 
     def _registered(self) -> int:
         try:
             return sum(1 for engine in self.status()["engines"] if engine["alive"])
         except (OSError, EngineLostError, http.client.HTTPException):
             return 0
-
-    def _check_alive(self) -> None:
-        for process in self._processes:
-            if not process.alive:
-                raise EngineLostError(
-                    f"{process.name} ended with exit code {process.exit_code}; the end of its "
-                    f"log:\n{process.log_tail()}"
-                )
 
 
 def _check_model(model: str) -> None:

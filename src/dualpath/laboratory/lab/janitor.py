@@ -1,0 +1,66 @@
+"""Labs that go whatever happens: a process waits for the end of their maker and removes them.
+
+    python -m dualpath.laboratory.lab.janitor LAB PROCESS-ID
+
+Whatever ends the maker, ``kill -9`` included, the lab goes.
+"""
+
+import os
+import select
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dualpath.laboratory.lab.cluster import LabState, lab_down, lab_up
+from dualpath.laboratory.lab.settings import LabSettings
+from dualpath.ops.launch.process import SpawnedProcess
+
+_END_S = 10.0
+
+
+@contextmanager
+def temporary_lab(
+    settings: LabSettings, progress: Callable[[str], None] = lambda text: None
+) -> Iterator[LabState]:
+    """Make a lab for the block and remove it with everything in it; so does a janitor if killed.
+
+    Raises ``ConfigError`` as ``lab_up`` and ``lab_down``.
+    """
+    # Its signals are its own, and it outlives this process, for which it waits.
+    janitor = SpawnedProcess(
+        "janitor",
+        (sys.executable, "-m", "dualpath.laboratory.lab.janitor", settings.name, str(os.getpid())),
+        Path(os.devnull),
+        outlives_parent=True,
+    )
+    try:
+        state = lab_up(settings)
+        try:
+            progress(f"lab of {settings.shape} is up")
+            yield state
+        finally:
+            progress(f"lab removed: {lab_down(settings.name)}")
+    finally:
+        # After the removal: until then it would be needed if we were killed.  One that outlived the
+        # removal could take a later lab of the same name for its own.
+        janitor.kill()
+        janitor.wait(_END_S)
+
+
+def main() -> None:
+    """Wait for the process to end, then remove the lab."""
+    lab, process_id = sys.argv[1], int(sys.argv[2])
+    try:
+        descriptor = os.pidfd_open(process_id)
+    except ProcessLookupError:
+        pass
+    else:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        poller.poll()
+    lab_down(lab)
+
+
+if __name__ == "__main__":
+    main()

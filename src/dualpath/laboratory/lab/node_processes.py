@@ -1,0 +1,70 @@
+"""Processes on the nodes of a lab: behind its links, with a log each, gone with their parent."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from dualpath.laboratory.lab.cluster import LabState, enter_node, node_environment
+from dualpath.laboratory.lab.machine import Node
+from dualpath.ops.launch.process import SpawnedProcess, Supervisor
+from dualpath.transport.cluster_secret import SECRET_VARIABLE, new_secret
+
+
+class NodeCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """One process to be: its name, where it runs, its command, what its environment has besides.
+
+    ``ready_url`` answers 200 once it can be used; empty: nothing to wait for.  ``ends_last`` as in
+    ``Supervisor.add``.
+    """
+
+    name: str
+    node: Node
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = {}
+    ready_url: str = ""
+    ends_last: bool = False
+
+
+def module_command(
+    name: str,
+    node: Node,
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    *,
+    ends_last: bool = False,
+) -> NodeCommand:
+    """Return the command that runs a module with the Python of this process."""
+    return NodeCommand(
+        name=name,
+        node=node,
+        argv=(sys.executable, "-m", module, *arguments),
+        environment=environment or {},
+        ends_last=ends_last,
+    )
+
+
+class NodeProcesses(Supervisor):
+    """The processes of one run on a lab."""
+
+    def __init__(self, state: LabState, logs: Path) -> None:
+        super().__init__()
+        self.logs = logs
+        self._state = state
+        # Nodes have addresses of their own, where control messages need a secret.
+        self._environment = {SECRET_VARIABLE: new_secret(), **node_environment(state)}
+
+    def start(self, command: NodeCommand, *, pipes: bool = False) -> SpawnedProcess:
+        """Start a command on its node; ``pipes`` as in ``SpawnedProcess``."""
+        # What enters the node becomes the command: the process is the command's own.
+        process = SpawnedProcess(
+            command.name,
+            enter_node(self._state, command.node, command.argv),
+            self.logs / f"{command.name}.log",
+            {**os.environ, **self._environment, **command.environment},
+            pipes=pipes,
+        )
+        return self.add(process, ends_last=command.ends_last)

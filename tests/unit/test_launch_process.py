@@ -1,0 +1,156 @@
+"""The supervisor of processes: what it waits for, how it says that one ended, how all end."""
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dualpath.core.errors import DeadlineError, EngineLostError
+from dualpath.ops.launch.process import SpawnedProcess, Supervisor
+
+GUARD_S = 30.0
+STAY = "sleep 1000 & while :; do wait; done"
+#: Writes a word when it can be used, and one for every signal that asks it to drain or to end.
+POLITE = f"trap 'echo drained' HUP; trap 'echo asked; exit 0' TERM; echo up; {STAY}"
+
+
+@pytest.fixture
+def supervisor() -> Iterator[Supervisor]:
+    supervisor = Supervisor()
+    yield supervisor
+    supervisor.end(hard=True)
+
+
+def shell(folder: Path, script: str, name: str = "shell", *, pipes: bool = True) -> SpawnedProcess:
+    """A shell whose standard output is its log, unless ``pipes``."""
+    script = f"exec >&2; {script}" if pipes else script
+    return SpawnedProcess(name, ("sh", "-c", script), folder / f"{name}.log", pipes=pipes)
+
+
+def ends(process_id: int) -> bool:
+    """Wait for the end of a process of whomever."""
+    try:
+        descriptor = os.pidfd_open(process_id)
+    except ProcessLookupError:
+        return True
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    over = bool(poller.poll(GUARD_S * 1000))
+    os.close(descriptor)
+    return over
+
+
+def test_a_line_is_waited_for_until_it_is_whole(supervisor: Supervisor, tmp_path: Path) -> None:
+    process = supervisor.add(shell(tmp_path, "printf 'serving at '; read x; echo here; read x"))
+    assert process.find_line("serving") is None
+    assert process.stdin is not None
+    process.stdin.write(b"go on\n")
+    process.stdin.flush()
+    assert process.wait_for_line("serving", GUARD_S) == "serving at here"
+
+
+def test_lines_of_the_process_before_do_not_count(supervisor: Supervisor, tmp_path: Path) -> None:
+    shell(tmp_path, "echo up").wait(GUARD_S)
+    again = supervisor.add(shell(tmp_path, "read x"))
+    assert again.find_line("up") is None
+    assert again.output() == ""
+    assert (tmp_path / "shell.log").read_text() == "up\n"
+
+
+def test_who_waits_for_a_line_of_a_process_that_has_ended_sees_its_last_words(
+    tmp_path: Path,
+) -> None:
+    process = shell(tmp_path, "echo no such device; exit 3")
+    with pytest.raises(EngineLostError, match=r"shell ended with exit code 3.*\n.*no such device"):
+        process.wait_for_line("up", GUARD_S)
+    with pytest.raises(DeadlineError, match="has not written 'up' within 0 s"):
+        shell(tmp_path, "read x").wait_for_line("up", 0)
+
+
+def test_waiting_ends_when_another_process_does(supervisor: Supervisor, tmp_path: Path) -> None:
+    supervisor.add(shell(tmp_path, "echo out of memory; exit 1", "engine"))
+    awaited = supervisor.add(shell(tmp_path, "exit 0", "client"))
+    with pytest.raises(EngineLostError, match=r"engine ended with exit code 1(.|\n)*out of memory"):
+        supervisor.wait_until_ready(lambda: "no answer", GUARD_S, awaited)
+
+
+def test_what_was_awaited_too_long_is_said(supervisor: Supervisor, tmp_path: Path) -> None:
+    supervisor.add(shell(tmp_path, "read x"))
+    with pytest.raises(DeadlineError, match=rf"1 of 2 engines up after 0 s.*{tmp_path}"):
+        supervisor.wait_until_ready(lambda: "1 of 2 engines up", 0)
+    supervisor.wait_until_ready(lambda: "", 0)
+
+
+def test_one_process_is_drained_by_a_signal_and_restarted(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    process = supervisor.add(shell(tmp_path, POLITE, pipes=False))
+    process.wait_for_line("up", GUARD_S)
+    process.send_signal(signal.SIGHUP)
+    process.wait_for_line("drained", GUARD_S)
+    process.terminate()
+    assert process.wait(GUARD_S) == 0
+    assert process.output().split() == ["up", "drained", "asked"]
+    with pytest.raises(EngineLostError):
+        supervisor.check_alive()
+    again = supervisor.add(shell(tmp_path, POLITE, pipes=False))
+    supervisor.check_alive()
+    assert supervisor.processes == (again,)
+
+
+def test_those_that_others_lean_on_are_asked_last(tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    with Supervisor() as supervisor:
+        for name in ("router", "engine"):
+            script = (
+                f"trap 'echo {name} >> {asked}; exit 0' TERM; echo up; while :; do read x; done"
+            )
+            process = shell(tmp_path, script, name, pipes=False)
+            supervisor.add(process, ends_last=name == "router").wait_for_line("up", GUARD_S)
+    assert asked.read_text().split() == ["engine", "router"]
+    assert supervisor.processes == ()
+
+
+def test_what_a_process_has_started_ends_with_it(tmp_path: Path) -> None:
+    child = "sh -c 'trap \"\" TERM; echo child $$; exec sleep 1000'"
+    process = shell(tmp_path, f"{child} & wait", pipes=False)
+    child_id = int(process.wait_for_line("child", GUARD_S).split()[1])
+    process.kill()
+    assert process.wait(GUARD_S) == -signal.SIGKILL
+    assert ends(child_id)
+
+
+def test_a_process_ends_with_whoever_started_it_unless_it_is_to_outlive_it(tmp_path: Path) -> None:
+    starter = f"""
+import sys
+from pathlib import Path
+from dualpath.ops.launch.process import SpawnedProcess
+processes = [
+    SpawnedProcess("one", ("sleep", "1000"), Path({str(tmp_path / "log")!r}), outlives_parent=stays)
+    for stays in (False, True)
+]
+print("started", *[process.pid for process in processes], file=sys.stderr)
+input()
+"""
+    source = str(Path(__file__).parents[2] / "src")
+    parent = SpawnedProcess(
+        "parent",
+        (sys.executable, "-c", starter),
+        tmp_path / "parent.log",
+        {**os.environ, "PYTHONPATH": source},
+        pipes=True,
+    )
+    try:
+        line = parent.wait_for_line("started", GUARD_S)
+        dies, stays = (int(word) for word in line.split()[1:])
+    finally:
+        parent.send_signal(signal.SIGKILL)
+    try:
+        assert ends(dies)
+        os.kill(stays, 0)
+    finally:
+        os.kill(stays, signal.SIGKILL)
