@@ -212,6 +212,7 @@ class ToyCluster:
             self.storage,
             mode=mode,
             buffer_blocks=buffer_blocks,
+            trace_out=trace_out and f"{trace_out}.de",
         )
         self.pe.command(Welcome(peers=(self.de.manager.address(self.de.epoch),)))
         self.de.command(Welcome(peers=(self.pe.manager.address(self.pe.epoch),)))

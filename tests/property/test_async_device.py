@@ -26,12 +26,13 @@ from tests.engine_harness import GEOMETRY, full_block, kv_bytes, prompt_keys
 from dualpath.core.cluster import Role
 from dualpath.core.control import PrefillTransfer
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.engine.buffer import BlockBuffer
+from dualpath.engine.buffer import STAGING_REGION, BlockBuffer
 from dualpath.engine.counters import Counters
-from dualpath.engine.hbm_copy import STAGING_REGION, HbmLayout
+from dualpath.engine.hbm_copy import HbmLayout
 from dualpath.engine.layer_stream import LayerSettings
 from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
 from dualpath.engine.trace import TraceRecorder
+from dualpath.plan.steps import PromptLayout, decode_steps, generated_steps
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import allocate_registered
 
@@ -74,14 +75,7 @@ class Engine:
         self.wrong: list[str] = []
 
     def stream(self, chunk: PrefillChunk, layers: LayerSettings) -> WorldLayerStream:
-        transfers = StepTransfers(
-            self.buffer,
-            self.transport,
-            self.device,
-            Counters(),
-            "self",
-            self.layout.region_of_layer,
-        )
+        transfers = self.transfers(Role.PREFILL)
         stream = WorldLayerStream(
             [chunk], layers, GEOMETRY, transfers, self.pump, self.device, self.after, Counters(),
             TraceRecorder(None, ""),
@@ -89,9 +83,24 @@ class Engine:
         stream.world = self.world
         return stream
 
+    def transfers(self, side: Role) -> StepTransfers:
+        return StepTransfers(
+            side,
+            GEOMETRY,
+            self.transport,
+            self.device,
+            Counters(),
+            "self",
+            self.layout.region_of_layer,
+        )
+
     def copier(self) -> WorldHbmCopier:
         copier = WorldHbmCopier(
-            self.transport, self.pump, self.device, self.after, Counters(), self.layout, "self"
+            self.transfers(Role.DECODE),
+            self.pump,
+            self.device,
+            self.after,
+            TraceRecorder(None, ""),
         )
         copier.world = self.world
         return copier
@@ -212,7 +221,9 @@ def test_a_prompt_is_copied_in_after_the_blocks_last_user_and_read_when_it_is_th
         for block in blocks:
             engine.kernel_writes(layer, block, GARBAGE)
     ended: list[str | None] = []
-    engine.copier().into_hbm(engine.buffer, range(len(keys)), blocks, ended.append)
+    tokens = len(keys) * GEOMETRY.block_tokens
+    prompt = PromptLayout(GEOMETRY, tokens, de_slots=tuple(range(len(keys))))
+    engine.copier().into_hbm("r", decode_steps(prompt), blocks, ended.append)
     engine.world.until(lambda: bool(ended))
     for layer in range(GEOMETRY.layers):
         for block, key in zip(blocks, keys, strict=True):
@@ -232,7 +243,8 @@ def test_a_generated_block_is_copied_out_as_computed_before_the_next_step_overwr
     for layer in range(GEOMETRY.layers):
         engine.kernel_writes(layer, 5, kv_bytes(key, layer))
     ended: list[str | None] = []
-    engine.copier().out_of_hbm(5, engine.staging, 0, ended.append)
+    *copies, _ = generated_steps(GEOMETRY, slot=0)
+    engine.copier().out_of_hbm(copies, 5, ended.append)
     for layer in range(GEOMETRY.layers):
         engine.kernel_writes(layer, 5, GARBAGE)
     engine.world.drift(50)

@@ -43,6 +43,10 @@ class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Bytes of one Full Block: all layers of ``block_tokens`` tokens."""
         return self.layers * self.layer_block_bytes
 
+    def bytes_of(self, layer: int | None) -> int:
+        """Bytes of a block in one layer, or (None) in all."""
+        return self.full_block_bytes if layer is None else self.layer_block_bytes
+
     @property
     def bytes_per_token(self) -> int:
         """KV bytes of one token over all layers, rounded down."""

@@ -1,7 +1,7 @@
 """The PE or DE buffer: registered DRAM divided into Full Block slots (§4.1)."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,15 +11,21 @@ from dualpath.engine.slots import Grant, SlotPool
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import allocate_registered
 
-#: Name under which every engine registers its buffer.
+#: Names under which every engine registers its buffer, and where generated blocks leave its HBM.
 BUFFER_REGION = "buffer"
+STAGING_REGION = "staging"
+
+
+def layer_pieces(geometry: BlockGeometry, slots: Sequence[int], layer: int) -> NDArray[np.int64]:
+    """Return which pieces of a buffer's region are the Layer Blocks of these slots."""
+    return np.asarray(slots, dtype=np.int64) * geometry.layers + layer
 
 
 class BlockBuffer:
     """Slots with memory behind them; all methods may be called from any thread.
 
-    One region of ``slots · layers`` pieces: piece ``slot · layers + layer`` is a Layer Block, so a
-    slot's pieces are contiguous and form its Full Block (§A.5).  ``granted`` is called, outside
+    One region of ``slots · layers`` pieces, each a Layer Block (``layer_pieces``): a slot's
+    pieces are contiguous and form its Full Block (§A.5).  ``granted`` is called, outside
     the lock, for every reservation as soon as it fits.
     """
 
@@ -63,10 +69,6 @@ class BlockBuffer:
         """Return a slot's Full Block as writable bytes."""
         size = self.geometry.full_block_bytes
         return self._view[slot * size : (slot + 1) * size]
-
-    def pieces(self, slots: Iterable[int], layer: int) -> NDArray[np.int64]:
-        """Return the piece indices of one layer of these slots."""
-        return np.fromiter(slots, dtype=np.int64) * self.geometry.layers + layer
 
     def slots_of(self, request_id: str) -> tuple[int, ...]:
         """Return the slots a request holds, in block order; empty if none."""

@@ -3,6 +3,9 @@
 import threading
 from enum import StrEnum
 
+from dualpath.plan import steps
+from dualpath.plan.steps import Place, Step
+
 
 class Counter(StrEnum):
     """What is counted: the name on the wire, which is the value.
@@ -59,6 +62,22 @@ class Counter(StrEnum):
 OF_EMULATED_ENGINES = (Counter.VERIFIED_LAYER_BLOCKS, Counter.WRONG_LAYER_BLOCKS)
 
 
+#: The counters that the bytes of a step enter, by its label: what it moves, then what it carries.
+BYTES_OF: dict[str, tuple[Counter, ...]] = {
+    steps.READ_TO_PE.label: (Counter.STORAGE_READ_BYTES,),
+    steps.READ_TO_DE.label: (Counter.STORAGE_READ_BYTES,),
+    steps.LOAD_FROM_PE_BUFFER.label: (Counter.H2D_BYTES,),
+    steps.LOAD_FROM_DE_BUFFER.label: (Counter.DE_TO_PE_BYTES, Counter.DE_HIT_BYTES),
+    steps.RELOAD_CHUNK.label: (Counter.DE_TO_PE_BYTES, Counter.RELOAD_BYTES),
+    steps.SEND_HITS.label: (Counter.PE_TO_DE_BYTES, Counter.PE_HIT_BYTES),
+    steps.SEND_MISSES.label: (Counter.PE_TO_DE_BYTES, Counter.MISS_BYTES),
+    steps.FILL_DE_HBM.label: (Counter.H2D_BYTES,),
+    steps.PERSIST_PROMPT.label: (Counter.STORAGE_WRITE_BYTES,),
+    steps.STAGE_GENERATED.label: (Counter.D2H_BYTES,),
+    steps.PERSIST_GENERATED.label: (Counter.STORAGE_WRITE_BYTES,),
+}
+
+
 class Counters:
     """Thread-safe totals, all starting at zero."""
 
@@ -72,6 +91,13 @@ class Counters:
         """Add a non-negative amount."""
         with self._lock:
             self._totals[name.value] += amount
+
+    def moved(self, step: Step, moved_bytes: int | None = None) -> None:
+        """Count a step that is executed; ``moved_bytes`` if they are not the step's own."""
+        for counter in BYTES_OF[step.label]:
+            self.add(counter, step.bytes if moved_bytes is None else moved_bytes)
+        if step.destination is Place.PE_HBM and step.layer == 0:
+            self.add(Counter.LOADED_BLOCKS, step.blocks.count)
 
     def snapshot(self) -> dict[str, float]:
         """Return a copy of all totals."""

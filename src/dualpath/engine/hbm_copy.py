@@ -1,8 +1,8 @@
 """Host-device copies of whole prompts and single blocks: labels 8-9 of Fig. 4, and back.
 
-They are transfers of the engine to itself, the form of the CNIC-assisted copies of §5.2: with an
-RDMA NIC they are what the paper does.  A device with a copier does them itself, on streams of its
-own.
+Their steps have both ends in this engine.  Without a copier of the device they are transfers of the
+engine to itself, the form of the CNIC-assisted copies of §5.2: with an RDMA NIC they are what the
+paper does.
 """
 
 import threading
@@ -11,15 +11,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from dualpath.core.errors import DualPathError, TransportError
-from dualpath.engine.buffer import BUFFER_REGION, BlockBuffer
-from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.device import Device, DeviceEvent
 from dualpath.engine.event_waiter import EventWaiter
 from dualpath.engine.pump import Completion, TransferPump
-from dualpath.transport.contract import Direction, PieceIndices, RegionInfo, Transport
-
-#: Region through which generated blocks leave HBM.
-STAGING_REGION = "staging"
+from dualpath.engine.step_transfers import StepTransfers
+from dualpath.engine.trace import TraceRecorder
+from dualpath.plan.order import Executed
+from dualpath.plan.steps import Step
+from dualpath.transport.contract import RegionInfo
 
 #: Longest an engine step waits for one block to leave HBM.
 COPY_DEADLINE_S = 30.0
@@ -37,20 +36,36 @@ class HbmLayout(msgspec.Struct, frozen=True):
 
 
 class _Countdown:
-    """Calls ``over`` with the first error, or None, when ``left`` parts have ended."""
+    """Collects steps of one request; calls ``over`` with the first error, or None, after the last.
 
-    def __init__(self, left: int, over: Callable[[str | None], None]) -> None:
+    What was executed enters the trace first.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        left: int,
+        trace: TraceRecorder,
+        over: Callable[[str | None], None],
+    ) -> None:
+        self._request_id = request_id
         self._left = left
+        self._trace = trace
         self._over = over
         self._error: str | None = None
+        self._executed: list[tuple[str, Executed]] = []
         self._lock = threading.Lock()
 
-    def part_over(self, error: str | None) -> None:
+    def step_over(self, step: Step, start_ns: int, error: str | None) -> None:
         with self._lock:
             self._left -= 1
             self._error = self._error or error
+            if error is None:
+                done = Executed(step, start_ns, self._trace.now_ns())
+                self._executed.append((self._request_id, done))
             last = self._left == 0
         if last:
+            self._trace.moved(self._executed, request=self._request_id)
             self._over(self._error)
 
 
@@ -62,57 +77,45 @@ class HbmCopier:
 
     def __init__(
         self,
-        transport: Transport,
+        transfers: StepTransfers,
         pump: TransferPump,
         device: Device,
         after: EventWaiter,
-        counters: Counters,
-        layout: HbmLayout,
-        agent: str,
+        trace: TraceRecorder,
     ) -> None:
-        self._transport = transport
+        self._transfers = transfers
         self._pump = pump
         self._device = device
         self._after = after
-        self._counters = counters
-        self._layout = layout
-        self._agent = agent
+        self._trace = trace
 
     def into_hbm(
         self,
-        buffer: BlockBuffer,
-        slots: Sequence[int],
+        request_id: str,
+        steps: Sequence[Step],
         hbm_blocks: Sequence[int],
         done: Callable[[str | None], None],
     ) -> None:
         """Post H2D of all layers; ``done`` gets the first error once all are over."""
-        layers = len(self._layout.region_of_layer)
-        countdown = _Countdown(layers, done)
+        countdown = _Countdown(request_id, len(steps), self._trace, done)
         earlier = self._device.record()
 
         def post(device_error: str | None) -> None:
-            for layer, region in enumerate(self._layout.region_of_layer):
+            for step in steps:
                 if device_error is not None:
-                    countdown.part_over(device_error)
-                    continue
-                pieces = buffer.pieces(slots, layer)
-                self._post(BUFFER_REGION, pieces, region, hbm_blocks, earlier, countdown.part_over)
+                    countdown.step_over(step, 0, device_error)
+                else:
+                    self._post(step, hbm_blocks, earlier, countdown)
 
         if self._device.copier is not None:
             post(None)
         else:
             self._after.call(earlier, post)
-        piece_bytes = buffer.geometry.layer_block_bytes
-        self._counters.add(Counter.H2D_BYTES, layers * len(slots) * piece_bytes)
 
     def out_of_hbm(
-        self,
-        block_id: int,
-        staging: BlockBuffer,
-        slot: int,
-        done: Callable[[str | None], None],
+        self, steps: Sequence[Step], hbm_block: int, done: Callable[[str | None], None]
     ) -> None:
-        """Copy one block to a staging slot; ``done`` gets None or why it failed, once it is over.
+        """Copy one block to its staging slot; ``done`` gets None or why it failed, once it is over.
 
         Returns when computation queued from now on may overwrite the block.  Raises
         ``TransportError`` if the copy does not end: ``done`` was not called then, and the slot
@@ -129,20 +132,13 @@ class HbmCopier:
         earlier = self._device.record()
         if self._device.copier is None:
             earlier.wait()
-        countdown = _Countdown(len(self._layout.region_of_layer), ended)
-        events = []
-        for layer, region in enumerate(self._layout.region_of_layer):
-            pieces = staging.pieces([slot], layer)
-            event = self._post(
-                region, [block_id], STAGING_REGION, pieces, earlier, countdown.part_over
-            )
-            if event is not None:
-                events.append(event)
-        self._counters.add(Counter.D2H_BYTES, staging.geometry.full_block_bytes)
+        countdown = _Countdown("", len(steps), self._trace, ended)
+        events = [self._post(step, [hbm_block], earlier, countdown) for step in steps]
         if self._device.copier is None:
             self._wait(over)
         for event in events:
-            self._device.wait(event)
+            if event is not None:
+                self._device.wait(event)
 
     def _wait(self, over: threading.Event) -> None:
         if not over.wait(COPY_DEADLINE_S):
@@ -152,36 +148,18 @@ class HbmCopier:
             )
 
     def _post(
-        self,
-        source: str,
-        source_pieces: PieceIndices,
-        destination: str,
-        destination_pieces: PieceIndices,
-        earlier: DeviceEvent,
-        ended: Callable[[str | None], None],
+        self, step: Step, hbm_blocks: Sequence[int], earlier: DeviceEvent, countdown: _Countdown
     ) -> DeviceEvent | None:
         """Post one layer; return the event of its end if the device copies it itself."""
+        start_ns = self._trace.now_ns()
 
         def over(completion: Completion) -> None:
-            ended(completion.error)
+            countdown.step_over(step, start_ns, completion.error)
 
         try:
-            if self._device.copier is not None:
-                copy = self._device.copier.copy(
-                    source, source_pieces, destination, destination_pieces, earlier
-                )
-                self._pump.watch(copy, over)
-                return copy.event
-            transfer = self._transport.post(
-                Direction.WRITE,
-                source,
-                source_pieces,
-                self._agent,
-                destination,
-                destination_pieces,
-            )
+            transfer, event = self._transfers.post(step, hbm_blocks, earlier=earlier)
         except DualPathError as error:
-            ended(str(error))
+            countdown.step_over(step, start_ns, str(error))
             return None
         self._pump.watch(transfer, over)
-        return None
+        return event

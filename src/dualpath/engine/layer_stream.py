@@ -36,6 +36,7 @@ from dualpath.engine.layer_work import LayerWork
 from dualpath.engine.pump import Completion, TransferPump
 from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
 from dualpath.engine.trace import TraceRecorder
+from dualpath.plan.order import Executed
 from dualpath.plan.steps import Step, load_steps, send_steps
 
 #: Longest a forward pass waits for one layer's transfers before its requests are failed.
@@ -148,8 +149,7 @@ class LayerStream:
             for chunk, layout in zip(self._chunks, self._layouts, strict=True)
             for step in load_steps(layout, layer, chunk.chunk, resident=resident)
         ]
-        work = self._loads[layer]
-        self._hand_to_pump(device_error, work, steps, layer, "load", lambda: None)
+        self._hand_to_pump(device_error, self._loads[layer], steps, lambda: None)
 
     def _send(self, layer: int, computed: DeviceEvent) -> None:
         steps = [
@@ -164,8 +164,7 @@ class LayerStream:
                 self._load(following)
 
         def send(device_error: str | None) -> None:
-            work = self._sends[layer]
-            self._hand_to_pump(device_error, work, steps, layer, "send", load_next)
+            self._hand_to_pump(device_error, self._sends[layer], steps, load_next)
 
         self._after.call(computed, send)
 
@@ -174,8 +173,6 @@ class LayerStream:
         device_error: str | None,
         work: LayerWork,
         steps: Sequence[tuple[PrefillChunk, Step]],
-        layer: int,
-        track: str,
         then: Callable[[], None],
     ) -> None:
         """Let the pump post ``steps``; none of them if the device failed."""
@@ -183,14 +180,12 @@ class LayerStream:
             for chunk in self._chunks:
                 self._fail(chunk, device_error)
             steps = ()
-        self._pump.call(lambda: self._post(work, steps, layer, track, then))
+        self._pump.call(lambda: self._post(work, steps, then))
 
     def _post(
         self,
         work: LayerWork,
         steps: Sequence[tuple[PrefillChunk, Step]],
-        layer: int,
-        track: str,
         then: Callable[[], None],
     ) -> None:
         """Post one transfer per (request, step); ``then`` runs when the last of them is over.
@@ -198,31 +193,39 @@ class LayerStream:
         Runs on the pump's thread, so that a transfer that copies while it is posted does so beside
         the computation.
         """
-        work.begin(len(steps) + 1, self._trace.now_ns())
+        work.begin(len(steps) + 1)
+        executed: list[tuple[str, Executed]] = []
 
         def part_over(by_device: bool) -> None:
             if work.part_over(by_device=by_device):
-                self._trace.record(f"{track} L{layer}", track, work.start_ns, self._trace.now_ns())
+                self._trace.moved(executed)
                 try:
                     then()
                 finally:
                     work.over.set()
 
-        def ended(chunk: PrefillChunk, by_device: bool, completion: Completion) -> None:
+        def ended(
+            chunk: PrefillChunk, step: Step, start_ns: int, by_device: bool, completion: Completion
+        ) -> None:
             if completion.error is not None:
                 self._fail(chunk, completion.error)
+            else:
+                done = Executed(step, start_ns, self._trace.now_ns())
+                executed.append((chunk.prefill_transfer.request_id, done))
             part_over(by_device)
 
         for chunk, step in steps:
+            start_ns = self._trace.now_ns()
             try:
-                transfer, event = self._transfers.post(chunk, step, layer)
+                transfer, event = self._transfers.post(step, chunk.hbm_blocks, chunk.decode_agent)
             except DualPathError as error:
                 self._fail(chunk, str(error))
                 part_over(False)
                 continue
             if event is not None:
                 work.copy_queued(event)
-            self._pump.watch(transfer, functools.partial(ended, chunk, event is not None))
+            by_device = event is not None
+            self._pump.watch(transfer, functools.partial(ended, chunk, step, start_ns, by_device))
         part_over(False)
 
     def _wait(self, event: threading.Event, what: str) -> None:

@@ -16,14 +16,12 @@ class LayerWork:
         self.queued = threading.Event()
         self.over = threading.Event()
         self.events: list[DeviceEvent] = []
-        self.start_ns = 0
         self._lock = threading.Lock()
         self._left_to_queue = 0
         self._left = 0
 
-    def begin(self, parts: int, now_ns: int) -> None:
+    def begin(self, parts: int) -> None:
         """Expect that many transfers."""
-        self.start_ns = now_ns
         self._left = self._left_to_queue = parts
 
     def copy_queued(self, event: DeviceEvent) -> None:

@@ -1,4 +1,4 @@
-"""Writes new Full Blocks to storage behind everybody's back; nobody waits for it."""
+"""Writes new Full Blocks to storage in the background; nobody waits for it."""
 
 import logging
 import threading
@@ -10,26 +10,29 @@ from dualpath.core.blocks import BlockKey
 from dualpath.core.errors import StorageError
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.trace import TraceRecorder
+from dualpath.plan.order import Executed
+from dualpath.plan.steps import Step
 from dualpath.storage.contract import BlockStorage
 
 log = logging.getLogger(__name__)
 
 
 class WriteTask:
-    """Blocks to write and what to do once their memory is no longer needed."""
+    """A step to storage, with keys and memory of its blocks, and what to do once it is over."""
 
     def __init__(
         self,
+        request_id: str,
+        step: Step,
         keys: Sequence[BlockKey],
         sources: Sequence[memoryview],
         then: Callable[[], None],
-        *,
-        lengths_only: bool = False,
     ) -> None:
+        self.request_id = request_id
+        self.step = step
         self.keys = keys
         self.sources = sources
         self.then = then
-        self.bytes = 0 if lengths_only else sum(len(source) for source in sources)
 
 
 class Persister:
@@ -108,5 +111,6 @@ class Persister:
             log.exception("%d blocks are not persisted", len(task.keys))
             return
         self._counters.add(Counter.PERSISTED_BLOCKS, new)
-        self._counters.add(Counter.STORAGE_WRITE_BYTES, task.bytes)
-        self._trace.record("persist", "storage-write", start_ns, self._trace.now_ns(), blocks=new)
+        self._counters.moved(task.step)
+        done = Executed(task.step, start_ns, self._trace.now_ns())
+        self._trace.moved([(task.request_id, done)], blocks=new)

@@ -14,22 +14,20 @@ from collections.abc import Callable, Sequence
 
 from dualpath.core.blocks import BlockKey
 from dualpath.core.control import ReadDone
-from dualpath.core.runs import HitRun
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
-from dualpath.engine.trace import TraceRecorder
+from dualpath.engine.trace import STORAGE_TRACK, TraceRecorder
+from dualpath.plan.order import Executed
+from dualpath.plan.steps import Step
 from dualpath.storage.contract import BlockStorage, ReadOutcome
 
 log = logging.getLogger(__name__)
 
 _NS_PER_S = 1_000_000_000
 
-#: Track of the first reader in a trace; further ones have a number behind it.
-STORAGE_TRACK = "storage"
-
 
 class ReadTask:
-    """One request's run of blocks to read; mutated under the queue's lock only.
+    """A read step of one request, with the keys of its blocks; changed under the queue's lock only.
 
     ``good_blocks`` at its head are read and verified; what is read beyond them waits in ``ahead``.
     """
@@ -37,13 +35,13 @@ class ReadTask:
     def __init__(
         self,
         request_id: str,
-        run: HitRun,
+        step: Step,
         keys: Sequence[BlockKey],
         received_ns: int,
         deadline_s: float,
     ) -> None:
         self.request_id = request_id
-        self.run = run
+        self.step = step
         self.keys = keys
         self.received_ns = received_ns
         self.deadline_ns = received_ns + int(deadline_s * _NS_PER_S)
@@ -155,7 +153,7 @@ class ReadQueue:
             thread.join(timeout=10)
 
     def _set_aside(self, task: ReadTask) -> bool:
-        slots = [task.run.slots[position] for position in sorted(task.in_flight)]
+        slots = [task.step.slots[position] for position in sorted(task.in_flight)]
         return self._buffer.replace(task.request_id, slots)
 
     def _run(self, track: str) -> None:
@@ -189,7 +187,7 @@ class ReadQueue:
             return None
 
     def _pinned_slot(self, task: ReadTask) -> int | None:
-        slot = task.run.slots[task.started_blocks]
+        slot = task.step.slots[task.started_blocks]
         if slot not in self._buffer.slots_of(task.request_id):
             task.over = True  # released meanwhile
             return None
@@ -197,16 +195,15 @@ class ReadQueue:
         return slot
 
     def _read(self, task: ReadTask, position: int, slot: int, track: str) -> ReadOutcome:
-        start_ns = self._trace.now_ns()
+        step, start_ns = task.step.block(position), self._trace.now_ns()
         try:
             outcome = self._storage.read([task.keys[position]], [self._buffer.view(slot)])
         except Exception:  # a defect must not end a reader; the blocks are recomputed
             log.exception("request %s: reading block %d failed", task.request_id, position)
             outcome = ReadOutcome(good_blocks=0, bytes_read=0, reason="read error")
-        self._counters.add(Counter.STORAGE_READ_BYTES, outcome.bytes_read)
-        self._trace.record(
-            "read", track, start_ns, self._trace.now_ns(), request=task.request_id, block=position
-        )
+        self._counters.moved(step, outcome.bytes_read)
+        done = Executed(step, start_ns, self._trace.now_ns())
+        self._trace.moved([(task.request_id, done)], track, request=task.request_id, block=position)
         return outcome
 
     def _complaint(self, task: ReadTask) -> str | None:

@@ -3,8 +3,17 @@
 import json
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from dualpath.plan.order import Executed
+
+#: Tracks of steps that are not called as the step's verb.
+STORAGE_TRACK = "storage"
+_TRACKS = {"read": STORAGE_TRACK, "persist": "storage-write"}
+#: What is moved layer by layer beside the computation has the layer in its name.
+_BY_LAYER = ("load", "send")
 
 
 class TraceRecorder:
@@ -36,6 +45,23 @@ class TraceRecorder:
         with self._lock:
             self._events.append(event)
 
+    def moved(
+        self, executed: Sequence[tuple[str, Executed]], track: str = "", **args: object
+    ) -> None:
+        """Add one event for steps of a kind that were executed together, with their requests.
+
+        Name and track are those of the steps; ``track`` if several threads execute them.
+        """
+        if self._path is None or not executed:
+            return
+        step = executed[0][1].step
+        verb = step.movement.verb
+        name = f"{verb} L{step.layer}" if verb in _BY_LAYER else verb
+        start_ns = min(done.start_ns for _, done in executed)
+        end_ns = max(done.end_ns for _, done in executed)
+        steps = [_described(request_id, done) for request_id, done in executed]
+        self.record(name, track or _TRACKS.get(verb, verb), start_ns, end_ns, steps=steps, **args)
+
     def now_ns(self) -> int:
         """Return the time that ``record`` expects."""
         return time.monotonic_ns()
@@ -50,3 +76,17 @@ class TraceRecorder:
         partial = self._path.with_suffix(".partial")
         partial.write_text(json.dumps({"traceEvents": events}))
         partial.replace(self._path)
+
+
+def _described(request_id: str, done: Executed) -> dict[str, object]:
+    step = done.step
+    return {
+        "request": request_id,
+        "label": step.label,
+        "first_block": step.blocks.first,
+        "blocks": step.blocks.count,
+        "layer": step.layer,
+        "bytes": step.bytes,
+        "ts": done.start_ns / 1000,
+        "dur": (done.end_ns - done.start_ns) / 1000,
+    }

@@ -46,11 +46,11 @@ from dualpath.core.control import (
 from dualpath.core.errors import BufferTooSmallError, DualPathError, TransportError
 from dualpath.core.runs import BlockRun
 from dualpath.engine.active_requests import ActiveRequests
-from dualpath.engine.buffer import BlockBuffer
+from dualpath.engine.buffer import STAGING_REGION, BlockBuffer
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.device import Device, HostDevice
 from dualpath.engine.event_waiter import EventWaiter
-from dualpath.engine.hbm_copy import STAGING_REGION, HbmCopier, HbmLayout
+from dualpath.engine.hbm_copy import HbmCopier, HbmLayout
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.peers import Peers
 from dualpath.engine.persister import Persister, WriteTask
@@ -60,6 +60,15 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.engine.slots import Grant
 from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
 from dualpath.engine.trace import TraceRecorder
+from dualpath.plan.steps import (
+    PERSIST_GENERATED,
+    PERSIST_PROMPT,
+    PromptLayout,
+    decode_steps,
+    generated_steps,
+    read_step,
+    step_of,
+)
 from dualpath.storage.contract import BlockStorage
 from dualpath.transport.contract import Transport
 from dualpath.transport.regions import span_bytes
@@ -105,12 +114,16 @@ class TrafficManager:
         self._pump = TransferPump(settings.engine_id)
         self._pump.call(self._device.enter_thread)
         self._after = EventWaiter(self._device, settings.engine_id)
-        self._copier = HbmCopier(
-            transport, self._pump, self._device, self._after, self.counters, hbm, agent
+        self._transfers = StepTransfers(
+            settings.role,
+            geometry,
+            transport,
+            self._device,
+            self.counters,
+            agent,
+            hbm.region_of_layer,
         )
-        self._steps = StepTransfers(
-            self._buffer, transport, self._device, self.counters, agent, hbm.region_of_layer
-        )
+        self._copier = HbmCopier(self._transfers, self._pump, self._device, self._after, self.trace)
         self._reader = ReadQueue(
             storage, self._buffer, self.counters, self.trace, send, settings.parallel_reads
         )
@@ -242,34 +255,41 @@ class TrafficManager:
         self._send(Reserved(request_id=grant.request_id, slots=grant.slots, wait_s=wait_s))
 
     def _read(self, message: Read) -> None:
-        now_ns = self.trace.now_ns()
+        step, now_ns = read_step(self.geometry, message.run), self.trace.now_ns()
         self._reader.add(
-            ReadTask(message.request_id, message.run, message.keys, now_ns, message.deadline_s)
+            ReadTask(message.request_id, step, message.keys, now_ns, message.deadline_s)
         )
 
     def _persist_prompt(self, message: Persist) -> None:
-        end = message.first_block + len(message.keys)
-        slots = self._buffer.slots_of(message.request_id)[message.first_block : end]
+        blocks = BlockRun(message.first_block, len(message.keys))
+        slots = self._buffer.slots_of(message.request_id)[blocks.first : blocks.end]
         complete = len(slots) == len(message.keys) or not self.settings.mode.moves_bytes
         if not complete or not self._active.is_active(message.request_id):
             self.counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(message.keys))
             return
         self._buffer.pin(slots)
         self._active.persist_seen(message.request_id)
+        step = step_of(PERSIST_PROMPT, self.geometry, blocks, slots=slots)
         sources = [self._buffer.view(slot) for slot in slots]
-        self._write(message.keys, sources, lambda: self._buffer.unpin(slots))
+        self._write(
+            WriteTask(
+                message.request_id,
+                step,
+                message.keys,
+                sources,
+                lambda: self._buffer.unpin(slots),
+            )
+        )
         self._free_if_served(message.request_id)
 
-    def _write(
-        self, keys: Sequence[BlockKey], sources: Sequence[memoryview], then: Callable[[], None]
-    ) -> None:
-        lengths_only = not self.settings.mode.moves_bytes
-        if lengths_only:
-            sources = [self._blank] * len(keys)
-        if keys:
-            self._persister.add(WriteTask(keys, sources, then, lengths_only=lengths_only))
+    def _write(self, task: WriteTask) -> None:
+        if not self.settings.mode.moves_bytes:  # storage takes lengths only
+            task.step = msgspec.structs.replace(task.step, bytes=0)
+            task.sources = [self._blank] * len(task.keys)
+        if task.keys:
+            self._persister.add(task)
         else:
-            then()
+            task.then()
 
     def _release(self, message: Release) -> None:
         self._reader.cancel(message.request_id)
@@ -319,7 +339,7 @@ class TrafficManager:
             [chunk for chunk in chunks if chunk.prefill_transfer.request_id not in refused],
             layers,
             self.geometry,
-            self._steps,
+            self._transfers,
             self._pump,
             self._device,
             self._after,
@@ -367,11 +387,9 @@ class TrafficManager:
         start_ns = self.trace.now_ns()
 
         def copied(error: str | None) -> None:
-            end_ns = self.trace.now_ns()
-            self.trace.record("h2d", "h2d", start_ns, end_ns, request=request_id)
             self._buffer.unpin(slots)
             if error is None:
-                self._kv_in_hbm(request_id, (end_ns - start_ns) / _NS_PER_S)
+                self._kv_in_hbm(request_id, (self.trace.now_ns() - start_ns) / _NS_PER_S)
             done(error)
 
         if not self.settings.mode.moves_bytes:
@@ -381,7 +399,8 @@ class TrafficManager:
             self.counters.add(Counter.STALE_TRANSFERS, 1)
             done(f"request {request_id}: its DE buffer slots changed hands")
         else:
-            self._copier.into_hbm(self._buffer, slots, hbm_blocks, copied)
+            prompt = PromptLayout(self.geometry, decode_transfer.prompt_tokens, de_slots=slots)
+            self._copier.into_hbm(request_id, decode_steps(prompt), hbm_blocks, copied)
 
     def _kv_in_hbm(self, request_id: str, h2d_s: float) -> None:
         self._active.kv_in_hbm(request_id)
@@ -399,7 +418,8 @@ class TrafficManager:
         dropped and counted: the next turn recomputes it.
         """
         if not self.settings.mode.moves_bytes:
-            self._write([key for _, key in blocks], [], lambda: None)
+            step = step_of(PERSIST_GENERATED, self.geometry, BlockRun(0, len(blocks)))
+            self._write(WriteTask("", step, [key for _, key in blocks], [], lambda: None))
             return
         for block_id, key in blocks:
             try:
@@ -415,15 +435,19 @@ class TrafficManager:
         slot = self._staging.take()
         if slot is None:
             raise TransportError("all staging slots are being written; raise staging_blocks")
+        *copies, persist = generated_steps(self.geometry, slot)
 
         def copied(error: str | None) -> None:
             if error is not None:
                 self._staging.give_back(slot)
                 self._drop_generated(error)
                 return
-            self._write([key], [self._staging.view(slot)], lambda: self._staging.give_back(slot))
+            sources = [self._staging.view(slot)]
+            self._write(
+                WriteTask("", persist, [key], sources, lambda: self._staging.give_back(slot))
+            )
 
-        self._copier.out_of_hbm(block_id, self._staging, slot, copied)
+        self._copier.out_of_hbm(copies, block_id, copied)
 
     # ------------------------------------------------------------------ life
 

@@ -1,7 +1,8 @@
 """Which bytes move where, in what order: the one place that knows DualPath's data path (§4.1).
 
-A plan is data.  The traffic manager executes it, the simulator prices it, ``bounds`` sums it per
-link.  Labels are those of the paper's Fig. 4:
+A plan is data.  Engines execute its steps, all of them, and count and trace what a step says;
+the simulator prices them, ``bounds`` sums them per link, ``order`` says what each waits for.  Their
+labels are those of the paper's Fig. 4:
 
     PE read path (4a)                            DE read path (4b)
     1-2  storage → PE buffer     Full Blocks     1-2  storage → DE buffer     Full Blocks
@@ -18,10 +19,13 @@ The paper draws 8-9 after the whole prompt has arrived: HBM of the DE is allocat
 Deviation: the paper reads prompts in one forward pass.  Where chunked prefill divides a prompt and
 HBM holds only some layers, every chunk loads all KV before it once more, layer by layer: hit blocks
 from where they were read to, blocks of earlier chunks from the DE buffer, which holds them already.
+
+New KV goes to storage in Full Blocks: the prompt's from the DE buffer, a generated block, once it
+is full, from a staging slot in the DE's DRAM.
 """
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -45,6 +49,14 @@ class Place(enum.StrEnum):
     PE_HBM = "pe-hbm"
     DE_BUFFER = "de-buffer"
     DE_HBM = "de-hbm"
+    DE_STAGING = "de-staging"
+    """DRAM through which generated blocks leave the DE's HBM."""
+
+    @property
+    def side(self) -> Role | None:
+        """Whose memory it is; None for storage."""
+        sides = {"pe": Role.PREFILL, "de": Role.DECODE}
+        return sides.get(self.value.partition("-")[0])
 
 
 class Unit(enum.StrEnum):
@@ -68,34 +80,84 @@ class Link(enum.StrEnum):
     DE_DRAM = "de-dram"
 
 
-class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One movement of a run of blocks, of one layer or (``layer`` None) of all.
+class Movement(msgspec.Struct, frozen=True):
+    """A kind of step, an arrow of Fig. 4: ``verb`` is what traces call it.
 
-    ``links`` are the device directions that carry each of its ``bytes`` once.
-    ``after`` names the labels (same layer where both have one) that must be complete before.
+    ``links`` are the device directions that carry each of its bytes once.
     """
 
     label: str
+    verb: str
     source: Place
     destination: Place
-    blocks: BlockRun
-    layer: int | None
-    unit: Unit
-    bytes: int
     traffic_class: TrafficClass
     links: tuple[Link, ...]
-    after: tuple[str, ...] = ()
+
+
+class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One movement of a run of blocks, of one layer or (``layer`` None) of all.
+
+    ``slots`` of the DRAM at one of its ends, one per block, where they are known: an engine's
+    plan has them, that of a simulated or planned prompt has none.
+    """
+
+    movement: Movement
+    blocks: BlockRun
+    layer: int | None
+    bytes: int
+    slots: tuple[int, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Its name in Fig. 4."""
+        return self.movement.label
+
+    @property
+    def source(self) -> Place:
+        """Where its blocks lie."""
+        return self.movement.source
+
+    @property
+    def destination(self) -> Place:
+        """Where they go."""
+        return self.movement.destination
+
+    @property
+    def traffic_class(self) -> TrafficClass:
+        """Who waits for whom (§5.1)."""
+        return self.movement.traffic_class
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """Device directions that carry each of its bytes once."""
+        return self.movement.links
+
+    @property
+    def unit(self) -> Unit:
+        """Full Blocks or Layer Blocks."""
+        return Unit.FULL_BLOCK if self.layer is None else Unit.LAYER_BLOCK
+
+    def block(self, position: int) -> "Step":
+        """Return the part of it that moves its block number ``position``."""
+        return msgspec.structs.replace(
+            self,
+            blocks=BlockRun(self.blocks.first + position, 1),
+            bytes=self.bytes // self.blocks.count,
+            slots=self.slots[position : position + 1],
+        )
 
 
 class PromptLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a plan is made of: the prompt's blocks and the side every hit block is read on.
 
-    ``hits`` are disjoint runs in block order that cover ``[0, hit_blocks)``.
+    ``hits`` are disjoint runs in block order that cover ``[0, hit_blocks)``.  ``de_slots`` are the
+    prompt's slots of the DE buffer, empty where none are granted.
     """
 
     geometry: BlockGeometry
     prompt_tokens: int
     hits: tuple[HitRun, ...] = ()
+    de_slots: tuple[int, ...] = ()
 
     @property
     def hit_blocks(self) -> int:
@@ -107,110 +169,126 @@ class PromptLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Blocks of the whole prompt, the last possibly partial."""
         return holding_blocks(self.prompt_tokens, self.geometry.block_tokens)
 
-    def hits_on(self, side: Role) -> tuple[BlockRun, ...]:
-        """Hit runs read on one side."""
-        return tuple(run.blocks for run in self.hits if run.side is side)
-
-
-class _Hop(msgspec.Struct, frozen=True):
-    """The constant part of a kind of step."""
-
-    label: str
-    source: Place
-    destination: Place
-    unit: Unit
-    traffic_class: TrafficClass
-    links: tuple[Link, ...]
-    after: tuple[str, ...] = ()
+    def step(self, movement: Movement, blocks: BlockRun, layer: int | None = None) -> "Step":
+        """Return the movement of these blocks from or to the DE buffer."""
+        slots = self.de_slots[blocks.first : blocks.end]
+        return step_of(movement, self.geometry, blocks, layer, slots)
 
 
 # The table that is the data path.  CNIC directions follow §4.2: a host-device copy is an RDMA
 # write through the engine's own CNIC, so its bytes are read and written by the same NIC.
-READ_TO_PE = _Hop(
+READ_TO_PE = Movement(
     "4a.1-2",
+    "read",
     Place.STORAGE,
     Place.PE_BUFFER,
-    Unit.FULL_BLOCK,
     TrafficClass.STORAGE_READ,
     (Link.PE_SNIC_READ, Link.PE_DRAM),
 )
-READ_TO_DE = _Hop(
+READ_TO_DE = Movement(
     "4b.1-2",
+    "read",
     Place.STORAGE,
     Place.DE_BUFFER,
-    Unit.FULL_BLOCK,
     TrafficClass.STORAGE_READ,
     (Link.DE_SNIC_READ, Link.DE_DRAM),
 )
-LOAD_FROM_PE_BUFFER = _Hop(
+LOAD_FROM_PE_BUFFER = Movement(
     "4a.3-4",
+    "load",
     Place.PE_BUFFER,
     Place.PE_HBM,
-    Unit.LAYER_BLOCK,
     TrafficClass.KV,
     (Link.PE_DRAM, Link.PE_CNIC_READ, Link.PE_CNIC_WRITE),
-    ("4a.1-2",),
 )
-LOAD_FROM_DE_BUFFER = _Hop(
+LOAD_FROM_DE_BUFFER = Movement(
     "4b.3-5",
+    "load",
     Place.DE_BUFFER,
     Place.PE_HBM,
-    Unit.LAYER_BLOCK,
     TrafficClass.KV,
     (Link.DE_DRAM, Link.DE_CNIC_READ, Link.PE_CNIC_WRITE),
-    ("4b.1-2",),
 )
-RELOAD_CHUNK = _Hop(
+RELOAD_CHUNK = Movement(
     "chunk.reload",
+    "load",
     Place.DE_BUFFER,
     Place.PE_HBM,
-    Unit.LAYER_BLOCK,
     TrafficClass.KV,
     (Link.DE_DRAM, Link.DE_CNIC_READ, Link.PE_CNIC_WRITE),
-    ("4a.5-7", "miss"),
 )
-SEND_HITS = _Hop(
+SEND_HITS = Movement(
     "4a.5-7",
+    "send",
     Place.PE_HBM,
     Place.DE_BUFFER,
-    Unit.LAYER_BLOCK,
     TrafficClass.KV,
     (Link.PE_CNIC_READ, Link.DE_CNIC_WRITE, Link.DE_DRAM),
-    ("compute",),
 )
-SEND_MISSES = _Hop(
+SEND_MISSES = Movement(
     "miss",
+    "send",
     Place.PE_HBM,
     Place.DE_BUFFER,
-    Unit.LAYER_BLOCK,
     TrafficClass.KV,
     (Link.PE_CNIC_READ, Link.DE_CNIC_WRITE, Link.DE_DRAM),
-    ("compute",),
 )
-FILL_DE_HBM = _Hop(
+FILL_DE_HBM = Movement(
     "8-9",
+    "h2d",
     Place.DE_BUFFER,
     Place.DE_HBM,
-    Unit.LAYER_BLOCK,
     TrafficClass.KV,
     (Link.DE_DRAM, Link.DE_CNIC_READ, Link.DE_CNIC_WRITE),
-    ("4a.5-7", "miss", "4b.1-2"),
 )
-PERSIST_PROMPT = _Hop(
+PERSIST_PROMPT = Movement(
+    "persist",
     "persist",
     Place.DE_BUFFER,
     Place.STORAGE,
-    Unit.FULL_BLOCK,
     TrafficClass.STORAGE_WRITE,
     (Link.DE_DRAM, Link.DE_SNIC_WRITE),
-    ("miss",),
 )
+STAGE_GENERATED = Movement(
+    "generated",
+    "d2h",
+    Place.DE_HBM,
+    Place.DE_STAGING,
+    TrafficClass.KV,
+    (Link.DE_CNIC_READ, Link.DE_CNIC_WRITE, Link.DE_DRAM),
+)
+PERSIST_GENERATED = Movement(
+    "generated.persist",
+    "persist",
+    Place.DE_STAGING,
+    Place.STORAGE,
+    TrafficClass.STORAGE_WRITE,
+    (Link.DE_DRAM, Link.DE_SNIC_WRITE),
+)
+
+_READS = {Role.PREFILL: READ_TO_PE, Role.DECODE: READ_TO_DE}
+_LOADS = {Role.PREFILL: LOAD_FROM_PE_BUFFER, Role.DECODE: LOAD_FROM_DE_BUFFER}
+
+
+def step_of(
+    movement: Movement,
+    geometry: BlockGeometry,
+    blocks: BlockRun,
+    layer: int | None = None,
+    slots: tuple[int, ...] = (),
+) -> Step:
+    """Return a movement of some blocks: the one place where a step gets its bytes."""
+    return Step(movement, blocks, layer, blocks.count * geometry.bytes_of(layer), slots)
+
+
+def read_step(geometry: BlockGeometry, run: HitRun) -> Step:
+    """Storage read of a run of hits into its side's buffer (labels 1-2)."""
+    return step_of(_READS[run.side], geometry, run.blocks, slots=run.slots)
 
 
 def read_steps(layout: PromptLayout) -> tuple[Step, ...]:
     """Storage reads of the hit blocks, one step per run (labels 1-2)."""
-    hops = {Role.PREFILL: READ_TO_PE, Role.DECODE: READ_TO_DE}
-    return tuple(_step(hops[run.side], layout.geometry, run.blocks) for run in layout.hits)
+    return tuple(read_step(layout.geometry, run) for run in layout.hits)
 
 
 def load_steps(
@@ -223,14 +301,13 @@ def load_steps(
     holds all layers, so that earlier chunks have left everything in place.
     """
     hits = layout.hit_blocks
-    hops = {Role.PREFILL: LOAD_FROM_PE_BUFFER, Role.DECODE: LOAD_FROM_DE_BUFFER}
     steps = [
-        _step(hops[run.side], layout.geometry, run.blocks, layer)
+        step_of(_LOADS[run.side], layout.geometry, run.blocks, layer, run.slots)
         for run in layout.hits
         if load_blocks(run.blocks.count, chunk.first, hits, resident)
     ]
     if reloaded := reload_blocks(chunk.first, hits, resident):
-        steps.append(_step(RELOAD_CHUNK, layout.geometry, BlockRun(hits, reloaded), layer))
+        steps.append(layout.step(RELOAD_CHUNK, BlockRun(hits, reloaded), layer))
     return tuple(steps)
 
 
@@ -240,21 +317,19 @@ def send_steps(layout: PromptLayout, layer: int, chunk: BlockRun) -> tuple[Step,
     The first chunk also carries the hit KV that was read on the PE; KV read on the DE is there.
     """
     steps = [
-        _step(SEND_HITS, layout.geometry, run, layer)
-        for run in layout.hits_on(Role.PREFILL)
-        if send_hit_blocks(run.count, chunk.first, layout.hit_blocks)
+        layout.step(SEND_HITS, run.blocks, layer)
+        for run in layout.hits
+        if run.side is Role.PREFILL
+        and send_hit_blocks(run.blocks.count, chunk.first, layout.hit_blocks)
     ]
-    steps.append(_step(SEND_MISSES, layout.geometry, chunk, layer))
+    steps.append(layout.step(SEND_MISSES, chunk, layer))
     return tuple(steps)
 
 
 def decode_steps(layout: PromptLayout) -> tuple[Step, ...]:
     """H2D of the complete prompt KV once prefill is over (labels 8-9 and 6-7)."""
     blocks = BlockRun(0, layout.prompt_blocks)
-    return tuple(
-        _step(FILL_DE_HBM, layout.geometry, blocks, layer)
-        for layer in range(layout.geometry.layers)
-    )
+    return tuple(layout.step(FILL_DE_HBM, blocks, layer) for layer in range(layout.geometry.layers))
 
 
 def persist_steps(layout: PromptLayout) -> tuple[Step, ...]:
@@ -263,31 +338,37 @@ def persist_steps(layout: PromptLayout) -> tuple[Step, ...]:
     hit_tokens = layout.hit_blocks * block_tokens
     new = new_full_blocks(hit_tokens, layout.prompt_tokens, block_tokens)
     blocks = BlockRun(layout.hit_blocks, new)
-    return (_step(PERSIST_PROMPT, layout.geometry, blocks),) if blocks else ()
+    return (layout.step(PERSIST_PROMPT, blocks),) if blocks else ()
 
 
-def whole_plan(layout: PromptLayout) -> Iterator[Step]:
-    """All steps of a request prefilled in one chunk, in the order they can start."""
-    chunk = BlockRun(layout.hit_blocks, layout.prompt_blocks - layout.hit_blocks)
+def generated_steps(geometry: BlockGeometry, slot: int) -> tuple[Step, ...]:
+    """D2H of a generated block that became full, into a staging slot; then its write (the last).
+
+    A request's generated blocks go one by one: the plan of each knows only itself, as block 0.
+    """
+    block = BlockRun(0, 1)
+    copies = (
+        step_of(STAGE_GENERATED, geometry, block, layer, (slot,))
+        for layer in range(geometry.layers)
+    )
+    return (*copies, step_of(PERSIST_GENERATED, geometry, block, slots=(slot,)))
+
+
+def whole_plan(
+    layout: PromptLayout, chunk_blocks: Sequence[int] = (), *, resident: bool = False
+) -> Iterator[Step]:
+    """All steps of a prompt, in an order in which they can start.
+
+    ``chunk_blocks`` are the sizes of the chunks it is prefilled in, by default one; ``resident`` as
+    for ``load_steps``.
+    """
+    first = layout.hit_blocks
     yield from read_steps(layout)
-    for layer in range(layout.geometry.layers):
-        yield from load_steps(layout, layer, chunk)
-        yield from send_steps(layout, layer, chunk)
+    for count in chunk_blocks or (layout.prompt_blocks - first,):
+        chunk = BlockRun(first, count)
+        for layer in range(layout.geometry.layers):
+            yield from load_steps(layout, layer, chunk, resident=resident)
+            yield from send_steps(layout, layer, chunk)
+        first += count
     yield from decode_steps(layout)
     yield from persist_steps(layout)
-
-
-def _step(hop: _Hop, geometry: BlockGeometry, blocks: BlockRun, layer: int | None = None) -> Step:
-    per_block = geometry.full_block_bytes if layer is None else geometry.layer_block_bytes
-    return Step(
-        label=hop.label,
-        source=hop.source,
-        destination=hop.destination,
-        blocks=blocks,
-        layer=layer,
-        unit=hop.unit,
-        bytes=blocks.count * per_block,
-        traffic_class=hop.traffic_class,
-        links=hop.links,
-        after=hop.after,
-    )

@@ -25,6 +25,7 @@ from dualpath.engine.read_queue import ReadQueue, ReadTask
 from dualpath.engine.trace import TraceRecorder
 from dualpath.laboratory.experiments.data_plane_settings import DataPlaneSettings, Rate, Reader
 from dualpath.laboratory.experiments.raw_nixl import FileRead, RawFileReader
+from dualpath.plan.steps import read_step
 from dualpath.storage.block_file import HEADER_BYTES
 from dualpath.storage.posix import PosixStorage
 from dualpath.transport.memory import PAGE_BYTES, allocate_registered
@@ -203,7 +204,8 @@ def _read_queue(stored: StoredBlocks) -> Iterator[ReadAll]:
     def read_all() -> None:
         for keys in runs:
             run = HitRun(Role.DECODE, BlockRun(0, len(keys)), slots[: len(keys)])
-            reader.add(ReadTask(_REQUEST, run, keys, trace.now_ns(), _DEADLINE_S))
+            step = read_step(settings.geometry, run)
+            reader.add(ReadTask(_REQUEST, step, keys, trace.now_ns(), _DEADLINE_S))
         # A short run may overtake a long one.
         done = [answers.get() for _ in runs]
         good_blocks, reasons = sum(d.good_blocks for d in done), [d.reason for d in done]

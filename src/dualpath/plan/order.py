@@ -1,0 +1,78 @@
+"""What a step waits for, and whether steps were executed in an order that may be.
+
+One rule says both: KV moves from where it lies.  A block can leave a place, in some layer, once it
+has come there: brought by a step that is over, computed there, or stored before.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from dualpath.core.runs import BlockRun
+from dualpath.plan.steps import Place, Step
+
+
+class Executed(msgspec.Struct, frozen=True):
+    """A step of one request, and when it began and was over."""
+
+    step: Step
+    start_ns: int
+    end_ns: int
+
+
+class Present(msgspec.Struct, frozen=True):
+    """KV of one request that no step brought: stored before, or computed by ``since_ns``.
+
+    ``layer`` None: in all layers.
+    """
+
+    place: Place
+    blocks: BlockRun
+    layer: int | None
+    since_ns: int
+
+
+def waits_for(step: Step, plan: Iterable[Step]) -> tuple[str, ...]:
+    """Return the labels of the steps that bring what ``step`` moves, of those before it in a plan.
+
+    Empty for what is stored or computed where it begins.
+    """
+    bringing = (
+        other.label
+        for other in itertools.takewhile(lambda other: other != step, plan)
+        if other.destination is step.source
+        and max(other.blocks.first, step.blocks.first) < min(other.blocks.end, step.blocks.end)
+        and (other.layer is None or step.layer is None or other.layer == step.layer)
+    )
+    return tuple(dict.fromkeys(bringing))
+
+
+def begun_too_early(
+    executed: Iterable[Executed], present: Iterable[Present], layers: int
+) -> list[str]:
+    """Return what left a place before it had come there; empty if the order may be."""
+    steps = list(executed)
+    came_ns: dict[tuple[Place, int, int], int] = {}
+
+    def comes(place: Place, blocks: BlockRun, layer: int | None, at_ns: int) -> None:
+        for block, each in _layer_blocks(blocks, layer, layers):
+            came_ns[place, block, each] = min(came_ns.get((place, block, each), at_ns), at_ns)
+
+    for kv in present:
+        comes(kv.place, kv.blocks, kv.layer, kv.since_ns)
+    for done in steps:
+        comes(done.step.destination, done.step.blocks, done.step.layer, done.end_ns)
+    return [
+        f"{done.step.label} moved block {block} of layer {layer} from {done.step.source.value} "
+        f"at {done.start_ns} ns, where it came at {came_ns.get((done.step.source, block, layer))}"
+        for done in steps
+        for block, layer in _layer_blocks(done.step.blocks, done.step.layer, layers)
+        if came_ns.get((done.step.source, block, layer), done.start_ns + 1) > done.start_ns
+    ]
+
+
+def _layer_blocks(blocks: BlockRun, layer: int | None, layers: int) -> Iterator[tuple[int, int]]:
+    for block in range(blocks.first, blocks.end):
+        for each in range(layers) if layer is None else (layer,):
+            yield block, each

@@ -1,0 +1,189 @@
+"""Engines execute the plan, all of it: no step begins before its KV lies where it begins."""
+
+import json
+import tempfile
+from collections import Counter as Tally
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from tests.engine_harness import GEOMETRY, WAIT_S, ToyCluster, prompt_keys
+from tests.property.test_engine_paths import prompts
+
+from dualpath.core.blocks import BlockGeometry
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
+from dualpath.core.runs import BlockRun, HitRun
+from dualpath.engine.counters import BYTES_OF
+from dualpath.engine.layer_stream import LayerStream
+from dualpath.plan import steps
+from dualpath.plan.order import Executed, Present, begun_too_early, waits_for
+from dualpath.plan.steps import Movement, Place, PromptLayout, Step, step_of, whole_plan
+
+MOVEMENTS = {m.label: m for m in vars(steps).values() if isinstance(m, Movement)}
+
+Prompt = tuple[int, int, int, tuple[int, ...]]
+
+
+def layout_of(prompt: Prompt) -> PromptLayout:
+    tokens, pe_hits, de_hits, _ = prompt
+    runs = (
+        HitRun(Role.PREFILL, BlockRun(0, pe_hits)),
+        HitRun(Role.DECODE, BlockRun(pe_hits, de_hits)),
+    )
+    return PromptLayout(GEOMETRY, tokens, tuple(run for run in runs if run.blocks))
+
+
+def chunks_of(prompt: Prompt) -> list[BlockRun]:
+    _, pe_hits, de_hits, ends = prompt
+    firsts = (pe_hits + de_hits, *ends)
+    return [BlockRun(first, end - first) for first, end in zip(firsts, ends, strict=False)]
+
+
+def traced(path: Path) -> list[Executed]:
+    """The steps in a trace, as they were executed."""
+    found = []
+    for event in json.loads(path.read_text())["traceEvents"]:
+        for done in event["args"].get("steps", ()):
+            blocks = BlockRun(done["first_block"], done["blocks"])
+            step = step_of(MOVEMENTS[done["label"]], GEOMETRY, blocks, done["layer"])
+            assert step.bytes == done["bytes"]
+            start_ns = round(done["ts"] * 1000)
+            found.append(Executed(step, start_ns, start_ns + round(done["dur"] * 1000)))
+    return found
+
+
+def run_traced(
+    prompt: Prompt, folder: Path, mode: Mode, layer_buffers: int
+) -> tuple[list[Executed], list[Present], Tally[str]]:
+    """Run a prompt; return what was executed, what KV came otherwise, and both engines' counters.
+
+    One generated block follows; its steps call it block 0, so they come last and alone.
+    """
+    tokens, pe_hits, de_hits, _ = prompt
+    cluster = ToyCluster(mode=mode, layer_buffers=layer_buffers, trace_out=str(folder / "trace"))
+    now_ns = cluster.pe.manager.trace.now_ns
+    keys, hbm = prompt_keys(tokens), list(range(40, 40 + GEOMETRY.blocks_for(tokens)))
+    cluster.store(keys[: pe_hits + de_hits])
+    present = [Present(Place.STORAGE, BlockRun(0, pe_hits + de_hits), None, now_ns())]
+    try:
+        transfer = cluster.load("r", keys, tokens, pe_hits, de_hits)
+        for chunk in chunks_of(prompt):
+
+            def computed(layer: int, stream: LayerStream, chunk: BlockRun = chunk) -> None:
+                present.append(Present(Place.PE_HBM, chunk, layer, now_ns()))
+
+            assert cluster.forward([(transfer, keys, chunk, hbm)], computed) == {}
+        assert cluster.hand_to_decode(transfer, keys, hbm) is None
+        cluster.release("r")
+        assert cluster.de.manager.drain(WAIT_S)
+        counters = Tally(cluster.pe.report().counters) + Tally(cluster.de.report().counters)
+    finally:
+        cluster.close()
+    return traced(folder / "trace") + traced(folder / "trace.de"), present, counters
+
+
+def layer_blocks(plan: list[Step]) -> Tally[tuple[str, int, int | None]]:
+    return Tally(
+        (step.label, block, step.layer)
+        for step in plan
+        for block in range(step.blocks.first, step.blocks.end)
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(prompts(), st.integers(1, GEOMETRY.layers), st.sampled_from([Mode.DUALPATH, Mode.BASIC]))
+def test_the_plan_is_executed_all_of_it_in_an_order_that_may_be(
+    prompt: Prompt, layer_buffers: int, mode: Mode
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        executed, present, counters = run_traced(prompt, Path(folder), mode, layer_buffers)
+    resident = mode is Mode.BASIC or layer_buffers == GEOMETRY.layers
+    sizes = [chunk.count for chunk in chunks_of(prompt)]
+    plan = list(whole_plan(layout_of(prompt), sizes, resident=resident))
+    assert layer_blocks([done.step for done in executed]) == layer_blocks(plan)
+    assert begun_too_early(executed, present, GEOMETRY.layers) == []
+    counted: Tally[str] = Tally()
+    for step in plan:
+        for counter in BYTES_OF[step.label]:
+            counted[counter.value] += step.bytes
+    of_bytes = {counter.value for counters in BYTES_OF.values() for counter in counters}
+    assert {name: counters[name] for name in of_bytes} == {n: counted[n] for n in of_bytes}
+
+
+def test_a_generated_block_leaves_hbm_before_it_is_written(tmp_path: Path) -> None:
+    cluster = ToyCluster(trace_out=str(tmp_path / "trace"))
+    since_ns = cluster.de.manager.trace.now_ns()
+    cluster.de.manager.persist_generated([(9, prompt_keys(GEOMETRY.block_tokens)[0])])
+    assert cluster.de.manager.drain(WAIT_S)
+    cluster.close()
+    executed = traced(tmp_path / "trace.de")
+    plan = list(steps.generated_steps(GEOMETRY, slot=0))
+    assert layer_blocks([done.step for done in executed]) == layer_blocks(plan)
+    present = [Present(Place.DE_HBM, BlockRun(0, 1), None, since_ns)]
+    assert begun_too_early(executed, present, GEOMETRY.layers) == []
+
+
+# ---------------------------------------------------------------- the rule itself
+
+SMALL = BlockGeometry(layers=2, block_tokens=4, layer_block_bytes=10)
+
+
+def one_by_one(plan: list[Step]) -> list[Executed]:
+    return [Executed(step, 10 * at, 10 * at + 9) for at, step in enumerate(plan)]
+
+
+def present_from_the_start(layout: PromptLayout) -> list[Present]:
+    misses = BlockRun(layout.hit_blocks, layout.prompt_blocks - layout.hit_blocks)
+    return [
+        Present(Place.STORAGE, BlockRun(0, layout.hit_blocks), None, 0),
+        Present(Place.PE_HBM, misses, None, 0),
+    ]
+
+
+SPLIT = PromptLayout(
+    SMALL, 19, (HitRun(Role.PREFILL, BlockRun(0, 1)), HitRun(Role.DECODE, BlockRun(1, 2)))
+)
+
+
+@pytest.mark.parametrize("layout", [SPLIT, PromptLayout(SMALL, 9)])
+@pytest.mark.parametrize("chunks", [(), (1, 1)])
+def test_the_order_of_a_plan_may_be(layout: PromptLayout, chunks: tuple[int, ...]) -> None:
+    if not layout.hits:
+        chunks = (*chunks, 1) if chunks else ()
+    plan = list(whole_plan(layout, chunks))
+    assert begun_too_early(one_by_one(plan), present_from_the_start(layout), SMALL.layers) == []
+
+
+def test_a_step_before_the_one_that_brings_its_kv_is_found() -> None:
+    plan = list(whole_plan(SPLIT))
+    present = present_from_the_start(SPLIT)
+    for position, step in enumerate(plan):
+        if not waits_for(step, plan):
+            continue
+        early = [step, *plan[:position], *plan[position + 1 :]]
+        found = begun_too_early(one_by_one(early), present, SMALL.layers)
+        assert found, step
+        assert found[0].startswith(f"{step.label} moved block")
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [
+        ("4a.1-2", ()),
+        ("4a.3-4", ("4a.1-2",)),
+        ("4b.3-5", ("4b.1-2",)),
+        ("4a.5-7", ("4a.3-4",)),
+        ("miss", ()),
+        ("chunk.reload", ("miss",)),
+        ("8-9", ("4b.1-2", "4a.5-7", "miss")),
+        ("persist", ("miss",)),
+    ],
+)
+def test_what_a_step_waits_for_follows_from_where_its_blocks_lie(
+    label: str, expected: tuple[str, ...]
+) -> None:
+    plan = list(whole_plan(SPLIT, (1, 1)))
+    step = next(step for step in plan if step.label == label)
+    assert waits_for(step, plan) == expected
