@@ -16,6 +16,8 @@ from dualpath.core.control import PROTOCOL_VERSION, EngineAddress, Hello, Report
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.counters import Counter
 from dualpath.policy.events import Assignment
+from dualpath.report import markdown
+from dualpath.report.model import Table
 from dualpath.router.control.engine_calls import Job
 from dualpath.router.control.registry import Registry
 from dualpath.router.observe.metrics import RouterMetrics
@@ -56,8 +58,8 @@ def main() -> None:
         f"scrape with {ENGINES} engines": per_call_us(20, metrics.exposition),
         "request: spans, if traced": spans_us(repeats),
     }
-    for name, cost_us in rows.items():
-        print(f"{name:<45} {cost_us:>10.2f} us")
+    cells = tuple((name, f"{cost_us:.2f}") for name, cost_us in rows.items())
+    print(markdown.table(Table("", ("what", "µs"), cells)))
 
 
 def per_call_us(repeats: int, call: Callable[[], object]) -> float:

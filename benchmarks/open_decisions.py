@@ -6,6 +6,7 @@ commands give equal numbers.  Simulated.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 from unittest.mock import patch
@@ -25,6 +26,8 @@ from dualpath.model.sim.settings import Setup
 from dualpath.policy import decode, prefill, read_side
 from dualpath.policy.accounts import Column, IntArray
 from dualpath.policy.decode import TwoPhaseDecodePlacer
+from dualpath.report import markdown
+from dualpath.report.model import Table
 
 Placed = tuple[IntArray, NDArray[np.bool_]]
 
@@ -97,16 +100,15 @@ VARIANTS = (
 )
 
 
-def describe(name: str, result: SimulationResult, base_s: float) -> str:
-    """Return a table row."""
+def row(name: str, result: SimulationResult, base_s: float) -> tuple[str, ...]:
+    """Return a run's row, its JCT against ``base_s``."""
     busy_s = tail_begins_s(result, 0.5)
     snic = snic_balance(result.links, 1.0).mean(busy_s)
     attention = attention_balance(result.batches).mean(busy_s)
     change = f"{100 * (result.jct_s / base_s - 1):+.1f} %" if base_s else ""
-    return (
-        f"| {name} | {result.jct_s:.0f} | {change} | {np.nanmean(result.ttft_s()):.2f} "
-        f"| {snic:.2f} | {attention:.2f} |"
-    )
+    print(f"{name}: {result.jct_s:.0f} s", file=sys.stderr, flush=True)
+    numbers = (np.nanmean(result.ttft_s()), snic, attention)
+    return (name, f"{result.jct_s:.0f}", change, *(f"{number:.2f}" for number in numbers))
 
 
 def main() -> None:
@@ -123,15 +125,18 @@ def main() -> None:
         mode=Mode.DUALPATH,
     )
     agents = generate_agents(DATASETS["64K"], args.agents, args.seed)
-    print(f"Simulated: 2P4D in 2 + 2 groups, {args.agents} agents, 64K, seed {args.seed}.\n")
-    print("| decision | JCT, s | against ours | mean TTFT, s | SNIC max/avg | attention max/avg |")
-    print("|---|---|---|---|---|---|")
     ours = simulate(setup, agents, core="reference")
-    print(describe("ours", ours, 0.0), flush=True)
+    rows = [row("ours", ours, 0.0)]
     for variant in VARIANTS:
         with patch.object(variant.module, variant.attribute, variant.instead):
             result = simulate(setup, agents, core="reference")
-        print(describe(variant.name, result, ours.jct_s), flush=True)
+        rows.append(row(variant.name, result, ours.jct_s))
+    columns = (
+        *("decision", "JCT, s", "against ours", "mean TTFT, s"),
+        *("SNIC max/avg", "attention max/avg"),
+    )
+    title = f"Simulated: 2P4D in 2 + 2 groups, {args.agents} agents, 64K, seed {args.seed}"
+    print(markdown.table(Table(title, columns, tuple(rows))))
 
 
 if __name__ == "__main__":

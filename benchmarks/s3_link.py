@@ -31,6 +31,8 @@ from dualpath.laboratory.lab.cluster import (
 )
 from dualpath.laboratory.lab.settings import LabSettings, StorageServer
 from dualpath.laboratory.lab.steps import server_marker
+from dualpath.report import markdown
+from dualpath.report.model import Table
 from dualpath.storage.factory import open_storage
 from dualpath.transport.memory import allocate_registered
 
@@ -102,7 +104,8 @@ def measure(state: LabState, batch_blocks: int) -> tuple[float, float, float]:
     return found["bytes"] / found["wall_s"], found["cpu_s"] / gigabytes, served_s / gigabytes
 
 
-def show(mb_per_s: float, rounds: int, batch_blocks: int) -> None:
+def row(mb_per_s: float, rounds: int, batch_blocks: int) -> tuple[str, ...]:
+    """Measure one rate of the link and return its row."""
     state = lab_up(
         LabSettings(name=LAB, snic_bytes_per_s=mb_per_s * 1e6, storage_server=StorageServer.S3)
     )
@@ -112,10 +115,12 @@ def show(mb_per_s: float, rounds: int, batch_blocks: int) -> None:
         lab_down(LAB)
     rates = [rate / (mb_per_s * 1e6) for rate, _, _ in found]
     reader, server = (statistics.median(round_[i] for round_ in found) for i in (1, 2))
-    print(
-        f"{mb_per_s:>6.0f} {batch_blocks:>6} {statistics.median(rates):>8.1%} "
-        f"{min(rates):>7.1%} {max(rates):>7.1%} {reader:>9.2f} {server:>9.2f}",
-        flush=True,
+    return (
+        f"{mb_per_s:.0f}",
+        str(batch_blocks),
+        *(f"{rate:.1%}" for rate in (statistics.median(rates), min(rates), max(rates))),
+        f"{reader:.2f}",
+        f"{server:.2f}",
     )
 
 
@@ -129,9 +134,9 @@ def main() -> None:
     if arguments.read:
         print(json.dumps(read_blocks(arguments.read, arguments.batch)))
         return
-    print("SNIC MB/s  batch   of link     min     max  reader CPU s/GB  server")
-    for mb_per_s in arguments.mb_per_s:
-        show(mb_per_s, arguments.rounds, arguments.batch)
+    columns = ("SNIC MB/s", "batch", "of link", "min", "max", "reader CPU s/GB", "server")
+    rows = [row(mb_per_s, arguments.rounds, arguments.batch) for mb_per_s in arguments.mb_per_s]
+    print(markdown.table(Table("", columns, tuple(rows))))
 
 
 if __name__ == "__main__":

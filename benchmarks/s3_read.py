@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 
 from dualpath.laboratory.lab.s3_server import find_s3_server, serve_folder
+from dualpath.report import markdown
+from dualpath.report.model import Table
 from dualpath.storage.block_file import HEADER_BYTES
 from dualpath.storage.s3_client import S3Client
 from dualpath.storage.s3_connection import Patience
@@ -179,13 +181,15 @@ def measure(bench: Bench, rounds: int) -> None:
                 raise SystemExit(f"{name}: nothing arrived")
             if round_number:  # the first round warms up
                 found[name].append((gigabytes / wall_s * 1e3, (cpu_s() - start_cpu_s) / gigabytes))
-    print(f"\n{len(bench.names)} objects of {bench.size_bytes} bytes")
-    print(f"{'client':<10}{'MB/s':>8}{'min':>8}{'max':>8}{'CPU s/GB':>10}")
-    for name, rows in found.items():
-        rates = [rate for rate, _ in rows]
-        cost = statistics.median(cost for _, cost in rows)
-        median = statistics.median(rates)
-        print(f"{name:<10}{median:>8.0f}{min(rates):>8.0f}{max(rates):>8.0f}{cost:>10.2f}")
+    rows = []
+    for name, measured in found.items():
+        rates = [rate for rate, _ in measured]
+        cost = statistics.median(cost for _, cost in measured)
+        numbers = (f"{rate:.0f}" for rate in (statistics.median(rates), min(rates), max(rates)))
+        rows.append((name, *numbers, f"{cost:.2f}"))
+    title = f"{len(bench.names)} objects of {bench.size_bytes} bytes"
+    columns = ("client", "MB/s", "min", "max", "CPU s/GB")
+    print(markdown.table(Table(title, columns, tuple(rows))))
 
 
 def main() -> None:

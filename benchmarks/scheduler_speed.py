@@ -14,6 +14,8 @@ from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.policy.events import Assignment, EngineReport, EngineSpec, SchedulerSettings
 from dualpath.policy.scheduler import RequestScheduler
+from dualpath.report import markdown
+from dualpath.report.model import Table
 
 ENGINES_PER_NODE = 8
 PROMPT_TOKENS = 32_768
@@ -92,11 +94,13 @@ def main() -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=[16, 384, 1152])
     parser.add_argument("--assignments", type=int, default=40_000)
     arguments = parser.parse_args()
-    print(f"{'engines':>8} {'mode':>12} {'assignments/CPU-s':>18} {'join CPU-s':>11}")
+    rows = []
     for engines in arguments.engines:
         for mode in (Mode.DUALPATH, Mode.SPLIT, Mode.ROUND_ROBIN):
             rate, joined_s = measure(engines, mode, arguments.assignments)
-            print(f"{engines:>8} {mode:>12} {rate:>18,.0f} {joined_s:>11.3f}")
+            rows.append((f"{engines:,}", mode.value, f"{rate:,.0f}", f"{joined_s:.3f}"))
+    columns = ("engines", "mode", "assignments/CPU-s", "join CPU-s")
+    print(markdown.table(Table("", columns, tuple(rows))))
 
 
 if __name__ == "__main__":

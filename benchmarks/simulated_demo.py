@@ -25,8 +25,6 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
 from dualpath.cli import demo
 from dualpath.core.errors import TraceError
@@ -42,6 +40,8 @@ from dualpath.model.catalog.load import load_cluster
 from dualpath.model.sim.result import SimulationResult
 from dualpath.model.sim.run import simulate
 from dualpath.model.sim.settings import ClusterSettings, ModelCosts, Setup
+from dualpath.report.model import Table
+from dualpath.report.text import print_table
 
 FOLDER = Path(__file__).parent / "demo_prediction"
 CLUSTER, COSTS, MEASURED = FOLDER / "cluster.toml", FOLDER / "costs.toml", FOLDER / "measured.json"
@@ -278,41 +278,38 @@ def _covered_s(events: Iterable[dict[str, Any]], track: str) -> float:
 def comparison(run: RecordedRun, predicted: Prediction, source: str) -> Table:
     """Return predicted beside measured, with relative errors."""
     title = f"{run.trace}: {len(run.rounds)} agents, {sum(map(len, run.rounds.values()))} turns"
-    table = _table(f"{title}, {source}", "", "simulated", "(range)", "measured", "error")
-    for name in Figures.__struct_fields__:
-        label = name.removesuffix("_s").replace("_", " ")
-        for mode in MODES:
-            measured = getattr(run.measured[mode], name)
-            _add_row(table, f"{label}, s: {mode}", predicted.values(mode, name), measured, 2)
-        table.add_section()
-    _add_row(table, "JCT basic : dualpath", predicted.ratios, run.ratio, 3)
-    return table
+    names = Figures.__struct_fields__
+    rows = [
+        _row(
+            f"{name.removesuffix('_s').replace('_', ' ')}, s: {mode}",
+            predicted.values(mode, name),
+            getattr(run.measured[mode], name),
+            2,
+        )
+        for name in names
+        for mode in MODES
+    ]
+    rows.append(_row("JCT basic : dualpath", predicted.ratios, run.ratio, 3))
+    rules = tuple(len(MODES) * (index + 1) for index in range(len(names)))
+    columns = ("", "simulated", "(range)", "measured", "error")
+    return Table(f"{title}, {source}", columns, tuple(rows), rules=rules)
 
 
 def sensitivity(runs: Sequence[RecordedRun], cluster: ClusterSettings, model: ModelCosts) -> Table:
     """Return how the ratio moves when one parameter is wrong, or a part of the model is off."""
-    table = _table("Basic : DualPath if …", "", *(run.trace for run in runs))
+    rows = []
     for label, one_cluster, one_model in _variants(cluster, model):
         cells = []
         for run in runs:
             found = predict(one_cluster, one_model, recorded_agents(run), FEW_ORDERS).ratio
             cells.append(f"{found:.3f} ({_error(found, run.ratio)})")
-        table.add_row(label, *cells)
-    return table
+        rows.append((label, *cells))
+    return Table("Basic : DualPath if …", ("", *(run.trace for run in runs)), tuple(rows))
 
 
-def _table(title: str, *heads: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for position, head in enumerate(heads):
-        table.add_column(head, justify="right" if position else "left", no_wrap=position == 0)
-    return table
-
-
-def _add_row(
-    table: Table, label: str, found: Sequence[float], measured: float, decimals: int
-) -> None:
+def _row(label: str, found: Sequence[float], measured: float, decimals: int) -> tuple[str, ...]:
     middle = statistics.median(found)
-    table.add_row(
+    return (
         label,
         f"{middle:.{decimals}f}",
         f"{min(found):.{decimals}f} to {max(found):.{decimals}f}",
@@ -376,7 +373,7 @@ def main() -> int:
         text = msgspec.json.encode([record(run) for run in args.runs], order="deterministic")
         MEASURED.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
         return 0
-    console, runs = Console(), read_recorded()
+    runs = read_recorded()
     cluster, model = read_setting()
     errors = []
     for run in runs:
@@ -386,10 +383,10 @@ def main() -> int:
             same = _lengths(agents) == _lengths(then)
             source = f"from the sessions, lengths {'equal' if same else 'DIFFER FROM'} the recorded"
         predicted = predict(cluster, model, then if agents is None else agents)
-        console.print(comparison(run, predicted, source))
+        print_table(comparison(run, predicted, source))
         errors.append(abs(predicted.ratio / run.ratio - 1))
-    console.print(sensitivity(runs, cluster, model))
-    console.print(f"largest error of the ratio {max(errors):.1%}, target {TARGET_ERROR:.0%}")
+    print_table(sensitivity(runs, cluster, model))
+    print(f"largest error of the ratio {max(errors):.1%}, target {TARGET_ERROR:.0%}")
     return int(max(errors) > TARGET_ERROR)
 
 

@@ -38,6 +38,8 @@ from dualpath.model.catalog.costs import DEFAULT_GPU, load_model_costs
 from dualpath.model.catalog.load import load_cluster
 from dualpath.model.sim.run import simulate
 from dualpath.model.sim.settings import Setup
+from dualpath.report import markdown
+from dualpath.report.model import Table
 
 CLUSTER, MODEL, DATASET = "paper-660b", "ds-v3.2", "64K"
 MODE = Mode.DUALPATH
@@ -165,12 +167,6 @@ def in_child(case: Case) -> Measured:
     return msgspec.json.decode(done.stdout, type=Measured)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def against(value: float, limit: float | None, form: str) -> str:
     """Return a limit and whether the value keeps it."""
     if limit is None:
@@ -199,7 +195,7 @@ def cases_table(cases: Sequence[Case]) -> str:
                 f"{found.jct_s:.0f}",
             )
         )
-    return table(CASES_HEAD, rows)
+    return markdown.table(Table("", CASES_HEAD, tuple(rows)))
 
 
 def scale_cases(seed: int, repeats: int) -> list[Case]:
@@ -245,7 +241,7 @@ def scaling_table(seed: int, repeats: int) -> str:
         cells = ("-", "-") if ratio is None else (f"{ratio:.2f}", against(ratio, 2, "g"))
         rows.append((case.title, f"{found.turns:,}", f"{turn_us:.2f}", *cells))
     head = ("setting", "turns", "CPU-µs per turn", "relative to the row above", "limit")
-    return table(head, rows)
+    return markdown.table(Table("", head, tuple(rows)))
 
 
 def write_rounds(agents: AgentTable, path: Path) -> None:
@@ -308,7 +304,8 @@ def peer_table(case: Case, directory: Path, repeats: int, folder: Path) -> str:
     for _ in range(repeats):
         for name, run in runs.items():
             found[name].append(run())
-    return table(PEER_HEAD, [_peer_row(name, measured) for name, measured in found.items()])
+    rows = tuple(_peer_row(name, measured) for name, measured in found.items())
+    return markdown.table(Table("", PEER_HEAD, rows))
 
 
 def _peer_row(name: str, measured: Sequence[Measured]) -> tuple[str, ...]:

@@ -21,6 +21,8 @@ import numpy as np
 
 from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
 from dualpath.laboratory.experiments.raw_nixl import FileRead, RawFileReader
+from dualpath.report import markdown
+from dualpath.report.model import Table
 from dualpath.storage import block_file
 from dualpath.storage.posix import DEFAULT_PARALLEL_READS, PosixStorage
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
@@ -118,14 +120,15 @@ def measure(bench: Bench, methods: dict[str, Method], rounds: int) -> None:
                 costs[name].append((cpu_s() - start_cpu_s) / total_bytes * 1e9)
         print(f"round {round_number} of {rounds}", file=sys.stderr)
     default = statistics.median(rates[f"preadv direct x{DEFAULT_PARALLEL_READS}"])
-    print(f"\n{len(bench.keys)} blocks of {bench.geometry.full_block_bytes} bytes")
-    print(f"{'method':<22}{'MB/s':>8}{'min':>8}{'max':>8}{'CPU s/GB':>10}{'ratio':>7}")
+    rows = []
     for name, found in rates.items():
         median = statistics.median(found)
-        print(
-            f"{name:<22}{median:>8.0f}{min(found):>8.0f}{max(found):>8.0f}"
-            f"{statistics.median(costs[name]):>10.2f}{median / default:>7.2f}"
-        )
+        numbers = (f"{rate:.0f}" for rate in (median, min(found), max(found)))
+        cost = statistics.median(costs[name])
+        rows.append((name, *numbers, f"{cost:.2f}", f"{median / default:.2f}"))
+    title = f"{len(bench.keys)} blocks of {bench.geometry.full_block_bytes} bytes"
+    columns = ("method", "MB/s", "min", "max", "CPU s/GB", "ratio")
+    print(markdown.table(Table(title, columns, tuple(rows))))
 
 
 def main() -> None:

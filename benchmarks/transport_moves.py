@@ -17,6 +17,8 @@ import time
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
+from dualpath.report import markdown
+from dualpath.report.model import Table
 from dualpath.transport.contract import Direction, RegionInfo, Transfer, TransferState
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
 from dualpath.transport.nixl import NixlTransport
@@ -154,17 +156,17 @@ def main() -> None:
             for setting, result in run_pair(tls, delay_us).items():
                 found.setdefault(setting, []).append(result)
         print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
-    print(f"{PIECES} pieces of {PIECE_BYTES} bytes; one piece in column 1")
-    print(
-        f"{'UCX_TLS':<16}{'delay':>6} {'':<6}{'1 pc ms':>9}{'100 ms':>8}{'p99':>8}"
-        f"{'GB/s':>7}{'CPU s/GB':>10}"
-    )
+    rows = []
     for setting, results in found.items():
-        small, large, p99, gb, cpu = (statistics.median(c) for c in zip(*results, strict=True))
-        print(
-            f"{setting.tls:<16}{setting.delay_us:>6} {setting.direction:<6}{small:>9.2f}"
-            f"{large:>8.2f}{p99:>8.2f}{gb:>7.2f}{cpu:>10.2f}"
-        )
+        medians = (statistics.median(column) for column in zip(*results, strict=True))
+        numbers = (f"{median:.2f}" for median in medians)
+        rows.append((setting.tls, str(setting.delay_us), setting.direction, *numbers))
+    title = f"{PIECES} pieces of {PIECE_BYTES} bytes"
+    columns = (
+        *("UCX_TLS", "delay µs", "direction", "1 piece, ms", f"{PIECES}, ms", "p99, ms"),
+        *("GB/s", "CPU s/GB"),
+    )
+    print(markdown.table(Table(title, columns, tuple(rows))))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from benchmarks.gpu.machine import environment, open_machine
 from benchmarks.gpu.prefill import PrefillCase, fit_layer_times, measure_prefill
 from benchmarks.gpu.report import copies_table, fit_table, prefill_table
 
+from dualpath.report import markdown
+
 #: Bytes of a Layer Block: 42 KB of the paper's DS 660B (§A.5), MLA and GQA above in BF16.
 PIECE_BYTES = (16384, 41984, 73728, 262144)
 
@@ -69,7 +71,8 @@ def _prefill(options: argparse.Namespace, device: torch.device) -> dict[str, obj
                     finally:
                         machine.close()
     fits = fit_layer_times(results)
-    print(prefill_table(results), fit_table(fits), sep="\n\n")
+    for table in (prefill_table(results), fit_table(fits)):
+        print(markdown.table(table) + "\n")
     return {"prefill": results, "layer_time_estimate": fits}
 
 
@@ -92,7 +95,7 @@ def _copies(options: argparse.Namespace, device: torch.device) -> dict[str, obje
                     )
                 finally:
                     machine.close()
-    print(copies_table(results))
+    print(markdown.table(copies_table(results)))
     return {"copies": results}
 
 

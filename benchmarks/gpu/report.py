@@ -1,15 +1,17 @@
-"""Tables of what was measured, in Markdown."""
+"""Tables of what was measured."""
 
 from collections.abc import Sequence
 from typing import Any
 
+from dualpath.report.model import NOTHING, Table
+
 Row = dict[str, Any]
 
 
-def prefill_table(results: Sequence[Row]) -> str:
+def prefill_table(results: Sequence[Row]) -> Table:
     """Return medians in ms, and how much longer than computing alone each way takes."""
     ways = list(results[0]["times"]) if results else []
-    head = ["model", "layers", "cached", "append", "feed-forward", "KV in, GB", *ways]
+    columns = ("model", "layers", "cached", "append", "feed-forward", "KV in, GB", *ways)
     rows = []
     for result in results:
         alone_s = result["times"]["alone"]["median_s"]
@@ -17,7 +19,7 @@ def prefill_table(results: Sequence[Row]) -> str:
         for index, way in enumerate(ways[1:], start=1):
             cells[index] += f" ({result['times'][way]['median_s'] / alone_s - 1:+.0%})"
         rows.append(
-            [
+            (
                 result["model"],
                 str(result["layers"]),
                 str(result["cached_tokens"]),
@@ -25,37 +27,37 @@ def prefill_table(results: Sequence[Row]) -> str:
                 "yes" if result["feed_forward"] else "no",
                 f"{result['loaded_bytes'] / 1e9:.3f}",
                 *cells,
-            ]
+            )
         )
-    return "Median ms (against alone)\n\n" + _markdown(head, rows)
+    return Table("Median ms (against alone)", columns, tuple(rows))
 
 
-def fit_table(fits: Sequence[Row]) -> str:
+def fit_table(fits: Sequence[Row]) -> Table:
     """Return the fitted estimates of a pass's attention time."""
-    rows = [
-        [fit["model"], "-", "-", fit["not_fitted"]]
+    rows = tuple(
+        (fit["model"], NOTHING, NOTHING, fit["not_fitted"])
         if "not_fitted" in fit
-        else [
+        else (
             fit["model"],
             f"{fit['overhead_s'] * 1e3:.3f}",
             f"{fit['flops_per_s'] / 1e12:.4g}",
             f"{max(map(abs, fit['errors'])):.1%}",
-        ]
+        )
         for fit in fits
-    ]
-    head = ["model", "overhead, ms", "TFLOP/s", "largest error"]
-    return "Layer-time estimate: overhead + FLOP / rate\n\n" + _markdown(head, rows)
+    )
+    columns = ("model", "overhead, ms", "TFLOP/s", "largest error")
+    return Table("Layer-time estimate: overhead + FLOP / rate", columns, rows)
 
 
-def copies_table(results: Sequence[Row]) -> str:
+def copies_table(results: Sequence[Row]) -> Table:
     """Return rates, and the CPU's time per piece to queue a copy."""
-    head = ["", "pieces", "KB", "way", "median µs", "GB/s", "CPU µs per piece", "bytes"]
+    columns = ("", "pieces", "KB", "way", "median µs", "GB/s", "CPU µs per piece", "bytes")
     rows = []
     for result in results:
         size_bytes = result["pieces"] * result["piece_bytes"]
         for way, row in result["ways"].items():
             rows.append(
-                [
+                (
                     result["direction"].upper(),
                     str(result["pieces"]),
                     f"{result['piece_bytes'] / 1e3:.1f}",
@@ -64,11 +66,6 @@ def copies_table(results: Sequence[Row]) -> str:
                     f"{size_bytes / row['median_s'] / 1e9:.2f}",
                     f"{row['post_s'] * 1e6 / result['pieces']:.3f}",
                     "right" if row["right"] else "WRONG",
-                ]
+                )
             )
-    return _markdown(head, rows)
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return Table("Copies between DRAM and HBM", columns, tuple(rows))

@@ -10,6 +10,9 @@ from typing import NamedTuple
 from benchmarks.overhead.client import Answer, Load, Window, play
 from benchmarks.overhead.servers import Server, cpu_s, metrics
 
+from dualpath.report import markdown
+from dualpath.report.model import Table
+
 #: What follows a request's last token is counted within it.
 _SETTLE_S = 0.3
 
@@ -84,7 +87,5 @@ def middle(rounds: Sequence[float]) -> float:
 
 
 def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    print(f"\n{title}\n")
-    print("\n".join("| " + " | ".join(line) + " |" for line in lines), flush=True)
+    """Print a table in Markdown."""
+    print(f"\n{markdown.table(Table(title, tuple(head), tuple(map(tuple, rows))))}", flush=True)

@@ -46,6 +46,11 @@ class Stack:
         self.typical = min(runs, key=lambda run: abs(run.jct_s - self.jct_s))
 
     @property
+    def label(self) -> str:
+        """The name in plots: a mode of DualPath's own is called as everywhere else."""
+        return self.name.removeprefix("dualpath-")
+
+    @property
     def disaggregated_peer(self) -> bool:
         """Whether the target counts it."""
         return not self.name.startswith("dualpath-") and not self.typical.aggregated
@@ -143,9 +148,9 @@ def _bytes_table(found: Sequence[Stack]) -> Table:
 
 def _panels(found: Sequence[Stack]) -> tuple[Panel, ...]:
     nodes = tuple(found[0].typical.snic_bytes)
-    jct = tuple(Series(stack.name, ("all agents",), (stack.jct_s,)) for stack in found)
+    jct = tuple(Series(stack.label, ("all agents",), (stack.jct_s,)) for stack in found)
     read = tuple(
-        Series(stack.name, nodes, tuple(stack.typical.snic_bytes[n] / 1e6 for n in nodes))
+        Series(stack.label, nodes, tuple(stack.typical.snic_bytes[n] / 1e6 for n in nodes))
         for stack in found
     )
     return (

@@ -12,7 +12,7 @@ from dualpath.report.model import Report
 
 def require_extra(purpose: str) -> None:
     """Raise ``ConfigError`` if what draws plots and pages is not installed."""
-    for package in ("matplotlib", "jinja2"):
+    for package in ("jinja2", "markdown_it", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"{purpose} needs {package}; pip install 'dualpath[report]'")
 

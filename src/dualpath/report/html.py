@@ -1,11 +1,13 @@
 """Reports as one self-contained HTML page each: no scripts, no links, light or dark.
 
-Needs the extra ``report``: matplotlib draws the plots, jinja2 fills in ``page.html.jinja``.
+Needs the extra ``report``: matplotlib draws plots, markdown-it reads prose, and jinja2 fills in
+``page.html.jinja``.
 """
 
 from collections.abc import Iterator
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 from dualpath.report.model import Notes, Panel, Plots, Report, Table, Text
@@ -23,6 +25,11 @@ def _flat(report: Report) -> Iterator[Report]:
         yield from _flat(part)
 
 
+def _prose(text: str) -> Markup:
+    # Markup in the text is escaped: it is Markdown alone.
+    return Markup(MarkdownIt("commonmark", {"html": False}).render(text).strip())
+
+
 def _drawing(panel: Panel, name: str) -> Markup:
     # What matplotlib writes is escaped already.
     return Markup(svg(panel, name))
@@ -35,6 +42,6 @@ _TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.filters["svg"] = _drawing
+_TEMPLATES.filters |= {"prose": _prose, "svg": _drawing}
 for _kind in (Table, Text, Notes, Plots):
     _TEMPLATES.tests[_kind.__name__.lower()] = lambda block, kind=_kind: isinstance(block, kind)

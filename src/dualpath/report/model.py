@@ -67,7 +67,7 @@ class Panel(msgspec.Struct, frozen=True):
 
 
 class Text(msgspec.Struct, frozen=True):
-    """Paragraphs, blank lines between them, in Markdown's few marks; ``heading`` may be empty."""
+    """Prose in Markdown; ``heading`` may be empty."""
 
     text: str
     heading: str = ""

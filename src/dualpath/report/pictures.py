@@ -101,15 +101,23 @@ def _draw(axes: Axes, panel: Panel) -> None:
         case "grouped" | "stacked":
             _bars(axes, panel)
     if panel.from_zero:
-        axes.set_ylim(0, 1.05 * axes.dataLim.y1 or 1)
+        room = 1.12 if _single_group(panel) else 1.05
+        axes.set_ylim(0, room * axes.dataLim.y1 or 1)
     if panel.limit_y is not None:
         axes.axhline(panel.limit_y, color=_PAGE_COLOUR, linewidth=1, linestyle=":")
         axes.set_ylim(top=panel.limit_y * 1.5)
+    if panel.kind == "steps":
+        axes.set_xlim(left=0)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.grid(axis="y" if panel.kind in ("grouped", "stacked") else "both")
     columns = _legend_columns(panel)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns, fontsize=10)
+
+
+def _single_group(panel: Panel) -> bool:
+    """Whether bars are few enough to be labelled with their values."""
+    return panel.kind == "grouped" and len(panel.series[0].x) == 1
 
 
 def _legend_columns(panel: Panel) -> int:
@@ -153,7 +161,9 @@ def _bars(axes: Axes, panel: Panel) -> None:
             bottom += heights
         else:
             shift = (index - (len(panel.series) - 1) / 2) * width
-            axes.bar(places + shift, heights, width, label=series.name, color=look.colour)
+            bars = axes.bar(places + shift, heights, width, label=series.name, color=look.colour)
+            if _single_group(panel):
+                axes.bar_label(bars, fmt="{:,.4g}", padding=2)
     every = math.ceil(len(names) / _MOST_NAMES)
     axes.set_xticks(range(0, len(names), every), names[::every])
 
