@@ -10,22 +10,21 @@ import numpy as np
 from tests.e2e.engine_cluster import EngineCluster
 from tests.e2e.plain_engine import HBM_BYTES, Round, Truth, in_parallel
 
-from dualpath.core.cluster import Role
 from dualpath.policy import scheduler
-from dualpath.policy.read_side import read_whole, split
+from dualpath.policy.read_side import DE_SIDE, PE_READS, SIDES_IN_TURN, choose_reads
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 
-def at_prefill(prefill, decode, hit_tokens, block_tokens):
-    return read_whole(Role.PREFILL, hit_tokens, block_tokens), "test"
+def at_prefill(rule, turn, prefill, decode, hit_tokens, block_tokens):
+    return choose_reads(PE_READS, turn, prefill, decode, hit_tokens, block_tokens)
 
 
-def at_decode(prefill, decode, hit_tokens, block_tokens):
-    return read_whole(Role.DECODE, hit_tokens, block_tokens), "test"
+def at_decode(rule, turn, prefill, decode, hit_tokens, block_tokens):
+    return choose_reads(SIDES_IN_TURN, DE_SIDE, prefill, decode, hit_tokens, block_tokens)
 
 
-PATHS = {"pe-path": at_prefill, "de-path": at_decode, "split": split}
+PATHS = {"pe-path": at_prefill, "de-path": at_decode, "split": choose_reads}
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -36,7 +35,7 @@ def test_agents_on_all_paths_get_a_plain_engines_tokens(
     truth: Truth,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler, "split", PATHS[path])
+    monkeypatch.setattr(scheduler, "choose_reads", PATHS[path])
     engines.forget_assignments()
     at_pe = engines.total("storage_read_bytes", "pe-0", "pe-1")
     at_de = engines.total("storage_read_bytes", "de-0", "de-1")
@@ -73,7 +72,7 @@ def test_every_path_stores_the_same_bytes_as_a_computation_without_hits(
     stored: dict[str, list[bytes]] = {}
     context: list[int] = []
     for path, choose in PATHS.items():
-        monkeypatch.setattr(scheduler, "split", choose)
+        monkeypatch.setattr(scheduler, "choose_reads", choose)
         # One request at a time: equal batches make equal roundings.
         answers = engines.replay(rounds, f"bytes {path}")
         assert [a.cached_tokens for a in answers] == engines.expected_hits(rounds)

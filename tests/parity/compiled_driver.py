@@ -11,9 +11,15 @@ from dualpath.core.cluster import Role
 from dualpath.core.request import Request
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.model.sim.compiled import ledger, scheduler, tables
-from dualpath.model.sim.result import DE_REASONS, PE_REASONS, READ_REASONS
 from dualpath.policy.event_log import EngineJoined, EngineLost, EventLog, Submitted
-from dualpath.policy.events import Assignment, EngineReport, EngineSpec
+from dualpath.policy.events import (
+    DE_REASONS,
+    PE_REASONS,
+    READ_REASONS,
+    Assignment,
+    EngineReport,
+    EngineSpec,
+)
 
 
 def before_losses(log: EventLog) -> EventLog:

@@ -15,7 +15,14 @@ from dualpath.policy.batching import AttentionGeometry, ComputeQuota, LayerTimeE
 from dualpath.policy.decode import assign_decode, choose_group, upper_bound_set
 from dualpath.policy.events import EngineSpec, SchedulerSettings
 from dualpath.policy.prefill import assign_prefill
-from dualpath.policy.read_side import Reader, read_whole, shorter_queue, split
+from dualpath.policy.read_side import (
+    BOTH_SIDES,
+    PE_SIDE,
+    SHORTER_QUEUE,
+    Reader,
+    Reads,
+    choose_reads,
+)
 from dualpath.policy.scheduler import RequestScheduler
 
 deterministic = settings(derandomize=True, deadline=None)
@@ -119,6 +126,10 @@ def test_kernels_compile_and_decide_the_same_compiled() -> None:
                 assert plain.tolist() == fast.tolist()
 
 
+def chosen(rule: int, prefill: Reader, decode: Reader, hit: int = 1, block: int = 1) -> Reads:
+    return choose_reads(rule, PE_SIDE, prefill, decode, hit, block)
+
+
 queues = st.tuples(tokens, tokens, st.sampled_from([1.0, 1.0, 0.5, 3.0]))
 
 
@@ -126,7 +137,7 @@ queues = st.tuples(tokens, tokens, st.sampled_from([1.0, 1.0, 0.5, 3.0]))
 @given(queues, queues, st.integers(1, 3000), st.sampled_from([1, 16, 64]))
 def test_split_covers_the_hits_and_no_other_division_ends_earlier(p, d, hit, block) -> None:
     prefill, decode = Reader(*p), Reader(*d)
-    runs, reason = split(prefill, decode, hit, block)
+    runs, reason = chosen(BOTH_SIDES, prefill, decode, hit, block)
 
     tokens = [run.tokens(block, hit) for run in runs]
     assert [run.blocks.first * block for run in runs] == [0, *tokens[:-1]]
@@ -154,17 +165,20 @@ def test_a_stream_read_at_once_stays_balanced_over_the_sides(hits) -> None:
     """Queues are always empty: the tie-break alone has to balance the storage NICs."""
     total = {Role.PREFILL: 0, Role.DECODE: 0}
     for hit in hits:
-        side, reason = shorter_queue(Reader(0, total[Role.PREFILL]), Reader(0, total[Role.DECODE]))
+        readers = Reader(0, total[Role.PREFILL]), Reader(0, total[Role.DECODE])
+        runs, reason = chosen(SHORTER_QUEUE, *readers, hit)
         assert reason == "tie"
-        total[side] += sum(run.tokens(1, hit) for run in read_whole(side, hit, 1))
+        for run in runs:
+            total[run.side] += run.tokens(1, hit)
     assert abs(total[Role.PREFILL] - total[Role.DECODE]) <= max(hits)
 
 
 def test_with_unequal_storage_nics_the_queue_that_drains_first_is_joined() -> None:
     """100 tokens drain in 0.1 s; on a NIC of three times the speed 400 do in 0.13 s."""
     slow, fast = Reader(100, 0, 1000.0), Reader(400, 0, 3000.0)
-    assert shorter_queue(slow, fast) == (Role.PREFILL, "shorter-queue")
-    assert shorter_queue(Reader(200, 0, 1000.0), fast) == (Role.DECODE, "shorter-queue")
+    for reader, side in ((slow, Role.PREFILL), (Reader(200, 0, 1000.0), Role.DECODE)):
+        (run,), reason = chosen(SHORTER_QUEUE, reader, fast)
+        assert (run.side, reason) == (side, "shorter-queue")
 
 
 @pytest.mark.parametrize(

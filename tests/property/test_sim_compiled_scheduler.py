@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
-from dualpath.model.sim.result import DE_REASONS, PE_REASONS, READ_REASONS
 from dualpath.policy.accounts import (
     EXTRA_TOKENS,
     FREE_HBM,
@@ -21,7 +20,15 @@ from dualpath.policy.accounts import (
     SEQ,
     TOK,
 )
-from dualpath.policy.events import Assignment, EngineReport, EngineSpec, SchedulerSettings
+from dualpath.policy.events import (
+    DE_REASONS,
+    PE_REASONS,
+    READ_REASONS,
+    Assignment,
+    EngineReport,
+    EngineSpec,
+    SchedulerSettings,
+)
 from dualpath.policy.scheduler import RequestScheduler
 
 pytest.importorskip("numba")

@@ -7,8 +7,8 @@ from tests.simulated import agents_of, decisions_of, growing_agent, small_model,
 
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.core.modes import Mode
-from dualpath.model.sim.result import DE_REASONS, PE_REASONS, READ_REASONS
 from dualpath.model.sim.run import simulate
+from dualpath.policy.events import DE_REASONS, PE_REASONS, READ_REASONS
 
 MS = 1_000_000
 

@@ -1,6 +1,6 @@
 """What DualPath is compared with: engines in turn, read sides in turn, no reads (§7.2, §7.5).
 
-The paper does not tell how Basic, its unmodified framework, places requests.  Decided here: Basic
+The paper does not say how Basic, its unmodified framework, places requests.  Decided here: Basic
 and Layerwise place in turn like Round robin does, so that every step of the ablation adds one
 thing.  ``SchedulerSettings.balanced_baselines`` gives them Algorithm 1 without the reading queue
 (α = ∞) and both decode phases instead, which makes a stronger baseline.
@@ -18,9 +18,9 @@ from dualpath.policy.placement import Placement, Ticket, WaitQueues
 class InTurnPlacer:
     """Round robin over all engines of a role, in order, whatever group they are in.
 
-    Every request is dealt to the next engine and waits in that engine's line until its group
+    Every request is dealt to the next engine and waits in that engine's queue until its group
     fetches.  Only at the DE is there a limit: HBM (an engine that could never hold the request
-    loses its turn); a head that does not fit yet holds up the line of that engine alone.
+    loses its turn); a head that does not fit yet holds up the queue of that engine alone.
     """
 
     def __init__(self, ledger: Ledger, role: Role) -> None:
@@ -42,11 +42,11 @@ class InTurnPlacer:
         return len(self._queues)
 
     def recall(self, tickets: Iterable[Ticket] = ()) -> None:
-        """Take all cards back; they are dealt anew at the next fetch."""
+        """Take all tickets back, with ``tickets``; they are dealt anew at the next fetch."""
         self._queues.recall(tickets)
 
     def fetch(self, group: str) -> list[Placement]:
-        """Deal, then place what lies before the engines of ``group``."""
+        """Deal, then place what waits for the engines of ``group``."""
         for ticket in list(self._queues.common.values()):
             engine = self._next_engine(self._tokens(ticket))
             if engine is not None:
@@ -91,20 +91,33 @@ class SidesInTurn:
     """
 
     def __init__(self) -> None:
-        self._next: dict[tuple[str, str], Role] = {}
-        self._first: dict[str, Role] = {}
+        self._next: dict[tuple[str, str], int] = {}
+        self._first: dict[str, int] = {}
 
-    def take(self, prefill_engine: str, decode_engine: str) -> Role:
+    def take(self, prefill_engine: str, decode_engine: str) -> int:
         """Return the side whose turn it is; ask only for requests with something to read."""
         pair = prefill_engine, decode_engine
-        if pair not in self._next:
-            of_newcomer = Role.DECODE if len(self._first) % 2 else Role.PREFILL
-            self._next[pair] = self._first.get(prefill_engine, of_newcomer)
-            self._first[prefill_engine] = _other(self._next[pair])
-        side = self._next[pair]
-        self._next[pair] = _other(side)
+        side = self._next.get(pair, NO_TURN)
+        if side == NO_TURN:
+            side = first_turn(self._first.get(prefill_engine, NO_TURN), len(self._first))
+            self._first[prefill_engine] = other_side(side)
+        self._next[pair] = other_side(side)
         return side
 
 
-def _other(side: Role) -> Role:
-    return Role.DECODE if side is Role.PREFILL else Role.PREFILL
+#: The next side of a pair or of a PE that have not read yet.
+NO_TURN = -1
+
+
+def first_turn(of_engine: int, engines_so_far: int) -> int:
+    """Return the first side of a new pair.
+
+    ``of_engine`` is where the PE's next new pair starts, ``NO_TURN`` for its first; so many PEs
+    have read in turn so far.
+    """
+    return engines_so_far % 2 if of_engine == NO_TURN else of_engine
+
+
+def other_side(side: int) -> int:
+    """Return the side that is not ``side`` (``read_side.PE_SIDE``, ``DE_SIDE``)."""
+    return 1 - side

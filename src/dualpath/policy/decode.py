@@ -164,7 +164,7 @@ class TwoPhaseDecodePlacer:
         return placements
 
     def _take(self, request_id: str) -> None:
-        line = self._queues.line_of(request_id)
+        queue = self._queues.queue_of(request_id)
         ticket = self._queues.take(request_id)
-        if line is not None and ticket is not None:
-            self._private_tokens[line] -= ticket.decode_tokens
+        if queue is not None and ticket is not None:
+            self._private_tokens[queue] -= ticket.decode_tokens

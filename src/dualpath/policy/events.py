@@ -1,7 +1,6 @@
 """What goes into ``RequestScheduler`` and what comes out, live and simulated.
 
-Reasons are short, stable strings, made for logs, metrics and tests; those a decision can have are
-listed beside each field.
+Reasons are short, stable strings, made for logs, metrics and tests.
 """
 
 import msgspec
@@ -9,6 +8,12 @@ import msgspec
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.runs import HitRun
+
+#: Why a request got its PE: categories C2 and C3 of Algorithm 1, or its turn; its DE: phase 2, or
+#: its turn; and why its hits are read where they are (``policy.read_side``).
+PE_REASONS = ("short-queue", "long-queue", "round-robin")
+DE_REASONS = ("low-token min-seq", "high-token min-tok", "round-robin")
+READ_REASONS = ("no-hit", "oracle", "pe-only", "round-robin", "shorter-queue", "tie", "split")
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,10 +74,7 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``reads`` is empty without hits and in Oracle mode, has two runs for a split; runs are in
     block order and cover the hit blocks exactly.
-    ``pe_reason``: "short-queue", "long-queue" (Algorithm 1, C2 and C3), "round-robin".
-    ``de_reason``: "low-token min-seq", "high-token min-tok" (phase 2), "round-robin".
-    ``read_reason``: "no-hit", "oracle", "pe-only", "round-robin", "shorter-queue", "tie",
-    "split".
+    Reasons are of ``PE_REASONS``, ``DE_REASONS`` and ``READ_REASONS``.
     ``prefill_tokens`` and ``decode_tokens`` are what the request counts for in tok_e of either
     engine; the DE's figure is also what it takes of HBM.  ``prefill_read_tokens`` and
     ``decode_read_tokens`` are what it counts for in the reading queues of their nodes.

@@ -188,7 +188,7 @@ class Ledger:
         engine.held[request_id] = tokens
         accounts.hold(engine.columns, engine.row, tokens)
 
-    def tell(self, engine_id: str, request_id: str) -> int:
+    def assign(self, engine_id: str, request_id: str) -> int:
         """Turn a held charge into an assigned one and return its ``assign_seq``, from 1 on."""
         engine = self.engines[engine_id]
         tokens = engine.held.pop(request_id)

@@ -1,4 +1,4 @@
-"""Requests on their way to an engine: tickets, waiting lines, and what a placement rule is."""
+"""Requests on their way to an engine: tickets, wait queues, and what a placement rule is."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class Placer(Protocol):
-    """Gives the engines of one role to tickets; first come, first served in each line."""
+    """Gives the engines of one role to tickets; first come, first served in each queue."""
 
     def add(self, ticket: Ticket) -> None:
         """Let a ticket wait behind all others."""
@@ -43,58 +43,58 @@ class Placer(Protocol):
         """Place what can be placed on the engines of ``group`` and charge the ledger."""
 
     def recall(self, tickets: Iterable[Ticket] = ()) -> None:
-        """Start over after engines came or went: lines merge, with ``tickets``, by number."""
+        """Start over after engines came or went: queues merge, with ``tickets``, by number."""
 
     def waiting(self) -> int:
         """How many tickets wait."""
 
 
 class WaitQueues:
-    """A common waiting line from which tickets are dealt to private lines, all of them FIFO."""
+    """A common queue from which tickets are dealt to private queues, all of them FIFO."""
 
     def __init__(self) -> None:
         self.common: OrderedDict[str, Ticket] = OrderedDict()
         self._private: dict[str, OrderedDict[str, Ticket]] = {}
-        self._line_of: dict[str, str] = {}
+        self._queue_of: dict[str, str] = {}
 
     def __len__(self) -> int:
-        return len(self.common) + len(self._line_of)
+        return len(self.common) + len(self._queue_of)
 
     def add(self, ticket: Ticket) -> None:
-        """Put a ticket at the end of the common line."""
+        """Put a ticket at the end of the common queue."""
         self.common[ticket.request_id] = ticket
 
-    def deal(self, ticket: Ticket, line: str) -> None:
-        """Move a ticket from the common line to the end of a private one."""
+    def deal(self, ticket: Ticket, queue: str) -> None:
+        """Move a ticket from the common queue to the end of a private one."""
         del self.common[ticket.request_id]
-        self._private.setdefault(line, OrderedDict())[ticket.request_id] = ticket
-        self._line_of[ticket.request_id] = line
+        self._private.setdefault(queue, OrderedDict())[ticket.request_id] = ticket
+        self._queue_of[ticket.request_id] = queue
 
-    def private(self, line: str) -> Iterable[Ticket]:
-        """Tickets of a private line, head first; the line must not change meanwhile."""
-        return self._private.get(line, {}).values()
+    def private(self, queue: str) -> Iterable[Ticket]:
+        """Tickets of a private queue, head first; it must not change meanwhile."""
+        return self._private.get(queue, {}).values()
 
-    def length(self, line: str) -> int:
-        """Tickets in a private line."""
-        return len(self._private.get(line, ()))
+    def length(self, queue: str) -> int:
+        """Tickets in a private queue."""
+        return len(self._private.get(queue, ()))
 
     def take(self, request_id: str) -> Ticket | None:
         """Remove a ticket from wherever it waits and return it."""
         if request_id in self.common:
             return self.common.pop(request_id)
-        line = self._line_of.pop(request_id, None)
-        return None if line is None else self._private[line].pop(request_id)
+        queue = self._queue_of.pop(request_id, None)
+        return None if queue is None else self._private[queue].pop(request_id)
 
-    def line_of(self, request_id: str) -> str | None:
-        """The private line in which a ticket waits, if it does."""
-        return self._line_of.get(request_id)
+    def queue_of(self, request_id: str) -> str | None:
+        """The private queue in which a ticket waits, if it does."""
+        return self._queue_of.get(request_id)
 
     def recall(self, tickets: Iterable[Ticket]) -> None:
-        """Bring all tickets, and ``tickets``, into the common line in order of number."""
+        """Bring all tickets, and ``tickets``, into the common queue in order of number."""
         merged = [*self.common.values(), *tickets]
-        for line in self._private.values():
-            merged.extend(line.values())
+        for queue in self._private.values():
+            merged.extend(queue.values())
         self._private.clear()
-        self._line_of.clear()
+        self._queue_of.clear()
         merged.sort(key=lambda ticket: ticket.number)
         self.common = OrderedDict((ticket.request_id, ticket) for ticket in merged)

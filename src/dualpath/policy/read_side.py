@@ -6,18 +6,36 @@ go to the node that was given fewer tokens to read so far, and to the PE when th
 On an idle cluster queues are equal nearly always, so the tie decides the balance of the storage
 NICs.
 
-The functions on plain numbers decide; the simulator's compiled core calls them as they stand.
+A new rule is a constant here, the mode that uses it in ``RULES``, a branch of ``read_tokens``, and
+its reason in ``policy.events``: the live scheduler and both cores of the simulator call
+``read_tokens``, the compiled one as it stands.
 """
 
 from typing import NamedTuple
 
 from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
+from dualpath.policy.events import READ_REASONS
 
-#: What decides, as the kernels return it.
-BY_QUEUE, BY_TIE = 0, 1
-REASONS = ("shorter-queue", "tie")
+#: The rules, and the one of each mode.
+NO_READS, PE_READS, SIDES_IN_TURN, SHORTER_QUEUE, BOTH_SIDES = range(5)
+RULES = {
+    Mode.BASIC: PE_READS,
+    Mode.LAYERWISE: PE_READS,
+    Mode.ROUND_ROBIN: SIDES_IN_TURN,
+    Mode.DUALPATH: SHORTER_QUEUE,
+    Mode.SPLIT: BOTH_SIDES,
+    Mode.ORACLE: NO_READS,
+}
+
+#: The places of ``READ_REASONS``, as kernels return them.
+NO_HIT, ORACLE, PE_ONLY, IN_TURN, BY_QUEUE, BY_TIE, SPLIT = range(len(READ_REASONS))
+#: Sides as kernels name them.
+PE_SIDE, DE_SIDE = 0, 1
+
+Reads = tuple[tuple[HitRun, ...], str]
 
 
 class Reader(NamedTuple):
@@ -28,39 +46,55 @@ class Reader(NamedTuple):
     tokens_per_s: float = 1.0
 
 
-def read_whole(side: Role, hit_tokens: int, block_tokens: int) -> tuple[HitRun, ...]:
-    """Return the one run that is all hit blocks, read on one side."""
-    return (HitRun(side, BlockRun(0, holding_blocks(hit_tokens, block_tokens))),)
+def choose_reads(
+    rule: int, turn: int, prefill: Reader, decode: Reader, hit_tokens: int, block_tokens: int
+) -> Reads:
+    """Return the runs of hit blocks, each with its side, and the reason; see ``read_tokens``."""
+    head, tail, reason = read_tokens(rule, turn, *prefill, *decode, hit_tokens, block_tokens)
+    first = holding_blocks(head, block_tokens)
+    runs = (
+        HitRun(Role.PREFILL, BlockRun(0, first)),
+        HitRun(Role.DECODE, BlockRun(first, holding_blocks(tail, block_tokens))),
+    )
+    return tuple(run for run in runs if run.blocks), READ_REASONS[reason]
 
 
-def shorter_queue(prefill: Reader, decode: Reader) -> tuple[Role, str]:
-    """Return the side that reads and the reason, "shorter-queue" or "tie"."""
-    at_prefill, reason = choose_by_queue(*prefill, *decode)
-    return (Role.PREFILL if at_prefill else Role.DECODE), REASONS[reason]
+def read_tokens(
+    rule: int,
+    turn: int,
+    pe_queue: int,
+    pe_total: int,
+    pe_rate: float,
+    de_queue: int,
+    de_total: int,
+    de_rate: float,
+    hit_tokens: int,
+    block_tokens: int,
+) -> tuple[int, int, int]:
+    """Return the leading hit tokens the PE reads, the rest, which the DE reads, and the reason.
 
-
-def split(
-    prefill: Reader, decode: Reader, hit_tokens: int, block_tokens: int
-) -> tuple[tuple[HitRun, ...], str]:
-    """Divide the hit blocks so that both sides finish together, their queues included.
-
-    The PE reads the first blocks, the DE the rest.  Of the two whole numbers of blocks around the
-    optimum the one with the earlier end is taken, on equal ends the one that gives less to the
-    node charged more so far.  A side left without blocks makes it a whole read on the other,
-    with the reason that ``shorter_queue`` gives.
+    ``turn`` is the side whose turn it is, looked at by ``SIDES_IN_TURN`` alone.  Queues and totals
+    of both nodes in tokens, ``*_rate`` of their storage NICs in tokens/s; the reason is a place in
+    ``READ_REASONS``.
     """
-    head = split_head_tokens(*prefill, *decode, hit_tokens, block_tokens)
-    if 0 < head < hit_tokens:
-        first = head // block_tokens
-        rest = holding_blocks(hit_tokens, block_tokens) - first
-        runs = (
-            HitRun(Role.PREFILL, BlockRun(0, first)),
-            HitRun(Role.DECODE, BlockRun(first, rest)),
+    if hit_tokens == 0:
+        return 0, 0, NO_HIT
+    if rule == NO_READS:
+        return 0, 0, ORACLE
+    if rule == PE_READS:
+        return hit_tokens, 0, PE_ONLY
+    if rule == SIDES_IN_TURN:
+        head = hit_tokens if turn == PE_SIDE else 0
+        return head, hit_tokens - head, IN_TURN
+    at_prefill, reason = choose_by_queue(pe_queue, pe_total, pe_rate, de_queue, de_total, de_rate)
+    head = hit_tokens if at_prefill else 0
+    if rule == BOTH_SIDES:
+        head = split_head_tokens(
+            pe_queue, pe_total, pe_rate, de_queue, de_total, de_rate, hit_tokens, block_tokens
         )
-        return runs, "split"
-    reason = shorter_queue(prefill, decode)[1]
-    side = Role.PREFILL if head else Role.DECODE
-    return read_whole(side, hit_tokens, block_tokens), reason
+        if 0 < head < hit_tokens:
+            reason = SPLIT
+    return head, hit_tokens - head, reason
 
 
 def choose_by_queue(
@@ -86,7 +120,11 @@ def split_head_tokens(
     hit_tokens: int,
     block_tokens: int,
 ) -> int:
-    """Return how many leading hit tokens the PE reads so that both sides finish together."""
+    """Return how many leading hit tokens the PE reads so that both sides finish together.
+
+    Whole blocks, queues included.  Of the two numbers of blocks around the optimum the one with the
+    earlier end is taken, on equal ends the one that gives less to the node charged more so far.
+    """
     blocks = holding_blocks(hit_tokens, block_tokens)
     ideal_tokens = (pe_rate * (de_queue + hit_tokens) - de_rate * pe_queue) / (pe_rate + de_rate)
     below = min(max(int(ideal_tokens // block_tokens), 0), blocks)

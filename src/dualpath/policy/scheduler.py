@@ -6,7 +6,7 @@ read side is chosen and the assignment handed out.  Engines fetch by group.
 What the driver (router or simulator) has to do:
 
 - tell an engine of its assignments at once and in the order of ``assign_seq``, and pass on
-  reports that echo the last one told;
+  reports that echo the last one assigned;
 - let ``EngineReport.read_queue_tokens`` include reads that the engine was assigned but not sent
   yet (they wait for buffer space), because its assignment counts as reported from then on;
 - after ``engine_lost`` submit the returned requests again, or fail them.
@@ -27,7 +27,6 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
-from dualpath.core.runs import HitRun
 from dualpath.policy.accounts import NODE
 from dualpath.policy.baselines import InTurnPlacer, SidesInTurn
 from dualpath.policy.decode import TwoPhaseDecodePlacer
@@ -41,16 +40,16 @@ from dualpath.policy.load import EngineLoad, Ledger
 from dualpath.policy.placement import Placement, Placer, Ticket
 from dualpath.policy.prefill import FifoPrefillPlacer
 from dualpath.policy.read_side import (
+    PE_SIDE,
+    RULES,
+    SIDES_IN_TURN,
     Reader,
-    read_whole,
-    shorter_queue,
-    split,
+    Reads,
+    choose_reads,
 )
 
 #: α or β that is never exceeded.
 UNLIMITED_TOKENS = 1 << 60
-
-Reads = tuple[tuple[HitRun, ...], str]
 
 
 class QueueLengths(msgspec.Struct, frozen=True):
@@ -64,13 +63,13 @@ class QueueLengths(msgspec.Struct, frozen=True):
 class _Flight:
     """A live request: where it is placed, and whether the driver knows."""
 
-    __slots__ = ("decode", "prefill", "prefilled", "reading", "ticket", "told")
+    __slots__ = ("assigned", "decode", "prefill", "prefilled", "reading", "ticket")
 
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self.prefill: Placement | None = None
         self.decode: Placement | None = None
-        self.told = False
+        self.assigned = False
         self.prefilled = False
         self.reading: tuple[str, ...] = ()
 
@@ -82,12 +81,13 @@ class RequestScheduler:
         self._settings = settings
         self._ledger = Ledger()
         self._placers = _placers(settings, self._ledger)
+        self._rule = RULES[settings.mode]
         self._sides = SidesInTurn()
         self._flights: dict[str, _Flight] = {}
         self._decode_only: dict[str, _Flight] = {}
         self._placed: dict[str, dict[str, None]] = {}
         self._submitted = 0
-        self._untold = 0
+        self._unassigned = 0
 
     def engine_joined(self, spec: EngineSpec) -> None:
         """Count an engine in, empty; the same id may join again after ``engine_lost``.
@@ -138,7 +138,7 @@ class RequestScheduler:
         )
         self._check(ticket)
         self._submitted += 1
-        self._untold += 1
+        self._unassigned += 1
         self._flights[request.request_id] = _Flight(ticket)
         for placer in self._placers.values():
             placer.add(ticket)
@@ -168,7 +168,7 @@ class RequestScheduler:
     def prefill_done(self, request_id: str) -> None:
         """The PE is through with an assigned request; any other is ignored."""
         flight = self._flights.get(request_id)
-        if flight is None or flight.prefill is None or not flight.told or flight.prefilled:
+        if flight is None or flight.prefill is None or not flight.assigned or flight.prefilled:
             return
         flight.prefilled = True
         self._ledger.release(flight.prefill.engine_id, request_id)
@@ -186,14 +186,14 @@ class RequestScheduler:
 
     def waiting(self) -> int:
         """Requests submitted and not assigned yet."""
-        return self._untold
+        return self._unassigned
 
     def queue_lengths(self) -> QueueLengths:
         """How many requests wait for what."""
         return QueueLengths(
             prefill=self._placers[Role.PREFILL].waiting(),
             decode=self._placers[Role.DECODE].waiting(),
-            total=self._untold,
+            total=self._unassigned,
         )
 
     def loads(self) -> tuple[EngineLoad, ...]:
@@ -207,7 +207,7 @@ class RequestScheduler:
         one to join; the driver may cancel them instead.  Empty while no DE has joined.
         """
         largest = self._ledger.largest_decode_hbm_tokens
-        if not largest or not self._untold:
+        if not largest or not self._unassigned:
             return []
         return [
             request_id
@@ -229,10 +229,10 @@ class RequestScheduler:
 
     def _assign(self, flight: _Flight, prefill: Placement, decode: Placement) -> Assignment:
         ticket = flight.ticket
-        flight.told = True
-        self._untold -= 1
-        prefill_seq = self._ledger.tell(prefill.engine_id, ticket.request_id)
-        decode_seq = self._ledger.tell(decode.engine_id, ticket.request_id)
+        flight.assigned = True
+        self._unassigned -= 1
+        prefill_seq = self._ledger.assign(prefill.engine_id, ticket.request_id)
+        decode_seq = self._ledger.assign(decode.engine_id, ticket.request_id)
         reads, reason = self._choose_reads(ticket, prefill, decode)
         engines = {Role.PREFILL: prefill.engine_id, Role.DECODE: decode.engine_id}
         read_tokens = dict.fromkeys(Role, 0)
@@ -258,22 +258,11 @@ class RequestScheduler:
         )
 
     def _choose_reads(self, ticket: Ticket, prefill: Placement, decode: Placement) -> Reads:
-        mode, block_tokens = self._settings.mode, self._settings.block_tokens
-        hit_tokens = ticket.request.hit_tokens
-        if hit_tokens == 0:
-            return (), "no-hit"
-        if mode is Mode.ORACLE:
-            return (), "oracle"
-        if not mode.dual_path:
-            return read_whole(Role.PREFILL, hit_tokens, block_tokens), "pe-only"
-        if mode is Mode.ROUND_ROBIN:
-            side = self._sides.take(prefill.engine_id, decode.engine_id)
-            return read_whole(side, hit_tokens, block_tokens), "round-robin"
+        hit_tokens, turn = ticket.request.hit_tokens, PE_SIDE
+        if self._rule == SIDES_IN_TURN and hit_tokens:
+            turn = self._sides.take(prefill.engine_id, decode.engine_id)
         readers = self._reader(prefill.engine_id), self._reader(decode.engine_id)
-        if mode is Mode.SPLIT:
-            return split(*readers, hit_tokens, block_tokens)
-        side, reason = shorter_queue(*readers)
-        return read_whole(side, hit_tokens, block_tokens), reason
+        return choose_reads(self._rule, turn, *readers, hit_tokens, self._settings.block_tokens)
 
     def _reader(self, engine_id: str) -> Reader:
         engine = self._ledger.engines[engine_id]
@@ -292,8 +281,8 @@ class RequestScheduler:
         request_id = flight.ticket.request_id
         del self._flights[request_id]
         self._decode_only.pop(request_id, None)
-        if not flight.told:
-            self._untold -= 1
+        if not flight.assigned:
+            self._unassigned -= 1
             for placer in self._placers.values():
                 placer.discard(request_id)
         self._end_reads(flight)

@@ -14,19 +14,6 @@ FloatArray = NDArray[np.float64]
 
 NS_PER_S = 1_000_000_000
 
-#: Reasons of ``policy.events.Assignment`` by their code in ``Decisions``.
-PE_REASONS = ("short-queue", "long-queue", "round-robin")
-DE_REASONS = ("low-token min-seq", "high-token min-tok", "round-robin")
-READ_REASONS = (
-    "no-hit",
-    "oracle",
-    "pe-only",
-    "round-robin",
-    "shorter-queue",
-    "tie",
-    "split",
-)
-
 
 class TurnTimes(NamedTuple):
     """Per round, in the order of ``AgentTable``: when each stage was reached.
@@ -50,7 +37,10 @@ class TurnTimes(NamedTuple):
 
 
 class Decisions(NamedTuple):
-    """Assignments in the order they were made; engines and reasons by index."""
+    """Assignments in the order they were made; engines by number, reasons by index.
+
+    Reasons are places of ``PE_REASONS``, ``DE_REASONS`` and ``READ_REASONS`` (``policy.events``).
+    """
 
     round: IntArray
     prefill_engine: IntArray

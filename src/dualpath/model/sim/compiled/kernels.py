@@ -11,9 +11,9 @@ from numba.extending import register_jitable
 
 from dualpath.core import blocks
 from dualpath.plan import counts
-from dualpath.policy import accounts, batching, decode, prefill, read_side
+from dualpath.policy import accounts, baselines, batching, decode, prefill, read_side
 
-KERNEL_MODULES = (blocks, counts, accounts, batching, decode, prefill, read_side)
+KERNEL_MODULES = (blocks, counts, accounts, baselines, batching, decode, prefill, read_side)
 
 for module in KERNEL_MODULES:
     for _, function in inspect.getmembers(module, inspect.isfunction):

@@ -34,9 +34,9 @@ from dualpath.model.sim.compiled.tables import (
     TOTAL_TOKENS,
     SchedulerState,
 )
-from dualpath.model.sim.result import DE_REASONS, PE_REASONS
 from dualpath.policy.accounts import FREE_HBM, NODE, SEQ, TOK, IntArray
 from dualpath.policy.decode import assign_decode, choose_group, unfragmented_hbm
+from dualpath.policy.events import DE_REASONS, PE_REASONS
 from dualpath.policy.prefill import assign_prefill
 
 PE_SHORT_QUEUE = PE_REASONS.index("short-queue")

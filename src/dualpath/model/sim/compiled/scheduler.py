@@ -29,10 +29,8 @@ from dualpath.model.sim.compiled.tables import (
     HIT,
     IN_TURN_PES,
     LENGTH,
-    NO_READS,
     NONE,
     NUMBER,
-    PE_READS,
     PLACED,
     PREFILL,
     PRIVATE_TOKENS,
@@ -41,24 +39,13 @@ from dualpath.model.sim.compiled.tables import (
     READ_Q,
     READ_TOTAL,
     REASON,
-    SIDES_IN_TURN,
-    SPLIT_READS,
     SUBMITTED,
     UNASSIGNED,
     SchedulerState,
 )
-from dualpath.model.sim.result import READ_REASONS
 from dualpath.policy.accounts import NODE
-from dualpath.policy.read_side import REASONS, choose_by_queue, split_head_tokens
-
-NO_HIT = READ_REASONS.index("no-hit")
-ORACLE = READ_REASONS.index("oracle")
-PE_ONLY = READ_REASONS.index("pe-only")
-READ_IN_TURN = READ_REASONS.index("round-robin")
-SPLIT = READ_REASONS.index("split")
-
-#: What ``choose_by_queue`` says, as codes of ``READ_REASONS``.
-DECIDED_BY = tuple(READ_REASONS.index(reason) for reason in REASONS)
+from dualpath.policy.baselines import NO_TURN, first_turn, other_side
+from dualpath.policy.read_side import PE_SIDE, SIDES_IN_TURN, read_tokens
 
 
 @inlined
@@ -168,8 +155,7 @@ def _assign(state: SchedulerState, request: int, row: int) -> None:
     state.counters[UNASSIGNED] -= 1
     assigned[row, A_PE_SEQ] = assign(state, request, PREFILL)
     assigned[row, A_DE_SEQ] = assign(state, request, DECODE)
-    head, reason = _choose_reads(state, request)
-    tail = 0 if reason in (NO_HIT, ORACLE) else requests[request, HIT] - head
+    head, tail, reason = _choose_reads(state, request)
     if head > 0:
         charge_read(state, request, PREFILL, head)
     if tail > 0:
@@ -185,46 +171,26 @@ def _assign(state: SchedulerState, request: int, row: int) -> None:
 
 
 @inlined
-def _choose_reads(state: SchedulerState, request: int) -> tuple[int, int]:
-    """Return how many leading hit tokens the PE reads, and why; the DE reads the rest."""
-    hit, reads = state.requests[request, HIT], state.rules.reads
-    if hit == 0:
-        return 0, NO_HIT
-    if reads == NO_READS:
-        return 0, ORACLE
-    if reads == PE_READS:
-        return hit, PE_ONLY
+def _choose_reads(state: SchedulerState, request: int) -> tuple[int, int, int]:
+    nodes, rates, rules = state.nodes, state.snic_tokens_per_s, state.rules
+    hit, turn = state.requests[request, HIT], PE_SIDE
     pe = state.requests[request, ENGINE + PREFILL]
     de = state.requests[request, ENGINE + DECODE]
-    if reads == SIDES_IN_TURN:
-        return hit if _side_in_turn(state, pe, de) == PREFILL else 0, READ_IN_TURN
-    return _choose_by_load(state, pe, de, hit)
-
-
-@inlined
-def _choose_by_load(state: SchedulerState, pe: int, de: int, hit: int) -> tuple[int, int]:
-    engines, nodes, rates = state.engines, state.nodes, state.snic_tokens_per_s
-    pe_node, de_node = engines[NODE, pe], engines[NODE, de]
-    pe_queue, pe_total, pe_rate = (
+    if rules.read_rule == SIDES_IN_TURN and hit > 0:
+        turn = _side_in_turn(state, pe, de)
+    pe_node, de_node = state.engines[NODE, pe], state.engines[NODE, de]
+    return read_tokens(
+        rules.read_rule,
+        turn,
         nodes[READ_Q, pe_node],
         nodes[READ_TOTAL, pe_node],
         rates[pe],
-    )
-    de_queue, de_total, de_rate = (
         nodes[READ_Q, de_node],
         nodes[READ_TOTAL, de_node],
         rates[de],
+        hit,
+        rules.block_tokens,
     )
-    if state.rules.reads == SPLIT_READS:
-        head = split_head_tokens(
-            pe_queue, pe_total, pe_rate, de_queue, de_total, de_rate, hit, state.rules.block_tokens
-        )
-        if 0 < head < hit:
-            return head, SPLIT
-        by = choose_by_queue(pe_queue, pe_total, pe_rate, de_queue, de_total, de_rate)[1]
-        return head, DECIDED_BY[by]
-    at_prefill, by = choose_by_queue(pe_queue, pe_total, pe_rate, de_queue, de_total, de_rate)
-    return hit if at_prefill else 0, DECIDED_BY[by]
 
 
 @inlined
@@ -233,11 +199,10 @@ def _side_in_turn(state: SchedulerState, pe: int, de: int) -> int:
     sides, engines = state.sides, state.engines
     column = de - state.first_decode_engine
     side = sides[pe, column]
-    if side == NONE:
-        side = engines[FIRST_SIDE, pe]
-        if side == NONE:
-            side = state.counters[IN_TURN_PES] % 2
-            state.counters[IN_TURN_PES] += 1
-        engines[FIRST_SIDE, pe] = 1 - side
-    sides[pe, column] = 1 - side
+    if side == NO_TURN:
+        of_engine = engines[FIRST_SIDE, pe]
+        side = first_turn(of_engine, state.counters[IN_TURN_PES])
+        state.counters[IN_TURN_PES] += of_engine == NO_TURN
+        engines[FIRST_SIDE, pe] = other_side(side)
+    sides[pe, column] = other_side(side)
     return side

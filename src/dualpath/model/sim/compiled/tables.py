@@ -17,6 +17,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.policy.accounts import ACCOUNT_COLUMNS, FREE_HBM, NODE, IntArray
 from dualpath.policy.events import EngineSpec, SchedulerSettings
+from dualpath.policy.read_side import RULES
 from dualpath.policy.scheduler import UNLIMITED_TOKENS
 
 PREFILL, DECODE = 0, 1
@@ -68,7 +69,7 @@ SUBMITTED, UNASSIGNED, LAST_DEALT, IN_TURN_PES = 0, 1, 2, 4
 #: Rows of ``work``: requests placed by a fetch; lengths a kernel is given, and what it returns.
 PLACED, LENGTHS, ROWS, FLAGS = range(4)
 
-#: Columns of ``assigned``; reasons are codes of ``sim.result``.
+#: Columns of ``assigned``; reasons are places of the tuples in ``policy.events``.
 (
     A_REQUEST,
     A_PE,
@@ -83,15 +84,12 @@ PLACED, LENGTHS, ROWS, FLAGS = range(4)
 ) = range(10)
 ASSIGNED_COLUMNS = 10
 
-#: ``Rules.reads``.
-NO_READS, PE_READS, SIDES_IN_TURN, QUEUE_DECIDES, SPLIT_READS = range(5)
-
 
 class Rules(NamedTuple):
     """``SchedulerSettings``, resolved by mode."""
 
     in_turn: bool
-    reads: int
+    read_rule: int
     alpha_tokens: int
     beta_tokens: int
     threshold_factor: float
@@ -197,15 +195,9 @@ def _rules(settings: SchedulerSettings) -> Rules:
     mode = settings.mode
     balanced_baseline = settings.balanced_baselines and not mode.dual_path
     by_load = mode in (Mode.DUALPATH, Mode.SPLIT, Mode.ORACLE) or balanced_baseline
-    reads = {
-        Mode.ORACLE: NO_READS,
-        Mode.ROUND_ROBIN: SIDES_IN_TURN,
-        Mode.DUALPATH: QUEUE_DECIDES,
-        Mode.SPLIT: SPLIT_READS,
-    }
     return Rules(
         in_turn=not by_load,
-        reads=reads.get(mode, PE_READS),
+        read_rule=RULES[mode],
         alpha_tokens=UNLIMITED_TOKENS if balanced_baseline else settings.alpha_tokens,
         beta_tokens=settings.beta_tokens,
         threshold_factor=float(settings.threshold_factor),

@@ -6,9 +6,6 @@ from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.reference.machine import SimulatedMachine
 from dualpath.model.sim.reference.prefill import Pass
 from dualpath.model.sim.result import (
-    DE_REASONS,
-    PE_REASONS,
-    READ_REASONS,
     Batches,
     Decisions,
     LinkUse,
@@ -17,7 +14,7 @@ from dualpath.model.sim.result import (
     TurnTimes,
 )
 from dualpath.model.sim.settings import Setup
-from dualpath.policy.events import Assignment
+from dualpath.policy.events import DE_REASONS, PE_REASONS, READ_REASONS, Assignment
 
 DecisionRow = tuple[int, int, int, int, int, int, int, int]
 
