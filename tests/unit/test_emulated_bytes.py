@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from dualpath.core.blocks import BlockGeometry, block_keys
 from dualpath.core.errors import ConfigError
+from dualpath.engine.counters import Counters
 from dualpath.laboratory.emulated.hbm import EmulatedHbm
 from dualpath.laboratory.emulated.kv_bytes import KvFunction
 from dualpath.laboratory.emulated.prefix import TokenPrefix
@@ -82,7 +83,7 @@ def test_tokens_written_one_by_one_make_the_block_that_is_written_at_once() -> N
 def test_right_blocks_are_counted_and_none_is_wrong() -> None:
     made = prefix(TOKENS)
     hbm, function, blocks = filled_hbm(made)
-    verifier = Verifier(function, Verify.FULL)
+    verifier = Verifier(function, Verify.FULL, Counters())
     for layer in range(GEOMETRY.layers):
         region = hbm.layer(layer)
         assert verifier.layer_blocks(CheckedAt.PE_HBM, region, blocks, made.seeds, layer) == []
@@ -96,7 +97,7 @@ def test_one_flipped_byte_is_found_where_every_byte_is_compared(
     made = prefix(TOKENS)
     hbm, function, blocks = filled_hbm(made)
     hbm.layer(2)[blocks[1]].view(np.uint8)[3, 7] ^= 1
-    verifier = Verifier(function, verify)
+    verifier = Verifier(function, verify, Counters())
     assert verifier.layer_blocks(CheckedAt.DE_HBM, hbm.layer(2), blocks, made.seeds, 2) == found
     assert verifier.counts()[CheckedAt.DE_HBM][1] == len(found)
 
@@ -104,7 +105,7 @@ def test_one_flipped_byte_is_found_where_every_byte_is_compared(
 def test_samples_find_a_block_of_another_prefix_and_of_another_layer() -> None:
     made = prefix(TOKENS)
     hbm, function, blocks = filled_hbm(made)
-    verifier = Verifier(function, Verify.SAMPLED)
+    verifier = Verifier(function, Verify.SAMPLED, Counters())
     swapped = (blocks[1], blocks[0], blocks[2])
     assert verifier.layer_blocks(CheckedAt.PE_HBM, hbm.layer(0), swapped, made.seeds, 0) == [0, 1]
     assert verifier.layer_blocks(CheckedAt.PE_HBM, hbm.layer(1), blocks, made.seeds, 0) == [0, 1, 2]
@@ -117,7 +118,7 @@ def test_full_blocks_in_dram_are_compared_layer_by_layer(verify: Verify) -> None
     right = memoryview(bytearray(function.full_block(made.seeds[0]).tobytes()))
     torn = memoryview(bytearray(right))
     torn[: GEOMETRY.layer_block_bytes] = bytes(GEOMETRY.layer_block_bytes)
-    verifier = Verifier(function, verify)
+    verifier = Verifier(function, verify, Counters())
     seeds = made.seeds[[0, 0]]
     assert verifier.full_blocks(CheckedAt.DE_BUFFER, [right, torn], seeds) == [1]
     assert verifier.counts()[CheckedAt.DE_BUFFER] == (6, 1)

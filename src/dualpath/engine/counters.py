@@ -79,7 +79,7 @@ BYTES_OF: dict[str, tuple[Counter, ...]] = {
 
 
 class Counters:
-    """Thread-safe totals, all starting at zero."""
+    """Thread-safe totals, all starting at zero; those of comparisons exist once they are used."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -90,7 +90,7 @@ class Counters:
     def add(self, name: Counter, amount: float) -> None:
         """Add a non-negative amount."""
         with self._lock:
-            self._totals[name.value] += amount
+            self._totals[name.value] = self._totals.get(name.value, 0) + amount
 
     def moved(self, step: Step, moved_bytes: int | None = None) -> None:
         """Count a step that is executed; ``moved_bytes`` if they are not the step's own."""

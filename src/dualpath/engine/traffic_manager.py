@@ -149,6 +149,11 @@ class TrafficManager:
         )
 
     @property
+    def buffer(self) -> BlockBuffer:
+        """The DRAM buffer, for an engine that looks at what lies in it."""
+        return self._buffer
+
+    @property
     def buffer_tokens(self) -> int:
         """Capacity of the DRAM buffer in tokens."""
         return self._buffer.capacity * self.geometry.block_tokens

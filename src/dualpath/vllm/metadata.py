@@ -4,20 +4,8 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from dualpath.core.control import DecodeTransfer, PrefillTransfer
-from dualpath.core.runs import BlockRun
-
-
-@dataclass(frozen=True)
-class PrefillWork:
-    """A request's chunk in this forward pass of a PE.
-
-    ``hbm_blocks`` are engine block ids of prompt blocks ``0 … chunk.end - 1``.
-    """
-
-    prefill_transfer: PrefillTransfer
-    chunk: BlockRun
-    hbm_blocks: tuple[int, ...]
+from dualpath.core.control import DecodeTransfer
+from dualpath.engine.forward_pass import PromptPart
 
 
 @dataclass(frozen=True)
@@ -37,7 +25,7 @@ class StepMetadata(KVConnectorMetadata):
     of the transfer.
     """
 
-    prefills: list[PrefillWork] = field(default_factory=list)
+    prefills: list[PromptPart] = field(default_factory=list)
     decodes: list[DecodeWork] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
     generated: list[tuple[int, bytes]] = field(default_factory=list)

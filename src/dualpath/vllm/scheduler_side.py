@@ -14,9 +14,10 @@ from dualpath.core.cluster import Role
 from dualpath.core.control import DecodeTransfer, PrefillTransfer
 from dualpath.core.errors import DualPathError
 from dualpath.core.runs import BlockRun
+from dualpath.engine.forward_pass import PromptPart
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.transfer_checks import TransferChecks, with_own_hits
-from dualpath.vllm.metadata import DecodeWork, PrefillWork, StepMetadata
+from dualpath.vllm.metadata import DecodeWork, StepMetadata
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -99,7 +100,7 @@ class SchedulerSide:
             if isinstance(tracked.transfer, PrefillTransfer):
                 blocks = self._chunk_blocks(start_tokens, end_tokens)
                 hbm_blocks = tuple(tracked.blocks[: blocks.end])
-                step.prefills.append(PrefillWork(tracked.transfer, blocks, hbm_blocks))
+                step.prefills.append(PromptPart(tracked.transfer, blocks, hbm_blocks))
             elif self._role is Role.DECODE:
                 step.generated.extend(self._newly_full(tracked, end_tokens))
         for request_id in self._new_decode_transfers:

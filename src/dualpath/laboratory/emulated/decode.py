@@ -79,20 +79,15 @@ class DecodeEngine:
         if request.aborted:
             self._end(request, Answer(finish_reason="abort"))
             return
-        decode_transfer, plane = request.decode_transfer, self._plane
-        wrong = plane.manager.check_buffer(
-            plane.verifier,
-            CheckedAt.DE_BUFFER,
-            decode_transfer.request_id,
-            decode_transfer.slots,
-            request.prefix.seeds,
+        transfer = request.decode_transfer
+        wrong = self._plane.wrong_in_buffer(
+            CheckedAt.DE_BUFFER, transfer.request_id, transfer.slots, request.prefix.seeds
         )
-        if wrong:
-            message = plane.wrong_blocks(CheckedAt.DE_BUFFER, decode_transfer.request_id, wrong)
-            self._end(request, Answer(finish_reason="error", error=message))
+        if wrong is not None:
+            self._end(request, Answer(finish_reason="error", error=wrong))
             return
-        blocks = request.hbm_blocks[: len(decode_transfer.slots)]
-        plane.manager.fill_hbm(decode_transfer, blocks, lambda error: self._copied(request, error))
+        blocks = request.hbm_blocks[: len(transfer.slots)]
+        self._plane.manager.fill_hbm(transfer, blocks, lambda error: self._copied(request, error))
 
     def _copied(self, request: DecodeRequest, error: str | None) -> None:
         try:
@@ -104,30 +99,22 @@ class DecodeEngine:
         if error is not None:
             self._end(request, Answer(finish_reason="error"))
             return
-        if self._plane.moves_bytes:
-            wrong = self._wrong_blocks(request)
-            if wrong:
-                request_id = request.decode_transfer.request_id
-                message = self._plane.wrong_blocks(CheckedAt.DE_HBM, request_id, wrong)
-                self._end(request, Answer(finish_reason="error", error=message))
-                return
+        transfer = request.decode_transfer
+        wrong = self._plane.wrong_in_hbm(
+            CheckedAt.DE_HBM,
+            transfer.request_id,
+            request.hbm_blocks[: len(transfer.slots)],
+            request.prefix.seeds,
+            range(self._plane.geometry.layers),
+        )
+        if wrong is not None:
+            self._end(request, Answer(finish_reason="error", error=wrong))
+            return
         for token in request.prior_tokens:
             request.prefix.append(token)
         with self._wake:
             self._joining.append(request)
             self._wake.notify()
-
-    def _wrong_blocks(self, request: DecodeRequest) -> list[int]:
-        wrong: set[int] = set()
-        blocks = request.hbm_blocks[: len(request.decode_transfer.slots)]
-        for layer in range(self._plane.geometry.layers):
-            region = self._plane.hbm.layer(layer)
-            wrong |= set(
-                self._plane.verifier.layer_blocks(
-                    CheckedAt.DE_HBM, region, blocks, request.prefix.seeds, layer
-                )
-            )
-        return sorted(wrong)
 
     # ------------------------------------------------------------------ the GPU's thread
 

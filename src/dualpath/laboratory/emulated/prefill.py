@@ -2,17 +2,15 @@
 
 One thread is the GPU.  Per layer it waits for stored KV, compares it, computes for its share of
 the pass, writes the chunk's new KV and hands the layer to the traffic manager; the transfers are
-those of a vLLM engine (``engine.layer_stream``).
+those of a vLLM engine (``engine.forward_pass``).
 """
 
 import threading
 from collections import deque
 
 from dualpath.core.cluster import Role
-from dualpath.core.errors import TransportError
 from dualpath.core.runs import BlockRun
-from dualpath.engine.layer_stream import LayerSettings, LayerStream
-from dualpath.engine.step_transfers import PrefillChunk
+from dualpath.engine.forward_pass import ForwardPass, PromptPart
 from dualpath.laboratory.emulated.batch import Batch, BatchFormer, Chunk
 from dualpath.laboratory.emulated.clock import ComputeClock
 from dualpath.laboratory.emulated.data_plane import DataPlane
@@ -82,79 +80,61 @@ class PrefillEngine:
 
     def _wrong_in_buffer(self, batch: Batch) -> dict[str, str]:
         """Compare what the PE has read from storage, once per request; return what is wrong."""
-        plane, wrong = self._plane, {}
+        wrong: dict[str, str] = {}
         for request, cached, _ in batch.chunks:
-            prefill_transfer = request.prefill_transfer
-            request_id = prefill_transfer.request_id
-            if cached != prefill_transfer.hit_blocks * plane.geometry.block_tokens:
+            transfer = request.prefill_transfer
+            if cached != transfer.hit_blocks * self._plane.geometry.block_tokens:
                 continue
-            for run in prefill_transfer.hits:
+            for run in transfer.hits:
                 if run.side is Role.PREFILL:
                     seeds = request.prefix.seeds[run.blocks.first :]
-                    found = plane.manager.check_buffer(
-                        plane.verifier, CheckedAt.PE_BUFFER, request_id, run.slots, seeds
+                    found = self._plane.wrong_in_buffer(
+                        CheckedAt.PE_BUFFER, transfer.request_id, run.slots, seeds
                     )
-                    if found:
-                        wrong[request_id] = plane.wrong_blocks(
-                            CheckedAt.PE_BUFFER, request_id, found
-                        )
+                    if found is not None:
+                        wrong[transfer.request_id] = found
         return wrong
 
     def _forward(self, batch: Batch, wrong: dict[str, str]) -> dict[str, str]:
-        """Run a pass, adding to ``wrong``; return requests whose transfers failed, and why."""
+        """Run a pass, adding to ``wrong``; return failed requests with reasons."""
+        parts = [
+            PromptPart(
+                chunk.request.prefill_transfer, self._blocks(chunk), chunk.request.hbm_blocks
+            )
+            for chunk in batch.chunks
+        ]
+        forward = ForwardPass(self._plane.manager, self._plane.membership.send, parts)
         layers = self._plane.geometry.layers
         layer_s = batch.compute_s / layers / self._settings.speedup
-        if not self._plane.moves_bytes:
-            self._clock.begin()
-            self._clock.work(layer_s * layers)
-            return {}
-        rejected: dict[str, str] = {}
-        chunks: list[PrefillChunk] = []
-        taken: list[Chunk] = []
-        for chunk in batch.chunks:
-            try:
-                chunks.append(self._prefill_chunk(chunk))
-                taken.append(chunk)
-            except TransportError as error:
-                rejected[chunk.request.prefill_transfer.request_id] = str(error)
-        stream = self._plane.manager.begin_prefill(
-            chunks,
-            LayerSettings(
-                buffers=self._settings.layer_regions, overlap=self._settings.engine.mode.layerwise
-            ),
-        )
         self._clock.begin()
-        for layer in range(layers):
-            self._one_layer(taken, stream, layer, layer_s, wrong)
-        return rejected | self._plane.manager.end_prefill(stream)
+        if self._plane.moves_bytes:
+            for layer in range(layers):
+                self._one_layer(batch.chunks, forward, layer, layer_s, wrong)
+        else:
+            self._clock.work(layer_s * layers)
+        return forward.finish(wrong)
 
     def _one_layer(
         self,
         chunks: list[Chunk],
-        stream: LayerStream,
+        forward: ForwardPass,
         layer: int,
         layer_s: float,
         wrong: dict[str, str],
     ) -> None:
         since_s = self._clock.now()
-        stream.wait_loaded(layer)
+        forward.wait_loaded(layer)
         self._clock.waited(since_s)
         for chunk in chunks:
             request_id = chunk.request.prefill_transfer.request_id
-            if request_id not in stream.failures and request_id not in wrong:
+            if request_id not in wrong and not forward.failed(request_id):
                 self._check_loaded(chunk, layer, wrong)
         self._clock.work(layer_s)
         for chunk in chunks:
             self._write_new(chunk, layer)
         since_s = self._clock.now()
-        stream.computed(layer)
+        forward.computed(layer)
         self._clock.waited(since_s)
-
-    def _prefill_chunk(self, chunk: Chunk) -> PrefillChunk:
-        """Return the traffic manager's form; raises ``TransportError`` if it is too late for it."""
-        return self._plane.manager.prefill_chunk(
-            chunk.request.prefill_transfer, self._blocks(chunk), chunk.request.hbm_blocks
-        )
 
     def _blocks(self, chunk: Chunk) -> BlockRun:
         first = chunk.cached // self._plane.geometry.block_tokens
@@ -163,16 +143,16 @@ class PrefillEngine:
 
     def _check_loaded(self, chunk: Chunk, layer: int, wrong: dict[str, str]) -> None:
         blocks, request = self._blocks(chunk), chunk.request
-        found = self._plane.verifier.layer_blocks(
+        request_id = request.prefill_transfer.request_id
+        found = self._plane.wrong_in_hbm(
             CheckedAt.PE_HBM,
-            self._plane.hbm.layer(layer),
+            request_id,
             request.hbm_blocks[: blocks.first],
             request.prefix.seeds,
-            layer,
+            (layer,),
         )
-        if found:
-            request_id = request.prefill_transfer.request_id
-            wrong[request_id] = self._plane.wrong_blocks(CheckedAt.PE_HBM, request_id, found)
+        if found is not None:
+            wrong[request_id] = found
 
     def _write_new(self, chunk: Chunk, layer: int) -> None:
         blocks, request = self._blocks(chunk), chunk.request
@@ -188,10 +168,8 @@ class PrefillEngine:
         for request, cached, bsz in batch.chunks:
             request.done_tokens = cached + bsz
             request_id = request.prefill_transfer.request_id
-            failure = wrong.get(request_id) or failures.get(request_id)
+            failure = failures.get(request_id)
             complete = request.done_tokens == request.prefix.tokens
-            if failure is not None or complete:
-                self._plane.send(self._plane.manager.sent(request_id, failure))
             with self._wake:
                 self._in_pass.discard(request)
                 if failure is None and not complete and not request.aborted:

@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from dualpath.core.cluster import Role
-from dualpath.laboratory.emulated.data_plane import DataPlane, OpenTransport
+from dualpath.engine.membership import OpenTransport
+from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.decode import DecodeEngine
 from dualpath.laboratory.emulated.http_server import serving_app, until_signal
 from dualpath.laboratory.emulated.prefill import PrefillEngine
@@ -39,13 +40,13 @@ async def emulated_engine(
         async with serving_app(app, checked.host, checked.port) as port:
             api_url = checked.engine.api_url or f"http://{checked.host}:{port}"
             engine.start()
-            plane.start(api_url)
+            plane.membership.join(api_url)
             try:
                 yield EmulatedEngine(plane, api_url)
             finally:
                 await asyncio.to_thread(engine.close)
     finally:
-        await asyncio.to_thread(plane.close)
+        await asyncio.to_thread(plane.membership.leave)
 
 
 async def run_engine(settings: EmulatedSettings) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.blocks import BlockGeometry
+from dualpath.engine.counters import Counter, Counters
 from dualpath.laboratory.emulated.kv_bytes import KvFunction, Words
 from dualpath.laboratory.emulated.prefix import Seeds
 
@@ -48,13 +49,15 @@ class CheckedAt(enum.StrEnum):
 
 
 class Verifier:
-    """Checks and counts; may be called from any thread."""
+    """Checks and counts: by place here, in sum in ``counters``; may be called from any thread."""
 
-    def __init__(self, function: KvFunction, verify: Verify) -> None:
+    def __init__(self, function: KvFunction, verify: Verify, counters: Counters) -> None:
         self._function = function
         self._verify = verify
         self._lock = threading.Lock()
         self._counts = {place: [0, 0] for place in CheckedAt}
+        self._totals = counters
+        self._count(CheckedAt.PE_BUFFER, 0, 0)
 
     @property
     def compares(self) -> bool:
@@ -115,3 +118,5 @@ class Verifier:
         with self._lock:
             self._counts[place][0] += seen
             self._counts[place][1] += wrong
+        self._totals.add(Counter.VERIFIED_LAYER_BLOCKS, seen)
+        self._totals.add(Counter.WRONG_LAYER_BLOCKS, wrong)

@@ -1,0 +1,86 @@
+"""A forward pass of a prefill engine, between the engine that computes and the traffic manager.
+
+Engines of all kinds call the same four things: begin, then for each layer wait for stored KV and
+hand new KV over, then finish.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from dualpath.core.control import Message, PrefillTransfer
+from dualpath.core.errors import TransportError
+from dualpath.core.runs import BlockRun
+from dualpath.engine.layer_stream import LayerSettings
+from dualpath.engine.step_transfers import PrefillChunk
+from dualpath.engine.traffic_manager import TrafficManager
+
+
+class PromptPart(msgspec.Struct, frozen=True):
+    """What a forward pass computes of a request.
+
+    ``hbm_blocks`` are engine block ids of prompt blocks ``0 … chunk.end - 1``, at least.
+    """
+
+    transfer: PrefillTransfer
+    chunk: BlockRun
+    hbm_blocks: tuple[int, ...]
+
+
+class ForwardPass:
+    """Starts the transfers of its parts; used by the engine's thread, ``finish`` must follow.
+
+    A part that is too late, since its request was released or its slots went to another one, takes
+    no part in transfers; the engine may compute it all the same.  ``send`` reports to the router.
+    """
+
+    def __init__(
+        self, manager: TrafficManager, send: Callable[[Message], None], parts: Sequence[PromptPart]
+    ) -> None:
+        self._manager = manager
+        self._send = send
+        self._parts = parts
+        self._rejected: dict[str, str] = {}
+        chunks = [chunk for part in parts if (chunk := self._chunk(part)) is not None]
+        mode, all_layers = manager.settings.mode, manager.geometry.layers
+        buffers = manager.settings.layer_buffers if mode.layerwise else all_layers
+        layers = LayerSettings(buffers=buffers or all_layers, overlap=mode.layerwise)
+        self._stream = manager.begin_prefill(chunks, layers) if mode.moves_bytes else None
+
+    def failed(self, request_id: str) -> bool:
+        """Whether a request's loaded KV is not to be relied on."""
+        in_stream = self._stream is not None and request_id in self._stream.failures
+        return in_stream or request_id in self._rejected
+
+    def wait_loaded(self, layer: int) -> None:
+        """Return when a layer's stored KV is in HBM, or on its way before what is computed next."""
+        if self._stream is not None:
+            self._stream.wait_loaded(layer)
+
+    def computed(self, layer: int) -> None:
+        """A layer's new KV is in HBM, or will be when what was queued so far is over."""
+        if self._stream is not None:
+            self._stream.computed(layer)
+
+    def finish(self, wrong: Mapping[str, str]) -> dict[str, str]:
+        """Wait for the last transfers and report what ended; return failed requests with reasons.
+
+        A request ends with its last block, or when it failed.  ``wrong`` are those whose KV the
+        engine found to be wrong, and why.
+        """
+        transfers = self._manager.end_prefill(self._stream) if self._stream is not None else {}
+        failures = {**self._rejected, **transfers, **wrong}
+        for part in self._parts:
+            request_id = part.transfer.request_id
+            blocks = self._manager.geometry.blocks_for(part.transfer.prompt_tokens)
+            failure = failures.get(request_id)
+            if failure is not None or part.chunk.end == blocks:
+                self._send(self._manager.sent(request_id, failure))
+        return failures
+
+    def _chunk(self, part: PromptPart) -> PrefillChunk | None:
+        try:
+            return self._manager.prefill_chunk(part.transfer, part.chunk, part.hbm_blocks)
+        except TransportError as error:
+            self._rejected[part.transfer.request_id] = str(error)
+            return None
