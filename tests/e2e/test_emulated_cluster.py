@@ -18,6 +18,7 @@ from tests.control_network import Arrivals
 from dualpath.core.blocks import BlockGeometry, block_keys
 from dualpath.core.modes import Mode
 from dualpath.laboratory.emulated.front_door import front_door
+from dualpath.laboratory.emulated.metrics import layer_blocks
 from dualpath.laboratory.workload.replay.client import RealClock
 from dualpath.laboratory.workload.replay.stream import (
     CompletionBody,
@@ -161,15 +162,16 @@ def ideal_hits(geometry: BlockGeometry) -> list[list[int]]:
     return hits
 
 
-async def total(urls: list[str], metric: str) -> int:
-    """Sum of an engine metric over all engines and places."""
-    found = 0
+async def verified_and_wrong(urls: list[str]) -> tuple[int, int]:
+    """Sum Layer Blocks over all engines and places."""
+    counts = [0, 0]
     async with aiohttp.ClientSession() as http:
         for url in urls:
             async with http.get(f"{url}/metrics") as response:
-                text = await response.text()
-            found += sum(map(int, re.findall(rf"^\S+:{metric}\S* (\d+)$", text, re.MULTILINE)))
-    return found
+                found = layer_blocks(await response.text())
+            for index, by_place in enumerate(found):
+                counts[index] += sum(by_place.values())
+    return counts[0], counts[1]
 
 
 async def played(folder: Path, mode: Mode, prefill: int, decode: int) -> list[list[list[int]]]:
@@ -181,8 +183,8 @@ async def played(folder: Path, mode: Mode, prefill: int, decode: int) -> list[li
             await service.wait_ready(prefill, decode, GUARD_S)
             player = Player(folder, endpoint, service, mode)
             agents = await player.play()
-            verified = await total(urls, "verified_layer_blocks_total")
-            assert await total(urls, "wrong_layer_blocks_total") == 0
+            verified, wrong = await verified_and_wrong(urls)
+            assert wrong == 0
             assert (verified > 0) == mode.moves_bytes
     assert [[hits for _, hits in rounds] for rounds in agents] == ideal_hits(player.geometry)
     assert service.metrics.retries == 0

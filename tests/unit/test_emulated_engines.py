@@ -15,9 +15,9 @@ from dualpath.core.control import DecodeTransfer, PrefillTransfer, to_transfer_p
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.engine.layer_stream import LayerStream
+from dualpath.laboratory.emulated.metrics import EngineMetrics, layer_blocks
 from dualpath.laboratory.emulated.prefix import Seeds
 from dualpath.laboratory.emulated.process import emulated_engine
-from dualpath.laboratory.emulated.server import metrics_text
 from dualpath.laboratory.emulated.verification import CheckedAt
 from dualpath.storage.factory import memory_storage
 
@@ -64,7 +64,8 @@ async def test_blocks_that_pass_their_checksum_but_are_not_this_prompts_fail_the
         await made.idle()
         plane = made.engines["prefill-0"].plane
         assert plane.verifier.counts()[CheckedAt.PE_BUFFER] == (10, 10)
-        assert 'wrong_layer_blocks_total{place="pe_buffer"} 10' in metrics_text(plane)
+        _, wrong = layer_blocks(EngineMetrics(plane).exposition().decode())
+        assert wrong["pe_buffer"] == 10
         assert made.service.metrics.retries == 0
 
 

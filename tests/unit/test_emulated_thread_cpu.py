@@ -2,7 +2,7 @@
 
 import threading
 
-from dualpath.laboratory.emulated.thread_cpu import thread_cpu_s
+from dualpath.laboratory.emulated.metrics import thread_cpu_s
 
 
 def test_time_is_counted_under_the_name_of_the_thread_that_took_it() -> None:

@@ -46,7 +46,7 @@ class Counter(StrEnum):
     TRANSFER_FAILURES = "transfer_failures", "Requests whose KV transfer failed."
     STALE_TRANSFERS = (
         "stale_transfers",
-        "Hand-overs refused because their buffer slots had changed hands.",
+        "Transfers refused because their buffer slots had gone to another request.",
     )
     VERIFIED_LAYER_BLOCKS = (
         "verified_layer_blocks",

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from dualpath.core.cluster import Role
 from dualpath.core.control import DecodeTransfer, PrefillTransfer
@@ -19,6 +20,7 @@ from dualpath.engine.transfer_checks import TransferChecks, with_own_hits
 from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.decode import DecodeEngine
 from dualpath.laboratory.emulated.http_server import api_key_guard, json_answer
+from dualpath.laboratory.emulated.metrics import EngineMetrics
 from dualpath.laboratory.emulated.prefill import PrefillEngine
 from dualpath.laboratory.emulated.prefix import TokenPrefix
 from dualpath.laboratory.emulated.requests import (
@@ -28,7 +30,6 @@ from dualpath.laboratory.emulated.requests import (
     PrefillRequest,
     Sampling,
 )
-from dualpath.laboratory.emulated.thread_cpu import thread_cpu_s
 from dualpath.router.api_keys import ApiKeys
 from dualpath.router.token_api.statuses import BAD_REQUEST, UNPROCESSABLE
 from dualpath.router.token_api.wire import (
@@ -81,6 +82,7 @@ class EngineServer:
         self._engine = engine
         self._settings = plane.settings
         self._checks = TransferChecks(plane.settings.engine, plane.geometry)
+        self._metrics = EngineMetrics(plane)
         self._bridge = LoopBridge(asyncio.get_running_loop())
 
     def app(self) -> web.Application:
@@ -90,14 +92,16 @@ class EngineServer:
         )
         app.router.add_post(GENERATE_PATH, self._generate)
         app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/metrics", self._scrape)
         return app
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
 
-    async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=metrics_text(self._plane))
+    async def _scrape(self, request: web.Request) -> web.Response:
+        return web.Response(
+            body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -206,29 +210,6 @@ class EngineServer:
 def max_tokens(asked: GenerateRequest[Sampling]) -> int:
     """Return how many tokens the request may generate."""
     return asked.sampling_params.max_tokens
-
-
-def metrics_text(plane: DataPlane) -> str:
-    """Return what was verified, moved and spent, in the Prometheus text format."""
-    lines = _labelled(
-        "thread_cpu_seconds", "CPU time of the engine's threads.", "thread", thread_cpu_s()
-    )
-    lines += _labelled(
-        "counter", "Totals the engine reports.", "name", plane.manager.counters.snapshot()
-    )
-    help_texts = ("Layer Blocks compared with what they have to be.", "Of these, wrong ones.")
-    for column, name in enumerate(("verified", "wrong")):
-        metric = f"dualpath_emulated:{name}_layer_blocks_total"
-        lines += [f"# HELP {metric} {help_texts[column]}", f"# TYPE {metric} counter"]
-        for place, counts in plane.verifier.counts().items():
-            lines.append(f'{metric}{{place="{place.value}"}} {counts[column]}')
-    return "\n".join(lines) + "\n"
-
-
-def _labelled(name: str, help_text: str, label: str, values: dict[str, float]) -> list[str]:
-    metric = f"dualpath_emulated:{name}_total"
-    lines = [f"# HELP {metric} {help_text}", f"# TYPE {metric} counter"]
-    return lines + [f'{metric}{{{label}="{key}"}} {value:g}' for key, value in values.items()]
 
 
 def _event(request_id: str, answer: Answer) -> GenerateAnswer:

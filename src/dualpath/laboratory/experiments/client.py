@@ -5,14 +5,15 @@ and answers ``DONE`` when the last agent has its answer, and ``ClientResult``.
 """
 
 import asyncio
-import re
 import sys
+from collections import Counter
 from http import HTTPStatus
 
 import aiohttp
 import msgspec
 
 from dualpath.core.errors import DualPathError, EngineLostError
+from dualpath.laboratory.emulated.metrics import layer_blocks
 from dualpath.laboratory.experiments.dialogue import begin, reply
 from dualpath.laboratory.workload.formats import read_trace
 from dualpath.laboratory.workload.replay.client import replay
@@ -22,9 +23,6 @@ from dualpath.laboratory.workload.replay.server import status
 
 _POLL_S = 0.05
 _METRIC_TIMEOUT_S = 10.0
-_COUNT = re.compile(
-    r'dualpath_emulated:(verified|wrong)_layer_blocks_total\{place="([^"]+)"\} ([0-9.e+]+)'
-)
 
 READY, DONE = "ready", "done"
 
@@ -63,11 +61,14 @@ async def run_client(task: ClientTask) -> ClientResult:
         sys.stdin.readline()
         found = await replay(sessions, task.endpoint, task.options)
         reply(DONE)
-        counts: dict[str, dict[str, int]] = {"verified": {}, "wrong": {}}
+        verified, wrong = Counter[str](), Counter[str]()
         if task.engine_metrics:
             for url in await _engine_urls(http, task.endpoint):
-                await _add_counts(http, url, counts)
-    return ClientResult(replay=found, verified=counts["verified"], wrong=counts["wrong"])
+                async with http.get(f"{url}/metrics") as response:
+                    counts = layer_blocks(await response.text())
+                verified.update(counts[0])
+                wrong.update(counts[1])
+    return ClientResult(replay=found, verified=dict(verified), wrong=dict(wrong))
 
 
 async def _ready(http: aiohttp.ClientSession, task: ClientTask) -> None:
@@ -104,15 +105,6 @@ async def _alive(http: aiohttp.ClientSession, endpoint: str) -> int:
 async def _engine_urls(http: aiohttp.ClientSession, endpoint: str) -> list[str]:
     found = await status(http, endpoint)
     return [] if found is None else [engine.api_url for engine in found.engines if engine.alive]
-
-
-async def _add_counts(
-    http: aiohttp.ClientSession, url: str, counts: dict[str, dict[str, int]]
-) -> None:
-    async with http.get(f"{url}/metrics") as response:
-        text = await response.text()
-    for what, place, value in _COUNT.findall(text):
-        counts[what][place] = counts[what].get(place, 0) + int(float(value))
 
 
 def main() -> None:

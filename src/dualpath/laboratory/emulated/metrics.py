@@ -1,0 +1,84 @@
+"""What an emulated engine says of itself at ``/metrics``, and how a client of a run reads it.
+
+The totals that the engine reports to its router stand there too, so that a run needs no router.
+"""
+
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:  # a client of a run reads metrics without an engine's libraries
+    from dualpath.laboratory.emulated.data_plane import DataPlane
+
+_PREFIX = "dualpath_emulated:"
+_VERIFIED = f"{_PREFIX}verified_layer_blocks"
+_WRONG = f"{_PREFIX}wrong_layer_blocks"
+_NS_PER_S = 1_000_000_000
+#: Threads that are not Python's: those of NIXL and UCX, and of numpy where it has some.
+NATIVE = "native"
+
+
+class EngineMetrics(Collector):
+    """Reads one engine's counts at every scrape; nothing is kept here."""
+
+    def __init__(self, plane: "DataPlane") -> None:
+        self._plane = plane
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def exposition(self) -> bytes:
+        """Return all metrics in the Prometheus text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families."""
+        counts = self._plane.verifier.counts()
+        verified = {place.value: seen for place, (seen, _) in counts.items()}
+        wrong = {place.value: bad for place, (_, bad) in counts.items()}
+        totals = self._plane.manager.counters.snapshot()
+        help_text = "Layer Blocks compared with what they have to be."
+        yield _family(_VERIFIED, help_text, "place", verified)
+        yield _family(_WRONG, "Of these, wrong ones.", "place", wrong)
+        yield _family(f"{_PREFIX}counter", "Totals the engine reports.", "name", totals)
+        name = f"{_PREFIX}thread_cpu_seconds"
+        yield _family(name, "CPU time of the engine's threads.", "thread", thread_cpu_s())
+
+
+def layer_blocks(exposition: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the Layer Blocks that an engine has (verified, found wrong), by place."""
+    found: dict[str, dict[str, int]] = {_VERIFIED: {}, _WRONG: {}}
+    for family in text_string_to_metric_families(exposition):
+        if (by_place := found.get(family.name)) is not None:
+            by_place.update({s.labels["place"]: int(s.value) for s in family.samples})
+    return found[_VERIFIED], found[_WRONG]
+
+
+def thread_cpu_s() -> dict[str, float]:
+    """Return CPU seconds of every living thread by name (Linux); threads of one pool are one.
+
+    A thread that has ended takes its time with it.
+    """
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found: dict[str, float] = {}
+    for task in Path("/proc/self/task").iterdir():
+        name = re.sub(r"[_-]\d+$", "", names.get(int(task.name), NATIVE))
+        try:
+            on_cpu_ns = int((task / "schedstat").read_text(encoding="ascii").split()[0])
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            continue
+        found[name] = found.get(name, 0.0) + on_cpu_ns / _NS_PER_S
+    return found
+
+
+def _family(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(name, help_text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
