@@ -15,6 +15,11 @@ NOTHING = "-"
 _NUMBER_BEGINS = "0123456789+-≈<≥x"
 
 
+def cell(value: float | None, form: str) -> str:
+    """Return a number in a format such as ``{:.2f} s``, ``NOTHING`` without one."""
+    return NOTHING if value is None else form.format(value)
+
+
 class Table(msgspec.Struct, frozen=True, omit_defaults=True):
     """Rows of cells; the first column names the row.
 

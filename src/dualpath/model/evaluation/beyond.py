@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dualpath.core.modes import Mode
-from dualpath.model.evaluation.report import FigureReport
+from dualpath.model.evaluation.report import FigureReport, quantity
 from dualpath.model.evaluation.role_gains import (
     REBALANCING,
     move_gains,
@@ -25,7 +25,7 @@ from dualpath.model.evaluation.serving import METHOD, online_spec
 from dualpath.model.evaluation.settings import DS_27B, DS_660B, QWEN_32B, RunSpec
 from dualpath.model.evaluation.speedups import mean
 from dualpath.model.sim.run import simulate
-from dualpath.report.model import NOTHING, Panel, Series, Table
+from dualpath.report.model import Panel, Series, Table, cell
 
 TITLE = "What additions gain over DualPath"
 DISCUSSION = """\
@@ -73,6 +73,8 @@ of DS 660B anew, so that its rows are upper bounds.
 """
 GIGABYTE = 1e9
 ONLINE_APS = (0.2, 0.4)
+#: How a gain is written.
+_SAVED = "{:+.1%}"
 
 #: Where each trace lies in the folder of real workloads.
 TRACE_FILES = {
@@ -233,9 +235,9 @@ def _table(title: str, gains: Sequence[Gains]) -> Table:
     rows = [
         (
             one.case,
-            _seconds(one.base_s),
-            *(_percent(one.gain(seconds)) for seconds in one.variants_s),
-            _percent(one.gain(one.bound_s)),
+            quantity(one.base_s, "s"),
+            *(cell(one.gain(seconds), _SAVED) for seconds in one.variants_s),
+            cell(one.gain(one.bound_s), _SAVED),
         )
         for one in gains
     ]
@@ -247,7 +249,7 @@ def _means(gains: Sequence[Gains]) -> list[str]:
     columns = [[one.gain(one.variants_s[i]) for one in gains] for i in range(len(VARIANTS))]
     columns.append([one.gain(one.bound_s) for one in gains])
     known = [[value for value in column if value is not None] for column in columns]
-    return [_percent(mean(values) if values else None) for values in known]
+    return [cell(mean(values) if values else None, _SAVED) for values in known]
 
 
 def _panel(title: str, gains: Sequence[Gains]) -> Panel:
@@ -261,13 +263,3 @@ def _panel(title: str, gains: Sequence[Gains]) -> Panel:
 
 def _scaled(gain: float | None) -> float | None:
     return None if gain is None else 100 * gain
-
-
-def _percent(gain: float | None) -> str:
-    return NOTHING if gain is None else f"{gain:+.1%}"
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return NOTHING
-    return f"{value:,.0f} s" if value >= 100 else f"{value:.3f} s"

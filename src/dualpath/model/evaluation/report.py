@@ -7,7 +7,7 @@ import msgspec
 
 from dualpath.model.evaluation.paper import FITTED, OFFLINE_TARGET, QUOTED, Quoted
 from dualpath.model.evaluation.settings import EvaluationSettings
-from dualpath.report.model import NOTHING, Block, Notes, Panel, Plots, Report, Table, Text
+from dualpath.report.model import NOTHING, Block, Notes, Panel, Plots, Report, Table, Text, cell
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -111,7 +111,6 @@ def comparison_table(
 
 def _comparison_row(one: Compared) -> tuple[str, ...]:
     quoted = one.quoted
-    error = one.relative_error
     sign = {"equals": "", "at most": "< ", "comparable": "≈ "}[quoted.relation]
     judged = {True: "yes", False: "no", None: NOTHING}[one.within_target]
     return (
@@ -119,7 +118,7 @@ def _comparison_row(one: Compared) -> tuple[str, ...]:
         quoted.section,
         quantity(one.model, quoted.unit),
         sign + quantity(quoted.value, quoted.unit),
-        NOTHING if error is None else f"{error:+.1%}",
+        cell(one.relative_error, "{:+.1%}"),
         "below" if quoted.relation == "at most" and one.within_target else judged,
         "fitted" if one.fitted else "predicted",
     )
@@ -137,9 +136,7 @@ def _figure_name(figure: str) -> str:
 
 def quantity(value: float | None, unit: str) -> str:
     """Return a number with its unit, in as many digits as the paper quotes."""
-    if value is None:
-        return NOTHING
     forms = {"x": "{:.2f}x", "%": "{:.2f} %", "GB": "{:.0f} GB", "cores": "{:.2f} cores"}
     if unit == "s":
-        return f"{value:,.0f} s" if value >= 100 else f"{value:.3f} s"
-    return forms[unit].format(value)
+        forms["s"] = "{:,.0f} s" if value is not None and value >= 100 else "{:.3f} s"
+    return cell(value, forms[unit])

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from dualpath.model.evaluation.report import Compared
-from dualpath.report.model import NOTHING, Table
+from dualpath.report.model import Table, cell
 
 #: By key; numbers that are missed without a reason here say so.
 REASONS = {
@@ -32,7 +32,7 @@ def missed(compared: Sequence[Compared]) -> Table | None:
     rows = tuple(
         (
             one.quoted.what,
-            NOTHING if one.relative_error is None else f"{one.relative_error:+.1%}",
+            cell(one.relative_error, "{:+.1%}"),
             REASONS.get(one.key, "Not explained."),
         )
         for one in compared

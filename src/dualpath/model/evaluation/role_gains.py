@@ -18,7 +18,7 @@ from dualpath.model.evaluation.runs import Runs, Simulate
 from dualpath.model.evaluation.settings import EvaluationSettings, RunSpec
 from dualpath.model.sim.result import RoleMove
 from dualpath.policy.rebalance import RebalanceSettings
-from dualpath.report.model import NOTHING, Table
+from dualpath.report.model import Table, cell
 
 #: Agents ask again only when they were answered, so that a backlog never exceeds one round per
 #: agent: it has to weigh within a minute to weigh at all.
@@ -26,6 +26,7 @@ REBALANCING = RebalanceSettings(horizon_s=60.0)
 
 Case = tuple[str, RunSpec]
 Shape = tuple[int, int]
+_SECONDS = "{:,.0f} s"
 
 
 class ShapeGain(msgspec.Struct, frozen=True):
@@ -109,8 +110,10 @@ def shape_table(gains: Sequence[ShapeGain]) -> Table:
             one.case,
             _name(one.own),
             _name(one.best),
-            _percent(one.gain),
-            ", ".join(f"{_name(shape)} {_seconds(seconds)}" for shape, seconds in one.jct_s),
+            cell(one.gain, "{:+.1%}"),
+            ", ".join(
+                f"{_name(shape)} {cell(seconds, '{:,.0f} s')}" for shape, seconds in one.jct_s
+            ),
         )
         for one in gains
     )
@@ -124,9 +127,9 @@ def move_table(gains: Sequence[MoveGain], settings: EvaluationSettings) -> Table
         (
             one.case,
             _name(one.start),
-            _seconds(one.fixed_s),
-            _seconds(one.moving_s),
-            _percent(one.gain),
+            cell(one.fixed_s, _SECONDS),
+            cell(one.moving_s, _SECONDS),
+            cell(one.gain, "{:+.1%}"),
             "; ".join(_moved(move) for move in one.moves) or "none",
         )
         for one in gains
@@ -181,11 +184,3 @@ def _moved(move: RoleMove) -> str:
 
 def _name(shape: Shape) -> str:
     return f"{shape[0]}P{shape[1]}D"
-
-
-def _seconds(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:,.0f} s"
-
-
-def _percent(gain: float | None) -> str:
-    return NOTHING if gain is None else f"{gain:+.1%}"

@@ -1,6 +1,7 @@
 """Ratios between runs that several figures need."""
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -8,7 +9,7 @@ from dualpath.core.modes import Mode
 from dualpath.model.evaluation.report import quantity
 from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.settings import MAIN_MODES, RunSpec
-from dualpath.report.model import Table
+from dualpath.report.model import Panel, Series, Table
 from dualpath.report.style import MODE_TITLES
 
 
@@ -53,6 +54,22 @@ def jct_table(title: str, label_columns: Sequence[str], triples: Iterable[JctTri
         for one in triples
     )
     return Table(title, columns, rows)
+
+
+def jct_panel(
+    title: str,
+    kind: Literal["lines", "grouped"],
+    x_label: str,
+    x: Sequence[float | str],
+    triples: Iterable[JctTriple],
+) -> Panel:
+    """Return JCTs over ``x``, one series per mode."""
+    jcts = zip(*((one.basic_s, one.dualpath_s, one.oracle_s) for one in triples), strict=True)
+    series = tuple(
+        Series(MODE_TITLES[mode], tuple(x), seconds)
+        for mode, seconds in zip(MAIN_MODES, jcts, strict=True)
+    )
+    return Panel(title, kind, x_label, "JCT, s", series)
 
 
 def mean(values: Iterable[float]) -> float:

@@ -4,7 +4,7 @@ from dualpath.model.evaluation import small_model
 from dualpath.model.evaluation.candidates import HORIZON_S, Outcome, outcomes
 from dualpath.model.evaluation.report import FigureReport, quantity
 from dualpath.model.evaluation.runs import Runs
-from dualpath.report.model import NOTHING, Table
+from dualpath.report.model import Table, cell
 
 TITLE = "What the model may lack"
 DISCUSSION = """\
@@ -91,17 +91,13 @@ def _table(found: list[Outcome]) -> Table:
             f"{one.basic_aps:.2f}",
             f"{one.dualpath_aps:.2f}",
             quantity(one.ratio, "x"),
-            NOTHING if one.ttft_s is None else f"{one.ttft_s:.2f}",
-            _seconds(one.low_jct_s),
-            _seconds(one.high_jct_s),
-            _seconds(one.offline_s),
-            _seconds(one.offline_other_s),
+            cell(one.ttft_s, "{:.2f}"),
+            cell(one.low_jct_s, "{:,.0f}"),
+            cell(one.high_jct_s, "{:,.0f}"),
+            cell(one.offline_s, "{:,.0f}"),
+            cell(one.offline_other_s, "{:,.0f}"),
             quantity(one.speedup, "x"),
         )
         for one in found
     )
     return Table("Candidates for the online residuals", columns, (_PAPER, *rows))
-
-
-def _seconds(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:,.0f}"

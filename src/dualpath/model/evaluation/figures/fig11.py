@@ -6,7 +6,7 @@ from dualpath.model.evaluation.report import Compared, FigureReport
 from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.serving import METHOD, WORKLOAD, online, rate_sweep
 from dualpath.model.evaluation.settings import DS_27B, DS_660B, MAIN_MODES, System
-from dualpath.report.model import NOTHING, Panel, Series, Table
+from dualpath.report.model import Panel, Series, Table, cell
 from dualpath.report.style import MODE_TITLES
 
 TITLE = "Online serving: completion time of trajectories, working set"
@@ -79,14 +79,13 @@ def _table(system: System, points: Points) -> Table:
     rows = []
     for mode in MAIN_MODES:
         for rate, run in points[system, mode]:
-            size = _gigabytes(run, rate)
             rows.append(
                 (
                     MODE_TITLES[mode],
                     f"{rate:.2f}",
-                    NOTHING if run.agent_jct is None else f"{run.agent_jct:,.0f}",
+                    cell(run.agent_jct, "{:,.0f}"),
                     f"{run.agents_unfinished:,}",
-                    NOTHING if size is None else f"{size:,.0f}",
+                    cell(_gigabytes(run, rate), "{:,.0f}"),
                 )
             )
     return Table(system.title, columns, tuple(rows))

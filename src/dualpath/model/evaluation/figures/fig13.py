@@ -7,7 +7,7 @@ from dualpath.model.evaluation.report import Compared, FigureReport
 from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.settings import DS_27B, DS_660B, RunSpec
 from dualpath.model.evaluation.speedups import with_mode
-from dualpath.report.model import NOTHING, Panel, Series, Table
+from dualpath.report.model import Panel, Series, Table, cell
 from dualpath.report.style import MODE_TITLES
 
 TITLE = "Balance of storage NIC traffic"
@@ -89,7 +89,7 @@ def _table(made: dict[tuple[str, Mode], OfflineRun]) -> Table:
         (
             name,
             MODE_TITLES[mode],
-            *(_shown(ratio) for _, ratio in run.snic_by_window),
+            *(cell(ratio, "{:.3f}") for _, ratio in run.snic_by_window),
             f"{run.tail_begins_s:,.0f}",
             f"{run.jct_s:,.0f}",
         )
@@ -98,10 +98,6 @@ def _table(made: dict[tuple[str, Mode], OfflineRun]) -> Table:
     windows = [f"{width_s:g} s" for width_s, _ in next(iter(made.values())).snic_by_window]
     columns = ("cluster", "system", *windows, "tail begins, s", "JCT, s")
     return Table("Largest over average SNIC traffic, by width of window", columns, rows)
-
-
-def _shown(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.3f}"
 
 
 def _panel(name: str, made: dict[tuple[str, Mode], OfflineRun]) -> Panel:

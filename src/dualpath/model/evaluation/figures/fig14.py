@@ -6,7 +6,7 @@ from dualpath.model.evaluation.offline import OfflineRun
 from dualpath.model.evaluation.report import Compared, FigureReport, Statement
 from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.settings import DS_660B, RunSpec
-from dualpath.report.model import NOTHING, Panel, Table
+from dualpath.report.model import Panel, Table, cell
 from dualpath.report.style import MODE_TITLES
 
 TITLE = "Balance of attention time (DS 660B)"
@@ -58,7 +58,7 @@ def build(runs: Runs) -> FigureReport:
                 "§7.5",
                 "DualPath's scheduling improves the balance of attention",
                 ours is not None and others is not None and ours < others,
-                f"in the first 5 % {_shown(ours)}, round robin {_shown(others)}",
+                f"in the first 5 % {cell(ours, '{:.3f}')}, round robin {cell(others, '{:.3f}')}",
             ),
         ),
         discussion=DISCUSSION,
@@ -74,15 +74,11 @@ def _table(made: dict[Mode, OfflineRun]) -> Table:
     rows = tuple(
         (
             MODE_TITLES[mode],
-            _shown(_early(run)),
-            _shown(run.attention.mean(run.tail_begins_s)),
+            cell(_early(run), "{:.3f}"),
+            cell(run.attention.mean(run.tail_begins_s), "{:.3f}"),
             f"{run.attention.time_s.size:,}",
         )
         for mode, run in made.items()
     )
     columns = ("system", "first 5 %", "until the tail", "forward passes")
     return Table("Largest over average attention time", columns, rows)
-
-
-def _shown(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.3f}"

@@ -4,9 +4,8 @@ from dualpath.core.modes import Mode
 from dualpath.model.evaluation.report import Compared, FigureReport, Statement
 from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.settings import DS_27B, DS_660B, SYSTEMS, RunSpec, System
-from dualpath.model.evaluation.speedups import JctTriple, jct_table, mean, triple
-from dualpath.report.model import Panel, Series
-from dualpath.report.style import MODE_TITLES
+from dualpath.model.evaluation.speedups import JctTriple, jct_panel, jct_table, mean, triple
+from dualpath.report.model import Panel
 
 TITLE = "Offline inference: agents and context length"
 DISCUSSION = """\
@@ -71,13 +70,8 @@ def build(runs: Runs) -> FigureReport:
 
 def _panel(system: System, length: str, triples: list[JctTriple]) -> Panel:
     chosen = [one for one in triples if one.label[0] == length]
-    agents = tuple(one.label[1] for one in chosen)
-    series = (
-        Series(MODE_TITLES[Mode.BASIC], agents, tuple(one.basic_s for one in chosen)),
-        Series(MODE_TITLES[Mode.DUALPATH], agents, tuple(one.dualpath_s for one in chosen)),
-        Series(MODE_TITLES[Mode.ORACLE], agents, tuple(one.oracle_s for one in chosen)),
-    )
-    return Panel(f"{system.title}, {length}", "grouped", "agents", "JCT, s", series)
+    agents = [one.label[1] for one in chosen]
+    return jct_panel(f"{system.title}, {length}", "grouped", "agents", agents, chosen)
 
 
 def _compared(triples: dict[System, list[JctTriple]]) -> tuple[Compared, ...]:

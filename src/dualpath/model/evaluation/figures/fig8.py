@@ -3,10 +3,9 @@
 from dualpath.core.modes import Mode
 from dualpath.model.evaluation.report import Compared, FigureReport
 from dualpath.model.evaluation.runs import Runs
-from dualpath.model.evaluation.settings import DS_27B, MAIN_MODES, RunSpec
-from dualpath.model.evaluation.speedups import JctTriple, jct_table, mean, triple
-from dualpath.report.model import Panel, Series
-from dualpath.report.style import MODE_TITLES
+from dualpath.model.evaluation.settings import DS_27B, RunSpec
+from dualpath.model.evaluation.speedups import JctTriple, jct_panel, jct_table, mean, triple
+from dualpath.report.model import Panel
 
 TITLE = "Offline inference: prefill-decode ratio (DS 27B)"
 SHAPES = ((1, 1), (2, 1), (1, 2))
@@ -88,14 +87,5 @@ def _compared(triples: Triples, batches: tuple[int, ...]) -> tuple[Compared, ...
 
 def _panel(triples: Triples, agents: int) -> Panel:
     chosen = [triples[shape, agents] for shape in SHAPES]
-    names = tuple(one.label[0] for one in chosen)
-    values = (
-        tuple(one.basic_s for one in chosen),
-        tuple(one.dualpath_s for one in chosen),
-        tuple(one.oracle_s for one in chosen),
-    )
-    series = tuple(
-        Series(MODE_TITLES[mode], names, jcts)
-        for mode, jcts in zip(MAIN_MODES, values, strict=True)
-    )
-    return Panel(f"{agents:,} agents", "grouped", "nodes", "JCT, s", series)
+    names = [one.label[0] for one in chosen]
+    return jct_panel(f"{agents:,} agents", "grouped", "nodes", names, chosen)

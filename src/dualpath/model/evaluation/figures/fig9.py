@@ -6,9 +6,7 @@ from dualpath.core.modes import Mode
 from dualpath.model.evaluation.report import Compared, FigureReport, Statement
 from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.settings import DS_660B, RunSpec
-from dualpath.model.evaluation.speedups import JctTriple, jct_table, triple
-from dualpath.report.model import Panel, Series
-from dualpath.report.style import MODE_TITLES
+from dualpath.model.evaluation.speedups import JctTriple, jct_panel, jct_table, triple
 
 TITLE = "Offline inference: append and generation length (DS 660B)"
 WORKLOAD = "64K"
@@ -48,8 +46,8 @@ def build(runs: Runs) -> FigureReport:
             jct_table("Generation length", ("factor",), generation),
         ),
         panels=(
-            _panel("Append length", append, settings.scales),
-            _panel("Generation length", generation, settings.scales),
+            jct_panel("Append length", "lines", "factor", settings.scales, append),
+            jct_panel("Generation length", "lines", "factor", settings.scales, generation),
         ),
         compared=(
             Compared("fig9.append_speedup_low", min(speedups)),
@@ -82,12 +80,3 @@ def _approaches(kind: Kind, triples: list[JctTriple]) -> Statement:
         f"speed-up {first.speedup:.2f}x at {first.label[0]}, {last.speedup:.2f}x at "
         f"{last.label[0]}",
     )
-
-
-def _panel(title: str, triples: list[JctTriple], scales: tuple[float, ...]) -> Panel:
-    series = (
-        Series(MODE_TITLES[Mode.BASIC], scales, tuple(one.basic_s for one in triples)),
-        Series(MODE_TITLES[Mode.DUALPATH], scales, tuple(one.dualpath_s for one in triples)),
-        Series(MODE_TITLES[Mode.ORACLE], scales, tuple(one.oracle_s for one in triples)),
-    )
-    return Panel(title, "lines", "factor", "JCT, s", series)

@@ -9,12 +9,12 @@ from dualpath.model.evaluation.largescale import (
     large_spec,
     small_spec,
 )
-from dualpath.model.evaluation.online import Measured, OnlineRun
+from dualpath.model.evaluation.online import OnlineRun
 from dualpath.model.evaluation.report import Compared, FigureReport, Statement
 from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.serving import METHOD, online, online_spec
 from dualpath.model.evaluation.settings import DS_660B, RunSpec
-from dualpath.report.model import NOTHING, Table
+from dualpath.report.model import NOTHING, Table, cell
 
 TITLE = "Large-scale results (DS 660B)"
 APS = 0.4
@@ -104,14 +104,14 @@ def _table(*rows: tuple[str, str, float | None, OnlineRun | None]) -> Table:
         (
             kind,
             setting,
-            NOTHING if jct_s is None else f"{jct_s:,.0f}",
-            *((_shown(run.ttft), _shown(run.ttst), _shown(run.tpot)) if run else (NOTHING,) * 3),
-            f"{run.ending.rule}, {run.ending.at_s:,.0f} s" if run else NOTHING,
+            cell(jct_s, "{:,.0f}"),
+            *(_online_cells(run) if run else (NOTHING,) * 4),
         )
         for kind, setting, jct_s, run in rows
     )
     return Table("Results", columns, formatted)
 
 
-def _shown(measured: Measured) -> str:
-    return NOTHING if measured.mean is None else f"{measured.mean:.3f}"
+def _online_cells(run: OnlineRun) -> tuple[str, ...]:
+    latencies = (cell(measured.mean, "{:.3f}") for measured in (run.ttft, run.ttst, run.tpot))
+    return (*latencies, f"{run.ending.rule}, {run.ending.at_s:,.0f} s")
