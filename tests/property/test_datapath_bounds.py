@@ -17,7 +17,8 @@ from dualpath.plan.bounds import (
     pe_pair_bytes_per_s,
     prefill_to_decode_range,
 )
-from dualpath.plan.steps import Link, PromptLayout, Step, whole_plan
+from dualpath.plan.movements import Link
+from dualpath.plan.steps import PromptLayout, Step, whole_plan
 
 GEOMETRY = BlockGeometry(layers=4, block_tokens=64, layer_block_bytes=1 << 16)
 HIT_BLOCKS = 50

@@ -17,11 +17,12 @@ from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.counters import BYTES_OF
 from dualpath.engine.layer_stream import LayerStream
-from dualpath.plan import steps
+from dualpath.plan import movements, steps
+from dualpath.plan.movements import Place
 from dualpath.plan.order import Executed, Present, begun_too_early, waits_for
-from dualpath.plan.steps import Movement, Place, PromptLayout, Step, step_of, whole_plan
+from dualpath.plan.steps import PromptLayout, Step, step_of, whole_plan
 
-MOVEMENTS = {m.label: m for m in vars(steps).values() if isinstance(m, Movement)}
+MOVEMENTS = {movement.label: movement for movement in movements.MOVEMENTS}
 
 Prompt = tuple[int, int, int, tuple[int, ...]]
 

@@ -11,7 +11,8 @@ from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.model.sim.run import simulate
 from dualpath.plan.bounds import link_bytes
-from dualpath.plan.steps import Link, PromptLayout, whole_plan
+from dualpath.plan.movements import Link
+from dualpath.plan.steps import PromptLayout, whole_plan
 
 agent = st.builds(
     growing_agent,

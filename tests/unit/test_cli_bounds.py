@@ -14,7 +14,7 @@ from dualpath.plan.bounds import (
     plan_bytes_per_s,
     ratio_bounds,
 )
-from dualpath.plan.steps import Link
+from dualpath.plan.movements import Link
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -3,10 +3,9 @@
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.runs import BlockRun, HitRun
+from dualpath.plan.movements import Place, Unit
 from dualpath.plan.steps import (
-    Place,
     PromptLayout,
-    Unit,
     decode_steps,
     load_steps,
     persist_steps,

@@ -114,6 +114,11 @@ def test_the_command_line_reference_is_current() -> None:
     assert generator["current"](generator["render"]()), "run python docs/generate_cli.py"
 
 
+def test_the_reference_of_the_data_path_is_made_of_the_plan() -> None:
+    generator = runpy.run_path(str(ROOT / "docs" / "generate_data_path.py"))
+    assert generator["current"](generator["render"]()), "run python docs/generate_data_path.py"
+
+
 def test_the_picture_of_the_readme_shows_what_was_measured() -> None:
     generator = runpy.run_path(str(ROOT / "docs" / "generate_picture.py"))
     assert generator["render"]() == generator["PICTURE"].read_text(encoding="utf-8"), (

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dualpath.core.cluster import ClusterShape
     from dualpath.model.catalog.geometry import ModelGeometry
     from dualpath.plan.bounds import RatioBound
-    from dualpath.plan.steps import Link
+    from dualpath.plan.movements import Link
 
 _GB = 1e9
 #: A load that equals its limit but for rounding fits.

@@ -3,8 +3,9 @@
 import threading
 from enum import StrEnum
 
-from dualpath.plan import steps
-from dualpath.plan.steps import Place, Step
+from dualpath.plan import movements
+from dualpath.plan.movements import Place
+from dualpath.plan.steps import Step
 
 
 class Counter(StrEnum):
@@ -30,7 +31,7 @@ class Counter(StrEnum):
     PE_TO_DE_BYTES = "pe_to_de_bytes"
     DE_TO_PE_BYTES = "de_to_pe_bytes"
     D2H_BYTES = "d2h_bytes"
-    # ``pe_to_de`` and ``de_to_pe`` again, in parts, by what they carry (``plan.steps``).
+    # ``pe_to_de`` and ``de_to_pe`` again, in parts, by what they carry (``plan.movements``).
     PE_HIT_BYTES = "pe_hit_bytes"
     MISS_BYTES = "miss_bytes"
     DE_HIT_BYTES = "de_hit_bytes"
@@ -64,17 +65,17 @@ OF_EMULATED_ENGINES = (Counter.VERIFIED_LAYER_BLOCKS, Counter.WRONG_LAYER_BLOCKS
 
 #: The counters that the bytes of a step enter, by its label: what it moves, then what it carries.
 BYTES_OF: dict[str, tuple[Counter, ...]] = {
-    steps.READ_TO_PE.label: (Counter.STORAGE_READ_BYTES,),
-    steps.READ_TO_DE.label: (Counter.STORAGE_READ_BYTES,),
-    steps.LOAD_FROM_PE_BUFFER.label: (Counter.H2D_BYTES,),
-    steps.LOAD_FROM_DE_BUFFER.label: (Counter.DE_TO_PE_BYTES, Counter.DE_HIT_BYTES),
-    steps.RELOAD_CHUNK.label: (Counter.DE_TO_PE_BYTES, Counter.RELOAD_BYTES),
-    steps.SEND_HITS.label: (Counter.PE_TO_DE_BYTES, Counter.PE_HIT_BYTES),
-    steps.SEND_MISSES.label: (Counter.PE_TO_DE_BYTES, Counter.MISS_BYTES),
-    steps.FILL_DE_HBM.label: (Counter.H2D_BYTES,),
-    steps.PERSIST_PROMPT.label: (Counter.STORAGE_WRITE_BYTES,),
-    steps.STAGE_GENERATED.label: (Counter.D2H_BYTES,),
-    steps.PERSIST_GENERATED.label: (Counter.STORAGE_WRITE_BYTES,),
+    movements.READ_TO_PE.label: (Counter.STORAGE_READ_BYTES,),
+    movements.READ_TO_DE.label: (Counter.STORAGE_READ_BYTES,),
+    movements.LOAD_FROM_PE_BUFFER.label: (Counter.H2D_BYTES,),
+    movements.LOAD_FROM_DE_BUFFER.label: (Counter.DE_TO_PE_BYTES, Counter.DE_HIT_BYTES),
+    movements.RELOAD_CHUNK.label: (Counter.DE_TO_PE_BYTES, Counter.RELOAD_BYTES),
+    movements.SEND_HITS.label: (Counter.PE_TO_DE_BYTES, Counter.PE_HIT_BYTES),
+    movements.SEND_MISSES.label: (Counter.PE_TO_DE_BYTES, Counter.MISS_BYTES),
+    movements.FILL_DE_HBM.label: (Counter.H2D_BYTES,),
+    movements.PERSIST_PROMPT.label: (Counter.STORAGE_WRITE_BYTES,),
+    movements.STAGE_GENERATED.label: (Counter.D2H_BYTES,),
+    movements.PERSIST_GENERATED.label: (Counter.STORAGE_WRITE_BYTES,),
 }
 
 

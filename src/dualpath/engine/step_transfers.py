@@ -16,7 +16,8 @@ from dualpath.core.runs import BlockRun
 from dualpath.engine.buffer import BUFFER_REGION, STAGING_REGION, layer_pieces
 from dualpath.engine.counters import Counters
 from dualpath.engine.device import PASSED, Device, DeviceEvent
-from dualpath.plan.steps import Place, PromptLayout, Step
+from dualpath.plan.movements import Place
+from dualpath.plan.steps import PromptLayout, Step
 from dualpath.transport.contract import Direction, PieceIndices, Transfer, Transport
 
 _DRAM_REGIONS = {

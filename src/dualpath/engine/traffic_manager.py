@@ -60,15 +60,8 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.engine.slots import Grant
 from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
 from dualpath.engine.trace import TraceRecorder
-from dualpath.plan.steps import (
-    PERSIST_GENERATED,
-    PERSIST_PROMPT,
-    PromptLayout,
-    decode_steps,
-    generated_steps,
-    read_step,
-    step_of,
-)
+from dualpath.plan.movements import PERSIST_GENERATED, PERSIST_PROMPT
+from dualpath.plan.steps import PromptLayout, decode_steps, generated_steps, read_step, step_of
 from dualpath.storage.contract import BlockStorage
 from dualpath.transport.contract import Transport
 from dualpath.transport.regions import span_bytes

@@ -17,7 +17,8 @@ import msgspec
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import ClusterShape, Role
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.plan.steps import Link, PromptLayout, Step, whole_plan
+from dualpath.plan.movements import Link
+from dualpath.plan.steps import PromptLayout, Step, whole_plan
 
 #: Links of a node; all others are of one GPU's CNIC.
 NODE_LINKS = frozenset(

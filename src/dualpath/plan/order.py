@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from dualpath.core.runs import BlockRun
-from dualpath.plan.steps import Place, Step
+from dualpath.plan.movements import Place
+from dualpath.plan.steps import Step
 
 
 class Executed(msgspec.Struct, frozen=True):

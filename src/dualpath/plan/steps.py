@@ -24,7 +24,6 @@ New KV goes to storage in Full Blocks: the prompt's from the DE buffer, a genera
 is full, from a staging slot in the DE's DRAM.
 """
 
-import enum
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -38,60 +37,24 @@ from dualpath.plan.counts import (
     reload_blocks,
     send_hit_blocks,
 )
+from dualpath.plan.movements import (
+    FILL_DE_HBM,
+    LOAD_FROM_DE_BUFFER,
+    LOAD_FROM_PE_BUFFER,
+    PERSIST_GENERATED,
+    PERSIST_PROMPT,
+    READ_TO_DE,
+    READ_TO_PE,
+    RELOAD_CHUNK,
+    SEND_HITS,
+    SEND_MISSES,
+    STAGE_GENERATED,
+    Link,
+    Movement,
+    Place,
+    Unit,
+)
 from dualpath.plan.traffic_class import TrafficClass
-
-
-class Place(enum.StrEnum):
-    """Where KV can lie."""
-
-    STORAGE = "storage"
-    PE_BUFFER = "pe-buffer"
-    PE_HBM = "pe-hbm"
-    DE_BUFFER = "de-buffer"
-    DE_HBM = "de-hbm"
-    DE_STAGING = "de-staging"
-    """DRAM through which generated blocks leave the DE's HBM."""
-
-    @property
-    def side(self) -> Role | None:
-        """Whose memory it is; None for storage."""
-        sides = {"pe": Role.PREFILL, "de": Role.DECODE}
-        return sides.get(self.value.partition("-")[0])
-
-
-class Unit(enum.StrEnum):
-    """Granularity of a step (§A.5)."""
-
-    FULL_BLOCK = "full-block"
-    LAYER_BLOCK = "layer-block"
-
-
-class Link(enum.StrEnum):
-    """A direction of a device that a step loads; reads leave a memory, writes enter one (§4.2)."""
-
-    PE_SNIC_READ = "pe-snic-read"
-    DE_SNIC_READ = "de-snic-read"
-    DE_SNIC_WRITE = "de-snic-write"
-    PE_CNIC_READ = "pe-cnic-read"
-    PE_CNIC_WRITE = "pe-cnic-write"
-    DE_CNIC_READ = "de-cnic-read"
-    DE_CNIC_WRITE = "de-cnic-write"
-    PE_DRAM = "pe-dram"
-    DE_DRAM = "de-dram"
-
-
-class Movement(msgspec.Struct, frozen=True):
-    """A kind of step, an arrow of Fig. 4: ``verb`` is what traces call it.
-
-    ``links`` are the device directions that carry each of its bytes once.
-    """
-
-    label: str
-    verb: str
-    source: Place
-    destination: Place
-    traffic_class: TrafficClass
-    links: tuple[Link, ...]
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -174,97 +137,6 @@ class PromptLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         slots = self.de_slots[blocks.first : blocks.end]
         return step_of(movement, self.geometry, blocks, layer, slots)
 
-
-# The table that is the data path.  CNIC directions follow §4.2: a host-device copy is an RDMA
-# write through the engine's own CNIC, so its bytes are read and written by the same NIC.
-READ_TO_PE = Movement(
-    "4a.1-2",
-    "read",
-    Place.STORAGE,
-    Place.PE_BUFFER,
-    TrafficClass.STORAGE_READ,
-    (Link.PE_SNIC_READ, Link.PE_DRAM),
-)
-READ_TO_DE = Movement(
-    "4b.1-2",
-    "read",
-    Place.STORAGE,
-    Place.DE_BUFFER,
-    TrafficClass.STORAGE_READ,
-    (Link.DE_SNIC_READ, Link.DE_DRAM),
-)
-LOAD_FROM_PE_BUFFER = Movement(
-    "4a.3-4",
-    "load",
-    Place.PE_BUFFER,
-    Place.PE_HBM,
-    TrafficClass.KV,
-    (Link.PE_DRAM, Link.PE_CNIC_READ, Link.PE_CNIC_WRITE),
-)
-LOAD_FROM_DE_BUFFER = Movement(
-    "4b.3-5",
-    "load",
-    Place.DE_BUFFER,
-    Place.PE_HBM,
-    TrafficClass.KV,
-    (Link.DE_DRAM, Link.DE_CNIC_READ, Link.PE_CNIC_WRITE),
-)
-RELOAD_CHUNK = Movement(
-    "chunk.reload",
-    "load",
-    Place.DE_BUFFER,
-    Place.PE_HBM,
-    TrafficClass.KV,
-    (Link.DE_DRAM, Link.DE_CNIC_READ, Link.PE_CNIC_WRITE),
-)
-SEND_HITS = Movement(
-    "4a.5-7",
-    "send",
-    Place.PE_HBM,
-    Place.DE_BUFFER,
-    TrafficClass.KV,
-    (Link.PE_CNIC_READ, Link.DE_CNIC_WRITE, Link.DE_DRAM),
-)
-SEND_MISSES = Movement(
-    "miss",
-    "send",
-    Place.PE_HBM,
-    Place.DE_BUFFER,
-    TrafficClass.KV,
-    (Link.PE_CNIC_READ, Link.DE_CNIC_WRITE, Link.DE_DRAM),
-)
-FILL_DE_HBM = Movement(
-    "8-9",
-    "h2d",
-    Place.DE_BUFFER,
-    Place.DE_HBM,
-    TrafficClass.KV,
-    (Link.DE_DRAM, Link.DE_CNIC_READ, Link.DE_CNIC_WRITE),
-)
-PERSIST_PROMPT = Movement(
-    "persist",
-    "persist",
-    Place.DE_BUFFER,
-    Place.STORAGE,
-    TrafficClass.STORAGE_WRITE,
-    (Link.DE_DRAM, Link.DE_SNIC_WRITE),
-)
-STAGE_GENERATED = Movement(
-    "generated",
-    "d2h",
-    Place.DE_HBM,
-    Place.DE_STAGING,
-    TrafficClass.KV,
-    (Link.DE_CNIC_READ, Link.DE_CNIC_WRITE, Link.DE_DRAM),
-)
-PERSIST_GENERATED = Movement(
-    "generated.persist",
-    "persist",
-    Place.DE_STAGING,
-    Place.STORAGE,
-    TrafficClass.STORAGE_WRITE,
-    (Link.DE_DRAM, Link.DE_SNIC_WRITE),
-)
 
 _READS = {Role.PREFILL: READ_TO_PE, Role.DECODE: READ_TO_DE}
 _LOADS = {Role.PREFILL: LOAD_FROM_PE_BUFFER, Role.DECODE: LOAD_FROM_DE_BUFFER}

@@ -12,7 +12,7 @@ from dualpath.core.runs import BlockRun, HitRun
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.settings import Setup
 from dualpath.plan import steps
-from dualpath.plan.steps import Link
+from dualpath.plan.movements import Link
 
 #: A compute quota that never binds, for modes without one.
 NO_QUOTA_S = 1e30

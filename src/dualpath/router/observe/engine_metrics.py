@@ -7,8 +7,8 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from dualpath.core.cluster import Role
-from dualpath.engine.counters import Counter
-from dualpath.plan import steps
+from dualpath.engine.counters import BYTES_OF, Counter
+from dualpath.plan import movements
 from dualpath.plan.traffic_class import TrafficClass
 from dualpath.router.control.registry import EngineState, Registry
 
@@ -26,13 +26,11 @@ PATH_COUNTERS: dict[str, tuple[tuple[Role, Counter], ...]] = {
 }
 
 
-class Movement(msgspec.Struct, frozen=True):
-    """A row of Fig. 4: which counter of which engines has its bytes, and its labels.
+class KvBytes(msgspec.Struct, frozen=True):
+    """A row of ``dualpath:kv_bytes``: which counter of which engines has its bytes, its labels.
 
-    ``path`` is the read path that causes the bytes, "both" for those that either path needs.
-    ``link`` is the network, or "loopback" for a copy of an engine to itself: through its CNIC where
-    it has one (§5.2), else through shared memory.  A transfer between engines is counted once, at
-    the PE, which starts them all.
+    All but the counter follow from the plan's movement.  A transfer between engines is counted
+    once, at the PE, which starts them all.
     """
 
     step: str
@@ -43,25 +41,18 @@ class Movement(msgspec.Struct, frozen=True):
     counter: Counter
 
 
-def _movement(hop: str, path: str, link: str, role: Role, counter: Counter) -> Movement:
-    return Movement(hop, path, link, TrafficClass.KV, role, counter)
-
-
-_READ = TrafficClass.STORAGE_READ
-_WRITE = TrafficClass.STORAGE_WRITE
-_PE, _DE = Role.PREFILL, Role.DECODE
-
-MOVEMENTS = (
-    Movement(steps.READ_TO_PE.label, "pe", "snic", _READ, _PE, Counter.STORAGE_READ_BYTES),
-    Movement(steps.READ_TO_DE.label, "de", "snic", _READ, _DE, Counter.STORAGE_READ_BYTES),
-    _movement(steps.LOAD_FROM_PE_BUFFER.label, "pe", "loopback", _PE, Counter.H2D_BYTES),
-    _movement(steps.LOAD_FROM_DE_BUFFER.label, "de", "cnic", _PE, Counter.DE_HIT_BYTES),
-    _movement(steps.RELOAD_CHUNK.label, "both", "cnic", _PE, Counter.RELOAD_BYTES),
-    _movement(steps.SEND_HITS.label, "pe", "cnic", _PE, Counter.PE_HIT_BYTES),
-    _movement(steps.SEND_MISSES.label, "both", "cnic", _PE, Counter.MISS_BYTES),
-    _movement(steps.FILL_DE_HBM.label, "both", "loopback", _DE, Counter.H2D_BYTES),
-    _movement("generated", "both", "loopback", _DE, Counter.D2H_BYTES),
-    Movement(steps.PERSIST_PROMPT.label, "both", "snic", _WRITE, _DE, Counter.STORAGE_WRITE_BYTES),
+#: What is generated is written with the prompt's blocks: one counter, one row.
+MOVEMENTS = tuple(
+    KvBytes(
+        step=movement.label,
+        path=movement.read_path,
+        link=movement.network,
+        traffic_class=movement.traffic_class,
+        role=movement.engine,
+        counter=BYTES_OF[movement.label][-1],
+    )
+    for movement in movements.MOVEMENTS
+    if movement is not movements.PERSIST_GENERATED
 )
 
 _REPORTED = (

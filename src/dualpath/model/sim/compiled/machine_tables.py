@@ -50,7 +50,7 @@ from dualpath.model.sim.derived import Limits, buffer_bytes, limits, step_links
 from dualpath.model.sim.layout import ClusterLayout, cluster_layout
 from dualpath.model.sim.result import FloatArray, IntArray, TurnTimes
 from dualpath.model.sim.settings import Setup
-from dualpath.plan.steps import Link
+from dualpath.plan.movements import Link
 
 #: Windows a run may last; the table takes memory only where it is written.
 MOST_WINDOWS = 1 << 17

@@ -10,7 +10,7 @@ from dualpath.model.sim.reference.events import EventQueue
 from dualpath.model.sim.reference.links import EqualSnic, FifoSnic, Server
 from dualpath.model.sim.reference.usage import WindowedBytes
 from dualpath.model.sim.settings import Setup
-from dualpath.plan.steps import Link
+from dualpath.plan.movements import Link
 
 
 class _Path(NamedTuple):
