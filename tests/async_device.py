@@ -1,7 +1,7 @@
 """A GPU, a network and the threads around them, as one machine that takes one step at a time.
 
 ``World`` holds everything that may happen next: the front of the compute stream, the front of the
-copy stream, one more piece of any transfer, the pump's next call, a event that is waited for.
+copy stream, one more piece of any transfer, the pump's next call, an event that is waited for.
 Whenever somebody on the host waits it picks the next step, and ``drift`` lets some steps pass in
 between.  So chance decides how far the device lags behind the host and in which order bytes
 arrive; a run is the same whenever the seed is.
@@ -66,7 +66,7 @@ class World:
             assert self.step(), "everybody waits for somebody else"
 
 
-class WorldMoment:
+class WorldEvent:
     """Passes when its stream comes to it."""
 
     def __init__(self, world: World) -> None:
@@ -94,9 +94,9 @@ class Stream:
         """Add work that can run once it is ``ready`` and first in line."""
         self._queue.append((ready, work))
 
-    def record(self) -> WorldMoment:
+    def record(self) -> WorldEvent:
         """Return the event at which everything queued so far is over."""
-        event = WorldMoment(self._world)
+        event = WorldEvent(self._world)
         self.queue(lambda: setattr(event, "has_passed", True))
         return event
 
@@ -260,7 +260,7 @@ class WorldDevice:
     def pin(self, address: int, size_bytes: int, keep_alive: object) -> None:
         """All memory is reachable."""
 
-    def record(self) -> WorldMoment:
+    def record(self) -> WorldEvent:
         """See ``Stream.record``."""
         return self.compute.record()
 
@@ -305,7 +305,7 @@ class WorldPump(TransferPump):
         completion.finish()
 
 
-class WorldAfterMoments(EventWaiter):
+class WorldEventWaiter(EventWaiter):
     """The thread that waits for events, as steps of the world; it starts no thread."""
 
     def __init__(self, world: World) -> None:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.async_device import (
     World,
-    WorldAfterMoments,
     WorldCopier,
     WorldDevice,
+    WorldEventWaiter,
     WorldHbmCopier,
     WorldLayerStream,
     WorldPump,
@@ -69,7 +69,7 @@ class Engine:
         copier = WorldCopier(self.world, own) if own_copier else None
         self.device = WorldDevice(self.world, copier)
         self.pump = WorldPump(self.world)
-        self.after = WorldAfterMoments(self.world)
+        self.after = WorldEventWaiter(self.world)
         agents = {"self": own, "de": [self.de_buffer.region()]}
         self.transport = WorldTransport(self.world, "self", agents)
         self.wrong: list[str] = []

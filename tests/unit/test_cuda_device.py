@@ -1,11 +1,12 @@
 """The CUDA device without a GPU: torch's streams and the driver are small ones that work.
 
 Streams here run nothing until somebody synchronises, so code that trusts in a queued copy fails.
-The driver's functions have the ABI of the real ones and copy in host memory.  What this cannot
-show is how a GPU behaves.
+The driver's calls are those of cuda-bindings, of both its forms, and copy in host memory.  What
+this cannot show is how a GPU behaves.
 """
 
 import ctypes
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -91,31 +92,45 @@ class Runtime:
         self.pinned.remove(address)
 
 
-def driver_library(*, batches=True, status=0):
-    """Functions of the driver's ABI; ``calls`` lists what was called."""
+class Pointer:
+    """``CUdeviceptr``: batches take no plain integers."""
+
+    def __init__(self, address):
+        self.address = address
+
+
+def driver_bindings(*, batches=True, status=0, major=13):
+    """What is used of ``cuda.bindings.driver``; ``calls`` lists what was called."""
     calls = []
-    word, pointer = ctypes.c_size_t, ctypes.c_void_p
 
     def copy(destination, source, size, stream):
         calls.append("one")
         LazyStream.handles[stream].work.append(lambda: ctypes.memmove(destination, source, size))
-        return status
+        return (status,)
 
-    def copy_batch(destinations, sources, sizes, count, attributes, indices, n, failed, stream):
+    def copy_batch(destinations, sources, sizes, count, attributes, indices, n, stream):
+        if not batches:
+            raise RuntimeError("function cuMemcpyBatchAsync is not found")
+        if not count:
+            return (1,)
         calls.append(f"batch of {count}")
-        order = ctypes.c_int.from_address(attributes).value
-        assert (order, n, word.from_address(indices).value) == (1, 1, 0)
-        columns = [(word * count).from_address(a)[:] for a in (destinations, sources, sizes)]
-        for row in zip(*columns, strict=True):
-            LazyStream.handles[stream].work.append(partial(ctypes.memmove, *row))
-        return status
+        assert ([a.srcAccessOrder for a in attributes], indices, n) == (["stream"], [0], 1)
+        assert len(destinations) == len(sources) == len(sizes) == count
+        for to, source, size in zip(destinations, sources, sizes, strict=True):
+            move = partial(ctypes.memmove, to.address, source.address, size)
+            LazyStream.handles[stream].work.append(move)
+        return (status, None) if major == 12 else (status,)
 
-    one = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, word, pointer)(copy)
-    many = [pointer] * 3 + [word] + [pointer] * 2 + [word] + [pointer] * 2
-    library = SimpleNamespace(cuMemcpyAsync=one, calls=calls)
-    if batches:
-        library.cuMemcpyBatchAsync = ctypes.CFUNCTYPE(ctypes.c_int, *many)(copy_batch)
-    return library
+    order = SimpleNamespace(CU_MEMCPY_SRC_ACCESS_ORDER_STREAM="stream")
+    return SimpleNamespace(
+        cuDriverGetVersion=lambda: (0, 12080),
+        cuMemcpyAsync=copy,
+        cuMemcpyBatchAsync=copy_batch,
+        CUdeviceptr=Pointer,
+        CUmemcpyAttributes=SimpleNamespace,
+        CUmemcpySrcAccessOrder=order,
+        calls=calls,
+    )
 
 
 @pytest.fixture
@@ -144,21 +159,21 @@ def two_regions(pieces=8):
     return dram.array.reshape(pieces, PIECE), hbm.array.reshape(pieces, 2, PIECE)[:, 0], infos
 
 
-def with_copier(library, infos):
-    device = CudaDevice("cuda:0", CudaDriver(library))
+def with_copier(bindings, infos):
+    device = CudaDevice("cuda:0", CudaDriver(bindings))
     assert device.copier is not None
     for info in infos:
         device.copier.register(info)
     return device
 
 
-@pytest.mark.parametrize("batches", [True, False])
-def test_a_copy_is_one_call_if_the_driver_can_and_over_when_its_event_is(gpu, batches):
-    library = driver_library(batches=batches)
+@pytest.mark.parametrize(("batches", "major"), [(True, 12), (True, 13), (False, 13)])
+def test_a_copy_is_one_call_if_the_driver_can_and_over_when_its_event_is(gpu, batches, major):
+    bindings = driver_bindings(batches=batches, major=major)
     _, hbm, infos = two_regions()
-    device = with_copier(library, infos)
+    device = with_copier(bindings, infos)
     copy = device.copier.copy("buffer", [3, 1, 7], "hbm.0", [0, 5, 2], PASSED)
-    assert library.calls == (["batch of 3"] if batches else ["one"] * 3)
+    assert bindings.calls == (["batch of 3"] if batches else ["one"] * 3)
     assert copy.poll() is TransferState.MOVING
     with pytest.raises(TransportError, match="moving"):
         copy.release()
@@ -171,7 +186,7 @@ def test_a_copy_is_one_call_if_the_driver_can_and_over_when_its_event_is(gpu, ba
 
 def test_computation_queued_after_wait_finds_the_copy_and_a_copy_finds_what_was_computed(gpu):
     dram, hbm, infos = two_regions()
-    device = with_copier(driver_library(), infos)
+    device = with_copier(driver_bindings(), infos)
     into = device.copier.copy("buffer", [4], "hbm.0", [6], PASSED)
     device.wait(into.event)
     gpu.compute.work.append(lambda: np.copyto(hbm[6], hbm[6] + 100))
@@ -183,9 +198,20 @@ def test_computation_queued_after_wait_finds_the_copy_and_a_copy_finds_what_was_
 
 def test_a_driver_that_refuses_is_an_error_that_names_the_setting(gpu):
     _, _, infos = two_regions()
-    device = with_copier(driver_library(status=719), infos)
+    device = with_copier(driver_bindings(status=719), infos)
     with pytest.raises(TransportError, match=r"719.*device_copies"):
         device.copier.copy("buffer", [1], "hbm.0", [1], PASSED)
+
+
+def test_a_machine_without_driver_or_bindings_is_told_what_to_set(monkeypatch):
+    def no_driver():
+        raise RuntimeError("DynamicLibNotFoundError: libcuda")
+
+    with pytest.raises(ConfigError, match=r"libcuda.*device_copies to nixl"):
+        CudaDriver(SimpleNamespace(cuDriverGetVersion=no_driver))
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    with pytest.raises(ConfigError, match=r"dualpath\[gpu\].*device_copies to nixl"):
+        CudaDriver()
 
 
 def test_memory_is_pinned_in_place_until_the_device_is_closed(gpu):
@@ -201,7 +227,7 @@ def test_memory_is_pinned_in_place_until_the_device_is_closed(gpu):
 
 def test_a_device_that_fails_fails_the_copy(gpu, monkeypatch):
     _, _, infos = two_regions()
-    device = with_copier(driver_library(), infos)
+    device = with_copier(driver_bindings(), infos)
     copy = device.copier.copy("buffer", [1], "hbm.0", [1], PASSED)
 
     def fail(event):
@@ -256,7 +282,7 @@ def test_kv_in_host_memory_needs_no_device():
 )
 def test_cuda_copies_where_no_nic_does(gpu, monkeypatch, setting, nic, own):
     monkeypatch.setattr(cuda_device, "has_rdma_nic", lambda: nic)
-    monkeypatch.setattr(cuda_device, "CudaDriver", lambda: CudaDriver(driver_library()))
+    monkeypatch.setattr(cuda_device, "CudaDriver", lambda: CudaDriver(driver_bindings()))
     device = open_device(torch.device("cuda", 0), setting)
     assert (device.copier is not None) is own
 

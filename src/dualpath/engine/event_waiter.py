@@ -17,7 +17,7 @@ Work = Callable[[str | None], None]
 class EventWaiter:
     """Runs work after events, in the order of the calls.
 
-    Moments of one stream pass in order, so one thread that blocks on the oldest is enough.  Work
+    Events of one stream pass in order, so one thread that blocks on the oldest is enough.  Work
     whose event has passed runs at once on the caller's thread unless older work is waiting: on a
     CPU there never is a thread.
     """
@@ -67,7 +67,7 @@ class EventWaiter:
             try:
                 work(_wait(event))
             except Exception:  # a defect must not end the thread that everybody's sends pass
-                log.exception("work after a event of the device failed")
+                log.exception("work after an event of the device failed")
             with self._change:
                 # Only now: until it has run, younger work must not overtake it.
                 self._waiting.popleft()

@@ -1,8 +1,8 @@
 """A CUDA GPU as ``engine.device`` sees it: events for events, copy streams of its own.
 
-Moments are events on the stream the calling thread computes on, which vLLM's hooks run on.  H2D and
-D2H copies have a stream each, because a GPU has a copy engine for each way.  Events are made with
-blocking synchronisation: a thread that waits sleeps instead of spinning a core.
+Events are recorded on the stream the calling thread computes on, which vLLM's hooks run on, and
+made with blocking synchronisation: a thread that waits sleeps instead of spinning a core.  H2D and
+D2H copies have a stream each, because a GPU has a copy engine for each way.
 
 Not run on a GPU yet.
 """
@@ -30,7 +30,7 @@ def open_device(device: torch.device, device_copies: str) -> Device:
     """Return the device of an engine's KV memory, with who copies between its DRAM and HBM.
 
     ``device_copies``: "nixl", "cuda", or "auto" for CUDA where no RDMA NIC is up.  Raises
-    ``ConfigError`` for "cuda" without a GPU or its driver.
+    ``ConfigError`` for "cuda" without a GPU, its driver or cuda-bindings.
     """
     if device.type != "cuda":
         if device_copies == "cuda":
@@ -63,7 +63,7 @@ def _cuda_errors(what: str) -> Iterator[None]:
         raise TransportError(f"{what}: {error}; restart the engine") from error
 
 
-class CudaMoment:
+class CudaEvent:
     """An event that was recorded."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
@@ -83,7 +83,7 @@ class CudaMoment:
 class CudaCopy:
     """One queued batch; see ``engine.device.DeviceCopy``."""
 
-    def __init__(self, event: CudaMoment, size_bytes: int) -> None:
+    def __init__(self, event: CudaEvent, size_bytes: int) -> None:
         self.event: DeviceEvent = event
         self.bytes = size_bytes
         self._state = TransferState.MOVING
@@ -206,12 +206,12 @@ def _runtime() -> Any:  # noqa: ANN401 - torch's bindings carry no types
     return torch.cuda.cudart()
 
 
-def _record(stream: torch.cuda.Stream) -> CudaMoment:
+def _record(stream: torch.cuda.Stream) -> CudaEvent:
     event = torch.cuda.Event(blocking=True)
     event.record(stream)
-    return CudaMoment(event)
+    return CudaEvent(event)
 
 
 def _event_of(event: DeviceEvent) -> torch.cuda.Event:
-    assert isinstance(event, CudaMoment), f"a event of another device: {event!r}"
+    assert isinstance(event, CudaEvent), f"an event of another device: {event!r}"
     return event.event

@@ -1,14 +1,13 @@
-"""The two copy calls of the CUDA driver that torch has no name for, through ctypes.
+"""The two copy calls of the CUDA driver that torch has no name for, from NVIDIA's cuda-bindings.
 
-``libcuda.so.1`` keeps its ABI: the symbol ``cuMemcpyBatchAsync`` has the signature of CUDA 12.8,
-with ``failIdx``; the form without it is ``cuMemcpyBatchAsync_v2``.  Drivers before 12.8 lack both;
-copies are then queued one by one.
+Drivers without a batch call of the bindings' form (before CUDA 12.8; before 13.0 with bindings 13)
+are asked copy by copy.  The bindings wrap each address on its own, which costs some 0.1 µs.
 
-Not run on a GPU yet.  Tests call the same code with functions of the same ABI that copy in host
-memory.
+Not run on a GPU yet.  Bindings 12.9 and 13.5 were run on a stand-in for ``libcuda`` that copies in
+host memory; tests call the same code with a stand-in for the bindings.
 """
 
-import ctypes
+import importlib
 from typing import Any
 
 import numpy as np
@@ -16,52 +15,36 @@ from numpy.typing import NDArray
 
 from dualpath.core.errors import ConfigError, TransportError
 
-_ACCESS_IN_STREAM_ORDER = 1
-
-
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _Attributes(ctypes.Structure):
-    """``CUmemcpyAttributes_v1``."""
-
-    _fields_ = (
-        ("src_access_order", ctypes.c_int),
-        ("src_location_hint", _Location),
-        ("dst_location_hint", _Location),
-        ("flags", ctypes.c_uint),
-    )
-
 
 class CudaDriver:
-    """``library``: anything with the driver's symbols, ``libcuda`` by default.
+    """``bindings``: anything with the driver's calls, ``cuda.bindings.driver`` by default.
 
-    Raises ``ConfigError`` if there is no driver.  Calls act on the calling thread's context.
+    Raises ``ConfigError`` without the bindings or a driver.  Calls act on the calling thread's
+    context.
     """
 
-    def __init__(self, library: Any = None) -> None:  # noqa: ANN401 - a ctypes library
+    def __init__(self, bindings: Any = None) -> None:  # noqa: ANN401 - a module without types
         try:
-            self._library = library or ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
+            self._cuda = bindings or importlib.import_module("cuda.bindings.driver")
+            self._cuda.cuDriverGetVersion()
+        except ImportError as error:
+            raise ConfigError(
+                f"device_copies needs NVIDIA's cuda-bindings ({error}); `pip install "
+                "'dualpath[gpu]'`, or set device_copies to nixl"
+            ) from error
+        except RuntimeError as error:
             raise ConfigError(
                 f"the CUDA driver cannot be loaded ({error}); set device_copies to nixl"
             ) from error
-        pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        self._copy = self._library.cuMemcpyAsync
-        self._copy.argtypes = (pointer, pointer, size, pointer)
-        self._copy.restype = ctypes.c_int
-        self._copy_batch = getattr(self._library, "cuMemcpyBatchAsync", None)
-        if self._copy_batch is not None:
-            self._copy_batch.argtypes = (
-                pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer,
-            )  # fmt: skip
-            self._copy_batch.restype = ctypes.c_int
+        self.batches = self._finds_batch_call()
 
-    @property
-    def batches(self) -> bool:
-        """Whether the driver copies a whole batch with one call."""
-        return self._copy_batch is not None
+    def _finds_batch_call(self) -> bool:
+        """Return whether the driver copies a whole batch with one call."""
+        try:
+            self._cuda.cuMemcpyBatchAsync([], [], [], 0, [], [], 0, 0)
+        except RuntimeError:  # not among the driver's functions
+            return False
+        return True
 
     def copy_batch(
         self,
@@ -74,29 +57,26 @@ class CudaDriver:
 
         Raises ``TransportError`` if the driver refuses; some copies may be queued then.
         """
-        if self._copy_batch is None:
+        if not self.batches:
             self.copy_each(sources, destinations, sizes, stream)
             return
         if not sizes.size:
             return
-        from_addresses, to_addresses, lengths = (
-            np.ascontiguousarray(a, dtype=np.uint64) for a in (sources, destinations, sizes)
-        )
-        attributes = _Attributes(src_access_order=_ACCESS_IN_STREAM_ORDER)
-        first_copy = ctypes.c_size_t(0)
-        failed = ctypes.c_size_t(0)
-        status = self._copy_batch(
-            to_addresses.ctypes.data,
-            from_addresses.ctypes.data,
-            lengths.ctypes.data,
-            lengths.size,
-            ctypes.addressof(attributes),
-            ctypes.addressof(first_copy),
+        cuda = self._cuda
+        attributes = cuda.CUmemcpyAttributes()
+        attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        # With bindings 12 the index of the first failed copy follows the status.
+        status, *_ = cuda.cuMemcpyBatchAsync(
+            [cuda.CUdeviceptr(address) for address in destinations.tolist()],
+            [cuda.CUdeviceptr(address) for address in sources.tolist()],
+            sizes.tolist(),
+            sizes.size,
+            [attributes],
+            [0],
             1,
-            ctypes.addressof(failed),
             stream,
         )
-        _check(status, "cuMemcpyBatchAsync", f"{sizes.size} copies, first failed {failed.value}")
+        _check(status, "cuMemcpyBatchAsync", f"{sizes.size} copies")
 
     def copy_each(
         self,
@@ -108,14 +88,14 @@ class CudaDriver:
         """As ``copy_batch``, with one call per copy."""
         rows = zip(sources.tolist(), destinations.tolist(), sizes.tolist(), strict=True)
         for source, destination, size in rows:
-            status = self._copy(destination, source, size, stream)
+            (status,) = self._cuda.cuMemcpyAsync(destination, source, size, stream)
             _check(status, "cuMemcpyAsync", f"{size} bytes")
 
 
 def _check(status: int, call: str, what: str) -> None:
     if status != 0:
         raise TransportError(
-            f"{call} of {what} failed with CUDA error {status}; see the driver's log, or set "
+            f"{call} of {what} failed with CUDA error {int(status)}; see the driver's log, or set "
             "device_copies to nixl"
         )
 

@@ -11,7 +11,7 @@ WAIT_S = 20.0
 
 
 class Gate:
-    """A event that a test lets pass, or fail."""
+    """An event that a test lets pass, or fail."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -40,7 +40,7 @@ def test_on_a_cpu_work_runs_at_once_on_the_callers_thread() -> None:
     after.close()
 
 
-def test_work_waits_for_its_moment_and_younger_work_for_older() -> None:
+def test_work_waits_for_its_event_and_younger_work_for_older() -> None:
     after = EventWaiter(HostDevice(), "pe-0")
     ran: queue.SimpleQueue[str] = queue.SimpleQueue()
     first, second = Gate(), Gate()
