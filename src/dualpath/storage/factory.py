@@ -13,6 +13,7 @@ from dualpath.storage.lengths import ORACLE, LengthOnlyStorage
 from dualpath.storage.memory import MemoryStorage
 from dualpath.storage.posix import DEFAULT_PARALLEL_READS, DirectIo, PosixStorage
 from dualpath.storage.s3 import S3Storage
+from dualpath.storage.s3_credentials import with_credentials
 from dualpath.storage.s3_location import parse_location
 from dualpath.storage.throttle import ThrottledStorage
 
@@ -56,7 +57,8 @@ def open_storage(
     if scheme == "memory":
         storage = memory_storage(rest, namespace)
     elif scheme == "s3":
-        storage = S3Storage(parse_location(str(location)), namespace, parallel_reads=parallel_reads)
+        place = with_credentials(parse_location(str(location)))
+        storage = S3Storage(place, namespace, parallel_reads=parallel_reads)
     else:
         storage = PosixStorage(
             rest, namespace, direct_io=direct_io, parallel_reads=parallel_reads, sync=sync

@@ -6,8 +6,7 @@ the caller's (registered) memory, several blocks at a time.
 The client is our own (``s3_client``, over the standard library's ``http.client``): measured side by
 side against one server it cost 0.4 to 0.8 of the CPU seconds per GB of obstore, boto3 and NIXL's
 OBJ plugin at obstore's rate and above the others' (``benchmarks/s3_read.py``), as bytes are copied
-once less, and it has a deadline on every step.  It knows keys from the environment only, not the
-roles of machines.
+once less, and it has a deadline on every step.  Who asks is in ``s3_credentials``.
 
 What has been seen in the bucket is remembered: blocks are immutable, and a conversation looks up
 its whole prefix at every turn.  Where somebody deletes blocks, a look-up may promise too much until

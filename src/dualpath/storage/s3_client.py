@@ -183,12 +183,13 @@ class S3Client:
         headers = {"host": location.host_header}
         if location.credentials is None:
             return headers
+        credentials = location.credentials()
         headers["x-amz-content-sha256"] = UNSIGNED_PAYLOAD
         headers["x-amz-date"] = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-        if location.credentials.session_token:
-            headers["x-amz-security-token"] = location.credentials.session_token
+        if credentials.session_token:
+            headers["x-amz-security-token"] = credentials.session_token
         headers["authorization"] = authorization(
-            method, path, headers, location.credentials, location.region
+            method, path, headers, credentials, location.region
         )
         return headers
 

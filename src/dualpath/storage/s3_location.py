@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import msgspec
@@ -19,7 +19,8 @@ class S3Location(msgspec.Struct, frozen=True, kw_only=True):
     """A place for objects: ``scheme://host:port``, then ``base`` before each object's name.
 
     ``base`` is percent-encoded, begins and ends with a slash and holds bucket (unless ``host``
-    does) and prefix.  Without ``credentials`` requests are not signed.
+    does) and prefix.  ``credentials`` returns those of the next request, which expire in time if
+    they are a role's; without it requests are not signed.
     """
 
     url: str
@@ -28,7 +29,7 @@ class S3Location(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     base: str
     region: str
-    credentials: Credentials | None = None
+    credentials: Callable[[], Credentials] | None = None
 
     @property
     def host_header(self) -> str:
@@ -44,8 +45,8 @@ def parse_location(url: str, environment: Mapping[str, str] = os.environ) -> S3L
     Parameters win over ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``, ``AWS_REGION`` and
     ``AWS_DEFAULT_REGION``.  Without an endpoint it is Amazon's of the region.
     ``addressing_style`` says where the bucket's name goes: ``path`` (with an endpoint the default)
-    or ``virtual``, into the host's name.  Credentials come from ``AWS_ACCESS_KEY_ID``,
-    ``AWS_SECRET_ACCESS_KEY`` and ``AWS_SESSION_TOKEN`` only, because URLs are shown in logs.
+    or ``virtual``, into the host's name.  Credentials are those of ``AWS_ACCESS_KEY_ID``,
+    ``AWS_SECRET_ACCESS_KEY`` and ``AWS_SESSION_TOKEN``, if they are set: URLs are shown in logs.
 
     Raises ``ConfigError`` that names what is wrong with the URL or the environment.
     """
@@ -116,7 +117,7 @@ def _endpoint(url: str) -> tuple[str, str, int, str]:
     return parts.scheme, parts.hostname, port or default, parts.path.rstrip("/")
 
 
-def _credentials(environment: Mapping[str, str]) -> Credentials | None:
+def _credentials(environment: Mapping[str, str]) -> Callable[[], Credentials] | None:
     access = environment.get("AWS_ACCESS_KEY_ID", "")
     secret = environment.get("AWS_SECRET_ACCESS_KEY", "")
     if not access and not secret:
@@ -125,4 +126,5 @@ def _credentials(environment: Mapping[str, str]) -> Credentials | None:
         raise ConfigError(
             "only one of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY is set; set both or none"
         )
-    return Credentials(access, secret, environment.get("AWS_SESSION_TOKEN", ""))
+    keys = Credentials(access, secret, environment.get("AWS_SESSION_TOKEN", ""))
+    return lambda: keys

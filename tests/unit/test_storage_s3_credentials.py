@@ -1,0 +1,108 @@
+"""Who asks for objects: the environment's keys, else botocore's, else nobody."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from tests.s3_servers import FaultyS3
+
+from dualpath.core.errors import ConfigError
+from dualpath.storage.s3_client import S3Client, S3Error
+from dualpath.storage.s3_connection import Patience
+from dualpath.storage.s3_credentials import with_credentials
+from dualpath.storage.s3_location import S3Location, parse_location
+
+
+class FakeSession(ModuleType):
+    """``botocore.session`` of a machine whose role has a new pair of keys for every request."""
+
+    def __init__(self, *, role: bool = True) -> None:
+        super().__init__("botocore.session")
+        self.renewals = 0
+        self.error: Exception | None = None
+        self._role = role
+
+    def get_session(self) -> "FakeSession":
+        return self
+
+    def get_credentials(self) -> "FakeSession | None":
+        return self if self._role else None
+
+    def get_frozen_credentials(self) -> SimpleNamespace:
+        if self.error is not None:
+            raise self.error
+        self.renewals += 1
+        return SimpleNamespace(access_key=f"key-{self.renewals}", secret_key="s", token="t")
+
+
+def install(monkeypatch: pytest.MonkeyPatch, session: FakeSession | None) -> None:
+    """Let botocore be this one, or not be installed."""
+    monkeypatch.setitem(sys.modules, "botocore", ModuleType("botocore"))
+    monkeypatch.setitem(sys.modules, "botocore.session", session)
+
+
+@pytest.fixture
+def server() -> Iterator[FaultyS3]:
+    server = FaultyS3()
+    yield server
+    server.close()
+
+
+def unsigned(url: str = "http://localhost:1") -> S3Location:
+    return parse_location(f"s3://blocks?endpoint_url={url}", {})
+
+
+def test_keys_of_the_environment_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeSession())
+    keys = {"AWS_ACCESS_KEY_ID": "mine", "AWS_SECRET_ACCESS_KEY": "hush"}
+    found = with_credentials(parse_location("s3://blocks", keys))
+    assert found.credentials is not None
+    assert found.credentials().access_key_id == "mine"
+
+
+def test_every_request_is_signed_with_the_keys_of_its_time(
+    monkeypatch: pytest.MonkeyPatch, server: FaultyS3
+) -> None:
+    session = FakeSession()
+    install(monkeypatch, session)
+    location = with_credentials(unsigned(server.url))
+    assert location.credentials is not None
+    assert [location.credentials().access_key_id for _ in range(2)] == ["key-1", "key-2"]
+    client = S3Client(location, Patience(attempts=1))
+    assert client.put("one", [b"bytes"])
+    assert session.renewals == 3
+    session.error = RuntimeError("the machine's service is silent")
+    with pytest.raises(S3Error, match="could not be renewed: the machine's service is silent"):
+        client.get("one")
+    client.close()
+
+
+def test_without_keys_anywhere_requests_are_not_signed(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeSession(role=False))
+    assert with_credentials(unsigned(), {}).credentials is None
+    install(monkeypatch, None)
+    assert with_credentials(unsigned(), {}).credentials is None
+
+
+def test_a_profile_without_botocore_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, None)
+    with pytest.raises(ConfigError, match=r"AWS_PROFILE is set.*dualpath\[s3\]"):
+        with_credentials(unsigned(), {"AWS_PROFILE": "agents"})
+
+
+def test_botocore_itself_reads_a_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("botocore")
+    file = tmp_path / "credentials"
+    file.write_text("[agents]\naws_access_key_id = who\naws_secret_access_key = hush\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_PROFILE", "agents")
+    found = with_credentials(unsigned())
+    assert found.credentials is not None
+    assert found.credentials().access_key_id == "who"
+    monkeypatch.setenv("AWS_PROFILE", "none-such")
+    with pytest.raises(ConfigError, match="none-such"):
+        with_credentials(unsigned())
