@@ -169,34 +169,28 @@ def recorded_agents(run: RecordedRun) -> AgentTable:
 
 
 def demo_agents(run: RecordedRun) -> AgentTable | None:
-    """Return agents made from the sessions the demo replays; None where they are not there."""
+    """Return agents made from the sessions the demo replays, None if the run had others."""
     from dualpath.laboratory.models.smollm2 import prepare_smollm2
     from dualpath.laboratory.workload.conversation.text_encoder import load_encoder
-    from dualpath.laboratory.workload.formats import read_trace
 
-    spec = importlib.util.find_spec(demo.SESSIONS_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
+    if run.trace != demo.SESSIONS_PACKAGE or not importlib.util.find_spec(demo.SESSIONS_PACKAGE):
         return None
-    sessions = read_trace(Path(spec.submodule_search_locations[0]) / "data" / "replays")
-    if run.trace != demo.SESSIONS_PACKAGE:
-        if not demo.MORE_SESSIONS.is_file():
-            return None
-        sessions += read_trace(demo.MORE_SESSIONS, limit=demo.MORE_SESSIONS_LIMIT)
-    model, told = prepare_smollm2(), demo_arguments()
+    sessions, _ = demo.sessions_of(None)
+    model, given = prepare_smollm2(), demo_arguments()
     settings = WorkloadSettings(
-        agents=told.agents,
-        seed=told.seed,
-        max_turns=told.turns,
-        max_context_tokens=told.max_context,
-        scale_generate=told.scale_generate,
+        agents=given.agents,
+        seed=given.seed,
+        max_turns=given.turns,
+        max_context_tokens=given.max_context,
+        scale_generate=given.scale_generate,
     )
     # The demo's own choice of sessions, so that this stays the demo's.
-    fitting = demo.fitting_sessions(sessions, model, told)
+    fitting = demo.fitting_sessions(sessions, model, given)
     return agents_from_sessions(fitting, settings, encode=load_encoder(model))
 
 
 def demo_arguments() -> argparse.Namespace:
-    """Return what `dualpath demo` is told by default."""
+    """Return the defaults of `dualpath demo`."""
     parser = argparse.ArgumentParser()
     demo.add_parser(parser.add_subparsers())
     return parser.parse_args(["demo"])

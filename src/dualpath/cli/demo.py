@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from dualpath.laboratory.workload.replay.result import ReplayResult
 
 SESSIONS_PACKAGE = "agentperf_local"
-#: More real sessions, used where this folder stands beside the repository.
-MORE_SESSIONS = Path("../shared/data/mini_swe_gemini3/dev.jsonl.xz")
-MORE_SESSIONS_LIMIT = 20
 SERVED_NAME = "SmolLM2-135M-Instruct"
 
 #: Bound of a batch's attention time.  The paper's 0.3 s is meant for GPUs; one CPU core needs
@@ -72,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
     _say("preparing SmolLM2-135M-Instruct (converted once, then cached)")
     model = prepare_smollm2()
-    sessions, names = _sessions(args.trace)
+    sessions, names = sessions_of(args.trace)
     sessions = fitting_sessions(sessions, model, args)
     results = [_run_mode(Mode(mode), args, model, sessions, names, out) for mode in args.modes]
     _report(results, out)
@@ -151,7 +148,7 @@ def cluster_settings(
     )
 
 
-def _sessions(trace: str | None) -> "tuple[list[Session], str]":
+def sessions_of(trace: str | None) -> "tuple[list[Session], str]":
     """Return the sessions to replay and where they come from."""
     from dualpath.laboratory.workload.formats import read_trace
 
@@ -163,11 +160,8 @@ def _sessions(trace: str | None) -> "tuple[list[Session], str]":
             "the sessions of the package agentperf-local are not installed; run `make install` or "
             "name other sessions with --trace"
         )
-    sessions = read_trace(Path(spec.submodule_search_locations[0]) / "data" / "replays")
-    if MORE_SESSIONS.is_file():
-        more = read_trace(MORE_SESSIONS, limit=MORE_SESSIONS_LIMIT)
-        return [*sessions, *more], f"{SESSIONS_PACKAGE} and {MORE_SESSIONS.parent.name}"
-    return sessions, SESSIONS_PACKAGE
+    folder = Path(spec.submodule_search_locations[0]) / "data" / "replays"
+    return read_trace(folder), SESSIONS_PACKAGE
 
 
 def fitting_sessions(

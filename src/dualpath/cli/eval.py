@@ -19,8 +19,6 @@ FIGURE_NAMES = (
     "table3",
     "candidates",
 )
-#: Real sessions, used where this folder stands beside the repository.
-TRACES_FOLDER = "../shared/data"
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -61,8 +59,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--traces",
         metavar="DIR",
-        default=TRACES_FOLDER,
-        help="folder with real traces for `beyond`; left out, saying so, where it does not exist",
+        help="folder with real traces for `beyond`; what is not there is left out, saying so",
     )
 
 
@@ -86,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed, quick=args.quick, tail=args.tail, window_s=args.window
     )
     settings.check()
-    traces = existing_traces(Path(args.traces)) if "beyond" in args.figures else {}
+    traces = existing_traces(Path(args.traces)) if args.traces else {}
     runs = _runs(settings, args.core, traces)
     reports = []
     for build in _chosen(args.figures, traces):
