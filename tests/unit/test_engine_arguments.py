@@ -10,8 +10,8 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings
 from dualpath.vllm import engine_arguments
+from dualpath.vllm.engine_arguments import SCHEDULER_CLASS, WORKER_CLASS
 from dualpath.vllm.engine_settings import engine_settings
-from dualpath.vllm.names import SCHEDULER_CLASS, WORKER_CLASS
 
 EXTRA = {"role": "prefill", "router": "tcp://127.0.0.1:5700", "storage": "kv"}
 

@@ -30,7 +30,7 @@ from dualpath.vllm.generate_client import GenerateClient
 from dualpath.vllm.request_job import make_job
 
 PROMPT = [*range(1, 71)]
-HAND_OVER = PrefillTransfer(
+PREFILL_TRANSFER = PrefillTransfer(
     request_id="r#1",
     prompt_tokens=70,
     hit_blocks=1,
@@ -40,7 +40,7 @@ HAND_OVER = PrefillTransfer(
     decode_epoch="e",
     de_slots=(3, 4),
 )
-TAKE_OVER = DecodeTransfer(request_id="r#1", prompt_tokens=70, slots=(3, 4))
+DECODE_TRANSFER = DecodeTransfer(request_id="r#1", prompt_tokens=70, slots=(3, 4))
 
 
 class ScriptedEngine:
@@ -161,19 +161,19 @@ async def collect(events):
 
 async def test_prefill_hands_over_and_returns_the_first_token(engine, calls):
     engine.chunks = [chunk_of(42, finish_reason="length")]
-    event = await calls.prefill(engine.info, job_of(cache_salt="tenant"), HAND_OVER)
+    event = await calls.prefill(engine.info, job_of(cache_salt="tenant"), PREFILL_TRANSFER)
     assert (event.token_ids, event.finish_reason) == ((42,), "length")
     (body,) = engine.bodies
     assert body["token_ids"] == PROMPT
     assert body["cache_salt"] == "tenant"
-    assert body["request_id"] == HAND_OVER.request_id
+    assert body["request_id"] == PREFILL_TRANSFER.request_id
     assert body["sampling_params"]["max_tokens"] == 1
-    assert from_transfer_params(body["kv_transfer_params"]) == HAND_OVER
+    assert from_transfer_params(body["kv_transfer_params"]) == PREFILL_TRANSFER
 
 
 async def test_a_first_token_that_the_decode_engine_samples_is_not_returned(engine, calls):
     engine.chunks = [chunk_of(42, finish_reason="stop")]
-    event = await calls.prefill(engine.info, job_of(seed=1), HAND_OVER)
+    event = await calls.prefill(engine.info, job_of(seed=1), PREFILL_TRANSFER)
     assert (event.token_ids, event.finish_reason) == ((), "length")
 
 
@@ -182,7 +182,7 @@ async def test_prompt_logprobs_come_from_the_prefill_engine(engine, calls):
     answer["prompt_logprobs"] = [None, {"7": {"logprob": -2.0, "rank": 3, "decoded_token": None}}]
     engine.chunks = [answer]
     job = job_of(prompt_logprobs=0)
-    await calls.prefill(engine.info, job, HAND_OVER)
+    await calls.prefill(engine.info, job, PREFILL_TRANSFER)
     assert job.payload.prompt_logprobs.logprob_token_ids.tolist() == [[7]]
 
 
@@ -194,20 +194,20 @@ async def test_decode_goes_on_after_the_first_token(engine, calls):
         "[DONE]",
     ]
     job = job_of(trace_headers={"traceparent": "00-1-2-03"})
-    events = await collect(calls.decode(engine.info, job, TAKE_OVER, (42,)))
+    events = await collect(calls.decode(engine.info, job, DECODE_TRANSFER, (42,)))
     assert [event.token_ids for event in events] == [(5,), (6, 7), (8,)]
     assert (events[-1].finish_reason, events[-1].stop_reason) == ("stop", 8)
     (body,) = engine.bodies
     assert body["token_ids"] == [*PROMPT, 42]
     assert body["sampling_params"]["max_tokens"] == 7
-    assert from_transfer_params(body["kv_transfer_params"]) == TAKE_OVER
+    assert from_transfer_params(body["kv_transfer_params"]) == DECODE_TRANSFER
     assert engine.headers[0]["traceparent"] == "00-1-2-03"
 
 
 async def test_a_retried_job_asks_for_what_is_left(engine, calls):
     engine.chunks = [chunk_of(9, finish_reason="length"), "[DONE]"]
     job = job_of(min_tokens=4).continued((42, 43, 44))
-    await collect(calls.decode(engine.info, job, TAKE_OVER, ()))
+    await collect(calls.decode(engine.info, job, DECODE_TRANSFER, ()))
     (body,) = engine.bodies
     assert body["token_ids"] == [*PROMPT, 42, 43, 44]
     assert body["sampling_params"]["max_tokens"] == 5
@@ -217,7 +217,7 @@ async def test_a_retried_job_asks_for_what_is_left(engine, calls):
 async def test_sampling_state_that_was_lost_with_an_engine_is_not_made_up(engine, calls):
     job = job_of(structured_outputs=StructuredOutputsParams(regex="a+")).continued((42,))
     with pytest.raises(DualPathError, match="cannot go on elsewhere"):
-        await calls.prefill(engine.info, job, HAND_OVER)
+        await calls.prefill(engine.info, job, PREFILL_TRANSFER)
     assert engine.bodies == []
 
 
@@ -225,13 +225,13 @@ async def test_a_line_of_a_megabyte_is_read(engine, calls):
     top = [{"token_id": n, "logprob": -1.0, "rank": n + 1} for n in range(20_000)]
     logprobs = {"content": [{"token_id": 0, "logprob": -1.0, "rank": 1, "top_logprobs": top}]}
     engine.chunks = [chunk_of(0, finish_reason="length", logprobs=logprobs), "[DONE]"]
-    (event,) = await collect(calls.decode(engine.info, job_of(logprobs=-1), TAKE_OVER, ()))
+    (event,) = await collect(calls.decode(engine.info, job_of(logprobs=-1), DECODE_TRANSFER, ()))
     assert event.payload.logprob_token_ids.shape == (1, 20_001)
 
 
 async def test_closing_the_iterator_closes_the_stream(engine, calls):
     engine.endless = True
-    events = calls.decode(engine.info, job_of(), TAKE_OVER, ())
+    events = calls.decode(engine.info, job_of(), DECODE_TRANSFER, ())
     await anext(events)
     await events.aclose()
     await asyncio.wait_for(engine.left.wait(), 10)
@@ -239,7 +239,7 @@ async def test_closing_the_iterator_closes_the_stream(engine, calls):
 
 async def test_cancelling_the_reader_closes_the_stream(engine, calls):
     engine.endless = True
-    reader = asyncio.create_task(collect(calls.decode(engine.info, job_of(), TAKE_OVER, ())))
+    reader = asyncio.create_task(collect(calls.decode(engine.info, job_of(), DECODE_TRANSFER, ())))
     await asyncio.wait_for(engine.called.wait(), 10)
     reader.cancel()
     await asyncio.wait_for(engine.left.wait(), 10)
@@ -259,26 +259,26 @@ async def test_cancelling_the_reader_closes_the_stream(engine, calls):
 async def test_a_refusal_names_the_engine_s_reason(engine, calls, status, kind):
     engine.status, engine.chunks = status, [error_of("prompt of 70 exceeds 64", status)]
     with pytest.raises(kind, match="prompt of 70 exceeds 64"):
-        await calls.prefill(engine.info, job_of(), HAND_OVER)
+        await calls.prefill(engine.info, job_of(), PREFILL_TRANSFER)
     with pytest.raises(kind, match="prompt of 70 exceeds 64"):
-        await collect(calls.decode(engine.info, job_of(), TAKE_OVER, ()))
+        await collect(calls.decode(engine.info, job_of(), DECODE_TRANSFER, ()))
 
 
 async def test_an_answer_of_another_protocol_is_named(engine, calls):
     engine.garbage = b"<html>"
     with pytest.raises(IncompatibleError, match="vLLM's token API"):
-        await calls.prefill(engine.info, job_of(), HAND_OVER)
+        await calls.prefill(engine.info, job_of(), PREFILL_TRANSFER)
 
 
 async def test_an_error_chunk_in_a_stream_is_an_error(engine, calls):
     engine.chunks = [chunk_of(5), error_of("KV load failed", 500), "[DONE]"]
     with pytest.raises(EngineLostError, match="KV load failed"):
-        await collect(calls.decode(engine.info, job_of(), TAKE_OVER, ()))
+        await collect(calls.decode(engine.info, job_of(), DECODE_TRANSFER, ()))
 
 
 async def test_a_stream_that_breaks_off_is_a_lost_engine(engine, calls):
     engine.chunks = [chunk_of(5)]
-    events = calls.decode(engine.info, job_of(), TAKE_OVER, ())
+    events = calls.decode(engine.info, job_of(), DECODE_TRANSFER, ())
     assert (await anext(events)).token_ids == (5,)
     with pytest.raises(EngineLostError, match="broke off"):
         await anext(events)
@@ -286,7 +286,7 @@ async def test_a_stream_that_breaks_off_is_a_lost_engine(engine, calls):
 
 async def test_nobody_at_the_address_is_a_lost_engine(engine, calls, unused_port):
     with pytest.raises(EngineLostError, match="does not answer"):
-        await calls.prefill(engine_info(unused_port), job_of(), HAND_OVER)
+        await calls.prefill(engine_info(unused_port), job_of(), PREFILL_TRANSFER)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ values = st.recursive(
 NASTY = [b'{"prompt": "\xff"}', b'{"x": ' + b"[" * 100_000, b'{"prompt": [1e400, "\\ud800"]}']
 
 COMPLETION: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 2, "stream": False, "cache_salt": "s"}
-HAND_OVER = PrefillTransfer(
+PREFILL_TRANSFER = PrefillTransfer(
     "x", 19, 0, b"", (HitRun(Role.DECODE, BlockRun(0, 1), (0,)),), "decode-0", "e", (0, 1)
 )
 GENERATE: dict[str, Any] = {
@@ -104,7 +104,7 @@ def test_the_light_front_door_answers_every_body(tmp_path: Path) -> None:
 @pytest.mark.parametrize("role", list(Role))
 def test_an_engine_answers_every_body(role: Role, tmp_path: Path) -> None:
     """Nobody but the router speaks to engines, and yet nothing it is sent may break them."""
-    ours = HAND_OVER if role is Role.PREFILL else DecodeTransfer("x", 19, (0, 1))
+    ours = PREFILL_TRANSFER if role is Role.PREFILL else DecodeTransfer("x", 19, (0, 1))
     params = to_transfer_params(ours)
     [[kind, fields]] = params["dualpath"].items()
     forged = st.builds(

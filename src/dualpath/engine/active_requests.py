@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dualpath.core.control import Release
 
 
-class _Tenant:
+class _Request:
     def __init__(self, tokens: int, asked_ns: int) -> None:
         self.tokens = tokens
         self.asked_ns = asked_ns
@@ -21,18 +21,18 @@ class _Tenant:
 class ActiveRequests:
     """Bookkeeping by request id; all methods may be called from any thread.
 
-    A tenant in a forward pass (``streams`` > 0) is never dropped: its transfers may still write
-    into another engine's buffer, which must not be told that they are over.
+    A request in a forward pass (``streams`` > 0) is never dropped: its transfers may still write
+    into another engine's buffer, whose slots must not be given to others before they are over.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._active: dict[str, _Tenant] = {}
+        self._active: dict[str, _Request] = {}
 
     def add(self, request_id: str, tokens: int, now_ns: int) -> None:
         """A request was assigned to this engine and counts ``tokens`` against its load."""
         with self._lock:
-            self._active[request_id] = _Tenant(tokens, now_ns)
+            self._active[request_id] = _Request(tokens, now_ns)
 
     def drop(self, request_id: str) -> None:
         """The request no longer counts."""
@@ -42,39 +42,39 @@ class ActiveRequests:
     def load(self) -> tuple[int, int]:
         """Return (seq_e, tok_e) of §6.1."""
         with self._lock:
-            return len(self._active), sum(t.tokens for t in self._active.values())
+            return len(self._active), sum(r.tokens for r in self._active.values())
 
     def asked_ns(self, request_id: str) -> int | None:
         """When the request was assigned; None for one that is not (any more) here."""
         with self._lock:
-            tenant = self._active.get(request_id)
-            return None if tenant is None else tenant.asked_ns
+            request = self._active.get(request_id)
+            return None if request is None else request.asked_ns
 
     def is_active(self, request_id: str) -> bool:
         """Whether the request is here and not about to leave."""
         with self._lock:
-            tenant = self._active.get(request_id)
-            return tenant is not None and tenant.release is None
+            request = self._active.get(request_id)
+            return request is not None and request.release is None
 
     def persist_seen(self, request_id: str) -> bool:
         """Note that the prompt's new blocks are on their way to storage; False if unknown."""
         with self._lock:
-            if (tenant := self._active.get(request_id)) is None:
+            if (request := self._active.get(request_id)) is None:
                 return False
-            tenant.persist_seen = True
+            request.persist_seen = True
             return True
 
     def kv_in_hbm(self, request_id: str) -> None:
         """Note that the prompt's KV is in HBM."""
         with self._lock:
-            if tenant := self._active.get(request_id):
-                tenant.kv_in_hbm = True
+            if request := self._active.get(request_id):
+                request.kv_in_hbm = True
 
     def done_with_buffer(self, request_id: str) -> bool:
         """Whether the slots have served: the KV is in HBM and new blocks are being persisted."""
         with self._lock:
-            tenant = self._active.get(request_id)
-            return tenant is not None and tenant.kv_in_hbm and tenant.persist_seen
+            request = self._active.get(request_id)
+            return request is not None and request.kv_in_hbm and request.persist_seen
 
     def enter_stream(self, request_ids: Iterable[str]) -> set[str]:
         """Let requests take part in a forward pass; return those refused, gone or leaving.
@@ -84,44 +84,44 @@ class ActiveRequests:
         refused = set()
         with self._lock:
             for request_id in request_ids:
-                tenant = self._active.get(request_id)
-                if tenant is None or tenant.release is not None:
+                request = self._active.get(request_id)
+                if request is None or request.release is not None:
                     refused.add(request_id)
                 else:
-                    tenant.streams += 1
+                    request.streams += 1
         return refused
 
     def passed(self, request_ids: Iterable[str], pass_ns: int, waited_ns: int) -> None:
         """Add a forward pass, and what it waited for transfers, to the times of its requests."""
         with self._lock:
             for request_id in request_ids:
-                if tenant := self._active.get(request_id):
-                    tenant.pass_ns += pass_ns
-                    tenant.waited_ns += waited_ns
+                if request := self._active.get(request_id):
+                    request.pass_ns += pass_ns
+                    request.waited_ns += waited_ns
 
     def pass_times_ns(self, request_id: str) -> tuple[int, int]:
         """Return what ``passed`` has added up; zeros for a request that is not here."""
         with self._lock:
-            tenant = self._active.get(request_id)
-            return (0, 0) if tenant is None else (tenant.pass_ns, tenant.waited_ns)
+            request = self._active.get(request_id)
+            return (0, 0) if request is None else (request.pass_ns, request.waited_ns)
 
     def leave_stream(self, request_ids: Iterable[str]) -> list[Release]:
         """The forward pass is over; return releases that had to wait for it."""
         waiting = []
         with self._lock:
             for request_id in request_ids:
-                if tenant := self._active.get(request_id):
+                if request := self._active.get(request_id):
                     # An assignment that arrives in mid-pass has not entered it.
-                    tenant.streams = max(tenant.streams - 1, 0)
-                    if tenant.streams == 0 and tenant.release is not None:
-                        waiting.append(tenant.release)
+                    request.streams = max(request.streams - 1, 0)
+                    if request.streams == 0 and request.release is not None:
+                        waiting.append(request.release)
         return waiting
 
     def ask_release(self, release: Release) -> bool:
         """Note that the request is to leave; False if a forward pass still needs it."""
         with self._lock:
-            tenant = self._active.get(release.request_id)
-            if tenant is None:
+            request = self._active.get(release.request_id)
+            if request is None:
                 return True
-            tenant.release = release
-            return tenant.streams == 0
+            request.release = release
+            return request.streams == 0

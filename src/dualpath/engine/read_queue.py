@@ -207,7 +207,7 @@ class ReadQueue:
         return outcome
 
     def _complaint(self, task: ReadTask) -> str | None:
-        """Tell of the block that ended a run early, if one did."""
+        """Log the block that ended a run early, if one did."""
         if task.reason is not None:
             self._counters.add(Counter.VERIFY_FAILURES, 1)
             log.warning(

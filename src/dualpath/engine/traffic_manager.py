@@ -173,7 +173,7 @@ class TrafficManager:
         )
 
     def set_free_hbm_tokens(self, tokens: int) -> None:
-        """The engine's scheduler tells how much KV memory is free."""
+        """Note how much KV memory the engine's scheduler has free."""
         self._free_hbm_tokens = tokens
 
     # ------------------------------------------------------------------ commands from the router
@@ -351,7 +351,7 @@ class TrafficManager:
     def end_prefill(self, stream: LayerStream) -> dict[str, str]:
         """Wait for the last transfers of a forward pass; return failed requests with reasons.
 
-        Requests of a pass with a transfer that never ended stay tenants for good: their slots,
+        Requests of a pass with a transfer that never ended stay active for good: their slots,
         here and at the DE, are never reused.
         """
         stream.finish()

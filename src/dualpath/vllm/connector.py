@@ -27,11 +27,16 @@ from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings
-from dualpath.vllm.engine_arguments import engine_arguments
+from dualpath.vllm.engine_arguments import (
+    HASH_ALGORITHM,
+    PLUGIN,
+    SCHEDULER_CLASS,
+    WORKER_CLASS,
+    engine_arguments,
+    join_vllm_logging,
+)
 from dualpath.vllm.engine_settings import engine_settings, engine_values
-from dualpath.vllm.logs import join_vllm_logging
 from dualpath.vllm.metadata import StepMetadata
-from dualpath.vllm.names import HASH_ALGORITHM, PLUGIN, SCHEDULER_CLASS, WORKER_CLASS
 from dualpath.vllm.scheduler_side import SchedulerSide
 from dualpath.vllm.worker_side import WorkerSide
 

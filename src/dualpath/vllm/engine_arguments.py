@@ -1,4 +1,4 @@
-"""What a vLLM server must be told to be a PE or DE, and how it gets to know.
+"""What a vLLM server needs to be a PE or DE, by name, and how it gets it.
 
 vLLM fixes scheduler and worker class, hash algorithm and routes before it makes a connector.  So a
 vLLM plugin (entry point ``dualpath`` of ``vllm.general_plugins``) completes the *parsed command
@@ -25,16 +25,22 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.engine.settings import EngineSettings, parse_settings
 from dualpath.vllm.engine_settings import engine_values
-from dualpath.vllm.logs import join_vllm_logging
-from dualpath.vllm.names import (
-    CONNECTOR,
-    CONNECTOR_MODULE,
-    HASH_ALGORITHM,
-    SCHEDULER_CLASS,
-    WORKER_CLASS,
-)
 
 log = logging.getLogger(__name__)
+
+#: The version of vLLM whose private parts ``hooks`` and the tests pin.
+SUPPORTED_VLLM = "0.32.0"
+
+#: Name of our entry point in ``vllm.general_plugins``.
+PLUGIN = "dualpath"
+
+CONNECTOR = "DualPathConnector"
+CONNECTOR_MODULE = "dualpath.vllm.connector"
+SCHEDULER_CLASS = "dualpath.vllm.quota_scheduler.QuotaScheduler"
+WORKER_CLASS = "dualpath.vllm.layerwise_worker.LayerwiseWorker"
+
+#: The only algorithm of vLLM whose keys all processes agree on (``core.blocks``).
+HASH_ALGORITHM = "sha256_cbor"
 
 #: The router's default ``--block-size``; engines and router must agree.
 BLOCK_TOKENS = 64
@@ -149,8 +155,8 @@ def _url(host: str | None, port: int | None, router: str) -> str:
     """Return where the router reaches a server that listens on ``host``."""
     if not port:
         raise ConfigError(
-            f"port {port} says not where the router reaches this engine; give --port, or api_url "
-            "in kv_connector_extra_config"
+            f"port {port} does not say where the router reaches this engine; give --port, or "
+            "api_url in kv_connector_extra_config"
         )
     name = _address_towards(router) if host in _ANY_HOST else str(host)
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
@@ -169,3 +175,11 @@ def _address_towards(router: str) -> str:
             f"no way to the router {router!r} ({error}); give router as tcp://host:port, or "
             "api_url, in kv_connector_extra_config"
         ) from error
+
+
+def join_vllm_logging() -> None:
+    """Give the ``dualpath`` logger vLLM's handlers and level; idempotent."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("dualpath")
+    ours.handlers = list(theirs.handlers)
+    ours.setLevel(theirs.level or logging.INFO)
+    ours.propagate = False

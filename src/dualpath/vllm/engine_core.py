@@ -84,7 +84,7 @@ class RoutedEngineCore:
         self._news: deque[EngineCoreOutput | _Failure | _Ended] = deque()
         self._arrived = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._told_running = -1
+        self._reported_running = -1
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ class RoutedEngineCore:
         while self._news and isinstance(item := self._news[0], EngineCoreOutput):
             outputs.append(item)
             self._news.popleft()
-        # A failure is told only when everything that came before it has been processed.
+        # A failure is reported only when everything before it has been processed.
         if not outputs and isinstance(item := self._news.popleft(), _Failure):
             self._on_failure(item.request_id, item.error)
         return EngineCoreOutputs(outputs=outputs, scheduler_stats=self._load_news())
@@ -128,12 +128,12 @@ class RoutedEngineCore:
         vLLM sets a dozen gauges by it, and there is news for every token.
         """
         running = len(self._tasks)
-        if running == self._told_running:
+        if running == self._reported_running:
             return None
-        self._told_running = running
+        self._reported_running = running
         return SchedulerStats(num_running_reqs=running)
 
-    def _tell(self, item: EngineCoreOutput | _Failure | _Ended) -> None:
+    def _queue(self, item: EngineCoreOutput | _Failure | _Ended) -> None:
         self._news.append(item)
         self._arrived.set()
 
@@ -151,7 +151,7 @@ class RoutedEngineCore:
                     finished = event.finish_reason is not None
                     if finished:
                         self._tasks.pop(request.request_id, None)
-                    self._tell(output)
+                    self._queue(output)
             if not finished:
                 raise EngineLostError(
                     f"request {request.request_id} ended without a finish reason; send it again"
@@ -159,10 +159,10 @@ class RoutedEngineCore:
         except Exception as error:
             if not isinstance(error, DualPathError):
                 logger.exception("request %s failed", request.request_id)
-            self._tell(_Failure(request.request_id, error))
+            self._queue(_Failure(request.request_id, error))
         finally:
             if self._tasks.pop(request.request_id, None) is not None:
-                self._tell(_Ended())
+                self._queue(_Ended())
 
     def _complete_first(
         self, output: EngineCoreOutput, job: Job, event: TokenEvent, queued_at: float

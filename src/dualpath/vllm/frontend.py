@@ -2,8 +2,8 @@
 
 Rendering, tokenising, chat templates, several samples per prompt, stop strings, logprobs, tool
 calls, reasoning, streaming and usage are vLLM's own code.  Only the construction differs, and the
-way in which a failed request tells its client; ``tests/unit/test_frontend_vllm_interface.py``
-pins what is used of vLLM's inside.
+way in which the client of a failed request learns of it;
+``tests/unit/test_frontend_vllm_interface.py`` pins what is used of vLLM's inside.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """What the plugin relies on inside vLLM, as checks that a node can run: `python -m` prints them.
 
 `dualpath doctor` runs this module as a process of its own, because importing vLLM takes seconds
-and may fail in ways no exception tells.
+and may fail in ways that no exception reports.
 """
 
 import inspect
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from dualpath.vllm.names import HASH_ALGORITHM
+from dualpath.vllm.engine_arguments import HASH_ALGORITHM
 
 _CORE = "vllm.v1.core"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"

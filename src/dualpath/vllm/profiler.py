@@ -20,8 +20,8 @@ from vllm.v1.engine.core_client import InprocClient
 
 from dualpath.core.errors import ConfigError
 from dualpath.policy.batching import AttentionGeometry
+from dualpath.vllm.engine_arguments import HASH_ALGORITHM
 from dualpath.vllm.measurement import EngineFacts, Measurement, PassTime, StepTime
-from dualpath.vllm.names import HASH_ALGORITHM
 from dualpath.vllm.profile_settings import WARM_STEPS, ProfileSettings
 
 Progress = Callable[[int, int, str], None]

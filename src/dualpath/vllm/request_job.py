@@ -43,7 +43,7 @@ class ClientRequest:
 def make_job(request: EngineCoreRequest, block_tokens: int, stateful_sampling: bool) -> Job:
     """Return the router's job for ``request``.
 
-    ``stateful_sampling`` tells that the engines run custom logits processors, which may look at
+    ``stateful_sampling`` says that the engines run custom logits processors, which may look at
     generated tokens.  Raises ``BadRequestError`` for what the data path cannot carry.
     """
     _refuse_unsupported(request)

@@ -18,6 +18,7 @@ from dualpath.router.observe.open_files import allow_many_streams
 from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.vllm.app import make_app, serve_app
+from dualpath.vllm.engine_arguments import join_vllm_logging
 from dualpath.vllm.engine_config import (
     bind_listen_socket,
     make_engine_config,
@@ -26,7 +27,6 @@ from dualpath.vllm.engine_config import (
 from dualpath.vllm.front_end_settings import FrontEndSettings
 from dualpath.vllm.frontend import DualPathLLM
 from dualpath.vllm.generate_client import GenerateClient
-from dualpath.vllm.logs import join_vllm_logging
 
 
 async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> None:

@@ -1,7 +1,7 @@
 """A decode engine without a model: H2D of prompts, then steps that yield a token per request.
 
-One thread is the GPU.  Another takes prompts over: it compares the DE buffer, has the traffic
-manager copy it to HBM, compares that, and lets the request join the next step.
+One thread is the GPU.  Another carries out decode transfers: it compares the DE buffer, has the
+traffic manager copy it to HBM, compares that, and lets the request join the next step.
 """
 
 import threading
@@ -17,7 +17,7 @@ from dualpath.model.sim.costs import decode_step_s
 
 
 class DecodeEngine:
-    """Takes prompts over and streams tokens; ``submit`` and ``abort`` from any thread."""
+    """Streams tokens after prompts; ``submit`` and ``abort`` from any thread."""
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
@@ -28,7 +28,7 @@ class DecodeEngine:
         self._joining: deque[DecodeRequest] = deque()
         self._running: list[DecodeRequest] = []
         self._closing = False
-        self._taker = ThreadPoolExecutor(1, thread_name_prefix="take-over")
+        self._transfers = ThreadPoolExecutor(1, thread_name_prefix="decode-transfer")
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
 
     def start(self) -> None:
@@ -42,7 +42,7 @@ class DecodeEngine:
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join()
-        self._taker.shutdown(wait=True, cancel_futures=True)
+        self._transfers.shutdown(wait=True, cancel_futures=True)
 
     def submit(self, request: DecodeRequest) -> None:
         """Queue a prompt for HBM, first come, first served."""
@@ -70,10 +70,10 @@ class DecodeEngine:
                     break
                 request.hbm_blocks = blocks
                 self._waiting.popleft()
-                self._taker.submit(self._decode_transfer, request)
+                self._transfers.submit(self._decode_transfer, request)
         self._plane.hbm_changed()
 
-    # ------------------------------------------------------------------ taking prompts over
+    # ------------------------------------------------------------------ decode transfers
 
     def _decode_transfer(self, request: DecodeRequest) -> None:
         if request.aborted:
@@ -91,8 +91,8 @@ class DecodeEngine:
 
     def _copied(self, request: DecodeRequest, error: str | None) -> None:
         try:
-            self._taker.submit(self._join, request, error)
-        except RuntimeError:  # the engine closes: nobody takes over any more
+            self._transfers.submit(self._join, request, error)
+        except RuntimeError:  # the engine closes: no transfer begins any more
             return
 
     def _join(self, request: DecodeRequest, error: str | None) -> None:

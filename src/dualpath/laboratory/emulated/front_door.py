@@ -140,8 +140,8 @@ class FrontDoor:
     async def _job(self, asked: CompletionRequest, headers: Mapping[str, str]) -> Job:
         """Return the router's job.
 
-        Raises ``BadRequestError`` for what cannot be served, ``DeadlineError`` if no engine tells
-        the block size.
+        Raises ``BadRequestError`` for what cannot be served, ``DeadlineError`` if no engine
+        reports the block size.
         """
         registry = self._service.registry
         if registry.namespace is None:

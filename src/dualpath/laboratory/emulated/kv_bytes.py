@@ -1,8 +1,8 @@
 """KV whose every byte can be checked: a function of (token prefix, layer).
 
 The KV of a token in a layer is some 64-bit words; word ``w`` is the token's seed (a hash of the
-whole prefix) XOR a constant of (layer, ``w``).  Every single word thus tells prefix and layer, at
-the cost of one pass over the memory.
+whole prefix) XOR a constant of (layer, ``w``).  Every single word thus identifies prefix and
+layer, at the cost of one pass over the memory.
 """
 
 import numpy as np

@@ -8,8 +8,8 @@ import msgspec
 
 from dualpath.ops.doctor.finding import Finding, error, ok, warning
 from dualpath.transport.nixl_probe import NixlReport
+from dualpath.vllm.engine_arguments import PLUGIN, SUPPORTED_VLLM
 from dualpath.vllm.hooks import HookReport
-from dualpath.vllm.names import PLUGIN, SUPPORTED_VLLM
 
 T = TypeVar("T", bound=msgspec.Struct)
 

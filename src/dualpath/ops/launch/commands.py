@@ -6,7 +6,7 @@ from typing import Any
 
 from dualpath.core.cluster import Role
 from dualpath.ops.launch.settings import LocalClusterSettings
-from dualpath.vllm.names import (
+from dualpath.vllm.engine_arguments import (
     CONNECTOR,
     CONNECTOR_MODULE,
     HASH_ALGORITHM,

@@ -1,8 +1,9 @@
 """The seam between the router and whatever runs the model.
 
 The service knows requests as ``Job`` and tokens as ``TokenEvent``; ``EngineCalls`` turns them
-into model work.  The vLLM plug-in implements it over the engines' HTTP servers, tests with a few
-lines.  Bulk KV never passes here: hand-over and take-over only say where it lies.
+into model work.  ``vllm.generate_client`` implements it for jobs of vLLM's front end, the light
+front door for jobs of token ids, both over ``router.token_api``; tests do with a few lines.  Bulk
+KV never passes here: prefill and decode transfers only say where it lies.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

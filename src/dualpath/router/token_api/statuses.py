@@ -9,7 +9,7 @@
     500               wrong set-ups and defects
 
 An engine answers 400 to what does not validate, 422 to what it understands but cannot process, and
-413 where a body is too large.  vLLM 0.32 has no other 4xx that speaks of the request: 401 asks for
+413 where a body is too large.  vLLM 0.32 has no other 4xx that concerns the request: 401 asks for
 an API key, 404 and 405 mean that the route is not there (``--enable-scale-out``), or that a proxy
 stands in between.  To take those as the client's mistake would blame every request for an engine's
 missing argument.
