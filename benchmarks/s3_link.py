@@ -2,12 +2,14 @@
 
     python benchmarks/s3_link.py [--mb-per-s 50 200] [--rounds 3]        (root, rclone)
 
-A process on the node reads Full Blocks through ``S3Storage`` for some seconds, in batches as an
-engine does, and verifies each.  Rate: payload over wall time; CPU: user and system time of the
-reader and of the server.  The median of the rounds is shown, with the range of the rates.
+A process on the node reads Full Blocks through ``S3Storage`` for some seconds, from several
+threads as an engine does, and verifies each.  Rate: payload over wall time; CPU: user and system
+time of the reader and of the server.  The median of the rounds is shown, with the range of the
+rates.
 """
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -15,11 +17,13 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
+from dualpath.engine.settings import DEFAULT_PARALLEL_READS
 from dualpath.laboratory.lab.cluster import (
     LabState,
     enter_node,
@@ -42,7 +46,7 @@ SECONDS = 4.0
 LAB = "s3link"
 
 
-def read_blocks(url: str, batch_blocks: int) -> dict[str, float]:
+def read_blocks(url: str, threads: int) -> dict[str, float]:
     """Write the blocks where they are not, then read them again and again for ``SECONDS``."""
     geometry = BlockGeometry(layers=1, block_tokens=64, layer_block_bytes=BLOCK_BYTES)
     storage = open_storage(url, StoreNamespace("benchmark", "bfloat16", "NHD", geometry))
@@ -50,17 +54,24 @@ def read_blocks(url: str, batch_blocks: int) -> dict[str, float]:
     content = np.random.default_rng(0).integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
     for key in keys:
         storage.write([key], [content.data])
-    memory = allocate_registered(batch_blocks * BLOCK_BYTES)
-    slots = [memory.view(i * BLOCK_BYTES, BLOCK_BYTES) for i in range(batch_blocks)]
-    batches = [keys[i : i + batch_blocks] for i in range(0, BLOCKS, batch_blocks)]
-    storage.read(batches[0], slots)
-    start_cpu_s, start_s, read_bytes = cpu_s(), time.perf_counter(), 0
-    while time.perf_counter() - start_s < SECONDS:
-        for batch in batches:
-            outcome = storage.read(batch, slots)
-            if outcome.good_blocks < len(batch):
+    memory = allocate_registered(threads * BLOCK_BYTES)
+    storage.read(keys[0], memory.view(0, BLOCK_BYTES))
+    start_cpu_s, start_s = cpu_s(), time.perf_counter()
+
+    def read_on(thread: int) -> int:
+        slot = memory.view(thread * BLOCK_BYTES, BLOCK_BYTES)
+        read_bytes = 0
+        for key in itertools.cycle(keys[thread:] + keys[:thread]):
+            if time.perf_counter() - start_s >= SECONDS:
+                break
+            outcome = storage.read(key, slot)
+            if not outcome.is_good:
                 raise SystemExit(f"read ended: {outcome.reason}")
             read_bytes += outcome.bytes_read
+        return read_bytes
+
+    with ThreadPoolExecutor(threads) as pool:
+        read_bytes = sum(pool.map(read_on, range(threads)))
     wall_s, used_s = time.perf_counter() - start_s, cpu_s() - start_cpu_s
     storage.close()
     return {"bytes": read_bytes, "wall_s": wall_s, "cpu_s": used_s}
@@ -85,14 +96,14 @@ def server_cpu_s() -> float:
     raise SystemExit("the server is gone")
 
 
-def measure(state: LabState, batch_blocks: int) -> tuple[float, float, float]:
+def measure(state: LabState, threads: int) -> tuple[float, float, float]:
     """One round; bytes/s, and CPU seconds per GB of reader and server."""
     before_s = server_cpu_s()
     done = subprocess.run(
         enter_node(
             state,
             lab_nodes(state)[0],
-            (sys.executable, __file__, "--read", storage_url(state), "--batch", str(batch_blocks)),
+            (sys.executable, __file__, "--read", storage_url(state), "--threads", str(threads)),
         ),
         env={**os.environ, **node_environment(state)},
         stdout=subprocess.PIPE,
@@ -104,20 +115,20 @@ def measure(state: LabState, batch_blocks: int) -> tuple[float, float, float]:
     return found["bytes"] / found["wall_s"], found["cpu_s"] / gigabytes, served_s / gigabytes
 
 
-def row(mb_per_s: float, rounds: int, batch_blocks: int) -> tuple[str, ...]:
+def row(mb_per_s: float, rounds: int, threads: int) -> tuple[str, ...]:
     """Measure one rate of the link and return its row."""
     state = lab_up(
         LabSettings(name=LAB, snic_bytes_per_s=mb_per_s * 1e6, storage_server=StorageServer.S3)
     )
     try:
-        found = [measure(state, batch_blocks) for _ in range(rounds + 1)][1:]
+        found = [measure(state, threads) for _ in range(rounds + 1)][1:]
     finally:
         lab_down(LAB)
     rates = [rate / (mb_per_s * 1e6) for rate, _, _ in found]
     reader, server = (statistics.median(round_[i] for round_ in found) for i in (1, 2))
     return (
         f"{mb_per_s:.0f}",
-        str(batch_blocks),
+        str(threads),
         *(f"{rate:.1%}" for rate in (statistics.median(rates), min(rates), max(rates))),
         f"{reader:.2f}",
         f"{server:.2f}",
@@ -128,14 +139,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--mb-per-s", type=float, nargs="+", default=[50, 200])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=4, help="Full Blocks per read")
+    parser.add_argument(
+        "--threads", type=int, default=DEFAULT_PARALLEL_READS, help="blocks read at a time"
+    )
     parser.add_argument("--read", metavar="URL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.read:
-        print(json.dumps(read_blocks(arguments.read, arguments.batch)))
+        print(json.dumps(read_blocks(arguments.read, arguments.threads)))
         return
-    columns = ("SNIC MB/s", "batch", "of link", "min", "max", "reader CPU s/GB", "server")
-    rows = [row(mb_per_s, arguments.rounds, arguments.batch) for mb_per_s in arguments.mb_per_s]
+    columns = ("SNIC MB/s", "threads", "of link", "min", "max", "reader CPU s/GB", "server")
+    rows = [row(mb_per_s, arguments.rounds, arguments.threads) for mb_per_s in arguments.mb_per_s]
     print(markdown.table(Table("", columns, tuple(rows))))
 
 

@@ -15,16 +15,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
+from dualpath.engine.settings import DEFAULT_PARALLEL_READS
 from dualpath.laboratory.experiments.raw_nixl import FileRead, RawFileReader
 from dualpath.report import markdown
 from dualpath.report.model import Table
 from dualpath.storage import block_file
-from dualpath.storage.posix import DEFAULT_PARALLEL_READS, PosixStorage
+from dualpath.storage.posix import PosixStorage
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
 
 BATCH_BLOCKS = 32
@@ -67,14 +69,16 @@ class Bench:
         return [self.keys[i : i + BATCH_BLOCKS] for i in range(0, len(self.keys), BATCH_BLOCKS)]
 
     def posix(self, *, direct: bool, threads: int) -> Method:
-        """Read through ``PosixStorage``."""
-        storage = PosixStorage(self.root, self.namespace, direct_io=direct, parallel_reads=threads)
+        """Read through ``PosixStorage`` as engines do: ``threads``, each block after block."""
+        storage = PosixStorage(self.root, self.namespace, direct_io=direct)
+
+        def read_every(thread: int) -> int:
+            keys = self.keys[thread::threads]
+            return sum(storage.read(key, self.slots[thread]).is_good for key in keys)
 
         def read_all() -> int:
-            return sum(
-                storage.read(batch, self.slots[: len(batch)]).good_blocks
-                for batch in self.batches()
-            )
+            with ThreadPoolExecutor(threads) as pool:
+                return sum(pool.map(read_every, range(threads)))
 
         return read_all
 

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.s3_servers import RCLONE, FaultyS3, rclone_s3
+from tests.stored_runs import read_run
 
 from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
 from dualpath.storage.contract import BlockStorage
@@ -44,7 +45,7 @@ def make_backend(name: str, root: Path, servers: contextlib.ExitStack) -> BlockS
         case "posix-direct":
             return PosixStorage(root, NAMESPACE, direct_io="auto")
         case "posix-cached":
-            return PosixStorage(root, NAMESPACE, direct_io=False, parallel_reads=1, sync=True)
+            return PosixStorage(root, NAMESPACE, direct_io=False, sync=True)
         case "throttled":
             return ThrottledStorage(MemoryStorage(NAMESPACE), 1e12)
         case "lengths":
@@ -97,7 +98,7 @@ def destinations(blocks: int = BLOCKS, offset_bytes: int = 0) -> list[memoryview
 def test_a_new_storage_holds_nothing(storage: BlockStorage, keys: list[BlockKey]) -> None:
     assert storage.hit_blocks(keys) == 0
     assert storage.hit_blocks([]) == 0
-    outcome = storage.read(keys, destinations())
+    outcome = read_run(storage, keys, destinations())
     assert (outcome.good_blocks, outcome.reason) == (0, "missing")
 
 
@@ -109,7 +110,7 @@ def test_written_blocks_are_hit_up_to_the_first_gap(
     assert storage.write([keys[i] for i in kept], [data[i] for i in kept]) == 5
     assert storage.hit_blocks(keys) == 3
     assert storage.hit_blocks(keys[4:]) == 2
-    outcome = storage.read(keys, destinations())
+    outcome = read_run(storage, keys, destinations())
     assert (outcome.good_blocks, outcome.reason) == (3, "missing")
 
 
@@ -127,7 +128,7 @@ def test_what_is_read_is_what_was_written(
 ) -> None:
     data, into = contents(), destinations(offset_bytes=offset_bytes)
     byte_storage.write(keys, data)
-    outcome = byte_storage.read(keys, into)
+    outcome = read_run(byte_storage, keys, into)
     assert (outcome.good_blocks, outcome.reason) == (BLOCKS, None)
     assert outcome.bytes_read == BLOCKS * BLOCK_BYTES
     assert [bytes(view) for view in into] == [bytes(view) for view in data]
@@ -139,17 +140,17 @@ def test_equal_keys_mean_the_first_content(
     byte_storage.write(keys[:1], contents(1)[:1])
     byte_storage.write(keys[:1], contents(2)[:1])
     into = destinations(1)
-    byte_storage.read(keys[:1], into)
+    byte_storage.read(keys[0], into[0])
     assert bytes(into[0]) == bytes(contents(1)[0])
 
 
 def test_wrong_buffers_are_refused(storage: BlockStorage, keys: list[BlockKey]) -> None:
     with pytest.raises(ValueError, match="6 keys but 5"):
-        storage.read(keys, destinations()[:5])
+        storage.write(keys, destinations()[:5])
     with pytest.raises(ValueError, match="Full Block"):
-        storage.read(keys[:1], [memoryview(bytearray(BLOCK_BYTES - 1))])
+        storage.read(keys[0], memoryview(bytearray(BLOCK_BYTES - 1)))
     with pytest.raises(ValueError, match="writable"):
-        storage.read(keys[:1], [memoryview(bytes(BLOCK_BYTES))])
+        storage.read(keys[0], memoryview(bytes(BLOCK_BYTES)))
     with pytest.raises(ValueError, match="1 keys but 0"):
         storage.write(keys[:1], [])
 
@@ -161,7 +162,7 @@ def test_threads_write_and_read_the_same_blocks(
     with ThreadPoolExecutor(4) as pool:
         written = list(pool.map(lambda _: byte_storage.write(keys, data), range(4)))
         buffers = [destinations() for _ in range(4)]
-        outcomes = list(pool.map(lambda into: byte_storage.read(keys, into), buffers))
+        outcomes = list(pool.map(lambda into: read_run(byte_storage, keys, into), buffers))
     assert sum(written) == BLOCKS
     assert [outcome.good_blocks for outcome in outcomes] == [BLOCKS] * 4
     assert all([bytes(view) for view in into] == [bytes(view) for view in data] for into in buffers)
@@ -229,13 +230,13 @@ def read_past_damage(storage: BlockStorage, keys: list[BlockKey], damage: Damage
     damage(storage, keys[2])
     into = destinations()
 
-    outcome = storage.read(keys, into)
+    outcome = read_run(storage, keys, into)
 
     assert outcome.good_blocks == 2
     assert [bytes(view) for view in into[:2]] == [bytes(view) for view in data[:2]]
     assert storage.hit_blocks(keys) == 2
     assert storage.write(keys, data) == 1
-    assert storage.read(keys, into).good_blocks == BLOCKS
+    assert read_run(storage, keys, into).good_blocks == BLOCKS
     assert [bytes(view) for view in into] == [bytes(view) for view in data]
     return outcome.reason
 

@@ -21,6 +21,7 @@ from tests.e2e.plain_engine import (
     complete,
     until,
 )
+from tests.stored_runs import read_run
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
@@ -178,7 +179,7 @@ class EngineCluster:
         """The engines' storage, opened by this process as well."""
         namespace = self.service.registry.namespace
         assert namespace is not None
-        return PosixStorage(self.settings.storage, namespace, parallel_reads=1)
+        return PosixStorage(self.settings.storage, namespace)
 
     def keys(self, tokens: Sequence[int], salt: str = "") -> list[bytes]:
         """Keys of the full blocks of a prefix."""
@@ -194,7 +195,7 @@ class EngineCluster:
         """Return the stored Full Blocks."""
         sizes = self.storage.geometry.full_block_bytes
         blocks = [bytearray(sizes) for _ in keys]
-        outcome = self.storage.read(keys, [memoryview(block) for block in blocks])
+        outcome = read_run(self.storage, keys, [memoryview(block) for block in blocks])
         assert outcome.good_blocks == len(keys), outcome
         return [bytes(block) for block in blocks]
 

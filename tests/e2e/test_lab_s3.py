@@ -59,7 +59,7 @@ if sys.argv[3] == "write":
     print(storage.write(keys, data))
 else:
     into = [memoryview(bytearray(size)) for _ in keys]
-    found = storage.read(keys, into).good_blocks
+    found = read_run(storage, keys, into).good_blocks
     print(found if into == data and storage.hit_blocks(keys) == found else "wrong bytes")
 storage.close()
 """

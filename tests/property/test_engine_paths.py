@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import GEOMETRY, ToyCluster, full_block, kv_bytes, prompt_keys
+from tests.stored_runs import read_run
 
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun
@@ -42,7 +43,7 @@ def run_prompt(cluster: ToyCluster, prompt: tuple[int, int, int, tuple[int, ...]
     assert cluster.de.manager.drain(20)
     full = GEOMETRY.full_blocks_in(tokens)
     read_back = [bytearray(GEOMETRY.full_block_bytes) for _ in range(full)]
-    outcome = cluster.storage.read(keys[:full], [memoryview(b) for b in read_back])
+    outcome = read_run(cluster.storage, keys[:full], [memoryview(b) for b in read_back])
     assert outcome.good_blocks == full
     assert [bytes(b) for b in read_back] == [full_block(key) for key in keys[:full]]
     for engine in (cluster.pe, cluster.de):

@@ -14,6 +14,7 @@ from tests.engine_harness import (
     memory_storage,
     prompt_keys,
 )
+from tests.stored_runs import read_run
 
 from dualpath.core.cluster import Role
 from dualpath.core.control import (
@@ -327,7 +328,7 @@ def test_generated_blocks_are_stored_as_they_stand_in_hbm(cluster: ToyCluster) -
     cluster.de.manager.persist_generated([(9, keys[0])])
     assert cluster.de.manager.drain(WAIT_S)
     destination = bytearray(GEOMETRY.full_block_bytes)
-    assert cluster.storage.read([keys[0]], [memoryview(destination)]).good_blocks == 1
+    assert read_run(cluster.storage, [keys[0]], [memoryview(destination)]).good_blocks == 1
     assert bytes(destination) == full_block(keys[0])
 
 
@@ -372,6 +373,7 @@ def test_layer_l_plus_1_is_loaded_while_layer_l_computes(tmp_path: Path) -> None
         ({"buffer_byte": 1}, "buffer_byte"),
         ({"buffer_bytes": -1}, "must be at least 1"),
         ({"layer_buffers": -2}, "must be at least 0"),
+        ({"parallel_reads": 0}, "must be at least 1"),
         ({"role": "both"}, "role"),
     ],
 )

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.stored_runs import read_run
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError, StorageError
@@ -51,7 +52,7 @@ def test_an_oracle_read_touches_nothing(tmp_path: Path) -> None:
     oracle = open_storage(tmp_path, NAMESPACE, mode=Mode.ORACLE)
     oracle.write(KEYS[:2], DATA[:2])
     into = [memoryview(bytearray(b"\x05" * 64)) for _ in KEYS]
-    outcome = oracle.read(KEYS, into)
+    outcome = read_run(oracle, KEYS, into)
     assert (outcome.good_blocks, outcome.bytes_read, outcome.reason) == (2, 0, "missing")
     assert {bytes(view) for view in into} == {b"\x05" * 64}
     assert all(path.stat().st_size == 0 for path in tmp_path.rglob("*.length"))
@@ -82,7 +83,7 @@ def test_memory_storage_models_full_and_failing_devices() -> None:
         storage.write(KEYS, DATA)
     assert storage.hit_blocks(KEYS) == 2
     storage.before_read = fail
-    outcome = storage.read(KEYS[:1], [memoryview(bytearray(64))])
+    outcome = read_run(storage, KEYS[:1], [memoryview(bytearray(64))])
     assert outcome.reason == "read error: device gone"
     storage.before_read = None
     storage.drop(KEYS[0])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.stored_runs import read_run
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError, StorageError
@@ -52,9 +53,9 @@ def test_blocks_outlive_the_storage_object(tmp_path: Path) -> None:
     with_writer = PosixStorage(tmp_path, NAMESPACE)
     with_writer.write(KEYS, DATA)
     with_writer.close()
-    reopened = PosixStorage(tmp_path, NAMESPACE, parallel_reads=1)
+    reopened = PosixStorage(tmp_path, NAMESPACE)
     into = [memoryview(bytearray(GEOMETRY.full_block_bytes)) for _ in KEYS]
-    assert reopened.read(KEYS, into).good_blocks == 4
+    assert read_run(reopened, KEYS, into).good_blocks == 4
     assert into == DATA
 
 
@@ -93,11 +94,6 @@ def test_an_unusable_root_is_refused_with_a_remedy(tmp_path: Path) -> None:
     for root in (file, file / "below", Path("/proc/dualpath")):
         with pytest.raises(ConfigError, match=r"cannot be used.*writable directory"):
             PosixStorage(root, NAMESPACE)
-
-
-def test_absurd_settings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="at least 1"):
-        PosixStorage(tmp_path, NAMESPACE, parallel_reads=0)
 
 
 def test_a_device_that_refuses_a_write_leaves_earlier_blocks_whole(storage: PosixStorage) -> None:
@@ -173,7 +169,7 @@ def test_a_read_error_ends_the_run_and_keeps_the_file(
 
     monkeypatch.setattr(os, "preadv", failing)
     into = [memoryview(bytearray(GEOMETRY.full_block_bytes)) for _ in KEYS]
-    outcome = storage.read(KEYS, into)
+    outcome = read_run(storage, KEYS, into)
     assert (outcome.good_blocks, outcome.reason) == (0, "read error: Input/output error")
     assert storage.hit_blocks(KEYS) == 4
 
@@ -195,4 +191,4 @@ def test_a_file_system_without_direct_io_is_read_through_the_cache(
     assert not storage.uses_direct_io
     storage.write(KEYS, DATA)
     into = [memoryview(bytearray(GEOMETRY.full_block_bytes)) for _ in KEYS]
-    assert storage.read(KEYS, into).good_blocks == 4
+    assert read_run(storage, KEYS, into).good_blocks == 4

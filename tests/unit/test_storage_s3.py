@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.s3_servers import BUCKET, Fault, FaultyS3, free_port, location_at
+from tests.stored_runs import read_run
 
 from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError, StorageError
@@ -36,7 +37,7 @@ def server() -> Iterator[FaultyS3]:
 
 def stored(server: FaultyS3, patience: Patience = QUICK) -> S3Storage:
     """A storage that holds the blocks and reads them one after the other."""
-    storage = S3Storage(server.location, NAMESPACE, parallel_reads=1, patience=patience)
+    storage = S3Storage(server.location, NAMESPACE, patience=patience)
     assert storage.write(KEYS, DATA) == BLOCKS
     server.requests.clear()
     return storage
@@ -53,7 +54,7 @@ def destinations() -> list[memoryview]:
 def test_a_read_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> None:
     storage, into = stored(server), destinations()
     server.faults["GET"] = [None, fault]
-    assert storage.read(KEYS, into).good_blocks == BLOCKS
+    assert read_run(storage, KEYS, into).good_blocks == BLOCKS
     assert into == DATA
     assert len(server.requests) == BLOCKS + 1
     storage.close()
@@ -73,21 +74,21 @@ def test_a_read_that_keeps_failing_ends_the_run_and_the_block_stays(
 ) -> None:
     storage, into = stored(server), destinations()
     server.faults["GET"] = [None, fault, fault, fault]
-    outcome = storage.read(KEYS, into)
+    outcome = read_run(storage, KEYS, into)
     assert outcome.good_blocks == 1
     assert outcome.reason is not None
     assert outcome.reason.startswith("read error: GET ")
     assert said in outcome.reason
     assert into[0] == DATA[0]
     assert len(server.requests) == 1 + QUICK.attempts
-    assert storage.read(KEYS, into).good_blocks == BLOCKS
+    assert read_run(storage, KEYS, into).good_blocks == BLOCKS
     storage.close()
 
 
 def test_an_answer_that_drips_ends_at_the_deadline(server: FaultyS3) -> None:
     storage = stored(server, msgspec.structs.replace(QUICK, stall_s=5.0, request_s=0.3))
     server.faults["GET"] = ["dripping", "dripping", "dripping"]
-    outcome = storage.read(KEYS, destinations())
+    outcome = read_run(storage, KEYS, destinations())
     assert outcome.good_blocks == 0
     assert outcome.reason is not None
     assert "deadline" in outcome.reason or "timed out" in outcome.reason
@@ -97,7 +98,7 @@ def test_an_answer_that_drips_ends_at_the_deadline(server: FaultyS3) -> None:
 def test_a_refusal_is_not_repeated(server: FaultyS3) -> None:
     storage = stored(server)
     server.faults["GET"] = [403]
-    assert "403 Planned" in str(storage.read(KEYS, destinations()).reason)
+    assert "403 Planned" in str(read_run(storage, KEYS, destinations()).reason)
     assert len(server.requests) == 1
     storage.close()
 
@@ -123,11 +124,11 @@ def test_a_damaged_object_is_removed_and_can_be_written_again(
     storage, into = stored(server), destinations()
     first, second = (server.objects[f"tests/{storage.object_name(key)}"] for key in KEYS[:2])
     damage(server, storage, KEYS[1], change(second, first))
-    outcome = storage.read(KEYS, into)
+    outcome = read_run(storage, KEYS, into)
     assert (outcome.good_blocks, outcome.reason) == (1, reason)
     assert storage.hit_blocks(KEYS) == 1
     assert storage.write(KEYS, DATA) == 1
-    assert storage.read(KEYS, into).good_blocks == BLOCKS
+    assert read_run(storage, KEYS, into).good_blocks == BLOCKS
     assert into == DATA
     storage.close()
 
@@ -158,7 +159,7 @@ def test_blocks_deleted_by_somebody_are_missed_at_the_next_read(server: FaultyS3
     for key in KEYS:
         del server.objects[f"tests/{storage.object_name(key)}"]
     assert storage.hit_blocks(KEYS) == BLOCKS
-    assert storage.read(KEYS, destinations()).reason == "missing"
+    assert read_run(storage, KEYS, destinations()).reason == "missing"
     assert storage.hit_blocks(KEYS) == 0
     assert storage.write(KEYS, DATA) == BLOCKS
     storage.close()
@@ -181,7 +182,7 @@ def test_a_write_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> 
     storage = S3Storage(server.location, NAMESPACE, patience=QUICK)
     server.faults["PUT"] = [fault]
     assert storage.write(KEYS, DATA) == BLOCKS
-    assert storage.read(KEYS, destinations()).good_blocks == BLOCKS
+    assert read_run(storage, KEYS, destinations()).good_blocks == BLOCKS
     storage.close()
 
 

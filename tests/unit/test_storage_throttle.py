@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from tests.stored_runs import read_run
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError
@@ -45,24 +46,24 @@ def destinations(blocks: int = 10) -> list[memoryview]:
 
 def test_ten_blocks_of_one_second_arrive_one_each_second() -> None:
     clock = Clock()
-    outcome = throttled(clock).read(KEYS, destinations())
+    outcome = read_run(throttled(clock), KEYS, destinations())
     assert outcome.bytes_read == 10_000
     assert clock.wakes_s == pytest.approx([101.0 + i for i in range(10)])
 
 
 def test_late_wakes_do_not_lower_the_rate() -> None:
     clock = Clock(late_s=0.4)
-    throttled(clock, burst_s=0.5).read(KEYS, destinations())
+    read_run(throttled(clock, burst_s=0.5), KEYS, destinations())
     assert clock.now_s == pytest.approx(110.4)
 
 
 def test_silence_earns_no_more_than_the_burst() -> None:
     clock = Clock()
     storage = throttled(clock, burst_s=0.5)
-    storage.read(KEYS[:1], destinations(1))
+    read_run(storage, KEYS[:1], destinations(1))
     clock.now_s += 1000.0
     start_s = clock.now_s
-    storage.read(KEYS[:3], destinations(3))
+    read_run(storage, KEYS[:3], destinations(3))
     assert clock.now_s - start_s == pytest.approx(2.5)
 
 
@@ -76,7 +77,7 @@ def test_only_bytes_that_moved_are_paid_for() -> None:
     clock = Clock()
     storage = throttled(clock)
     missing = block_keys([77], 1)
-    outcome = storage.read([KEYS[0], missing[0], KEYS[1]], destinations(3))
+    outcome = read_run(storage, [KEYS[0], missing[0], KEYS[1]], destinations(3))
     assert (outcome.good_blocks, outcome.bytes_read, outcome.reason) == (1, 1000, "missing")
     assert clock.now_s == pytest.approx(101.0)
 

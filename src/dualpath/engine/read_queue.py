@@ -70,13 +70,11 @@ class ReadTask:
         self.in_flight.discard(position)
         self.bytes_read += outcome.bytes_read
         self.ahead[position] = outcome
-        self.stopped = self.stopped or outcome.good_blocks == 0
+        self.stopped = self.stopped or not outcome.is_good
         while self.reason is None and self.good_blocks in self.ahead:
             head = self.ahead.pop(self.good_blocks)
-            if head.good_blocks == 0:
-                self.reason = head.reason or "short"
-            else:
-                self.good_blocks += 1
+            self.reason = head.reason
+            self.good_blocks += head.is_good
 
 
 class ReadQueue:
@@ -197,10 +195,10 @@ class ReadQueue:
     def _read(self, task: ReadTask, position: int, slot: int, track: str) -> ReadOutcome:
         step, start_ns = task.step.block(position), self._trace.now_ns()
         try:
-            outcome = self._storage.read([task.keys[position]], [self._buffer.view(slot)])
+            outcome = self._storage.read(task.keys[position], self._buffer.view(slot))
         except Exception:  # a defect must not end a reader; the blocks are recomputed
             log.exception("request %s: reading block %d failed", task.request_id, position)
-            outcome = ReadOutcome(good_blocks=0, bytes_read=0, reason="read error")
+            outcome = ReadOutcome(bytes_read=0, reason="read error")
         self._counters.moved(step, outcome.bytes_read)
         done = Executed(step, start_ns, self._trace.now_ns())
         self._trace.moved([(task.request_id, done)], track, request=task.request_id, block=position)

@@ -5,27 +5,31 @@ from collections.abc import Sequence
 from dualpath.core.blocks import BlockGeometry, BlockKey
 
 
-def check_buffers(
-    geometry: BlockGeometry,
-    keys: Sequence[BlockKey],
-    buffers: Sequence[memoryview],
-    *,
-    writable: bool,
+def check_sources(
+    geometry: BlockGeometry, keys: Sequence[BlockKey], buffers: Sequence[memoryview]
 ) -> list[memoryview]:
-    """Return the buffers as flat byte views.
+    """Return a write's sources as flat byte views.
 
-    Raises ``ValueError`` if there is not one buffer of ``full_block_bytes`` per key, if a buffer
-    is not contiguous or, where needed, not writable.
+    Raises ``ValueError`` if there is not one contiguous buffer of ``full_block_bytes`` per key.
     """
     if len(keys) != len(buffers):
         raise ValueError(f"{len(keys)} keys but {len(buffers)} buffers; one per key is needed")
-    flat = []
-    for buffer in buffers:
-        if buffer.nbytes != geometry.full_block_bytes:
-            raise ValueError(
-                f"buffer of {buffer.nbytes} bytes; a Full Block has {geometry.full_block_bytes}"
-            )
-        if not buffer.contiguous or (writable and buffer.readonly):
-            raise ValueError("buffer must be contiguous, and writable as a read's destination")
-        flat.append(buffer.cast("B"))
-    return flat
+    return [_flat(geometry, buffer, writable=False) for buffer in buffers]
+
+
+def check_destination(geometry: BlockGeometry, destination: memoryview) -> memoryview:
+    """Return a read's destination as a flat byte view.
+
+    Raises ``ValueError`` if it has not ``full_block_bytes``, is not contiguous or not writable.
+    """
+    return _flat(geometry, destination, writable=True)
+
+
+def _flat(geometry: BlockGeometry, buffer: memoryview, *, writable: bool) -> memoryview:
+    if buffer.nbytes != geometry.full_block_bytes:
+        raise ValueError(
+            f"buffer of {buffer.nbytes} bytes; a Full Block has {geometry.full_block_bytes}"
+        )
+    if not buffer.contiguous or (writable and buffer.readonly):
+        raise ValueError("buffer must be contiguous, and writable as a read's destination")
+    return buffer.cast("B")

@@ -9,17 +9,19 @@ from dualpath.core.blocks import BlockGeometry, BlockKey
 
 
 class ReadOutcome(msgspec.Struct, frozen=True):
-    """Result of reading a run of Full Blocks.
+    """Result of reading a Full Block: ``bytes_read`` of its payload left the device.
 
-    ``good_blocks`` blocks at the head of the run arrived whole and verified; the run ends there
-    if it is shorter than asked, ``reason`` then says why ("missing", "short", "wrong key",
-    "checksum", "read error: …", "cancelled").  Destinations beyond ``good_blocks`` hold undefined
-    bytes.
+    ``reason`` is None if it arrived whole and verified, else it says why not ("missing", "short",
+    "wrong key", "checksum", "read error: …"), and the destination holds undefined bytes.
     """
 
-    good_blocks: int
     bytes_read: int
     reason: str | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the block arrived whole and verified."""
+        return self.reason is None
 
 
 class BlockStorage(Protocol):
@@ -27,8 +29,9 @@ class BlockStorage(Protocol):
 
     Blocks are immutable: equal keys mean equal content, so a second write of a key is a no-op.
     A block is visible either whole or not at all, also after a crash of the writer.  Every read
-    verifies key, length and checksum of each block before it counts it as good; a block found bad
-    is forgotten, so that it can be written again.  All methods may be called from several threads.
+    verifies key, length and checksum before the block counts as good; a block found bad is
+    forgotten, so that it can be written again.  All methods may be called from several threads: who
+    wants several blocks at a time, as an engine's read queue does, reads from several.
     """
 
     geometry: BlockGeometry
@@ -37,11 +40,11 @@ class BlockStorage(Protocol):
         """Return how many keys at the head of ``keys`` are stored; touches no block content."""
         ...
 
-    def read(self, keys: Sequence[BlockKey], destinations: Sequence[memoryview]) -> ReadOutcome:
-        """Read block ``keys[i]`` into ``destinations[i]`` (``full_block_bytes`` each, writable).
+    def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
+        """Read a block into ``destination`` (``full_block_bytes``, writable).
 
-        Blocks until done.  Never raises for a bad block: the outcome says where the run ends.
-        Raises ``ValueError`` if the lengths differ or a destination has the wrong size.
+        Blocks until done.  Never raises for a bad block: the outcome says what is wrong with it.
+        Raises ``ValueError`` if the destination has the wrong size.
         """
         ...
 

@@ -11,7 +11,7 @@ from dualpath.core.modes import Mode
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.lengths import ORACLE, LengthOnlyStorage
 from dualpath.storage.memory import MemoryStorage
-from dualpath.storage.posix import DEFAULT_PARALLEL_READS, DirectIo, PosixStorage
+from dualpath.storage.posix import DirectIo, PosixStorage
 from dualpath.storage.s3 import S3Storage
 from dualpath.storage.s3_credentials import with_credentials
 from dualpath.storage.s3_location import parse_location
@@ -28,7 +28,6 @@ def open_storage(
     mode: Mode = Mode.DUALPATH,
     read_bytes_per_s: float | None = None,
     direct_io: DirectIo = "auto",
-    parallel_reads: int = DEFAULT_PARALLEL_READS,
     sync: bool = False,
 ) -> BlockStorage:
     """Open the storage at ``location``: a path, ``file://``, ``s3://`` or ``memory://``.
@@ -58,11 +57,9 @@ def open_storage(
         storage = memory_storage(rest, namespace)
     elif scheme == "s3":
         place = with_credentials(parse_location(str(location)))
-        storage = S3Storage(place, namespace, parallel_reads=parallel_reads)
+        storage = S3Storage(place, namespace)
     else:
-        storage = PosixStorage(
-            rest, namespace, direct_io=direct_io, parallel_reads=parallel_reads, sync=sync
-        )
+        storage = PosixStorage(rest, namespace, direct_io=direct_io, sync=sync)
     return storage if read_bytes_per_s is None else ThrottledStorage(storage, read_bytes_per_s)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.errors import ConfigError
 from dualpath.storage import block_file
-from dualpath.storage.checks import check_buffers
+from dualpath.storage.checks import check_destination, check_sources
 from dualpath.storage.contract import ReadOutcome
 from dualpath.storage.directory import NamespaceDirectory, refused
 
@@ -21,7 +21,7 @@ ORACLE = "oracle"
 class LengthOnlyStorage:
     """See ``dualpath.storage.contract.BlockStorage``, except that no payload moves.
 
-    ``read`` leaves its destinations as they are and reports no bytes.  Raises ``ConfigError`` for
+    ``read`` leaves its destination as it is and reports no bytes.  Raises ``ConfigError`` for
     a namespace whose mode is not ``"oracle"``, so that empty blocks never meet real ones.
     """
 
@@ -42,15 +42,14 @@ class LengthOnlyStorage:
                 return position
         return len(keys)
 
-    def read(self, keys: Sequence[BlockKey], destinations: Sequence[memoryview]) -> ReadOutcome:
-        """Report which blocks would have been read."""
-        check_buffers(self.geometry, keys, destinations, writable=True)
-        good = self.hit_blocks(keys)
-        return ReadOutcome(good, 0, None if good == len(keys) else block_file.MISSING)
+    def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
+        """Say whether the block would have been read."""
+        check_destination(self.geometry, destination)
+        return ReadOutcome(0, None if self.hit_blocks([key]) else block_file.MISSING)
 
     def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
         """Mark the blocks as existing."""
-        check_buffers(self.geometry, keys, sources, writable=False)
+        check_sources(self.geometry, keys, sources)
         return sum(self._mark(key) for key in keys)
 
     def close(self) -> None:

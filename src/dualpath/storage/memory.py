@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.errors import StorageError
 from dualpath.storage import block_file
-from dualpath.storage.checks import check_buffers
+from dualpath.storage.checks import check_destination, check_sources
 from dualpath.storage.contract import ReadOutcome
 
 BeforeRead = Callable[[BlockKey], None]
@@ -46,23 +46,32 @@ class MemoryStorage:
                     return position
         return len(keys)
 
-    def read(self, keys: Sequence[BlockKey], destinations: Sequence[memoryview]) -> ReadOutcome:
-        """Copy and verify block by block; a bad block is forgotten."""
-        flat = check_buffers(self.geometry, keys, destinations, writable=True)
-        bytes_read = 0
-        for position, (key, destination) in enumerate(zip(keys, flat, strict=True)):
-            reason, moved = self._read_one(key, destination)
-            bytes_read += moved
-            if reason is not None:
-                return ReadOutcome(position, bytes_read, reason)
-        return ReadOutcome(len(keys), bytes_read)
+    def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
+        """Copy and verify; a bad block is forgotten."""
+        flat = check_destination(self.geometry, destination)
+        if self.before_read is not None:
+            try:
+                self.before_read(key)
+            except OSError as error:
+                return ReadOutcome(0, f"read error: {error}")
+        with self._lock:
+            block = self._blocks.get(key)
+        if block is None:
+            return ReadOutcome(0, block_file.MISSING)
+        header, payload = block
+        flat[:] = payload
+        reason = block_file.defect(key, self._digest, header, flat)
+        if reason is not None:
+            with self._lock:
+                if self._blocks.get(key) is block:
+                    del self._blocks[key]
+        return ReadOutcome(len(payload), reason)
 
     def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
         """Keep a copy of each new block."""
         new_blocks = 0
-        for key, source in zip(
-            keys, check_buffers(self.geometry, keys, sources, writable=False), strict=True
-        ):
+        flat = check_sources(self.geometry, keys, sources)
+        for key, source in zip(keys, flat, strict=True):
             header = block_file.encode_header(key, self._digest, source)
             with self._lock:
                 if key in self._blocks:
@@ -90,22 +99,3 @@ class MemoryStorage:
         """Lose a block; raises ``KeyError`` if it is not stored."""
         with self._lock:
             del self._blocks[key]
-
-    def _read_one(self, key: BlockKey, destination: memoryview) -> tuple[str | None, int]:
-        if self.before_read is not None:
-            try:
-                self.before_read(key)
-            except OSError as error:
-                return f"read error: {error}", 0
-        with self._lock:
-            block = self._blocks.get(key)
-        if block is None:
-            return block_file.MISSING, 0
-        header, payload = block
-        destination[:] = payload
-        reason = block_file.defect(key, self._digest, header, destination)
-        if reason is not None:
-            with self._lock:
-                if self._blocks.get(key) is block:
-                    del self._blocks[key]
-        return reason, len(payload)

@@ -2,8 +2,8 @@
 
 One file per block, written whole under a temporary name and then linked to its own, so that a
 crash at any point leaves either the whole block or nothing.  Reads go straight into the caller's
-(registered) memory with ``preadv``, several blocks at a time from a few threads, the caller's or
-those of ``read``; the kernel call and the checksum both run without the interpreter lock.
+(registered) memory with ``preadv``, on the caller's thread; the kernel call and the checksum both
+run without the interpreter lock, so that several threads read at a time.
 
 NIXL's POSIX plugin (libaio) is the alternative: measured side by side it reached 0.93 to 1.00 of
 this rate at the same CPU cost (``benchmarks/storage_read.py``), so the simpler code stayed.
@@ -20,7 +20,6 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -28,17 +27,13 @@ from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.errors import ConfigError
 from dualpath.storage import block_file
 from dualpath.storage.block_file import HEADER_BYTES
-from dualpath.storage.checks import check_buffers
+from dualpath.storage.checks import check_destination, check_sources
 from dualpath.storage.contract import ReadOutcome
 from dualpath.storage.directory import NamespaceDirectory, refused
-from dualpath.storage.run_progress import RunProgress
 
 logger = logging.getLogger(__name__)
 
 DirectIo = bool | Literal["auto"]
-
-#: Measured with ``dualpath lab bench data-plane``: 4 do not keep the device busy.
-DEFAULT_PARALLEL_READS = 16
 
 #: What direct I/O needs on most devices: a logical sector.  A Full Block of 61 layers of 42 KiB is
 #: no multiple of 4096.  Where a device wants more, the kernel refuses and the cache is used.
@@ -49,9 +44,8 @@ class PosixStorage:
     """See ``dualpath.storage.contract.BlockStorage``.
 
     ``root``: a directory, created if absent.  ``direct_io``: bypass the page cache; ``"auto"``
-    does where the file system allows it.  ``parallel_reads`` ≥ 1: threads per call of ``read``
-    (shared by all calls).  ``sync``: ``fsync`` each block before it becomes visible; without it a
-    power cut may lose or tear recent blocks, which the checksum then finds.
+    does where the file system allows it.  ``sync``: ``fsync`` each block before it becomes
+    visible; without it a power cut may lose or tear recent blocks, which the checksum then finds.
 
     Raises ``ConfigError`` for an unusable root, a root that holds another namespace under the
     same name, or ``direct_io=True`` on a file system without it.
@@ -63,11 +57,8 @@ class PosixStorage:
         namespace: StoreNamespace,
         *,
         direct_io: DirectIo = "auto",
-        parallel_reads: int = DEFAULT_PARALLEL_READS,
         sync: bool = False,
     ) -> None:
-        if parallel_reads < 1:
-            raise ConfigError(f"parallel_reads is {parallel_reads}; at least 1 is needed")
         self.namespace = namespace
         self.geometry = namespace.geometry
         self._digest = namespace.digest()
@@ -75,11 +66,6 @@ class PosixStorage:
         self._sync = sync
         self._direct = self._choose_direct(direct_io)
         self._per_thread = threading.local()
-        self._pool = (
-            ThreadPoolExecutor(parallel_reads, thread_name_prefix="storage-read")
-            if parallel_reads > 1
-            else None
-        )
 
     @property
     def path(self) -> Path:
@@ -102,34 +88,34 @@ class PosixStorage:
                 return position
         return len(keys)
 
-    def read(self, keys: Sequence[BlockKey], destinations: Sequence[memoryview]) -> ReadOutcome:
-        """Read and verify the blocks; a block found bad is removed so it can be written anew.
-
-        ``bytes_read`` counts payload that left the device, also beyond the end of the run.
-        """
-        flat = check_buffers(self.geometry, keys, destinations, writable=True)
-        run = RunProgress()
-        if self._pool is None or len(keys) < 2:
-            for position, (key, destination) in enumerate(zip(keys, flat, strict=True)):
-                self._read_in_run(run, position, key, destination)
+    def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
+        """Read and verify a block; one found bad is removed so it can be written anew."""
+        flat = check_destination(self.geometry, destination)
+        path = self._directory.block_path(key)
+        header = self._header_buffer()
+        try:
+            length = self._read_file(path, header, flat)
+        except FileNotFoundError:
+            return ReadOutcome(0, block_file.MISSING)
+        except OSError as error:
+            logger.warning("read of %s failed: %s", path, error)
+            return ReadOutcome(0, f"read error: {error.strerror}")
+        payload_bytes = max(length - HEADER_BYTES, 0)
+        if payload_bytes < flat.nbytes:
+            reason: str | None = block_file.SHORT
         else:
-            futures = [
-                self._pool.submit(self._read_in_run, run, position, key, destination)
-                for position, (key, destination) in enumerate(zip(keys, flat, strict=True))
-            ]
-            for future in futures:
-                future.result()
-        return run.outcome(len(keys))
+            reason = block_file.defect(key, self._digest, header, flat)
+        if reason is not None:
+            self._discard(path, reason)
+        return ReadOutcome(payload_bytes, reason)
 
     def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
         """Persist new blocks one by one; see the contract."""
-        flat = check_buffers(self.geometry, keys, sources, writable=False)
+        flat = check_sources(self.geometry, keys, sources)
         return sum(self._write_one(key, source) for key, source in zip(keys, flat, strict=True))
 
     def close(self) -> None:
-        """Stop the reader threads after the reads under way; idempotent."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        """Nothing to release."""
 
     def _choose_direct(self, wanted: DirectIo) -> bool:
         if wanted is False:
@@ -149,33 +135,6 @@ class PosixStorage:
                 f"file system of {self.path} knows no O_DIRECT; set direct_io to false or auto"
             )
         return possible
-
-    def _read_in_run(
-        self, run: RunProgress, position: int, key: BlockKey, destination: memoryview
-    ) -> None:
-        if run.is_over_before(position):
-            return
-        reason, moved_bytes = self._read_one(key, destination)
-        run.note(position, reason, moved_bytes)
-
-    def _read_one(self, key: BlockKey, destination: memoryview) -> tuple[str | None, int]:
-        path = self._directory.block_path(key)
-        header = self._header_buffer()
-        try:
-            length = self._read_file(path, header, destination)
-        except FileNotFoundError:
-            return block_file.MISSING, 0
-        except OSError as error:
-            logger.warning("read of %s failed: %s", path, error)
-            return f"read error: {error.strerror}", 0
-        payload_bytes = max(length - HEADER_BYTES, 0)
-        if payload_bytes < destination.nbytes:
-            reason: str | None = block_file.SHORT
-        else:
-            reason = block_file.defect(key, self._digest, header, destination)
-        if reason is not None:
-            self._discard(path, reason)
-        return reason, payload_bytes
 
     def _read_file(self, path: str, header: memoryview, destination: memoryview) -> int:
         if self._direct and _is_aligned(destination):

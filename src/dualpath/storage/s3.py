@@ -1,7 +1,7 @@
 """Full Blocks as objects of an S3 bucket: the same bytes under the same names as files.
 
 A PUT is atomic, so a block is visible whole or not at all.  Reads go from the socket straight into
-the caller's (registered) memory, several blocks at a time.
+the caller's (registered) memory.
 
 The client is our own (``s3_client``, over the standard library's ``http.client``): measured side by
 side against one server it cost 0.4 to 0.8 of the CPU seconds per GB of obstore, boto3 and NIXL's
@@ -26,17 +26,15 @@ from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage import block_file
 from dualpath.storage.block_file import HEADER_BYTES
-from dualpath.storage.checks import check_buffers
+from dualpath.storage.checks import check_destination, check_sources
 from dualpath.storage.contract import ReadOutcome
 from dualpath.storage.directory import block_name, namespace_name
-from dualpath.storage.run_progress import RunProgress
 from dualpath.storage.s3_client import S3Client, S3Error
 from dualpath.storage.s3_connection import Patience
 from dualpath.storage.s3_location import S3Location
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_PARALLEL_READS = 4
 _PARALLEL_WRITES = 4
 _PARALLEL_LOOKUPS = 16
 #: Keys remembered as stored, at some 150 bytes each.
@@ -49,8 +47,8 @@ Result = TypeVar("Result")
 class S3Storage:
     """See ``dualpath.storage.contract.BlockStorage``.
 
-    ``parallel_reads`` ≥ 1: blocks of one ``read`` read at the same time.  Of a bucket it needs the
-    rights to get, put, delete and list: without the last, S3 calls an absent object forbidden.
+    Of a bucket it needs the rights to get, put, delete and list: without the last, S3 calls an
+    absent object forbidden.
 
     Raises ``ConfigError`` if the bucket cannot be used or holds another namespace of this name.
     """
@@ -60,11 +58,8 @@ class S3Storage:
         location: S3Location,
         namespace: StoreNamespace,
         *,
-        parallel_reads: int = DEFAULT_PARALLEL_READS,
         patience: Patience | None = None,
     ) -> None:
-        if parallel_reads < 1:
-            raise ConfigError(f"parallel_reads is {parallel_reads}; at least 1 is needed")
         self.namespace = namespace
         self.geometry = namespace.geometry
         self._digest = namespace.digest()
@@ -73,8 +68,7 @@ class S3Storage:
         _claim(self.client, f"{self._folder}/namespace.json", namespace)
         self._known = _KnownKeys()
         self._writing = _Writing()
-        # Apart, so that neither look-ups nor writes wait for reads.
-        self._readers = ThreadPoolExecutor(parallel_reads, "storage-read")
+        # Apart, so that look-ups do not wait for writes.
         self._lookups = ThreadPoolExecutor(_PARALLEL_LOOKUPS, "storage-lookup")
         self._writers = ThreadPoolExecutor(_PARALLEL_WRITES, "storage-write")
 
@@ -97,32 +91,33 @@ class S3Storage:
             batch *= 2
         return len(keys)
 
-    def read(self, keys: Sequence[BlockKey], destinations: Sequence[memoryview]) -> ReadOutcome:
-        """Read and verify the blocks; a block found bad is removed so it can be written anew.
-
-        ``bytes_read`` counts payload that arrived, also beyond the end of the run.
-        """
-        flat = check_buffers(self.geometry, keys, destinations, writable=True)
-        run = RunProgress()
-
-        def read_one(position: int, key: BlockKey, destination: memoryview) -> None:
-            if not run.is_over_before(position):
-                run.note(position, *self._read_one(key, destination))
-
-        if len(keys) == 1:
-            read_one(0, keys[0], flat[0])
-            return run.outcome(1)
-        _finish(
-            [
-                self._readers.submit(read_one, position, key, destination)
-                for position, (key, destination) in enumerate(zip(keys, flat, strict=True))
-            ]
-        )
-        return run.outcome(len(keys))
+    def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
+        """Read and verify a block; one found bad is removed so it can be written anew."""
+        flat = check_destination(self.geometry, destination)
+        header = memoryview(bytearray(HEADER_BYTES))
+        name = self.object_name(key)
+        try:
+            received = self.client.get_into(name, [header, flat])
+        except S3Error as error:
+            logger.warning("read failed: %s", error)
+            return ReadOutcome(0, f"read error: {error}")
+        if received is None:
+            self._known.clear()
+            return ReadOutcome(0, block_file.MISSING)
+        payload_bytes = max(received - HEADER_BYTES, 0)
+        if payload_bytes < flat.nbytes:
+            reason: str | None = block_file.SHORT
+        else:
+            reason = block_file.defect(key, self._digest, header, flat)
+        if reason is None:
+            self._known.add(key)
+        else:
+            self._discard(key, name, reason)
+        return ReadOutcome(payload_bytes, reason)
 
     def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
         """Persist new blocks, several at a time; see the contract."""
-        flat = check_buffers(self.geometry, keys, sources, writable=False)
+        flat = check_sources(self.geometry, keys, sources)
         return sum(
             _finish(
                 [
@@ -134,7 +129,7 @@ class S3Storage:
 
     def close(self) -> None:
         """Stop the threads after the requests under way; idempotent."""
-        for pool in (self._lookups, self._readers, self._writers):
+        for pool in (self._lookups, self._writers):
             pool.shutdown(wait=True, cancel_futures=True)
         self.client.close()
 
@@ -149,28 +144,6 @@ class S3Storage:
         if stored:
             self._known.add(key)
         return stored
-
-    def _read_one(self, key: BlockKey, destination: memoryview) -> tuple[str | None, int]:
-        header = memoryview(bytearray(HEADER_BYTES))
-        name = self.object_name(key)
-        try:
-            received = self.client.get_into(name, [header, destination])
-        except S3Error as error:
-            logger.warning("read failed: %s", error)
-            return f"read error: {error}", 0
-        if received is None:
-            self._known.clear()
-            return block_file.MISSING, 0
-        payload_bytes = max(received - HEADER_BYTES, 0)
-        if payload_bytes < destination.nbytes:
-            reason: str | None = block_file.SHORT
-        else:
-            reason = block_file.defect(key, self._digest, header, destination)
-        if reason is None:
-            self._known.add(key)
-        else:
-            self._discard(key, name, reason)
-        return reason, payload_bytes
 
     def _discard(self, key: BlockKey, name: str, reason: str) -> None:
         logger.warning("stored block %s is bad (%s) and is removed", name, reason)

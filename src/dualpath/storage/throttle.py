@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 from dualpath.core.blocks import BlockKey
 from dualpath.core.errors import ConfigError
-from dualpath.storage.checks import check_buffers
 from dualpath.storage.contract import BlockStorage, ReadOutcome
 
 #: Lateness a bucket makes up for; long enough for a late wake-up of a busy machine, short enough
@@ -46,7 +45,7 @@ class TokenBucket:
 
 
 class ThrottledStorage:
-    """Another backend whose reads pass a token bucket block by block; writes pass freely.
+    """Another backend whose reads pass a token bucket; writes pass freely.
 
     ``read_bytes_per_s``: payload bytes per second over all threads.  Blocks of concurrent reads
     share it in order of arrival.  ``now_s`` and ``sleep_s`` are the clock.
@@ -72,18 +71,12 @@ class ThrottledStorage:
         """Ask the inner backend; look-ups are free."""
         return self.inner.hit_blocks(keys)
 
-    def read(self, keys: Sequence[BlockKey], destinations: Sequence[memoryview]) -> ReadOutcome:
-        """Read block by block, each as late as the bucket lets its bytes through."""
-        check_buffers(self.geometry, keys, destinations, writable=True)
-        bytes_read = 0
-        for position, (key, destination) in enumerate(zip(keys, destinations, strict=True)):
-            start_s = self._now_s()
-            outcome = self.inner.read([key], [destination])
-            self._wait(outcome.bytes_read, start_s)
-            bytes_read += outcome.bytes_read
-            if outcome.good_blocks == 0:
-                return ReadOutcome(position, bytes_read, outcome.reason)
-        return ReadOutcome(len(keys), bytes_read)
+    def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
+        """Read as late as the bucket lets the bytes through."""
+        start_s = self._now_s()
+        outcome = self.inner.read(key, destination)
+        self._wait(outcome.bytes_read, start_s)
+        return outcome
 
     def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
         """Write through, unthrottled: reads are the bottleneck under study (§2.3)."""

@@ -6,7 +6,7 @@ import msgspec
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.errors import ConfigError
-from dualpath.storage.posix import DEFAULT_PARALLEL_READS
+from dualpath.engine.settings import DEFAULT_PARALLEL_READS
 
 
 class Reader(enum.StrEnum):

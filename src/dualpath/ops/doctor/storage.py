@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from dualpath.engine.settings import DEFAULT_PARALLEL_READS
 from dualpath.ops.doctor.finding import Finding, error, mebibytes, ok, warning
-from dualpath.storage.posix import DEFAULT_PARALLEL_READS
 
 CHUNK_BYTES = 1 << 20
 #: Below this much free space, new blocks will soon be dropped.

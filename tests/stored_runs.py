@@ -1,0 +1,28 @@
+"""A run of stored blocks, read one after the other as one of an engine's reader threads does."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dualpath.core.blocks import BlockKey
+from dualpath.storage.contract import BlockStorage
+
+
+class RunOutcome(NamedTuple):
+    """How many blocks at the head are good, what was read for them, and why there are no more."""
+
+    good_blocks: int
+    bytes_read: int
+    reason: str | None
+
+
+def read_run(
+    storage: BlockStorage, keys: Sequence[BlockKey], destinations: Sequence[memoryview]
+) -> RunOutcome:
+    """Read blocks until one is bad."""
+    bytes_read = 0
+    for position, (key, destination) in enumerate(zip(keys, destinations, strict=True)):
+        outcome = storage.read(key, destination)
+        bytes_read += outcome.bytes_read
+        if not outcome.is_good:
+            return RunOutcome(position, bytes_read, outcome.reason)
+    return RunOutcome(len(keys), bytes_read, None)
