@@ -1,0 +1,106 @@
+"""A forward pass as engines of every kind run it: what moves, what ends, what is reported."""
+
+from collections.abc import Iterator
+
+import pytest
+from tests.engine_harness import GEOMETRY, ToyCluster, prompt_keys
+
+from dualpath.core.control import Message, PrefillDone, PrefillTransfer, Release
+from dualpath.core.modes import Mode
+from dualpath.core.runs import BlockRun
+from dualpath.engine.counters import Counter
+from dualpath.engine.forward_pass import ForwardPass, PromptPart
+
+TOKENS = 3 * GEOMETRY.block_tokens
+BLOCKS = 3
+
+
+@pytest.fixture
+def cluster() -> Iterator[ToyCluster]:
+    made = ToyCluster()
+    yield made
+    made.close()
+
+
+def part(transfer: PrefillTransfer, chunk: BlockRun, number: int = 0) -> PromptPart:
+    """``number`` keeps the HBM of several requests apart."""
+    return PromptPart(transfer, chunk, tuple(range(number * BLOCKS, (number + 1) * BLOCKS)))
+
+
+def run(cluster: ToyCluster, *parts: PromptPart, **wrong: str) -> tuple[dict[str, str], list[str]]:
+    """Run a pass; return failures, and the requests reported as ended."""
+    sent: list[Message] = []
+    forward = ForwardPass(cluster.pe.manager, sent.append, parts)
+    for layer in range(GEOMETRY.layers):
+        forward.wait_loaded(layer)
+        forward.computed(layer)
+    failures = forward.finish(wrong)
+    done = [message for message in sent if isinstance(message, PrefillDone)]
+    assert {d.request_id: d.failure for d in done if d.failure} == failures
+    return failures, [d.request_id for d in done]
+
+
+def moved_bytes(cluster: ToyCluster) -> float:
+    return cluster.pe.report().counters[Counter.PE_TO_DE_BYTES.value]
+
+
+def test_a_prefill_is_confirmed_with_its_last_chunk(cluster: ToyCluster) -> None:
+    transfer = cluster.load("r", prompt_keys(TOKENS), TOKENS, 0, 0)
+    assert run(cluster, part(transfer, BlockRun(0, 2))) == ({}, [])
+    assert run(cluster, part(transfer, BlockRun(2, 1))) == ({}, ["r"])
+    assert moved_bytes(cluster) == BLOCKS * GEOMETRY.full_block_bytes
+
+
+def test_a_request_released_before_its_pass_is_reported_and_the_others_are_sent(
+    cluster: ToyCluster,
+) -> None:
+    gone = cluster.load("gone", prompt_keys(TOKENS), TOKENS, 0, 0)
+    here = cluster.load("here", prompt_keys(TOKENS, "other"), TOKENS, 0, 0)
+    cluster.pe.command(Release(request_id="gone", reason="client left"))
+    whole = BlockRun(0, BLOCKS)
+    failures, ended = run(cluster, part(gone, whole), part(here, whole, 1))
+    assert failures == {"gone": "request gone: it was released"}
+    assert ended == ["gone", "here"]
+    assert moved_bytes(cluster) == BLOCKS * GEOMETRY.full_block_bytes
+
+
+def test_slots_that_went_to_another_request_are_not_loaded(cluster: ToyCluster) -> None:
+    keys = prompt_keys(TOKENS)
+    cluster.store(keys[:2])
+    transfer = cluster.load("r", keys, TOKENS, 2, 0)
+    cluster.pe.command(Release(request_id="r", reason="retried"))
+    cluster.pe.assign("r", TOKENS, 0)
+    failures, _ = run(cluster, part(transfer, BlockRun(2, 1)))
+    assert failures == {"r": "request r: its buffer slots changed hands"}
+    counters = cluster.pe.report().counters
+    assert counters[Counter.STALE_TRANSFERS.value] == 1
+    assert counters[Counter.H2D_BYTES.value] == 0
+
+
+def test_kv_that_the_engine_found_wrong_fails_the_request_in_any_chunk(cluster: ToyCluster) -> None:
+    transfer = cluster.load("r", prompt_keys(TOKENS), TOKENS, 0, 0)
+    assert run(cluster, part(transfer, BlockRun(0, 1)), r="wrong in pe_hbm") == (
+        {"r": "wrong in pe_hbm"},
+        ["r"],
+    )
+
+
+def test_without_bytes_to_move_a_pass_only_confirms() -> None:
+    cluster = ToyCluster(mode=Mode.ORACLE)
+    try:
+        transfer = PrefillTransfer(
+            request_id="r",
+            prompt_tokens=TOKENS,
+            hit_blocks=0,
+            hit_key_tail=b"",
+            hits=(),
+            decode_engine="de-0",
+            decode_epoch="unknown",
+            de_slots=(),
+        )
+        whole = BlockRun(0, BLOCKS)
+        assert run(cluster, part(transfer, whole))[0] == {"r": "request r: it was released"}
+        cluster.pe.assign("r", TOKENS, 0)
+        assert run(cluster, part(transfer, whole)) == ({}, ["r"])
+    finally:
+        cluster.close()

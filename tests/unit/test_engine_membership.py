@@ -1,0 +1,133 @@
+"""How an engine of any kind joins a cluster and leaves it."""
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from tests.engine_harness import GEOMETRY, WAIT_S
+
+from dualpath.core.blocks import StoreNamespace
+from dualpath.core.cluster import Role
+from dualpath.core.control import (
+    EngineMessage,
+    Goodbye,
+    Hello,
+    Released,
+    Report,
+    Welcome,
+    decode_engine_message,
+    encode,
+)
+from dualpath.engine.hbm_copy import HbmLayout
+from dualpath.engine.membership import Membership, ServedModel
+from dualpath.engine.settings import EngineSettings
+from dualpath.transport.in_process import InProcessFabric, InProcessTransport
+
+NAMESPACE = StoreNamespace(model="toy", dtype="u8", layout="toy", geometry=GEOMETRY)
+
+
+class Router:
+    """The other end of the control link."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+        self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self._engine = b""
+
+    def next(self) -> EngineMessage:
+        self._engine, frame = self._socket.recv_multipart()
+        return decode_engine_message(frame)
+
+    def heard_nothing(self) -> bool:
+        return not self._socket.poll(0)
+
+    def welcome(self) -> None:
+        self._socket.send_multipart([self._engine, encode(Welcome(peers=()))])
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def router() -> Iterator[Router]:
+    made = Router()
+    yield made
+    made.close()
+
+
+def membership(router: Router, storage: str) -> Membership:
+    settings = EngineSettings(
+        role=Role.DECODE,
+        engine_id="de-0",
+        router=router.address,
+        api_url="",
+        storage=f"memory://{storage}",
+        buffer_bytes=4 * GEOMETRY.full_block_bytes,
+        snic_bytes_per_s=1e9,
+    )
+    hbm = HbmLayout(regions=(), region_of_layer=(), capacity_tokens=640)
+    fabric = InProcessFabric()
+    return Membership(
+        settings,
+        NAMESPACE,
+        ServedModel(served_model_name="toy", max_model_len=512, vocab_size=100),
+        hbm,
+        open_transport=lambda agent: InProcessTransport(agent, fabric),
+    )
+
+
+def test_an_engine_says_hello_once_its_server_accepts_connections(router: Router) -> None:
+    member = membership(router, "hello")
+    looked_twice = threading.Event()
+    looks = iter(range(2))
+
+    def watch() -> None:
+        if next(looks, None) is None:
+            looked_twice.set()
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        member.join(url, watch)
+        assert looked_twice.wait(WAIT_S)
+        assert router.heard_nothing()
+        server.listen()
+        hello = router.next()
+        member.leave()
+    assert isinstance(hello, Hello)
+    assert (hello.api_url, hello.node, hello.group) == (url, "de-0", "decode")
+    assert (hello.hbm_tokens, hello.buffer_tokens) == (640, 4 * GEOMETRY.block_tokens)
+    assert hello.address.epoch == member.epoch
+    assert hello.address.agent == f"de-0-{member.epoch}"
+    limits = {name: hello.limits[name] for name in ("served_model_name", "max_model_len")}
+    assert limits == {"served_model_name": "toy", "max_model_len": 512}
+
+
+def test_an_engine_reports_until_it_leaves_with_a_goodbye(router: Router) -> None:
+    member = membership(router, "goodbye")
+    member.send(Released(request_id="too early"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        member.join(f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert isinstance(router.next(), Hello)
+        router.welcome()
+        while isinstance(message := router.next(), Hello):
+            pass
+        assert isinstance(message, Report)
+        member.leave()
+        member.leave()
+    member.send(Released(request_id="too late"))
+    while isinstance(message := router.next(), Report):
+        pass
+    assert message == Goodbye(reason="engine shuts down")
+    assert router.heard_nothing()
+
+
+def test_each_process_of_an_engine_has_an_epoch_of_its_own(router: Router) -> None:
+    first, second = (membership(router, "epochs") for _ in range(2))
+    first.leave()
+    second.leave()
+    assert first.epoch != second.epoch
