@@ -20,7 +20,7 @@ from dualpath.router.token_api.wire import GenerateAnswer, GenerateRequest, deco
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-def test_only_what_speaks_of_the_request_is_the_clients_mistake(status):
+def test_only_what_concerns_the_request_is_the_clients_mistake(status):
     error = engine_error("engine pe-0", status, "prompt of 70 exceeds 64")
     assert type(error) is BadRequestError
     assert str(error) == "prompt of 70 exceeds 64"

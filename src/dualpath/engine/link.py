@@ -1,9 +1,9 @@
 """The control link of an engine: one thread, one ZMQ socket, the router at the other end.
 
-The thread says ``Hello`` until it is welcomed, hands commands to the traffic manager, sends what
+The thread sends ``Hello`` until it is welcomed, hands commands to the traffic manager, sends what
 the traffic manager and the engine queue, and reports load on change and as heartbeat.  A router
 that restarts has forgotten the engine: it answers a report with ``Refused("unknown engine …")``,
-and the link says ``Hello`` again.
+and the link sends ``Hello`` again.
 
 With a cluster secret the connection is encrypted, and no other router than one that has the secret
 is believed; without one the router must be on this machine (``transport.cluster_secret``).
@@ -38,7 +38,7 @@ HEARTBEAT_S = 0.5
 #: Least time between two reports that follow changes.
 REPORT_GAP_S = 0.01
 HELLO_GAP_S = 0.25
-#: A router that lives answers a greeting in far less.
+#: A router that lives answers a hello in far less.
 PATIENCE_S = 5.0
 TICK_MS = 50
 UNKNOWN_ENGINE = "unknown engine"
@@ -87,7 +87,7 @@ class ControlLink:
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
         self._welcomed = False
-        self._greeting_since_s: float | None = None
+        self._unanswered_since_s: float | None = None
         self._last_hello_s = self._last_report_s = float("-inf")
         self._thread = threading.Thread(target=self._run, name="control-link", daemon=True)
 
@@ -131,25 +131,26 @@ class ControlLink:
         try:
             while True:
                 closing = self._closing.is_set()
-                self._speak()
+                self._send_due()
                 if closing:
                     return
                 ready = dict(poller.poll(TICK_MS))
                 if self._wake_receiver.fileno() in ready:
                     self._drain_wake()
                 if self._socket in ready:
-                    self._listen()
+                    self._receive()
                 self._tick(time.monotonic_ns())
         finally:
             self._socket.close()
             self._context.destroy(linger=500)
 
-    def _speak(self) -> None:
+    def _send_due(self) -> None:
+        """Send the hello, what is queued and the report, each if it is time for it."""
         now_s = time.monotonic()
         if not self._welcomed and now_s - self._last_hello_s >= HELLO_GAP_S:
             self._last_hello_s = now_s
             if (hello := self._hello()) is not None:
-                self._greet(hello, now_s)
+                self._send_hello(hello, now_s)
         while self._outgoing and self._sent(self._outgoing[0]):
             self._outgoing.popleft()
         gap_s = REPORT_GAP_S if self._changed.is_set() else HEARTBEAT_S
@@ -166,23 +167,23 @@ class ControlLink:
             return False
         return True
 
-    def _greet(self, hello: Hello, now_s: float) -> None:
+    def _send_hello(self, hello: Hello, now_s: float) -> None:
         if not self._sent(hello):
-            # libzmq gives up a router that speaks with another security; it may be restarted.
+            # libzmq gives up a router with another security; it may be restarted.
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.disconnect(self._router)
             self._socket.connect(self._router)
-        if self._greeting_since_s is None:
-            self._greeting_since_s = now_s
-        elif now_s - self._greeting_since_s >= PATIENCE_S:
-            self._greeting_since_s = float("inf")
+        if self._unanswered_since_s is None:
+            self._unanswered_since_s = now_s
+        elif now_s - self._unanswered_since_s >= PATIENCE_S:
+            self._unanswered_since_s = float("inf")
             log.warning(
                 "router %s has not answered for %g s; see that it runs there and has this "
                 "engine's cluster secret (%s), and its log; still trying",
                 *(self._router, PATIENCE_S, SECRET_VARIABLE),
             )
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         while True:
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
@@ -197,7 +198,7 @@ class ControlLink:
             self._handle(message)
 
     def _note(self, message: Message) -> None:
-        self._greeting_since_s = None
+        self._unanswered_since_s = None
         if isinstance(message, Welcome):
             self._welcomed = True
         elif isinstance(message, Refused) and message.reason.startswith(UNKNOWN_ENGINE):

@@ -52,26 +52,26 @@ class LoopBridge:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._bag: deque[tuple[asyncio.Queue[Answer], Answer]] = deque()
+        self._pending: deque[tuple[asyncio.Queue[Answer], Answer]] = deque()
         self._called = False
 
-    def address(self, box: "asyncio.Queue[Answer]") -> Deliver:
-        """Return the function that delivers to ``box`` from any thread."""
+    def into(self, answers: "asyncio.Queue[Answer]") -> Deliver:
+        """Return the function that puts into ``answers`` from any thread."""
 
         def deliver(answer: Answer) -> None:
-            self._bag.append((box, answer))
-            # Called too often does no harm; never too rarely: ``_empty`` first resets the flag.
+            self._pending.append((answers, answer))
+            # Called too often does no harm; never too rarely: ``_drain`` first resets the flag.
             if not self._called and not self._loop.is_closed():
                 self._called = True
-                self._loop.call_soon_threadsafe(self._empty)
+                self._loop.call_soon_threadsafe(self._drain)
 
         return deliver
 
-    def _empty(self) -> None:
+    def _drain(self) -> None:
         self._called = False
-        while self._bag:
-            box, answer = self._bag.popleft()
-            box.put_nowait(answer)
+        while self._pending:
+            answers, answer = self._pending.popleft()
+            answers.put_nowait(answer)
 
 
 class EngineServer:
@@ -106,16 +106,16 @@ class EngineServer:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         try:
             asked = decode_body(await request.read(), GenerateRequest[Sampling])
-            ours = self._transfer(asked)
-            prefix = await asyncio.to_thread(self._prefix, asked, ours)
+            transfer = self._transfer(asked)
+            prefix = await asyncio.to_thread(self._prefix, asked, transfer)
         except DualPathError as error:
             return json_answer({"error": ApiError(str(error), BAD_REQUEST)}, BAD_REQUEST)
-        box: asyncio.Queue[Answer] = asyncio.Queue()
-        abort = self._submit(asked, ours, prefix, self._bridge.address(box))
+        answers: asyncio.Queue[Answer] = asyncio.Queue()
+        abort = self._submit(asked, transfer, prefix, self._bridge.into(answers))
         try:
             if asked.stream:
-                return await self._stream(request, asked.request_id, box)
-            return await self._whole(asked.request_id, box)
+                return await self._stream(request, asked.request_id, answers)
+            return await self._whole(asked.request_id, answers)
         finally:
             abort()
 
@@ -154,10 +154,10 @@ class EngineServer:
         return len(asked.token_ids) + max_tokens(asked)
 
     def _prefix(
-        self, asked: GenerateRequest[Sampling], ours: PrefillTransfer | DecodeTransfer
+        self, asked: GenerateRequest[Sampling], transfer: PrefillTransfer | DecodeTransfer
     ) -> TokenPrefix:
         return TokenPrefix(
-            asked.token_ids[: ours.prompt_tokens],
+            asked.token_ids[: transfer.prompt_tokens],
             self._settings.geometry.block_tokens,
             cache_salt=asked.cache_salt,
             vocab_size=self._settings.vocab_size,
@@ -167,26 +167,26 @@ class EngineServer:
     def _submit(
         self,
         asked: GenerateRequest[Sampling],
-        ours: PrefillTransfer | DecodeTransfer,
+        transfer: PrefillTransfer | DecodeTransfer,
         prefix: TokenPrefix,
         deliver: Deliver,
     ) -> Callable[[], None]:
         """Hand the request to the engine; return what aborts it, which may come too late."""
-        if isinstance(ours, PrefillTransfer):
+        if isinstance(transfer, PrefillTransfer):
             assert isinstance(self._engine, PrefillEngine)
-            prompt = PrefillRequest(prefix, with_own_hits(ours, prefix.keys), deliver)
+            prompt = PrefillRequest(prefix, with_own_hits(transfer, prefix.keys), deliver)
             self._engine.submit(prompt)
             return functools.partial(self._engine.abort, prompt)
         assert isinstance(self._engine, DecodeEngine)
-        prior = tuple(asked.token_ids[ours.prompt_tokens :])
-        decode = DecodeRequest(prefix, ours, prior, max_tokens(asked), deliver)
+        prior = tuple(asked.token_ids[transfer.prompt_tokens :])
+        decode = DecodeRequest(prefix, transfer, prior, max_tokens(asked), deliver)
         self._engine.submit(decode)
         return functools.partial(self._engine.abort, decode)
 
-    async def _whole(self, request_id: str, box: "asyncio.Queue[Answer]") -> web.Response:
+    async def _whole(self, request_id: str, answers: "asyncio.Queue[Answer]") -> web.Response:
         token_ids: list[int] = []
         while True:
-            answer = await box.get()
+            answer = await answers.get()
             if answer.error is not None:
                 return json_answer(_event(request_id, answer), UNPROCESSABLE)
             token_ids += answer.token_ids
@@ -195,12 +195,12 @@ class EngineServer:
                 return json_answer(GenerateAnswer(request_id, [choice]))
 
     async def _stream(
-        self, request: web.Request, request_id: str, box: "asyncio.Queue[Answer]"
+        self, request: web.Request, request_id: str, answers: "asyncio.Queue[Answer]"
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         while True:
-            answer = await box.get()
+            answer = await answers.get()
             await response.write(server_event(_event(request_id, answer)))
             if answer.error is not None or answer.finish_reason is not None:
                 await response.write(STREAM_END)
