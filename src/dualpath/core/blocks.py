@@ -27,6 +27,11 @@ def holding_blocks(tokens: int, block_tokens: int) -> int:
     return -(-tokens // block_tokens)
 
 
+def most_hit_blocks(prompt_tokens: int, block_tokens: int) -> int:
+    """Most blocks a prompt may hit: at least its last token has to be computed (§A.4)."""
+    return max(prompt_tokens - 1, 0) // block_tokens
+
+
 class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shape of the blocks of one engine rank.
 
@@ -61,8 +66,8 @@ class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tokens // self.block_tokens
 
     def max_hit_blocks(self, prompt_tokens: int) -> int:
-        """Most blocks a prompt may hit: at least its last token has to be computed."""
-        return max(prompt_tokens - 1, 0) // self.block_tokens
+        """Most blocks a prompt may hit."""
+        return most_hit_blocks(prompt_tokens, self.block_tokens)
 
 
 class StoreNamespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -32,6 +32,7 @@ from dualpath.core.blocks import BlockGeometry, holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.plan.counts import (
+    chunk_blocks,
     load_blocks,
     new_full_blocks,
     reload_blocks,
@@ -140,6 +141,12 @@ class PromptLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _READS = {Role.PREFILL: READ_TO_PE, Role.DECODE: READ_TO_DE}
 _LOADS = {Role.PREFILL: LOAD_FROM_PE_BUFFER, Role.DECODE: LOAD_FROM_DE_BUFFER}
+
+
+def chunk_of(cached_tokens: int, computed_tokens: int, block_tokens: int) -> BlockRun:
+    """Return the blocks of a chunk: ``computed_tokens`` ≥ 1 behind ``cached_tokens``."""
+    count = chunk_blocks(cached_tokens, computed_tokens, block_tokens)
+    return BlockRun(cached_tokens // block_tokens, count)
 
 
 def step_of(

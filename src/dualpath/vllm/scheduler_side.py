@@ -17,6 +17,7 @@ from dualpath.core.runs import BlockRun
 from dualpath.engine.forward_pass import PromptPart
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.transfer_checks import TransferChecks, with_own_hits
+from dualpath.plan.steps import chunk_of
 from dualpath.vllm.metadata import DecodeWork, StepMetadata
 
 if TYPE_CHECKING:
@@ -139,8 +140,7 @@ class SchedulerSide:
 
     def _chunk_blocks(self, start_tokens: int, end_tokens: int) -> BlockRun:
         assert start_tokens % self._block_tokens == 0, "chunks end at block boundaries"
-        first = start_tokens // self._block_tokens
-        return BlockRun(first, -(-end_tokens // self._block_tokens) - first)
+        return chunk_of(start_tokens, end_tokens - start_tokens, self._block_tokens)
 
     def _newly_full(self, tracked: _Tracked, end_tokens: int) -> list[tuple[int, bytes]]:
         """Return (HBM block, key) of blocks that this step fills.

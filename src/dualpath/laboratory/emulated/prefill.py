@@ -16,6 +16,7 @@ from dualpath.laboratory.emulated.clock import ComputeClock
 from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.requests import Answer, PrefillRequest
 from dualpath.laboratory.emulated.verification import CheckedAt
+from dualpath.plan.steps import chunk_of
 
 
 class PrefillEngine:
@@ -137,9 +138,7 @@ class PrefillEngine:
         self._clock.waited(since_s)
 
     def _blocks(self, chunk: Chunk) -> BlockRun:
-        first = chunk.cached // self._plane.geometry.block_tokens
-        end = self._plane.geometry.blocks_for(chunk.cached + chunk.bsz)
-        return BlockRun(first, end - first)
+        return chunk_of(chunk.cached, chunk.bsz, self._plane.geometry.block_tokens)
 
     def _check_loaded(self, chunk: Chunk, layer: int, wrong: dict[str, str]) -> None:
         blocks, request = self._blocks(chunk), chunk.request

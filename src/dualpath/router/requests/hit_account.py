@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dualpath.core.blocks import BlockKey
+from dualpath.core.blocks import BlockKey, most_hit_blocks
 
 #: Tokens in blocks that nobody has computed before.
 NEW = "new"
@@ -66,7 +66,7 @@ class SeenBlocks:
         self, keys: Sequence[BlockKey], prompt_tokens: int, block_tokens: int, found: Found
     ) -> HitAccount:
         """Divide a prompt of at least 1 token by reasons, then note its blocks as computed."""
-        usable_blocks = (prompt_tokens - 1) // block_tokens
+        usable_blocks = most_hit_blocks(prompt_tokens, block_tokens)
         ideal_blocks = found.stored_blocks
         while ideal_blocks < usable_blocks and self._knows(keys[ideal_blocks]):
             ideal_blocks += 1

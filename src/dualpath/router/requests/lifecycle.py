@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 
+from dualpath.core.blocks import holding_blocks, most_hit_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.control import DecodeTransfer, KvInHbm, PrefillDone, PrefillTransfer
 from dualpath.core.errors import EngineLostError
@@ -91,7 +92,7 @@ class Attempt:
 
     async def _look_up(self) -> int:
         job, block_tokens = self._job, self._context.block_tokens
-        keys = job.keys[: (job.prompt_tokens - 1) // block_tokens]
+        keys = job.keys[: most_hit_blocks(job.prompt_tokens, block_tokens)]
         if not job.cacheable or not keys:
             return 0
         with self._record.stage(Stage.LOOKUP):
@@ -132,7 +133,7 @@ class Attempt:
             await self._steps.assign(self._decode_engine)
             await self._steps.assign(self._prefill_engine)
             return Loaded(hit_blocks=stored_blocks, hits=(), de_slots=())
-        prompt_blocks = -(-self._job.prompt_tokens // self._context.block_tokens)
+        prompt_blocks = holding_blocks(self._job.prompt_tokens, self._context.block_tokens)
         runs = self._assignment.reads
         # A PE that gets no slots need not wait for what the DE grants and reads.
         assigning = asyncio.ensure_future(self._assign_idle_reader(runs))

@@ -10,6 +10,7 @@ import logging
 
 import msgspec
 
+from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.errors import (
     BadRequestError,
@@ -163,7 +164,8 @@ class RequestLife:
     def _check_fits(self, job: Job) -> None:
         """Refuse a prompt, grown by earlier attempts perhaps, that no DE can ever hold."""
         block_tokens = self._context.block_tokens
-        blocks = -(-job.prompt_tokens // block_tokens) if self._context.moves_bytes else 0
+        moves_bytes = self._context.moves_bytes
+        blocks = holding_blocks(job.prompt_tokens, block_tokens) if moves_bytes else 0
         largest = max(
             (e.buffer_tokens // block_tokens for e in self._context.registry.alive(Role.DECODE)),
             default=0,
