@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-#: Read by pip alone; uv is told what pip would use.
+#: Read by pip alone; uv is given what pip would use.
 _FIND_LINKS = "PIP_FIND_LINKS"
 
 
@@ -72,7 +72,7 @@ def _install(package: Package, python: Path) -> None:
     if not package.asks_for_newer:
         _uv(*into, client, *package.beside)
         return
-    # uv cannot be told to install on an older Python, pip can; it would then choose dependencies
+    # uv has no switch to install on an older Python, pip can; it would then choose dependencies
     # for the newer one as well, so that uv installs those.
     _uv(*into, "pip")
     pip = (str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-requires-python")

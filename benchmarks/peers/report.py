@@ -16,7 +16,7 @@ DUALPATH = "dualpath-dualpath"
 RATIO_TARGET = 2.0
 
 _DISCUSSION = """\
-`benchmarks/peers/README.md` tells what each stack is, what is equal, what peers are given and what
+`benchmarks/peers/README.md` says what each stack is, what is equal, what peers are given and what
 had to be mended.
 
 Where the machine is busier than 85 % its two cores and no longer the links decide: such a stack may

@@ -375,9 +375,9 @@ def test_the_command_makes_tells_and_removes(tmp_path: Path) -> None:
 
     try:
         assert dualpath("up", "--config", str(file)).returncode == 0
-        told = json.loads(dualpath("status", "--name", name, "--format", "json").stdout)
-        assert [node["name"] for node in told["nodes"]] == ["pe0", "de0", "de1"]
-        assert told["shaping"] == "root"
+        status = json.loads(dualpath("status", "--name", name, "--format", "json").stdout)
+        assert [node["name"] for node in status["nodes"]] == ["pe0", "de0", "de1"]
+        assert status["shaping"] == "root"
     finally:
         removed = dualpath("down", "--name", name)
     assert removed.returncode == 0

@@ -57,14 +57,14 @@ def nothing_left() -> Iterator[None]:
     assert surroundings() == before
 
 
-def rig(prefill: int, decode: int) -> LabRun:
+def lab_run(prefill: int, decode: int) -> LabRun:
     lab = msgspec.structs.replace(LAB, prefill=prefill, decode=decode)
     return LabRun(lab, EmulatedEngines(NODES), windows(WINDOWS), busy_limit=ANY_LOAD)
 
 
 @pytest.mark.usefixtures("nothing_left")
 def test_one_prefill_and_one_decode_node_read_over_both_paths() -> None:
-    with rig(1, 1) as made:
+    with lab_run(1, 1) as made:
         measured = made.run(Mode.DUALPATH, ReplayOptions())
         again = made.run(Mode.ROUND_ROBIN, ReplayOptions())
     result = measured.client
@@ -98,8 +98,8 @@ def test_the_report_tells_every_mode_of_two_decode_nodes(tmp_path: Path) -> None
         lab=LAB,
         nodes=NODES,
     )
-    told: list[str] = []
-    report = measure_jct(settings, "dualpath lab bench jct", told.append)
+    said: list[str] = []
+    report = measure_jct(settings, "dualpath lab bench jct", said.append)
     assert [row[0] for row in report.tables[0].rows] == ["basic", "dualpath"]
     assert any("none wrong" in line for line in report.settings)
     runs = report.data["jobs"][0]["runs"]
@@ -107,7 +107,7 @@ def test_the_report_tells_every_mode_of_two_decode_nodes(tmp_path: Path) -> None
     assert runs["basic"][0]["summary"].hit_tokens == runs["dualpath"][0]["summary"].hit_tokens
     paths = write_experiment(report, tmp_path)
     assert [path.name for path in paths] == ["small.json", "small.md", "small.png"]
-    assert any("lab of 1P2D is up" in line for line in told)
+    assert any("lab of 1P2D is up" in line for line in said)
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -269,8 +269,8 @@ def test_a_report_becomes_files(tmp_path: Path) -> None:
     assert "Measured by `dualpath lab bench jct`." in text
     assert "≥ 2.85" in text
     assert "![Job completion time on shaped links](jct.png)" in text
-    told = msgspec.json.decode((tmp_path / "new" / "jct.json").read_bytes())
-    assert told["data"]["jobs"][0]["runs"]["basic"][0]["jct_s"] == 30.0
+    written = msgspec.json.decode((tmp_path / "new" / "jct.json").read_bytes())
+    assert written["data"]["jobs"][0]["runs"]["basic"][0]["jct_s"] == 30.0
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         write_experiment(report, tmp_path / "file")

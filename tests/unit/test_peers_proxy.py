@@ -1,4 +1,4 @@
-"""The proxy of the peers: prefill at one engine, decode at the next, hits told as they were."""
+"""The proxy of the peers: prefill at one engine, decode at the next, hits reported as they were."""
 
 import json
 from collections.abc import AsyncIterator
@@ -40,8 +40,8 @@ class FakeEngine:
         if self._status != 200:
             return web.json_response({"error": {"message": "no room"}}, status=self._status)
         if not body["stream"]:
-            told = {"usage": usage(self._cached), "kv_transfer_params": self._where}
-            return web.json_response({"choices": [], **told})
+            answer = {"usage": usage(self._cached), "kv_transfer_params": self._where}
+            return web.json_response({"choices": [], **answer})
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
         chunks = [{"choices": [{"token_ids": [9]}]}, {"choices": [], "usage": usage(self._cached)}]
@@ -117,7 +117,7 @@ def test_an_answer_without_the_place_of_the_kv_is_an_error():
         decode_body(BODY, {"usage": usage(0)})
 
 
-async def test_a_request_is_prefilled_and_then_decoded_where_the_kv_is_told(cluster):
+async def test_a_request_is_prefilled_and_then_decoded_with_the_place_of_the_kv(cluster):
     prefill, decode = FakeEngine(cached=2, where=WHERE), FakeEngine(cached=3)
     status, chunks = await post(await cluster.proxy([prefill], [decode]))
     assert status == 200
@@ -172,6 +172,6 @@ def test_a_usage_chunk_cut_anywhere_is_corrected_and_the_rest_passes():
         lines = UsageLines(2)
         passed = lines.feed(stream[:cut]) + lines.feed(stream[cut:]) + lines.end()
         assert passed.startswith(first)
-        told = json.loads(passed.splitlines()[2][6:])
-        assert told["usage"] == usage(2)
+        answer = json.loads(passed.splitlines()[2][6:])
+        assert answer["usage"] == usage(2)
         assert passed.endswith(b"data: [DONE]")

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from benchmarks.peers.measure import command, parse_arguments, told
+from benchmarks.peers.measure import command, measured_arguments, parse_arguments
 from benchmarks.peers.one_run import RunRecord
 from benchmarks.peers.report import DUALPATH, Measurement, peers_report
 
@@ -35,7 +35,7 @@ def run(stack: str, jct_s: float, answer: str = "same") -> RunRecord:
 
 def report(*runs: RunRecord):
     measurement = Measurement(
-        arguments=told(parse_arguments(["--nodes", "1P2D"])),
+        arguments=measured_arguments(parse_arguments(["--nodes", "1P2D"])),
         kv_bytes_per_token=32768,
         machine=ClientMachine(
             cpu_count=2, cpu_model="none", memory_bytes=1, platform="Linux", python="3.11"

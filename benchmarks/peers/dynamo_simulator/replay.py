@@ -38,7 +38,7 @@ def engine(**role: bool) -> MockEngineArgs:
 
 
 def deployment(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what tells the two ways of replaying apart."""
+    """Return in what the two ways of replaying differ."""
     if arguments.workers:
         return {
             "extra_engine_args": engine(),

@@ -38,7 +38,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     up = actions.add_parser("up", help="make a lab", description="Make a lab and say how.")
     status = actions.add_parser(
-        "status", help="tell how the links of a lab are shaped", description="Tell of a lab."
+        "status", help="say how the links of a lab are shaped", description="Report on a lab."
     )
     down = actions.add_parser(
         "down",
@@ -49,7 +49,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add_lab_arguments(up)
     up.add_argument("--dry-run", action="store_true", help="print the steps and exit")
     for action in (status, down):
-        action.add_argument("--name", metavar="NAME", help="tells labs apart; without it: lab")
+        action.add_argument("--name", metavar="NAME", help="of the lab; without it: lab")
     for action in (up, status):
         action.add_argument("--format", choices=FORMATS, default=TEXT, help="what it prints")
     add_run_parser(actions)

@@ -32,7 +32,7 @@ def open_storage(
 ) -> BlockStorage:
     """Open the storage at ``location``: a path, ``file://``, ``s3://`` or ``memory://``.
 
-    ``s3://bucket/prefix?endpoint_url=…&region=…`` is told by ``s3_location.parse_location``.
+    ``s3://bucket/prefix?endpoint_url=…&region=…`` is explained at ``s3_location.parse_location``.
     ``memory://name`` is one storage per name within this process, for tests.  ``read_bytes_per_s``
     throttles reads to a SNIC's rate (None: unthrottled).  In ``Mode.ORACLE`` the storage keeps
     lengths only, apart from real blocks, in a directory.  ``direct_io`` and ``sync`` are

@@ -1,4 +1,4 @@
-"""Storage behind a slow network card: a token bucket in front of any backend.
+"""Storage behind a slow storage NIC: a token bucket in front of any backend.
 
 Emulates the SNIC of one node where there is no real one to saturate.  It shapes the reads that go
 through this object; several engines that share a node's SNIC are several processes, and a bucket

@@ -24,9 +24,9 @@ from dualpath.model.sim.run import simulate
 from dualpath.report.model import Panel, Series, Table
 
 _DISCUSSION = """\
-Nothing was fitted. The simulator is told the rates of the links, the emulated engines' times, block
-sizes and buffers, and the very same trajectories; not what the lab adds: HTTP, the router's and the
-engines' own time, the pause of the transfer thread, late wake-ups on a shared machine."""
+Nothing was fitted. The simulator is given the rates of the links, the emulated engines' times,
+block sizes and buffers, and the very same trajectories; not what the lab adds: HTTP, the router's
+and the engines' own time, the pause of the transfer thread, late wake-ups on a shared machine."""
 
 
 def predicted_jct_s(

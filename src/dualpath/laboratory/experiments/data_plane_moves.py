@@ -43,7 +43,7 @@ class _Initiator(Protocol):
     """The PE's side."""
 
     def connect(self, peer: Any) -> None:  # noqa: ANN401 - each mover has its own kind of peer
-        """Make the DE reachable, given what its side has told."""
+        """Make the DE reachable, given what its side has sent."""
         ...
 
     def one_pass(self, leg: Leg) -> int:
@@ -99,7 +99,7 @@ class _RawInitiator:
 
 
 class _Engine:
-    """A traffic manager without a router; ``heard`` is what it tells it."""
+    """A traffic manager without a router; ``heard`` is what it reports."""
 
     def __init__(self, settings: DataPlaneSettings, role: Role) -> None:
         geometry = settings.geometry
@@ -242,7 +242,7 @@ def _pair(settings: DataPlaneSettings, mover: Mover) -> Iterator[Callable[[Leg],
 
 
 def _decode_process(settings: DataPlaneSettings, mover: Mover, control: Connection) -> None:
-    """Be the passive side: tell where it is, then only what CPU time it took."""
+    """Be the passive side: send where it is, then only what CPU time it took."""
     os.environ["UCX_TLS"] = settings.tls
     side: _DecodeEngine | RawAgent
     if mover is Mover.TRAFFIC_MANAGER:

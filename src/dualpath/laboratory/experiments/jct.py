@@ -100,9 +100,11 @@ def jobs_of(
     for shape in settings.shapes:
         lab = shaped(settings, shape)
         agents = windows(agents_of(settings, lab))
-        with LabRun(lab, settings.engines, agents, progress) as rig:
-            runs = _runs(rig, settings, progress)
-            jobs.append(Job(lab=rig.state.settings, links=rig.links, agents=agents, runs=runs))
+        with LabRun(lab, settings.engines, agents, progress) as lab_run:
+            runs = _runs(lab_run, settings, progress)
+            jobs.append(
+                Job(lab=lab_run.state.settings, links=lab_run.links, agents=agents, runs=runs)
+            )
     return jobs
 
 
@@ -145,15 +147,15 @@ def _vllm_line(vllm: VllmNodes) -> str:
 
 
 def _runs(
-    rig: LabRun, settings: JctSettings, progress: Callable[[str], None]
+    lab_run: LabRun, settings: JctSettings, progress: Callable[[str], None]
 ) -> Mapping[Mode, Sequence[Measured]]:
     runs: dict[Mode, list[Measured]] = {mode: [] for mode in settings.modes}
     for repetition in range(settings.repeat):
         for mode, done in runs.items():
-            measured = rig.run(mode, ReplayOptions(seed=settings.seed))
+            measured = lab_run.run(mode, ReplayOptions(seed=settings.seed))
             done.append(measured)
             progress(
-                f"{rig.settings.shape} {repetition + 1}/{settings.repeat} {mode.value}: "
+                f"{lab_run.settings.shape} {repetition + 1}/{settings.repeat} {mode.value}: "
                 f"{measured.jct_s:.1f} s, machine {measured.busy:.0%} busy"
             )
     return runs

@@ -78,19 +78,19 @@ def measure_online(
     chosen = msgspec.structs.replace(agents_of(settings.jct, lab), agents=most)
     points: list[Point] = []
     runs: list[Measured] = []
-    with LabRun(lab, settings.jct.engines, windows(chosen), progress) as rig:
+    with LabRun(lab, settings.jct.engines, windows(chosen), progress) as lab_run:
         for mode in settings.jct.modes:
             for rate in settings.agents_per_s:
-                run = rig.run(mode, _options(settings, rate))
+                run = lab_run.run(mode, _options(settings, rate))
                 runs.append(run)
                 points.append(point(run, rate, settings.arrive_s))
-                told = points[-1].ttft_s
+                ttft_s = points[-1].ttft_s
                 progress(
-                    f"{mode.value} at {rate:g} agents/s: TTFT {told.mean if told else 0:.2f} s"
+                    f"{mode.value} at {rate:g} agents/s: TTFT {ttft_s.mean if ttft_s else 0:.2f} s"
                 )
                 if not points[-1].meets(settings):
                     break
-        lines = (link_line(rig.links), *machine_lines(runs))
+        lines = (link_line(lab_run.links), *machine_lines(runs))
     return _report(settings, command, lines, points)
 
 

@@ -36,7 +36,7 @@ class FileRead(msgspec.Struct, frozen=True):
 class RawFileReader:
     """An agent with NIXL's POSIX plugin, for reads into ``memory``, past the cache if ``direct``.
 
-    ``name`` tells agents of one process apart.  Not for concurrent use.
+    ``name`` is unlike that of any other agent of this process.  Not for concurrent use.
     """
 
     def __init__(

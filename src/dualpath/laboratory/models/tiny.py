@@ -1,9 +1,9 @@
 """Tiny models with random weights, for tests of token identity.
 
-They are float32, and engines must be told so (`dtype="float32"`): vLLM's `auto` makes bfloat16 of
-float32 weights. In bfloat16 even one engine, asked twice with other batch shapes, differs by more
-than the gap between two likely tokens. The weights are drawn wide enough for the greedy token to
-depend on the whole context, so that KV read from a wrong place changes the output.
+They are float32, and engines must be started so (`dtype="float32"`): vLLM's `auto` makes bfloat16
+of float32 weights. In bfloat16 even one engine, asked twice with other batch shapes, differs by
+more than the gap between two likely tokens. The weights are drawn wide enough for the greedy token
+to depend on the whole context, so that KV read from a wrong place changes the output.
 
     kind          attention            layers  KV of a token and layer
     qwen2         grouped, 4 KV heads  8       1,024 bytes
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.models.chat_template import CHAT_TEMPLATE
 from dualpath.laboratory.models.prepared import cache_directory, prepare
+from dualpath.laboratory.models.smollm2 import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
     from transformers import DeepseekV2Config, PreTrainedTokenizerFast, Qwen2Config

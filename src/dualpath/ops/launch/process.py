@@ -2,7 +2,7 @@
 
 Local clusters, nodes of a lab, benchmarks and tests start their processes here.  Every process
 leads a session of its own, so that a Ctrl-C at the terminal reaches only the supervisor, which then
-ends the others in order; unless told otherwise it also dies with whoever started it.
+ends the others in order; it dies with whoever started it, unless it is to outlive that.
 """
 
 import contextlib
