@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.ops.launch.settings import MIB, LocalClusterSettings
+from dualpath.report.files import require_extra, write_page
 
 if TYPE_CHECKING:
     from dualpath.laboratory.workload.conversation.session import Session
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ``ConfigError`` or ``EngineLostError``; nothing is left running or stored then.
     """
+    require_extra("the demo's page")
     out = _writable(Path(args.out))
     from dualpath.laboratory.models.smollm2 import prepare_smollm2
 
@@ -193,7 +195,6 @@ def fitting_sessions(
 
 def _report(results: "list[ReplayResult]", out: Path) -> None:
     from dualpath.laboratory.workload.replay.report import compare
-    from dualpath.report.files import write_page
     from dualpath.report.text import print_report
 
     report = compare(results, title="dualpath demo")

@@ -10,15 +10,14 @@ from dualpath.cli.simulation_inputs import (
     add_workload_arguments,
     arriving,
     check_core,
-    check_output,
     load_cluster,
     load_model,
     load_weights,
     workload_note,
-    write_json,
 )
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.report.files import as_json, require_writable, write_file
 from dualpath.report.model import NOTHING, Notes, Report, Table
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.model.evaluation.planner import PlanSettings, make_plan
     from dualpath.report.text import print_report
 
-    check_output(args.json)
+    require_writable("--json", args.json)
     check_core(args.core)
     settings = PlanSettings(
         nodes=args.nodes,
@@ -104,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     progress = (lambda text: None) if args.quiet else _say
     plan = make_plan(settings, inputs.setup, inputs.agents, inputs.simulate, progress)
     if args.json:
-        write_json(args.json, {"schema": SCHEMA, "simulated": True, "plan": plan})
+        write_file(args.json, as_json({"schema": SCHEMA, "simulated": True, "plan": plan}))
     blocks = (_table(plan), Notes((*_verdict(plan), inputs.note())))
     print_report(Report(name="plan", title="dualpath plan", blocks=blocks))
     return 0

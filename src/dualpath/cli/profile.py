@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dualpath.core.errors import ConfigError
 from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT
 from dualpath.ops.launch.settings import MIB
+from dualpath.report.files import require_writable
 from dualpath.vllm.profile_settings import ProfileSettings
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
 
     settings = profile_settings(args)
     settings.check()
-    out = _writable(args.out)
+    require_writable("--out", args.out)
+    out = Path(args.out)
     context, append = args.typical_round or (
         max(settings.cached_tokens),
         sorted(settings.chunk_tokens)[len(settings.chunk_tokens) // 2],
@@ -208,14 +210,6 @@ def _print_summary(profile: "Profile", measurement: "Measurement", out: Path) ->
 
 def _worst(errors: tuple[float, ...]) -> float:
     return max(abs(error) for error in errors)
-
-
-def _writable(name: str) -> Path:
-    path = Path(name)
-    folder = path.absolute().parent
-    if path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise ConfigError(f"--out {name}: cannot be written; give a file in a writable folder")
-    return path
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,6 @@
 """``dualpath replay TRACE --endpoint URL``: replay agents and report what they saw."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -107,10 +106,13 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.laboratory.workload.formats import AUTO, detect_format
     from dualpath.laboratory.workload.replay.report import compare
     from dualpath.laboratory.workload.replay.result import write_result
-    from dualpath.report.files import write_page
+    from dualpath.report.files import require_extra, require_writable, write_page
     from dualpath.report.text import print_report
 
-    _check_outputs(args)
+    if args.html:
+        require_extra("--html")
+    require_writable("--html", args.html)
+    require_writable("--out", args.out)
     if args.format == AUTO:
         args.format = detect_format(args.trace)
     broken: list[TraceError] = []
@@ -124,21 +126,6 @@ def run(args: argparse.Namespace) -> int:
         write_page(report, args.html)
     print_report(report)
     return 1 if result.failed else 0
-
-
-def _check_outputs(args: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` now rather than after a long run."""
-    from dualpath.core.errors import ConfigError
-    from dualpath.report.files import require_extra
-
-    if args.html:
-        require_extra("--html")
-    for path in filter(None, (args.out, args.html)):
-        folder = Path(path).absolute().parent
-        if not (folder.is_dir() and os.access(folder, os.W_OK)) or Path(path).is_dir():
-            raise ConfigError(
-                f"{path}: cannot be written; give a file in an existing, writable folder"
-            )
 
 
 def _read(args: argparse.Namespace, broken: "list[TraceError]") -> "list[Session]":

@@ -12,14 +12,13 @@ from dualpath.cli.simulation_inputs import (
     add_workload_arguments,
     arriving,
     check_core,
-    check_output,
     load_cluster,
     load_model,
     workload_note,
-    write_json,
 )
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.report.files import as_json, require_writable, write_file
 
 if TYPE_CHECKING:
     from dualpath.laboratory.workload.columns.agent_table import AgentTable
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.model.sim.settings import Setup
     from dualpath.report.text import print_report, terminal
 
-    check_output(args.json)
+    require_writable("--json", args.json)
     check_core(args.core)
     if args.until is not None and not 0 < args.until <= 1e9:
         raise ConfigError(f"--until is {args.until} s, must be above 0 and at most 1e9")
@@ -101,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
             progress.end(summaries[-1])
     notes = [_setting_note(args, setups[0]), workload_note(args, agents)]
     if args.json:
-        write_json(args.json, _document(args, setups[0], agents, summaries))
+        write_file(args.json, as_json(_document(args, setups[0], agents, summaries)))
     terminal().print(Text("Simulated: figures of a model, nothing was served.", style="bold"))
     print_report(compare(summaries, notes))
     return 0

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -217,23 +216,6 @@ def check_core(core: str) -> None:
             "the compiled core needs numba; pip install 'dualpath[simulate]' or give "
             "--core reference, which is slower and gives the same numbers"
         )
-
-
-def check_output(name: str | None) -> None:
-    """Raise ``ConfigError`` for a file that cannot be written, before a long run."""
-    if name is None:
-        return
-    folder = Path(name).absolute().parent
-    if Path(name).is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise ConfigError(f"{name}: cannot be written; give a file in a writable folder")
-
-
-def write_json(name: str, document: Any) -> None:  # noqa: ANN401 - anything msgspec encodes
-    """Write a document, keys in a fixed order."""
-    import msgspec
-
-    text = msgspec.json.format(msgspec.json.encode(document, order="deterministic"), indent=1)
-    Path(name).write_bytes(text + b"\n")
 
 
 def workload_note(args: argparse.Namespace, agents: "AgentTable") -> str:

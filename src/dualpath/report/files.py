@@ -1,6 +1,7 @@
-"""Reports as files: Markdown, JSON, PNG and HTML, the same bytes for the same report."""
+"""Reports and numbers as files: Markdown, JSON, PNG, HTML; the same bytes for the same content."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import msgspec
@@ -17,11 +18,16 @@ def require_extra(purpose: str) -> None:
             raise ConfigError(f"{purpose} needs {package}; pip install 'dualpath[report]'")
 
 
-def write_page(report: Report, path: str | Path) -> None:
-    """Write one HTML page into a folder that is there; raises ``ConfigError`` where it is not."""
-    from dualpath.report.html import page
+def require_writable(flag: str, path: str | None) -> None:
+    """Raise ``ConfigError`` for a file that cannot be written: now, not after a long run.
 
-    _write(Path(path), page(report).encode())
+    ``flag`` is the option that names it; nothing is wrong with a ``path`` that is not given.
+    """
+    if path is None:
+        return
+    folder = Path(path).absolute().parent
+    if Path(path).is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ConfigError(f"{flag} {path}: cannot be written; give a file in a writable folder")
 
 
 def write_report(report: Report, data: bytes, folder: Path, *, html: bool = False) -> list[Path]:
@@ -38,8 +44,15 @@ def write_report(report: Report, data: bytes, folder: Path, *, html: bool = Fals
         files[f"{report.name}.html"] = page(report).encode()
     paths = [folder / name for name in sorted(files)]
     for path in paths:
-        write_file(path, files[path.name])
+        write_file(path, files[path.name], folders=True)
     return paths
+
+
+def write_page(report: Report, path: str | Path) -> None:
+    """Write one HTML page into a folder that is there; raises ``ConfigError`` where it is not."""
+    from dualpath.report.html import page
+
+    write_file(path, page(report).encode())
 
 
 def drawn(report: Report) -> dict[str, bytes]:
@@ -49,26 +62,22 @@ def drawn(report: Report) -> dict[str, bytes]:
     return {f"{name}.png": png(plots.panels) for name, plots in report.pictures()}
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file and the folders it is in; raises ``ConfigError`` where that cannot be."""
+def write_file(path: str | Path, content: bytes, *, folders: bool = False) -> None:
+    """Write a file, and make the ``folders`` it is in; raises ``ConfigError`` if that fails."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error}); give a writable path") from None
-    _write(path, content)
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
+        if folders:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(content)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error}); give a writable path") from None
 
 
-def as_json(content: object, digits: int) -> bytes:
+def as_json(content: object, digits: int | None = None) -> bytes:
     """Return plain data or structs as indented JSON, numbers rounded to significant digits."""
-    rounded = _rounded(msgspec.to_builtins(content), digits)
-    return msgspec.json.format(msgspec.json.encode(rounded), indent=1) + b"\n"
+    plain = msgspec.to_builtins(content)
+    if digits is not None:
+        plain = _rounded(plain, digits)
+    return msgspec.json.format(msgspec.json.encode(plain), indent=1) + b"\n"
 
 
 def _rounded(value: object, digits: int) -> object:

@@ -26,8 +26,8 @@ def write_document(figures: Sequence[FigureReport], path: Path) -> None:
     """Write the page over all figures, its plots into ``images/evaluation`` beside it."""
     report = document(figures)
     for name, content in drawn(report).items():
-        write_file(path.parent / _PICTURES / name, content)
-    write_file(path, markdown.page(report, _PICTURES).encode())
+        write_file(path.parent / _PICTURES / name, content, folders=True)
+    write_file(path, markdown.page(report, _PICTURES).encode(), folders=True)
 
 
 def figure_json(figure: FigureReport) -> bytes:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from dualpath.core.errors import ConfigError
+from dualpath.report.files import as_json, write_file
 
 #: Raised whenever a field changes its meaning.
 SCHEMA = "dualpath.replay/1"
@@ -201,12 +202,8 @@ class ReplayResult(msgspec.Struct, frozen=True):
 
 
 def write_result(result: ReplayResult, path: str | Path) -> None:
-    """Write ``result`` as JSON."""
-    text = msgspec.json.format(msgspec.json.encode(result), indent=1)
-    try:
-        Path(path).write_bytes(text + b"\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error}); give a writable path") from None
+    """Write ``result`` as JSON; raises ``ConfigError`` where that cannot be."""
+    write_file(path, as_json(result))
 
 
 def read_result(path: str | Path) -> ReplayResult:
