@@ -2,7 +2,7 @@
 
 The story of every log: agents were replayed against real vLLM engines; the router's scheduler was
 recorded.  The same calls are made again, on a fresh live scheduler and on the simulator's compiled
-one, and every answer must be the recorded one: engines, numbers, read parts and three reasons.
+one, and every answer must be the recorded one: engines, numbers, runs of hits and three reasons.
 """
 
 import re

@@ -1,0 +1,51 @@
+"""A run of hits is one value from the assignment to the transfer; one that cannot be is refused."""
+
+import msgspec
+import pytest
+
+from dualpath.core.cluster import Role
+from dualpath.core.control import Read, decode_router_message, encode
+from dualpath.core.errors import IncompatibleError
+from dualpath.core.runs import BlockRun, HitRun
+
+RUN = HitRun(Role.DECODE, BlockRun(3, 4))
+
+
+def test_what_becomes_known_is_added_and_nothing_is_dropped() -> None:
+    reserved = RUN.lying_in([7, 5, 9, 1])
+    assert (reserved.side, reserved.blocks, reserved.slots) == (
+        Role.DECODE,
+        BlockRun(3, 4),
+        (7, 5, 9, 1),
+    )
+    good = reserved.head(2)
+    assert (good.blocks, good.slots) == (BlockRun(3, 2), (7, 5))
+    assert reserved.head(9) == reserved
+    assert not reserved.head(0).blocks
+
+
+def test_only_the_last_block_of_the_hits_can_be_partial() -> None:
+    assert RUN.tokens(block_tokens=64, hit_tokens=1000) == 256
+    assert RUN.tokens(block_tokens=64, hit_tokens=400) == 208
+
+
+@pytest.mark.parametrize(
+    ("blocks", "slots", "error"),
+    [
+        ((0, 2), (1,), "2 hit blocks lie in 1 slots"),
+        ((0, 0), (1,), "0 hit blocks lie in 1 slots"),
+        ((-1, 2), (), "a run of hits holds the blocks"),
+        ((0, -2), (), "a run of hits holds the blocks"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_also_in_a_message(
+    blocks: tuple[int, int], slots: tuple[int, ...], error: str
+) -> None:
+    with pytest.raises(ValueError, match=error):
+        HitRun(Role.PREFILL, BlockRun(*blocks), slots)
+    read = msgspec.to_builtins(Read("r", RUN, (b"k",) * 4, 1.0), builtin_types=(bytes,))
+    assert decode_router_message(encode(Read("r", RUN, (b"k",) * 4, 1.0))).run == RUN  # type: ignore[union-attr]
+    read["run"]["blocks"] = {"first": blocks[0], "count": blocks[1]}
+    read["run"]["slots"] = slots
+    with pytest.raises(IncompatibleError, match=error):
+        decode_router_message(msgspec.msgpack.encode(read))
