@@ -40,9 +40,9 @@ def cluster(folder: Path) -> Iterator[Target]:
     made = subprocess.run([*dualpath, "model", "tiny-qwen2"], check=True, capture_output=True)
     model = made.stdout.decode().split()[-1]
     command = [
-        *dualpath, "serve", model, "--served-model-name", MODEL, "--port", "0",
+        *dualpath, "serve", model, "--served-model-names", MODEL, "--port", "0",
         "--storage", str(folder / "storage"), "--log-dir", str(folder / "logs"),
-        "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--hbm-mib", "256",
+        "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--hbm-bytes", "256MiB",
         "--vllm-args", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
     ]  # fmt: skip
     print(shlex.join(["dualpath", *command[3:]]), flush=True)

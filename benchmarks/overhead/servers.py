@@ -19,11 +19,11 @@ from dualpath.ops.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
 from dualpath.ops.launch.fork_server import ForkedProcess
 from dualpath.ops.launch.local_cluster import LocalCluster
 from dualpath.ops.launch.process import Supervisor
-from dualpath.ops.launch.settings import MIB, LocalClusterSettings
+from dualpath.ops.launch.settings import LocalClusterSettings
 
 BLOCK_TOKENS = 64
 MAX_MODEL_LEN = 4096
-HBM_BYTES = 256 * MIB
+HBM_BYTES = 256 << 20
 
 _START_S = 300.0
 #: Clock of a whole process's CPU time, threads that have ended included (clock_getcpuclockid(3)).
@@ -140,19 +140,20 @@ def paced_cluster(model: Path, folder: Path, pace: Pace, *, light: bool) -> Iter
     port, control_port = free_port(), free_port()
     control, url = f"tcp://127.0.0.1:{control_port}", f"http://127.0.0.1:{port}"
     if light:
-        command = ["emulate", "router", "--port", str(port), "--control", control]
+        command = ["emulate", "router", "--port", str(port)]
+        command += ["--control-port", str(control_port)]
     else:
         command = [
             "router", str(model), "--port", str(port), "--control-port", str(control_port),
-            "--served-model-name", NAME, "--block-size", str(BLOCK_TOKENS),
+            "--served-model-names", NAME, "--block-tokens", str(BLOCK_TOKENS),
             "--max-model-len", str(MAX_MODEL_LEN), "--dtype", "float32",
             "--vllm-args", "--disable-uvicorn-access-log",
         ]  # fmt: skip
     engine = [
-        "--control", control, "--model", str(costs), "--storage", str(folder / "storage"),
-        "--block-size", str(BLOCK_TOKENS), "--vocab-size", str(VOCABULARY_TOKENS),
+        "--router", control, "--model", str(costs), "--storage", str(folder / "storage"),
+        "--block-tokens", str(BLOCK_TOKENS), "--vocab-size", str(VOCABULARY_TOKENS),
         "--max-model-len", str(MAX_MODEL_LEN), "--verify", "checksum",
-        "--hbm-mib", "256", "--buffer-mib", "256",
+        "--hbm-bytes", "256MiB", "--buffer-bytes", "256MiB",
     ]  # fmt: skip
     with Supervisor() as servers:
         router = _start(servers, "router", ROUTER_ENTRY, command, folder)

@@ -2,6 +2,7 @@
 
 from benchmarks.peers.peer_stack import NIXL_ENVIRONMENT, PROXY_PORT, PeerSettings
 
+from dualpath.core.cluster import nodes_text
 from dualpath.core.modes import Mode
 from dualpath.laboratory.experiments.vllm_nodes import cluster_commands
 from dualpath.laboratory.lab.node_processes import NodeCommand
@@ -31,8 +32,7 @@ class DualPathStack:
         return LocalClusterSettings(
             model=settings.model,
             storage=f"{settings.storage}/dualpath",
-            prefill=len(settings.prefill),
-            decode=len(settings.decode),
+            nodes=nodes_text(len(settings.prefill), len(settings.decode)),
             mode=self.mode,
             host=settings.head.address,
             dtype="float32",
@@ -41,5 +41,5 @@ class DualPathStack:
             hbm_bytes=settings.hbm_bytes,
             buffer_bytes=settings.dram_bytes,
             alpha_tokens=self._alpha_tokens,
-            router_args=("--control-host", settings.head.address),
+            control_host=settings.head.address,
         )

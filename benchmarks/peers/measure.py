@@ -27,7 +27,7 @@ from dualpath.core.modes import Mode
 from dualpath.laboratory.experiments.report import ExperimentReport, as_report, write_experiment
 from dualpath.laboratory.lab.cluster import lab_head, lab_nodes
 from dualpath.laboratory.lab.janitor import temporary_lab
-from dualpath.laboratory.lab.settings import LabSettings, Shaping, parse_shape
+from dualpath.laboratory.lab.settings import LabSettings, Shaping
 from dualpath.laboratory.models.wide import KV_BYTES, make_wide_model
 from dualpath.laboratory.workload.replay.machine import this_machine
 from dualpath.report.text import print_report
@@ -127,11 +127,9 @@ def _one(
     trace: Path,
     logs: Path,
 ) -> RunRecord:
-    prefill, decode = parse_shape(args.nodes)
     lab = LabSettings(
         name="peers",
-        prefill=prefill,
-        decode=decode,
+        nodes=args.nodes,
         snic_bytes_per_s=args.snic_mb_per_s * 1e6,
         cnic_bytes_per_s=args.cnic_gbit_per_s * 1e9 / 8,
         loopback_bytes_per_s=12.5e9,
@@ -143,8 +141,8 @@ def _one(
         settings = PeerSettings(
             python=python,
             model=str(make_wide_model()),
-            prefill=nodes[:prefill],
-            decode=nodes[prefill:],
+            prefill=nodes[: lab.prefill],
+            decode=nodes[lab.prefill :],
             head=lab_head(state),
             storage=state.machine.storage,
             hbm_bytes=args.hbm_mib * MIB,

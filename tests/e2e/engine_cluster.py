@@ -29,7 +29,7 @@ from dualpath.core.modes import Mode
 from dualpath.ops.launch.commands import ENGINE_ENTRY, engine_command, engine_id
 from dualpath.ops.launch.fork_server import ForkedProcess
 from dualpath.ops.launch.process import Supervisor
-from dualpath.ops.launch.settings import MIB, LocalClusterSettings
+from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.router.control.assign_log import AssignmentNote
 from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
@@ -76,7 +76,7 @@ class EngineCluster:
             max_model_len=self.settings.max_model_len,
             served_model_names=(NAME,),
             block_tokens=self.settings.block_tokens,
-            vllm_arguments=self.settings.vllm_args,
+            vllm_args=self.settings.vllm_args,
         )
         args = parse_front_end_arguments(front_end)
         listener = bind_listen_socket(args)
@@ -233,7 +233,7 @@ def tiny_cluster_settings(model: Path, storage: Path, **changes: Any) -> LocalCl
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
         hbm_bytes=HBM_BYTES,
-        buffer_bytes=96 * MIB,
+        buffer_bytes=96 << 20,
         compute_quota_s=0.3,
         quota_flops_per_s=1e9,
         served_model_names=(NAME,),

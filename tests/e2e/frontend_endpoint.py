@@ -125,7 +125,7 @@ class Endpoint:
             max_model_len=2048,
             served_model_names=("tiny",),
             block_tokens=BLOCK_TOKENS,
-            vllm_arguments=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+            vllm_args=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         )
         args = parse_front_end_arguments(settings)
         config = make_engine_config(args)

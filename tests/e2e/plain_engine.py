@@ -18,11 +18,10 @@ from dualpath.laboratory.workload.conversation.text_session import TextSession
 from dualpath.laboratory.workload.formats import read_trace
 from dualpath.ops.launch.commands import ENGINE_ENTRY
 from dualpath.ops.launch.fork_server import ForkedProcess
-from dualpath.ops.launch.settings import MIB
 
 MAX_MODEL_LEN = 4096
 
-HBM_BYTES = 64 * MIB
+HBM_BYTES = 64 << 20
 
 START_S = 240.0
 

@@ -47,8 +47,8 @@ pair_s = 1e-8
 step_s = 0.002
 """
 ENGINE = (
-    *("--model", "costs.toml", "--storage", "kv", "--block-size", "16", "--speedup", "4"),
-    *("--buffer-mib", "16", "--hbm-mib", "16", "--batch-cap-tokens", "64"),
+    *("--model", "costs.toml", "--storage", "kv", "--block-tokens", "16", "--speedup", "4"),
+    *("--buffer-bytes", "16MiB", "--hbm-bytes", "16MiB", "--batch-cap-tokens", "64"),
     *("--compute-quota-s", "0.001", "--verify", "full"),
 )
 #: Agents' rounds as (tokens to append, tokens to generate).
@@ -60,10 +60,14 @@ AGENTS = (
 
 
 async def spawn(folder: Path, role: str, control: str, mode: Mode, *more: str) -> Process:
-    """Start a process of the cluster."""
+    """Start a process of the cluster; ``control`` is where engines register."""
+    if role == "router":
+        where = ["--control-port", control.rpartition(":")[2]]
+    else:
+        where = ["--router", control]
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "dualpath.cli.main", "emulate", role),
-        *("--control", control, "--mode", mode.value, *more),
+        *(*where, "--mode", mode.value, *more),
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=PIPE,

@@ -62,12 +62,18 @@ def test_a_storage_that_cannot_be_written_is_named(
     assert "writable" in line
 
 
-@pytest.mark.parametrize("option", ["--prefill", "--hbm-mib", "--buffer-mib", "--block-size"])
+@pytest.mark.parametrize("option", ["--hbm-bytes", "--buffer-bytes", "--block-tokens"])
 def test_absurd_sizes_are_named(
     option: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     line = refused(capfd, str(tiny_model()), "--storage", str(tmp_path), option, "-3")
     assert re.search(r"-\d+; it must be at least 1", line)
+
+
+def test_absurd_nodes_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    storage = str(tmp_path)
+    line = refused(capfd, str(tiny_model()), "--storage", storage, "--nodes", "0P1D")
+    assert "--nodes is '0P1D'; it must be at least one prefill" in line
 
 
 def test_an_engine_that_cannot_start_takes_the_cluster_down_with_its_reason(
@@ -120,8 +126,8 @@ class Serving:
             [
                 sys.executable, "-m", "dualpath.cli.main", "serve", str(tiny_model()),
                 "--storage", str(self.storage), "--port", "0", "--mode", Mode.BASIC.value,
-                "--dtype", "float32", "--max-model-len", "2048", "--hbm-mib", "32",
-                "--buffer-mib", "32", "--served-model-name", "tiny",
+                "--dtype", "float32", "--max-model-len", "2048", "--hbm-bytes", "32MiB",
+                "--buffer-bytes", "32MiB", "--served-model-names", "tiny",
             ],
             folder / "serve.log",
             # A hash seed, as test runners set it, must not separate engines from their blocks.

@@ -59,7 +59,7 @@ def test_a_model_that_is_not_there_is_named(capfd, tmp_path):
     [
         (["--port", "70000"], "70000|65535"),
         (["--max-model-len", "-5"], "--max-model-len is -5"),
-        (["--block-size", "0"], "--block-size is 0"),
+        (["--block-tokens", "0"], "--block-tokens is 0"),
         (["--alpha-tokens", "0"], "--alpha-tokens is 0"),
         (["--read-deadline-s", "-1"], "--read-deadline-s is -1"),
         (["--vllm-args", "--no-such-flag"], "no-such-flag"),
@@ -126,7 +126,7 @@ def get(url):
 
 def test_a_router_without_engines_says_so_and_ends_cleanly(model, tmp_path):
     router = Router(
-        tmp_path, model, "--port", "0", "--control-port", "0", "--served-model-name", "tiny",
+        tmp_path, model, "--port", "0", "--control-port", "0", "--served-model-names", "tiny",
         "--mode", "oracle",
     )  # fmt: skip
     try:

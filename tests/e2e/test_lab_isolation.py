@@ -20,12 +20,11 @@ NAME = f"iso{os.getpid()}"
 #: More than all there is besides the bulk: messages, replies, connections.
 BULK_BYTES = 1 << 20
 SETTINGS = IsolationSettings(
-    prefill=1,
-    decode=1,
+    nodes="1P1D",
     message_bytes=(4096,),
     rounds=3,
     least_run_s=0.0,
-    repetitions=1,
+    repeat=1,
     block_bytes=16 << 10,
     blocks=64,
     settle_s=0.0,

@@ -40,8 +40,7 @@ from dualpath.plan.traffic_class import INFERENCE_CLASS, KV_CLASS, LINK_CLASS
 NAME = f"test{os.getpid()}"
 SETTINGS = LabSettings(
     name=NAME,
-    prefill=1,
-    decode=2,
+    nodes="1P2D",
     cnic_bytes_per_s=125e6,
     loopback_bytes_per_s=250e6,
     snic_bytes_per_s=50e6,
@@ -306,7 +305,7 @@ def test_a_crash_leaves_nothing_that_down_does_not_find(part: float, record_lost
 
 
 IN_USER_NAMESPACE = msgspec.structs.replace(
-    SETTINGS, name=NAME + "u", decode=1, shaping=Shaping.USER_NAMESPACES
+    SETTINGS, name=NAME + "u", nodes="1P1D", shaping=Shaping.USER_NAMESPACES
 )
 needs_user_namespaces = pytest.mark.skipif(
     bool(refusal(IN_USER_NAMESPACE)), reason=f"lab: {refusal(IN_USER_NAMESPACE)}"
@@ -362,7 +361,9 @@ def test_token_buckets_say_that_nothing_is_shaped(
 def test_the_command_makes_tells_and_removes(tmp_path: Path) -> None:
     name, source = NAME + "d", str(Path(__file__).parents[2] / "src")
     file = tmp_path / "lab.toml"
-    file.write_text(f'name = "{name}"\ndecode = 2\nshaping = "root"\nimage_bytes = 33554432\n')
+    file.write_text(
+        f'[lab]\nname = "{name}"\nnodes = "1P2D"\nshaping = "root"\nimage_bytes = 33554432\n'
+    )
 
     def dualpath(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -13,13 +13,16 @@ import msgspec
 import pytest
 from tests.e2e.test_lab_network import surroundings
 
+from dualpath.core.cluster import nodes_text
 from dualpath.core.errors import ConfigError, EngineLostError
 from dualpath.core.modes import Mode
-from dualpath.laboratory.experiments.emulated_nodes import EmulatedEngines, EmulatedNodes
-from dualpath.laboratory.experiments.jct import JctSettings, measure_jct
+from dualpath.laboratory.emulated.settings import Verify
+from dualpath.laboratory.experiments.emulated_nodes import EmulatedEngines
+from dualpath.laboratory.experiments.jct import measure_jct
 from dualpath.laboratory.experiments.report import write_experiment
 from dualpath.laboratory.experiments.runs import LabRun
-from dualpath.laboratory.experiments.workload import WindowSettings, windows
+from dualpath.laboratory.experiments.settings import EmulatedNodes, JctSettings, WindowSettings
+from dualpath.laboratory.experiments.workload import windows
 from dualpath.laboratory.lab.leftovers import find_leftovers
 from dualpath.laboratory.lab.machine import find_machine
 from dualpath.laboratory.lab.settings import LabSettings, Shaping
@@ -27,7 +30,12 @@ from dualpath.laboratory.workload.replay.options import ReplayOptions
 
 NAME = f"run{os.getpid()}"
 NODES = EmulatedNodes(
-    layers=3, layer_block_bytes=8192, speedup=200.0, buffer_mib=16, hbm_mib=16, verify="full"
+    layers=3,
+    layer_block_bytes=8192,
+    speedup=200.0,
+    buffer_bytes=16 << 20,
+    hbm_bytes=16 << 20,
+    verify=Verify.FULL,
 )
 WINDOWS = WindowSettings(agents=4, turns=2, scale=0.03)
 LAB = LabSettings(name=NAME, snic_bytes_per_s=20e6, cnic_bytes_per_s=100e6, image_bytes=64 << 20)
@@ -58,7 +66,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def lab_run(prefill: int, decode: int) -> LabRun:
-    lab = msgspec.structs.replace(LAB, prefill=prefill, decode=decode)
+    lab = msgspec.structs.replace(LAB, nodes=nodes_text(prefill, decode))
     return LabRun(lab, EmulatedEngines(NODES), windows(WINDOWS), busy_limit=ANY_LOAD)
 
 
@@ -90,13 +98,13 @@ def test_one_prefill_and_one_decode_node_read_over_both_paths() -> None:
 def test_the_report_tells_every_mode_of_two_decode_nodes(tmp_path: Path) -> None:
     settings = JctSettings(
         name="small",
-        shapes=("1P2D",),
-        modes=(Mode.BASIC, Mode.DUALPATH),
+        nodes=("1P2D",),
+        mode=(Mode.BASIC, Mode.DUALPATH),
         repeat=1,
         agents_per_node=2,
         windows=WINDOWS,
         lab=LAB,
-        nodes=NODES,
+        emulated=NODES,
     )
     said: list[str] = []
     report = measure_jct(settings, "dualpath lab bench jct", said.append)
@@ -112,10 +120,10 @@ def test_the_report_tells_every_mode_of_two_decode_nodes(tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("nothing_left")
 def test_an_engine_that_dies_ends_the_run_with_its_log() -> None:
-    broken = msgspec.structs.replace(NODES, buffer_mib=0)
+    broken = msgspec.structs.replace(NODES, batch_cap_tokens=1)
     with (
         LabRun(LAB, EmulatedEngines(broken), windows(WINDOWS)) as made,
-        pytest.raises(EngineLostError, match="buffer_bytes is 0"),
+        pytest.raises(EngineLostError, match="batch-cap-tokens is 1"),
     ):
         made.run(Mode.DUALPATH, ReplayOptions())
 
@@ -123,10 +131,10 @@ def test_an_engine_that_dies_ends_the_run_with_its_log() -> None:
 @pytest.mark.usefixtures("nothing_left")
 def test_kill_leaves_nothing_that_the_janitor_does_not_remove() -> None:
     argv = (sys.executable, "-m", "dualpath.cli.main", "lab", "run", "--name", NAME)
-    small = ("--agents-per-node", "2", "--turns", "2", "--scale", "0.03", "--image-mb", "64")
+    small = ("--agents-per-node", "2", "--turns", "2", "--scale", "0.03", "--image-bytes", "64MB")
     source = str(Path(__file__).parents[2] / "src")
     with subprocess.Popen(
-        (*argv, *small, "--layers", "3", "--modes", "dualpath"),
+        (*argv, *small, "--layers", "3", "--mode", "dualpath"),
         env={**os.environ, "PYTHONPATH": source},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -28,7 +28,7 @@ from dualpath.laboratory.workload.replay.client import replay
 from dualpath.laboratory.workload.replay.options import ReplayOptions
 from dualpath.laboratory.workload.replay.progress import NoProgress, ProgressState
 from dualpath.ops.launch.local_cluster import LocalCluster
-from dualpath.ops.launch.settings import MIB, LocalClusterSettings
+from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.policy.event_log import encode_line
 from dualpath.router.control.event_recorder import read_event_log
 
@@ -110,21 +110,20 @@ def record(mode: Mode, seed: int, lose_engine: bool) -> None:
             model=str(make_tiny_model("qwen2")),
             storage=f"{folder}/storage",
             log_dir=f"{folder}/logs",
-            prefill=3,
-            decode=3,
+            nodes="3P3D",
             mode=mode,
             port=0,
             dtype="float32",
             max_model_len=CONTEXT_TOKENS,
-            hbm_bytes=64 * MIB,
-            buffer_bytes=128 * MIB,
+            hbm_bytes=64 << 20,
+            buffer_bytes=128 << 20,
             snic_bytes_per_s=8e6,
             alpha_tokens=1500,
             beta_tokens=3000,
             compute_quota_s=0.3,
             quota_flops_per_s=1e9,
             served_model_names=("tiny",),
-            router_args=("--event-log", str(raw)),
+            event_log=str(raw),
         )
         options = ReplayOptions(seed=seed, max_context_tokens=CONTEXT_TOKENS)
         with GroupedCluster(settings, print) as cluster:

@@ -54,4 +54,4 @@ def test_ucx_stays_on_the_loopback_device_unless_told_otherwise():
 
 def test_a_key_for_all_engines_is_refused():
     with pytest.raises(ConfigError, match="before --vllm-args"):
-        settings(vllm_args=("--api-key", "k")).checked()
+        settings(vllm_args=("--api-key", "k"))

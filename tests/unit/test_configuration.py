@@ -14,22 +14,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.cli import emulate, router, serve
-from dualpath.cli.configuration import outer_layers, schema
 from dualpath.cli.main import main
+from dualpath.cli.settings import SECTIONS, add_settings, flag_settings, outer_layers
 from dualpath.core.configuration import (
     HIDDEN,
     OTHER_VARIABLES,
     Given,
     Origin,
     build,
-    checked_flag,
     effective,
     from_environment,
+    from_flag,
     from_tables,
     layered,
     variable,
 )
 from dualpath.core.errors import ConfigError
+from dualpath.core.settings import Setting, Settings, arguments, declared
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,25 +39,29 @@ class Colour(enum.StrEnum):
     RED = "red"
 
 
-class Part(msgspec.Struct, frozen=True):
-    name: str
-    count: Annotated[int, msgspec.Meta(ge=1)] = 1
-    share: float = 0.5
-    colour: Colour | None = None
-    names: tuple[str, ...] = ()
-    api_key: str = ""
+class Part(Settings, frozen=True, kw_only=True):
+    name: Annotated[str, Setting("who")]
+    count: Annotated[int, Setting("how many", ge=1)] = 1
+    share: Annotated[float, Setting("of count")] = 0.5
+    colour: Annotated[Colour | None, Setting("as seen")] = None
+    names: Annotated[tuple[str, ...], Setting("more of them")] = ()
+    api_key: Annotated[str, Setting("of the door")] = ""
+    size_bytes: Annotated[int, Setting("of each", ge=0)] = 0
+    extra: Annotated[dict[str, str], Setting("the rest")] = msgspec.field(default_factory=dict)
+    loud: Annotated[bool, Setting("says so")] = False
 
-    def checked(self):
-        if self.share > 1:
-            raise ConfigError(f"share is {self.share}; it must be at most 1")
-        return self
+    def check(self):
+        super().check()
+        if self.share > self.count:
+            raise ConfigError(f"{{share}} is {self.share}; it must be at most {{count}}")
 
 
 SCHEMA = {"part": Part}
+FIELDS = {field.name: field for field in declared(Part)}
 
 
 def flag(key, value):
-    return checked_flag(SCHEMA, "part", key, value, f"--{key}")
+    return from_flag("part", FIELDS[key], value, f"--{key}")
 
 
 # ------------------------------------------------------------------ layers
@@ -78,10 +83,10 @@ def test_every_source_speaks_of_the_same_keys():
     found = layered(
         from_tables(SCHEMA, {"part": {"name": "file", "colour": "red", "share": 1}}, "c.toml"),
         from_environment(SCHEMA, {"DUALPATH_PART_COUNT": "7", "OTHER": "x"}),
-        [flag("names", ["a", "b"])],
+        [flag("names", "a, b")],
     )
     settings = build(Part, "part", found, {})
-    assert settings == Part("file", count=7, share=1.0, colour=Colour.RED, names=("a", "b"))
+    assert settings == Part(name="file", count=7, share=1.0, colour=Colour.RED, names=("a", "b"))
     origins = {row.key: row.origin for row in effective(Part, "part", found)}
     assert origins == {
         "name": Origin.FILE,
@@ -90,13 +95,59 @@ def test_every_source_speaks_of_the_same_keys():
         "colour": Origin.FILE,
         "names": Origin.FLAG,
         "api_key": Origin.DEFAULT,
+        "size_bytes": Origin.DEFAULT,
+        "extra": Origin.DEFAULT,
+        "loud": Origin.DEFAULT,
     }
 
 
-def test_a_variable_has_lists_as_json_and_null_for_none():
-    variables = {"DUALPATH_PART_NAMES": '["a"]', "DUALPATH_PART_COLOUR": "null"}
+@pytest.mark.parametrize("none", ["none", "null"])
+@pytest.mark.parametrize("names", ["a", '["a"]'])
+def test_a_variable_has_lists_with_commas_or_as_json_and_a_word_for_none(names, none):
+    variables = {"DUALPATH_PART_NAMES": names, "DUALPATH_PART_COLOUR": none}
     values = {g.key: g.value for g in from_environment(SCHEMA, variables)}
     assert values == {"names": ("a",), "colour": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("4_096", 4096),
+        ("1e3", 1000),
+        ("512MiB", 512 << 20),
+        ("80GB", 80 * 10**9),
+        ("1Gbit", 125 * 10**6),
+        ("2k", 2000),
+        ("9007199254740993", 9007199254740993),
+    ],
+)
+def test_bytes_may_be_written_with_a_unit(text, size):
+    assert flag("size_bytes", text).value == size
+
+
+texts = st.text(st.characters(codec="ascii", exclude_categories=["C"]), max_size=6)
+parts = st.builds(
+    Part,
+    name=texts,
+    count=st.integers(1, 2**60),
+    share=st.floats(-1, 1),
+    colour=st.sampled_from([None, Colour.RED]),
+    names=st.lists(texts.map(str.strip).filter(bool), max_size=3).map(tuple),
+    size_bytes=st.integers(0, 2**50),
+    extra=st.dictionaries(texts.map(str.strip).filter(bool), texts.map(str.strip), max_size=2),
+    loud=st.booleans(),
+)
+
+
+@given(parts)
+def test_a_command_line_written_from_settings_says_the_same(settings):
+    """Only what differs from the defaults is written; read back it gives equal settings."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_settings(parser, Part)
+    written = arguments(settings)
+    assert flag_settings(parser.parse_args(written), Part) == settings
+    assert arguments(Part(name="n")) == ["--name", "n"]
 
 
 # ------------------------------------------------------------------ refusals
@@ -107,8 +158,9 @@ def test_a_variable_has_lists_as_json_and_null_for_none():
     [
         ({"prat": {}}, r"c\.toml: unknown section \[prat\]; did you mean part\?"),
         ({"part": {"cuont": 1}}, r"c\.toml \[part\] cuont: unknown key; did you mean count\?"),
-        ({"part": {"count": 0}}, r"c\.toml \[part\] count is 0: Expected `int` >= 1"),
+        ({"part": {"count": 0}}, r"c\.toml \[part\] count is 0; it must be at least 1; correct it"),
         ({"part": {"count": "1"}}, r"count is '1': Expected `int`, got `str`"),
+        ({"part": {"colour": "rde"}}, r"colour is 'rde'; it must be one of red; did you mean red"),
         ({"part": 3}, r"write \[part\] above it"),
     ],
 )
@@ -132,8 +184,9 @@ def test_a_variable_is_refused_by_name(name, text, message):
 
 def test_what_the_settings_refuse_themselves_names_its_origin():
     given = layered([flag("name", "n")], from_environment(SCHEMA, {"DUALPATH_PART_SHARE": "2"}))
-    with pytest.raises(ConfigError, match=r"share is 2\.0.*\(DUALPATH_PART_SHARE\)"):
-        build(Part, "part", given, {})
+    said = r"DUALPATH_PART_SHARE is 2\.0; it must be at most --count"
+    with pytest.raises(ConfigError, match=said):
+        build(Part, "part", given, {"count": "--count"})
 
 
 def test_a_missing_key_is_asked_for_in_all_three_ways():
@@ -160,8 +213,8 @@ def test_every_variable_named_in_the_code_is_known():
         named |= set(re.findall(r"\"(DUALPATH_[A-Z_]+[A-Z])\"", text))
     settings = {
         variable(section, field.name)
-        for section, kind in schema().items()
-        for field in msgspec.structs.fields(kind)
+        for section, kind in SECTIONS.items()
+        for field in declared(kind)
     }
     assert named <= settings | OTHER_VARIABLES
     assert not settings & OTHER_VARIABLES
@@ -199,17 +252,17 @@ def test_what_is_not_typed_counts_as_default(command, arguments, places, monkeyp
 def file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("c.toml").write_text(
-        '[cluster]\nmodel = "m"\nstorage = "kv"\nprefill = 2\nbuffer_bytes = 4096\n'
+        '[cluster]\nmodel = "m"\nstorage = "kv"\nnodes = "2P1D"\nbuffer_bytes = 4096\n'
         "[router]\nengine_timeout_s = 9\n[engine]\nstaging_blocks = 8\n"
     )
     return "c.toml"
 
 
 def test_serve_takes_flags_over_variables_over_the_file(file, monkeypatch):
-    monkeypatch.setenv("DUALPATH_CLUSTER_PREFILL", "3")
-    monkeypatch.setenv("DUALPATH_CLUSTER_DECODE", "4")
-    settings = serve.cluster_settings(parsed(serve, "--config", file, "--decode", "5"))
-    assert (settings.prefill, settings.decode, settings.buffer_bytes) == (3, 5, 4096)
+    monkeypatch.setenv("DUALPATH_CLUSTER_NODES", "3P1D")
+    monkeypatch.setenv("DUALPATH_CLUSTER_HBM_BYTES", "4MiB")
+    settings = serve.cluster_settings(parsed(serve, "--config", file, "--hbm-bytes", "5MiB"))
+    assert (settings.nodes, settings.hbm_bytes, settings.buffer_bytes) == ("3P1D", 5 << 20, 4096)
     assert (settings.model, settings.block_tokens) == ("m", 64)
 
 
@@ -258,27 +311,27 @@ def test_an_emulated_engine_is_described_by_a_file(tmp_path):
 def test_config_check_tells_the_origin_of_every_key(file, capsys, monkeypatch):
     monkeypatch.setenv("DUALPATH_ROUTER_MAX_ATTEMPTS", "5")
     command = ["config", "check", "--config", file, "--format", "json"]
-    assert main([*command, "serve", "--hbm-mib", "1"]) == 0
+    assert main([*command, "serve", "--hbm-bytes", "1MiB"]) == 0
     rows = {(r["section"], r["key"]): r for r in json.loads(capsys.readouterr().out)}
-    assert rows["cluster", "prefill"]["origin"] == "file"
-    assert rows["cluster", "hbm_bytes"]["place"] == "--hbm-mib"
+    assert rows["cluster", "nodes"]["origin"] == "file"
+    assert rows["cluster", "hbm_bytes"]["place"] == "--hbm-bytes"
     assert rows["cluster", "hbm_bytes"]["value"] == 1 << 20
     assert rows["router", "max_attempts"]["place"] == "DUALPATH_ROUTER_MAX_ATTEMPTS"
-    assert rows["cluster", "decode"]["origin"] == "default"
+    assert rows["cluster", "mode"]["origin"] == "default"
 
 
 def test_config_check_without_a_command_shows_every_section(file, capsys):
     assert main(["config", "check", "--config", file]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith("[")] == [f"[{name}]" for name in schema()]
+    assert [line for line in lines if line.startswith("[")] == [f"[{name}]" for name in SECTIONS]
     (role,) = [line for line in lines if line.split()[0] == "role"]
     assert "required, not set" in role
 
 
 def test_config_check_refuses_in_one_line(file, capsys, monkeypatch):
-    monkeypatch.setenv("DUALPATH_CLUSTER_PREFILL", "-4")
+    monkeypatch.setenv("DUALPATH_CLUSTER_HBM_BYTES", "-4")
     assert main(["config", "check", "--config", file]) == 2
-    assert "prefill is -4; it must be at least 1 (DUALPATH_CLUSTER_PREFILL)" in (
+    assert "DUALPATH_CLUSTER_HBM_BYTES is -4; it must be at least 1; correct it" in (
         capsys.readouterr().err
     )
     assert main(["config", "check", "replay"]) == 2
@@ -299,13 +352,13 @@ def test_secrets_stay_out_of_config_check(capsys, monkeypatch):
 def test_the_file_of_the_documentation_is_accepted():
     page = (ROOT / "docs" / "how-to" / "configure.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
-    found = layered(from_tables(schema(), tomllib.loads(example), "cluster.toml"))
+    found = layered(from_tables(SECTIONS, tomllib.loads(example), "cluster.toml"))
     assert found["engine", "buffer_bytes"].value == 80_000_000_000
     sections = set(re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE))
-    assert sections == set(schema())
+    assert sections == set(SECTIONS)
 
 
 def test_layers_outside_a_command_line_are_empty_by_default(monkeypatch):
     for name in OTHER_VARIABLES:
         monkeypatch.setenv(name, "set")
-    assert outer_layers(None, schema()) == ([], [])
+    assert outer_layers(None) == ([], [])

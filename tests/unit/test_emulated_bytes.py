@@ -11,8 +11,8 @@ from dualpath.engine.counters import Counters
 from dualpath.laboratory.emulated.hbm import EmulatedHbm
 from dualpath.laboratory.emulated.kv_bytes import KvFunction
 from dualpath.laboratory.emulated.prefix import TokenPrefix
-from dualpath.laboratory.emulated.settings import block_geometry
-from dualpath.laboratory.emulated.verification import CheckedAt, Verifier, Verify
+from dualpath.laboratory.emulated.settings import Verify, block_geometry
+from dualpath.laboratory.emulated.verification import CheckedAt, Verifier
 
 GEOMETRY = BlockGeometry(layers=3, block_tokens=4, layer_block_bytes=4 * 3 * 8)
 VOCAB = 1000

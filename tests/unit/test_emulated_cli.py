@@ -9,7 +9,7 @@ from dualpath.cli import emulate
 from dualpath.cli.main import main
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.laboratory.emulated.verification import Verify
+from dualpath.laboratory.emulated.settings import Verify
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -34,8 +34,17 @@ def test_the_kv_may_be_smaller_than_the_models() -> None:
     settings = emulate.emulated_settings(
         parsed(
             *("decode", "--model", "qwen2.5-32b", "--storage", "kv", "--layers", "4"),
-            *("--kv-bytes-per-token", "1024", "--block-size", "16", "--mode", "basic"),
-            *("--hbm-mib", "8", "--buffer-mib", "4", "--snic-mb-per-s", "50", "--speedup", "20"),
+            *("--kv-bytes-per-token", "1024", "--block-tokens", "16", "--mode", "basic"),
+            *(
+                "--hbm-bytes",
+                "8MiB",
+                "--buffer-bytes",
+                "4MiB",
+                "--snic-bytes-per-s",
+                "50MB",
+                "--speedup",
+                "20",
+            ),
         )
     )
     assert settings.geometry.full_block_bytes == 16 * 1024
@@ -49,7 +58,7 @@ def test_the_kv_may_be_smaller_than_the_models() -> None:
 
 
 def test_a_router_listens_where_engines_connect() -> None:
-    arguments = ("router", "--control", "tcp://127.0.0.1:5711", "--alpha-tokens", "9")
+    arguments = ("router", "--control-port", "5711", "--alpha-tokens", "9")
     settings = emulate.router_settings(parsed(*arguments))
     assert (settings.control_host, settings.control_port) == ("127.0.0.1", 5711)
     assert settings.alpha_tokens == 9
@@ -61,7 +70,10 @@ def test_a_router_listens_where_engines_connect() -> None:
     [
         (["prefill", "--model", "qwen2.5-32b"], "--storage is missing"),
         (["decode", "--storage", "kv"], "--model is missing"),
-        (["router", "--control", "127.0.0.1:5700"], "use the form tcp://host:port"),
+        (
+            ["decode", "--model", "ds-27b", "--storage", "kv", "--router", "127.0.0.1:5700"],
+            "use the form tcp://host:port",
+        ),
         (["router", "--port", "-1"], "port"),
     ],
 )

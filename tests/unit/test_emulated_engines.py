@@ -190,9 +190,7 @@ async def test_a_taken_port_is_named(tmp_path: Path) -> None:
 
 def test_settings_are_checked(tmp_path: Path) -> None:
     def settings(**changes):
-        return engine_settings(
-            Role.DECODE, "x", "tcp://x:1", tmp_path, Mode.DUALPATH, **changes
-        ).checked()
+        return engine_settings(Role.DECODE, "x", "tcp://x:1", tmp_path, Mode.DUALPATH, **changes)
 
     for change in ({"port": -1}, {"speedup": 0.0}, {"batch_cap_tokens": 3}, {"vocab_size": 1}):
         with pytest.raises(ConfigError, match=str(next(iter(change.values())))):

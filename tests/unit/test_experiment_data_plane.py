@@ -24,7 +24,7 @@ from dualpath.report import markdown
         ({"storage": ""}, "storage is missing"),
         ({"blocks": 1}, "blocks is 1; it must be at least 2"),
         ({"move_s": 0.0}, "move_s is 0.0; it must be above 0"),
-        ({"descriptor_counts": (0,)}, r"descriptor_counts are \(0,\)"),
+        ({"descriptor_counts": (0,)}, "descriptor_counts is 0; it must be at least 1 in each"),
     ],
 )
 def test_sizes_nothing_can_be_measured_with_are_refused(
@@ -71,7 +71,7 @@ def test_every_reader_and_mover_moves_real_bytes(tmp_path: Path) -> None:
         blocks=4,
         move_s=0.001,
         descriptor_counts=(1, 3),
-        rounds=1,
+        repeat=1,
     )
     report = measure_data_plane(settings)
     assert set(report.data["reads"]) >= {Reader.NIXL, Reader.READ_QUEUE}

@@ -13,7 +13,6 @@ from dualpath.core.modes import Mode
 from dualpath.laboratory.experiments.against_simulator import agent_table, predicted_jct_s
 from dualpath.laboratory.experiments.client import ClientResult
 from dualpath.laboratory.experiments.emulated_nodes import (
-    EmulatedNodes,
     scaled_costs,
     simulated_setup,
 )
@@ -24,7 +23,7 @@ from dualpath.laboratory.experiments.meters import (
     parse_devices,
     parse_read_bytes,
 )
-from dualpath.laboratory.experiments.online import OnlineSettings, capacity, point
+from dualpath.laboratory.experiments.online import capacity, point
 from dualpath.laboratory.experiments.report import (
     ExperimentReport,
     Target,
@@ -32,9 +31,9 @@ from dualpath.laboratory.experiments.report import (
     write_experiment,
 )
 from dualpath.laboratory.experiments.runs import Measured
+from dualpath.laboratory.experiments.settings import EmulatedNodes, OnlineSettings, WindowSettings
 from dualpath.laboratory.experiments.workload import (
     Window,
-    WindowSettings,
     windows,
     write_histories,
     write_rounds,
@@ -56,7 +55,7 @@ from dualpath.model.sim.run import simulate
 from dualpath.report import markdown
 
 SNIC_BYTES_PER_S = 50e6
-LAB = LabSettings(name="paper", prefill=1, decode=2, snic_bytes_per_s=SNIC_BYTES_PER_S)
+LAB = LabSettings(name="paper", nodes="1P2D", snic_bytes_per_s=SNIC_BYTES_PER_S)
 SETTING = Setting(
     label="",
     endpoint="http://host",

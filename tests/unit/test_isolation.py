@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dualpath.core.cluster import nodes_text
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.experiments.isolation_bulk import BulkChecked
 from dualpath.laboratory.experiments.isolation_exchange import Channel, ExchangeOrder, Rounds
@@ -37,7 +38,7 @@ from dualpath.report import markdown
 from dualpath.report.files import as_json
 
 SIZE = 1 << 20
-SETTINGS = IsolationSettings(message_bytes=(SIZE,), legs=(Leg.CNIC,), repetitions=3)
+SETTINGS = IsolationSettings(message_bytes=(SIZE,), legs=(Leg.CNIC,), repeat=3)
 LINKS = (LinkReport("CNIC", 125e6, True, "HTB"), LinkReport("SNIC", 50e6, True, "cgroup"))
 
 
@@ -45,12 +46,12 @@ LINKS = (LinkReport("CNIC", 125e6, True, "HTB"), LinkReport("SNIC", 50e6, True, 
     ("change", "said"),
     [
         ({"load": 0.95}, "load is 0.95"),
-        ({"repetitions": 0}, "repetitions is 0"),
-        ({"message_bytes": (8,)}, "message of 8 bytes"),
+        ({"repeat": 0}, "repeat is 0"),
+        ({"message_bytes": (8,)}, "message_bytes is 8; it must be between 16 and 64MiB"),
         ({"message_bytes": (64, 64)}, "each once"),
         ({"legs": ()}, "one or more"),
         ({"lab": "no lab"}, "name is 'no lab'"),
-        ({"prefill": 0}, "prefill is 0"),
+        ({"nodes": "0P2D"}, "nodes is '0P2D'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(change: dict[str, object], said: str) -> None:
@@ -60,7 +61,9 @@ def test_settings_that_cannot_be_are_refused(change: dict[str, object], said: st
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(16, 1 << 24), st.floats(0.001, 0.9))
 def test_rounds_load_every_link_as_asked(prefill: int, decode: int, size: int, load: float) -> None:
-    settings = IsolationSettings(prefill=prefill, decode=decode, message_bytes=(size,), load=load)
+    settings = IsolationSettings(
+        nodes=nodes_text(prefill, decode), message_bytes=(size,), load=load
+    )
     offered = load * settings.link_bytes_per_s
     # Its own messages and its replies to the others' leave a node by one direction of its CNIC.
     sent_bytes = 2 * (prefill + decode - 1) * size
@@ -78,7 +81,7 @@ def test_short_messages_have_more_rounds_so_that_a_run_lasts() -> None:
 
 
 def test_kv_flows_from_decode_to_prefill_and_h2d_from_a_node_to_itself() -> None:
-    lab = nodes(IsolationSettings(prefill=2, decode=1).lab_settings)
+    lab = nodes(IsolationSettings(nodes="2P1D").lab_settings)
     assert flows(Leg.CNIC, lab) == (Flow("de0", "pe0"), Flow("de0", "pe1"))
     assert flows(Leg.LOOPBACK, lab) == tuple(Flow(n, n) for n in ("pe0", "pe1", "de0"))
 

@@ -1,20 +1,31 @@
 """What a lab may be asked to be."""
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dualpath.cli import main
+from dualpath.cli import lab, main
+from dualpath.cli.settings import LAB, configuration
+from dualpath.core.cluster import parse_nodes
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.lab.settings import LabSettings, Shaping, load_settings, parse_shape
+from dualpath.laboratory.lab.settings import LabSettings, Shaping
+
+
+def lab_settings(*words: str) -> LabSettings:
+    """What `dualpath lab up` makes of its arguments."""
+    parser = argparse.ArgumentParser()
+    lab.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["lab", "up", *words])
+    return configuration(args, lab.PARTS).settings(LAB, LabSettings)
 
 
 def test_a_file_is_changed_by_flags(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"
-    file.write_text('prefill = 2\ndecode = 4\nsnic_bytes_per_s = 100e6\nshaping = "root"\n')
-    settings = load_settings(str(file), {"decode": 1})
-    assert settings.shape == "2P1D"
+    file.write_text('[lab]\nnodes = "2P4D"\nsnic_bytes_per_s = 100e6\nshaping = "root"\n')
+    settings = lab_settings("--config", str(file), "--nodes", "2P1D")
+    assert (settings.nodes, settings.prefill, settings.decode) == ("2P1D", 2, 1)
     assert settings.snic_bytes_per_s == 100e6
     assert settings.shaping is Shaping.ROOT
 
@@ -30,10 +41,10 @@ def test_without_a_rate_of_its_own_the_loopback_leg_is_as_fast_as_the_cnic() -> 
         ({"name": "Lab"}, "name is 'Lab'"),
         ({"name": "a-b"}, "small letters and digits"),
         ({"name": "../x"}, "small letters and digits"),
-        ({"prefill": 0}, "prefill is 0, must be between 1"),
-        ({"decode": 64}, "decode is 64"),
-        ({"prefill": 40, "decode": 40}, "40P40D has 80 nodes, must be at most 64"),
-        ({"cnic_bytes_per_s": 1.0}, "cnic_bytes_per_s is 1, must be between"),
+        ({"nodes": "0P1D"}, "nodes is '0P1D'; it must be at least one prefill"),
+        ({"nodes": "1P64D"}, "nodes is 1P64D, 65 nodes"),
+        ({"nodes": "40P40D"}, "40P40D, 80 nodes; it must be at most 64"),
+        ({"cnic_bytes_per_s": 1.0}, "cnic_bytes_per_s is 1.0; it must be between 1MB and 12500MB"),
         ({"snic_bytes_per_s": float("nan")}, "snic_bytes_per_s is nan"),
         ({"loopback_bytes_per_s": -1.0}, "loopback_bytes_per_s is -1"),
         ({"image_bytes": 5}, "image_bytes is 5"),
@@ -44,35 +55,35 @@ def test_without_a_rate_of_its_own_the_loopback_leg_is_as_fast_as_the_cnic() -> 
 )
 def test_settings_no_lab_can_have_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        load_settings("", changes)
+        LabSettings(**changes)
 
 
 def test_unknown_keys_and_wrong_types_name_what_is_known(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"
-    file.write_text("nodes = 3\n")
-    with pytest.raises(ConfigError, match="known keys are name, prefill, decode"):
-        load_settings(str(file))
-    with pytest.raises(ConfigError, match="prefill"):
-        load_settings("", {"prefill": "two"})
+    file.write_text("[lab]\nnode = 3\n")
+    with pytest.raises(ConfigError, match=r"did you mean nodes\?"):
+        lab_settings("--config", str(file))
+    with pytest.raises(ConfigError, match="--nodes is 'two'"):
+        lab_settings("--nodes", "two")
     with pytest.raises(ConfigError, match="cannot be read"):
-        load_settings(str(tmp_path / "none.toml"))
+        lab_settings("--config", str(tmp_path / "none.toml"))
 
 
-def test_shapes_are_written_as_in_the_paper() -> None:
-    assert parse_shape("2P4D") == (2, 4)
+def test_nodes_are_written_as_in_the_paper() -> None:
+    assert parse_nodes("2P4D") == (2, 4)
     for text in ("2P", "4", "P4D", "1D2P", "-1P2D", ""):
         with pytest.raises(ConfigError, match="1P2D"):
-            parse_shape(text)
+            parse_nodes(text)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["up", "--nodes", "0P1D"], "prefill is 0"),
-        (["up", "--name", "X"], "name is 'X'"),
-        (["run", "--modes", "basic,fast"], "mode 'fast'"),
-        (["run", "--turns", "0"], "turns is 0"),
-        (["bench", "jct", "--nodes", "2P"], "nodes are '2P'"),
+        (["up", "--nodes", "0P1D"], "--nodes is '0P1D'"),
+        (["up", "--name", "X"], "--name is 'X'"),
+        (["run", "--mode", "basic,fast"], "--mode is 'basic,fast'; it must be of basic, layerwise"),
+        (["run", "--turns", "0"], "--turns is 0"),
+        (["bench", "jct", "--nodes", "2P"], "--nodes is '2P'"),
         (["status", "--name", "neverwas"], "no lab 'neverwas' is up"),
     ],
 )

@@ -35,7 +35,7 @@ from dualpath.laboratory.lab.steps import (
     undo_steps,
 )
 
-SETTINGS = LabSettings(prefill=2, decode=1, snic_bytes_per_s=50e6)
+SETTINGS = LabSettings(nodes="2P1D", snic_bytes_per_s=50e6)
 MACHINE = LabMachine(
     shaping=Shaping.ROOT,
     folder="records",

@@ -58,7 +58,7 @@ def test_only_the_endpoint_is_open_to_other_machines() -> None:
 
 def test_vllm_arguments_reach_router_and_engines() -> None:
     parser = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    chosen = settings(vllm_args=parser, router_args=("--event-log", "events"))
+    chosen = settings(vllm_args=parser, event_log="events")
     router = router_command(chosen, 8000, 5700)
     assert tuple(router[-len(parser) :]) == parser
     assert router.index("--event-log") < router.index("--vllm-args")
@@ -75,16 +75,16 @@ def test_alpha_and_beta_reach_the_router() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prefill": 0}, "prefill is 0; it must be at least 1"),
-        ({"decode": -1}, "decode is -1"),
+        ({"nodes": "0P1D"}, "nodes is '0P1D'; it must be at least one prefill and one decode node"),
+        ({"nodes": "1P-1D"}, "nodes is '1P-1D'"),
         ({"buffer_bytes": 0}, "buffer_bytes is 0"),
         ({"layer_buffers": -1}, "layer_buffers is -1; it must be at least 0"),
         ({"port": 70000}, "port is 70000; it must be between 0 and 65535"),
     ],
 )
-def test_absurd_sizes_are_refused_by_name(change: dict[str, int], message: str) -> None:
+def test_absurd_sizes_are_refused_by_name(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        settings(**change).checked()
+        settings(**change)
 
 
 def test_a_model_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_taken_port_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_prints_one_command_per_process(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "m", "--storage", "kv", "--decode", "2", "--dry-run"]) == 0
+    assert main(["serve", "m", "--storage", "kv", "--nodes", "1P2D", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("dualpath router m ")
     assert sum("kv-transfer-config" in line for line in lines) == 3

@@ -144,7 +144,7 @@ async def test_an_address_in_use_is_named():
 
 async def test_absurd_settings_are_refused():
     with pytest.raises(ConfigError, match="max_attempts"):
-        RouterSettings(max_attempts=0).checked()
+        RouterSettings(max_attempts=0)
 
 
 class Listener:

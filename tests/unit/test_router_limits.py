@@ -35,7 +35,7 @@ PROMPT = list(range(1, 20))
     ("changes", "status", "words"),
     [
         ({"prompt": list(range(1, 42))}, 400, ("41 tokens", "max_prompt_tokens allows 40")),
-        ({"prompt": [1] * 3000}, 413, ("more than 4096 bytes", "--max-body-mib")),
+        ({"prompt": [1] * 3000}, 413, ("more than 4096 bytes", "--max-body-bytes")),
         ({"prompt": [1, 32000]}, 400, ("token id 32000", "0 to 31999")),
         ({"prompt": [-1]}, 400, ("token id -1", "vocabulary")),
         ({"n": 2}, 400, ("n is 2", "1 answer")),

@@ -58,16 +58,16 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an unknown section, key or variable, a wrong value, or something missing.
     """
-    from dualpath.cli.configuration import outer_layers, schema
+    from dualpath.cli.settings import SECTIONS as known
+    from dualpath.cli.settings import outer_layers
     from dualpath.core.configuration import effective, layered
 
-    known = schema()
     layers: Layers
     if args.command:
         layers = _layers_of(args.command, args.config)
         sections = sorted({section for section, _ in layers}, key=list(known).index)
     else:
-        layers = layered(*outer_layers(args.config, known))
+        layers = layered(*outer_layers(args.config))
         _check_complete(known, layers)
         sections = list(known)
     rows = [row for section in sections for row in effective(known[section], section, layers)]
@@ -88,20 +88,17 @@ def _layers_of(command: Sequence[str], config: str | None) -> "Layers":
         if args.config not in (None, config):
             raise ConfigError(f"--config {config} and --config {args.config}; give one of them")
         args.config = config
-        args.given = {*getattr(args, "given", ()), "config"}
     layers: Layers = module.checked_layers(args).layers
     return layers
 
 
 def _check_complete(known: "Schema", layers: "Layers") -> None:
     """Let every section that has all it needs be checked by its own class."""
-    import msgspec
-
     from dualpath.core.configuration import build
+    from dualpath.core.settings import declared
 
     for section, kind in known.items():
-        fields = msgspec.structs.fields(kind)
-        if all((section, field.name) in layers for field in fields if field.required):
+        if all((section, f.name) in layers for f in declared(kind) if f.required):
             build(kind, section, layers, {})
 
 
@@ -124,7 +121,7 @@ def _print(rows: "Sequence[Given]", form: str) -> None:
 
 
 def _as_data(row: "Given") -> dict[str, object]:
-    from dualpath.core.configuration import is_secret
+    from dualpath.core.settings import is_secret
 
     return {
         "section": row.section,

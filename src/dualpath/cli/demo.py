@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.ops.launch.settings import MIB, LocalClusterSettings
+from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.report.files import require_extra, write_page
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("--agents", type=int, default=6, help="sessions replayed at once")
     parser.add_argument("--turns", type=int, default=7, help="turns of every session")
-    parser.add_argument("--prefill", type=int, default=1, metavar="P")
-    parser.add_argument("--decode", type=int, default=1, metavar="D")
+    parser.add_argument("--nodes", default="1P1D", metavar="xPyD")
     parser.add_argument(
         "--snic-mb-per-s", type=float, default=20.0, help="storage read rate of every engine"
     )
@@ -132,8 +131,7 @@ def cluster_settings(
     return LocalClusterSettings(
         model=str(model),
         storage=storage,
-        prefill=args.prefill,
-        decode=args.decode,
+        nodes=args.nodes,
         mode=mode,
         port=0,
         # In bfloat16 the batch a token is computed in can change it; float32 makes the responses
@@ -141,8 +139,8 @@ def cluster_settings(
         dtype="float32",
         max_model_len=args.max_context,
         compute_quota_s=COMPUTE_QUOTA_S,
-        hbm_bytes=1536 * MIB,
-        buffer_bytes=2048 * MIB,
+        hbm_bytes=1536 << 20,
+        buffer_bytes=2048 << 20,
         snic_bytes_per_s=args.snic_mb_per_s * 1e6,
         served_model_names=(SERVED_NAME,),
         trace_dir=str(out / "traces" / mode.value),

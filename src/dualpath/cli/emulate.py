@@ -1,32 +1,57 @@
 """``dualpath emulate``: a process of a cluster whose engines take time but compute nothing."""
 
 import argparse
+import os
+from typing import TYPE_CHECKING
 
-from dualpath.cli.configuration import ROUTER, make_configurable
-from dualpath.cli.emulate_settings import (
-    checked_layers,
-    emulated_settings,
-    http_address,
-    router_settings,
+from dualpath.cli.settings import (
+    EMULATED,
+    ENGINE,
+    ROUTER,
+    Configuration,
+    Part,
+    add_parts,
+    configuration,
 )
-from dualpath.cli.nixl_arguments import add_nixl_arguments
-from dualpath.cli.security_arguments import add_client_arguments, add_secret_argument
 from dualpath.core.cluster import Role
+from dualpath.core.configuration import Given, Origin
+from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 
-__all__ = ["add_parser", "checked_layers", "emulated_settings", "router_settings", "run"]
+if TYPE_CHECKING:
+    from dualpath.core.blocks import BlockGeometry
+    from dualpath.laboratory.emulated.settings import EmulatedOptions, EmulatedSettings
+    from dualpath.model.sim.settings import ModelCosts
+    from dualpath.router.settings import RouterSettings
 
 #: Of NIXL's progress thread: it wakes on events too, and a hundred engines may share a machine.
 PROGRESS_DELAY_US = 5000
+
+_ENGINE_PARTS = (
+    Part(EMULATED, "HTTP server, and the model of an engine"),
+    Part(
+        ENGINE,
+        "engine",
+        defaults={
+            "api_url": "",
+            "router": "tcp://127.0.0.1:5700",
+            "progress_delay_us": PROGRESS_DELAY_US,
+        },
+    ),
+)
+_ROUTER_PARTS = (
+    Part(EMULATED, "HTTP server"),
+    Part(ROUTER, "router", defaults={"control_port": 5700, "mode": Mode.DUALPATH}),
+)
 
 _DESCRIPTION = """Start one emulated engine, or a router for such engines. Everything is real but
 the kernels: scheduler, storage, buffers, transfers and checksums are those of a vLLM engine; a
 forward pass takes the time that the simulator's cost model says, and KV bytes are a function of
 token prefix and layer, compared wherever they arrive. Neither vLLM nor a model is needed."""
 _EPILOG = """\
-dualpath emulate router  --port 8000 --control tcp://127.0.0.1:5700
-dualpath emulate prefill --model qwen2.5-32b --storage kv --control tcp://127.0.0.1:5700
-dualpath emulate decode  --model qwen2.5-32b --storage kv --control tcp://127.0.0.1:5700
+dualpath emulate router  --port 8000 --control-port 5700
+dualpath emulate prefill --model qwen2.5-32b --storage kv --router tcp://127.0.0.1:5700
+dualpath emulate decode  --model qwen2.5-32b --storage kv --router tcp://127.0.0.1:5700
 dualpath replay trace.jsonl --endpoint http://127.0.0.1:8000
 """
 
@@ -41,102 +66,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    make_configurable(parser)
     parser.add_argument("role", choices=[*(role.value for role in Role), ROUTER])
-    parser.add_argument("--host", default="127.0.0.1", help="of the HTTP server")
-    parser.add_argument("--port", type=int, default=0, help="of the HTTP server, 0: any free one")
-    parser.add_argument(
-        "--control",
-        default="tcp://127.0.0.1:5700",
-        metavar="TCP-ADDRESS",
-        help="where engines register: a router listens there, an engine connects",
-    )
-    parser.add_argument(
-        "--mode", choices=[mode.value for mode in Mode], default=Mode.DUALPATH.value
-    )
-    add_secret_argument(parser)
-    _add_engine_arguments(parser)
-    _add_model_arguments(parser)
-    _add_router_arguments(parser)
-    add_client_arguments(parser)
-
-
-def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--engine-id", default="", help="default: role and process id")
-    engine.add_argument("--node", default="", help="engines of a node share its SNIC")
-    engine.add_argument("--group", default="", help="scheduling group; default: the role")
-    engine.add_argument(
-        "--api-url", default="", metavar="URL", help="as the router reaches it; default: host, port"
-    )
-    engine.add_argument(
-        "--storage", metavar="PATH", help="directory of the external KV storage; required"
-    )
-    engine.add_argument("--buffer-mib", type=int, default=1024, help="PE or DE buffer")
-    engine.add_argument("--hbm-mib", type=int, default=1024, help="emulated HBM for KV")
-    engine.add_argument(
-        "--layer-buffers", type=int, default=2, help="layers of KV in a PE's HBM, 0: all"
-    )
-    engine.add_argument(
-        "--snic-mb-per-s", type=float, default=0.0, help="throttle storage reads; 0: not at all"
-    )
-    engine.add_argument(
-        "--compute-quota-s", type=float, default=0.3, help="in the model's time; 0: no quota"
-    )
-    engine.add_argument(
-        "--batch-cap-tokens", type=int, default=1024, help="per pass in modes without quota"
-    )
-    engine.add_argument("--ucx-tls", default="", help="UCX transports, such as tcp")
-    engine.add_argument(
-        "--progress-delay-us", type=int, default=PROGRESS_DELAY_US, help="of NIXL; 0 with RDMA"
-    )
-    add_nixl_arguments(engine)
-    engine.add_argument("--trace-out", default="", metavar="FILE", help="write a Chrome trace")
-
-
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model",
-        metavar="NAME|COSTS.toml",
-        help="catalog model, or measured costs of `dualpath profile`; required for engines",
-    )
-    model.add_argument("--gpu", default="hopper", metavar="NAME", help="rates for a catalog model")
-    model.add_argument("--speedup", type=float, default=1.0, help="compute that much faster")
-    model.add_argument("--layers", type=int, help="default: the model's")
-    model.add_argument(
-        "--kv-bytes-per-token",
-        type=float,
-        metavar="BYTES",
-        help="over all layers, rounded to whole words per layer; default: the model's",
-    )
-    model.add_argument("--block-size", type=int, default=64, help="tokens per Full Block")
-    model.add_argument("--vocab-size", type=int, default=32000)
-    model.add_argument(
-        "--max-model-len", type=int, metavar="TOKENS", help="default: the model's context"
-    )
-    model.add_argument(
-        "--verify",
-        choices=("auto", "full", "sampled", "checksum"),
-        default="auto",
-        help="compare every byte of arriving KV, a word of every token and layer, or only storage "
-        "checksums; auto: every byte of blocks up to 1 MiB",
-    )
-
-
-def _add_router_arguments(parser: argparse.ArgumentParser) -> None:
-    router = parser.add_argument_group("router")
-    router.add_argument("--alpha-tokens", type=int, help="alpha of Algorithm 1; default: derived")
-    router.add_argument("--beta-tokens", type=int, help="beta of Algorithm 1; default: derived")
-    router.add_argument(
-        "--event-log", default="", metavar="FILE", help="record the scheduler's decisions"
-    )
-    router.add_argument(
-        "--otlp-traces-endpoint",
-        default="",
-        metavar="URL",
-        help="OpenTelemetry collector that gets a trace of every request",
-    )
+    add_parts(parser, (*_ENGINE_PARTS, *_ROUTER_PARTS))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -162,3 +93,85 @@ def run(args: argparse.Namespace) -> int:
 
         asyncio.run(run_engine(engine_settings))
     return 0
+
+
+def layers(args: argparse.Namespace) -> Configuration:
+    """Return what flags, environment and file say; raises ``ConfigError``."""
+    if args.role == ROUTER:
+        return configuration(args, _ROUTER_PARTS)
+    name = f"{args.role}-{os.getpid()}"
+    return configuration(
+        args,
+        _ENGINE_PARTS,
+        [
+            Given(ENGINE, "role", Role(args.role), Origin.FLAG, "ROLE"),
+            Given(ENGINE, "engine_id", name, Origin.DEFAULT, ""),
+        ],
+    )
+
+
+def checked_layers(args: argparse.Namespace) -> Configuration:
+    """Return the same after the settings were made of them."""
+    if args.role == ROUTER:
+        router_settings(args)
+    else:
+        emulated_settings(args)
+    return layers(args)
+
+
+def http_address(args: argparse.Namespace) -> tuple[str, int]:
+    """Return host and port of the HTTP server; raises ``ConfigError``."""
+    from dualpath.laboratory.emulated.settings import EmulatedOptions
+
+    options = layers(args).settings(EMULATED, EmulatedOptions)
+    return options.host, options.port
+
+
+def router_settings(args: argparse.Namespace) -> "RouterSettings":
+    """Return the router's settings; raises ``ConfigError``."""
+    from dualpath.router.settings import RouterSettings
+
+    return layers(args).settings(ROUTER, RouterSettings)
+
+
+def emulated_settings(args: argparse.Namespace) -> "EmulatedSettings":
+    """Return an engine's settings; raises ``ConfigError``."""
+    from dualpath.engine.settings import EngineSettings
+    from dualpath.laboratory.emulated.settings import EmulatedOptions, EmulatedSettings
+    from dualpath.model.catalog.costs import single_engine_costs
+
+    found = layers(args)
+    engine = found.settings(ENGINE, EngineSettings)
+    options = found.settings(EMULATED, EmulatedOptions)
+    if not options.model:
+        raise ConfigError(
+            f"--model is missing; a {args.role} engine needs it, as a flag, as "
+            "DUALPATH_EMULATED_MODEL or as model in [emulated] of a --config file"
+        )
+    costs = single_engine_costs(options.model, options.gpu)
+    context_limit = options.max_model_len or costs.context_limit_tokens
+    bounds = {} if context_limit is None else {"max_model_len": context_limit}
+    return EmulatedSettings(
+        engine=engine,
+        geometry=_geometry(options, costs),
+        costs=costs,
+        host=options.host,
+        port=options.port,
+        speedup=options.speedup,
+        hbm_bytes=options.hbm_bytes,
+        batch_cap_tokens=options.batch_cap_tokens,
+        verify=options.verify,
+        vocab_size=options.vocab_size,
+        **bounds,
+    )
+
+
+def _geometry(options: "EmulatedOptions", costs: "ModelCosts") -> "BlockGeometry":
+    from dualpath.laboratory.emulated.settings import block_geometry
+
+    layers, kv_bytes = options.layers, options.kv_bytes_per_token
+    return block_geometry(
+        costs.layers if layers is None else layers,
+        options.block_tokens,
+        costs.kv_bytes_per_token if kv_bytes is None else kv_bytes,
+    )

@@ -2,26 +2,31 @@
 
 import argparse
 import signal
-import sys
 from typing import TYPE_CHECKING
 
-from dualpath.cli.lab_arguments import add_lab_arguments, bench_lab, lab_settings
-from dualpath.cli.lab_bench import add_bench_parser, run_bench
-from dualpath.cli.lab_run import add_run_parser, run_run
+from dualpath.cli.lab_experiments import (
+    add_bench_parser,
+    add_run_parser,
+    run_experiment,
+    say,
+)
+from dualpath.cli.settings import LAB, Part, add_parts, add_settings, configuration, flag_settings
 from dualpath.cli.tables import FORMATS, JSON, TEXT
+from dualpath.laboratory.lab.settings import LabSettings
 from dualpath.report.model import Notes, Report, Table
 
 if TYPE_CHECKING:
     from dualpath.laboratory.lab.cluster import LabState
-    from dualpath.laboratory.lab.settings import LabSettings
+
+PARTS = (Part(LAB),)
 
 _DESCRIPTION = """A cluster on this machine: network namespaces whose compute NICs share a switch,
 every link shaped to its rate with a lane for inference and one for KV, and storage whose reads are
 throttled per node. `run` and `bench` make a lab of their own and remove it again."""
 _EPILOG = """\
-dualpath lab up --nodes 1P2D --cnic-gbit-per-s 1 --snic-mb-per-s 50
+dualpath lab up --nodes 1P2D --cnic-bytes-per-s 1Gbit --snic-bytes-per-s 50MB
 dualpath lab down
-dualpath lab run --nodes 1P2D --modes basic,dualpath,oracle
+dualpath lab run --nodes 1P2D --mode basic,dualpath,oracle
 """
 
 
@@ -38,7 +43,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     up = actions.add_parser("up", help="make a lab", description="Make a lab and say how.")
     status = actions.add_parser(
-        "status", help="say how the links of a lab are shaped", description="Report on a lab."
+        "status",
+        help="say how the links of a lab are shaped",
+        description="Report on a lab.",
     )
     down = actions.add_parser(
         "down",
@@ -46,12 +53,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Remove everything of a lab, also what a crash has left, and kill processes on "
         "its nodes.",
     )
-    add_lab_arguments(up)
     up.add_argument("--dry-run", action="store_true", help="print the steps and exit")
-    for action in (status, down):
-        action.add_argument("--name", metavar="NAME", help="of the lab; without it: lab")
     for action in (up, status):
         action.add_argument("--format", choices=FORMATS, default=TEXT, help="what it prints")
+    add_parts(up, PARTS)
+    for action in (status, down):
+        add_settings(action, LabSettings, only=("name",))
     add_run_parser(actions)
     add_bench_parser(actions)
 
@@ -63,26 +70,23 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: settings no lab can have, a lab of that name where there is one already, or
             none where there should be, a step that the kernel refuses.
     """
-    if args.action == "run":
-        return run_run(args, bench_lab(args))
-    if args.action == "bench":
-        return run_bench(args)
+    if args.action in ("run", "bench"):
+        return run_experiment(args)
 
     from dualpath.laboratory.lab.cluster import lab_down, lab_status
-    from dualpath.laboratory.lab.settings import load_settings
 
     if args.action == "up":
-        return _up(lab_settings(args), args)
-    name = load_settings("", {"name": args.name} if args.name is not None else {}).name
+        return _up(configuration(args, PARTS).settings(LAB, LabSettings), args)
+    name = flag_settings(args, LabSettings).name
     if args.action == "status":
         _print(lab_status(name), args.format)
         return 0
     removed = lab_down(name)
-    _say(f"lab {name!r} removed: {removed or 'nothing was there'}")
+    say(f"lab {name!r} removed: {removed or 'nothing was there'}")
     return 0
 
 
-def _up(settings: "LabSettings", args: argparse.Namespace) -> int:
+def _up(settings: LabSettings, args: argparse.Namespace) -> int:
     from dualpath.laboratory.lab.cluster import lab_up
     from dualpath.laboratory.lab.machine import find_machine
     from dualpath.laboratory.lab.runner import describe
@@ -121,7 +125,7 @@ def _print(state: "LabState", form: str) -> None:
     from dualpath.report.text import print_report
 
     head = (
-        f"lab {settings.name}: {settings.shape}, shaping {machine.shaping.value}",
+        f"lab {settings.name}: {settings.nodes}, shaping {machine.shaping.value}",
         f"storage {storage_url(state)}",
     )
     nodes = tuple((node.name, node.address) for node in lab_nodes(state))
@@ -139,10 +143,6 @@ def _print(state: "LabState", form: str) -> None:
 
 def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e6:,.0f} MB/s = {bytes_per_s * 8 / 1e9:g} Gbit/s"
-
-
-def _say(text: str) -> None:
-    print(f"dualpath: {text}", file=sys.stderr, flush=True)
 
 
 def _interrupt(signal_number: int, frame: object) -> None:

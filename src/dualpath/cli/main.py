@@ -61,12 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Nothing to run: argparse prints the help or names the unknown subcommand.
             _overview_parser().parse_args(arguments or ["--help"])
             return EXIT_WRONG_INPUT
-        module = importlib.import_module(f"dualpath.cli.{chosen}")
-        return _run(module, arguments)
+        return _run(importlib.import_module(f"dualpath.cli.{chosen}"), arguments)
     except DualPathError as error:
-        # One line, whatever the message was wrapped like.
-        print(f"dualpath: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_WRONG_INPUT
+        return _refuse(str(error))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception:
@@ -83,8 +80,30 @@ def _chosen_subcommand(arguments: Sequence[str]) -> str | None:
 def _run(module: ModuleType, arguments: Sequence[str]) -> int:
     parser = _base_parser()
     module.add_parser(parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND"))
-    exit_code: int = module.run(parser.parse_args(arguments))
+    args = parser.parse_args(arguments)
+    try:
+        exit_code: int = module.run(args)
+    except DualPathError as error:
+        return _refuse(error.spelled(_flags(parser)))
     return exit_code
+
+
+def _flags(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Return how the settings of a command, and of its subcommands, are typed."""
+    found: dict[str, str] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                found |= _flags(child)
+        elif action.option_strings:
+            found[action.dest] = action.option_strings[0]
+    return found
+
+
+def _refuse(message: str) -> int:
+    # One line, whatever the message was wrapped like.
+    print(f"dualpath: {' '.join(message.split())}", file=sys.stderr)
+    return EXIT_WRONG_INPUT
 
 
 def _overview_parser() -> argparse.ArgumentParser:

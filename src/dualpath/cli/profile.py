@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from dualpath.core.errors import ConfigError
 from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT
-from dualpath.ops.launch.settings import MIB
 from dualpath.report.files import require_writable
 from dualpath.vllm.profile_settings import ProfileSettings
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from dualpath.model.catalog.cost_fit import Profile
     from dualpath.vllm.measurement import Measurement
 
+MIB = 1 << 20
 _DEFAULTS = ProfileSettings(model="")
 #: A worse fit is told as a warning: something else kept the machine busy, or the form is wrong.
 _DOUBTFUL_ERROR = 0.15

@@ -3,22 +3,21 @@
 import argparse
 import signal
 
-from dualpath.cli.configuration import (
+from dualpath.cli.settings import (
     CLUSTER,
     ENDPOINT,
     ENGINE,
     ROUTER,
     Configuration,
-    Flag,
+    Part,
+    add_parts,
     configuration,
-    from_arguments,
-    make_configurable,
-    scaled,
 )
-from dualpath.cli.nixl_arguments import add_nixl_arguments, nixl_engine_config
+from dualpath.core.configuration import Given, Origin
 from dualpath.core.errors import ConfigError
-from dualpath.core.modes import Mode
-from dualpath.ops.launch.settings import MIB, LocalClusterSettings
+from dualpath.ops.launch.settings import LocalClusterSettings
+
+PARTS = (Part(CLUSTER, positional=("model",)),)
 
 #: Works with every build; the `vllm` command does not find itself in the CPU build.
 ENGINE_MODULE = "vllm.entrypoints.openai.api_server"
@@ -38,104 +37,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    make_configurable(parser)
-    parser.add_argument("model", nargs="?", help="directory or name of the model; required")
-    add_cluster_arguments(parser)
-    parser.add_argument("--port", type=int, default=8000, help="of the endpoint; 0: any free port")
-    parser.add_argument(
-        "--event-log",
-        default="",
-        metavar="FILE",
-        help="record what the scheduler is told and what it decides; replaces the file",
-    )
-    parser.add_argument(
-        "--api-key",
-        nargs="+",
-        default=[],
-        metavar="KEY",
-        help="what clients have to show, as vLLM has it; default: VLLM_API_KEY of the environment",
-    )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and exit")
-    parser.add_argument(
-        "--vllm-args",
-        nargs=argparse.REMAINDER,
-        default=[],
-        metavar="...",
-        help="everything that follows goes to the router's front end and every engine",
-    )
-
-
-def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that describe a cluster; `dualpath demo` shares some."""
-    parser.add_argument("--prefill", type=int, default=1, metavar="P", help="prefill engines")
-    parser.add_argument("--decode", type=int, default=1, metavar="D", help="decode engines")
-    parser.add_argument(
-        "--storage", metavar="PATH", help="directory of the external KV storage; required"
-    )
-    parser.add_argument(
-        "--mode", choices=[mode.value for mode in Mode], default=Mode.DUALPATH.value
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="where clients connect")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--max-model-len", type=int, metavar="TOKENS")
-    parser.add_argument("--block-size", type=int, default=64, help="tokens per Full Block")
-    parser.add_argument("--hbm-mib", type=int, default=512, help="KV memory of an engine")
-    parser.add_argument("--buffer-mib", type=int, default=1024, help="PE or DE buffer of an engine")
-    parser.add_argument(
-        "--layer-buffers", type=int, default=2, help="layers of KV in a PE's memory, 0: all"
-    )
-    parser.add_argument(
-        "--snic-mb-per-s",
-        type=float,
-        default=0.0,
-        help="throttle every engine's storage reads to emulate a storage NIC, 0: not at all",
-    )
-    parser.add_argument("--compute-quota-s", type=float, default=0.3, help="0: no quota")
-    add_nixl_arguments(parser)
-    parser.add_argument("--alpha-tokens", type=int, help="alpha of Algorithm 1; default: derived")
-    parser.add_argument("--beta-tokens", type=int, help="beta of Algorithm 1; default: no limit")
-    parser.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME")
-    parser.add_argument("--log-dir", default="", help="keep logs here; default: a temporary folder")
-    parser.add_argument(
-        "--trace-out", default="", metavar="DIR", help="write Chrome traces of the engines here"
-    )
-
-
-_FLAGS = (
-    Flag("model", CLUSTER, "model", positional=True),
-    Flag("storage", CLUSTER, "storage"),
-    Flag("prefill", CLUSTER, "prefill"),
-    Flag("decode", CLUSTER, "decode"),
-    Flag("mode", CLUSTER, "mode"),
-    Flag("host", CLUSTER, "host"),
-    Flag("port", CLUSTER, "port"),
-    Flag("dtype", CLUSTER, "dtype"),
-    Flag("max_model_len", CLUSTER, "max_model_len"),
-    Flag("block_size", CLUSTER, "block_tokens"),
-    Flag("hbm_mib", CLUSTER, "hbm_bytes", scaled(MIB)),
-    Flag("buffer_mib", CLUSTER, "buffer_bytes", scaled(MIB)),
-    Flag("layer_buffers", CLUSTER, "layer_buffers"),
-    Flag("snic_mb_per_s", CLUSTER, "snic_bytes_per_s", scaled(1e6)),
-    Flag("compute_quota_s", CLUSTER, "compute_quota_s"),
-    Flag("alpha_tokens", CLUSTER, "alpha_tokens"),
-    Flag("beta_tokens", CLUSTER, "beta_tokens"),
-    Flag("served_model_name", CLUSTER, "served_model_names"),
-    Flag("trace_out", CLUSTER, "trace_dir"),
-    Flag("event_log", CLUSTER, "router_args", lambda f: ("--event-log", f) if f else ()),
-    Flag("log_dir", CLUSTER, "log_dir"),
-    Flag("api_key", CLUSTER, "api_keys"),
-    Flag("vllm_args", CLUSTER, "vllm_args"),
-)
+    add_parts(parser, PARTS)
 
 
 def layers(args: argparse.Namespace) -> Configuration:
     """Return what flags, environment and file say; raises ``ConfigError``."""
-    config = nixl_engine_config(args)
-    nixl = from_arguments(
-        args, ("kv_ports", "nixl_engine_config"), CLUSTER, "nixl_engine_config", config
-    )
-    file = from_arguments(args, ("config",), CLUSTER, "config_file", args.config or "")
-    return configuration(args, _FLAGS, (nixl, file))
+    origin = Origin.FLAG if args.config else Origin.DEFAULT
+    file = Given(CLUSTER, "config_file", args.config or "", origin, "--config")
+    return configuration(args, PARTS, [file])
 
 
 def checked_layers(args: argparse.Namespace) -> Configuration:

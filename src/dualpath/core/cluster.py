@@ -1,8 +1,16 @@
 """Engines, roles and the shape of a cluster (§2.3, §4.2)."""
 
 import enum
+import re
+from typing import Annotated
 
 import msgspec
+
+from dualpath.core.errors import ConfigError
+from dualpath.core.settings import Setting, Settings
+
+#: More nodes are a typing error, not a cluster.
+MOST_NODES = 100_000
 
 
 class Role(enum.StrEnum):
@@ -26,3 +34,50 @@ class ClusterShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cnic_bytes_per_s: float
     snic_ratio: float
     dram_bytes_per_s: float
+
+
+def parse_nodes(text: str, most: int = MOST_NODES) -> tuple[int, int]:
+    """Return prefill and decode nodes of ``"2P4D"``, each at least 1.
+
+    Raises ``ConfigError`` for anything else, and for more than ``most`` nodes together.
+    """
+    match = re.fullmatch(r"(\d{1,6})[Pp](\d{1,6})[Dd]", text.strip())
+    nodes = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not all(nodes):
+        raise ConfigError(
+            f"{{nodes}} is {text!r}; it must be at least one prefill and one decode node, "
+            "like 1P2D; correct it"
+        )
+    if sum(nodes) > most:
+        raise ConfigError(
+            f"{{nodes}} is {text}, {sum(nodes)} nodes; it must be at most {most}; take fewer"
+        )
+    return nodes
+
+
+def nodes_text(prefill: int, decode: int) -> str:
+    """Return the nodes as the paper writes them, such as ``1P2D``."""
+    return f"{prefill}P{decode}D"
+
+
+class NodesSettings(Settings, frozen=True, kw_only=True):
+    """Base of settings of a cluster: how many prefill and decode nodes it has."""
+
+    nodes: Annotated[str, Setting("prefill and decode nodes, such as 1P2D", metavar="xPyD")] = (
+        "1P1D"
+    )
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for nodes that no cluster has."""
+        super().check()
+        parse_nodes(self.nodes)
+
+    @property
+    def prefill(self) -> int:
+        """Prefill nodes."""
+        return parse_nodes(self.nodes)[0]
+
+    @property
+    def decode(self) -> int:
+        """Decode nodes."""
+        return parse_nodes(self.nodes)[1]

@@ -1,23 +1,22 @@
-"""One schema for settings from flags, environment and file, and where each value came from.
+"""Settings from flags, environment and file, and where each value came from.
 
-A schema maps sections to ``msgspec.Struct``s.  A key has the same name everywhere: ``mode`` of
-section ``router`` is ``mode`` under ``[router]`` in a file and ``DUALPATH_ROUTER_MODE`` in the
-environment.  Later layers win: default, file, environment, flag.
+A schema maps sections to ``Settings`` structs (``core.settings``).  A key has the same name
+everywhere: ``mode`` of section ``router`` is ``--mode``, ``mode`` under ``[router]`` in a file and
+``DUALPATH_ROUTER_MODE`` in the environment.  Later layers win: default, file, environment, flag.
 """
 
-import difflib
 import enum
-import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
 from dualpath.core.errors import ConfigError
+from dualpath.core.settings import Declared, Settings, declared, is_secret, nearest
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=Settings)
 
-Schema = Mapping[str, type[msgspec.Struct]]
+Schema = Mapping[str, type[Settings]]
 
 PREFIX = "DUALPATH_"
 
@@ -26,8 +25,6 @@ OTHER_VARIABLES = frozenset(
     {"DUALPATH_CACHE", "DUALPATH_CLUSTER_SECRET", "DUALPATH_DATA", "DUALPATH_ENGINE_API_KEY"}
 )
 
-#: A key with one of these words in its name is never printed.
-SECRET_WORDS = frozenset({"secret", "key", "keys", "password"})
 HIDDEN = "(hidden)"
 
 
@@ -54,15 +51,12 @@ class Given(msgspec.Struct, frozen=True):
         """The value as people may see it."""
         if is_secret(self.key) and self.value not in (None, "", ()):
             return HIDDEN
-        return self.value if isinstance(self.value, str) else _text(self.value)
+        if isinstance(self.value, str):
+            return self.value
+        return "" if self.value is None else msgspec.json.encode(self.value).decode()
 
 
 Layers = Mapping[tuple[str, str], Given]
-
-
-def is_secret(name: str) -> bool:
-    """Whether a key or variable of this name is kept from all output."""
-    return not SECRET_WORDS.isdisjoint(name.lower().split("_"))
 
 
 def variable(section: str, key: str) -> str:
@@ -78,16 +72,15 @@ def from_tables(schema: Schema, tables: Mapping[str, Any], file: str) -> list[Gi
     found = []
     for section, table in tables.items():
         if section not in schema:
-            raise ConfigError(f"{file}: unknown section [{section}]; {_nearest(section, schema)}")
+            raise ConfigError(f"{file}: unknown section [{section}]; {nearest(section, schema)}")
         if not isinstance(table, Mapping):
             raise ConfigError(f"{file}: {section} must be a section; write [{section}] above it")
-        types = _types(schema[section])
+        keys = _by_name(schema[section])
         for key, value in table.items():
             place = f"{file} [{section}] {key}"
-            if key not in types:
-                raise ConfigError(f"{place}: unknown key; {_nearest(key, types)}")
-            converted = _convert(value, types[key], key, place)
-            found.append(Given(section, key, converted, Origin.FILE, place))
+            if key not in keys:
+                raise ConfigError(f"{place}: unknown key; {nearest(key, keys)}")
+            found.append(_given(section, keys[key], value, Origin.FILE, place))
     return found
 
 
@@ -96,28 +89,32 @@ def from_environment(
 ) -> list[Given]:
     """Return what variables say; raises ``ConfigError`` for unknown ones and wrong values.
 
-    ``others`` are variables with our prefix that are no setting.  Lists and tables are JSON.
+    ``others`` are variables with our prefix that are no setting.
     """
-    known = {variable(s, key): (s, key) for s, kind in schema.items() for key in _types(kind)}
     found = []
     for name in sorted(environment):
         if not name.startswith(PREFIX) or name in others:
             continue
-        if name not in known:
+        # Only sections that a variable may belong to are looked at: each is an import.
+        sections = [section for section in schema if name.startswith(variable(section, ""))]
+        keys = {variable(s, f.name): (s, f) for s in sections for f in declared(schema[s])}
+        if name not in keys:
+            known = keys or {variable(s, f.name) for s in schema for f in declared(schema[s])}
             raise ConfigError(
-                f"{name} in the environment is unknown; {_nearest(name, (*known, *others))}; "
+                f"{name} in the environment is unknown; {nearest(name, (*known, *others))}; "
                 "unset or correct it"
             )
-        section, key = known[name]
-        value = _parse(environment[name], _types(schema[section])[key], key, name)
-        found.append(Given(section, key, value, Origin.ENVIRONMENT, name))
+        section, field = keys[name]
+        found.append(_given(section, field, environment[name], Origin.ENVIRONMENT, name))
     return found
 
 
-def checked_flag(schema: Schema, section: str, key: str, value: object, place: str) -> Given:
-    """Return a flag's value in the type of its key; raises ``ConfigError``."""
-    kind = _types(schema[section])[key]
-    return Given(section, key, _convert(value, kind, key, place), Origin.FLAG, place)
+def from_flag(section: str, field: Declared, text: object, place: str) -> Given:
+    """Return what a flag says, which is a text or, for what takes the rest, a list of them.
+
+    Raises ``ConfigError``.
+    """
+    return _given(section, field, text, Origin.FLAG, place)
 
 
 def layered(*layers: Iterable[Given]) -> dict[tuple[str, str], Given]:
@@ -126,84 +123,48 @@ def layered(*layers: Iterable[Given]) -> dict[tuple[str, str], Given]:
 
 
 def build(kind: type[T], section: str, layers: Layers, flags: Mapping[str, str]) -> T:
-    """Return a section's settings, checked by their own class.
+    """Return a section's settings.
 
-    ``flags`` names the flag of a key for messages.  Raises ``ConfigError`` that names the key that
-    is missing, or where a wrong value came from.
+    ``flags`` says how a key is typed in this command.  Raises ``ConfigError`` that names the key
+    that is missing, or what is wrong, each as the user wrote it or could write it.
     """
     given = {key: value for (owner, key), value in layers.items() if owner == section}
-    for field in msgspec.structs.fields(kind):
+    for field in declared(kind):
         if field.required and field.name not in given:
-            first = flags.get(field.name)
+            named = flags.get(field.name) or f"{field.name} of [{section}]"
             raise ConfigError(
-                f"{first or f'{field.name} of [{section}]'} is missing; give it, or set "
-                f"{variable(section, field.name)} or {field.name} in [{section}] of a --config file"
+                f"{named} is missing; give it, or set {variable(section, field.name)} or "
+                f"{field.name} in [{section}] of a --config file"
             )
+    places = {key: value.place for key, value in given.items() if value.place}
     try:
-        settings = kind(**{key: value.value for key, value in given.items()})
-        check = getattr(settings, "checked", None)
-        return settings if check is None else check()
+        return kind(**{key: value.value for key, value in given.items()})
     except ConfigError as error:
-        raise ConfigError(_with_place(str(error), given)) from error
+        raise ConfigError(error.spelled({**flags, **places})) from error
 
 
-def effective(kind: type[msgspec.Struct], section: str, layers: Layers) -> list[Given]:
+def effective(kind: type[Settings], section: str, layers: Layers) -> list[Given]:
     """Return every key of a section with its value and origin; a missing one has value None."""
     rows = []
-    for field in msgspec.structs.fields(kind):
+    for field in declared(kind):
         known = layers.get((section, field.name))
         if known is None:
-            value = None if field.required else _default(field)
+            value = None if field.required else field.default
             place = "required, not set" if field.required else ""
             known = Given(section, field.name, value, Origin.DEFAULT, place)
         rows.append(known)
     return rows
 
 
-def _types(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    return {field.name: field.type for field in msgspec.structs.fields(kind)}
+def _by_name(kind: type[Settings]) -> dict[str, Declared]:
+    return {field.name: field for field in declared(kind)}
 
 
-def _default(field: msgspec.structs.FieldInfo) -> Any:  # noqa: ANN401 - of any type
-    if field.default_factory is not msgspec.NODEFAULT:
-        return field.default_factory()
-    return field.default
-
-
-def _convert(value: object, kind: Any, key: str, place: str) -> Any:  # noqa: ANN401 - any type
+def _given(section: str, field: Declared, value: object, origin: Origin, place: str) -> Given:
+    """Return a value in the field's type; raises ``ConfigError`` that names the place."""
+    written = origin is not Origin.FILE and isinstance(value, str)
     try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise _wrong(value, key, place, error) from error
-
-
-def _parse(text: str, kind: Any, key: str, place: str) -> Any:  # noqa: ANN401 - of any type
-    """Return the value that a variable's text means: JSON where a list or table is wanted."""
-    try:
-        if kind is not str and text[:1] in ("[", "{"):
-            return msgspec.json.decode(text, type=kind)
-        return msgspec.convert(text, kind, strict=False)
-    except msgspec.MsgspecError as error:
-        raise _wrong(text, key, place, error) from error
-
-
-def _wrong(value: object, key: str, place: str, error: Exception) -> ConfigError:
-    if is_secret(key):
-        return ConfigError(f"{place} has a wrong value; correct it")
-    return ConfigError(f"{place} is {value!r}: {error}; correct it")
-
-
-def _with_place(message: str, given: Mapping[str, Given]) -> str:
-    """Add to a message that begins with a key, or ends with its path, where its value is from."""
-    named = [value for key, value in given.items() if re.search(rf"^{key}\b|\$\.{key}\b", message)]
-    places = [value.place for value in named if value.origin is not Origin.DEFAULT]
-    return f"{message} ({', '.join(places)})" if places else message
-
-
-def _nearest(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
-
-
-def _text(value: object) -> str:
-    return "" if value is None else msgspec.json.encode(value).decode()
+        found = field.parse(str(value)) if written else field.convert(value)
+    except ConfigError as error:
+        raise ConfigError(error.spelled({field.name: place})) from error
+    return Given(section, field.name, found, origin, place)

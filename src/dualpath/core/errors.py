@@ -15,12 +15,27 @@
     └── IncompatibleError      two components disagree on version, model or layout
         └── EngineRefusedError     an engine may not join
 
-Every message names the value, the limit and the remedy.
+Every message names the value, the limit and the remedy.  In it ``{name}`` stands for a setting:
+who reports the error spells it as the user does, as a flag, a variable or a key of a file.
 """
+
+import re
+from collections.abc import Mapping
+
+_SETTING = re.compile(r"\{([a-z][a-z0-9_]*)\}")
 
 
 class DualPathError(Exception):
     """Base of everything dualpath raises on purpose."""
+
+    def __str__(self) -> str:
+        """Return the message, settings by their names."""
+        return self.spelled({})
+
+    def spelled(self, spellings: Mapping[str, str]) -> str:
+        """Return the message; ``spellings`` says how settings are written, by their names."""
+        text = super().__str__()
+        return _SETTING.sub(lambda found: spellings.get(found[1], found[1]), text)
 
 
 class ConfigError(DualPathError):

@@ -1,75 +1,124 @@
-"""Settings of an engine's traffic manager; the keys of ``kv_connector_extra_config``."""
+"""Settings of an engine's traffic manager; the keys of ``kv_connector_extra_config``.
 
-from typing import Any, Literal
+The annotated types are the declarations that a cluster on one machine shares with its engines.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.core.settings import Setting, Settings, declared, nearest
 from dualpath.transport.ucx_config import check_engine_config
 
 #: Measured with ``dualpath lab bench data-plane``: 4 do not keep the device busy.
 DEFAULT_PARALLEL_READS = 16
 
+Storage = Annotated[
+    str,
+    Setting(
+        "external KV storage: a path, file://PATH, s3://BUCKET/PREFIX or memory://NAME",
+        metavar="PATH",
+    ),
+]
+SecretFile = Annotated[
+    str,
+    Setting(
+        "holds the secret of router and engines; empty: DUALPATH_CLUSTER_SECRET of the "
+        "environment; without either both must be on one machine",
+        metavar="FILE",
+    ),
+]
+EngineMode = Annotated[Mode, Setting("how KV is loaded; must equal the router's")]
+BufferBytes = Annotated[int, Setting("PE or DE buffer of an engine (80 GB per node in §A.4)", ge=1)]
+LayerBuffers = Annotated[
+    int, Setting("layers of KV in a PE's HBM, 0 for all; must be 0 in mode basic", ge=0)
+]
+ComputeQuota = Annotated[
+    float, Setting("predicted attention time of a forward batch (§6.2), 0 for no bound", ge=0)
+]
+QuotaFlops = Annotated[
+    float, Setting("attention throughput behind the prediction, 0 for an assumed one", ge=0)
+]
+SnicRate = Annotated[
+    float,
+    Setting("throttle of an engine's storage reads, which emulates its NIC; 0 for none", ge=0),
+]
+NixlConfig = Annotated[
+    dict[str, str],
+    Setting(
+        "UCX settings of NIXL without UCX_, such as IB_SL=2, IB_TRAFFIC_CLASS=106 or "
+        "TCP_PORT_RANGE=20480-24575; a UCX_ variable in the environment wins over them",
+        metavar="KEY=VALUE,…",
+    ),
+]
 
-class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one engine is told at start; unknown keys are refused.
 
-    ``role`` prefill or decode; ``engine_id`` unique in the cluster; ``router`` control address
-    ``tcp://host:port``; ``api_url`` base URL of this engine's own HTTP server as the router
-    reaches it; ``storage`` a path or URL.  ``cluster_secret_file`` holds the secret that the router
-    asks for; empty: the environment's ``DUALPATH_CLUSTER_SECRET``; without either the router must
-    be on this machine.
+class EngineSettings(Settings, frozen=True, kw_only=True):
+    """Settings of one engine; ``nixl_engine_config`` carries the traffic class of KV (§A.1)."""
 
-    ``buffer_bytes`` size of the PE or DE buffer (80 GB per node in §A.4); ``staging_blocks``
-    slots that generated blocks pass through; ``layer_buffers`` layers of KV in the PE's HBM, 0
-    for all; ``compute_quota_s`` bound on a forward batch's attention time (§6.2), 0 for none;
-    ``snic_bytes_per_s`` throttles storage reads to emulate a storage NIC, 0 for none;
-    ``device_copies`` says who copies between an engine's own DRAM and HBM: NIXL (§5.2), CUDA, or
-    CUDA only where no RDMA NIC is up; without a GPU it is always NIXL.
-    ``ucx_tls`` and ``progress_delay_us`` tune NIXL (``transport.nixl``); ``nixl_engine_config``
-    are UCX settings of this engine's NIXL agent without the ``UCX_`` prefix, which carry the
-    traffic class of KV (§A.1): ``IB_SL``, ``IB_TRAFFIC_CLASS``, ``TCP_PORT_RANGE``.  A ``UCX_…``
-    environment variable wins over them.  ``trace_out`` is the path of a Chrome trace.
-    """
+    role: Annotated[Role, Setting("PE or DE")]
+    engine_id: Annotated[
+        str,
+        Setting("name, unique in the cluster; a new process with the same name replaces the old"),
+    ]
+    router: Annotated[
+        str, Setting("the router's control address tcp://host:port", metavar="TCP-ADDRESS")
+    ]
+    api_url: Annotated[
+        str,
+        Setting("base URL of this engine's HTTP server, as the router reaches it", metavar="URL"),
+    ]
+    storage: Storage
+    cluster_secret_file: SecretFile = ""
+    mode: EngineMode = Mode.DUALPATH
+    node: Annotated[
+        str, Setting("engines of one node share a storage NIC; empty: a node of its own")
+    ] = ""
+    group: Annotated[str, Setting("scheduling group, one role each; empty: one group per role")] = (
+        ""
+    )
+    buffer_bytes: BufferBytes = 1 << 30
+    staging_blocks: Annotated[
+        int, Setting("slots that generated blocks pass on their way to storage", ge=1)
+    ] = 32
+    layer_buffers: LayerBuffers = 2
+    compute_quota_s: ComputeQuota = 0.3
+    quota_flops_per_s: QuotaFlops = 0.0
+    snic_bytes_per_s: SnicRate = 0.0
+    parallel_reads: Annotated[int, Setting("blocks read from storage at a time", ge=1)] = (
+        DEFAULT_PARALLEL_READS
+    )
+    device_copies: Annotated[
+        Literal["auto", "nixl", "cuda"],
+        Setting(
+            "who copies between DRAM and HBM of one GPU engine (§5.2); auto: CUDA where no RDMA "
+            "NIC is up"
+        ),
+    ] = "auto"
+    ucx_tls: Annotated[
+        str,
+        Setting("UCX transports, such as tcp; UCX_TLS of the environment wins; empty: UCX chooses"),
+    ] = ""
+    progress_delay_us: Annotated[
+        int,
+        Setting("pause of UCX's progress thread; 0 spins a core and is right with RDMA only", ge=0),
+    ] = 1000
+    nixl_engine_config: NixlConfig = msgspec.field(default_factory=dict)
+    trace_out: Annotated[
+        str, Setting("Chrome trace, written at the end; empty: none", metavar="FILE")
+    ] = ""
 
-    role: Role
-    engine_id: str
-    router: str
-    api_url: str
-    storage: str
-    cluster_secret_file: str = ""
-    mode: Mode = Mode.DUALPATH
-    node: str = ""
-    group: str = ""
-    buffer_bytes: int = 1 << 30
-    staging_blocks: int = 32
-    layer_buffers: int = 2
-    compute_quota_s: float = 0.3
-    quota_flops_per_s: float = 0.0
-    snic_bytes_per_s: float = 0.0
-    parallel_reads: int = DEFAULT_PARALLEL_READS
-    device_copies: Literal["auto", "nixl", "cuda"] = "auto"
-    ucx_tls: str = ""
-    progress_delay_us: int = 1000
-    nixl_engine_config: dict[str, str] = {}
-    trace_out: str = ""
-
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         """Raise ``ConfigError`` for values no engine can run with."""
-        checks = (
-            ("buffer_bytes", self.buffer_bytes, 1),
-            ("staging_blocks", self.staging_blocks, 1),
-            ("layer_buffers", self.layer_buffers, 0),
-            ("compute_quota_s", self.compute_quota_s, 0),
-            ("snic_bytes_per_s", self.snic_bytes_per_s, 0),
-            ("parallel_reads", self.parallel_reads, 1),
-            ("progress_delay_us", self.progress_delay_us, 0),
-        )
-        for name, value, least in checks:
-            if value < least:
-                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        super().check()
+        if self.router and not _is_tcp_address(self.router):
+            raise ConfigError(f"{{router}} is {self.router!r}; use the form tcp://host:port")
         check_engine_config(self.nixl_engine_config)
 
     @property
@@ -83,6 +132,14 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return self.group or self.role.value
 
 
+def _is_tcp_address(address: str) -> bool:
+    try:
+        parts = urlsplit(address)
+        return parts.scheme == "tcp" and bool(parts.hostname) and parts.port is not None
+    except ValueError:  # a port that is no number
+        return False
+
+
 def parse_settings(values: dict[str, Any]) -> EngineSettings:
     """Build settings from a plain dictionary.
 
@@ -91,5 +148,15 @@ def parse_settings(values: dict[str, Any]) -> EngineSettings:
     try:
         return msgspec.convert(values, EngineSettings, strict=False)
     except msgspec.ValidationError as error:
-        known = ", ".join(field.name for field in msgspec.structs.fields(EngineSettings))
-        raise ConfigError(f"kv_connector_extra_config: {error}; known keys are {known}") from error
+        known = [field.name for field in declared(EngineSettings)]
+        hints = [f"{name}: {nearest(name, known)}" for name in values if name not in known]
+        hint = "; ".join(hints) or f"known keys are {', '.join(known)}"
+        raise ConfigError(f"kv_connector_extra_config: {error}; {hint}") from error
+
+
+def read_settings_file(path: str) -> dict[str, Any]:
+    """Return the sections of a TOML file; raises ``ConfigError`` if it cannot be read."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"settings file {path!r} cannot be read: {error}; correct it") from error

@@ -38,8 +38,8 @@ class LaneWeights(msgspec.Struct, frozen=True):
         """Raise ``ConfigError`` unless inference gets the larger share and KV at least 1 in 255."""
         if self.kv < 1 or not self.kv <= self.inference <= 254 * self.kv:
             raise ConfigError(
-                f"ratio {self.inference}:{self.kv} must be between 1:1 and 254:1, inference first; "
-                "the paper's is 99:1"
+                f"{{ratio}} {self.inference}:{self.kv} must be between 1:1 and 254:1, inference "
+                "first; the paper's is 99:1"
             )
 
     @property
@@ -92,7 +92,9 @@ def parse_weights(text: str) -> LaneWeights:
     """Return the weights of ``"99:1"``; raises ``ConfigError`` for anything else."""
     match = re.fullmatch(r"\s*(\d{1,4})\s*:\s*(\d{1,4})\s*", text)
     if not match:
-        raise ConfigError(f"ratio {text!r} must be two whole numbers like 99:1, inference first")
+        raise ConfigError(
+            f"{{ratio}} {text!r} must be two whole numbers like 99:1, inference first"
+        )
     return LaneWeights(int(match[1]), int(match[2]))
 
 

@@ -52,7 +52,7 @@ def warn_if_open(host: str, keys: ApiKeys) -> None:
     """Say that everybody who reaches ``host`` may use the models, if that is so."""
     if not (keys.asked_for or is_loopback(host)):
         logger.warning(
-            "the endpoint at %s serves everybody who reaches it; --api-key or %s asks for a key",
+            "the endpoint at %s serves everybody who reaches it; --api-keys or %s asks for a key",
             *(host, API_KEY_VARIABLE),
         )
 

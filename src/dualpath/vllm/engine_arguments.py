@@ -42,7 +42,7 @@ WORKER_CLASS = "dualpath.vllm.layerwise_worker.LayerwiseWorker"
 #: The only algorithm of vLLM whose keys all processes agree on (``core.blocks``).
 HASH_ALGORITHM = "sha256_cbor"
 
-#: The router's default ``--block-size``; engines and router must agree.
+#: The router's default ``--block-tokens``; engines and router must agree.
 BLOCK_TOKENS = 64
 #: How long an engine may take to write queued blocks when it is ended.
 SHUTDOWN_TIMEOUT_S = 5

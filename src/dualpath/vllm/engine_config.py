@@ -52,7 +52,7 @@ def parse_front_end_arguments(settings: FrontEndSettings) -> argparse.Namespace:
     parser = make_arg_parser(_Parser(prog="dualpath router"))
     parser.set_defaults(enable_prompt_tokens_details=True)
     try:
-        namespace = parser.parse_args([*arguments, *settings.vllm_arguments])
+        namespace = parser.parse_args([*arguments, *settings.vllm_args])
         if namespace.model_tag is not None:
             parser.error(f"unexpected {namespace.model_tag!r}; the model is {settings.model!r}")
         namespace.model = settings.model

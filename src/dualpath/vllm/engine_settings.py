@@ -11,8 +11,7 @@ from dualpath.core.configuration import (
     layered,
 )
 from dualpath.core.errors import ConfigError
-from dualpath.engine.settings import EngineSettings, parse_settings
-from dualpath.engine.settings_file import read_settings_file
+from dualpath.engine.settings import EngineSettings, parse_settings, read_settings_file
 
 SECTION = "engine"
 #: Key of ``kv_connector_extra_config`` that names a settings file; only ``[engine]`` of it counts.

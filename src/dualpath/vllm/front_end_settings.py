@@ -1,35 +1,37 @@
-"""What the router's HTTP front end is told; importing it does not import vLLM."""
+"""Settings of the router's HTTP front end; importing them does not import vLLM.
+
+The annotated types are the declarations that all commands share which start vLLM.
+"""
 
 from typing import Annotated
 
-import msgspec
+from dualpath.core.settings import Setting, Settings
 
-from dualpath.core.errors import ConfigError
+Model = Annotated[str, Setting("folder or name of the model")]
+Host = Annotated[str, Setting("address of the HTTP server")]
+Port = Annotated[int, Setting("of the HTTP server; 0: any free one", ge=0, le=65535)]
+ServedNames = Annotated[
+    tuple[str, ...], Setting("names that clients use; none: the model", metavar="NAME,…")
+]
+MaxModelLen = Annotated[
+    int | None, Setting("longest context in tokens; none: the model's own", ge=2, metavar="TOKENS")
+]
+Dtype = Annotated[str, Setting("of weights and KV, the same for router and engines")]
+BlockTokens = Annotated[int, Setting("size of a Full Block, the same for router and engines", ge=1)]
+VllmArgs = Annotated[
+    tuple[str, ...],
+    Setting("everything that follows goes to vLLM's server", metavar="...", rest=True),
+]
 
 
-class FrontEndSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of the OpenAI endpoint.
+class FrontEndSettings(Settings, frozen=True):
+    """Settings of the OpenAI endpoint; ``block_tokens`` is vLLM's ``--block-size``."""
 
-    ``model`` is a directory or model name whose configuration and tokenizer are read;
-    ``max_model_len`` tokens (None: the model's own); ``block_tokens`` tokens per Full Block and
-    therefore vLLM's ``--block-size``; ``port`` 0 takes any free one; ``vllm_arguments`` are
-    further arguments of vLLM's own server, verbatim.
-    """
-
-    model: str
-    host: str = "127.0.0.1"
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
-    served_model_names: tuple[str, ...] = ()
-    max_model_len: Annotated[int, msgspec.Meta(ge=2)] | None = None
-    dtype: str = "auto"
-    block_tokens: Annotated[int, msgspec.Meta(ge=1)] = 64
-    vllm_arguments: tuple[str, ...] = ()
-
-    def checked(self) -> "FrontEndSettings":
-        """Return these settings; raise ``ConfigError`` for one out of its range."""
-        try:
-            return msgspec.convert(msgspec.to_builtins(self), FrontEndSettings)
-        except msgspec.ValidationError as error:
-            raise ConfigError(
-                f"endpoint setting: {error}; choose a value inside the stated range"
-            ) from error
+    model: Model
+    host: Host = "127.0.0.1"
+    port: Port = 8000
+    served_model_names: ServedNames = ()
+    max_model_len: MaxModelLen = None
+    dtype: Dtype = "auto"
+    block_tokens: BlockTokens = 64
+    vllm_args: VllmArgs = ()

@@ -7,8 +7,8 @@ from dualpath.engine.membership import Membership, OpenTransport, ServedModel
 from dualpath.laboratory.emulated.hbm import EmulatedHbm
 from dualpath.laboratory.emulated.kv_bytes import KvFunction
 from dualpath.laboratory.emulated.prefix import Seeds
-from dualpath.laboratory.emulated.settings import EmulatedSettings
-from dualpath.laboratory.emulated.verification import CheckedAt, Verifier, Verify
+from dualpath.laboratory.emulated.settings import EmulatedSettings, Verify
+from dualpath.laboratory.emulated.verification import CheckedAt, Verifier
 
 log = logging.getLogger(__name__)
 

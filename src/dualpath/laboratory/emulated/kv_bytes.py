@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.emulated.prefix import Seeds, mixed
-
-WORD_BYTES = 8
+from dualpath.laboratory.emulated.settings import WORD_BYTES
 
 #: Bytes worked on at once: large enough for numpy, small enough for a core's cache and for an
 #: allocator that asks the kernel for anything larger.

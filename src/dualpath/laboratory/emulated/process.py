@@ -31,14 +31,13 @@ async def emulated_engine(
 
     Raises ``ConfigError`` (value, limit, remedy) if it cannot be started as asked.
     """
-    checked = settings.checked()
-    plane = await asyncio.to_thread(DataPlane, checked, open_transport)
-    prefills = checked.engine.role is Role.PREFILL
+    plane = await asyncio.to_thread(DataPlane, settings, open_transport)
+    prefills = settings.engine.role is Role.PREFILL
     engine: PrefillEngine | DecodeEngine = PrefillEngine(plane) if prefills else DecodeEngine(plane)
     try:
         app = EngineServer(plane, engine).app()
-        async with serving_app(app, checked.host, checked.port) as port:
-            api_url = checked.engine.api_url or f"http://{checked.host}:{port}"
+        async with serving_app(app, settings.host, settings.port) as port:
+            api_url = settings.engine.api_url or f"http://{settings.host}:{port}"
             engine.start()
             plane.membership.join(api_url)
             try:

@@ -1,58 +1,109 @@
 """Settings of one emulated engine and of its front door."""
 
-import msgspec
+import enum
+from typing import Annotated
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
+from dualpath.core.settings import Setting, Settings
 from dualpath.engine.settings import EngineSettings
-from dualpath.laboratory.emulated.kv_bytes import WORD_BYTES
-from dualpath.laboratory.emulated.verification import Verify
 from dualpath.model.sim.settings import ModelCosts
+from dualpath.vllm.front_end_settings import BlockTokens, Host, MaxModelLen, Port
 
 #: Names the bytes of ``kv_bytes``: engines that fill blocks otherwise must not share storage.
 LAYOUT = "emulated-1"
+#: KV of a token in a layer is a whole number of these.
+WORD_BYTES = 8
+#: Up to this size of a Full Block every byte is compared unless asked otherwise.
+FULLY_VERIFIED_BLOCK_BYTES = 1 << 20
 
 
-class EmulatedSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What an emulated engine is told; ``engine`` is what any engine is told.
+class Verify(enum.StrEnum):
+    """How much of arriving KV is compared; the storage's own checksums are always on."""
 
-    ``host`` and ``port`` of its HTTP server, port 0 takes any free one.  ``costs`` price its
-    computation, which runs ``speedup`` times as fast.  ``hbm_bytes`` of KV memory.
-    ``batch_cap_tokens`` bounds a forward pass in modes without compute quota.  ``verify`` None
-    chooses by block size.  Tokens lie between 0 and ``vocab_size``; prompt and answer have at
-    most ``max_model_len`` tokens.
+    FULL = "full"
+    """Every byte."""
+    SAMPLED = "sampled"
+    """One word of every token in every layer, which shows prefix and layer."""
+    CHECKSUM = "checksum"
+    """Nothing beyond the checksums of blocks read from storage."""
+
+    @staticmethod
+    def fitting(geometry: BlockGeometry) -> "Verify":
+        """Return full for small blocks and sampled for large ones."""
+        small = geometry.full_block_bytes <= FULLY_VERIFIED_BLOCK_BYTES
+        return Verify.FULL if small else Verify.SAMPLED
+
+
+CostsName = Annotated[
+    str,
+    Setting(
+        "catalog model, or measured costs of `dualpath profile`; its forward passes take these "
+        "times",
+        metavar="NAME|COSTS.toml",
+    ),
+]
+GpuName = Annotated[str, Setting("rates for a catalog model", metavar="NAME")]
+Layers = Annotated[int, Setting("layers of KV", ge=1)]
+Speedup = Annotated[float, Setting("computes that much faster", gt=0)]
+BatchCap = Annotated[int, Setting("tokens of a pass in modes without compute quota", ge=1)]
+_VERIFY = (
+    "compares every byte of arriving KV, a word of every token and layer, or only storage checksums"
+)
+VerifyChoice = Annotated[Verify, Setting(_VERIFY)]
+
+
+class EmulatedServer(Settings, frozen=True, kw_only=True):
+    """What an emulated engine has beside the settings of any engine."""
+
+    host: Host = "127.0.0.1"
+    port: Port = 0
+    speedup: Speedup = 1.0
+    hbm_bytes: Annotated[int, Setting("emulated HBM for KV", ge=1)] = 1 << 30
+    batch_cap_tokens: BatchCap = 1024
+    verify: Annotated[
+        Verify | None, Setting(f"{_VERIFY}; none: every byte of blocks up to 1 MiB")
+    ] = None
+    vocab_size: Annotated[
+        int, Setting("token ids lie between 0 and it; they have 32 bits", ge=2, le=1 << 32)
+    ] = 32000
+
+
+class EmulatedOptions(EmulatedServer, frozen=True, kw_only=True):
+    """What a user says of an emulated engine; costs and geometry are worked out from it."""
+
+    model: CostsName = ""
+    gpu: GpuName = "hopper"
+    layers: Annotated[int | None, Setting("layers of KV; none: the model's", ge=1)] = None
+    kv_bytes_per_token: Annotated[
+        float | None,
+        Setting("over all layers, rounded to whole words per layer; none: the model's", gt=0),
+    ] = None
+    block_tokens: BlockTokens = 64
+    max_model_len: MaxModelLen = None
+
+
+class EmulatedSettings(EmulatedServer, frozen=True, kw_only=True):
+    """What an emulated engine is made of; ``engine`` holds the settings of any engine.
+
+    ``costs`` price its computation.
     """
 
     engine: EngineSettings
     geometry: BlockGeometry
     costs: ModelCosts
-    host: str = "127.0.0.1"
-    port: int = 0
-    speedup: float = 1.0
-    hbm_bytes: int = 1 << 30
-    batch_cap_tokens: int = 1024
-    verify: Verify | None = None
-    vocab_size: int = 32000
-    max_model_len: int = 131072
+    max_model_len: Annotated[int, Setting("most tokens of prompt and answer", ge=2)] = 131072
 
-    def checked(self) -> "EmulatedSettings":
-        """Return self; raises ``ConfigError`` (value, limit, remedy) for what cannot work."""
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is {self.port}; it must be between 0 and 65535")
-        if not self.speedup > 0:
-            raise ConfigError(f"speedup is {self.speedup}; it must be above 0")
+    def check(self) -> None:
+        """Raise ``ConfigError`` (value, limit, remedy) for what cannot work."""
+        super().check()
         if self.batch_cap_tokens < self.geometry.block_tokens:
             raise ConfigError(
-                f"batch_cap_tokens is {self.batch_cap_tokens}; it must be at least the block size "
-                f"of {self.geometry.block_tokens}, since chunks end with a block"
+                f"{{batch_cap_tokens}} is {self.batch_cap_tokens}; it must be at least the block "
+                f"size of {self.geometry.block_tokens} ({{block_tokens}}), since chunks end with a "
+                "block"
             )
-        for name, least in (("vocab_size", 2), ("max_model_len", 2), ("hbm_bytes", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        if self.vocab_size > 1 << 32:
-            raise ConfigError(f"vocab_size is {self.vocab_size}; token ids have 32 bits")
-        return self
 
     @property
     def namespace(self) -> StoreNamespace:
@@ -72,29 +123,6 @@ class EmulatedSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         if engine.role is Role.DECODE or not engine.mode.layerwise:
             return layers
         return min(engine.layer_buffers, layers) or layers
-
-
-class EmulatedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a user says of an emulated engine; costs and geometry are worked out from it.
-
-    ``model`` a catalog model or a file of measured costs, ``gpu`` whose rates a catalog model has;
-    ``layers`` and ``kv_bytes_per_token`` (over all layers) None for the model's;
-    ``max_model_len`` tokens, None for the model's context.  The rest is ``EmulatedSettings``'.
-    """
-
-    model: str = ""
-    gpu: str = "hopper"
-    layers: int | None = None
-    kv_bytes_per_token: float | None = None
-    block_tokens: int = 64
-    host: str = "127.0.0.1"
-    port: int = 0
-    speedup: float = 1.0
-    hbm_bytes: int = 1 << 30
-    batch_cap_tokens: int = 1024
-    verify: Verify | None = None
-    vocab_size: int = 32000
-    max_model_len: int | None = None
 
 
 def block_geometry(layers: int, block_tokens: int, kv_bytes_per_token: float) -> BlockGeometry:

@@ -7,32 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dualpath.core.blocks import BlockGeometry
 from dualpath.engine.counters import Counter, Counters
 from dualpath.laboratory.emulated.kv_bytes import KvFunction, Words
 from dualpath.laboratory.emulated.prefix import Seeds
+from dualpath.laboratory.emulated.settings import Verify
 
 Flags = NDArray[np.bool_]
-
-#: Up to this size of a Full Block every byte is compared unless told otherwise.
-FULLY_VERIFIED_BLOCK_BYTES = 1 << 20
-
-
-class Verify(enum.StrEnum):
-    """How much of arriving KV is compared; the storage's own checksums are always on."""
-
-    FULL = "full"
-    """Every byte."""
-    SAMPLED = "sampled"
-    """One word of every token in every layer, which tells prefix and layer."""
-    CHECKSUM = "checksum"
-    """Nothing beyond the checksums of blocks read from storage."""
-
-    @staticmethod
-    def fitting(geometry: BlockGeometry) -> "Verify":
-        """Return full for small blocks and sampled for large ones."""
-        small = geometry.full_block_bytes <= FULLY_VERIFIED_BLOCK_BYTES
-        return Verify.FULL if small else Verify.SAMPLED
 
 
 class CheckedAt(enum.StrEnum):

@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from dualpath.core.modes import Mode
-from dualpath.laboratory.experiments.emulated_nodes import EmulatedNodes, simulated_setup
-from dualpath.laboratory.experiments.jct import JctSettings, agents_of, jobs_of, setting_lines
+from dualpath.laboratory.experiments.emulated_nodes import simulated_setup
+from dualpath.laboratory.experiments.jct import agents_of, jobs_of, setting_lines
 from dualpath.laboratory.experiments.jct_report import Job
 from dualpath.laboratory.experiments.report import ExperimentReport
 from dualpath.laboratory.experiments.run_lines import link_line, machine_lines, too_busy
+from dualpath.laboratory.experiments.settings import EmulatedNodes, JctSettings
 from dualpath.laboratory.experiments.workload import Window
 from dualpath.laboratory.lab.settings import LabSettings
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
@@ -59,13 +60,13 @@ def compare_with_simulator(
         for mode in job.runs:
             measured_s = job.jct_s(mode)
             assert measured_s is not None
-            predicted_s = predicted_jct_s(settings.nodes, job.lab, mode, job.agents)
+            predicted_s = predicted_jct_s(settings.emulated, job.lab, mode, job.agents)
             series["measured"].append(measured_s)
             series["simulated"].append(predicted_s)
             errors.append(predicted_s / measured_s - 1)
             rows.append(
                 (
-                    job.lab.shape,
+                    job.lab.nodes,
                     mode.value,
                     f"{measured_s:.2f}",
                     f"{predicted_s:.2f}",
@@ -100,4 +101,4 @@ def compare_with_simulator(
 def _panel(job: Job, series: Mapping[str, Sequence[float]]) -> Panel:
     modes = tuple(mode.value for mode in job.runs)
     bars = tuple(Series(name, modes, tuple(values)) for name, values in series.items())
-    return Panel(job.lab.shape, "grouped", "mode", "JCT (s)", bars)
+    return Panel(job.lab.nodes, "grouped", "mode", "JCT (s)", bars)

@@ -112,7 +112,7 @@ def _setting_lines(settings: DataPlaneSettings, busy: float, fio: bool) -> tuple
         f"by dualpath {settings.parallel_reads}"
         + ("" if fio else "; fio is not installed and left out"),
         f"moves: prompts of {settings.blocks} blocks, two layers under way, UCX_TLS={settings.tls}",
-        f"medians of {settings.rounds} rounds in turns, ratios within a round",
+        f"medians of {settings.repeat} rounds in turns, ratios within a round",
         f"{os.cpu_count()} cores, {busy:.0%} busy",
     )
 

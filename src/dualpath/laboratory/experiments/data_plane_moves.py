@@ -199,7 +199,7 @@ def _hits(settings: DataPlaneSettings, leg: Leg) -> int:
 def measure_moves(settings: DataPlaneSettings) -> dict[tuple[Leg, Mover], list[Rate]]:
     """Return the rates of every mover on every leg, one per round."""
     found: dict[tuple[Leg, Mover], list[Rate]] = {}
-    for _ in range(settings.rounds):
+    for _ in range(settings.repeat):
         for mover in Mover:
             with _pair(settings, mover) as ask:
                 for leg in Leg:

@@ -1,12 +1,15 @@
 """What the data-plane experiment is asked to do, and what its parts return."""
 
 import enum
+from typing import Annotated
 
 import msgspec
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.errors import ConfigError
+from dualpath.core.settings import Setting, Settings
 from dualpath.engine.settings import DEFAULT_PARALLEL_READS
+from dualpath.laboratory.experiments.settings import Repeat
 
 
 class Reader(enum.StrEnum):
@@ -39,7 +42,7 @@ class Leg(enum.StrEnum):
     """New blocks."""
 
 
-class DataPlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DataPlaneSettings(Settings, frozen=True, kw_only=True):
     """One data-plane experiment.
 
     Full Blocks of ``layers`` Layer Blocks of ``layer_block_bytes``; 42 KiB are DeepSeek's 64 tokens
@@ -47,47 +50,38 @@ class DataPlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     there, read cold, and removed: by the yardsticks ``read_batch_blocks`` at a time, by dualpath
     ``parallel_reads`` at a time.  ``blocks`` is the prompt, in Full Blocks, whose Layer Blocks are
     moved over ``tls``, for at least ``move_s`` seconds.  ``descriptor_counts`` are the pieces of
-    single transfers.  Readers and movers take turns in each of ``rounds``; reported are medians.
+    single transfers.  Readers and movers take turns ``repeat`` times; reported are medians.
 
     In a shell on a node of a lab (``dualpath lab run``) the same reads pass its throttle.
     """
 
-    storage: str
-    layers: int = 61
-    layer_block_bytes: int = 43008
-    stored_blocks: int = 200
-    read_batch_blocks: int = 16
-    parallel_reads: int = DEFAULT_PARALLEL_READS
-    blocks: int = 100
-    tls: str = "tcp"
-    move_s: float = 1.5
-    descriptor_counts: tuple[int, ...] = (1, 10, 100, 1000, 10000)
-    rounds: int = 3
+    storage: Annotated[str, Setting("directory on the disk to measure", metavar="DIR")]
+    layers: Annotated[int, Setting("Layer Blocks of a Full Block", ge=2)] = 61
+    layer_block_bytes: Annotated[int, Setting("of a Layer Block", ge=1)] = 43008
+    stored_blocks: Annotated[int, Setting("written, read cold, removed", ge=1)] = 200
+    read_batch_blocks: Annotated[int, Setting("read at a time by the yardsticks", ge=1)] = 16
+    parallel_reads: Annotated[int, Setting("read at a time by dualpath", ge=1)] = (
+        DEFAULT_PARALLEL_READS
+    )
+    blocks: Annotated[int, Setting("Full Blocks of the prompt that is moved", ge=2)] = 100
+    tls: Annotated[str, Setting("UCX transports")] = "tcp"
+    move_s: Annotated[float, Setting("moves last at least so long", gt=0)] = 1.5
+    descriptor_counts: Annotated[tuple[int, ...], Setting("pieces of single transfers", ge=1)] = (
+        1,
+        10,
+        100,
+        1000,
+        10000,
+    )
+    repeat: Repeat = 3
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         """Raise ``ConfigError`` for sizes nothing can be measured with."""
-        least = {
-            "layers": 2,
-            "layer_block_bytes": 1,
-            "stored_blocks": 1,
-            "read_batch_blocks": 1,
-            "parallel_reads": 1,
-            "blocks": 2,
-            "rounds": 1,
-        }
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}; it must be at least {smallest}"
-                )
+        super().check()
         if not self.storage:
-            raise ConfigError("storage is missing; give a directory on the disk to measure")
-        if not self.move_s > 0:
-            raise ConfigError(f"move_s is {self.move_s}; it must be above 0")
-        if not self.descriptor_counts or min(self.descriptor_counts) < 1:
-            raise ConfigError(
-                f"descriptor_counts are {self.descriptor_counts}; give at least one, each above 0"
-            )
+            raise ConfigError("{storage} is missing; give a directory on the disk to measure")
+        if not self.descriptor_counts:
+            raise ConfigError("{descriptor_counts} is empty; give at least one")
 
     @property
     def geometry(self) -> BlockGeometry:

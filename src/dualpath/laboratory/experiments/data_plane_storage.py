@@ -97,7 +97,7 @@ def measure_reads(settings: DataPlaneSettings) -> dict[Reader, list[Rate]]:
             readers = {Reader.NIXL: through_nixl, Reader.READ_QUEUE: through_queue}
             for read_all in readers.values():  # touches all memory
                 read_all()
-            for _ in range(settings.rounds):
+            for _ in range(settings.repeat):
                 if shutil.which("fio"):
                     found.setdefault(Reader.FIO, []).append(_fio(stored))
                 for reader, read_all in readers.items():

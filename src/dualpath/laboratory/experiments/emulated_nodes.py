@@ -6,9 +6,11 @@ from typing import TypeVar
 import msgspec
 
 from dualpath.core.cluster import Role
-from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.laboratory.emulated.settings import block_geometry
+from dualpath.core.settings import arguments
+from dualpath.engine.settings import EngineSettings
+from dualpath.laboratory.emulated.settings import EmulatedOptions
+from dualpath.laboratory.experiments.settings import EmulatedNodes
 from dualpath.laboratory.lab.cluster import LabState, lab_head, lab_nodes, link_reports
 from dualpath.laboratory.lab.machine import Node
 from dualpath.laboratory.lab.node_processes import NodeCommand, module_command
@@ -22,49 +24,11 @@ from dualpath.model.sim.settings import (
     PrefillCosts,
     Setup,
 )
+from dualpath.router.settings import RouterSettings
 
 CLI_MODULE = "dualpath.cli.main"
 ROUTER_PORT, CONTROL_PORT = 8000, 5700
-MIB = 1 << 20
 _Costs = TypeVar("_Costs", PrefillCosts, DecodeCosts)
-
-
-class EmulatedNodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The emulated engines of a lab, all alike; see ``emulated.settings``.
-
-    ``model`` names the costs, divided by ``speedup``.  ``layers`` and ``layer_block_bytes`` (of
-    ``block_tokens`` tokens) replace the model's: the default is a DeepSeek Layer Block of 42 KiB in
-    a few layers, so that blocks have their real size and prompts fit the links.
-    """
-
-    model: str = "qwen2.5-32b"
-    gpu: str = "hopper"
-    layers: int = 8
-    block_tokens: int = 64
-    layer_block_bytes: int = 42 << 10
-    speedup: float = 50.0
-    buffer_mib: int = 768
-    hbm_mib: int = 768
-    layer_buffers: int = 2
-    compute_quota_s: float = 0.3
-    batch_cap_tokens: int = 1024
-    verify: str = "sampled"
-    progress_delay_us: int = 5000
-
-    @property
-    def kv_bytes_per_token(self) -> float:
-        """KV of a token over all layers."""
-        return self.layers * self.layer_block_bytes / self.block_tokens
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` for blocks that are not a whole number of words per token."""
-        made = block_geometry(self.layers, self.block_tokens, self.kv_bytes_per_token)
-        if made.layer_block_bytes != self.layer_block_bytes:
-            raise ConfigError(
-                f"layer_block_bytes is {self.layer_block_bytes}, must be a multiple of "
-                f"{made.layer_block_bytes // self.block_tokens * self.block_tokens or 8} for "
-                f"{self.block_tokens} tokens; correct it"
-            )
 
 
 def simulated_setup(nodes: EmulatedNodes, lab: LabSettings, mode: Mode) -> Setup:
@@ -84,10 +48,10 @@ def simulated_setup(nodes: EmulatedNodes, lab: LabSettings, mode: Mode) -> Setup
         # Writes are not throttled in the lab.
         snic_write_bytes_per_s=100 * lab.snic_bytes_per_s,
         cnic_bytes_per_s=lab.cnic_bytes_per_s,
-        prefill_buffer_bytes=nodes.buffer_mib * MIB,
-        decode_buffer_bytes=nodes.buffer_mib * MIB,
-        prefill_hbm_bytes=nodes.hbm_mib * MIB,
-        decode_hbm_bytes=nodes.hbm_mib * MIB,
+        prefill_buffer_bytes=nodes.buffer_bytes,
+        decode_buffer_bytes=nodes.buffer_bytes,
+        prefill_hbm_bytes=nodes.hbm_bytes,
+        decode_hbm_bytes=nodes.hbm_bytes,
         layer_buffers=nodes.layer_buffers,
         compute_quota_s=nodes.compute_quota_s / nodes.speedup,
         batch_cap_tokens=nodes.batch_cap_tokens,
@@ -122,12 +86,15 @@ class EmulatedEngines:
         derived = limits(simulated_setup(self._nodes, state.settings, mode))
         head = lab_head(state)
         control = f"tcp://{head.address}:{CONTROL_PORT}"
-        router = [
-            *("emulate", "router", "--host", head.address, "--port", str(ROUTER_PORT)),
-            *("--control", control, "--mode", mode.value),
-            *("--alpha-tokens", str(derived.alpha_tokens)),
-            *("--beta-tokens", str(derived.beta_tokens)),
-        ]
+        options = EmulatedOptions(host=head.address, port=ROUTER_PORT)
+        settings = RouterSettings(
+            control_host=head.address,
+            control_port=CONTROL_PORT,
+            mode=mode,
+            alpha_tokens=derived.alpha_tokens,
+            beta_tokens=derived.beta_tokens,
+        )
+        router = ["emulate", "router", *arguments(options), *arguments(settings)]
         engines = [
             module_command(
                 node.name,
@@ -143,24 +110,36 @@ class EmulatedEngines:
 def _engine_arguments(
     nodes: EmulatedNodes, state: LabState, node: Node, mode: Mode, storage: str, control: str
 ) -> list[str]:
-    arguments = [
-        *("emulate", node_role(node).value, "--engine-id", node.name, "--node", node.name),
-        *("--host", node.address, "--control", control, "--storage", storage),
-        *("--mode", mode.value, "--model", nodes.model, "--gpu", nodes.gpu),
-        *("--layers", str(nodes.layers), "--block-size", str(nodes.block_tokens)),
-        *("--kv-bytes-per-token", f"{nodes.kv_bytes_per_token:.17g}"),
-        *("--speedup", f"{nodes.speedup:g}", "--verify", nodes.verify),
-        *("--buffer-mib", str(nodes.buffer_mib), "--hbm-mib", str(nodes.hbm_mib)),
-        *("--layer-buffers", str(nodes.layer_buffers)),
-        *("--compute-quota-s", f"{nodes.compute_quota_s:g}"),
-        *("--batch-cap-tokens", str(nodes.batch_cap_tokens)),
-        *("--progress-delay-us", str(nodes.progress_delay_us)),
+    throttled = any(link.link == "SNIC" and link.shaped for link in link_reports(state))
+    engine = EngineSettings(
+        role=node_role(node),
+        engine_id=node.name,
+        router=control,
+        api_url="",
+        storage=storage,
+        mode=mode,
+        node=node.name,
+        buffer_bytes=nodes.buffer_bytes,
+        layer_buffers=nodes.layer_buffers,
+        compute_quota_s=nodes.compute_quota_s,
+        snic_bytes_per_s=0.0 if throttled else state.settings.snic_bytes_per_s,
         # Shared memory would go past the links of the lab.
-        *("--ucx-tls", "tcp", "--kv-ports", state.settings.kv_ports),
-    ]
-    if not any(link.link == "SNIC" and link.shaped for link in link_reports(state)):
-        arguments += ["--snic-mb-per-s", f"{state.settings.snic_bytes_per_s / 1e6:g}"]
-    return arguments
+        ucx_tls="tcp",
+        nixl_engine_config={"TCP_PORT_RANGE": state.settings.kv_ports},
+    )
+    options = EmulatedOptions(
+        host=node.address,
+        model=nodes.model,
+        gpu=nodes.gpu,
+        layers=nodes.layers,
+        kv_bytes_per_token=nodes.kv_bytes_per_token,
+        block_tokens=nodes.block_tokens,
+        speedup=nodes.speedup,
+        hbm_bytes=nodes.hbm_bytes,
+        batch_cap_tokens=nodes.batch_cap_tokens,
+        verify=nodes.verify,
+    )
+    return ["emulate", *arguments(engine, positional=("role",)), *arguments(options)]
 
 
 def node_role(node: Node) -> Role:

@@ -55,7 +55,7 @@ def measure_isolation(
         checks: list[BulkChecked] = []
         for leg in settings.legs:
             with exchanges(settings, state, leg) as exchange:
-                for repetition in range(settings.repetitions):
+                for repetition in range(settings.repeat):
                     for case in Case:
                         if case is Case.ALONE:
                             beside = Beside(leg, case, repetition)

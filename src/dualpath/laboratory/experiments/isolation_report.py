@@ -139,7 +139,7 @@ def _setting_lines(
 ) -> tuple[str, ...]:
     busy = [run.busy for run in runs]
     return (
-        f"Lab of {settings.lab_settings.shape}, "
+        f"Lab of {settings.nodes}, "
         + "; ".join(
             f"{link.link} {link.bytes_per_s * 8 / 1e9:g} Gbit/s ({link.how})"
             for link in links
@@ -147,8 +147,8 @@ def _setting_lines(
         )
         + ". A lab: network namespaces on one machine, not a fabric.",
         f"Exchange: one message to each peer and back, TCP {settings.congestion_control}; a link "
-        f"carries {settings.load:.0%} of its rate in messages either way. {settings.repetitions} "
-        f"repetitions of at least {settings.rounds} rounds of each of {settings.nodes} nodes, "
+        f"carries {settings.load:.0%} of its rate in messages either way. {settings.repeat} "
+        f"repetitions of at least {settings.rounds} rounds of each of {settings.count} nodes, "
         "cases in alternation.",
         f"Bulk: NIXL WRITE over UCX tcp, {settings.blocks} Layer Blocks of "
         f"{settings.block_bytes} bytes per transfer, {settings.in_flight} transfers in flight "

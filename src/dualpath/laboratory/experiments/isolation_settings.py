@@ -1,11 +1,15 @@
 """What the isolation experiment is asked to do, and what follows from it."""
 
 import enum
+from typing import Annotated
 
 import msgspec
 
+from dualpath.core.cluster import NodesSettings
 from dualpath.core.errors import ConfigError
+from dualpath.core.settings import Setting
 from dualpath.laboratory.experiments.machine_load import BUSY_LIMIT
+from dualpath.laboratory.experiments.settings import Repeat
 from dualpath.laboratory.lab.machine import Node
 from dualpath.laboratory.lab.settings import LabSettings, Shaping
 from dualpath.plan.traffic_class import DEFAULT_KV_PORTS, PortRange
@@ -37,72 +41,56 @@ class Leg(enum.StrEnum):
     """Every node exchanges with itself beside H2D copies: KV bulk from itself to itself."""
 
 
-class IsolationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One isolation experiment.
+class IsolationSettings(NodesSettings, frozen=True, kw_only=True):
+    """One isolation experiment, on a lab called ``lab``.
 
-    ``prefill`` and ``decode`` nodes make a lab called ``lab`` whose CNICs and loopback legs carry
-    ``link_bytes_per_s``.  In a round every node sends one message of ``message_bytes`` to each of
-    its peers and is done when each has sent it back (dispatch and combine of expert parallelism).
-    ``load`` (0.001 to 0.9) is the part of a link's rate that all messages in one direction take;
-    it sets the period of the rounds.
+    In a round every node sends one message of ``message_bytes`` to each of its peers and is done
+    when each has sent it back (dispatch and combine of expert parallelism).  ``load`` sets the
+    period of the rounds.
 
     One run is one size in one case on one of ``legs``: ``rounds`` of every node, more where they
-    last less than ``least_run_s``, fewer where they begin late.  Everything is repeated
-    ``repetitions`` times with the cases in alternation.
+    last less than ``least_run_s``, fewer where they begin late.  A run is repeated if the machine
+    was busier than ``most_busy``, ``attempts`` times at most.
 
     The bulk is Layer Blocks of ``block_bytes``, ``blocks`` per (request, layer), that is per posted
-    transfer, ``in_flight`` of them between any two agents; ``settle_s``
-    after its start it has filled the queues of its links.
-
-    A run is repeated if the machine was busier than ``most_busy`` (0 to 1), ``attempts`` times at
-    most.  ``congestion_control`` is what TCP runs the exchange with; the bulk has the system's.
+    transfer, ``in_flight`` of them between any two agents; ``settle_s`` after its start it has
+    filled the queues of its links.
     """
 
-    prefill: int = 2
-    decode: int = 2
-    link_bytes_per_s: float = 125e6
-    message_bytes: tuple[int, ...] = (64 << 10, 256 << 10, 1 << 20)
-    load: float = 0.33
-    rounds: int = 84
-    least_run_s: float = 2.0
-    repetitions: int = 3
-    legs: tuple[Leg, ...] = (Leg.CNIC, Leg.LOOPBACK)
-    block_bytes: int = 42 << 10
-    blocks: int = 64
-    in_flight: int = 2
-    settle_s: float = 0.5
-    most_busy: float = BUSY_LIMIT
-    attempts: int = 3
-    congestion_control: str = "reno"
-    lab: str = "isolation"
+    nodes: Annotated[str, Setting("prefill and decode nodes", metavar="xPyD")] = "2P2D"
+    link_bytes_per_s: Annotated[
+        float, Setting("of CNICs and loopback legs, either way", ge=1e6, le=12.5e9)
+    ] = 125e6
+    message_bytes: Annotated[
+        tuple[int, ...], Setting("sizes of a message to each peer", ge=16, le=64 << 20)
+    ] = (64 << 10, 256 << 10, 1 << 20)
+    load: Annotated[
+        float, Setting("part of a link's rate that all messages take", ge=0.001, le=0.9)
+    ] = 0.33
+    rounds: Annotated[int, Setting("of every node in a run", ge=1, le=1_000_000)] = 84
+    least_run_s: Annotated[float, Setting("a run lasts at least so long", ge=0, le=600)] = 2.0
+    repeat: Repeat = 3
+    legs: Annotated[tuple[Leg, ...], Setting("links that are shared")] = (Leg.CNIC, Leg.LOOPBACK)
+    block_bytes: Annotated[int, Setting("of a Layer Block", ge=1, le=64 << 20)] = 42 << 10
+    blocks: Annotated[int, Setting("Layer Blocks per transfer", ge=1, le=100_000)] = 64
+    in_flight: Annotated[int, Setting("transfers between any two agents", ge=1, le=64)] = 2
+    settle_s: Annotated[float, Setting("until the bulk fills its links", ge=0, le=60)] = 0.5
+    most_busy: Annotated[float, Setting("a run on a busier machine is repeated", ge=0.01, le=1)] = (
+        BUSY_LIMIT
+    )
+    attempts: Annotated[int, Setting("at a run, at most", ge=1, le=20)] = 3
+    congestion_control: Annotated[
+        str, Setting("what TCP runs the exchange with; the bulk has the system's")
+    ] = "reno"
+    lab: Annotated[str, Setting("name of the lab")] = "isolation"
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         """Raise ``ConfigError`` for the first setting that cannot be."""
-        limits: dict[str, tuple[float, float]] = {
-            "load": (0.001, 0.9),
-            "rounds": (1, 1_000_000),
-            "least_run_s": (0, 600),
-            "repetitions": (1, 100),
-            "block_bytes": (1, 64 << 20),
-            "blocks": (1, 100_000),
-            "in_flight": (1, 64),
-            "settle_s": (0, 60),
-            "most_busy": (0.01, 1),
-            "attempts": (1, 20),
-        }
-        for field, (least, most) in limits.items():
-            value = getattr(self, field)
-            if not least <= value <= most:
-                raise ConfigError(
-                    f"{field} is {value:g}, must be between {least:g} and {most:g}; correct it"
-                )
-        for size in self.message_bytes:
-            if not 16 <= size <= 64 << 20:
-                raise ConfigError(f"message of {size} bytes, must be 16 to 67108864; correct it")
+        super().check()
         for field in ("message_bytes", "legs"):
             values = getattr(self, field)
             if not values or len(set(values)) < len(values):
-                raise ConfigError(f"{field} is {values}, must name one or more, each once")
+                raise ConfigError(f"{{{field}}} is {values}, must name one or more, each once")
         self.lab_settings  # noqa: B018 - checks the rest
 
     @property
@@ -110,21 +98,20 @@ class IsolationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """The lab, which no run reads storage of."""
         return LabSettings(
             name=self.lab,
-            prefill=self.prefill,
-            decode=self.decode,
+            nodes=self.nodes,
             cnic_bytes_per_s=self.link_bytes_per_s,
             image_bytes=16 << 20,
             shaping=Shaping.AUTO,
         )
 
     @property
-    def nodes(self) -> int:
+    def count(self) -> int:
         """Number of nodes."""
         return self.prefill + self.decode
 
     def peers(self, leg: Leg) -> int:
         """Return with how many others a node exchanges."""
-        return self.nodes - 1 if leg is Leg.CNIC else 1
+        return self.count - 1 if leg is Leg.CNIC else 1
 
     def period_s(self, leg: Leg, message_bytes: int) -> float:
         """Return from when to when rounds begin: a link carries messages both ways, there and back.
@@ -139,7 +126,7 @@ class IsolationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def bulk_limit_bytes_per_s(self, leg: Leg) -> float:
         """Return what all KV bulk together would reach with the links for itself."""
-        links = min(self.prefill, self.decode) if leg is Leg.CNIC else self.nodes
+        links = min(self.prefill, self.decode) if leg is Leg.CNIC else self.count
         return links * self.link_bytes_per_s
 
 

@@ -120,7 +120,7 @@ def _table(job: Job) -> Table:
         *("read GB", "SNIC use, busiest", "SNIC use, mean", "machine busy"),
     )
     title = (
-        f"{job.lab.shape}: {len(job.agents)} agents, {job.ideal_ratio:g}x is ideal, "
+        f"{job.lab.nodes}: {len(job.agents)} agents, {job.ideal_ratio:g}x is ideal, "
         "SNIC use over the middle half"
     )
     return Table(title, columns, tuple(rows))
@@ -130,7 +130,7 @@ def _balance_table(jobs: Sequence[Job]) -> Table:
     modes = [m for m in (Mode.ROUND_ROBIN, Mode.DUALPATH, Mode.SPLIT) if m in jobs[0].runs]
     rows = tuple(
         (
-            job.lab.shape,
+            job.lab.nodes,
             *(f"{job.median(m, lambda run: run.snic_balance(window_s(run))):.2f}" for m in modes),
         )
         for job in jobs
@@ -149,7 +149,7 @@ def _cost_table(jobs: Sequence[Job]) -> Table:
                 _engine_cpu_s(run) / run.storage_bytes * 1e9 for run in runs
             )
             router = statistics.median(run.cpu_s["router"] for run in runs)
-            rows.append((job.lab.shape, mode.value, f"{engines:.2f}", f"{router:.2f}"))
+            rows.append((job.lab.nodes, mode.value, f"{engines:.2f}", f"{router:.2f}"))
     columns = ("cluster", "mode", "engines, CPU-s per GB read", "router, CPU-s")
     return Table("Processor time, verification of every block included", columns, tuple(rows))
 
@@ -163,7 +163,7 @@ def _targets(job: Job, ideal_share: float) -> list[Target]:
     share = job.reading_share
     if dualpath is None or share is None:
         return []
-    shape, found = job.lab.shape, []
+    shape, found = job.lab.nodes, []
     if basic is not None and share >= _IO_BOUND:
         what = f"{shape}: Basic / DualPath, I/O-bound"
         ideal = ideal_share * job.ideal_ratio
@@ -182,7 +182,7 @@ def _targets(job: Job, ideal_share: float) -> list[Target]:
 
 
 def _jct_panel(jobs: Sequence[Job]) -> Panel:
-    shapes = tuple(job.lab.shape for job in jobs)
+    shapes = tuple(job.lab.nodes for job in jobs)
     series = tuple(
         Series(mode.value, shapes, tuple(job.jct_s(mode) for job in jobs)) for mode in jobs[0].runs
     )
@@ -200,7 +200,7 @@ def _link_panels(job: Job) -> list[Panel]:
                 rate_series(run, node, count, window_s(run)) for node in run.samples[0].nodes
             )
             panels.append(
-                Panel(f"{job.lab.shape}, {mode.value}: {title}", "lines", "s", "MB/s", series)
+                Panel(f"{job.lab.nodes}, {mode.value}: {title}", "lines", "s", "MB/s", series)
             )
     return panels
 

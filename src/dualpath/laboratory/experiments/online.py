@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.laboratory.experiments.jct import JctSettings, agents_of, setting_lines, shaped
+from dualpath.laboratory.experiments.jct import agents_of, engines_of, setting_lines
 from dualpath.laboratory.experiments.report import ExperimentReport
 from dualpath.laboratory.experiments.run_lines import link_line, machine_lines, too_busy
 from dualpath.laboratory.experiments.runs import LabRun, Measured
+from dualpath.laboratory.experiments.settings import OnlineSettings
 from dualpath.laboratory.experiments.workload import windows
 from dualpath.laboratory.workload.replay.metrics import distribution
 from dualpath.laboratory.workload.replay.options import ReplayOptions
@@ -18,33 +18,6 @@ from dualpath.report.model import NOTHING, Panel, Series, Table
 
 #: Of the time in which agents arrive: what is before is the filling of an empty system.
 _FILLING = 0.3
-
-
-class OnlineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Agents arrive at each of ``agents_per_s`` (Poisson) for ``arrive_s`` on the one shape.
-
-    A rate meets the SLO if mean TTFT is at most ``ttft_slo_s`` and mean TPOT at most
-    ``tpot_slo_s``.  Once a mode misses it, higher rates are left out for that mode.
-    """
-
-    name: str = "online"
-    jct: JctSettings = JctSettings(shapes=("1P2D",), modes=(Mode.BASIC, Mode.DUALPATH), repeat=1)
-    agents_per_s: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
-    arrive_s: float = 60.0
-    ttft_slo_s: float = 2.0
-    tpot_slo_s: float = 0.05
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` for the first value out of range."""
-        self.jct.check()
-        rates = self.agents_per_s
-        if not rates or min(rates) <= 0 or list(rates) != sorted(set(rates)):
-            raise ConfigError(f"agents_per_s is {rates}, must be rising rates above 0")
-        for name in ("arrive_s", "ttft_slo_s", "tpot_slo_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, must be above 0")
-        if len(self.jct.shapes) != 1:
-            raise ConfigError(f"shapes are {self.jct.shapes}; an online experiment takes one")
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -72,14 +45,13 @@ def measure_online(
     settings: OnlineSettings, command: str, progress: Callable[[str], None] = lambda text: None
 ) -> ExperimentReport:
     """Run every rate in every mode; raises as ``measure_jct``."""
-    settings.check()
-    lab = shaped(settings.jct, settings.jct.shapes[0])
+    lab = msgspec.structs.replace(settings.jct.lab, nodes=settings.jct.nodes[0])
     most = max(round(max(settings.agents_per_s) * settings.arrive_s), 1)
     chosen = msgspec.structs.replace(agents_of(settings.jct, lab), agents=most)
     points: list[Point] = []
     runs: list[Measured] = []
-    with LabRun(lab, settings.jct.engines, windows(chosen), progress) as lab_run:
-        for mode in settings.jct.modes:
+    with LabRun(lab, engines_of(settings.jct), windows(chosen), progress) as lab_run:
+        for mode in settings.jct.mode:
             for rate in settings.agents_per_s:
                 run = lab_run.run(mode, _options(settings, rate))
                 runs.append(run)
@@ -127,12 +99,12 @@ def _report(
     settings: OnlineSettings, command: str, lines: Sequence[str], points: Sequence[Point]
 ) -> ExperimentReport:
     return ExperimentReport(
-        name=settings.name,
+        name=settings.jct.name,
         title="Online serving on shaped links",
         command=command,
         settings=(
             *setting_lines(settings.jct)[:-1],
-            f"Poisson arrivals for {settings.arrive_s:g} s on {settings.jct.shapes[0]}, from an "
+            f"Poisson arrivals for {settings.arrive_s:g} s on {settings.jct.nodes[0]}, from an "
             f"empty system; latencies of turns that began after {_FILLING:.0%} of that time.",
             f"SLO: mean TTFT at most {settings.ttft_slo_s:g} s, mean TPOT at most "
             f"{settings.tpot_slo_s * 1e3:g} ms; rates above the first miss are not tried.",
@@ -140,7 +112,7 @@ def _report(
         ),
         tables=(_latencies(settings, points), _capacities(settings, points)),
         panels=tuple(
-            _panel(points, settings.jct.modes, name) for name in ("ttft_s", "ttst_s", "tpot_s")
+            _panel(points, settings.jct.mode, name) for name in ("ttft_s", "ttst_s", "tpot_s")
         ),
         data={"points": points},
         too_busy=too_busy(points),
@@ -176,7 +148,7 @@ def _times(found: Distribution | None, factor: float, form: str) -> tuple[str, s
 
 def _capacities(settings: OnlineSettings, points: Sequence[Point]) -> Table:
     found: Mapping[Mode, float] = {
-        mode: capacity(points, mode, settings) for mode in settings.jct.modes
+        mode: capacity(points, mode, settings) for mode in settings.jct.mode
     }
     least = min((value for value in found.values() if value), default=0.0)
     rows = tuple(

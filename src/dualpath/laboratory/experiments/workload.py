@@ -14,6 +14,7 @@ import numpy as np
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.request import Round, Trajectory
+from dualpath.laboratory.experiments.settings import WindowSettings
 from dualpath.laboratory.workload.columns.generator import DATASETS, GeneratorSettings
 from dualpath.laboratory.workload.columns.generator import generate as generate_rounds
 from dualpath.laboratory.workload.conversation.token_session import TokenSession
@@ -27,41 +28,12 @@ class Window(msgspec.Struct, frozen=True):
     trajectory: Trajectory
 
 
-class WindowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``agents`` windows of ``turns`` turns.
-
-    ``trace`` is a name of Table 2 (generated), or a file of rounds ([append, generated] token
-    counts).  All token counts are multiplied by ``scale``, those of the replayed turns besides by
-    ``scale_append`` and ``scale_generate`` (Fig. 9).  ``even`` generates without spread: all
-    trajectories and turns alike, so that no agent is the last for long.
-    """
-
-    trace: str = "32K"
-    agents: int = 16
-    turns: int = 4
-    scale: float = 0.125
-    scale_append: float = 1.0
-    scale_generate: float = 1.0
-    even: bool = False
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` for the first value out of range."""
-        limits: dict[str, tuple[float, float]] = {"agents": (1, 100_000), "turns": (1, 10_000)}
-        limits |= dict.fromkeys(("scale", "scale_append", "scale_generate"), (1e-4, 100.0))
-        for name, (least, most) in limits.items():
-            value = getattr(self, name)
-            if not least <= value <= most:
-                raise ConfigError(f"{name} is {value:g}, must be between {least:g} and {most:g}")
-
-
 def windows(settings: WindowSettings) -> list[Window]:
     """Return one window per agent.
 
     Where in its trajectory an agent is met is drawn evenly; equal settings give equal windows.
     Raises ``ConfigError`` if no trajectory is long enough.
     """
-    settings.check()
     long_enough = [t for t in _trajectories(settings) if len(t.rounds) > settings.turns]
     if not long_enough:
         raise ConfigError(

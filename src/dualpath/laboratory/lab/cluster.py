@@ -190,7 +190,7 @@ def _refuse_second(name: str) -> None:
     state = _read_record(name)
     if state is not None and state.complete:
         raise ConfigError(
-            f"lab {name!r} is up ({state.settings.shape}); `dualpath lab down --name {name}` "
+            f"lab {name!r} is up ({state.settings.nodes}); `dualpath lab down --name {name}` "
             "first, or take another --name"
         )
     if state is not None and is_alive(state.maker, state.maker_ticks):

@@ -37,7 +37,7 @@ def temporary_lab(
     try:
         state = lab_up(settings)
         try:
-            progress(f"lab of {settings.shape} is up")
+            progress(f"lab of {settings.nodes} is up")
             yield state
         finally:
             progress(f"lab removed: {lab_down(settings.name)}")

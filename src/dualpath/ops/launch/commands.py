@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from dualpath.core.cluster import Role
+from dualpath.core.settings import arguments
 from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.router.settings import RouterSettings
 from dualpath.vllm.engine_arguments import (
     CONNECTOR,
     CONNECTOR_MODULE,
@@ -13,6 +15,7 @@ from dualpath.vllm.engine_arguments import (
     SCHEDULER_CLASS,
     WORKER_CLASS,
 )
+from dualpath.vllm.front_end_settings import FrontEndSettings
 
 #: The commands behind router and engine processes, as "module:function".
 ROUTER_ENTRY = "dualpath.cli.main:main"
@@ -37,30 +40,28 @@ SHUTDOWN_TIMEOUT_S = 5
 
 def router_command(settings: LocalClusterSettings, port: int, control_port: int) -> list[str]:
     """Arguments after ``dualpath``."""
-    command = [
-        "router", settings.model,
-        "--host", settings.host,
-        "--port", str(port),
-        "--control-port", str(control_port),
-        "--mode", settings.mode.value,
-        "--dtype", settings.dtype,
-        "--block-size", str(settings.block_tokens),
-    ]  # fmt: skip
-    if settings.max_model_len:
-        command += ["--max-model-len", str(settings.max_model_len)]
-    for flag, value in (
-        ("--alpha-tokens", settings.alpha_tokens),
-        ("--beta-tokens", settings.beta_tokens),
-    ):
-        if value is not None:
-            command += [flag, str(value)]
-    if settings.served_model_names:
-        command += ["--served-model-name", *settings.served_model_names]
-    if settings.config_file:
-        command += ["--config", settings.config_file]
-    # The router's front end parses tool calls and reasoning and checks what engines then accept.
-    vllm_args = ["--disable-uvicorn-access-log", *settings.vllm_args]
-    return [*command, *settings.router_args, "--vllm-args", *vllm_args]
+    router = RouterSettings(
+        control_host=settings.control_host,
+        control_port=control_port,
+        mode=settings.mode,
+        alpha_tokens=settings.alpha_tokens,
+        beta_tokens=settings.beta_tokens,
+        event_log=settings.event_log,
+    )
+    endpoint = FrontEndSettings(
+        model=settings.model,
+        host=settings.host,
+        port=port,
+        served_model_names=settings.served_model_names,
+        max_model_len=settings.max_model_len,
+        dtype=settings.dtype,
+        block_tokens=settings.block_tokens,
+        # It parses tool calls and reasoning and checks what engines then accept.
+        vllm_args=("--disable-uvicorn-access-log", *settings.vllm_args),
+    )
+    file = ["--config", settings.config_file] if settings.config_file else []
+    rest = arguments(endpoint, positional=("model",))
+    return ["router", rest[0], *arguments(router), *file, *rest[1:]]
 
 
 def engine_command(
@@ -115,9 +116,8 @@ def engine_command(
 def router_keys(settings: LocalClusterSettings) -> frozenset[str]:
     """Keys of ``RouterSettings`` that ``router_command`` settles, whatever a file says."""
     keys = {"control_host", "control_port", "mode", "cluster_secret_file"}
-    keys |= {"api_keys"} if settings.api_keys else set()
-    keys |= {key for key in ("alpha_tokens", "beta_tokens") if getattr(settings, key) is not None}
-    return frozenset(keys | ({"event_log"} if "--event-log" in settings.router_args else set()))
+    given = ("api_keys", "alpha_tokens", "beta_tokens", "event_log")
+    return frozenset(keys | {key for key in given if getattr(settings, key)})
 
 
 def engine_keys(settings: LocalClusterSettings) -> frozenset[str]:

@@ -41,7 +41,7 @@ class LocalCluster:
     def __init__(
         self, settings: LocalClusterSettings, progress: Callable[[str], None] = lambda text: None
     ) -> None:
-        self.settings = settings.checked()
+        self.settings = settings
         self._progress = progress
         self._supervisor = Supervisor()
         self._own_logs: str | None = None

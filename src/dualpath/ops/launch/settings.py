@@ -1,76 +1,92 @@
 """What a cluster on one machine is made of."""
 
+from typing import Annotated
+
 import msgspec
 
+from dualpath.core.cluster import NodesSettings
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.core.settings import Setting
+from dualpath.engine.settings import (
+    BufferBytes,
+    ComputeQuota,
+    EngineMode,
+    LayerBuffers,
+    NixlConfig,
+    QuotaFlops,
+    SnicRate,
+    Storage,
+)
+from dualpath.router.settings import AlphaTokens, ApiKeys, BetaTokens, EventLog
 from dualpath.transport.ucx_config import check_engine_config
+from dualpath.vllm.front_end_settings import (
+    BlockTokens,
+    Dtype,
+    Host,
+    MaxModelLen,
+    Model,
+    Port,
+    ServedNames,
+    VllmArgs,
+)
 
-MIB = 1 << 20
+HbmBytes = Annotated[int, Setting("KV memory of an engine", ge=1)]
 
 
-class LocalClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of ``LocalCluster``; sizes in bytes are per engine.
+class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
+    """Settings of ``LocalCluster``; sizes are per engine, of which every node has one.
 
-    ``hbm_bytes`` KV memory of an engine; ``buffer_bytes`` its PE or DE buffer; ``layer_buffers``
-    layers of KV in a PE's memory, 0 for all (always 0 in mode basic); ``snic_bytes_per_s``
-    throttles the storage reads of every engine to emulate a node's storage NIC, 0 for none;
-    ``nixl_engine_config`` are the UCX settings of every engine's NIXL agent
-    (``engine.settings``); ``compute_quota_s`` see §6.2; ``alpha_tokens`` and ``beta_tokens`` see
-    Algorithm 1, None as the router derives them; ``vllm_args`` go to the router's front end and
-    every engine, ``router_args`` to ``dualpath router``, verbatim; ``config_file`` holds further
-    settings of router and engines, in its sections ``router`` and ``engine``; ``api_keys`` are what
-    clients have to show, one of them, none for everybody.
+    ``vllm_args`` go to the router's front end and every engine.  ``config_file`` holds further
+    settings of router and engines, in its sections ``router`` and ``engine``.
     """
 
-    model: str
-    storage: str
-    prefill: int = 1
-    decode: int = 1
-    mode: Mode = Mode.DUALPATH
-    host: str = "127.0.0.1"
-    port: int = 8000
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    block_tokens: int = 64
-    hbm_bytes: int = 512 * MIB
-    buffer_bytes: int = 1024 * MIB
-    layer_buffers: int = 2
-    snic_bytes_per_s: float = 0.0
-    nixl_engine_config: dict[str, str] = {}
-    compute_quota_s: float = 0.3
-    quota_flops_per_s: float = 0.0
-    alpha_tokens: int | None = None
-    beta_tokens: int | None = None
-    served_model_names: tuple[str, ...] = ()
-    enforce_eager: bool = True
-    trace_dir: str = ""
-    log_dir: str = ""
-    vllm_args: tuple[str, ...] = ()
-    router_args: tuple[str, ...] = ()
-    config_file: str = ""
-    api_keys: tuple[str, ...] = ()
-    start_timeout_s: float = 300.0
+    model: Model
+    storage: Storage
+    mode: EngineMode = Mode.DUALPATH
+    host: Host = "127.0.0.1"
+    port: Port = 8000
+    control_host: Annotated[str, Setting("where engines register, on this machine", flag=False)] = (
+        "127.0.0.1"
+    )
+    dtype: Dtype = "auto"
+    max_model_len: MaxModelLen = None
+    block_tokens: BlockTokens = 64
+    hbm_bytes: HbmBytes = 512 << 20
+    buffer_bytes: BufferBytes = 1 << 30
+    layer_buffers: LayerBuffers = 2
+    snic_bytes_per_s: SnicRate = 0.0
+    nixl_engine_config: NixlConfig = msgspec.field(default_factory=dict)
+    compute_quota_s: ComputeQuota = 0.3
+    quota_flops_per_s: QuotaFlops = 0.0
+    alpha_tokens: AlphaTokens = None
+    beta_tokens: BetaTokens = None
+    served_model_names: ServedNames = ()
+    enforce_eager: Annotated[bool, Setting("vLLM's --enforce-eager for every engine")] = True
+    event_log: EventLog = ""
+    trace_dir: Annotated[
+        str, Setting("folder of Chrome traces of the engines; empty: none", metavar="DIR")
+    ] = ""
+    log_dir: Annotated[str, Setting("folder of logs; empty: a temporary one", metavar="DIR")] = ""
+    vllm_args: VllmArgs = ()
+    config_file: Annotated[
+        str, Setting("file whose sections router and engine count for the parts", flag=False)
+    ] = ""
+    api_keys: ApiKeys = ()
+    start_timeout_s: Annotated[
+        float, Setting("within it all engines must have registered", gt=0)
+    ] = 300.0
 
-    def checked(self) -> "LocalClusterSettings":
-        """Return self; raises ``ConfigError`` for what can be refused before anything starts."""
-        for name in ("prefill", "decode", "hbm_bytes", "buffer_bytes", "block_tokens"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
-        for name in ("layer_buffers", "snic_bytes_per_s", "compute_quota_s"):
-            value = getattr(self, name)
-            if value < 0:
-                raise ConfigError(f"{name} is {value}; it must be at least 0")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is {self.port}; it must be between 0 and 65535")
+    def check(self) -> None:
+        """Raise ``ConfigError`` for what can be refused before anything starts."""
+        super().check()
         if "--api-key" in self.vllm_args:
             raise ConfigError(
-                "--api-key is among vllm_args, which reach the engines as well, and those have a "
-                "key of their own; give it to `dualpath serve` itself, before --vllm-args"
+                "--api-key is among {vllm_args}, which reach the engines as well, and those have a "
+                "key of their own; give it to `dualpath serve` itself as {api_keys}, before "
+                "--vllm-args"
             )
         check_engine_config(self.nixl_engine_config)
-        return self
 
     @property
     def effective_compute_quota_s(self) -> float:

@@ -129,7 +129,7 @@ def too_large(limit_bytes: int) -> str:
     """Return the message for a body that is too large."""
     return (
         f"the body has more than {limit_bytes} bytes, the most this router takes; send less or "
-        "raise --max-body-mib"
+        "raise --max-body-bytes"
     )
 
 

@@ -44,7 +44,7 @@ class RouterService:
         clock: Callable[[], float] = time.monotonic,
         control_socket: ControlSocket | None = None,
     ) -> None:
-        self.settings = settings.checked()
+        self.settings = settings
         self.registry = Registry(self.settings.mode)
         self.server = ControlServer(
             self.registry, self, clock, self.settings.engine_timeout_s, control_socket

@@ -1,0 +1,271 @@
+"""Settings of a command: its flags over the environment over ``--config FILE`` over defaults.
+
+A command names the ``Settings`` structs that it takes as ``Part``s; their flags, help and types
+come from the declarations (``core.settings``).  One flag counts for every part that has the key.
+What serves (a cluster, its router and engines, a lab) has a section in a file and variables; what
+computes or measures has flags alone.
+"""
+
+import argparse
+import importlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from dualpath.core.configuration import (
+    OTHER_VARIABLES,
+    Given,
+    Layers,
+    Origin,
+    Schema,
+    build,
+    from_environment,
+    from_flag,
+    from_tables,
+    layered,
+)
+from dualpath.core.settings import Declared, Settings, declared, option
+
+T = TypeVar("T", bound=Settings)
+
+CLUSTER = "cluster"
+ROUTER = "router"
+ENDPOINT = "endpoint"
+ENGINE = "engine"
+EMULATED = "emulated"
+LAB = "lab"
+
+#: Where the struct of each section is; a section that nobody asks for is not imported.
+_SECTIONS = {
+    CLUSTER: "dualpath.ops.launch.settings:LocalClusterSettings",
+    ROUTER: "dualpath.router.settings:RouterSettings",
+    ENDPOINT: "dualpath.vllm.front_end_settings:FrontEndSettings",
+    ENGINE: "dualpath.engine.settings:EngineSettings",
+    EMULATED: "dualpath.laboratory.emulated.settings:EmulatedOptions",
+    LAB: "dualpath.laboratory.lab.settings:LabSettings",
+}
+
+
+class _Sections(Mapping[str, type[Settings]]):
+    """The schema of a settings file, imported section by section."""
+
+    def __getitem__(self, section: str) -> type[Settings]:
+        module, _, name = _SECTIONS[section].partition(":")
+        kind: type[Settings] = getattr(importlib.import_module(module), name)
+        return kind
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_SECTIONS)
+
+    def __len__(self) -> int:
+        return len(_SECTIONS)
+
+
+SECTIONS: Schema = _Sections()
+
+
+class Part(NamedTuple):
+    """A section of which a command has the flags, under ``title`` in its help.
+
+    ``positional`` keys are given without a flag, those of ``without`` not at all.  ``defaults`` are
+    the command's own.
+    """
+
+    section: str
+    title: str = ""
+    positional: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = {}
+
+
+class SettingAction(argparse.Action):
+    """Keeps what was typed for a setting; nothing is kept for one that was not typed."""
+
+    declared: Declared
+    shown_default: str
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        """Store the text; a switch is ``true`` or ``false``."""
+        if self.nargs == 0:
+            values = str(not str(option_string).startswith("--no-")).lower()
+        setattr(namespace, self.dest, values)
+
+
+def add_config_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--config``."""
+    parser.add_argument(
+        "--config",
+        metavar="FILE.toml",
+        help="settings of all parts, one section each; flags and DUALPATH_... variables win",
+    )
+
+
+def add_parts(parser: argparse.ArgumentParser, parts: Iterable[Part]) -> None:
+    """Add the flags of all parts and ``--config``."""
+    add_config_argument(parser)
+    for part in parts:
+        add_settings(
+            parser,
+            SECTIONS[part.section],
+            title=part.title,
+            positional=part.positional,
+            without=part.without,
+            defaults=part.defaults,
+        )
+
+
+def add_settings(
+    parser: argparse.ArgumentParser,
+    kind: type[Settings],
+    *,
+    title: str = "",
+    positional: Sequence[str] = (),
+    only: Sequence[str] = (),
+    without: Sequence[str] = (),
+    defaults: Mapping[str, Any] = {},
+) -> None:
+    """Add an argument for every setting that may be a flag: those of ``only``, but ``without``.
+
+    A flag that the parser has already counts for both.  ``defaults`` are the command's own.
+    """
+    group = parser.add_argument_group(title) if title else parser
+    for field in declared(kind):
+        taken = field.flag in parser._option_string_actions
+        wanted = field.name not in without and (not only or field.name in only)
+        if taken or not wanted or not field.setting.flag:
+            continue
+        default = defaults.get(field.name, field.default)
+        words: dict[str, Any] = {"metavar": _metavar(field)}
+        if field.name in positional:
+            names = [field.name]
+            words = {"nargs": "?", "metavar": field.name.upper()}
+        elif field.is_bool:
+            names, words = [field.flag, option(f"no_{field.name}")], {"nargs": 0}
+        else:
+            names = [field.flag]
+            if field.setting.rest:
+                words["nargs"] = argparse.REMAINDER
+        action = group.add_argument(
+            *names, action=SettingAction, default=argparse.SUPPRESS, help=_help(field, default),
+            **words,
+        )  # fmt: skip
+        assert isinstance(action, SettingAction)
+        action.declared, action.shown_default = field, default_text(field, default)
+        action.required = False  # what is missing may be in a file or a variable
+
+
+def flag_settings(
+    args: argparse.Namespace,
+    kind: type[T],
+    *,
+    positional: Sequence[str] = (),
+    defaults: Mapping[str, Any] = {},
+    **worked_out: Any,  # noqa: ANN401 - values of any type
+) -> T:
+    """Return settings of flags over ``defaults``; ``worked_out`` values win over both.
+
+    Raises ``ConfigError`` that names the flag.
+    """
+    given = [Given("", key, value, Origin.DEFAULT, "") for key, value in defaults.items()]
+    typed = _typed(args, "", kind, positional, tuple(worked_out))
+    won = [Given("", key, value, Origin.DEFAULT, "") for key, value in worked_out.items()]
+    flags = {field.name: _place(field, positional) for field in declared(kind)}
+    return build(kind, "", layered(given, typed, won), flags)
+
+
+class Configuration:
+    """The layers of one command."""
+
+    def __init__(self, layers: Layers, flags: Mapping[str, str]) -> None:
+        self.layers = layers
+        self._flags = flags
+
+    def settings(self, section: str, kind: type[T]) -> T:
+        """Return a section's settings; raises ``ConfigError`` that names where a value is from."""
+        return build(kind, section, self.layers, self._flags)
+
+    def elsewhere(self, section: str) -> list[Given]:
+        """Return what file and environment say of a section."""
+        origins = (Origin.FILE, Origin.ENVIRONMENT)
+        return [g for g in self.layers.values() if g.section == section and g.origin in origins]
+
+
+def configuration(
+    args: argparse.Namespace, parts: Iterable[Part], derived: Iterable[Given] = ()
+) -> Configuration:
+    """Return the layers of a command; raises ``ConfigError`` for an unknown key or wrong value.
+
+    ``derived`` is what the command works out of other arguments, each with its origin.
+    """
+    defaults: list[Given] = []
+    typed: list[Given] = []
+    flags: dict[str, str] = {}
+    for part in parts:
+        kind = SECTIONS[part.section]
+        defaults += [
+            Given(part.section, key, value, Origin.DEFAULT, "")
+            for key, value in part.defaults.items()
+        ]
+        typed += _typed(args, part.section, kind, part.positional, part.without)
+        flags |= {f.name: _place(f, part.positional) for f in declared(kind) if f.setting.flag}
+    derived = list(derived)
+    defaults += [g for g in derived if g.origin is Origin.DEFAULT]
+    typed += [g for g in derived if g.origin is Origin.FLAG]
+    outer = outer_layers(getattr(args, "config", None))
+    return Configuration(layered(defaults, *outer, typed), flags)
+
+
+def outer_layers(file: str | None) -> tuple[list[Given], list[Given]]:
+    """Return what the file and what the environment say; raises ``ConfigError``."""
+    from dualpath.engine.settings import read_settings_file
+
+    tables = from_tables(SECTIONS, read_settings_file(file), file) if file else []
+    return tables, from_environment(SECTIONS, os.environ, OTHER_VARIABLES)
+
+
+def default_text(field: Declared, default: object) -> str:
+    """Return a default for people; empty where there is none or its help says what it means."""
+    if field.required and default is field.default:
+        return "required"
+    return "" if default in (None, "", (), {}) else field.shown(default)
+
+
+def _typed(
+    args: argparse.Namespace,
+    section: str,
+    kind: type[Settings],
+    positional: Sequence[str] = (),
+    without: Sequence[str] = (),
+) -> Iterator[Given]:
+    for field in declared(kind):
+        if field.name in args and field.setting.flag and field.name not in without:
+            yield from_flag(section, field, getattr(args, field.name), _place(field, positional))
+
+
+def _place(field: Declared, positional: Sequence[str]) -> str:
+    return field.name.upper() if field.name in positional else field.flag
+
+
+def _metavar(field: Declared) -> str:
+    if field.setting.metavar:
+        return field.setting.metavar
+    if field.choices:
+        return "{" + ",".join(field.choices) + "}" + (",…" if field.is_list else "")
+    one = field.unit.upper().replace("FULL ", "") if field.unit else "N" if field.is_number else ""
+    name = one or field.name.rpartition("_")[2].upper()
+    return f"{name},…" if field.is_list else name
+
+
+def _help(field: Declared, default: object) -> str:
+    notes = [field.limits] if field.limits else []
+    shown = default_text(field, default)
+    notes += [f"default: {shown}"] if shown not in ("", "required") else []
+    text = field.setting.help + (f" ({'; '.join(notes)})" if notes else "")
+    text = f"{text}; required" if shown == "required" else text
+    return text.replace("%", "%%")

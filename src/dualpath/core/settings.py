@@ -1,0 +1,329 @@
+"""What a setting is, declared once: a field of a ``Settings`` struct, annotated with a ``Setting``.
+
+    class EngineSettings(Settings, frozen=True):
+        buffer_bytes: Annotated[int, Setting("PE or DE buffer", ge=1)] = 1 << 30
+
+Everything else follows from the declaration: the flag ``--buffer-bytes`` with its help, the key of
+a file, the variable ``DUALPATH_ENGINE_BUFFER_BYTES``, the row of the reference page, the argument
+of a command line that one process writes for another, and the check of the value.
+
+A name ends with its unit.  Amounts of bytes and rates in bytes/s may be written with one, such as
+``512MiB``, ``25MB`` or ``1Gbit``.  Lists are written with commas, tables as KEY=VALUE with commas;
+JSON where an item has a comma itself.
+"""
+
+import difflib
+import enum
+import functools
+import math
+import re
+import typing
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from dualpath.core.errors import ConfigError
+
+#: A setting with one of these words in its name is never printed.
+SECRET_WORDS = frozenset({"secret", "key", "keys", "password"})
+
+_UNITS = {"": 1.0, "bit": 1 / 8, "b": 1.0}
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
+    "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40
+}  # fmt: skip
+_AMOUNT = re.compile(r"([+-]?[0-9][0-9_]*\.?[0-9]*(?:e[+-]?[0-9]+)?)\s*([kmgt]i?)?(b|bit)?", re.I)
+_SHOWN_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("GB", 10**9), ("MB", 10**6))
+#: Ends of names and the unit they stand for, the longer first.
+_SUFFIXES = (
+    ("_bytes_per_s", "bytes/s"), ("_flops_per_s", "FLOP/s"), ("_tokens_per_s", "tokens/s"),
+    ("_per_s", "per s"), ("_bytes", "bytes"), ("_tokens", "tokens"), ("_blocks", "Full Blocks"),
+    ("_us", "µs"), ("_s", "s"),
+)  # fmt: skip
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """The declaration of one setting: its help in one clause, and the limits of its value.
+
+    For a list the limits are those of its items.  ``metavar`` stands for the value in a help text.
+    A setting with ``flag`` False is set in a file or a variable only; ``rest`` takes all arguments
+    that follow.
+    """
+
+    help: str
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    metavar: str = ""
+    flag: bool = True
+    rest: bool = False
+
+    def allows(self, value: float) -> bool:
+        """Whether a number is finite and inside the limits."""
+        return (
+            math.isfinite(value)
+            and (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+
+
+class Declared(msgspec.Struct, frozen=True):
+    """One field of a ``Settings`` struct with what its declaration says; ``kind`` is its type."""
+
+    name: str
+    kind: Any
+    setting: Setting
+    default: Any
+
+    @property
+    def required(self) -> bool:
+        """Whether there is no default."""
+        return self.default is msgspec.NODEFAULT
+
+    @property
+    def flag(self) -> str:
+        """The option that sets it."""
+        return option(self.name)
+
+    @property
+    def unit(self) -> str:
+        """The unit in which a plain number is meant; empty without."""
+        known = (unit for suffix, unit in _SUFFIXES if self.name.endswith(suffix))
+        return next(known, "") if self.is_number else ""
+
+    @property
+    def limits(self) -> str:
+        """What a value must be, such as ``at least 1``; empty for any number."""
+        own = self.setting
+        named = {"at least": own.ge, "above": own.gt, "at most": own.le, "below": own.lt}
+        given = {word: self._limit(limit) for word, limit in named.items() if limit is not None}
+        if list(given) == ["at least", "at most"]:
+            return f"between {given['at least']} and {given['at most']}"
+        return " and ".join(f"{word} {limit}" for word, limit in given.items())
+
+    @property
+    def is_bool(self) -> bool:
+        """Whether it is switched on and off."""
+        return self.kind is bool
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it holds several values."""
+        return any(typing.get_origin(part) is tuple for part in _parts(self.kind))
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it holds values by name."""
+        return any(typing.get_origin(part) is dict for part in _parts(self.kind))
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it, or each of its items, is a number."""
+        return any(part in (int, float) for part in _item_parts(self.kind))
+
+    @property
+    def is_amount(self) -> bool:
+        """Whether it counts bytes, which may be written with a unit."""
+        return self.is_number and self.name.endswith(("_bytes", "_bytes_per_s"))
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """All values there are, where they can be listed."""
+        for part in _item_parts(self.kind):
+            if isinstance(part, type) and issubclass(part, enum.Enum):
+                return tuple(str(member.value) for member in part)
+            if typing.get_origin(part) is Literal:
+                return tuple(map(str, typing.get_args(part)))
+        return ()
+
+    def parse(self, text: str) -> Any:  # noqa: ANN401 - of any type
+        """Return the value that a flag's or variable's text means; raises ``ConfigError``."""
+        try:
+            return self.checked(msgspec.convert(self._plain(text), self.kind, strict=False))
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise self._wrong(text, error) from error
+
+    def convert(self, value: object) -> Any:  # noqa: ANN401 - of any type
+        """Return a file's value in the field's type; raises ``ConfigError``."""
+        if isinstance(value, str) and self.is_amount:
+            return self.parse(value)
+        try:
+            return self.checked(msgspec.convert(value, self.kind))
+        except msgspec.ValidationError as error:
+            raise self._wrong(value, error) from error
+
+    def checked(self, value: Any) -> Any:  # noqa: ANN401 - of any type
+        """Return a value of the field's type; raises ``ConfigError`` beyond the limits."""
+        for item in value if isinstance(value, tuple) else (value,):
+            number = isinstance(item, int | float) and not isinstance(item, bool)
+            if number and not self.setting.allows(item):
+                several = value is not item
+                shown = _plain_text(value) if several else str(item)
+                limits = (self.limits or "finite") + (" in each item" if several else "")
+                raise ConfigError(f"{{{self.name}}} is {shown}; it must be {limits}; correct it")
+        return value
+
+    def text(self, value: object) -> str:
+        """Return what ``parse`` takes for this value."""
+        if isinstance(value, tuple | dict):
+            items = value if isinstance(value, tuple) else (*value, *value.values())
+            if any(set(str(i)) & set(",=") or str(i)[:1] in ("[", "{") for i in items):
+                return msgspec.json.encode(value).decode()
+        return _plain_text(value)
+
+    def shown(self, value: object) -> str:
+        """Return a value for people: bytes with a unit where that is exact."""
+        if isinstance(value, int | float) and value and self.is_amount:
+            for unit, size in _SHOWN_UNITS:
+                if value % size == 0:
+                    return f"{value / size:g}{unit}"
+        return _plain_text(value)
+
+    def _limit(self, limit: float) -> str:
+        return f"2**{round(math.log2(limit))}" if limit > 2**53 else self.shown(limit)
+
+    def _plain(self, text: str) -> Any:  # noqa: ANN401 - what msgspec converts
+        """Return the text as what msgspec converts: a list or table where one is wanted."""
+        if text in ("none", "null") and type(None) in _parts(self.kind):
+            return None
+        if text[:1] in ("[", "{") and (self.is_list or self.is_table):
+            return msgspec.json.decode(text)
+        if self.is_table:
+            pairs = [item.partition("=") for item in _split(text)]
+            if any(not key or not equals for key, equals, _ in pairs):
+                raise ValueError("write KEY=VALUE, with commas between several")
+            return {key: value for key, _, value in pairs}
+        if self.is_list:
+            return [self._number(item) for item in _split(text)]
+        return self._number(text)
+
+    def _number(self, text: str) -> Any:  # noqa: ANN401 - a number if it is one
+        match = _AMOUNT.fullmatch(text.strip()) if self.is_number else None
+        if match is None or ((match[2] or match[3]) and not self.is_amount):
+            return text
+        value = float(match[1])
+        value *= _FACTORS[(match[2] or "").lower()] * _UNITS[(match[3] or "").lower()]
+        return int(value) if value.is_integer() and abs(value) < 2**53 else _exact(text, value)
+
+    def _wrong(self, value: object, error: Exception) -> ConfigError:
+        if is_secret(self.name):
+            return ConfigError(f"{{{self.name}}} has a wrong value; correct it")
+        if self.choices:
+            close = difflib.get_close_matches(str(value), self.choices, n=1, cutoff=0.6)
+            hint = f"; did you mean {close[0]}?" if close else "; correct it"
+            several = "of" if self.is_list else "one of"
+            return ConfigError(
+                f"{{{self.name}}} is {value!r}; it must be {several} "
+                f"{', '.join(self.choices)}{hint}"
+            )
+        return ConfigError(f"{{{self.name}}} is {value!r}: {error}; correct it")
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of everything an operator may choose; one that exists is inside its limits.
+
+    ``check`` is called whenever one is made.  A subclass that compares several fields extends it.
+    In a message ``{name}`` stands for a setting, to be spelled as its user wrote it.
+    """
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for settings that cannot be."""
+        self.check()
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for the first value beyond its limits."""
+        for field in declared(type(self)):
+            field.checked(getattr(self, field.name))
+
+
+@functools.cache
+def declared(kind: type[Settings]) -> tuple[Declared, ...]:
+    """Return the declarations of all fields, in their order."""
+    return tuple(_declarations(kind))
+
+
+def arguments(settings: Settings, positional: Collection[str] = ()) -> list[str]:
+    """Return the command line that says the same: positional ones, then what is no default."""
+    words = [_plain_text(getattr(settings, name)) for name in positional]
+    rest: list[str] = []
+    for field in declared(type(settings)):
+        value = getattr(settings, field.name)
+        if value == field.default or field.name in positional:
+            continue
+        if field.setting.rest:
+            rest = [field.flag, *value]
+        elif field.is_bool:
+            words.append(field.flag if value else option(f"no_{field.name}"))
+        else:
+            text = field.text(value)
+            words += [f"{field.flag}={text}"] if text[:1] == "-" else [field.flag, text]
+    return words + rest
+
+
+def is_secret(name: str) -> bool:
+    """Whether a setting or variable of this name is kept from all output."""
+    return not SECRET_WORDS.isdisjoint(name.lower().split("_"))
+
+
+def option(name: str) -> str:
+    """Return the flag of a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """Return a hint at the known name that was probably meant, else all of them."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
+
+
+def _declarations(kind: type[Settings]) -> Iterator[Declared]:
+    for field in msgspec.structs.fields(kind):
+        notes = getattr(field.type, "__metadata__", ())
+        found = [note for note in notes if isinstance(note, Setting)]
+        if not found:
+            continue  # a part with settings of its own
+        made = field.default_factory
+        default = field.default if made is msgspec.NODEFAULT else made()
+        yield Declared(field.name, typing.get_args(field.type)[0], found[0], default)
+
+
+def _parts(kind: Any) -> tuple[Any, ...]:  # noqa: ANN401 - a type
+    """Return the members of a union, or the type itself."""
+    return typing.get_args(kind) if typing.get_origin(kind) in _UNIONS else (kind,)
+
+
+def _item_parts(kind: Any) -> Iterator[Any]:  # noqa: ANN401 - a type
+    for part in _parts(kind):
+        if typing.get_origin(part) is tuple:
+            yield from _parts(typing.get_args(part)[0])
+        else:
+            yield part
+
+
+_UNIONS = (typing.Union, type(int | None))
+
+
+def _split(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _exact(text: str, value: float) -> Any:  # noqa: ANN401 - a number, or the text itself
+    """Return a large whole number without the rounding of a float where the text has one."""
+    return int(text) if text.strip().isdigit() else value
+
+
+def _plain_text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={item}" for key, item in value.items())
+    if isinstance(value, tuple):
+        return ",".join(map(_plain_text, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    return "none" if value is None else str(value)

@@ -1,0 +1,200 @@
+"""What the experiments on agents are asked to do; importing it costs nothing heavy."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from dualpath.core.cluster import parse_nodes
+from dualpath.core.errors import ConfigError
+from dualpath.core.modes import Mode
+from dualpath.core.settings import Setting, Settings
+from dualpath.engine.settings import BufferBytes, ComputeQuota, LayerBuffers
+from dualpath.laboratory.emulated.settings import (
+    BatchCap,
+    CostsName,
+    GpuName,
+    Layers,
+    Speedup,
+    Verify,
+    VerifyChoice,
+    block_geometry,
+)
+from dualpath.laboratory.lab.settings import LabSettings
+from dualpath.ops.launch.settings import HbmBytes
+from dualpath.vllm.front_end_settings import BlockTokens, Dtype, MaxModelLen
+
+#: The ablation of §7.5 in its order, the split read and the bound.
+ALL_MODES = (
+    Mode.BASIC,
+    Mode.LAYERWISE,
+    Mode.ROUND_ROBIN,
+    Mode.DUALPATH,
+    Mode.SPLIT,
+    Mode.ORACLE,
+)
+
+#: Links that two cores can keep full at 1P2D, in the paper's proportion of SNIC to CNIC.
+BENCH_LAB = LabSettings(
+    name="bench", snic_bytes_per_s=25e6, cnic_bytes_per_s=200e6, image_bytes=4 << 30
+)
+
+_BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+Modes = Annotated[tuple[Mode, ...], Setting("which, in this order")]
+Repeat = Annotated[int, Setting("times, in turns", ge=1, le=100)]
+Seed = Annotated[int, Setting("of lengths, tokens and arrivals", ge=0, lt=2**63)]
+
+
+class WindowSettings(Settings, frozen=True, kw_only=True):
+    """``agents`` windows of ``turns`` turns of long trajectories.
+
+    ``even`` generates without spread, so that no agent is the last for long.
+    """
+
+    trace: Annotated[
+        str,
+        Setting("32K, 48K or 64K (generated after Table 2), or a file of rounds", metavar="NAME"),
+    ] = "32K"
+    agents: Annotated[int, Setting("windows", ge=1, le=100_000, flag=False)] = 16
+    turns: Annotated[
+        int, Setting("turns of an agent, a window of its trajectory", ge=1, le=10_000)
+    ] = 4
+    scale: Annotated[float, Setting("multiplies all token counts", ge=1e-4, le=100)] = 0.125
+    scale_append: Annotated[
+        float, Setting("multiplies what replayed turns append (Fig. 9)", ge=1e-4, le=100)
+    ] = 1.0
+    scale_generate: Annotated[
+        float, Setting("multiplies what replayed turns generate (Fig. 9)", ge=1e-4, le=100)
+    ] = 1.0
+    even: Annotated[bool, Setting("trajectories and turns that are all alike")] = False
+    seed: Seed = 0
+
+
+class EmulatedNodes(Settings, frozen=True, kw_only=True):
+    """The emulated engines of a lab, all alike; see ``emulated.settings``.
+
+    ``layers`` and ``layer_block_bytes`` (of ``block_tokens`` tokens) replace the model's: the
+    default is a DeepSeek Layer Block of 42 KiB in a few layers, so that blocks have their real
+    size and prompts fit the links.
+    """
+
+    model: CostsName = "qwen2.5-32b"
+    gpu: GpuName = "hopper"
+    layers: Layers = 8
+    block_tokens: BlockTokens = 64
+    layer_block_bytes: Annotated[int, Setting("KV of a block in a layer", ge=1)] = 42 << 10
+    speedup: Speedup = 50.0
+    buffer_bytes: BufferBytes = 768 << 20
+    hbm_bytes: HbmBytes = 768 << 20
+    layer_buffers: LayerBuffers = 2
+    compute_quota_s: ComputeQuota = 0.3
+    batch_cap_tokens: BatchCap = 1024
+    verify: VerifyChoice = Verify.SAMPLED
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for blocks that are not a whole number of words per token."""
+        super().check()
+        made = block_geometry(self.layers, self.block_tokens, self.kv_bytes_per_token)
+        if made.layer_block_bytes != self.layer_block_bytes:
+            raise ConfigError(
+                f"{{layer_block_bytes}} is {self.layer_block_bytes}, must be a multiple of "
+                f"{made.layer_block_bytes // self.block_tokens * self.block_tokens or 8} for "
+                f"{self.block_tokens} tokens; correct it"
+            )
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """KV of a token over all layers."""
+        return self.layers * self.layer_block_bytes / self.block_tokens
+
+
+class VllmNodes(Settings, frozen=True, kw_only=True):
+    """The vLLM engines of a lab, all alike.
+
+    ``model`` is a folder with weights, as `dualpath model wide` makes one.
+    """
+
+    model: Annotated[str, Setting("folder with weights")]
+    dtype: Dtype = "float32"
+    block_tokens: BlockTokens = 64
+    max_model_len: MaxModelLen = 8192
+    hbm_bytes: HbmBytes = 512 << 20
+    buffer_bytes: BufferBytes = 512 << 20
+    compute_quota_s: ComputeQuota = 4.0
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for a model that is no folder with a config.json."""
+        super().check()
+        if not (Path(self.model) / "config.json").is_file():
+            raise ConfigError(
+                f"model {self.model!r} is no folder with a config.json; `dualpath model wide` "
+                "makes one and prints its path"
+            )
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """KV of a token over all layers, by the model's config.json (no MLA)."""
+        config = json.loads((Path(self.model) / "config.json").read_text(encoding="utf-8"))
+        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        dimension = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        words = 2 * config["num_hidden_layers"] * heads * dimension
+        return float(words * _BYTES_OF.get(self.dtype, 2))
+
+
+class JctSettings(Settings, frozen=True, kw_only=True):
+    """Which clusters, modes and agents; every mode runs ``repeat`` times, in turns with the others.
+
+    ``agents_per_node`` of a cluster's P + D nodes replay ``windows`` (whose ``agents`` is
+    replaced) on links of ``lab`` (whose nodes are replaced).  Engines are real ones if ``vllm`` is
+    given, else ``emulated``.
+    """
+
+    name: Annotated[str, Setting("of the report and its files")] = "jct"
+    nodes: Annotated[
+        tuple[str, ...], Setting("clusters: prefill and decode nodes", metavar="xPyD,…")
+    ] = ("1P1D", "2P1D", "1P2D", "2P4D")
+    mode: Modes = ALL_MODES
+    repeat: Repeat = 3
+    agents_per_node: Annotated[int, Setting("agents per node of the cluster", ge=1)] = 8
+    seed: Seed = 0
+    windows: WindowSettings = WindowSettings()
+    lab: LabSettings = BENCH_LAB
+    emulated: EmulatedNodes = EmulatedNodes()
+    vllm: VllmNodes | None = None
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for what cannot be run."""
+        super().check()
+        if not self.nodes or not self.mode:
+            raise ConfigError(
+                "no {nodes} or no {mode}; name at least one of each, like 1P2D and basic"
+            )
+        for nodes in self.nodes:
+            parse_nodes(nodes)
+
+
+class OnlineSettings(Settings, frozen=True, kw_only=True):
+    """Agents arrive at each of ``agents_per_s`` (Poisson) for ``arrive_s`` on the one cluster.
+
+    A rate meets the SLO if mean TTFT is at most ``ttft_slo_s`` and mean TPOT at most
+    ``tpot_slo_s``.  Once a mode misses it, higher rates are left out for that mode.
+    """
+
+    jct: JctSettings = JctSettings(
+        name="online", nodes=("1P2D",), mode=(Mode.BASIC, Mode.DUALPATH), repeat=1
+    )
+    agents_per_s: Annotated[
+        tuple[float, ...], Setting("rates at which agents arrive, rising", gt=0)
+    ] = (0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
+    arrive_s: Annotated[float, Setting("how long agents arrive", gt=0)] = 60.0
+    ttft_slo_s: Annotated[float, Setting("bound of the mean TTFT", gt=0)] = 2.0
+    tpot_slo_s: Annotated[float, Setting("bound of the mean TPOT", gt=0)] = 0.05
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for rates that do not rise, and for several clusters."""
+        super().check()
+        rates = self.agents_per_s
+        if not rates or list(rates) != sorted(set(rates)):
+            raise ConfigError(f"{{agents_per_s}} is {rates}, must be rising rates above 0")
+        if len(self.jct.nodes) != 1:
+            raise ConfigError(f"{{nodes}} is {self.jct.nodes}; an online experiment takes one")
