@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from dualpath.core.cluster import Role
 from dualpath.core.control import Message, PrefillTransfer
 from dualpath.core.errors import TransportError
 from dualpath.core.runs import BlockRun
+from dualpath.engine.counters import Counter
 from dualpath.engine.layer_stream import LayerSettings
 from dualpath.engine.step_transfers import PrefillChunk
-from dualpath.engine.traffic_manager import TrafficManager
+from dualpath.engine.traffic_manager import RELEASED, TrafficManager
 
 
 class PromptPart(msgspec.Struct, frozen=True):
@@ -80,7 +82,22 @@ class ForwardPass:
 
     def _chunk(self, part: PromptPart) -> PrefillChunk | None:
         try:
-            return self._manager.prefill_chunk(part.transfer, part.chunk, part.hbm_blocks)
+            return self._checked_chunk(part)
         except TransportError as error:
             self._rejected[part.transfer.request_id] = str(error)
             return None
+
+    def _checked_chunk(self, part: PromptPart) -> PrefillChunk:
+        manager, transfer = self._manager, part.transfer
+        request_id = transfer.request_id
+        if not manager.is_active(request_id):
+            raise TransportError(f"request {request_id}: {RELEASED}")
+        own_slots = [s for run in transfer.hits if run.side is Role.PREFILL for s in run.slots]
+        # After a short read the transfer carries fewer slots than the request holds.
+        if manager.buffer.slots_of(request_id)[: len(own_slots)] != tuple(own_slots):
+            manager.counters.add(Counter.STALE_TRANSFERS, 1)
+            raise TransportError(f"request {request_id}: its buffer slots changed hands")
+        agent = ""
+        if manager.settings.mode.moves_bytes:
+            agent = manager.decode_agent(transfer.decode_engine, transfer.decode_epoch)
+        return PrefillChunk(transfer, part.chunk, part.hbm_blocks[: part.chunk.end], agent)

@@ -6,6 +6,8 @@ from collections import Counter as Counter_
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from dualpath.core.blocks import BlockKey
 from dualpath.core.errors import StorageError
 from dualpath.engine.counters import Counter, Counters
@@ -36,10 +38,20 @@ class WriteTask:
 
 
 class Persister:
-    """One writer thread; a failed write is counted and logged, the block is simply not stored."""
+    """One writer thread; a failed write is counted and logged, the block is simply not stored.
 
-    def __init__(self, storage: BlockStorage, counters: Counters, trace: TraceRecorder) -> None:
+    ``blank`` stands for the content of all blocks where storage takes their lengths only.
+    """
+
+    def __init__(
+        self,
+        storage: BlockStorage,
+        counters: Counters,
+        trace: TraceRecorder,
+        blank: memoryview | None = None,
+    ) -> None:
         self._storage = storage
+        self._blank = blank
         self._counters = counters
         self._trace = trace
         self._wake = threading.Condition()
@@ -51,7 +63,16 @@ class Persister:
         self._thread.start()
 
     def add(self, task: WriteTask) -> None:
-        """Queue a write; ``task.then`` runs on the writer's thread afterwards, always."""
+        """Queue a write; ``task.then`` runs on the writer's thread afterwards, always.
+
+        It runs at once where there is nothing to write.
+        """
+        if self._blank is not None:
+            task.step = msgspec.structs.replace(task.step, bytes=0)
+            task.sources = [self._blank] * len(task.keys)
+        if not task.keys:
+            task.then()
+            return
         with self._wake:
             self._tasks.append(task)
             self._pending.update(task.keys)

@@ -10,14 +10,13 @@ handed to the HBM (or the router released the request), the router's ``Persist``
 that no new block is lost, and nobody has them pinned.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
 from dualpath.core.blocks import BlockGeometry, BlockKey
-from dualpath.core.cluster import Role
 from dualpath.core.control import (
     Assign,
     DecodeTransfer,
@@ -25,13 +24,11 @@ from dualpath.core.control import (
     Failed,
     KvInHbm,
     Lookup,
-    LookupDone,
     Message,
     PeerDown,
     PeerUp,
     Persist,
     PrefillDone,
-    PrefillTransfer,
     Read,
     Refused,
     RegionAddress,
@@ -43,15 +40,17 @@ from dualpath.core.control import (
     Synced,
     Welcome,
 )
-from dualpath.core.errors import BufferTooSmallError, DualPathError, TransportError
+from dualpath.core.errors import BufferTooSmallError, DualPathError
 from dualpath.core.runs import BlockRun
 from dualpath.engine.active_requests import ActiveRequests
 from dualpath.engine.buffer import STAGING_REGION, BlockBuffer
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.device import Device, HostDevice
 from dualpath.engine.event_waiter import EventWaiter
+from dualpath.engine.generated import GeneratedBlocks
 from dualpath.engine.hbm_copy import HbmCopier, HbmLayout
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
+from dualpath.engine.lookups import Lookups
 from dualpath.engine.peers import Peers
 from dualpath.engine.persister import Persister, WriteTask
 from dualpath.engine.pump import TransferPump
@@ -60,8 +59,8 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.engine.slots import Grant
 from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
 from dualpath.engine.trace import TraceRecorder
-from dualpath.plan.movements import PERSIST_GENERATED, PERSIST_PROMPT
-from dualpath.plan.steps import PromptLayout, decode_steps, generated_steps, read_step, step_of
+from dualpath.plan.movements import PERSIST_PROMPT
+from dualpath.plan.steps import PromptLayout, decode_steps, read_step, step_of
 from dualpath.storage.contract import BlockStorage
 from dualpath.transport.contract import Transport
 from dualpath.transport.regions import span_bytes
@@ -69,10 +68,7 @@ from dualpath.transport.regions import span_bytes
 log = logging.getLogger(__name__)
 
 _NS_PER_S = 1_000_000_000
-LOOKUP_THREADS = 4
 RELEASED = "it was released"
-#: A look-up waits that long for a block this engine is just writing; less than the router waits.
-PENDING_WRITE_WAIT_S = 1.0
 
 
 class TrafficManager:
@@ -120,9 +116,12 @@ class TrafficManager:
         self._reader = ReadQueue(
             storage, self._buffer, self.counters, self.trace, send, settings.parallel_reads
         )
-        self._persister = Persister(storage, self.counters, self.trace)
-        self._lookups = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="lookup")
-        self._blank = memoryview(bytes(geometry.full_block_bytes))
+        blank = None if settings.mode.moves_bytes else memoryview(bytes(geometry.full_block_bytes))
+        self._persister = Persister(storage, self.counters, self.trace, blank)
+        self._generated = GeneratedBlocks(
+            geometry, self._staging, self._copier, self._persister, self.counters
+        )
+        self._lookups = Lookups(storage, self._persister, send)
         self._assign_seq = 0
         self._report_seq = 0
         self._free_hbm_tokens = hbm.capacity_tokens
@@ -205,7 +204,7 @@ class TrafficManager:
                 for request_id in self._peers.down(message):
                     self._buffer.end_quarantine(request_id)
             case Lookup():
-                self._lookups.submit(self._look_up, message)
+                self._lookups.begin(message)
             case Sync():
                 self._send(Synced(call_id=message.call_id))
             case Assign():
@@ -217,21 +216,6 @@ class TrafficManager:
             case Release():
                 if self._active.ask_release(message):
                     self._release(message)
-
-    def _look_up(self, message: Lookup) -> None:
-        hit_blocks = 0
-        try:
-            hit_blocks = self._storage.hit_blocks(message.keys)
-            while hit_blocks < len(message.keys) and self._persister.wait_written(
-                message.keys[hit_blocks], PENDING_WRITE_WAIT_S
-            ):
-                found = self._storage.hit_blocks(message.keys[hit_blocks:])
-                if found == 0:  # the write failed
-                    break
-                hit_blocks += found
-        except DualPathError as error:
-            log.warning("look-up of %d blocks failed: %s", len(message.keys), error)
-        self._send(LookupDone(call_id=message.call_id, hit_blocks=hit_blocks))
 
     def _assign(self, message: Assign) -> None:
         self._active.add(message.request_id, message.tokens, self.trace.now_ns())
@@ -269,25 +253,9 @@ class TrafficManager:
         self._active.persist_seen(message.request_id)
         step = step_of(PERSIST_PROMPT, self.geometry, blocks, slots=slots)
         sources = [self._buffer.view(slot) for slot in slots]
-        self._write(
-            WriteTask(
-                message.request_id,
-                step,
-                message.keys,
-                sources,
-                lambda: self._buffer.unpin(slots),
-            )
-        )
+        over = functools.partial(self._buffer.unpin, slots)
+        self._persister.add(WriteTask(message.request_id, step, message.keys, sources, over))
         self._free_if_served(message.request_id)
-
-    def _write(self, task: WriteTask) -> None:
-        if not self.settings.mode.moves_bytes:  # storage takes lengths only
-            task.step = msgspec.structs.replace(task.step, bytes=0)
-            task.sources = [self._blank] * len(task.keys)
-        if task.keys:
-            self._persister.add(task)
-        else:
-            task.then()
 
     def _release(self, message: Release) -> None:
         self._reader.cancel(message.request_id)
@@ -302,26 +270,9 @@ class TrafficManager:
 
     # ------------------------------------------------------------------ work from the engine
 
-    def prefill_chunk(
-        self, transfer: PrefillTransfer, chunk: BlockRun, hbm_blocks: Sequence[int]
-    ) -> PrefillChunk:
-        """Return a request's part in a forward pass; ``hbm_blocks`` of its prompt up to the chunk.
-
-        Raises ``TransportError`` if the request was released, its slots went to another one or the
-        DE is not connected.
-        """
-        request_id = transfer.request_id
-        own_slots = [s for run in transfer.hits if run.side is Role.PREFILL for s in run.slots]
-        if not self._active.is_active(request_id):
-            raise TransportError(f"request {request_id}: {RELEASED}")
-        # After a short read the transfer carries fewer slots than the request holds.
-        if self._buffer.slots_of(request_id)[: len(own_slots)] != tuple(own_slots):
-            self.counters.add(Counter.STALE_TRANSFERS, 1)
-            raise TransportError(f"request {request_id}: its buffer slots changed hands")
-        agent = ""
-        if self.settings.mode.moves_bytes:
-            agent = self.decode_agent(transfer.decode_engine, transfer.decode_epoch)
-        return PrefillChunk(transfer, chunk, tuple(hbm_blocks[: chunk.end]), agent)
+    def is_active(self, request_id: str) -> bool:
+        """Whether a request is assigned to this engine and not about to leave it."""
+        return self._active.is_active(request_id)
 
     def decode_agent(self, engine_id: str, epoch: str) -> str:
         """Return the transport agent of a DE; raises ``TransportError`` if it is not connected."""
@@ -410,42 +361,11 @@ class TrafficManager:
             self._buffer.release(request_id)
 
     def persist_generated(self, blocks: Sequence[tuple[int, BlockKey]]) -> None:
-        """Copy full blocks (engine block id, key) out of HBM and queue them for storage.
-
-        Returns when the HBM is no longer needed.  With all staging slots in use a block is
-        dropped and counted: the next turn recomputes it.
-        """
-        if not self.settings.mode.moves_bytes:
-            step = step_of(PERSIST_GENERATED, self.geometry, BlockRun(0, len(blocks)))
-            self._write(WriteTask("", step, [key for _, key in blocks], [], lambda: None))
-            return
-        for block_id, key in blocks:
-            try:
-                self._persist_one(block_id, key)
-            except TransportError as error:
-                self._drop_generated(str(error))
-
-    def _drop_generated(self, reason: str) -> None:
-        log.warning("a generated block is not persisted: %s", reason)
-        self.counters.add(Counter.PERSIST_DROPPED_BLOCKS, 1)
-
-    def _persist_one(self, block_id: int, key: BlockKey) -> None:
-        slot = self._staging.take()
-        if slot is None:
-            raise TransportError("all staging slots are being written; raise staging_blocks")
-        *copies, persist = generated_steps(self.geometry, slot)
-
-        def copied(error: str | None) -> None:
-            if error is not None:
-                self._staging.give_back(slot)
-                self._drop_generated(error)
-                return
-            sources = [self._staging.view(slot)]
-            self._write(
-                WriteTask("", persist, [key], sources, lambda: self._staging.give_back(slot))
-            )
-
-        self._copier.out_of_hbm(copies, block_id, copied)
+        """Store full blocks (engine block id, key); returns when their HBM is not needed."""
+        if self.settings.mode.moves_bytes:
+            self._generated.persist(blocks)
+        else:
+            self._generated.persist_keys([key for _, key in blocks])
 
     # ------------------------------------------------------------------ life
 
@@ -459,7 +379,7 @@ class TrafficManager:
         self._after.close()
         self._pump.close()
         self._persister.close()
-        self._lookups.shutdown(wait=True, cancel_futures=True)
+        self._lookups.close()
         self._transport.close()
         self._device.close()
         self._storage.close()

@@ -1,0 +1,76 @@
+"""Generated KV on its way from a decode engine's HBM to storage, through slots of its own.
+
+The HBM is free again as soon as a block is in such a staging slot; the storage takes longer.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from dualpath.core.blocks import BlockGeometry, BlockKey
+from dualpath.core.errors import TransportError
+from dualpath.core.runs import BlockRun
+from dualpath.engine.buffer import BlockBuffer
+from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.hbm_copy import HbmCopier
+from dualpath.engine.persister import Persister, WriteTask
+from dualpath.plan.movements import PERSIST_GENERATED
+from dualpath.plan.steps import generated_steps, step_of
+
+log = logging.getLogger(__name__)
+
+
+class GeneratedBlocks:
+    """Persists full blocks of generated tokens; called on the engine's thread."""
+
+    def __init__(
+        self,
+        geometry: BlockGeometry,
+        staging: BlockBuffer,
+        copier: HbmCopier,
+        persister: Persister,
+        counters: Counters,
+    ) -> None:
+        self._geometry = geometry
+        self._staging = staging
+        self._copier = copier
+        self._persister = persister
+        self._counters = counters
+
+    def persist_keys(self, keys: Sequence[BlockKey]) -> None:
+        """Queue blocks of which storage takes the lengths only."""
+        step = step_of(PERSIST_GENERATED, self._geometry, BlockRun(0, len(keys)))
+        self._persister.add(WriteTask("", step, keys, [], lambda: None))
+
+    def persist(self, blocks: Sequence[tuple[int, BlockKey]]) -> None:
+        """Copy blocks (engine block id, key) out of HBM and queue them for storage.
+
+        Returns when the HBM is no longer needed.  With all staging slots in use a block is
+        dropped and counted: the next turn recomputes it.
+        """
+        for block_id, key in blocks:
+            try:
+                self._persist_one(block_id, key)
+            except TransportError as error:
+                self._drop(str(error))
+
+    def _persist_one(self, block_id: int, key: BlockKey) -> None:
+        slot = self._staging.take()
+        if slot is None:
+            raise TransportError("all staging slots are being written; raise staging_blocks")
+        *copies, persist = generated_steps(self._geometry, slot)
+
+        def copied(error: str | None) -> None:
+            if error is not None:
+                self._staging.give_back(slot)
+                self._drop(error)
+                return
+            sources = [self._staging.view(slot)]
+            self._persister.add(
+                WriteTask("", persist, [key], sources, lambda: self._staging.give_back(slot))
+            )
+
+        self._copier.out_of_hbm(copies, block_id, copied)
+
+    def _drop(self, reason: str) -> None:
+        log.warning("a generated block is not persisted: %s", reason)
+        self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, 1)
