@@ -128,9 +128,9 @@ class SideBySide(Generic[_Run]):
         self._rules: list[int] = []
         self._section = ""
 
-    def add(self, section: str, name: str, cell: Callable[[_Run], str | None]) -> None:
-        """Add a figure; left out where ``cell`` returns None for every run."""
-        cells = [cell(run) for run in self._runs]
+    def add(self, section: str, name: str, of: Callable[[_Run], str | None]) -> None:
+        """Add a figure; left out where ``of`` returns None for every run."""
+        cells = [of(run) for run in self._runs]
         if all(text is None for text in cells):
             return
         if self._rows and section != self._section:

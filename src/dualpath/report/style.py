@@ -22,21 +22,28 @@ LOOKS = (
     Look("#cf4f63", (0, (5, 1))),
     Look("#8a8f2e", (0, (3, 1, 1, 1))),
 )
-#: The paper's names; each step of the ablation (§7.5) is called by what it adds.
-MODE_TITLES = {
-    Mode.BASIC: "Basic",
-    Mode.LAYERWISE: "+ layerwise",
-    Mode.ROUND_ROBIN: "+ dual path, round robin",
-    Mode.DUALPATH: "DualPath",
-    Mode.SPLIT: "DualPath, split read",
-    Mode.ORACLE: "Oracle",
+
+
+class ModeStyle(NamedTuple):
+    """``title``: the paper's name; a step of the ablation (§7.5) is called by what it adds."""
+
+    title: str
+    look: Look
+
+
+MODE_STYLES = {
+    Mode.BASIC: ModeStyle("Basic", LOOKS[0]),
+    Mode.LAYERWISE: ModeStyle("+ layerwise", LOOKS[3]),
+    Mode.ROUND_ROBIN: ModeStyle("+ dual path, round robin", LOOKS[4]),
+    Mode.DUALPATH: ModeStyle("DualPath", LOOKS[1]),
+    Mode.SPLIT: ModeStyle("DualPath, split read", LOOKS[5]),
+    Mode.ORACLE: ModeStyle("Oracle", LOOKS[2]),
 }
-_MODES = (Mode.BASIC, Mode.DUALPATH, Mode.ORACLE, Mode.LAYERWISE, Mode.ROUND_ROBIN, Mode.SPLIT)
-_BY_NAME = {mode.value: look for mode, look in zip(_MODES, LOOKS, strict=True)}
+_BY_NAME = {mode.value: style.look for mode, style in MODE_STYLES.items()}
 
 
 def looks(names: Sequence[str]) -> list[Look]:
-    """Return how each series is drawn: a mode always the same way, others in what is left."""
+    """Return how each series is drawn: a mode by its name always alike, others in what is left."""
     taken = {_BY_NAME[name] for name in names if name in _BY_NAME}
     free = [look for look in LOOKS if look not in taken] or list(LOOKS)
     others = [name for name in names if name not in _BY_NAME]

@@ -10,7 +10,7 @@ from dualpath.model.evaluation.report import quantity
 from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.settings import MAIN_MODES, RunSpec
 from dualpath.report.model import Panel, Series, Table
-from dualpath.report.style import MODE_TITLES
+from dualpath.report.style import MODE_STYLES
 
 
 class JctTriple(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ def triple(runs: Runs, spec: RunSpec, label: Sequence[str]) -> JctTriple:
 
 def jct_table(title: str, label_columns: Sequence[str], triples: Iterable[JctTriple]) -> Table:
     """Return JCTs, speed-up and distance from Oracle, one setting per row."""
-    modes = [f"{MODE_TITLES[mode]}, s" for mode in MAIN_MODES]
+    modes = [f"{MODE_STYLES[mode].title}, s" for mode in MAIN_MODES]
     columns = (*label_columns, *modes, "Basic / DualPath", "DualPath / Oracle")
     rows = tuple(
         (
@@ -66,7 +66,7 @@ def jct_panel(
     """Return JCTs over ``x``, one series per mode."""
     jcts = zip(*((one.basic_s, one.dualpath_s, one.oracle_s) for one in triples), strict=True)
     series = tuple(
-        Series(MODE_TITLES[mode], tuple(x), seconds)
+        Series(MODE_STYLES[mode].title, tuple(x), seconds)
         for mode, seconds in zip(MAIN_MODES, jcts, strict=True)
     )
     return Panel(title, kind, x_label, "JCT, s", series)

@@ -11,7 +11,7 @@ from dualpath.model.evaluation.serving import METHOD, WORKLOAD, online, rate_swe
 from dualpath.model.evaluation.settings import DS_27B, DS_660B, MAIN_MODES, System
 from dualpath.model.evaluation.speedups import mean
 from dualpath.report.model import NOTHING, Panel, Series, Table
-from dualpath.report.style import MODE_TITLES
+from dualpath.report.style import MODE_STYLES
 
 TITLE = "Online serving: latency against arrival rate"
 SYSTEMS = (DS_27B, DS_660B)
@@ -75,7 +75,7 @@ def build(runs: Runs) -> FigureReport:
         statements=_statements(points),
         discussion=DISCUSSION,
         data={
-            f"{system.title}, {MODE_TITLES[mode]}": {
+            f"{system.title}, {MODE_STYLES[mode].title}": {
                 "capacity": sweeps[system, mode],
                 "points": [
                     {"agents_per_s": rate, "run": run} for rate, run in points[system, mode]
@@ -90,7 +90,7 @@ def _capacity_table(sweeps: dict[tuple[System, Mode], Sweep]) -> Table:
     rows = tuple(
         (
             system.title,
-            MODE_TITLES[mode],
+            MODE_STYLES[mode].title,
             f"{'≥ ' if found.capped else ''}{found.capacity:.2f}",
             f"{found.grid_capacity:.2f}",
         )
@@ -103,7 +103,7 @@ def _latency_table(system: System, points: Points) -> Table:
     columns = ("system", "APS", "TTFT, s", "TTST, ms", "TPOT, ms", "ended", "after, s", "SLO")
     rows = tuple(
         (
-            MODE_TITLES[mode],
+            MODE_STYLES[mode].title,
             f"{rate:.2f}",
             _mean(run.ttft, 1, 2),
             _mean(run.ttst, 1e3, 0),
@@ -164,7 +164,7 @@ def _series(mode: Mode, measured: list[tuple[float, Measured]], factor: float) -
         return tuple(None if value is None else value * factor for value in values)
 
     return Series(
-        MODE_TITLES[mode],
+        MODE_STYLES[mode].title,
         tuple(rate for rate, _ in measured),
         scaled([one.mean for _, one in measured]),
         scaled([one.low for _, one in measured]),

@@ -7,7 +7,7 @@ from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.serving import METHOD, WORKLOAD, online, rate_sweep
 from dualpath.model.evaluation.settings import DS_27B, DS_660B, MAIN_MODES, System
 from dualpath.report.model import Panel, Series, Table, cell
-from dualpath.report.style import MODE_TITLES
+from dualpath.report.style import MODE_STYLES
 
 TITLE = "Online serving: completion time of trajectories, working set"
 SYSTEMS = (DS_27B, DS_660B)
@@ -81,7 +81,7 @@ def _table(system: System, points: Points) -> Table:
         for rate, run in points[system, mode]:
             rows.append(
                 (
-                    MODE_TITLES[mode],
+                    MODE_STYLES[mode].title,
                     f"{rate:.2f}",
                     cell(run.agent_jct, "{:,.0f}"),
                     f"{run.agents_unfinished:,}",
@@ -94,7 +94,7 @@ def _table(system: System, points: Points) -> Table:
 def _panel(system: System, points: Points) -> Panel:
     series = tuple(
         Series(
-            MODE_TITLES[mode],
+            MODE_STYLES[mode].title,
             tuple(rate for rate, _ in points[system, mode]),
             tuple(run.agent_jct for _, run in points[system, mode]),
         )

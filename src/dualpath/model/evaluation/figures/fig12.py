@@ -8,7 +8,7 @@ from dualpath.model.evaluation.serving import METHOD, online, rate_sweep
 from dualpath.model.evaluation.settings import DS_660B, RunSpec
 from dualpath.model.evaluation.speedups import mean
 from dualpath.report.model import NOTHING, Panel, Series, Table
-from dualpath.report.style import MODE_TITLES
+from dualpath.report.style import MODE_STYLES
 
 TITLE = "Parts of TTFT, and ablation (DS 660B)"
 WORKLOAD = "64K"
@@ -95,13 +95,13 @@ def _ablation_table(jcts: Jcts) -> Table:
             *(f"{_reduction(jcts, mode):.2f} %" for mode in modes[1:]),
         )
     )
-    return Table("Ablation", ("", *(MODE_TITLES[mode] for mode in modes)), tuple(rows))
+    return Table("Ablation", ("", *(MODE_STYLES[mode].title for mode in modes)), tuple(rows))
 
 
 def _ablation_panel(jcts: Jcts) -> Panel:
     names = tuple(f"{agents:,}" for agents in jcts)
     series = tuple(
-        Series(MODE_TITLES[mode], names, tuple(row[mode] for row in jcts.values()))
+        Series(MODE_STYLES[mode].title, names, tuple(row[mode] for row in jcts.values()))
         for mode in STEPS
     )
     return Panel("Ablation", "grouped", "agents", "JCT, s", series)
@@ -117,7 +117,7 @@ def _breakdown_table(breakdown: Breakdown) -> Table:
     rows = tuple(
         (
             f"{rate:.2f}",
-            MODE_TITLES[mode],
+            MODE_STYLES[mode].title,
             *(f"{part:.3f}" for part in run.ttft_parts or ()),
             f"{sum(run.ttft_parts):.3f}",
             run.ending.rule,
@@ -141,7 +141,7 @@ def _breakdown_panels(breakdown: Breakdown) -> tuple[Panel, ...]:
             Series(part, tuple(rate for rate, _ in points), tuple(p[index] for _, p in points))
             for index, part in enumerate(PARTS)
         )
-        title = f"Parts of TTFT, {MODE_TITLES[wanted]}"
+        title = f"Parts of TTFT, {MODE_STYLES[wanted].title}"
         panels.append(Panel(title, "stacked", "APS", "mean, s", series))
     return tuple(panels)
 

@@ -8,7 +8,7 @@ from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.settings import DS_27B, DS_660B, RunSpec
 from dualpath.model.evaluation.speedups import with_mode
 from dualpath.report.model import Panel, Series, Table, cell
-from dualpath.report.style import MODE_TITLES
+from dualpath.report.style import MODE_STYLES
 
 TITLE = "Balance of storage NIC traffic"
 WORKLOAD = "64K"
@@ -71,7 +71,7 @@ def build(runs: Runs) -> FigureReport:
         ),
         discussion=DISCUSSION,
         data={
-            f"{name}, {MODE_TITLES[mode]}": {
+            f"{name}, {MODE_STYLES[mode].title}": {
                 "mean_ratio": _mean(run),
                 "tail_begins_s": run.tail_begins_s,
             }
@@ -88,7 +88,7 @@ def _table(made: dict[tuple[str, Mode], OfflineRun]) -> Table:
     rows = tuple(
         (
             name,
-            MODE_TITLES[mode],
+            MODE_STYLES[mode].title,
             *(cell(ratio, "{:.3f}") for _, ratio in run.snic_by_window),
             f"{run.tail_begins_s:,.0f}",
             f"{run.jct_s:,.0f}",
@@ -107,7 +107,7 @@ def _panel(name: str, made: dict[tuple[str, Mode], OfflineRun]) -> Panel:
         "time, s",
         "max/avg",
         tuple(
-            curve(MODE_TITLES[mode], made[name, mode].snic, made[name, mode].tail_begins_s)
+            curve(MODE_STYLES[mode].title, made[name, mode].snic, made[name, mode].tail_begins_s)
             for mode in MODES
         ),
         from_zero=False,

@@ -7,7 +7,7 @@ from dualpath.model.evaluation.report import Compared, FigureReport, Statement
 from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.settings import DS_660B, RunSpec
 from dualpath.report.model import Panel, Table, cell
-from dualpath.report.style import MODE_TITLES
+from dualpath.report.style import MODE_STYLES
 
 TITLE = "Balance of attention time (DS 660B)"
 WORKLOAD = "64K"
@@ -46,7 +46,7 @@ def build(runs: Runs) -> FigureReport:
                 "time, s",
                 "max/avg",
                 tuple(
-                    curve(MODE_TITLES[mode], run.attention, run.tail_begins_s)
+                    curve(MODE_STYLES[mode].title, run.attention, run.tail_begins_s)
                     for mode, run in made.items()
                 ),
                 from_zero=False,
@@ -62,7 +62,7 @@ def build(runs: Runs) -> FigureReport:
             ),
         ),
         discussion=DISCUSSION,
-        data={MODE_TITLES[mode]: {"first_5_percent": value} for mode, value in early.items()},
+        data={MODE_STYLES[mode].title: {"first_5_percent": value} for mode, value in early.items()},
     )
 
 
@@ -73,7 +73,7 @@ def _early(run: OfflineRun) -> float | None:
 def _table(made: dict[Mode, OfflineRun]) -> Table:
     rows = tuple(
         (
-            MODE_TITLES[mode],
+            MODE_STYLES[mode].title,
             cell(_early(run), "{:.3f}"),
             cell(run.attention.mean(run.tail_begins_s), "{:.3f}"),
             f"{run.attention.time_s.size:,}",
