@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 from benchmarks.overhead.client import NAME, Api, Chat, TokenIds
+from prometheus_client.parser import text_string_to_metric_families
 
 from dualpath.core.cluster import Role
 from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS
@@ -71,16 +72,13 @@ def cpu_s(pid: int) -> float:
 def metrics(url: str) -> dict[str, float]:
     """Return the samples of a Prometheus endpoint, added up over labels other than ``stage``."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
-        lines = response.read().decode().splitlines()
+        text = response.read().decode()
     found: dict[str, float] = {}
-    for line in lines:
-        if line.startswith("#"):
-            continue
-        name, value = line.rsplit(" ", 1)
-        name, _, labels = name.partition("{")
-        if labels.startswith('stage="'):
-            name += f"/{labels.split(chr(34))[1]}"
-        found[name] = found.get(name, 0.0) + float(value)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            stage = sample.labels.get("stage")
+            name = f"{sample.name}/{stage}" if stage else sample.name
+            found[name] = found.get(name, 0.0) + sample.value
     return found
 
 
