@@ -5,7 +5,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from dualpath.cli.tables import FORMATS, JSON, TEXT, gigabytes, percent
+from dualpath.cli.output import FORMATS, JSON, TEXT, gigabytes, percent, print_json
 from dualpath.report.model import NOTHING, Block, Notes, Report, Table
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ def _print_json(shape: "ClusterShape", loads: "dict[Link, float]") -> None:
         "verdict": _verdict(shape),
         "plan_bytes_per_s": {link.value: load for link, load in loads.items()},
     }
-    print(msgspec.json.format(msgspec.json.encode(result)).decode())
+    print_json(result)
 
 
 def _holds(bound: "RatioBound", ratio: float) -> bool:

@@ -8,10 +8,9 @@ from dualpath.cli.lab_experiments import (
     add_bench_parser,
     add_run_parser,
     run_experiment,
-    say,
 )
+from dualpath.cli.output import FORMATS, JSON, TEXT, print_json, say
 from dualpath.cli.settings import LAB, Part, add_parts, add_settings, configuration, flag_settings
-from dualpath.cli.tables import FORMATS, JSON, TEXT
 from dualpath.laboratory.lab.settings import LabSettings
 from dualpath.report.model import Notes, Report, Table
 
@@ -111,8 +110,6 @@ def _print(state: "LabState", form: str) -> None:
 
     settings, machine = state.settings, state.machine
     if form == JSON:
-        import msgspec
-
         found = {
             "settings": settings,
             "shaping": machine.shaping,
@@ -120,7 +117,7 @@ def _print(state: "LabState", form: str) -> None:
             "nodes": lab_nodes(state),
             "links": link_reports(state),
         }
-        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+        print_json(found)
         return
     from dualpath.report.text import print_report
 

@@ -1,9 +1,9 @@
 """``dualpath plan``: how to divide N nodes into prefill and decode nodes."""
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
+from dualpath.cli.output import say
 from dualpath.cli.simulation_inputs import (
     Trace,
     add_machine_arguments,
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
             "--horizon at the rate being searched; leave --agents out"
         )
     inputs = _Inputs(args, settings)
-    progress = (lambda text: None) if args.quiet else _say
+    progress = (lambda text: None) if args.quiet else say
     plan = make_plan(settings, inputs.setup, inputs.agents, inputs.simulate, progress)
     if args.json:
         write_file(args.json, as_json({"schema": SCHEMA, "simulated": True, "plan": plan}))
@@ -215,7 +215,3 @@ def _verdict(plan: "Plan") -> list[str]:
         else "Eq. 9 finds a bottleneck at every P/D: the storage NIC outruns the compute NICs."
     )
     return ["All figures are simulated.", first + searched, eq9]
-
-
-def _say(text: str) -> None:
-    print(f"dualpath: {text}", file=sys.stderr, flush=True)

@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from dualpath.cli.tables import FORMATS, JSON, TEXT, percent
+from dualpath.cli.output import FORMATS, JSON, TEXT, percent, print_json
 from dualpath.report.model import NOTHING, Notes, Report, Table
 
 if TYPE_CHECKING:
@@ -89,4 +89,4 @@ def _print_json(rows: "tuple[Table1Row, ...]", append_tokens: int) -> None:
         "unit": "GB/PFLOP",
         "rows": [{**msgspec.to_builtins(row), "error": row.error} for row in rows],
     }
-    print(msgspec.json.format(msgspec.json.encode(table)).decode())
+    print_json(table)

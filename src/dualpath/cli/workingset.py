@@ -4,7 +4,7 @@ import argparse
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from dualpath.cli.tables import FORMATS, JSON, TEXT, gigabytes
+from dualpath.cli.output import FORMATS, JSON, TEXT, gigabytes, print_json
 from dualpath.report.model import Block, Notes, Report, Table
 
 if TYPE_CHECKING:
@@ -154,7 +154,6 @@ def _implied_jct_s(quoted: Quoted, kv_bytes_per_token: float) -> float:
 def _print_json(
     args: argparse.Namespace, kv_bytes_per_token: float, paper_bytes_per_token: float
 ) -> None:
-    import msgspec
 
     cases = [] if args.aps is None else _cases(args)
     result = {
@@ -177,7 +176,7 @@ def _print_json(
             for quoted in PAPER
         ],
     }
-    print(msgspec.json.format(msgspec.json.encode(result)).decode())
+    print_json(result)
 
 
 def _require(name: str, value: float, least: float) -> None:
