@@ -215,7 +215,7 @@ def play_plain(url: str, rounds: Sequence[Round]) -> list[list[int]]:
     return answers
 
 
-def tell_truth(url: str, agents: Sequence[Sequence[Round]]) -> Truth:
+def ask_truth(url: str, agents: Sequence[Sequence[Round]]) -> Truth:
     """Play all agents at once against a plain engine, then ask the long prompt."""
     turns = in_parallel([functools.partial(play_plain, url, rounds) for rounds in agents])
     text = [token for rounds in agents for turn in rounds for token in turn.append]

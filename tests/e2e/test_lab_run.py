@@ -95,7 +95,7 @@ def test_one_prefill_and_one_decode_node_read_over_both_paths() -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_the_report_tells_every_mode_of_two_decode_nodes(tmp_path: Path) -> None:
+def test_the_report_has_every_mode_of_two_decode_nodes(tmp_path: Path) -> None:
     settings = JctSettings(
         name="small",
         nodes=("1P2D",),

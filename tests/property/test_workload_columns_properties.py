@@ -48,7 +48,7 @@ class Cluster:
 
     def play(self, sessions: Sequence[Session]) -> Played:
         """(prompt, hit, generated) of every conversation, round by round side by side."""
-        told = msgspec.structs.replace(
+        changed = msgspec.structs.replace(
             self._settings.session_settings(),
             token_low=1000,
             token_high=GENERATED,
@@ -56,7 +56,7 @@ class Cluster:
         )
         lanes: list[Played] = [[[]] for _ in sessions]
         active: list[tuple[int, Conversation, list[Row]]] = [
-            (number, session.start(told), lanes[number][0])
+            (number, session.start(changed), lanes[number][0])
             for number, session in enumerate(sessions)
         ]
         while active:

@@ -225,12 +225,12 @@ def test_an_object_longer_than_asked_for_does_not_spoil_the_next_answer(server: 
     client.close()
 
 
-def test_nobody_there_is_told_at_once() -> None:
+def test_nobody_there_is_reported_at_once() -> None:
     with pytest.raises(ConfigError, match="cannot be used"):
         S3Storage(location_at(f"http://127.0.0.1:{free_port()}"), NAMESPACE, patience=QUICK)
 
 
-def test_a_bucket_that_is_not_there_and_keys_that_do_not_fit_are_told(server: FaultyS3) -> None:
+def test_a_bucket_that_is_not_there_and_keys_that_do_not_fit_are_reported(server: FaultyS3) -> None:
     other = f"s3://other?endpoint_url={server.url}"
     with pytest.raises(ConfigError, match="make the bucket"):
         S3Storage(parse_location(other, {}), NAMESPACE, patience=QUICK)

@@ -244,11 +244,11 @@ def test_real_traces_have_their_published_hit_rate(
 
 def replayed(sessions: Sequence[Session]) -> list[tuple[int, int]]:
     """(prompt, hit) of every round of sessions without sub-agents, against a perfect store."""
-    told = SessionSettings(token_high=1 << 30, encode=approximate_encode)
+    changed = SessionSettings(token_high=1 << 30, encode=approximate_encode)
     rows: list[tuple[int, int]] = []
     for session in sessions:
         history = PrefixHistory(64)
-        conversation = session.start(told)
+        conversation = session.start(changed)
         while (turn := conversation.next_turn()) is not None:
             prompt = turn.prompt_token_ids
             rows.append((len(prompt), history.hit_tokens(prompt)))
