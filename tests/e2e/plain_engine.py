@@ -18,6 +18,7 @@ from dualpath.laboratory.workload.conversation.text_session import TextSession
 from dualpath.laboratory.workload.formats import read_trace
 from dualpath.ops.launch.commands import ENGINE_ENTRY
 from dualpath.ops.launch.fork_server import ForkedProcess
+from dualpath.ops.launch.local_cluster import claim_port
 
 MAX_MODEL_LEN = 4096
 
@@ -172,8 +173,7 @@ class PlainEngine:
     """One vLLM server without connector; a context manager."""
 
     def __init__(self, model: Path, folder: Path, block_tokens: int, *vllm_args: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = claim_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [
             "--model", str(model), "--served-model-name", NAME, "--host", "127.0.0.1",
