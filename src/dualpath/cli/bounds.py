@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from dualpath.cli.output import FORMATS, JSON, TEXT, gigabytes, percent, print_json
-from dualpath.report.model import NOTHING, Block, Notes, Report, Table
+from dualpath.report.model import NOTHING, Block, Notes, Table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: a cluster, model or number that cannot be.
     """
     from dualpath.model.catalog.load import load_model
-    from dualpath.report.text import print_report
+    from dualpath.report.text import print_blocks
 
     shape = _shape(args)
     model = load_model(args.model) if args.model else None
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if model:
         blocks += _plan_blocks(args, shape, model, loads)
     blocks.append(Notes((_REMARKS,)))
-    print_report(Report(name="bounds", title="dualpath bounds", blocks=tuple(blocks)))
+    print_blocks(*blocks)
     return 0
 
 

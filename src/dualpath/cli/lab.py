@@ -12,7 +12,7 @@ from dualpath.cli.lab_experiments import (
 from dualpath.cli.output import FORMATS, JSON, TEXT, print_json, say
 from dualpath.cli.settings import LAB, Part, add_parts, add_settings, configuration, flag_settings
 from dualpath.laboratory.lab.settings import LabSettings
-from dualpath.report.model import Notes, Report, Table
+from dualpath.report.model import Notes, Table
 
 if TYPE_CHECKING:
     from dualpath.laboratory.lab.cluster import LabState
@@ -119,7 +119,7 @@ def _print(state: "LabState", form: str) -> None:
         }
         print_json(found)
         return
-    from dualpath.report.text import print_report
+    from dualpath.report.text import print_blocks
 
     head = (
         f"lab {settings.name}: {settings.nodes}, shaping {machine.shaping.value}",
@@ -130,12 +130,11 @@ def _print(state: "LabState", form: str) -> None:
         (link.link, _rate(link.bytes_per_s), "yes" if link.shaped else "NO", link.how)
         for link in link_reports(state)
     )
-    blocks = (
+    print_blocks(
         Notes(head),
         Table("", ("node", "address"), nodes),
         Table("", ("link", "rate per node", "shaped", "how"), links),
     )
-    print_report(Report(name=settings.name, title=head[0], blocks=blocks))
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -18,7 +18,7 @@ from dualpath.cli.simulation_inputs import (
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.report.files import as_json, require_writable, write_file
-from dualpath.report.model import NOTHING, Notes, Report, Table
+from dualpath.report.model import NOTHING, Notes, Table
 
 if TYPE_CHECKING:
     from dualpath.laboratory.workload.columns.agent_table import AgentTable
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     Raises ``ConfigError`` or ``TraceError`` for input that cannot be, also if no shape can.
     """
     from dualpath.model.evaluation.planner import PlanSettings, make_plan
-    from dualpath.report.text import print_report
+    from dualpath.report.text import print_blocks
 
     require_writable("--json", args.json)
     check_core(args.core)
@@ -104,8 +104,7 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(settings, inputs.setup, inputs.agents, inputs.simulate, progress)
     if args.json:
         write_file(args.json, as_json({"schema": SCHEMA, "simulated": True, "plan": plan}))
-    blocks = (_table(plan), Notes((*_verdict(plan), inputs.note())))
-    print_report(Report(name="plan", title="dualpath plan", blocks=blocks))
+    print_blocks(_table(plan), Notes((*_verdict(plan), inputs.note())))
     return 0
 
 

@@ -5,7 +5,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from dualpath.cli.output import FORMATS, JSON, TEXT, gigabytes, print_json
-from dualpath.report.model import Block, Notes, Report, Table
+from dualpath.report.model import Block, Notes, Table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from dualpath.core.errors import ConfigError
     from dualpath.model.catalog.load import load_model
-    from dualpath.report.text import print_report
+    from dualpath.report.text import print_blocks
 
     if (args.aps is None) != (args.jct is None):
         given, missing = ("--aps", "--jct") if args.jct is None else ("--jct", "--aps")
@@ -89,8 +89,7 @@ def run(args: argparse.Namespace) -> int:
         _print_json(args, model.kv_bytes_per_token, paper_bytes)
         return 0
     own = () if args.aps is None else _own(args, model)
-    blocks = (*own, *_paper(paper_bytes))
-    print_report(Report(name="workingset", title="dualpath workingset", blocks=blocks))
+    print_blocks(*own, *_paper(paper_bytes))
     return 0
 
 
