@@ -34,14 +34,15 @@ from dualpath.laboratory.workload.columns.from_sessions import (
     WorkloadSettings,
     agents_from_sessions,
 )
-from dualpath.laboratory.workload.replay.result import ClientMachine, ReplayResult, read_result
+from dualpath.laboratory.workload.replay.machine import ClientMachine
+from dualpath.laboratory.workload.replay.result import ReplayResult, read_result
 from dualpath.model.catalog.costs import load_model_costs
 from dualpath.model.catalog.load import load_cluster
 from dualpath.model.sim.result import SimulationResult
 from dualpath.model.sim.run import simulate
 from dualpath.model.sim.settings import ClusterSettings, ModelCosts, Setup
 from dualpath.report.model import Table
-from dualpath.report.text import print_blocks
+from dualpath.report.text import print_table
 
 FOLDER = Path(__file__).parent / "demo_prediction"
 CLUSTER, COSTS, MEASURED = FOLDER / "cluster.toml", FOLDER / "costs.toml", FOLDER / "measured.json"
@@ -369,7 +370,7 @@ def main() -> int:
         return 0
     runs = read_recorded()
     cluster, model = read_setting()
-    tables, errors = [], []
+    errors = []
     for run in runs:
         agents, then = None if args.recorded else demo_agents(run), recorded_agents(run)
         source = "recorded lengths"
@@ -377,9 +378,9 @@ def main() -> int:
             same = _lengths(agents) == _lengths(then)
             source = f"from the sessions, lengths {'equal' if same else 'DIFFER FROM'} the recorded"
         predicted = predict(cluster, model, then if agents is None else agents)
-        tables.append(comparison(run, predicted, source))
+        print_table(comparison(run, predicted, source))
         errors.append(abs(predicted.ratio / run.ratio - 1))
-    print_blocks(*tables, sensitivity(runs, cluster, model))
+    print_table(sensitivity(runs, cluster, model))
     print(f"largest error of the ratio {max(errors):.1%}, target {TARGET_ERROR:.0%}")
     return int(max(errors) > TARGET_ERROR)
 

@@ -8,7 +8,7 @@ import msgspec
 from benchmarks.peers.one_run import RunRecord
 
 from dualpath.laboratory.experiments.report import ExperimentReport, Target
-from dualpath.laboratory.workload.replay.result import ClientMachine
+from dualpath.laboratory.workload.replay.machine import ClientMachine
 from dualpath.report.model import NOTHING, Panel, Series, Table
 
 DUALPATH = "dualpath-dualpath"

@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
-import msgspec
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,9 +20,10 @@ from dualpath.laboratory.workload.conversation.block_session import (
     BlockTurn,
     SubAgent,
 )
-from dualpath.laboratory.workload.conversation.prefix import PrefixHistory
+from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary
+from dualpath.laboratory.workload.conversation.prefixes import StoredPrefixes, hit_tokens
 from dualpath.laboratory.workload.conversation.session import Conversation, Session, Turn
-from dualpath.laboratory.workload.conversation.stored_prefixes import StoredPrefixes
+from dualpath.laboratory.workload.conversation.spans import TokenIds
 from dualpath.laboratory.workload.conversation.text_session import Message, TextSession, TextTurn
 from dualpath.laboratory.workload.conversation.token_session import TokenSession
 
@@ -44,19 +43,14 @@ class Cluster:
     def __init__(self, settings: WorkloadSettings) -> None:
         self._settings = settings
         self._answers = iter(range(GENERATED, 1 << 32))
-        self._history = PrefixHistory(settings.block_tokens)
+        self._stored: StoredPrefixes[TokenIds] = StoredPrefixes()
 
     def play(self, sessions: Sequence[Session]) -> Played:
         """(prompt, hit, generated) of every conversation, round by round side by side."""
-        changed = msgspec.structs.replace(
-            self._settings.session_settings(),
-            token_low=1000,
-            token_high=GENERATED,
-            encode=encode,
-        )
+        vocabulary = Vocabulary(self._settings.seed, 1000, GENERATED, encode)
         lanes: list[Played] = [[[]] for _ in sessions]
         active: list[tuple[int, Conversation, list[Row]]] = [
-            (number, session.start(changed), lanes[number][0])
+            (number, session.start(self._settings, Contents(vocabulary)), lanes[number][0])
             for number, session in enumerate(sessions)
         ]
         while active:
@@ -73,14 +67,17 @@ class Cluster:
     def _sent(self, conversation: Conversation, rows: list[Row]) -> Turn | None:
         turn = conversation.next_turn()
         if turn is not None:
-            hit = self._history.hit_tokens(turn.prompt_token_ids)
-            rows.append((len(turn.prompt_token_ids), hit, turn.generate_tokens))
+            prompt = conversation.token_ids(turn)
+            common = self._stored.common_tokens(TokenIds.of(prompt))
+            hit = hit_tokens(common, len(prompt), self._settings.block_tokens)
+            rows.append((len(prompt), hit, turn.generate_tokens))
         return turn
 
     def _answer(self, conversation: Conversation, turn: Turn) -> None:
         answer = [next(self._answers) for _ in range(turn.generate_tokens)]
+        prompt = conversation.token_ids(turn)
         conversation.record(answer)
-        self._history.add([*turn.prompt_token_ids, *answer[:-1]])
+        self._stored.add(TokenIds.of([*prompt, *answer[:-1]]))
 
 
 def played(sessions: Sequence[Session], settings: WorkloadSettings) -> Played:
@@ -260,9 +257,9 @@ SEQUENCES = st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=8)
 
 @given(stored=SEQUENCES, prompt=st.lists(st.integers(0, 2), max_size=12))
 def test_the_longest_stored_prefix_is_found(stored: list[list[int]], prompt: list[int]):
-    prefixes = StoredPrefixes(4)
+    prefixes: StoredPrefixes[TokenIds] = StoredPrefixes()
     for sequence in stored:
-        prefixes.add(np.asarray(sequence, ">u4").tobytes())
+        prefixes.add(TokenIds.of(sequence))
 
     def common(sequence: list[int]) -> int:
         pairs = zip(sequence, prompt, strict=False)
@@ -270,5 +267,5 @@ def test_the_longest_stored_prefix_is_found(stored: list[list[int]], prompt: lis
             (n for n, (a, b) in enumerate(pairs) if a != b), min(len(sequence), len(prompt))
         )
 
-    found = prefixes.longest_common_symbols(np.asarray(prompt, ">u4").tobytes())
+    found = prefixes.common_tokens(TokenIds.of(prompt))
     assert found == max(map(common, stored), default=0)

@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.request import Round, Trajectory
-from dualpath.laboratory.workload.conversation.agents import arrival_times_s, make_agents
+from dualpath.laboratory.workload.arrivals import arrival_times_s
+from dualpath.laboratory.workload.conversation.agents import make_agents
 from dualpath.laboratory.workload.conversation.block_session import BlockSession, BlockTurn
-from dualpath.laboratory.workload.conversation.prefix import PrefixHistory
-from dualpath.laboratory.workload.conversation.session import SessionSettings
+from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary
+from dualpath.laboratory.workload.conversation.prefixes import StoredPrefixes, hit_tokens
+from dualpath.laboratory.workload.conversation.session import AgentSettings
+from dualpath.laboratory.workload.conversation.spans import TokenIds
 from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.formats import weka
 from dualpath.laboratory.workload.formats.lines import Document
@@ -26,10 +29,10 @@ ROUNDS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 10)), min_size=1,
 def test_the_ideal_hit_is_the_longest_run_of_known_block_keys(
     sent: list[list[int]], prompt: list[int], size: int
 ):
-    history = PrefixHistory(size)
+    stored: StoredPrefixes[TokenIds] = StoredPrefixes()
     known: set[bytes] = set()
     for tokens in sent:
-        history.add(tokens)
+        stored.add(TokenIds.of(tokens))
         known.update(block_keys(tokens, size))
 
     expected = 0
@@ -37,37 +40,39 @@ def test_the_ideal_hit_is_the_longest_run_of_known_block_keys(
         if key not in known:
             break
         expected += size
-    assert history.hit_tokens(prompt) == expected
+    common = stored.common_tokens(TokenIds.of(prompt))
+    assert hit_tokens(common, len(prompt), size) == expected
 
 
 @given(pairs=ROUNDS, seed=st.integers(0, 2**40))
 def test_pure_appends_chain_prompt_answer_append(pairs: list[tuple[int, int]], seed: int):
     session = TokenSession(Trajectory("s", tuple(Round(a, g) for a, g in pairs)))
-    conversation = session.start(SessionSettings(seed=seed, token_low=10, token_high=99))
+    conversation = session.start(AgentSettings(), Contents(Vocabulary(seed, 10, 99)))
     context: list[int] = []
 
     for append, generate in pairs:
         turn = conversation.next_turn()
         assert turn is not None
-        assert turn.prompt_token_ids[: len(context)] == context
-        assert len(turn.prompt_token_ids) == len(context) + append
+        prompt = conversation.token_ids(turn)
+        assert prompt[: len(context)] == context
+        assert len(prompt) == len(context) + append
         assert turn.generate_tokens == generate
-        assert all(10 <= token < 99 for token in turn.prompt_token_ids[len(context) :])
+        assert all(10 <= token < 99 for token in prompt[len(context) :])
         answer = [7] * generate
         conversation.record(answer)
-        context = turn.prompt_token_ids + answer
+        context = prompt + answer
     assert conversation.next_turn() is None
 
 
 @given(pairs=ROUNDS, limit=st.integers(1, 120))
 def test_no_turn_exceeds_the_context_limit(pairs: list[tuple[int, int]], limit: int):
     session = TokenSession(Trajectory("s", tuple(Round(a, g) for a, g in pairs)))
-    conversation = session.start(SessionSettings(max_context_tokens=limit))
+    conversation = session.start(AgentSettings(max_context_tokens=limit), Contents(Vocabulary()))
     whole = sum(append + generated for append, generated in pairs)
 
     while (turn := conversation.next_turn()) is not None:
         assert turn.generate_tokens >= 1
-        assert len(turn.prompt_token_ids) + turn.generate_tokens <= limit
+        assert len(conversation.token_ids(turn)) + turn.generate_tokens <= limit
         conversation.record([7] * turn.generate_tokens)
     assert conversation.truncated == (whole > limit)
 
@@ -87,15 +92,16 @@ def test_a_block_id_never_changes_its_tokens(recorded: list[tuple[list[int], int
         BlockTurn(4 * len(ids) + rest, generated, tuple((i, i) for i in ids))
         for ids, rest, generated in recorded
     )
-    conversation = BlockSession("s", 4, turns).start(SessionSettings())
+    conversation = BlockSession("s", 4, turns).start(AgentSettings(), Contents(Vocabulary()))
     tokens_of: dict[int, list[int]] = {}
 
     for number, (ids, rest, generated) in enumerate(recorded):
         turn = conversation.next_turn()
         assert turn is not None
-        assert len(turn.prompt_token_ids) == 4 * len(ids) + rest
+        prompt = conversation.token_ids(turn)
+        assert len(prompt) == 4 * len(ids) + rest
         for place, block_id in enumerate(ids):
-            block = turn.prompt_token_ids[4 * place : 4 * place + 4]
+            block = prompt[4 * place : 4 * place + 4]
             assert tokens_of.setdefault(block_id, block) == block
         conversation.record([90000 + number] * generated)
 
@@ -107,7 +113,8 @@ def test_weka_ids_survive_the_short_form(ids: list[int]):
     (session,) = weka.read([Document("t.json", 1, json.dumps(trace).encode())])
 
     assert isinstance(session, BlockSession)
-    assert session.block_turns[0].block_ids().tolist() == ids
+    ranges = session.block_turns[0].id_ranges
+    assert [i for first, last in ranges for i in range(first, last + 1)] == ids
 
 
 @given(

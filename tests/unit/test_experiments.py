@@ -40,11 +40,12 @@ from dualpath.laboratory.experiments.workload import (
 )
 from dualpath.laboratory.lab.cluster import LinkReport
 from dualpath.laboratory.lab.settings import LabSettings
-from dualpath.laboratory.workload.conversation.session import SessionSettings
+from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary
+from dualpath.laboratory.workload.conversation.session import AgentSettings
 from dualpath.laboratory.workload.formats import read_trace
+from dualpath.laboratory.workload.replay.machine import ClientMachine
 from dualpath.laboratory.workload.replay.metrics import summarise
 from dualpath.laboratory.workload.replay.result import (
-    ClientMachine,
     Isolation,
     ReplayResult,
     Setting,
@@ -150,17 +151,19 @@ def test_the_stored_history_is_what_the_first_prompt_begins_with(tmp_path: Path)
     found = windows(WindowSettings(agents=3, turns=2, scale=0.05))
     write_rounds(found, tmp_path / "run.jsonl")
     write_histories(found, tmp_path / "histories.jsonl")
-    tokens = SessionSettings(seed=5)
     runs = read_trace(tmp_path / "run.jsonl")
     for window, run, history in zip(
         found, runs, read_trace(tmp_path / "histories.jsonl"), strict=True
     ):
-        stored = history.start(tokens).next_turn()
-        first = run.start(tokens).next_turn()
+        before = history.start(AgentSettings(), Contents(Vocabulary(seed=5)))
+        stored = before.next_turn()
+        conversation = run.start(AgentSettings(), Contents(Vocabulary(seed=5)))
+        first = conversation.next_turn()
         assert stored is not None
         assert first is not None
-        assert len(stored.prompt_token_ids) == window.history_tokens
-        assert first.prompt_token_ids[: window.history_tokens] == stored.prompt_token_ids
+        stored_ids = before.token_ids(stored)
+        assert len(stored_ids) == window.history_tokens
+        assert conversation.token_ids(first)[: window.history_tokens] == stored_ids
 
 
 @settings(max_examples=10, deadline=None)
@@ -303,7 +306,7 @@ def test_online_latencies_are_those_of_the_filled_system() -> None:
     assert capacity([found, slow], Mode.BASIC, chosen) == 0.0
 
 
-def test_the_simulator_is_given_what_the_lab_has() -> None:
+def test_the_simulator_is_told_what_the_lab_has() -> None:
     nodes = EmulatedNodes(speedup=10.0)
     setup = simulated_setup(nodes, LAB, Mode.DUALPATH)
     assert setup.cluster.prefill_nodes == 1

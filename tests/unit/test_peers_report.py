@@ -7,7 +7,8 @@ from benchmarks.peers.one_run import RunRecord
 from benchmarks.peers.report import DUALPATH, Measurement, peers_report
 
 from dualpath.laboratory.experiments.report import as_report, write_experiment
-from dualpath.laboratory.workload.replay.result import ClientMachine, Distribution
+from dualpath.laboratory.workload.replay.machine import ClientMachine
+from dualpath.laboratory.workload.replay.result import Distribution
 from dualpath.report import markdown
 
 TTFT = Distribution(count=2, mean=1.0, p50=1.0, p90=2.0, p99=2.0, max=2.0)

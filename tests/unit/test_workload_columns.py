@@ -10,6 +10,7 @@ import pytest
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.core.request import Round, Trajectory
 from dualpath.laboratory.workload.arrivals import (
+    arrival_times_s,
     poisson_times_for_s,
     poisson_times_s,
     recorded_times_s,
@@ -21,15 +22,17 @@ from dualpath.laboratory.workload.columns.from_sessions import (
     agents_from_sessions,
 )
 from dualpath.laboratory.workload.columns.statistics import context_tokens, describe
-from dualpath.laboratory.workload.columns.text_lane import approximate_encode
-from dualpath.laboratory.workload.conversation.agents import arrival_times_s, make_agents
+from dualpath.laboratory.workload.conversation.agents import make_agents
 from dualpath.laboratory.workload.conversation.block_session import (
     BlockSession,
     BlockTurn,
     SubAgent,
 )
-from dualpath.laboratory.workload.conversation.prefix import PrefixHistory
-from dualpath.laboratory.workload.conversation.session import Session, SessionSettings
+from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary
+from dualpath.laboratory.workload.conversation.prefixes import StoredPrefixes, hit_tokens
+from dualpath.laboratory.workload.conversation.session import AgentSettings, Session
+from dualpath.laboratory.workload.conversation.spans import TokenIds
+from dualpath.laboratory.workload.conversation.text_encoder import approximate_encode
 from dualpath.laboratory.workload.conversation.text_session import Message, TextSession, TextTurn
 from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.formats import read_trace
@@ -244,17 +247,18 @@ def test_real_traces_have_their_published_hit_rate(
 
 def replayed(sessions: Sequence[Session]) -> list[tuple[int, int]]:
     """(prompt, hit) of every round of sessions without sub-agents, against a perfect store."""
-    changed = SessionSettings(token_high=1 << 30, encode=approximate_encode)
+    vocabulary = Vocabulary(high=1 << 30, encode=approximate_encode)
     rows: list[tuple[int, int]] = []
     for session in sessions:
-        history = PrefixHistory(64)
-        conversation = session.start(changed)
+        stored: StoredPrefixes[TokenIds] = StoredPrefixes()
+        conversation = session.start(AgentSettings(), Contents(vocabulary))
         while (turn := conversation.next_turn()) is not None:
-            prompt = turn.prompt_token_ids
-            rows.append((len(prompt), history.hit_tokens(prompt)))
+            prompt = conversation.token_ids(turn)
+            common = stored.common_tokens(TokenIds.of(prompt))
+            rows.append((len(prompt), hit_tokens(common, len(prompt), 64)))
             answer = [(1 << 31) + len(rows)] * turn.generate_tokens
             conversation.record(answer)
-            history.add([*prompt, *answer[:-1]])
+            stored.add(TokenIds.of([*prompt, *answer[:-1]]))
     return rows
 
 

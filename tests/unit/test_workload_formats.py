@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dualpath.core.errors import TraceError
-from dualpath.laboratory.workload.conversation.block_session import BlockSession
+from dualpath.laboratory.workload.conversation.block_session import BlockSession, BlockTurn
 from dualpath.laboratory.workload.conversation.text_session import TextSession
 from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.formats import FORMATS, read_trace
@@ -136,11 +136,15 @@ def test_a_trajectory_file_and_its_compact_line_are_the_same_session(tmp_path: P
     assert session.text_turns[1].messages[3].text == "a.py"
 
 
+def block_ids(turn: BlockTurn) -> list[int]:
+    return [block_id for first, last in turn.id_ranges for block_id in range(first, last + 1)]
+
+
 def test_weka_runs_plain_ids_and_sub_agents(tmp_path: Path):
     (session,) = read_trace(write_lines(tmp_path / "t.jsonl", WEKA))
 
     assert isinstance(session, BlockSession)
-    assert [turn.block_ids().tolist() for turn in session.block_turns] == [[1, 2], [1, 2, 3, 4]]
+    assert [block_ids(turn) for turn in session.block_turns] == [[1, 2], [1, 2, 3, 4]]
     assert [turn.generate_tokens for turn in session.block_turns] == [3, 1]
     assert session.block_turns[1].delay_s == 1.5
     (helper,) = session.sub_agents

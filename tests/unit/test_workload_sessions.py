@@ -14,13 +14,10 @@ from dualpath.laboratory.workload.conversation.block_session import (
     BlockTurn,
     SubAgent,
 )
-from dualpath.laboratory.workload.conversation.prefix import PrefixHistory
-from dualpath.laboratory.workload.conversation.session import (
-    Conversation,
-    Session,
-    SessionSettings,
-    token_range,
-)
+from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary, token_range
+from dualpath.laboratory.workload.conversation.prefixes import StoredPrefixes, hit_tokens
+from dualpath.laboratory.workload.conversation.session import AgentSettings, Conversation, Session
+from dualpath.laboratory.workload.conversation.spans import TokenIds
 from dualpath.laboratory.workload.conversation.text_session import Message, TextSession, TextTurn
 from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.formats import read_trace
@@ -31,7 +28,13 @@ def encode(text: str) -> list[int]:
     return [ord(character) for character in text]
 
 
-SETTINGS = SessionSettings(encode=encode)
+SETTINGS = AgentSettings()
+
+
+def contents() -> Contents:
+    return Contents(Vocabulary(encode=encode))
+
+
 GENERATED = 7_000_000
 
 
@@ -40,7 +43,7 @@ def play(conversation: Conversation) -> tuple[list[list[int]], list[list[int]]]:
     prompts: list[list[int]] = []
     answers: list[list[int]] = []
     while (turn := conversation.next_turn()) is not None:
-        prompts.append(turn.prompt_token_ids)
+        prompts.append(conversation.token_ids(turn))
         base = GENERATED + 1000 * len(answers)
         answers.append(list(range(base, base + turn.generate_tokens)))
         conversation.record(answers[-1])
@@ -56,9 +59,9 @@ def text(prompt: Sequence[int]) -> str:
 
 
 def test_scaling_multiplies_lengths_and_keeps_the_chain():
-    settings = SessionSettings(scale_append=2.0, scale_generate=0.5)
+    settings = AgentSettings(scale_append=2.0, scale_generate=0.5)
 
-    prompts, answers = play(rounds((10, 4), (3, 1)).start(settings))
+    prompts, answers = play(rounds((10, 4), (3, 1)).start(settings, contents()))
 
     assert [len(p) for p in prompts] == [20, 28]
     assert [len(a) for a in answers] == [2, 1]
@@ -68,14 +71,18 @@ def test_scaling_multiplies_lengths_and_keeps_the_chain():
 def test_an_edited_context_keeps_its_share_when_scaled():
     session = TokenSession(Trajectory("s", (Round(10, 10), Round(4, 1))), (None, 10))
 
-    prompts, _ = play(session.start(SessionSettings(scale_append=3.0, scale_generate=3.0)))
+    prompts, _ = play(
+        session.start(AgentSettings(scale_append=3.0, scale_generate=3.0), contents())
+    )
 
     assert len(prompts[1]) == 30 + 12
     assert prompts[1][:30] == prompts[0]
 
 
 def test_the_context_limit_cuts_the_last_turn_and_ends_the_conversation():
-    conversation = rounds((10, 4), (3, 9), (1, 1)).start(SessionSettings(max_context_tokens=20))
+    conversation = rounds((10, 4), (3, 9), (1, 1)).start(
+        AgentSettings(max_context_tokens=20), contents()
+    )
 
     _, answers = play(conversation)
 
@@ -84,11 +91,14 @@ def test_the_context_limit_cuts_the_last_turn_and_ends_the_conversation():
 
 
 def test_most_turns():
-    assert len(play(rounds((5, 1), (5, 1), (5, 1)).start(SessionSettings(max_turns=2)))[0]) == 2
+    assert (
+        len(play(rounds((5, 1), (5, 1), (5, 1)).start(AgentSettings(max_turns=2), contents()))[0])
+        == 2
+    )
 
 
 def test_turns_are_asked_for_and_recorded_in_alternation():
-    conversation = rounds((5, 1), (5, 1)).start(SETTINGS)
+    conversation = rounds((5, 1), (5, 1)).start(SETTINGS, contents())
 
     with pytest.raises(RuntimeError, match="no turn to record"):
         conversation.record([1])
@@ -119,7 +129,7 @@ def test_a_text_prompt_goes_on_after_the_tokens_really_generated():
         ),
     )
 
-    prompts, answers = play(session.start(SETTINGS))
+    prompts, answers = play(session.start(SETTINGS, contents()))
 
     opening = (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
@@ -141,7 +151,7 @@ def test_a_replaced_last_message_shortens_the_common_prefix_but_not_the_answer()
             TextTurn((SYSTEM, USER, ANSWER, TOOL, counter[1]), generate_tokens=5),
         ),
     )
-    conversation = session.start(SETTINGS)
+    conversation = session.start(SETTINGS, contents())
     first = conversation.next_turn()
     conversation.record(range(GENERATED, GENERATED + 5))
     second = conversation.next_turn()
@@ -149,19 +159,20 @@ def test_a_replaced_last_message_shortens_the_common_prefix_but_not_the_answer()
     assert second is not None
 
     common = len("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n")
+    sent = [conversation.token_ids(turn) for turn in (first, second)]
     assert second.context_tokens == common
-    assert second.prompt_token_ids[:common] == first.prompt_token_ids[:common]
-    assert "<|im_start|>assistant\n#####<|im_end|>\n" in text(second.prompt_token_ids)
-    assert "recorded" not in text(second.prompt_token_ids)
+    assert sent[1][:common] == sent[0][:common]
+    assert "<|im_start|>assistant\n#####<|im_end|>\n" in text(sent[1])
+    assert "recorded" not in text(sent[1])
 
 
 def test_text_needs_a_tokenizer_and_cannot_be_stretched():
     session = TextSession("s", (TextTurn((USER,)),))
 
     with pytest.raises(ConfigError, match="--tokenizer"):
-        session.start(SessionSettings())
+        session.start(SETTINGS, Contents(Vocabulary()))
     with pytest.raises(ConfigError, match="scale_append is 2"):
-        session.start(SessionSettings(encode=encode, scale_append=2.0))
+        session.start(AgentSettings(scale_append=2.0), contents())
 
 
 def blocks(*turns: tuple[int, int, tuple[tuple[int, int], ...]], **more: Any) -> BlockSession:
@@ -171,7 +182,7 @@ def blocks(*turns: tuple[int, int, tuple[tuple[int, int], ...]], **more: Any) ->
 def test_equal_block_ids_are_equal_tokens_and_others_differ():
     session = blocks((8, 1, ((1, 2),)), (8, 1, ((7, 7), (2, 2))), (8, 1, ((1, 1), (3, 3))))
 
-    prompts, _ = play(session.start(SETTINGS))
+    prompts, _ = play(session.start(SETTINGS, contents()))
 
     assert prompts[1][4:] == prompts[0][4:]
     assert prompts[2][:4] == prompts[0][:4]
@@ -182,7 +193,7 @@ def test_a_prompt_of_blocks_goes_on_after_the_tokens_really_generated():
     # 10 prompt tokens are 2 blocks and a partial one, which the next prompt's block 3 completes.
     session = blocks((10, 5, ((1, 2),)), (20, 1, ((1, 5),)), (20, 1, ((1, 5),)))
 
-    prompts, answers = play(session.start(SETTINGS))
+    prompts, answers = play(session.start(SETTINGS, contents()))
 
     assert prompts[1][:15] == prompts[0] + answers[0]
     assert prompts[2] == prompts[1]
@@ -191,7 +202,7 @@ def test_a_prompt_of_blocks_goes_on_after_the_tokens_really_generated():
 def test_a_compacted_prompt_of_blocks_does_not_take_the_answer():
     session = blocks((8, 4, ((1, 2),)), (12, 1, ((1, 1), (8, 9))))
 
-    prompts, _ = play(session.start(SETTINGS))
+    prompts, _ = play(session.start(SETTINGS, contents()))
 
     assert prompts[1][:4] == prompts[0][:4]
     assert max(prompts[1]) < GENERATED
@@ -200,25 +211,25 @@ def test_a_compacted_prompt_of_blocks_does_not_take_the_answer():
 def test_sub_agents_share_their_parents_blocks_and_change_nothing_for_it():
     helper = BlockSession("w/h", 4, (BlockTurn(8, 2, ((1, 1), (9, 9))),), (), "w")
     session = blocks((8, 2, ((1, 2),)), (16, 1, ((1, 4),)), sub_agents=(SubAgent(0, helper),))
-    alone = play(session.start(SETTINGS))[0]
+    alone = play(session.start(SETTINGS, contents()))[0]
 
-    parent = session.start(SETTINGS)
+    parent = session.start(SETTINGS, contents())
     first = parent.next_turn()
     assert first is not None
     parent.record([GENERATED, GENERATED + 1])
     (child,) = parent.spawned()
     child_prompts, _ = play(child)
 
-    assert child_prompts[0][:4] == first.prompt_token_ids[:4]
+    assert child_prompts[0][:4] == parent.token_ids(first)[:4]
     assert parent.spawned() == []
     second = parent.next_turn()
     assert second is not None
-    assert second.prompt_token_ids[:8] == alone[1][:8]
+    assert parent.token_ids(second)[:8] == alone[1][:8]
 
 
 def test_blocks_cannot_be_stretched():
     with pytest.raises(ConfigError, match="scale_append is 2"):
-        blocks((8, 1, ((1, 2),))).start(SessionSettings(scale_append=2.0))
+        blocks((8, 1, ((1, 2),))).start(AgentSettings(scale_append=2.0), contents())
 
 
 DATA = Path(os.environ.get("DUALPATH_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
@@ -228,15 +239,16 @@ def ideal_hit_rate(sessions: Sequence[Session]) -> float:
     """Replay against a perfect store with blocks of 64."""
     hits = tokens = 0
     for session in sessions:
-        history = PrefixHistory(64)
-        conversation = session.start(SETTINGS)
+        stored: StoredPrefixes[TokenIds] = StoredPrefixes()
+        conversation = session.start(SETTINGS, contents())
         while (turn := conversation.next_turn()) is not None:
-            prompt = turn.prompt_token_ids
-            hits += history.hit_tokens(prompt)
+            prompt = conversation.token_ids(turn)
+            common = stored.common_tokens(TokenIds.of(prompt))
+            hits += hit_tokens(common, len(prompt), 64)
             tokens += len(prompt)
             answer = [5] * turn.generate_tokens
             conversation.record(answer)
-            history.add(prompt + answer)
+            stored.add(TokenIds.of(prompt + answer))
     return hits / tokens
 
 

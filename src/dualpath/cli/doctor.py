@@ -4,7 +4,7 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING
 
-from dualpath.cli.output import FORMATS, JSON, TEXT, print_json
+from dualpath.cli.tables import FORMATS, JSON, TEXT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
 
     findings = list(examine(_wanted(args), Node()))
     if args.format == JSON:
-        print_json(findings)
+        import msgspec
+
+        print(msgspec.json.format(msgspec.json.encode(findings)).decode())
     else:
         print("\n".join(table(findings)))
     return EXIT_ERRORS if has_errors(findings) else 0

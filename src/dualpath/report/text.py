@@ -18,33 +18,29 @@ def terminal() -> Console:
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """Print a report without its title: whoever typed the command knows what it is."""
-    console = console or terminal()
-    print_blocks(*report.blocks, console=console)
-    for warning in report.warnings:
-        console.print(Text(f"warning: {warning}", style="bold"))
-    for part in report.parts:
-        print_report(part, console)
-
-
-def print_blocks(*blocks: Block, console: Console | None = None) -> None:
-    """Print tables and notes, blank lines between them but for notes directly below a table."""
+    """Print a report, blank lines between blocks but for notes directly below a table."""
     console = console or terminal()
     above: Block | None = None
-    for block in blocks:
+    for block in report.blocks:
         if not isinstance(block, Table | Notes):
             continue
         if above is not None and not (isinstance(above, Table) and isinstance(block, Notes)):
             console.print()
         above = block
         if isinstance(block, Table):
-            _print_table(block, console)
+            print_table(block, console)
         else:
             for line in block.lines:
                 console.print(Text(line))
+    for warning in report.warnings:
+        console.print(Text(f"warning: {warning}", style="bold"))
+    for part in report.parts:
+        print_report(part, console)
 
 
-def _print_table(table: Table, console: Console) -> None:
+def print_table(table: Table, console: Console | None = None) -> None:
+    """Print a table and, above it, its title if it has one."""
+    console = console or terminal()
     if table.title:
         console.print(Text(table.title, style="bold"))
     grid = rich.table.Table(show_edge=False, pad_edge=False)

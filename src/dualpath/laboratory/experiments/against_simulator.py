@@ -16,8 +16,7 @@ from dualpath.laboratory.lab.settings import LabSettings
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.laboratory.workload.columns.from_sessions import (
     WorkloadSettings,
-    agents_from_rounds,
-    rounds_of,
+    agents_from_sessions,
 )
 from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.model.sim.result import NS_PER_S
@@ -41,8 +40,8 @@ def predicted_jct_s(
 
 def agent_table(agents: Sequence[Window], block_tokens: int) -> AgentTable:
     """Return the agents of a lab for the simulator, their histories stored."""
-    columns = rounds_of([TokenSession(window.trajectory) for window in agents])
-    table = agents_from_rounds(columns, WorkloadSettings(block_tokens=block_tokens))
+    sessions = [TokenSession(window.trajectory) for window in agents]
+    table = agents_from_sessions(sessions, WorkloadSettings(block_tokens=block_tokens))
     hits = table.hit_tokens.copy()
     histories = np.asarray([window.history_tokens for window in agents])
     hits[table.first_round[:-1]] = histories // block_tokens * block_tokens

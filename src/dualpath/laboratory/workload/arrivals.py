@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.laboratory.workload.conversation.agents import MAX_AGENTS, arrival_times_s
+from dualpath.laboratory.workload.conversation.session import MAX_AGENTS
 
 FloatArray = NDArray[np.float64]
 
@@ -36,6 +36,17 @@ def with_arrivals(table: AgentTable, times_s: Sequence[float] | FloatArray) -> A
     start_s = table.start_s.copy()
     start_s[own] = times
     return table._replace(start_s=start_s)
+
+
+def arrival_times_s(agents: int, agents_per_s: float | None, seed: int) -> list[float]:
+    """Return when each agent starts: all at 0, or Poisson at ``agents_per_s`` (§7.4)."""
+    if agents_per_s is None:
+        return [0.0] * agents
+    if not 0 < agents_per_s <= 1e6:
+        raise ConfigError(f"agents per second is {agents_per_s}, must be above 0 and at most 1e6")
+    gaps = np.random.default_rng([seed, 2]).exponential(1 / agents_per_s, agents)
+    times: list[float] = np.cumsum(gaps).tolist()
+    return times
 
 
 def poisson_times_s(agents: int, agents_per_s: float, seed: int) -> FloatArray:

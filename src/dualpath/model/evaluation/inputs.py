@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from dualpath.core.errors import ConfigError
+from dualpath.laboratory.workload.arrivals import arrival_times_s
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.laboratory.workload.columns.from_sessions import (
     WorkloadSettings,
@@ -19,8 +20,7 @@ from dualpath.laboratory.workload.columns.generator import (
     Tail,
     generate,
 )
-from dualpath.laboratory.workload.columns.token_lane import RoundColumns
-from dualpath.laboratory.workload.conversation.agents import arrival_times_s
+from dualpath.laboratory.workload.columns.rounds import RoundColumns
 from dualpath.laboratory.workload.conversation.session import Session
 from dualpath.laboratory.workload.formats import read_trace
 from dualpath.model.catalog.costs import DEFAULT_GPU, load_model_costs, prompt_tokens_per_s

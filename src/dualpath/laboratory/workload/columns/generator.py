@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.workload.columns.agent_table import AgentTable, IntArray
+from dualpath.laboratory.workload.columns.conversations import offsets
 from dualpath.laboratory.workload.columns.from_sessions import WorkloadSettings, agents_from_rounds
-from dualpath.laboratory.workload.columns.lanes import offsets
-from dualpath.laboratory.workload.columns.token_lane import RoundColumns
+from dualpath.laboratory.workload.columns.rounds import RoundColumns
 
 FloatArray = NDArray[np.float64]
 Tail = Literal["gamma", "lognormal", "uniform"]

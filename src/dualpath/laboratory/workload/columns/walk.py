@@ -1,4 +1,4 @@
-"""Walk through sessions round by round to find what each prompt could reuse (§A.4).
+"""Walk through conversations round by round to find what each prompt could reuse (§A.4).
 
 Within a session order is the round number: round i comes after all rounds i - 1, a sub-agent's
 rounds counting from the one it starts after, and rounds of one number do not see each other.
@@ -8,50 +8,25 @@ a shared store gives.  A session without sub-agents that shares with nobody has 
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
-from dualpath.laboratory.workload.columns.lanes import Lanes, offsets
-from dualpath.laboratory.workload.conversation.stored_prefixes import StoredPrefixes
+from dualpath.laboratory.workload.columns.conversations import ConversationColumns, offsets
+from dualpath.laboratory.workload.conversation.prefixes import StoredPrefixes
+from dualpath.laboratory.workload.conversation.session import AgentSettings, Conversation
+from dualpath.laboratory.workload.conversation.spans import Spans, TokenIds
+from dualpath.laboratory.workload.conversation.text_session import TextConversation
+from dualpath.laboratory.workload.conversation.token_session import TokenSession
 
 Sharing = Literal["none", "parallel", "sequential"]
 
 
-class LaneRound(NamedTuple):
-    """One round of a conversation in symbols, each standing for ``symbol_tokens`` tokens.
+class WalkedConversation(msgspec.Struct):
+    """What was found for one conversation; ``parent`` and the round of it, or None."""
 
-    ``prompt`` and ``stored`` (prompt and generated tokens whose KV exists afterwards) hold whole
-    symbols only.  ``continued_tokens`` leading prompt tokens repeat the round before, known
-    beyond symbols.
-    """
-
-    prompt: bytes
-    stored: bytes
-    prompt_tokens: int
-    generated_tokens: int
-    delay_s: float
-    continued_tokens: int = 0
-
-
-class SymbolLane(Protocol):
-    """One run of a conversation, in symbols."""
-
-    width_bytes: int
-    symbol_tokens: int
-
-    def next_round(self) -> LaneRound | None:
-        """Return the next round, None after the last."""
-
-    def spawned(self) -> "Sequence[SymbolLane]":
-        """Return the sub-agents that start after the round returned last."""
-
-
-class WalkedLane(msgspec.Struct):
-    """What the walk found for one conversation; ``parent`` and the round of it, or None."""
-
-    parent: "WalkedLane | None" = None
+    parent: "WalkedConversation | None" = None
     parent_round: int = -1
     prompt_tokens: list[int] = []
     reuse_tokens: list[int] = []
@@ -64,109 +39,113 @@ class WalkedLane(msgspec.Struct):
         """Rounds walked so far."""
         return len(self.prompt_tokens)
 
-
-class Limits(NamedTuple):
-    """Where conversations end early: rounds, and tokens of prompt plus generation."""
-
-    max_turns: int | None = None
-    max_context_tokens: int | None = None
-
-    def reached(self, lane: WalkedLane) -> bool:
-        """Tell whether ``lane`` must not go on; ``truncated`` cuts the round that crossed."""
-        if self.max_turns is not None and lane.rounds >= self.max_turns:
-            return True
-        if self.max_context_tokens is None or not lane.rounds:
-            return False
-        return lane.prompt_tokens[-1] + lane.generated_tokens[-1] > self.max_context_tokens
-
-    def cut(self, turn: LaneRound, lane: SymbolLane) -> bytes:
-        """Return what is stored of a round after ``truncated`` has cut or dropped it."""
-        limit = self.max_context_tokens
-        if limit is None or turn.prompt_tokens + turn.generated_tokens <= limit:
-            return turn.stored
-        if turn.prompt_tokens >= limit:
-            return b""
-        return turn.stored[: (limit - 1) // lane.symbol_tokens * lane.width_bytes]
+    def note(self, prompt: int, reuse: int, own_reuse: int, generated: int, delay_s: float) -> None:
+        """Add a round, in tokens."""
+        self.prompt_tokens.append(prompt)
+        self.reuse_tokens.append(reuse)
+        self.own_reuse_tokens.append(own_reuse)
+        self.generated_tokens.append(generated)
+        self.delay_s.append(delay_s)
 
 
 class _Active(NamedTuple):
     """A conversation being walked, with the stores it looks into."""
 
     session: int
-    lane: SymbolLane
-    walked: WalkedLane
-    own: StoredPrefixes
-    shared: StoredPrefixes
+    conversation: Conversation
+    walked: WalkedConversation
+    own: StoredPrefixes[Any]
+    shared: StoredPrefixes[Any]
 
 
 def walk(
-    sessions: Sequence[SymbolLane], limits: Limits, sharing: Sharing = "none"
-) -> list[list[WalkedLane]]:
-    """Return the lanes of every session, its own first."""
-    found: list[list[WalkedLane]] = []
+    sessions: Sequence[Conversation], sharing: Sharing = "none"
+) -> list[list[WalkedConversation]]:
+    """Return the conversations of every session, its own first."""
+    found: list[list[WalkedConversation]] = []
     active: list[_Active] = []
-    common = StoredPrefixes(sessions[0].width_bytes) if sharing != "none" and sessions else None
-    for number, lane in enumerate(sessions):
-        walked = WalkedLane()
-        own = StoredPrefixes(lane.width_bytes)
+    common: StoredPrefixes[Any] = StoredPrefixes()
+    for number, conversation in enumerate(sessions):
+        walked = WalkedConversation()
+        own: StoredPrefixes[Any] = StoredPrefixes()
+        shared = own if sharing == "none" else common
         found.append([walked])
-        active.append(_Active(number, lane, walked, own, common or own))
+        active.append(_Active(number, conversation, walked, own, shared))
         while sharing != "parallel" and active:
-            active = _step(active, limits, found)
+            active = _step(active, found)
     while active:
-        active = _step(active, limits, found)
+        active = _step(active, found)
     return found
 
 
-def _step(active: list[_Active], limits: Limits, found: list[list[WalkedLane]]) -> list[_Active]:
+def _step(active: list[_Active], found: list[list[WalkedConversation]]) -> list[_Active]:
     """Take all conversations one round further and return those that go on."""
-    taken: list[tuple[_Active, LaneRound]] = []
-    for one in active:
-        if not limits.reached(one.walked) and (turn := one.lane.next_round()) is not None:
-            _note(one, turn)
-            taken.append((one, turn))
+    taken = [one for one in active if _asked(one)]
     after: list[_Active] = []
-    for one, turn in taken:
-        stored = limits.cut(turn, one.lane)
+    for one in taken:
+        stored = _compared(one.conversation, one.conversation.record())
         one.own.add(stored)
         if one.shared is not one.own:
             one.shared.add(stored)
         after.append(one)
-        for lane in one.lane.spawned():
-            walked = WalkedLane(one.walked, one.walked.rounds - 1)
+        for helper in one.conversation.spawned():
+            walked = WalkedConversation(one.walked, one.walked.rounds - 1)
             found[one.session].append(walked)
-            after.append(one._replace(lane=lane, walked=walked))
+            after.append(one._replace(conversation=helper, walked=walked))
     return after
 
 
-def _note(one: _Active, turn: LaneRound) -> None:
-    own = one.own.longest_common_symbols(turn.prompt) * one.lane.symbol_tokens
-    own = max(own, turn.continued_tokens)
-    reuse = own
+def _asked(one: _Active) -> bool:
+    """Note the next round of a conversation; return whether there is one."""
+    turn = one.conversation.next_turn()
+    if turn is None:
+        if one.conversation.truncated:
+            # In the place of the round that does not fit: behind a synthetic round it does not
+            # either, and ``conversations.truncated`` takes it away.
+            limit = one.conversation.settings.max_context_tokens
+            assert limit is not None, "it has truncated the conversation"
+            one.walked.note(limit, 0, 0, 1, 0.0)
+        return False
+    prompt = _compared(one.conversation, turn.prompt)
+    own = reuse = one.own.common_tokens(prompt)
     if one.shared is not one.own:
-        symbols = one.shared.longest_common_symbols(turn.prompt)
-        reuse = max(own, symbols * one.lane.symbol_tokens)
-    walked = one.walked
-    walked.prompt_tokens.append(turn.prompt_tokens)
-    walked.own_reuse_tokens.append(own)
-    walked.reuse_tokens.append(reuse)
-    walked.generated_tokens.append(turn.generated_tokens)
-    walked.delay_s.append(turn.delay_s)
+        reuse = max(own, one.shared.common_tokens(prompt))
+    one.walked.note(turn.prompt.tokens, reuse, own, turn.generate_tokens, turn.delay_s)
+    return True
 
 
-def as_lanes(sessions: Sequence[Sequence[WalkedLane]]) -> Lanes:
+def _compared(conversation: Conversation, sequence: Spans) -> Spans | TokenIds:
+    """Return what to compare: of texts the tokens, since texts that differ may begin alike."""
+    if isinstance(conversation, TextConversation):
+        return conversation.tokens(sequence)
+    return sequence
+
+
+def planned(session: TokenSession, settings: AgentSettings) -> WalkedConversation:
+    """Return the rounds of token counts, whose reuse needs no search."""
+    walked = WalkedConversation()
+    limit = settings.max_context_tokens
+    for one in session.planned(settings):
+        prompt = one.context_tokens + one.append_tokens
+        walked.note(prompt, one.reuse_tokens, one.reuse_tokens, one.generated_tokens, one.delay_s)
+        if limit is not None and prompt + one.generated_tokens > limit:
+            break  # the last round that may happen, which ``conversations.truncated`` cuts
+    return walked
+
+
+def as_columns(sessions: Sequence[Sequence[WalkedConversation]]) -> ConversationColumns:
     """Return walked conversations as columns; those without a round are left out."""
-    kept = [[lane for lane in lanes if lane.rounds] for lanes in sessions]
-    kept = [lanes for lanes in kept if lanes]
-    flat = [lane for lanes in kept for lane in lanes]
-    first_round = offsets(np.asarray([lane.rounds for lane in flat], np.int64))
-    begin = {id(lane): int(row) for lane, row in zip(flat, first_round, strict=False)}
+    kept = [[one for one in session if one.rounds] for session in sessions]
+    kept = [session for session in kept if session]
+    flat = [one for session in kept for one in session]
+    first_round = offsets(np.asarray([one.rounds for one in flat], np.int64))
+    begin = {id(one): int(row) for one, row in zip(flat, first_round, strict=False)}
 
     def column(name: str) -> list[int]:
-        return [value for lane in flat for value in getattr(lane, name)]
+        return [value for one in flat for value in getattr(one, name)]
 
-    return Lanes(
-        first_lane=offsets(np.asarray([len(lanes) for lanes in kept], np.int64)),
+    return ConversationColumns(
+        first_conversation=offsets(np.asarray([len(session) for session in kept], np.int64)),
         first_round=first_round,
         parent_round=np.asarray(
             [begin[id(x.parent)] + x.parent_round if x.parent else -1 for x in flat], np.int64

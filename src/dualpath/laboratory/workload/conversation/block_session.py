@@ -1,30 +1,32 @@
 """Sessions of block ids (the weka format): equal ids are equal tokens, and nothing else is known.
 
 A block id stands for ``block_tokens`` tokens derived from the session and the id.  One exception
-keeps the replay true to §A.3: where a request extends the one before, its prompt goes on with the
-tokens the server really generated, so the *new* ids at those places take these tokens, once and
-for all.  Turn k+1 then hits prompt and generated tokens of turn k, as it did when recorded.
+keeps the conversation true to §A.3: where a request extends the one before, its prompt goes on
+with the tokens the server really generated, so the *new* ids at those places take these tokens,
+once and for all.  Turn k+1 then hits prompt and generated tokens of turn k, as when recorded.
 """
 
-import copy
-import zlib
-from collections.abc import Sequence
-from typing import Any
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
 
 import msgspec
-import numpy as np
 
 from dualpath.core.errors import ConfigError
+from dualpath.laboratory.workload.conversation.contents import Contents
 from dualpath.laboratory.workload.conversation.session import (
+    AgentSettings,
     Conversation,
     Session,
-    SessionSettings,
     Turn,
     scaled,
 )
+from dualpath.laboratory.workload.conversation.spans import Spans
 
-_Tokens = np.ndarray[Any, np.dtype[np.uint32]]
-_Ids = np.ndarray[Any, np.dtype[np.int64]]
+#: Blocks without an id have ids of their own that no recorded id can equal: turn and place.
+_FIRST_TAIL = 1 << 40
+_TAILS_PER_TURN_BITS = 20
 
 
 class BlockTurn(msgspec.Struct, frozen=True):
@@ -38,10 +40,9 @@ class BlockTurn(msgspec.Struct, frozen=True):
     id_ranges: tuple[tuple[int, int], ...]
     delay_s: float = 0.0
 
-    def block_ids(self) -> _Ids:
-        """Return all ids in order."""
-        runs = [np.arange(first, last + 1, dtype=np.int64) for first, last in self.id_ranges]
-        return np.concatenate(runs) if runs else np.empty(0, np.int64)
+    def block_ids(self) -> Spans:
+        """Return all ids in order, as if each were a token."""
+        return Spans.of_runs(0, [(first, last + 1) for first, last in self.id_ranges])
 
 
 class SubAgent(msgspec.Struct, frozen=True):
@@ -65,80 +66,43 @@ class BlockSession(msgspec.Struct, frozen=True):
         """Recorded requests, sub-agents included."""
         return len(self.block_turns) + sum(sub.session.turns for sub in self.sub_agents)
 
-    def start(self, settings: SessionSettings) -> Conversation:
+    def start(self, settings: AgentSettings, contents: Contents) -> Conversation:
         """Return a fresh run."""
         if settings.scale_append != 1.0:
             raise ConfigError(
                 f"scale_append is {settings.scale_append} but session {self.session_id} is made "
                 "of block ids, which cannot be stretched; use its [append, generated] rounds"
             )
-        return BlockConversation(self, settings, BlockTokens(self, settings))
+        return BlockConversation(self, settings, contents)
 
     def renamed(self, session_id: str) -> Session:
         """Return the same blocks under another id, hence with other tokens."""
         return msgspec.structs.replace(self, session_id=session_id, scope=session_id)
 
 
-class BlockTokens:
-    """The tokens of every block id of one session."""
-
-    def __init__(self, session: BlockSession, settings: SessionSettings) -> None:
-        """Derive from seed and scope; no id is bound to generated tokens yet."""
-        self._block_tokens = session.block_tokens
-        scope = session.scope or session.session_id
-        # Below 2**63 after the shift, so that numpy takes it as an unsigned 64-bit integer.
-        self._salt = np.uint64(zlib.crc32(f"{settings.seed}/{scope}".encode()) << 30)
-        self._low = settings.token_low
-        self._span = np.uint64(settings.token_high - settings.token_low)
-        self._bound: dict[int, _Tokens] = {}
-        self._seen: set[int] = set()
-
-    def fork(self) -> "BlockTokens":
-        """Return an independent copy for a sub-agent, whose progress must not alter ours."""
-        fork = copy.copy(self)
-        fork._bound = dict(self._bound)
-        fork._seen = set(self._seen)
-        return fork
-
-    def tokens(self, ids: _Ids) -> _Tokens:
-        """Return the tokens of ``ids`` as (blocks, block tokens)."""
-        places = ids.astype(np.uint64)[:, None] * np.uint64(self._block_tokens) + np.arange(
-            self._block_tokens, dtype=np.uint64
-        )
-        drawn = _mixed(places + self._salt) % self._span
-        tokens = (drawn + np.uint64(self._low)).astype(np.uint32)
-        if self._bound:
-            for row, block_id in enumerate(ids.tolist()):
-                bound = self._bound.get(block_id)
-                if bound is not None:
-                    tokens[row] = bound
-        return tokens
-
-    def sent(self, block_id: int) -> bool:
-        """Tell whether the id was sent before, so that its tokens are fixed."""
-        return block_id in self._seen
-
-    def send(self, ids: list[int]) -> None:
-        """Note that ``ids`` were sent; from now on their tokens are fixed."""
-        self._seen.update(ids)
-
-    def bind(self, block_id: int, token_ids: _Tokens) -> None:
-        """Fix the tokens of an id that was never sent."""
-        self._bound[block_id] = token_ids.copy()
-
-
 class BlockConversation(Conversation):
-    """Replays block ids, putting generated tokens where a prompt goes on after them."""
+    """Sends block ids, putting generated tokens where a prompt goes on after them."""
 
     def __init__(
-        self, session: BlockSession, settings: SessionSettings, tokens: BlockTokens
+        self,
+        session: BlockSession,
+        settings: AgentSettings,
+        contents: Contents,
+        parent: "BlockConversation | None" = None,
     ) -> None:
-        """Start before the first request; ``tokens`` belongs to this conversation alone."""
-        super().__init__(session.session_id, settings)
+        """Start before the first request; a sub-agent takes ``parent``'s blocks as they are."""
+        super().__init__(session.session_id, settings, contents)
         self._session = session
-        self._tokens = tokens
-        self._ids: list[int] = []
-        self._previous: _Tokens = np.empty(0, np.uint32)
+        scope = session.scope or session.session_id
+        self._content: int = parent._content if parent else contents.blocks(scope)
+        self._ids = Spans()
+        self._prompt_tokens = 0
+        #: Ids sent before, whose contents are fixed.
+        self._seen: set[int] = set(parent._seen) if parent else set()
+        #: Runs of them that took generated tokens, by their first id: where they end, and what
+        #: they hold.
+        self._bound: dict[int, tuple[int, Spans]] = dict(parent._bound) if parent else {}
+        self._bound_firsts = sorted(self._bound)
         self._spawned_upto = -2
 
     def _compose(self, index: int) -> Turn | None:
@@ -146,61 +110,95 @@ class BlockConversation(Conversation):
             return None
         recorded = self._session.block_turns[index]
         ids = recorded.block_ids()
-        prompt = self._prompt(recorded, ids, index)
-        common = int(_common_prefix(self._previous, prompt))
-        generate = max(scaled(recorded.generate_tokens, self._settings.scale_generate), 1)
-        return Turn(prompt.tolist(), generate, common, recorded.delay_s)
+        prompt = self._prompt(recorded.prompt_tokens, ids, index)
+        generate = max(scaled(recorded.generate_tokens, self.settings.scale_generate), 1)
+        return Turn(prompt, generate, self._previous.common_tokens(prompt), recorded.delay_s)
 
-    def _prompt(self, recorded: BlockTurn, ids: _Ids, index: int) -> _Tokens:
-        listed = ids.tolist()
+    def _prompt(self, prompt_tokens: int, ids: Spans, index: int) -> Spans:
+        known = self._ids.tokens
+        if index == 0 or ids.common_tokens(self._ids) < known:
+            new_ids = ids
+            prompt = self._own(ids, 0, index).first(prompt_tokens)
+        else:
+            new_ids = ids.between(known, ids.tokens)
+            prompt = self._gone_on(prompt_tokens, ids, new_ids, index)
+        for _, first, stop, _ in new_ids.spans:
+            self._seen.update(range(first, stop))
+        self._ids = ids
+        self._prompt_tokens = prompt_tokens
+        return prompt
+
+    def _gone_on(self, prompt_tokens: int, ids: Spans, new_ids: Spans, index: int) -> Spans:
+        """Return the prompt before with ``new_ids``, which may hold what the server generated."""
         block = self._session.block_tokens
-        flat = self._tokens.tokens(ids).reshape(-1)
-        rest = recorded.prompt_tokens - len(flat)
-        if rest > 0:
-            # The partial block: an id of its own that no recorded id can equal.
-            tail = np.arange(-(-rest // block), dtype=np.int64) + (1 << 40) + (index << 20)
-            flat = np.concatenate([flat, self._tokens.tokens(tail).reshape(-1)[:rest]])
-        flat = flat[: recorded.prompt_tokens]
-        if index > 0 and listed[: len(self._ids)] == self._ids:
-            self._continue_previous(flat, listed)
-        self._tokens.send(listed)
-        self._ids = listed
-        return flat
+        known = self._ids.tokens
+        end = min(self._previous.tokens, prompt_tokens)
+        new = list(self._new_places(new_ids, known, -(-end // block)))
+        # Whole blocks of the prompt before are as they were sent.
+        same = min(known, self._prompt_tokens // block)
+        start = done = same * block
+        own = self._own(ids, same, index)
+        parts: list[Spans] = []
+        for first, stop in new:
+            parts.append(own.between(done - start, first * block - start))
+            done = min(stop * block, end)
+            parts.append(self._previous.between(first * block, done))
+        parts.append(own.between(done - start, prompt_tokens - start))
+        prompt = self._previous.first(start).then(*parts)
+        for first, stop in new:
+            self._bind(ids, first, min(stop, prompt_tokens // block), prompt)
+        return prompt
 
-    def _continue_previous(self, flat: _Tokens, listed: list[int]) -> None:
-        """Write what the server generated into the new blocks of a prompt that goes on."""
+    def _own(self, ids: Spans, place: int, index: int) -> Spans:
+        """Return what ids say of the blocks from ``place`` on; after them blocks without ids."""
         block = self._session.block_tokens
-        end = min(len(self._previous), len(flat))
-        for place in range(len(self._ids), -(-end // block)):
-            new_id = listed[place] if place < len(listed) else None
-            if new_id is not None and (self._tokens.sent(new_id) or listed.count(new_id) > 1):
-                # Its tokens are fixed already, or would have to differ within this prompt.
-                continue
-            start, stop = place * block, (place + 1) * block
-            flat[start : min(stop, end)] = self._previous[start : min(stop, end)]
-            if new_id is not None and stop <= len(flat):
-                self._tokens.bind(new_id, flat[start:stop])
+        tail = (_FIRST_TAIL + (index << _TAILS_PER_TURN_BITS)) * block
+        without_id = Spans.of(self._content, tail, tail + (block << _TAILS_PER_TURN_BITS))
+        return Spans().then(*self._contents(ids.between(place, ids.tokens)), without_id)
 
-    def _remember(self, index: int, turn: Turn, generated_token_ids: Sequence[int]) -> None:
-        self._previous = np.asarray([*turn.prompt_token_ids, *generated_token_ids], np.uint32)
+    def _contents(self, ids: Spans) -> Iterator[Spans]:
+        """Yield the blocks of ``ids``: their own tokens or those they are bound to."""
+        block = self._session.block_tokens
+        for _, first, stop, _ in ids.spans:
+            place = max(bisect_right(self._bound_firsts, first) - 1, 0)
+            for bound in self._bound_firsts[place : bisect_left(self._bound_firsts, stop)]:
+                bound_stop, tokens = self._bound[bound]
+                if bound_stop > first:
+                    yield Spans.of(self._content, first * block, bound * block)
+                    first = max(first, bound)
+                    last = min(stop, bound_stop)
+                    yield tokens.between((first - bound) * block, (last - bound) * block)
+                    first = last
+            yield Spans.of(self._content, first * block, stop * block)
+
+    def _new_places(self, new_ids: Spans, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the runs of blocks among ``start`` ≤ place < ``stop`` whose tokens are open.
+
+        ``new_ids`` are those from ``start`` on.  The tokens of an id sent before are fixed; those
+        of an id that comes twice would have to differ within this prompt.
+        """
+        listed = list(chain(*(range(first, last) for _, first, last, _ in new_ids.spans)))
+        fixed = self._seen.intersection(listed)
+        if len(set(listed)) < len(listed):
+            fixed.update(i for i, count in Counter(listed).items() if count > 1)
+        places = [start + n for n, i in enumerate(listed) if i in fixed] if fixed else []
+        for place in [*places, stop]:
+            if start < min(place, stop):
+                yield start, min(place, stop)
+            start = place + 1
+
+    def _bind(self, ids: Spans, start: int, stop: int, prompt: Spans) -> None:
+        """Fix the ids at ``start`` ≤ place < ``stop`` to what they hold in ``prompt``."""
+        block = self._session.block_tokens
+        for _, first_id, stop_id, end in ids.between(start, stop).spans:
+            last = (start + end) * block
+            tokens = prompt.between(last - (stop_id - first_id) * block, last)
+            self._bound[first_id] = (stop_id, tokens)
+            insort(self._bound_firsts, first_id)
 
     def spawned(self) -> list[Conversation]:
         """Return the sub-agents whose parent turn is done."""
         done = self._position - 1
         due = [s for s in self._session.sub_agents if self._spawned_upto < s.after_turn <= done]
         self._spawned_upto = done
-        return [BlockConversation(s.session, self._settings, self._tokens.fork()) for s in due]
-
-
-def _mixed(values: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Scramble 64-bit integers one to one (the finaliser of SplitMix64)."""
-    with np.errstate(over="ignore"):
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
-def _common_prefix(left: _Tokens, right: _Tokens) -> int:
-    shorter = min(len(left), len(right))
-    different = np.flatnonzero(left[:shorter] != right[:shorter])
-    return int(different[0]) if len(different) else shorter
+        return [BlockConversation(s.session, self.settings, self.contents, self) for s in due]

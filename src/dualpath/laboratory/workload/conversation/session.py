@@ -1,66 +1,50 @@
-"""Sessions: what an agent sends, turn by turn, given what the server answered (§A.3).
+"""Sessions: what an agent sends, turn by turn, given what it got as answers (§A.3).
 
-A ``Session`` is a value read from a trace.  ``session.start(settings)`` makes a ``Conversation``,
-the mutable run of it: ask ``next_turn()`` for a prompt, send it, hand the generated token ids to
-``record()``, and so on until ``next_turn()`` is None.  Nothing here does I/O or knows a clock.
+A ``Session`` is a value read from a trace.  ``session.start(settings, contents)`` makes a
+``Conversation``, the mutable run of it: ask ``next_turn()`` for a prompt, send it, hand the
+generated token ids to ``record()``, and so on until ``next_turn()`` is None.  A replay sends the
+prompts' tokens; the simulator asks how long they are and what they share, and no token is made.
+Nothing here does I/O or knows a clock.
+
+    conversation = session.start(AgentSettings(), Contents(Vocabulary(seed=7)))
+    while (turn := conversation.next_turn()) is not None:
+        conversation.record(serve(conversation.token_ids(turn), turn.generate_tokens))
 """
 
 import abc
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
-import numpy as np
 
 from dualpath.core.errors import ConfigError
+from dualpath.laboratory.workload.conversation.contents import Contents
+from dualpath.laboratory.workload.conversation.spans import Spans, TokenIds
 
-#: Random token ids where the vocabulary is unknown: above the special tokens that most
-#: vocabularies keep at the low end, below the size of any tokenizer in common use.
-UNKNOWN_VOCABULARY = (1000, 30000)
+MAX_AGENTS = 1_000_000
 
 
-class Turn(msgspec.Struct, frozen=True):
-    """One request of a conversation.
+class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How many agents sessions become, and what of the sessions they send.
 
-    ``prompt_token_ids`` are sent as they are and exactly ``generate_tokens`` ≥ 1 come back.
-    ``context_tokens`` leading tokens repeat what this conversation sent or received before.
-    ``delay_s`` ≥ 0 is the recorded tool time before the turn, 0 where none was recorded.
+    ``agents`` None: as many as there are sessions; more are made as in §A.3, drawn with ``seed``.
+    ``max_turns`` bounds each conversation.  ``max_context_tokens`` bounds prompt plus generated
+    tokens (MaxLen): a turn that crosses it is cut there and ends the conversation.
+    ``scale_append`` and ``scale_generate`` > 0 multiply every round's lengths (§7.3, Fig. 9),
+    before the cut.
     """
 
-    prompt_token_ids: list[int]
-    generate_tokens: int
-    context_tokens: int
-    delay_s: float = 0.0
-
-
-class SessionSettings(msgspec.Struct, frozen=True):
-    """How sessions become token ids.
-
-    ``seed`` fixes all random tokens, drawn from ``token_low`` ≤ id < ``token_high``.
-    ``max_context_tokens`` bounds prompt plus generated tokens (MaxLen): a turn that crosses it is
-    cut there and ends the conversation.  ``max_turns`` bounds each conversation.
-    ``scale_append`` and ``scale_generate`` > 0 multiply every round's lengths (§7.3, Fig. 9).
-    ``encode`` turns text into token ids without adding special tokens; only text sessions
-    need it.
-    """
-
+    agents: int | None = None
     seed: int = 0
-    token_low: int = UNKNOWN_VOCABULARY[0]
-    token_high: int = UNKNOWN_VOCABULARY[1]
-    max_context_tokens: int | None = None
     max_turns: int | None = None
+    max_context_tokens: int | None = None
     scale_append: float = 1.0
     scale_generate: float = 1.0
-    encode: Callable[[str], Sequence[int]] | None = None
 
     def check(self) -> None:
-        """Raise ``ConfigError`` where a setting is out of range."""
-        if not 0 <= self.token_low < self.token_high:
-            raise ConfigError(
-                f"random token range {self.token_low}..{self.token_high} is empty or negative; "
-                "pass the model's --vocab-size"
-            )
+        """Raise ``ConfigError`` for the first setting out of range."""
+        require("agents", self.agents, 1, MAX_AGENTS)
+        require("seed", self.seed, 0, (1 << 63) - 1)
         for name in ("max_context_tokens", "max_turns"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -71,13 +55,26 @@ class SessionSettings(msgspec.Struct, frozen=True):
                 raise ConfigError(f"{name} is {value}, must be above 0 and at most 1000")
 
 
-def token_range(vocab_size: int | None) -> tuple[int, int]:
-    """Return the (low, high) of random tokens for a vocabulary, skipping its low special ids."""
-    if vocab_size is None:
-        return UNKNOWN_VOCABULARY
-    if vocab_size < 2:
-        raise ConfigError(f"vocab_size is {vocab_size}, must be at least 2")
-    return min(UNKNOWN_VOCABULARY[0], vocab_size // 2), vocab_size
+def require(name: str, value: float | None, least: float, most: float) -> None:
+    """Raise ``ConfigError`` unless ``value`` is None or within ``least`` and ``most``."""
+    if value is not None and not least <= value <= most:
+        raise ConfigError(
+            f"{name} is {value}, must be between {least:g} and {most:g}; correct the setting"
+        )
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One request of a conversation.
+
+    ``prompt`` is sent as it is and exactly ``generate_tokens`` ≥ 1 come back.
+    ``context_tokens`` leading tokens repeat what this conversation sent or received before.
+    ``delay_s`` ≥ 0 is the recorded tool time before the turn, 0 where none was recorded.
+    """
+
+    prompt: Spans
+    generate_tokens: int
+    context_tokens: int
+    delay_s: float = 0.0
 
 
 class Conversation(abc.ABC):
@@ -86,19 +83,23 @@ class Conversation(abc.ABC):
     ``truncated`` tells that ``max_context_tokens`` ended it early.
     """
 
-    def __init__(self, session_id: str, settings: SessionSettings) -> None:
-        """Start before the first turn."""
+    def __init__(self, session_id: str, settings: AgentSettings, contents: Contents) -> None:
+        """Start before the first turn; sub-agents share ``contents``."""
         self.session_id = session_id
+        self.settings = settings
+        self.contents = contents
         self.truncated = False
-        self._settings = settings
         self._position = 0
         self._pending: Turn | None = None
+        #: The turn before and its answer.
+        self._previous = Spans()
+        self._looked_up = (Spans(), TokenIds())
 
     def next_turn(self) -> Turn | None:
         """Return the next turn to send, or None when the conversation is over."""
         if self._pending is not None:
             raise RuntimeError(f"{self.session_id}: record() the last turn before the next one")
-        most_turns = self._settings.max_turns
+        most_turns = self.settings.max_turns
         if self.truncated or (most_turns is not None and self._position >= most_turns):
             return None
         turn = self._compose(self._position)
@@ -107,13 +108,40 @@ class Conversation(abc.ABC):
         self._pending = turn
         return turn
 
-    def record(self, generated_token_ids: Sequence[int]) -> None:
-        """Take the tokens that the server generated for the pending turn."""
+    def token_ids(self, turn: Turn) -> list[int]:
+        """Return the prompt of ``turn`` as a server takes it."""
+        return self.tokens(turn.prompt).listed()
+
+    def tokens(self, sequence: Spans) -> TokenIds:
+        """Return the tokens of a prompt, or of what ``record`` returned."""
+        known, token_ids = self._looked_up
+        same = known.common_tokens(sequence)
+        rest = self.contents.tokens(sequence.between(same, sequence.tokens))
+        token_ids = TokenIds(token_ids.first(same).raw + rest.raw)
+        self._looked_up = (sequence, token_ids)
+        return token_ids
+
+    def record(self, generated_token_ids: Sequence[int] | None = None) -> Spans:
+        """Take the pending turn's answer, by default tokens unlike all others.
+
+        Returns what has KV-cache now: prompt and answer without the last token, which was sampled
+        but never fed back.
+        """
         if self._pending is None:
             raise RuntimeError(f"{self.session_id}: there is no turn to record")
+        count = self._pending.generate_tokens
+        if generated_token_ids is not None:
+            count = len(generated_token_ids)
+        return self.go_on(self.contents.answer(count, generated_token_ids))
+
+    def go_on(self, answer: Spans) -> Spans:
+        """Take the answer to the pending turn as a part of the contents, as ``record`` does."""
+        assert self._pending is not None, "record() asks for the turn"
         turn, self._pending = self._pending, None
-        self._remember(self._position, turn, generated_token_ids)
+        self._previous = turn.prompt.then(answer)
+        self._remember(turn, answer)
         self._position += 1
+        return self._previous.first(self._previous.tokens - 1)
 
     def spawned(self) -> list["Conversation"]:
         """Return sub-agents that start now, beside this conversation; asked after ``record``."""
@@ -123,15 +151,14 @@ class Conversation(abc.ABC):
     def _compose(self, index: int) -> Turn | None:
         """Return turn ``index`` at full length, or None past the last."""
 
-    @abc.abstractmethod
-    def _remember(self, index: int, turn: Turn, generated_token_ids: Sequence[int]) -> None:
-        """Keep what later turns build on."""
+    def _remember(self, turn: Turn, answer: Spans) -> None:  # noqa: B027
+        """Keep what later turns build on, beyond ``_previous``."""
 
     def _cut(self, turn: Turn) -> Turn | None:
-        most_tokens = self._settings.max_context_tokens
+        most_tokens = self.settings.max_context_tokens
         if most_tokens is None:
             return turn
-        room = most_tokens - len(turn.prompt_token_ids)
+        room = most_tokens - turn.prompt.tokens
         if room >= turn.generate_tokens:
             return turn
         self.truncated = True
@@ -139,7 +166,7 @@ class Conversation(abc.ABC):
 
 
 class Session(Protocol):
-    """A recorded agent, ready to be replayed any number of times."""
+    """A recorded agent, ready to be run any number of times."""
 
     @property
     def session_id(self) -> str:
@@ -149,21 +176,11 @@ class Session(Protocol):
     def turns(self) -> int:
         """Recorded turns, sub-agents included."""
 
-    def start(self, settings: SessionSettings) -> Conversation:
+    def start(self, settings: AgentSettings, contents: Contents) -> Conversation:
         """Return a fresh run; raise ``ConfigError`` where a setting does not fit this session."""
 
     def renamed(self, session_id: str) -> "Session":
         """Return the same session under another id."""
-
-
-def random_token_ids(
-    settings: SessionSettings, session_id: str, index: int, count: int
-) -> list[int]:
-    """Return ``count`` random tokens fixed by seed, session and ``index`` alone."""
-    key = [settings.seed, zlib.crc32(session_id.encode()), index]
-    generator = np.random.default_rng(key)
-    drawn: list[int] = generator.integers(settings.token_low, settings.token_high, count).tolist()
-    return drawn
 
 
 def scaled(tokens: int, factor: float) -> int:

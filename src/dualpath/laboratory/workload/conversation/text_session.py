@@ -1,4 +1,4 @@
-"""Sessions of chat messages (mini-swe-agent, agentperf), replayed the way §A.3 does.
+"""Sessions of chat messages (mini-swe-agent, agentperf), sent the way §A.3 does.
 
 The context is what was really sent plus the tokens the server really generated; only appended
 messages are tokenised, each by itself, so that a prefix once sent stays the same token for token.
@@ -6,19 +6,20 @@ The recorded answer to the previous turn is replaced by the generated one; recor
 assistant messages is sent as it is.
 """
 
-from collections.abc import Sequence
-from itertools import takewhile
+from itertools import accumulate
 
 import msgspec
 
 from dualpath.core.errors import ConfigError
+from dualpath.laboratory.workload.conversation.contents import Contents
 from dualpath.laboratory.workload.conversation.session import (
+    AgentSettings,
     Conversation,
     Session,
-    SessionSettings,
     Turn,
     scaled,
 )
+from dualpath.laboratory.workload.conversation.spans import Spans, common_items
 
 #: ChatML, the template of SmolLM2 and Qwen; for other models its markers are plain text, which
 #: changes no length that matters here.
@@ -47,7 +48,7 @@ class TextTurn(msgspec.Struct, frozen=True):
 
 
 class TextSession(msgspec.Struct, frozen=True):
-    """A recorded conversation; ``start`` needs ``SessionSettings.encode``."""
+    """A recorded conversation; its contents need ``Vocabulary.encode``."""
 
     session_id: str
     text_turns: tuple[TextTurn, ...]
@@ -57,9 +58,9 @@ class TextSession(msgspec.Struct, frozen=True):
         """Recorded requests."""
         return len(self.text_turns)
 
-    def start(self, settings: SessionSettings) -> Conversation:
+    def start(self, settings: AgentSettings, contents: Contents) -> Conversation:
         """Tokenise every message and return a fresh run."""
-        return TextConversation(self, settings)
+        return TextConversation(self, settings, contents)
 
     def renamed(self, session_id: str) -> Session:
         """Return the same messages under another id."""
@@ -67,74 +68,62 @@ class TextSession(msgspec.Struct, frozen=True):
 
 
 class TextConversation(Conversation):
-    """Keeps, for every message of the previous prompt, the tokens it was sent as."""
+    """Keeps what every message of the previous prompt was sent as."""
 
-    def __init__(self, session: TextSession, settings: SessionSettings) -> None:
+    def __init__(self, session: TextSession, settings: AgentSettings, contents: Contents) -> None:
         """Tokenise up front, so that no tokenising falls into the measured time."""
-        super().__init__(session.session_id, settings)
-        if settings.encode is None:
-            raise ConfigError(
-                f"session {session.session_id} is text and no tokenizer was given; "
-                "pass --tokenizer with the served model's folder"
-            )
+        super().__init__(session.session_id, settings, contents)
         if settings.scale_append != 1.0:
             raise ConfigError(
                 f"scale_append is {settings.scale_append} but session {session.session_id} is "
                 "text, which cannot be stretched; replay it as [append, generated] rounds"
             )
-        self._encode = settings.encode
-        self._session = session
-        self._encoded: dict[str, list[int]] = {}
-        self._sent: list[tuple[Message, list[int]]] = []
-        self._answer: list[int] = []
-        for turn in session.text_turns:
-            for message in turn.messages:
-                self._tokens(message.text)
+        self._turns = session.text_turns
+        self._sent: tuple[Message, ...] = ()
+        #: Tokens of the previous prompt up to the end of each message.
+        self._ends: list[int] = []
+        self._answer = Spans()
+        for text in {message.text: None for turn in self._turns for message in turn.messages}:
+            contents.text(text)
         self._lengths = [self._answer_tokens(turn) for turn in session.text_turns]
 
     def _compose(self, index: int) -> Turn | None:
-        if index >= len(self._session.text_turns):
+        if index >= len(self._turns):
             return None
-        recorded = self._session.text_turns[index]
-        known = self._common_messages(recorded.messages)
-        pieces = [tokens for _, tokens in self._sent[:known]]
-        context_tokens = sum(map(len, pieces))
+        recorded = self._turns[index]
+        messages = recorded.messages
+        known = common_items(self._sent, messages)
+        context_tokens = self._ends[known - 1] if known else 0
+        kept = self._previous.first(context_tokens)
+        pieces: list[Spans] = []
         answer_due = index > 0
-        for place in range(known, len(recorded.messages)):
-            message = recorded.messages[place]
+        for place in range(known, len(messages)):
+            message = messages[place]
             if message.role == ASSISTANT and answer_due:
                 answer_due = False
-                pieces.append(self._rendered(message.role, self._answer))
+                pieces.append(self._rendered(ASSISTANT, self._answer))
                 if known == len(self._sent) == place:
                     # A pure append: the answer stands where it was generated.
-                    opening = len(self._tokens(MESSAGE_START.format(role=ASSISTANT)))
-                    context_tokens += opening + len(self._answer)
+                    context_tokens += self._opening(ASSISTANT).tokens + self._answer.tokens
             else:
-                pieces.append(self._rendered(message.role, self._tokens(message.text)))
-        self._sent = list(zip(recorded.messages, pieces, strict=True))
-        prompt = [token for piece in pieces for token in piece]
-        prompt += self._tokens(MESSAGE_START.format(role=ASSISTANT))
-        generate = scaled(self._lengths[index], self._settings.scale_generate)
+                pieces.append(self._rendered(message.role, self.contents.text(message.text)))
+        lengths = accumulate((piece.tokens for piece in pieces), initial=kept.tokens)
+        self._ends = [*self._ends[:known], *list(lengths)[1:]]
+        self._sent = messages
+        generate = scaled(self._lengths[index], self.settings.scale_generate)
+        prompt = kept.then(*pieces, self._opening(ASSISTANT))
         return Turn(prompt, generate, context_tokens, recorded.delay_s)
 
-    def _remember(self, index: int, turn: Turn, generated_token_ids: Sequence[int]) -> None:
-        self._answer = list(generated_token_ids)
+    def _remember(self, turn: Turn, answer: Spans) -> None:
+        self._answer = answer
 
-    def _common_messages(self, messages: tuple[Message, ...]) -> int:
-        pairs = zip(self._sent, messages, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1], pairs))
+    def _opening(self, role: str) -> Spans:
+        return self.contents.text(MESSAGE_START.format(role=role))
 
-    def _rendered(self, role: str, content: list[int]) -> list[int]:
-        opening = self._tokens(MESSAGE_START.format(role=role))
-        return [*opening, *content, *self._tokens(MESSAGE_END)]
+    def _rendered(self, role: str, content: Spans) -> Spans:
+        return self._opening(role).then(content, self.contents.text(MESSAGE_END))
 
     def _answer_tokens(self, turn: TextTurn) -> int:
         if turn.generate_tokens is not None:
             return turn.generate_tokens
-        return max(len(self._tokens(turn.answer_text)), 1)
-
-    def _tokens(self, text: str) -> list[int]:
-        tokens = self._encoded.get(text)
-        if tokens is None:
-            tokens = self._encoded[text] = list(self._encode(text)) if text else []
-        return tokens
+        return max(self.contents.text(turn.answer_text).tokens, 1)

@@ -1,19 +1,43 @@
 """Sessions of token counts, ``[append, generated]`` per round (§A.3)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from dualpath.core.request import Trajectory
+from dualpath.laboratory.workload.conversation.contents import Contents
 from dualpath.laboratory.workload.conversation.session import (
+    AgentSettings,
     Conversation,
     Session,
-    SessionSettings,
     Turn,
-    random_token_ids,
     scaled,
 )
+from dualpath.laboratory.workload.conversation.spans import Spans
+
+
+class PlannedRound(NamedTuple):
+    """A round in tokens, known before any answer.
+
+    Its prompt is the first ``context_tokens`` of prompt and answer of round ``source`` (-1: none
+    are kept) and ``append_tokens`` new ones.  ``reuse_tokens`` of the context have KV-cache.
+    """
+
+    source: int
+    context_tokens: int
+    append_tokens: int
+    generated_tokens: int
+    reuse_tokens: int
+    delay_s: float
+
+
+class _Sent(NamedTuple):
+    """Prompt and answer of a round (-1: of none) in tokens: really sent, and recorded."""
+
+    round: int
+    tokens: int
+    recorded_tokens: int
 
 
 class TokenSession(msgspec.Struct, frozen=True):
@@ -36,73 +60,69 @@ class TokenSession(msgspec.Struct, frozen=True):
         """Recorded rounds."""
         return len(self.trajectory.rounds)
 
-    def start(self, settings: SessionSettings) -> Conversation:
+    def start(self, settings: AgentSettings, contents: Contents) -> Conversation:
         """Return a fresh run of the trajectory."""
-        return TokenConversation(self, settings)
+        return TokenConversation(self, settings, contents)
 
     def renamed(self, session_id: str) -> Session:
         """Return the same rounds under another id, hence with other random tokens."""
         trajectory = msgspec.structs.replace(self.trajectory, session_id=session_id)
         return msgspec.structs.replace(self, trajectory=trajectory)
 
+    def planned(self, settings: AgentSettings) -> Iterator[PlannedRound]:
+        """Yield the rounds, scaled and not cut at ``max_context_tokens``.
 
-class _Sent(msgspec.Struct, frozen=True):
-    """Tokens really sent and received up to some turn, and how many the trace says they were."""
-
-    token_ids: "np.ndarray[tuple[int], np.dtype[np.uint32]]"
-    recorded_tokens: int
-
-    def first(self, kept_tokens: int | None) -> list[int]:
-        """Return the leading tokens that correspond to ``kept_tokens`` recorded ones."""
-        count = len(self.token_ids)
-        if kept_tokens is not None and kept_tokens < self.recorded_tokens:
-            # Scaled or cut rounds are longer or shorter than recorded: keep the same share.
-            count = kept_tokens * count // self.recorded_tokens
-        kept: list[int] = self.token_ids[:count].tolist()
-        return kept
+        Prompt i+1 = context + A_{i+1}.  A round that keeps less than everything takes its context
+        from the previous round or, where that one is too short, from the longest so far: the
+        trace has lengths, not which request.
+        """
+        previous = longest = _Sent(-1, 0, 0)
+        kept_tokens = self.kept_tokens
+        for index, recorded in enumerate(self.trajectory.rounds[: settings.max_turns]):
+            kept = kept_tokens[index] if index < len(kept_tokens) else None
+            source = previous
+            if kept is not None and kept > source.recorded_tokens:
+                source = longest
+            context, before = source.tokens, source.recorded_tokens
+            if kept is not None and kept < before:
+                # Scaled or cut rounds are longer or shorter than recorded: keep the same share.
+                context, before = kept * context // before, kept
+            append = scaled(recorded.append_tokens, settings.scale_append)
+            generated = scaled(recorded.generated_tokens, settings.scale_generate)
+            # The last token of an answer has no KV-cache.
+            reuse = min(context, max(source.tokens - 1, 0))
+            yield PlannedRound(source.round, context, append, generated, reuse, recorded.delay_s)
+            in_trace = before + recorded.append_tokens + recorded.generated_tokens
+            previous = _Sent(index, context + append + generated, in_trace)
+            if in_trace > longest.recorded_tokens:
+                longest = previous
 
 
 class TokenConversation(Conversation):
-    """Prompt i+1 = context + A_{i+1}; the context holds the tokens the server really generated.
+    """The planned rounds; what they keep are the tokens the server really generated."""
 
-    A round that keeps less than everything takes its prefix from the previous request or, where
-    that one is too short, from the longest so far: the trace tells lengths, not which request.
-    """
-
-    def __init__(self, session: TokenSession, settings: SessionSettings) -> None:
+    def __init__(self, session: TokenSession, settings: AgentSettings, contents: Contents) -> None:
         """Start before round one."""
-        super().__init__(session.session_id, settings)
-        self._session = session
-        nothing = _Sent(np.empty(0, np.uint32), 0)
-        self._previous = nothing
-        self._longest = nothing
-        self._recorded_prompt_tokens = 0
+        super().__init__(session.session_id, settings, contents)
+        self._rounds = list(session.planned(settings))
+        self._last_use = {planned.source: index for index, planned in enumerate(self._rounds)}
+        self._sent = {-1: Spans()}
 
     def _compose(self, index: int) -> Turn | None:
-        rounds = self._session.trajectory.rounds
-        if index >= len(rounds):
+        if index >= len(self._rounds):
             return None
-        recorded = rounds[index]
-        kept = self._session.kept_tokens[index] if index < len(self._session.kept_tokens) else None
-        source = self._previous
-        if kept is not None and kept > source.recorded_tokens:
-            source = self._longest
-        context = source.first(kept)
-        append_tokens = scaled(recorded.append_tokens, self._settings.scale_append)
-        append = random_token_ids(self._settings, self.session_id, index, append_tokens)
-        self._recorded_prompt_tokens = recorded.append_tokens + (
-            source.recorded_tokens if kept is None else min(kept, source.recorded_tokens)
-        )
+        planned = self._rounds[index]
+        context = self._sent[planned.source].first(planned.context_tokens)
+        if self._last_use[planned.source] == index:
+            del self._sent[planned.source]
+        append = self.contents.random(self.session_id, index, planned.append_tokens)
         return Turn(
-            prompt_token_ids=context + append,
-            generate_tokens=scaled(recorded.generated_tokens, self._settings.scale_generate),
-            context_tokens=len(context),
-            delay_s=recorded.delay_s,
+            prompt=context.then(append),
+            generate_tokens=planned.generated_tokens,
+            context_tokens=context.tokens,
+            delay_s=planned.delay_s,
         )
 
-    def _remember(self, index: int, turn: Turn, generated_token_ids: Sequence[int]) -> None:
-        tokens = np.asarray([*turn.prompt_token_ids, *generated_token_ids], dtype=np.uint32)
-        recorded = self._session.trajectory.rounds[index]
-        self._previous = _Sent(tokens, self._recorded_prompt_tokens + recorded.generated_tokens)
-        if self._previous.recorded_tokens > self._longest.recorded_tokens:
-            self._longest = self._previous
+    def _remember(self, turn: Turn, answer: Spans) -> None:
+        if self._position in self._last_use:
+            self._sent[self._position] = self._previous

@@ -13,10 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 
 import aiohttp
+import msgspec
 
 from dualpath.core.errors import ConfigError, DualPathError
-from dualpath.laboratory.workload.conversation.agents import arrival_times_s, make_agents
-from dualpath.laboratory.workload.conversation.session import Session, SessionSettings, token_range
+from dualpath.laboratory.workload.arrivals import arrival_times_s
+from dualpath.laboratory.workload.conversation.agents import make_agents
+from dualpath.laboratory.workload.conversation.contents import Vocabulary, token_range
+from dualpath.laboratory.workload.conversation.session import Session
 from dualpath.laboratory.workload.replay.machine import this_machine
 from dualpath.laboratory.workload.replay.metrics import summarise, trace_shape
 from dualpath.laboratory.workload.replay.options import ReplayOptions
@@ -80,7 +83,10 @@ async def replay(
         run = ReplayRun(
             http, setting, options.run_id, clock or RealClock(), progress or NoProgress()
         )
-        await run.all_agents(agents, arrivals_s, _session_settings(setting, encode))
+        vocabulary = Vocabulary(options.seed, setting.token_low, setting.token_high, encode)
+        vocabulary.check()
+        settings = msgspec.structs.replace(options, max_context_tokens=setting.max_context_tokens)
+        await run.all_agents(agents, arrivals_s, settings, vocabulary)
         after = await _status_after(http, endpoint)
     return ReplayResult(
         setting=setting,
@@ -136,20 +142,3 @@ def _setting(
         token_low=token_low,
         token_high=token_high,
     )
-
-
-def _session_settings(
-    setting: Setting, encode: Callable[[str], Sequence[int]] | None
-) -> SessionSettings:
-    settings = SessionSettings(
-        seed=setting.seed,
-        token_low=setting.token_low,
-        token_high=setting.token_high,
-        max_context_tokens=setting.max_context_tokens,
-        max_turns=setting.max_turns,
-        scale_append=setting.scale_append,
-        scale_generate=setting.scale_generate,
-        encode=encode,
-    )
-    settings.check()
-    return settings

@@ -4,7 +4,17 @@ import os
 import platform
 from pathlib import Path
 
-from dualpath.laboratory.workload.replay.result import ClientMachine
+import msgspec
+
+
+class ClientMachine(msgspec.Struct, frozen=True):
+    """The machine the client ran on; memory in bytes, 0 where unknown."""
+
+    cpu_count: int
+    cpu_model: str
+    memory_bytes: int
+    platform: str
+    python: str
 
 
 def this_machine() -> ClientMachine:

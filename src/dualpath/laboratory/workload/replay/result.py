@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from dualpath.core.errors import ConfigError
+from dualpath.laboratory.workload.replay.machine import ClientMachine
 from dualpath.report.files import as_json, write_file
 
 #: Raised whenever a field changes its meaning.
@@ -29,16 +30,6 @@ class Isolation(enum.StrEnum):
     SESSION = "session"
     RUN = "run"
     NONE = "none"
-
-
-class ClientMachine(msgspec.Struct, frozen=True):
-    """The machine the client ran on; memory in bytes, 0 where unknown."""
-
-    cpu_count: int
-    cpu_model: str
-    memory_bytes: int
-    platform: str
-    python: str
 
 
 class Setting(msgspec.Struct, frozen=True):

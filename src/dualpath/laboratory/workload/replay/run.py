@@ -10,13 +10,15 @@ import msgspec
 import numpy as np
 
 from dualpath.core.errors import DualPathError
-from dualpath.laboratory.workload.conversation.prefix import PrefixHistory
+from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary
+from dualpath.laboratory.workload.conversation.prefixes import StoredPrefixes, hit_tokens
 from dualpath.laboratory.workload.conversation.session import (
+    AgentSettings,
     Conversation,
     Session,
-    SessionSettings,
     Turn,
 )
+from dualpath.laboratory.workload.conversation.spans import TokenIds
 from dualpath.laboratory.workload.replay.progress import Progress, ProgressState
 from dualpath.laboratory.workload.replay.result import (
     Isolation,
@@ -33,7 +35,7 @@ class _Agent(msgspec.Struct):
 
     session_id: str
     cache_salt: str | None
-    history: PrefixHistory
+    stored: StoredPrefixes[TokenIds]
     turns_done: int = 0
     failed: bool = False
     truncated: bool = False
@@ -67,10 +69,14 @@ class ReplayRun:
         self._told_hit_tokens: int | None = None
 
     async def all_agents(
-        self, agents: Sequence[Session], arrivals_s: Sequence[float], settings: SessionSettings
+        self,
+        agents: Sequence[Session],
+        arrivals_s: Sequence[float],
+        settings: AgentSettings,
+        vocabulary: Vocabulary,
     ) -> None:
         """Run every agent to its end."""
-        conversations = [agent.start(settings) for agent in agents]
+        conversations = [agent.start(settings, Contents(vocabulary)) for agent in agents]
         most = settings.max_turns
         turns = sum(agent.turns if most is None else min(agent.turns, most) for agent in agents)
         self._totals = (len(agents), turns)
@@ -85,7 +91,7 @@ class ReplayRun:
         agent = _Agent(
             session_id=conversation.session_id,
             cache_salt=self._cache_salt(conversation.session_id),
-            history=PrefixHistory(self._setting.block_tokens),
+            stored=StoredPrefixes(),
         )
         start_s = self._since_start()
         await self._converse(agent, conversation)
@@ -111,33 +117,35 @@ class ReplayRun:
                 waits = self._setting.tool_delays is ToolDelays.RECORDED and turn.delay_s > 0
                 if waits:
                     await self._clock.sleep(turn.delay_s)
-                generated = await self._one_turn(agent, conversation.session_id, index, turn)
+                generated = await self._one_turn(agent, conversation, index, turn)
                 index += 1
                 if generated is None:
                     agent.failed = True
                     return
-                conversation.record(generated)
+                agent.stored.add(conversation.tokens(conversation.record(generated)))
                 for helper in conversation.spawned():
                     helpers.create_task(self._converse(agent, helper))
             agent.truncated = agent.truncated or conversation.truncated
 
     async def _one_turn(
-        self, agent: _Agent, conversation_id: str, index: int, turn: Turn
+        self, agent: _Agent, conversation: Conversation, index: int, turn: Turn
     ) -> list[int] | None:
         """Send one turn and record it; return the generated tokens, None where it failed."""
-        prompt = turn.prompt_token_ids
-        ideal = agent.history.hit_tokens(prompt)
-        body = completion_body(self._setting.model, prompt, turn.generate_tokens, agent.cache_salt)
+        prompt = conversation.tokens(turn.prompt)
+        stored_tokens = agent.stored.common_tokens(prompt)
+        body = completion_body(
+            self._setting.model, prompt.listed(), turn.generate_tokens, agent.cache_salt
+        )
         sent_s = self._clock.now()
         record = TurnRecord(
             session_id=agent.session_id,
-            conversation_id=conversation_id,
+            conversation_id=conversation.session_id,
             turn=index,
             start_s=sent_s - self._start_s,
             delay_s=turn.delay_s,
-            prompt_tokens=len(prompt),
+            prompt_tokens=prompt.tokens,
             context_tokens=turn.context_tokens,
-            ideal_hit_tokens=ideal,
+            ideal_hit_tokens=hit_tokens(stored_tokens, prompt.tokens, self._setting.block_tokens),
             generated_tokens=turn.generate_tokens,
         )
         agent.turns_done += 1
@@ -146,8 +154,6 @@ class ReplayRun:
         except DualPathError as error:
             self._turn_over(msgspec.structs.replace(record, generated_tokens=0, error=str(error)))
             return None
-        # The last token was sampled but never fed back, so no engine has its KV-cache.
-        agent.history.add([*prompt, *completion.token_ids[:-1]])
         self._turn_over(_measured(record, completion, sent_s))
         return completion.token_ids
 

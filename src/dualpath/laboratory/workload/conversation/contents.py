@@ -1,0 +1,144 @@
+"""What prompts are made of, and the tokens of it for who sends or compares them."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from dualpath.core.errors import ConfigError, TraceError
+from dualpath.laboratory.workload.conversation.spans import TOKEN, Spans, TokenIds
+
+#: Random token ids where the vocabulary is unknown: above the special tokens that most
+#: vocabularies keep at the low end, below the size of any tokenizer in common use.
+UNKNOWN_VOCABULARY = (1000, 30000)
+#: Tokens of answers that nobody has generated are numbered above all real ones.
+FIRST_UNKNOWN = 1 << 31
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """Which tokens contents become.
+
+    ``seed`` fixes all random tokens, drawn from ``low`` ≤ id < ``high``.  ``encode`` turns text
+    into token ids below 2**31 without adding special tokens; only text sessions need it.
+    """
+
+    seed: int = 0
+    low: int = UNKNOWN_VOCABULARY[0]
+    high: int = UNKNOWN_VOCABULARY[1]
+    encode: Callable[[str], Sequence[int]] | None = None
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` where no token could be drawn."""
+        if not 0 <= self.low < self.high:
+            raise ConfigError(
+                f"random token range {self.low}..{self.high} is empty or negative; "
+                "pass the model's --vocab-size"
+            )
+
+
+def token_range(vocab_size: int | None) -> tuple[int, int]:
+    """Return the (low, high) of random tokens for a vocabulary, skipping its low special ids."""
+    if vocab_size is None:
+        return UNKNOWN_VOCABULARY
+    if vocab_size < 2:
+        raise ConfigError(f"vocab_size is {vocab_size}, must be at least 2")
+    return min(UNKNOWN_VOCABULARY[0], vocab_size // 2), vocab_size
+
+
+class Contents:
+    """The contents of one or more sessions, numbered; tokens are made when first asked for.
+
+    Contents of different numbers are different tokens, but for texts, which may begin alike.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Start with nothing."""
+        self._vocabulary = vocabulary
+        self._made: list[bytes | Callable[[], bytes]] = []
+        self._texts: dict[str, Spans] = {}
+        self._blocks: dict[str, int] = {}
+        self._salts: dict[int, np.uint64] = {}
+        self._unknown_tokens = 0
+
+    def text(self, text: str) -> Spans:
+        """Return a text; raise ``ConfigError`` where there is no tokenizer."""
+        known = self._texts.get(text)
+        if known is None:
+            encode = self._vocabulary.encode
+            if encode is None:
+                raise ConfigError(
+                    "the trace is text and no tokenizer was given; pass --tokenizer with the "
+                    "served model's folder"
+                )
+            raw = np.asarray(encode(text) if text else (), TOKEN).tobytes()
+            known = self._texts[text] = self._added(raw, len(raw) // TOKEN.itemsize)
+        return known
+
+    def random(self, session_id: str, index: int, tokens: int) -> Spans:
+        """Return random tokens fixed by seed, session and ``index`` alone."""
+        return self._added(partial(self._random, session_id, index, tokens), tokens)
+
+    def answer(self, tokens: int, token_ids: Sequence[int] | None = None) -> Spans:
+        """Return an answer: ``token_ids``, or as many tokens, unlike all others."""
+        if token_ids is None:
+            return self._added(partial(self._unknown, tokens), tokens)
+        return self._added(TokenIds.of(token_ids).raw, len(token_ids))
+
+    def blocks(self, scope: str) -> int:
+        """Return the content that holds all blocks of ``scope``: id i at i · block tokens."""
+        number = self._blocks.get(scope)
+        if number is None:
+            number = self._blocks[scope] = len(self._made)
+            self._made.append(b"")
+            # Below 2**63 after the shift, so that numpy takes it as an unsigned 64-bit integer.
+            seeded = f"{self._vocabulary.seed}/{scope}".encode()
+            self._salts[number] = np.uint64(zlib.crc32(seeded) << 30)
+        return number
+
+    def tokens(self, sequence: Spans) -> TokenIds:
+        """Return the tokens of a sequence."""
+        return TokenIds(b"".join([self._tokens_of(*span) for span in sequence.spans]))
+
+    def _added(self, made: bytes | Callable[[], bytes], tokens: int) -> Spans:
+        self._made.append(made)
+        return Spans.of(len(self._made) - 1, 0, tokens)
+
+    def _tokens_of(self, number: int, start: int, stop: int, _: int) -> bytes:
+        if (salt := self._salts.get(number)) is not None:
+            return self._block_tokens(salt, start, stop)
+        made = self._made[number]
+        if not isinstance(made, bytes):
+            made = self._made[number] = made()
+        return made[start * TOKEN.itemsize : stop * TOKEN.itemsize]
+
+    def _random(self, session_id: str, index: int, tokens: int) -> bytes:
+        key = [self._vocabulary.seed, zlib.crc32(session_id.encode()), index]
+        generator = np.random.default_rng(key)
+        drawn = generator.integers(self._vocabulary.low, self._vocabulary.high, tokens)
+        return drawn.astype(TOKEN).tobytes()
+
+    def _unknown(self, tokens: int) -> bytes:
+        first = FIRST_UNKNOWN + self._unknown_tokens
+        if first + tokens > 1 << 32:
+            raise TraceError(
+                f"the sessions generate more than {FIRST_UNKNOWN} tokens; "
+                "simulate fewer of them (agents) or shorter ones (max_turns)"
+            )
+        self._unknown_tokens += tokens
+        return np.arange(first, first + tokens, dtype=TOKEN).tobytes()
+
+    def _block_tokens(self, salt: np.uint64, start: int, stop: int) -> bytes:
+        span = np.uint64(self._vocabulary.high - self._vocabulary.low)
+        drawn = _mixed(np.arange(start, stop, dtype=np.uint64) + salt) % span
+        return (drawn + np.uint64(self._vocabulary.low)).astype(TOKEN).tobytes()
+
+
+def _mixed(values: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Scramble 64-bit integers one to one (the finaliser of SplitMix64)."""
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,83 @@
+"""The longest stored prefix of a prompt, among many stored sequences (§A.4).
+
+The hit length is "calculated in the client": the longest prefix, in Full Blocks, of what the same
+session has sent or received before.  It comes from comparing sequences, never from adding lengths
+up, because sessions that compact or edit their context are no pure appends.
+"""
+
+from bisect import bisect_right
+from typing import Generic, Protocol, Self, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Comparable(Protocol):
+    """A token sequence: ``spans.Spans`` or ``spans.TokenIds``.
+
+    Of three in ascending order, the outer two share no more than any neighbours do.
+    """
+
+    def __lt__(self, other: Self, /) -> bool:
+        """Tell the order."""
+
+    @property
+    def tokens(self) -> int:
+        """Return the length in tokens."""
+
+    def common_tokens(self, other: Self) -> int:
+        """Return the length of the common prefix."""
+
+
+_Tokens = TypeVar("_Tokens", bound=Comparable)
+
+
+class StoredPrefixes(Generic[_Tokens]):
+    """Stored sequences, sorted: one that shares most with a prompt is a neighbour of its place."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        # No sequence here is a prefix of another one: longer ones replace their prefixes.
+        self._sorted: list[_Tokens] = []
+
+    def common_tokens(self, prompt: _Tokens) -> int:
+        """Return how many leading tokens of ``prompt`` some stored sequence begins with."""
+        place = bisect_right(self._sorted, prompt)
+        neighbours = self._sorted[max(place - 1, 0) : place + 1]
+        return max((stored.common_tokens(prompt) for stored in neighbours), default=0)
+
+    def add(self, sequence: _Tokens) -> None:
+        """Store a prompt with what was generated after it.
+
+        Leave the very last generated token out: it was never fed back, so it has no KV-cache.
+        """
+        place = bisect_right(self._sorted, sequence)
+        before, after = self._sorted[max(place - 1, 0) : place], self._sorted[place : place + 1]
+        if after and after[0].common_tokens(sequence) == sequence.tokens:
+            return
+        if before and before[0].common_tokens(sequence) == before[0].tokens:
+            self._sorted[place - 1] = sequence
+        else:
+            self._sorted.insert(place, sequence)
+
+
+_Counts = NDArray[np.int64]
+
+
+@overload
+def hit_tokens(stored: int, prompt: int, block_tokens: int) -> int: ...
+
+
+@overload
+def hit_tokens(stored: _Counts, prompt: _Counts, block_tokens: int) -> _Counts: ...
+
+
+def hit_tokens(stored: int | _Counts, prompt: int | _Counts, block_tokens: int) -> int | _Counts:
+    """Return what a perfect store hits of prompts of which ``stored`` leading tokens have KV.
+
+    A multiple of ``block_tokens``, and less than the prompt: its last token is always computed,
+    as in ``BlockGeometry.max_hit_blocks``.
+    """
+    most = np.minimum(stored, np.maximum(np.subtract(prompt, 1), 0))
+    hit = most // block_tokens * block_tokens
+    return int(hit) if isinstance(stored, int) else hit

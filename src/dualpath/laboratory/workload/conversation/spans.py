@@ -1,0 +1,156 @@
+"""Token sequences by where their tokens come from.
+
+A *content* is something a prompt is made of: a text, an answer, the tokens one round appends, all
+blocks of a session.  A sequence is a few *spans* of contents, so a prompt of 100,000 tokens is
+composed, cut and compared without any token; ``contents.Contents`` looks tokens up for who sends
+them.
+
+    question, answer = Spans.of(7, 0, 100), Spans.of(8, 0, 20)
+    question.then(answer).common_tokens(question)  # 100
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from itertools import compress, count, islice
+from operator import is_not, itemgetter, ne
+from typing import NamedTuple
+
+import numpy as np
+
+#: Tokens compare as big-endian bytes in the order of their ids.
+TOKEN = np.dtype(">u4")
+
+
+#: (content, start, stop, end): tokens ``start`` ≤ i < ``stop`` of a content; ``end`` tokens of the
+#: sequence end with it.  A plain tuple, since simulated traces make them by the million.
+Span = tuple[int, int, int, int]
+_END = itemgetter(3)
+
+
+class Spans(NamedTuple):
+    """A sequence of tokens.  Spans that go on are one, so equal sequences have equal spans.
+
+    The order of ``<`` keeps sequences with long common prefixes together.
+    """
+
+    spans: tuple[Span, ...] = ()
+
+    @classmethod
+    def of(cls, content: int, start: int, stop: int) -> "Spans":
+        """Return tokens ``start`` ≤ i < ``stop`` of one content, perhaps none."""
+        return cls(((content, start, stop, stop - start),)) if stop > start else cls()
+
+    @classmethod
+    def of_runs(cls, content: int, runs: Iterable[tuple[int, int]]) -> "Spans":
+        """Return tokens ``start`` ≤ i < ``stop`` of one content for every (start, stop)."""
+        spans: list[Span] = []
+        for start, stop in runs:
+            _append(spans, ((content, start, stop, stop - start),))
+        return cls(tuple(spans))
+
+    @property
+    def tokens(self) -> int:
+        """Length in tokens."""
+        return self.spans[-1][3] if self.spans else 0
+
+    def then(self, *others: "Spans") -> "Spans":
+        """Return this sequence with the others behind it."""
+        spans = list(self.spans)
+        for other in others:
+            if other.spans:
+                _append(spans, other.spans)
+        return Spans(tuple(spans))
+
+    def first(self, tokens: int) -> "Spans":
+        """Return the leading ``tokens`` tokens, or all if there are fewer."""
+        if tokens >= self.tokens:
+            return self
+        if tokens < 1:
+            return Spans()
+        place = bisect_left(self.spans, tokens, key=_END)
+        content, start, stop, end = self.spans[place]
+        return Spans((*self.spans[:place], (content, start, stop - (end - tokens), tokens)))
+
+    def between(self, start: int, stop: int) -> "Spans":
+        """Return tokens ``start`` ≤ i < ``stop``, as far as they exist."""
+        start, stop = max(start, 0), min(stop, self.tokens)
+        if start >= stop:
+            return Spans()
+        low = bisect_right(self.spans, start, key=_END)
+        high = bisect_left(self.spans, stop, lo=low, key=_END)
+        found = [
+            (c, first, last, end - start) for c, first, last, end in self.spans[low : high + 1]
+        ]
+        content, _, last, end = found[0]
+        found[0] = (content, last - end, last, end)
+        content, first, last, end = found[-1]
+        found[-1] = (content, first, last - (end - (stop - start)), stop - start)
+        return Spans(tuple(found))
+
+    def common_tokens(self, other: "Spans") -> int:
+        """Return the length of the common prefix."""
+        left, right = self.spans, other.spans
+        same = common_items(left, right)
+        tokens = left[same - 1][3] if same else 0
+        if same < min(len(left), len(right)):
+            content, start, stop, _ = left[same]
+            if right[same][:2] == (content, start):
+                tokens += min(stop, right[same][2]) - start
+        return tokens
+
+
+def common_items(left: tuple[object, ...], right: tuple[object, ...]) -> int:
+    """Return how many leading items are equal."""
+    shorter = min(len(left), len(right))
+    # Sequences that share a beginning mostly share the very objects, which is quickly seen.
+    low = next(compress(count(), map(is_not, left, right)), shorter)
+    different = map(ne, islice(left, low, None), islice(right, low, None))
+    return low + next(compress(count(), different), shorter - low)
+
+
+def _append(spans: list[Span], others: tuple[Span, ...]) -> None:
+    """Put ``others`` behind ``spans``, its first span into the last one where it goes on."""
+    content, start, stop, end = others[0]
+    shift = 0
+    if spans:
+        last, last_start, last_stop, shift = spans[-1]
+        if last == content and last_stop == start:
+            spans[-1] = (content, last_start, stop, shift + end)
+            others = others[1:]
+    spans += [(content, start, stop, end + shift) for content, start, stop, end in others]
+
+
+class TokenIds(NamedTuple):
+    """A sequence of tokens, really."""
+
+    raw: bytes = b""
+
+    @classmethod
+    def of(cls, token_ids: Iterable[int]) -> "TokenIds":
+        """Return ``token_ids``, each 0 to 2**32 - 1."""
+        return cls(np.asarray(list(token_ids), TOKEN).tobytes())
+
+    @property
+    def tokens(self) -> int:
+        """Length in tokens."""
+        return len(self.raw) // TOKEN.itemsize
+
+    def first(self, tokens: int) -> "TokenIds":
+        """Return the leading ``tokens`` tokens, or all if there are fewer."""
+        return TokenIds(self.raw[: tokens * TOKEN.itemsize])
+
+    def listed(self) -> list[int]:
+        """Return the token ids."""
+        ids: list[int] = np.frombuffer(self.raw, TOKEN).tolist()
+        return ids
+
+    def common_tokens(self, other: "TokenIds") -> int:
+        """Return the length of the common prefix."""
+        left, right = self.raw, other.raw
+        shorter = min(len(left), len(right))
+        if left.startswith(right) or right.startswith(left):
+            return shorter // TOKEN.itemsize
+        different = np.frombuffer(left, np.uint8, shorter) != np.frombuffer(
+            right, np.uint8, shorter
+        )
+        return int(different.argmax()) // TOKEN.itemsize
