@@ -136,7 +136,7 @@ def _row(steps: Sequence[Step], plan: Sequence[Step]) -> str:
     cells = [
         f"`{step.label}`",
         f"{_NAMES[step.source]} → {_NAMES[step.destination]}",
-        "Full Block" if step.layer is None else f"Layer Block, layers 0-{layers - 1}",
+        f"`{step.unit.value}`" + ("" if step.layer is None else f", layers 0-{layers - 1}"),
         f"{step.blocks.first}-{step.blocks.end - 1}" if step.blocks.count > 1 else "0",
         ", ".join(f"`{link.value}`" for link in step.links),
         f"`{step.traffic_class.value}`",
