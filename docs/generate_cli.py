@@ -36,7 +36,7 @@ One page for each subcommand; `dualpath SUBCOMMAND --help` prints the same.
 |---|---|
 | 0 | done |
 | 1 | a defect of dualpath, a replay or demo in which a turn failed, or errors that `doctor` found |
-| 2 | wrong input or a fault outside dualpath, told in one line on standard error |
+| 2 | wrong input or a fault outside dualpath, reported in one line on standard error |
 | 130 | interrupted |
 
 | subcommand | purpose |

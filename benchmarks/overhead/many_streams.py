@@ -10,7 +10,7 @@ from benchmarks.overhead.measure import Phase, print_table, run_phase
 from benchmarks.overhead.servers import Pace, paced_cluster
 
 from dualpath.laboratory.models.tiny import make_tiny_model
-from dualpath.router.observe.open_files import allow_many_streams
+from dualpath.router.requests.limits import allow_many_streams
 
 LIGHT = "light"
 FRONTS = ("router", LIGHT)

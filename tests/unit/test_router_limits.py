@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 from pathlib import Path
+from resource import RLIM_INFINITY
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
 from dualpath.router.control.exchange import AttemptChannel, Exchange
 from dualpath.router.control.registry import Registry
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.requests.limits import RequestLimits
+from dualpath.router.requests.limits import WANTED_OPEN_FILES, RequestLimits, raised_limit
 from dualpath.router.settings import RouterSettings
 
 PROMPT = list(range(1, 20))
@@ -274,3 +275,22 @@ async def test_a_defect_of_the_application_stays_visible():
 
     with pytest.raises(RuntimeError, match="defect"):
         await Asked(Service(), b"").by(broken)
+
+
+# ---------------------------------------------------------------------- open files
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (1024, 1 << 20, WANTED_OPEN_FILES),
+        (1024, RLIM_INFINITY, WANTED_OPEN_FILES),
+        (1024, 20000, 20000),  # vLLM's own server stays at 1024 here
+        (100_000, 1 << 20, 100_000),
+        (RLIM_INFINITY, RLIM_INFINITY, RLIM_INFINITY),
+    ],
+)
+def test_the_limit_rises_as_far_as_it_may_and_never_falls(
+    soft: int, hard: int, raised: int
+) -> None:
+    assert raised_limit(soft, hard) == raised

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 
 from dualpath.core.errors import ConfigError
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
-from dualpath.router.observe.open_files import allow_many_streams
+from dualpath.router.requests.limits import allow_many_streams
 from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.vllm.app import make_app, serve_app

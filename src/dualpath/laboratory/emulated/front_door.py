@@ -38,8 +38,7 @@ from dualpath.laboratory.emulated.http_server import (
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.observe.dashboard.page_file import dashboard_page
-from dualpath.router.observe.open_files import allow_many_streams
-from dualpath.router.requests.limits import too_large
+from dualpath.router.requests.limits import allow_many_streams, too_large
 from dualpath.router.requests.prompt_limits import check_prompt, check_salt, check_token_ids
 from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings

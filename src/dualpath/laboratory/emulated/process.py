@@ -12,7 +12,7 @@ from dualpath.laboratory.emulated.http_server import serving_app, until_signal
 from dualpath.laboratory.emulated.prefill import PrefillEngine
 from dualpath.laboratory.emulated.server import EngineServer
 from dualpath.laboratory.emulated.settings import EmulatedSettings
-from dualpath.router.observe.open_files import allow_many_streams
+from dualpath.router.requests.limits import allow_many_streams
 
 
 class EmulatedEngine:

@@ -4,8 +4,11 @@ Bodies end at ``max_body_bytes`` (413), whether their length is declared or not.
 is full, requests that bring work get 429 and the time after which to try again.  Limits on
 what a body says (prompt, ``n``) belong to whoever reads it.  All refusals are counted here, also
 those of the layers inside, which ask for API keys and read bodies.
+
+A server process may have as many streams as files: one each at an engine, two at a router.
 """
 
+import resource
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
@@ -22,6 +25,10 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 #: When a client may try again that came while the service was full; requests end all the time.
 RETRY_AFTER_S = 1
+
+#: What vLLM's server asks for as well, which gives up where the hard limit is lower; processes
+#: usually start with 1024.
+WANTED_OPEN_FILES = 65535
 
 
 class LimitedService(Protocol):
@@ -149,3 +156,17 @@ def _refusal(status: int, reason: str) -> tuple[Message, Message]:
         headers.append((b"connection", b"close"))  # The rest of the body is not waited for.
     start = {"type": "http.response.start", "status": status, "headers": headers}
     return start, {"type": "http.response.body", "body": body}
+
+
+def allow_many_streams() -> None:
+    """Raise this process's soft limit on open files to ``WANTED_OPEN_FILES`` or the hard limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (raised_limit(soft, hard), hard))
+
+
+def raised_limit(soft: int, hard: int) -> int:
+    """Return the soft limit to set, never below ``soft``; either may be without limit."""
+    if soft == resource.RLIM_INFINITY:
+        return soft
+    allowed = WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(WANTED_OPEN_FILES, hard)
+    return max(soft, allowed)
