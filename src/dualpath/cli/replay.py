@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualpath.laboratory.workload.formats import AUTO, FORMATS
+
 if TYPE_CHECKING:
     from dualpath.core.errors import TraceError
     from dualpath.laboratory.workload.conversation.session import Session
     from dualpath.laboratory.workload.replay.options import ReplayOptions
     from dualpath.laboratory.workload.replay.result import ReplayResult
 
-_FORMATS = ("auto", "rounds", "mini-swe", "weka", "agentperf")
 _BROKEN_SHOWN = 5
 _DESCRIPTION = """Replay recorded agents against an OpenAI endpoint (§7, §A.3): every prompt is the
 context really sent and generated so far plus what the trace appends, and exactly the recorded
@@ -27,7 +28,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("trace", help="trace file, folder or archive; .xz and .gz are read as is")
     parser.add_argument("--endpoint", required=True, help="http://host:port of the server")
-    parser.add_argument("--format", choices=_FORMATS, default="auto", help="trace format")
+    parser.add_argument("--format", choices=(AUTO, *FORMATS), default=AUTO, help="trace format")
     parser.add_argument(
         "--skip-broken", action="store_true", help="leave broken trace lines out and count them"
     )
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     """
     import asyncio
 
-    from dualpath.laboratory.workload.formats import AUTO, detect_format
+    from dualpath.laboratory.workload.formats import detect_format
     from dualpath.laboratory.workload.replay.report import compare
     from dualpath.laboratory.workload.replay.result import write_result
     from dualpath.report.files import require_extra, require_writable, write_page

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dualpath.core.errors import ConfigError
+from dualpath.laboratory.workload.formats import AUTO, FORMATS
 
 if TYPE_CHECKING:
     from dualpath.laboratory.workload.columns.agent_table import AgentTable
@@ -59,7 +60,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T.jsonl|32k|48k|64k",
         help="a trace that `dualpath replay` reads, or trajectories like those of Table 2",
     )
-    load.add_argument("--format", default="auto", help="trace format, as of `dualpath replay`")
+    load.add_argument("--format", default=AUTO, help=f"trace format: {', '.join((AUTO, *FORMATS))}")
     load.add_argument("--tokenizer", metavar="FOLDER", help="for text traces; else 4 bytes a token")
     load.add_argument(
         "--agents",

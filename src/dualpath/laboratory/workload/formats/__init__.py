@@ -1,36 +1,39 @@
 """Trace readers: one module per format, one contract.
 
-A format module has ``looks_like(parsed) -> bool`` for a parsed JSON document and
-``read(documents, on_broken) -> Iterator[Session]``.  To add a format, write such a module and
-list it in ``FORMATS``.
+To add a format, write a module with the two functions of ``TraceFormat`` and list its name in
+``FORMATS``: commands, messages and ``auto`` follow.
+
+    sessions = read_trace("trace.jsonl.xz")
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Protocol, cast
 
 from dualpath.core.errors import TraceError
-from dualpath.laboratory.workload.conversation.session import Session
-from dualpath.laboratory.workload.formats import agentperf, mini_swe, rounds, weka
 from dualpath.laboratory.workload.formats.lines import Document, OnBroken, documents
 
+if TYPE_CHECKING:
+    from dualpath.laboratory.workload.conversation.session import Session
 
-class TraceFormat(NamedTuple):
-    """The two functions of a format module."""
-
-    looks_like: Callable[[object], bool]
-    read: Callable[[Iterable[Document], OnBroken | None], Iterator[Session]]
-
-
-#: Asked in this order by ``auto``.
-FORMATS = {
-    "rounds": TraceFormat(rounds.looks_like, rounds.read),
-    "agentperf": TraceFormat(agentperf.looks_like, agentperf.read),
-    "weka": TraceFormat(weka.looks_like, weka.read),
-    "mini-swe": TraceFormat(mini_swe.looks_like, mini_swe.read),
-}
+#: Modules of this folder, asked in this order by ``auto``; imported when needed, so that commands
+#: can list them at no cost.  A hyphen in a name is an underscore in the module's.
+FORMATS = ("rounds", "agentperf", "weka", "mini-swe")
 AUTO = "auto"
+
+
+class TraceFormat(Protocol):
+    """What a format module has."""
+
+    def looks_like(self, parsed: object) -> bool:
+        """Tell whether the first JSON document of a trace, parsed, is of this format."""
+
+    def read(
+        self, documents: Iterable[Document], on_broken: OnBroken | None
+    ) -> "Iterator[Session]":
+        """Yield the sessions; hand the errors of broken documents to ``on_broken``, or raise."""
 
 
 def read_trace(
@@ -39,10 +42,10 @@ def read_trace(
     *,
     on_broken: OnBroken | None = None,
     limit: int | None = None,
-) -> list[Session]:
+) -> "list[Session]":
     """Return the sessions of a trace file, folder or archive, at most ``limit`` of them.
 
-    ``format`` is a key of ``FORMATS`` or ``auto``.  Without ``on_broken`` the first broken line
+    ``format`` is one of ``FORMATS`` or ``auto``.  Without ``on_broken`` the first broken line
     raises ``TraceError`` with file, line, fault and remedy; with it, broken lines are left out
     and each error is handed over.  Sessions get unique ids.
     """
@@ -52,10 +55,7 @@ def read_trace(
         name, texts = _detected(place, texts, on_broken)
     else:
         name = format
-    if name not in FORMATS:
-        known = ", ".join([AUTO, *FORMATS])
-        raise TraceError(f"trace format {name!r} is unknown; known are {known}")
-    found = _unique(islice(FORMATS[name].read(texts, on_broken), limit))
+    found = _unique(islice(_format(name).read(texts, on_broken), limit))
     if not found:
         raise TraceError(f"{place}: no session could be read as {name}; check file and --format")
     return found
@@ -80,8 +80,8 @@ def _detected(
             if on_broken is None:
                 raise
             continue
-        for name, known in FORMATS.items():
-            if known.looks_like(parsed):
+        for name in FORMATS:
+            if _format(name).looks_like(parsed):
                 return name, chain(seen, texts)
         raise TraceError(
             f"{document.source}, line {document.line}: format not recognised; name it with "
@@ -90,7 +90,14 @@ def _detected(
     raise TraceError(f"{place}: holds no readable JSON; check the path")
 
 
-def _unique(sessions: Iterable[Session]) -> list[Session]:
+def _format(name: str) -> TraceFormat:
+    if name not in FORMATS:
+        known = ", ".join([AUTO, *FORMATS])
+        raise TraceError(f"trace format {name!r} is unknown; known are {known}")
+    return cast(TraceFormat, import_module(f"{__name__}.{name.replace('-', '_')}"))
+
+
+def _unique(sessions: "Iterable[Session]") -> "list[Session]":
     unique: list[Session] = []
     copies: dict[str, int] = {}
     for session in sessions:
