@@ -27,12 +27,11 @@ from dualpath.engine.settings import DEFAULT_PARALLEL_READS
 from dualpath.laboratory.lab.cluster import (
     LabState,
     enter_node,
-    lab_down,
     lab_nodes,
-    lab_up,
     node_environment,
     storage_url,
 )
+from dualpath.laboratory.lab.janitor import temporary_lab
 from dualpath.laboratory.lab.settings import LabSettings, StorageServer
 from dualpath.laboratory.lab.steps import server_marker
 from dualpath.report import markdown
@@ -117,13 +116,9 @@ def measure(state: LabState, threads: int) -> tuple[float, float, float]:
 
 def row(mb_per_s: float, rounds: int, threads: int) -> tuple[str, ...]:
     """Measure one rate of the link and return its row."""
-    state = lab_up(
-        LabSettings(name=LAB, snic_bytes_per_s=mb_per_s * 1e6, storage_server=StorageServer.S3)
-    )
-    try:
+    lab = LabSettings(name=LAB, snic_bytes_per_s=mb_per_s * 1e6, storage_server=StorageServer.S3)
+    with temporary_lab(lab) as state:
         found = [measure(state, threads) for _ in range(rounds + 1)][1:]
-    finally:
-        lab_down(LAB)
     rates = [rate / (mb_per_s * 1e6) for rate, _, _ in found]
     reader, server = (statistics.median(round_[i] for round_ in found) for i in (1, 2))
     return (

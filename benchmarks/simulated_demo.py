@@ -42,7 +42,7 @@ from dualpath.model.sim.result import SimulationResult
 from dualpath.model.sim.run import simulate
 from dualpath.model.sim.settings import ClusterSettings, ModelCosts, Setup
 from dualpath.report.model import Table
-from dualpath.report.text import print_table
+from dualpath.report.text import print_blocks
 
 FOLDER = Path(__file__).parent / "demo_prediction"
 CLUSTER, COSTS, MEASURED = FOLDER / "cluster.toml", FOLDER / "costs.toml", FOLDER / "measured.json"
@@ -370,7 +370,7 @@ def main() -> int:
         return 0
     runs = read_recorded()
     cluster, model = read_setting()
-    errors = []
+    tables, errors = [], []
     for run in runs:
         agents, then = None if args.recorded else demo_agents(run), recorded_agents(run)
         source = "recorded lengths"
@@ -378,9 +378,9 @@ def main() -> int:
             same = _lengths(agents) == _lengths(then)
             source = f"from the sessions, lengths {'equal' if same else 'DIFFER FROM'} the recorded"
         predicted = predict(cluster, model, then if agents is None else agents)
-        print_table(comparison(run, predicted, source))
+        tables.append(comparison(run, predicted, source))
         errors.append(abs(predicted.ratio / run.ratio - 1))
-    print_table(sensitivity(runs, cluster, model))
+    print_blocks(*tables, sensitivity(runs, cluster, model))
     print(f"largest error of the ratio {max(errors):.1%}, target {TARGET_ERROR:.0%}")
     return int(max(errors) > TARGET_ERROR)
 

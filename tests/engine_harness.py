@@ -74,7 +74,7 @@ def memory_storage() -> MemoryStorage:
 
 
 class ToyEngine:
-    """A traffic manager, its HBM, and a mailbox for what it tells the router."""
+    """A traffic manager, its HBM, and the messages it sends to the router."""
 
     def __init__(
         self,

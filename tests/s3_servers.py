@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-import socket
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator
@@ -173,11 +172,3 @@ def rclone_s3(folder: Path) -> Iterator[S3Location]:
     )
     with serve_folder(server, folder) as url:
         yield location_at(url)
-
-
-def free_port() -> int:
-    """Return a port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -1,7 +1,6 @@
 """The servers that are compared, as processes of this machine, and what they say of themselves."""
 
 import os
-import socket
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -11,13 +10,14 @@ from typing import NamedTuple
 
 import msgspec
 from benchmarks.overhead.client import NAME, Api, Chat, TokenIds
+from prometheus_client.parser import text_string_to_metric_families
 
 from dualpath.core.cluster import Role
 from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS
 from dualpath.ops.launch.cluster_keys import LOOPBACK_DEVICES
 from dualpath.ops.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
 from dualpath.ops.launch.fork_server import ForkedProcess
-from dualpath.ops.launch.local_cluster import LocalCluster
+from dualpath.ops.launch.local_cluster import LocalCluster, claim_port
 from dualpath.ops.launch.process import Supervisor
 from dualpath.ops.launch.settings import LocalClusterSettings
 
@@ -71,23 +71,20 @@ def cpu_s(pid: int) -> float:
 def metrics(url: str) -> dict[str, float]:
     """Return the samples of a Prometheus endpoint, added up over labels other than ``stage``."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
-        lines = response.read().decode().splitlines()
+        text = response.read().decode()
     found: dict[str, float] = {}
-    for line in lines:
-        if line.startswith("#"):
-            continue
-        name, value = line.rsplit(" ", 1)
-        name, _, labels = name.partition("{")
-        if labels.startswith('stage="'):
-            name += f"/{labels.split(chr(34))[1]}"
-        found[name] = found.get(name, 0.0) + float(value)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            stage = sample.labels.get("stage")
+            name = f"{sample.name}/{stage}" if stage else sample.name
+            found[name] = found.get(name, 0.0) + sample.value
     return found
 
 
 @contextmanager
 def plain_server(model: Path, folder: Path) -> Iterator[Server]:
     """One vLLM server with the arguments of the cluster's engines, without a connector."""
-    port = free_port()
+    port = claim_port()
     command = [
         "--model", str(model), "--served-model-name", NAME, "--host", "127.0.0.1",
         "--port", str(port), "--dtype", "float32", "--block-size", str(BLOCK_TOKENS),
@@ -137,7 +134,7 @@ def paced_cluster(model: Path, folder: Path, pace: Pace, *, light: bool) -> Iter
     folder.mkdir()
     costs = folder / "costs.toml"
     costs.write_text(_COSTS.format(prefill_s=pace.prefill_s, step_s=pace.step_s))
-    port, control_port = free_port(), free_port()
+    port, control_port = claim_port(), claim_port()
     control, url = f"tcp://127.0.0.1:{control_port}", f"http://127.0.0.1:{port}"
     if light:
         command = ["emulate", "router", "--port", str(port)]
@@ -171,12 +168,6 @@ def _start(
 ) -> ForkedProcess:
     process = ForkedProcess(name, entry, command, folder / f"{name}.log", LOOPBACK_DEVICES)
     return servers.add(process, ends_last=name == "router")
-
-
-def free_port() -> int:
-    """Return a port that nobody uses at the moment."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _wait_ready(url: str, servers: Supervisor) -> None:

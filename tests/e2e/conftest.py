@@ -27,10 +27,10 @@ def agents() -> "list[list[Round]]":
 @pytest.fixture(scope="session")
 def truth(agents: "list[list[Round]]", tmp_path_factory: pytest.TempPathFactory) -> "Truth":
     """What a plain engine generates for the agents, and for one long prompt of their text."""
-    from tests.e2e.plain_engine import PlainEngine, tell_truth, tiny_model
+    from tests.e2e.plain_engine import PlainEngine, ask_truth, tiny_model
 
     with PlainEngine(tiny_model(), tmp_path_factory.mktemp("plain"), 64) as plain:
-        return tell_truth(plain.url, agents)
+        return ask_truth(plain.url, agents)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.ops.launch.commands import ENGINE_ENTRY, engine_command, engine_id
 from dualpath.ops.launch.fork_server import ForkedProcess
+from dualpath.ops.launch.local_cluster import claim_port
 from dualpath.ops.launch.process import Supervisor
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.router.control.assign_log import AssignmentNote
@@ -106,8 +106,7 @@ class EngineCluster:
         """Start an engine, with settings of its own; return its name."""
         name = engine_id(role, index)
         settings = msgspec.structs.replace(self.settings, **changes)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = claim_port()
         command = engine_command(settings, role, index, port, self.control_port)
         log = self.folder / f"{name}.log"
         self._started[name] = (role, index, changes)

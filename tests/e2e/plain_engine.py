@@ -18,6 +18,7 @@ from dualpath.laboratory.workload.conversation.text_session import TextSession
 from dualpath.laboratory.workload.formats import read_trace
 from dualpath.ops.launch.commands import ENGINE_ENTRY
 from dualpath.ops.launch.fork_server import ForkedProcess
+from dualpath.ops.launch.local_cluster import claim_port
 
 MAX_MODEL_LEN = 4096
 
@@ -172,8 +173,7 @@ class PlainEngine:
     """One vLLM server without connector; a context manager."""
 
     def __init__(self, model: Path, folder: Path, block_tokens: int, *vllm_args: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = claim_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [
             "--model", str(model), "--served-model-name", NAME, "--host", "127.0.0.1",
@@ -215,7 +215,7 @@ def play_plain(url: str, rounds: Sequence[Round]) -> list[list[int]]:
     return answers
 
 
-def tell_truth(url: str, agents: Sequence[Sequence[Round]]) -> Truth:
+def ask_truth(url: str, agents: Sequence[Sequence[Round]]) -> Truth:
     """Play all agents at once against a plain engine, then ask the long prompt."""
     turns = in_parallel([functools.partial(play_plain, url, rounds) for rounds in agents])
     text = [token for rounds in agents for turn in rounds for token in turn.append]

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import sys
-from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from dualpath.laboratory.workload.replay.stream import (
     complete,
     completion_body,
 )
+from dualpath.ops.launch.process import ManagedProcess, SpawnedProcess, Supervisor
 from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.wire import EventLines
@@ -59,35 +59,45 @@ AGENTS = (
 )
 
 
-async def spawn(folder: Path, role: str, control: str, mode: Mode, *more: str) -> Process:
-    """Start a process of the cluster; ``control`` is where engines register."""
-    if role == "router":
-        where = ["--control-port", control.rpartition(":")[2]]
-    else:
-        where = ["--router", control]
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "dualpath.cli.main", "emulate", role),
-        *(*where, "--mode", mode.value, *more),
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=PIPE,
-        stderr=STDOUT,
-    )
+class Processes(Supervisor):
+    """Commands of a cluster in a folder."""
+
+    def __init__(self, folder: Path, mode: Mode) -> None:
+        super().__init__()
+        self._folder = folder
+        self._mode = mode
+
+    def start(self, name: str, role: str, control: str, *more: str) -> SpawnedProcess:
+        """Start one; ``control`` is where engines register.  A router ends after them."""
+        if role == "router":
+            where = ["--control-port", control.rpartition(":")[2]]
+        else:
+            where = ["--router", control]
+        process = SpawnedProcess(
+            name,
+            (
+                *(sys.executable, "-m", "dualpath.cli.main", "emulate", role),
+                *(*where, "--mode", self._mode.value, *more),
+            ),
+            self._folder / f"{name}.log",
+            {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            folder=self._folder,
+        )
+        return self.add(process, ends_last=role == "router")
 
 
-async def first_line(process: Process) -> str:
-    assert process.stdout is not None
-    line = await asyncio.wait_for(process.stdout.readline(), GUARD_S)
-    assert line.startswith(b"dualpath "), line + await process.stdout.read()
-    return line.decode()
+async def first_line(process: ManagedProcess) -> str:
+    """Return what it says when it is up; the router of this process serves meanwhile."""
+    line = await asyncio.to_thread(process.wait_for_line, "", GUARD_S)
+    assert line.startswith("dualpath "), process.log_tail()
+    return line
 
 
-async def ended(process: Process) -> str:
+async def ended(process: ManagedProcess) -> list[str]:
     """End a process as an operator would; return what it said after its first line."""
-    process.send_signal(signal.SIGTERM)
-    said, _ = await asyncio.wait_for(process.communicate(), GUARD_S)
-    assert process.returncode == 0, said
-    return said.decode()
+    process.terminate()
+    assert await asyncio.to_thread(process.wait, GUARD_S) == 0, process.log_tail()
+    return process.output().splitlines()[1:]
 
 
 @contextlib.asynccontextmanager
@@ -97,19 +107,13 @@ async def engines(
     """Run engine processes; yields their URLs.  None of them may have had anything to say."""
     (folder / "costs.toml").write_text(COSTS)
     names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
-    processes = [
-        await spawn(folder, name.partition("-")[0], control, mode, *ENGINE, "--engine-id", name)
-        for name in names
-    ]
-    try:
-        lines = [await first_line(process) for process in processes]
+    with Processes(folder, mode) as started:
+        for name in names:
+            role = name.partition("-")[0]
+            started.start(f"{mode.value}-{name}", role, control, *ENGINE, "--engine-id", name)
+        lines = [await first_line(process) for process in started.processes]
         yield [found[0] for line in lines if (found := re.findall(r"http://[\d.:]+\d", line))]
-        assert [await ended(process) for process in processes] == [""] * len(processes)
-    finally:
-        for process in processes:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+        assert [await ended(process) for process in started.processes] == [[]] * len(names)
 
 
 class Player:
@@ -216,35 +220,30 @@ async def test_agents_get_the_same_answers_in_all_modes_and_every_byte_is_right(
 async def test_a_request_survives_the_end_of_its_decode_engine(tmp_path: Path) -> None:
     """Router and engines as separate commands; the request goes on at the other DE."""
     (tmp_path / "costs.toml").write_text(COSTS)
-    router = await spawn(tmp_path, "router", "tcp://127.0.0.1:0", Mode.DUALPATH)
-    processes = [router]
-    try:
+    with Processes(tmp_path, Mode.DUALPATH) as started:
+        router = started.start("router", "router", "tcp://127.0.0.1:0")
         endpoint, control = re.findall(r"((?:http|tcp)://[\d.:]+)", await first_line(router))
-        for role in ("prefill", "decode", "decode"):
-            more = (*ENGINE, "--speedup", "1")
-            processes.append(await spawn(tmp_path, role, control, Mode.DUALPATH, *more))
-        for process in processes[1:]:
+        engine, *decoders = [
+            started.start(name, name.partition("-")[0], control, *ENGINE, "--speedup", "1")
+            for name in ("prefill", "decode-0", "decode-1")
+        ]
+        for process in (engine, *decoders):
             await first_line(process)
         body = completion_body("any", list(range(100)), 300, None)
         async with aiohttp.ClientSession() as http, asyncio.timeout(GUARD_S):
-            cut = await killing_its_decoder(http, endpoint, body, processes[2:])
+            cut = await killing_its_decoder(http, endpoint, body, decoders)
             whole = await complete(http, f"{endpoint}/v1/completions", body, RealClock())
         assert cut == whole.token_ids
         assert whole.cached_tokens == 96
-        for process in reversed(processes):
-            if process.returncode is None:
+        for process in (*decoders, engine, router):
+            if process.alive:
                 await ended(process)
-        assert [process.returncode for process in processes[:2]] == [0, 0]
-        assert sorted(process.returncode or 0 for process in processes[2:]) == [-signal.SIGKILL, 0]
-    finally:
-        for process in processes:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+        assert [process.exit_code for process in (router, engine)] == [0, 0]
+        assert sorted(process.exit_code or 0 for process in decoders) == [-signal.SIGKILL, 0]
 
 
 async def killing_its_decoder(
-    http: aiohttp.ClientSession, endpoint: str, body: CompletionBody, decoders: list[Process]
+    http: aiohttp.ClientSession, endpoint: str, body: CompletionBody, decoders: list[SpawnedProcess]
 ) -> list[int]:
     """Return a stream's tokens; the engine it came from is killed after the first few."""
     lines, killed = EventLines(), False
@@ -264,11 +263,11 @@ async def killing_its_decoder(
 
 
 async def kill_the_busy_one(
-    http: aiohttp.ClientSession, endpoint: str, decoders: list[Process]
+    http: aiohttp.ClientSession, endpoint: str, decoders: list[SpawnedProcess]
 ) -> None:
     async with http.get(f"{endpoint}/dualpath/v1/status") as response:
         engines = (await response.json())["engines"]
     (busy,) = (e["engine_id"] for e in engines if e["role"] == "decode" and e["seq"])
     (victim,) = (process for process in decoders if busy == f"decode-{process.pid}")
     victim.kill()
-    await victim.wait()
+    assert await asyncio.to_thread(victim.wait, GUARD_S) == -signal.SIGKILL

@@ -14,6 +14,7 @@ from tests.e2e.plain_engine import HBM_BYTES, MAX_MODEL_LEN, NAME, tiny_model
 from dualpath.core.modes import Mode
 from dualpath.ops.launch.commands import ENGINE_ENTRY
 from dualpath.ops.launch.fork_server import ForkedProcess
+from dualpath.ops.launch.local_cluster import claim_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -57,18 +58,13 @@ def transfer(role: str, cluster: EngineCluster) -> list[str]:
     return ["--kv-transfer-config", json.dumps(config)]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.usefixtures("installed")
 def test_an_existing_command_joins_with_one_argument(tmp_path: Path) -> None:
     model = tiny_model()
     settings = tiny_cluster_settings(model, tmp_path / "storage", mode=Mode.DUALPATH)
     with EngineCluster(settings, tmp_path) as cluster:
         for role in ("prefill", "decode"):
-            port = free_port()
+            port = claim_port()
             name = f"{role}-{socket.gethostname()}-{port}"
             command = existing_command(model, port) + transfer(role, cluster)
             process = ForkedProcess(name, ENGINE_ENTRY, command, tmp_path / f"{role}.log")

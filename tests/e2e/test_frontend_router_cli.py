@@ -1,11 +1,9 @@
 """`dualpath router` as a user starts it: what it refuses, what it says, how it ends."""
 
 import json
-import os
 import re
 import signal
 import socket
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -16,7 +14,7 @@ pytest.importorskip("vllm")
 
 from dualpath.cli.main import main
 from dualpath.laboratory.models.tiny import make_tiny_model
-from dualpath.ops.launch.process import SpawnedProcess
+from dualpath.ops.launch.fork_server import ForkedProcess
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +85,8 @@ class Router:
     """A running `dualpath router` and where it serves."""
 
     def __init__(self, folder, *arguments):
-        self.process = SpawnedProcess(
-            "router",
-            [sys.executable, "-m", "dualpath.cli.main", "router", *arguments],
-            folder / "router.log",
-            {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        self.process = ForkedProcess(
+            "router", "dualpath.cli.main:main", ["router", *arguments], folder / "router.log"
         )
         said = self.process.wait_for_line("engines register at", 90)
         (self.url,) = re.findall(r"http://[\d.]+:\d+", said)
@@ -124,6 +119,7 @@ def get(url):
         return error.code, error.read()
 
 
+@pytest.mark.xdist_group("machine")  # has the fork server, which has imported vLLM
 def test_a_router_without_engines_says_so_and_ends_cleanly(model, tmp_path):
     router = Router(
         tmp_path, model, "--port", "0", "--control-port", "0", "--served-model-names", "tiny",

@@ -358,7 +358,7 @@ def test_token_buckets_say_that_nothing_is_shaped(
 
 
 @needs_root
-def test_the_command_makes_tells_and_removes(tmp_path: Path) -> None:
+def test_the_command_makes_shows_and_removes(tmp_path: Path) -> None:
     name, source = NAME + "d", str(Path(__file__).parents[2] / "src")
     file = tmp_path / "lab.toml"
     file.write_text(

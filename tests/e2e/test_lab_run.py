@@ -4,7 +4,6 @@ import contextlib
 import os
 import select
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from dualpath.laboratory.lab.leftovers import find_leftovers
 from dualpath.laboratory.lab.machine import find_machine
 from dualpath.laboratory.lab.settings import LabSettings, Shaping
 from dualpath.laboratory.workload.replay.options import ReplayOptions
+from dualpath.ops.launch.process import SpawnedProcess
 
 NAME = f"run{os.getpid()}"
 NODES = EmulatedNodes(
@@ -95,7 +95,7 @@ def test_one_prefill_and_one_decode_node_read_over_both_paths() -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_the_report_tells_every_mode_of_two_decode_nodes(tmp_path: Path) -> None:
+def test_the_report_has_every_mode_of_two_decode_nodes(tmp_path: Path) -> None:
     settings = JctSettings(
         name="small",
         nodes=("1P2D",),
@@ -129,24 +129,23 @@ def test_an_engine_that_dies_ends_the_run_with_its_log() -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_kill_leaves_nothing_that_the_janitor_does_not_remove() -> None:
+def test_kill_leaves_nothing_that_the_janitor_does_not_remove(tmp_path: Path) -> None:
     argv = (sys.executable, "-m", "dualpath.cli.main", "lab", "run", "--name", NAME)
     small = ("--agents-per-node", "2", "--turns", "2", "--scale", "0.03", "--image-bytes", "64MB")
     source = str(Path(__file__).parents[2] / "src")
-    with subprocess.Popen(
+    maker = SpawnedProcess(
+        "maker",
         (*argv, *small, "--layers", "3", "--mode", "dualpath"),
-        env={**os.environ, "PYTHONPATH": source},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as maker:
-        assert maker.stderr is not None
-        for line in maker.stderr:
-            if "storing the agents' histories" in line:
-                break
+        tmp_path / "maker.log",
+        {**os.environ, "PYTHONPATH": source},
+    )
+    try:
+        maker.wait_for_line("storing the agents' histories", DEADLINE_S)
         engines = _ends(find_leftovers(NAME).process_ids)
         janitor = _ends(_janitors())
+    finally:
         maker.send_signal(signal.SIGKILL)
+        maker.wait(DEADLINE_S)
     _wait(engines)
     _wait(janitor)
     # What the fixture now looks for is gone: nobody has called `lab down`.

@@ -173,7 +173,7 @@ def test_nodes_do_not_reach_each_other_over_storage_nics(lab: LabState) -> None:
 
 
 @needs_root
-def test_the_report_and_the_record_tell_of_it(lab: LabState) -> None:
+def test_the_report_and_the_record_say_so(lab: LabState) -> None:
     report = {report.link: report for report in link_reports(lab)}["SNIC"]
     assert report.shaped
     assert "S3 over TCP" in report.how

@@ -57,7 +57,7 @@ class CompiledScheduler:
         raise NotImplementedError(f"engine {engine_id} is lost; play the log before_losses")
 
     def report(self, report: EngineReport) -> None:
-        """An engine told its load."""
+        """An engine reported its load."""
         ledger.report(
             self._state,
             self._engines[report.engine_id],

@@ -30,7 +30,7 @@ def shortened(log: EventLog) -> EventLog:
 
 
 def _introduced(event: T, names: dict[tuple[str, str], str]) -> T:
-    """Give an engine and its group names that tell the role."""
+    """Give an engine and its group names that show the role."""
     if isinstance(event, EngineJoined):
         short = "pe" if event.spec.role is Role.PREFILL else "de"
         for kind, name in (("engine-", event.spec.engine_id), ("group-", event.spec.group)):

@@ -17,7 +17,7 @@ DECODE_HBM_TOKENS = 1300
 
 
 class Engine:
-    """What a real engine would know: the assignments it was told of."""
+    """What a real engine would know: the assignments it was sent."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
@@ -25,7 +25,7 @@ class Engine:
         self.tokens: dict[str, int] = {}
         self.reads: dict[str, int] = {}
 
-    def told(self, seq: int, request_id: str, tokens: int) -> None:
+    def add(self, seq: int, request_id: str, tokens: int) -> None:
         assert seq == self.last_seq + 1, "assignments reach an engine in order, without gaps"
         self.last_seq = seq
         self.tokens[request_id] = tokens
@@ -96,10 +96,8 @@ class Cluster(RuleBasedStateMachine):
         self.assigned[assignment.request_id] = assignment
         prefill = self.engines[assignment.prefill_engine]
         decode = self.engines[assignment.decode_engine]
-        prefill.told(
-            assignment.prefill_assign_seq, assignment.request_id, assignment.prefill_tokens
-        )
-        decode.told(assignment.decode_assign_seq, assignment.request_id, assignment.decode_tokens)
+        prefill.add(assignment.prefill_assign_seq, assignment.request_id, assignment.prefill_tokens)
+        decode.add(assignment.decode_assign_seq, assignment.request_id, assignment.decode_tokens)
         expected = 0 if self.mode is Mode.ORACLE else request.hit_tokens
         position = 0
         read_tokens = {
@@ -178,9 +176,9 @@ class Cluster(RuleBasedStateMachine):
     def lose(self, data: st.DataObject) -> None:
         engine = self.engines.pop(data.draw(st.sampled_from(sorted(self.engines))))
         lost = self.scheduler.engine_lost(engine.spec.engine_id)
-        told_here = set(engine.tokens)
-        assert told_here <= set(lost)
-        assert all(request_id not in self.assigned for request_id in set(lost) - told_here)
+        held_here = set(engine.tokens)
+        assert held_here <= set(lost)
+        assert all(request_id not in self.assigned for request_id in set(lost) - held_here)
         for request_id in lost:
             request = self.requests[request_id]
             self.forget(request_id)

@@ -74,16 +74,16 @@ def specs(draw: Any, shape: Any, interleaved: bool) -> list[EngineSpec]:
 
 
 class Engine:
-    """What an engine was told and has not finished, by assignment number."""
+    """What an engine was assigned and has not finished, by assignment number."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self.last_seq = 0
-        self.told: dict[str, tuple[int, int, int]] = {}
+        self.assigned: dict[str, tuple[int, int, int]] = {}
 
     def report(self, seq: int) -> EngineReport:
         """The truth as it was when assignment ``seq`` was the last the engine knew of."""
-        known = [entry for entry in self.told.values() if entry[0] <= seq]
+        known = [entry for entry in self.assigned.values() if entry[0] <= seq]
         tokens = sum(tokens for _, tokens, _ in known)
         return EngineReport(
             engine_id=self.spec.engine_id,
@@ -199,8 +199,8 @@ class Twins(RuleBasedStateMachine):
         decode = self.engines[assignment.decode_engine]
         prefill.last_seq, decode.last_seq = prefill.last_seq + 1, decode.last_seq + 1
         at_prefill, at_decode = assignment.prefill_read_tokens, assignment.decode_read_tokens
-        prefill.told[request_id] = prefill.last_seq, assignment.prefill_tokens, at_prefill
-        decode.told[request_id] = decode.last_seq, assignment.decode_tokens, at_decode
+        prefill.assigned[request_id] = prefill.last_seq, assignment.prefill_tokens, at_prefill
+        decode.assigned[request_id] = decode.last_seq, assignment.decode_tokens, at_decode
         line: tuple[str, ...] = (decode.spec.group,)
         if not self.by_load:
             line = assignment.prefill_engine, assignment.decode_engine
@@ -259,13 +259,13 @@ class Twins(RuleBasedStateMachine):
         self.live.read_done(request_id)
         scheduler.read_done(self.tables, int(request_id))
         for engine_id in (assignment.prefill_engine, assignment.decode_engine):
-            told = self.engines[engine_id].told
-            if request_id in told:
-                told[request_id] = *told[request_id][:2], 0
+            assigned = self.engines[engine_id].assigned
+            if request_id in assigned:
+                assigned[request_id] = *assigned[request_id][:2], 0
         if steps > 1:
             self.live.prefill_done(request_id)
             scheduler.prefill_done(self.tables, int(request_id))
-            self.engines[assignment.prefill_engine].told.pop(request_id, None)
+            self.engines[assignment.prefill_engine].assigned.pop(request_id, None)
         if steps > 2:
             self.live.finished(request_id)
             self.forget(request_id)
@@ -282,7 +282,7 @@ class Twins(RuleBasedStateMachine):
         del self.submitted[request_id]
         self.assigned.pop(request_id, None)
         for engine in self.engines.values():
-            engine.told.pop(request_id, None)
+            engine.assigned.pop(request_id, None)
         self.free.append(int(request_id))
 
     @invariant()

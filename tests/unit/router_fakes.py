@@ -317,7 +317,7 @@ class FakeEngine:
 class FakeCalls:
     """Model work whose next token depends on all tokens before it.
 
-    ``gates`` maps "prefill" or "decode" to an event the work waits for; ``entered`` tells that it
+    ``gates`` maps "prefill" or "decode" to an event the work waits for; ``entered`` says that it
     has got there.  The decode gate is asked after ``gate_after_tokens`` tokens.
     """
 

@@ -61,7 +61,7 @@ def test_an_equation_and_its_solution_for_p_over_d_say_the_same():
     assert loads[Link.PE_CNIC_WRITE].margin == pytest.approx(1 - 10 / 8)
 
 
-def test_too_few_prefill_nodes_bind_and_the_usable_share_is_told(capsys):
+def test_too_few_prefill_nodes_bind_and_the_usable_share_is_shown(capsys):
     text = printed(capsys, "bounds", "--nodes", "1P9D")
     assert "Binds: PE CNIC write (Eq. 2)" in text
     assert "used to 80 % of their bandwidth" in text

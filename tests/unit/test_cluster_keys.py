@@ -42,7 +42,7 @@ def test_clients_keys_reach_the_router_alone_and_no_command_line():
         assert not any(word in argument for command in commands for argument in command)
 
 
-def test_ucx_stays_on_the_loopback_device_unless_told_otherwise():
+def test_ucx_stays_on_the_loopback_device_unless_set_otherwise():
     def devices(environment, **changes):
         made = ClusterKeys(settings(**changes), environment).engine_environment()
         return made.get("UCX_NET_DEVICES")

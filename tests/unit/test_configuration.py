@@ -308,7 +308,7 @@ def test_an_emulated_engine_is_described_by_a_file(tmp_path):
 # ------------------------------------------------------------------ dualpath config check
 
 
-def test_config_check_tells_the_origin_of_every_key(file, capsys, monkeypatch):
+def test_config_check_shows_the_origin_of_every_key(file, capsys, monkeypatch):
     monkeypatch.setenv("DUALPATH_ROUTER_MAX_ATTEMPTS", "5")
     command = ["config", "check", "--config", file, "--format", "json"]
     assert main([*command, "serve", "--hbm-bytes", "1MiB"]) == 0

@@ -1,4 +1,4 @@
-"""What the live page is told: sums and rates of what engines reported and requests met."""
+"""What the live page is sent: sums and rates of what engines reported and requests met."""
 
 import base64
 import hashlib

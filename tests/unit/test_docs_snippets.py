@@ -1,4 +1,4 @@
-"""What the documentation tells a reader to type is accepted, and run where that is cheap.
+"""What the documentation asks a reader to type is accepted, and run where that is cheap.
 
 Each console and Python block of README.md and docs/ is run in a folder with a small cluster, model
 and trace, or says in a comment above it why not. Blocks that are not run are still checked: Python

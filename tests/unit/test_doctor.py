@@ -1,4 +1,4 @@
-"""`dualpath doctor`: what each check says of a node, told from nodes made up for it."""
+"""`dualpath doctor`: what each check says of a node, on nodes made up for it."""
 
 import json
 import signal
@@ -67,7 +67,7 @@ def test_missing_hooks_are_named():
     assert software.vllm_hooks(HOOKS).status is Status.OK
 
 
-def test_a_vllm_that_cannot_be_imported_is_told_with_its_last_words():
+def test_a_vllm_that_cannot_be_imported_is_reported_with_its_last_words():
     found = software.vllm_hooks(ProcessOutcome(1, "", "Traceback\nImportError: libcuda.so.1\n"))
     assert found.status is Status.ERROR
     assert "libcuda.so.1" in found.found
@@ -91,7 +91,7 @@ def test_a_sound_nixl():
     assert [finding.status for finding in software.nixl(NIXL)] == ["ok"] * 4
 
 
-def test_a_nixl_that_crashes_only_at_its_end_is_told_apart():
+def test_a_nixl_that_crashes_only_at_its_end_is_another_finding():
     crashed = printed(NixlReport("1.5.1", ("UCX",), ""), exit_code=-signal.SIGSEGV)
     *before, end = software.nixl(crashed)
     assert [finding.status for finding in before] == ["ok"] * 3
@@ -168,7 +168,7 @@ def test_variables_that_win_over_our_ucx_settings_are_named():
     assert "UCX_TLS=tcp" in agreeing.found
 
 
-def test_kv_without_a_traffic_class_is_told_how_to_get_one():
+def test_kv_without_a_traffic_class_is_shown_how_to_get_one():
     assert "roce" in network.kv_lane({}, has_rdma=True).remedy
     assert "ethernet" in network.kv_lane({}, has_rdma=False).remedy
     assert network.kv_lane({"UCX_IB_SL": "2"}, has_rdma=True).status is Status.OK
@@ -269,7 +269,7 @@ def test_a_sound_node_has_nothing_to_fix(root):
     assert not has_errors(findings)
 
 
-def test_a_bare_node_is_told_what_it_lacks(tmp_path):
+def test_a_bare_node_learns_what_it_lacks(tmp_path):
     findings = {f.check: f for f in examine(Wanted(buffer_bytes=1), MadeUpNode(tmp_path, {}))}
     assert findings["RDMA devices"].status is Status.WARNING
     assert findings["Memory"].status is Status.ERROR
@@ -312,7 +312,7 @@ def test_the_table_puts_the_remedy_below_what_was_found():
     ]
 
 
-def test_the_exit_code_tells_of_errors(tmp_path, capsys):
+def test_the_exit_code_shows_errors(tmp_path, capsys):
     arguments = ["doctor", "--skip", "vllm", "nixl", "--format", "json", "--storage"]
     (tmp_path / "file").touch()
     assert main([*arguments, str(tmp_path / "file")]) == 1

@@ -1,4 +1,4 @@
-"""CPU time of an engine, told apart by thread."""
+"""CPU time of an engine, by thread."""
 
 import threading
 

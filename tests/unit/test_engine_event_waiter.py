@@ -1,4 +1,4 @@
-"""Work after events of the device: in order, off the engine's thread, and told of failures."""
+"""Work after events of the device: in order, off the engine's thread, and informed of failures."""
 
 import queue
 import threading

@@ -306,7 +306,7 @@ def test_online_latencies_are_those_of_the_filled_system() -> None:
     assert capacity([found, slow], Mode.BASIC, chosen) == 0.0
 
 
-def test_the_simulator_is_told_what_the_lab_has() -> None:
+def test_the_simulator_is_given_what_the_lab_has() -> None:
     nodes = EmulatedNodes(speedup=10.0)
     setup = simulated_setup(nodes, LAB, Mode.DUALPATH)
     assert setup.cluster.prefill_nodes == 1

@@ -96,7 +96,7 @@ async def test_the_first_output_says_what_was_cached():
     assert stats.num_cache_creation_tokens == 64
 
 
-async def test_the_count_of_requests_is_told_only_when_it_changes():
+async def test_the_count_of_requests_is_given_only_when_it_changes():
     class OnRequest:
         def __init__(self):
             self.next = asyncio.Semaphore(1)
@@ -109,15 +109,15 @@ async def test_the_count_of_requests_is_told_only_when_it_changes():
     service = OnRequest()
     core, _ = core_of(service)
     await core.add_request_async(request("r"))
-    told = []
+    given = []
     for _ in range(3):
-        told.append((await core.get_output_async()).scheduler_stats)
+        given.append((await core.get_output_async()).scheduler_stats)
         service.next.release()
-    first, second, third = told
+    first, second, third = given
     assert (first.num_running_reqs, second, third.num_running_reqs) == (1, None, 0)
 
 
-async def test_a_failure_is_told_after_the_outputs_before_it():
+async def test_a_failure_is_reported_after_the_outputs_before_it():
     lost = EngineLostError("engine lost")
     core, failures = core_of(ListedService(r=[TokenEvent((5,)), lost]))
     await core.add_request_async(request("r"))

@@ -166,7 +166,7 @@ def test_an_engines_own_nonsense_harms_only_itself():
     ],
     ids=["nothing", "reserved byte", "no fields", "too much", "no text", "deep"],
 )
-def test_noise_is_told_by_its_size(frame):
+def test_noise_is_named_by_its_size(frame):
     with pytest.raises(IncompatibleError, match=f"{len(frame)} bytes"):
         control.decode_engine_message(frame)
 

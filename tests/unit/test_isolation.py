@@ -155,7 +155,7 @@ def test_late_rounds_are_not_made_up_for(channels: tuple[Channel, Channel]) -> N
     assert len(result.round_s) == 1
 
 
-def test_a_peer_that_has_gone_is_told_of(channels: tuple[Channel, Channel]) -> None:
+def test_a_peer_that_has_gone_is_named(channels: tuple[Channel, Channel]) -> None:
     ours, theirs = channels
     theirs.socket.close()
     with pytest.raises(ConnectionError):

@@ -1,4 +1,4 @@
-"""Small examples in the manner of Fig. 5 and Fig. 6, told as the scheduler sees them."""
+"""Small examples in the manner of Fig. 5 and Fig. 6, as the scheduler sees them."""
 
 import pytest
 
@@ -161,7 +161,7 @@ def test_generated_tokens_count_at_the_decode_engine_up_to_the_reserve() -> None
     assert (long.prefill_tokens, long.decode_tokens) == (1000, 1256)
 
 
-def test_reads_alternate_while_nothing_else_tells_the_sides_apart() -> None:
+def test_reads_alternate_while_nothing_else_sets_the_sides_apart() -> None:
     scheduler = one_pair(beta_tokens=100_000)
     for number in range(4):
         scheduler.submit(request(f"r{number}", hit=640))
@@ -298,10 +298,10 @@ def test_losing_a_decode_engine_returns_what_it_had_and_keeps_what_waited() -> N
     )
     for name in ("r0", "r1", "r2", "r3"):
         scheduler.submit(request(name, prompt=900))
-    told = {a.decode_engine: a.request_id for a in assign(scheduler, "P", "X", "Y")}
+    placed = {a.decode_engine: a.request_id for a in assign(scheduler, "P", "X", "Y")}
 
-    assert scheduler.engine_lost("d0") == [told["d0"]]
-    scheduler.finished(told["d1"])
+    assert scheduler.engine_lost("d0") == [placed["d0"]]
+    scheduler.finished(placed["d1"])
     assert [a.decode_engine for a in assign(scheduler, "Y")] == ["d1"]
     assert scheduler.waiting() == 1
 

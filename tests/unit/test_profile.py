@@ -1,9 +1,7 @@
 """`dualpath profile`: times become coefficients, and a file that `dualpath simulate` reads."""
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -178,22 +176,18 @@ def test_without_vllm_the_command_says_what_to_install(tmp_path, monkeypatch, ca
 @pytest.mark.engine
 def test_a_real_engine_is_profiled(tmp_path):
     from dualpath.laboratory.models.tiny import make_tiny_model
+    from dualpath.ops.launch.fork_server import ForkedProcess
 
-    # The smallest grid that tells the coefficients apart, in a process that ends with its engine.
-    arguments = [str(make_tiny_model("qwen2")), "--out", "costs.toml", "--max-model-len", "1024"]
+    costs_file = tmp_path / "costs.toml"
+    # The smallest grid that determines the coefficients, in a process that ends with its engine.
+    arguments = [str(make_tiny_model("qwen2")), "--out", str(costs_file), "--max-model-len", "1024"]
     arguments += ["--cached", "0", "256", "--chunks", "64", "128", "--requests", "1", "3"]
     arguments += ["--contexts", "64", "256", "--repeats", "1", "--steps", "2", "--hbm-mib", "64"]
-    finished = subprocess.run(
-        [sys.executable, "-m", "dualpath.cli.main", "profile", *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert finished.returncode == 0, finished.stderr
+    command = ["profile", *arguments]
+    process = ForkedProcess("profile", "dualpath.cli.main:main", command, tmp_path / "log")
+    assert process.wait(110) == 0, process.log_tail()
     cluster = ClusterSettings(prefill_nodes=1, decode_nodes=1)
-    costs = load_model_costs(Path(tmp_path) / "costs.toml", "hopper", cluster)
+    costs = load_model_costs(costs_file, "hopper", cluster)
     assert costs.layers == 8
     assert costs.kv_bytes_per_token == 4096
     assert costs.prefill_tokens_per_s > 0

@@ -1,4 +1,4 @@
-"""`dualpath qos`: the lanes of A.1 as each fabric is told them."""
+"""`dualpath qos`: the lanes of A.1 as each fabric is given them."""
 
 import json
 import re

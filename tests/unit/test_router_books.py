@@ -20,16 +20,24 @@ def report(assign_seq: int, requests: int, tokens: int, read_queue: int = 0) -> 
     )
 
 
-def test_a_request_told_out_of_order_is_counted_once():
+def test_a_request_sent_out_of_order_is_counted_once():
     log = AssignLog("p0")
     log.decided("first", 1, 10, 0)
     log.decided("second", 2, 20, 0)
     assert log.sent("second") == (1, 20)
-    told = log.translate(report(assign_seq=1, requests=1, tokens=20))
-    assert (told.assign_seq, told.unfinished_requests, told.unfinished_tokens) == (0, 0, 0)
+    ledger = log.translate(report(assign_seq=1, requests=1, tokens=20))
+    assert (
+        ledger.assign_seq,
+        ledger.unfinished_requests,
+        ledger.unfinished_tokens,
+    ) == (0, 0, 0)
     assert log.sent("first") == (2, 10)
-    told = log.translate(report(assign_seq=2, requests=2, tokens=30))
-    assert (told.assign_seq, told.unfinished_requests, told.unfinished_tokens) == (2, 2, 30)
+    ledger = log.translate(report(assign_seq=2, requests=2, tokens=30))
+    assert (
+        ledger.assign_seq,
+        ledger.unfinished_requests,
+        ledger.unfinished_tokens,
+    ) == (2, 2, 30)
 
 
 def test_reads_that_wait_for_buffer_space_are_in_the_queue():
@@ -62,17 +70,17 @@ def test_an_engine_back_from_silence_goes_on_counting():
 
 @given(st.data())
 def test_report_and_ledger_together_count_every_live_request_once(data):
-    """Whatever the order of telling, reporting and ending, tok_e comes out exact."""
+    """Whatever the order of sending, reporting and ending, tok_e comes out exact."""
     log, sent, live = AssignLog("p0"), {}, {}
     decided = 0
     for _ in range(data.draw(st.integers(1, 30))):
-        action = data.draw(st.sampled_from(["decide", "tell", "end"]))
+        action = data.draw(st.sampled_from(["decide", "send", "end"]))
         if action == "decide":
             decided += 1
             live[f"r{decided}"] = (decided, decided * 10)
             log.decided(f"r{decided}", decided, decided * 10, 0)
-        elif action == "tell" and (untold := [r for r in live if r not in sent]):
-            request_id = data.draw(st.sampled_from(untold))
+        elif action == "send" and (unsent := [r for r in live if r not in sent]):
+            request_id = data.draw(st.sampled_from(unsent))
             sent[request_id], tokens = log.sent(request_id)
             assert tokens == live[request_id][1]
         elif action == "end" and live:
@@ -81,10 +89,10 @@ def test_report_and_ledger_together_count_every_live_request_once(data):
             log.over(request_id)
         echoed = data.draw(st.integers(0, log.last_sent))
         counted = [r for r in live if sent.get(r, log.last_sent + 1) <= echoed]
-        told = log.translate(report(echoed, len(counted), sum(live[r][1] for r in counted)))
-        pending = [tokens for seq, tokens in live.values() if seq > told.assign_seq]
-        assert told.unfinished_tokens + sum(pending) == sum(t for _, t in live.values())
-        assert told.unfinished_requests + len(pending) == len(live)
+        ledger = log.translate(report(echoed, len(counted), sum(live[r][1] for r in counted)))
+        pending = [tokens for seq, tokens in live.values() if seq > ledger.assign_seq]
+        assert ledger.unfinished_tokens + sum(pending) == sum(t for _, t in live.values())
+        assert ledger.unfinished_requests + len(pending) == len(live)
 
 
 class SentMessages(list[tuple[str, str, bool]]):

@@ -86,7 +86,7 @@ async def test_malformed_frames_are_counted_and_harm_nobody():
         assert refused(made) == {"malformed": 3}
 
 
-async def test_a_stranger_is_told_to_greet_first():
+async def test_a_stranger_is_asked_to_greet_first():
     async with cluster(real_sockets=True) as made:
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
@@ -128,8 +128,8 @@ async def test_two_live_processes_do_not_fight_for_one_id():
         old.report()
         assert (await old.saw(control.Refused)).reason.startswith(UNKNOWN_ENGINE)
         old.send(old.hello())
-        told = await old.saw(control.Refused, lambda m: "replaced" in m.reason)
-        assert "an engine_id of its own" in told.reason
+        answer = await old.saw(control.Refused, lambda m: "replaced" in m.reason)
+        assert "an engine_id of its own" in answer.reason
         assert refused(made) == {"unknown-engine": 1, "replaced": 1}
         assert made.service.registry.alive(Role.PREFILL)[0].epoch == new.epoch
 

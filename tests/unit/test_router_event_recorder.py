@@ -204,7 +204,7 @@ REPORT = (
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "words"),
     [
         ([], r"0 lines .* give the whole file"),
         ([b'{"event":"read_done","request_id":"r0"}'], r"does not begin .* give the whole file"),
@@ -224,8 +224,8 @@ REPORT = (
         ([encode_line(BEGIN).replace(b"dualpath", b"fast")], r"line 1: Invalid enum value 'fast'"),
     ],
 )
-def test_a_broken_log_is_refused_with_the_line_and_what_to_do(lines, told):
-    with pytest.raises(TraceError, match=told):
+def test_a_broken_log_is_refused_with_the_line_and_what_to_do(lines, words):
+    with pytest.raises(TraceError, match=words):
         event_log.decode(lines)
 
 

@@ -159,7 +159,7 @@ async def test_a_failed_command_is_tried_again():
         await made.settled()
 
 
-async def test_attempts_are_counted_and_the_last_failure_is_told():
+async def test_attempts_are_counted_and_the_last_failure_is_named():
     async with cluster(settings=RouterSettings(max_attempts=2)) as made:
         made.calls.errors.extend([TransportError("first fault"), TransportError("second fault")])
         run = asyncio.create_task(made.run(job("a", PROMPT)))

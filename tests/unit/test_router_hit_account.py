@@ -77,8 +77,8 @@ def test_every_token_has_one_explanation(prompts: list[tuple[int, int, int, int]
         usable = (prompt_tokens - 1) // BLOCK_TOKENS
         stored = min(stored, usable)
         found = Found(stored, min(hit, stored), short_reason="short")
-        told = seen.account(keys(*range(blocks)), prompt_tokens, BLOCK_TOKENS, found)
-        assert told.hit_tokens + sum(told.missed.values()) == prompt_tokens
-        needed = told.missed.get(NEW, 0) + told.missed[TAIL]
-        assert told.ideal_hit_tokens == prompt_tokens - needed
-        assert all(tokens > 0 for tokens in told.missed.values())
+        account = seen.account(keys(*range(blocks)), prompt_tokens, BLOCK_TOKENS, found)
+        assert account.hit_tokens + sum(account.missed.values()) == prompt_tokens
+        needed = account.missed.get(NEW, 0) + account.missed[TAIL]
+        assert account.ideal_hit_tokens == prompt_tokens - needed
+        assert all(tokens > 0 for tokens in account.missed.values())

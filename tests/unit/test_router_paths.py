@@ -212,7 +212,7 @@ async def test_two_running_requests_cannot_share_an_id():
         assert await first == expected(PROMPT, 6)
 
 
-async def test_status_and_records_tell_what_happened():
+async def test_status_and_records_say_what_happened():
     async with cluster() as made:
         stored_blocks(made, 2)
         made.calls.gates["decode"], made.calls.gate_after_tokens = asyncio.Event(), 1

@@ -41,7 +41,7 @@ def test_every_4xx_answer_has_a_reason_and_no_other_answer_has() -> None:
         (b"", HttpRefusal.BAD_REQUEST),
     ],
 )
-def test_the_error_in_the_answer_tells_a_prompt_that_is_too_long(body, reason):
+def test_the_error_in_the_answer_names_a_prompt_that_is_too_long(body, reason):
     assert http_refusal(400, body) is reason
     assert http_refusal(429, body) is HttpRefusal.OVERLOADED
 

@@ -103,12 +103,12 @@ async def test_spans_say_which_engine_and_how_many_tokens(
     monkeypatch.setenv(PROTOCOL_VARIABLE, "http/protobuf")
     async with collector() as traces:
         await ask_traced(tmp_path, traces, flags="01")
-    told = attributes(traces.named("request"))
-    assert told["gen_ai.usage.prompt_tokens"] == len(PROMPT)
-    assert told["gen_ai.usage.completion_tokens"] == 4
-    assert told["dualpath.hit_tokens"] == 36
-    assert told["dualpath.outcome"] == "finished"
-    latency_s, ttft_s = told["gen_ai.latency.e2e"], told["gen_ai.latency.time_to_first_token"]
+    noted = attributes(traces.named("request"))
+    assert noted["gen_ai.usage.prompt_tokens"] == len(PROMPT)
+    assert noted["gen_ai.usage.completion_tokens"] == 4
+    assert noted["dualpath.hit_tokens"] == 36
+    assert noted["dualpath.outcome"] == "finished"
+    latency_s, ttft_s = noted["gen_ai.latency.e2e"], noted["gen_ai.latency.time_to_first_token"]
     assert 0 < float(ttft_s) < float(latency_s)
     engines = {name: attributes(traces.named(name))["dualpath.engine"] for name in PARENTS
                if name in ("prefill", "forward", "decode", "h2d")}  # fmt: skip

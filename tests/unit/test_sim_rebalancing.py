@@ -180,7 +180,7 @@ def test_a_cluster_file_switches_it_on():
     assert cluster.rebalancing == RebalanceSettings(switch_s=5.0)
 
 
-def test_a_run_that_ends_early_tells_how_far_the_move_got():
+def test_a_run_that_ends_early_says_how_far_the_move_got():
     agents = arriving((LONG_PROMPT, 2.6, 0, 120))
     whole = run(REBALANCING, agents).moves[0]
     until_s = whole.decided_ns / NS_PER_S + 1

@@ -151,7 +151,7 @@ def test_a_run_can_be_stopped_early(core):
     assert np.isnan(result.agent_jct_s()[0])
 
 
-def test_every_assignment_tells_its_reasons(core):
+def test_every_assignment_has_its_reasons(core):
     agents = agents_of(*[growing_agent(3, 640, 64, 2)] * 4)
     result = simulate(small_setup(), agents, core=core, record_decisions=True)
     decisions = decisions_of(result)
@@ -162,7 +162,7 @@ def test_every_assignment_tells_its_reasons(core):
     assert {READ_REASONS[c] for c in decisions.read_reason[first_rounds]} == {"no-hit"}
 
 
-def test_progress_is_told(core):
+def test_progress_is_reported(core):
     seen = []
     agents = agents_of(*[growing_agent(50, 640, 64, 2)] * 200)
     simulate(

@@ -73,7 +73,7 @@ def test_the_quota_hook_is_asked_for_running_and_for_waiting_requests():
     assert waiting.count("self._reserve_prefill_lookahead(") == 1
 
 
-def test_the_schedule_tells_what_the_connector_reads_of_it():
+def test_the_schedule_has_what_the_connector_reads_of_it():
     read = {
         SchedulerOutput: {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"},
         NewRequestData: {"req_id", "num_computed_tokens"},

@@ -46,7 +46,7 @@ def test_the_commands_replay_report_and_compare(tmp_path: Path, capsys: pytest.C
     assert "<svg" in Path(page).read_text()
 
 
-def test_the_replay_command_tells_failed_turns_by_its_exit_code(tmp_path: Path):
+def test_the_replay_command_shows_failed_turns_by_its_exit_code(tmp_path: Path):
     trace = tmp_path / "t.jsonl"
     trace.write_text("[[8, 5]]\n")
 

@@ -152,7 +152,7 @@ def test_runs_that_cannot_be_compared_and_failures_are_warned_of():
     assert "dualpath: 1 turns failed, the first: HTTP 400: no" in warnings
 
 
-def test_equal_labels_are_told_apart():
+def test_equal_labels_are_set_apart():
     assert figures([RUNS[0], RUNS[0]]).columns[1:] == ("basic", "basic #2")
 
 

@@ -5,8 +5,8 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from dualpath.cli.tables import FORMATS, JSON, TEXT, gigabytes, percent
-from dualpath.report.model import NOTHING, Block, Notes, Report, Table
+from dualpath.cli.output import FORMATS, JSON, TEXT, gigabytes, percent, print_json
+from dualpath.report.model import NOTHING, Block, Notes, Table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: a cluster, model or number that cannot be.
     """
     from dualpath.model.catalog.load import load_model
-    from dualpath.report.text import print_report
+    from dualpath.report.text import print_blocks
 
     shape = _shape(args)
     model = load_model(args.model) if args.model else None
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if model:
         blocks += _plan_blocks(args, shape, model, loads)
     blocks.append(Notes((_REMARKS,)))
-    print_report(Report(name="bounds", title="dualpath bounds", blocks=tuple(blocks)))
+    print_blocks(*blocks)
     return 0
 
 
@@ -312,7 +312,7 @@ def _print_json(shape: "ClusterShape", loads: "dict[Link, float]") -> None:
         "verdict": _verdict(shape),
         "plan_bytes_per_s": {link.value: load for link, load in loads.items()},
     }
-    print(msgspec.json.format(msgspec.json.encode(result)).decode())
+    print_json(result)
 
 
 def _holds(bound: "RatioBound", ratio: float) -> bool:

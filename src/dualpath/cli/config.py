@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dualpath.cli.tables import FORMATS, JSON, TEXT
+from dualpath.cli.output import FORMATS, JSON, TEXT, print_json
 from dualpath.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,10 +104,8 @@ def _check_complete(known: "Schema", layers: "Layers") -> None:
 
 def _print(rows: "Sequence[Given]", form: str) -> None:
     if form == JSON:
-        import msgspec
-
         found = [_as_data(row) for row in rows]
-        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+        print_json(found)
         return
     section = ""
     width = max(len(row.key) for row in rows)

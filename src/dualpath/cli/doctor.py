@@ -4,7 +4,7 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING
 
-from dualpath.cli.tables import FORMATS, JSON, TEXT
+from dualpath.cli.output import FORMATS, JSON, TEXT, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,9 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
     findings = list(examine(_wanted(args), Node()))
     if args.format == JSON:
-        import msgspec
-
-        print(msgspec.json.format(msgspec.json.encode(findings)).decode())
+        print_json(findings)
     else:
         print("\n".join(table(findings)))
     return EXIT_ERRORS if has_errors(findings) else 0

@@ -8,12 +8,11 @@ from dualpath.cli.lab_experiments import (
     add_bench_parser,
     add_run_parser,
     run_experiment,
-    say,
 )
+from dualpath.cli.output import FORMATS, JSON, TEXT, print_json, say
 from dualpath.cli.settings import LAB, Part, add_parts, add_settings, configuration, flag_settings
-from dualpath.cli.tables import FORMATS, JSON, TEXT
 from dualpath.laboratory.lab.settings import LabSettings
-from dualpath.report.model import Notes, Report, Table
+from dualpath.report.model import Notes, Table
 
 if TYPE_CHECKING:
     from dualpath.laboratory.lab.cluster import LabState
@@ -111,8 +110,6 @@ def _print(state: "LabState", form: str) -> None:
 
     settings, machine = state.settings, state.machine
     if form == JSON:
-        import msgspec
-
         found = {
             "settings": settings,
             "shaping": machine.shaping,
@@ -120,9 +117,9 @@ def _print(state: "LabState", form: str) -> None:
             "nodes": lab_nodes(state),
             "links": link_reports(state),
         }
-        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+        print_json(found)
         return
-    from dualpath.report.text import print_report
+    from dualpath.report.text import print_blocks
 
     head = (
         f"lab {settings.name}: {settings.nodes}, shaping {machine.shaping.value}",
@@ -133,12 +130,11 @@ def _print(state: "LabState", form: str) -> None:
         (link.link, _rate(link.bytes_per_s), "yes" if link.shaped else "NO", link.how)
         for link in link_reports(state)
     )
-    blocks = (
+    print_blocks(
         Notes(head),
         Table("", ("node", "address"), nodes),
         Table("", ("link", "rate per node", "shaped", "how"), links),
     )
-    print_report(Report(name=settings.name, title=head[0], blocks=blocks))
 
 
 def _rate(bytes_per_s: float) -> str:

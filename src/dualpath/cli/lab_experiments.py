@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualpath.cli.output import say
 from dualpath.cli.settings import (
     LAB,
     Part,
@@ -204,8 +205,3 @@ def command_line() -> str:
         del words[place : place + 2]
     named = [Path(word).name if Path(word).is_absolute() else word for word in words]
     return shlex.join(["dualpath", *named])
-
-
-def say(text: str) -> None:
-    """Report progress."""
-    print(f"dualpath: {text}", file=sys.stderr, flush=True)

@@ -1,9 +1,9 @@
 """``dualpath plan``: how to divide N nodes into prefill and decode nodes."""
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
+from dualpath.cli.output import say
 from dualpath.cli.simulation_inputs import (
     Trace,
     add_machine_arguments,
@@ -18,7 +18,7 @@ from dualpath.cli.simulation_inputs import (
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.report.files import as_json, require_writable, write_file
-from dualpath.report.model import NOTHING, Notes, Report, Table
+from dualpath.report.model import NOTHING, Notes, Table
 
 if TYPE_CHECKING:
     from dualpath.laboratory.workload.columns.agent_table import AgentTable
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     Raises ``ConfigError`` or ``TraceError`` for input that cannot be, also if no shape can.
     """
     from dualpath.model.evaluation.planner import PlanSettings, make_plan
-    from dualpath.report.text import print_report
+    from dualpath.report.text import print_blocks
 
     require_writable("--json", args.json)
     check_core(args.core)
@@ -100,12 +100,11 @@ def run(args: argparse.Namespace) -> int:
             "--horizon at the rate being searched; leave --agents out"
         )
     inputs = _Inputs(args, settings)
-    progress = (lambda text: None) if args.quiet else _say
+    progress = (lambda text: None) if args.quiet else say
     plan = make_plan(settings, inputs.setup, inputs.agents, inputs.simulate, progress)
     if args.json:
         write_file(args.json, as_json({"schema": SCHEMA, "simulated": True, "plan": plan}))
-    blocks = (_table(plan), Notes((*_verdict(plan), inputs.note())))
-    print_report(Report(name="plan", title="dualpath plan", blocks=blocks))
+    print_blocks(_table(plan), Notes((*_verdict(plan), inputs.note())))
     return 0
 
 
@@ -215,7 +214,3 @@ def _verdict(plan: "Plan") -> list[str]:
         else "Eq. 9 finds a bottleneck at every P/D: the storage NIC outruns the compute NICs."
     )
     return ["All figures are simulated.", first + searched, eq9]
-
-
-def _say(text: str) -> None:
-    print(f"dualpath: {text}", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualpath.cli.output import say
 from dualpath.core.errors import ConfigError
 from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT
 from dualpath.report.files import require_writable
@@ -126,7 +127,7 @@ def _measure(settings: ProfileSettings) -> "Measurement":
     # and torch when they are imported.
     for name, value in {**ENGINE_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"}.items():
         os.environ.setdefault(name, value)
-    _say(f"starting vLLM with {settings.model}")
+    say(f"starting vLLM with {settings.model}")
     try:
         from dualpath.vllm.profiler import measure
     except ModuleNotFoundError as error:
@@ -134,7 +135,7 @@ def _measure(settings: ProfileSettings) -> "Measurement":
             f"profiling needs vLLM, but {error.name} is missing; pip install 'dualpath[engine]', "
             "or vLLM by its own instructions on a GPU machine"
         ) from error
-    return measure(settings, lambda done, total, what: _say(f"{done}/{total} {what}"))
+    return measure(settings, lambda done, total, what: say(f"{done}/{total} {what}"))
 
 
 def render(
@@ -210,7 +211,3 @@ def _print_summary(profile: "Profile", measurement: "Measurement", out: Path) ->
 
 def _worst(errors: tuple[float, ...]) -> float:
     return max(abs(error) for error in errors)
-
-
-def _say(text: str) -> None:
-    print(f"dualpath: {text}", file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING
 
-from dualpath.cli.tables import FORMATS, JSON, TEXT
+from dualpath.cli.output import FORMATS, JSON, TEXT, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,10 +62,8 @@ def run(args: argparse.Namespace) -> int:
     fabric, lanes = Fabric(args.fabric), _lanes(args)
     groups = fabric_settings(fabric, lanes)
     if args.format == JSON:
-        import msgspec
-
         found = {"fabric": fabric, "lanes": lanes, "groups": groups}
-        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+        print_json(found)
         return 0
     print(f"# Traffic isolation on {fabric.value}, inference : KV = {lanes.weights.text}")
     for line in _lines(groups):

@@ -3,8 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from dualpath.cli.tables import FORMATS, JSON, TEXT, percent
-from dualpath.report.model import NOTHING, Notes, Report, Table
+from dualpath.cli.output import FORMATS, JSON, TEXT, percent, print_json
+from dualpath.report.model import NOTHING, Notes, Table
 
 if TYPE_CHECKING:
     from dualpath.model.catalog.table1 import Table1Row
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from dualpath.model.catalog.load import load_model
     from dualpath.model.catalog.table1 import paper_table1, table1_rows
-    from dualpath.report.text import print_report
+    from dualpath.report.text import print_blocks
 
     rows = table1_rows(tuple(load_model(name) for name in args.model))
     paper = paper_table1()
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     title = f"Cache-compute ratio with {paper.append_tokens} new tokens (paper §3, Table 1)"
     table = Table(title, _COLUMNS, tuple(cells for row in rows for cells in _cells(row)))
     remarks = Notes((_REMARKS.format(pair_flop=paper.matching_latent_pair_flop),))
-    print_report(Report(name="table1", title=title, blocks=(table, remarks)))
+    print_blocks(table, remarks)
     return 0
 
 
@@ -89,4 +89,4 @@ def _print_json(rows: "tuple[Table1Row, ...]", append_tokens: int) -> None:
         "unit": "GB/PFLOP",
         "rows": [{**msgspec.to_builtins(row), "error": row.error} for row in rows],
     }
-    print(msgspec.json.format(msgspec.json.encode(table)).decode())
+    print_json(table)

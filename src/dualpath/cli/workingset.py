@@ -4,8 +4,8 @@ import argparse
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from dualpath.cli.tables import FORMATS, JSON, TEXT, gigabytes
-from dualpath.report.model import Block, Notes, Report, Table
+from dualpath.cli.output import FORMATS, JSON, TEXT, gigabytes, print_json
+from dualpath.report.model import Block, Notes, Table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from dualpath.core.errors import ConfigError
     from dualpath.model.catalog.load import load_model
-    from dualpath.report.text import print_report
+    from dualpath.report.text import print_blocks
 
     if (args.aps is None) != (args.jct is None):
         given, missing = ("--aps", "--jct") if args.jct is None else ("--jct", "--aps")
@@ -89,8 +89,7 @@ def run(args: argparse.Namespace) -> int:
         _print_json(args, model.kv_bytes_per_token, paper_bytes)
         return 0
     own = () if args.aps is None else _own(args, model)
-    blocks = (*own, *_paper(paper_bytes))
-    print_report(Report(name="workingset", title="dualpath workingset", blocks=blocks))
+    print_blocks(*own, *_paper(paper_bytes))
     return 0
 
 
@@ -154,7 +153,6 @@ def _implied_jct_s(quoted: Quoted, kv_bytes_per_token: float) -> float:
 def _print_json(
     args: argparse.Namespace, kv_bytes_per_token: float, paper_bytes_per_token: float
 ) -> None:
-    import msgspec
 
     cases = [] if args.aps is None else _cases(args)
     result = {
@@ -177,7 +175,7 @@ def _print_json(
             for quoted in PAPER
         ],
     }
-    print(msgspec.json.format(msgspec.json.encode(result)).decode())
+    print_json(result)
 
 
 def _require(name: str, value: float, least: float) -> None:

@@ -44,10 +44,13 @@ class ForwardPass:
         self._parts = parts
         self._rejected: dict[str, str] = {}
         chunks = [chunk for part in parts if (chunk := self._chunk(part)) is not None]
-        mode, all_layers = manager.settings.mode, manager.geometry.layers
-        buffers = manager.settings.layer_buffers if mode.layerwise else all_layers
-        layers = LayerSettings(buffers=buffers or all_layers, overlap=mode.layerwise)
-        self._stream = manager.begin_prefill(chunks, layers) if mode.moves_bytes else None
+        settings = manager.settings
+        layers = LayerSettings(
+            buffers=settings.layers_in_hbm(manager.geometry.layers),
+            overlap=settings.mode.layerwise,
+        )
+        moves_bytes = settings.mode.moves_bytes
+        self._stream = manager.begin_prefill(chunks, layers) if moves_bytes else None
 
     def failed(self, request_id: str) -> bool:
         """Whether a request's loaded KV is not to be relied on."""

@@ -131,6 +131,12 @@ class EngineSettings(Settings, frozen=True, kw_only=True):
         """The scheduling group; by default one per role."""
         return self.group or self.role.value
 
+    def layers_in_hbm(self, layers: int) -> int:
+        """Of ``layers``, those whose KV HBM holds at a time: all but at a PE that is layerwise."""
+        if self.role is Role.DECODE or not self.mode.layerwise:
+            return layers
+        return min(self.layer_buffers, layers) or layers
+
 
 def _is_tcp_address(address: str) -> bool:
     try:

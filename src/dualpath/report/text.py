@@ -18,29 +18,33 @@ def terminal() -> Console:
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """Print a report, blank lines between blocks but for notes directly below a table."""
+    """Print a report without its title: whoever typed the command knows what it is."""
     console = console or terminal()
-    above: Block | None = None
-    for block in report.blocks:
-        if not isinstance(block, Table | Notes):
-            continue
-        if above is not None and not (isinstance(above, Table) and isinstance(block, Notes)):
-            console.print()
-        above = block
-        if isinstance(block, Table):
-            print_table(block, console)
-        else:
-            for line in block.lines:
-                console.print(Text(line))
+    print_blocks(*report.blocks, console=console)
     for warning in report.warnings:
         console.print(Text(f"warning: {warning}", style="bold"))
     for part in report.parts:
         print_report(part, console)
 
 
-def print_table(table: Table, console: Console | None = None) -> None:
-    """Print a table and, above it, its title if it has one."""
+def print_blocks(*blocks: Block, console: Console | None = None) -> None:
+    """Print tables and notes, blank lines between them but for notes directly below a table."""
     console = console or terminal()
+    above: Block | None = None
+    for block in blocks:
+        if not isinstance(block, Table | Notes):
+            continue
+        if above is not None and not (isinstance(above, Table) and isinstance(block, Notes)):
+            console.print()
+        above = block
+        if isinstance(block, Table):
+            _print_table(block, console)
+        else:
+            for line in block.lines:
+                console.print(Text(line))
+
+
+def _print_table(table: Table, console: Console) -> None:
     if table.title:
         console.print(Text(table.title, style="bold"))
     grid = rich.table.Table(show_edge=False, pad_edge=False)

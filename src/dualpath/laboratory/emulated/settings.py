@@ -4,7 +4,6 @@ import enum
 from typing import Annotated
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
-from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.settings import Setting, Settings
 from dualpath.engine.settings import EngineSettings
@@ -118,11 +117,8 @@ class EmulatedSettings(EmulatedServer, frozen=True, kw_only=True):
 
     @property
     def layer_regions(self) -> int:
-        """Layers of KV that HBM holds at a time: all but at a PE with layerwise prefill."""
-        layers, engine = self.geometry.layers, self.engine
-        if engine.role is Role.DECODE or not engine.mode.layerwise:
-            return layers
-        return min(engine.layer_buffers, layers) or layers
+        """Layers of KV that HBM holds at a time."""
+        return self.engine.layers_in_hbm(self.geometry.layers)
 
 
 def block_geometry(layers: int, block_tokens: int, kv_bytes_per_token: float) -> BlockGeometry:

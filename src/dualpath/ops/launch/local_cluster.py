@@ -76,8 +76,8 @@ class LocalCluster:
         _check_model(settings.model)
         _check_storage(settings.storage)
         logs = self._log_dir()
-        port = _claim_port(settings.host, settings.port)
-        self.control_port = _claim_port(LOOPBACK, 0)
+        port = claim_port(settings.host, settings.port)
+        self.control_port = claim_port()
         reachable = LOOPBACK if settings.host in ("0.0.0.0", "::") else settings.host
         self.endpoint = f"http://{reachable}:{port}"
         try:
@@ -97,7 +97,7 @@ class LocalCluster:
     def start_engine(self, role: Role, index: int) -> None:
         """Start one engine, also one that replaces a lost one of the same name."""
         name = engine_id(role, index)
-        engine_port = _claim_port(LOOPBACK, 0)
+        engine_port = claim_port()
         command = engine_command(self.settings, role, index, engine_port, self.control_port)
         environment = self._keys.engine_environment()
         self._spawn(name, ENGINE_ENTRY, command, self._log_dir(), environment)
@@ -183,7 +183,7 @@ def _check_storage(storage: str) -> None:
         ) from error
 
 
-def _claim_port(host: str, port: int) -> int:
+def claim_port(host: str = LOOPBACK, port: int = 0) -> int:
     """Return ``port`` if it is free, any free one for 0; raises ``ConfigError`` if it is taken."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
