@@ -1,7 +1,7 @@
 """Columns of the simulator equal what a replay sends to a perfect store, round by round."""
 
 from collections.abc import Callable, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import given
@@ -206,19 +206,13 @@ def test_block_ids_and_sub_agents(session: BlockSession, limits: dict[str, Any],
 
 
 @given(session=block_sessions(), limits=LIMITS, block=st.integers(1, 9))
-def test_block_ids_out_of_step_with_blocks_never_hit_too_much(
+def test_block_ids_out_of_step_with_blocks_hit_as_in_a_replay(
     session: BlockSession, limits: dict[str, Any], block: int
 ):
-    """Behind a synthetic round, or with other blocks, less than one recorded block is missed."""
+    """Behind a synthetic round, and with blocks of any size."""
     settings = WorkloadSettings(**limits, block_tokens=block)
 
-    ours, live = simulated([session], settings), played([session], settings)
-
-    assert [[(p, g) for p, _, g in rows] for rows in ours] == [
-        [(p, g) for p, _, g in rows] for rows in live
-    ]
-    for (_, hit, _), (_, most, _) in zip(chain(*ours), chain(*live), strict=True):
-        assert most - BLOCK_TOKENS - block < hit <= most
+    assert simulated([session], settings) == played([session], settings)
 
 
 MESSAGES = st.builds(

@@ -1,5 +1,6 @@
-"""Workloads: trace formats, agents that replay them against an endpoint, and reports.
+"""Workloads: agents as they were recorded, sent to an endpoint or laid out for the simulator.
 
-``formats.read_trace`` reads sessions, ``conversation.agents.make_agents`` picks or multiplies them,
-``replay.client.replay`` runs them and ``replay.report.compare`` puts several runs side by side.
+``formats.read_trace`` reads sessions, and ``conversation.session`` says what they send, turn by
+turn.  ``replay.client.replay`` sends it and ``replay.report.compare`` puts several runs side by
+side; ``columns.from_sessions`` makes the simulator's agents of the same conversations.
 """

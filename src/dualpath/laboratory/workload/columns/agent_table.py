@@ -30,12 +30,12 @@ class AgentTable(NamedTuple):
 
     @property
     def agents(self) -> int:
-        """N."""
+        """Number of agents, sub-agents included."""
         return self.start_s.size
 
     @property
     def rounds(self) -> int:
-        """R."""
+        """Number of rounds of all agents."""
         return self.prompt_tokens.size
 
     def check(self) -> None:

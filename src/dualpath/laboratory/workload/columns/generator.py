@@ -20,6 +20,7 @@ from dualpath.laboratory.workload.columns.agent_table import AgentTable, IntArra
 from dualpath.laboratory.workload.columns.conversations import offsets
 from dualpath.laboratory.workload.columns.from_sessions import WorkloadSettings, agents_from_rounds
 from dualpath.laboratory.workload.columns.rounds import RoundColumns
+from dualpath.laboratory.workload.conversation.session import require
 
 FloatArray = NDArray[np.float64]
 Tail = Literal["gamma", "lognormal", "uniform"]
@@ -68,11 +69,11 @@ class GeneratorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         """Raise ``ConfigError`` for the first setting out of range."""
         if self.tail not in get_args(Tail):
             raise ConfigError(f"tail is {self.tail!r}, must be one of {', '.join(get_args(Tail))}")
-        _require("trajectories", self.trajectories, 10, 1_000_000)
+        require("trajectories", self.trajectories, 10, 1_000_000)
         for name in ("total_sigma", "first_prompt_sigma", "append_sigma", "generated_sigma"):
-            _require(name, getattr(self, name), 0.0, 3.0)
+            require(name, getattr(self, name), 0.0, 3.0)
         if self.first_prompt_share is not None:
-            _require("first_prompt_share", self.first_prompt_share, 0.001, 0.5)
+            require("first_prompt_share", self.first_prompt_share, 0.001, 0.5)
 
 
 class _Budgets(msgspec.Struct):
@@ -94,7 +95,7 @@ def generate(
     """
     settings = settings or GeneratorSettings()
     settings.check()
-    _require("seed", seed, 0, (1 << 63) - 1)
+    require("seed", seed, 0, (1 << 63) - 1)
     rng = np.random.default_rng([seed, 3])
     count = settings.trajectories
     total = _totals(dataset, settings, _strata(rng, count))
@@ -275,10 +276,3 @@ def _normal(quantiles: FloatArray) -> FloatArray:
 
 def _lognormal(rng: np.random.Generator, sigma: float, count: int) -> FloatArray:
     return np.exp(sigma * rng.standard_normal(count))
-
-
-def _require(name: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:
-        raise ConfigError(
-            f"{name} is {value}, must be between {least:g} and {most:g}; correct the setting"
-        )

@@ -68,7 +68,7 @@ def context_tokens(table: AgentTable, block_tokens: int = 64) -> IntArray:
     """Return how much of every prompt repeats earlier rounds.
 
     All of the round before and its answer where the hit says so, else the hit itself: then the
-    repeated part of a block cannot be told from blocks.
+    part of a block that repeats cannot be seen in full blocks.
     """
     ends = table.prompt_tokens.astype(np.int64) + table.generated_tokens
     before = np.concatenate([np.zeros(1, np.int64), ends[:-1]])

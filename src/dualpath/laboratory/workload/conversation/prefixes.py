@@ -19,7 +19,7 @@ class Comparable(Protocol):
     """
 
     def __lt__(self, other: Self, /) -> bool:
-        """Tell the order."""
+        """Return whether it comes before ``other``."""
 
     @property
     def tokens(self) -> int:

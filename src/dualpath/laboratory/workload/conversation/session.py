@@ -80,7 +80,7 @@ class Turn(msgspec.Struct, frozen=True):
 class Conversation(abc.ABC):
     """One run of one session: alternates ``next_turn`` and ``record``.
 
-    ``truncated`` tells that ``max_context_tokens`` ended it early.
+    ``truncated``: ``max_context_tokens`` ended it early.
     """
 
     def __init__(self, session_id: str, settings: AgentSettings, contents: Contents) -> None:

@@ -28,7 +28,7 @@ class TraceFormat(Protocol):
     """What a format module has."""
 
     def looks_like(self, parsed: object) -> bool:
-        """Tell whether the first JSON document of a trace, parsed, is of this format."""
+        """Return whether the first JSON document of a trace, parsed, is of this format."""
 
     def read(
         self, documents: Iterable[Document], on_broken: OnBroken | None

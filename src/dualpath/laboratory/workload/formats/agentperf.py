@@ -39,7 +39,7 @@ class _Conversation(msgspec.Struct):
 
 
 def looks_like(parsed: object) -> bool:
-    """Tell whether a parsed line is of this format."""
+    """Return whether a parsed line is of this format."""
     return isinstance(parsed, dict) and "conversation_id" in parsed and "messages" in parsed
 
 

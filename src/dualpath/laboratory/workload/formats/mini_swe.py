@@ -27,7 +27,7 @@ class _Line(msgspec.Struct):
 
 
 def looks_like(parsed: object) -> bool:
-    """Tell whether a parsed line is of this format."""
+    """Return whether a parsed line is of this format."""
     return isinstance(parsed, dict) and "messages" in parsed and "conversation_id" not in parsed
 
 

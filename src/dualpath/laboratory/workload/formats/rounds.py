@@ -46,7 +46,7 @@ class _Line(msgspec.Struct):
 
 
 def looks_like(parsed: object) -> bool:
-    """Tell whether a parsed line is of this format."""
+    """Return whether a parsed line is of this format."""
     return isinstance(parsed, list) or (isinstance(parsed, dict) and "rounds" in parsed)
 
 

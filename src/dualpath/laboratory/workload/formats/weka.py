@@ -51,7 +51,7 @@ class _Line(msgspec.Struct):
 
 
 def looks_like(parsed: object) -> bool:
-    """Tell whether a parsed document is of this format."""
+    """Return whether a parsed document is of this format."""
     return isinstance(parsed, dict) and "requests" in parsed and "id" in parsed
 
 

@@ -113,23 +113,23 @@ def _setting(
     endpoint: str,
     model: str,
     model_limit: int | None,
-    told: Status | None,
+    served: Status | None,
     agents: int,
 ) -> Setting:
-    told = told or Status()
-    token_low, token_high = token_range(options.vocab_size or told.vocab_size)
+    served = served or Status()
+    token_low, token_high = token_range(options.vocab_size or served.vocab_size)
     limits = [t for t in (options.max_context_tokens, model_limit) if t is not None]
     return Setting(
-        label=options.label or told.mode or model,
+        label=options.label or served.mode or model,
         endpoint=endpoint,
         trace=options.trace,
         trace_format=options.trace_format,
         broken_lines=options.broken_lines,
-        mode=told.mode,
-        mode_note=told.mode_note,
+        mode=served.mode,
+        mode_note=served.mode_note,
         model=model,
-        block_tokens=options.block_tokens or told.block_tokens or DEFAULT_BLOCK_TOKENS,
-        snic_bytes_per_s=told.snic_bytes_per_s,
+        block_tokens=options.block_tokens or served.block_tokens or DEFAULT_BLOCK_TOKENS,
+        snic_bytes_per_s=served.snic_bytes_per_s,
         agents=agents,
         agents_per_s=options.agents_per_s,
         seed=options.seed,

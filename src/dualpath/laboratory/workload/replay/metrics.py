@@ -38,9 +38,9 @@ def summarise(
     good = [turn for turn in turns if turn.error is None]
     prompt_tokens = sum(turn.prompt_tokens for turn in good)
     ideal = sum(turn.ideal_hit_tokens for turn in good)
-    told = [turn for turn in good if turn.hit_tokens is not None]
-    hits = sum(turn.hit_tokens or 0 for turn in told)
-    told_prompt_tokens = sum(turn.prompt_tokens for turn in told)
+    reported = [turn for turn in good if turn.hit_tokens is not None]
+    hits = sum(turn.hit_tokens or 0 for turn in reported)
+    reported_prompt_tokens = sum(turn.prompt_tokens for turn in reported)
     return Summary(
         jct_s=jct_s,
         sessions=len(sessions),
@@ -53,8 +53,8 @@ def summarise(
         generated_tokens=sum(turn.generated_tokens for turn in good),
         ideal_hit_tokens=ideal,
         ideal_hit_rate=ideal / prompt_tokens if prompt_tokens else None,
-        hit_tokens=hits if told else None,
-        hit_rate=hits / told_prompt_tokens if told_prompt_tokens else None,
+        hit_tokens=hits if reported else None,
+        hit_rate=hits / reported_prompt_tokens if reported_prompt_tokens else None,
         ttft_s=distribution(turn.ttft_s for turn in good),
         ttst_s=distribution(turn.ttst_s for turn in good),
         tpot_s=distribution(turn.tpot_s for turn in good),

@@ -41,7 +41,7 @@ class ProgressState(msgspec.Struct, frozen=True):
 
 
 class Progress(Protocol):
-    """Told of every finished turn and session."""
+    """Called after every finished turn and session."""
 
     def update(self, state: ProgressState) -> None:
         """Show ``state``."""

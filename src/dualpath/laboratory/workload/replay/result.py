@@ -36,7 +36,7 @@ class Setting(msgspec.Struct, frozen=True):
     """Everything needed to judge or repeat a run.
 
     ``mode``, ``mode_note`` and ``snic_bytes_per_s`` come from the server, None where it does not
-    tell; ``snic_bytes_per_s`` None means that storage was not throttled or that it is unknown.
+    report them; ``snic_bytes_per_s`` None also means that storage was not throttled.
     """
 
     label: str

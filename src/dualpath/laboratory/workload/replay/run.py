@@ -65,8 +65,8 @@ class ReplayRun:
         self._start_s = 0.0
         self._totals = (0, 0)
         self._turns_failed = 0
-        self._told_prompt_tokens = 0
-        self._told_hit_tokens: int | None = None
+        self._reported_prompt_tokens = 0
+        self._reported_hit_tokens: int | None = None
 
     async def all_agents(
         self,
@@ -175,8 +175,8 @@ class ReplayRun:
         self.turns.append(record)
         self._turns_failed += record.error is not None
         if record.hit_tokens is not None:
-            self._told_prompt_tokens += record.prompt_tokens
-            self._told_hit_tokens = (self._told_hit_tokens or 0) + record.hit_tokens
+            self._reported_prompt_tokens += record.prompt_tokens
+            self._reported_hit_tokens = (self._reported_hit_tokens or 0) + record.hit_tokens
         self._show()
 
     def _show(self) -> None:
@@ -189,8 +189,8 @@ class ReplayRun:
                 turns_done=len(self.turns),
                 turns_total=turns_total,
                 turns_failed=self._turns_failed,
-                prompt_tokens=self._told_prompt_tokens,
-                hit_tokens=self._told_hit_tokens,
+                prompt_tokens=self._reported_prompt_tokens,
+                hit_tokens=self._reported_hit_tokens,
             )
         )
 

@@ -10,7 +10,7 @@ from dualpath.laboratory.workload.replay.result import ServerCounters
 
 _T = TypeVar("_T")
 
-#: The paper's block size, taken where the endpoint does not tell its own.
+#: The paper's block size, taken where the endpoint does not report its own.
 DEFAULT_BLOCK_TOKENS = 64
 
 
