@@ -9,6 +9,7 @@ rates.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -24,6 +25,7 @@ import numpy as np
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.engine.settings import DEFAULT_PARALLEL_READS
+from dualpath.laboratory.experiments.machine_load import process_cpu_s
 from dualpath.laboratory.lab.cluster import (
     LabState,
     enter_node,
@@ -34,6 +36,7 @@ from dualpath.laboratory.lab.cluster import (
 from dualpath.laboratory.lab.janitor import temporary_lab
 from dualpath.laboratory.lab.settings import LabSettings, StorageServer
 from dualpath.laboratory.lab.steps import server_marker
+from dualpath.ops.launch.process import all_processes
 from dualpath.report import markdown
 from dualpath.report.model import Table
 from dualpath.storage.factory import open_storage
@@ -84,14 +87,11 @@ def cpu_s() -> float:
 def server_cpu_s() -> float:
     """CPU time of the lab's S3 server so far."""
     marker = server_marker(LAB).encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            arguments = (process / "cmdline").read_bytes().split(b"\0")
-            fields = (process / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if marker in arguments:
-            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    for process_id, _ in all_processes():
+        with contextlib.suppress(OSError):
+            arguments = Path(f"/proc/{process_id}/cmdline").read_bytes().split(b"\0")
+            if marker in arguments:
+                return process_cpu_s(process_id)
     raise SystemExit("the server is gone")
 
 

@@ -1,6 +1,5 @@
 """The servers that are compared, as processes of this machine, and what they say of themselves."""
 
-import os
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from dualpath.ops.launch.cluster_keys import LOOPBACK_DEVICES
 from dualpath.ops.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
 from dualpath.ops.launch.fork_server import ForkedProcess
 from dualpath.ops.launch.local_cluster import LocalCluster, claim_port
-from dualpath.ops.launch.process import Supervisor
+from dualpath.ops.launch.process import Supervisor, all_processes
 from dualpath.ops.launch.settings import LocalClusterSettings
 
 BLOCK_TOKENS = 64
@@ -184,12 +183,4 @@ def _healthy(url: str) -> bool:
 
 def _groups(leaders: list[int]) -> tuple[int, ...]:
     """Return the processes of the groups; every server leads one of its own."""
-    running = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return tuple(pid for pid in running if _group(pid) in leaders)
-
-
-def _group(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
+    return tuple(process_id for process_id, stat in all_processes() if stat.group in leaders)

@@ -21,7 +21,7 @@ from dualpath.cli.main import main
 from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.ops.launch.local_cluster import LocalCluster
-from dualpath.ops.launch.process import SpawnedProcess
+from dualpath.ops.launch.process import SpawnedProcess, all_processes
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -141,40 +141,29 @@ class Serving:
         self.process.terminate()
         self.process.end(GUARD_S)
 
-    def descendants(self) -> set[tuple[int, str]]:
+    def descendants(self) -> set[tuple[int, int]]:
         """Processes below this one, by id and start time."""
-        found: set[tuple[int, str]] = set()
+        found: set[tuple[int, int]] = set()
         parents = {self.process.pid}
         while parents:
-            children = {(pid, start) for pid, parent, start in _processes() if parent in parents}
+            children = {
+                (pid, stat.start_ticks) for pid, stat in all_processes() if stat.parent in parents
+            }
             found |= children
             parents = {pid for pid, _ in children}
         return found
 
-    def running(self) -> set[tuple[int, str]]:
+    def running(self) -> set[tuple[int, int]]:
         """All processes of this machine, by id and start time."""
-        return {(pid, start) for pid, _, start in _processes()}
+        return {(pid, stat.start_ticks) for pid, stat in all_processes()}
 
 
 def _shared_memory_in_use() -> set[str]:
     """Names of shared memory that some process has mapped, other programs' for instance."""
     names: set[str] = set()
-    for pid, _, _ in _processes():
+    for pid, _ in all_processes():
         try:
             names |= set(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
         except OSError:  # Ended in the meantime, or another user's.
             continue
     return names
-
-
-def _processes() -> Iterator[tuple[int, int, str]]:
-    """Yield (process id, parent's id, start time)."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = (entry / "stat").read_text()
-        except OSError:  # Ended in the meantime.
-            continue
-        fields = stat.rpartition(")")[2].split()
-        yield int(entry.name), int(fields[1]), fields[19]

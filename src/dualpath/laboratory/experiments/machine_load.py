@@ -1,9 +1,12 @@
 """How busy the machine was, what is done about it, and how much CPU time a process took."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
+
+from dualpath.ops.launch.process import process_stat
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STAT = Path("/proc/stat")
@@ -47,17 +50,14 @@ def process_cpu_s(process_id: int) -> float:
 
     Of those that have ended it counts the ones that their parents have waited for.
     """
-    process = Path(f"/proc/{process_id}")
-    try:
-        text = (process / "stat").read_text(encoding="utf-8")
-        lists = [file.read_text() for file in process.glob("task/*/children")]
-    except (FileNotFoundError, ProcessLookupError):
+    stat = process_stat(process_id)
+    if stat is None:
         return 0.0
-    children = [int(child) for each in lists for child in each.split()]
-    # The name may hold spaces and brackets; the fields after it may not.
-    fields = text.rpartition(")")[2].split()
-    own_s = sum(map(int, fields[11:15])) / _TICKS_PER_S
-    return own_s + sum(map(process_cpu_s, children))
+    children: list[int] = []
+    for file in Path(f"/proc/{process_id}").glob("task/*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            children += map(int, file.read_text().split())
+    return stat.cpu_ticks / _TICKS_PER_S + sum(map(process_cpu_s, children))
 
 
 def _ticks() -> list[int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from dualpath.laboratory.lab.machine import NAMESPACE_FOLDER, find_cgroups, lab_folder, prefix
+from dualpath.ops.launch.process import process_stat
 
 _MEMORY_FOLDERS = (Path("/dev/shm"),)
 
@@ -79,13 +80,8 @@ def is_alive(process_id: int, started_ticks: int) -> bool:
 
 def start_ticks(process_id: int) -> int:
     """Return when a process started, in ticks since the system did; 0 if there is none."""
-    try:
-        text = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8")
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    # The name may hold spaces and brackets; the fields after it may not.
-    fields = text.rpartition(")")[2].split()
-    return 0 if fields[0] == "Z" else int(fields[19])
+    stat = process_stat(process_id)
+    return 0 if stat is None or stat.is_zombie else stat.start_ticks
 
 
 def _processes(start: str, namespaces: Iterable[Path], groups: Iterable[Path]) -> set[int]:

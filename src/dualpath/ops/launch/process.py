@@ -12,11 +12,11 @@ import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from dualpath.core.errors import DeadlineError, EngineLostError
 
@@ -32,6 +32,48 @@ _END_S = 20.0
 def die_with_parent(number: int) -> None:
     """Let this process get a signal when the thread that started it ends, however it ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, number)
+
+
+class ProcessStat(NamedTuple):
+    """What the kernel says of a process: its state, parent, group and, in ticks, times.
+
+    ``cpu_ticks`` are its own and those of children it has waited for; ``start_ticks`` since boot.
+    """
+
+    state: str
+    parent: int
+    group: int
+    cpu_ticks: int
+    start_ticks: int
+
+    @property
+    def is_zombie(self) -> bool:
+        """Whether it has ended and nobody has waited for it."""
+        return self.state == "Z"
+
+
+def process_stat(process_id: int) -> ProcessStat | None:
+    """Return what /proc says of a process, None if there is none."""
+    try:
+        text = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name may hold spaces and brackets; the fields after it may not.
+    fields = text.rpartition(")")[2].split()
+    return ProcessStat(
+        state=fields[0],
+        parent=int(fields[1]),
+        group=int(fields[2]),
+        cpu_ticks=sum(map(int, fields[11:15])),
+        start_ticks=int(fields[19]),
+    )
+
+
+def all_processes() -> Iterator[tuple[int, ProcessStat]]:
+    """Yield the processes of this machine by id."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        if (stat := process_stat(int(entry.name))) is not None:
+            yield int(entry.name), stat
 
 
 class ManagedProcess(ABC):
@@ -131,13 +173,7 @@ class ManagedProcess(ABC):
 
     def _group_lives(self) -> bool:
         """Whether one of its group runs; what has ended and nobody has waited for does not."""
-        for entry in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                # The name may hold spaces and brackets; the fields after it may not.
-                state, _, group, *_ = entry.read_text().rpartition(")")[2].split()
-                if int(group) == self.pid and state != "Z":
-                    return True
-        return False
+        return any(stat.group == self.pid and not stat.is_zombie for _, stat in all_processes())
 
 
 class SpawnedProcess(ManagedProcess):
