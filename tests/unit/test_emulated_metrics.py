@@ -1,0 +1,43 @@
+"""What an emulated engine says of itself at /metrics."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+from dualpath.engine.counters import Counter, Counters
+from dualpath.laboratory.emulated.metrics import EngineMetrics, layer_blocks, thread_cpu_s
+from dualpath.laboratory.emulated.verification import CheckedAt
+
+
+def test_what_was_verified_is_read_as_it_is_served() -> None:
+    counters = Counters()
+    counters.add(Counter.H2D_BYTES, 1.5e9)
+    seen = {CheckedAt.DE_HBM: (3480, 0), CheckedAt.PE_HBM: (12, 5)}
+    plane: Any = SimpleNamespace(
+        verifier=SimpleNamespace(counts=lambda: seen), manager=SimpleNamespace(counters=counters)
+    )
+    served = EngineMetrics(plane).exposition().decode()
+    assert layer_blocks(served) == ({"de_hbm": 3480, "pe_hbm": 12}, {"de_hbm": 0, "pe_hbm": 5})
+    assert 'dualpath_emulated:wrong_layer_blocks_total{place="pe_hbm"} 5.0\n' in served
+    assert 'dualpath_emulated:counter_total{name="h2d_bytes"} 1.5e+09\n' in served
+    assert layer_blocks("") == ({}, {})
+
+
+def test_time_is_counted_under_the_name_of_the_thread_that_took_it() -> None:
+    spun, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        sum(range(2_000_000))
+        spun.set()
+        go_on.wait()
+
+    workers = [threading.Thread(target=work, name=f"worker_{i}", daemon=True) for i in range(2)]
+    sleeper = threading.Thread(target=go_on.wait, name="sleeper", daemon=True)
+    for thread in (*workers, sleeper):
+        thread.start()
+    spun.wait()
+    found = thread_cpu_s()
+    go_on.set()
+    for thread in (*workers, sleeper):
+        thread.join()
+    assert found["worker"] > found["sleeper"]
