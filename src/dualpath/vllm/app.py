@@ -31,6 +31,7 @@ from dualpath.router.observe.dashboard.board import Dashboard
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.observe.status import ORACLE_NOTE
 from dualpath.router.requests.limits import LimitedService, RequestLimits
+from dualpath.router.token_api.statuses import api_error, status_of
 from dualpath.vllm.frontend import DualPathLLM, ServedEngines, missing_engines
 
 #: How long open connections may take to end after a signal; their requests have failed by then.
@@ -114,7 +115,7 @@ def add_dashboard(app: FastAPI, service: ObservedService) -> None:
         try:
             return _json(service.dashboard.report(request.query_params.get("since", "0")), 200)
         except BadRequestError as error:
-            return _json({"error": {"message": str(error), "code": 400}}, 400)
+            return _json({"error": api_error(error)}, status_of(error))
 
     async def page(request: Request) -> Response:
         found = dashboard_page()
