@@ -12,7 +12,7 @@ from dualpath.core import control
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.router.control.control_server import UNKNOWN_ENGINE, ControlServer
+from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.registry import Registry
 from dualpath.router.requests.refusals import ControlRefusal
 from dualpath.router.settings import RouterSettings
@@ -94,7 +94,7 @@ async def test_a_stranger_is_asked_to_greet_first():
         await socket.send(control.encode(control.Goodbye(reason="never joined")))
         answer = control.decode_router_message(await socket.recv())
         assert isinstance(answer, control.Refused)
-        assert answer.reason.startswith(UNKNOWN_ENGINE)
+        assert answer.reason.startswith(control.UNKNOWN_ENGINE)
         assert "send Hello" in answer.reason
         assert refused(made) == {"unknown-engine": 1}
         context.destroy(linger=0)
@@ -126,7 +126,7 @@ async def test_two_live_processes_do_not_fight_for_one_id():
         made.engines["new"] = new
         await new.join(made.network)
         old.report()
-        assert (await old.saw(control.Refused)).reason.startswith(UNKNOWN_ENGINE)
+        assert (await old.saw(control.Refused)).reason.startswith(control.UNKNOWN_ENGINE)
         old.send(old.hello())
         answer = await old.saw(control.Refused, lambda m: "replaced" in m.reason)
         assert "an engine_id of its own" in answer.reason

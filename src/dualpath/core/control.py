@@ -27,6 +27,9 @@ from dualpath.core.runs import HitRun
 #: Raised by one whenever a message changes its meaning; both ends must agree.
 PROTOCOL_VERSION = 3
 
+#: How a ``Refused`` begins that asks an engine to greet (again).
+UNKNOWN_ENGINE = "unknown engine"
+
 #: Key under which hand-over and take-over travel in vLLM's ``kv_transfer_params``.
 TRANSFER_PARAMS_KEY = "dualpath"
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import zmq
 
 from dualpath.core.control import (
+    UNKNOWN_ENGINE,
     Goodbye,
     Hello,
     Message,
@@ -41,7 +42,6 @@ HELLO_GAP_S = 0.25
 #: A router that lives answers a hello in far less.
 PATIENCE_S = 5.0
 TICK_MS = 50
-UNKNOWN_ENGINE = "unknown engine"
 
 
 class ControlLink:

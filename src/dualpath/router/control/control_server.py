@@ -20,9 +20,6 @@ from dualpath.transport.cluster_secret import ClusterSecret
 
 logger = logging.getLogger(__name__)
 
-#: How a refusal begins that asks an engine to greet (again).
-UNKNOWN_ENGINE = "unknown engine"
-
 
 class ControlListener(Protocol):
     """What the server reports to its owner; called from the event loop, must not block."""
@@ -177,8 +174,8 @@ class ControlServer:
             self._refusals.count(ControlRefusal.UNKNOWN_ENGINE)
             self._refuse(
                 identity,
-                f"{UNKNOWN_ENGINE}: this connection is not registered, perhaps because the router "
-                "has restarted; send Hello",
+                f"{control.UNKNOWN_ENGINE}: this connection is not registered, perhaps because the "
+                "router has restarted; send Hello",
             )
         else:
             self._heard(engine, message)
