@@ -46,8 +46,6 @@ class Played(NamedTuple):
 def played(agents: list[list[Round]], tmp_path_factory: pytest.TempPathFactory) -> Played:
     model, folder = make_tiny_model("deepseek_v2"), tmp_path_factory.mktemp("mla")
     few = [agent[:3] for agent in agents[:2]]
-    with PlainEngine(model, folder, BLOCK_TOKENS, *VLLM_ARGS) as plain:
-        tokens = in_parallel([partial(play_plain, plain.url, agent) for agent in few])
     settings = tiny_cluster_settings(
         model,
         folder / "storage",
@@ -56,10 +54,13 @@ def played(agents: list[list[Round]], tmp_path_factory: pytest.TempPathFactory) 
         trace_dir=str(folder),
         vllm_args=VLLM_ARGS,
     )
+    plain = PlainEngine(model, folder, BLOCK_TOKENS, *VLLM_ARGS)
     with EngineCluster(settings, folder) as cluster:
-        cluster.wait_for(
-            cluster.start_engine(Role.PREFILL, 0), cluster.start_engine(Role.DECODE, 0)
-        )
+        # All three start at the same time.
+        names = [cluster.start_engine(role, 0) for role in (Role.PREFILL, Role.DECODE)]
+        with plain:
+            tokens = in_parallel([partial(play_plain, plain.url, agent) for agent in few])
+        cluster.wait_for(*names)
         answers = in_parallel(
             [partial(cluster.replay, agent, str(n)) for n, agent in enumerate(few)]
         )
