@@ -104,7 +104,7 @@ class PeerUp(Message, frozen=True, tag=True):
 class PeerDown(Message, frozen=True, tag=True):
     """An engine of the other role is lost; its transfers must be treated as failed.
 
-    ``certain`` tells that its process is known to be gone, so that memory it might have written
+    ``certain`` says that its process is known to be gone, so that memory it might have written
     to can be reused at once; otherwise such memory stays in quarantine.
     """
 
