@@ -37,6 +37,7 @@ from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.traffic_manager import TrafficManager
+from dualpath.plan.counts import new_full_blocks
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.memory import MemoryStorage
 from dualpath.transport.contract import RegionInfo
@@ -300,7 +301,7 @@ class ToyCluster:
         self, prefill_transfer: PrefillTransfer, keys: list[BlockKey], hbm: Sequence[int]
     ) -> str | None:
         """Persist the prompt's new blocks and copy everything to the DE's HBM."""
-        full = GEOMETRY.full_blocks_in(prefill_transfer.prompt_tokens)
+        full = new_full_blocks(0, prefill_transfer.prompt_tokens, GEOMETRY.block_tokens)
         self.de.command(
             Persist(
                 request_id=prefill_transfer.request_id,

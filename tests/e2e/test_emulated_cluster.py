@@ -25,6 +25,7 @@ from dualpath.laboratory.workload.replay.stream import (
     completion_body,
 )
 from dualpath.ops.launch.process import ManagedProcess, SpawnedProcess, Supervisor
+from dualpath.plan.counts import new_full_blocks
 from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.wire import EventLines
@@ -163,7 +164,7 @@ def ideal_hits(geometry: BlockGeometry) -> list[list[int]]:
         hits.append([])
         tokens = 0
         for append, generate in rounds:
-            with_kv = geometry.full_blocks_in(max(tokens - 1, 0))
+            with_kv = new_full_blocks(0, max(tokens - 1, 0), geometry.block_tokens)
             tokens += append
             hits[-1].append(min(with_kv, geometry.max_hit_blocks(tokens)))
             tokens += generate

@@ -7,6 +7,7 @@ from tests.stored_runs import read_run
 
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun
+from dualpath.plan.counts import new_full_blocks
 
 
 @st.composite
@@ -41,7 +42,7 @@ def run_prompt(cluster: ToyCluster, prompt: tuple[int, int, int, tuple[int, ...]
             assert cluster.de.hbm[layer][hbm[block]].tobytes() == kv_bytes(key, layer)
     cluster.release("r")
     assert cluster.de.manager.drain(20)
-    full = GEOMETRY.full_blocks_in(tokens)
+    full = new_full_blocks(0, tokens, GEOMETRY.block_tokens)
     read_back = [bytearray(GEOMETRY.full_block_bytes) for _ in range(full)]
     outcome = read_run(cluster.storage, keys[:full], [memoryview(b) for b in read_back])
     assert outcome.good_blocks == full

@@ -61,10 +61,6 @@ class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Blocks that hold ``tokens`` tokens, the last one possibly partial."""
         return holding_blocks(tokens, self.block_tokens)
 
-    def full_blocks_in(self, tokens: int) -> int:
-        """Completely filled blocks among ``tokens`` tokens."""
-        return tokens // self.block_tokens
-
     def max_hit_blocks(self, prompt_tokens: int) -> int:
         """Most blocks a prompt may hit."""
         return most_hit_blocks(prompt_tokens, self.block_tokens)

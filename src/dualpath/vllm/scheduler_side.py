@@ -17,6 +17,7 @@ from dualpath.core.runs import BlockRun
 from dualpath.engine.forward_pass import PromptPart
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.transfer_checks import TransferChecks, with_own_hits
+from dualpath.plan.counts import new_full_blocks
 from dualpath.plan.steps import chunk_of
 from dualpath.vllm.metadata import DecodeWork, StepMetadata
 
@@ -84,7 +85,7 @@ class SchedulerSide:
         transfer = tracked.transfer
         if isinstance(transfer, DecodeTransfer) and external_tokens > 0 and not tracked.transferred:
             tracked.transferred = True
-            tracked.persisted_blocks = transfer.prompt_tokens // self._block_tokens
+            tracked.persisted_blocks = self._full_blocks(transfer.prompt_tokens)
             self._new_decode_transfers.append(request.request_id)
 
     def build(self, output: "SchedulerOutput") -> StepMetadata:
@@ -142,6 +143,9 @@ class SchedulerSide:
         assert start_tokens % self._block_tokens == 0, "chunks end at block boundaries"
         return chunk_of(start_tokens, end_tokens - start_tokens, self._block_tokens)
 
+    def _full_blocks(self, tokens: int) -> int:
+        return new_full_blocks(0, tokens, self._block_tokens)
+
     def _newly_full(self, tracked: _Tracked, end_tokens: int) -> list[tuple[int, bytes]]:
         """Return (HBM block, key) of blocks that this step fills.
 
@@ -149,7 +153,7 @@ class SchedulerSide:
         in the next one.
         """
         keys = tracked.request.block_hashes
-        full_blocks = min(end_tokens // self._block_tokens, len(keys), len(tracked.blocks))
+        full_blocks = min(self._full_blocks(end_tokens), len(keys), len(tracked.blocks))
         new = range(tracked.persisted_blocks, full_blocks)
         tracked.persisted_blocks = max(tracked.persisted_blocks, full_blocks)
         return [(tracked.blocks[block], bytes(keys[block])) for block in new]
