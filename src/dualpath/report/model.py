@@ -15,8 +15,8 @@ NOTHING = "-"
 _NUMBER_BEGINS = "0123456789+-≈<≥x"
 
 
-def cell(value: float | None, form: str) -> str:
-    """Return a number in a format such as ``{:.2f} s``, ``NOTHING`` without one."""
+def cell(value: float | str | None, form: str) -> str:
+    """Return a value in a format such as ``{:.2f} s``, ``NOTHING`` without one."""
     return NOTHING if value is None else form.format(value)
 
 
@@ -128,15 +128,21 @@ class SideBySide(Generic[_Run]):
         self._rules: list[int] = []
         self._section = ""
 
-    def add(self, section: str, name: str, of: Callable[[_Run], str | None]) -> None:
-        """Add a figure; left out where ``of`` returns None for every run."""
-        cells = [of(run) for run in self._runs]
-        if all(text is None for text in cells):
+    def add(
+        self,
+        section: str,
+        name: str,
+        of: Callable[[_Run], float | str | None],
+        form: str = "{}",
+    ) -> None:
+        """Add a figure in a format; left out where ``of`` returns None for every run."""
+        values = [of(run) for run in self._runs]
+        if all(value is None for value in values):
             return
         if self._rows and section != self._section:
             self._rules.append(len(self._rows))
         self._section = section
-        self._rows.append((name, *(NOTHING if text is None else text for text in cells)))
+        self._rows.append((name, *(cell(value, form) for value in values)))
 
     def table(self) -> Table:
         """Return the table, a rule between sections."""

@@ -8,6 +8,7 @@ finished: afterwards a few long agents run on a nearly empty cluster and say not
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -153,28 +154,24 @@ def _table(summaries: Sequence[RunSummary]) -> Table:
     basic = next((s for s in summaries if s.mode is Mode.BASIC), None)
     oracle = next((s for s in summaries if s.mode is Mode.ORACLE), None)
     rows = SideBySide([summary.mode.value for summary in summaries], summaries)
-    rows.add("time", "JCT, s", lambda s: f"{s.jct_s:,.1f}")
-    rows.add("time", "speed-up over Basic", lambda s: _ratio(basic, s))
-    rows.add("time", "JCT relative to Oracle", lambda s: _ratio(s, oracle))
-    rows.add(
-        "time",
-        "mean JCT of an agent, s",
-        lambda s: None if s.agent_jct_s is None else f"{s.agent_jct_s:,.1f}",
-    )
+    rows.add("time", "JCT, s", lambda s: s.jct_s, "{:,.1f}")
+    rows.add("time", "speed-up over Basic", lambda s: _ratio(basic, s), "{:.2f}x")
+    rows.add("time", "JCT relative to Oracle", lambda s: _ratio(s, oracle), "{:.2f}x")
+    rows.add("time", "mean JCT of an agent, s", lambda s: s.agent_jct_s, "{:,.1f}")
     _add_latencies(rows, "TTFT", lambda s: s.ttft)
     _add_latencies(rows, "TTST", lambda s: s.ttst)
     _add_latencies(rows, "TPOT", lambda s: s.tpot)
-    rows.add("hits", "hit tokens", lambda s: f"{s.hit_tokens:,}")
-    rows.add("hits", "hit rate", lambda s: f"{s.hit_tokens / s.prompt_tokens:.1%}")
-    rows.add("hits", "of them from the DRAM tier", _tier)
-    rows.add("reads", "read at the PEs, TB", lambda s: f"{s.prefill_read_bytes / 1e12:,.3f}")
-    rows.add("reads", "read at the DEs, TB", lambda s: f"{s.decode_read_bytes / 1e12:,.3f}")
-    rows.add("use", "SNICs of the PEs", lambda s: f"{s.use.snic_prefill:.0%}")
-    rows.add("use", "SNICs of the DEs", lambda s: f"{s.use.snic_decode:.0%}")
-    rows.add("use", "CNICs", lambda s: f"{s.use.cnic:.0%}")
-    rows.add("use", "PEs in forward passes", lambda s: f"{s.use.prefill_engines:.0%}")
-    rows.add("use", "wait for a PE, passes", lambda s: f"{s.use.prefill_wait_passes:.1f}")
-    rows.add("use", "HBM of the DEs", lambda s: f"{s.use.decode_hbm:.0%}")
+    rows.add("hits", "hit tokens", lambda s: s.hit_tokens, "{:,}")
+    rows.add("hits", "hit rate", lambda s: s.hit_tokens / s.prompt_tokens, "{:.1%}")
+    rows.add("hits", "of them from the DRAM tier", lambda s: s.dram_tier_hit_tokens or None, "{:,}")
+    rows.add("reads", "read at the PEs, TB", lambda s: s.prefill_read_bytes / 1e12, "{:,.3f}")
+    rows.add("reads", "read at the DEs, TB", lambda s: s.decode_read_bytes / 1e12, "{:,.3f}")
+    rows.add("use", "SNICs of the PEs", lambda s: s.use.snic_prefill, "{:.0%}")
+    rows.add("use", "SNICs of the DEs", lambda s: s.use.snic_decode, "{:.0%}")
+    rows.add("use", "CNICs", lambda s: s.use.cnic, "{:.0%}")
+    rows.add("use", "PEs in forward passes", lambda s: s.use.prefill_engines, "{:.0%}")
+    rows.add("use", "wait for a PE, passes", lambda s: s.use.prefill_wait_passes, "{:.1f}")
+    rows.add("use", "HBM of the DEs", lambda s: s.use.decode_hbm, "{:.0%}")
     rows.add("binds", "what binds", lambda s: s.binds)
     return rows.table()
 
@@ -182,21 +179,18 @@ def _table(summaries: Sequence[RunSummary]) -> Table:
 def _add_latencies(
     rows: SideBySide[RunSummary], name: str, spread: Callable[[RunSummary], Spread | None]
 ) -> None:
-    def milliseconds(times: Spread | None, part: str) -> str | None:
-        return None if times is None else f"{getattr(times, part) * 1000:,.1f}"
+    def milliseconds(part: str, summary: RunSummary) -> float | None:
+        times = spread(summary)
+        return None if times is None else getattr(times, part) * 1000
 
-    rows.add(name, f"{name} mean, ms", lambda s: milliseconds(spread(s), "mean_s"))
-    rows.add(name, f"{name} p99, ms", lambda s: milliseconds(spread(s), "p99_s"))
+    rows.add(name, f"{name} mean, ms", partial(milliseconds, "mean_s"), "{:,.1f}")
+    rows.add(name, f"{name} p99, ms", partial(milliseconds, "p99_s"), "{:,.1f}")
 
 
-def _ratio(longer: RunSummary | None, shorter: RunSummary | None) -> str | None:
+def _ratio(longer: RunSummary | None, shorter: RunSummary | None) -> float | None:
     if longer is None or shorter is None or not shorter.jct_s > 0:
         return None
-    return f"{longer.jct_s / shorter.jct_s:.2f}x"
-
-
-def _tier(summary: RunSummary) -> str | None:
-    return f"{summary.dram_tier_hit_tokens:,}" if summary.dram_tier_hit_tokens else None
+    return longer.jct_s / shorter.jct_s
 
 
 def _spread(times_s: FloatArray) -> Spread | None:

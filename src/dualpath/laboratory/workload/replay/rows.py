@@ -35,52 +35,55 @@ def labels(results: Sequence[ReplayResult]) -> list[str]:
 
 
 def _add_times(rows: _Rows, basic: ReplayResult | None, oracle: ReplayResult | None) -> None:
-    rows.add("time", "JCT, s", lambda r: f"{r.summary.jct_s:.2f}")
-    rows.add("time", "speed-up over Basic", lambda r: _ratio(_jct(basic), _jct(r)))
-    rows.add("time", "JCT relative to Oracle", lambda r: _ratio(_jct(r), _jct(oracle)))
-    rows.add("time", "mean JCT of an agent, s", lambda r: _mean(r.summary.session_jct_s))
+    rows.add("time", "JCT, s", _jct, "{:.2f}")
+    rows.add("time", "speed-up over Basic", lambda r: _ratio(_jct(basic), _jct(r)), "{:.2f}x")
+    rows.add("time", "JCT relative to Oracle", lambda r: _ratio(_jct(r), _jct(oracle)), "{:.2f}x")
+    rows.add("time", "mean JCT of an agent, s", lambda r: _mean(r.summary.session_jct_s), "{:.2f}")
 
 
 def _add_latencies(rows: _Rows, basic: ReplayResult | None, oracle: ReplayResult | None) -> None:
     _add_latency(rows, "TTFT", lambda r: r.summary.ttft_s)
-    rows.add("TTFT", "TTFT mean relative to Basic", lambda r: _ratio(_ttft(r), _ttft(basic)))
-    rows.add("TTFT", "TTFT mean relative to Oracle", lambda r: _ratio(_ttft(r), _ttft(oracle)))
+    for title, base in (("Basic", basic), ("Oracle", oracle)):
+        relative = partial(_relative_ttft, base)
+        rows.add("TTFT", f"TTFT mean relative to {title}", relative, "{:.2f}x")
     _add_latency(rows, "TTST", lambda r: r.summary.ttst_s)
     _add_latency(rows, "TPOT", lambda r: r.summary.tpot_s)
 
 
 def _add_latency(rows: _Rows, name: str, of: Callable[[ReplayResult], Distribution | None]) -> None:
-    def milliseconds(statistic: str, run: ReplayResult) -> str | None:
+    def milliseconds(statistic: str, run: ReplayResult) -> float | None:
         values = of(run)
-        return None if values is None else f"{getattr(values, statistic) * 1000:.1f}"
+        return None if values is None else getattr(values, statistic) * 1000
 
     for statistic in ("mean", "p50", "p90", "p99"):
-        rows.add(name, f"{name} {statistic}, ms", partial(milliseconds, statistic))
+        rows.add(name, f"{name} {statistic}, ms", partial(milliseconds, statistic), "{:.1f}")
 
 
 def _add_hits(rows: _Rows) -> None:
-    rows.add("hits", "hit tokens", lambda r: _count(r.summary.hit_tokens))
-    rows.add("hits", "ideal hit tokens", lambda r: _count(r.summary.ideal_hit_tokens))
-    rows.add("hits", "hit rate", lambda r: _percent(r.summary.hit_rate))
-    rows.add("hits", "ideal hit rate", lambda r: _percent(r.summary.ideal_hit_rate))
+    rows.add("hits", "hit tokens", lambda r: r.summary.hit_tokens, "{:,}")
+    rows.add("hits", "ideal hit tokens", lambda r: r.summary.ideal_hit_tokens, "{:,}")
+    rows.add("hits", "hit rate", lambda r: r.summary.hit_rate, "{:.1%}")
+    rows.add("hits", "ideal hit rate", lambda r: r.summary.ideal_hit_rate, "{:.1%}")
     rows.add(
         "hits",
         "hit tokens recomputed",
-        lambda r: _count(r.server.recomputed_tokens) if r.server else None,
+        lambda r: r.server.recomputed_tokens if r.server else None,
+        "{:,}",
     )
 
 
 def _add_bytes(rows: _Rows, results: Sequence[ReplayResult]) -> None:
-    def megabytes(field: str, key: str, run: ReplayResult) -> str | None:
+    def megabytes(field: str, key: str, run: ReplayResult) -> float | None:
         values = counted_bytes(run, field)
-        return f"{values[key] / MEGA:,.1f}" if key in values else None
+        return values[key] / MEGA if key in values else None
 
     for field, section, name in (
         ("path_bytes", "paths", "{}, MB"),
         ("snic_read_bytes", "snics", "SNIC {} read, MB"),
     ):
         for key in byte_keys(results, field):
-            rows.add(section, name.format(byte_label(key)), partial(megabytes, field, key))
+            of = partial(megabytes, field, key)
+            rows.add(section, name.format(byte_label(key)), of, "{:,.1f}")
 
 
 def counted_bytes(result: ReplayResult, field: str) -> dict[str, int]:
@@ -104,14 +107,13 @@ def byte_label(key: str) -> str:
 
 
 def _add_turns(rows: _Rows, results: Sequence[ReplayResult]) -> None:
-    rows.add("turns", "agents", lambda r: _count(r.summary.sessions))
-    rows.add("turns", "turns", lambda r: _count(r.summary.turns))
-    rows.add("turns", "turns failed", lambda r: _count(r.summary.turns_failed))
-    rows.add("turns", "tokens generated", lambda r: _count(r.summary.generated_tokens))
+    rows.add("turns", "agents", lambda r: r.summary.sessions, "{:,}")
+    rows.add("turns", "turns", lambda r: r.summary.turns, "{:,}")
+    rows.add("turns", "turns failed", lambda r: r.summary.turns_failed, "{:,}")
+    rows.add("turns", "tokens generated", lambda r: r.summary.generated_tokens, "{:,}")
     if len(results) > 1:
-        first = results[0]
-        title = f"responses equal to {labels(results)[0]}"
-        rows.add("turns", title, lambda r: _equal_responses(first, r))
+        equal = partial(_equal_responses, results[0])
+        rows.add("turns", f"responses equal to {labels(results)[0]}", equal)
 
 
 def _equal_responses(first: ReplayResult, other: ReplayResult) -> str | None:
@@ -135,21 +137,15 @@ def _jct(result: ReplayResult | None) -> float | None:
     return result.summary.jct_s if result is not None else None
 
 
-def _ttft(result: ReplayResult | None) -> float | None:
-    return result.summary.ttft_s.mean if result is not None and result.summary.ttft_s else None
+def _relative_ttft(base: ReplayResult | None, result: ReplayResult) -> float | None:
+    if base is None:
+        return None
+    return _ratio(_mean(result.summary.ttft_s), _mean(base.summary.ttft_s))
 
 
-def _ratio(value: float | None, base: float | None) -> str | None:
-    return f"{value / base:.2f}x" if value is not None and base else None
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None
 
 
-def _mean(values: Distribution | None) -> str | None:
-    return f"{values.mean:.2f}" if values is not None else None
-
-
-def _count(value: int | None) -> str | None:
-    return f"{value:,}" if value is not None else None
-
-
-def _percent(value: float | None) -> str | None:
-    return f"{value:.1%}" if value is not None else None
+def _mean(values: Distribution | None) -> float | None:
+    return values.mean if values is not None else None
