@@ -1,5 +1,6 @@
 """Reports: one model, and what each medium makes of it."""
 
+import importlib.util
 from io import StringIO
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from dualpath.cli.main import main
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.laboratory.experiments.report import ExperimentReport, as_report
@@ -120,3 +122,20 @@ def test_without_the_extra_a_page_is_refused_with_the_words_to_install_it(monkey
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=r"--html needs jinja2; pip install 'dualpath\[report\]'"):
         files.require_extra("--html")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["lab", "run", "--nodes", "1P1D", "--out", "runs"],
+        ["eval", "fig7", "--out", "runs"],
+        ["report", "run.json", "--html", "page.html"],
+    ],
+)
+def test_a_command_says_before_it_runs_that_the_extra_is_missing(command, monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "jinja2" else found(name)
+    )
+    assert main(command) == 2
+    assert "pip install 'dualpath[report]'" in capsys.readouterr().err

@@ -142,8 +142,11 @@ def run_experiment(args: argparse.Namespace) -> int:
     Raises ``ConfigError`` and ``EngineLostError`` after the lab is removed.
     """
     from dualpath.laboratory.experiments.report import as_report, write_experiment
+    from dualpath.report.files import require_extra
     from dualpath.report.text import print_report
 
+    if args.out:
+        require_extra("--out")
     report = _measured(args)
     print_report(as_report(report))
     if args.out:
