@@ -3,14 +3,16 @@
 import os
 import select
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dualpath.core.errors import DeadlineError, EngineLostError
-from dualpath.ops.launch.process import SpawnedProcess, Supervisor
+from dualpath.ops.launch.process import SpawnedProcess, Supervisor, die_with_parent
 
 GUARD_S = 30.0
 STAY = "sleep 1000 & while :; do wait; done"
@@ -154,3 +156,11 @@ input()
         os.kill(stays, 0)
     finally:
         os.kill(stays, signal.SIGKILL)
+
+
+def test_a_process_whose_starter_is_gone_already_does_not_begin() -> None:
+    someone_else = os.getppid()
+    orphan = subprocess.Popen(
+        ("sleep", "1000"), preexec_fn=partial(die_with_parent, signal.SIGKILL, someone_else)
+    )
+    assert orphan.wait(GUARD_S) == -signal.SIGKILL

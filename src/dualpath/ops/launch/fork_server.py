@@ -89,7 +89,7 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 def _main(entry: str, command: list[str], log: str, environment: dict[str, str]) -> None:
     """Entry point in the new process; behaves as if the command had been typed."""
     os.setsid()
-    die_with_parent(signal.SIGTERM)
+    die_with_parent(signal.SIGTERM, os.getppid())
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

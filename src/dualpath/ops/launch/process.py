@@ -29,9 +29,14 @@ _POLL_S = 0.05
 _END_S = 20.0
 
 
-def die_with_parent(number: int) -> None:
-    """Let this process get a signal when the thread that started it ends, however it ends."""
+def die_with_parent(number: int, parent: int) -> None:
+    """Let this process get a signal when the thread that started it ends, however it ends.
+
+    ``parent`` is the process of that thread; if it is gone already, the signal comes now.
+    """
     _libc.prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
 
 
 class ProcessStat(NamedTuple):
@@ -205,7 +210,7 @@ class SpawnedProcess(ManagedProcess):
                 env=environment,
                 cwd=folder,
                 start_new_session=True,
-                preexec_fn=partial(_begin, outlives_parent),
+                preexec_fn=partial(_begin, None if outlives_parent else os.getpid()),
             )
         self.stdin, self.stdout = self._process.stdin, self._process.stdout
 
@@ -241,12 +246,12 @@ class SpawnedProcess(ManagedProcess):
             self.stdout.close()
 
 
-def _begin(outlives_parent: bool) -> None:
-    """Set what a new process inherits: nothing is ignored that may be sent to drain it."""
+def _begin(parent: int | None) -> None:
+    """Begin a new process, which ignores nothing that may be sent to drain it."""
     # A shell's background commands ignore it, and so do all that they start.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not outlives_parent:
-        die_with_parent(signal.SIGKILL)
+    if parent is not None:
+        die_with_parent(signal.SIGKILL, parent)
 
 
 _Process = TypeVar("_Process", bound=ManagedProcess)
