@@ -117,7 +117,7 @@ class Conversation(abc.ABC):
         known, token_ids = self._looked_up
         same = known.common_tokens(sequence)
         rest = self.contents.tokens(sequence.between(same, sequence.tokens))
-        token_ids = TokenIds(token_ids.first(same).raw + rest.raw)
+        token_ids = token_ids.changed_from(same, rest)
         self._looked_up = (sequence, token_ids)
         return token_ids
 

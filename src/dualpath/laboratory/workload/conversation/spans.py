@@ -13,8 +13,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from itertools import compress, count, islice
 from operator import is_not, itemgetter, ne
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 #: Tokens compare as big-endian bytes in the order of their ids.
@@ -27,7 +27,7 @@ Span = tuple[int, int, int, int]
 _END = itemgetter(3)
 
 
-class Spans(NamedTuple):
+class Spans(msgspec.Struct, frozen=True, order=True):
     """A sequence of tokens.  Spans that go on are one, so equal sequences have equal spans.
 
     The order of ``<`` keeps sequences with long common prefixes together.
@@ -44,8 +44,11 @@ class Spans(NamedTuple):
     def of_runs(cls, content: int, runs: Iterable[tuple[int, int]]) -> "Spans":
         """Return tokens ``start`` ≤ i < ``stop`` of one content for every (start, stop)."""
         spans: list[Span] = []
+        end = 0
         for start, stop in runs:
-            _append(spans, ((content, start, stop, stop - start),))
+            end += stop - start
+            first = spans.pop()[1] if spans and spans[-1][2] == start else start
+            spans.append((content, first, stop, end))
         return cls(tuple(spans))
 
     @property
@@ -78,13 +81,13 @@ class Spans(NamedTuple):
             return Spans()
         low = bisect_right(self.spans, start, key=_END)
         high = bisect_left(self.spans, stop, lo=low, key=_END)
-        found = [
-            (c, first, last, end - start) for c, first, last, end in self.spans[low : high + 1]
-        ]
+        part = self.spans[low : high + 1]
+        found = [(content, first, last, end - start) for content, first, last, end in part]
+        # The first one begins at ``start`` and the last one ends at ``stop``.
         content, _, last, end = found[0]
         found[0] = (content, last - end, last, end)
         content, first, last, end = found[-1]
-        found[-1] = (content, first, last - (end - (stop - start)), stop - start)
+        found[-1] = (content, first, last - end + (stop - start), stop - start)
         return Spans(tuple(found))
 
     def common_tokens(self, other: "Spans") -> int:
@@ -104,6 +107,8 @@ def common_items(left: tuple[object, ...], right: tuple[object, ...]) -> int:
     shorter = min(len(left), len(right))
     # Sequences that share a beginning mostly share the very objects, which is quickly seen.
     low = next(compress(count(), map(is_not, left, right)), shorter)
+    if low == shorter or left[low] != right[low]:
+        return low
     different = map(ne, islice(left, low, None), islice(right, low, None))
     return low + next(compress(count(), different), shorter - low)
 
@@ -117,10 +122,11 @@ def _append(spans: list[Span], others: tuple[Span, ...]) -> None:
         if last == content and last_stop == start:
             spans[-1] = (content, last_start, stop, shift + end)
             others = others[1:]
-    spans += [(content, start, stop, end + shift) for content, start, stop, end in others]
+    for content, start, stop, end in others:
+        spans.append((content, start, stop, end + shift))
 
 
-class TokenIds(NamedTuple):
+class TokenIds(msgspec.Struct, frozen=True, order=True):
     """A sequence of tokens, really."""
 
     raw: bytes = b""
@@ -135,9 +141,10 @@ class TokenIds(NamedTuple):
         """Length in tokens."""
         return len(self.raw) // TOKEN.itemsize
 
-    def first(self, tokens: int) -> "TokenIds":
-        """Return the leading ``tokens`` tokens, or all if there are fewer."""
-        return TokenIds(self.raw[: tokens * TOKEN.itemsize])
+    def changed_from(self, tokens: int, others: "TokenIds") -> "TokenIds":
+        """Return the leading ``tokens`` tokens with the others behind them."""
+        kept = memoryview(self.raw)[: tokens * TOKEN.itemsize]
+        return TokenIds(b"".join((kept, others.raw)))
 
     def listed(self) -> list[int]:
         """Return the token ids."""
