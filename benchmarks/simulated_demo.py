@@ -176,13 +176,13 @@ def demo_agents(run: RecordedRun) -> AgentTable | None:
 
     if run.trace != demo.SESSIONS_PACKAGE or not importlib.util.find_spec(demo.SESSIONS_PACKAGE):
         return None
-    sessions, _ = demo.sessions_of(None)
-    model, given = prepare_smollm2(), demo_arguments()
+    sessions, _ = demo.sessions_of("")
+    model, given = prepare_smollm2(), demo_settings()
     settings = WorkloadSettings(
         agents=given.agents,
         seed=given.seed,
-        max_turns=given.turns,
-        max_context_tokens=given.max_context,
+        max_turns=given.max_turns,
+        max_context_tokens=given.max_context_tokens,
         scale_generate=given.scale_generate,
     )
     # The demo's own choice of sessions, so that this stays the demo's.
@@ -190,11 +190,9 @@ def demo_agents(run: RecordedRun) -> AgentTable | None:
     return agents_from_sessions(fitting, settings, encode=load_encoder(model))
 
 
-def demo_arguments() -> argparse.Namespace:
+def demo_settings() -> demo.DemoSettings:
     """Return the defaults of `dualpath demo`."""
-    parser = argparse.ArgumentParser()
-    demo.add_parser(parser.add_subparsers())
-    return parser.parse_args(["demo"])
+    return demo.DemoSettings()
 
 
 def _figures(result: SimulationResult) -> Figures:

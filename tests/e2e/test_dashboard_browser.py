@@ -258,6 +258,6 @@ def simulation(folder: Path) -> str:
     files = {"cluster": "c.toml", "model": "costs.toml", "trace": "t.jsonl"}
     files["json"] = "simulation.json"
     options = [word for name, file in files.items() for word in (f"--{name}", str(folder / file))]
-    modes = ["--mode", "basic", "dualpath"]
+    modes = ["--mode", "basic,dualpath"]
     assert main(["simulate", *options, "--core", "reference", "--quiet", *modes]) == 0
     return (folder / "simulation.json").read_text(encoding="utf-8")

@@ -376,7 +376,7 @@ def test_the_command_makes_shows_and_removes(tmp_path: Path) -> None:
 
     try:
         assert dualpath("up", "--config", str(file)).returncode == 0
-        status = json.loads(dualpath("status", "--name", name, "--format", "json").stdout)
+        status = json.loads(dualpath("status", "--name", name, "--json", "-").stdout)
         assert [node["name"] for node in status["nodes"]] == ["pe0", "de0", "de1"]
         assert status["shaping"] == "root"
     finally:

@@ -23,7 +23,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def printed_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    return json.loads(printed(capsys, *arguments, "--format", "json"))
+    return json.loads(printed(capsys, *arguments, "--json", "-"))
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -68,15 +68,15 @@ def test_too_few_prefill_nodes_bind_and_the_usable_share_is_shown(capsys):
 
 
 def test_a_storage_nic_beyond_half_the_compute_nics_fits_no_ratio(capsys):
-    text = printed(capsys, "bounds", "--nodes", "1P1D", "--snic-gb-per-s", "250")
+    text = printed(capsys, "bounds", "--nodes", "1P1D", "--snic-bytes-per-s", "250GB")
     assert "PE CNIC read does not depend on P/D; it needs an SNIC of at most" in text
     assert "200 GB/s" in text
-    result = printed_json(capsys, "bounds", "--snic-gb-per-s", "250")
+    result = printed_json(capsys, "bounds", "--snic-bytes-per-s", "250GB")
     assert result["bottleneck_free_range"] is None
 
 
 def test_two_storage_nics_narrow_the_range(capsys):
-    result = printed_json(capsys, "bounds", "--nodes", "1P1D", "--snic-gb-per-s", "100")
+    result = printed_json(capsys, "bounds", "--nodes", "1P1D", "--snic-bytes-per-s", "100GB")
     assert result["bottleneck_free_range"] == pytest.approx([1 / 3, 1.0])
 
 
@@ -105,15 +105,18 @@ def test_plan_loads_approach_the_equations_as_misses_vanish():
     ("arguments", "message"),
     [
         (("bounds", "--nodes", "0P4D"), "--nodes is '0P4D'"),
-        (("bounds", "--nodes", "2x4"), "like 2P4D"),
-        (("bounds", "--gpus-per-node", "0"), "--gpus-per-node is 0, must be between 1"),
-        (("bounds", "--snic-gb-per-s", "-1"), "--snic-gb-per-s is -1"),
+        (("bounds", "--nodes", "2x4"), "like 1P2D"),
+        (("bounds", "--gpus-per-node", "0"), "--gpus-per-node is 0; it must be between 1"),
+        (("bounds", "--snic-bytes-per-s", "-1"), "--snic-bytes-per-s is -1"),
         (("bounds", "--cluster", "mine"), "paper-660b"),
         (("bounds", "--model", "ds-v3.2", "--hit-rate", "1.5"), "--hit-rate is 1.5"),
         (("bounds", "--model", "ds-v3.2", "--hit-rate", "1"), "must be 1 to 33149"),
-        (("workingset", "--aps", "0.4"), "--aps is given without --jct"),
-        (("workingset", "--aps", "0", "--jct", "1"), "--aps is 0, must be above 0"),
-        (("workingset", "--gap-factor", "0.5"), "--gap-factor is 0.5, must be at least 1"),
+        (("workingset", "--agents-per-s", "0.4"), "--agents-per-s is given without --jct-s"),
+        (
+            ("workingset", "--agents-per-s", "0", "--jct-s", "1"),
+            "is 0.0; it must be above 0",
+        ),
+        (("workingset", "--gap-factor", "0.5"), "--gap-factor is 0.5; it must be between 1"),
         (("table1", "--model", "gpt-5"), "'gpt-5' is not among"),
     ],
 )
@@ -140,7 +143,7 @@ def test_the_papers_working_sets_imply_these_completion_times(capsys):
 
 
 def test_gaps_enlarge_the_working_set_with_their_square(capsys):
-    arguments = ("workingset", "--aps", "0.45", "--jct", "1352", "--gap-factor", "3")
+    arguments = ("workingset", "--agents-per-s", "0.45", "--jct-s", "1352", "--gap-factor", "3")
     sizes = [case["working_set_bytes"] for case in printed_json(capsys, *arguments)["cases"]]
     assert sizes[0] == pytest.approx(681e9, rel=0.001)
     assert sizes[1:] == pytest.approx([3 * sizes[0], 9 * sizes[0]])

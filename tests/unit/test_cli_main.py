@@ -137,7 +137,7 @@ def test_every_subcommand_has_its_module_and_help(name, capsys):
 
 def test_preparing_a_model_where_it_cannot_be_written_says_so(tmp_path, capsys):
     (tmp_path / "notes.txt").touch()
-    assert main(["model", "tiny-qwen2", "--to", str(tmp_path)]) == 2
+    assert main(["model", "tiny-qwen2", "--out", str(tmp_path)]) == 2
     message = capsys.readouterr().err
     assert str(tmp_path) in message
     assert "remove it or choose another" in message

@@ -43,7 +43,7 @@ def test_quota_of_the_cluster_file_admits_the_pairs_that_the_demo_admits():
 
 
 def test_memories_of_the_cluster_file_are_those_of_the_demo():
-    given = simulated_demo.demo_arguments()
+    given = simulated_demo.demo_settings()
     settings = demo.cluster_settings(Mode.DUALPATH, given, Path("model"), "storage", Path("runs"))
     cluster, _ = simulated_demo.read_setting()
     assert cluster.prefill_hbm_bytes == cluster.decode_hbm_bytes == settings.hbm_bytes

@@ -282,7 +282,7 @@ def test_storage_ports_and_router_are_looked_at_when_given(root):
     for location, check in ((str(file), "Storage"), ("s3://bucket/kv", "Storage")):
         found = {f.check: f for f in examine(Wanted(storage=location), MadeUpNode(root, {}))}
         assert location in found[check].found
-    wanted = Wanted(ports=(70000,), control="http://h:1")
+    wanted = Wanted(ports=(70000,), router="http://h:1")
     found = {f.check: f for f in examine(wanted, MadeUpNode(root, {}))}
     assert found["Port 70000"].status is Status.ERROR
     assert "tcp://host:port" in found["Control address"].found
@@ -290,13 +290,13 @@ def test_storage_ports_and_router_are_looked_at_when_given(root):
 
 def test_imports_that_take_seconds_can_be_skipped(root):
     node = MadeUpNode(root, {})
-    checks = {f.check for f in examine(Wanted(skip=frozenset({"vllm", "nixl"})), node)}
+    checks = {f.check for f in examine(Wanted(skip=("vllm", "nixl")), node)}
     assert not {"vLLM hooks", "NIXL"} & checks
 
 
 def test_sizes_are_checked():
     with pytest.raises(ConfigError, match=r"storage_bytes is 0; it must be at least 1"):
-        Wanted(storage_bytes=0).checked()
+        Wanted(storage_bytes=0)
 
 
 # ------------------------------------------------------------------ the command
@@ -313,12 +313,12 @@ def test_the_table_puts_the_remedy_below_what_was_found():
 
 
 def test_the_exit_code_shows_errors(tmp_path, capsys):
-    arguments = ["doctor", "--skip", "vllm", "nixl", "--format", "json", "--storage"]
+    arguments = ["doctor", "--skip", "vllm,nixl", "--json", "-", "--storage"]
     (tmp_path / "file").touch()
     assert main([*arguments, str(tmp_path / "file")]) == 1
     found = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
     assert found["Storage"]["status"] == "error"
-    assert main([*arguments, str(tmp_path / "kv"), "--storage-mib", "0"]) == 2
+    assert main([*arguments, str(tmp_path / "kv"), "--storage-bytes", "0"]) == 2
 
 
 def test_an_error_is_worse_than_a_warning():

@@ -289,7 +289,7 @@ def test_generated_agents_arrive_all_at_once_or_one_by_one() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--seed", "-1"], "seed is -1"), (["--window", "0"], "window_s is 0")],
+    [(["--seed", "-1"], "--seed is -1"), (["--window-s", "0"], "--window-s is 0")],
 )
 def test_wrong_settings_are_refused_in_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
@@ -297,4 +297,4 @@ def test_wrong_settings_are_refused_in_one_line(
     assert main(["eval", "fig7", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
-    assert "must be between" in error
+    assert "it must be" in error

@@ -8,7 +8,8 @@ from dualpath.core.modes import Mode
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.catalog.load import load_cluster, load_gpu, load_model
 from dualpath.model.evaluation.comparison import compare, prefill_units, summarise
-from dualpath.model.evaluation.planner import PlanSettings, broken_slo, make_plan, reshaped
+from dualpath.model.evaluation.planner import broken_slo, make_plan, reshaped
+from dualpath.model.evaluation.settings import PlanSettings
 from dualpath.model.sim.result import NS_PER_S, Batches, LinkUse, SimulationResult, TurnTimes
 from dualpath.model.sim.run import simulate
 from dualpath.model.sim.settings import (
@@ -110,7 +111,7 @@ def arriving(rate: float | None) -> AgentTable:
 
 def test_every_shape_is_tried_and_the_shortest_jct_wins():
     cluster = Cluster(prefill=1.0, decode=0.5)
-    plan = make_plan(PlanSettings(nodes=6), setup_for, arriving, cluster)
+    plan = make_plan(PlanSettings(total_nodes=6), setup_for, arriving, cluster)
     assert [shape.prefill_nodes for shape in plan.shapes] == [1, 2, 3, 4, 5]
     assert (plan.best.prefill_nodes, plan.best.decode_nodes) == (2, 4)
     assert plan.best.jct_s == pytest.approx(100 / 2, rel=0.1)
@@ -119,7 +120,7 @@ def test_every_shape_is_tried_and_the_shortest_jct_wins():
 
 def test_the_capacity_is_bisected_and_names_what_breaks_beyond_it():
     cluster = Cluster(prefill=1.0, decode=0.5)
-    settings = PlanSettings(nodes=6, objective="capacity", precision=0.02)
+    settings = PlanSettings(total_nodes=6, objective="capacity", precision=0.02)
     plan = make_plan(settings, setup_for, arriving, cluster)
     assert plan.best.prefill_nodes == 2
     for shape in plan.shapes:
@@ -132,7 +133,7 @@ def test_the_capacity_is_bisected_and_names_what_breaks_beyond_it():
 
 def test_many_nodes_are_searched_in_few_shapes_and_the_peak_is_found():
     cluster = Cluster(prefill=1.0, decode=0.25)
-    settings = PlanSettings(nodes=144, most_shapes=15)
+    settings = PlanSettings(total_nodes=144, most_shapes=15)
     plan = make_plan(settings, setup_for, arriving, cluster)
     assert len(plan.shapes) <= 25
     # 29P115D serves min(29, 28.75); neighbours serve less.
@@ -140,7 +141,7 @@ def test_many_nodes_are_searched_in_few_shapes_and_the_peak_is_found():
 
 
 def test_equal_inputs_give_equal_plans():
-    settings = PlanSettings(nodes=4)
+    settings = PlanSettings(total_nodes=4)
     agents = agent_table(12, 3)
     first = make_plan(settings, setup_for, lambda rate: agents, reference)
     second = make_plan(settings, setup_for, lambda rate: agents, reference)
@@ -150,7 +151,7 @@ def test_equal_inputs_give_equal_plans():
 
 def test_a_plan_on_the_simulator_itself_gives_prefill_work_prefill_nodes():
     agents = agent_table(24, 1)
-    plan = make_plan(PlanSettings(nodes=4), setup_for, lambda rate: agents, reference)
+    plan = make_plan(PlanSettings(total_nodes=4), setup_for, lambda rate: agents, reference)
     assert plan.best.prefill_nodes == 3
     assert plan.shapes[0].binds == "PEs"
 
@@ -159,7 +160,7 @@ def test_equation_9_marks_the_shapes_without_a_bottleneck():
     def wide(prefill_nodes, decode_nodes):
         return setup_for(prefill_nodes, decode_nodes)
 
-    plan = make_plan(PlanSettings(nodes=3), wide, arriving, Cluster(1.0, 1.0))
+    plan = make_plan(PlanSettings(total_nodes=3), wide, arriving, Cluster(1.0, 1.0))
     # One GPU per node with a storage NIC as fast as its compute NIC: every ratio has one.
     assert plan.ratio_range == (float("inf"), 0.0)
     assert not any(shape.bottleneck_free for shape in plan.shapes)
@@ -171,7 +172,7 @@ def test_a_shape_that_cannot_be_is_shown_with_its_reason_and_the_rest_goes_on():
         return setup_for(prefill_nodes, decode_nodes, decode_hbm_bytes=room)
 
     agents = agent_table(4, 2)
-    plan = make_plan(PlanSettings(nodes=3), picky, lambda rate: agents, reference)
+    plan = make_plan(PlanSettings(total_nodes=3), picky, lambda rate: agents, reference)
     assert plan.best.prefill_nodes == 1
     assert "raise decode_hbm_bytes" in plan.shapes[1].refusal
 
@@ -194,16 +195,16 @@ def test_when_no_shape_can_be_the_first_refusal_is_raised():
 
     agents = agent_table(4, 2)
     with pytest.raises(ConfigError, match="raise decode_hbm_bytes"):
-        make_plan(PlanSettings(nodes=3), never, lambda rate: agents, reference)
+        make_plan(PlanSettings(total_nodes=3), never, lambda rate: agents, reference)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"nodes": 1}, "nodes is 1, must be 2 to"),
-        ({"nodes": 4, "ttft_slo_s": 0.0}, "ttft_slo_s is 0.0"),
-        ({"nodes": 4, "precision": 0.0}, "precision is 0.0"),
-        ({"nodes": 4, "most_shapes": 1}, "most_shapes 1"),
+        ({"total_nodes": 1}, "total_nodes is 1; it must be between 2"),
+        ({"total_nodes": 4, "ttft_slo_s": 0.0}, "ttft_slo_s is 0.0"),
+        ({"total_nodes": 4, "precision": 0.0}, "precision is 0.0"),
+        ({"total_nodes": 4, "most_shapes": 1}, "most_shapes is 1"),
     ],
 )
 def test_settings_out_of_range_are_refused(change, said):
@@ -214,13 +215,13 @@ def test_settings_out_of_range_are_refused(change, said):
 def test_the_slo_is_the_callers():
     agents = arriving(0.1)
     slow = Cluster._result(setup_for(1, 1), agents, agents.start_s, 6.0, 0.02)
-    assert broken_slo(slow, PlanSettings(nodes=2)) == "TTFT"
-    assert broken_slo(slow, PlanSettings(nodes=2, ttft_slo_s=7.0)) == ""
-    assert broken_slo(slow, PlanSettings(nodes=2, ttft_slo_s=7.0, tpot_slo_s=0.01)) == "TPOT"
+    assert broken_slo(slow, PlanSettings(total_nodes=2)) == "TTFT"
+    assert broken_slo(slow, PlanSettings(total_nodes=2, ttft_slo_s=7.0)) == ""
+    assert broken_slo(slow, PlanSettings(total_nodes=2, ttft_slo_s=7.0, tpot_slo_s=0.01)) == "TPOT"
     unanswered = slow._replace(
         turns=slow.turns._replace(first_token_ns=np.full_like(slow.turns.first_token_ns, -1))
     )
-    assert broken_slo(unanswered, PlanSettings(nodes=2)) == "nothing answered"
+    assert broken_slo(unanswered, PlanSettings(total_nodes=2)) == "nothing answered"
 
 
 def test_a_summary_counts_every_byte_read_and_finds_the_slow_storage_nic():

@@ -132,7 +132,7 @@ def test_the_command_measures_fits_and_writes(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(command, "_measure", measure)
     out = tmp_path / "costs.toml"
-    grid = ["--cached", "0", "640", "--block-size", "16", "--compile"]
+    grid = ["--cached-tokens", "0,640", "--block-tokens", "16", "--no-enforce-eager"]
     assert main(["profile", "some/model", "--out", str(out), *grid]) == 0
     assert asked[0].cached_tokens == (0, 640)
     assert asked[0].enforce_eager is False
@@ -143,12 +143,15 @@ def test_the_command_measures_fits_and_writes(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--cached", "100", "200"], "cached_tokens 100 is not a multiple of the block of 64"),
-        (["--chunks", "64"], "it needs at least two different values from 1"),
-        (["--requests", "0", "4"], "decode_requests is [0, 4]"),
-        (["--repeats", "0"], "repeats is 0, must be 1 to"),
-        (["--hbm-mib", "-1"], "hbm_bytes"),
-        (["--typical-round", "64", "0"], "an append of at least 1 token"),
+        (
+            ["--cached-tokens", "100,200"],
+            "--cached-tokens 100 is not a multiple of the block",
+        ),
+        (["--chunk-tokens", "64"], "it needs at least two different values"),
+        (["--decode-requests", "0,4"], "--decode-requests is 0,4; it must be between 1"),
+        (["--repeat", "0"], "--repeat is 0; it must be between 1"),
+        (["--hbm-bytes", "-1"], "--hbm-bytes is -1"),
+        (["--typical-round-tokens", "64,0"], "an append of at least 1 token"),
         (["--out", "missing/costs.toml"], "give a file in a writable folder"),
     ],
 )
@@ -181,8 +184,9 @@ def test_a_real_engine_is_profiled(tmp_path):
     costs_file = tmp_path / "costs.toml"
     # The smallest grid that determines the coefficients, in a process that ends with its engine.
     arguments = [str(make_tiny_model("qwen2")), "--out", str(costs_file), "--max-model-len", "1024"]
-    arguments += ["--cached", "0", "256", "--chunks", "64", "128", "--requests", "1", "3"]
-    arguments += ["--contexts", "64", "256", "--repeats", "1", "--steps", "2", "--hbm-mib", "64"]
+    arguments += ["--cached-tokens", "0,256", "--chunk-tokens", "64,128"]
+    arguments += ["--decode-requests", "1,3", "--decode-context-tokens", "64,256"]
+    arguments += ["--repeat", "1", "--decode-steps", "2", "--hbm-bytes", "64MiB"]
     command = ["profile", *arguments]
     process = ForkedProcess("profile", "dualpath.cli.main:main", command, tmp_path / "log")
     assert process.wait(110) == 0, process.log_tail()

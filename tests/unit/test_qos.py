@@ -101,7 +101,7 @@ def test_ethernet_is_what_the_lab_applies() -> None:
         weights=settings.weights,
         kv_ports=settings.ports,
         interface="cnic",
-        bytes_per_s=settings.cnic_bytes_per_s,
+        cnic_bytes_per_s=settings.cnic_bytes_per_s,
     )
     printed = [line for line in lines(Fabric.ETHERNET, lanes) if line.startswith("tc ")]
     machine = LabMachine(shaping=Shaping.ROOT, folder="f", storage="s")
@@ -159,12 +159,12 @@ def test_port_ranges_that_one_filter_cannot_match_are_refused(text: str) -> None
 @pytest.mark.parametrize(
     ("lanes", "said"),
     [
-        ({"kv_sl": 4}, "KV service level is 4"),
+        ({"kv_sl": 4}, "kv_sl is 4; it must be between 0 and 3"),
         ({"inference_sl": 2}, "share service level 2"),
         ({"kv_dscp": 34}, "share DSCP 34"),
         ({"kv_dscp": 35}, "share priority 4"),
         ({"kv_dscp": 8}, "DSCP 8 has priority 1"),
-        ({"bytes_per_s": 0.0}, "0 Gbit/s"),
+        ({"cnic_bytes_per_s": 0.0}, "cnic_bytes_per_s is"),
     ],
 )
 def test_lanes_that_fall_together_are_refused(lanes: dict[str, int], said: str) -> None:
@@ -176,18 +176,18 @@ def test_lanes_that_fall_together_are_refused(lanes: dict[str, int], said: str) 
 def test_the_command_explains_every_line(
     fabric: Fabric, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.main(["qos", "--fabric", fabric.value, "--gbit-per-s", "25"]) == 0
+    assert main.main(["qos", "--fabric", fabric.value, "--cnic-bytes-per-s", "25Gbit"]) == 0
     printed = capsys.readouterr().out.splitlines()
     for number, line in enumerate(printed):
         if line and not line.startswith("#"):
             assert printed[number - 1].startswith("# ")
     assert [line for line in printed if line and not line.startswith("#")] == lines(
-        fabric, FabricLanes(bytes_per_s=25e9 / 8)
+        fabric, FabricLanes(cnic_bytes_per_s=25e9 / 8)
     )
 
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["qos", "--fabric", "roce", "--ratio", "9:1", "--format", "json"]) == 0
+    assert main.main(["qos", "--fabric", "roce", "--ratio", "9:1", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["lanes"]["weights"] == {"inference": 9, "kv": 1}
     assert all(s["why"] for group in found["groups"] for s in group["settings"])

@@ -179,8 +179,8 @@ def test_progress_is_reported(core):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prefill_nodes": 0}, "prefill_nodes is 0, must be between 1"),
-        ({"decode_nodes": 0}, "decode_nodes is 0, must be between 1"),
+        ({"prefill_nodes": 0}, "prefill_nodes is 0; it must be between 1"),
+        ({"decode_nodes": 0}, "decode_nodes is 0; it must be between 1"),
         ({"snic_bytes_per_s": -1.0}, "snic_bytes_per_s is -1.0"),
         ({"cnic_bytes_per_s": float("nan")}, "cnic_bytes_per_s is nan"),
         ({"decode_hbm_bytes": 64_000.0}, "decode_hbm_bytes holds 64"),

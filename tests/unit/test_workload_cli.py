@@ -31,7 +31,7 @@ def test_the_commands_replay_report_and_compare(tmp_path: Path, capsys: pytest.C
         replay_code = command(
             replay_command,
             *("replay", str(trace), "--endpoint", f"{endpoint}/v1", "--agents", "3"),
-            *("--skip-broken", "--out", out, "--html", page, "--label", "first"),
+            *("--skip-broken", "--json", out, "--html", page, "--label", "first"),
         )
     report_code = command(report_command, "report", out, out, "--html", page)
 
@@ -61,7 +61,7 @@ def test_the_replay_command_shows_failed_turns_by_its_exit_code(tmp_path: Path):
     ("line", "more", "error", "message"),
     [
         ("broken", [], TraceError, "holds no readable JSON|line 1"),
-        ("[[8, 5]]", ["--out", "/dev/null/x.json"], ConfigError, "cannot be written"),
+        ("[[8, 5]]", ["--json", "/dev/null/x.json"], ConfigError, "cannot be written"),
         (
             '{"messages": [{"role": "user"}, {"role": "assistant"}]}',
             [],

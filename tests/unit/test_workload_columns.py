@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,17 +128,17 @@ def test_text_without_a_tokenizer_is_four_bytes_a_token():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (WorkloadSettings(agents=0), "agents is 0, must be between 1"),
-        (WorkloadSettings(block_tokens=0), "block_tokens is 0"),
-        (WorkloadSettings(tool_delay_scale=-1.0), "tool_delay_scale is -1.0"),
-        (WorkloadSettings(scale_append=0.0), "scale_append is 0.0"),
-        (WorkloadSettings(max_turns=0), "max_turns is 0"),
-        (WorkloadSettings(share_across_sessions="all"), "must be one of none, parallel"),  # type: ignore[arg-type]
+        ({"agents": 0}, "agents is 0; it must be between 1"),
+        ({"block_tokens": 0}, "block_tokens is 0"),
+        ({"tool_delay_scale": -1.0}, "tool_delay_scale is -1.0"),
+        ({"scale_append": 0.0}, "scale_append is 0.0"),
+        ({"max_turns": 0}, "max_turns is 0"),
+        ({"share_across_sessions": "all"}, "must be one of none, parallel"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings: WorkloadSettings, message: str):
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
-        agents_from_sessions([rounds((5, 1))], settings)
+        WorkloadSettings(**settings)
 
 
 def test_workloads_that_cannot_be_are_refused():

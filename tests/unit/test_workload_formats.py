@@ -251,7 +251,7 @@ def test_ids_are_made_unique_and_the_limit_holds(tmp_path: Path):
     [
         ("missing.jsonl", None, "cannot be read"),
         ("empty.jsonl", b"", "holds no readable JSON"),
-        ("odd.jsonl", b'{"a": 1}\n', "format not recognised.*--format"),
+        ("odd.jsonl", b'{"a": 1}\n', "format not recognised.*--trace-format"),
         ("cut.jsonl.xz", lzma.compress(b"[[5, 1]]\n" * 1000)[:40], "cannot be read"),
         ("no.tar", b"not a tar", "cannot be read"),
     ],

@@ -271,12 +271,12 @@ def test_nothing_listening_is_said_at_once():
     [
         ({"model": "other"}, "'other' is not served.*it serves tiny"),
         ({"agents": 0}, "agents is 0"),
-        ({"agents_per_s": -1.0}, "agents per second is -1"),
+        ({"agents_per_s": -1.0}, "agents_per_s is -1"),
         ({"scale_append": 0.0}, "scale_append is 0"),
         ({"max_turns": -2}, "max_turns is -2"),
         ({"vocab_size": -5}, "vocab_size is -5"),
         ({"block_tokens": -1}, "block_tokens is -1"),
-        ({"read_timeout_s": 0.0}, "timeout is 0"),
+        ({"read_timeout_s": 0.0}, "read_timeout_s is 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_anything_is_sent(

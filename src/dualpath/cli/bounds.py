@@ -2,10 +2,13 @@
 
 import argparse
 import math
-import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from dualpath.cli.output import FORMATS, JSON, TEXT, gigabytes, percent, print_json
+from dualpath.cli.output import add_json_argument, gigabytes, percent, wrote_json
+from dualpath.cli.settings import add_settings, flag_settings
+from dualpath.core.cluster import NodesSettings
+from dualpath.core.settings import Setting, Settings
+from dualpath.model.sim.settings import ClusterSettings
 from dualpath.report.model import NOTHING, Block, Notes, Table
 
 if TYPE_CHECKING:
@@ -16,7 +19,6 @@ if TYPE_CHECKING:
     from dualpath.plan.bounds import RatioBound
     from dualpath.plan.movements import Link
 
-_GB = 1e9
 #: A load that equals its limit but for rounding fits.
 _TOLERANCE = 1e-9
 #: The mean prompt of the 64K dataset (§3, Table 2).
@@ -30,6 +32,25 @@ Eq. 1-9 leave out the KV of miss tokens and the writes to storage; --model count
 the writes of generated tokens."""
 
 
+class BoundsSettings(Settings, frozen=True, kw_only=True):
+    """The machine, and the prompts whose transfer plans are summed."""
+
+    cluster: Annotated[str, Setting("of the catalog, or a TOML file", metavar="C.toml|NAME")] = ""
+    model: Annotated[
+        str,
+        Setting(
+            "also count miss tokens and writes, from the transfer plans of this model",
+            metavar="NAME|FILE.toml",
+        ),
+    ] = ""
+    hit_rate: Annotated[float, Setting("stored share of a prompt", ge=0, le=1)] = _HIT_RATE
+    prompt_tokens: Annotated[int, Setting("of a prompt", ge=2, le=1 << 24)] = _PROMPT_TOKENS
+
+
+#: What of a cluster file Eq. 1-9 look at.
+_MACHINE = ("gpus_per_node", "cnic_bytes_per_s", "snic_bytes_per_s", "dram_bytes_per_s")
+
+
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the parser of `dualpath bounds`."""
     parser = subparsers.add_parser(
@@ -39,26 +60,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "bottleneck in its compute NICs or DRAM (paper §4.2), equation by equation. Options "
         "override what --cluster says; without both, the paper's machine is meant.",
     )
-    parser.add_argument("--cluster", metavar="NAME_OR_FILE", help="of the catalog, or a TOML file")
-    parser.add_argument(
-        "--nodes", metavar="xPyD", help="prefill and decode nodes, for instance 2P4D"
-    )
-    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="each with one compute NIC")
-    parser.add_argument("--cnic-gb-per-s", type=float, metavar="GB/S", help="of one GPU's NIC")
-    parser.add_argument("--snic-gb-per-s", type=float, metavar="GB/S", help="of a node's NIC")
-    parser.add_argument("--dram-gb-per-s", type=float, metavar="GB/S", help="of a node")
-    parser.add_argument(
-        "--model",
-        metavar="NAME_OR_FILE",
-        help="also count miss tokens and writes, from the transfer plans of this model",
-    )
-    parser.add_argument(
-        "--hit-rate", type=float, default=_HIT_RATE, help="stored share of a prompt"
-    )
-    parser.add_argument(
-        "--prompt-tokens", type=int, default=_PROMPT_TOKENS, metavar="N", help="of a prompt"
-    )
-    parser.add_argument("--format", choices=FORMATS, default=TEXT, help="what to print")
+    add_json_argument(parser)
+    add_settings(parser, BoundsSettings)
+    unset = dict.fromkeys(("nodes", *_MACHINE))
+    add_settings(parser, NodesSettings, defaults=unset)
+    add_settings(parser, ClusterSettings, only=_MACHINE, defaults=unset)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,11 +76,11 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.model.catalog.load import load_model
     from dualpath.report.text import print_blocks
 
-    shape = _shape(args)
-    model = load_model(args.model) if args.model else None
-    loads = _plan_loads(args, shape, model) if model else {}
-    if args.format == JSON:
-        _print_json(shape, loads)
+    settings = flag_settings(args, BoundsSettings)
+    shape = _shape(args, settings)
+    model = load_model(settings.model) if settings.model else None
+    loads = _plan_loads(settings, shape, model) if model else {}
+    if wrote_json(args, _document(shape, loads)):
         return 0
     head = (
         f"{shape.prefill_nodes}P{shape.decode_nodes}D, g = {shape.gpus_per_node}, "
@@ -85,58 +91,33 @@ def run(args: argparse.Namespace) -> int:
     )
     blocks: list[Block] = [Notes((head,)), *_equations(shape), Notes(tuple(_verdict(shape)))]
     if model:
-        blocks += _plan_blocks(args, shape, model, loads)
+        blocks += _plan_blocks(settings, shape, model, loads)
     blocks.append(Notes((_REMARKS,)))
     print_blocks(*blocks)
     return 0
 
 
-def _shape(args: argparse.Namespace) -> "ClusterShape":
+def _shape(args: argparse.Namespace, settings: "BoundsSettings") -> "ClusterShape":
+    import msgspec
+
     from dualpath.core.cluster import ClusterShape
     from dualpath.model.catalog.load import load_cluster
-    from dualpath.model.sim.settings import ClusterSettings
 
     # The defaults are §4.2's nominal rates, the paper's cluster files hold fitted ones.
     nominal = ClusterSettings(prefill_nodes=2, decode_nodes=4)
-    cluster = load_cluster(args.cluster) if args.cluster else nominal
-    nodes = (cluster.prefill_nodes, cluster.decode_nodes)
-    prefill_nodes, decode_nodes = _nodes(args.nodes) if args.nodes else nodes
-    gpus = cluster.gpus_per_node if args.gpus_per_node is None else args.gpus_per_node
-    _require("--gpus-per-node", gpus, 1, 1024)
-    rates = {}
-    for option, given, default in (
-        ("--cnic-gb-per-s", args.cnic_gb_per_s, cluster.cnic_bytes_per_s),
-        ("--snic-gb-per-s", args.snic_gb_per_s, cluster.snic_bytes_per_s),
-        ("--dram-gb-per-s", args.dram_gb_per_s, cluster.dram_bytes_per_s),
-    ):
-        rates[option] = default if given is None else given * _GB
-        _require(option, rates[option] / _GB, 1e-6, 1e6)
+    values = msgspec.structs.asdict(load_cluster(settings.cluster) if settings.cluster else nominal)
+    if "nodes" in args:
+        nodes = flag_settings(args, NodesSettings)
+        values |= {"prefill_nodes": nodes.prefill, "decode_nodes": nodes.decode}
+    cluster = flag_settings(args, ClusterSettings, defaults=values)
     return ClusterShape(
-        prefill_nodes=prefill_nodes,
-        decode_nodes=decode_nodes,
-        gpus_per_node=gpus,
-        cnic_bytes_per_s=rates["--cnic-gb-per-s"],
-        snic_ratio=rates["--snic-gb-per-s"] / rates["--cnic-gb-per-s"],
-        dram_bytes_per_s=rates["--dram-gb-per-s"],
+        prefill_nodes=cluster.prefill_nodes,
+        decode_nodes=cluster.decode_nodes,
+        gpus_per_node=cluster.gpus_per_node,
+        cnic_bytes_per_s=cluster.cnic_bytes_per_s,
+        snic_ratio=cluster.snic_bytes_per_s / cluster.cnic_bytes_per_s,
+        dram_bytes_per_s=cluster.dram_bytes_per_s,
     )
-
-
-def _nodes(text: str) -> tuple[int, int]:
-    from dualpath.core.errors import ConfigError
-
-    match = re.fullmatch(r"(\d{1,6})[Pp](\d{1,6})[Dd]", text)
-    if not match or "0" in (match[1].lstrip("0") or "0", match[2].lstrip("0") or "0"):
-        raise ConfigError(f"--nodes is {text!r}, must be numbers from 1 on like 2P4D; correct it")
-    return int(match[1]), int(match[2])
-
-
-def _require(name: str, value: float, least: float, most: float) -> None:
-    from dualpath.core.errors import ConfigError
-
-    if not math.isfinite(value) or not least <= value <= most:
-        raise ConfigError(
-            f"{name} is {value:g}, must be between {least:g} and {most:g}; correct it"
-        )
 
 
 def _equations(shape: "ClusterShape") -> tuple[Table, Table]:
@@ -244,28 +225,27 @@ def _as_ratio_moves(shape: "ClusterShape") -> list[str]:
 
 
 def _plan_loads(
-    args: argparse.Namespace, shape: "ClusterShape", model: "ModelGeometry"
+    settings: BoundsSettings, shape: "ClusterShape", model: "ModelGeometry"
 ) -> "dict[Link, float]":
     from dualpath.core.blocks import BlockGeometry
     from dualpath.core.errors import ConfigError
     from dualpath.plan.bounds import plan_bytes_per_s
 
-    _require("--prompt-tokens", args.prompt_tokens, 2, 1 << 24)
-    _require("--hit-rate", args.hit_rate, 0, 1)
-    hits = round(args.hit_rate * args.prompt_tokens)
-    if not 1 <= hits < args.prompt_tokens:
+    hits = round(settings.hit_rate * settings.prompt_tokens)
+    if not 1 <= hits < settings.prompt_tokens:
         raise ConfigError(
-            f"--hit-rate {args.hit_rate:g} makes {hits} of {args.prompt_tokens} prompt tokens "
-            f"stored, must be 1 to {args.prompt_tokens - 1}; change it or --prompt-tokens"
+            f"--hit-rate {settings.hit_rate:g} makes {hits} of {settings.prompt_tokens} prompt "
+            f"tokens stored, must be 1 to {settings.prompt_tokens - 1}; change it or "
+            "--prompt-tokens"
         )
     # Blocks of one token, so that no rounding to blocks enters.
     per_layer = max(round(model.kv_bytes_per_token_and_layer), 1)
     geometry = BlockGeometry(layers=model.layers, block_tokens=1, layer_block_bytes=per_layer)
-    return plan_bytes_per_s(shape, geometry, hits, args.prompt_tokens - hits)
+    return plan_bytes_per_s(shape, geometry, hits, settings.prompt_tokens - hits)
 
 
 def _plan_blocks(
-    args: argparse.Namespace,
+    settings: BoundsSettings,
     shape: "ClusterShape",
     model: "ModelGeometry",
     loads: "dict[Link, float]",
@@ -274,8 +254,8 @@ def _plan_blocks(
 
     closed = closed_form_bytes_per_s(shape)
     title = (
-        f"From the transfer plans of {model.title}: {args.prompt_tokens:,} prompt tokens, "
-        f"{args.hit_rate * 100:.4g} % hits, misses and writes counted"
+        f"From the transfer plans of {model.title}: {settings.prompt_tokens:,} prompt tokens, "
+        f"{settings.hit_rate * 100:.4g} % hits, misses and writes counted"
     )
     rows = []
     for link, load in loads.items():
@@ -296,13 +276,13 @@ def _plan_blocks(
     return table, Notes((f"Over the limit with misses counted: {', '.join(map(_name, over))}.",))
 
 
-def _print_json(shape: "ClusterShape", loads: "dict[Link, float]") -> None:
+def _document(shape: "ClusterShape", loads: "dict[Link, float]") -> dict[str, Any]:
     import msgspec
 
     from dualpath.plan.bounds import link_bounds, prefill_to_decode_range, ratio_bounds
 
     least, most = prefill_to_decode_range(shape)
-    result = {
+    return {
         "shape": shape,
         "link_bounds": [
             {**msgspec.to_builtins(bound), "margin": bound.margin} for bound in link_bounds(shape)
@@ -312,7 +292,6 @@ def _print_json(shape: "ClusterShape", loads: "dict[Link, float]") -> None:
         "verdict": _verdict(shape),
         "plan_bytes_per_s": {link.value: load for link, load in loads.items()},
     }
-    print_json(result)
 
 
 def _holds(bound: "RatioBound", ratio: float) -> bool:

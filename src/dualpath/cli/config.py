@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dualpath.cli.output import FORMATS, JSON, TEXT, print_json
+from dualpath.cli.output import add_json_argument, wrote_json
 from dualpath.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         allow_abbrev=False,
     )
     check.add_argument("--config", metavar="FILE.toml", help="settings of all parts")
-    check.add_argument("--format", choices=FORMATS, default=TEXT, help="what to print")
+    add_json_argument(check)
     command = check.add_argument(
         "command",
         nargs=argparse.REMAINDER,
@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
         _check_complete(known, layers)
         sections = list(known)
     rows = [row for section in sections for row in effective(known[section], section, layers)]
-    _print(rows, args.format)
+    if not wrote_json(args, [_as_data(row) for row in rows]):
+        _print(rows)
     return 0
 
 
@@ -102,11 +103,7 @@ def _check_complete(known: "Schema", layers: "Layers") -> None:
             build(kind, section, layers, {})
 
 
-def _print(rows: "Sequence[Given]", form: str) -> None:
-    if form == JSON:
-        found = [_as_data(row) for row in rows]
-        print_json(found)
-        return
+def _print(rows: "Sequence[Given]") -> None:
     section = ""
     width = max(len(row.key) for row in rows)
     for row in rows:

@@ -12,10 +12,14 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from dualpath.cli.settings import add_settings, flag_settings
+from dualpath.core.cluster import NodesSettings
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.core.settings import Setting
+from dualpath.engine.settings import SnicRate
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.report.files import require_extra, write_page
 
@@ -31,6 +35,27 @@ SERVED_NAME = "SmolLM2-135M-Instruct"
 COMPUTE_QUOTA_S = 4.0
 
 
+class DemoSettings(NodesSettings, frozen=True, kw_only=True):
+    """The cluster of the demo and what its agents do."""
+
+    mode: Annotated[tuple[Mode, ...], Setting("modes to compare")] = (
+        Mode.BASIC,
+        Mode.DUALPATH,
+        Mode.ORACLE,
+    )
+    agents: Annotated[int, Setting("sessions replayed at once", ge=1)] = 6
+    max_turns: Annotated[int, Setting("turns of every session", ge=1)] = 7
+    snic_bytes_per_s: SnicRate = 20e6
+    scale_generate: Annotated[
+        float, Setting("share of recorded answers that is generated", gt=0, le=1000)
+    ] = 0.25
+    max_context_tokens: Annotated[int, Setting("context of the model", ge=2)] = 5120
+    seed: Annotated[int, Setting("of tokens and sampling", ge=0, lt=2**63)] = 0
+    trace: Annotated[
+        str, Setting("other sessions to replay; empty: agentperf-local's", metavar="FILE")
+    ] = ""
+
+
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the parser of `dualpath demo`."""
     parser = subparsers.add_parser(
@@ -38,24 +63,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="compare Basic, DualPath and Oracle on real sessions, on this machine",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--modes",
-        nargs="+",
-        choices=[mode.value for mode in Mode],
-        default=[Mode.BASIC.value, Mode.DUALPATH.value, Mode.ORACLE.value],
-    )
-    parser.add_argument("--agents", type=int, default=6, help="sessions replayed at once")
-    parser.add_argument("--turns", type=int, default=7, help="turns of every session")
-    parser.add_argument("--nodes", default="1P1D", metavar="xPyD")
-    parser.add_argument(
-        "--snic-mb-per-s", type=float, default=20.0, help="storage read rate of every engine"
-    )
-    parser.add_argument(
-        "--scale-generate", type=float, default=0.25, help="share of recorded answers generated"
-    )
-    parser.add_argument("--max-context", type=int, default=5120, metavar="TOKENS")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trace", help="other sessions to replay; default: agentperf-local's")
+    add_settings(parser, DemoSettings)
     parser.add_argument("--out", default="runs/demo", help="folder of table, page and results")
 
 
@@ -64,15 +72,16 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ``ConfigError`` or ``EngineLostError``; nothing is left running or stored then.
     """
+    demo = flag_settings(args, DemoSettings)
     require_extra("the demo's page")
     out = _writable(Path(args.out))
     from dualpath.laboratory.models.smollm2 import prepare_smollm2
 
     _say("preparing SmolLM2-135M-Instruct (converted once, then cached)")
     model = prepare_smollm2()
-    sessions, names = sessions_of(args.trace)
-    sessions = fitting_sessions(sessions, model, args)
-    results = [_run_mode(Mode(mode), args, model, sessions, names, out) for mode in args.modes]
+    sessions, names = sessions_of(demo.trace)
+    sessions = fitting_sessions(sessions, model, demo)
+    results = [_run_mode(mode, demo, model, sessions, names, out) for mode in demo.mode]
     _report(results, out)
     failed = sum(result.summary.turns_failed for result in results)
     return 1 if failed else 0
@@ -80,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_mode(
     mode: Mode,
-    args: argparse.Namespace,
+    demo: DemoSettings,
     model: Path,
     sessions: "Sequence[Session]",
     names: str,
@@ -94,18 +103,18 @@ def _run_mode(
     from dualpath.ops.launch.local_cluster import LocalCluster
 
     options = ReplayOptions(
-        agents=args.agents,
-        seed=args.seed,
-        max_turns=args.turns,
-        max_context_tokens=args.max_context,
-        scale_generate=args.scale_generate,
+        agents=demo.agents,
+        seed=demo.seed,
+        max_turns=demo.max_turns,
+        max_context_tokens=demo.max_context_tokens,
+        scale_generate=demo.scale_generate,
         label=mode.value,
         trace=names,
         trace_format="text sessions",
     )
     storage = tempfile.mkdtemp(prefix=f"dualpath-demo-{mode.value}-")
     try:
-        settings = cluster_settings(mode, args, model, storage, out)
+        settings = cluster_settings(mode, demo, model, storage, out)
         with LocalCluster(settings, _say) as cluster, ConsoleProgress(mode.value) as progress:
             result = asyncio.run(
                 replay(
@@ -123,7 +132,7 @@ def _run_mode(
 
 
 def cluster_settings(
-    mode: Mode, args: argparse.Namespace, model: Path, storage: str, out: Path
+    mode: Mode, demo: DemoSettings, model: Path, storage: str, out: Path
 ) -> LocalClusterSettings:
     """Return the cluster of one mode of the demo; its old logs are removed."""
     logs = out / "logs" / mode.value
@@ -131,24 +140,24 @@ def cluster_settings(
     return LocalClusterSettings(
         model=str(model),
         storage=storage,
-        nodes=args.nodes,
+        nodes=demo.nodes,
         mode=mode,
         port=0,
         # In bfloat16 the batch a token is computed in can change it; float32 makes the responses
         # of the modes comparable token by token.
         dtype="float32",
-        max_model_len=args.max_context,
+        max_model_len=demo.max_context_tokens,
         compute_quota_s=COMPUTE_QUOTA_S,
         hbm_bytes=1536 << 20,
         buffer_bytes=2048 << 20,
-        snic_bytes_per_s=args.snic_mb_per_s * 1e6,
+        snic_bytes_per_s=demo.snic_bytes_per_s,
         served_model_names=(SERVED_NAME,),
         trace_dir=str(out / "traces" / mode.value),
         log_dir=str(logs),
     )
 
 
-def sessions_of(trace: str | None) -> "tuple[list[Session], str]":
+def sessions_of(trace: str) -> "tuple[list[Session], str]":
     """Return the sessions to replay and where they come from."""
     from dualpath.laboratory.workload.formats import read_trace
 
@@ -164,9 +173,7 @@ def sessions_of(trace: str | None) -> "tuple[list[Session], str]":
     return read_trace(folder), SESSIONS_PACKAGE
 
 
-def fitting_sessions(
-    sessions: "list[Session]", model: Path, args: argparse.Namespace
-) -> "list[Session]":
+def fitting_sessions(sessions: "list[Session]", model: Path, demo: DemoSettings) -> "list[Session]":
     """Return the sessions whose first prompt leaves half of the context for further turns."""
     from dualpath.laboratory.workload.conversation.text_encoder import load_encoder
     from dualpath.laboratory.workload.conversation.text_session import TextSession
@@ -176,7 +183,7 @@ def fitting_sessions(
     def first_prompt_tokens(session: TextSession) -> int:
         return sum(len(encode(message.text)) for message in session.text_turns[0].messages)
 
-    limit = args.max_context // 2
+    limit = demo.max_context_tokens // 2
     fitting = [
         session
         for session in sessions
@@ -185,7 +192,8 @@ def fitting_sessions(
     if not fitting:
         raise ConfigError(
             f"none of {len(sessions)} sessions starts with at most {limit} tokens, half of "
-            f"--max-context {args.max_context}; raise it or name other sessions with --trace"
+            f"{{max_context_tokens}} {demo.max_context_tokens}; raise it or name other sessions "
+            "with --trace"
         )
     _say(f"{len(fitting)} of {len(sessions)} sessions start with at most {limit} tokens")
     return fitting

@@ -4,20 +4,20 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING
 
-from dualpath.cli.output import FORMATS, JSON, TEXT, print_json
+from dualpath.cli.output import add_json_argument, wrote_json
+from dualpath.cli.settings import add_settings, flag_settings
+from dualpath.ops.doctor.examination import Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dualpath.ops.doctor.examination import Wanted
     from dualpath.ops.doctor.finding import Finding
 
-MIB = 1 << 20
 EXIT_ERRORS = 1
 _WIDTH = 100
 _EPILOG = """\
 dualpath doctor
-dualpath doctor --storage kv --storage-mib 1024 --ports 8001 --control tcp://10.0.0.1:5700
+dualpath doctor --storage kv --storage-bytes 1GiB --ports 8001 --router tcp://10.0.0.1:5700
 """
 
 
@@ -33,30 +33,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--storage", default="", metavar="PATH", help="measure this storage")
-    parser.add_argument(
-        "--storage-mib", type=int, default=256, metavar="N", help="size of the temporary file"
-    )
-    parser.add_argument(
-        "--snic-mb-per-s", type=float, default=0.0, metavar="N", help="reads should reach this rate"
-    )
-    parser.add_argument(
-        "--buffer-mib", type=int, default=1024, metavar="N", help="PE or DE buffer of an engine"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="where the ports are to be listened on")
-    parser.add_argument(
-        "--ports", type=int, nargs="+", default=[], metavar="PORT", help="should be free"
-    )
-    parser.add_argument(
-        "--control", default="", metavar="TCP-ADDRESS", help="the router's; should be reachable"
-    )
-    parser.add_argument(
-        "--interface", default="", metavar="NAME", help="of the compute network; default: by route"
-    )
-    parser.add_argument(
-        "--skip", nargs="+", choices=("vllm", "nixl"), default=[], help="leave out these imports"
-    )
-    parser.add_argument("--format", choices=FORMATS, default=TEXT, help="what to print")
+    add_json_argument(parser)
+    add_settings(parser, Wanted)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,28 +47,10 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.ops.doctor.finding import has_errors
     from dualpath.ops.doctor.node import Node
 
-    findings = list(examine(_wanted(args), Node()))
-    if args.format == JSON:
-        print_json(findings)
-    else:
+    findings = list(examine(flag_settings(args, Wanted), Node()))
+    if not wrote_json(args, findings):
         print("\n".join(table(findings)))
     return EXIT_ERRORS if has_errors(findings) else 0
-
-
-def _wanted(args: argparse.Namespace) -> "Wanted":
-    from dualpath.ops.doctor.examination import Wanted
-
-    return Wanted(
-        storage=args.storage,
-        storage_bytes=args.storage_mib * MIB,
-        storage_bytes_per_s=args.snic_mb_per_s * 1e6,
-        buffer_bytes=args.buffer_mib * MIB,
-        host=args.host,
-        ports=tuple(args.ports),
-        control=args.control,
-        interface=args.interface,
-        skip=frozenset(args.skip),
-    ).checked()
 
 
 def table(findings: "Sequence[Finding]") -> list[str]:

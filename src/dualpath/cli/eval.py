@@ -8,10 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualpath.cli.settings import add_settings, flag_settings
+from dualpath.cli.simulation_inputs import CoreSettings, checked_core
+from dualpath.model.evaluation.settings import EvaluationSettings
+
 if TYPE_CHECKING:
     from dualpath.model.evaluation.report import FigureReport
     from dualpath.model.evaluation.runs import Runs
-    from dualpath.model.evaluation.settings import EvaluationSettings, RunSpec
+    from dualpath.model.evaluation.settings import RunSpec
     from dualpath.model.sim.run import Core
 
 FIGURE_NAMES = (
@@ -42,20 +46,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--docs", metavar="FILE.md", help="write one page over all of them, plots beside it"
     )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--quick", action="store_true", help="small grids: to look at, not to compare"
-    )
-    parser.add_argument(
-        "--tail",
-        choices=["gamma", "lognormal", "uniform"],
-        default="gamma",
-        help="distribution of turns over trajectories, which Table 2 leaves open",
-    )
-    parser.add_argument(
-        "--window", type=float, default=1.0, metavar="SECONDS", help="window of Fig. 13"
-    )
-    parser.add_argument("--core", choices=["compiled", "reference"], default="compiled")
+    add_settings(parser, EvaluationSettings, without=("tail_share",))
+    add_settings(parser, CoreSettings)
     parser.add_argument(
         "--traces",
         metavar="DIR",
@@ -70,7 +62,6 @@ def run(args: argparse.Namespace) -> int:
     """
     from dualpath.model.evaluation.beyond import existing_traces
     from dualpath.model.evaluation.report import as_report, comparison_table
-    from dualpath.model.evaluation.settings import EvaluationSettings
     from dualpath.model.evaluation.write import write_document, write_figure
     from dualpath.report import markdown
     from dualpath.report.files import require_extra
@@ -79,12 +70,9 @@ def run(args: argparse.Namespace) -> int:
         if wanted:
             require_extra(flag)
 
-    settings = EvaluationSettings(
-        seed=args.seed, quick=args.quick, tail=args.tail, window_s=args.window
-    )
-    settings.check()
+    settings = flag_settings(args, EvaluationSettings)
     traces = existing_traces(Path(args.traces)) if args.traces else {}
-    runs = _runs(settings, args.core, traces)
+    runs = _runs(settings, checked_core(args), traces)
     reports = []
     for build in _chosen(args.figures, traces):
         report = build(runs)

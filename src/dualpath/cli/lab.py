@@ -9,7 +9,7 @@ from dualpath.cli.lab_experiments import (
     add_run_parser,
     run_experiment,
 )
-from dualpath.cli.output import FORMATS, JSON, TEXT, print_json, say
+from dualpath.cli.output import add_json_argument, say, wrote_json
 from dualpath.cli.settings import LAB, Part, add_parts, add_settings, configuration, flag_settings
 from dualpath.laboratory.lab.settings import LabSettings
 from dualpath.report.model import Notes, Table
@@ -54,7 +54,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     up.add_argument("--dry-run", action="store_true", help="print the steps and exit")
     for action in (up, status):
-        action.add_argument("--format", choices=FORMATS, default=TEXT, help="what it prints")
+        add_json_argument(action)
     add_parts(up, PARTS)
     for action in (status, down):
         add_settings(action, LabSettings, only=("name",))
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         return _up(configuration(args, PARTS).settings(LAB, LabSettings), args)
     name = flag_settings(args, LabSettings).name
     if args.action == "status":
-        _print(lab_status(name), args.format)
+        _print(lab_status(name), args)
         return 0
     removed = lab_down(name)
     say(f"lab {name!r} removed: {removed or 'nothing was there'}")
@@ -101,23 +101,22 @@ def _up(settings: LabSettings, args: argparse.Namespace) -> int:
         state = lab_up(settings)
     finally:
         signal.signal(signal.SIGTERM, previous)
-    _print(state, args.format)
+    _print(state, args)
     return 0
 
 
-def _print(state: "LabState", form: str) -> None:
+def _print(state: "LabState", args: argparse.Namespace) -> None:
     from dualpath.laboratory.lab.cluster import lab_nodes, link_reports, storage_url
 
     settings, machine = state.settings, state.machine
-    if form == JSON:
-        found = {
-            "settings": settings,
-            "shaping": machine.shaping,
-            "storage": storage_url(state),
-            "nodes": lab_nodes(state),
-            "links": link_reports(state),
-        }
-        print_json(found)
+    found = {
+        "settings": settings,
+        "shaping": machine.shaping,
+        "storage": storage_url(state),
+        "nodes": lab_nodes(state),
+        "links": link_reports(state),
+    }
+    if wrote_json(args, found):
         return
     from dualpath.report.text import print_blocks
 

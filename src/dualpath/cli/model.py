@@ -25,7 +25,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("name", choices=NAMES, help="the model")
     parser.add_argument(
-        "--to",
+        "--out",
         type=Path,
         metavar="DIR",
         help="directory to write to (default: one in $DUALPATH_CACHE, $XDG_CACHE_HOME/dualpath "
@@ -39,13 +39,13 @@ def run(args: argparse.Namespace) -> int:
     """Prepare the model, print its directory on standard output; return 0."""
     started_s = time.monotonic()
     if args.name == "smollm2":
-        directory = prepare_smollm2(args.to)
+        directory = prepare_smollm2(args.out)
     elif args.name == "tiny-qwen2":
-        directory = make_tiny_model("qwen2", args.to, args.seed, args.layers)
+        directory = make_tiny_model("qwen2", args.out, args.seed, args.layers)
     elif args.name == "wide":
-        directory = make_wide_model(args.to, args.seed)
+        directory = make_wide_model(args.out, args.seed)
     else:
-        directory = make_tiny_model("deepseek_v2", args.to, args.seed, args.layers)
+        directory = make_tiny_model("deepseek_v2", args.out, args.seed, args.layers)
     elapsed_s = time.monotonic() - started_s
     print(f"{args.name} is ready after {elapsed_s:.1f} s", file=sys.stderr)
     print(directory)

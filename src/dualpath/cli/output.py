@@ -1,17 +1,38 @@
 """What commands print beside reports: JSON, progress, shares and bytes as text."""
 
+import argparse
 import sys
 
-import msgspec
+from dualpath.report.files import as_json, require_writable, write_file
 
-TEXT = "text"
-JSON = "json"
-FORMATS = (TEXT, JSON)
+_STANDARD_OUTPUT = "-"
 
 
-def print_json(value: object) -> None:
-    """Print plain data or structs as indented JSON."""
-    print(msgspec.json.format(msgspec.json.encode(value)).decode())
+def add_json_argument(parser: argparse.ArgumentParser, what: str = "the same") -> None:
+    """Add ``--json``."""
+    parser.add_argument(
+        "--json",
+        metavar="FILE.json",
+        help=f"write {what} as data; {_STANDARD_OUTPUT}: print that and nothing else",
+    )
+
+
+def require_json_writable(args: argparse.Namespace) -> None:
+    """Raise ``ConfigError`` for a file that cannot be written: now, not after a long run."""
+    require_writable("--json", None if args.json == _STANDARD_OUTPUT else args.json)
+
+
+def wrote_json(args: argparse.Namespace, document: object) -> bool:
+    """Write a document where ``--json`` says; return whether nothing else is to be printed.
+
+    Raises ``ConfigError`` for a file that cannot be written.
+    """
+    if args.json == _STANDARD_OUTPUT:
+        print(as_json(document).decode(), end="")
+        return True
+    if args.json is not None:
+        write_file(args.json, as_json(document))
+    return False
 
 
 def say(text: str) -> None:

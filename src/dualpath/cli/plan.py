@@ -1,15 +1,16 @@
 """``dualpath plan``: how to divide N nodes into prefill and decode nodes."""
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from dualpath.cli.output import say
+from dualpath.cli.output import add_json_argument, require_json_writable, say, wrote_json
+from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.cli.simulation_inputs import (
     Trace,
     add_machine_arguments,
     add_workload_arguments,
     arriving,
-    check_core,
+    checked_core,
     load_cluster,
     load_model,
     load_weights,
@@ -17,12 +18,13 @@ from dualpath.cli.simulation_inputs import (
 )
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.report.files import as_json, require_writable, write_file
+from dualpath.core.settings import Setting, Settings
+from dualpath.model.evaluation.settings import PlanSettings
 from dualpath.report.model import NOTHING, Notes, Table
 
 if TYPE_CHECKING:
     from dualpath.laboratory.workload.columns.agent_table import AgentTable
-    from dualpath.model.evaluation.planner import Plan, PlanSettings, ShapeResult
+    from dualpath.model.evaluation.planner import Plan, ShapeResult
     from dualpath.model.sim.result import SimulationResult
     from dualpath.model.sim.settings import Setup
 
@@ -32,9 +34,15 @@ search of them) and say which is best: the shortest JCT of all agents at once, o
 of arriving agents within an SLO on mean TTFT and TPOT, found by bisection with the ending rule of
 §7.4. Groups stay as large as the cluster file says, or as large as the role."""
 _EPILOG = """\
-dualpath plan --nodes 6 --cluster paper-660b --model ds-v3.2 --trace 64k --agents 1024
-dualpath plan --nodes 6 --cluster paper-660b --model ds-v3.2 --trace 64k --objective capacity
+dualpath plan --total-nodes 6 --cluster paper-660b --model ds-v3.2 --trace 64k --agents 1024
+dualpath plan --total-nodes 6 --cluster paper-660b --model ds-v3.2 --trace 64k --objective capacity
 """
+
+
+class PlanMode(Settings, frozen=True):
+    """The mode that is planned for."""
+
+    mode: Annotated[Mode, Setting("how KV is loaded")] = Mode.DUALPATH
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -47,30 +55,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes to divide")
-    parser.add_argument(
-        "--objective",
-        choices=("jct", "capacity"),
-        default="jct",
-        help="JCT of --agents at once, or agents per second within the SLO",
-    )
-    parser.add_argument("--slo-ttft", type=float, default=4.0, metavar="S", help="mean TTFT")
-    parser.add_argument("--slo-tpot", type=float, default=0.05, metavar="S", help="mean TPOT")
-    parser.add_argument(
-        "--horizon", type=float, default=3600.0, metavar="S", help="of an experiment, virtual time"
-    )
-    parser.add_argument(
-        "--precision", type=float, default=0.05, help="relative, at which bisection ends"
-    )
-    parser.add_argument(
-        "--most-shapes", type=int, default=15, metavar="N", help="more are searched, not all tried"
-    )
-    parser.add_argument(
-        "--mode", choices=[mode.value for mode in Mode], default=Mode.DUALPATH.value
-    )
-    add_machine_arguments(parser)
+    add_settings(parser, PlanSettings, without=("first_rate",))
+    add_settings(parser, PlanMode)
+    add_machine_arguments(parser, nodes=False)
     add_workload_arguments(parser)
-    parser.add_argument("--json", metavar="FILE.json", help="write setting and figures as JSON")
+    add_json_argument(parser, "setting and figures")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
@@ -79,32 +68,22 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ``ConfigError`` or ``TraceError`` for input that cannot be, also if no shape can.
     """
-    from dualpath.model.evaluation.planner import PlanSettings, make_plan
+    from dualpath.model.evaluation.planner import make_plan
     from dualpath.report.text import print_blocks
 
-    require_writable("--json", args.json)
-    check_core(args.core)
-    settings = PlanSettings(
-        nodes=args.nodes,
-        objective=args.objective,
-        ttft_slo_s=args.slo_ttft,
-        tpot_slo_s=args.slo_tpot,
-        horizon_s=args.horizon,
-        precision=args.precision,
-        most_shapes=args.most_shapes,
-    )
-    settings.check()
-    if settings.objective == "capacity" and args.agents is not None:
-        raise ConfigError(
-            f"--agents is {args.agents}, but with --objective capacity agents arrive until "
-            "--horizon at the rate being searched; leave --agents out"
-        )
+    require_json_writable(args)
+    settings = flag_settings(args, PlanSettings)
     inputs = _Inputs(args, settings)
+    if settings.objective == "capacity" and inputs.trace.settings.agents is not None:
+        raise ConfigError(
+            f"--agents is {inputs.trace.settings.agents}, but with --objective capacity agents "
+            "arrive until --horizon-s at the rate being searched; leave --agents out"
+        )
     progress = (lambda text: None) if args.quiet else say
     plan = make_plan(settings, inputs.setup, inputs.agents, inputs.simulate, progress)
-    if args.json:
-        write_file(args.json, as_json({"schema": SCHEMA, "simulated": True, "plan": plan}))
-    print_blocks(_table(plan), Notes((*_verdict(plan), inputs.note())))
+    if wrote_json(args, {"schema": SCHEMA, "simulated": True, "plan": plan}):
+        return 0
+    print_blocks(*(_table(plan), Notes((*_verdict(plan), inputs.note()))))
     return 0
 
 
@@ -114,8 +93,10 @@ class _Inputs:
     def __init__(self, args: argparse.Namespace, settings: "PlanSettings") -> None:
         self._args = args
         self._settings = settings
+        self._core = checked_core(args)
+        self._mode = flag_settings(args, PlanMode).mode
         self._cluster = load_cluster(args)
-        self._trace = Trace.read(args, self._cluster, load_model(args, self._cluster))
+        self.trace = Trace.read(args, self._cluster, load_model(args, self._cluster))
         self._weights = load_weights(args)
         self._at_once: AgentTable | None = None
 
@@ -126,19 +107,21 @@ class _Inputs:
 
         cluster = reshaped(self._cluster, prefill_nodes, decode_nodes, self._weights)
         model = load_model(self._args, cluster)
-        return Setup(cluster=cluster, model=model, mode=Mode(self._args.mode))
+        return Setup(cluster=cluster, model=model, mode=self._mode)
 
     def agents(self, agents_per_s: float | None) -> "AgentTable":
         """Return the agents of one run: all at once, or what arrives until the horizon."""
         if agents_per_s is None:
             if self._at_once is None:
-                self._at_once = self._trace.agents()
+                self._at_once = self.trace.agents()
             return self._at_once
         from dualpath.laboratory.workload.arrivals import poisson_times_for_s
 
-        times_s = poisson_times_for_s(self._settings.horizon_s, agents_per_s, self._args.seed)
-        agents = self._trace.agents(max(times_s.size, 1))
-        return arriving(agents, agents_per_s, self._args.seed)
+        times_s = poisson_times_for_s(
+            self._settings.horizon_s, agents_per_s, self.trace.settings.seed
+        )
+        agents = self.trace.agents(max(times_s.size, 1))
+        return arriving(agents, agents_per_s, self.trace.settings.seed)
 
     def simulate(
         self, setup: "Setup", agents: "AgentTable", *, until_s: float | None = None
@@ -146,15 +129,15 @@ class _Inputs:
         """Run the chosen core."""
         from dualpath.model.sim.run import simulate
 
-        return simulate(setup, agents, core=self._args.core, until_s=until_s)
+        return simulate(setup, agents, core=self._core, until_s=until_s)
 
     def note(self) -> str:
         """Return what was asked of the cluster."""
         if self._settings.objective == "jct":
-            return workload_note(self._args, self.agents(None))
+            return workload_note(self.trace, self.agents(None))
         return (
-            f"Trace {self._args.trace}, agents arriving at random for {self._settings.horizon_s:g} "
-            f"s at most; seed {self._args.seed}."
+            f"Trace {self.trace.asked.trace}, agents arriving at random for "
+            f"{self._settings.horizon_s:g} s at most; seed {self.trace.settings.seed}."
         )
 
 
@@ -206,7 +189,7 @@ def _verdict(plan: "Plan") -> list[str]:
             f"per second with mean TTFT up to {settings.ttft_slo_s:g} s and mean TPOT up to "
             f"{settings.tpot_slo_s * 1000:g} ms."
         )
-    possible = settings.nodes - 1
+    possible = settings.total_nodes - 1
     searched = "" if len(plan.shapes) == possible else f" {possible} shapes are possible."
     eq9 = (
         f"Eq. 9 finds no bottleneck at P/D from {low:.3g} to {high:.3g}."

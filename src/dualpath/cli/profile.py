@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualpath.cli.output import say
+from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.errors import ConfigError
 from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT
 from dualpath.report.files import require_writable
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from dualpath.model.catalog.cost_fit import Profile
     from dualpath.vllm.measurement import Measurement
 
-MIB = 1 << 20
-_DEFAULTS = ProfileSettings(model="")
 #: A worse fit is told as a warning: something else kept the machine busy, or the form is wrong.
 _DOUBTFUL_ERROR = 0.15
 _DESCRIPTION = """Start one vLLM engine here, time prefill passes of several lengths behind several
@@ -35,44 +34,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description=_DESCRIPTION,
         allow_abbrev=False,
     )
-    parser.add_argument("model", help="directory or name of the model")
     parser.add_argument("--out", required=True, metavar="COSTS.toml", help="file to write")
     parser.add_argument("--name", help="of the model in the file (default: the folder's)")
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--dtype", default=_DEFAULTS.dtype)
-    engine.add_argument("--block-size", type=int, default=_DEFAULTS.block_tokens, help="tokens")
-    engine.add_argument(
-        "--hbm-mib",
-        type=int,
-        default=_DEFAULTS.hbm_bytes // MIB,
-        help="KV memory of the engine, 0: what vLLM finds free (GPU)",
-    )
-    engine.add_argument("--max-model-len", type=int, metavar="TOKENS")
-    engine.add_argument(
-        "--compile", action="store_true", help="let vLLM compile instead of running eagerly"
-    )
-    grid = parser.add_argument_group("what is measured, in tokens")
-    _add_grid(grid, "--cached", _DEFAULTS.cached_tokens, "cached before a pass")
-    _add_grid(grid, "--chunks", _DEFAULTS.chunk_tokens, "computed in a pass")
-    _add_grid(grid, "--requests", _DEFAULTS.decode_requests, "requests of a decode step")
-    _add_grid(grid, "--contexts", _DEFAULTS.decode_context_tokens, "context of each of them")
-    grid.add_argument("--repeats", type=int, default=_DEFAULTS.repeats, help="of a pass")
-    grid.add_argument("--steps", type=int, default=_DEFAULTS.decode_steps, help="of a decode")
-    grid.add_argument("--seed", type=int, default=0, help="of the random tokens")
-    grid.add_argument(
-        "--typical-round",
-        type=int,
-        nargs=2,
-        metavar=("CONTEXT", "APPEND"),
-        help="round by which prefill_tokens_per_s (hence beta) is stated (default: the largest "
-        "--cached and the middle of --chunks)",
-    )
-
-
-def _add_grid(
-    group: "argparse._ArgumentGroup", flag: str, default: tuple[int, ...], what: str
-) -> None:
-    group.add_argument(flag, type=int, nargs="+", default=list(default), metavar="N", help=what)
+    add_settings(parser, ProfileSettings, positional=("model",))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,43 +47,14 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.laboratory.workload.replay.machine import this_machine
     from dualpath.model.catalog.cost_fit import fit_profile
 
-    settings = profile_settings(args)
-    settings.check()
+    settings = flag_settings(args, ProfileSettings, positional=("model",))
     require_writable("--out", args.out)
-    out = Path(args.out)
-    context, append = args.typical_round or (
-        max(settings.cached_tokens),
-        sorted(settings.chunk_tokens)[len(settings.chunk_tokens) // 2],
-    )
-    if context < 0 or append < 1:
-        raise ConfigError(
-            f"--typical-round is {context} {append}; it needs a context of at least 0 and an "
-            "append of at least 1 token"
-        )
+    out, typical = Path(args.out), settings.typical_round
     measurement = _measure(settings)
-    profile = fit_profile(measurement, args.name or measurement.facts.model, (context, append))
-    out.write_text(render(profile, measurement, this_machine(), (context, append)))
+    profile = fit_profile(measurement, args.name or measurement.facts.model, typical)
+    out.write_text(render(profile, measurement, this_machine(), typical))
     _print_summary(profile, measurement, out)
     return 0
-
-
-def profile_settings(args: argparse.Namespace) -> ProfileSettings:
-    """Return the settings that the arguments describe."""
-    return ProfileSettings(
-        model=args.model,
-        dtype=args.dtype,
-        block_tokens=args.block_size,
-        hbm_bytes=args.hbm_mib * MIB,
-        max_model_len=args.max_model_len,
-        enforce_eager=not args.compile,
-        cached_tokens=tuple(args.cached),
-        chunk_tokens=tuple(args.chunks),
-        decode_requests=tuple(args.requests),
-        decode_context_tokens=tuple(args.contexts),
-        decode_steps=args.steps,
-        repeats=args.repeats,
-        seed=args.seed,
-    )
 
 
 def _measure(settings: ProfileSettings) -> "Measurement":
@@ -203,7 +138,7 @@ def _print_summary(profile: "Profile", measurement: "Measurement", out: Path) ->
     if worst > _DOUBTFUL_ERROR:
         print(
             f"warning: a measured time is {worst:.0%} off the fit; repeat on an idle machine, with "
-            "more --repeats and --steps",
+            "a larger --repeat and --decode-steps",
             file=sys.stderr,
         )
     print(f"written to {out}; use it with `dualpath simulate --model {out}`")

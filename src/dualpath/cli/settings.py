@@ -257,7 +257,8 @@ def _metavar(field: Declared) -> str:
         return field.setting.metavar
     if field.choices:
         return "{" + ",".join(field.choices) + "}" + (",…" if field.is_list else "")
-    one = field.unit.upper().replace("FULL ", "") if field.unit else "N" if field.is_number else ""
+    unit = "" if field.unit == "per s" else field.unit.upper().replace("FULL ", "")
+    one = unit or ("N" if field.is_number else "")
     name = one or field.name.rpartition("_")[2].upper()
     return f"{name},…" if field.is_list else name
 

@@ -4,38 +4,50 @@ import argparse
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
+from dualpath.cli.output import add_json_argument, require_json_writable, wrote_json
+from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.cli.simulation_inputs import (
     Trace,
     add_machine_arguments,
     add_workload_arguments,
     arriving,
-    check_core,
+    checked_core,
     load_cluster,
     load_model,
     workload_note,
 )
-from dualpath.core.errors import ConfigError
+from dualpath.core.cluster import nodes_text
 from dualpath.core.modes import Mode
-from dualpath.report.files import as_json, require_writable, write_file
+from dualpath.core.settings import Setting, Settings, declared, option
 
 if TYPE_CHECKING:
-    from dualpath.laboratory.workload.columns.agent_table import AgentTable
     from dualpath.model.evaluation.comparison import RunSummary
     from dualpath.model.sim.progress import Progress
     from dualpath.model.sim.settings import Setup
 
-ALL = "all"
 SCHEMA = "dualpath.simulation/1"
 _DESCRIPTION = """Simulate modes of the system on a modelled cluster and print them side by side:
 the scheduler and the transfer plans are those of the live system, time is virtual. Everything is
 seeded; equal commands give equal numbers. docs/simulator.md is the model."""
 _EPILOG = """\
 dualpath simulate --cluster paper-660b --model ds-v3.2 --trace 64k --agents 1024
-dualpath simulate --cluster c.toml --model costs.toml --trace t.jsonl --mode basic dualpath \\
-    --set prefill_nodes=4 snic_bytes_per_s=25e9
+dualpath simulate --cluster c.toml --model costs.toml --trace t.jsonl --mode basic,dualpath \\
+    --nodes 4P8D --snic-bytes-per-s 25GB
 """
+
+
+class SimulateSettings(Settings, frozen=True, kw_only=True):
+    """What is run; modes come once each, in the order of the ablation."""
+
+    mode: Annotated[tuple[Mode, ...], Setting("modes to compare")] = tuple(Mode)
+    agents_per_s: Annotated[
+        float | None, Setting("agents arrive at random (Poisson); none: all at once", gt=0, le=1e6)
+    ] = None
+    until_s: Annotated[float | None, Setting("cuts the run at this virtual time", gt=0, le=1e9)] = (
+        None
+    )
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -48,23 +60,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_settings(parser, SimulateSettings)
     add_machine_arguments(parser)
-    parser.add_argument(
-        "--mode",
-        nargs="+",
-        choices=[ALL, *(mode.value for mode in Mode)],
-        default=[ALL],
-        help="modes to compare",
-    )
     add_workload_arguments(parser)
-    parser.add_argument(
-        "--aps",
-        type=float,
-        metavar="R",
-        help="agents arrive at R per second (Poisson) instead of all at once",
-    )
-    parser.add_argument("--until", type=float, metavar="S", help="cut the run at this virtual time")
-    parser.add_argument("--json", metavar="FILE.json", help="write setting and figures as JSON")
+    add_json_argument(parser, "setting and figures")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
@@ -81,41 +80,44 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.model.sim.settings import Setup
     from dualpath.report.text import print_report, terminal
 
-    require_writable("--json", args.json)
-    check_core(args.core)
-    if args.until is not None and not 0 < args.until <= 1e9:
-        raise ConfigError(f"--until is {args.until} s, must be above 0 and at most 1e9")
+    require_json_writable(args)
+    settings = flag_settings(args, SimulateSettings)
+    core = checked_core(args)
     cluster = load_cluster(args)
     model = load_model(args, cluster)
-    agents = arriving(Trace.read(args, cluster, model).agents(), args.aps, args.seed)
-    setups = [Setup(cluster=cluster, model=model, mode=mode) for mode in modes(args.mode)]
+    trace = Trace.read(args, cluster, model)
+    agents = arriving(trace.agents(), settings.agents_per_s, trace.settings.seed)
+    setups = [
+        Setup(cluster=cluster, model=model, mode=mode) for mode in Mode if mode in settings.mode
+    ]
     for setup in setups:
         check(setup, agents)
     summaries = []
     with _SimulationProgress(agents.rounds, args.quiet) as progress:
         for setup in setups:
             advance = progress.begin(setup.mode.value)
-            result = simulate(setup, agents, core=args.core, until_s=args.until, progress=advance)
+            result = simulate(setup, agents, core=core, until_s=settings.until_s, progress=advance)
             summaries.append(summarise(result))
             progress.end(summaries[-1])
-    notes = [_setting_note(args, setups[0]), workload_note(args, agents)]
-    if args.json:
-        write_file(args.json, as_json(_document(args, setups[0], agents, summaries)))
+    notes = [_setting_note(args, setups[0]), workload_note(trace, agents, settings.agents_per_s)]
+    document = _document(settings, trace.settings.seed, setups[0], notes[-1], summaries)
+    if wrote_json(args, document):
+        return 0
     terminal().print(Text("Simulated: figures of a model, nothing was served.", style="bold"))
     print_report(compare(summaries, notes))
     return 0
 
 
-def modes(chosen: Sequence[str]) -> list[Mode]:
-    """Return the modes meant, each once, in the order of the ablation."""
-    return [mode for mode in Mode if ALL in chosen or mode.value in chosen]
-
-
 def _setting_note(args: argparse.Namespace, setup: "Setup") -> str:
+    from dualpath.model.sim.settings import ClusterSettings
+
     cluster = setup.cluster
-    changed = f" with {' '.join(args.overrides)}" if args.overrides else ""
+    names = ("nodes", *(field.name for field in declared(ClusterSettings)))
+    changes = [f"{option(name)} {getattr(args, name)}" for name in names if name in args]
+    changed = f" with {' '.join(changes)}" if changes else ""
     return (
-        f"Cluster {args.cluster}{changed}: {cluster.prefill_nodes}P{cluster.decode_nodes}D of "
+        f"Cluster {args.cluster}{changed}: "
+        f"{nodes_text(cluster.prefill_nodes, cluster.decode_nodes)} of "
         f"{cluster.gpus_per_node} GPUs, storage NIC {cluster.snic_bytes_per_s / 1e9:g} GB/s per "
         f"node. Model {setup.model.name}, {setup.model.kv_bytes_per_token:,.0f} bytes of KV per "
         "token."
@@ -123,9 +125,10 @@ def _setting_note(args: argparse.Namespace, setup: "Setup") -> str:
 
 
 def _document(
-    args: argparse.Namespace,
+    settings: SimulateSettings,
+    seed: int,
     setup: "Setup",
-    agents: "AgentTable",
+    workload: str,
     summaries: "Sequence[RunSummary]",
 ) -> dict[str, Any]:
     return {
@@ -133,10 +136,10 @@ def _document(
         "simulated": True,
         "cluster": setup.cluster,
         "model": setup.model,
-        "workload": workload_note(args, agents),
-        "seed": args.seed,
-        "agents_per_s": args.aps,
-        "until_s": args.until,
+        "workload": workload,
+        "seed": seed,
+        "agents_per_s": settings.agents_per_s,
+        "until_s": settings.until_s,
         "runs": list(summaries),
     }
 

@@ -1,9 +1,11 @@
 """`dualpath table1`: the cache-compute ratios of the paper's Table 1, from geometry."""
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from dualpath.cli.output import FORMATS, JSON, TEXT, percent, print_json
+from dualpath.cli.output import add_json_argument, percent, wrote_json
+from dualpath.cli.settings import add_settings, flag_settings
+from dualpath.core.settings import Setting, Settings
 from dualpath.report.model import NOTHING, Notes, Table
 
 if TYPE_CHECKING:
@@ -19,6 +21,15 @@ reason; that number is used nowhere else. Projections of the sparse indexer are 
 in the paper's figures."""
 
 
+class Table1Settings(Settings, frozen=True):
+    """What is added to the paper's table."""
+
+    model: Annotated[
+        tuple[str, ...],
+        Setting("more models: names in the catalog or TOML files", metavar="NAME|FILE.toml,…"),
+    ] = ()
+
+
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the parser of `dualpath table1`."""
     parser = subparsers.add_parser(
@@ -28,14 +39,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "and 64K stored ones, computed from the dimensions of each model, beside the paper's "
         "figures.",
     )
-    parser.add_argument(
-        "--model",
-        nargs="+",
-        default=[],
-        metavar="NAME_OR_FILE",
-        help="add these models: names in the catalog or TOML files",
-    )
-    parser.add_argument("--format", choices=FORMATS, default=TEXT, help="what to print")
+    add_json_argument(parser)
+    add_settings(parser, Table1Settings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.model.catalog.table1 import paper_table1, table1_rows
     from dualpath.report.text import print_blocks
 
-    rows = table1_rows(tuple(load_model(name) for name in args.model))
+    names = flag_settings(args, Table1Settings).model
+    rows = table1_rows(tuple(load_model(name) for name in names))
     paper = paper_table1()
-    if args.format == JSON:
-        _print_json(rows, paper.append_tokens)
+    if wrote_json(args, _document(rows, paper.append_tokens)):
         return 0
     title = f"Cache-compute ratio with {paper.append_tokens} new tokens (paper §3, Table 1)"
     table = Table(title, _COLUMNS, tuple(cells for row in rows for cells in _cells(row)))
@@ -81,12 +86,11 @@ def _cells(row: "Table1Row") -> list[tuple[str, ...]]:
     return lines
 
 
-def _print_json(rows: "tuple[Table1Row, ...]", append_tokens: int) -> None:
+def _document(rows: "tuple[Table1Row, ...]", append_tokens: int) -> dict[str, Any]:
     import msgspec
 
-    table = {
+    return {
         "append_tokens": append_tokens,
         "unit": "GB/PFLOP",
         "rows": [{**msgspec.to_builtins(row), "error": row.error} for row in rows],
     }
-    print_json(table)

@@ -1,10 +1,12 @@
 """`dualpath workingset`: KV-cache that agents in flight keep alive (paper §8.2)."""
 
 import argparse
-import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from dualpath.cli.output import FORMATS, JSON, TEXT, gigabytes, print_json
+from dualpath.cli.output import add_json_argument, gigabytes, wrote_json
+from dualpath.cli.settings import add_settings, flag_settings
+from dualpath.core.errors import ConfigError
+from dualpath.core.settings import Setting, Settings
 from dualpath.report.model import Block, Notes, Table
 
 if TYPE_CHECKING:
@@ -34,69 +36,66 @@ def working_set_bytes(
     return agents_per_s * jct_s * total_tokens / 2 * kv_bytes_per_token
 
 
+class WorkingSetSettings(Settings, frozen=True, kw_only=True):
+    """Agents in flight, and what one of them holds."""
+
+    agents_per_s: Annotated[float | None, Setting("agents that arrive", gt=0, le=1e12)] = None
+    jct_s: Annotated[float | None, Setting("mean job completion time", gt=0, le=1e12)] = None
+    total_tokens: Annotated[
+        float, Setting("mean of an agent when it is done; Table 2, 64K", ge=1, le=1e12)
+    ] = PAPER_TOTAL_TOKENS
+    model: Annotated[str, Setting("of the catalog, or a file", metavar="NAME|FILE.toml")] = (
+        PAPER_MODEL
+    )
+    gap_factor: Annotated[
+        float, Setting("tool calls and pauses make the JCT so many times as long", ge=1, le=1e12)
+    ] = 1.0
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` if only one of rate and JCT is given."""
+        super().check()
+        if (self.agents_per_s is None) != (self.jct_s is None):
+            names = ("{agents_per_s}", "{jct_s}")
+            given, missing = names if self.jct_s is None else names[::-1]
+            raise ConfigError(f"{given} is given without {missing}; give both or neither")
+
+
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the parser of `dualpath workingset`."""
     parser = subparsers.add_parser(
         "workingset",
         help="print the KV-cache that agents in flight keep alive",
         description="The working set of §8.2: agents per second x mean job completion time x half "
-        "of an agent's tokens x KV bytes per token. Without --aps and --jct it prints what the "
-        "paper's own figures imply.",
+        "of an agent's tokens x KV bytes per token. Without --agents-per-s and --jct-s "
+        "it prints what the paper's own figures imply.",
     )
-    parser.add_argument("--aps", type=float, metavar="RATE", help="agents that arrive per second")
-    parser.add_argument("--jct", type=float, metavar="S", help="mean job completion time in s")
-    parser.add_argument(
-        "--total-tokens",
-        type=float,
-        default=PAPER_TOTAL_TOKENS,
-        metavar="N",
-        help="mean tokens of an agent when it is done (default: Table 2, 64K)",
-    )
-    parser.add_argument(
-        "--model", default=PAPER_MODEL, metavar="NAME_OR_FILE", help="of the catalog, or a file"
-    )
-    parser.add_argument(
-        "--gap-factor",
-        type=float,
-        default=1.0,
-        metavar="R",
-        help="tool calls and pauses make the JCT R times as long",
-    )
-    parser.add_argument("--format", choices=FORMATS, default=TEXT, help="what to print")
+    add_json_argument(parser)
+    add_settings(parser, WorkingSetSettings)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the working set; return 0.
 
     Raises:
-        ConfigError: a number out of range, only one of --aps and --jct, an unknown model.
+        ConfigError: a number out of range, a rate or JCT without the other, an unknown model.
     """
-    from dualpath.core.errors import ConfigError
     from dualpath.model.catalog.load import load_model
     from dualpath.report.text import print_blocks
 
-    if (args.aps is None) != (args.jct is None):
-        given, missing = ("--aps", "--jct") if args.jct is None else ("--jct", "--aps")
-        raise ConfigError(f"{given} is given without {missing}; give both or neither")
-    _require("--total-tokens", args.total_tokens, 1.0)
-    _require("--gap-factor", args.gap_factor, 1.0)
-    if args.aps is not None:
-        _require("--aps", args.aps, 0.0)
-        _require("--jct", args.jct, 0.0)
-    model = load_model(args.model)
+    asked = flag_settings(args, WorkingSetSettings)
+    model = load_model(asked.model)
     paper_bytes = load_model(PAPER_MODEL).kv_bytes_per_token
-    if args.format == JSON:
-        _print_json(args, model.kv_bytes_per_token, paper_bytes)
+    if wrote_json(args, _document(asked, model.kv_bytes_per_token, paper_bytes)):
         return 0
-    own = () if args.aps is None else _own(args, model)
-    print_blocks(*own, *_paper(paper_bytes))
+    own = () if asked.agents_per_s is None else _own(asked, model)
+    print_blocks(*(*own, *_paper(paper_bytes)))
     return 0
 
 
-def _own(args: argparse.Namespace, model: "ModelGeometry") -> "Sequence[Block]":
+def _own(asked: WorkingSetSettings, model: "ModelGeometry") -> "Sequence[Block]":
     rows = []
-    for name, agents_per_s, jct_s in _cases(args):
-        size = working_set_bytes(agents_per_s, jct_s, args.total_tokens, model.kv_bytes_per_token)
+    for name, agents_per_s, jct_s in _cases(asked):
+        size = working_set_bytes(agents_per_s, jct_s, asked.total_tokens, model.kv_bytes_per_token)
         rows.append(
             (
                 name,
@@ -109,22 +108,25 @@ def _own(args: argparse.Namespace, model: "ModelGeometry") -> "Sequence[Block]":
     title = f"{model.title}, {model.kv_bytes_per_token:,.0f} KV bytes per token"
     columns = ("case", "agents/s", "mean JCT (s)", "agents in flight", "KV (GB)")
     table = Table(title, columns, tuple(rows))
-    if args.gap_factor <= 1:
+    if asked.gap_factor <= 1:
         return (table,)
     gaps = (
-        f"Gaps load no engine: with a JCT {args.gap_factor:g} times as long the same machines take "
-        f"{args.gap_factor:g} times the agents per second, and the working set grows "
-        f"{args.gap_factor**2:g}-fold."
+        f"Gaps load no engine: with a JCT {asked.gap_factor:g} times as long the same machines "
+        f"take {asked.gap_factor:g} times the agents per second, and the working set grows "
+        f"{asked.gap_factor**2:g}-fold."
     )
     return table, Notes((gaps,))
 
 
-def _cases(args: argparse.Namespace) -> list[tuple[str, float, float]]:
-    cases = [("as given", args.aps, args.jct)]
-    if args.gap_factor > 1:
-        factor = args.gap_factor
-        cases.append((f"gaps x{factor:g}, same arrivals", args.aps, args.jct * factor))
-        cases.append((f"gaps x{factor:g}, at capacity", args.aps * factor, args.jct * factor))
+def _cases(asked: WorkingSetSettings) -> list[tuple[str, float, float]]:
+    if asked.agents_per_s is None or asked.jct_s is None:
+        return []
+    rate, jct_s = asked.agents_per_s, asked.jct_s
+    cases = [("as given", rate, jct_s)]
+    if asked.gap_factor > 1:
+        factor = asked.gap_factor
+        cases.append((f"gaps x{factor:g}, same arrivals", rate, jct_s * factor))
+        cases.append((f"gaps x{factor:g}, at capacity", rate * factor, jct_s * factor))
     return cases
 
 
@@ -150,38 +152,26 @@ def _implied_jct_s(quoted: Quoted, kv_bytes_per_token: float) -> float:
     return quoted.working_set_bytes / per_second
 
 
-def _print_json(
-    args: argparse.Namespace, kv_bytes_per_token: float, paper_bytes_per_token: float
-) -> None:
-
-    cases = [] if args.aps is None else _cases(args)
-    result = {
-        "model": args.model,
+def _document(
+    asked: WorkingSetSettings, kv_bytes_per_token: float, paper_bytes_per_token: float
+) -> dict[str, Any]:
+    return {
+        "model": asked.model,
         "kv_bytes_per_token": kv_bytes_per_token,
-        "total_tokens": args.total_tokens,
+        "total_tokens": asked.total_tokens,
         "cases": [
             {
                 "case": name,
                 "agents_per_s": agents_per_s,
                 "jct_s": jct_s,
                 "working_set_bytes": working_set_bytes(
-                    agents_per_s, jct_s, args.total_tokens, kv_bytes_per_token
+                    agents_per_s, jct_s, asked.total_tokens, kv_bytes_per_token
                 ),
             }
-            for name, agents_per_s, jct_s in cases
+            for name, agents_per_s, jct_s in _cases(asked)
         ],
         "paper": [
             {**quoted._asdict(), "implied_jct_s": _implied_jct_s(quoted, paper_bytes_per_token)}
             for quoted in PAPER
         ],
     }
-    print_json(result)
-
-
-def _require(name: str, value: float, least: float) -> None:
-    from dualpath.core.errors import ConfigError
-
-    most = 1e12
-    if not math.isfinite(value) or not least <= value <= most or value == 0:
-        lower = "above 0" if least == 0 else f"at least {least:g}"
-        raise ConfigError(f"{name} is {value:g}, must be {lower} and at most {most:g}; correct it")

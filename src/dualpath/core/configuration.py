@@ -123,7 +123,7 @@ def layered(*layers: Iterable[Given]) -> dict[tuple[str, str], Given]:
 
 
 def build(kind: type[T], section: str, layers: Layers, flags: Mapping[str, str]) -> T:
-    """Return a section's settings.
+    """Return a section's settings; those without a section are given by flags alone.
 
     ``flags`` says how a key is typed in this command.  Raises ``ConfigError`` that names the key
     that is missing, or what is wrong, each as the user wrote it or could write it.
@@ -132,6 +132,8 @@ def build(kind: type[T], section: str, layers: Layers, flags: Mapping[str, str])
     for field in declared(kind):
         if field.required and field.name not in given:
             named = flags.get(field.name) or f"{field.name} of [{section}]"
+            if not section:
+                raise ConfigError(f"{named} is missing; give it: {field.setting.help}")
             raise ConfigError(
                 f"{named} is missing; give it, or set {variable(section, field.name)} or "
                 f"{field.name} in [{section}] of a --config file"

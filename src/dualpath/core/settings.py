@@ -33,7 +33,14 @@ _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
     "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40
 }  # fmt: skip
 _AMOUNT = re.compile(r"([+-]?[0-9][0-9_]*\.?[0-9]*(?:e[+-]?[0-9]+)?)\s*([kmgt]i?)?(b|bit)?", re.I)
-_SHOWN_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("GB", 10**9), ("MB", 10**6))
+_SHOWN_UNITS = (
+    ("TB", 10**12),
+    ("GiB", 1 << 30),
+    ("GB", 10**9),
+    ("MiB", 1 << 20),
+    ("MB", 10**6),
+    ("KiB", 1 << 10),
+)
 #: Ends of names and the unit they stand for, the longer first.
 _SUFFIXES = (
     ("_bytes_per_s", "bytes/s"), ("_flops_per_s", "FLOP/s"), ("_tokens_per_s", "tokens/s"),
@@ -45,9 +52,9 @@ _SUFFIXES = (
 class Setting(msgspec.Struct, frozen=True):
     """The declaration of one setting: its help in one clause, and the limits of its value.
 
-    For a list the limits are those of its items.  ``metavar`` stands for the value in a help text.
-    A setting with ``flag`` False is set in a file or a variable only; ``rest`` takes all arguments
-    that follow.
+    For a list limits and ``choices`` are those of its items.  ``metavar`` stands for the value in
+    a help text.  A setting with ``flag`` False is set in a file or a variable only; ``rest`` takes
+    all arguments that follow.
     """
 
     help: str
@@ -55,6 +62,7 @@ class Setting(msgspec.Struct, frozen=True):
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
+    choices: tuple[str, ...] = ()
     metavar: str = ""
     flag: bool = True
     rest: bool = False
@@ -132,6 +140,8 @@ class Declared(msgspec.Struct, frozen=True):
     @property
     def choices(self) -> tuple[str, ...]:
         """All values there are, where they can be listed."""
+        if self.setting.choices:
+            return self.setting.choices
         for part in _item_parts(self.kind):
             if isinstance(part, type) and issubclass(part, enum.Enum):
                 return tuple(str(member.value) for member in part)
@@ -157,13 +167,15 @@ class Declared(msgspec.Struct, frozen=True):
 
     def checked(self, value: Any) -> Any:  # noqa: ANN401 - of any type
         """Return a value of the field's type; raises ``ConfigError`` beyond the limits."""
-        for item in value if isinstance(value, tuple) else (value,):
+        several = isinstance(value, tuple)
+        for item in value if several else (value,):
             number = isinstance(item, int | float) and not isinstance(item, bool)
             if number and not self.setting.allows(item):
-                several = value is not item
                 shown = _plain_text(value) if several else str(item)
                 limits = (self.limits or "finite") + (" in each item" if several else "")
                 raise ConfigError(f"{{{self.name}}} is {shown}; it must be {limits}; correct it")
+            if isinstance(item, str) and self.choices and item not in self.choices:
+                raise self._wrong(value)
         return value
 
     def text(self, value: object) -> str:
@@ -208,7 +220,7 @@ class Declared(msgspec.Struct, frozen=True):
         value *= _FACTORS[(match[2] or "").lower()] * _UNITS[(match[3] or "").lower()]
         return int(value) if value.is_integer() and abs(value) < 2**53 else _exact(text, value)
 
-    def _wrong(self, value: object, error: Exception) -> ConfigError:
+    def _wrong(self, value: object, error: Exception | None = None) -> ConfigError:
         if is_secret(self.name):
             return ConfigError(f"{{{self.name}}} has a wrong value; correct it")
         if self.choices:

@@ -6,10 +6,12 @@ lines are the commands of `dualpath.plan.traffic_class`, which the lab applies.
 """
 
 import enum
+from typing import Annotated
 
 import msgspec
 
 from dualpath.core.errors import ConfigError
+from dualpath.core.settings import Setting, Settings
 from dualpath.plan.traffic_class import (
     DEFAULT_KV_PORTS,
     DEFAULT_WEIGHTS,
@@ -27,7 +29,7 @@ class Fabric(enum.StrEnum):
     ETHERNET = "ethernet"
 
 
-class Setting(msgspec.Struct, frozen=True):
+class Line(msgspec.Struct, frozen=True):
     """One line of configuration; an empty ``line`` is advice for which no common syntax exists."""
 
     line: str
@@ -38,29 +40,38 @@ class SettingsGroup(msgspec.Struct, frozen=True):
     """Lines that belong into one place."""
 
     where: str
-    settings: tuple[Setting, ...]
+    settings: tuple[Line, ...]
 
 
-class FabricLanes(msgspec.Struct, frozen=True, kw_only=True):
-    """How a fabric recognises the two lanes.
-
-    Service levels 0 to 3 (InfiniBand; each is mapped to the virtual lane of its number), DSCP
-    values 0 to 63 (RoCE), TCP ports (Ethernet).  ``interface`` and ``rdma_device`` are the names
-    of the compute NIC, ``bytes_per_s`` its rate where software shapes it.
-    """
+class FabricLanes(Settings, frozen=True, kw_only=True):
+    """How a fabric recognises the two lanes."""
 
     weights: LaneWeights = DEFAULT_WEIGHTS
-    inference_sl: int = 1
-    kv_sl: int = 2
-    inference_dscp: int = 34
-    kv_dscp: int = 26
+    inference_sl: Annotated[
+        int, Setting("service level and lane of inference (infiniband)", ge=0, le=3)
+    ] = 1
+    kv_sl: Annotated[int, Setting("service level and lane of KV (infiniband)", ge=0, le=3)] = 2
+    inference_dscp: Annotated[int, Setting("DSCP value of inference, 16 to 47 (roce)")] = 34
+    kv_dscp: Annotated[int, Setting("DSCP value of KV, 16 to 47 (roce)")] = 26
     kv_ports: PortRange = DEFAULT_KV_PORTS
-    interface: str = "eth0"
-    rdma_device: str = "mlx5_0"
-    bytes_per_s: float = 1.25e9
+    interface: Annotated[str, Setting("of the compute NIC (roce, ethernet)", metavar="NAME")] = (
+        "eth0"
+    )
+    rdma_device: Annotated[str, Setting("the NIC (roce)", metavar="NAME")] = "mlx5_0"
+    cnic_bytes_per_s: Annotated[
+        float, Setting("of the NIC, where software shapes it (ethernet)", ge=1e5, le=1e12)
+    ] = 1.25e9
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         """Raise ``ConfigError`` for lanes that fall together or that a fabric does not have."""
+        super().check()
+        for key in ("interface", "rdma_device"):
+            name: str = getattr(self, key)
+            # The name ends up in commands that somebody pastes into a shell.
+            if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+                raise ConfigError(
+                    f"{{{key}}} is {name!r}, must be the name of a device; correct it"
+                )
         _check_pair("service level", self.inference_sl, self.kv_sl, 3)
         _check_pair("DSCP", self.inference_dscp, self.kv_dscp, 63)
         if self.inference_dscp // 8 == self.kv_dscp // 8:
@@ -74,10 +85,6 @@ class FabricLanes(msgspec.Struct, frozen=True, kw_only=True):
                     f"DSCP {dscp} has priority {dscp // 8} (DSCP / 8), must have one of the "
                     f"lossless {LOSSLESS_PRIORITIES}; choose one from 16 to 47"
                 )
-        if not 1e5 <= self.bytes_per_s <= 1e12:
-            raise ConfigError(
-                f"rate of {self.bytes_per_s * 8 / 1e9:g} Gbit/s must be 0.0008 to 8000; correct it"
-            )
 
 
 #: The four lossless classes of RoCE; 0 stays with unmarked traffic, 6 with congestion
@@ -110,10 +117,10 @@ def infiniband_settings(lanes: FabricLanes) -> tuple[SettingsGroup, ...]:
     manager = SettingsGroup(
         "opensm.conf of the subnet manager (switches and NICs obey it)",
         (
-            Setting("qos TRUE", "without it opensm leaves arbitration as it finds it"),
-            Setting("qos_max_vls 4", "data lanes in use; their buffers come from one memory"),
+            Line("qos TRUE", "without it opensm leaves arbitration as it finds it"),
+            Line("qos_max_vls 4", "data lanes in use; their buffers come from one memory"),
             *_arbitration(lanes),
-            Setting(
+            Line(
                 "qos_sl2vl " + ",".join(str(sl if sl < 4 else kv) for sl in range(16)),
                 f"service level to lane: 0 unmarked, {inference} inference, {kv} KV; levels from "
                 "4 on, which nobody should use, share the KV lane",
@@ -123,11 +130,11 @@ def infiniband_settings(lanes: FabricLanes) -> tuple[SettingsGroup, ...]:
     return (
         manager,
         _collectives(
-            Setting(f"NCCL_IB_SL={inference}", "collectives take the inference lane; unset: 0"),
-            Setting(f"NVSHMEM_IB_SL={inference}", "the same for NVSHMEM, which DeepEP uses"),
+            Line(f"NCCL_IB_SL={inference}", "collectives take the inference lane; unset: 0"),
+            Line(f"NVSHMEM_IB_SL={inference}", "the same for NVSHMEM, which DeepEP uses"),
         ),
         _ucx(
-            Setting(
+            Line(
                 f"UCX_IB_SL={kv}",
                 "KV takes its lane; unset it is 0, which the tables above serve like inference",
             ),
@@ -137,7 +144,7 @@ def infiniband_settings(lanes: FabricLanes) -> tuple[SettingsGroup, ...]:
     )
 
 
-def _arbitration(lanes: FabricLanes) -> tuple[Setting, ...]:
+def _arbitration(lanes: FabricLanes) -> tuple[Line, ...]:
     kv = lanes.kv_sl
     high = ",".join(f"{lane}:{0 if lane == kv else 192}" for lane in range(4))
     if lanes.weights == DEFAULT_WEIGHTS:
@@ -149,13 +156,13 @@ def _arbitration(lanes: FabricLanes) -> tuple[Setting, ...]:
         low = ",".join(f"{lane}:{64 if lane == kv else 0}" for lane in range(4))
         low_why = f"then one packet of KV (lane {kv}), which therefore cannot starve"
     return (
-        Setting(
+        Line(
             f"qos_high_limit {limit}",
             f"{limit} x 4 KiB of the high-priority table pass before one packet of the low one; "
             "255 would let KV starve",
         ),
-        Setting(f"qos_vlarb_high {high}", f"lane:weight in units of 64 bytes; KV (lane {kv}) is 0"),
-        Setting(f"qos_vlarb_low {low}", low_why),
+        Line(f"qos_vlarb_high {high}", f"lane:weight in units of 64 bytes; KV (lane {kv}) is 0"),
+        Line(f"qos_vlarb_low {low}", low_why),
     )
 
 
@@ -167,15 +174,15 @@ def roce_settings(lanes: FabricLanes) -> tuple[SettingsGroup, ...]:
         SettingsGroup("every compute NIC, as root (NVIDIA ConnectX)", _roce_nic(lanes, kv_tos)),
         SettingsGroup("every switch port between compute NICs (syntax by vendor)", _switch(lanes)),
         _collectives(
-            Setting(
+            Line(
                 f"NCCL_IB_TC={inference_tos}",
                 f"collectives take the inference lane: DSCP {lanes.inference_dscp} x 4, + 2 to "
                 "allow congestion marks; unset: 0",
             ),
-            Setting(f"NVSHMEM_IB_TRAFFIC_CLASS={inference_tos}", "the same for NVSHMEM (DeepEP)"),
+            Line(f"NVSHMEM_IB_TRAFFIC_CLASS={inference_tos}", "the same for NVSHMEM (DeepEP)"),
         ),
         _ucx(
-            Setting(
+            Line(
                 f"UCX_IB_TRAFFIC_CLASS={kv_tos}",
                 f"KV takes its lane: DSCP {lanes.kv_dscp} x 4, + 2; unset, UCX takes 106 on "
                 "RoCEv2, that is DSCP 26",
@@ -186,7 +193,7 @@ def roce_settings(lanes: FabricLanes) -> tuple[SettingsGroup, ...]:
     )
 
 
-def _roce_nic(lanes: FabricLanes, kv_tos: int) -> tuple[Setting, ...]:
+def _roce_nic(lanes: FabricLanes, kv_tos: int) -> tuple[Line, ...]:
     command = f"mlnx_qos -i {lanes.interface}"
     lossless = ",".join(str(int(tc in LOSSLESS_PRIORITIES)) for tc in range(8))
     modes = ",".join("strict" if tc == _CONGESTION_PRIORITY else "ets" for tc in range(8))
@@ -195,24 +202,24 @@ def _roce_nic(lanes: FabricLanes, kv_tos: int) -> tuple[Setting, ...]:
     inference, kv = percent[lanes.inference_dscp // 8], percent[lanes.kv_dscp // 8]
     classes = ",".join(map(str, range(8)))
     return (
-        Setting(f"{command} --trust dscp", "the DSCP of a packet decides, not its VLAN tag"),
+        Line(f"{command} --trust dscp", "the DSCP of a packet decides, not its VLAN tag"),
         *(
-            Setting(f"{command} --dscp2prio set,{dscp},{dscp // 8}", f"{name} by its DSCP")
+            Line(f"{command} --dscp2prio set,{dscp},{dscp // 8}", f"{name} by its DSCP")
             for name, dscp in _dscp(lanes).items()
         ),
-        Setting(f"{command} --prio_tc {classes}", "a traffic class (hardware queue) per priority"),
-        Setting(
+        Line(f"{command} --prio_tc {classes}", "a traffic class (hardware queue) per priority"),
+        Line(
             f"{command} --pfc {lossless}",
             "priority flow control: four lossless classes; two are spare, like two of the four "
             "lanes on InfiniBand",
         ),
-        Setting(
+        Line(
             f"{command} --tsa {modes} --tcbw {shares}",
             f"percent of the link per class: inference {inference}, KV {kv}; congestion "
             f"notifications (priority {_CONGESTION_PRIORITY}) first; a class of 0 gets what is "
             "left over: give a spare one part of the inference share before using it",
         ),
-        Setting(
+        Line(
             f"cma_roce_tos -d {lanes.rdma_device} -t {kv_tos}",
             "connections through RDMA-CM that ask for no class go to the KV lane; do not write "
             "the device's tc/1/traffic_class in sysfs, which overrides every program's choice",
@@ -220,14 +227,14 @@ def _roce_nic(lanes: FabricLanes, kv_tos: int) -> tuple[Setting, ...]:
     )
 
 
-def _switch(lanes: FabricLanes) -> tuple[Setting, ...]:
+def _switch(lanes: FabricLanes) -> tuple[Line, ...]:
     inference, kv = lanes.inference_dscp // 8, lanes.kv_dscp // 8
     lossless = ", ".join(map(str, LOSSLESS_PRIORITIES))
     percent = _roce_percent(lanes)
     return (
-        Setting("", "trust DSCP and map it to traffic classes as the NICs do: DSCP / 8"),
-        Setting("", f"priority flow control on classes {lossless}, with headroom for the cables"),
-        Setting(
+        Line("", "trust DSCP and map it to traffic classes as the NICs do: DSCP / 8"),
+        Line("", f"priority flow control on classes {lossless}, with headroom for the cables"),
+        Line(
             "",
             f"weighted round robin (ETS, DWRR), class {inference} : class {kv} = "
             f"{percent[inference]} : {percent[kv]}; class {_CONGESTION_PRIORITY} strict",
@@ -237,14 +244,16 @@ def _switch(lanes: FabricLanes) -> tuple[Setting, ...]:
 
 def ethernet_settings(lanes: FabricLanes) -> tuple[SettingsGroup, ...]:
     """Return the `tc` commands that the lab applies, and the settings of UCX."""
-    commands = shaping_commands(lanes.interface, lanes.bytes_per_s, lanes.weights, lanes.kv_ports)
+    commands = shaping_commands(
+        lanes.interface, lanes.cnic_bytes_per_s, lanes.weights, lanes.kv_ports
+    )
     return (
         SettingsGroup(
             "every compute NIC, as root; switch ports need the same in the other direction",
-            tuple(Setting(" ".join(command.argv), command.why) for command in commands),
+            tuple(Line(" ".join(command.argv), command.why) for command in commands),
         ),
         _ucx(
-            Setting(
+            Line(
                 f"UCX_TCP_PORT_RANGE={lanes.kv_ports.text}",
                 "KV connections are accepted on these ports, by which the filters know them",
             ),
@@ -254,22 +263,22 @@ def ethernet_settings(lanes: FabricLanes) -> tuple[SettingsGroup, ...]:
     )
 
 
-def _collectives(*settings: Setting) -> SettingsGroup:
+def _collectives(*settings: Line) -> SettingsGroup:
     return SettingsGroup("environment of every engine: collectives", settings)
 
 
-def _ucx(variable: Setting, key: str, value: str) -> SettingsGroup:
+def _ucx(variable: Line, key: str, value: str) -> SettingsGroup:
     """Return the group of UCX; ``nixl_engine_config`` takes UCX's names without ``UCX_``."""
     return SettingsGroup(
         "environment of every engine, prefill and decode alike: NIXL through UCX",
         (
             variable,
-            Setting(
+            Line(
                 "",
                 f'or, in the settings of every engine, nixl_engine_config {{"{key}": "{value}"}} '
                 f"(--nixl-engine-config {key}={value}); a UCX_ variable that is set wins over it",
             ),
-            Setting(
+            Line(
                 "",
                 "set it at both ends of a connection: one end alone may mark one direction only "
                 "(UCX issue 10325 tells so of the traffic class)",

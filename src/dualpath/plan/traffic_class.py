@@ -9,10 +9,15 @@ list of `tc` commands below, which the lab applies to its own links.
 import enum
 import math
 import re
+from typing import Annotated
 
 import msgspec
 
 from dualpath.core.errors import ConfigError
+from dualpath.core.settings import Setting
+
+Ratio = Annotated[str, Setting("reserved shares of a full link", metavar="INFERENCE:KV")]
+KvPorts = Annotated[str, Setting("TCP ports of the KV lane", metavar="A-B")]
 
 
 class TrafficClass(enum.StrEnum):

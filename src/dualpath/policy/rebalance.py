@@ -26,11 +26,13 @@ be the answer ``patience`` times in a row, and after one the policy rests for ``
 """
 
 import math
+from typing import Annotated
 
 import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
+from dualpath.core.settings import Setting, Settings
 
 #: A latency ten times its objective does not ask for ten times the nodes: it mostly is a queue,
 #: which ``waiting_tokens`` counts already.
@@ -41,7 +43,7 @@ MIN_INTERVAL_S = 0.1
 LARGEST = 1e6
 
 
-class RebalanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RebalanceSettings(Settings, frozen=True, kw_only=True):
     """Constants of the rule and of whoever asks it; times in seconds.
 
     The driver observes the cluster every ``interval_s``.  ``switch_s`` is from the decision until
@@ -52,17 +54,25 @@ class RebalanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     rate to the driver, which knows the model's costs (``with_rates``).
     """
 
-    interval_s: float = 15.0
-    switch_s: float = 30.0
-    horizon_s: float = 300.0
-    margin: float = 2.0
-    least_improvement: float = 0.05
-    patience: int = 2
-    rest_s: float = 60.0
-    ttft_slo_s: float | None = None
-    tpot_slo_s: float | None = None
-    prefill_node_tokens_per_s: float | None = None
-    decode_node_tokens_per_s: float | None = None
+    interval_s: Annotated[
+        float, Setting("from one look to the next", ge=MIN_INTERVAL_S, le=LARGEST)
+    ] = 15.0
+    switch_s: Annotated[float, Setting("until a moved node serves again", ge=0, le=LARGEST)] = 30.0
+    horizon_s: Annotated[float, Setting("for which a move has to pay", gt=0)] = 300.0
+    margin: Annotated[float, Setting("gain over cost that a move needs", ge=1, le=LARGEST)] = 2.0
+    least_improvement: Annotated[
+        float, Setting("keeps the policy from moving nodes for nothing", gt=0, lt=1)
+    ] = 0.05
+    patience: Annotated[int, Setting("equal answers in a row", ge=1, le=LARGEST)] = 2
+    rest_s: Annotated[float, Setting("after a move", ge=0, le=LARGEST)] = 60.0
+    ttft_slo_s: Annotated[float | None, Setting("objective; none offline", gt=0)] = None
+    tpot_slo_s: Annotated[float | None, Setting("objective; none offline", gt=0)] = None
+    prefill_node_tokens_per_s: Annotated[
+        float | None, Setting("what a prefill node gets done; none: by the model's costs", gt=0)
+    ] = None
+    decode_node_tokens_per_s: Annotated[
+        float | None, Setting("what a decode node gets done; none: by the model's costs", gt=0)
+    ] = None
 
     def with_rates(self, prefill: float, decode: float) -> "RebalanceSettings":
         """Return the settings with these rates in tokens/s in the place of those not given."""
@@ -79,32 +89,6 @@ class RebalanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         if rate is None:
             raise ConfigError(f"{name} is not given and has no default; set it above 0 tokens/s")
         return rate
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` for the first value out of range."""
-        positive = ("prefill_node_tokens_per_s", "decode_node_tokens_per_s", "horizon_s")
-        for name in (*positive, "ttft_slo_s", "tpot_slo_s"):
-            value = getattr(self, name)
-            if value is not None and not (0 < value < math.inf):
-                raise ConfigError(f"{name} is {value}, must be above 0 and finite; correct it")
-        for name, least in (
-            ("interval_s", MIN_INTERVAL_S),
-            ("switch_s", 0.0),
-            ("rest_s", 0.0),
-            ("margin", 1.0),
-            ("patience", 1),
-        ):
-            value = getattr(self, name)
-            if not least <= value <= LARGEST:
-                raise ConfigError(
-                    f"{name} of re-balancing is {value}, must be between {least:g} and "
-                    f"{LARGEST:g}; correct it"
-                )
-        if not 0 < self.least_improvement < 1:
-            raise ConfigError(
-                f"least_improvement is {self.least_improvement}, must be between 0 and 1: it keeps "
-                "the policy from moving nodes for nothing"
-            )
 
 
 class RoleLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -184,7 +168,6 @@ class Rebalancer:
 
     def __init__(self, settings: RebalanceSettings) -> None:
         """Raises ``ConfigError`` for settings out of range or without a role's rate."""
-        settings.check()
         for role in Role:
             settings.node_tokens_per_s(role)
         self._settings = settings

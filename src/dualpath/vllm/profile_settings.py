@@ -1,66 +1,86 @@
 """What a profiling run measures; needs no vLLM."""
 
-import msgspec
+from typing import Annotated
 
 from dualpath.core.errors import ConfigError
+from dualpath.core.settings import Setting, Settings
+from dualpath.vllm.front_end_settings import BlockTokens, Dtype, MaxModelLen, Model
 
 #: Decode steps and repetitions beyond these add time and no knowledge.
 MOST_REPEATS = 1000
 MOST_TOKENS = 10_000_000
 
 
-class ProfileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ProfileSettings(Settings, frozen=True, kw_only=True):
     """One engine and the grids it is timed on.
 
-    ``cached_tokens`` × ``chunk_tokens`` are the prefill passes, cached ones whole blocks;
-    ``decode_requests`` × ``decode_context_tokens`` the decode steps.  Every pass is run once
-    unmeasured and ``repeats`` times measured, every decode point over ``decode_steps`` steps; the
-    median counts.  ``hbm_bytes`` of KV memory, 0 lets vLLM take what it finds.
-    ``max_model_len`` None is the model's own.
+    ``cached_tokens`` × ``chunk_tokens`` are the prefill passes; ``decode_requests`` ×
+    ``decode_context_tokens`` the decode steps.  Every pass is run once unmeasured and ``repeat``
+    times measured, every decode point over ``decode_steps`` steps; the median counts.
     """
 
-    model: str
-    dtype: str = "auto"
-    block_tokens: int = 64
-    hbm_bytes: int = 512 << 20
-    max_model_len: int | None = None
-    enforce_eager: bool = True
-    cached_tokens: tuple[int, ...] = (0, 512, 1536)
-    chunk_tokens: tuple[int, ...] = (64, 192, 512)
-    decode_requests: tuple[int, ...] = (1, 4, 8)
-    decode_context_tokens: tuple[int, ...] = (256, 1024)
-    decode_steps: int = 8
-    repeats: int = 3
-    seed: int = 0
+    model: Model
+    dtype: Dtype = "auto"
+    block_tokens: BlockTokens = 64
+    hbm_bytes: Annotated[
+        int, Setting("KV memory of the engine, 0: what vLLM finds free (GPU)", ge=0)
+    ] = 512 << 20
+    max_model_len: MaxModelLen = None
+    enforce_eager: Annotated[bool, Setting("run eagerly instead of letting vLLM compile")] = True
+    cached_tokens: Annotated[
+        tuple[int, ...], Setting("whole blocks cached before a pass", ge=0, le=MOST_TOKENS)
+    ] = (0, 512, 1536)
+    chunk_tokens: Annotated[
+        tuple[int, ...], Setting("computed in a pass", ge=1, le=MOST_TOKENS)
+    ] = (64, 192, 512)
+    decode_requests: Annotated[
+        tuple[int, ...], Setting("requests of a decode step", ge=1, le=MOST_TOKENS)
+    ] = (1, 4, 8)
+    decode_context_tokens: Annotated[
+        tuple[int, ...], Setting("context of each of them", ge=1, le=MOST_TOKENS)
+    ] = (256, 1024)
+    decode_steps: Annotated[int, Setting("measured at a point", ge=1, le=MOST_REPEATS)] = 8
+    repeat: Annotated[int, Setting("times a pass is measured", ge=1, le=MOST_REPEATS)] = 3
+    seed: Annotated[int, Setting("of the random tokens", ge=0)] = 0
+    typical_round_tokens: Annotated[
+        tuple[int, ...],
+        Setting(
+            "round by which prefill_tokens_per_s (hence beta) is stated; none: the largest of "
+            "cached and the middle of chunk tokens",
+            ge=0,
+            metavar="CONTEXT,APPEND",
+        ),
+    ] = ()
 
     def check(self) -> None:
         """Raise ``ConfigError`` for the first value out of range, before an engine starts."""
-        for name, least in (
-            ("cached_tokens", 0),
-            ("chunk_tokens", 1),
-            ("decode_requests", 1),
-            ("decode_context_tokens", 1),
-        ):
+        super().check()
+        for name in ("cached_tokens", "chunk_tokens", "decode_requests", "decode_context_tokens"):
             values: tuple[int, ...] = getattr(self, name)
-            if len(set(values)) < 2 or min(values) < least or max(values) > MOST_TOKENS:
+            if len(set(values)) < 2:
                 raise ConfigError(
-                    f"{name} is {list(values)}; it needs at least two different values from "
-                    f"{least} to {MOST_TOKENS}"
+                    f"{{{name}}} is {list(values)}; it needs at least two different values"
                 )
-        for name, most in (("decode_steps", MOST_REPEATS), ("repeats", MOST_REPEATS)):
-            if not 1 <= getattr(self, name) <= most:
-                raise ConfigError(f"{name} is {getattr(self, name)}, must be 1 to {most}")
-        if self.block_tokens < 1 or self.hbm_bytes < 0:
-            raise ConfigError(
-                f"block_tokens is {self.block_tokens} and hbm_bytes {self.hbm_bytes}; they must be "
-                "at least 1 and 0"
-            )
         uneven = [tokens for tokens in self.cached_tokens if tokens % self.block_tokens]
         if uneven:
             raise ConfigError(
-                f"cached_tokens {uneven[0]} is not a multiple of the block of {self.block_tokens} "
-                "tokens, and only whole blocks are cached; choose multiples"
+                f"{{cached_tokens}} {uneven[0]} is not a multiple of the block of "
+                f"{self.block_tokens} tokens, and only whole blocks are cached; choose multiples"
             )
+        if self.typical_round_tokens and (
+            len(self.typical_round_tokens) != 2 or self.typical_round_tokens[1] < 1
+        ):
+            raise ConfigError(
+                f"{{typical_round_tokens}} is {list(self.typical_round_tokens)}; it needs a "
+                "context and an append of at least 1 token"
+            )
+
+    @property
+    def typical_round(self) -> tuple[int, int]:
+        """Context and append of the round by which throughput is stated."""
+        if self.typical_round_tokens:
+            return self.typical_round_tokens[0], self.typical_round_tokens[1]
+        return max(self.cached_tokens), sorted(self.chunk_tokens)[len(self.chunk_tokens) // 2]
 
     @property
     def prefill_tokens(self) -> int:

@@ -36,7 +36,6 @@ def measure(settings: ProfileSettings, progress: Progress) -> Measurement:
     Set ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` before vLLM is imported.  Raises ``ConfigError`` for
     settings out of range, a model that vLLM refuses and a KV memory too small for the grids.
     """
-    settings.check()
     stopwatch = _Stopwatch(settings, _start(settings))
     facts = stopwatch.facts()
     done = itertools.count(1)
@@ -74,7 +73,7 @@ def _start(settings: ProfileSettings) -> LLM:
         gist = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"vLLM cannot run model {settings.model!r} with {settings.hbm_bytes} bytes of KV: "
-            f"{gist}; correct the model, --hbm-mib or --max-model-len"
+            f"{gist}; correct the model, {{hbm_bytes}} or {{max_model_len}}"
         ) from error
 
 
@@ -124,7 +123,7 @@ class _Stopwatch:
         if prefix:
             self._run([*prefix, *self._draw(1)])
         seconds = []
-        for _ in range(1 + self._settings.repeats):
+        for _ in range(1 + self._settings.repeat):
             self._add([*prefix, *self._draw(bsz)], _PREFILL)
             started_s = time.perf_counter()
             outputs = self._engine.step()
@@ -133,7 +132,7 @@ class _Stopwatch:
                 found = [output.num_cached_tokens for output in outputs]
                 raise ConfigError(
                     f"a pass of {bsz} tokens behind {cached} cached ones found {found} cached; "
-                    "give the engine more KV memory with --hbm-mib"
+                    "give the engine more KV memory with {hbm_bytes}"
                 )
         return PassTime(cached, bsz, statistics.median(seconds[1:]))
 
@@ -159,7 +158,7 @@ class _Stopwatch:
             if len(stepped) != requests:
                 raise ConfigError(
                     f"{len(stepped)} of {requests} requests took part in a decode step; give the "
-                    "engine more KV memory with --hbm-mib"
+                    "engine more KV memory with {hbm_bytes}"
                 )
         mean_tokens = context_tokens + statistics.fmean(lengths.values()) + (steps - 1) / 2
         self._engine.abort_request(names)
@@ -171,12 +170,14 @@ class _Stopwatch:
         if settings.longest_tokens > limit:
             raise ConfigError(
                 f"the grids need a context of {settings.longest_tokens} tokens, the model takes "
-                f"{limit}; measure shorter ones with --cached, --chunks and --contexts"
+                f"{limit}; measure shorter ones with {{cached_tokens}}, "
+                "{chunk_tokens} and {decode_context_tokens}"
             )
         if cache.num_gpu_blocks is not None and settings.blocks >= cache.num_gpu_blocks:
             raise ConfigError(
                 f"the grids need {settings.blocks} KV blocks of {settings.block_tokens} tokens, "
-                f"the engine has {cache.num_gpu_blocks}; raise --hbm-mib or lower --requests"
+                f"the engine has {cache.num_gpu_blocks}; raise {{hbm_bytes}} or lower "
+                "{decode_requests}"
             )
 
     def _run(self, prompt: Sequence[int]) -> None:

@@ -7,7 +7,14 @@ from typing import Annotated
 from dualpath.core.cluster import NodesSettings, parse_nodes
 from dualpath.core.errors import ConfigError
 from dualpath.core.settings import Setting
-from dualpath.plan.traffic_class import LaneWeights, PortRange, parse_ports, parse_weights
+from dualpath.plan.traffic_class import (
+    KvPorts,
+    LaneWeights,
+    PortRange,
+    Ratio,
+    parse_ports,
+    parse_weights,
+)
 
 MOST_NODES = 64
 
@@ -52,10 +59,8 @@ class LabSettings(NodesSettings, frozen=True, kw_only=True):
         float, Setting("of a node to itself; 0: as the CNIC", ge=0, le=12.5e9)
     ] = 0.0
     snic_bytes_per_s: Annotated[float, Setting("storage reads of a node", ge=1e6, le=12.5e9)] = 50e6
-    ratio: Annotated[str, Setting("reserved shares of a full link", metavar="INFERENCE:KV")] = (
-        "99:1"
-    )
-    kv_ports: Annotated[str, Setting("TCP ports of the KV lane", metavar="A-B")] = "20480-24575"
+    ratio: Ratio = "99:1"
+    kv_ports: KvPorts = "20480-24575"
     mtu_bytes: Annotated[int, Setting("of the CNIC", ge=1280, le=65535)] = 9000
     storage: Annotated[
         str, Setting("folder on a disk; empty: a file system in memory", metavar="DIR")

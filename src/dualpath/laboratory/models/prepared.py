@@ -99,5 +99,5 @@ def _put_in_place(complete: Path, directory: Path, stamp: Stamp, set_aside: Path
 def _cannot_write(directory: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"cannot write a model to {directory}: {error.strerror or error}; "
-        "it needs a writable directory with 400 MB free: choose one with --to or DUALPATH_CACHE"
+        "it needs a writable directory with 400 MB free: choose one with --out or DUALPATH_CACHE"
     )

@@ -50,7 +50,7 @@ def arrival_times_s(agents: int, agents_per_s: float | None, seed: int) -> list[
 
 
 def poisson_times_s(agents: int, agents_per_s: float, seed: int) -> FloatArray:
-    """Return when ``agents`` agents arrive at random; the times of ``dualpath replay --aps``."""
+    """Return when ``agents`` agents arrive at random, as with ``replay --agents-per-s``."""
     return np.asarray(arrival_times_s(agents, agents_per_s, seed))
 
 

@@ -41,9 +41,7 @@ def load_gpu(name_or_path: str | Path) -> GpuRates:
 def load_cluster(name_or_path: str | Path) -> ClusterSettings:
     """Return a cluster; raises ``ConfigError`` that names file, value, limit and remedy."""
     file = find(CLUSTERS, name_or_path)
-    cluster = parse(file, ClusterSettings)
-    _checked(file, cluster)
-    return cluster
+    return parse(file, ClusterSettings)
 
 
 def find(kind: str, name_or_path: str | Path) -> Traversable:
@@ -70,6 +68,8 @@ def parse(file: Traversable, kind: type[T]) -> T:
         return msgspec.toml.decode(file.read_bytes(), type=kind)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; check its rights") from error
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
     except msgspec.DecodeError as error:
         # A ValidationError is a DecodeError and names the key.
         raise ConfigError(f"{file}: {error}; correct the file") from error

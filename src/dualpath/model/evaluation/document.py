@@ -68,7 +68,7 @@ def _command(figures: Sequence[FigureReport]) -> str:
         f"--seed {chosen.seed}" if chosen.seed != default.seed else "",
         "--quick" if chosen.quick else "",
         f"--tail {chosen.tail}" if chosen.tail != default.tail else "",
-        f"--window {chosen.window_s:g}" if chosen.window_s != default.window_s else "",
+        f"--window-s {chosen.window_s:g}" if chosen.window_s != default.window_s else "",
     ]
     names = [figure.name for figure in figures]
     if set(FIGURES) <= set(names):

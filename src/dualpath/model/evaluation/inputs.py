@@ -45,7 +45,6 @@ class CatalogInputs:
         if spec.nodes is not None:
             changes["prefill_nodes"], changes["decode_nodes"] = spec.nodes
         cluster = msgspec.structs.replace(load_cluster(spec.system.cluster), **changes)
-        cluster.check()
         costs = load_model_costs(spec.system.model, DEFAULT_GPU, cluster)
         return Setup(cluster=cluster, model=_changed(costs, cluster, spec), mode=spec.mode)
 

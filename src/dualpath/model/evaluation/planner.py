@@ -11,7 +11,7 @@ but for noise.  Nothing here is random: agents are the caller's and the same for
 
 import math
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -24,49 +24,13 @@ from dualpath.model.catalog.geometry import ModelGeometry
 from dualpath.model.catalog.gpu import GpuRates
 from dualpath.model.evaluation.comparison import RunSummary, summarise
 from dualpath.model.evaluation.online import TTFT_LIMIT_S, ending, measured
+from dualpath.model.evaluation.settings import PlanSettings
 from dualpath.model.sim.result import NS_PER_S, SimulationResult
 from dualpath.model.sim.settings import ClusterSettings, Setup
 from dualpath.plan.bounds import prefill_to_decode_range
 
-Objective = Literal["jct", "capacity"]
-MOST_NODES = 100_000
 #: Rates below this are taken for no capacity at all.
 LEAST_RATE = 1e-4
-
-
-class PlanSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What is searched.
-
-    ``ttft_slo_s`` and ``tpot_slo_s`` bound the means (§7.4), ``horizon_s`` one experiment (the
-    rule looks back 30 minutes).  ``precision`` is the relative width at which bisection ends and
-    ``first_rate`` where it begins.
-    """
-
-    nodes: int
-    objective: Objective = "jct"
-    ttft_slo_s: float = 4.0
-    tpot_slo_s: float = 0.05
-    horizon_s: float = 3600.0
-    first_rate: float = 0.25
-    precision: float = 0.05
-    most_shapes: int = 15
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` for the first value out of range."""
-        if not 2 <= self.nodes <= MOST_NODES:
-            raise ConfigError(
-                f"nodes is {self.nodes}, must be 2 to {MOST_NODES}: one node for prefill and one "
-                "for decode at least"
-            )
-        for name in ("ttft_slo_s", "tpot_slo_s", "horizon_s", "first_rate"):
-            value = getattr(self, name)
-            if not 0 < value <= 1e6:
-                raise ConfigError(f"{name} is {value}, must be above 0 and at most 1e6; correct it")
-        if not 0.001 <= self.precision <= 1 or self.most_shapes < 3:
-            raise ConfigError(
-                f"precision is {self.precision} and most_shapes {self.most_shapes}; they must be "
-                "0.001 to 1 and at least 3"
-            )
 
 
 class ShapeResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,12 +96,11 @@ def make_plan(
     simulate: Simulate,
     progress: Progress = lambda text: None,
 ) -> Plan:
-    """Search the shapes of ``settings.nodes`` nodes and return all that were tried.
+    """Search the shapes of ``settings.total_nodes`` nodes and return all that were tried.
 
     Raises ``ConfigError`` for settings out of range, and the first refusal (``DualPathError``)
     if no shape can be.
     """
-    settings.check()
     search = _Search(settings, setup_for, agents_for, simulate, progress)
     for prefill_nodes in _spread_shapes(settings):
         search.try_shape(prefill_nodes)
@@ -240,9 +203,9 @@ class _Search:
 
     def try_shape(self, prefill_nodes: int) -> None:
         """Run one P unless it was or cannot be."""
-        if prefill_nodes in self._tried or not 1 <= prefill_nodes < self._settings.nodes:
+        if prefill_nodes in self._tried or not 1 <= prefill_nodes < self._settings.total_nodes:
             return
-        decode_nodes = self._settings.nodes - prefill_nodes
+        decode_nodes = self._settings.total_nodes - prefill_nodes
         self._progress(f"{prefill_nodes}P{decode_nodes}D")
         try:
             setup = self._setup_for(prefill_nodes, decode_nodes)
@@ -322,11 +285,11 @@ def _next_rate(low: float, high: float) -> float:
 
 def _first_step(settings: PlanSettings) -> int:
     """Spacing of the first shapes: half of the budget spreads, the other half refines."""
-    shapes = settings.nodes - 1
+    shapes = settings.total_nodes - 1
     return 1 if shapes <= settings.most_shapes else -(-shapes // (settings.most_shapes // 2))
 
 
 def _spread_shapes(settings: PlanSettings) -> list[int]:
     step = _first_step(settings)
-    last = settings.nodes - 1
-    return sorted({*range(1, settings.nodes, step), last})
+    last = settings.total_nodes - 1
+    return sorted({*range(1, settings.total_nodes, step), last})

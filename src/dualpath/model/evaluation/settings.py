@@ -1,12 +1,15 @@
 """What is run: the paper's systems (§7.2), one run as a value, and the grids of the figures."""
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from dualpath.core.errors import ConfigError
+from dualpath.core.cluster import MOST_NODES
 from dualpath.core.modes import Mode
+from dualpath.core.settings import Setting, Settings
 from dualpath.laboratory.workload.columns.generator import Tail
+
+Objective = Literal["jct", "capacity"]
 
 
 class System(NamedTuple):
@@ -69,30 +72,22 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.system.title}{shape} {self.workload} {load}{scale}, {self.mode.value}"
 
 
-class EvaluationSettings(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationSettings(Settings, frozen=True, kw_only=True):
     """Seed, size and the choices that the paper leaves open.
 
-    ``quick`` runs the same commands on small grids, to look at and to test; its numbers are not
-    the paper's settings.  ``tail`` is the distribution of turns over trajectories, which Table 2
-    leaves open.  ``window_s`` is the "small time window" of Fig. 13, whose non-tail phase ends when
+    The numbers of ``quick`` are not the paper's settings.  The non-tail phase of Fig. 13 ends when
     less than ``tail_share`` of the agents are left.
     """
 
-    seed: int = 1
-    quick: bool = False
-    tail: Tail = "gamma"
-    window_s: float = 1.0
-    tail_share: float = 0.5
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` for the first setting out of range."""
-        limits = {"seed": (0, 2**63 - 1), "window_s": (1e-3, 1e4), "tail_share": (0.01, 0.99)}
-        for name, (least, most) in limits.items():
-            value = getattr(self, name)
-            if not least <= value <= most:
-                raise ConfigError(
-                    f"{name} is {value}, must be between {least:g} and {most:g}; correct it"
-                )
+    seed: Annotated[int, Setting("of trajectories and arrivals", ge=0, lt=2**63)] = 1
+    quick: Annotated[bool, Setting("small grids: to look at, not to compare")] = False
+    tail: Annotated[
+        Tail, Setting("distribution of turns over trajectories, which Table 2 leaves open")
+    ] = "gamma"
+    window_s: Annotated[float, Setting('the "small time window" of Fig. 13', ge=1e-3, le=1e4)] = 1.0
+    tail_share: Annotated[
+        float, Setting("of the agents, at which the tail begins", ge=0.01, le=0.99)
+    ] = 0.5
 
     @property
     def offline_agents(self) -> tuple[int, ...]:
@@ -131,3 +126,24 @@ class EvaluationSettings(msgspec.Struct, frozen=True, kw_only=True):
     def aps_limit(self, system: System) -> float:
         """Highest arrival rate tried."""
         return (0.4 if self.quick else 1.2) * (2.5 if system == DS_27B else 1)
+
+
+class PlanSettings(Settings, frozen=True, kw_only=True):
+    """What is searched.  Latencies are means (§7.4); the rule looks back 30 minutes."""
+
+    total_nodes: Annotated[
+        int, Setting("nodes to divide into prefill and decode nodes", ge=2, le=MOST_NODES)
+    ]
+    objective: Annotated[
+        Objective, Setting("JCT of all agents at once, or agents per second within the SLO")
+    ] = "jct"
+    ttft_slo_s: Annotated[float, Setting("bound of the mean TTFT", gt=0, le=1e6)] = 4.0
+    tpot_slo_s: Annotated[float, Setting("bound of the mean TPOT", gt=0, le=1e6)] = 0.05
+    horizon_s: Annotated[float, Setting("of an experiment, virtual time", gt=0, le=1e6)] = 3600.0
+    first_rate: Annotated[
+        float, Setting("agents per second at which bisection begins", gt=0, le=1e6)
+    ] = 0.25
+    precision: Annotated[
+        float, Setting("relative width at which bisection ends", ge=0.001, le=1)
+    ] = 0.05
+    most_shapes: Annotated[int, Setting("more are searched, not all tried", ge=3)] = 15

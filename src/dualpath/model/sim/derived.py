@@ -102,14 +102,14 @@ def step_links() -> StepLinks:
 
 def check(setup: Setup, agents: AgentTable) -> None:
     """Raise ``ConfigError`` or ``TraceError`` for a run that cannot be, before it starts."""
-    setup.cluster.check()
     agents.check()
     longest = (agents.prompt_tokens.astype(np.int64) + agents.generated_tokens).max()
     bound = setup.model.context_limit_tokens
     if bound is not None and longest > bound:
         raise TraceError(
             f"the longest round has {longest} tokens with its generation, model "
-            f"{setup.model.name} takes {bound}; truncate the trace or use another model"
+            f"{setup.model.name} takes {bound}; truncate the "
+            "trace ({max_context_tokens}) or use another model"
         )
     _check_memories(setup, agents)
 
@@ -132,6 +132,6 @@ def _check_memories(setup: Setup, agents: AgentTable) -> None:
 def _require_room(name: str, need: float, have: float, unit: str) -> None:
     if need > have:
         raise ConfigError(
-            f"the largest round needs {need:.6g} {unit}, {name} holds {have:.6g}; "
-            f"raise {name} or truncate the trace"
+            f"the largest round needs {need:.6g} {unit}, {{{name}}} holds {have:.6g}; "
+            f"raise {{{name}}} or truncate the trace"
         )

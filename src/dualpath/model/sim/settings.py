@@ -1,81 +1,107 @@
 """The simulated machine: nodes, links, memories and how engines are grouped (§2.3, §4.2, §A.4)."""
 
-import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from dualpath.core.errors import ConfigError
+from dualpath.core.cluster import MOST_NODES
 from dualpath.core.modes import Mode
+from dualpath.core.settings import Setting, Settings
 from dualpath.policy.rebalance import RebalanceSettings
 
 #: Rates and times beyond these are typing errors, not machines.
-LARGEST_RATE = 1e15
+LARGEST = 1e15
 LONGEST_S = 1e6
 
 
-class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ClusterSettings(Settings, frozen=True, kw_only=True):
     """One cluster, as a TOML file names it; the defaults are the paper's testbed (§7.2, §A.4).
 
-    *Shape.*  ``prefill_nodes`` P and ``decode_nodes`` D of ``gpus_per_node`` g engines.  A group
-    (§6.1) is made of whole nodes: ``*_nodes_per_group`` of them, 0 for all nodes of the role, the
-    last group may be smaller.  ``lockstep`` says that the engines of a group synchronise in every
-    layer (expert parallelism with DP attention); without it every engine steps for itself.
+    *Shape.*  A group (§6.1) is made of whole nodes, the last group may be smaller.
 
-    *Links.*  Bytes/s of a node's storage NIC in either direction, of one engine's compute NIC in
-    either direction, and of a node's DRAM (half duplex).  ``snic_sharing`` is how concurrent
-    reads share an SNIC: one after the other, or all at once in equal parts.
-    ``read_latency_s`` passes before the first byte of a read arrives.
+    *Links.*  Bytes/s in either direction; DRAM is half duplex.
 
-    *Memories.*  ``prefill_buffer_bytes`` and ``decode_buffer_bytes`` of DRAM per node (§4.1);
-    ``baseline_buffer_bytes`` instead of both for Basic and Layerwise, whose DRAM the paper does not
-    limit (§A.4 names DualPath's alone), None for the same.
-    ``prefill_hbm_bytes`` and ``decode_hbm_bytes`` of HBM for KV per engine; ``layer_buffers``
-    layers of KV a layerwise PE holds.  ``dram_tier_bytes`` per node of a cluster-wide DRAM cache
-    between storage and buffers, least recently used sessions leave; 0 for none.
+    *Memories.*  ``baseline_buffer_bytes`` is instead of both buffers for Basic and Layerwise, whose
+    DRAM the paper does not limit (§A.4 names DualPath's alone).  The DRAM tier is a cluster-wide
+    cache between storage and buffers, which least recently used sessions leave.
 
-    *Policy.*  α and β as times (§A.4), the compute quota, ``batch_cap_tokens`` per engine and
-    forward pass where there is no quota, the fetch interval of the groups (§6.1), tokens a DE
-    reserves for generation at most.  ``beta_tokens`` overrides β.
-    ``request_overhead_s`` passes between a client's request and its arrival at the scheduler,
-    ``decode_admission_s`` between a prompt's KV being in the DE's HBM and its first decode step.
-    With ``rebalancing`` nodes change their role while the cluster serves; what one node of a role
-    gets done per second follows from the model's costs unless given.
+    *Policy.*  α and β as times (§A.4).  With ``rebalancing`` nodes change their role while the
+    cluster serves; what one node of a role gets done per second follows from the model's costs
+    unless given.
     """
 
-    prefill_nodes: int
-    decode_nodes: int
-    gpus_per_node: int = 8
-    prefill_nodes_per_group: int = 2
-    decode_nodes_per_group: int = 4
-    lockstep: bool = True
+    prefill_nodes: Annotated[int, Setting("P (§4.2)", ge=1, le=MOST_NODES, flag=False)]
+    decode_nodes: Annotated[int, Setting("D (§4.2)", ge=1, le=MOST_NODES, flag=False)]
+    gpus_per_node: Annotated[
+        int, Setting("engines of a node, each with one compute NIC", ge=1, le=100_000)
+    ] = 8
+    prefill_nodes_per_group: Annotated[
+        int, Setting("nodes of a prefill group, 0 for all", ge=0, le=MOST_NODES)
+    ] = 2
+    decode_nodes_per_group: Annotated[
+        int, Setting("nodes of a decode group, 0 for all", ge=0, le=MOST_NODES)
+    ] = 4
+    lockstep: Annotated[
+        bool, Setting("engines of a group synchronise in every layer (expert parallelism)")
+    ] = True
 
-    snic_bytes_per_s: float = 50e9
-    snic_write_bytes_per_s: float = 50e9
-    snic_sharing: Literal["fifo", "equal"] = "fifo"
-    read_latency_s: float = 0.0
-    cnic_bytes_per_s: float = 50e9
-    dram_bytes_per_s: float = 500e9
+    snic_bytes_per_s: Annotated[float, Setting("a node's storage NIC", ge=1, le=LARGEST)] = 50e9
+    snic_write_bytes_per_s: Annotated[float, Setting("the same for writes", ge=1, le=LARGEST)] = (
+        50e9
+    )
+    snic_sharing: Annotated[
+        Literal["fifo", "equal"],
+        Setting("concurrent reads share it one after the other, or in equal parts"),
+    ] = "fifo"
+    read_latency_s: Annotated[
+        float, Setting("until the first byte of a read arrives", ge=0, le=LONGEST_S)
+    ] = 0.0
+    cnic_bytes_per_s: Annotated[float, Setting("one engine's compute NIC", ge=1, le=LARGEST)] = 50e9
+    dram_bytes_per_s: Annotated[float, Setting("a node's DRAM", ge=1, le=LARGEST)] = 500e9
 
-    prefill_buffer_bytes: float = 80e9
-    decode_buffer_bytes: float = 80e9
-    baseline_buffer_bytes: float | None = None
-    prefill_hbm_bytes: float = 24e9
-    decode_hbm_bytes: float = 40e9
-    layer_buffers: int = 2
-    dram_tier_bytes: float = 0.0
+    prefill_buffer_bytes: Annotated[
+        float, Setting("DRAM of a prefill node for KV (§4.1)", ge=0, le=LARGEST)
+    ] = 80e9
+    decode_buffer_bytes: Annotated[
+        float, Setting("DRAM of a decode node for KV (§4.1)", ge=0, le=LARGEST)
+    ] = 80e9
+    baseline_buffer_bytes: Annotated[
+        float | None, Setting("of Basic and Layerwise; none: as the others", ge=0, le=LARGEST)
+    ] = None
+    prefill_hbm_bytes: Annotated[float, Setting("HBM of a PE for KV", ge=0, le=LARGEST)] = 24e9
+    decode_hbm_bytes: Annotated[float, Setting("HBM of a DE for KV", ge=0, le=LARGEST)] = 40e9
+    layer_buffers: Annotated[
+        int, Setting("layers of KV that a layerwise PE holds", ge=1, le=100_000)
+    ] = 2
+    dram_tier_bytes: Annotated[
+        float, Setting("per node of a DRAM cache before storage, 0 for none", ge=0, le=LARGEST)
+    ] = 0.0
 
-    alpha_s: float = 3.0
-    beta_s: float = 5.0
-    beta_tokens: int | None = None
-    compute_quota_s: float = 0.3
-    batch_cap_tokens: int = 1024
-    fetch_interval_s: float = 0.05
-    generated_reserve_tokens: int = 256
-    threshold_factor: float = 1.05
-    block_tokens: int = 64
-    request_overhead_s: float = 0.0
-    decode_admission_s: float = 0.0
+    alpha_s: Annotated[float, Setting("alpha as reading time", ge=0, le=LONGEST_S)] = 3.0
+    beta_s: Annotated[float, Setting("beta as computing time", ge=0, le=LONGEST_S)] = 5.0
+    beta_tokens: Annotated[int | None, Setting("beta in tokens, instead", ge=1, le=1 << 50)] = None
+    compute_quota_s: Annotated[
+        float, Setting("attention time of a forward batch (§6.2)", ge=1e-6, le=LONGEST_S)
+    ] = 0.3
+    batch_cap_tokens: Annotated[
+        int, Setting("of an engine's forward pass without quota", ge=1, le=1 << 30)
+    ] = 1024
+    fetch_interval_s: Annotated[float, Setting("of the groups (§6.1)", ge=1e-6, le=LONGEST_S)] = (
+        0.05
+    )
+    generated_reserve_tokens: Annotated[
+        int, Setting("that a DE reserves for generation, at most", ge=0, le=1 << 30)
+    ] = 256
+    threshold_factor: Annotated[float, Setting("factor of Z in decode phase 2", ge=1, le=100)] = (
+        1.05
+    )
+    block_tokens: Annotated[int, Setting("size of a Full Block", ge=1, le=1 << 30)] = 64
+    request_overhead_s: Annotated[
+        float, Setting("from a client's request to the scheduler", ge=0, le=LONGEST_S)
+    ] = 0.0
+    decode_admission_s: Annotated[
+        float, Setting("from a prompt's KV in HBM to its first decode step", ge=0, le=LONGEST_S)
+    ] = 0.0
     rebalancing: RebalanceSettings | None = None
 
     @property
@@ -97,38 +123,6 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     def engines(self) -> int:
         """All engines."""
         return self.nodes * self.gpus_per_node
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` for the first value out of range."""
-        for name in ("prefill_nodes", "decode_nodes", "gpus_per_node", "layer_buffers"):
-            self._require(name, 1, 100_000)
-        for name in ("batch_cap_tokens", "block_tokens"):
-            self._require(name, 1, 1 << 30)
-        for name in ("prefill_nodes_per_group", "decode_nodes_per_group"):
-            self._require(name, 0, 100_000)
-        self._require("generated_reserve_tokens", 0, 1 << 30)
-        for name in self.__struct_fields__:
-            if name.endswith("_bytes_per_s"):
-                self._require(name, 1.0, LARGEST_RATE)
-            elif name.endswith("_bytes") and getattr(self, name) is not None:
-                self._require(name, 0.0, LARGEST_RATE)
-            elif name.endswith("_s"):
-                self._require(name, 0.0, LONGEST_S)
-        self._require("compute_quota_s", 1e-6, LONGEST_S)
-        self._require("fetch_interval_s", 1e-6, LONGEST_S)
-        self._require("threshold_factor", 1.0, 100.0)
-        if self.beta_tokens is not None:
-            self._require("beta_tokens", 1, 1 << 50)
-        if self.rebalancing is not None:
-            self.rebalancing.check()
-
-    def _require(self, name: str, least: float, most: float) -> None:
-        value = getattr(self, name)
-        if not math.isfinite(value) or not least <= value <= most:
-            raise ConfigError(
-                f"{name} is {value}, must be between {least:g} and {most:g}; "
-                "correct it in the cluster file"
-            )
 
 
 class PrefillCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Literal
 
-import msgspec
-
-from dualpath.core.errors import ConfigError
+from dualpath.core.settings import Setting, Settings
+from dualpath.engine.settings import BufferBytes
 from dualpath.ops.doctor import machine, network, software, storage
 from dualpath.ops.doctor.finding import Finding
 from dualpath.ops.doctor.node import Node
@@ -16,32 +16,26 @@ NIXL = "nixl"
 PARTS = (VLLM, NIXL)
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What the node is to be checked for.
+class Wanted(Settings, frozen=True, kw_only=True):
+    """What the node is to be checked for; storage, ports and the router only if they are given."""
 
-    ``storage`` path or URL of the external storage, empty: not looked at; ``storage_bytes`` of the
-    file it is measured with; ``storage_bytes_per_s`` that it should be read at, 0 for any;
-    ``buffer_bytes`` of the PE or DE buffer; ``ports`` that should be free on ``host``; ``control``
-    the router's address, empty: not looked at; ``interface`` of the compute network, empty: that of
-    the default route; ``skip`` of ``PARTS``.
-    """
-
-    storage: str = ""
-    storage_bytes: int = 256 << 20
-    storage_bytes_per_s: float = 0.0
-    buffer_bytes: int = 1 << 30
-    host: str = "127.0.0.1"
-    ports: tuple[int, ...] = ()
-    control: str = ""
-    interface: str = ""
-    skip: frozenset[str] = frozenset()
-
-    def checked(self) -> "Wanted":
-        """Return self; raises ``ConfigError`` for sizes that are no sizes."""
-        for name, least in (("storage_bytes", 1), ("buffer_bytes", 1), ("storage_bytes_per_s", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        return self
+    storage: Annotated[str, Setting("measure this storage", metavar="PATH")] = ""
+    storage_bytes: Annotated[int, Setting("of the temporary file it is measured with", ge=1)] = (
+        256 << 20
+    )
+    snic_bytes_per_s: Annotated[
+        float, Setting("its reads should reach this rate; 0 for any", ge=0)
+    ] = 0.0
+    buffer_bytes: BufferBytes = 1 << 30
+    host: Annotated[str, Setting("where the ports are to be listened on")] = "127.0.0.1"
+    ports: Annotated[tuple[int, ...], Setting("should be free", metavar="PORT,…")] = ()
+    router: Annotated[
+        str, Setting("the router's address; should be reachable", metavar="TCP-ADDRESS")
+    ] = ""
+    interface: Annotated[
+        str, Setting("of the compute network; empty: by the default route", metavar="NAME")
+    ] = ""
+    skip: Annotated[tuple[Literal["vllm", "nixl"], ...], Setting("leave out these imports")] = ()
 
 
 def examine(wanted: Wanted, node: Node) -> Iterator[Finding]:
@@ -56,8 +50,8 @@ def examine(wanted: Wanted, node: Node) -> Iterator[Finding]:
         yield from _storage(wanted)
     for number in wanted.ports:
         yield network.port(number, node.port_refusal(wanted.host, number))
-    if wanted.control:
-        yield network.control_address(wanted.control, node.connection_refusal(wanted.control))
+    if wanted.router:
+        yield network.control_address(wanted.router, node.connection_refusal(wanted.router))
 
 
 def _vllm(wanted: Wanted, node: Node) -> Iterator[Finding]:
@@ -99,4 +93,4 @@ def _storage(wanted: Wanted) -> Iterator[Finding]:
     except OSError as failure:
         yield storage.unusable(str(folder), failure.strerror or str(failure))
         return
-    yield from storage.storage(measured, wanted.storage_bytes_per_s)
+    yield from storage.storage(measured, wanted.snic_bytes_per_s)

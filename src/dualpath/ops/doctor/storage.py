@@ -97,7 +97,9 @@ def storage(measured: StorageMeasurement, expected_bytes_per_s: float = 0.0) -> 
     found = f"{rate / 1e6:.0f} MB/s over {mebibytes(measured.size_bytes)}"
     needed = f"{expected_bytes_per_s / 1e6:.0f} MB/s" if expected_bytes_per_s else ""
     if rate < expected_bytes_per_s:
-        remedy = "look at mount options, NIC and other readers; larger --storage-mib smooths bursts"
+        remedy = (
+            "look at mount options, NIC and other readers; larger --storage-bytes smooths bursts"
+        )
         read = warning("Storage reads", found, needed, remedy)
     else:
         read = ok("Storage reads", found, needed)

@@ -196,7 +196,7 @@ def refuse_beyond(columns: ConversationColumns, context_limit_tokens: int | None
             f"round {row - columns.first_round[conversation]} of agent {conversation} needs "
             f"{needed[row]} tokens, above the context limit of {context_limit_tokens}; "
             f"{beyond.size} rounds are: "
-            "truncate the trajectories (max_context_tokens) or choose a model with more context"
+            "truncate the trajectories ({max_context_tokens}) or choose a model with more context"
         )
 
 

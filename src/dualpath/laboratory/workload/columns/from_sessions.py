@@ -8,9 +8,10 @@ earlier rounds: full blocks, never the whole prompt, and never the last generate
 """
 
 from collections.abc import Callable, Sequence
-from typing import get_args
+from typing import Annotated
 
 from dualpath.core.errors import ConfigError, TraceError
+from dualpath.core.settings import Setting
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.laboratory.workload.columns.conversations import (
     ConversationColumns,
@@ -30,7 +31,7 @@ from dualpath.laboratory.workload.columns.walk import (
 from dualpath.laboratory.workload.conversation.agents import SYNTHETIC_APPEND_TOKENS
 from dualpath.laboratory.workload.conversation.block_session import BlockSession
 from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary
-from dualpath.laboratory.workload.conversation.session import AgentSettings, Session, require
+from dualpath.laboratory.workload.conversation.session import AgentSettings, Session
 from dualpath.laboratory.workload.conversation.text_encoder import approximate_encode
 from dualpath.laboratory.workload.conversation.text_session import TextSession
 from dualpath.laboratory.workload.conversation.token_session import TokenSession
@@ -38,36 +39,29 @@ from dualpath.laboratory.workload.conversation.token_session import TokenSession
 _Encode = Callable[[str], Sequence[int]]
 
 
-class WorkloadSettings(AgentSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WorkloadSettings(AgentSettings, frozen=True, kw_only=True):
     """How sessions become agents of the simulator.
 
-    The synthetic round of additional agents appends ``synthetic_append_tokens``.
-    ``max_context_tokens`` truncates trajectories there (MaxLen), while ``context_limit_tokens``,
-    the model's, refuses rounds beyond it; None for no limit.  ``tool_delay_scale`` multiplies
-    recorded tool delays, 0 leaves them out.  Hits come in blocks of ``block_tokens``.
-    ``share_across_sessions`` lets sessions hit what others stored: in rounds of lower number
-    (``parallel``), or in all rounds of the sessions before them (``sequential``).  Additional
-    agents share with nobody, their first tokens being random.
+    ``max_context_tokens`` truncates trajectories, while ``context_limit_tokens``, the model's,
+    refuses rounds beyond it; None for no limit.  With ``share_across_sessions`` sessions hit what
+    others stored: in rounds of lower number (``parallel``), or in all rounds of the sessions before
+    them (``sequential``).  Additional agents share with nobody, their first tokens being random.
     """
 
-    synthetic_append_tokens: int = SYNTHETIC_APPEND_TOKENS
-    context_limit_tokens: int | None = None
-    tool_delay_scale: float = 0.0
-    block_tokens: int = 64
-    share_across_sessions: Sharing = "none"
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` for the first setting out of range."""
-        super().check()
-        require("synthetic_append_tokens", self.synthetic_append_tokens, 1, 1 << 20)
-        require("context_limit_tokens", self.context_limit_tokens, 1, 1 << 30)
-        require("tool_delay_scale", self.tool_delay_scale, 0, 1e6)
-        require("block_tokens", self.block_tokens, 1, 1 << 16)
-        if self.share_across_sessions not in get_args(Sharing):
-            raise ConfigError(
-                f"share_across_sessions is {self.share_across_sessions!r}, must be one of "
-                f"{', '.join(get_args(Sharing))}"
-            )
+    synthetic_append_tokens: Annotated[
+        int, Setting("of the first round of additional agents", ge=1, le=1 << 20, flag=False)
+    ] = SYNTHETIC_APPEND_TOKENS
+    context_limit_tokens: Annotated[
+        int | None, Setting("the model's", ge=1, le=1 << 30, flag=False)
+    ] = None
+    tool_delay_scale: Annotated[
+        float,
+        Setting("multiplies recorded delays, 0 leaves them out", ge=0, le=1e6, flag=False),
+    ] = 0.0
+    block_tokens: Annotated[int, Setting("in which hits come", ge=1, le=1 << 16, flag=False)] = 64
+    share_across_sessions: Annotated[
+        Sharing, Setting("sessions hit each other's blocks: side by side, or one after the other")
+    ] = "none"
 
 
 def agents_from_sessions(
@@ -84,7 +78,6 @@ def agents_from_sessions(
     ``context_limit_tokens`` and where no round is left.
     """
     settings = settings or WorkloadSettings()
-    settings.check()
     if not sessions:
         raise ConfigError("there is no session to make agents of; give a trace that has some")
     chosen = sessions[: settings.agents]
@@ -99,7 +92,6 @@ def agents_from_rounds(
     Raises what ``agents_from_sessions`` does.
     """
     settings = settings or WorkloadSettings()
-    settings.check()
     conversations = pure_appends(columns, settings)
     if settings.agents is not None and settings.agents < conversations.sessions:
         conversations = multiplied(conversations, settings.agents, settings.seed, 0)

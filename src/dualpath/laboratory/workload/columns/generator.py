@@ -9,18 +9,18 @@ that spread, the *tail*, is not in the table and has to be chosen and reported.
 
 from collections.abc import Callable
 from statistics import NormalDist
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.errors import ConfigError
+from dualpath.core.settings import Setting, Settings
 from dualpath.laboratory.workload.columns.agent_table import AgentTable, IntArray
 from dualpath.laboratory.workload.columns.conversations import offsets
 from dualpath.laboratory.workload.columns.from_sessions import WorkloadSettings, agents_from_rounds
 from dualpath.laboratory.workload.columns.rounds import RoundColumns
-from dualpath.laboratory.workload.conversation.session import require
 
 FloatArray = NDArray[np.float64]
 Tail = Literal["gamma", "lognormal", "uniform"]
@@ -46,7 +46,7 @@ DATASETS = {
 }
 
 
-class GeneratorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class GeneratorSettings(Settings, frozen=True, kw_only=True):
     """What Table 2 leaves open.
 
     ``tail`` is the distribution of turns.  Each ``*_sigma`` is the standard deviation of the
@@ -57,23 +57,15 @@ class GeneratorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     1.41 and 1.17 in mini_swe_gemini3, 1.87 and 0.88 in kv_cache_tester.
     """
 
-    trajectories: int = 500
-    tail: Tail = "gamma"
-    total_sigma: float = 0.4
-    first_prompt_share: float | None = None
-    first_prompt_sigma: float = 0.25
-    append_sigma: float = 1.4
-    generated_sigma: float = 1.1
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` for the first setting out of range."""
-        if self.tail not in get_args(Tail):
-            raise ConfigError(f"tail is {self.tail!r}, must be one of {', '.join(get_args(Tail))}")
-        require("trajectories", self.trajectories, 10, 1_000_000)
-        for name in ("total_sigma", "first_prompt_sigma", "append_sigma", "generated_sigma"):
-            require(name, getattr(self, name), 0.0, 3.0)
-        if self.first_prompt_share is not None:
-            require("first_prompt_share", self.first_prompt_share, 0.001, 0.5)
+    trajectories: Annotated[int, Setting("how many", ge=10, le=1_000_000)] = 500
+    tail: Annotated[Tail, Setting("distribution of turns")] = "gamma"
+    total_sigma: Annotated[float, Setting("of a total before the cut", ge=0, le=3)] = 0.4
+    first_prompt_share: Annotated[float | None, Setting("of the mean total", ge=0.001, le=0.5)] = (
+        None
+    )
+    first_prompt_sigma: Annotated[float, Setting("of first prompts", ge=0, le=3)] = 0.25
+    append_sigma: Annotated[float, Setting("from turn to turn", ge=0, le=3)] = 1.4
+    generated_sigma: Annotated[float, Setting("from turn to turn", ge=0, le=3)] = 1.1
 
 
 class _Budgets(msgspec.Struct):
@@ -94,8 +86,7 @@ def generate(
     Raises ``ConfigError`` for settings out of range or a table that no such set has.
     """
     settings = settings or GeneratorSettings()
-    settings.check()
-    require("seed", seed, 0, (1 << 63) - 1)
+    WorkloadSettings(seed=seed)  # refuses a seed that cannot be
     rng = np.random.default_rng([seed, 3])
     count = settings.trajectories
     total = _totals(dataset, settings, _strata(rng, count))

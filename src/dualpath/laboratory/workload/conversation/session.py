@@ -13,54 +13,40 @@ Nothing here does I/O or knows a clock.
 
 import abc
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
-from dualpath.core.errors import ConfigError
+from dualpath.core.settings import Setting, Settings
 from dualpath.laboratory.workload.conversation.contents import Contents
 from dualpath.laboratory.workload.conversation.spans import Spans, TokenIds
 
 MAX_AGENTS = 1_000_000
 
 
-class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AgentSettings(Settings, frozen=True, kw_only=True):
     """How many agents sessions become, and what of the sessions they send.
 
-    ``agents`` None: as many as there are sessions; more are made as in §A.3, drawn with ``seed``.
-    ``max_turns`` bounds each conversation.  ``max_context_tokens`` bounds prompt plus generated
-    tokens (MaxLen): a turn that crosses it is cut there and ends the conversation.
-    ``scale_append`` and ``scale_generate`` > 0 multiply every round's lengths (§7.3, Fig. 9),
-    before the cut.
+    ``max_context_tokens`` bounds prompt plus generated tokens (MaxLen): a turn that crosses it is
+    cut there and ends the conversation.  The scales (§7.3, Fig. 9) apply before the cut.
     """
 
-    agents: int | None = None
-    seed: int = 0
-    max_turns: int | None = None
-    max_context_tokens: int | None = None
-    scale_append: float = 1.0
-    scale_generate: float = 1.0
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` for the first setting out of range."""
-        require("agents", self.agents, 1, MAX_AGENTS)
-        require("seed", self.seed, 0, (1 << 63) - 1)
-        for name in ("max_context_tokens", "max_turns"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}, must be at least 1; leave it out for all")
-        for name in ("scale_append", "scale_generate"):
-            value = getattr(self, name)
-            if not 0 < value <= 1000:
-                raise ConfigError(f"{name} is {value}, must be above 0 and at most 1000")
-
-
-def require(name: str, value: float | None, least: float, most: float) -> None:
-    """Raise ``ConfigError`` unless ``value`` is None or within ``least`` and ``most``."""
-    if value is not None and not least <= value <= most:
-        raise ConfigError(
-            f"{name} is {value}, must be between {least:g} and {most:g}; correct the setting"
-        )
+    agents: Annotated[
+        int | None,
+        Setting(
+            "more than the trace has are made by sampling and a synthetic first round (§A.3); "
+            "none: as many as it has",
+            ge=1,
+            le=MAX_AGENTS,
+        ),
+    ] = None
+    seed: Annotated[int, Setting("of tokens, sampling and arrivals", ge=0, lt=2**63)] = 0
+    max_turns: Annotated[int | None, Setting("turns per agent at most", ge=1)] = None
+    max_context_tokens: Annotated[
+        int | None, Setting("cuts trajectories at this context length; none: the model's", ge=1)
+    ] = None
+    scale_append: Annotated[float, Setting("multiplies what turns append", gt=0, le=1000)] = 1.0
+    scale_generate: Annotated[float, Setting("multiplies what turns generate", gt=0, le=1000)] = 1.0
 
 
 class Turn(msgspec.Struct, frozen=True):

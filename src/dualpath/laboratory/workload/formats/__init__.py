@@ -57,7 +57,9 @@ def read_trace(
         name = format
     found = _unique(islice(_format(name).read(texts, on_broken), limit))
     if not found:
-        raise TraceError(f"{place}: no session could be read as {name}; check file and --format")
+        raise TraceError(
+            f"{place}: no session could be read as {name}; check file and --trace-format"
+        )
     return found
 
 
@@ -85,7 +87,7 @@ def _detected(
                 return name, chain(seen, texts)
         raise TraceError(
             f"{document.source}, line {document.line}: format not recognised; name it with "
-            f"--format ({', '.join(FORMATS)})"
+            f"--trace-format ({', '.join(FORMATS)})"
         )
     raise TraceError(f"{place}: holds no readable JSON; check the path")
 

@@ -65,7 +65,6 @@ async def replay(
     result, not raised.  Raises ``ConfigError`` for settings that cannot work and
     ``EngineLostError`` where the endpoint does not answer at the start.
     """
-    options.check()
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"endpoint {endpoint!r} is no http:// or https:// URL")
     endpoint = endpoint.rstrip("/").removesuffix("/v1")

@@ -1,38 +1,42 @@
 """Options of a replay."""
 
-from dualpath.core.errors import ConfigError
-from dualpath.laboratory.workload.conversation.session import AgentSettings, require
+from typing import Annotated
+
+from dualpath.core.settings import Setting
+from dualpath.laboratory.workload.conversation.session import AgentSettings
 from dualpath.laboratory.workload.replay.result import Isolation, ToolDelays
 
 
-class ReplayOptions(AgentSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ReplayOptions(AgentSettings, frozen=True, kw_only=True):
     """How to replay; the defaults are the paper's offline setting (§7.3) on the whole trace.
 
-    ``agents_per_s`` None: all at once (JCT), else Poisson arrivals (§7.4).  ``model``,
-    ``block_tokens`` and ``vocab_size`` None: ask the endpoint.  ``max_context_tokens`` None: the
-    served model's limit.  ``read_timeout_s`` bounds the silence between two chunks.  ``run_id``
-    separates this run's cache salts from others'; give the same one to repeat a run against what
-    it stored.  ``label`` names the run in reports.
+    ``run_id`` separates this run's cache salts from others'; give the same one to repeat a run
+    against what it stored.
     """
 
-    agents_per_s: float | None = None
-    tool_delays: ToolDelays = ToolDelays.NONE
-    isolation: Isolation = Isolation.SESSION
-    model: str | None = None
-    vocab_size: int | None = None
-    block_tokens: int | None = None
-    read_timeout_s: float = 600.0
-    run_id: str = ""
-    label: str = ""
-    trace: str = ""
-    trace_format: str = ""
-    broken_lines: int = 0
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` for the first option out of range."""
-        super().check()
-        if not 0 < self.read_timeout_s <= 86400:
-            raise ConfigError(
-                f"timeout is {self.read_timeout_s} s, must be above 0 and at most 86400"
-            )
-        require("block_tokens", self.block_tokens, 1, 1 << 16)
+    agents_per_s: Annotated[
+        float | None,
+        Setting("agents arrive at random (Poisson, §7.4); none: all at once", gt=0, le=1e6),
+    ] = None
+    tool_delays: Annotated[
+        ToolDelays, Setting("wait for the recorded tool times between turns")
+    ] = ToolDelays.NONE
+    isolation: Annotated[
+        Isolation,
+        Setting("who may hit whose cache: one session (as in the paper), one run, anybody"),
+    ] = Isolation.SESSION
+    model: Annotated[
+        str | None, Setting("served model name; none: the first one served", metavar="NAME")
+    ] = None
+    vocab_size: Annotated[int | None, Setting("none: ask the endpoint", ge=2)] = None
+    block_tokens: Annotated[
+        int | None, Setting("served block size; none: ask, else 64", ge=1, le=1 << 16)
+    ] = None
+    read_timeout_s: Annotated[
+        float, Setting("longest silence between two chunks", gt=0, le=86400)
+    ] = 600.0
+    run_id: Annotated[str, Setting("makes a run's cache salts", flag=False)] = ""
+    label: Annotated[str, Setting("name of this run in reports")] = ""
+    trace: Annotated[str, Setting("name of the trace", flag=False)] = ""
+    trace_format: Annotated[str, Setting("its format", flag=False)] = ""
+    broken_lines: Annotated[int, Setting("lines left out", ge=0, flag=False)] = 0

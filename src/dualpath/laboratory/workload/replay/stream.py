@@ -111,14 +111,16 @@ async def complete(
             completion = await _collect(response, clock)
     except TimeoutError:
         raise DeadlineError(
-            f"{url}: no answer within the read timeout; raise --timeout or look at the server"
+            f"{url}: no answer within the read timeout; raise {{read_timeout_s}} or look at the "
+            "server"
         ) from None
     except aiohttp.ClientError as error:
         raise EngineLostError(f"{url}: connection failed ({error}); is the server up?") from error
     if len(completion.token_ids) != body.max_tokens:
         raise DualPathError(
             f"{url}: {len(completion.token_ids)} of {body.max_tokens} tokens came back; the "
-            "server must honour ignore_eos and have room for the whole context (--max-context)"
+            "server must honour ignore_eos and have room for the whole context "
+            "({max_context_tokens})"
         )
     return completion
 

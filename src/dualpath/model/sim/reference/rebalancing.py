@@ -30,7 +30,7 @@ from dualpath.model.sim.reference.machine import SimulatedMachine
 from dualpath.model.sim.reference.record import Record
 from dualpath.model.sim.reference.units import Units
 from dualpath.model.sim.result import NS_PER_S, RoleMove
-from dualpath.model.sim.settings import LARGEST_RATE, Setup
+from dualpath.model.sim.settings import LARGEST, Setup
 from dualpath.policy.events import Assignment
 from dualpath.policy.rebalance import (
     ClusterObservation,
@@ -234,8 +234,8 @@ def decode_node_tokens_per_s(setup: Setup, limits: Limits, agents: AgentTable) -
         costs.index_pair_s,
     )
     stay_s = max(generated - 1, 1.0) * step_s
-    per_engine = context / stay_s if stay_s else LARGEST_RATE
-    return min(per_engine * setup.cluster.gpus_per_node, LARGEST_RATE)
+    per_engine = context / stay_s if stay_s else LARGEST
+    return min(per_engine * setup.cluster.gpus_per_node, LARGEST)
 
 
 def _share(part: float, whole: float) -> float:
