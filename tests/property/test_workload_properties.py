@@ -14,7 +14,7 @@ from dualpath.laboratory.workload.conversation.block_session import BlockSession
 from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary
 from dualpath.laboratory.workload.conversation.prefixes import StoredPrefixes, hit_tokens
 from dualpath.laboratory.workload.conversation.session import AgentSettings
-from dualpath.laboratory.workload.conversation.spans import TokenIds
+from dualpath.laboratory.workload.conversation.spans import Spans, TokenIds
 from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.formats import weka
 from dualpath.laboratory.workload.formats.lines import Document
@@ -42,6 +42,35 @@ def test_the_ideal_hit_is_the_longest_run_of_known_block_keys(
         expected += size
     common = stored.common_tokens(TokenIds.of(prompt))
     assert hit_tokens(common, len(prompt), size) == expected
+
+
+RUNS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.integers(0, 4)), max_size=6)
+
+
+def spans(runs: list[tuple[int, int, int]]) -> Spans:
+    return Spans().then(*(Spans.of(content, a, a + count) for content, a, count in runs))
+
+
+def places(sequence: Spans) -> list[tuple[int, int]]:
+    return [(content, i) for content, a, b, _ in sequence.spans for i in range(a, b)]
+
+
+@given(left=RUNS, right=RUNS, start=st.integers(0, 20), stop=st.integers(0, 20))
+def test_sequences_of_spans_behave_as_lists_of_their_tokens(
+    left: list[tuple[int, int, int]], right: list[tuple[int, int, int]], start: int, stop: int
+):
+    one, two = spans(left), spans(right)
+    ours, theirs = places(one), places(two)
+
+    assert ours == [(content, i) for content, a, n in left for i in range(a, a + n)]
+    assert one.tokens == len(ours)
+    assert (one == two) == (ours == theirs)
+    assert places(one.then(two)) == ours + theirs
+    assert one.first(stop) == spans([(content, i, 1) for content, i in ours[:stop]])
+    assert one.between(start, stop) == spans([(content, i, 1) for content, i in ours[start:stop]])
+    pairs = list(zip(ours, theirs, strict=False))
+    same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    assert one.common_tokens(two) == same
 
 
 @given(pairs=ROUNDS, seed=st.integers(0, 2**40))

@@ -53,11 +53,9 @@ class StoredPrefixes(Generic[_Tokens]):
         """
         place = bisect_right(self._sorted, sequence)
         before, after = self._sorted[max(place - 1, 0) : place], self._sorted[place : place + 1]
-        if after and after[0].common_tokens(sequence) == sequence.tokens:
-            return
         if before and before[0].common_tokens(sequence) == before[0].tokens:
             self._sorted[place - 1] = sequence
-        else:
+        elif not after or after[0].common_tokens(sequence) < sequence.tokens:
             self._sorted.insert(place, sequence)
 
 
