@@ -112,11 +112,12 @@ def test_a_decode_engine_killed_in_mid_decode_is_replaced_by_the_other(
     killed = ""
     for piece in request.pieces():
         tokens += piece
-        if not killed and len(tokens) >= 100:
+        if not killed and len(tokens) >= 20:  # early: on a busy machine the rest comes in a burst
             killed = engines.assignments()[0].decode_engine
             engines.kill(killed)
     assert tokens == truth.long_answer
-    assert killed not in engines.alive()
+    # A report that was on its way when it died counts as life until the router has missed more.
+    until(lambda: killed not in engines.alive(), "the loss of the killed engine")
     assert len(engines.assignments()) == 2
     first_turns_are_right(engines, agents, truth, "without de")
 
