@@ -24,7 +24,7 @@ from dualpath.core.settings import Setting, Settings, declared, option
 
 if TYPE_CHECKING:
     from dualpath.model.evaluation.comparison import RunSummary
-    from dualpath.model.sim.progress import Progress
+    from dualpath.model.sim.result import Progress
     from dualpath.model.sim.settings import Setup
 
 SCHEMA = "dualpath.simulation/1"

@@ -44,6 +44,14 @@ def new_account(hbm_tokens: int, node: int) -> list[int]:
     return row
 
 
+def decode_tokens(prompt_tokens: int, max_new_tokens: int, reserve_tokens: int) -> int:
+    """Return len_r, what a request counts for at its DE: its prompt and what it may generate.
+
+    Of the latter ``reserve_tokens`` at most; at its PE it counts for its prompt.
+    """
+    return prompt_tokens + min(max_new_tokens, reserve_tokens)
+
+
 def charge(accounts: Accounts, row: int, tokens: int, requests: int) -> None:
     """Count so much more (or, below 0, less) to an engine's load."""
     accounts[TOK][row] += tokens

@@ -6,8 +6,8 @@ search, and closes the batch.  A cut ends at a multiple of ``align_tokens``, so 
 no half-filled block behind.  An empty batch takes at least one such chunk, whatever it costs:
 nothing starves, and the quota is exceeded by no more than that.
 
-``chunk_flops`` and ``largest_chunk`` take and return plain numbers, so that the simulator's
-compiled core calls them as they stand; the classes around them are for everybody else.
+``next_chunk`` and what it calls take and return plain numbers, so that the simulator's compiled
+core calls them as they stand; the classes around them are for everybody else.
 """
 
 from collections.abc import Iterable, Sequence
@@ -49,7 +49,7 @@ class AttentionGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     @property
     def coefficients(self) -> tuple[float, float, float, int]:
-        """The first arguments of ``chunk_flops`` and ``largest_chunk``."""
+        """The first arguments of ``chunk_flops``, ``largest_chunk`` and ``next_chunk``."""
         window = UNBOUNDED_TOKENS if self.window_tokens is None else self.window_tokens
         return self.pair_flops, self.index_pair_flops, self.token_flops, window
 
@@ -112,8 +112,18 @@ def admit(
     """
     chunks = list(batch)
     spent = sum(geometry.flops(before, bsz) for before, bsz in chunks)
-    allowed = _affordable_flops(quota_s, estimate) - spent
-    return _largest_chunk(geometry, allowed, cached, remaining, align_tokens, not chunks, limit)
+    limit_tokens = UNBOUNDED_TOKENS if limit is None else limit
+    affordable = _affordable_flops(quota_s, estimate)
+    return next_chunk(
+        *geometry.coefficients,
+        affordable,
+        spent,
+        cached,
+        remaining,
+        align_tokens,
+        not chunks,
+        limit_tokens,
+    )[0]
 
 
 class ComputeQuota:
@@ -162,14 +172,18 @@ class ComputeQuota:
         """
         if self._closed:
             return 0
-        allowed = self._affordable_flops - self._spent_flops
-        bsz = _largest_chunk(
-            self._geometry, allowed, cached, remaining, self._align_tokens, self._empty, limit
+        bsz, self._spent_flops = next_chunk(
+            *self._geometry.coefficients,
+            self._affordable_flops,
+            self._spent_flops,
+            cached,
+            remaining,
+            self._align_tokens,
+            self._empty,
+            UNBOUNDED_TOKENS if limit is None else limit,
         )
         self._closed = bsz < remaining
-        if bsz > 0:
-            self._spent_flops += self._geometry.flops(cached, bsz)
-            self._empty = False
+        self._empty = self._empty and bsz == 0
         return bsz
 
 
@@ -177,25 +191,40 @@ def _affordable_flops(quota_s: float, estimate: LayerTimeEstimate) -> float:
     return (quota_s - estimate.overhead_s) * estimate.flops_per_s
 
 
-def _largest_chunk(
-    geometry: AttentionGeometry,
-    allowed_flops: float,
+def next_chunk(
+    pair_flops: float,
+    index_pair_flops: float,
+    token_flops: float,
+    window_tokens: int,
+    affordable_flops: float,
+    spent_flops: float,
     cached: int,
     remaining: int,
     align_tokens: int,
     empty: bool,
-    limit: int | None,
-) -> int:
-    limit_tokens = UNBOUNDED_TOKENS if limit is None else limit
-    return largest_chunk(
-        *geometry.coefficients,
-        allowed_flops,
+    limit_tokens: int,
+) -> tuple[int, float]:
+    """Return how many of ``remaining`` tokens enter a batch, and its FLOP with them.
+
+    The batch costs ``spent_flops`` of ``affordable_flops`` so far; see ``largest_chunk``.
+    """
+    bsz = largest_chunk(
+        pair_flops,
+        index_pair_flops,
+        token_flops,
+        window_tokens,
+        affordable_flops - spent_flops,
         cached,
         remaining,
         align_tokens,
         empty,
         limit_tokens,
     )
+    if bsz > 0:
+        spent_flops += chunk_flops(
+            pair_flops, index_pair_flops, token_flops, window_tokens, cached, bsz
+        )
+    return bsz, spent_flops
 
 
 def largest_chunk(

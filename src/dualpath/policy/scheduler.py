@@ -5,8 +5,8 @@ read side is chosen and the assignment handed out.  Engines fetch by group.
 
 What the driver (router or simulator) has to do:
 
-- tell an engine of its assignments at once and in the order of ``assign_seq``, and pass on
-  reports that echo the last one assigned;
+- send an engine its assignments at once and in the order of ``assign_seq``, and pass on
+  reports that echo the last one sent;
 - let ``EngineReport.read_queue_tokens`` include reads that the engine was assigned but not sent
   yet (they wait for buffer space), because its assignment counts as reported from then on;
 - after ``engine_lost`` submit the returned requests again, or fail them.
@@ -27,7 +27,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
-from dualpath.policy.accounts import NODE
+from dualpath.policy.accounts import NODE, decode_tokens
 from dualpath.policy.baselines import InTurnPlacer, SidesInTurn
 from dualpath.policy.decode import TwoPhaseDecodePlacer
 from dualpath.policy.events import (
@@ -128,13 +128,13 @@ class RequestScheduler:
         Raises ``BadRequestError`` for absurd lengths, an id in use, or a length that no joined DE
         can ever hold.  While no DE has joined any length waits; see ``unplaceable``.
         """
-        reserve = min(request.max_new_tokens, self._settings.generated_reserve_tokens)
+        reserve = self._settings.generated_reserve_tokens
         ticket = Ticket(
             request_id=request.request_id,
             request=request,
             number=self._submitted,
             prefill_tokens=request.prompt_tokens,
-            decode_tokens=request.prompt_tokens + reserve,
+            decode_tokens=decode_tokens(request.prompt_tokens, request.max_new_tokens, reserve),
         )
         self._check(ticket)
         self._submitted += 1
@@ -327,13 +327,27 @@ class RequestScheduler:
             )
 
 
+def places_in_turn(settings: SchedulerSettings) -> bool:
+    """Return whether engines get requests in turn (``baselines``), not by §6.1."""
+    by_load = settings.mode in (Mode.DUALPATH, Mode.SPLIT, Mode.ORACLE)
+    return not by_load and not _balanced_baseline(settings)
+
+
+def effective_alpha_tokens(settings: SchedulerSettings) -> int:
+    """Return α; a baseline placed by load does not look at reading queues."""
+    return UNLIMITED_TOKENS if _balanced_baseline(settings) else settings.alpha_tokens
+
+
+def _balanced_baseline(settings: SchedulerSettings) -> bool:
+    return settings.balanced_baselines and not settings.mode.dual_path
+
+
 def _placers(settings: SchedulerSettings, ledger: Ledger) -> dict[Role, Placer]:
     """Return the placement rules of a mode."""
-    balanced_baseline = settings.balanced_baselines and not settings.mode.dual_path
-    if settings.mode in (Mode.DUALPATH, Mode.SPLIT, Mode.ORACLE) or balanced_baseline:
-        alpha = UNLIMITED_TOKENS if balanced_baseline else settings.alpha_tokens
-        return {
-            Role.PREFILL: FifoPrefillPlacer(ledger, alpha, settings.beta_tokens),
-            Role.DECODE: TwoPhaseDecodePlacer(ledger, settings.threshold_factor),
-        }
-    return {role: InTurnPlacer(ledger, role) for role in Role}
+    if places_in_turn(settings):
+        return {role: InTurnPlacer(ledger, role) for role in Role}
+    alpha_tokens = effective_alpha_tokens(settings)
+    return {
+        Role.PREFILL: FifoPrefillPlacer(ledger, alpha_tokens, settings.beta_tokens),
+        Role.DECODE: TwoPhaseDecodePlacer(ledger, settings.threshold_factor),
+    }

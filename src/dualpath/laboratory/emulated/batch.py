@@ -6,8 +6,8 @@ from typing import NamedTuple
 from dualpath.laboratory.emulated.hbm import EmulatedHbm
 from dualpath.laboratory.emulated.requests import PrefillRequest
 from dualpath.laboratory.emulated.settings import EmulatedSettings
-from dualpath.model.sim.costs import pass_s
 from dualpath.model.sim.derived import NO_QUOTA_S
+from dualpath.model.sim.rules import pass_s
 from dualpath.model.sim.settings import PrefillCosts
 from dualpath.policy.batching import AttentionGeometry, ComputeQuota, LayerTimeEstimate
 

@@ -13,7 +13,7 @@ from dualpath.laboratory.emulated.clock import ComputeClock
 from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.requests import Answer, DecodeRequest
 from dualpath.laboratory.emulated.verification import CheckedAt
-from dualpath.model.sim.costs import decode_step_s
+from dualpath.model.sim.rules import decode_step_s
 
 
 class DecodeEngine:

@@ -36,7 +36,7 @@ class Simulate(Protocol):
 
 
 OnRun = Callable[[RunSpec], None]
-"""Told of every run before it is made."""
+"""Called with every run before it is made."""
 
 
 class Runs:

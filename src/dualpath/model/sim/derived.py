@@ -4,15 +4,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dualpath.core.blocks import BlockGeometry
-from dualpath.core.cluster import Role
+from dualpath.core.blocks import holding_blocks
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.core.modes import Mode
-from dualpath.core.runs import BlockRun, HitRun
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.settings import Setup
-from dualpath.plan import steps
-from dualpath.plan.movements import Link
+from dualpath.plan import movements
 
 #: A compute quota that never binds, for modes without one.
 NO_QUOTA_S = 1e30
@@ -65,39 +62,31 @@ def buffer_bytes(setup: Setup) -> tuple[float, float]:
     return cluster.prefill_buffer_bytes, cluster.decode_buffer_bytes
 
 
-class StepLinks(NamedTuple):
-    """Which links each kind of step loads, read off the plan (``plan.steps``)."""
-
-    read_pe: tuple[Link, ...]
-    read_de: tuple[Link, ...]
-    load_pe: tuple[Link, ...]
-    load_de: tuple[Link, ...]
-    reload: tuple[Link, ...]
-    send: tuple[Link, ...]
-    fill: tuple[Link, ...]
-    persist: tuple[Link, ...]
-
-
-def step_links() -> StepLinks:
-    """Return the links of every kind of step, from plans of small prompts."""
-    geometry = BlockGeometry(layers=1, block_tokens=1, layer_block_bytes=1)
-
-    def layout(side: Role) -> steps.PromptLayout:
-        run = HitRun(side, BlockRun(0, 1))
-        return steps.PromptLayout(geometry=geometry, prompt_tokens=3, hits=(run,))
-
-    at_pe, at_de = layout(Role.PREFILL), layout(Role.DECODE)
-    first, second = BlockRun(1, 1), BlockRun(2, 1)
-    return StepLinks(
-        read_pe=steps.read_steps(at_pe)[0].links,
-        read_de=steps.read_steps(at_de)[0].links,
-        load_pe=steps.load_steps(at_pe, 0, first)[0].links,
-        load_de=steps.load_steps(at_de, 0, first)[0].links,
-        reload=steps.load_steps(at_de, 0, second)[1].links,
-        send=steps.send_steps(at_de, 0, first)[0].links,
-        fill=steps.decode_steps(at_de)[0].links,
-        persist=steps.persist_steps(at_de)[0].links,
-    )
+#: Movements (``plan.movements``) that the machine is charged with, and their places in this order.
+#: Hits and misses of a chunk leave its PE as one transfer, since both load the same links.
+#: ``STAGE_GENERATED`` is not modelled: it copies a block now and then while a DE decodes.
+CHARGED = (
+    movements.READ_TO_PE,
+    movements.READ_TO_DE,
+    movements.LOAD_FROM_PE_BUFFER,
+    movements.LOAD_FROM_DE_BUFFER,
+    movements.RELOAD_CHUNK,
+    movements.SEND_MISSES,
+    movements.FILL_DE_HBM,
+    movements.PERSIST_PROMPT,
+    movements.PERSIST_GENERATED,
+)
+(
+    READ_PE_PATH,
+    READ_DE_PATH,
+    LOAD_PE_PATH,
+    LOAD_DE_PATH,
+    RELOAD_PATH,
+    SEND_PATH,
+    FILL_PATH,
+    PERSIST_PROMPT_PATH,
+    PERSIST_GENERATED_PATH,
+) = range(len(CHARGED))
 
 
 def check(setup: Setup, agents: AgentTable) -> None:
@@ -119,7 +108,7 @@ def _check_memories(setup: Setup, agents: AgentTable) -> None:
     prompt = int(agents.prompt_tokens.max())
     reserve = np.minimum(agents.generated_tokens, cluster.generated_reserve_tokens)
     at_decode = int((agents.prompt_tokens.astype(np.int64) + reserve).max())
-    blocks_bytes = -(-prompt // cluster.block_tokens) * derived.block_bytes
+    blocks_bytes = holding_blocks(prompt, cluster.block_tokens) * derived.block_bytes
     _require_room("decode_hbm_bytes", at_decode, derived.decode_hbm_tokens, "KV tokens")
     _require_room("prefill_hbm_bytes", prompt, derived.prefill_hbm_tokens, "KV tokens")
     if setup.mode is Mode.ORACLE:

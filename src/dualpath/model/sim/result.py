@@ -1,5 +1,6 @@
 """What a simulation leaves behind, as columns; times are virtual nanoseconds, -1 for never."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,9 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 NS_PER_S = 1_000_000_000
+
+Progress = Callable[[int, int, float], None]
+"""Called now and then with (rounds finished, rounds in all, virtual seconds)."""
 
 
 class TurnTimes(NamedTuple):
@@ -98,7 +102,7 @@ class RoleMove(NamedTuple):
 class SimulationResult(NamedTuple):
     """One run.
 
-    ``end_ns`` is when the last event happened; ``stopped`` tells that ``until_s`` ended the run
+    ``end_ns`` is when the last event happened; ``stopped`` says that ``until_s`` ended the run
     with rounds unfinished.  ``events`` counts events of the kernel.  ``decisions`` is None
     unless recording was asked for.  ``moves`` are in the order in which they were decided.
     """

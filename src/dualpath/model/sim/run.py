@@ -6,11 +6,10 @@ from typing import Literal
 
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.sim.costs import to_ns
 from dualpath.model.sim.derived import check
-from dualpath.model.sim.progress import Progress
 from dualpath.model.sim.reference.core import ReferenceCore
-from dualpath.model.sim.result import SimulationResult
+from dualpath.model.sim.result import Progress, SimulationResult
+from dualpath.model.sim.rules import to_ns
 from dualpath.model.sim.settings import Setup
 
 Core = Literal["compiled", "reference"]

@@ -10,13 +10,11 @@ from dualpath.model.sim.compiled.columns import (
     U_COUNT,
     U_FIRST,
 )
-from dualpath.model.sim.compiled.jit import inlined, lean, prefetch
+from dualpath.model.sim.compiled.jit import lean, prefetch
 from dualpath.model.sim.compiled.lookahead import fetch_queues
-from dualpath.model.sim.compiled.world import World
-from dualpath.model.sim.costs import pass_s as _pass_s
-from dualpath.policy.batching import chunk_flops, largest_chunk
-
-pass_s = inlined(_pass_s)
+from dualpath.model.sim.compiled.machine_tables import World
+from dualpath.model.sim.rules import chunk_limit_tokens, pass_s
+from dualpath.policy.batching import next_chunk
 
 
 @lean
@@ -66,15 +64,16 @@ def _pack(p: World, unit: int, engine: int, tail: int) -> tuple[int, int, float]
             prefetch(m.next_queued, following, 0)
         cached = flights[agent, DONE]
         remaining = flights[agent, PROMPT] - cached
-        limit = min(tokens_left, hbm_left - cached)
+        limit = chunk_limit_tokens(tokens_left, hbm_left, cached)
         if limit <= 0:
             break
-        bsz = largest_chunk(
+        bsz, spent_s = next_chunk(
             c.pair_s,
             c.index_pair_s,
             c.attention_token_s,
             c.window_tokens,
-            c.affordable_s - spent_s,
+            c.affordable_s,
+            spent_s,
             cached,
             remaining,
             c.block_tokens,
@@ -83,9 +82,6 @@ def _pack(p: World, unit: int, engine: int, tail: int) -> tuple[int, int, float]
         )
         if bsz == 0:
             break
-        spent_s += chunk_flops(
-            c.pair_s, c.index_pair_s, c.attention_token_s, c.window_tokens, cached, bsz
-        )
         flights[agent, CHUNK_BSZ] = bsz
         m.next_chunk[agent] = NONE
         if tail == NONE:

@@ -14,8 +14,8 @@ from dualpath.model.sim.compiled.columns import (
     TIER_BLOCKS,
 )
 from dualpath.model.sim.compiled.jit import lean, prefetch
+from dualpath.model.sim.compiled.machine_tables import World
 from dualpath.model.sim.compiled.reading import granted
-from dualpath.model.sim.compiled.world import World
 
 
 @lean

@@ -113,8 +113,8 @@ ENGINE_COLUMNS = 8
 ) = range(11)
 UNIT_COLUMNS = 16
 
-#: Columns of ``nodes``: waiting line of the buffer; an equal SNIC's root, reads, number of the push
-#: of its next end, time of the last look, reads so far.
+#: Columns of ``nodes``: ends of the queue for the buffer; an equal SNIC's root, reads,
+#: number of the push of its next end, time of the last look, reads so far.
 N_HEAD, N_TAIL, N_ROOT, N_READS, N_EXPECTED, N_SINCE, N_COUNT = range(7)
 NODE_COLUMNS = 7
 
@@ -133,17 +133,7 @@ WHEEL_BLOCK = 64
 SNIC_READ_USE, SNIC_WRITE_USE, CNIC_USE = range(3)
 USE_TABLES = 3
 
-#: Classes of servers in ``paths``, AT_DE added for the DE's; a row ends with NO_SERVER.
+#: Classes of servers in ``paths``, AT_DE added for the DE's; a row per place of
+#: ``derived.CHARGED``, which ends with NO_SERVER.
 NO_SERVER, CNIC_READ_SERVER, CNIC_WRITE_SERVER, DRAM_SERVER, SNIC_WRITE_SERVER = range(5)
 AT_DE = 8
-#: Rows of ``paths``, in the order of ``derived.StepLinks``.
-(
-    READ_PE_PATH,
-    READ_DE_PATH,
-    LOAD_PE_PATH,
-    LOAD_DE_PATH,
-    RELOAD_PATH,
-    SEND_PATH,
-    FILL_PATH,
-    PERSIST_PATH,
-) = range(8)

@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from dualpath.core.modes import Mode
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.sim.costs import to_ns
 from dualpath.model.sim.derived import limits
 from dualpath.model.sim.result import IntArray
+from dualpath.model.sim.rules import to_ns
 from dualpath.model.sim.settings import Setup
 from dualpath.policy.batching import UNBOUNDED_TOKENS
 
@@ -112,7 +112,7 @@ def constants(setup: Setup, window_ns: int) -> Constants:
         request_s=decode.request_s,
         decode_pair_s=decode.pair_s,
         decode_index_pair_s=decode.index_pair_s,
-        decode_window_tokens=decode.window_tokens or UNBOUNDED_TOKENS,
+        decode_window_tokens=decode.window_tokens,
     )
 
 
@@ -133,7 +133,7 @@ def rounds(agents: AgentTable) -> Rounds:
 
 
 def whole_ns(seconds: NDArray[np.floating]) -> IntArray:
-    """Round as ``costs.to_ns`` does."""
+    """Round as ``rules.to_ns`` does."""
     return (seconds.astype(np.float64) * 1e9 + 0.5).astype(np.int64)
 
 

@@ -4,7 +4,6 @@ import numpy as np
 
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.sim.compiled.caching import cached
 from dualpath.model.sim.compiled.columns import (
     ARRIVE,
     BATCHES,
@@ -39,21 +38,26 @@ from dualpath.model.sim.compiled.constants import Constants, Rounds, constants, 
 from dualpath.model.sim.compiled.decoding import decode_ended, filled
 from dualpath.model.sim.compiled.events import pop
 from dualpath.model.sim.compiled.jit import hold
+from dualpath.model.sim.compiled.kernels import cached
 from dualpath.model.sim.compiled.links import end_equal
 from dualpath.model.sim.compiled.lookahead import look_ahead
-from dualpath.model.sim.compiled.machine_tables import MOST_WINDOWS, MachineTables, new_machine
+from dualpath.model.sim.compiled.machine_tables import (
+    MOST_WINDOWS,
+    MachineTables,
+    World,
+    new_machine,
+)
 from dualpath.model.sim.compiled.prefilling import computed, sent, start_pass
 from dualpath.model.sim.compiled.reading import part_loaded, part_read, read
 from dualpath.model.sim.compiled.submitting import arrive, fetch, submit_round
 from dualpath.model.sim.compiled.tables import SchedulerState, new_scheduler
-from dualpath.model.sim.compiled.world import World
 from dualpath.model.sim.derived import limits
 from dualpath.model.sim.layout import cluster_layout
-from dualpath.model.sim.progress import Progress
 from dualpath.model.sim.result import (
     Batches,
     Decisions,
     LinkUse,
+    Progress,
     SimulationResult,
     TurnTimes,
 )

@@ -1,7 +1,5 @@
 """Decode units in virtual token time (stage 8 of the model; the reference's decode)."""
 
-import math
-
 from dualpath.model.sim.compiled.buffers import give_back
 from dualpath.model.sim.compiled.columns import (
     DE,
@@ -23,13 +21,17 @@ from dualpath.model.sim.compiled.columns import (
     UNIT,
 )
 from dualpath.model.sim.compiled.events import push
-from dualpath.model.sim.compiled.finishing import finish, to_ns
-from dualpath.model.sim.compiled.jit import inlined, lean
+from dualpath.model.sim.compiled.finishing import finish
+from dualpath.model.sim.compiled.jit import lean
+from dualpath.model.sim.compiled.machine_tables import World
 from dualpath.model.sim.compiled.wheel import enter_wheel, leave_wheel, turn_wheel
-from dualpath.model.sim.compiled.world import World
-from dualpath.model.sim.costs import decode_step_s as _decode_step_s
-
-decode_step_s = inlined(_decode_step_s)
+from dualpath.model.sim.rules import (
+    decode_context_tokens,
+    decode_step_ns,
+    joining_step,
+    seen_tokens,
+    steps_ns,
+)
 
 
 @lean
@@ -50,12 +52,12 @@ def _decode(p: World, agent: int) -> None:
     unit = m.prefill_units + m.engines[flights[agent, DE], UNIT]
     _advance(p, unit)
     tokens = m.unit_tokens[unit]
-    first = math.ceil(tokens)
+    first = joining_step(tokens)
     enter_wheel(p, unit, agent, first + generated - 1)
     _count(p, unit, agent, 1)
     _expect_next(p, unit)
     m.times[r, T_DECODING] = now_ns
-    wait_ns = int((first + 1 - tokens) * units[unit, U_STEP_NS] + 0.5)
+    wait_ns = steps_ns(first + 1 - tokens, units[unit, U_STEP_NS])
     m.times[r, T_SECOND_TOKEN] = now_ns + wait_ns
 
 
@@ -93,31 +95,28 @@ def _advance(p: World, unit: int) -> None:
 @lean
 def _count(p: World, unit: int, agent: int, sign: int) -> None:
     units, flights = p.machine.units, p.machine.flights
-    context = flights[agent, PROMPT] + flights[agent, GENERATED] // 2
+    context = decode_context_tokens(flights[agent, PROMPT], flights[agent, GENERATED])
     units[unit, U_REQUESTS] += sign
     units[unit, U_CONTEXT] += sign * context
-    units[unit, U_WINDOW] += sign * min(context, p.constants.decode_window_tokens)
+    units[unit, U_WINDOW] += sign * seen_tokens(context, p.constants.decode_window_tokens)
 
 
 @lean
 def _expect_next(p: World, unit: int) -> None:
     m, c = p.machine, p.constants
     units = m.units
-    step_ns = to_ns(
-        decode_step_s(
-            units[unit, U_REQUESTS],
-            units[unit, U_WINDOW],
-            units[unit, U_CONTEXT],
-            units[unit, U_COUNT],
-            c.step_s,
-            c.request_s,
-            c.decode_pair_s,
-            c.decode_index_pair_s,
-        )
+    step_ns = decode_step_ns(
+        units[unit, U_REQUESTS],
+        units[unit, U_WINDOW],
+        units[unit, U_CONTEXT],
+        units[unit, U_COUNT],
+        c.step_s,
+        c.request_s,
+        c.decode_pair_s,
+        c.decode_index_pair_s,
     )
-    step_ns = max(step_ns, 1)
     units[unit, U_STEP_NS] = step_ns
     if units[unit, U_REQUESTS]:
-        left = max(float(units[unit, U_NEXT_END]) - m.unit_tokens[unit], 0.0)
-        due_ns = m.counters[NOW] + int(left * step_ns + 0.5)
+        left = float(units[unit, U_NEXT_END]) - m.unit_tokens[unit]
+        due_ns = m.counters[NOW] + steps_ns(left, step_ns)
         units[unit, U_EXPECTED] = push(m.heap, m.counters, due_ns, DECODE_END, unit)

@@ -10,7 +10,6 @@ from dualpath.model.sim.compiled.columns import (
     GENERATED,
     LAST_ROUND,
     NOW,
-    PERSIST_PATH,
     PROMPT,
     REQUESTS,
     SUBMIT,
@@ -18,14 +17,15 @@ from dualpath.model.sim.compiled.columns import (
     TOKENS,
 )
 from dualpath.model.sim.compiled.events import push
-from dualpath.model.sim.compiled.jit import inlined, lean
+from dualpath.model.sim.compiled.jit import lean
 from dualpath.model.sim.compiled.links import charge_path
+from dualpath.model.sim.compiled.machine_tables import World
 from dualpath.model.sim.compiled.scheduler import finished
 from dualpath.model.sim.compiled.tier import tier_put
-from dualpath.model.sim.compiled.world import World
-from dualpath.model.sim.costs import to_ns as _to_ns
-
-to_ns = inlined(_to_ns)
+from dualpath.model.sim.derived import PERSIST_GENERATED_PATH
+from dualpath.model.sim.rules import to_ns
+from dualpath.plan.counts import kv_tokens, new_full_blocks
+from dualpath.policy.accounts import decode_tokens
 
 
 @lean
@@ -39,9 +39,9 @@ def count_out(p: World, engine: int, tokens: int, hbm_tokens: int) -> None:
 
 
 @lean
-def persist(p: World, agent: int, de: int, blocks: int) -> None:
+def persist(p: World, path: int, agent: int, de: int, blocks: int) -> None:
     """Let an agent's new blocks start on their way to storage."""
-    stored_ns = charge_path(p, PERSIST_PATH, de, de, blocks)
+    stored_ns = charge_path(p, path, de, de, blocks)
     p.machine.stored_ns[agent] = max(p.machine.stored_ns[agent], stored_ns)
 
 
@@ -55,12 +55,12 @@ def finish(p: World, agent: int) -> None:
     m.times[r, T_FINISHED] = now_ns
     m.counters[FINISHED] += 1
     finished(p.scheduler, agent)
-    decode_tokens = prompt + min(generated, p.scheduler.rules.generated_reserve_tokens)
-    count_out(p, de, decode_tokens, decode_tokens)
-    # The last token's KV is never computed.
-    stored = prompt + generated - 1
+    tokens = decode_tokens(prompt, generated, p.scheduler.rules.generated_reserve_tokens)
+    count_out(p, de, tokens, tokens)
+    stored = kv_tokens(prompt, generated)
     if not c.oracle:
-        persist(p, agent, de, stored // c.block_tokens - prompt // c.block_tokens)
+        blocks = new_full_blocks(prompt, stored, c.block_tokens)
+        persist(p, PERSIST_GENERATED_PATH, agent, de, blocks)
     if c.tier_tokens:
         tier_put(p, agent, stored)
     if r < flights[agent, LAST_ROUND]:

@@ -23,38 +23,35 @@ from dualpath.model.sim.compiled.columns import (
 )
 from dualpath.model.sim.compiled.events import add_node, drop_root, push
 from dualpath.model.sim.compiled.jit import inlined, lean
-from dualpath.model.sim.compiled.world import World
-from dualpath.model.sim.costs import transfer_ns as _transfer_ns
-
-transfer_ns = inlined(_transfer_ns)
+from dualpath.model.sim.compiled.machine_tables import World
+from dualpath.model.sim.rules import (
+    count_use,
+    equal_served_bytes,
+    equal_wait_ns,
+    last_window,
+    serve,
+)
 
 
 @lean
-def count_use(
+def _count_use(
     p: World, table: int, node: int, start_ns: int, end_ns: int, transfer_bytes: float
 ) -> None:
-    """Spread a transfer evenly over the windows of its time; beyond the last, count nothing."""
+    """Count a transfer in the windows of its time; beyond the last window, count nothing."""
     use, counters, window_ns = p.machine.use, p.machine.counters, p.constants.window_ns
-    first = start_ns // window_ns
-    last = first if end_ns <= start_ns else (end_ns - 1) // window_ns
+    last = last_window(start_ns, end_ns, window_ns)
     counters[WINDOWS] = max(counters[WINDOWS], last + 1)
-    if last >= use.shape[1]:
-        return
-    if first == last:
-        use[table, first, node] += transfer_bytes
-        return
-    for window in range(first, last + 1):
-        begin = max(start_ns, window * window_ns)
-        end = min(end_ns, (window + 1) * window_ns)
-        use[table, window, node] += transfer_bytes * (end - begin) / (end_ns - start_ns)
+    if last < use.shape[1]:
+        count_use(use[table], node, start_ns, end_ns, transfer_bytes, window_ns)
 
 
 @inlined
 def _serve(p: World, server: int, transfer_bytes: float, bytes_per_s: float) -> int:
     """Queue a transfer at a server and return when it starts; ``busy_ns`` is when it is over."""
     busy_ns = p.machine.busy_ns
-    start_ns = max(p.machine.counters[NOW], busy_ns[server])
-    busy_ns[server] = start_ns + transfer_ns(transfer_bytes, bytes_per_s)
+    start_ns, busy_ns[server] = serve(
+        p.machine.counters[NOW], busy_ns[server], transfer_bytes, bytes_per_s
+    )
     return start_ns
 
 
@@ -65,7 +62,7 @@ def charge_cnic(p: World, engine: int, writes: int, transfer_bytes: float) -> in
     start_ns = _serve(p, server, transfer_bytes, p.constants.cnic_bytes_per_s)
     end_ns = p.machine.busy_ns[server]
     node = engine // p.constants.gpus_per_node
-    count_use(p, CNIC_USE, node, start_ns, end_ns, transfer_bytes)
+    _count_use(p, CNIC_USE, node, start_ns, end_ns, transfer_bytes)
     return end_ns
 
 
@@ -81,7 +78,7 @@ def _charge_snic_write(p: World, node: int, transfer_bytes: float) -> int:
     server = 2 * p.machine.engines.shape[0] + p.constants.cluster_nodes + node
     start_ns = _serve(p, server, transfer_bytes, p.constants.snic_write_bytes_per_s)
     end_ns = p.machine.busy_ns[server]
-    count_use(p, SNIC_WRITE_USE, node, start_ns, end_ns, transfer_bytes)
+    _count_use(p, SNIC_WRITE_USE, node, start_ns, end_ns, transfer_bytes)
     return end_ns
 
 
@@ -112,12 +109,12 @@ def charge_path(p: World, path: int, pe: int, de: int, blocks: int) -> int:
 
 @lean
 def read_fifo(p: World, node: int, read: int, read_bytes: float) -> None:
-    """Queue a read (a number that ``READ_OVER`` is told) at a first-come-first-served SNIC."""
+    """Queue a read (the number that ``READ_OVER`` names) at a first-come-first-served SNIC."""
     m, c = p.machine, p.constants
     server = 2 * m.engines.shape[0] + 2 * c.cluster_nodes + node
     start_ns = _serve(p, server, read_bytes, c.snic_bytes_per_s)
     end_ns = m.busy_ns[server]
-    count_use(p, SNIC_READ_USE, node, start_ns, end_ns, read_bytes)
+    _count_use(p, SNIC_READ_USE, node, start_ns, end_ns, read_bytes)
     push(m.heap, m.counters, end_ns + c.latency_ns, READ_OVER, read)
 
 
@@ -143,9 +140,9 @@ def _advance_equal(p: World, node: int) -> None:
     reads = nodes[node, N_READS]
     if reads:
         since_ns = nodes[node, N_SINCE]
-        carried = (now_ns - since_ns) * (p.constants.snic_bytes_per_s / 1e9)
+        carried = equal_served_bytes(now_ns - since_ns, p.constants.snic_bytes_per_s)
         p.machine.node_bytes[node, SERVED_BYTES] += carried / reads
-        count_use(p, SNIC_READ_USE, node, since_ns, now_ns, carried)
+        _count_use(p, SNIC_READ_USE, node, since_ns, now_ns, carried)
     nodes[node, N_SINCE] = now_ns
 
 
@@ -153,8 +150,8 @@ def _advance_equal(p: World, node: int) -> None:
 def _expect_next(p: World, node: int) -> None:
     m = p.machine
     nodes = m.nodes
-    left = max(m.keys[nodes[node, N_ROOT]] - m.node_bytes[node, SERVED_BYTES], 0.0)
-    wait_ns = int(left * nodes[node, N_READS] / (p.constants.snic_bytes_per_s / 1e9) + 0.5)
+    left = m.keys[nodes[node, N_ROOT]] - m.node_bytes[node, SERVED_BYTES]
+    wait_ns = equal_wait_ns(left, nodes[node, N_READS], p.constants.snic_bytes_per_s)
     due_ns = m.counters[NOW] + wait_ns
     nodes[node, N_EXPECTED] = push(m.heap, m.counters, due_ns, SNIC_END, node)
 

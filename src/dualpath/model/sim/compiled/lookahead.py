@@ -22,13 +22,13 @@ from dualpath.model.sim.compiled.columns import (
 )
 from dualpath.model.sim.compiled.events import FANOUT
 from dualpath.model.sim.compiled.jit import lean, prefetch
+from dualpath.model.sim.compiled.machine_tables import World
 from dualpath.model.sim.compiled.tables import A_REQUEST, NUMBER
-from dualpath.model.sim.compiled.world import World
 
 
 @lean
 def look_ahead(p: World) -> None:
-    """Ask for what the next event will need, and for what tells what those after it will."""
+    """Ask for what the next event will need, and for what shows what those after it will."""
     m = p.machine
     heap = m.heap
     for place in range(1, FANOUT + 1):

@@ -45,8 +45,9 @@ from dualpath.model.sim.compiled.columns import (
     USE_TABLES,
     WHEEL_BLOCK,
 )
-from dualpath.model.sim.compiled.tables import aligned_rows
-from dualpath.model.sim.derived import Limits, buffer_bytes, limits, step_links
+from dualpath.model.sim.compiled.constants import Constants, Rounds
+from dualpath.model.sim.compiled.tables import SchedulerState, aligned_rows
+from dualpath.model.sim.derived import CHARGED, Limits, buffer_bytes, limits
 from dualpath.model.sim.layout import ClusterLayout, cluster_layout
 from dualpath.model.sim.result import FloatArray, IntArray, TurnTimes
 from dualpath.model.sim.settings import Setup
@@ -100,6 +101,15 @@ class MachineTables(NamedTuple):
     ended: IntArray
     prefill_units: int
     groups: IntArray
+
+
+class World(NamedTuple):
+    """All that a compiled handler may touch: machine, numbers of the setup, rounds, scheduler."""
+
+    machine: MachineTables
+    constants: Constants
+    rounds: Rounds
+    scheduler: SchedulerState
 
 
 def new_machine(setup: Setup, agents: AgentTable, *, record_decisions: bool) -> MachineTables:
@@ -206,9 +216,8 @@ def _paths() -> NDArray[np.int8]:
         Link.DE_DRAM: AT_DE + DRAM_SERVER,
         Link.DE_SNIC_WRITE: AT_DE + SNIC_WRITE_SERVER,
     }
-    rows = step_links()
-    table = np.zeros((len(rows), len(servers) + 1), np.int8)
-    for row, links in enumerate(rows):
-        loaded = [servers[link] for link in links if link in servers]
+    table = np.zeros((len(CHARGED), len(servers) + 1), np.int8)
+    for row, movement in enumerate(CHARGED):
+        loaded = [servers[link] for link in movement.links if link in servers]
         table[row, : len(loaded)] = loaded
     return table

@@ -1,5 +1,6 @@
 """Forward passes and the first token (stages 6 and 7 of the model)."""
 
+from dualpath.core.blocks import holding_blocks
 from dualpath.model.sim.compiled.batches import form_pass
 from dualpath.model.sim.compiled.buffers import give_back
 from dualpath.model.sim.compiled.columns import (
@@ -9,12 +10,9 @@ from dualpath.model.sim.compiled.columns import (
     DE,
     DE_BLOCKS,
     DONE,
-    FILL_PATH,
     FILLED,
     GENERATED,
     HIT,
-    LOAD_DE_PATH,
-    LOAD_PE_PATH,
     NONE,
     NOW,
     PE,
@@ -22,8 +20,6 @@ from dualpath.model.sim.compiled.columns import (
     PROMPT,
     PROMPT_BLOCKS,
     QUEUE_HEAD,
-    RELOAD_PATH,
-    SEND_PATH,
     SENT,
     T_DECODING,
     T_FIRST_TOKEN,
@@ -33,12 +29,28 @@ from dualpath.model.sim.compiled.columns import (
     U_CHUNK_HEAD,
 )
 from dualpath.model.sim.compiled.events import push
-from dualpath.model.sim.compiled.finishing import count_out, finish, persist, to_ns
+from dualpath.model.sim.compiled.finishing import count_out, finish, persist
 from dualpath.model.sim.compiled.jit import lean
 from dualpath.model.sim.compiled.links import charge_path
 from dualpath.model.sim.compiled.lookahead import fetch_chunks
+from dualpath.model.sim.compiled.machine_tables import World
 from dualpath.model.sim.compiled.scheduler import prefill_done
-from dualpath.model.sim.compiled.world import World
+from dualpath.model.sim.derived import (
+    FILL_PATH,
+    LOAD_DE_PATH,
+    LOAD_PE_PATH,
+    PERSIST_PROMPT_PATH,
+    RELOAD_PATH,
+    SEND_PATH,
+)
+from dualpath.model.sim.rules import pass_end_ns, to_ns
+from dualpath.plan.counts import (
+    chunk_blocks,
+    load_blocks,
+    new_full_blocks,
+    reload_blocks,
+    send_hit_blocks,
+)
 
 
 @lean
@@ -78,24 +90,21 @@ def _pass_end(p: World, unit: int, compute_ns: int) -> int:
     while agent != NONE:
         moved_ns = max(moved_ns, _load(p, agent))
         agent = m.next_chunk[agent]
-    if c.resident:
-        return moved_ns + compute_ns
-    moved_ns = max(moved_ns, _send(p, unit))
-    # The first layer's loads and the last layer's sends have no computation to hide behind.
-    exposed_ns = (moved_ns - now_ns) // c.layers
-    return max(now_ns + compute_ns, moved_ns) + exposed_ns
+    if not c.resident:
+        moved_ns = max(moved_ns, _send(p, unit))
+    return pass_end_ns(now_ns, compute_ns, moved_ns, c.layers, c.resident)
 
 
 @lean
 def _load(p: World, agent: int) -> int:
-    flights = p.machine.flights
-    missed = flights[agent, DONE] - flights[agent, HIT]
-    if p.constants.resident and missed:
-        return p.machine.counters[NOW]
+    flights, resident = p.machine.flights, p.constants.resident
     pe, de = flights[agent, PE], flights[agent, DE]
-    end_ns = charge_path(p, LOAD_PE_PATH, pe, de, flights[agent, PE_BLOCKS])
-    end_ns = max(end_ns, charge_path(p, LOAD_DE_PATH, pe, de, flights[agent, DE_BLOCKS]))
-    reloaded = missed // p.constants.block_tokens
+    first, hits = _blocks_before(p, agent)
+    at_pe = load_blocks(flights[agent, PE_BLOCKS], first, hits, resident)
+    at_de = load_blocks(flights[agent, DE_BLOCKS], first, hits, resident)
+    end_ns = charge_path(p, LOAD_PE_PATH, pe, de, at_pe)
+    end_ns = max(end_ns, charge_path(p, LOAD_DE_PATH, pe, de, at_de))
+    reloaded = reload_blocks(first, hits, resident)
     return max(end_ns, charge_path(p, RELOAD_PATH, pe, de, reloaded))
 
 
@@ -106,13 +115,21 @@ def _send(p: World, unit: int) -> int:
     flights, end_ns = m.flights, m.counters[NOW]
     agent = m.units[unit, U_CHUNK_HEAD]
     while agent != NONE:
-        blocks = -(-flights[agent, CHUNK_BSZ] // p.constants.block_tokens)
-        if flights[agent, DONE] == flights[agent, HIT]:
-            blocks += flights[agent, PE_BLOCKS]
+        first, hits = _blocks_before(p, agent)
+        cached, bsz = flights[agent, DONE], flights[agent, CHUNK_BSZ]
+        blocks = chunk_blocks(cached, bsz, p.constants.block_tokens)
+        blocks += send_hit_blocks(flights[agent, PE_BLOCKS], first, hits)
         sent_ns = charge_path(p, SEND_PATH, flights[agent, PE], flights[agent, DE], blocks)
         end_ns = max(end_ns, sent_ns)
         agent = m.next_chunk[agent]
     return end_ns
+
+
+@lean
+def _blocks_before(p: World, agent: int) -> tuple[int, int]:
+    """Return the first block of an agent's chunk, and how many blocks of its prompt are hits."""
+    flights, block_tokens = p.machine.flights, p.constants.block_tokens
+    return flights[agent, DONE] // block_tokens, holding_blocks(flights[agent, HIT], block_tokens)
 
 
 @lean
@@ -160,8 +177,8 @@ def _prefilled(p: World, agent: int) -> None:
     count_out(p, pe, prompt, 0)
     if not c.oracle:
         give_back(p, pe, flights[agent, PE_BLOCKS])
-        new_blocks = prompt // c.block_tokens - flights[agent, HIT] // c.block_tokens
-        persist(p, agent, de, new_blocks)
+        new_blocks = new_full_blocks(flights[agent, HIT], prompt, c.block_tokens)
+        persist(p, PERSIST_PROMPT_PATH, agent, de, new_blocks)
     if flights[agent, GENERATED] == 1:
         r = m.round_of[agent]
         m.times[r, T_DECODING] = m.times[r, T_SECOND_TOKEN] = m.times[r, T_FIRST_TOKEN]

@@ -1,5 +1,6 @@
 """A round's reads, until all its KV is in DRAM and it waits at its PE (stage 4 of the model)."""
 
+from dualpath.core.blocks import holding_blocks
 from dualpath.model.sim.compiled.columns import (
     DE,
     DIRTY,
@@ -13,8 +14,6 @@ from dualpath.model.sim.compiled.columns import (
     QUEUE_HEAD,
     QUEUE_TAIL,
     READ,
-    READ_DE_PATH,
-    READ_PE_PATH,
     READ_TOKENS,
     START_PASS,
     T_GRANTED,
@@ -27,8 +26,9 @@ from dualpath.model.sim.compiled.columns import (
 from dualpath.model.sim.compiled.events import push
 from dualpath.model.sim.compiled.jit import lean
 from dualpath.model.sim.compiled.links import charge_cnic, charge_path, read_equal, read_fifo
+from dualpath.model.sim.compiled.machine_tables import World
 from dualpath.model.sim.compiled.scheduler import read_done
-from dualpath.model.sim.compiled.world import World
+from dualpath.model.sim.derived import READ_DE_PATH, READ_PE_PATH
 
 
 @lean
@@ -60,7 +60,7 @@ def read(p: World, part: int) -> None:
     c, flights = p.constants, p.machine.flights
     agent, side = part >> 1, part & 1
     engine = flights[agent, PE + side]
-    blocks = -(-flights[agent, PE_READ + side] // c.block_tokens)
+    blocks = holding_blocks(flights[agent, PE_READ + side], c.block_tokens)
     charge_path(p, READ_DE_PATH if side else READ_PE_PATH, engine, engine, blocks)
     node = engine // c.gpus_per_node
     if c.equal_snic:

@@ -43,7 +43,7 @@ from dualpath.model.sim.compiled.tables import (
     UNASSIGNED,
     SchedulerState,
 )
-from dualpath.policy.accounts import NODE
+from dualpath.policy.accounts import NODE, decode_tokens
 from dualpath.policy.baselines import NO_TURN, first_turn, other_side
 from dualpath.policy.read_side import PE_SIDE, SIDES_IN_TURN, read_tokens
 
@@ -56,9 +56,9 @@ def submit(state: SchedulerState, request: int, prompt: int, hit: int, max_new: 
     requests[request, PROMPT] = prompt
     requests[request, HIT] = hit
     requests[request, ASSIGNED] = 0
-    reserve = min(max_new, state.rules.generated_reserve_tokens)
+    reserve = state.rules.generated_reserve_tokens
     requests[request, LENGTH + PREFILL] = prompt
-    requests[request, LENGTH + DECODE] = prompt + reserve
+    requests[request, LENGTH + DECODE] = decode_tokens(prompt, max_new, reserve)
     counters[SUBMITTED] += 1
     counters[UNASSIGNED] += 1
     for role in range(2):

@@ -1,5 +1,6 @@
 """From a client's submission to an assignment at both engines (stages 1 to 3 of the model)."""
 
+from dualpath.core.blocks import holding_blocks
 from dualpath.model.sim.compiled.buffers import reserve
 from dualpath.model.sim.compiled.columns import (
     ARRIVE,
@@ -31,9 +32,10 @@ from dualpath.model.sim.compiled.columns import (
     TOKENS,
 )
 from dualpath.model.sim.compiled.events import push
-from dualpath.model.sim.compiled.jit import inlined, lean
+from dualpath.model.sim.compiled.jit import lean
 from dualpath.model.sim.compiled.ledger import report
 from dualpath.model.sim.compiled.lookahead import fetch_assigned
+from dualpath.model.sim.compiled.machine_tables import World
 from dualpath.model.sim.compiled.reading import loaded
 from dualpath.model.sim.compiled.scheduler import fetch_decode, fetch_prefill, submit
 from dualpath.model.sim.compiled.tables import (
@@ -49,11 +51,8 @@ from dualpath.model.sim.compiled.tables import (
     UNASSIGNED,
 )
 from dualpath.model.sim.compiled.tier import tier_hit
-from dualpath.model.sim.compiled.world import World
-from dualpath.model.sim.costs import next_multiple_ns as _next_multiple_ns
+from dualpath.model.sim.rules import first_group, next_multiple_ns
 from dualpath.policy.accounts import LAST_SEQ
-
-next_multiple_ns = inlined(_next_multiple_ns)
 
 
 @lean
@@ -85,7 +84,6 @@ def arrive(p: World, agent: int) -> None:
     in_tier = 0
     if c.tier_tokens:
         in_tier = tier_hit(p, agent, hit)
-        in_tier -= in_tier % c.block_tokens
         m.counters[TIER_HITS] += in_tier
         flights[agent, TIER_BLOCKS] = in_tier // c.block_tokens
     submit(p.scheduler, agent, prompt, hit - in_tier, generated)
@@ -108,7 +106,7 @@ def fetch(p: World) -> None:
     m.counters[FETCH_DUE] = 0
     now_ns = m.counters[NOW]
     prefill_groups = s.first_decode_group
-    first = now_ns // p.constants.interval_ns % prefill_groups
+    first = first_group(now_ns, p.constants.interval_ns, prefill_groups)
     for place in range(m.groups.shape[0]):
         if place < prefill_groups:
             group = (first + place) % prefill_groups
@@ -185,10 +183,10 @@ def _assigned(p: World, agent: int) -> None:
     flights, now_ns = m.flights, m.counters[NOW]
     r = m.round_of[agent]
     pe_read, de_read = flights[agent, PE_READ], flights[agent, DE_READ]
-    flights[agent, PE_BLOCKS] = -(-pe_read // c.block_tokens)
-    flights[agent, DE_BLOCKS] = -(-de_read // c.block_tokens)
+    flights[agent, PE_BLOCKS] = holding_blocks(pe_read, c.block_tokens)
+    flights[agent, DE_BLOCKS] = holding_blocks(de_read, c.block_tokens)
     flights[agent, PARTS_LEFT] = (1 if pe_read else 0) + (1 if de_read else 0)
-    flights[agent, PROMPT_BLOCKS] = -(-flights[agent, PROMPT] // c.block_tokens)
+    flights[agent, PROMPT_BLOCKS] = holding_blocks(flights[agent, PROMPT], c.block_tokens)
     m.times[r, T_ASSIGNED] = now_ns
     if c.oracle:
         m.times[r, T_GRANTED] = now_ns

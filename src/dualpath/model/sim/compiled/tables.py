@@ -14,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.cluster import Role
-from dualpath.core.modes import Mode
 from dualpath.policy.accounts import ACCOUNT_COLUMNS, FREE_HBM, NODE, IntArray
 from dualpath.policy.events import EngineSpec, SchedulerSettings
 from dualpath.policy.read_side import RULES
-from dualpath.policy.scheduler import UNLIMITED_TOKENS
+from dualpath.policy.scheduler import effective_alpha_tokens, places_in_turn
 
 PREFILL, DECODE = 0, 1
 NONE = -1
@@ -192,13 +191,10 @@ def _group_table(engines: IntArray, count: int) -> IntArray:
 
 
 def _rules(settings: SchedulerSettings) -> Rules:
-    mode = settings.mode
-    balanced_baseline = settings.balanced_baselines and not mode.dual_path
-    by_load = mode in (Mode.DUALPATH, Mode.SPLIT, Mode.ORACLE) or balanced_baseline
     return Rules(
-        in_turn=not by_load,
-        read_rule=RULES[mode],
-        alpha_tokens=UNLIMITED_TOKENS if balanced_baseline else settings.alpha_tokens,
+        in_turn=places_in_turn(settings),
+        read_rule=RULES[settings.mode],
+        alpha_tokens=effective_alpha_tokens(settings),
         beta_tokens=settings.beta_tokens,
         threshold_factor=float(settings.threshold_factor),
         block_tokens=settings.block_tokens,

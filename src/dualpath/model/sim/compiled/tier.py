@@ -1,4 +1,4 @@
-"""The DRAM tier (``reference.tier``) as a list of agents from the least recently used on."""
+"""The DRAM tier (``reference.memories``) as a list of agents from the least recently used on."""
 
 from dualpath.model.sim.compiled.columns import (
     NONE,
@@ -10,18 +10,19 @@ from dualpath.model.sim.compiled.columns import (
     TIER_USED,
 )
 from dualpath.model.sim.compiled.jit import lean
-from dualpath.model.sim.compiled.world import World
+from dualpath.model.sim.compiled.machine_tables import World
+from dualpath.model.sim.rules import tier_hit_tokens
 
 
 @lean
 def tier_hit(p: World, agent: int, hit_tokens: int) -> int:
-    """Return how many of an agent's hit tokens the tier holds, and count it as used."""
+    """Return how many hit tokens of an agent the tier has in whole blocks; count it as used."""
     held = p.machine.flights[agent, TIER_TOKENS]
     if held <= 0:
         return 0
     _leave(p, agent)
     _enter(p, agent, held)
-    return min(held, hit_tokens)
+    return tier_hit_tokens(held, hit_tokens, p.constants.block_tokens)
 
 
 @lean

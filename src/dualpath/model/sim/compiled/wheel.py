@@ -8,7 +8,7 @@ A place holds the number above the agent's that entered last, 0 for nobody.
 from dualpath.model.sim.compiled.columns import U_NEXT_END, U_REQUESTS, WHEEL_BLOCK
 from dualpath.model.sim.compiled.jit import lean
 from dualpath.model.sim.compiled.lookahead import fetch_next_round, fetch_rows
-from dualpath.model.sim.compiled.world import World
+from dualpath.model.sim.compiled.machine_tables import World
 
 
 @lean

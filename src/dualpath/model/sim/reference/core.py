@@ -3,27 +3,44 @@
 from collections import defaultdict
 from itertools import pairwise
 
+from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.runs import HitRun
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.sim.costs import to_ns
-from dualpath.model.sim.derived import limits
+from dualpath.model.sim.derived import (
+    FILL_PATH,
+    LOAD_DE_PATH,
+    LOAD_PE_PATH,
+    PERSIST_GENERATED_PATH,
+    PERSIST_PROMPT_PATH,
+    RELOAD_PATH,
+    SEND_PATH,
+    limits,
+)
 from dualpath.model.sim.layout import cluster_layout
-from dualpath.model.sim.progress import Progress
 from dualpath.model.sim.reference.driver import SchedulerDriver
 from dualpath.model.sim.reference.events import EventQueue
 from dualpath.model.sim.reference.machine import SimulatedMachine
+from dualpath.model.sim.reference.memories import DramTier
 from dualpath.model.sim.reference.prefill import Chunk, Pass, PrefillWork
 from dualpath.model.sim.reference.rebalancing import Rebalancing
 from dualpath.model.sim.reference.record import Record
-from dualpath.model.sim.reference.tier import DramTier
 from dualpath.model.sim.reference.units import Units
-from dualpath.model.sim.result import SimulationResult
+from dualpath.model.sim.result import Progress, SimulationResult
+from dualpath.model.sim.rules import pass_end_ns, to_ns
 from dualpath.model.sim.settings import Setup
+from dualpath.plan.counts import (
+    chunk_blocks,
+    kv_tokens,
+    load_blocks,
+    new_full_blocks,
+    reload_blocks,
+    send_hit_blocks,
+)
 from dualpath.policy.events import Assignment
 
-#: Progress is told every so many events.
+#: Progress is reported every so many events.
 PROGRESS_EVENTS = 20_000
 
 
@@ -87,7 +104,7 @@ class ReferenceCore:
             )
         tier_bytes = cluster.dram_tier_bytes * cluster.nodes
         tier_tokens = int(tier_bytes / setup.model.kv_bytes_per_token)
-        self._tier = DramTier(tier_tokens) if tier_tokens else None
+        self._tier = DramTier(tier_tokens, self._block_tokens) if tier_tokens else None
         self._tier_tokens: dict[int, int] = {}
         self._tier_hit_tokens = 0
         self._read_columns()
@@ -151,7 +168,6 @@ class ReferenceCore:
         in_tier = 0
         if self._tier is not None:
             in_tier = self._tier.hit(self._agent_of[r], self._hit[r])
-            in_tier -= in_tier % self._block_tokens
             self._tier_tokens[r] = in_tier
             self._tier_hit_tokens += in_tier
         self._driver.submit(r, self._hit[r] - in_tier)
@@ -159,7 +175,7 @@ class ReferenceCore:
     # 2. Fetch, then 3. buffers.
 
     def _assigned(self, r: int, assignment: Assignment) -> None:
-        prompt_blocks = -(-self._prompt[r] // self._block_tokens)
+        prompt_blocks = holding_blocks(self._prompt[r], self._block_tokens)
         flight = _Flight(assignment, prompt_blocks)
         tier_blocks = self._tier_tokens.get(r, 0) // self._block_tokens
         self._flights[r] = flight
@@ -262,32 +278,37 @@ class ReferenceCore:
         if self._oracle:
             return now_ns + compute_ns
         moved_ns = max(self._load(chunk) for chunk in formed.chunks)
-        if self._resident:
-            return moved_ns + compute_ns
-        moved_ns = max(moved_ns, self._send(formed))
-        # The first layer's loads and the last layer's sends have no computation to hide behind.
-        exposed_ns = (moved_ns - now_ns) // self._layers
-        return max(now_ns + compute_ns, moved_ns) + exposed_ns
+        if not self._resident:
+            moved_ns = max(moved_ns, self._send(formed))
+        return pass_end_ns(now_ns, compute_ns, moved_ns, self._layers, self._resident)
 
     def _load(self, chunk: Chunk) -> int:
-        flight = self._flights[chunk.work.round]
-        first = chunk.cached == chunk.work.hit_tokens
-        if self._resident and not first:
-            return self._events.now_ns
-        computed = (chunk.cached - chunk.work.hit_tokens) // self._block_tokens
-        return self._machine.load(
-            flight.pe, flight.de, flight.pe_blocks, flight.de_blocks, computed
+        flight, charge = self._flights[chunk.work.round], self._machine.charge
+        first, hit_blocks = self._blocks_before(chunk)
+        pe, de, resident = flight.pe, flight.de, self._resident
+        at_pe = load_blocks(flight.pe_blocks, first, hit_blocks, resident)
+        at_de = load_blocks(flight.de_blocks, first, hit_blocks, resident)
+        return max(
+            charge(LOAD_PE_PATH, pe, de, at_pe),
+            charge(LOAD_DE_PATH, pe, de, at_de),
+            charge(RELOAD_PATH, pe, de, reload_blocks(first, hit_blocks, resident)),
         )
 
     def _send(self, formed: Pass) -> int:
         end_ns = self._events.now_ns
         for chunk in formed.chunks:
             flight = self._flights[chunk.work.round]
-            blocks = -(-chunk.bsz // self._block_tokens)
-            if chunk.cached == chunk.work.hit_tokens:
-                blocks += flight.pe_blocks
-            end_ns = max(end_ns, self._machine.send(flight.pe, flight.de, blocks))
+            first, hit_blocks = self._blocks_before(chunk)
+            blocks = chunk_blocks(chunk.cached, chunk.bsz, self._block_tokens)
+            blocks += send_hit_blocks(flight.pe_blocks, first, hit_blocks)
+            sent_ns = self._machine.charge(SEND_PATH, flight.pe, flight.de, blocks)
+            end_ns = max(end_ns, sent_ns)
         return end_ns
+
+    def _blocks_before(self, chunk: Chunk) -> tuple[int, int]:
+        """Return the first block of a chunk, and how many blocks of its prompt are hits."""
+        hit_blocks = holding_blocks(chunk.work.hit_tokens, self._block_tokens)
+        return chunk.cached // self._block_tokens, hit_blocks
 
     # 7. First token.
 
@@ -317,14 +338,15 @@ class ReferenceCore:
         self._driver.prefill_done(r, flight.assignment)
         if not self._oracle:
             self._give_back(flight.pe, flight.pe_blocks)
-            new_blocks = self._prompt[r] // self._block_tokens - self._hit[r] // self._block_tokens
-            self._persist(r, flight.de, new_blocks)
+            new_blocks = new_full_blocks(self._hit[r], self._prompt[r], self._block_tokens)
+            self._persist(r, PERSIST_PROMPT_PATH, flight.de, new_blocks)
         if self._generated[r] == 1:
             self._end_without_decode(r, flight)
         else:
             filled_ns = self._events.now_ns
             if not self._oracle:
-                filled_ns = self._machine.fill(flight.de, flight.prompt_blocks)
+                de = flight.de
+                filled_ns = self._machine.charge(FILL_PATH, de, de, flight.prompt_blocks)
             self._events.at(filled_ns + self._admission_ns, self._filled, r, flight)
 
     def _end_without_decode(self, r: int, flight: _Flight) -> None:
@@ -354,11 +376,10 @@ class ReferenceCore:
         flight = self._flights.pop(r)
         self._record.finish(r, now_ns)
         self._driver.finished(r, flight.assignment)
-        # The last token's KV is never computed.
-        stored = self._prompt[r] + self._generated[r] - 1
+        stored = kv_tokens(self._prompt[r], self._generated[r])
         if not self._oracle:
-            new_blocks = stored // self._block_tokens - self._prompt[r] // self._block_tokens
-            self._persist(r, flight.de, new_blocks)
+            new_blocks = new_full_blocks(self._prompt[r], stored, self._block_tokens)
+            self._persist(r, PERSIST_GENERATED_PATH, flight.de, new_blocks)
         if self._tier is not None:
             self._tier.put(agent, stored)
         if r < self._last_round[agent]:
@@ -368,9 +389,9 @@ class ReferenceCore:
             start_ns = now_ns + to_ns(float(self._agents.start_s[child])) + self._delay_ns[first]
             self._events.at(start_ns, self._submit, first)
 
-    def _persist(self, r: int, de: int, blocks: int) -> None:
+    def _persist(self, r: int, path: int, de: int, blocks: int) -> None:
         agent = self._agent_of[r]
-        stored_ns = self._machine.persist(de, blocks)
+        stored_ns = self._machine.charge(path, de, de, blocks)
         self._stored_ns[agent] = max(self._stored_ns[agent], stored_ns)
 
     def _give_back(self, engine: int, blocks: int) -> None:

@@ -1,11 +1,16 @@
 """A decode unit: engines whose requests get one token each per step, in virtual token time."""
 
 import heapq
-import math
 from collections.abc import Callable
 
-from dualpath.model.sim.costs import decode_step_s, to_ns
 from dualpath.model.sim.reference.events import EventQueue
+from dualpath.model.sim.rules import (
+    decode_context_tokens,
+    decode_step_ns,
+    joining_step,
+    seen_tokens,
+    steps_ns,
+)
 from dualpath.model.sim.settings import DecodeCosts
 
 Finished = Callable[[int], None]
@@ -38,14 +43,14 @@ class DecodeUnit:
     def join(self, round_index: int, prompt_tokens: int, generated_tokens: int) -> int:
         """Let a request decode its second token onwards; return when the second is due."""
         self._advance()
-        first = math.ceil(self._tokens)
-        context = prompt_tokens + generated_tokens // 2
+        first = joining_step(self._tokens)
+        context = decode_context_tokens(prompt_tokens, generated_tokens)
         self._count(context)
         end = float(first + generated_tokens - 1)
         heapq.heappush(self._ends, (end, self._joined, round_index, context))
         self._joined += 1
         self._expect_next()
-        return self._events.now_ns + int((first + 1 - self._tokens) * self._step_ns + 0.5)
+        return self._events.now_ns + steps_ns(first + 1 - self._tokens, self._step_ns)
 
     def leave(self, engines: int) -> None:
         """So many engines without requests are gone; the steps of the others take longer."""
@@ -61,31 +66,24 @@ class DecodeUnit:
         self._since_ns = now_ns
 
     def _count(self, context_tokens: int, sign: int = 1) -> None:
-        window = self._costs.window_tokens
         self._context_tokens += sign * context_tokens
-        self._window_tokens += sign * (min(context_tokens, window) if window else context_tokens)
+        self._window_tokens += sign * seen_tokens(context_tokens, self._costs.window_tokens)
 
     def _expect_next(self) -> None:
         costs = self._costs
         self._version += 1
-        self._step_ns = max(
-            to_ns(
-                decode_step_s(
-                    len(self._ends),
-                    self._window_tokens,
-                    self._context_tokens,
-                    self._engines,
-                    costs.step_s,
-                    costs.request_s,
-                    costs.pair_s,
-                    costs.index_pair_s,
-                )
-            ),
-            1,
+        self._step_ns = decode_step_ns(
+            len(self._ends),
+            self._window_tokens,
+            self._context_tokens,
+            self._engines,
+            costs.step_s,
+            costs.request_s,
+            costs.pair_s,
+            costs.index_pair_s,
         )
         if self._ends:
-            left = max(self._ends[0][0] - self._tokens, 0.0)
-            wait_ns = int(left * self._step_ns + 0.5)
+            wait_ns = steps_ns(self._ends[0][0] - self._tokens, self._step_ns)
             self._events.at(self._events.now_ns + wait_ns, self._end_next, self._version)
 
     def _end_next(self, version: int) -> None:

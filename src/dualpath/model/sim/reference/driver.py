@@ -8,12 +8,13 @@ import msgspec
 from dualpath.core.cluster import Role
 from dualpath.core.request import Request
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.sim.costs import next_multiple_ns, to_ns
 from dualpath.model.sim.derived import Limits
 from dualpath.model.sim.layout import ClusterLayout
 from dualpath.model.sim.reference.events import EventQueue
+from dualpath.model.sim.rules import first_group, next_multiple_ns, to_ns
 from dualpath.model.sim.scheduling import engine_specs, scheduler_settings
 from dualpath.model.sim.settings import Setup
+from dualpath.policy.accounts import decode_tokens
 from dualpath.policy.events import Assignment, EngineReport
 from dualpath.policy.scheduler import RequestScheduler
 
@@ -58,7 +59,7 @@ class _Account:
 
 
 class RoundWatch(Protocol):
-    """Told how far rounds are, right after the scheduler was."""
+    """Notified how far rounds are, right after the scheduler was."""
 
     def loaded(self, round_index: int) -> None:
         """All hits of a round are in DRAM."""
@@ -172,11 +173,11 @@ class SchedulerDriver:
         mean = sum(self._tokens(request, role) for request in self._waiting.values())
         mean = mean // waiting if waiting else 0
         accounts = [a for group in self._groups if group.role is role for a in group.members]
-        told = sum(account.tokens for account in accounts)
-        return RoleQueue(told + (waiting - count) * mean, count, count * mean)
+        placed = sum(account.tokens for account in accounts)
+        return RoleQueue(placed + (waiting - count) * mean, count, count * mean)
 
     def retire(self, engines: range) -> None:
-        """Let engines get nothing new; what they were told of goes on and stays on their accounts.
+        """Let engines get nothing new; what they were assigned goes on and stays on their accounts.
 
         The scheduler forgets a lost engine's requests, also what they weigh at their other
         engine unless that has reported them: so everybody reports first.  Requests that had this
@@ -209,7 +210,7 @@ class SchedulerDriver:
         if role is Role.PREFILL:
             return request.prompt_tokens
         reserve = self._setup.cluster.generated_reserve_tokens
-        return request.prompt_tokens + min(request.max_new_tokens, reserve)
+        return decode_tokens(request.prompt_tokens, request.max_new_tokens, reserve)
 
     def _expect_fetch(self, not_before_ns: int) -> None:
         if not self._fetch_due:
@@ -230,7 +231,7 @@ class SchedulerDriver:
         """Return the PE groups, another one first at every tick, then the DE groups."""
         prefill = [group for group in self._groups if group.role is Role.PREFILL]
         decode = [group for group in self._groups if group.role is Role.DECODE]
-        first = self._events.now_ns // self._interval_ns % max(len(prefill), 1)
+        first = first_group(self._events.now_ns, self._interval_ns, max(len(prefill), 1))
         return prefill[first:] + prefill[:first] + decode
 
     def _report(self, group: _Group) -> None:

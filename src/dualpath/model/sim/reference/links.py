@@ -1,13 +1,43 @@
-"""Links: servers that carry bytes first come, first served, and storage NICs (§2.3)."""
+"""Links: servers that carry bytes first come, first served, storage NICs (§2.3), their use."""
 
 import heapq
 from collections.abc import Callable
 
-from dualpath.model.sim.costs import transfer_ns
+import numpy as np
+from numpy.typing import NDArray
+
 from dualpath.model.sim.reference.events import EventQueue
-from dualpath.model.sim.reference.usage import WindowedBytes
+from dualpath.model.sim.rules import (
+    count_use,
+    equal_served_bytes,
+    equal_wait_ns,
+    last_window,
+    serve,
+)
 
 Done = Callable[[], None]
+
+
+class WindowedBytes:
+    """Bytes per window of time and node: transfers, each spread evenly over the time it took."""
+
+    def __init__(self, window_ns: int, nodes: int) -> None:
+        self._window_ns = window_ns
+        self._nodes = nodes
+        self._rows: list[list[float]] = []
+
+    def add(self, node: int, start_ns: int, end_ns: int, transfer_bytes: float) -> None:
+        """Count a transfer that lasted from ``start_ns`` to ``end_ns``."""
+        while len(self._rows) <= last_window(start_ns, end_ns, self._window_ns):
+            self._rows.append([0.0] * self._nodes)
+        count_use(self._rows, node, start_ns, end_ns, transfer_bytes, self._window_ns)
+
+    def table(self, windows: int) -> NDArray[np.float64]:
+        """Return bytes as windows × nodes, with at least ``windows`` rows."""
+        table = np.zeros((max(windows, len(self._rows)), self._nodes))
+        if self._rows:
+            table[: len(self._rows)] = self._rows
+        return table
 
 
 class Server:
@@ -23,8 +53,9 @@ class Server:
 
     def charge(self, now_ns: int, transfer_bytes: float) -> int:
         """Queue a transfer and return when it is over."""
-        start_ns = now_ns if now_ns > self.busy_until_ns else self.busy_until_ns
-        self.busy_until_ns = start_ns + transfer_ns(transfer_bytes, self._bytes_per_s)
+        start_ns, self.busy_until_ns = serve(
+            now_ns, self.busy_until_ns, transfer_bytes, self._bytes_per_s
+        )
         if self._usage is not None:
             self._usage.add(self._node, start_ns, self.busy_until_ns, transfer_bytes)
         return self.busy_until_ns
@@ -60,7 +91,7 @@ class EqualSnic:
         node: int,
     ) -> None:
         self._events = events
-        self._bytes_per_ns = bytes_per_s / 1e9
+        self._bytes_per_s = bytes_per_s
         self._latency_ns = latency_ns
         self._usage = usage
         self._node = node
@@ -80,15 +111,15 @@ class EqualSnic:
     def _advance(self) -> None:
         now_ns = self._events.now_ns
         if self._reads:
-            carried = (now_ns - self._since_ns) * self._bytes_per_ns
+            carried = equal_served_bytes(now_ns - self._since_ns, self._bytes_per_s)
             self._served_bytes += carried / len(self._reads)
             self._usage.add(self._node, self._since_ns, now_ns, carried)
         self._since_ns = now_ns
 
     def _expect_next(self) -> None:
         self._version += 1
-        left = max(self._reads[0][0] - self._served_bytes, 0.0)
-        wait_ns = int(left * len(self._reads) / self._bytes_per_ns + 0.5)
+        left = self._reads[0][0] - self._served_bytes
+        wait_ns = equal_wait_ns(left, len(self._reads), self._bytes_per_s)
         self._events.at(self._events.now_ns + wait_ns, self._end_next, self._version)
 
     def _end_next(self, version: int) -> None:

@@ -3,12 +3,11 @@
 from typing import NamedTuple
 
 from dualpath.core.cluster import Role
-from dualpath.model.sim.costs import to_ns
-from dualpath.model.sim.derived import Limits, buffer_bytes, step_links
-from dualpath.model.sim.reference.buffers import NodeBuffer
+from dualpath.model.sim.derived import CHARGED, READ_DE_PATH, READ_PE_PATH, Limits, buffer_bytes
 from dualpath.model.sim.reference.events import EventQueue
-from dualpath.model.sim.reference.links import EqualSnic, FifoSnic, Server
-from dualpath.model.sim.reference.usage import WindowedBytes
+from dualpath.model.sim.reference.links import EqualSnic, FifoSnic, Server, WindowedBytes
+from dualpath.model.sim.reference.memories import NodeBuffer
+from dualpath.model.sim.rules import to_ns
 from dualpath.model.sim.settings import Setup
 from dualpath.plan.movements import Link
 
@@ -39,11 +38,7 @@ class SimulatedMachine:
             Server(cluster.snic_write_bytes_per_s, self.snic_write_use, node) for node in nodes
         ]
         self._snics = [self._snic(setup, node) for node in nodes]
-        links = step_links()
-        self._read_pe, self._read_de = self._path(links.read_pe), self._path(links.read_de)
-        self._load_pe, self._load_de = self._path(links.load_pe), self._path(links.load_de)
-        self._reload, self._send = self._path(links.reload), self._path(links.send)
-        self._fill, self._persist = self._path(links.fill), self._path(links.persist)
+        self._paths = [self._path(movement.links) for movement in CHARGED]
         at_prefill, at_decode = buffer_bytes(setup)
         self._buffer_bytes = {Role.PREFILL: at_prefill, Role.DECODE: at_decode}
         self.buffers = [
@@ -64,45 +59,22 @@ class SimulatedMachine:
 
     def charge_read(self, engine: int, side: Role, blocks: int) -> None:
         """Charge what a storage read loads besides its SNIC."""
-        path = self._read_pe if side is Role.PREFILL else self._read_de
-        self._charge(path, engine, engine, blocks)
+        path = READ_PE_PATH if side is Role.PREFILL else READ_DE_PATH
+        self.charge(path, engine, engine, blocks)
 
     def load_from_tier(self, engine: int, blocks: int) -> int:
         """Bring blocks of the DRAM tier into a node's buffer; return when they are there."""
         return self._cnic_write[engine].charge(self._events.now_ns, blocks * self._block_bytes)
 
-    def load(self, pe: int, de: int, pe_blocks: int, de_blocks: int, computed: int) -> int:
-        """Bring KV before a chunk into the PE's HBM; return when the last of it is there.
-
-        ``pe_blocks`` from the PE buffer, ``de_blocks`` from the DE buffer, ``computed`` blocks of
-        earlier chunks from the DE buffer.
-        """
-        return max(
-            self._charge(self._load_pe, pe, de, pe_blocks),
-            self._charge(self._load_de, pe, de, de_blocks),
-            self._charge(self._reload, pe, de, computed),
-        )
-
-    def send(self, pe: int, de: int, blocks: int) -> int:
-        """Bring blocks from the PE's HBM to the DE buffer; return when they are there."""
-        return self._charge(self._send, pe, de, blocks)
-
-    def fill(self, de: int, blocks: int) -> int:
-        """Bring a prompt's KV from the DE buffer to HBM; return when it is there."""
-        return self._charge(self._fill, de, de, blocks)
-
-    def persist(self, de: int, blocks: int) -> int:
-        """Write new blocks; return when they are stored."""
-        return self._charge(self._persist, de, de, blocks)
-
-    def _charge(self, path: _Path, pe: int, de: int, blocks: int) -> int:
+    def charge(self, path: int, pe: int, de: int, blocks: int) -> int:
+        """Let a step of this kind (``derived.CHARGED``) begin now; return when it is over."""
         end_ns = now_ns = self._events.now_ns
         if blocks <= 0:
             return now_ns
         step_bytes = blocks * self._block_bytes
-        for server in path.at_pe[pe]:
+        for server in self._paths[path].at_pe[pe]:
             end_ns = max(end_ns, server.charge(now_ns, step_bytes))
-        for server in path.at_de[de]:
+        for server in self._paths[path].at_de[de]:
             end_ns = max(end_ns, server.charge(now_ns, step_bytes))
         return end_ns
 

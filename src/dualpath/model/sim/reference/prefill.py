@@ -3,8 +3,8 @@
 from collections import deque
 from typing import NamedTuple
 
-from dualpath.model.sim.costs import pass_s
 from dualpath.model.sim.derived import Limits
+from dualpath.model.sim.rules import chunk_limit_tokens, pass_s
 from dualpath.model.sim.settings import PrefillCosts
 from dualpath.policy.batching import AttentionGeometry, ComputeQuota, LayerTimeEstimate
 
@@ -106,7 +106,7 @@ class PrefillUnit:
         hbm_left = self._limits.prefill_hbm_tokens
         for work in queue:
             cached = work.done_tokens
-            limit = min(tokens_left, hbm_left - cached)
+            limit = chunk_limit_tokens(tokens_left, hbm_left, cached)
             if limit <= 0:
                 break
             bsz = self._quota.admit(cached, work.prompt_tokens - cached, limit)

@@ -22,7 +22,6 @@ asked, so one node at most is on its way, and its rest begins when the node is e
 
 from dualpath.core.cluster import Role
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.sim.costs import decode_step_s, to_ns
 from dualpath.model.sim.derived import Limits
 from dualpath.model.sim.reference.driver import SchedulerDriver
 from dualpath.model.sim.reference.events import EventQueue
@@ -30,6 +29,7 @@ from dualpath.model.sim.reference.machine import SimulatedMachine
 from dualpath.model.sim.reference.record import Record
 from dualpath.model.sim.reference.units import Units
 from dualpath.model.sim.result import NS_PER_S, RoleMove
+from dualpath.model.sim.rules import decode_step_s, to_ns
 from dualpath.model.sim.settings import LARGEST, Setup
 from dualpath.policy.events import Assignment
 from dualpath.policy.rebalance import (

@@ -1,0 +1,193 @@
+"""The rules of the simulated machine on plain numbers; both cores call them.
+
+Numbers, lists or arrays in, numbers out: every function compiles with numba as it stands, so that a
+rule of ``docs/simulator.md`` is written once.  How many blocks a step carries is said by the plan
+(``plan.counts``), who gets which request by the policy.  The cores differ in how they keep events,
+queues and tables, and in nothing else.
+"""
+
+import math
+
+from dualpath.model.sim.result import NS_PER_S, FloatArray
+
+UseTable = list[list[float]] | FloatArray
+"""Bytes by window of time and node."""
+
+
+def to_ns(seconds: float) -> int:
+    """Round a duration to whole nanoseconds."""
+    return int(seconds * NS_PER_S + 0.5)
+
+
+def transfer_ns(transfer_bytes: float, bytes_per_s: float) -> int:
+    """Return how long a link needs for so many bytes."""
+    return int(transfer_bytes / bytes_per_s * NS_PER_S + 0.5)
+
+
+def next_multiple_ns(now_ns: int, interval_ns: int) -> int:
+    """Return the first multiple of ``interval_ns`` that is not before ``now_ns``."""
+    return -(-now_ns // interval_ns) * interval_ns
+
+
+def first_group(now_ns: int, interval_ns: int, groups: int) -> int:
+    """Return which of the PE groups fetches first at this tick: another one at every tick."""
+    return now_ns // interval_ns % groups
+
+
+# Links.
+
+
+def serve(
+    now_ns: int, busy_until_ns: int, transfer_bytes: float, bytes_per_s: float
+) -> tuple[int, int]:
+    """Return when a link, busy until then, starts a transfer queued now, and when it is over."""
+    start_ns = max(now_ns, busy_until_ns)
+    return start_ns, start_ns + transfer_ns(transfer_bytes, bytes_per_s)
+
+
+def last_window(start_ns: int, end_ns: int, window_ns: int) -> int:
+    """Return the last window of time in which a transfer is under way."""
+    return start_ns // window_ns if end_ns <= start_ns else (end_ns - 1) // window_ns
+
+
+def count_use(
+    use: UseTable, node: int, start_ns: int, end_ns: int, transfer_bytes: float, window_ns: int
+) -> None:
+    """Spread a transfer evenly over the windows of its time, all of them rows of ``use``."""
+    first, last = start_ns // window_ns, last_window(start_ns, end_ns, window_ns)
+    if first == last:
+        use[first][node] += transfer_bytes
+        return
+    for window in range(first, last + 1):
+        begin = max(start_ns, window * window_ns)
+        end = min(end_ns, (window + 1) * window_ns)
+        use[window][node] += transfer_bytes * (end - begin) / (end_ns - start_ns)
+
+
+def equal_served_bytes(elapsed_ns: int, bytes_per_s: float) -> float:
+    """Return what an SNIC that serves all reads at once carried of them together."""
+    return elapsed_ns * (bytes_per_s / 1e9)
+
+
+def equal_wait_ns(left_bytes: float, reads: int, bytes_per_s: float) -> int:
+    """Return when the read of which least is left, ``left_bytes``, is over: all go on till then."""
+    return int(max(left_bytes, 0.0) * reads / (bytes_per_s / 1e9) + 0.5)
+
+
+# Memories.
+
+
+def tier_hit_tokens(held_tokens: int, hit_tokens: int, block_tokens: int) -> int:
+    """Return how many hit tokens come from the DRAM tier: whole blocks of what it holds."""
+    both = min(held_tokens, hit_tokens)
+    return both - both % block_tokens
+
+
+# Forward passes.
+
+
+def chunk_limit_tokens(cap_left_tokens: int, hbm_left_tokens: int, cached_tokens: int) -> int:
+    """Return how many tokens a request may add to a batch: HBM holds what is cached as well."""
+    return min(cap_left_tokens, hbm_left_tokens - cached_tokens)
+
+
+def pass_s(
+    attention_max_s: float,
+    mean_tokens: float,
+    batch_s: float,
+    feed_forward_token_s: float,
+    exchange_token_s: float,
+    interleaved: bool,
+) -> float:
+    """Return the computation time of a forward pass of a unit (see ``PrefillCosts``).
+
+    ``attention_max_s`` is its slowest engine's attention, ``mean_tokens`` the tokens of its mean
+    engine: experts are spread over the unit, so their work is.
+    """
+    compute_s = attention_max_s + feed_forward_token_s * mean_tokens
+    exchange_s = exchange_token_s * mean_tokens
+    if interleaved:
+        return batch_s + max(compute_s, exchange_s)
+    return batch_s + compute_s + exchange_s
+
+
+def pass_end_ns(now_ns: int, compute_ns: int, moved_ns: int, layers: int, resident: bool) -> int:
+    """Return when a pass is over that begins now and whose KV has moved at ``moved_ns``.
+
+    With all layers ``resident`` that is the loads alone, and they come before the computation.
+    Layerwise, loads and sends flow meanwhile, but the first layer's loads and the last layer's
+    sends have no computation to hide behind.
+    """
+    if resident:
+        return moved_ns + compute_ns
+    exposed_ns = (moved_ns - now_ns) // layers
+    return max(now_ns + compute_ns, moved_ns) + exposed_ns
+
+
+# Decoding in virtual token time.
+
+
+def decode_context_tokens(prompt_tokens: int, generated_tokens: int) -> int:
+    """Return the context a round decodes with, taken at half of its generation."""
+    return prompt_tokens + generated_tokens // 2
+
+
+def seen_tokens(context_tokens: int, window_tokens: int) -> int:
+    """Return what attention sees of a context; a window of 0 tokens sees all."""
+    return min(context_tokens, window_tokens) if window_tokens else context_tokens
+
+
+def decode_step_s(
+    requests: int,
+    window_context_tokens: int,
+    context_tokens: int,
+    engines: int,
+    step_s: float,
+    request_s: float,
+    pair_s: float,
+    index_pair_s: float,
+) -> float:
+    """Return the time of one decode step of a unit of ``engines`` (see ``DecodeCosts``)."""
+    return (
+        step_s
+        + (request_s * requests + pair_s * window_context_tokens + index_pair_s * context_tokens)
+        / engines
+    )
+
+
+def decode_step_ns(
+    requests: int,
+    window_context_tokens: int,
+    context_tokens: int,
+    engines: int,
+    step_s: float,
+    request_s: float,
+    pair_s: float,
+    index_pair_s: float,
+) -> int:
+    """Return ``decode_step_s`` in whole nanoseconds, at least one."""
+    return max(
+        to_ns(
+            decode_step_s(
+                requests,
+                window_context_tokens,
+                context_tokens,
+                engines,
+                step_s,
+                request_s,
+                pair_s,
+                index_pair_s,
+            )
+        ),
+        1,
+    )
+
+
+def joining_step(unit_tokens: float) -> int:
+    """Return after which token of its unit a round joins: the end of the step under way."""
+    return math.ceil(unit_tokens)
+
+
+def steps_ns(tokens: float, step_ns: int) -> int:
+    """Return how long a unit needs for so many more tokens, none if they are over."""
+    return int(max(tokens, 0.0) * step_ns + 0.5)
