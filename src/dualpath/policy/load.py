@@ -286,6 +286,8 @@ class Ledger:
 
 def _drop_counted(charges: dict[str, _Charge], assign_seq: int) -> list[_Charge]:
     """Remove the charges up to ``assign_seq``, which come first, and return them."""
+    if not charges:
+        return []
     counted: dict[str, _Charge] = {}
     for request_id, charge in charges.items():
         if charge.assign_seq > assign_seq:

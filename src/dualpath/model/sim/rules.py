@@ -41,7 +41,7 @@ def serve(
     now_ns: int, busy_until_ns: int, transfer_bytes: float, bytes_per_s: float
 ) -> tuple[int, int]:
     """Return when a link, busy until then, starts a transfer queued now, and when it is over."""
-    start_ns = max(now_ns, busy_until_ns)
+    start_ns = now_ns if now_ns > busy_until_ns else busy_until_ns
     return start_ns, start_ns + transfer_ns(transfer_bytes, bytes_per_s)
 
 
@@ -51,10 +51,16 @@ def last_window(start_ns: int, end_ns: int, window_ns: int) -> int:
 
 
 def count_use(
-    use: UseTable, node: int, start_ns: int, end_ns: int, transfer_bytes: float, window_ns: int
+    use: UseTable,
+    node: int,
+    start_ns: int,
+    end_ns: int,
+    last: int,
+    transfer_bytes: float,
+    window_ns: int,
 ) -> None:
-    """Spread a transfer evenly over the windows of its time, all of them rows of ``use``."""
-    first, last = start_ns // window_ns, last_window(start_ns, end_ns, window_ns)
+    """Spread a transfer evenly over the windows of its time, rows of ``use`` up to ``last``."""
+    first = start_ns // window_ns
     if first == last:
         use[first][node] += transfer_bytes
         return

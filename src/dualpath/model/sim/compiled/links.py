@@ -42,7 +42,7 @@ def _count_use(
     last = last_window(start_ns, end_ns, window_ns)
     counters[WINDOWS] = max(counters[WINDOWS], last + 1)
     if last < use.shape[1]:
-        count_use(use[table], node, start_ns, end_ns, transfer_bytes, window_ns)
+        count_use(use[table], node, start_ns, end_ns, last, transfer_bytes, window_ns)
 
 
 @inlined

@@ -71,11 +71,11 @@ class SimulatedMachine:
         end_ns = now_ns = self._events.now_ns
         if blocks <= 0:
             return now_ns
-        step_bytes = blocks * self._block_bytes
-        for server in self._paths[path].at_pe[pe]:
-            end_ns = max(end_ns, server.charge(now_ns, step_bytes))
-        for server in self._paths[path].at_de[de]:
-            end_ns = max(end_ns, server.charge(now_ns, step_bytes))
+        step_bytes, servers = blocks * self._block_bytes, self._paths[path]
+        for server in (*servers.at_pe[pe], *servers.at_de[de]):
+            over_ns = server.charge(now_ns, step_bytes)
+            if over_ns > end_ns:
+                end_ns = over_ns
         return end_ns
 
     def _path(self, links: tuple[Link, ...]) -> _Path:
