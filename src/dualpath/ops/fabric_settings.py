@@ -72,8 +72,8 @@ class FabricLanes(Settings, frozen=True, kw_only=True):
                 raise ConfigError(
                     f"{{{key}}} is {name!r}, must be the name of a device; correct it"
                 )
-        _check_pair("service level", self.inference_sl, self.kv_sl, 3)
-        _check_pair("DSCP", self.inference_dscp, self.kv_dscp, 63)
+        _check_pair("service level", self.inference_sl, self.kv_sl)
+        _check_pair("DSCP", self.inference_dscp, self.kv_dscp)
         if self.inference_dscp // 8 == self.kv_dscp // 8:
             raise ConfigError(
                 f"DSCP {self.inference_dscp} and {self.kv_dscp} share priority "
@@ -297,10 +297,7 @@ def _roce_percent(lanes: FabricLanes) -> dict[int, int]:
     return {lanes.inference_dscp // 8: 100 - kv, lanes.kv_dscp // 8: kv}
 
 
-def _check_pair(what: str, inference: int, kv: int, most: int) -> None:
-    for name, value in (("inference", inference), ("KV", kv)):
-        if not 0 <= value <= most:
-            raise ConfigError(f"{name} {what} is {value}, must be 0 to {most}; correct it")
+def _check_pair(what: str, inference: int, kv: int) -> None:
     if inference == kv:
         raise ConfigError(
             f"inference and KV share {what} {kv}, must differ for KV to wait; change one"
