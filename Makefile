@@ -24,10 +24,9 @@ uv_environment = VIRTUAL_ENV="$(abspath $(VENV))" \
 demo: $(STAMP)
 	@$(BIN)/dualpath demo
 
-# The tests come last, so that the last line is pytest's summary. Two workers: one has what uses
-# the whole machine (tests/conftest.py), the other has the rest.
+# The tests come last, so that the last line is pytest's summary.
 test: lint
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	@$(BIN)/python -m pytest
 
 install: $(STAMP)
 

@@ -119,7 +119,6 @@ def get(url):
         return error.code, error.read()
 
 
-@pytest.mark.xdist_group("machine")  # has the fork server, which has imported vLLM
 def test_a_router_without_engines_says_so_and_ends_cleanly(model, tmp_path):
     router = Router(
         tmp_path, model, "--port", "0", "--control-port", "0", "--served-model-names", "tiny",
