@@ -123,7 +123,7 @@ def _single_group(panel: Panel) -> bool:
 def _legend_columns(panel: Panel) -> int:
     """As many names in a row as fit above the panel."""
     longest = max(len(series.name) for series in panel.series)
-    return max(1, min(len(panel.series), _LEGEND_CHARACTERS // (longest + 6)))
+    return max(1, min(len(panel.series), _LEGEND_CHARACTERS // (longest + 8)))
 
 
 def _legend_rows(panel: Panel) -> int:
