@@ -105,7 +105,7 @@ def render() -> str:
 
 
 def current(page: str) -> bool:
-    """Tell whether `page` is on disk."""
+    """Return whether `page` is on disk."""
     return PAGE.exists() and PAGE.read_text(encoding="utf-8") == page
 
 

@@ -11,7 +11,7 @@ from dualpath.core.errors import ConfigError
 if TYPE_CHECKING:
     from dualpath.core.configuration import Given, Layers, Schema
 
-#: Commands that read settings; the function ``checked_layers`` of each tells what it would take.
+#: Commands that read settings; the function ``checked_layers`` of each returns what it would take.
 _COMMANDS = ("serve", "router", "emulate")
 #: Longer values are cut in the table; JSON has them whole.
 _WIDTH = 60
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _layers_of(command: Sequence[str], config: str | None) -> "Layers":
-    """Return what a command would be told, after its own checks."""
+    """Return what a command would take, after its own checks."""
     name, *arguments = command
     if name not in _COMMANDS:
         raise ConfigError(f"{name!r} takes no settings; give one of {', '.join(_COMMANDS)}")

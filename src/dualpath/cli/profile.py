@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dualpath.model.catalog.cost_fit import Profile
     from dualpath.vllm.measurement import Measurement
 
-#: A worse fit is told as a warning: something else kept the machine busy, or the form is wrong.
+#: A worse fit is reported as a warning: something else kept the machine busy, or the form is wrong.
 _DOUBTFUL_ERROR = 0.15
 _DESCRIPTION = """Start one vLLM engine here, time prefill passes of several lengths behind several
 cached lengths and decode steps of several batches, fit the simulator's coefficients to the medians

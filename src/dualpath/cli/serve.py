@@ -63,15 +63,15 @@ def cluster_settings(args: argparse.Namespace) -> LocalClusterSettings:
 
 
 def _refuse_overridden(found: Configuration, settings: LocalClusterSettings) -> None:
-    """Raise ``ConfigError`` for what router or engines are told otherwise by their command line."""
+    """Raise ``ConfigError`` for what router or engines get otherwise, by their command line."""
     from dualpath.ops.launch.commands import engine_keys, router_keys
 
     taken = {ENGINE: engine_keys(settings), ROUTER: router_keys(settings)}
     for given in [g for section in (ENGINE, ROUTER, ENDPOINT) for g in found.elsewhere(section)]:
         if given.section == ENDPOINT or given.key in taken[given.section]:
             raise ConfigError(
-                f"{given.place} does not count here: `dualpath serve` tells its router and engines "
-                f"what stands in [{CLUSTER}]; set it there"
+                f"{given.place} does not count here: `dualpath serve` gives its router and "
+                f"engines what stands in [{CLUSTER}]; set it there"
             )
 
 

@@ -281,7 +281,7 @@ def _ucx(variable: Line, key: str, value: str) -> SettingsGroup:
             Line(
                 "",
                 "set it at both ends of a connection: one end alone may mark one direction only "
-                "(UCX issue 10325 tells so of the traffic class)",
+                "(UCX issue 10325 says so of the traffic class)",
             ),
         ),
     )

@@ -2,7 +2,7 @@
 
 Two lanes share every compute link.  The inference lane is reserved nearly all of the bandwidth and
 the KV lane the rest, so that KV never starves; whatever one lane leaves idle the other may use.
-How a fabric is told so is `dualpath.ops.fabric_settings`; for Ethernet without RDMA it is the
+How a fabric learns of them is `dualpath.ops.fabric_settings`; for Ethernet without RDMA it is the
 list of `tc` commands below, which the lab applies to its own links.
 """
 

@@ -39,7 +39,7 @@ def machine_lines(runs: Sequence[Measured]) -> tuple[str, ...]:
 
 
 def too_busy(runs: Iterable[_Run]) -> bool:
-    """Tell whether the machine was too busy for the links in any of ``runs``."""
+    """Return whether the machine was too busy for the links in any of ``runs``."""
     return _busiest(runs) > BUSY_LIMIT
 
 

@@ -14,7 +14,7 @@ class Quoted(msgspec.Struct, frozen=True):
     """One number of the paper.
 
     ``relation`` says how to compare: the model should equal the value; stay below it; or, where
-    the paper only calls two systems comparable, their ratio should be near 1.  ``offline`` tells
+    the paper only calls two systems comparable, their ratio should be near 1.  ``offline`` is
     the part whose target is 5 %.
     """
 

@@ -1,4 +1,4 @@
-"""Looks at the node it runs on; everything that a check is told comes from here."""
+"""Looks at the node it runs on; everything that a check knows comes from here."""
 
 import ctypes
 import importlib.metadata
