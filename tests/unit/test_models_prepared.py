@@ -92,7 +92,7 @@ def test_a_file_in_the_way_is_named(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_named_with_the_remedy(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"cannot write a model to .*choose one with --to"):
+    with pytest.raises(ConfigError, match=r"cannot write a model to .*choose one with --out"):
         prepare(tmp_path / "file" / "model", STAMP, never_called)
 
 
