@@ -13,20 +13,39 @@ if TYPE_CHECKING:
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 _SAMPLE_BYTES = 1 << 16
+#: What transformers adds to a configuration: where it was read, and by which version.
+_NOT_OF_THE_MODEL = frozenset({"_name_or_path", "transformers_version"})
 
 
 def model_fingerprint(model: "ModelConfig") -> str:
-    """Name a model by its content, wherever it lies.
+    """Name a model by what makes its KV, wherever it lies: weights and effective configuration.
 
-    A local folder is named by its base name and a digest of the configuration, the weight files'
-    names and sizes and the first and last 64 KiB of each; a hub model by name and revision.
+    The configuration is what is left of the model's own after ``--hf-overrides`` (RoPE scaling,
+    say), with the quantization that is applied while loading.  Weights are those of a hub model's
+    name and revision; of a local folder, the weight files' names and sizes and the first and last
+    64 KiB of each.
     """
+    digest = hashlib.sha256(_effective_config(model))
     folder = Path(model.model)
-    if not folder.is_dir():
-        return f"{model.model}@{model.revision or 'main'}"
-    digest = hashlib.sha256(
-        json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str).encode()
-    )
+    if folder.is_dir():
+        name = folder.name
+        _add_weights(digest, folder)
+    else:
+        name = f"{model.model}@{model.revision or 'main'}"
+    return f"{name}-{digest.hexdigest()[:12]}"
+
+
+def _effective_config(model: "ModelConfig") -> bytes:
+    config = {
+        key: value
+        for key, value in model.hf_config.to_dict().items()
+        if key not in _NOT_OF_THE_MODEL
+    }
+    content = {"config": config, "quantization": model.quantization}
+    return json.dumps(content, sort_keys=True, default=str).encode()
+
+
+def _add_weights(digest: "hashlib._Hash", folder: Path) -> None:
     for file in sorted(folder.iterdir()):
         if file.suffix in _WEIGHT_SUFFIXES:
             size = file.stat().st_size
@@ -35,7 +54,6 @@ def model_fingerprint(model: "ModelConfig") -> str:
                 digest.update(stream.read(_SAMPLE_BYTES))
                 stream.seek(max(size - _SAMPLE_BYTES, 0))
                 digest.update(stream.read(_SAMPLE_BYTES))
-    return f"{folder.name}-{digest.hexdigest()[:12]}"
 
 
 def kv_layout(config: "VllmConfig", backend: str) -> str:
