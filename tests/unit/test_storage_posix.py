@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -108,6 +109,36 @@ def test_a_device_that_refuses_a_write_leaves_earlier_blocks_whole(storage: Posi
     assert storage.hit_blocks(KEYS) == 1
     assert temporary_files(storage) == []
     assert storage.write(KEYS, DATA) == 3
+
+
+def test_a_namespace_removed_under_a_writer_begins_anew(storage: PosixStorage) -> None:
+    storage.write(KEYS[:1], DATA[:1])
+    shutil.rmtree(storage.path)
+    assert storage.hit_blocks(KEYS) == 0
+    assert storage.write(KEYS, DATA) == len(KEYS)
+    assert storage.hit_blocks(KEYS) == len(KEYS)
+    assert (storage.path / "namespace.json").exists()
+
+
+def test_a_lost_root_is_not_made_again_and_serves_when_it_is_back(tmp_path: Path) -> None:
+    root, away = tmp_path / "mount", tmp_path / "away"
+    storage = PosixStorage(root, NAMESPACE)
+    root.rename(away)
+    with pytest.raises(StorageError, match="refused"):
+        storage.write(KEYS[:1], DATA[:1])
+    assert not root.exists()
+    away.rename(root)
+    assert storage.write(KEYS[:1], DATA[:1]) == 1
+
+
+def test_another_file_system_under_the_roots_name_is_not_filled(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(storage.path)
+    monkeypatch.setattr(storage._directory, "_device", -1)
+    with pytest.raises(StorageError, match="the file system of the storage is gone"):
+        storage.write(KEYS[:1], DATA[:1])
+    assert not storage.path.exists()
 
 
 def test_a_writer_killed_before_the_link_leaves_nothing_visible(tmp_path: Path) -> None:

@@ -47,10 +47,12 @@ class NamespaceDirectory:
     def __init__(self, root: Path, namespace: StoreNamespace, suffix: str) -> None:
         self.path = root / namespace_name(namespace)
         self.temporary = self.path / "tmp"
+        self._namespace = namespace
         self._suffix = suffix
         self._writer = _writer_tag(os.getpid())
         try:
             self.temporary.mkdir(parents=True, exist_ok=True)
+            self._device = root.stat().st_dev
             self._claim(namespace)
         except OSError as error:
             raise ConfigError(
@@ -66,6 +68,19 @@ class NamespaceDirectory:
     def temporary_path(self) -> str:
         """Return a path for a half-written file that no other writer uses."""
         return f"{self.temporary}/{self._writer}-{next(_numbers)}"
+
+    def restore(self) -> None:
+        """Make the directory again that somebody has removed.
+
+        Raises ``FileNotFoundError`` where its root is gone, or another file system lies there (a
+        mount is lost, and what is under its name must not fill up instead).
+        """
+        root = self.path.parent
+        if root.stat().st_dev != self._device:
+            raise FileNotFoundError(errno.ENOENT, "the file system of the storage is gone", root)
+        for folder in (self.path, self.temporary):
+            folder.mkdir(exist_ok=True)
+        self._claim(self._namespace)
 
     def publish(self, temporary: str, key: BlockKey) -> bool:
         """Give a whole file its final name; return False if the name was taken already.

@@ -164,7 +164,11 @@ class PosixStorage:
         header = block_file.encode_header(key, self._digest, source)
         temporary = self._directory.temporary_path()
         try:
-            _write_whole(temporary, header, source, self._sync)
+            try:
+                _write_whole(temporary, header, source, self._sync)
+            except FileNotFoundError:
+                self._directory.restore()
+                _write_whole(temporary, header, source, self._sync)
             return self._directory.publish(temporary, key)
         except OSError as error:
             Path(temporary).unlink(missing_ok=True)

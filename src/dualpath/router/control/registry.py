@@ -133,8 +133,8 @@ class Registry:
         return [e.info for e in self._engines.values() if e.alive and now_s - e.heard_s > timeout_s]
 
     def limit(self, name: str) -> int | None:
-        """Return the smallest value of an integer limit over all engines, None if unstated."""
-        values = [e.info.limits.get(name) for e in self._engines.values()]
+        """Return the smallest value of an integer limit over live engines, None if unstated."""
+        values = [e.info.limits.get(name) for e in self._engines.values() if e.alive]
         return min((v for v in values if isinstance(v, int)), default=None)
 
     def _check(self, hello: Hello) -> None:
@@ -173,11 +173,18 @@ class Registry:
                 f"{hello.buffer_tokens} (at least 0), snic_bytes_per_s {hello.snic_bytes_per_s} "
                 "(above 0); correct its settings",
             )
-        for other in self._engines.values():
-            engine_id, role = other.info.engine_id, other.info.role
+        for limit, value in hello.limits.items():
+            if isinstance(value, int) and value < 1:
+                raise EngineRefusedError(
+                    ControlRefusal.SETTINGS,
+                    f"{name} has the limit {limit} {value}; it must be at least 1; correct its "
+                    "settings",
+                )
+        for other in self.alive():
+            engine_id, role = other.engine_id, other.role
             if engine_id == hello.address.engine_id:
                 continue
-            if other.info.group == hello.group and role is not hello.address.role:
+            if other.group == hello.group and role is not hello.address.role:
                 raise EngineRefusedError(
                     ControlRefusal.SETTINGS,
                     f"{name} is a {hello.address.role.value} engine, group {hello.group!r} holds "

@@ -1,0 +1,50 @@
+"""What the router remembers of engines: those that live, and nothing of those that are gone."""
+
+import msgspec
+import pytest
+from tests.unit.router_fakes import FakeEngine
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import EngineRefusedError
+from dualpath.router.control.registry import Registry
+
+
+def admit(registry: Registry, engine_id: str, role: Role = Role.PREFILL, **limits: int) -> None:
+    engine = FakeEngine(engine_id, role, set(), limits=limits)
+    registry.admit(engine.hello(), engine_id.encode(), 0.0)
+
+
+def lose(registry: Registry, engine_id: str) -> None:
+    state = registry.get(engine_id)
+    assert state is not None
+    state.alive = False
+
+
+async def test_an_engine_that_is_gone_limits_nobody() -> None:
+    registry = Registry()
+    admit(registry, "large", max_model_len=1000)
+    admit(registry, "small", max_model_len=128)
+    assert registry.limit("max_model_len") == 128
+    lose(registry, "small")
+    assert registry.limit("max_model_len") == 1000
+    lose(registry, "large")
+    assert registry.limit("max_model_len") is None
+
+
+@pytest.mark.parametrize("value", [0, -1])
+async def test_a_limit_that_nothing_fits_is_refused(value: int) -> None:
+    registry = Registry()
+    with pytest.raises(EngineRefusedError, match=f"max_model_len {value}; it must be at least 1"):
+        admit(registry, "wrong", max_model_len=value)
+    assert registry.limit("max_model_len") is None
+
+
+async def test_the_group_of_a_lost_engine_may_change_its_role() -> None:
+    registry = Registry()
+    admit(registry, "p0")
+    joining = FakeEngine("d0", Role.DECODE, set())
+    hello = msgspec.structs.replace(joining.hello(), group="prefill group")
+    with pytest.raises(EngineRefusedError, match="holds the prefill engine 'p0'"):
+        registry.admit(hello, b"d0", 0.0)
+    lose(registry, "p0")
+    assert registry.admit(hello, b"d0", 0.0).new
