@@ -48,7 +48,7 @@ from dualpath.laboratory.workload.replay.metrics import summarise
 from dualpath.laboratory.workload.replay.result import (
     Isolation,
     ReplayResult,
-    Setting,
+    ReplaySetting,
     ToolDelays,
     TurnRecord,
 )
@@ -57,7 +57,7 @@ from dualpath.report import markdown
 
 SNIC_BYTES_PER_S = 50e6
 LAB = LabSettings(name="paper", nodes="1P2D", snic_bytes_per_s=SNIC_BYTES_PER_S)
-SETTING = Setting(
+SETTING = ReplaySetting(
     label="",
     endpoint="http://host",
     trace="",

@@ -20,9 +20,9 @@ from dualpath.laboratory.workload.replay.result import (
     SCHEMA,
     Isolation,
     ReplayResult,
+    ReplaySetting,
     ServerCounters,
     SessionRecord,
-    Setting,
     ToolDelays,
     TurnRecord,
     read_result,
@@ -33,7 +33,7 @@ from dualpath.report.files import write_page
 from dualpath.report.model import NOTHING, Notes, Table
 from dualpath.report.text import print_report
 
-SETTING = Setting(
+SETTING = ReplaySetting(
     label="",
     endpoint="http://127.0.0.1:8000",
     trace="t.jsonl",

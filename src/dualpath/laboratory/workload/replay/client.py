@@ -24,7 +24,7 @@ from dualpath.laboratory.workload.replay.machine import this_machine
 from dualpath.laboratory.workload.replay.metrics import summarise, trace_shape
 from dualpath.laboratory.workload.replay.options import ReplayOptions
 from dualpath.laboratory.workload.replay.progress import NoProgress, Progress
-from dualpath.laboratory.workload.replay.result import ReplayResult, Setting
+from dualpath.laboratory.workload.replay.result import ReplayResult, ReplaySetting
 from dualpath.laboratory.workload.replay.run import ReplayRun
 from dualpath.laboratory.workload.replay.server import (
     DEFAULT_BLOCK_TOKENS,
@@ -114,11 +114,11 @@ def _setting(
     model_limit: int | None,
     served: Status | None,
     agents: int,
-) -> Setting:
+) -> ReplaySetting:
     served = served or Status()
     token_low, token_high = token_range(options.vocab_size or served.vocab_size)
     limits = [t for t in (options.max_context_tokens, model_limit) if t is not None]
-    return Setting(
+    return ReplaySetting(
         label=options.label or served.mode or model,
         endpoint=endpoint,
         trace=options.trace,

@@ -32,7 +32,7 @@ class Isolation(enum.StrEnum):
     NONE = "none"
 
 
-class Setting(msgspec.Struct, frozen=True):
+class ReplaySetting(msgspec.Struct, frozen=True):
     """Everything needed to judge or repeat a run.
 
     ``mode``, ``mode_note`` and ``snic_bytes_per_s`` come from the server, None where it does not
@@ -177,7 +177,7 @@ class ServerCounters(msgspec.Struct, frozen=True):
 class ReplayResult(msgspec.Struct, frozen=True):
     """One run, complete; ``server`` is None for an endpoint without ``/dualpath/v1/status``."""
 
-    setting: Setting
+    setting: ReplaySetting
     machine: ClientMachine
     summary: Summary
     trace: TraceShape | None

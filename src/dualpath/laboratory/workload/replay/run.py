@@ -22,8 +22,8 @@ from dualpath.laboratory.workload.conversation.spans import TokenIds
 from dualpath.laboratory.workload.replay.progress import Progress, ProgressState
 from dualpath.laboratory.workload.replay.result import (
     Isolation,
+    ReplaySetting,
     SessionRecord,
-    Setting,
     ToolDelays,
     TurnRecord,
 )
@@ -47,7 +47,7 @@ class ReplayRun:
     def __init__(
         self,
         http: aiohttp.ClientSession,
-        setting: Setting,
+        setting: ReplaySetting,
         run_id: str,
         clock: Clock,
         progress: Progress,
