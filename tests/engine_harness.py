@@ -270,7 +270,7 @@ class ToyCluster:
         work: Sequence[tuple[PrefillTransfer, list[BlockKey], BlockRun, Sequence[int]]],
         at_layer: Callable[[int, LayerStream], None] = lambda layer, stream: None,
     ) -> dict[str, str]:
-        """Run one forward pass; per request (hand-over, keys, chunk, HBM blocks)."""
+        """Run one forward pass; per request (transfer, keys, chunk, HBM blocks)."""
         agent = self.pe.manager.decode_agent("de-0", self.de.epoch)
         chunks = [
             PrefillChunk(

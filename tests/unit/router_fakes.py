@@ -1,7 +1,7 @@
 """A small real cluster for router tests: engines that speak the protocol, and model work.
 
 Engines keep a FIFO buffer whose slots remember what was written to them, and a store of blocks they
-share; the model work checks that every slot holds what the hand-over claims.  A slot in two
+share; the model work checks that every slot holds what the transfer claims.  A slot in two
 hands, or KV of the wrong block, fails the test.
 """
 

@@ -57,7 +57,7 @@ async def test_a_de_lost_after_its_last_token_costs_nothing():
         await made.arrives("decode")
         lost.unanswered = {control.Sync}
         made.calls.gates["decode"].set()
-        await lost.saw(control.Sync)  # waits for the hand-over
+        await lost.saw(control.Sync)  # waits for KvInHbm
         made.lose("d0")
         assert await run == expected(PROMPT, 6)
         assert made.service.status()["counters"]["retries"] == 0

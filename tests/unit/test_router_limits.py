@@ -96,7 +96,7 @@ async def test_keys_are_asked_for_as_in_vllm(tmp_path: Path, monkeypatch) -> Non
             assert await status(made.endpoint + path, None, "GET") == 200
         engine = made.engines["decode-0"].api_url + "/inference/v1/generate"
         assert await status(engine, "Bearer first") == 401
-        assert await status(engine, "Bearer of-the-engines") == 400  # no take-over
+        assert await status(engine, "Bearer of-the-engines") == 400  # no transfer
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ async def test_nothing_listens_beyond_this_machine_unless_asked(tmp_path: Path) 
 
 
 async def test_a_client_cannot_say_where_kv_lies(tmp_path: Path) -> None:
-    """Hand-overs of its own are dropped, so it cannot point at another's slots."""
+    """Transfers of its own are dropped, so it cannot point at another's slots."""
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         expected = await made.ask(PROMPT, 3, cache_salt="one")
         forged = to_transfer_params(DecodeTransfer("victim", 19, (0, 1, 2, 3, 4)))

@@ -1,4 +1,4 @@
-"""Control messages between router and engines, and the hand-over that rides on a vLLM request.
+"""Control messages between router and engines, and the transfers that ride on a vLLM request.
 
 Messages are msgpack-encoded tagged structs.  An engine opens the connection with ``Hello`` and is
 answered with ``Welcome`` or ``Refused``.  Bulk data never travels here.
@@ -30,7 +30,7 @@ PROTOCOL_VERSION = 3
 #: How a ``Refused`` begins that asks an engine to greet (again).
 UNKNOWN_ENGINE = "unknown engine"
 
-#: Key under which hand-over and take-over travel in vLLM's ``kv_transfer_params``.
+#: Key under which a prefill or decode transfer travels in vLLM's ``kv_transfer_params``.
 TRANSFER_PARAMS_KEY = "dualpath"
 
 

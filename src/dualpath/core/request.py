@@ -38,8 +38,3 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hit_tokens: int
     max_new_tokens: int
     arrival_seq: int = 0
-
-    @property
-    def miss_tokens(self) -> int:
-        """Prompt tokens the PE has to compute."""
-        return self.prompt_tokens - self.hit_tokens

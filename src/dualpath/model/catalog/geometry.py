@@ -102,15 +102,6 @@ class ModelGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         """``kv_bytes_per_token`` spread over all layers, as a Layer Block would be."""
         return self.kv_bytes_per_token / self.layers
 
-    @property
-    def indexer_bytes_per_token(self) -> int:
-        """Keys of the sparse indexers over all layers; not part of the paper's KV bytes."""
-        return sum(
-            part.layers * part.indexer.key_bytes
-            for part in self.attention
-            if isinstance(part, LatentAttention) and part.indexer
-        )
-
     # Parameters
 
     @property

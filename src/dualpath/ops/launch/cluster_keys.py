@@ -3,7 +3,7 @@
 Made anew for every cluster (a secret in the environment is kept) and handed on through the
 environment, never on a command line.  Engines listen on the loopback address, where every user of
 the machine reaches them; the key keeps all but the router away, so that nobody passes the router's
-own limits and keys, or forges a hand-over.
+own limits and keys, or forges a transfer.
 """
 
 import json
