@@ -11,7 +11,6 @@ reads a destination early or overwrites a source too soon is seen.
 """
 
 import ctypes
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
@@ -21,6 +20,7 @@ from dualpath.engine.event_waiter import EventWaiter
 from dualpath.engine.hbm_copy import HbmCopier
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.engine.pump import Completion, TransferPump
+from dualpath.engine.threads import Event
 from dualpath.transport.contract import (
     AgentInfo,
     Direction,
@@ -321,7 +321,7 @@ class WorldLayerStream(LayerStream):
 
     world: World
 
-    def _block(self, event: threading.Event) -> bool:
+    def _block(self, event: Event) -> bool:
         self.world.until(event.is_set)
         return True
 
@@ -331,5 +331,5 @@ class WorldHbmCopier(HbmCopier):
 
     world: World
 
-    def _wait(self, over: threading.Event) -> None:
+    def _wait(self, over: Event) -> None:
         self.world.until(over.is_set)

@@ -12,6 +12,7 @@ import msgspec
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.engine.settings import EngineSettings
+from dualpath.engine.surroundings import Surroundings
 from dualpath.laboratory.emulated.front_door import front_door
 from dualpath.laboratory.emulated.process import EmulatedEngine, emulated_engine
 from dualpath.laboratory.emulated.settings import EmulatedSettings, block_geometry
@@ -39,14 +40,14 @@ class Cluster:
 
     def __init__(self, endpoint: str, service: RouterService, http: aiohttp.ClientSession) -> None:
         self.fabric = InProcessFabric()
+        self.surroundings = Surroundings(open_transport=self._open_transport)
         self.endpoint = endpoint
         self.service = service
         self.arrivals = Arrivals(service)
         self.http = http
         self.engines: dict[str, EmulatedEngine] = {}
 
-    def open_transport(self, agent: str) -> Transport:
-        """Return a new engine's transport."""
+    def _open_transport(self, agent: str, settings: EngineSettings) -> Transport:
         return InProcessTransport(agent, self.fabric)
 
     async def post(self, prompt: Sequence[int], tokens: int, **more: Any) -> tuple[int, Any]:
@@ -139,7 +140,7 @@ async def cluster(
                     role, name, service.control_address, storage, mode, **changes
                 )
                 made.engines[name] = await stack.enter_async_context(
-                    emulated_engine(chosen, made.open_transport)
+                    emulated_engine(chosen, made.surroundings)
                 )
         await service.wait_ready(prefill, decode, GUARD_S)
         yield made

@@ -12,6 +12,7 @@ from dualpath.core import control
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.link import ControlLink
+from dualpath.engine.router_connection import ZmqRouterConnection
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.registry import EngineInfo, Registry
 from dualpath.router.requests.refusals import ControlRefusal, ControlRefusals
@@ -78,12 +79,11 @@ class Engine(FakeEngine):
         self.loop = asyncio.get_running_loop()
         self.arrived: asyncio.Queue[control.Message] = asyncio.Queue()
         self.link = ControlLink(
-            router,
+            ZmqRouterConnection(router, secret),
             self.hello,
             lambda: control.Report(1, 0, 0, 0, 0, 1, 1),
             self.receive,
             lambda now_ns: None,
-            secret,
         )
 
     def receive(self, message: control.Message) -> None:
@@ -197,7 +197,7 @@ async def test_an_open_control_address_needs_a_secret():
         with pytest.raises(ConfigError, match=r"no cluster secret.*use 127.0.0.1, or a secret"):
             await server.start(host, 0)
     with pytest.raises(ConfigError, match=r"10\.0\.0\.1.*DUALPATH_CLUSTER_SECRET"):
-        ControlLink("tcp://10.0.0.1:5700", *[lambda *_: None] * 4)  # type: ignore[arg-type]
+        ZmqRouterConnection("tcp://10.0.0.1:5700")
     check_control_url("tcp://10.0.0.1:5700", SECRET)
     await server.start("0.0.0.0", 0, SECRET)
     await server.stop()

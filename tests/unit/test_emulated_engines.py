@@ -184,7 +184,7 @@ async def test_a_taken_port_is_named(tmp_path: Path) -> None:
             Role.DECODE, "x", made.service.control_address, tmp_path, Mode.DUALPATH, port=port
         )
         with pytest.raises(ConfigError, match=f":{port}"):
-            async with asyncio.timeout(GUARD_S), emulated_engine(settings, made.open_transport):
+            async with asyncio.timeout(GUARD_S), emulated_engine(settings, made.surroundings):
                 pass
 
 

@@ -23,6 +23,7 @@ from dualpath.core.control import (
 from dualpath.engine.hbm_copy import HbmLayout
 from dualpath.engine.membership import Membership, ServedModel
 from dualpath.engine.settings import EngineSettings
+from dualpath.engine.surroundings import Surroundings
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 
 NAMESPACE = StoreNamespace(model="toy", dtype="u8", layout="toy", geometry=GEOMETRY)
@@ -76,7 +77,9 @@ def membership(router: Router, storage: str) -> Membership:
         NAMESPACE,
         ServedModel(served_model_name="toy", max_model_len=512, vocab_size=100),
         hbm,
-        open_transport=lambda agent: InProcessTransport(agent, fabric),
+        surroundings=Surroundings(
+            open_transport=lambda agent, settings: InProcessTransport(agent, fabric)
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun
 from dualpath.engine.link import ControlLink
+from dualpath.engine.router_connection import ZmqRouterConnection
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.control.registry import EngineInfo
 from dualpath.router.requests.service import RouterService
@@ -33,7 +34,13 @@ class LinkedEngine:
     def __init__(self, engine: ToyEngine, role: Role, mode: Mode, router: str) -> None:
         self.engine, self.role, self.mode = engine, role, mode
         manager = engine.manager
-        self.link = ControlLink(router, self._hello, manager.report, manager.handle, manager.tick)
+        self.link = ControlLink(
+            ZmqRouterConnection(router),
+            self._hello,
+            manager.report,
+            manager.handle,
+            manager.tick,
+        )
         self.closing = threading.Event()
         self.forwarder = threading.Thread(target=self._forward, daemon=True)
         self.forwarder.start()

@@ -1,9 +1,9 @@
 """The requests on one engine: their load, and what still keeps their buffer slots."""
 
-import threading
 from collections.abc import Iterable
 
 from dualpath.core.control import Release
+from dualpath.engine.threads import OS_THREADS, Threads
 
 
 class _Request:
@@ -25,8 +25,8 @@ class ActiveRequests:
     into another engine's buffer, whose slots must not be given to others before they are over.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, threads: Threads = OS_THREADS) -> None:
+        self._lock = threads.lock()
         self._active: dict[str, _Request] = {}
 
     def add(self, request_id: str, tokens: int, now_ns: int) -> None:

@@ -1,6 +1,5 @@
 """The PE or DE buffer: registered DRAM divided into Full Block slots (§4.1)."""
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -8,6 +7,7 @@ from numpy.typing import NDArray
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.engine.slots import Grant, SlotPool
+from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import allocate_registered
 
@@ -30,11 +30,15 @@ class BlockBuffer:
     """
 
     def __init__(
-        self, geometry: BlockGeometry, slots: int, granted: Callable[[Grant], None]
+        self,
+        geometry: BlockGeometry,
+        slots: int,
+        granted: Callable[[Grant], None],
+        threads: Threads = OS_THREADS,
     ) -> None:
         self.geometry = geometry
         self._granted = granted
-        self._lock = threading.Lock()
+        self._lock = threads.lock()
         self._pool = SlotPool(slots)
         self._memory = allocate_registered(max(slots, 1) * geometry.full_block_bytes)
         self._view = self._memory.view(0, self._memory.size_bytes)

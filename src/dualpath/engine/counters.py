@@ -1,8 +1,8 @@
 """Monotonic totals an engine reports; the router turns them into metrics."""
 
-import threading
 from enum import StrEnum
 
+from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.plan import movements
 from dualpath.plan.movements import Place
 from dualpath.plan.steps import Step
@@ -82,8 +82,8 @@ BYTES_OF: dict[str, tuple[Counter, ...]] = {
 class Counters:
     """Thread-safe totals, all starting at zero; those of comparisons exist once they are used."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, threads: Threads = OS_THREADS) -> None:
+        self._lock = threads.lock()
         self._totals: dict[str, float] = {
             name.value: 0 for name in Counter if name not in OF_EMULATED_ENGINES
         }

@@ -1,12 +1,12 @@
 """A thread that waits for events of the device, so that neither the engine nor the pump has to."""
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
 
 from dualpath.core.errors import DualPathError
 from dualpath.engine.device import Device, DeviceEvent
+from dualpath.engine.threads import OS_THREADS, Thread, Threads
 
 log = logging.getLogger(__name__)
 
@@ -22,13 +22,14 @@ class EventWaiter:
     CPU there never is a thread.
     """
 
-    def __init__(self, device: Device, name: str) -> None:
+    def __init__(self, device: Device, name: str, threads: Threads = OS_THREADS) -> None:
+        self._threads = threads
         self._device = device
         self._name = f"{name}-events"
-        self._change = threading.Condition()
+        self._change = threads.condition()
         self._waiting: deque[tuple[DeviceEvent, Work]] = deque()
         self._closing = False
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def call(self, event: DeviceEvent, work: Work) -> None:
         """Run ``work`` once ``event`` has passed, or with the reason if the device failed."""
@@ -52,8 +53,7 @@ class EventWaiter:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            self._thread = self._threads.start(self._name, self._run)
 
     def _run(self) -> None:
         self._device.enter_thread()

@@ -5,7 +5,6 @@ engine to itself, the form of the CNIC-assisted copies of §5.2: with an RDMA NI
 paper does.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -15,6 +14,7 @@ from dualpath.engine.device import Device, DeviceEvent
 from dualpath.engine.event_waiter import EventWaiter
 from dualpath.engine.pump import Completion, TransferPump
 from dualpath.engine.step_transfers import StepTransfers
+from dualpath.engine.threads import OS_THREADS, Event, Lock, Threads
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.order import Executed
 from dualpath.plan.steps import Step
@@ -47,6 +47,7 @@ class _Countdown:
         left: int,
         trace: TraceRecorder,
         over: Callable[[str | None], None],
+        lock: Lock,
     ) -> None:
         self._request_id = request_id
         self._left = left
@@ -54,7 +55,7 @@ class _Countdown:
         self._over = over
         self._error: str | None = None
         self._executed: list[tuple[str, Executed]] = []
-        self._lock = threading.Lock()
+        self._lock = lock
 
     def step_over(self, step: Step, start_ns: int, error: str | None) -> None:
         with self._lock:
@@ -82,7 +83,9 @@ class HbmCopier:
         device: Device,
         after: EventWaiter,
         trace: TraceRecorder,
+        threads: Threads = OS_THREADS,
     ) -> None:
+        self._threads = threads
         self._transfers = transfers
         self._pump = pump
         self._device = device
@@ -97,7 +100,7 @@ class HbmCopier:
         done: Callable[[str | None], None],
     ) -> None:
         """Post H2D of all layers; ``done`` gets the first error once all are over."""
-        countdown = _Countdown(request_id, len(steps), self._trace, done)
+        countdown = self._countdown(request_id, steps, done)
         earlier = self._device.record()
 
         def post(device_error: str | None) -> None:
@@ -121,7 +124,7 @@ class HbmCopier:
         ``TransportError`` if the copy does not end: ``done`` was not called then, and the slot
         must never be reused.
         """
-        over = threading.Event()
+        over = self._threads.event()
 
         def ended(error: str | None) -> None:
             try:
@@ -132,7 +135,7 @@ class HbmCopier:
         earlier = self._device.record()
         if self._device.copier is None:
             earlier.wait()
-        countdown = _Countdown("", len(steps), self._trace, ended)
+        countdown = self._countdown("", steps, ended)
         events = [self._post(step, [hbm_block], earlier, countdown) for step in steps]
         if self._device.copier is None:
             self._wait(over)
@@ -140,7 +143,12 @@ class HbmCopier:
             if event is not None:
                 self._device.wait(event)
 
-    def _wait(self, over: threading.Event) -> None:
+    def _countdown(
+        self, request_id: str, steps: Sequence[Step], over: Callable[[str | None], None]
+    ) -> _Countdown:
+        return _Countdown(request_id, len(steps), self._trace, over, self._threads.lock())
+
+    def _wait(self, over: Event) -> None:
         if not over.wait(COPY_DEADLINE_S):
             raise TransportError(
                 f"copy of a generated block is not over after {COPY_DEADLINE_S:g} s; its staging "

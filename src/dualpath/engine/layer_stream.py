@@ -22,7 +22,6 @@ the first layer and sent after the last.
 """
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -35,6 +34,7 @@ from dualpath.engine.event_waiter import EventWaiter
 from dualpath.engine.layer_work import LayerWork
 from dualpath.engine.pump import Completion, TransferPump
 from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
+from dualpath.engine.threads import OS_THREADS, Event, Threads
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.order import Executed
 from dualpath.plan.steps import Step, load_steps, send_steps
@@ -64,6 +64,7 @@ class LayerStream:
         after: EventWaiter,
         counters: Counters,
         trace: TraceRecorder,
+        threads: Threads = OS_THREADS,
     ) -> None:
         self._chunks = chunks
         self._layouts = [chunk.layout(geometry) for chunk in chunks]
@@ -75,9 +76,9 @@ class LayerStream:
         self._after = after
         self._counters = counters
         self._trace = trace
-        self._lock = threading.Lock()
-        self._loads = [LayerWork() for _ in range(geometry.layers)]
-        self._sends = [LayerWork() for _ in range(geometry.layers)]
+        self._lock = threads.lock()
+        self._loads = [LayerWork(threads) for _ in range(geometry.layers)]
+        self._sends = [LayerWork(threads) for _ in range(geometry.layers)]
         self._layer_start_ns = 0
         self._begin_ns = 0
         self._end_ns = 0
@@ -228,7 +229,7 @@ class LayerStream:
             self._pump.watch(transfer, functools.partial(ended, chunk, step, start_ns, by_device))
         part_over(False)
 
-    def _wait(self, event: threading.Event, what: str) -> None:
+    def _wait(self, event: Event, what: str) -> None:
         if event.is_set():
             return
         start_ns = self._trace.now_ns()
@@ -239,7 +240,7 @@ class LayerStream:
             for chunk in self._chunks:
                 self._fail(chunk, f"{what} is not over after {TRANSFER_DEADLINE_S} s")
 
-    def _block(self, event: threading.Event) -> bool:
+    def _block(self, event: Event) -> bool:
         return event.wait(TRANSFER_DEADLINE_S)
 
     def _fail(self, chunk: PrefillChunk, reason: str) -> None:

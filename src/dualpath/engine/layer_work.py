@@ -1,8 +1,7 @@
 """How far the transfers of one layer in one direction are."""
 
-import threading
-
 from dualpath.engine.device import DeviceEvent
+from dualpath.engine.threads import OS_THREADS, Threads
 
 
 class LayerWork:
@@ -12,11 +11,11 @@ class LayerWork:
     own copies, which end at ``events``, are queued: the device can wait for the rest itself.
     """
 
-    def __init__(self) -> None:
-        self.queued = threading.Event()
-        self.over = threading.Event()
+    def __init__(self, threads: Threads = OS_THREADS) -> None:
+        self.queued = threads.event()
+        self.over = threads.event()
         self.events: list[DeviceEvent] = []
-        self._lock = threading.Lock()
+        self._lock = threads.lock()
         self._left_to_queue = 0
         self._left = 0
 

@@ -1,23 +1,14 @@
-"""The control link of an engine: one thread, one ZMQ socket, the router at the other end.
+"""The control link of an engine: one thread, one connection, the router at the other end.
 
 The thread sends ``Hello`` until it is welcomed, hands commands to the traffic manager, sends what
 the traffic manager and the engine queue, and reports load on change and as heartbeat.  A router
 that restarts has forgotten the engine: it answers a report with ``Refused("unknown engine …")``,
 and the link sends ``Hello`` again.
-
-With a cluster secret the connection is encrypted, and no other router than one that has the secret
-is believed; without one the router must be on this machine (``transport.cluster_secret``).
 """
 
-import contextlib
 import logging
-import socket
-import threading
-import time
 from collections import deque
 from collections.abc import Callable
-
-import zmq
 
 from dualpath.core.control import (
     UNKNOWN_ENGINE,
@@ -30,8 +21,10 @@ from dualpath.core.control import (
     decode_router_message,
     encode,
 )
-from dualpath.core.errors import ConfigError, IncompatibleError
-from dualpath.transport.cluster_secret import SECRET_VARIABLE, ClusterSecret, check_control_url
+from dualpath.core.errors import IncompatibleError
+from dualpath.engine.router_connection import RouterConnection
+from dualpath.engine.threads import OS_THREADS, Thread, Threads
+from dualpath.transport.cluster_secret import SECRET_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +34,7 @@ REPORT_GAP_S = 0.01
 HELLO_GAP_S = 0.25
 #: A router that lives answers a hello in far less.
 PATIENCE_S = 5.0
-TICK_MS = 50
+TICK_S = 0.05
 
 
 class ControlLink:
@@ -49,62 +42,46 @@ class ControlLink:
 
     ``hello`` builds the registration, or is None-valued as long as the engine cannot serve yet;
     ``report`` gives the current load, ``handle`` carries out a command, ``tick`` gets the time in
-    ns now and then.  ``secret`` is the cluster's.  Raises ``ConfigError`` for an address ZMQ cannot
-    connect to, and for one of another machine without a secret.
+    ns now and then.  The connection is closed with the link.
     """
 
     def __init__(
         self,
-        router: str,
+        connection: RouterConnection,
         hello: Callable[[], Hello | None],
         report: Callable[[], Report],
         handle: Callable[[Message], None],
         tick: Callable[[int], None],
-        secret: ClusterSecret | None = None,
+        threads: Threads = OS_THREADS,
     ) -> None:
-        check_control_url(router, secret)
-        self._router = router
+        self._connection = connection
+        self._threads = threads
         self._hello = hello
         self._report = report
         self._handle = handle
         self._tick = tick
         self._outgoing: deque[Message] = deque()
-        self._changed = threading.Event()
-        self._closing = threading.Event()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 500)
-        if secret is not None:
-            secret.guard_connection(self._socket)
-        try:
-            self._socket.connect(router)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise ConfigError(
-                f"router address {router!r}: {error}; use the form tcp://host:port"
-            ) from error
-        self._wake_receiver, self._wake_sender = socket.socketpair()
-        self._wake_receiver.setblocking(False)
-        self._wake_sender.setblocking(False)
+        self._changed = threads.event()
+        self._closing = threads.event()
         self._welcomed = False
         self._unanswered_since_s: float | None = None
         self._last_hello_s = self._last_report_s = float("-inf")
-        self._thread = threading.Thread(target=self._run, name="control-link", daemon=True)
+        self._thread: Thread | None = None
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        self._thread = self._threads.start("control-link", self._run)
 
     def send(self, message: Message) -> None:
         """Queue a message; every message also means that the load changed."""
         self._outgoing.append(message)
         self._changed.set()
-        self._wake()
+        self._connection.wake()
 
     def changed(self) -> None:
         """The load changed: report soon."""
         self._changed.set()
-        self._wake()
+        self._connection.wake()
 
     def close(self, reason: str) -> None:
         """Say goodbye, then stop; idempotent."""
@@ -112,41 +89,26 @@ class ControlLink:
             return
         self._outgoing.append(Goodbye(reason=reason))
         self._closing.set()
-        self._wake()
-        if self._thread.is_alive():
+        self._connection.wake()
+        if self._thread is not None:
             self._thread.join(timeout=5)
-        self._wake_receiver.close()
-        self._wake_sender.close()
-
-    def _wake(self) -> None:
-        try:
-            self._wake_sender.send(b"\0")
-        except (BlockingIOError, OSError):
-            return  # full: the thread is about to look anyway; closed: nobody listens any more
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_receiver, zmq.POLLIN)
         try:
             while True:
                 closing = self._closing.is_set()
                 self._send_due()
                 if closing:
                     return
-                ready = dict(poller.poll(TICK_MS))
-                if self._wake_receiver.fileno() in ready:
-                    self._drain_wake()
-                if self._socket in ready:
-                    self._receive()
-                self._tick(time.monotonic_ns())
+                self._connection.wait(TICK_S)
+                self._receive()
+                self._tick(self._threads.now_ns())
         finally:
-            self._socket.close()
-            self._context.destroy(linger=500)
+            self._connection.close()
 
     def _send_due(self) -> None:
         """Send the hello, what is queued and the report, each if it is time for it."""
-        now_s = time.monotonic()
+        now_s = self._threads.now_ns() / 1e9
         if not self._welcomed and now_s - self._last_hello_s >= HELLO_GAP_S:
             self._last_hello_s = now_s
             if (hello := self._hello()) is not None:
@@ -160,19 +122,11 @@ class ControlLink:
             self._sent(self._report())
 
     def _sent(self, message: Message) -> bool:
-        """Send without waiting; False if there is no connection or its queue is full."""
-        try:
-            self._socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+        return self._connection.send(encode(message))
 
     def _send_hello(self, hello: Hello, now_s: float) -> None:
         if not self._sent(hello):
-            # libzmq gives up a router with another security; it may be restarted.
-            with contextlib.suppress(zmq.ZMQError):
-                self._socket.disconnect(self._router)
-            self._socket.connect(self._router)
+            self._connection.reconnect()
         if self._unanswered_since_s is None:
             self._unanswered_since_s = now_s
         elif now_s - self._unanswered_since_s >= PATIENCE_S:
@@ -180,15 +134,11 @@ class ControlLink:
             log.warning(
                 "router %s has not answered for %g s; see that it runs there and has this "
                 "engine's cluster secret (%s), and its log; still trying",
-                *(self._router, PATIENCE_S, SECRET_VARIABLE),
+                *(self._connection.router, PATIENCE_S, SECRET_VARIABLE),
             )
 
     def _receive(self) -> None:
-        while True:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        while (frame := self._connection.receive()) is not None:
             try:
                 message = decode_router_message(frame)
             except IncompatibleError as error:
@@ -203,10 +153,3 @@ class ControlLink:
             self._welcomed = True
         elif isinstance(message, Refused) and message.reason.startswith(UNKNOWN_ENGINE):
             self._welcomed = False
-
-    def _drain_wake(self) -> None:
-        try:
-            while self._wake_receiver.recv(4096):
-                pass
-        except BlockingIOError:
-            return

@@ -1,12 +1,13 @@
 """Answers the router's look-ups: how many blocks at the head of a list are stored."""
 
+import functools
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from dualpath.core.control import Lookup, LookupDone, Message
 from dualpath.core.errors import DualPathError
 from dualpath.engine.persister import Persister
+from dualpath.engine.threads import OS_THREADS, Threads, Workers
 from dualpath.storage.contract import BlockStorage
 
 log = logging.getLogger(__name__)
@@ -20,20 +21,24 @@ class Lookups:
     """A few threads; a storage that fails a look-up counts as one that has no block."""
 
     def __init__(
-        self, storage: BlockStorage, persister: Persister, send: Callable[[Message], None]
+        self,
+        storage: BlockStorage,
+        persister: Persister,
+        send: Callable[[Message], None],
+        threads: Threads = OS_THREADS,
     ) -> None:
         self._storage = storage
         self._persister = persister
         self._send = send
-        self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="lookup")
+        self._threads = Workers(threads, "lookup", LOOKUP_THREADS)
 
     def begin(self, message: Lookup) -> None:
         """Look up and send ``LookupDone``; returns at once."""
-        self._threads.submit(self._look_up, message)
+        self._threads.submit(functools.partial(self._look_up, message))
 
     def close(self) -> None:
         """Finish the look-ups under way and drop the others; idempotent."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
 
     def _look_up(self, message: Lookup) -> None:
         hit_blocks = 0

@@ -6,10 +6,7 @@ serve, and what else has to be looked at from time to time.
 
 import logging
 import os
-import socket
-import uuid
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -19,16 +16,10 @@ from dualpath.engine.device import Device
 from dualpath.engine.hbm_copy import HbmLayout
 from dualpath.engine.link import ControlLink
 from dualpath.engine.settings import EngineSettings
+from dualpath.engine.surroundings import LIVE, Surroundings
 from dualpath.engine.traffic_manager import TrafficManager
-from dualpath.storage.factory import open_storage
-from dualpath.transport.cluster_secret import load_secret
-from dualpath.transport.contract import Transport
 
 log = logging.getLogger(__name__)
-
-OpenTransport = Callable[[str], Transport]
-
-_PROBE_TIMEOUT_S = 1.0
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -45,9 +36,8 @@ class ServedModel(msgspec.Struct, frozen=True):
 class Membership:
     """Owns the traffic manager and the control link; methods may be called from any thread.
 
-    ``open_transport`` gets the agent's name; by default NIXL is opened.  Each process of an engine
-    has an ``epoch`` of its own, by which the others know that it has restarted.  Raises
-    ``ConfigError`` for a storage, buffer or transport that cannot be had.
+    Each process of an engine has an ``epoch`` of its own, by which the others know that it has
+    restarted.  Raises ``ConfigError`` for a storage, buffer or transport that cannot be had.
     """
 
     def __init__(
@@ -57,22 +47,25 @@ class Membership:
         model: ServedModel,
         hbm: HbmLayout,
         device: Device | None = None,
-        open_transport: OpenTransport | None = None,
+        surroundings: Surroundings = LIVE,
     ) -> None:
         self.settings = settings
-        self.epoch = uuid.uuid4().hex[:12]
+        self.epoch = surroundings.new_epoch()
+        self._surroundings = surroundings
         self._namespace = namespace
         self._model = model
         self._link: ControlLink | None = None
-        storage = open_storage(
-            settings.storage,
-            namespace,
-            mode=settings.mode,
-            read_bytes_per_s=settings.snic_bytes_per_s or None,
-        )
-        transport = (open_transport or self._open_nixl)(f"{settings.engine_id}-{self.epoch}")
+        storage = surroundings.open_storage(settings, namespace)
+        transport = surroundings.open_transport(f"{settings.engine_id}-{self.epoch}", settings)
         self.manager = TrafficManager(
-            settings, namespace.geometry, storage, transport, hbm, self.send, device
+            settings,
+            namespace.geometry,
+            storage,
+            transport,
+            hbm,
+            self.send,
+            device,
+            surroundings.threads,
         )
 
     def join(self, api_url: str, watch: Callable[[], None] = lambda: None) -> None:
@@ -87,12 +80,12 @@ class Membership:
             self.manager.tick(now_ns)
 
         self._link = ControlLink(
-            self.settings.router,
+            self._surroundings.connect(self.settings),
             lambda: self._hello(api_url),
             self.manager.report,
             self.manager.handle,
             tick,
-            load_secret(self.settings.cluster_secret_file),
+            self._surroundings.threads,
         )
         self._link.start()
         log.info(
@@ -122,22 +115,8 @@ class Membership:
             link.close("engine shuts down")
         self.manager.close()
 
-    def _open_nixl(self, agent: str) -> Transport:
-        from dualpath.transport.nixl import NixlTransport
-
-        return NixlTransport(
-            agent,
-            tls=self.settings.ucx_tls or None,
-            progress_delay_us=self.settings.progress_delay_us,
-            engine_config=self.settings.nixl_engine_config,
-        )
-
     def _hello(self, api_url: str) -> Hello | None:
-        url = urlsplit(api_url)
-        port = url.port or (443 if url.scheme == "https" else 80)
-        try:
-            socket.create_connection((url.hostname, port), _PROBE_TIMEOUT_S).close()
-        except OSError:
+        if not self._surroundings.listens(api_url):
             return None
         settings, manager = self.settings, self.manager
         return Hello(

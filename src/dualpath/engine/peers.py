@@ -1,12 +1,11 @@
 """The engines of the other role, as one engine knows them."""
 
-import threading
-
 import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.control import EngineAddress, PeerDown
 from dualpath.core.errors import TransportError
+from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.transport.contract import AgentInfo, RegionInfo, Transport
 
 
@@ -16,10 +15,10 @@ class Peers:
     The PE starts all transfers between engines, so only PEs connect.
     """
 
-    def __init__(self, role: Role, transport: Transport) -> None:
+    def __init__(self, role: Role, transport: Transport, threads: Threads = OS_THREADS) -> None:
         self._connects = role is Role.PREFILL
         self._transport = transport
-        self._lock = threading.Lock()
+        self._lock = threads.lock()
         self._peers: dict[str, EngineAddress] = {}
         self._doubts: dict[str, set[str]] = {}
 

@@ -1,7 +1,6 @@
 """Writes new Full Blocks to storage in the background; nobody waits for it."""
 
 import logging
-import threading
 from collections import Counter as Counter_
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ import msgspec
 from dualpath.core.blocks import BlockKey
 from dualpath.core.errors import StorageError
 from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.order import Executed
 from dualpath.plan.steps import Step
@@ -49,18 +49,18 @@ class Persister:
         counters: Counters,
         trace: TraceRecorder,
         blank: memoryview | None = None,
+        threads: Threads = OS_THREADS,
     ) -> None:
         self._storage = storage
         self._blank = blank
         self._counters = counters
         self._trace = trace
-        self._wake = threading.Condition()
+        self._wake = threads.condition()
         self._tasks: deque[WriteTask] = deque()
         self._pending: Counter_[BlockKey] = Counter_()
         self._busy = False
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="storage-writer", daemon=True)
-        self._thread.start()
+        self._thread = threads.start("storage-writer", self._run)
 
     def add(self, task: WriteTask) -> None:
         """Queue a write; ``task.then`` runs on the writer's thread afterwards, always.

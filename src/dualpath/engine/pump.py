@@ -1,11 +1,11 @@
 """One thread that drives posted transfers to their end without spinning a core."""
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
 
 from dualpath.core.errors import DualPathError
+from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.transport.contract import Transfer, TransferState
 
 log = logging.getLogger(__name__)
@@ -20,11 +20,16 @@ _GROWTH = 1.15
 class Completion:
     """One transfer under way; ``wait`` blocks until it is over and ``error`` says how it ended."""
 
-    def __init__(self, transfer: Transfer, then: Callable[["Completion"], None] | None) -> None:
+    def __init__(
+        self,
+        transfer: Transfer,
+        then: Callable[["Completion"], None] | None,
+        threads: Threads = OS_THREADS,
+    ) -> None:
         self.transfer = transfer
         self.error: str | None = None
         self._then = then
-        self._over = threading.Event()
+        self._over = threads.event()
 
     def finish(self) -> None:
         """Called by the pump exactly once."""
@@ -49,20 +54,20 @@ class TransferPump:
     ``then`` callbacks run on the pump's thread; they may post further transfers.
     """
 
-    def __init__(self, name: str) -> None:
-        self._wake = threading.Condition()
+    def __init__(self, name: str, threads: Threads = OS_THREADS) -> None:
+        self._threads = threads
+        self._wake = threads.condition()
         self._moving: list[Completion] = []
         self._begun = False
         self._calls: deque[Callable[[], None]] = deque()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name=f"{name}-pump", daemon=True)
-        self._thread.start()
+        self._thread = threads.start(f"{name}-pump", self._run)
 
     def watch(
         self, transfer: Transfer, then: Callable[[Completion], None] | None = None
     ) -> Completion:
         """Drive a posted transfer to its end."""
-        completion = Completion(transfer, then)
+        completion = Completion(transfer, then, self._threads)
         with self._wake:
             self._moving.append(completion)
             self._begun = True
@@ -84,7 +89,7 @@ class TransferPump:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        if threading.current_thread() is not self._thread:
+        if not self._threads.is_current(self._thread):
             self._thread.join(timeout=10)
 
     def _run(self) -> None:

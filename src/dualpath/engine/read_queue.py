@@ -8,14 +8,15 @@ are swapped for fresh ones and stay pinned until the device is done, so that the
 and a late byte cannot reach anybody.
 """
 
+import functools
 import logging
-import threading
 from collections.abc import Callable, Sequence
 
 from dualpath.core.blocks import BlockKey
 from dualpath.core.control import ReadDone
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.engine.trace import STORAGE_TRACK, TraceRecorder
 from dualpath.plan.order import Executed
 from dualpath.plan.steps import Step
@@ -88,26 +89,23 @@ class ReadQueue:
         trace: TraceRecorder,
         answer: Callable[[ReadDone], None],
         parallel_reads: int,
+        threads: Threads = OS_THREADS,
     ) -> None:
         self._storage = storage
         self._buffer = buffer
         self._counters = counters
         self._trace = trace
         self._answer = answer
-        self._wake = threading.Condition()
+        self._wake = threads.condition()
         self._tasks: list[ReadTask] = []
         self._closing = False
         self._threads = [
-            threading.Thread(
-                target=self._run,
-                args=(f"{STORAGE_TRACK} {i}" if i else STORAGE_TRACK,),
-                name=f"storage-reader-{i}",
-                daemon=True,
+            threads.start(
+                f"storage-reader-{i}",
+                functools.partial(self._run, f"{STORAGE_TRACK} {i}" if i else STORAGE_TRACK),
             )
             for i in range(parallel_reads)
         ]
-        for thread in self._threads:
-            thread.start()
 
     def tokens(self) -> int:
         """Return the tokens still to be read: read_q of §6.1."""

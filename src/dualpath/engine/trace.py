@@ -1,12 +1,11 @@
 """Chrome trace events (chrome://tracing, Perfetto) of transfers and computation in one engine."""
 
 import json
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.plan.order import Executed
 
 #: Tracks of steps that are not called as the step's verb.
@@ -19,14 +18,15 @@ _BY_LAYER = ("load", "send")
 class TraceRecorder:
     """Collects complete events and writes them as one JSON file; disabled without a path.
 
-    Times are ``time.monotonic_ns`` of one machine, so traces of several engines on that machine
+    Times are those of one machine's clock, so traces of several engines on that machine
     can be laid over each other.
     """
 
-    def __init__(self, path: str | None, process: str) -> None:
+    def __init__(self, path: str | None, process: str, threads: Threads = OS_THREADS) -> None:
+        self._threads = threads
         self._path = Path(path) if path else None
         self._process = process
-        self._lock = threading.Lock()
+        self._lock = threads.lock()
         self._events: list[dict[str, Any]] = []
 
     def record(self, name: str, track: str, start_ns: int, end_ns: int, **args: object) -> None:
@@ -64,7 +64,7 @@ class TraceRecorder:
 
     def now_ns(self) -> int:
         """Return the time that ``record`` expects."""
-        return time.monotonic_ns()
+        return self._threads.now_ns()
 
     def write(self) -> None:
         """Write everything recorded so far; does nothing when disabled."""

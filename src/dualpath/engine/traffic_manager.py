@@ -58,6 +58,7 @@ from dualpath.engine.read_queue import ReadQueue, ReadTask
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.slots import Grant
 from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
+from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.movements import PERSIST_PROMPT
 from dualpath.plan.steps import PromptLayout, decode_steps, read_step, step_of
@@ -83,45 +84,43 @@ class TrafficManager:
         hbm: HbmLayout,
         send: Callable[[Message], None],
         device: Device | None = None,
+        threads: Threads = OS_THREADS,
     ) -> None:
         self.settings = settings
         self.geometry = geometry
-        self.counters = Counters()
-        self.trace = TraceRecorder(settings.trace_out or None, settings.engine_id)
+        self.counters = Counters(threads)
+        self.trace = TraceRecorder(settings.trace_out or None, settings.engine_id, threads)
         self._send = send
+        self._threads = threads
         self._storage = storage
         self._transport = transport
         self._hbm = hbm
         self._device = device or HostDevice()
-        self._active = ActiveRequests()
-        self._peers = Peers(settings.role, transport)
+        self._active = ActiveRequests(threads)
+        self._peers = Peers(settings.role, transport, threads)
         slots = settings.buffer_bytes // geometry.full_block_bytes
-        self._buffer = BlockBuffer(geometry, slots, self._granted)
-        self._staging = BlockBuffer(geometry, settings.staging_blocks, lambda grant: None)
+        self._buffer = BlockBuffer(geometry, slots, self._granted, threads)
+        self._staging = BlockBuffer(geometry, settings.staging_blocks, lambda grant: None, threads)
         self._register()
-        agent = transport.info().agent
-        self._pump = TransferPump(settings.engine_id)
+        agent, regions = transport.info().agent, hbm.region_of_layer
+        self._pump = TransferPump(settings.engine_id, threads)
         self._pump.call(self._device.enter_thread)
-        self._after = EventWaiter(self._device, settings.engine_id)
+        self._after = EventWaiter(self._device, settings.engine_id, threads)
         self._transfers = StepTransfers(
-            settings.role,
-            geometry,
-            transport,
-            self._device,
-            self.counters,
-            agent,
-            hbm.region_of_layer,
+            settings.role, geometry, transport, self._device, self.counters, agent, regions
         )
-        self._copier = HbmCopier(self._transfers, self._pump, self._device, self._after, self.trace)
+        self._copier = HbmCopier(
+            self._transfers, self._pump, self._device, self._after, self.trace, threads
+        )
         self._reader = ReadQueue(
-            storage, self._buffer, self.counters, self.trace, send, settings.parallel_reads
+            storage, self._buffer, self.counters, self.trace, send, settings.parallel_reads, threads
         )
         blank = None if settings.mode.moves_bytes else memoryview(bytes(geometry.full_block_bytes))
-        self._persister = Persister(storage, self.counters, self.trace, blank)
+        self._persister = Persister(storage, self.counters, self.trace, blank, threads)
         self._generated = GeneratedBlocks(
             geometry, self._staging, self._copier, self._persister, self.counters
         )
-        self._lookups = Lookups(storage, self._persister, send)
+        self._lookups = Lookups(storage, self._persister, send, threads)
         self._assign_seq = 0
         self._report_seq = 0
         self._free_hbm_tokens = hbm.capacity_tokens
@@ -294,6 +293,7 @@ class TrafficManager:
             self._after,
             self.counters,
             self.trace,
+            self._threads,
         )
         stream.failures.update(dict.fromkeys(refused, RELEASED))
         stream.begin()

@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Iterable, Sequence
 
-from dualpath.engine.membership import Membership, OpenTransport, ServedModel
+from dualpath.engine.membership import Membership, ServedModel
+from dualpath.engine.surroundings import LIVE, Surroundings
 from dualpath.laboratory.emulated.hbm import EmulatedHbm
 from dualpath.laboratory.emulated.kv_bytes import KvFunction
 from dualpath.laboratory.emulated.prefix import Seeds
@@ -16,18 +17,18 @@ log = logging.getLogger(__name__)
 class DataPlane:
     """HBM, membership and verifier of one engine; methods may be called from any thread.
 
-    ``open_transport`` gets the agent's name; by default NIXL is opened.  Raises ``ConfigError``
-    for a storage, buffer or transport that cannot be had.
+    Raises ``ConfigError`` for a storage, buffer or transport that cannot be had.
     """
 
-    def __init__(
-        self, settings: EmulatedSettings, open_transport: OpenTransport | None = None
-    ) -> None:
+    def __init__(self, settings: EmulatedSettings, surroundings: Surroundings = LIVE) -> None:
         self.settings = settings
         self.geometry = settings.geometry
         self.moves_bytes = settings.engine.mode.moves_bytes
+        self.threads = surroundings.threads
         self.function = KvFunction(settings.geometry)
-        self.hbm = EmulatedHbm(self.function, settings.layer_regions, settings.hbm_bytes)
+        self.hbm = EmulatedHbm(
+            self.function, settings.layer_regions, settings.hbm_bytes, self.threads
+        )
         served = ServedModel(
             served_model_name=settings.namespace.model,
             max_model_len=settings.max_model_len,
@@ -38,11 +39,15 @@ class DataPlane:
             settings.namespace,
             served,
             self.hbm.layout(),
-            open_transport=open_transport,
+            surroundings=surroundings,
         )
         self.manager = self.membership.manager
         verify = settings.verify or Verify.fitting(settings.geometry)
-        self.verifier = Verifier(self.function, verify, self.manager.counters)
+        self.verifier = Verifier(self.function, verify, self.manager.counters, self.threads)
+
+    def now_s(self) -> float:
+        """Return the time of the engine's clock."""
+        return self.threads.now_ns() / 1e9
 
     def hbm_changed(self) -> None:
         """The free HBM changed: report it soon."""

@@ -4,11 +4,11 @@ One thread is the GPU.  Another carries out decode transfers: it compares the DE
 traffic manager copy it to HBM, compares that, and lets the request join the next step.
 """
 
-import threading
+import functools
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 
 from dualpath.core.blocks import BlockKey
+from dualpath.engine.threads import Thread, Workers
 from dualpath.laboratory.emulated.clock import ComputeClock
 from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.requests import Answer, DecodeRequest
@@ -22,27 +22,28 @@ class DecodeEngine:
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
         self._costs = plane.settings.costs.decode
-        self._clock = ComputeClock()
-        self._wake = threading.Condition()
+        self._threads = plane.threads
+        self._clock = ComputeClock(plane.now_s, plane.threads.sleep)
+        self._wake = self._threads.condition()
         self._waiting: deque[DecodeRequest] = deque()
         self._joining: deque[DecodeRequest] = deque()
         self._running: list[DecodeRequest] = []
         self._closing = False
-        self._transfers = ThreadPoolExecutor(1, thread_name_prefix="decode-transfer")
-        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+        self._transfers = Workers(self._threads, "decode-transfer", 1)
+        self._thread: Thread | None = None
 
     def start(self) -> None:
         """Begin to serve."""
-        self._thread.start()
+        self._thread = self._threads.start("decode", self._run)
 
     def close(self) -> None:
         """Stop after the step under way; requests that are not done get no end."""
         with self._wake:
             self._closing = True
             self._wake.notify()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join()
-        self._transfers.shutdown(wait=True, cancel_futures=True)
+        self._transfers.close()
 
     def submit(self, request: DecodeRequest) -> None:
         """Queue a prompt for HBM, first come, first served."""
@@ -70,7 +71,7 @@ class DecodeEngine:
                     break
                 request.hbm_blocks = blocks
                 self._waiting.popleft()
-                self._transfers.submit(self._decode_transfer, request)
+                self._transfers.submit(functools.partial(self._decode_transfer, request))
         self._plane.hbm_changed()
 
     # ------------------------------------------------------------------ decode transfers
@@ -90,10 +91,7 @@ class DecodeEngine:
         self._plane.manager.fill_hbm(transfer, blocks, lambda error: self._copied(request, error))
 
     def _copied(self, request: DecodeRequest, error: str | None) -> None:
-        try:
-            self._transfers.submit(self._join, request, error)
-        except RuntimeError:  # the engine closes: no transfer begins any more
-            return
+        self._transfers.submit(functools.partial(self._join, request, error))
 
     def _join(self, request: DecodeRequest, error: str | None) -> None:
         if error is not None:
@@ -141,7 +139,7 @@ class DecodeEngine:
 
     def _await_joining(self) -> None:
         with self._wake:
-            self._wake.wait_for(lambda: self._joining or self._closing)
+            self._wake.wait_for(lambda: bool(self._joining) or self._closing)
 
     def _step_s(self) -> float:
         costs = self._costs

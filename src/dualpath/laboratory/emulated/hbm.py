@@ -1,6 +1,5 @@
 """The emulated engine's HBM: registered DRAM, divided as an engine divides its KV memory."""
 
-import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from dualpath.core.errors import ConfigError
 from dualpath.engine.hbm_copy import HbmLayout
+from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.laboratory.emulated.kv_bytes import KvFunction, Words
 from dualpath.laboratory.emulated.prefix import Seeds
 from dualpath.transport.contract import RegionInfo
@@ -21,7 +21,13 @@ class EmulatedHbm:
     thread.  Raises ``ConfigError`` if not even one block fits.
     """
 
-    def __init__(self, function: KvFunction, regions: int, hbm_bytes: int) -> None:
+    def __init__(
+        self,
+        function: KvFunction,
+        regions: int,
+        hbm_bytes: int,
+        threads: Threads = OS_THREADS,
+    ) -> None:
         geometry = function.geometry
         self.blocks = hbm_bytes // (regions * geometry.layer_block_bytes)
         if self.blocks < 1:
@@ -36,7 +42,7 @@ class EmulatedHbm:
         shape = (regions, self.blocks, geometry.block_tokens, function.words)
         self.words: Words = self._memory.array.view(np.uint64).reshape(shape)
         self._free = deque(range(self.blocks))
-        self._lock = threading.Lock()
+        self._lock = threads.lock()
 
     def layout(self) -> HbmLayout:
         """Describe the memory to the traffic manager."""

@@ -5,12 +5,12 @@ the pass, writes the chunk's new KV and hands the layer to the traffic manager; 
 those of a vLLM engine (``engine.forward_pass``).
 """
 
-import threading
 from collections import deque
 
 from dualpath.core.cluster import Role
 from dualpath.core.runs import BlockRun
 from dualpath.engine.forward_pass import ForwardPass, PromptPart
+from dualpath.engine.threads import Thread
 from dualpath.laboratory.emulated.batch import Batch, BatchFormer, Chunk
 from dualpath.laboratory.emulated.clock import ComputeClock
 from dualpath.laboratory.emulated.data_plane import DataPlane
@@ -26,23 +26,24 @@ class PrefillEngine:
         self._plane = plane
         self._settings = plane.settings
         self._former = BatchFormer(plane.settings, plane.hbm)
-        self._clock = ComputeClock()
-        self._wake = threading.Condition()
+        self._threads = plane.threads
+        self._clock = ComputeClock(plane.now_s, plane.threads.sleep)
+        self._wake = self._threads.condition()
         self._waiting: deque[PrefillRequest] = deque()
         self._in_pass: set[PrefillRequest] = set()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="prefill", daemon=True)
+        self._thread: Thread | None = None
 
     def start(self) -> None:
         """Begin to serve."""
-        self._thread.start()
+        self._thread = self._threads.start("prefill", self._run)
 
     def close(self) -> None:
         """Stop after the pass under way; requests that wait are not answered."""
         with self._wake:
             self._closing = True
             self._wake.notify()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join()
 
     def submit(self, request: PrefillRequest) -> None:

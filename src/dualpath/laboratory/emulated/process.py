@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from dualpath.core.cluster import Role
-from dualpath.engine.membership import OpenTransport
+from dualpath.engine.surroundings import LIVE, Surroundings
 from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.decode import DecodeEngine
 from dualpath.laboratory.emulated.http_server import serving_app, until_signal
@@ -25,13 +25,13 @@ class EmulatedEngine:
 
 @asynccontextmanager
 async def emulated_engine(
-    settings: EmulatedSettings, open_transport: OpenTransport | None = None
+    settings: EmulatedSettings, surroundings: Surroundings = LIVE
 ) -> AsyncIterator[EmulatedEngine]:
     """Run an engine in the block: it has joined nothing yet, but does as soon as it can.
 
     Raises ``ConfigError`` (value, limit, remedy) if it cannot be started as asked.
     """
-    plane = await asyncio.to_thread(DataPlane, settings, open_transport)
+    plane = await asyncio.to_thread(DataPlane, settings, surroundings)
     prefills = settings.engine.role is Role.PREFILL
     engine: PrefillEngine | DecodeEngine = PrefillEngine(plane) if prefills else DecodeEngine(plane)
     try:

@@ -1,13 +1,13 @@
 """Compares KV where it arrived with what it has to be, and keeps count."""
 
 import enum
-import threading
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.laboratory.emulated.kv_bytes import KvFunction, Words
 from dualpath.laboratory.emulated.prefix import Seeds
 from dualpath.laboratory.emulated.settings import Verify
@@ -31,10 +31,16 @@ class CheckedAt(enum.StrEnum):
 class Verifier:
     """Checks and counts: by place here, in sum in ``counters``; may be called from any thread."""
 
-    def __init__(self, function: KvFunction, verify: Verify, counters: Counters) -> None:
+    def __init__(
+        self,
+        function: KvFunction,
+        verify: Verify,
+        counters: Counters,
+        threads: Threads = OS_THREADS,
+    ) -> None:
         self._function = function
         self._verify = verify
-        self._lock = threading.Lock()
+        self._lock = threads.lock()
         self._counts = {place: [0, 0] for place in CheckedAt}
         self._totals = counters
         self._count(CheckedAt.PE_BUFFER, 0, 0)

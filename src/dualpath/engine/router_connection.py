@@ -1,0 +1,117 @@
+"""An engine's end of its connection to the router: a ZMQ DEALER socket, used by one thread.
+
+With a cluster secret the connection is encrypted, and no other router than one that has the secret
+is believed; without one the router must be on this machine (``transport.cluster_secret``).
+"""
+
+import contextlib
+import socket
+from typing import Protocol
+
+import zmq
+
+from dualpath.core.errors import ConfigError
+from dualpath.transport.cluster_secret import ClusterSecret, check_control_url
+
+_LINGER_MS = 500
+
+
+class RouterConnection(Protocol):
+    """Frames to and from the router; ``wake`` alone may be called from any thread."""
+
+    router: str
+
+    def send(self, frame: bytes) -> bool:
+        """Send without waiting; False if there is no connection or its queue is full."""
+        ...
+
+    def receive(self) -> bytes | None:
+        """Return the next frame, None if none has arrived."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a frame has arrived, ``wake`` was called or the time is over."""
+        ...
+
+    def wake(self) -> None:
+        """End the ``wait`` under way, or the next one."""
+        ...
+
+    def reconnect(self) -> None:
+        """Give the connection up and begin another one."""
+        ...
+
+    def close(self) -> None:
+        """Let what was sent go out, then close; ``wake`` does nothing afterwards."""
+        ...
+
+
+class ZmqRouterConnection:
+    """The ``RouterConnection`` of a live engine.
+
+    Raises ``ConfigError`` for an address ZMQ cannot connect to, and for one of another machine
+    without a secret.
+    """
+
+    def __init__(self, router: str, secret: ClusterSecret | None = None) -> None:
+        check_control_url(router, secret)
+        self.router = router
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        if secret is not None:
+            secret.guard_connection(self._socket)
+        try:
+            self._socket.connect(router)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"router address {router!r}: {error}; use the form tcp://host:port"
+            ) from error
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake_receiver, zmq.POLLIN)
+
+    def send(self, frame: bytes) -> bool:
+        """Hand a frame to ZMQ."""
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self) -> bytes | None:
+        """Take a frame from ZMQ."""
+        try:
+            return self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def wait(self, timeout_s: float) -> None:
+        """Poll the socket and what ``wake`` writes to."""
+        if self._wake_receiver.fileno() in dict(self._poller.poll(int(timeout_s * 1000))):
+            with contextlib.suppress(BlockingIOError):
+                while self._wake_receiver.recv(4096):
+                    pass
+
+    def wake(self) -> None:
+        """Write a byte to ourselves."""
+        # Full: the thread is about to look anyway; closed: nobody listens any more.
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._wake_sender.send(b"\0")
+
+    def reconnect(self) -> None:
+        """Connect anew: libzmq gives up a router with another security, which may be restarted."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.disconnect(self.router)
+        self._socket.connect(self.router)
+
+    def close(self) -> None:
+        """Close the socket; frames have ``_LINGER_MS`` to go out."""
+        self._socket.close()
+        self._context.destroy(linger=_LINGER_MS)
+        self._wake_receiver.close()
+        self._wake_sender.close()

@@ -1,0 +1,80 @@
+"""What an engine gets from the machine it runs on: threads and time, storage, network.
+
+A live engine takes them as they are.  A simulation brings all of them, so that nothing happens to
+an engine that its seed did not decide.
+"""
+
+import socket
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from dualpath.core.blocks import StoreNamespace
+from dualpath.engine.router_connection import RouterConnection, ZmqRouterConnection
+from dualpath.engine.settings import EngineSettings
+from dualpath.engine.threads import OS_THREADS, Threads
+from dualpath.storage.contract import BlockStorage
+from dualpath.storage.factory import open_storage
+from dualpath.transport.cluster_secret import load_secret
+from dualpath.transport.contract import Transport
+
+_PROBE_TIMEOUT_S = 1.0
+
+
+def _open_storage(settings: EngineSettings, namespace: StoreNamespace) -> BlockStorage:
+    return open_storage(
+        settings.storage,
+        namespace,
+        mode=settings.mode,
+        read_bytes_per_s=settings.snic_bytes_per_s or None,
+    )
+
+
+def _open_nixl(agent: str, settings: EngineSettings) -> Transport:
+    from dualpath.transport.nixl import NixlTransport
+
+    return NixlTransport(
+        agent,
+        tls=settings.ucx_tls or None,
+        progress_delay_us=settings.progress_delay_us,
+        engine_config=settings.nixl_engine_config,
+    )
+
+
+def _connect(settings: EngineSettings) -> RouterConnection:
+    return ZmqRouterConnection(settings.router, load_secret(settings.cluster_secret_file))
+
+
+def _listens(api_url: str) -> bool:
+    url = urlsplit(api_url)
+    port = url.port or (443 if url.scheme == "https" else 80)
+    try:
+        socket.create_connection((url.hostname, port), _PROBE_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _new_epoch() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Each has its live form as default; those that open something raise ``ConfigError``.
+
+    ``open_transport`` gets the name of its agent.  ``listens`` says whether a server accepts
+    connections at a URL.  ``new_epoch`` names a process start as no other is named.
+    """
+
+    threads: Threads = OS_THREADS
+    open_storage: Callable[[EngineSettings, StoreNamespace], BlockStorage] = _open_storage
+    open_transport: Callable[[str, EngineSettings], Transport] = _open_nixl
+    connect: Callable[[EngineSettings], RouterConnection] = _connect
+    listens: Callable[[str], bool] = _listens
+    new_epoch: Callable[[], str] = _new_epoch
+
+
+#: Those of a live engine.
+LIVE = Surroundings()
