@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import settings
 
-from tests.virtual_time import VirtualTimeLoop
+from dualpath.laboratory.chaos.virtual_time import VirtualTimeLoop
 
 # The same examples in every run, and no verdict on how fast a machine is.
 settings.register_profile("repeatable", deadline=None, derandomize=True)

@@ -41,7 +41,12 @@ def test_closed_workers_finish_what_they_have_begun_and_drop_the_rest() -> None:
     workers.submit(slow)
     workers.submit(lambda: done.append("dropped"))
     assert begun.wait(WAIT_S)
-    closer = threading.Thread(target=lambda: (workers.close(), closing.set()))
+
+    def close() -> None:
+        workers.close()
+        closing.set()
+
+    closer = threading.Thread(target=close)
     closer.start()
     while workers.submit(lambda: None):
         pass

@@ -8,9 +8,9 @@ import pytest
 from tests.control_network import ControlNetwork
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import GUARD_S, expected, job
-from tests.virtual_time import VirtualTimeLoop
 
 from dualpath.core import control
+from dualpath.laboratory.chaos.virtual_time import VirtualTimeLoop
 from dualpath.router.settings import RouterSettings
 
 MODES = ["basic", "round-robin", "dualpath", "split", "oracle"]

@@ -6,7 +6,8 @@ import threading
 import time
 
 import pytest
-from tests.virtual_time import VirtualTimeLoop
+
+from dualpath.laboratory.chaos.virtual_time import VirtualTimeLoop
 
 pytestmark = pytest.mark.virtual_time
 

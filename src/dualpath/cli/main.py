@@ -45,6 +45,7 @@ SUBCOMMANDS = (
     ("doctor", "check a node for everything that engines need, and say what to fix"),
     ("qos", "print the settings that keep KV from delaying model communication"),
     ("lab", "a cluster on this machine: nodes with shaped compute and storage NICs"),
+    ("chaos", "faults on purpose: is anything lost, late or wrong?"),
 )
 
 

@@ -34,8 +34,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Seconds since the loop was made."""
         return self._now_s
 
-    def run_in_executor(  # type: ignore[override]  # typeshed has it with type variables of 3.11+
-        self, executor: Executor | None, func: Callable[..., T], *args: Any
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[..., T], *args: object
     ) -> "asyncio.Future[T]":
         """Time stands still until the thread is done."""
         future = super().run_in_executor(executor, func, *args)
@@ -59,7 +59,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         if self._in_threads:
             return False
         if len(self._jumping.get_map()) > 1:  # one is the loop's own, by which threads wake it
-            raise RuntimeError("a test in virtual time waits for a socket; use one in memory")
+            raise RuntimeError("what runs in virtual time waits for a socket; use one in memory")
         if seconds is None or self._now_s > _LONGEST_S:
             raise RuntimeError(
                 f"after {self._now_s:g} s of virtual time every task waits for what never comes: "

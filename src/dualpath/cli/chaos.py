@@ -1,0 +1,31 @@
+"""`dualpath chaos`: does anything get lost, hang or go wrong when things fail?
+
+An action is a module `dualpath.cli.chaos_<name>` with `add_action(actions)`, which adds its parser
+and sets `act` to the function that does the work and returns the exit code.
+"""
+
+import argparse
+from types import ModuleType
+
+_DESCRIPTION = """Faults on purpose: does anything get lost, does anything hang, is any KV wrong?"""
+
+ACTIONS: tuple[ModuleType, ...] = ()
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the parsers of `dualpath chaos`."""
+    parser = subparsers.add_parser(
+        "chaos",
+        help="faults on purpose: is anything lost, late or wrong?",
+        description=_DESCRIPTION,
+        allow_abbrev=False,
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for module in ACTIONS:
+        module.add_action(actions)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it; return the action's exit code."""
+    exit_code: int = args.act(args)
+    return exit_code
