@@ -1,20 +1,32 @@
 """Plain `vllm serve` commands with one `--kv-transfer-config` join a cluster and serve."""
 
+import http.client
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("vllm")
 
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
-from tests.e2e.plain_engine import HBM_BYTES, MAX_MODEL_LEN, NAME, tiny_model
+from tests.e2e.plain_engine import (
+    GUARD_S,
+    HBM_BYTES,
+    MAX_MODEL_LEN,
+    NAME,
+    complete,
+    tiny_model,
+)
 
+from dualpath.core.control import PrefillTransfer, to_transfer_params
 from dualpath.core.modes import Mode
 from dualpath.ops.launch.commands import ENGINE_ENTRY
 from dualpath.ops.launch.fork_server import ForkedProcess
 from dualpath.ops.launch.local_cluster import claim_port
+from dualpath.router.token_api.wire import GENERATE_PATH
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -58,13 +70,38 @@ def transfer(role: str, cluster: EngineCluster) -> list[str]:
     return ["--kv-transfer-config", json.dumps(config)]
 
 
+def no_answer_without_the_router(port: int) -> None:
+    """A prefill engine's layers share regions: asked directly, it would answer garbage."""
+    status, error = post(port, "/v1/completions", {"model": NAME, "prompt": PROMPT})
+    assert (status, "send requests to the router" in error) == (421, True)
+    # One that has the form of the router's and cannot be meant: vLLM's scheduler must fail it.
+    transfer = PrefillTransfer(
+        request_id="forged", prompt_tokens=len(PROMPT), hit_blocks=0, hit_key_tail=b"", hits=(),
+        decode_engine="de", decode_epoch="e", de_slots=(0,),
+    )  # fmt: skip
+    params = json.loads(msgspec.json.encode(to_transfer_params(transfer)))
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}, "kv_transfer_params": params}
+    assert post(port, GENERATE_PATH, body)[0] == 500
+    body["sampling_params"] = {"max_tokens": 1, "prompt_logprobs": 1}
+    assert post(port, GENERATE_PATH, body)[0] == 500
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=GUARD_S)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
 @pytest.mark.usefixtures("installed")
 def test_an_existing_command_joins_with_one_argument(tmp_path: Path) -> None:
     model = tiny_model()
     settings = tiny_cluster_settings(model, tmp_path / "storage", mode=Mode.DUALPATH)
     with EngineCluster(settings, tmp_path) as cluster:
-        for role in ("prefill", "decode"):
-            port = claim_port()
+        ports = {role: claim_port() for role in ("prefill", "decode")}
+        for role, port in ports.items():
             name = f"{role}-{socket.gethostname()}-{port}"
             command = existing_command(model, port) + transfer(role, cluster)
             process = ForkedProcess(name, ENGINE_ENTRY, command, tmp_path / f"{role}.log")
@@ -77,6 +114,10 @@ def test_an_existing_command_joins_with_one_argument(tmp_path: Path) -> None:
         assert again.cached_tokens == 256
         assert again.token_ids == first.token_ids
         assert len(stored) == 4
+        no_answer_without_the_router(ports["prefill"])
+        alone = complete(f"http://127.0.0.1:{ports['decode']}", PROMPT, 20)
+        assert alone.token_ids == first.token_ids
+        assert cluster.ask(PROMPT, 20).token_ids == first.token_ids
     log = (tmp_path / "prefill.log").read_text(errors="replace")
     assert "added: api_url=http://127.0.0.1:" in log
     assert "--scheduler-cls dualpath.vllm.quota_scheduler.QuotaScheduler" in log

@@ -10,7 +10,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings
 from dualpath.vllm import engine_arguments
-from dualpath.vllm.engine_arguments import SCHEDULER_CLASS, WORKER_CLASS
+from dualpath.vllm.engine_arguments import GUARD_CLASS, SCHEDULER_CLASS, WORKER_CLASS
 from dualpath.vllm.engine_settings import engine_settings
 
 EXTRA = {"role": "prefill", "router": "tcp://127.0.0.1:5700", "storage": "kv"}
@@ -34,6 +34,7 @@ def typed(extra=EXTRA, connector="DualPathConnector", **arguments):
         "shutdown_timeout": 0,
         "scheduler_cls": None,
         "worker_cls": "auto",
+        "middleware": [],
     }
     return Namespace(
         **{"kv_transfer_config": transfer, "host": None, "port": 8001} | unset | arguments
@@ -75,6 +76,24 @@ def test_what_was_typed_stays():
     args = typed(enable_prefix_caching=True, block_size=16, scheduler_cls="mine")
     engine_arguments.complete(args)
     assert (args.enable_prefix_caching, args.block_size, args.scheduler_cls) == (True, 16, "mine")
+
+
+def test_the_guard_stands_outside_of_middleware_that_was_typed():
+    args = typed(middleware=["mine.Middleware"])
+    engine_arguments.complete(args)
+    assert args.middleware == ["mine.Middleware", GUARD_CLASS]
+
+
+@pytest.mark.parametrize(
+    "own", [{"data_parallel_rank": 1}, {"data_parallel_external_lb": True}, {}]
+)
+def test_data_parallel_ranks_need_a_server_each(own):
+    args = typed(data_parallel_size=2, **own)
+    if own:
+        assert engine_arguments.complete(args)
+    else:
+        with pytest.raises(ConfigError, match="2 engines would have one name and one URL"):
+            engine_arguments.complete(args)
 
 
 def test_other_servers_are_left_alone():

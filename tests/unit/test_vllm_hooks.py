@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.config import KVTransferConfig, ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorTransferResults,
@@ -33,7 +34,7 @@ from dualpath.core.control import PrefillTransfer, to_transfer_params
 from dualpath.core.errors import ConfigError
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.settings import EngineSettings
-from dualpath.vllm.connector import DualPathConnector, check_engine_config
+from dualpath.vllm.connector import DualPathConnector, check_engine_config, settings_of
 from dualpath.vllm.layerwise_worker import LayerwiseWorker, place_in_regions
 from dualpath.vllm.quota_scheduler import QuotaScheduler
 from dualpath.vllm.scheduler_side import SchedulerSide
@@ -229,11 +230,41 @@ def test_a_transfer_that_cannot_be_meant_grants_nothing_and_fails_at_a_prefill_e
     for number, params in enumerate((_json(to_transfer_params(whole)), broken)):
         request = vllm_request(tokens, transfer=params)
         request.request_id = f"r{number}"
-        assert side.matched_tokens(request, 0) == (0, False)
-        assert side.matched_tokens(request, 0) == (0, False)
+        granted = (1, True) if role is Role.PREFILL else (0, False)
+        assert side.matched_tokens(request, 0) == granted
+        assert side.matched_tokens(request, 0) == granted
     rejected = side.build(SchedulerOutput.make_empty()).rejected
     assert list(rejected) == (["r"] if role is Role.PREFILL else [])
     assert side.build(SchedulerOutput.make_empty()).rejected == {}
+
+
+class Blocks:
+    """What vLLM allocated."""
+
+    def get_block_ids(self):
+        return ([3],)
+
+
+def test_what_reaches_a_prefill_engine_without_a_transfer_is_failed_by_vllm():
+    """Its layers share regions, so that a computation would answer garbage with status 200."""
+    side = SchedulerSide(SETTINGS, GEOMETRY)
+    request = vllm_request(range(5 * BLOCK_TOKENS))
+    request.skip_reading_prefix_cache = True  # prompt logprobs: vLLM would not heed the promise
+    promised, asynchronously = side.matched_tokens(request, 0)
+    assert asynchronously
+    assert not request.skip_reading_prefix_cache
+    side.blocks_allocated(request, Blocks(), promised)
+    step = side.build(SchedulerOutput.make_empty())
+    assert step.refused == ["r"]
+    assert side.build(SchedulerOutput.make_empty()).refused == []
+
+
+def test_a_decode_engine_computes_what_it_is_asked_directly():
+    side = SchedulerSide(msgspec.structs.replace(SETTINGS, role=Role.DECODE), GEOMETRY)
+    request = vllm_request(range(5 * BLOCK_TOKENS))
+    assert side.matched_tokens(request, 0) == (0, False)
+    side.blocks_allocated(request, Blocks(), 0)
+    assert side.build(SchedulerOutput.make_empty()).refused == []
 
 
 def _json(value):
@@ -247,12 +278,17 @@ def _json(value):
 def engine_config(**cache):
     cache = {"prefix_caching_hash_algo": "sha256_cbor", "enable_prefix_caching": False} | cache
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(world_size=1, worker_cls="auto"),
+        parallel_config=ParallelConfig(),
+        kv_transfer_config=KVTransferConfig(kv_connector_extra_config=EXTRA),
         cache_config=SimpleNamespace(**cache),
         scheduler_config=SimpleNamespace(scheduler_cls=QuotaScheduler, async_scheduling=False),
     )
 
 
+EXTRA = {
+    "role": "prefill", "engine_id": "pe-0", "router": "tcp://h:1", "api_url": "http://h:2",
+    "storage": "s",
+}  # fmt: skip
 ONE_GROUP = SimpleNamespace(kv_cache_groups=[None])
 
 
@@ -264,3 +300,44 @@ def test_an_engine_whose_keys_would_differ_is_refused(monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     with pytest.raises(ConfigError, match=r"PYTHONHASHSEED is 7.*unset it"):
         check_engine_config(engine_config(), SETTINGS, ONE_GROUP)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data_parallel_size": 2}, "2 engines would have one name.*--data-parallel-rank"),
+        # What the engine of a dense model's second rank sees: vLLM has reset the size.
+        ({"data_parallel_index": 1}, "2 engines would have one name"),
+        ({"decode_context_parallel_size": 2}, r"context parallel sizes \(1, 2\)"),
+        ({"prefill_context_parallel_size": 2}, r"context parallel sizes \(2, 1\)"),
+        ({"world_size": 2}, "world size 2"),
+    ],
+)
+def test_an_engine_of_several_ranks_behind_one_server_is_refused(change, message):
+    config = engine_config()
+    for name, value in change.items():
+        setattr(config.parallel_config, name, value)
+    with pytest.raises(ConfigError, match=message):
+        check_engine_config(config, SETTINGS, ONE_GROUP)
+
+
+def test_ranks_with_a_server_each_never_have_one_name():
+    """Also where all were given the same settings, and where vLLM has reset the size (dense)."""
+    names = set()
+    for rank, size in ((0, 2), (1, 2), (1, 1)):
+        config = engine_config()
+        config.parallel_config.data_parallel_size = size
+        config.parallel_config.data_parallel_index = rank
+        config.parallel_config.data_parallel_external_lb = True
+        check_engine_config(config, SETTINGS, ONE_GROUP)
+        names.add((rank, settings_of(config).engine_id))
+    assert names == {(0, "pe-0-dp0"), (1, "pe-0-dp1")}
+    assert settings_of(engine_config()).engine_id == "pe-0"
+
+
+def test_vllm_must_fail_what_a_prefill_engine_refuses():
+    config = engine_config()
+    config.kv_transfer_config.kv_load_failure_policy = "recompute"
+    with pytest.raises(ConfigError, match="kv_load_failure_policy is 'recompute'"):
+        check_engine_config(config, SETTINGS, ONE_GROUP)
+    assert KVTransferConfig().kv_load_failure_policy == "fail"

@@ -19,6 +19,8 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 ENGINE_KEY_VARIABLE = "DUALPATH_ENGINE_API_KEY"
 #: Where a key is asked for; health, metrics and status are open, as in vLLM.
 GUARDED_PREFIXES = ("/v1", "/v2", "/inference", "/cohere")
+#: All that an engine with keys answers without one: what probes and Prometheus ask.
+OPEN_PATHS = frozenset({"/health", "/metrics"})
 
 
 class ApiKeys:
@@ -38,7 +40,13 @@ class ApiKeys:
 
     def admit(self, method: str, path: str, authorization: str | None) -> bool:
         """Whether a request with this ``Authorization`` header may be served."""
-        if not self._keys or method == "OPTIONS" or not path.startswith(GUARDED_PREFIXES):
+        if method == "OPTIONS" or not path.startswith(GUARDED_PREFIXES):
+            return True
+        return self.fit(authorization)
+
+    def fit(self, authorization: str | None) -> bool:
+        """Whether this ``Authorization`` header shows one of the keys; True if there are none."""
+        if not self._keys:
             return True
         scheme, _, shown = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":

@@ -13,6 +13,7 @@ arguments an engine needs are ``engine_arguments``'.
 import os
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -34,6 +35,7 @@ from dualpath.vllm.engine_arguments import (
     WORKER_CLASS,
     engine_arguments,
     join_vllm_logging,
+    shared_server,
 )
 from dualpath.vllm.engine_settings import engine_settings, engine_values
 from dualpath.vllm.metadata import StepMetadata
@@ -41,7 +43,7 @@ from dualpath.vllm.scheduler_side import SchedulerSide
 from dualpath.vllm.worker_side import WorkerSide
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -183,10 +185,18 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def settings_of(config: "VllmConfig") -> EngineSettings:
-    """Return this engine's settings; raises ``ConfigError`` for unknown or impossible ones."""
+    """Return this engine's settings; raises ``ConfigError`` for unknown or impossible ones.
+
+    Data-parallel ranks may have been given one name, as they share other settings.
+    """
     transfer = config.kv_transfer_config
     assert transfer is not None
-    return engine_settings(transfer.kv_connector_extra_config, os.environ)
+    settings = engine_settings(transfer.kv_connector_extra_config, os.environ)
+    parallel = config.parallel_config
+    if parallel.data_parallel_size == 1 and parallel.data_parallel_index == 0:
+        return settings
+    name = f"{settings.engine_id}-dp{parallel.data_parallel_index}"
+    return msgspec.structs.replace(settings, engine_id=name)
 
 
 def check_engine_config(
@@ -198,8 +208,7 @@ def check_engine_config(
         problems.append(
             f"{len(cache.kv_cache_groups)} KV cache groups; dualpath serves models with one"
         )
-    if config.parallel_config.world_size != 1:
-        problems.append(f"world size {config.parallel_config.world_size}; start one engine per GPU")
+    problems += _parallel_problems(config.parallel_config)
     algorithm = config.cache_config.prefix_caching_hash_algo
     if algorithm != HASH_ALGORITHM:
         problems.append(
@@ -223,6 +232,23 @@ def check_engine_config(
         )
 
 
+def _parallel_problems(parallel: "ParallelConfig") -> list[str]:
+    problems = []
+    if parallel.world_size != 1:
+        problems.append(f"world size {parallel.world_size}; start one engine per GPU")
+    contexts = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
+    if contexts != (1, 1):
+        problems.append(
+            f"context parallel sizes {contexts}, which spread a block's tokens over ranks; leave "
+            "--prefill-context-parallel-size and --decode-context-parallel-size out"
+        )
+    # Of a dense model's ranks vLLM hides the size, but the first one's.
+    ranks = max(parallel.data_parallel_size, parallel.data_parallel_index + 1)
+    if ranks > 1 and not parallel.data_parallel_external_lb:
+        problems.append(shared_server(ranks))
+    return problems
+
+
 def _prefill_problems(config: "VllmConfig", settings: EngineSettings) -> list[str]:
     problems = []
     if config.cache_config.enable_prefix_caching:
@@ -234,6 +260,12 @@ def _prefill_problems(config: "VllmConfig", settings: EngineSettings) -> list[st
         )
     if config.scheduler_config.async_scheduling:
         problems.append("asynchronous scheduling is on at the PE; add --no-async-scheduling")
+    assert config.kv_transfer_config is not None
+    if (policy := config.kv_transfer_config.kv_load_failure_policy) != "fail":
+        problems.append(
+            f"kv_load_failure_policy is {policy!r}, so that what the PE refuses would be computed "
+            "without its KV; leave it out of --kv-transfer-config"
+        )
     aliased = settings.layer_buffers > 0
     if aliased and config.parallel_config.worker_cls != WORKER_CLASS:
         problems.append(

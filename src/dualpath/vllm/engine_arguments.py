@@ -38,6 +38,7 @@ CONNECTOR = "DualPathConnector"
 CONNECTOR_MODULE = "dualpath.vllm.connector"
 SCHEDULER_CLASS = "dualpath.vllm.quota_scheduler.QuotaScheduler"
 WORKER_CLASS = "dualpath.vllm.layerwise_worker.LayerwiseWorker"
+GUARD_CLASS = "dualpath.vllm.engine_guard.EngineGuard"
 
 #: The only algorithm of vLLM whose keys all processes agree on (``core.blocks``).
 HASH_ALGORITHM = "sha256_cbor"
@@ -54,12 +55,27 @@ _ANY_HOST = (None, "", "0.0.0.0", "::")
 
 
 class EngineArgument(NamedTuple):
-    """An argument of vLLM: its name, its value if nobody gave one, ours, and ours as typed."""
+    """An argument of vLLM: its name, its value if nobody gave one, ours, and ours as typed.
+
+    Lists are added to.
+    """
 
     name: str
     unset: object
     value: object
     typed: str
+
+    def add_to(self, args: Namespace) -> bool:
+        """Set it where nobody did; return whether that was so."""
+        given = getattr(args, self.name, self)
+        if isinstance(self.value, list) and isinstance(given, list):
+            missing = [each for each in self.value if each not in given]
+            setattr(args, self.name, [*given, *missing])
+            return bool(missing)
+        if given != self.unset:
+            return False
+        setattr(args, self.name, self.value)
+        return True
 
 
 def engine_arguments(settings: EngineSettings) -> tuple[EngineArgument, ...]:
@@ -78,6 +94,7 @@ def engine_arguments(settings: EngineSettings) -> tuple[EngineArgument, ...]:
         EngineArgument(
             "shutdown_timeout", 0, SHUTDOWN_TIMEOUT_S, f"--shutdown-timeout {SHUTDOWN_TIMEOUT_S}"
         ),
+        EngineArgument("middleware", [], [GUARD_CLASS], f"--middleware {GUARD_CLASS}"),
     )
     if settings.role is Role.DECODE:
         return both
@@ -124,17 +141,39 @@ def complete(args: Namespace) -> list[str]:
     transfer = getattr(args, "kv_transfer_config", None)
     if getattr(transfer, "kv_connector", None) != CONNECTOR:
         return []
+    _check_ranks(args)
     extra: MutableMapping[str, Any] = transfer.kv_connector_extra_config  # type: ignore[union-attr]
     added = _identify(extra, args)
     settings = parse_settings(engine_values(extra, os.environ))
     for argument in engine_arguments(settings):
-        if getattr(args, argument.name, argument) == argument.unset:
-            setattr(args, argument.name, argument.value)
+        if argument.add_to(args):
             added.append(argument.typed)
     if added:
         join_vllm_logging()
         log.info("engine %s of a DualPath cluster, added: %s", settings.engine_id, " ".join(added))
     return added
+
+
+def _check_ranks(args: Namespace) -> None:
+    """Raise ``ConfigError`` where several engines would have one server and one name.
+
+    vLLM hides the size of a group from the engines of dense models, so it is looked at here too.
+    """
+    size = getattr(args, "data_parallel_size", 1) or 1
+    own_server = getattr(args, "data_parallel_external_lb", False) or (
+        getattr(args, "data_parallel_rank", None) is not None
+    )
+    if size > 1 and not own_server:
+        raise ConfigError(shared_server(size))
+
+
+def shared_server(ranks: int) -> str:
+    """Say that data-parallel ranks behind one API server cannot be engines of a cluster."""
+    return (
+        f"--data-parallel-size {ranks} with one API server: {ranks} engines would have one name "
+        "and one URL, and take each other's KV; start a server for each rank with "
+        "--data-parallel-rank RANK and a --port of its own"
+    )
 
 
 def _identify(extra: MutableMapping[str, Any], args: Namespace) -> list[str]:

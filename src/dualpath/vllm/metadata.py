@@ -22,11 +22,12 @@ class StepMetadata(KVConnectorMetadata):
     """One step's work; picklable, since scheduler and worker may be different processes.
 
     ``rejected`` are prefill transfers for which nothing can be moved, and why, by the request id
-    of the transfer.
+    of the transfer.  ``refused`` are requests of vLLM that this engine must not compute, by its id.
     """
 
     prefills: list[PromptPart] = field(default_factory=list)
     decodes: list[DecodeWork] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
     generated: list[tuple[int, bytes]] = field(default_factory=list)
     free_hbm_tokens: int | None = None

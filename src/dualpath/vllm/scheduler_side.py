@@ -4,6 +4,10 @@ A PE's request arrives when its hit KV already lies in a DRAM buffer, so the hit
 synchronously and loaded layer by layer within the forward pass.  A DE's request arrives when the
 prompt's KV is complete in this engine's buffer, so it is granted asynchronously: vLLM allocates
 HBM, the worker copies, the request runs.
+
+vLLM fails no request from here, but fails one whose KV did not arrive.  So a PE's request that has
+no usable transfer is promised a token asynchronously, and the worker says at once that it failed:
+it must not be computed, as the PE's layers share regions and nothing would take their KV away.
 """
 
 import logging
@@ -54,6 +58,7 @@ class SchedulerSide:
         self._tracked: dict[str, _Tracked] = {}
         self._rejected: dict[str, str] = {}
         self._new_decode_transfers: list[str] = []
+        self._refused: list[str] = []
         self._pool: BlockPool | None = None
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
@@ -62,14 +67,17 @@ class SchedulerSide:
 
     def matched_tokens(self, request: "Request", computed_tokens: int) -> tuple[int, bool]:
         """Return (tokens that come from outside beyond ``computed_tokens``, asynchronously?)."""
-        if (tracked := self._track(request)) is None:
-            return 0, False
-        transfer = tracked.transfer
+        tracked = self._track(request)
+        transfer = tracked.transfer if tracked is not None else None
         if isinstance(transfer, PrefillTransfer):
             hit_tokens = transfer.hit_blocks * self._block_tokens
             return max(hit_tokens - computed_tokens, 0), False
+        if self._role is Role.PREFILL:
+            # Prompt logprobs make vLLM ignore what is promised.
+            request.skip_reading_prefix_cache = False
+            return 1, True
         # Preempted since its KV was copied: the buffer is gone, it is computed again.
-        if transfer is None or tracked.transferred:
+        if tracked is None or transfer is None or tracked.transferred:
             return 0, False
         waiting_tokens = max(transfer.prompt_tokens - computed_tokens, 0)
         return waiting_tokens, waiting_tokens > 0
@@ -79,10 +87,12 @@ class SchedulerSide:
     ) -> None:
         """HBM was allocated for a request."""
         tracked = self._tracked.get(request.request_id)
+        transfer = tracked.transfer if tracked is not None else None
+        if self._role is Role.PREFILL and transfer is None:
+            self._refused.append(request.request_id)
         if tracked is None:
             return
         tracked.blocks = list(blocks.get_block_ids()[0])
-        transfer = tracked.transfer
         if isinstance(transfer, DecodeTransfer) and external_tokens > 0 and not tracked.transferred:
             tracked.transferred = True
             tracked.persisted_blocks = self._full_blocks(transfer.prompt_tokens)
@@ -112,6 +122,7 @@ class SchedulerSide:
                 step.decodes.append(DecodeWork(request_id, tracked.transfer, hbm_blocks))
         self._new_decode_transfers.clear()
         step.rejected, self._rejected = self._rejected, {}
+        step.refused, self._refused = self._refused, []
         return step
 
     def finished(self, request: "Request") -> None:
@@ -128,8 +139,7 @@ class SchedulerSide:
                 return None
             self._checks.check(transfer, request.num_tokens)
         except DualPathError as error:
-            # No request can be failed from here: a DE computes the prompt itself, a PE's is
-            # reported as failed.
+            # A DE computes the prompt itself; a PE's request fails, and the router hears why.
             log.error("%s", error)
             if isinstance(transfer, PrefillTransfer):
                 self._rejected[transfer.request_id] = str(error)

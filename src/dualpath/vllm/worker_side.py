@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: Why a PE computes a request not at all.
+NO_TRANSFER = "it came without a transfer that can be meant; send it through the router"
+
 
 class WorkerSide:
     """State of one engine's worker process; ``register`` brings the data plane up."""
@@ -101,6 +104,8 @@ class WorkerSide:
         self._generated = step.generated
         for request_id, reason in step.rejected.items():
             membership.send(manager.sent(request_id, reason))
+        for vllm_request_id in step.refused:
+            self._copied.put((vllm_request_id, NO_TRANSFER))
         if step.prefills:
             self._pass = ForwardPass(manager, membership.send, step.prefills)
         for work in step.decodes:
@@ -144,7 +149,7 @@ class WorkerSide:
                 return over, failed
             over.add(request_id)
             if error is not None:
-                log.error("request %s: H2D failed: %s", request_id, error)
+                log.error("request %s: no KV for it: %s", request_id, error)
                 failed.add(request_id)
 
 

@@ -11,6 +11,7 @@ from dualpath.router.settings import RouterSettings
 from dualpath.vllm.engine_arguments import (
     CONNECTOR,
     CONNECTOR_MODULE,
+    GUARD_CLASS,
     HASH_ALGORITHM,
     SCHEDULER_CLASS,
     WORKER_CLASS,
@@ -98,6 +99,7 @@ def engine_command(
         "--no-enable-prefix-caching",
         "--no-async-scheduling",
         "--enable-scale-out",
+        "--middleware", GUARD_CLASS,
         "--disable-uvicorn-access-log",
         "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S),
         "--kv-transfer-config", json.dumps(transfer),

@@ -99,7 +99,7 @@ class _Call:
         await self.refuse(TOO_LARGE, too_large(self._limit_bytes))
 
     async def refuse(self, status: int, reason: str) -> None:
-        start, body = _refusal(status, reason)
+        start, body = refusal(status, reason)
         self._metrics.answered(status, body["body"])
         await self._send(start)
         await self._send(body)
@@ -145,7 +145,8 @@ def _declared_bytes(scope: Message) -> int:
     return int(length) if length.isdigit() else 0
 
 
-def _refusal(status: int, reason: str) -> tuple[Message, Message]:
+def refusal(status: int, reason: str) -> tuple[Message, Message]:
+    """Return the messages of an answer that refuses a call, in the form of the OpenAI API."""
     kind = "rate_limit_exceeded" if status == TOO_MANY else "invalid_request_error"
     error = {"message": reason, "type": kind, "param": None, "code": status}
     body = msgspec.json.encode({"error": error})

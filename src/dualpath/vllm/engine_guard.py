@@ -1,0 +1,191 @@
+"""What an engine's own HTTP server answers to whom: an ASGI middleware, outermost of all.
+
+An engine is a whole vLLM server, but it serves the router:
+
+- Where the server has API keys, every path asks for one that is not in ``OPEN_PATHS``.  vLLM's own
+  guard knows prefixes to close instead, and has always forgotten one (``/invocations``).
+- A *prefill engine* computes with layers that share regions: without a transfer that takes each
+  layer's KV away in time, the answer would be garbage with status 200.  So what brings work is
+  refused, except the router's token API with a prefill transfer in it.
+- Weights stay as they were loaded, and KV memory where it was registered: stored KV is known by the
+  weights at start (``model_identity``), and peers write to that memory.
+
+A decode engine keeps regions of its own for all layers.  Asked directly, it computes the prompt
+itself, stores nothing, and its answer is right.
+
+``SchedulerSide`` fails what reaches a PE's scheduler in another way than through here.
+"""
+
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from dualpath.core.cluster import Role
+from dualpath.core.control import PrefillTransfer, from_transfer_params
+from dualpath.core.errors import IncompatibleError
+from dualpath.router.api_keys import OPEN_PATHS, ApiKeys
+from dualpath.router.requests.limits import refusal
+from dualpath.router.token_api.wire import GENERATE_PATH
+from dualpath.vllm.engine_arguments import CONNECTOR
+from dualpath.vllm.engine_settings import engine_values
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+UNAUTHORIZED = 401
+FORBIDDEN = 403
+#: "Not able to produce an authoritative response": the router is.
+MISDIRECTED = 421
+
+#: Methods that ask and bring no work.
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+#: What may be posted to a prefill engine beside the token API: it computes nothing with KV.
+_WITHOUT_KV = frozenset(
+    {
+        "/inference/v1/abort_requests",
+        "/tokenize",
+        "/detokenize",
+        "/ping",
+        "/start_profile",
+        "/stop_profile",
+    }
+)
+#: vLLM's development routes that change weights or unmap KV memory under a running engine.
+_UNDER_RUNNING_ENGINES = frozenset(
+    {
+        "/collective_rpc",
+        "/finish_weight_update",
+        "/init_weight_transfer_engine",
+        "/release_kv_cache_memory",
+        "/scale_elastic_ep",
+        "/sleep",
+        "/start_draft_weight_update",
+        "/start_weight_update",
+        "/update_weights",
+        "/wake_up",
+    }
+)
+
+_ASK_ROUTER = "its layers share memory and it answers the router only: send requests to the router"
+
+
+class _Carried(msgspec.Struct):
+    """The one field of a request that is looked at; all others are skipped, tokens included."""
+
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class EngineGuard:
+    """Middleware; finds the server's arguments as ``scope["app"].state.args``."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._known: tuple[Role | None, ApiKeys] | None = None
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Pass the call on, or refuse it."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        role, keys = self._engine(scope)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        method = scope.get("method", "")  # a web socket has none
+        refused = _refused_caller(keys, scope, method, path)
+        brings_work = method not in _READING
+        if refused is None and brings_work:
+            refused = _refused_path(role, path)
+        if refused is not None:
+            await _refuse(scope, send, *refused)
+        elif brings_work and role is Role.PREFILL and path == GENERATE_PATH:
+            await self._token_api(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _engine(self, scope: Message) -> tuple[Role | None, ApiKeys]:
+        """Return what this server is, None if it is not ours, and its keys."""
+        if self._known is None:
+            args = scope["app"].state.args
+            self._known = _role(args), ApiKeys(args.api_key or ())
+        return self._known
+
+    async def _token_api(self, scope: Message, receive: Receive, send: Send) -> None:
+        body = await _body(receive)
+        if body is None:
+            return  # The client has gone; there is nobody to answer.
+        if (reason := _without_transfer(body)) is not None:
+            await _refuse(scope, send, MISDIRECTED, reason)
+            return
+        arrived = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def again() -> Message:
+            return arrived.pop() if arrived else await receive()
+
+        await self._app(scope, again, send)
+
+
+def _refused_caller(
+    keys: ApiKeys, scope: Message, method: str, path: str
+) -> tuple[int, str] | None:
+    if path in OPEN_PATHS or method == "OPTIONS":
+        return None
+    shown = next((v for name, v in scope["headers"] if name == b"authorization"), b"")
+    if keys.fit(shown.decode("utf-8", "surrogateescape")):
+        return None
+    return UNAUTHORIZED, f"{path} asks for the engines' API key; send Authorization: Bearer KEY"
+
+
+def _refused_path(role: Role | None, path: str) -> tuple[int, str] | None:
+    if role is not None and path in _UNDER_RUNNING_ENGINES:
+        return FORBIDDEN, (
+            f"{path} changes weights or memory of an engine whose KV is stored and shared; "
+            "restart the engine instead"
+        )
+    if role is Role.PREFILL and path != GENERATE_PATH and path not in _WITHOUT_KV:
+        return MISDIRECTED, f"{path} at a prefill engine of a DualPath cluster; {_ASK_ROUTER}"
+    return None
+
+
+def _without_transfer(body: bytes) -> str | None:
+    """Return why a prefill engine cannot compute this request, None if it can.
+
+    What is no JSON object is vLLM's to refuse.
+    """
+    try:
+        carried = msgspec.json.decode(body, type=_Carried)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    try:
+        if isinstance(from_transfer_params(carried.kv_transfer_params), PrefillTransfer):
+            return None
+    except IncompatibleError as error:
+        return str(error)
+    return f"a prefill engine of a DualPath cluster got no prefill transfer; {_ASK_ROUTER}"
+
+
+def _role(args: Any) -> Role | None:  # noqa: ANN401 - vLLM's parsed command line
+    transfer = getattr(args, "kv_transfer_config", None)
+    if getattr(transfer, "kv_connector", None) != CONNECTOR:
+        return None
+    extra = transfer.kv_connector_extra_config  # type: ignore[union-attr]
+    return Role(engine_values(extra, os.environ)["role"])
+
+
+async def _body(receive: Receive) -> bytes | None:
+    parts: list[bytes] = []
+    while (message := await receive())["type"] == "http.request":
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+    return None
+
+
+async def _refuse(scope: Message, send: Send, status: int, reason: str) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008, "reason": reason[:120]})
+        return
+    for message in refusal(status, reason):
+        await send(message)

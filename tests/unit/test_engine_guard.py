@@ -1,0 +1,177 @@
+"""What an engine's own server answers, with vLLM's middleware around vLLM's paths."""
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import httpx
+from fastapi import FastAPI, Request
+from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+
+from dualpath.core.control import DecodeTransfer, PrefillTransfer, to_transfer_params
+from dualpath.router.token_api.wire import GENERATE_PATH
+from dualpath.vllm.engine_arguments import CONNECTOR, GUARD_CLASS
+from dualpath.vllm.engine_config import parse_front_end_arguments
+from dualpath.vllm.engine_guard import _UNDER_RUNNING_ENGINES, _WITHOUT_KV
+from dualpath.vllm.front_end_settings import FrontEndSettings
+
+KEY = {"Authorization": "Bearer engines"}
+PREFILL = to_transfer_params(
+    PrefillTransfer(
+        request_id="r", prompt_tokens=5, hit_blocks=0, hit_key_tail=b"", hits=(),
+        decode_engine="de-0", decode_epoch="e", de_slots=(0,),
+    )
+)  # fmt: skip
+DECODE = to_transfer_params(DecodeTransfer(request_id="r", prompt_tokens=5, slots=(0,)))
+GENERATING = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/invocations",
+    "/generative_scoring", "/a/route/of/tomorrow",
+)  # fmt: skip
+
+
+def engine(role="prefill", keys=(), connector=CONNECTOR):
+    """A client of an engine whose every route says what it was sent."""
+    app = FastAPI()
+
+    @app.api_route("/{path:path}", methods=["GET", "POST"])
+    async def any_route(path: str, request: Request) -> dict[str, int]:
+        return {"bytes": len(await request.body())}
+
+    args = parse_front_end_arguments(FrontEndSettings(model="m"))
+    args.api_key = list(keys)
+    args.middleware = [GUARD_CLASS]
+    extra = {"role": role}
+    args.kv_transfer_config = SimpleNamespace(
+        kv_connector=connector, kv_connector_extra_config=extra
+    )
+    init_entrypoints_middleware(args, app, ())
+    app.state.args = args
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine")
+
+
+@pytest.mark.parametrize("path", GENERATING)
+async def test_a_prefill_engine_answers_nobody_but_the_router(path):
+    async with engine() as client:
+        answer = await client.post(path, json={"prompt": "hi", "kv_transfer_params": PREFILL})
+        assert answer.status_code == 421
+        assert "send requests to the router" in answer.json()["error"]["message"]
+        assert (await client.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (None, "no prefill transfer"),
+        ({}, "no prefill transfer"),
+        ({"do_remote_prefill": True}, "no prefill transfer"),
+        (DECODE, "no prefill transfer"),
+        ({"dualpath": {"prefill_transfer": {"request_id": 7}}}, "malformed"),
+        ({"dualpath": 7}, "malformed"),
+    ],
+)
+async def test_the_token_api_of_a_prefill_engine_wants_a_prefill_transfer(params, message):
+    async with engine() as client:
+        answer = await client.post(
+            GENERATE_PATH, json={"token_ids": [1], "kv_transfer_params": params}
+        )
+        assert answer.status_code == 421
+        assert message in answer.json()["error"]["message"]
+
+
+async def test_a_body_that_came_in_pieces_reaches_vllm_whole():
+    async with engine() as client:
+        request = client.build_request("POST", GENERATE_PATH, json={"kv_transfer_params": PREFILL})
+        body = request.content
+
+        async def pieces():
+            for start in range(0, len(body), 7):
+                yield body[start : start + 7]
+
+        answer = await client.post(GENERATE_PATH, content=pieces())
+        assert answer.json() == {"bytes": len(body)}
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"\xff"', b"[" * 100_000])
+async def test_what_is_no_request_is_left_to_vllm(body):
+    async with engine() as client:
+        answer = await client.post(GENERATE_PATH, content=body)
+        assert answer.json() == {"bytes": len(body)}
+
+
+@pytest.mark.parametrize("path", sorted(_WITHOUT_KV))
+async def test_what_computes_nothing_may_be_posted_to_a_prefill_engine(path):
+    async with engine() as client:
+        assert (await client.post(path)).status_code == 200
+
+
+@pytest.mark.parametrize("path", [*GENERATING, GENERATE_PATH])
+async def test_a_decode_engine_answers_directly_too(path):
+    async with engine("decode") as client:
+        assert (await client.post(path, json={"prompt": "hi"})).status_code == 200
+
+
+@pytest.mark.parametrize("path", sorted(_UNDER_RUNNING_ENGINES))
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_weights_and_kv_memory_stay_under_a_running_engine(role, path):
+    async with engine(role) as client:
+        answer = await client.post(path)
+        assert answer.status_code == 403
+        assert "restart the engine" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("path", [*GENERATING, GENERATE_PATH, "/tokenize", "/version", "/docs"])
+async def test_every_path_asks_for_the_key(role, path):
+    async with engine(role, ["other", "engines"]) as client:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic engines"}):
+            for answer in (
+                await client.post(path, json={"kv_transfer_params": PREFILL}, headers=headers),
+                await client.get(path, headers=headers),
+            ):
+                assert answer.status_code == 401
+        assert (await client.get(path, headers=KEY)).status_code == 200
+
+
+async def test_probes_and_metrics_need_no_key():
+    async with engine(keys=["engines"]) as client:
+        for path in ("/health", "/metrics"):
+            assert (await client.get(path)).status_code == 200
+        for path in ("/health/", "/metricsx", "/health/../invocations", "//health"):
+            assert (await client.get(path)).status_code == 401
+
+
+async def test_the_router_with_the_key_is_let_through():
+    async with engine(keys=["engines"]) as client:
+        body = {"token_ids": [1], "kv_transfer_params": PREFILL}
+        assert (await client.post(GENERATE_PATH, json=body, headers=KEY)).status_code == 200
+
+
+async def test_another_server_is_only_asked_for_its_key():
+    async with engine(connector="NixlConnector") as client:
+        assert (await client.post("/v1/completions", json={})).status_code == 200
+        assert (await client.post("/sleep")).status_code == 200
+
+
+async def test_a_web_socket_to_a_prefill_engine_is_closed():
+    args = SimpleNamespace(
+        api_key=None,
+        kv_transfer_config=SimpleNamespace(
+            kv_connector=CONNECTOR, kv_connector_extra_config={"role": "prefill"}
+        ),
+    )
+    module, name = GUARD_CLASS.rsplit(".", 1)
+    sent = []
+
+    async def nothing(*_):
+        raise AssertionError
+
+    async def send(message):
+        sent.append(message["type"])
+
+    app = SimpleNamespace(state=SimpleNamespace(args=args))
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": [], "app": app}
+    await getattr(importlib.import_module(module), name)(nothing)(scope, nothing, send)
+    assert sent == ["websocket.close"]
