@@ -304,6 +304,12 @@ def test_a_block_major_tensor_is_one_region_whatever_the_order_inside_a_block():
     assert layout_of(inside).stride_bytes == region.stride_bytes
 
 
+def test_the_null_block_counts_for_nothing():
+    """Else an idle engine reports less than it has: what needs all waits for ever."""
+    cache = torch.zeros(10, 4, 64, 32, dtype=torch.float16)
+    assert hbm_layout([cache], 10, GEOMETRY).capacity_tokens == 9 * 64
+
+
 def test_kernel_blocks_smaller_than_the_engines_are_put_together():
     cache = torch.zeros(40, 4, 16, 32, dtype=torch.float16)
     region = layout_of(cache)

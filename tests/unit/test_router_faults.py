@@ -111,6 +111,27 @@ async def test_a_prompt_that_has_outgrown_every_buffer_is_refused_at_once():
         assert len(made.calls.prefills) == 1
 
 
+async def test_a_waiting_request_that_fits_no_engine_any_more_is_refused_and_blocks_nobody():
+    async with cluster(decode=0, settings=RouterSettings(beta_tokens=1)) as made:
+        await made.add("d0", Role.DECODE, hbm_tokens=20)
+        await made.add("d1", Role.DECODE)
+        made.calls.gates["prefill"] = asyncio.Event()
+        first = asyncio.create_task(made.run(job("first", PROMPT[:4], max_new_tokens=2)))
+        await made.arrives("prefill")  # beta: the PE takes no other until it is done
+        large = asyncio.create_task(made.run(job("large", PROMPT)))
+        small = asyncio.create_task(made.run(job("small", PROMPT[:5], max_new_tokens=2)))
+        while made.service.context.dispatch.waiting < 2:
+            await asyncio.sleep(0)
+        made.lose("d1")
+        with pytest.raises(BadRequestError, match=r"needs 24 tokens.* engine holds 20; shorten"):
+            await large
+        assert not first.done()
+        made.calls.gates["prefill"].set()
+        assert await first == expected(PROMPT[:4], 2)
+        assert await small == expected(PROMPT[:5], 2)
+        await made.settled("p0", "d0")
+
+
 async def test_a_lost_pe_does_not_disturb_a_request_it_has_finished():
     async with cluster(prefill=2) as made:
         made.calls.gates["decode"] = asyncio.Event()

@@ -275,13 +275,24 @@ def _json(value):
 # ------------------------------------------------------------------ refusals
 
 
-def engine_config(**cache):
-    cache = {"prefix_caching_hash_algo": "sha256_cbor", "enable_prefix_caching": False} | cache
+def engine_config(budgets=None, **cache):
+    cache = {
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "enable_prefix_caching": False,
+        "block_size": BLOCK_TOKENS,
+    } | cache
+    budgets = {
+        "max_num_batched_tokens": 2048,
+        "max_num_scheduled_tokens": None,
+        "long_prefill_token_threshold": 0,
+    } | (budgets or {})
     return SimpleNamespace(
         parallel_config=ParallelConfig(),
         kv_transfer_config=KVTransferConfig(kv_connector_extra_config=EXTRA),
         cache_config=SimpleNamespace(**cache),
-        scheduler_config=SimpleNamespace(scheduler_cls=QuotaScheduler, async_scheduling=False),
+        scheduler_config=SimpleNamespace(
+            scheduler_cls=QuotaScheduler, async_scheduling=False, **budgets
+        ),
     )
 
 
@@ -341,3 +352,16 @@ def test_vllm_must_fail_what_a_prefill_engine_refuses():
     with pytest.raises(ConfigError, match="kv_load_failure_policy is 'recompute'"):
         check_engine_config(config, SETTINGS, ONE_GROUP)
     assert KVTransferConfig().kv_load_failure_policy == "fail"
+
+
+@pytest.mark.parametrize(
+    "name", ["max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold"]
+)
+def test_a_prefill_engine_whose_passes_hold_no_block_is_refused(name):
+    """Its scheduler would wait for ever for room for a block: a chunk ends with one."""
+    check_engine_config(engine_config({name: BLOCK_TOKENS}), SETTINGS, ONE_GROUP)
+    few = engine_config({name: BLOCK_TOKENS - 1})
+    flag = name.replace("_", "-")
+    with pytest.raises(ConfigError, match=rf"{flag} is 15, .* give --{flag} at least 16"):
+        check_engine_config(few, SETTINGS, ONE_GROUP)
+    check_engine_config(few, msgspec.structs.replace(SETTINGS, role=Role.DECODE), ONE_GROUP)

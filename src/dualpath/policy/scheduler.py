@@ -204,7 +204,7 @@ class RequestScheduler:
         """Unassigned requests that none of the joined DEs can ever hold, oldest first.
 
         They appear when an engine is lost or none was known at ``submit``, and wait for a larger
-        one to join; the driver may cancel them instead.  Empty while no DE has joined.
+        one to join, others behind them; a live driver refuses them.  Empty while no DE has joined.
         """
         largest = self._ledger.largest_decode_hbm_tokens
         if not largest or not self._unassigned:

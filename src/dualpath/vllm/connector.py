@@ -258,6 +258,7 @@ def _prefill_problems(config: "VllmConfig", settings: EngineSettings) -> list[st
             "chunks of a prompt must end at block boundaries; add "
             f"--scheduler-cls {SCHEDULER_CLASS}"
         )
+    problems += _budget_problems(config)
     if config.scheduler_config.async_scheduling:
         problems.append("asynchronous scheduling is on at the PE; add --no-async-scheduling")
     assert config.kv_transfer_config is not None
@@ -278,6 +279,22 @@ def _prefill_problems(config: "VllmConfig", settings: EngineSettings) -> list[st
             f"{settings.layer_buffers}"
         )
     return problems
+
+
+def _budget_problems(config: "VllmConfig") -> list[str]:
+    """A pass that may not hold one block would never take a part of a longer prompt."""
+    scheduler, block_tokens = config.scheduler_config, config.cache_config.block_size
+    budgets = {
+        "max-num-batched-tokens": scheduler.max_num_batched_tokens,
+        "max-num-scheduled-tokens": scheduler.max_num_scheduled_tokens or block_tokens,
+        "long-prefill-token-threshold": scheduler.long_prefill_token_threshold or block_tokens,
+    }
+    return [
+        f"{name} is {tokens}, chunks of a prompt end with a block of {block_tokens} tokens; give "
+        f"--{name} at least {block_tokens}"
+        for name, tokens in budgets.items()
+        if tokens < block_tokens
+    ]
 
 
 def _class_name(value: object) -> str:

@@ -15,6 +15,8 @@ def hbm_layout(
 ) -> HbmLayout:
     """Return the regions of the layers' KV tensors, in layer order; layers may share a region.
 
+    vLLM's scheduler gives out all ``num_blocks`` but one, its null block: the capacity is what an
+    engine without requests has free.
     Raises ``ConfigError`` for a tensor in which a block is not one piece of memory.
     """
     regions: dict[int, RegionInfo] = {}
@@ -26,7 +28,7 @@ def hbm_layout(
     return HbmLayout(
         regions=tuple(regions.values()),
         region_of_layer=tuple(names),
-        capacity_tokens=num_blocks * geometry.block_tokens,
+        capacity_tokens=(num_blocks - 1) * geometry.block_tokens,
     )
 
 

@@ -89,6 +89,7 @@ class Dispatch:
                 snic_tokens_per_s=self._snic_tokens_per_s(info),
             )
         )
+        self._refuse_unplaceable()
         self.answer_fetches()
 
     def lost(self, engine_id: str) -> None:
@@ -101,6 +102,7 @@ class Dispatch:
             placement = self._waiting.get(request_id)
             if placement is not None and not placement.decided.done():
                 self._submit_again(placement)
+        self._refuse_unplaceable()
         self.answer_fetches()
 
     def report(self, engine_id: str, report: Report) -> None:
@@ -193,6 +195,14 @@ class Dispatch:
             self._scheduler.submit(placement.request)
         except BadRequestError as error:
             placement.decided.set_exception(error)
+
+    def _refuse_unplaceable(self) -> None:
+        """Fail what no DE can hold any more; it would wait, and others behind it."""
+        for request_id in self._scheduler.unplaceable():
+            self._scheduler.finished(request_id)
+            placement = self._waiting.get(request_id)
+            if placement is not None and not placement.decided.done():
+                self._submit_again(placement)
 
     def _hand_out(self, assignment: Assignment) -> None:
         self._log_decision(assignment, Role.PREFILL)

@@ -150,6 +150,10 @@ class RecordedScheduler:
         """Requests submitted and not assigned yet."""
         return self._scheduler.waiting()
 
+    def unplaceable(self) -> list[str]:
+        """Requests that no joined DE can ever hold."""
+        return self._scheduler.unplaceable()
+
     def _make(self, event: E) -> E:
         try:
             done = event.made(self._scheduler)
