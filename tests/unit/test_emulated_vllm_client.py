@@ -11,6 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from dualpath.core.errors import BadRequestError
+from dualpath.core.key_memory import KeyMemory
 from dualpath.core.modes import Mode
 from dualpath.router.requests.service import RouterService
 from dualpath.vllm.generate_client import GenerateClient
@@ -31,7 +32,7 @@ async def ask(service: RouterService, name: str, salt: str | None, **sampling) -
         cache_salt=salt,
         data_parallel_rank=None,
     )
-    job = make_job(request, GEOMETRY.block_tokens, stateful_sampling=False)
+    job = make_job(request, KeyMemory(GEOMETRY.block_tokens), stateful_sampling=False)
     return [token async for event in service.submit(job) for token in event.token_ids]
 
 

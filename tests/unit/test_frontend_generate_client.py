@@ -24,6 +24,7 @@ from dualpath.core.errors import (
     EngineLostError,
     IncompatibleError,
 )
+from dualpath.core.key_memory import KeyMemory
 from dualpath.router.control.registry import EngineInfo
 from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath.vllm.generate_client import GenerateClient
@@ -152,7 +153,7 @@ def job_of(cache_salt=None, trace_headers=None, **options):
         data_parallel_rank=None,
         trace_headers=trace_headers,
     )
-    return make_job(request, 64, stateful_sampling=False)
+    return make_job(request, KeyMemory(64), stateful_sampling=False)
 
 
 async def collect(events):

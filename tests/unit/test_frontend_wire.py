@@ -17,6 +17,7 @@ from vllm.sampling_params import (
 from vllm.v1.engine import EngineCoreRequest
 
 from dualpath.core.errors import BadRequestError
+from dualpath.core.key_memory import KeyMemory
 from dualpath.router.token_api.wire import ChoiceLogprobs, Logprob, PromptLogprob, SampledLogprob
 from dualpath.vllm.request_job import can_continue, is_stateless, make_job
 from dualpath.vllm.sampling import (
@@ -59,6 +60,8 @@ ROUTER_SIDE = {
     "stream_interval": 4,
     "skip_clone": True,
 }
+
+MEMORY = KeyMemory(64)
 
 
 def at_the_engine(fields):
@@ -219,10 +222,10 @@ def request(**changes):
 
 
 def test_a_job_carries_the_keys_of_its_full_blocks():
-    job = make_job(request(), 64, stateful_sampling=False)
+    job = make_job(request(), MEMORY, stateful_sampling=False)
     assert (job.prompt_tokens, job.max_new_tokens, len(job.keys)) == (130, 8, 2)
     assert job.keys_for(job.prompt_token_ids) == list(job.keys)
-    salted = make_job(request(cache_salt="tenant"), 64, stateful_sampling=False)
+    salted = make_job(request(cache_salt="tenant"), MEMORY, stateful_sampling=False)
     assert not set(job.keys) & set(salted.keys)
     assert salted.keys_for(salted.prompt_token_ids) == list(salted.keys)
 
@@ -248,16 +251,16 @@ def test_sampling_with_state_starts_on_the_decode_engine(options, first_from_pe,
     params = SamplingParams(max_tokens=8, **options)
     assert is_stateless(params) is first_from_pe
     assert can_continue(params) is survives_a_retry
-    job = make_job(request(sampling_params=params), 64, stateful_sampling=False)
+    job = make_job(request(sampling_params=params), MEMORY, stateful_sampling=False)
     assert job.first_token_from_pe is first_from_pe
     assert not make_job(
-        request(sampling_params=params), 64, stateful_sampling=True
+        request(sampling_params=params), MEMORY, stateful_sampling=True
     ).first_token_from_pe
 
 
 def test_prompt_logprobs_ask_for_a_full_computation():
     params = SamplingParams(max_tokens=8, prompt_logprobs=1)
-    assert not make_job(request(sampling_params=params), 64, stateful_sampling=False).cacheable
+    assert not make_job(request(sampling_params=params), MEMORY, stateful_sampling=False).cacheable
 
 
 @pytest.mark.parametrize(
@@ -272,4 +275,4 @@ def test_prompt_logprobs_ask_for_a_full_computation():
 )
 def test_what_the_data_path_cannot_carry_is_refused(changes, named):
     with pytest.raises(BadRequestError, match=named):
-        make_job(request(**changes), 64, stateful_sampling=False)
+        make_job(request(**changes), MEMORY, stateful_sampling=False)

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import cbor2
 import msgspec
 
+from dualpath.core.token_encoding import encoded_blocks
+
 #: Seed of the chain, vLLM's ``DEFAULT_NONE_HASH_SEED`` (``v1/core/kv_cache_utils.py``).
 CHAIN_SEED = "vllm-none-hash"
 
@@ -103,13 +105,27 @@ def block_keys(
     text requests.  ``extra_keys`` enter every block (a LoRA name, say), ``cache_salt`` the first
     one and, through the chain, all.  Trailing tokens that fill no block have no key.
     """
+    first, others = extras_of(cache_salt, extra_keys)
+    return chained_keys(chain_root(), token_ids, block_tokens, first, others)
+
+
+def extras_of(cache_salt: str | None, extra_keys: tuple[object, ...]) -> tuple[bytes, bytes]:
+    """Return the encoded extra keys of a prompt's first block and of the others."""
+    first = (*extra_keys, ("cache_salt", cache_salt)) if cache_salt else extra_keys
+    return cbor2.dumps(first or None, canonical=True), cbor2.dumps(
+        extra_keys or None, canonical=True
+    )
+
+
+def chained_keys(
+    parent: BlockKey, token_ids: Sequence[int], block_tokens: int, first: bytes, others: bytes
+) -> list[BlockKey]:
+    """Go on with a chain after ``parent``; ``first`` and ``others`` are encoded extra keys."""
     keys: list[BlockKey] = []
-    parent = chain_root()
-    for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
-        extra = extra_keys
-        if start == 0 and cache_salt:
-            extra = (*extra_keys, ("cache_salt", cache_salt))
-        link = (parent, tuple(token_ids[start : start + block_tokens]), extra or None)
-        parent = hashlib.sha256(cbor2.dumps(link, canonical=True)).digest()
+    extra = first
+    for tokens in encoded_blocks(token_ids, block_tokens):
+        # CBOR of (parent, tokens, extra): an array of three, the first of them 32 bytes.
+        parent = hashlib.sha256(b"".join((b"\x83\x58\x20", parent, tokens, extra))).digest()
         keys.append(parent)
+        extra = others
     return keys

@@ -27,6 +27,7 @@ from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 
 from dualpath.core.errors import DualPathError, EngineLostError
+from dualpath.core.key_memory import KeyMemory
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.vllm.request_job import ClientRequest, make_job
 
@@ -79,6 +80,7 @@ class RoutedEngineCore:
         self.engine_ranks_managed = [0]
         self._service = service
         self._block_tokens = block_tokens
+        self._memory = KeyMemory(block_tokens)
         self._stateful_sampling = stateful_sampling
         self._on_failure = on_failure
         self._news: deque[EngineCoreOutput | _Failure | _Ended] = deque()
@@ -140,7 +142,7 @@ class RoutedEngineCore:
     async def _serve(self, request: EngineCoreRequest) -> None:
         queued_at = time.monotonic()
         try:
-            job = make_job(request, self._block_tokens, self._stateful_sampling)
+            job = make_job(request, self._memory, self._stateful_sampling)
             first, finished = True, False
             async with aclosing(_generator(self._service.submit(job))) as events:
                 async for event in events:

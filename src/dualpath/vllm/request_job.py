@@ -12,8 +12,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.outputs import LogprobsTensors
 
-from dualpath.core.blocks import block_keys
 from dualpath.core.errors import BadRequestError
+from dualpath.core.key_memory import KeyMemory
 from dualpath.router.control.engine_calls import Job
 from dualpath.router.requests.prompt_limits import check_salt
 
@@ -40,8 +40,8 @@ class ClientRequest:
         return params
 
 
-def make_job(request: EngineCoreRequest, block_tokens: int, stateful_sampling: bool) -> Job:
-    """Return the router's job for ``request``.
+def make_job(request: EngineCoreRequest, memory: KeyMemory, stateful_sampling: bool) -> Job:
+    """Return the router's job for ``request``, its keys from ``memory`` as far as it has them.
 
     ``stateful_sampling`` says that the engines run custom logits processors, which may look at
     generated tokens.  Raises ``BadRequestError`` for what the data path cannot carry.
@@ -56,7 +56,7 @@ def make_job(request: EngineCoreRequest, block_tokens: int, stateful_sampling: b
     check_salt(salt)
 
     def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
-        return block_keys(token_ids, block_tokens, cache_salt=salt)
+        return memory.keys(token_ids, salt)
 
     return Job(
         request_id=request.request_id,

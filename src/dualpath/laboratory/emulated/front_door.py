@@ -19,13 +19,13 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.errors import (
     BadRequestError,
     DualPathError,
     OverloadedError,
 )
+from dualpath.core.key_memory import KeyMemory
 from dualpath.laboratory.emulated.engine_client import EngineClient
 from dualpath.laboratory.emulated.http_server import (
     api_key_guard,
@@ -67,6 +67,7 @@ class FrontDoor:
 
     def __init__(self, service: RouterService) -> None:
         self._service = service
+        self._memory: KeyMemory | None = None
 
     def app(self) -> web.Application:
         """Return the application."""
@@ -146,7 +147,9 @@ class FrontDoor:
         if registry.namespace is None:
             await self._service.wait_ready(1, 1, self._service.settings.engine_wait_s)
         assert registry.namespace is not None
-        block_tokens = registry.namespace.geometry.block_tokens
+        if self._memory is None:
+            self._memory = KeyMemory(registry.namespace.geometry.block_tokens)
+        memory = self._memory
         if asked.n != 1:
             raise BadRequestError(f"n is {asked.n}; this endpoint makes 1 answer per request")
         check_prompt(len(asked.prompt), self._service.settings, registry)
@@ -154,7 +157,7 @@ class FrontDoor:
         check_salt(asked.cache_salt)
 
         def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
-            return block_keys(token_ids, block_tokens, cache_salt=asked.cache_salt)
+            return memory.keys(token_ids, asked.cache_salt)
 
         return Job(
             request_id=f"cmpl-{uuid.uuid4().hex}",

@@ -1,0 +1,93 @@
+"""Keys made fast and keys remembered are the chain's definition, whatever the tokens are."""
+
+import hashlib
+
+import cbor2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dualpath.core.blocks import block_keys, chain_root
+from dualpath.core.key_memory import RUN_TOKENS, KeyMemory
+from dualpath.core.token_encoding import encoded_blocks
+
+#: Around every width of CBOR's integers, and beyond those that are encoded at once.
+EDGES = [n for edge in (24, 1 << 8, 1 << 16, 1 << 32) for n in (edge - 1, edge)]
+TOKENS = st.one_of(st.sampled_from([0, 1, *EDGES[:-1]]), st.integers(0, 200_000))
+ANY_IDS = st.one_of(TOKENS, st.sampled_from([-1, EDGES[-1], 1 << 64]))
+SALTS = st.none() | st.text(max_size=3)
+
+
+def defined(tokens, block_tokens, salt=None, extra=()):
+    """The keys as ``core.blocks`` defines them, block by block."""
+    keys, parent = [], chain_root()
+    for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
+        extras = (*extra, ("cache_salt", salt)) if start == 0 and salt else extra
+        link = (parent, tuple(tokens[start : start + block_tokens]), extras or None)
+        parent = hashlib.sha256(cbor2.dumps(link, canonical=True)).digest()
+        keys.append(parent)
+    return keys
+
+
+@given(st.lists(ANY_IDS, max_size=70), st.sampled_from([1, 3, 16, 23, 24, 64]))
+def test_tokens_encoded_at_once_are_canonical_cbor(tokens, block_tokens):
+    whole = range(0, len(tokens) - block_tokens + 1, block_tokens)
+    expected = [cbor2.dumps(tokens[n : n + block_tokens], canonical=True) for n in whole]
+    assert encoded_blocks(tokens, block_tokens) == expected
+
+
+@given(st.lists(ANY_IDS, max_size=40), SALTS, st.sampled_from([(), ("adapter",), (7, "x")]))
+def test_block_keys_are_the_chain(tokens, salt, extra):
+    keys = block_keys(tokens, 8, cache_salt=salt, extra_keys=extra)
+    assert keys == defined(tokens, 8, salt, extra)
+    assert block_keys(tuple(tokens), 8, cache_salt=salt, extra_keys=extra) == keys
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    turns=st.lists(
+        st.tuples(st.integers(0, 2), SALTS, st.integers(0, 3 * RUN_TOKENS), TOKENS),
+        min_size=1, max_size=12,
+    ),
+    capacity_runs=st.integers(0, 5),
+    block_tokens=st.sampled_from([64, 400, 2 * RUN_TOKENS]),
+)  # fmt: skip
+def test_what_is_remembered_of_a_prompt_is_what_would_be_computed(
+    turns, capacity_runs, block_tokens
+):
+    """Prompts share prefixes, differ in a token or in salt only, and push each other out."""
+    memory = KeyMemory(block_tokens, capacity_runs)
+    for agent, salt, length, odd_one in turns:
+        prompt = list(range(agent, agent + length))
+        if odd_one < length:
+            prompt[odd_one] = 999_999
+        expected = block_keys(prompt, block_tokens, cache_salt=salt)
+        assert memory.keys(prompt, salt) == expected
+        assert memory.keys(prompt, salt) == expected
+        assert len(memory) <= capacity_runs
+
+
+def test_a_remembered_prefix_is_not_computed_again(monkeypatch):
+    memory = KeyMemory(64)
+    context = list(range(10 * RUN_TOKENS))
+    memory.keys(context)
+    computed = []
+
+    def counting(tokens, block_tokens):
+        computed.append(len(tokens))
+        return encoded_blocks(tokens, block_tokens)
+
+    monkeypatch.setattr("dualpath.core.blocks.encoded_blocks", counting)
+    memory.keys([*context, *range(100)])
+    memory.keys([*context, *range(100)], "tenant")
+    assert computed == [100, 10 * RUN_TOKENS + 100]
+
+
+def test_the_first_run_of_a_prompt_is_the_last_to_be_forgotten(monkeypatch):
+    memory = KeyMemory(64, capacity_runs=2)
+    context = list(range(4 * RUN_TOKENS))
+    memory.keys(context)
+    monkeypatch.setattr(
+        "dualpath.core.blocks.encoded_blocks",
+        lambda tokens, _: [] if len(tokens) == 0 else [b""] * 99,
+    )
+    assert len(memory.keys(context[: 2 * RUN_TOKENS])) == 2 * RUN_TOKENS // 64
