@@ -22,6 +22,7 @@ from dualpath.core.modes import Mode
 from dualpath.laboratory.emulated.front_door import FrontDoor
 from dualpath.laboratory.emulated.http_server import serving_app
 from dualpath.router.observe.dashboard.page_file import dashboard_page
+from dualpath.router.settings import RouterSettings
 
 PROMPT = list(range(1, 50))
 MARKUP = "<img src=x onerror=document.title='owned'>"
@@ -80,6 +81,19 @@ async def test_a_served_request_is_seen_and_then_that_the_router_is_gone(
     await tab.until("document.documentElement.dataset.state === 'lost'")
     assert "Connection lost" in await tab.value(text_of("#status"))
     assert "Trying again" in await tab.value(text_of("#problem"))
+
+
+async def test_a_router_with_keys_shows_itself_to_who_gives_one(tab: Tab, tmp_path: Path) -> None:
+    settings = RouterSettings(mode=Mode.DUALPATH, api_keys=("right",))
+    async with cluster(tmp_path, Mode.DUALPATH, router=settings) as made:
+        await tab.go(f"{made.endpoint}/dashboard#key=wrong")
+        await tab.until(f"{text_of('#problem')}.includes('does not accept')")
+        await tab.value("document.getElementById('key').value = 'right'")
+        await tab.value("document.getElementById('unlock').click()")
+        await tab.until("document.documentElement.dataset.state === 'live'")
+        # The key stays out of the address and is there after a reload.
+        await live(tab, f"{made.endpoint}/dashboard")
+        assert await tab.value("location.hash") == ""
 
 
 async def test_names_of_engines_are_text_whatever_they_are(tab: Tab) -> None:

@@ -6,8 +6,9 @@ pytest.importorskip("vllm")
 
 import httpx
 from fastapi import FastAPI, Request
+from starlette._utils import get_route_path
+from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
-from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
@@ -18,12 +19,13 @@ from dualpath.core.errors import (
     OverloadedError,
     PromptTooLongError,
 )
-from dualpath.router.api_keys import GUARDED_PREFIXES
+from dualpath.router.api_keys import OPEN_PATHS as OPEN
+from dualpath.router.api_keys import ApiKeyGuard, ApiKeys, router_keys
 from dualpath.router.control.registry import Registry
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.requests.limits import RequestLimits
 from dualpath.router.requests.refusals import HttpRefusal
 from dualpath.router.settings import RouterSettings
+from dualpath.vllm.app import layer_names
 from dualpath.vllm.engine_config import parse_front_end_arguments
 from dualpath.vllm.front_end_settings import FrontEndSettings
 from dualpath.vllm.frontend import http_error
@@ -43,6 +45,12 @@ class Service:
 
     def overload(self) -> str | None:
         return self.full
+
+
+def with_state(app: FastAPI, service: Service, *keys: str) -> None:
+    """What `make_app` gives the layers to look at."""
+    app.state.dualpath_service, app.state.dualpath_registry = service, Registry()
+    app.state.dualpath_api_keys = router_keys(keys, open_metrics=False)
 
 
 @pytest.fixture
@@ -67,11 +75,11 @@ async def guarded():
 
     args = parse_front_end_arguments(FrontEndSettings(model="m"))
     guard_clients(args, service.settings)
-    args.middleware = [f"{RequestLimits.__module__}.{RequestLimits.__name__}"]
+    args.middleware = layer_names()
     init_exception_handler(app)
     init_entrypoints_middleware(args, app, ())
+    with_state(app, service, "first", "second")
     app.state.args = args
-    app.state.dualpath_service = service
     transport = httpx.ASGITransport(app)
     headers = {"Authorization": "Bearer second", "Content-Type": "application/json"}
     async with httpx.AsyncClient(
@@ -158,8 +166,67 @@ async def test_one_of_each_refusal_is_counted_also_by_layers_that_are_vllms(guar
     assert counted == {**dict.fromkeys(HttpRefusal, 1), HttpRefusal.OVERLOADED: 2}
 
 
-def test_the_light_front_door_guards_what_vllm_does():
-    assert GUARDED_PREFIXES == GUARDED_PREFIX
+async def test_every_route_of_vllms_server_asks_for_a_key():
+    """Also those that vLLM's own check leaves open, and whatever a plugin or a version adds."""
+    args = parse_front_end_arguments(FrontEndSettings(model="m"))
+    args.middleware = layer_names()
+    app = build_app(args, ("generate",))
+    with_state(app, Service(), "first")
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
+    asked = [
+        (method, getattr(route, "path", ""))
+        for route in app.routes
+        for method in getattr(route, "methods", None) or ("GET", "POST")
+    ]
+    paths = {path for _, path in asked}
+    assert {"/invocations", "/tokenize", "/version", "/openapi.json", "/docs", "/metrics"} <= paths
+    answers = {(m, p): (await client.request(m, p)).status_code for m, p in asked if p not in OPEN}
+    assert {status for status in answers.values()} == {401}
+    assert (await client.get("/no-such-path")).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("root", "path", "admitted"),
+    [
+        ("", "/health", True),
+        ("/proxy", "/proxy/health", True),
+        ("/proxy", "/health", True),
+        ("/proxy", "/proxyhealth", False),
+        ("/v1", "/v1/tokenize", False),
+        ("", "/v1/health", False),
+    ],
+)
+async def test_the_guard_sees_the_path_that_routes_see(root, path, admitted):
+    async def inside(scope, receive, send):
+        called.append(get_route_path(scope))
+
+    async def send(message):
+        sent.append(message)
+
+    called: list[str] = []
+    sent: list[dict] = []
+    scope = {"type": "http", "method": "GET", "path": path, "root_path": root, "headers": []}
+    await ApiKeyGuard(inside, ApiKeys(["k"]))(scope, None, send)
+    assert called == (["/health"] if admitted else [])
+    assert [m["status"] for m in sent if "status" in m] == ([] if admitted else [401])
+
+
+async def test_a_web_socket_without_a_key_is_closed():
+    async def inside(scope, receive, send):
+        called.append(scope["type"])
+
+    async def send(message):
+        sent.append(message["type"])
+
+    called: list[str] = []
+    sent: list[str] = []
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": []}
+    guard = ApiKeyGuard(inside, ApiKeys(["k"]))
+    await guard(scope, None, send)
+    assert (called, sent) == ([], ["websocket.close"])
+    await guard({**scope, "headers": [(b"authorization", b"Bearer k")]}, None, send)
+    await guard({"type": "lifespan"}, None, send)
+    assert called == ["websocket", "lifespan"]
 
 
 def test_vllm_refuses_more_samples_than_the_settings_allow(monkeypatch):

@@ -73,7 +73,7 @@ async def test_a_full_router_says_when_to_come_again(tmp_path: Path) -> None:
         assert (await made.post(PROMPT, 1))[0] == 200
 
 
-async def test_keys_are_asked_for_as_in_vllm(tmp_path: Path, monkeypatch) -> None:
+async def test_every_path_asks_for_a_key_but_those_on_the_list(tmp_path: Path, monkeypatch) -> None:
     """Clients show one of the router's keys, the router shows the engines theirs."""
     monkeypatch.setenv("VLLM_API_KEY", "of-the-engines")
     monkeypatch.setenv("DUALPATH_ENGINE_API_KEY", "of-the-engines")
@@ -92,11 +92,29 @@ async def test_keys_are_asked_for_as_in_vllm(tmp_path: Path, monkeypatch) -> Non
             assert await status(completions, key) == 200
         for wrong in (None, "Bearer third", "Bearer of-the-engines", "Basic first", "first"):
             assert await status(completions, wrong) == 401
-        for path in ("/health", "/metrics", "/dualpath/v1/status"):
+        for path in ("/health", "/dashboard"):
             assert await status(made.endpoint + path, None, "GET") == 200
+        for path in (
+            *("/metrics", "/dualpath/v1/status", "/dualpath/v1/dashboard", "/v1/models"),
+            *("/", "/no-such-path", "/health/", "//health", "/dashboard/../metrics"),
+        ):
+            assert await status(made.endpoint + path, None, "GET") == 401
+            assert await status(made.endpoint + path, "Bearer first", "GET") in (200, 404)
         engine = made.engines["decode-0"].api_url + "/inference/v1/generate"
         assert await status(engine, "Bearer first") == 401
         assert await status(engine, "Bearer of-the-engines") == 400  # no transfer
+        # Who scrapes an engine must not hold the key that lets transfers be forged.
+        url = made.engines["decode-0"].api_url
+        assert await status(f"{url}/metrics", None, "GET") == 200
+        assert await status(f"{url}/no-such-path", None, "GET") == 401
+
+
+async def test_metrics_are_open_by_choice(tmp_path: Path) -> None:
+    settings = RouterSettings(mode=Mode.DUALPATH, api_keys=("first",), open_metrics=True)
+    async with cluster(tmp_path, Mode.DUALPATH, router=settings) as made:
+        for path, status in (("/metrics", 200), ("/dualpath/v1/status", 401)):
+            async with made.http.get(made.endpoint + path) as response:
+                assert response.status == status
 
 
 @pytest.mark.parametrize(
@@ -105,7 +123,12 @@ async def test_keys_are_asked_for_as_in_vllm(tmp_path: Path, monkeypatch) -> Non
         ("POST", "/v1/completions", "Bearer k", True),
         ("POST", "/v1/completions", None, False),
         ("POST", "/inference/v1/generate", None, False),
-        ("POST", "/tokenize", None, True),
+        ("POST", "/tokenize", None, False),
+        ("POST", "/invocations", None, False),
+        ("GET", "/metrics", None, False),
+        ("GET", "/health", None, True),
+        ("GET", "/health/", None, False),
+        ("GET", "", None, False),
         ("OPTIONS", "/v1/completions", None, True),
         ("POST", "/v1/completions", "Bearer \udcff", False),
         ("POST", "/v1/completions", "Bearer", False),

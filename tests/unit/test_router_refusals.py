@@ -59,7 +59,8 @@ async def test_one_of_each_at_the_light_front_door(tmp_path: Path, monkeypatch) 
                 return response.status
 
         async def counted() -> dict[str, float]:
-            async with made.http.get(f"{made.endpoint}/metrics") as response:
+            shown = {"Authorization": "Bearer key"}
+            async with made.http.get(f"{made.endpoint}/metrics", headers=shown) as response:
                 scrape = Scrape(await response.text())
             name = "dualpath:http_refusals_total"
             reasons = scrape.labels(name)["reason"]

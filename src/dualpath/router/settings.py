@@ -29,6 +29,9 @@ ApiKeys = Annotated[
         metavar="KEY,…",
     ),
 ]
+OpenMetrics = Annotated[
+    bool, Setting("/metrics asks for no API key, as /health; it names engines and counts requests")
+]
 EventLog = Annotated[
     str,
     Setting(
@@ -89,6 +92,7 @@ class RouterSettings(Settings, frozen=True):
         Setting("longer prompts get status 400; none: the model's context bounds them", ge=1),
     ] = None
     api_keys: ApiKeys = ()
+    open_metrics: OpenMetrics = False
     max_body_bytes: Annotated[int, Setting("larger HTTP bodies get status 413", ge=1)] = 64 << 20
     max_samples: Annotated[
         int, Setting("a larger n gets status 400; VLLM_MAX_N_SEQUENCES wins", ge=1)

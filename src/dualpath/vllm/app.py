@@ -11,8 +11,8 @@ extensions freely.
 
 import argparse
 import socket
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -27,6 +27,8 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
+from dualpath.router.api_keys import ApiKeyGuard, router_keys
+from dualpath.router.asgi import App, Message, Receive, Send
 from dualpath.router.observe.dashboard.board import Dashboard
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.observe.status import ORACLE_NOTE
@@ -36,10 +38,6 @@ from dualpath.vllm.frontend import DualPathLLM, ServedEngines, missing_engines
 
 #: How long open connections may take to end after a signal; their requests have failed by then.
 SHUTDOWN_GRACE_S = 5
-
-_Message = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[_Message]]
-_Send = Callable[[_Message], Awaitable[None]]
 
 
 class ObservedService(ServedEngines, LimitedService, Protocol):
@@ -65,16 +63,16 @@ class ModeHeaders:
     Touches only the head of a response, so that streams pass through unbuffered.
     """
 
-    def __init__(self, app: Callable[[_Message, _Receive, _Send], Awaitable[None]]) -> None:
+    def __init__(self, app: App) -> None:
         self._app = app
 
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass the call on, adding headers to an HTTP response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
 
-        async def send_with_mode(message: _Message) -> None:
+        async def send_with_mode(message: Message) -> None:
             if message["type"] == "http.response.start":
                 added = _mode_headers(scope["app"].state.dualpath_registry.mode)
                 message["headers"] = [*message.get("headers", ()), *added]
@@ -94,18 +92,29 @@ def _mode_headers(mode: Mode | None) -> list[tuple[bytes, bytes]]:
 
 async def make_app(llm: DualPathLLM, service: ObservedService, args: argparse.Namespace) -> FastAPI:
     """Return the application for vLLM's ``args``; ``llm`` and ``service`` outlive it."""
-    ours = [f"{layer.__module__}.{layer.__name__}" for layer in (RequestLimits, ModeHeaders)]
-    args.middleware = [*args.middleware, *ours]
     tasks = await llm.get_supported_tasks()
+    args.middleware = [*args.middleware, *layer_names()]
     app = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, app.state, args, tasks)
     app.state.dualpath_registry = service.registry
     app.state.dualpath_service = service
+    app.state.dualpath_api_keys = router_keys(
+        args.api_key or (), open_metrics=service.settings.open_metrics
+    )
     _put_first(app, "/health", _health_endpoint(service))
     _put_first(app, "/metrics", _metrics_endpoint(service))
     _put_first(app, "/dualpath/v1/status", _status_endpoint(service))
     add_dashboard(app, service)
     return app
+
+
+def layer_names() -> list[str]:
+    """Return our layers around vLLM's own for ``--middleware``, the innermost first.
+
+    The limits are outside the keys, and so count what the guard refuses.
+    """
+    layers = (ApiKeyGuard, RequestLimits, ModeHeaders)
+    return [f"{layer.__module__}.{layer.__name__}" for layer in layers]
 
 
 def add_dashboard(app: FastAPI, service: ObservedService) -> None:

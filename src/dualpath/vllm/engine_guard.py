@@ -2,8 +2,7 @@
 
 An engine is a whole vLLM server, but it serves the router:
 
-- Where the server has API keys, every path asks for one that is not in ``OPEN_PATHS``.  vLLM's own
-  guard knows prefixes to close instead, and has always forgotten one (``/invocations``).
+- Where the server has API keys, all but a few paths ask for one (``router.api_keys``).
 - A *prefill engine* computes with layers that share regions: without a transfer that takes each
   layer's KV away in time, the answer would be garbage with status 200.  So what brings work is
   refused, except the router's token API with a prefill transfer in it.
@@ -17,7 +16,6 @@ itself, stores nothing, and its answer is right.
 """
 
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
@@ -25,16 +23,12 @@ import msgspec
 from dualpath.core.cluster import Role
 from dualpath.core.control import PrefillTransfer, from_transfer_params
 from dualpath.core.errors import IncompatibleError
-from dualpath.router.api_keys import OPEN_PATHS, ApiKeys
+from dualpath.router.api_keys import ApiKeys, engine_keys
+from dualpath.router.asgi import App, Message, Receive, Send, own_path
 from dualpath.router.requests.limits import refusal
 from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath.vllm.engine_arguments import CONNECTOR
 from dualpath.vllm.engine_settings import engine_values
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 UNAUTHORIZED = 401
 FORBIDDEN = 403
@@ -92,9 +86,9 @@ class EngineGuard:
             await self._app(scope, receive, send)
             return
         role, keys = self._engine(scope)
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = own_path(scope)
         method = scope.get("method", "")  # a web socket has none
-        refused = _refused_caller(keys, scope, method, path)
+        refused = None if keys.admit_call(scope) else _no_key(path)
         brings_work = method not in _READING
         if refused is None and brings_work:
             refused = _refused_path(role, path)
@@ -109,7 +103,7 @@ class EngineGuard:
         """Return what this server is, None if it is not ours, and its keys."""
         if self._known is None:
             args = scope["app"].state.args
-            self._known = _role(args), ApiKeys(args.api_key or ())
+            self._known = _role(args), engine_keys(args.api_key or ())
         return self._known
 
     async def _token_api(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -127,14 +121,7 @@ class EngineGuard:
         await self._app(scope, again, send)
 
 
-def _refused_caller(
-    keys: ApiKeys, scope: Message, method: str, path: str
-) -> tuple[int, str] | None:
-    if path in OPEN_PATHS or method == "OPTIONS":
-        return None
-    shown = next((v for name, v in scope["headers"] if name == b"authorization"), b"")
-    if keys.fit(shown.decode("utf-8", "surrogateescape")):
-        return None
+def _no_key(path: str) -> tuple[int, str]:
     return UNAUTHORIZED, f"{path} asks for the engines' API key; send Authorization: Bearer KEY"
 
 

@@ -35,7 +35,7 @@ from dualpath.laboratory.emulated.http_server import (
     serving_app,
     until_signal,
 )
-from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
+from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.requests.limits import allow_many_streams, too_large
@@ -76,7 +76,7 @@ class FrontDoor:
             client_max_size=settings.max_body_bytes,
             middlewares=[
                 refusal_count(self._service.metrics),
-                api_key_guard(ApiKeys(settings.api_keys)),
+                api_key_guard(router_keys(settings.api_keys, open_metrics=settings.open_metrics)),
             ],
         )
         app.router.add_post("/v1/completions", self._complete)

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from dualpath.core.errors import ConfigError, DualPathError
-from dualpath.router.api_keys import ApiKeys
+from dualpath.router.api_keys import UNAUTHORIZED, ApiKeys
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.requests.limits import RETRY_AFTER_S
 from dualpath.router.token_api.statuses import TOO_MANY, api_error, status_of
@@ -57,7 +57,7 @@ def api_key_guard(keys: ApiKeys) -> Middleware:
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if keys.admit(request.method, request.path, request.headers.get("Authorization")):
             return await handler(request)
-        return web.json_response({"error": "Unauthorized"}, status=401)
+        return web.Response(status=401, body=UNAUTHORIZED, content_type="application/json")
 
     return guard
 

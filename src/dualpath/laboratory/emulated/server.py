@@ -30,7 +30,7 @@ from dualpath.laboratory.emulated.requests import (
     PrefillRequest,
     Sampling,
 )
-from dualpath.router.api_keys import ApiKeys
+from dualpath.router.api_keys import engine_keys
 from dualpath.router.token_api.statuses import BAD_REQUEST, UNPROCESSABLE
 from dualpath.router.token_api.wire import (
     GENERATE_PATH,
@@ -88,7 +88,7 @@ class EngineServer:
     def app(self) -> web.Application:
         """Return the application."""
         app = web.Application(
-            client_max_size=LARGEST_BODY_BYTES, middlewares=[api_key_guard(ApiKeys())]
+            client_max_size=LARGEST_BODY_BYTES, middlewares=[api_key_guard(engine_keys())]
         )
         app.router.add_post(GENERATE_PATH, self._generate)
         app.router.add_get("/health", self._health)

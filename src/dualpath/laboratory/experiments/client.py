@@ -20,6 +20,7 @@ from dualpath.laboratory.workload.replay.client import replay
 from dualpath.laboratory.workload.replay.options import ReplayOptions
 from dualpath.laboratory.workload.replay.result import ReplayResult
 from dualpath.laboratory.workload.replay.server import status
+from dualpath.router.api_keys import client_headers
 
 _POLL_S = 0.05
 _METRIC_TIMEOUT_S = 10.0
@@ -55,7 +56,7 @@ async def run_client(task: ClientTask) -> ClientResult:
     """Carry out a task.  Raises ``EngineLostError`` if the engines do not come up in time."""
     sessions = read_trace(task.trace)
     timeout = aiohttp.ClientTimeout(total=_METRIC_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as http:
+    async with aiohttp.ClientSession(timeout=timeout, headers=client_headers()) as http:
         await _ready(http, task)
         reply(READY)
         sys.stdin.readline()

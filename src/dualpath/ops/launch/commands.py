@@ -48,6 +48,7 @@ def router_command(settings: LocalClusterSettings, port: int, control_port: int)
         alpha_tokens=settings.alpha_tokens,
         beta_tokens=settings.beta_tokens,
         event_log=settings.event_log,
+        open_metrics=settings.open_metrics,
     )
     endpoint = FrontEndSettings(
         model=settings.model,
@@ -117,8 +118,8 @@ def engine_command(
 
 def router_keys(settings: LocalClusterSettings) -> frozenset[str]:
     """Keys of ``RouterSettings`` that ``router_command`` settles, whatever a file says."""
-    keys = {"control_host", "control_port", "mode", "cluster_secret_file"}
-    given = ("api_keys", "alpha_tokens", "beta_tokens", "event_log")
+    keys = {"control_host", "control_port", "mode", "cluster_secret_file", "api_keys"}
+    given = ("open_metrics", "alpha_tokens", "beta_tokens", "event_log")
     return frozenset(keys | {key for key in given if getattr(settings, key)})
 
 

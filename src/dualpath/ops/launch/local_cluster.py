@@ -26,6 +26,7 @@ from dualpath.ops.launch.commands import (
 from dualpath.ops.launch.fork_server import ForkedProcess
 from dualpath.ops.launch.process import ManagedProcess, Supervisor
 from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.router.api_keys import client_headers
 
 ROUTER = "router"
 
@@ -115,7 +116,8 @@ class LocalCluster:
 
     def status(self) -> dict[str, Any]:
         """Return the router's ``/dualpath/v1/status``."""
-        code, body = _get(f"{self.endpoint}/dualpath/v1/status")
+        shown = client_headers(self.settings.api_keys)
+        code, body = _get(f"{self.endpoint}/dualpath/v1/status", shown)
         if code != 200:
             raise EngineLostError(f"router at {self.endpoint} answered {code}; see its log")
         return msgspec.json.decode(body, type=dict[str, Any])
@@ -197,11 +199,11 @@ def claim_port(host: str = LOOPBACK, port: int = 0) -> int:
         return int(probe.getsockname()[1])
 
 
-def _get(url: str) -> tuple[int, bytes]:
+def _get(url: str, headers: dict[str, str]) -> tuple[int, bytes]:
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.netloc, timeout=5)
     try:
-        connection.request("GET", parts.path)
+        connection.request("GET", parts.path, headers=headers)
         response = connection.getresponse()
         return response.status, response.read()
     finally:

@@ -18,7 +18,7 @@ from dualpath.engine.settings import (
     SnicRate,
     Storage,
 )
-from dualpath.router.settings import AlphaTokens, ApiKeys, BetaTokens, EventLog
+from dualpath.router.settings import AlphaTokens, ApiKeys, BetaTokens, EventLog, OpenMetrics
 from dualpath.transport.ucx_config import check_engine_config
 from dualpath.vllm.front_end_settings import (
     BlockTokens,
@@ -73,6 +73,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
         str, Setting("file whose sections router and engine count for the parts", flag=False)
     ] = ""
     api_keys: ApiKeys = ()
+    open_metrics: OpenMetrics = False
     start_timeout_s: Annotated[
         float, Setting("within it all engines must have registered", gt=0)
     ] = 300.0

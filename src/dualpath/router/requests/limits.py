@@ -9,19 +9,14 @@ A server process may have as many streams as files: one each at an engine, two a
 """
 
 import resource
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
+from dualpath.router.asgi import App, Message, Receive, Send
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.statuses import TOO_LARGE, TOO_MANY
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 #: When a client may try again that came while the service was full; requests end all the time.
 RETRY_AFTER_S = 1

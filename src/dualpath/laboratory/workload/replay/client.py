@@ -34,6 +34,7 @@ from dualpath.laboratory.workload.replay.server import (
     status,
 )
 from dualpath.laboratory.workload.replay.stream import Clock
+from dualpath.router.api_keys import client_headers
 
 _CONNECT_TIMEOUT_S = 10.0
 
@@ -62,8 +63,9 @@ async def replay(
     """Replay ``sessions`` against ``endpoint`` (``http://host:port``) and return the figures.
 
     ``encode`` turns text into token ids, needed by text sessions only.  Failed turns are in the
-    result, not raised.  Raises ``ConfigError`` for settings that cannot work and
-    ``EngineLostError`` where the endpoint does not answer at the start.
+    result, not raised.  The endpoint is shown the environment's ``VLLM_API_KEY``.  Raises
+    ``ConfigError`` for settings that cannot work and ``EngineLostError`` where the endpoint does
+    not answer at the start.
     """
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"endpoint {endpoint!r} is no http:// or https:// URL")
@@ -75,7 +77,8 @@ async def replay(
     )
     # No connection limit: waiting for a connection would hide queueing from the server.
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+    shown = client_headers()
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=shown) as http:
         model, model_limit = await served_model(http, endpoint, options.model)
         before = await status(http, endpoint)
         setting = _setting(options, endpoint, model, model_limit, before, len(agents))

@@ -21,6 +21,7 @@ SCRIPTS = (
     "live.js",
     "replay.js",
     "simulation.js",
+    "key.js",
     "main.js",
 )
 

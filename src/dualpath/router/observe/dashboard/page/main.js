@@ -30,8 +30,10 @@ async function poll() {
   try {
     const answer = await fetch(`${ADDRESS}?since=${history_.seq}`, {
       cache: "no-store",
+      headers: keyHeaders(),
       signal: AbortSignal.timeout(ANSWER_MS),
     });
+    if (answer.status === 401) return locked();
     if (!answer.ok) throw new Error(`status ${answer.status}`);
     const report = await answer.json();
     if (state.file || state.paused) return;
@@ -39,6 +41,7 @@ async function poll() {
     history_.take(report);
     state.heard = performance.now();
     byId("pause").hidden = false;
+    byId("locked").hidden = true;
     showState("live", "Live");
     problem(null);
     show(liveView(report, history_));
@@ -46,6 +49,24 @@ async function poll() {
     if (!state.file && !state.paused) lost(error);
   }
   if (!state.file && !state.paused) state.timer = setTimeout(poll, POLL_MS);
+}
+
+/** The router asks for a key: wait until one is given. */
+function locked() {
+  const shown = Object.keys(keyHeaders()).length > 0;
+  showState("lost", "API key needed");
+  problem(shown ? "The router does not accept this API key." : "This router asks for an API key.");
+  byId("locked").hidden = false;
+  byId("key").focus();
+  byId("view").setAttribute("aria-busy", "false");
+}
+
+function unlock() {
+  keepKey(byId("key").value.trim());
+  byId("key").value = "";
+  byId("locked").hidden = true;
+  problem(null);
+  goLive();
 }
 
 function lost(error) {
@@ -90,6 +111,7 @@ function showRun(run, name, chosen) {
   }
   state.file = true;
   clearTimeout(state.timer);
+  byId("locked").hidden = true;
   problem(null);
   showState("file", `File: ${name}`);
   byId("live").hidden = location.protocol === "file:";
@@ -180,7 +202,13 @@ addEventListener("drop", (event) => {
   if (file) openFile(file);
 });
 
+byId("unlock").addEventListener("click", unlock);
+byId("key").addEventListener("keydown", (event) => {
+  if (event.key === "Enter") unlock();
+});
+
 setTheme(remembered());
+keyFromAddress();
 const asked = new URLSearchParams(location.search).get("file");
 if (asked) openAddress(asked);
 else if (location.protocol === "file:") showState("file", "No run open");
