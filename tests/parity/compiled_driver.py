@@ -11,7 +11,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.request import Request
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.model.sim.compiled import ledger, scheduler, tables
-from dualpath.policy.event_log import EngineJoined, EngineLost, EventLog, Submitted
+from dualpath.policy.event_log import EngineJoined, EngineLost, EnginePaused, EventLog, Submitted
 from dualpath.policy.events import (
     DE_REASONS,
     PE_REASONS,
@@ -23,8 +23,9 @@ from dualpath.policy.events import (
 
 
 def before_losses(log: EventLog) -> EventLog:
-    """Return the log up to the first lost engine: in the simulator none is lost."""
-    losses = (i for i, event in enumerate(log.events) if isinstance(event, EngineLost))
+    """Return the log up to the first engine lost or paused: in the simulator none is."""
+    changes = EngineLost, EnginePaused
+    losses = (i for i, event in enumerate(log.events) if isinstance(event, changes))
     return EventLog(log.begin, log.events[: next(losses, len(log.events))])
 
 
@@ -55,6 +56,14 @@ class CompiledScheduler:
     def engine_lost(self, engine_id: str) -> list[str]:
         """The simulator has no word for it."""
         raise NotImplementedError(f"engine {engine_id} is lost; play the log before_losses")
+
+    def engine_paused(self, engine_id: str) -> None:
+        """The simulator has no word for it."""
+        raise NotImplementedError(f"engine {engine_id} is paused; play the log before_losses")
+
+    def engine_resumed(self, engine_id: str) -> None:
+        """As ``engine_paused``."""
+        raise NotImplementedError(f"engine {engine_id} resumes; play the log before_losses")
 
     def report(self, report: EngineReport) -> None:
         """An engine reported its load."""

@@ -80,6 +80,7 @@ class Cluster(RuleBasedStateMachine):
         if self.mode is Mode.ROUND_ROBIN:
             self.limited = False
         self.engines: dict[str, Engine] = {}
+        self.paused: set[str] = set()
         self.requests: dict[str, Request] = {}
         self.assigned: dict[str, Assignment] = {}
         self.count = 0
@@ -94,6 +95,7 @@ class Cluster(RuleBasedStateMachine):
         request = self.requests[assignment.request_id]
         assert assignment.request_id not in self.assigned
         self.assigned[assignment.request_id] = assignment
+        assert not self.paused & {assignment.prefill_engine, assignment.decode_engine}
         prefill = self.engines[assignment.prefill_engine]
         decode = self.engines[assignment.decode_engine]
         prefill.add(assignment.prefill_assign_seq, assignment.request_id, assignment.prefill_tokens)
@@ -175,6 +177,7 @@ class Cluster(RuleBasedStateMachine):
     @precondition(lambda self: self.engines)
     def lose(self, data: st.DataObject) -> None:
         engine = self.engines.pop(data.draw(st.sampled_from(sorted(self.engines))))
+        self.paused.discard(engine.spec.engine_id)
         lost = self.scheduler.engine_lost(engine.spec.engine_id)
         held_here = set(engine.tokens)
         assert held_here <= set(lost)
@@ -189,6 +192,20 @@ class Cluster(RuleBasedStateMachine):
     def rejoin(self, data: st.DataObject) -> None:
         gone = [spec for spec in specs() if spec.engine_id not in self.engines]
         self.join(data.draw(st.sampled_from(gone)))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.engines)
+    def pause(self, data: st.DataObject) -> None:
+        engine_id = data.draw(st.sampled_from(sorted(self.engines)))
+        self.scheduler.engine_paused(engine_id)
+        self.paused.add(engine_id)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.paused)
+    def resume(self, data: st.DataObject) -> None:
+        engine_id = data.draw(st.sampled_from(sorted(self.paused)))
+        self.scheduler.engine_resumed(engine_id)
+        self.paused.remove(engine_id)
 
     @invariant()
     def requests_are_conserved(self) -> None:
@@ -208,12 +225,17 @@ class Cluster(RuleBasedStateMachine):
             assert load.unfinished_tokens >= sum(self.engines[load.engine_id].tokens.values())
 
     def teardown(self) -> None:
-        """While both roles have an engine and load finishes, all is served and nothing stays."""
+        """While both roles have an engine that takes requests, and load finishes, all is served."""
         if not hasattr(self, "scheduler"):
             return
         for role in Role:
             if not any(engine.spec.role is role for engine in self.engines.values()):
                 self.join(next(spec for spec in specs() if spec.role is role))
+        for role in Role:
+            mine = {e.spec.engine_id for e in self.engines.values() if e.spec.role is role}
+            if mine <= self.paused:
+                self.scheduler.engine_resumed(min(mine))
+                self.paused.remove(min(mine))
         for engine in self.engines.values():
             self.scheduler.report(engine.report())
         while self.requests:

@@ -340,6 +340,53 @@ def test_newcomers_do_not_hold_hbm_against_an_older_request_that_has_its_prefill
     assert [a.request_id for a in assign(scheduler, "Z")] == ["held"]
 
 
+def test_a_paused_engine_gets_nothing_new_and_keeps_what_it_has() -> None:
+    scheduler = scheduler_with(
+        engine("p0", Role.PREFILL, "p", "P", 0),
+        engine("p1", Role.PREFILL, "p", "P", 1),
+        engine("d0", Role.DECODE, "x", "X", 2, hbm=1000),
+        engine("d1", Role.DECODE, "x", "X", 3, hbm=1000),
+    )
+    scheduler.submit(request("r0", prompt=900))
+    (old,) = assign(scheduler, "P", "X")
+    assert (old.prefill_engine, old.decode_engine) == ("p0", "d0")
+
+    scheduler.engine_paused("p0")
+    scheduler.engine_paused("d1")
+    for name in ("r1", "r2"):
+        scheduler.submit(request(name, prompt=900))
+    assert assign(scheduler, "P", "X") == []
+    scheduler.prefill_done("r0")
+    scheduler.finished("r0")
+    (new,) = assign(scheduler, "P", "X")
+    assert (new.prefill_engine, new.decode_engine, new.decode_assign_seq) == ("p1", "d0", 2)
+
+    scheduler.engine_resumed("d1")
+    (last,) = assign(scheduler, "P", "X")
+    assert (last.request_id, last.decode_engine) == ("r2", "d1")
+
+
+@pytest.mark.parametrize("mode", [Mode.DUALPATH, Mode.ROUND_ROBIN])
+def test_a_request_that_has_half_its_engines_gives_a_paused_one_back(mode: Mode) -> None:
+    scheduler = scheduler_with(
+        engine("p0", Role.PREFILL, "p", "P", 0),
+        engine("p1", Role.PREFILL, "q", "Q", 1),
+        engine("d0", Role.DECODE, "x", "X", 2),
+        mode=mode,
+    )
+    scheduler.submit(request("r0"))
+    assert assign(scheduler, "P") == []
+
+    scheduler.engine_paused("p0")
+    (only,) = assign(scheduler, "P", "X", "Q")
+    assert only.prefill_engine == "p1"
+    assert {load.engine_id: load.unfinished_requests for load in scheduler.loads()} == {
+        "p0": 0,
+        "p1": 1,
+        "d0": 1,
+    }
+
+
 def test_a_request_that_no_decode_engine_can_hold_is_refused_once_engines_are_known() -> None:
     scheduler = scheduler_with()
     scheduler.submit(request("early", prompt=2000))

@@ -19,8 +19,9 @@ class InTurnPlacer:
     """Round robin over all engines of a role, in order, whatever group they are in.
 
     Every request is dealt to the next engine and waits in that engine's queue until its group
-    fetches.  Only at the DE is there a limit: HBM (an engine that could never hold the request
-    loses its turn); a head that does not fit yet holds up the queue of that engine alone.
+    fetches; a paused engine loses its turn.  Only at the DE is there a limit: HBM (an engine that
+    could never hold the request loses its turn); a head that does not fit yet holds up the queue of
+    that engine alone.
     """
 
     def __init__(self, ledger: Ledger, role: Role) -> None:
@@ -61,6 +62,8 @@ class InTurnPlacer:
         start = bisect_right(ring, self._last_order, key=lambda engine: engine.spec.order)
         for step in range(len(ring)):
             engine = ring[(start + step) % len(ring)]
+            if engine.paused:
+                continue
             if self._role is Role.PREFILL or engine.spec.hbm_tokens >= tokens:
                 self._last_order = engine.spec.order
                 return engine

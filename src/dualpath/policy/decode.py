@@ -128,8 +128,12 @@ class TwoPhaseDecodePlacer:
     def _drain_global_queue(self) -> None:
         groups = self._ledger.groups_of(Role.DECODE)
         private = self._private_tokens
-        totals = [sum(g.columns[TOK]) + private.get(g.name, 0) for g in groups]
-        largest = [g.largest_hbm_tokens for g in groups]
+        taking = [group.taking() for group in groups]
+        totals = [
+            sum(t.columns[TOK]) + private.get(g.name, 0)
+            for g, t in zip(groups, taking, strict=True)
+        ]
+        largest = [t.largest_hbm_tokens for t in taking]
         for ticket in list(self._queues.common.values()):
             row = choose_group(totals, largest, ticket.decode_tokens)
             if row < 0:
@@ -141,22 +145,23 @@ class TwoPhaseDecodePlacer:
 
     def _serve_private_queue(self, group: GroupState) -> list[Placement]:
         queue = self._queues.private(group.name)
+        taking = group.taking()
         lengths = upper_bound_set(
-            group.columns[FREE_HBM], (ticket.decode_tokens for ticket in queue)
+            taking.columns[FREE_HBM], (ticket.decode_tokens for ticket in queue)
         )
         if not lengths:
             return []
         rows, low_token = assign_decode(
-            group.columns[TOK],
-            group.columns[SEQ],
-            group.columns[FREE_HBM],
+            taking.columns[TOK],
+            taking.columns[SEQ],
+            taking.columns[FREE_HBM],
             lengths,
             self._threshold_factor,
         )
         tickets = [ticket for ticket, _ in zip(queue, rows, strict=False)]
         placements = []
         for ticket, row, low in zip(tickets, rows.tolist(), low_token.tolist(), strict=True):
-            engine_id = group.engines[row].spec.engine_id
+            engine_id = taking.engines[row].spec.engine_id
             self._take(ticket.request_id)
             self._ledger.hold(engine_id, ticket.request_id, ticket.decode_tokens)
             reason = "low-token min-seq" if low else "high-token min-tok"

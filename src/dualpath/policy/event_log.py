@@ -35,6 +35,12 @@ class SchedulerCalls(Protocol):
     def engine_lost(self, engine_id: str) -> list[str]:
         """An engine is gone; return the unfinished requests it had."""
 
+    def engine_paused(self, engine_id: str) -> None:
+        """An engine gets nothing new for now."""
+
+    def engine_resumed(self, engine_id: str) -> None:
+        """A paused engine may get requests again."""
+
     def report(self, report: EngineReport) -> None:
         """An engine reported its load."""
 
@@ -115,6 +121,18 @@ class EngineLost(Call, frozen=True, tag="engine_lost"):
     requests: tuple[str, ...] = ()
 
 
+class EnginePaused(Call, frozen=True, tag="engine_paused"):
+    """An engine gets nothing new."""
+
+    engine_id: str
+
+
+class EngineResumed(Call, frozen=True, tag="engine_resumed"):
+    """A paused engine gets requests again."""
+
+    engine_id: str
+
+
 class Reported(Call, frozen=True, tag="report"):
     """A report as the ledger takes it, in the scheduler's numbering of assignments."""
 
@@ -163,6 +181,8 @@ class Cancelled(Call, frozen=True, tag="cancel"):
 Event = (
     EngineJoined
     | EngineLost
+    | EnginePaused
+    | EngineResumed
     | Reported
     | Submitted
     | Fetched

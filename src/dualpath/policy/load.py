@@ -11,6 +11,7 @@ lowest order.  Here they are lists, which Python reads faster than arrays.
 """
 
 from bisect import bisect, insort
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -52,6 +53,7 @@ class EngineState:
         self.columns = columns
         self.row = 0
         self.free_buffer_tokens: int | None = None
+        self.paused = False
         self.held: dict[str, int] = {}
         self.pending: dict[str, _Charge] = {}
         self.pending_reads: dict[str, _Charge] = {}
@@ -59,6 +61,18 @@ class EngineState:
     def account(self, column: int) -> int:
         """Return one entry of the engine's account."""
         return self.columns[column][self.row]
+
+
+class Taking(NamedTuple):
+    """Engines in order, and their accounts as columns with a row for each."""
+
+    engines: Sequence["EngineState"]
+    columns: Sequence[list[int]]
+
+    @property
+    def largest_hbm_tokens(self) -> int:
+        """What the largest of them holds in all, 0 without any."""
+        return max((engine.spec.hbm_tokens for engine in self.engines), default=0)
 
 
 class GroupState:
@@ -70,6 +84,19 @@ class GroupState:
         self.engines: list[EngineState] = []
         self.columns: list[list[int]] = [[] for _ in range(ACCOUNT_COLUMNS)]
         self.largest_hbm_tokens = 0
+        self._taking: tuple[EngineState, ...] | None = None
+
+    def taking(self) -> "Taking":
+        """Return the engines that get requests, and their accounts; a rule reads no others."""
+        if self._taking is None:
+            return Taking(self.engines, self.columns)
+        rows = [engine.row for engine in self._taking]
+        return Taking(self._taking, [[column[row] for row in rows] for column in self.columns])
+
+    def note_pauses(self) -> None:
+        """Take down which engines are paused now."""
+        taking = tuple(engine for engine in self.engines if not engine.paused)
+        self._taking = None if len(taking) == len(self.engines) else taking
 
     def add(self, spec: EngineSpec, node_row: int) -> EngineState:
         """Open an account, empty, in its row."""
@@ -92,6 +119,7 @@ class GroupState:
     def _number(self) -> None:
         for row, engine in enumerate(self.engines):
             engine.row = row
+        self.note_pauses()
         self.largest_hbm_tokens = max((e.spec.hbm_tokens for e in self.engines), default=0)
 
 
@@ -135,6 +163,16 @@ class Ledger:
         if not group.engines:
             del self.groups[group.name]
         self._list_groups(group.role)
+        return engine.spec
+
+    def pause(self, engine_id: str, *, paused: bool) -> EngineSpec:
+        """Give an engine nothing new, or something again; its account goes on.
+
+        Raises ``EngineLostError`` if it has none.
+        """
+        engine = self.engine(engine_id)
+        engine.paused = paused
+        self.groups[engine.spec.group].note_pauses()
         return engine.spec
 
     def engine(self, engine_id: str) -> EngineState:

@@ -102,10 +102,10 @@ class FifoPrefillPlacer:
         return placements
 
     def _place(self, group: str, window: list[Ticket]) -> list[Placement]:
-        state = self._ledger.groups[group]
+        taking = self._ledger.groups[group].taking()
         rows, short = assign_prefill(
-            state.columns[TOK],
-            state.columns[NODE],
+            taking.columns[TOK],
+            taking.columns[NODE],
             self._ledger.node_read_q,
             [ticket.prefill_tokens for ticket in window],
             self._alpha_tokens,
@@ -113,7 +113,7 @@ class FifoPrefillPlacer:
         )
         placements = []
         for ticket, row, is_short in zip(window, rows.tolist(), short.tolist(), strict=False):
-            engine_id = state.engines[row].spec.engine_id
+            engine_id = taking.engines[row].spec.engine_id
             del self._queue[ticket.request_id]
             self._ledger.hold(engine_id, ticket.request_id, ticket.prefill_tokens)
             reason = "short-queue" if is_short else "long-queue"

@@ -15,7 +15,8 @@ What the driver (router or simulator) has to do:
 request submitted again after a loss queues at the end.  This is what keeps the two queues free of
 deadlock: whenever a request holds a PE and waits for HBM at a DE, everything that holds that
 HBM is older and so has a PE as well, and finishes.  Where engines come or go, requests that hold
-only a DE give it back and queue anew, in order, so that this stays true.
+only a DE give it back and queue anew, in order, so that this stays true; where an engine is paused,
+those that hold only a PE as well.
 
 *What a request weighs.*  tokens(r) at the PE is its prompt; len_r at the DE its prompt and, at
 most ``generated_reserve_tokens``, what it may generate.
@@ -113,6 +114,22 @@ class RequestScheduler:
             self._forget(flight)
         self._recall(spec.role)
         return [f.ticket.request_id for f in sorted(lost, key=lambda f: f.ticket.number)]
+
+    def engine_paused(self, engine_id: str) -> None:
+        """Give an engine nothing new; what it was assigned goes on, and so does its account.
+
+        Requests with only half an assignment give it back, wherever it is, and queue anew in
+        order.  Raises ``EngineLostError`` if the engine has not joined.
+        """
+        self._ledger.pause(engine_id, paused=True)
+        self._recall_halves()
+
+    def engine_resumed(self, engine_id: str) -> None:
+        """Let a paused engine get requests again; raises ``EngineLostError`` as ``engine_paused``.
+
+        An engine that joins is not paused.
+        """
+        self._recall(self._ledger.pause(engine_id, paused=False).role)
 
     def report(self, report: EngineReport) -> None:
         """Take over an engine's load.
@@ -303,6 +320,18 @@ class RequestScheduler:
                 tickets.append(flight.ticket)
             self._decode_only.clear()
         self._placers[role].recall(tickets)
+
+    def _recall_halves(self) -> None:
+        """Let all waiting requests queue anew for both of their engines."""
+        tickets = []
+        for request_id, flight in self._flights.items():
+            if flight.prefill is not None and not flight.assigned:
+                self._ledger.release(flight.prefill.engine_id, request_id)
+                self._placed[flight.prefill.engine_id].pop(request_id, None)
+                flight.prefill = None
+                tickets.append(flight.ticket)
+        self._placers[Role.PREFILL].recall(tickets)
+        self._recall(Role.DECODE)
 
     def _check(self, ticket: Ticket) -> None:
         request = ticket.request

@@ -23,6 +23,8 @@ from dualpath.policy.event_log import (
     E,
     EngineJoined,
     EngineLost,
+    EnginePaused,
+    EngineResumed,
     EventLog,
     Fetched,
     Finished,
@@ -115,6 +117,14 @@ class RecordedScheduler:
         """Record ``RequestScheduler.engine_lost``."""
         done = self._make(EngineLost(engine_id))
         return list(done.requests)
+
+    def engine_paused(self, engine_id: str) -> None:
+        """Record ``RequestScheduler.engine_paused``."""
+        self._make(EnginePaused(engine_id))
+
+    def engine_resumed(self, engine_id: str) -> None:
+        """Record ``RequestScheduler.engine_resumed``."""
+        self._make(EngineResumed(engine_id))
 
     def report(self, report: EngineReport) -> None:
         """Record ``RequestScheduler.report``."""
