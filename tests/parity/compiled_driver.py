@@ -19,6 +19,7 @@ from dualpath.policy.events import (
     Assignment,
     EngineReport,
     EngineSpec,
+    Thresholds,
 )
 
 
@@ -48,6 +49,13 @@ class CompiledScheduler:
         self._names: dict[int, str] = {}
         self._free = list(range(submitted))
         self._state = tables.new_scheduler(log.begin.settings, self._specs, submitted)
+
+    def set_thresholds(self, thresholds: Thresholds) -> None:
+        """The simulator's engines never change, and so do its thresholds: its tables are new."""
+        rules = self._state.rules._replace(
+            alpha_tokens=thresholds.alpha_tokens, beta_tokens=thresholds.beta_tokens
+        )
+        self._state = self._state._replace(rules=rules)
 
     def engine_joined(self, spec: EngineSpec) -> None:
         """Nothing is left to do."""

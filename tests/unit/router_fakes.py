@@ -16,6 +16,7 @@ from dualpath.core import control
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError, TransportError
+from dualpath.core.rates import Rates
 from dualpath.engine.link import HEARTBEAT_S
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.control.registry import EngineInfo
@@ -72,10 +73,11 @@ class FakeEngine:
         hbm_tokens: int = 100_000,
         namespace: StoreNamespace = NAMESPACE,
         limits: dict[str, int] | None = None,
+        rates: Rates = Rates(),  # noqa: B008 - frozen
     ) -> None:
         self.engine_id, self.role, self.stored = engine_id, role, stored
         self.buffer_blocks, self.mode, self.hbm_tokens = buffer_blocks, mode, hbm_tokens
-        self.namespace = namespace
+        self.namespace, self.rates = namespace, rates
         self.limits = {"max_model_len": 1000, "vocab_size": 1009} | (limits or {})
         self.version = control.PROTOCOL_VERSION
         self.generation = 0
@@ -137,6 +139,7 @@ class FakeEngine:
             hbm_tokens=self.hbm_tokens,
             buffer_tokens=self.buffer_blocks * BLOCK_TOKENS,
             limits=self.limits,
+            rates=self.rates,
         )
 
     async def kill(self) -> None:

@@ -22,6 +22,7 @@ import msgspec
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.errors import IncompatibleError
+from dualpath.core.rates import Rates
 from dualpath.core.runs import HitRun
 
 #: Raised by one whenever a message changes its meaning; both ends must agree.
@@ -67,7 +68,8 @@ class Hello(Message, frozen=True, tag=True):
     ``api_url`` is the base URL of the engine's own HTTP server; ``node`` and ``group`` place it
     (§6.1: engines of one node share a group, and a storage NIC).  ``hbm_tokens`` and
     ``buffer_tokens`` are capacities in tokens; ``limits`` carries what the front end has to know
-    of the engine (``max_model_len``, ``vocab_size``, ``served_model_name`` …).
+    of the engine (``max_model_len``, ``vocab_size``, ``served_model_name`` …), ``rates`` what it
+    knows of its own speed.
     """
 
     version: int
@@ -81,6 +83,7 @@ class Hello(Message, frozen=True, tag=True):
     buffer_tokens: int
     snic_bytes_per_s: float | None = None
     limits: dict[str, Any] = {}
+    rates: Rates = Rates()
 
 
 class Welcome(Message, frozen=True, tag=True):

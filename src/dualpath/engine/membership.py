@@ -12,6 +12,7 @@ import msgspec
 
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.control import PROTOCOL_VERSION, Hello, Message
+from dualpath.core.rates import Rate, RateOrigin, Rates
 from dualpath.engine.device import Device
 from dualpath.engine.hbm_copy import HbmLayout
 from dualpath.engine.link import ControlLink
@@ -50,6 +51,7 @@ class Membership:
         surroundings: Surroundings = LIVE,
     ) -> None:
         self.settings = settings
+        self.rates = Rates(read_bytes=_bounded(settings.snic_bytes_per_s))
         self.epoch = surroundings.new_epoch()
         self._surroundings = surroundings
         self._namespace = namespace
@@ -98,6 +100,10 @@ class Membership:
             self.manager.hbm_tokens,
         )
 
+    def computes(self, prefill_tokens: Rate) -> None:
+        """Say from the next greeting on how many prompt tokens are computed in a second."""
+        self.rates = msgspec.structs.replace(self.rates, prefill_tokens=prefill_tokens)
+
     def send(self, message: Message) -> None:
         """Send the router something; dropped before the engine joins and after it leaves."""
         if self._link is not None:
@@ -130,5 +136,10 @@ class Membership:
             hbm_tokens=manager.hbm_tokens,
             buffer_tokens=manager.buffer_tokens,
             snic_bytes_per_s=settings.snic_bytes_per_s or None,
+            rates=self.rates,
             limits={**msgspec.structs.asdict(self._model), "pid": os.getpid()},
         )
+
+
+def _bounded(bytes_per_s: float) -> Rate | None:
+    return Rate(bytes_per_s, RateOrigin.SET) if bytes_per_s else None

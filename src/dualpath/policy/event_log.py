@@ -17,7 +17,13 @@ import msgspec
 
 from dualpath.core.errors import DualPathError, TraceError
 from dualpath.core.request import Request
-from dualpath.policy.events import Assignment, EngineReport, EngineSpec, SchedulerSettings
+from dualpath.policy.events import (
+    Assignment,
+    EngineReport,
+    EngineSpec,
+    SchedulerSettings,
+    Thresholds,
+)
 from dualpath.policy.scheduler import RequestScheduler
 
 #: Raised when logs written before can no longer be read.
@@ -28,6 +34,9 @@ LARGEST_NUMBER = 1 << 60
 
 class SchedulerCalls(Protocol):
     """The calls of ``RequestScheduler`` that change it; see there."""
+
+    def set_thresholds(self, thresholds: Thresholds) -> None:
+        """α and β are others from now on."""
 
     def engine_joined(self, spec: EngineSpec) -> None:
         """An engine may get requests from now on."""
@@ -106,6 +115,12 @@ class Call(Line, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, refused="", **changes)
 
 
+class ThresholdsSet(Call, frozen=True, tag="set_thresholds"):
+    """α and β from now on; until the first, those of ``Begin`` hold."""
+
+    thresholds: Thresholds
+
+
 class EngineJoined(Call, frozen=True, tag="engine_joined"):
     """An engine came."""
 
@@ -179,7 +194,8 @@ class Cancelled(Call, frozen=True, tag="cancel"):
 
 
 Event = (
-    EngineJoined
+    ThresholdsSet
+    | EngineJoined
     | EngineLost
     | EnginePaused
     | EngineResumed

@@ -36,6 +36,13 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     balanced_baselines: bool = False
 
 
+class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """α and β of ``SchedulerSettings`` from now on; they follow from the engines there are."""
+
+    alpha_tokens: int
+    beta_tokens: int
+
+
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine as the scheduler sees it; ``order`` breaks ties and is unique.
 

@@ -73,6 +73,10 @@ class FifoPrefillPlacer:
         self._beta_tokens = beta_tokens
         self._queue: OrderedDict[str, Ticket] = OrderedDict()
 
+    def set_thresholds(self, alpha_tokens: int, beta_tokens: int) -> None:
+        """Go on with another α and β."""
+        self._alpha_tokens, self._beta_tokens = alpha_tokens, beta_tokens
+
     def add(self, ticket: Ticket) -> None:
         """Let a ticket wait behind all others."""
         self._queue[ticket.request_id] = ticket

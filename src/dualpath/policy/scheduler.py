@@ -36,6 +36,7 @@ from dualpath.policy.events import (
     EngineReport,
     EngineSpec,
     SchedulerSettings,
+    Thresholds,
 )
 from dualpath.policy.load import EngineLoad, Ledger
 from dualpath.policy.placement import Placement, Placer, Ticket
@@ -89,6 +90,18 @@ class RequestScheduler:
         self._placed: dict[str, dict[str, None]] = {}
         self._submitted = 0
         self._unassigned = 0
+
+    def set_thresholds(self, thresholds: Thresholds) -> None:
+        """Go on with another α and β; what is placed stays where it is."""
+        self._settings = msgspec.structs.replace(
+            self._settings,
+            alpha_tokens=thresholds.alpha_tokens,
+            beta_tokens=thresholds.beta_tokens,
+        )
+        placer = self._placers[Role.PREFILL]
+        if isinstance(placer, FifoPrefillPlacer):
+            alpha_tokens = effective_alpha_tokens(self._settings)
+            placer.set_thresholds(alpha_tokens, thresholds.beta_tokens)
 
     def engine_joined(self, spec: EngineSpec) -> None:
         """Count an engine in, empty; the same id may join again after ``engine_lost``.

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable
 
 from dualpath.core.cluster import Role
@@ -9,7 +10,7 @@ from dualpath.core.control import RouterMessage
 from dualpath.core.errors import DeadlineError, EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.policy.events import Assignment, SchedulerSettings
-from dualpath.policy.scheduler import UNLIMITED_TOKENS, RequestScheduler
+from dualpath.policy.scheduler import RequestScheduler
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.dispatch import Dispatch
 from dualpath.router.control.engine_calls import EngineCalls
@@ -17,13 +18,13 @@ from dualpath.router.control.event_recorder import EventLogWriter, RecordedSched
 from dualpath.router.control.exchange import Exchange
 from dualpath.router.control.registry import EngineInfo, Registry
 from dualpath.router.control.releases import Releases
+from dualpath.router.control.thresholds import ClusterThresholds, derive
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.observe.tracing import Tracing
 from dualpath.router.requests.hit_account import SeenBlocks
 from dualpath.router.settings import RouterSettings
 
-_ALPHA_S = 3.0
-_BETA_S = 5.0
+logger = logging.getLogger(__name__)
 
 
 class RouterContext:
@@ -50,6 +51,7 @@ class RouterContext:
         self.event_log: EventLogWriter | None = None
         self.tracing: Tracing | None = None
         self.seen_blocks = SeenBlocks()
+        self.thresholds = ClusterThresholds()
         self._dispatch: Dispatch | None = None
         self._changed = asyncio.Event()
         self._turns = itertools.count()
@@ -91,8 +93,9 @@ class RouterContext:
 
     def engine_joined(self, info: EngineInfo) -> None:
         """Let an engine take part."""
+        self._derive_thresholds()
         if self._dispatch is None:
-            scheduler = self._scheduler(self._scheduler_settings(info, self.block_tokens))
+            scheduler = self._scheduler(self._scheduler_settings(self.block_tokens))
             self._dispatch = Dispatch(
                 scheduler,
                 self._bytes_per_token(),
@@ -109,6 +112,7 @@ class RouterContext:
         self.releases.engine_lost(info.engine_id, certain)
         self.exchange.engine_lost(info.engine_id, reason)
         self.dispatch.lost(info.engine_id)
+        self._derive_thresholds()
         state = self.registry.get(info.engine_id)
         if state is None or not state.left:
             self.metrics.engine_lost(info.role)
@@ -170,16 +174,26 @@ class RouterContext:
             return RequestScheduler(settings)
         return RecordedScheduler(settings, self.event_log)
 
-    def _scheduler_settings(self, first: EngineInfo, block_tokens: int) -> SchedulerSettings:
-        """α and β from the settings, else from the first engine, else unlimited (§A.4)."""
-        alpha, beta = self.settings.alpha_tokens, self.settings.beta_tokens
-        if alpha is None and first.snic_bytes_per_s:
-            alpha = max(int(_ALPHA_S * first.snic_bytes_per_s / self._bytes_per_token()), 1)
-        if beta is None and (speed := first.limits.get("prefill_tokens_per_s")):
-            beta = max(int(_BETA_S * speed), 1)
+    def _scheduler_settings(self, block_tokens: int) -> SchedulerSettings:
+        thresholds = self.thresholds.for_scheduler()
         return SchedulerSettings(
             mode=self.registry.mode or Mode.DUALPATH,
-            alpha_tokens=alpha or UNLIMITED_TOKENS,
-            beta_tokens=beta or UNLIMITED_TOKENS,
+            alpha_tokens=thresholds.alpha_tokens,
+            beta_tokens=thresholds.beta_tokens,
             block_tokens=block_tokens,
         )
+
+    def _derive_thresholds(self) -> None:
+        """Let α and β follow from the engines that are there now."""
+        engines = self.registry.alive(Role.PREFILL)
+        thresholds = derive(self.settings, engines, self._bytes_per_token())
+        if thresholds == self.thresholds:
+            return
+        self.thresholds = thresholds
+        alpha, beta = thresholds.alpha, thresholds.beta
+        logger.info(
+            "alpha %s tokens (%s), beta %s tokens (%s); None: unlimited",
+            alpha.tokens, alpha.origin, beta.tokens, beta.origin,
+        )  # fmt: skip
+        if self._dispatch is not None:
+            self._dispatch.set_thresholds(thresholds.for_scheduler())

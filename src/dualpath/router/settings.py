@@ -12,14 +12,18 @@ from dualpath.engine.settings import SecretFile
 AlphaTokens = Annotated[
     int | None,
     Setting(
-        "alpha of Algorithm 1: what a node reads in 3 s (§A.4); none: from the first engine's "
-        "snic_bytes_per_s, else unlimited",
+        "alpha of Algorithm 1; none: what the slowest PE reads in 3 s (§A.4), unlimited while none "
+        "knows",
         ge=1,
     ),
 ]
 BetaTokens = Annotated[
     int | None,
-    Setting("beta of Algorithm 1: what a PE computes in 5 s (§A.4); none: unlimited", ge=1),
+    Setting(
+        "beta of Algorithm 1; none: what the slowest PE computes in 5 s (§A.4), unlimited while "
+        "none knows",
+        ge=1,
+    ),
 ]
 ApiKeys = Annotated[
     tuple[str, ...],

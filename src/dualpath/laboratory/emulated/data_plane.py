@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Iterable, Sequence
 
+from dualpath.core.cluster import Role
+from dualpath.core.rates import Rate, RateOrigin
 from dualpath.engine.membership import Membership, ServedModel
 from dualpath.engine.surroundings import LIVE, Surroundings
 from dualpath.laboratory.emulated.hbm import EmulatedHbm
@@ -41,6 +43,9 @@ class DataPlane:
             self.hbm.layout(),
             surroundings=surroundings,
         )
+        if settings.engine.role is Role.PREFILL:
+            tokens_per_s = settings.costs.prefill_tokens_per_s * settings.speedup
+            self.membership.computes(Rate(tokens_per_s, RateOrigin.COSTS))
         self.manager = self.membership.manager
         verify = settings.verify or Verify.fitting(settings.geometry)
         self.verifier = Verifier(self.function, verify, self.manager.counters, self.threads)

@@ -16,7 +16,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.control import Assign, Report
 from dualpath.core.errors import BadRequestError, EngineLostError, IncompatibleError
 from dualpath.core.request import Request
-from dualpath.policy.events import Assignment, EngineSpec
+from dualpath.policy.events import Assignment, EngineSpec, Thresholds
 from dualpath.policy.scheduler import RequestScheduler
 from dualpath.router.control.assign_log import AssignLog, AssignmentNote
 from dualpath.router.control.event_recorder import RecordedScheduler
@@ -69,6 +69,11 @@ class Dispatch:
         """Whether no request waits or counts anywhere."""
         counted = any(log.open for log in self._logs.values())
         return not (self._waiting or counted or self._scheduler.waiting())
+
+    def set_thresholds(self, thresholds: Thresholds) -> None:
+        """Go on with another α and β."""
+        self._scheduler.set_thresholds(thresholds)
+        self.answer_fetches()
 
     def joined(self, info: EngineInfo) -> None:
         """An engine (or a new process of it) may get requests."""

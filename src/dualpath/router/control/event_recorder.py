@@ -33,8 +33,15 @@ from dualpath.policy.event_log import (
     ReadEnded,
     Reported,
     Submitted,
+    ThresholdsSet,
 )
-from dualpath.policy.events import Assignment, EngineReport, EngineSpec, SchedulerSettings
+from dualpath.policy.events import (
+    Assignment,
+    EngineReport,
+    EngineSpec,
+    SchedulerSettings,
+    Thresholds,
+)
 from dualpath.policy.scheduler import RequestScheduler
 
 logger = logging.getLogger(__name__)
@@ -108,6 +115,10 @@ class RecordedScheduler:
         self._scheduler = RequestScheduler(settings)
         self._log = log
         log.write(Begin(version=__version__, settings=settings, format=event_log.FORMAT))
+
+    def set_thresholds(self, thresholds: Thresholds) -> None:
+        """Record ``RequestScheduler.set_thresholds``."""
+        self._make(ThresholdsSet(thresholds))
 
     def engine_joined(self, spec: EngineSpec) -> None:
         """Record ``RequestScheduler.engine_joined``."""

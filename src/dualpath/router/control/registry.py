@@ -5,6 +5,7 @@ is known by ``engine_id``; its *epoch* names one process start, so a restarted e
 mistaken for its former self.
 """
 
+import math
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.control import PROTOCOL_VERSION, EngineAddress, Hello, Report
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
+from dualpath.core.rates import Rates
 from dualpath.router.requests.refusals import ControlRefusal
 
 
@@ -32,6 +34,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     buffer_tokens: int
     snic_bytes_per_s: float | None = None
     limits: dict[str, Any] = {}
+    rates: Rates = Rates()
 
 
 class EngineState:
@@ -173,6 +176,13 @@ class Registry:
                 f"{hello.buffer_tokens} (at least 0), snic_bytes_per_s {hello.snic_bytes_per_s} "
                 "(above 0); correct its settings",
             )
+        for rate in (hello.rates.read_bytes, hello.rates.prefill_tokens):
+            if rate is not None and not 0 < rate.per_s < math.inf:
+                raise EngineRefusedError(
+                    ControlRefusal.SETTINGS,
+                    f"{name} has a {rate.origin} rate of {rate.per_s} per s; it must be above 0 "
+                    "and finite; start it with another {profile}",
+                )
         for limit, value in hello.limits.items():
             if isinstance(value, int) and value < 1:
                 raise EngineRefusedError(
@@ -206,6 +216,7 @@ def _info(hello: Hello, order: int) -> EngineInfo:
         buffer_tokens=hello.buffer_tokens,
         snic_bytes_per_s=hello.snic_bytes_per_s,
         limits=hello.limits,
+        rates=hello.rates,
     )
 
 

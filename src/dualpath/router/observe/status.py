@@ -9,6 +9,7 @@ from dualpath.core.modes import Mode
 from dualpath.engine.counters import Counter
 from dualpath.router.control.assign_log import AssignmentNote
 from dualpath.router.control.registry import EngineState, Registry
+from dualpath.router.control.thresholds import ClusterThresholds
 from dualpath.router.observe.engine_metrics import bytes_by_path
 from dualpath.router.observe.metrics import RouterMetrics
 
@@ -21,6 +22,7 @@ def status_report(
     *,
     waiting: int,
     running: int,
+    thresholds: ClusterThresholds,
     assignments: Iterable[AssignmentNote],
 ) -> dict[str, Any]:
     """Return everything an operator or the replay client may want to know, JSON-safe.
@@ -40,6 +42,8 @@ def status_report(
         "snic_bytes_per_s": min(
             (e.info.snic_bytes_per_s for e in engines if e.info.snic_bytes_per_s), default=None
         ),
+        "alpha": msgspec.to_builtins(thresholds.alpha),
+        "beta": msgspec.to_builtins(thresholds.beta),
         "counters": _counters(registry, metrics),
         "engines": [_engine(engine) for engine in engines],
         "waiting": waiting,
@@ -74,6 +78,7 @@ def _engine(engine: EngineState) -> dict[str, Any]:
         "epoch": info.epoch,
         "api_url": info.api_url,
         "alive": engine.alive,
+        "rates": msgspec.to_builtins(info.rates),
         "seq": report.unfinished_requests if report else 0,
         "tok": report.unfinished_tokens if report else 0,
         "read_queue_tokens": report.read_queue_tokens if report else 0,

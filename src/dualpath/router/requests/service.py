@@ -131,6 +131,7 @@ class RouterService:
             self.metrics,
             waiting=waiting,
             running=running,
+            thresholds=self.context.thresholds,
             assignments=self.context.dispatch.recent if self.context.has_dispatch else (),
         )
 

@@ -1,0 +1,37 @@
+"""How fast an engine is, and how it knows: what α, β and the compute quota follow from (§A.4)."""
+
+import enum
+
+import msgspec
+
+
+class RateOrigin(enum.StrEnum):
+    """How an engine knows a rate."""
+
+    MEASURED = "measured"
+    """At this start."""
+    REMEMBERED = "remembered"
+    """Measured at an earlier start, with the same model, device and settings."""
+    FILE = "file"
+    """Read from what ``dualpath profile`` wrote."""
+    SET = "set"
+    """A setting bounds it."""
+    COSTS = "costs"
+    """An emulated engine computes by its costs."""
+
+
+class Rate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``per_s`` bytes or tokens in a second, above 0."""
+
+    per_s: float
+    origin: RateOrigin
+
+
+class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The rates of an engine, None where unknown.
+
+    ``read_bytes`` from storage, alone on its node; ``prefill_tokens`` of prompts, hits included.
+    """
+
+    read_bytes: Rate | None = None
+    prefill_tokens: Rate | None = None

@@ -1,0 +1,78 @@
+"""α and β of Algorithm 1, and where they are from (§A.4): set, from engines' rates, or unlimited.
+
+Both concern prefill engines: whether the reading queue of a PE's node is short, whether a PE has
+too much to do.  They hold for the whole cluster, so the slowest live PE sets them: what it
+can do in time, all can.  They are worked out anew whenever engines come or go.
+"""
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from dualpath.core.rates import Rate, RateOrigin
+from dualpath.policy.events import Thresholds
+from dualpath.policy.scheduler import UNLIMITED_TOKENS
+from dualpath.router.control.registry import EngineInfo
+from dualpath.router.settings import RouterSettings
+
+ALPHA_S = 3.0
+BETA_S = 5.0
+
+SETTING, DEFAULT = "setting", "default"
+_ORIGINS = {
+    RateOrigin.MEASURED: "measured by engine {}",
+    RateOrigin.REMEMBERED: "measured by engine {} at an earlier start",
+    RateOrigin.FILE: "profile file of engine {}",
+    RateOrigin.SET: "snic_bytes_per_s of engine {}",
+    RateOrigin.COSTS: "costs of emulated engine {}",
+}
+
+
+class Threshold(msgspec.Struct, frozen=True):
+    """``tokens`` None: unlimited; ``origin`` is for people."""
+
+    tokens: int | None
+    origin: str
+
+
+class ClusterThresholds(msgspec.Struct, frozen=True):
+    """α and β as they are in force."""
+
+    alpha: Threshold = Threshold(None, DEFAULT)
+    beta: Threshold = Threshold(None, DEFAULT)
+
+    def for_scheduler(self) -> Thresholds:
+        """Return what the scheduler takes."""
+        return Thresholds(
+            alpha_tokens=self.alpha.tokens or UNLIMITED_TOKENS,
+            beta_tokens=self.beta.tokens or UNLIMITED_TOKENS,
+        )
+
+
+def derive(
+    settings: RouterSettings, prefill_engines: Iterable[EngineInfo], bytes_per_token: int
+) -> ClusterThresholds:
+    """Return α and β for the live prefill engines."""
+    engines = list(prefill_engines)
+    return ClusterThresholds(
+        alpha=_threshold(
+            settings.alpha_tokens, engines, lambda e: e.rates.read_bytes, ALPHA_S / bytes_per_token
+        ),
+        beta=_threshold(settings.beta_tokens, engines, lambda e: e.rates.prefill_tokens, BETA_S),
+    )
+
+
+def _threshold(
+    set_tokens: int | None,
+    engines: Iterable[EngineInfo],
+    rate_of: Callable[[EngineInfo], Rate | None],
+    factor: float,
+) -> Threshold:
+    if set_tokens is not None:
+        return Threshold(set_tokens, SETTING)
+    known = [(rate, engine) for engine in engines if (rate := rate_of(engine)) is not None]
+    if not known:
+        return Threshold(None, DEFAULT)
+    rate, slowest = min(known, key=lambda found: found[0].per_s)
+    tokens = min(max(int(factor * rate.per_s), 1), UNLIMITED_TOKENS)
+    return Threshold(tokens, _ORIGINS[rate.origin].format(slowest.engine_id))
