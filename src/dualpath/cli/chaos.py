@@ -7,9 +7,11 @@ and sets `act` to the function that does the work and returns the exit code.
 import argparse
 from types import ModuleType
 
+from dualpath.cli import chaos_run
+
 _DESCRIPTION = """Faults on purpose: does anything get lost, does anything hang, is any KV wrong?"""
 
-ACTIONS: tuple[ModuleType, ...] = ()
+ACTIONS: tuple[ModuleType, ...] = (chaos_run,)
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

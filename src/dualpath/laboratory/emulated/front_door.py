@@ -33,6 +33,7 @@ from dualpath.laboratory.emulated.http_server import (
     json_answer,
     refusal_count,
     serving_app,
+    until_client_leaves,
     until_signal,
 )
 from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
@@ -76,6 +77,7 @@ class FrontDoor:
             client_max_size=settings.max_body_bytes,
             middlewares=[
                 refusal_count(self._service.metrics),
+                until_client_leaves,
                 api_key_guard(router_keys(settings.api_keys, open_metrics=settings.open_metrics)),
             ],
         )

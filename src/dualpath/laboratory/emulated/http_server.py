@@ -17,6 +17,8 @@ from dualpath.router.token_api.statuses import TOO_MANY, api_error, status_of
 
 #: How long open connections may take to end after a signal.
 SHUTDOWN_GRACE_S = 1.0
+#: For metrics: nobody is there to read it.
+CLIENT_LEFT = 499
 
 
 @asynccontextmanager
@@ -60,6 +62,15 @@ def api_key_guard(keys: ApiKeys) -> Middleware:
         return web.Response(status=401, body=UNAUTHORIZED, content_type="application/json")
 
     return guard
+
+
+@web.middleware
+async def until_client_leaves(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Middleware: a connection that is reset in the middle of an answer is nobody's defect."""
+    try:
+        return await handler(request)
+    except ConnectionResetError:
+        return web.Response(status=CLIENT_LEFT)
 
 
 def refusal_count(metrics: RouterMetrics) -> Middleware:

@@ -39,6 +39,27 @@ def _mixed_one(value: int) -> int:
     return state ^ (state >> 31)
 
 
+class TokenChain:
+    """What follows a sequence of tokens, whoever asks: the next token is a hash of all before it.
+
+    Tokens lie between 0 and ``vocab_size``, which is at most 2**32.
+    """
+
+    def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
+        ids = np.asarray(token_ids, dtype=np.uint32)
+        self._hash = hashlib.blake2b(ids.tobytes(), digest_size=8)
+        self._vocab_size = vocab_size
+
+    @property
+    def next_token(self) -> int:
+        """The token that follows."""
+        return int.from_bytes(self._hash.copy().digest(), "little") % self._vocab_size
+
+    def append(self, token: int) -> None:
+        """Let the sequence grow by a token."""
+        self._hash.update(token.to_bytes(4, "little"))
+
+
 class TokenPrefix:
     """The tokens of one request; grows token by token.
 
@@ -59,10 +80,9 @@ class TokenPrefix:
         self.tokens = len(token_ids)
         self._block_tokens = block_tokens
         self._cache_salt = cache_salt
-        self._vocab_size = vocab_size
+        self._chain = TokenChain(token_ids, vocab_size)
         whole = self.tokens // block_tokens * block_tokens
         ids = np.asarray(token_ids, dtype=np.uint32)
-        self._hash = hashlib.blake2b(ids.tobytes(), digest_size=8)
         self._open: list[int] = []
         self._sum = 0
         self.seeds: Seeds = np.zeros(
@@ -75,11 +95,11 @@ class TokenPrefix:
     @property
     def next_token(self) -> int:
         """The token that follows, between 0 and the size of the vocabulary."""
-        return int.from_bytes(self._hash.copy().digest(), "little") % self._vocab_size
+        return self._chain.next_token
 
     def append(self, token: int) -> None:
         """Let the prefix grow by a token; raises ``IndexError`` beyond its room."""
-        self._hash.update(token.to_bytes(4, "little"))
+        self._chain.append(token)
         self._seed(token)
         self.tokens += 1
 

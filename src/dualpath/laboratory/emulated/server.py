@@ -19,7 +19,11 @@ from dualpath.core.errors import BadRequestError, DualPathError
 from dualpath.engine.transfer_checks import TransferChecks, with_own_hits
 from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.decode import DecodeEngine
-from dualpath.laboratory.emulated.http_server import api_key_guard, json_answer
+from dualpath.laboratory.emulated.http_server import (
+    api_key_guard,
+    json_answer,
+    until_client_leaves,
+)
 from dualpath.laboratory.emulated.metrics import EngineMetrics
 from dualpath.laboratory.emulated.prefill import PrefillEngine
 from dualpath.laboratory.emulated.prefix import TokenPrefix
@@ -88,7 +92,8 @@ class EngineServer:
     def app(self) -> web.Application:
         """Return the application."""
         app = web.Application(
-            client_max_size=LARGEST_BODY_BYTES, middlewares=[api_key_guard(engine_keys())]
+            client_max_size=LARGEST_BODY_BYTES,
+            middlewares=[until_client_leaves, api_key_guard(engine_keys())],
         )
         app.router.add_post(GENERATE_PATH, self._generate)
         app.router.add_get("/health", self._health)

@@ -1,0 +1,85 @@
+"""`dualpath chaos run`: faults on the real processes of a cluster under load."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from dualpath.cli.output import say
+from dualpath.cli.settings import add_settings, flag_settings
+from dualpath.core.errors import ConfigError
+from dualpath.laboratory.chaos.settings import ChaosSettings, LoadSettings
+
+_DESCRIPTION = """Start a cluster of emulated engines, let agents ask it without a pause, and kill,
+stop and restart its processes, cut its connections, break its storage and damage stored blocks,
+each at a step of a request. Every token is compared with the one that must come, every byte of KV
+where it arrives. Exit code 1 if a request was late, wrong or ended without a clear word, or if
+anything was left behind."""
+_EXIT_UNCLEAN = 1
+
+
+def add_action(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `dualpath chaos run`."""
+    parser = actions.add_parser(
+        "run",
+        help="kill, stop and cut off real processes, break storage",
+        description=_DESCRIPTION,
+    )
+    parser.add_argument("--name", default="chaos-run", help="of the report's files")
+    parser.add_argument("--out", metavar="DIR", help="write the report there")
+    parser.add_argument(
+        "--logs", metavar="DIR", help="keep logs and storage there; a new folder (default: dropped)"
+    )
+    add_settings(parser, ChaosSettings)
+    add_settings(parser, LoadSettings, title="agents")
+    parser.set_defaults(act=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a campaign and print what it found; return 1 if that is not clean.
+
+    Raises:
+        ConfigError: settings that cannot be, a folder for logs that is there already.
+        EngineLostError, DeadlineError: the cluster did not come up.
+    """
+    import asyncio
+    import tempfile
+
+    from dualpath.laboratory.chaos.campaign import Campaign
+    from dualpath.laboratory.chaos.report import chaos_report
+    from dualpath.laboratory.experiments.report import as_report, write_experiment
+    from dualpath.report.files import require_extra
+    from dualpath.report.text import print_report
+
+    if args.out:
+        require_extra("--out")
+    settings = flag_settings(args, ChaosSettings)
+    load = flag_settings(args, LoadSettings)
+    with tempfile.TemporaryDirectory(prefix="dualpath-chaos-") as dropped:
+        folder = _new_folder(args.logs) if args.logs else Path(dropped)
+        result = asyncio.run(Campaign(settings, load, folder, say).run())
+    report = chaos_report(result, args.name, _command_line())
+    print_report(as_report(report))
+    if args.out:
+        for path in write_experiment(report, Path(args.out)):
+            say(f"wrote {path}")
+    return 0 if result.is_clean else _EXIT_UNCLEAN
+
+
+def _new_folder(path: str) -> Path:
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"--logs {path}: {error.strerror}; give a new folder") from None
+    return folder
+
+
+def _command_line() -> str:
+    """Return the command without what says where things are written."""
+    words = sys.argv[1:]
+    for flag in ("--out", "--logs", "--storage"):
+        if flag in words:
+            place = words.index(flag)
+            del words[place : place + 2]
+    return shlex.join(["dualpath", *words])

@@ -1,0 +1,214 @@
+"""A campaign: faults on a cluster under load, one after the other or several at once, then calm."""
+
+import asyncio
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+
+from dualpath.core.errors import EngineLostError
+from dualpath.laboratory.chaos.account import Account, account, named
+from dualpath.laboratory.chaos.cluster import ROUTER, ChaosCluster
+from dualpath.laboratory.chaos.leftovers import Leftovers
+from dualpath.laboratory.chaos.load import Load
+from dualpath.laboratory.chaos.matrix import Component, Strike, strikes
+from dualpath.laboratory.chaos.settings import ChaosSettings, LoadSettings
+from dualpath.laboratory.chaos.strike import Made, Striker
+from dualpath.laboratory.chaos.tally import loaded_blocks
+from dualpath.laboratory.chaos.watch import Watch
+
+#: What no log may hold: the verifier's word for wrong KV, and a defect nobody caught.
+_WRONG_KV = "this is a defect of the data path"
+_TRACEBACK = "Traceback (most recent call last)"
+_VOCABULARY = 32000
+_TICK_S = 0.5
+
+Progress = Callable[[str], None]
+
+
+class CampaignResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a campaign found.
+
+    ``missed`` counts faults whose step was not reached in time, by component and step; ``left`` is
+    what was found in a calm cluster; ``troubles`` are processes that did not end or come back as
+    they should; ``wrong_kv`` and ``tracebacks`` count lines of logs.
+    """
+
+    settings: ChaosSettings
+    load: LoadSettings
+    account: Account
+    faults: int
+    missed: dict[str, int]
+    left: tuple[str, ...]
+    troubles: dict[str, int]
+    loaded_blocks: int
+    refused_blocks: int
+    damaged_blocks: int
+    wrong_kv: int
+    tracebacks: dict[str, int]
+    seconds: float
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was late, wrong, unclear or left."""
+        bad = self.account.bad_turns
+        return not (bad or self.left or self.wrong_kv or self.troubles)
+
+
+class Campaign:
+    """Runs one campaign in ``folder``, which gets all logs; ``progress`` hears how far it is."""
+
+    def __init__(
+        self, settings: ChaosSettings, load: LoadSettings, folder: Path, progress: Progress
+    ) -> None:
+        self._settings = settings
+        self._load_settings = load
+        self._folder = folder
+        self._progress = progress
+        self._made: list[Made] = []
+        self._missed: Counter[str] = Counter()
+        self._left: list[str] = []
+        self._last_left: list[str] = []
+
+    async def run(self) -> CampaignResult:
+        """Make all faults and return what came of it.
+
+        Raises ``EngineLostError`` or ``DeadlineError`` if the cluster does not come up.
+        """
+        settings, begin_s = self._settings, time.monotonic()
+        async with AsyncExitStack() as stack:
+            # A socket's path may not be long.
+            short = stack.enter_context(tempfile.TemporaryDirectory(prefix="dualpath-chaos-"))
+            gates = Path(short) / "gates"
+            watch = await stack.enter_async_context(Watch(gates))
+            self._cluster = await stack.enter_async_context(
+                ChaosCluster(settings, self._load_settings, self._folder, gates)
+            )
+            status = await self._cluster.status()
+            if status is None:
+                raise EngineLostError(f"the router does not answer; see {self._folder}")
+            self._leftovers = Leftovers(self._cluster, status)
+            self._load = await stack.enter_async_context(
+                Load(self._cluster.url, self._load_settings, _VOCABULARY, settings.seed)
+            )
+            self._striker = Striker(self._cluster, watch, self._load)
+            await self._strike_all()
+        return self._result(time.monotonic() - begin_s)
+
+    # ------------------------------------------------------------------ faults
+
+    async def _strike_all(self) -> None:
+        """Make faults until there are enough and enough blocks were loaded."""
+        drawn = strikes(
+            self._settings.seed,
+            self._cluster.cast,
+            self._settings.components,
+            self._settings.without,
+        )
+        while (left := self._settings.faults - len(self._made)) > 0:
+            await self._strike_some(drawn, min(self._settings.calm_every, left))
+            if left > self._settings.calm_every:
+                await self._calm()
+        while self._loaded < self._settings.blocks:
+            await asyncio.sleep(_TICK_S)
+            self._load.check()
+            self._say()
+        await self._calm()
+
+    @property
+    def _loaded(self) -> int:
+        return loaded_blocks(self._cluster.tallies)[0]
+
+    async def _strike_some(self, drawn: Iterator[Strike], count: int) -> None:
+        """Make ``count`` faults, at most one of a component at a time."""
+        wanted = len(self._made) + count
+        busy: set[Component] = set()
+        running: set[asyncio.Task[None]] = set()
+        put_back: list[Strike] = []
+        while len(self._made) < wanted:
+            while len(running) < min(self._settings.at_once, wanted - len(self._made)):
+                strike = self._next(drawn, put_back, busy)
+                busy.add(strike.component)
+                running.add(asyncio.create_task(self._one(strike, busy)))
+            over, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in over:
+                task.result()
+            self._load.check()
+        for task in running:
+            await task
+
+    def _next(
+        self, drawn: Iterator[Strike], put_back: list[Strike], busy: set[Component]
+    ) -> Strike:
+        for strike in put_back:
+            if strike.component not in busy:
+                put_back.remove(strike)
+                return strike
+        while (strike := next(drawn)).component in busy:
+            put_back.append(strike)
+        return strike
+
+    async def _one(self, strike: Strike, busy: set[Component]) -> None:
+        try:
+            made = await self._striker.make(strike)
+        finally:
+            busy.discard(strike.component)
+        if made is None:
+            self._missed[f"{strike.component.value}, {strike.step.value}"] += 1
+            return
+        self._made.append(made)
+        if len(self._made) % 10 == 0:
+            self._say()
+
+    async def _calm(self) -> None:
+        """Let nobody ask, look for what is left, go on."""
+        await self._load.pause()
+        left = await self._leftovers.found()
+        for what in left:
+            # What stays is one thing, however often it is found.
+            if what not in self._last_left:
+                self._left.append(f"after {len(self._made)} faults: {what}")
+                self._progress(f"left {self._left[-1]}")
+        self._last_left = left
+        self._load.resume()
+
+    def _say(self) -> None:
+        good, refused = loaded_blocks(self._cluster.tallies)
+        self._progress(
+            f"{len(self._made)} faults, {sum(self._missed.values())} not reached, "
+            f"{len(self._load.turns)} requests, {good} blocks loaded, {refused} refused"
+        )
+
+    # ------------------------------------------------------------------ what it comes to
+
+    def _result(self, seconds: float) -> CampaignResult:
+        good, refused = loaded_blocks(self._cluster.tallies)
+        logs = [self._cluster.log(name) for name in (ROUTER, *self._cluster.engines)]
+        return CampaignResult(
+            settings=self._settings,
+            load=self._load_settings,
+            account=account(self._load.turns, self._made, self._load_settings.request_deadline_s),
+            faults=len(self._made),
+            missed=dict(self._missed),
+            left=tuple(self._left),
+            troubles=dict(Counter(f"{named(m)}: {m.trouble}" for m in self._made if m.trouble)),
+            loaded_blocks=good,
+            refused_blocks=refused,
+            damaged_blocks=sum(made.damaged_blocks for made in self._made),
+            wrong_kv=sum(log.read_text(errors="replace").count(_WRONG_KV) for log in logs),
+            tracebacks=dict(Counter(last for log in logs for last in _last_lines(log))),
+            seconds=seconds,
+        )
+
+
+def _last_lines(log: Path) -> Iterator[str]:
+    """Yield the last line of each traceback in a log: what was raised."""
+    text = log.read_text(errors="replace")
+    for trace in text.split(_TRACEBACK)[1:]:
+        raised = re.search(r"^[A-Za-z_][\w.]*(:.*)?$", trace, re.MULTILINE)
+        yield raised.group(0)[:200] if raised else "(cut off)"

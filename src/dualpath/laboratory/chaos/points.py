@@ -1,0 +1,106 @@
+"""Where the steps of a request are in the code: functions of the system, which knows nothing of it.
+
+Wrapped in the processes of a campaign only.  A function that is gone is an error at once, so that
+no step silently stops being tested.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from dualpath.core.errors import ConfigError
+from dualpath.laboratory.chaos.matrix import Component, Step
+
+_HANDLE = "dualpath.engine.traffic_manager:TrafficManager.handle"
+_ATTEMPT = "dualpath.router.requests.lifecycle:Attempt"
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A step is reached when ``function`` ("module:Class.method") is called.
+
+    With ``message`` only if it is called with one of that type.
+    """
+
+    step: Step
+    function: str
+    message: str = ""
+
+
+_ROUTER_POINTS = (
+    Point(Step.LOOKING_UP, f"{_ATTEMPT}._look_up"),
+    Point(Step.WAITING, f"{_ATTEMPT}._find_engines"),
+    Point(Step.RESERVING, f"{_ATTEMPT}._reserve"),
+    Point(Step.READING, f"{_ATTEMPT}._read"),
+    Point(Step.PREFILLING, f"{_ATTEMPT}._prefill"),
+    Point(Step.HANDING_OVER, f"{_ATTEMPT}._stream_first"),
+    Point(Step.PERSISTING, f"{_ATTEMPT}._persist"),
+    Point(Step.DECODING, f"{_ATTEMPT}._decode"),
+    Point(Step.H2D, f"{_ATTEMPT}._kv_in_hbm"),
+    Point(Step.RELEASING, f"{_ATTEMPT}._give_back"),
+)
+#: PERSISTING of engines is in the middle of a file: ``bad_disk``.
+_ENGINE_POINTS = (
+    Point(Step.LOOKING_UP, _HANDLE, "Lookup"),
+    Point(Step.RESERVING, _HANDLE, "Assign"),
+    Point(Step.READING, "dualpath.storage.posix:PosixStorage.read"),
+    Point(Step.RELEASING, _HANDLE, "Release"),
+)
+_PREFILL_POINTS = (
+    Point(Step.PREFILLING, "dualpath.engine.forward_pass:ForwardPass.computed"),
+    Point(Step.HANDING_OVER, "dualpath.engine.traffic_manager:TrafficManager.sent"),
+)
+_DECODE_POINTS = (
+    Point(Step.HANDING_OVER, "dualpath.engine.transfer_checks:TransferChecks.check"),
+    Point(Step.H2D, "dualpath.engine.traffic_manager:TrafficManager.fill_hbm"),
+)
+_EMULATED_PREFILL = (
+    Point(Step.WAITING, "dualpath.laboratory.emulated.prefill:PrefillEngine.submit"),
+)
+_EMULATED_DECODE = (
+    Point(Step.WAITING, "dualpath.laboratory.emulated.decode:DecodeEngine.submit"),
+    Point(Step.DECODING, "dualpath.laboratory.emulated.decode:DecodeEngine._step"),
+)
+EMULATED: Mapping[Component, tuple[Point, ...]] = {
+    Component.ROUTER: _ROUTER_POINTS,
+    Component.PREFILL: (*_ENGINE_POINTS, *_PREFILL_POINTS, *_EMULATED_PREFILL),
+    Component.DECODE: (*_ENGINE_POINTS, *_DECODE_POINTS, *_EMULATED_DECODE),
+}
+
+
+def watch_points(points: tuple[Point, ...], reached: Callable[[Step], None]) -> None:
+    """Call ``reached`` whenever a step is, just before its function runs.
+
+    Raises ``ConfigError`` for a function that does not exist.
+    """
+    for point in points:
+        owner, name = _owner(point)
+        setattr(owner, name, _watched(getattr(owner, name), point, reached))
+
+
+def _owner(point: Point) -> tuple[Any, str]:
+    module, _, path = point.function.partition(":")
+    class_name, _, name = path.partition(".")
+    owner = getattr(importlib.import_module(module), class_name, None)
+    if not hasattr(owner, name):
+        raise ConfigError(
+            f"step {point.step.value!r} is where {point.function} is called, which does not exist; "
+            "correct laboratory/chaos/points.py"
+        )
+    return owner, name
+
+
+def _watched(
+    function: Callable[..., Any], point: Point, reached: Callable[[Step], None]
+) -> Callable[..., Any]:
+    step, message = point.step, point.message
+
+    @functools.wraps(function)
+    def watched(self: object, *args: Any, **named: Any) -> Any:  # noqa: ANN401 - of any function
+        if not message or type(args[0]).__name__ == message:
+            reached(step)
+        return function(self, *args, **named)
+
+    return watched

@@ -1,0 +1,55 @@
+"""Settings of a campaign of faults on real processes."""
+
+from typing import Annotated
+
+from dualpath.core.settings import Setting, Settings
+from dualpath.laboratory.chaos.matrix import Component, Fault
+
+
+class LoadSettings(Settings, frozen=True, kw_only=True):
+    """The agents that ask while things fail; every token they are to get is known."""
+
+    agents: Annotated[
+        int, Setting("that ask all the time, each one request after the other", ge=1)
+    ] = 16
+    context_tokens: Annotated[int, Setting("an agent begins anew beyond it", ge=1)] = 1400
+    append_tokens: Annotated[int, Setting("most tokens that a turn appends", ge=1)] = 260
+    generate_tokens: Annotated[int, Setting("most tokens that a turn generates", ge=1)] = 40
+    leave_share: Annotated[
+        float, Setting("of turns whose client goes away in the middle", ge=0, le=1)
+    ] = 0.02
+    request_deadline_s: Annotated[
+        float, Setting("the router's; a request that takes longer is late", gt=0)
+    ] = 30.0
+
+
+class ChaosSettings(Settings, frozen=True, kw_only=True):
+    """One campaign."""
+
+    faults: Annotated[int, Setting("to be made", ge=0)] = 1000
+    blocks: Annotated[int, Setting("goes on until that many stored blocks were loaded", ge=0)] = 0
+    seed: Annotated[
+        int, Setting("of faults and agents; processes are never quite alike twice", ge=0)
+    ] = 0
+    at_once: Annotated[
+        int, Setting("faults of different components may overlap", ge=1, le=len(Component))
+    ] = 1
+    components: Annotated[
+        tuple[Component, ...], Setting("what faults hit", metavar="COMPONENT,…")
+    ] = tuple(Component)
+    without: Annotated[
+        tuple[Fault, ...], Setting("kinds of faults that are not made", metavar="FAULT,…")
+    ] = ()
+    prefill: Annotated[int, Setting("prefill engines", ge=1)] = 2
+    decode: Annotated[int, Setting("decode engines", ge=1)] = 2
+    calm_every: Annotated[
+        int, Setting("faults until nobody asks for once and it is looked for what is left", ge=1)
+    ] = 50
+    layers: Annotated[int, Setting("layers of KV of emulated engines", ge=1)] = 6
+    block_tokens: Annotated[int, Setting("tokens of a Full Block", ge=1)] = 16
+    kv_bytes_per_token: Annotated[float, Setting("over all layers", gt=0)] = 1536.0
+    speedup: Annotated[float, Setting("emulated engines compute that much faster", gt=0)] = 20.0
+    buffer_blocks: Annotated[int, Setting("of a PE or DE buffer", ge=1)] = 700
+    storage: Annotated[
+        str, Setting("folder on a disk; empty: one in the logs' folder", metavar="DIR")
+    ] = ""

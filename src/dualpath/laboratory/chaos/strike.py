@@ -1,0 +1,141 @@
+"""Faults as they are made: signals, connections cut, a disk that fails, blocks that rot."""
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+import time
+
+import msgspec
+
+from dualpath.core.blocks import block_keys
+from dualpath.core.errors import DeadlineError, EngineLostError
+from dualpath.laboratory.chaos.cluster import ROUTER, ChaosCluster
+from dualpath.laboratory.chaos.corruption import block_files, corrupt
+from dualpath.laboratory.chaos.gate import Disk
+from dualpath.laboratory.chaos.load import Load
+from dualpath.laboratory.chaos.matrix import CORRUPTIONS, Fault, Strike
+from dualpath.laboratory.chaos.watch import Standing, Watch
+
+_REACH_S = 4.0
+_END_S = 45.0
+_BACK_S = 30.0
+_SLOW_CALL_S = 0.05
+_IO_ERROR_SHARE = 0.5
+_BLOCKS_HIT = 12
+_CONTEXTS_HIT = 4
+
+
+class Made(msgspec.Struct, frozen=True):
+    """A fault that was made and is over: from its begin until all was back as it should be.
+
+    ``trouble`` says what was not as it should be; times are those of the monotonic clock.
+    """
+
+    strike: Strike
+    begin_s: float
+    end_s: float
+    trouble: str = ""
+    damaged_blocks: int = 0
+
+
+class Striker:
+    """Makes faults on a cluster under load."""
+
+    def __init__(self, cluster: ChaosCluster, watch: Watch, load: Load) -> None:
+        self._cluster = cluster
+        self._watch = watch
+        self._load = load
+
+    async def make(self, strike: Strike) -> Made | None:
+        """Make a fault and mend it; None if its step was not reached in time."""
+        standing = await self._watch.reach(strike.process, strike.step, strike.passes, _REACH_S)
+        if standing is None:
+            return None
+        begin_s = time.monotonic()
+        trouble, damaged = "", 0
+        match strike.fault:
+            case Fault.KILL | Fault.TERMINATE:
+                trouble = await self._end_and_restart(strike, standing)
+            case Fault.STOP:
+                trouble = await self._stop(strike, standing)
+            case Fault.RESET_CONTROL | Fault.RESET_HTTP | Fault.RESET_CLIENTS:
+                trouble = await self._reset(strike, standing)
+            case fault if fault in CORRUPTIONS or fault is Fault.REMOVED:
+                damaged = await self._damage(strike)
+                standing.go_on()
+            case _:
+                await self._bad_disk(strike, standing)
+        return Made(strike, begin_s, time.monotonic(), trouble, damaged)
+
+    async def _end_and_restart(self, strike: Strike, standing: Standing) -> str:
+        name, cluster = strike.process, self._cluster
+        old_epoch = await cluster.epoch(name) if name != ROUTER else None
+        os.kill(standing.pid, signal.SIGKILL if strike.fault is Fault.KILL else signal.SIGTERM)
+        standing.go_on()
+        code = await cluster.ended(name, _END_S)
+        trouble = ""
+        if code is None:
+            trouble = f"runs on {_END_S:g} s after {strike.fault.value}"
+            cluster.process(name).kill()
+            await cluster.ended(name, _END_S)
+        elif strike.fault is Fault.TERMINATE and code != 0:
+            trouble = f"exit code {code} after SIGTERM"
+        cluster.start(name)
+        if name == ROUTER:
+            there = await self._all_there()
+        else:
+            there = await cluster.joined(name, old_epoch, _BACK_S)
+        return trouble or ("" if there else f"not back {_BACK_S:g} s after its restart")
+
+    async def _stop(self, strike: Strike, standing: Standing) -> str:
+        os.kill(standing.pid, signal.SIGSTOP)
+        await asyncio.sleep(strike.lasts_s)
+        os.kill(standing.pid, signal.SIGCONT)
+        standing.go_on()
+        return "" if await self._all_there() else f"not back {_BACK_S:g} s after SIGCONT"
+
+    async def _reset(self, strike: Strike, standing: Standing) -> str:
+        name, cluster = strike.process, self._cluster
+        relay = {
+            Fault.RESET_CONTROL: cluster.control[name],
+            Fault.RESET_HTTP: cluster.http[name],
+            Fault.RESET_CLIENTS: cluster.clients,
+        }[strike.fault]
+        relay.reset()
+        standing.go_on()
+        return "" if await self._all_there() else f"not back {_BACK_S:g} s after the reset"
+
+    async def _bad_disk(self, strike: Strike, standing: Standing) -> None:
+        share = _IO_ERROR_SHARE if strike.fault is Fault.IO_ERROR else 1.0
+        self._watch.trouble(Disk(strike.fault, share, _SLOW_CALL_S))
+        standing.go_on()
+        await asyncio.sleep(strike.lasts_s)
+        self._watch.trouble(Disk())
+
+    async def _damage(self, strike: Strike) -> int:
+        storage = self._cluster.storage
+        if strike.fault is Fault.REMOVED:
+            for folder in storage.iterdir():
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            return 0
+        chance = random.Random(strike.number)
+        agents = [agent for agent in self._load.agents if agent.context]
+        keys = [
+            key
+            for agent in chance.sample(agents, min(_CONTEXTS_HIT, len(agents)))
+            for key in block_keys(
+                agent.context, self._cluster.settings.block_tokens, cache_salt=agent.salt
+            )
+        ]
+        files = await asyncio.to_thread(block_files, storage, keys)
+        hit = chance.sample(files, min(_BLOCKS_HIT, len(files)))
+        return await asyncio.to_thread(corrupt, hit, strike.fault, chance)
+
+    async def _all_there(self) -> bool:
+        try:
+            await self._cluster.all_there(_BACK_S)
+        except (DeadlineError, EngineLostError):
+            return False
+        return True

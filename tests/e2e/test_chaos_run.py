@@ -1,0 +1,37 @@
+"""A small campaign on real processes: the command, its report, and that it finds what is wrong."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dualpath.cli.main import main
+
+pytest.importorskip("nixl_cu12")
+pytestmark = pytest.mark.nixl
+
+CAMPAIGN = ("chaos", "run", "--agents", "4", "--seed", "1")
+
+
+def test_a_storage_that_lies_is_found_out_and_nobody_notices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without = "full,EIO,slow,read-only,removed"
+    arguments = (*CAMPAIGN, "--components", "storage", "--without", without, "--faults", "6")
+    assert main([*arguments, "--out", str(tmp_path), "--leave-share", "0"]) == 0
+    found = msgspec.json.decode((tmp_path / "chaos-run.json").read_bytes())["data"]
+    assert found["faults"] == 6
+    assert set(found["outcomes"]) == {"well"}
+    assert found["loaded_blocks"] > 0 < found["damaged_blocks"]
+    assert "KV found wrong where it arrived" in (tmp_path / "chaos-run.md").read_text()
+    assert "Requests and blocks" in capsys.readouterr().out
+
+
+def test_engines_are_killed_and_stopped_and_cut_off_and_every_token_is_right(
+    tmp_path: Path,
+) -> None:
+    arguments = ("--components", "PE,DE", "--without", "SIGTERM", "--faults", "4")
+    assert main([*CAMPAIGN, *arguments, "--out", str(tmp_path)]) == 0
+    found = msgspec.json.decode((tmp_path / "chaos-run.json").read_bytes())["data"]
+    assert sum(cell["made"] for cell in found["matrix"]) == 4
+    assert found["outcomes"]["well"] > 0

@@ -1,0 +1,101 @@
+"""Which faults are drawn, and what a campaign makes of requests that met them."""
+
+from itertools import islice
+
+from dualpath.laboratory.chaos.account import Cell, account
+from dualpath.laboratory.chaos.ask import Answer, Outcome
+from dualpath.laboratory.chaos.load import Turn
+from dualpath.laboratory.chaos.matrix import (
+    FAULTS_OF,
+    Cast,
+    Component,
+    Fault,
+    Step,
+    Strike,
+    cells_of,
+    strikes,
+)
+from dualpath.laboratory.chaos.strike import Made
+
+CAST = Cast("router", ("pe-0", "pe-1"), ("de-0",))
+DEADLINE_S = 30.0
+
+
+def made(component: Component, fault: Fault, begin_s: float, end_s: float) -> Made:
+    strike = Strike(
+        number=0,
+        component=component,
+        process="any",
+        step=Step.READING,
+        fault=fault,
+        passes=1,
+        lasts_s=0.0,
+    )
+    return Made(strike, begin_s, end_s)
+
+
+def turn(begin_s: float, end_s: float, outcome: Outcome, token_s: float | None = None) -> Turn:
+    return Turn(0, begin_s, end_s, 10, Answer(outcome, "why", first_token_s=token_s))
+
+
+KILLED_PE = made(Component.PREFILL, Fault.KILL, 10, 12)
+KILLED_ROUTER = made(Component.ROUTER, Fault.KILL, 20, 23)
+
+
+def test_every_cell_comes_once_before_any_comes_again() -> None:
+    cells = cells_of(tuple(Component))
+    drawn = list(islice(strikes(5, CAST), 2 * cells))
+    names = [(s.component, s.step, s.fault) for s in drawn]
+    assert len(set(names[:cells])) == cells == len(set(names[cells:]))
+    assert {f for f in Fault} == {s.fault for s in drawn}
+
+
+def test_a_seed_draws_the_same_faults_and_another_seed_others() -> None:
+    once, again, other = (list(islice(strikes(seed, CAST), 50)) for seed in (1, 1, 2))
+    assert once == again != other
+
+
+def test_a_fault_comes_in_a_process_that_passes_its_step() -> None:
+    for strike in islice(strikes(0, CAST), 500):
+        assert strike.fault in FAULTS_OF[strike.component]
+        assert strike.process in CAST.passing(strike.component, strike.step)
+    assert CAST.passing(Component.STORAGE, Step.PREFILLING) == ("pe-0", "pe-1")
+    assert CAST.passing(Component.PREFILL, Step.DECODING) == ()
+
+
+def test_components_and_faults_may_be_left_out() -> None:
+    drawn = islice(strikes(0, CAST, (Component.STORAGE,), (Fault.SLOW,)), 300)
+    assert {s.fault for s in drawn} == {*FAULTS_OF[Component.STORAGE]} - {Fault.SLOW}
+
+
+def test_a_request_counts_in_the_cells_of_the_faults_it_met() -> None:
+    turns = [turn(9, 11, Outcome.WELL), turn(11, 21, Outcome.WELL), turn(30, 31, Outcome.WELL)]
+    found = account(turns, [KILLED_PE, KILLED_ROUTER], DEADLINE_S)
+    pe = found.cells[Cell(Component.PREFILL, Step.READING, Fault.KILL)]
+    router = found.cells[Cell(Component.ROUTER, Step.READING, Fault.KILL)]
+    assert (pe.made, pe.outcomes) == (1, {Outcome.WELL: 2})
+    assert router.outcomes == {Outcome.WELL: 1}
+    assert found.outcomes == {Outcome.WELL: 3}
+
+
+def test_a_broken_connection_is_explained_by_the_end_of_its_router_alone() -> None:
+    turns = [turn(9, 11, Outcome.CUT), turn(19, 21, Outcome.CUT)]
+    found = account(turns, [KILLED_PE, KILLED_ROUTER], DEADLINE_S)
+    assert found.outcomes == {Outcome.UNCLEAR: 1, Outcome.CUT: 1}
+    assert found.bad_turns == 1
+
+
+def test_what_ends_after_its_deadline_is_late_however_it_ends() -> None:
+    found = account([turn(0, 40, Outcome.WELL), turn(0, 32, Outcome.WELL)], [], DEADLINE_S)
+    assert found.outcomes == {Outcome.LATE: 1, Outcome.WELL: 1}
+
+
+def test_an_error_after_one_fault_of_one_engine_is_a_lost_request() -> None:
+    turns = [turn(9, 11, Outcome.CLEAR_ERROR), turn(11, 21, Outcome.CLEAR_ERROR)]
+    found = account(turns, [KILLED_PE, KILLED_ROUTER], DEADLINE_S)
+    assert found.lost_to_one == ("PE, reading, SIGKILL: clear error: why",)
+
+
+def test_a_router_is_back_with_the_first_token_of_a_request_sent_after_its_end() -> None:
+    turns = [turn(19, 21, Outcome.WELL, 20.5), turn(21, 30, Outcome.WELL, 22.5)]
+    assert account(turns, [KILLED_ROUTER], DEADLINE_S).back_s == (2.5,)

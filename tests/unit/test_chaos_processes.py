@@ -1,0 +1,258 @@
+"""What a campaign does to a process: its steps are watched, its disk fails, connections break."""
+
+import asyncio
+import errno
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
+from dualpath.core.errors import ConfigError, StorageError
+from dualpath.laboratory.chaos.ask import Listener, Outcome
+from dualpath.laboratory.chaos.bad_disk import BadDisk
+from dualpath.laboratory.chaos.corruption import block_files, corrupt
+from dualpath.laboratory.chaos.gate import Disk, Gate
+from dualpath.laboratory.chaos.load import following
+from dualpath.laboratory.chaos.matrix import CORRUPTIONS, Cast, Component, Fault, Step
+from dualpath.laboratory.chaos.points import EMULATED, Point, watch_points
+from dualpath.laboratory.chaos.proxy import Relay
+from dualpath.laboratory.chaos.tally import Tally, loaded_blocks
+from dualpath.laboratory.chaos.watch import Watch
+from dualpath.storage import directory, posix
+from dualpath.storage.posix import PosixStorage
+
+GUARD_S = 20.0
+GEOMETRY = BlockGeometry(layers=2, block_tokens=4, layer_block_bytes=512)
+KEYS = block_keys(range(16), 4)
+DATA = [memoryview(bytes([i]) * GEOMETRY.full_block_bytes) for i in range(4)]
+
+
+# ---------------------------------------------------------------------- steps
+
+
+def test_every_step_of_every_component_is_watched_somewhere() -> None:
+    cast = Cast("router", ("pe",), ("de",))
+    for component, points in EMULATED.items():
+        wanted = {step for step in Step if cast.passing(component, step)}
+        in_a_file = {Step.PERSISTING} if component is Component.DECODE else set()
+        assert wanted <= {point.step for point in points} | in_a_file
+
+
+def test_all_points_name_functions_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    for points in EMULATED.values():
+        for point in points:
+            module, _, path = point.function.partition(":")
+            monkeypatch.setattr(f"{module}.{path}", lambda *args: None)  # raises if it is not there
+
+
+class Steps:
+    """A class of the system, as far as points know."""
+
+    def __init__(self) -> None:
+        self.done: list[object] = []
+
+    def handle(self, message: object) -> None:
+        self.done.append(message)
+
+
+def test_a_step_is_reached_before_its_function_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Steps, "handle", Steps.handle)
+    steps = Steps()
+    seen: list[tuple[Step, int]] = []
+    point = Point(Step.READING, f"{__name__}:Steps.handle", "int")
+    watch_points((point,), lambda step: seen.append((step, len(steps.done))))
+    steps.handle(1)
+    steps.handle("other")
+    steps.handle(2)
+    assert seen == [(Step.READING, 0), (Step.READING, 2)]
+
+
+def test_a_point_that_is_gone_is_said_at_once() -> None:
+    point = Point(Step.READING, f"{__name__}:Steps.gone")
+    with pytest.raises(ConfigError, match=r"'reading' is where .*Steps.gone"):
+        watch_points((point,), lambda step: None)
+
+
+async def test_a_process_stands_at_the_step_until_it_may_go_on(tmp_path: Path) -> None:
+    async with Watch(tmp_path / "gates") as watch, asyncio.timeout(GUARD_S):
+        gate = await connected(watch, tmp_path / "gates")
+        reaching = asyncio.create_task(watch.reach("pe-0", Step.READING, 2, GUARD_S))
+        await until(lambda: gate.expects(Step.READING))
+        gate.reached(Step.DECODING)
+        gate.reached(Step.READING)  # the first pass of two
+        passing = asyncio.create_task(asyncio.to_thread(gate.reached, Step.READING))
+        standing = await reaching
+        assert standing is not None
+        assert standing.pid == os.getpid()
+        assert not passing.done()
+        standing.go_on()
+        await passing
+
+
+async def test_a_step_that_is_not_reached_is_forgotten(tmp_path: Path) -> None:
+    async with Watch(tmp_path / "gates") as watch, asyncio.timeout(GUARD_S):
+        gate = await connected(watch, tmp_path / "gates")
+        assert await watch.reach("pe-0", Step.READING, 1, 0.0) is None
+        await until(lambda: not gate.expects(Step.READING))
+        watch.trouble(Disk(Fault.FULL))  # behind it on the same connection
+        await until(lambda: gate.disk.fault is Fault.FULL)
+        gate.reached(Step.READING)  # does not wait
+
+
+async def connected(watch: Watch, path: Path) -> Gate:
+    gate = Gate(path, "pe-0")
+    watch.trouble(Disk(Fault.SLOW))
+    await until(lambda: gate.disk.fault is Fault.SLOW)
+    return gate
+
+
+async def until(true: object) -> None:
+    assert callable(true)
+    while not true():
+        await asyncio.sleep(0)
+
+
+# ---------------------------------------------------------------------- storage
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> list[Disk]:
+    """The trouble of this process's storage: its last entry counts."""
+    for module in (posix, directory):
+        monkeypatch.setattr(module, "os", os)
+        monkeypatch.setattr(module, "open", open, raising=False)
+    troubles = [Disk()]
+    bad = BadDisk(lambda: troubles[-1], lambda step: None, lambda step: False, random.Random(0))
+    bad.install(posix, directory)
+    return troubles
+
+
+@pytest.fixture
+def storage(tmp_path: Path, disk: list[Disk]) -> PosixStorage:
+    return PosixStorage(tmp_path / "kv", StoreNamespace("m", "f", "l", GEOMETRY))
+
+
+def read(storage: PosixStorage, place: int) -> str | None:
+    return storage.read(KEYS[place], memoryview(bytearray(GEOMETRY.full_block_bytes))).reason
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        (Fault.FULL, errno.ENOSPC),
+        (Fault.READ_ONLY, errno.EROFS),
+        (Fault.IO_ERROR, errno.EIO),
+    ],
+)
+def test_a_disk_that_refuses_says_so_and_is_as_before_afterwards(
+    storage: PosixStorage, disk: list[Disk], fault: Fault, code: int
+) -> None:
+    disk.append(Disk(fault))
+    with pytest.raises(StorageError, match=os.strerror(code)):
+        storage.write(KEYS[:1], DATA[:1])
+    disk.append(Disk())
+    assert storage.hit_blocks(KEYS) == 0
+    assert storage.write(KEYS, DATA) == 4
+    disk.append(Disk(fault))
+    assert read(storage, 0) == ("read error: Input/output error" if code == errno.EIO else None)
+
+
+def test_a_process_may_die_when_half_of_a_block_is_written(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def look(step: Step) -> None:
+        (half,) = (storage.path / "tmp").iterdir()
+        sizes.append(half.stat().st_size)
+
+    BadDisk(Disk, look, lambda step: step is Step.PERSISTING, random.Random(0)).install(posix)
+    assert storage.write(KEYS[:1], DATA[:1]) == 1
+    assert min(sizes) < 4096 < max(sizes) < 4096 + GEOMETRY.full_block_bytes
+    assert read(storage, 0) is None
+
+
+@pytest.mark.parametrize("fault", sorted(CORRUPTIONS))
+def test_damage_is_found_by_who_reads(storage: PosixStorage, fault: Fault, tmp_path: Path) -> None:
+    storage.write(KEYS, DATA)
+    files = block_files(tmp_path / "kv", KEYS)
+    assert len(files) == 4
+    # Bits of the padding behind a header belong to nobody: a seed that hits others.
+    assert corrupt(files[:2], fault, random.Random(3)) == 2
+    found = [read(storage, place) for place in range(4)]
+    assert None not in found[:2]
+    assert found[2:] == [None, None]
+
+
+def test_loads_are_counted_beyond_the_death_of_a_process(tmp_path: Path) -> None:
+    one, other = Tally(tmp_path / "pe-0-1"), Tally(tmp_path / "pe-0-2")
+    for good in (True, True, False):
+        one.add(good=good)
+    other.add(good=True)
+    assert loaded_blocks(tmp_path) == (3, 1)
+
+
+# ---------------------------------------------------------------------- connections and answers
+
+
+async def test_a_reset_is_felt_at_both_ends_and_new_connections_pass() -> None:
+    reset: asyncio.Future[type[BaseException] | None] = asyncio.get_running_loop().create_future()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while received := await reader.readline():
+                writer.write(received)
+        except ConnectionResetError as error:
+            reset.set_result(type(error))
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, Relay(server.sockets[0].getsockname()[1]) as relay, asyncio.timeout(GUARD_S):
+        host, _, port = relay.address.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"before\n")
+        assert await reader.readline() == b"before\n"
+        assert relay.reset() == 1
+        with pytest.raises(ConnectionResetError):
+            await reader.readline()
+        assert await reset is ConnectionResetError
+        reader, again = await asyncio.open_connection(host, int(port))
+        again.write(b"after\n")
+        assert await reader.readline() == b"after\n"
+        for open_one in (writer, again):
+            open_one.close()
+
+
+def events(*payloads: str) -> bytes:
+    return b"".join(f"data: {payload}\n\n".encode() for payload in payloads)
+
+
+PROMPT = [1, 2, 3]
+TOKENS = [token for token, _ in zip(following(PROMPT, 100), range(3), strict=False)]
+FIRST = f'{{"choices": [{{"token_ids": {TOKENS[:2]}}}]}}'
+LAST = f'{{"choices": [{{"token_ids": {TOKENS[2:]}}}]}}'
+USAGE = '{"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 2}}}'
+
+
+@pytest.mark.parametrize(
+    ("stream", "outcome", "tokens"),
+    [
+        (events(FIRST, LAST, USAGE, "[DONE]"), Outcome.WELL, 3),
+        (events(FIRST, "[DONE]"), Outcome.WRONG, 2),
+        (events(FIRST, FIRST, "[DONE]"), Outcome.WRONG, 2),
+        (events(FIRST, LAST, LAST, "[DONE]"), Outcome.WRONG, 3),
+        (events(FIRST, '{"error": {"message": "lost"}}', "[DONE]"), Outcome.CLEAR_ERROR, 2),
+        (events(FIRST), Outcome.CUT, 2),
+    ],
+)
+def test_an_answer_is_well_only_if_all_its_tokens_are_right(
+    stream: bytes, outcome: Outcome, tokens: int
+) -> None:
+    listener = Listener(3, following(PROMPT, 100), lambda: 7.0)
+    listener.feed(stream)
+    answer = listener.answer()
+    assert (answer.outcome, len(answer.token_ids)) == (outcome, tokens)
+    assert answer.first_token_s == 7.0
+    assert answer.cached_tokens == (2 if outcome is Outcome.WELL else 0)
