@@ -40,6 +40,12 @@ class ControlNetwork:
         self._connections[identity] = Connection(self, identity, self._to_router)
         return self._connections[identity]
 
+    def renew(self, connection: "Connection") -> bytes:
+        """Return another identity for a connection that was reset."""
+        identity = b"connection %d" % next(self._numbers)
+        self._connections[identity] = connection
+        return identity
+
     def disconnect(self, identity: bytes) -> None:
         """Drop what is under way to an engine's end."""
         self._connections.pop(identity, None)
@@ -75,7 +81,7 @@ class Connection:
         self._identity = identity
         self._received: asyncio.Queue[bytes] = asyncio.Queue()
         self._to_router = _Wire[Sequence[bytes]](
-            network, lambda frames: to_router.put_nowait((identity, frames))
+            network, lambda frames: to_router.put_nowait((self._identity, frames))
         )
         self.from_router = _Wire[bytes](network, self._received.put_nowait)
 
@@ -86,6 +92,13 @@ class Connection:
     async def receive(self) -> bytes:
         """Return the router's next message."""
         return await self._received.get()
+
+    def reset(self) -> None:
+        """Lose what is under way, both ways; the connection goes on as another one."""
+        self._to_router.lose()
+        self.from_router.lose()
+        self._network.disconnect(self._identity)
+        self._identity = self._network.renew(self)
 
     def close(self) -> None:
         """Receive nothing any more; what was sent still arrives."""
@@ -136,9 +149,14 @@ class _Wire(Generic[T]):
         self._under_way.append(message)
         asyncio.get_running_loop().call_later(self._network.delay(), self._arrive)
 
+    def lose(self) -> None:
+        """What is under way never arrives."""
+        self._under_way.clear()
+
     def _arrive(self) -> None:
         # Whichever delay is over first: the message that was sent first is the one to arrive.
-        self._arrived(self._under_way.popleft())
+        if self._under_way:
+            self._arrived(self._under_way.popleft())
 
 
 class Arrivals:
@@ -163,6 +181,6 @@ class Arrivals:
         self.messages.append(message)
         self._changed.set()
 
-    def _lost(self, info: EngineInfo, reason: str, certain: bool) -> None:
-        self._on_lost(info, reason, certain)
+    def _lost(self, info: EngineInfo, reason: str) -> None:
+        self._on_lost(info, reason)
         self._changed.set()

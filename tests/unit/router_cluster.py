@@ -23,6 +23,11 @@ class WatchedService(RouterService):
         super().__init__(settings, calls, asyncio.get_running_loop().time, network)
         self.arrivals = Arrivals(self)
 
+    def kill(self) -> None:
+        """End as SIGKILL does: nothing more is said to engines, streams end."""
+        for task in (*self.server._tasks, *self._tasks):
+            task.cancel()
+
     async def saw_loss(self, engine_id: str) -> None:
         await self.arrivals.until(
             lambda: all(e.engine_id != engine_id for e in self.engines()), GUARD_S
@@ -64,6 +69,9 @@ class Cluster:
     async def settled(self, *engine_ids: str) -> None:
         """Wait until engines have got all messages and hold nothing any more."""
         engines = [self.engines[i] for i in engine_ids] or list(self.engines.values())
+        roles = [engine.role for engine in engines]
+        here = roles.count(Role.PREFILL), roles.count(Role.DECODE)
+        await self.service.wait_ready(*here, GUARD_S)  # one lost from sight greets anew
         async with asyncio.timeout(GUARD_S):
             for engine in engines:
                 await self._delivered(engine)
@@ -83,6 +91,12 @@ class Cluster:
     async def revive(self, engine_id: str) -> None:
         """Start an engine's next process."""
         await self.engines[engine_id].join(self.network)
+
+    async def restart_router(self) -> None:
+        """Start the router's next process; its engines' connections are those of the network."""
+        assert isinstance(self.network, ControlNetwork)
+        self.service = WatchedService(self.service.settings, self.calls, self.network)
+        await self.service.start()
 
     def lose(self, engine_id: str, *, certain: bool = False) -> None:
         """Let the router notice that an engine is gone."""
@@ -112,6 +126,6 @@ async def cluster(
             await made.add(f"d{number}", Role.DECODE, **engine_options)
         yield made
     finally:
-        await service.stop()
+        await made.service.stop()
         for engine in made.engines.values():
             await engine.kill()

@@ -17,7 +17,8 @@ from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.core.rates import Rates
-from dualpath.engine.link import HEARTBEAT_S
+from dualpath.core.sessions import HELLO_GAP_S
+from dualpath.engine.router_session import RouterSession
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.control.registry import EngineInfo
 
@@ -91,6 +92,8 @@ class FakeEngine:
         self.tokens_come_first = False
         self.counters: dict[str, float] = {}
         self._arrived = asyncio.Event()
+        self.quarantined: dict[str, list[int]] = {}
+        self.writers: dict[str, control.Writer] = {}
 
     @property
     def epoch(self) -> str:
@@ -110,9 +113,11 @@ class FakeEngine:
         self.withheld: deque[control.KvInHbm] = deque()
         self.persisted: set[str] = set()
         self.assign_seq = self.report_seq = 0
+        self.writers: dict[str, control.Writer] = {}
         self.connection = network.connect()
-        self.tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._report)]
-        self.send(self.hello())
+        self.session = RouterSession(self.hello, self.load, self._take, self._end)
+        self.tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._tick)]
+        self._post(self.session.due(_now_s()))
         return self
 
     async def join(self, network: Network) -> "FakeEngine":
@@ -120,7 +125,7 @@ class FakeEngine:
         await self.saw(control.Welcome)
         return self
 
-    def hello(self) -> control.Hello:
+    def hello(self, greeting: int = 1) -> control.Hello:
         return control.Hello(
             version=self.version,
             address=control.EngineAddress(
@@ -140,6 +145,9 @@ class FakeEngine:
             buffer_tokens=self.buffer_blocks * BLOCK_TOKENS,
             limits=self.limits,
             rates=self.rates,
+            greeting=greeting,
+            quarantined=tuple(self.quarantined),
+            writers=tuple(self.writers.values()),
         )
 
     async def kill(self) -> None:
@@ -170,25 +178,30 @@ class FakeEngine:
             self._arrived.clear()
             await self._arrived.wait()
 
-    def send(self, message: control.Message) -> None:
-        self.connection.send(control.encode(message))
+    def send(self, message: control.EngineMessage) -> None:
+        self._post(self.session.say(message, _now_s()))
 
     def send_raw(self, *frames: bytes) -> None:
         self.connection.send(*frames)
 
+    def _post(self, envelopes: Sequence[control.FromEngine]) -> None:
+        for envelope in envelopes:
+            self.send_raw(control.encode(envelope))
+
     def report(self) -> None:
+        self._post(self.session.load(_now_s()))
+
+    def load(self) -> control.Report:
         self.report_seq += 1
-        self.send(
-            control.Report(
-                report_seq=self.report_seq,
-                assign_seq=self.assign_seq,
-                unfinished_requests=len(self.tenants),
-                unfinished_tokens=sum(self.tenants.values()),
-                read_queue_tokens=0,
-                free_hbm_tokens=self.hbm_tokens,
-                free_buffer_tokens=len(self.free) * BLOCK_TOKENS,
-                counters=self.counters,
-            )
+        return control.Report(
+            report_seq=self.report_seq,
+            assign_seq=self.assign_seq,
+            unfinished_requests=len(self.tenants),
+            unfinished_tokens=sum(self.tenants.values()),
+            read_queue_tokens=0,
+            free_hbm_tokens=self.hbm_tokens,
+            free_buffer_tokens=len(self.free) * BLOCK_TOKENS,
+            counters=self.counters,
         )
 
     def idle(self) -> bool:
@@ -196,19 +209,39 @@ class FakeEngine:
         everything_free = len(self.free) == self.buffer_blocks
         return everything_free and not (self.tenants or self.waiting or self.leases)
 
-    async def _report(self) -> None:
+    async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(HELLO_GAP_S)
             if self.heartbeats:
-                self.report()
+                self._post(self.session.due(_now_s()))
 
     async def _receive(self) -> None:
         while True:
-            message = control.decode_router_message(await self.connection.receive())
+            envelope = control.decode_router_message(await self.connection.receive())
+            if isinstance(envelope.message, control.Refused):
+                self._note(envelope.message)
+            self._post(self.session.hear(envelope, _now_s()))
+
+    def _take(self, message: control.RouterMessage) -> None:
+        self._note(message)
+        if type(message) not in self.unanswered:
+            self.answer(message)
+
+    def _note(self, message: control.RouterMessage) -> None:
+        if not isinstance(message, control.Heard):
             self.received.append(message)
             self._arrived.set()
-            if type(message) not in self.unanswered:
-                self.answer(message)
+
+    def _end(self, reason: str) -> None:
+        """The session is over: all requests are gone, slots a PE may write to are kept away."""
+        self.waiting.clear()
+        for request_id in [*self.leases]:
+            if self.role is Role.DECODE and request_id not in self.kv_in_hbm | self.persisted:
+                self.quarantined[request_id] = self.leases.pop(request_id)
+            else:
+                self._free(request_id)
+        self.tenants.clear()
+        self.assign_seq = 0
 
     def answer(self, message: control.Message) -> None:
         match message:
@@ -239,11 +272,14 @@ class FakeEngine:
                 self._persist(message)
             case control.Release():
                 self._release(message)
+            case control.Welcome():
+                for peer in message.peers:
+                    self.writers[peer.epoch] = peer.writer
+            case control.PeerUp():
+                self.writers[message.address.epoch] = message.address.writer
             case control.PeerDown():
                 if message.certain:
-                    for request_id in list(self.quarantined):
-                        self.free.extend(self.quarantined.pop(request_id))
-                    self._grant()
+                    self.writers.pop(message.epoch, None)
 
     def _grant(self) -> None:
         while self.waiting and self.waiting[0][1] <= len(self.free):
@@ -353,6 +389,8 @@ class FakeCalls:
         if there.dead.is_set() or there.epoch != prefill_transfer.decode_epoch:
             raise TransportError(f"{there.engine_id} is gone")
         self._check_alive(here, engine)
+        if prefill_transfer.request_id not in here.tenants:
+            raise TransportError(f"{here.engine_id} has ended the session of this request")
         self._check_hits(here, there, job, prefill_transfer)
         for block, slot in enumerate(prefill_transfer.de_slots):
             assert there.leases[prefill_transfer.request_id][block] == slot
@@ -431,3 +469,7 @@ class FakeCalls:
 
 async def _now() -> None:
     return
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

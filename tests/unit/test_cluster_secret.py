@@ -64,8 +64,14 @@ class Router:
     def on_joined(self, info: EngineInfo) -> None:
         self.joined.put_nowait(info.engine_id)
 
-    def on_lost(self, info: EngineInfo, reason: str, certain: bool) -> None:
+    def on_lost(self, info: EngineInfo, reason: str) -> None:
         pass
+
+    def on_dead(self, writer: control.Writer) -> None:
+        pass
+
+    def doubted(self) -> list[control.Writer]:
+        return []
 
     def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
         pass
@@ -83,7 +89,9 @@ class Engine(FakeEngine):
             self.hello,
             lambda: control.Report(1, 0, 0, 0, 0, 1, 1),
             self.receive,
+            lambda reason: None,
             lambda now_ns: None,
+            lambda reason: None,
         )
 
     def receive(self, message: control.Message) -> None:
@@ -94,7 +102,7 @@ class Engine(FakeEngine):
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await asyncio.to_thread(self.link.close, "test over")
+        await asyncio.to_thread(self.link.close, control.Goodbye(reason="test over"))
 
 
 async def test_engine_and_router_with_one_secret_hear_each_other():
@@ -132,7 +140,7 @@ async def test_knowing_the_routers_public_key_is_not_enough():
         socket.connect(router.server.address)
         hello = FakeEngine("thief", Role.PREFILL, set())
         hello.generation = 1
-        await socket.send(control.encode(hello.hello()))
+        await socket.send(control.encode(control.outside(hello.hello())))
         async with asyncio.timeout(GUARD_S):
             assert await router.refused.reasons.get() is ControlRefusal.SECRET
         assert router.joined.empty()

@@ -188,6 +188,12 @@ def shown(value: Any) -> str:
     return f"`{value}`"
 
 
+def test_the_tables_of_a_session_are_those_that_are_executed() -> None:
+    generator = runpy.run_path(str(ROOT / "docs" / "generate_control_protocol.py"))
+    current = generator["with_tables"](page("control-protocol.md"))
+    assert current == page("control-protocol.md"), "run python docs/generate_control_protocol.py"
+
+
 def test_every_control_message_is_in_the_reference_with_its_fields() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page("control-protocol.md"), re.MULTILINE)
     documented = {name: tuple(re.findall(r"`(\w+)`", fields)) for name, fields in rows}

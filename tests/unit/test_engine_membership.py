@@ -19,6 +19,7 @@ from dualpath.core.control import (
     Welcome,
     decode_engine_message,
     encode,
+    outside,
 )
 from dualpath.engine.hbm_copy import HbmLayout
 from dualpath.engine.membership import Membership, ServedModel
@@ -41,13 +42,13 @@ class Router:
 
     def next(self) -> EngineMessage:
         self._engine, frame = self._socket.recv_multipart()
-        return decode_engine_message(frame)
+        return decode_engine_message(frame).message
 
     def heard_nothing(self) -> bool:
         return not self._socket.poll(0)
 
     def welcome(self) -> None:
-        self._socket.send_multipart([self._engine, encode(Welcome(peers=()))])
+        self._socket.send_multipart([self._engine, encode(outside(Welcome(peers=()), "a session"))])
 
     def close(self) -> None:
         self._context.destroy(linger=0)

@@ -278,15 +278,11 @@ def test_a_lost_decode_engine_fails_what_was_under_way_and_is_unknown_afterwards
 def test_slots_a_lost_writer_may_touch_wait_until_it_is_proven_gone(cluster: ToyCluster) -> None:
     cluster.de.assign("r", TOKENS, BLOCKS)
     cluster.de.answer(Reserved, "r")
-    cluster.de.command(
-        Release(request_id="r", reason="PE lost", writer_certain=False, writer_engine="pe-0")
-    )
+    cluster.de.command(Release(request_id="r", reason="PE lost", writer_certain=False))
     held_tokens = BLOCKS * GEOMETRY.block_tokens
     whole_tokens = cluster.de.manager.buffer_tokens
     assert cluster.de.report().free_buffer_tokens == whole_tokens - held_tokens
-    cluster.de.command(PeerDown(engine_id="pe-0", epoch="epoch-1", certain=False))
-    assert cluster.de.report().free_buffer_tokens == whole_tokens - held_tokens
-    cluster.de.command(PeerDown(engine_id="pe-0", epoch="epoch-1", certain=True))
+    cluster.de.command(Release(request_id="r", reason="PE is dead"))
     assert_whole(cluster)
 
 

@@ -21,9 +21,13 @@ EXAMPLES = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 _PROTOTYPE = FakeEngine("p0", Role.PREFILL, set())
 _PROTOTYPE.generation = 1
 
+#: Stands for the session of who sends a frame, and is as long.
+SESSION = "s" * 41
+
 #: One of each message that an engine may send.
-VALID: list[control.Message] = [
+VALID: list[control.EngineMessage] = [
     _PROTOTYPE.hello(),
+    control.Gone(control.Writer("p9", "1")),
     control.Report(1, 0, 0, 0, 0, 100, 100, {"storage_read_bytes": 3.0}),
     control.LookupDone(call_id=1, hit_blocks=2),
     control.Synced(call_id=1),
@@ -54,17 +58,22 @@ def frames(draw: st.DrawFn) -> bytes:
     if kind == "noise":
         return draw(st.binary(max_size=64))
     message = draw(st.sampled_from(VALID))
-    frame = bytearray(control.encode(message))
+    number = draw(st.integers(0, 3))
+    frame = bytearray(control.encode(control.Envelope(SESSION, number, 0, message)))
     if kind == "cut":
         return bytes(frame[: draw(st.integers(0, len(frame) - 1))])
     if kind == "flipped":
         for _ in range(draw(st.integers(1, 4))):
             frame[draw(st.integers(0, len(frame) - 1))] ^= draw(st.integers(1, 255))
     if kind == "field":
-        fields: dict[str, Any] = msgspec.msgpack.decode(frame)
-        fields[draw(st.sampled_from(sorted(fields)))] = draw(values)
+        envelope: list[Any] = msgspec.msgpack.decode(frame)
+        *_, fields = envelope
+        if draw(st.booleans()):
+            fields[draw(st.sampled_from(sorted(fields)))] = draw(values)
+        else:
+            envelope[draw(st.integers(0, 3))] = draw(values)
         try:
-            return msgspec.msgpack.encode(fields)
+            return msgspec.msgpack.encode(envelope)
         except OverflowError:
             return bytes(frame)  # msgpack has no such number
     return bytes(frame)
@@ -75,10 +84,10 @@ def frames(draw: st.DrawFn) -> bytes:
 def test_a_frame_is_a_message_or_refused_as_incompatible(frame):
     for decode in (control.decode_engine_message, control.decode_router_message):
         try:
-            message = decode(frame)
+            envelope = decode(frame)
         except IncompatibleError:
             continue
-        assert isinstance(message, control.Message)
+        assert isinstance(envelope.message, control.Message)
 
 
 class Stranger(FakeEngine):
@@ -90,7 +99,7 @@ class Stranger(FakeEngine):
             self.send_raw(*parts)
         # Messages are taken in order: after this answer all of them have been.
         self.version = 99
-        self.send(self.hello())
+        self.send_raw(control.encode(control.outside(self.hello())))
         await self.saw(control.Refused, lambda refused: "protocol 99" in refused.reason)
 
 
@@ -140,7 +149,9 @@ def test_an_engines_own_nonsense_harms_only_itself():
         mad = made.engines["p1"]
         await mad.join(made.network)
         for frame in sent:
-            mad.send_raw(frame.replace(b"p0", b"p1"))
+            session = made.service.registry.get("p1").talk.session
+            assert len(session) == len(SESSION)
+            mad.send_raw(frame.replace(b"p0", b"p1").replace(SESSION.encode(), session.encode()))
         await mad.kill()
         await made.revive("p1")
         await served_as_before(made)
@@ -174,12 +185,13 @@ def test_noise_is_named_by_its_size(frame):
 async def test_a_greeting_of_another_versions_shape_is_refused_in_words():
     """A field more than this version knows, as a later one may have."""
     async with cluster(prefill=0, real_sockets=True) as made:
-        fields = msgspec.msgpack.decode(control.encode(_PROTOTYPE.hello()))
+        hello = control.encode(control.outside(_PROTOTYPE.hello()))
+        *head, fields = msgspec.msgpack.decode(hello)
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
         socket.connect(made.service.control_address)
-        await socket.send(msgspec.msgpack.encode({**fields, "colour": "red"}))
-        refused = control.decode_router_message(await socket.recv())
+        await socket.send(msgspec.msgpack.encode([*head, {**fields, "colour": "red"}]))
+        refused = control.decode_router_message(await socket.recv()).message
         context.destroy(linger=0)
         assert isinstance(refused, control.Refused)
         assert "unknown field `colour`" in refused.reason

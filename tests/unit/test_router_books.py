@@ -1,10 +1,14 @@
 """The router's bookkeeping: assignment numbers, and when slots may be released."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.core import control
+from dualpath.core.cluster import Role
+from dualpath.core.control import EngineAddress, Writer
 from dualpath.router.control.assign_log import AssignLog
+from dualpath.router.control.registry import EngineInfo
 from dualpath.router.control.releases import Releases
 
 
@@ -60,14 +64,6 @@ def test_hbm_is_spoken_for_until_it_is_taken():
     assert log.translate(report(1, 1, 100)).free_hbm_tokens == 1000
 
 
-def test_an_engine_back_from_silence_goes_on_counting():
-    log = AssignLog("p0", last_sent=7)
-    log.decided("a", 1, 10, 0)
-    assert log.translate(report(assign_seq=7, requests=0, tokens=0)).assign_seq == 0
-    assert log.sent("a") == (8, 10)
-    assert log.translate(report(assign_seq=8, requests=1, tokens=10)).assign_seq == 1
-
-
 @given(st.data())
 def test_report_and_ledger_together_count_every_live_request_once(data):
     """Whatever the order of sending, reporting and ending, tok_e comes out exact."""
@@ -100,38 +96,98 @@ class SentMessages(list[tuple[str, str, bool]]):
         self.append((engine_id, message.request_id, message.writer_certain))
 
 
-async def test_a_certainly_dead_writer_lets_slots_go_at_once():
-    sent = SentMessages()
-    releases = Releases(sent, wait_s=1000)
-    releases.engine_joined("p0", "1")
-    releases.writer_started("a", "p0")
+P0 = Writer("p0", "1")
+
+
+def joins(releases: Releases, name: str, epoch: str = "1", **doubts) -> None:
+    """Let an engine begin a session, leaving in doubt what it says."""
+    address = EngineAddress(name, epoch, Role.PREFILL, "", b"", ())
+    releases.engine_joined(
+        EngineInfo(
+            engine_id=name,
+            epoch=epoch,
+            role=Role.PREFILL,
+            node="",
+            group="",
+            api_url="",
+            address=address,
+            order=0,
+            hbm_tokens=1,
+            buffer_tokens=1,
+            **doubts,
+        )
+    )
+
+
+@pytest.fixture
+def sent() -> SentMessages:
+    return SentMessages()
+
+
+@pytest.fixture
+def releases(sent: SentMessages) -> Releases:
+    made = Releases(sent, wait_s=1000, is_dead=lambda writer: writer.epoch == "buried")
+    joins(made, "p0")
+    return made
+
+
+async def test_a_certainly_dead_writer_lets_slots_go_at_once(sent, releases):
+    releases.writer_started("a", P0, "d0")
     releases.release_when_safe("d0", "a", "test")
     assert sent == []
-    releases.engine_lost("p0", certain=True)
+    releases.engine_dead(P0)
     assert sent == [("d0", "a", True)]
 
 
-async def test_a_writer_lost_from_sight_means_quarantine_until_its_next_epoch():
-    sent = SentMessages()
-    releases = Releases(sent, wait_s=1000)
-    releases.engine_joined("p0", "1")
-    releases.writer_started("a", "p0")
-    releases.engine_lost("p0", certain=False)
+async def test_a_writer_lost_from_sight_means_quarantine_until_it_is_dead(sent, releases):
+    releases.writer_started("a", P0, "d0")
+    releases.engine_lost(P0)
     releases.release_when_safe("d0", "a", "test")
     assert sent == [("d0", "a", False)]
-    releases.engine_joined("p0", "1")
-    assert len(sent) == 1
-    releases.engine_joined("p0", "2")
+    assert releases.doubted() == [P0]
+    releases.engine_dead(P0)
     assert sent[1:] == [("d0", "a", True)]
     assert releases.held == 0
+    assert releases.doubted() == []
 
 
-async def test_nobody_but_the_writer_can_speak_for_it():
-    sent = SentMessages()
-    releases = Releases(sent, wait_s=1000)
-    releases.writer_started("a", "p0")
+async def test_a_writer_back_from_silence_says_itself_what_it_may_still_write_to(sent, releases):
+    for attempt in ("a", "b"):
+        releases.writer_started(attempt, P0, "d0")
+        releases.release_when_safe("d0", attempt, "test")
+    releases.engine_lost(P0)
+    assert sent == [("d0", "a", False), ("d0", "b", False)]
+    joins(releases, "p0", unsettled=("b",))
+    assert sent[2:] == [("d0", "a", True)]
+    releases.writer_done("b", P0)
+    assert sent[3:] == [("d0", "b", True)]
+
+
+async def test_nobody_but_the_writer_can_speak_for_it(sent, releases):
+    releases.writer_started("a", P0, "d0")
     releases.release_when_safe("d0", "a", "test")
-    releases.writer_done("a", "d0")
+    releases.writer_done("a", Writer("p0", "2"))
+    releases.engine_dead(Writer("p1", "1"))
     assert sent == []
-    releases.writer_done("a", "p0")
+    releases.writer_done("a", P0)
     assert sent == [("d0", "a", True)]
+
+
+async def test_slots_that_a_former_router_left_in_doubt_wait_for_all_who_may_write(sent, releases):
+    """Nobody knows which PE wrote; each of them has to prove itself, in whatever order."""
+    p1, p2 = Writer("p1", "1"), Writer("p2", "1")
+    joins(releases, "d0", quarantined=("old",), writers=(P0, p1, p2))
+    assert sent == []
+    joins(releases, "p1", unsettled=("old",))
+    assert releases.doubted() == [p2]
+    releases.engine_dead(p2)
+    assert sent == []
+    releases.writer_done("old", p1)
+    assert sent == [("d0", "old", True)]
+
+
+async def test_slots_in_doubt_whose_writers_are_all_known_are_free_at_once(sent, releases):
+    joins(releases, "d0", quarantined=("old",), writers=(P0, Writer("p1", "buried")))
+    assert sent == [("d0", "old", True)]
+    joins(releases, "d1", quarantined=("other",))
+    assert sent[1:] == [("d1", "other", True)]

@@ -15,6 +15,9 @@ from dualpath.router.settings import RouterSettings
 
 MODES = ["basic", "round-robin", "dualpath", "split", "oracle"]
 DISTURBANCES = 6
+DISTURBANCE_KINDS = (
+    "restart", "lose", "reset", "goodbye", "leave", "fail", "short", "malformed"
+)  # fmt: skip
 #: An attempt fails for one of the disturbances or not at all.
 SETTINGS = RouterSettings(max_attempts=DISTURBANCES + 1)
 #: Seconds that a control message or a step of the model takes; the router's limits are above.
@@ -30,7 +33,9 @@ async def disturb(
 ) -> None:
     name = chance.choice(sorted(made.engines))
     engine = made.engines[name]
-    match chance.choice(["restart", "lose", "goodbye", "leave", "fail", "short", "malformed"]):
+    match chance.choice(
+        ["restart", "lose", "goodbye", "leave", "fail", "short", "malformed", "reset"]
+    ):
         case "restart":
             await engine.kill()
             if chance.random() < 0.5:
@@ -41,7 +46,9 @@ async def disturb(
             made.lose(name)
             await some_time(chance)
             engine.report()
-        case "goodbye":
+        case "reset":
+            engine.connection.reset()
+        case "goodbye" if engine.session.joined:
             engine.send(control.Goodbye(reason="chaos"))
             await made.service.saw_loss(name)
             await engine.kill()

@@ -12,6 +12,7 @@ from dualpath.core import control
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.core.sessions import Conversation
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.registry import Registry
 from dualpath.router.requests.refusals import ControlRefusal
@@ -91,11 +92,13 @@ async def test_a_stranger_is_asked_to_greet_first():
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
         socket.connect(made.service.control_address)
-        await socket.send(control.encode(control.Goodbye(reason="never joined")))
-        answer = control.decode_router_message(await socket.recv())
-        assert isinstance(answer, control.Refused)
-        assert answer.reason.startswith(control.UNKNOWN_ENGINE)
-        assert "send Hello" in answer.reason
+        goodbye = control.outside(control.Goodbye(reason="never joined"), "made up")
+        await socket.send(control.encode(goodbye))
+        envelope = control.decode_router_message(await socket.recv())
+        assert isinstance(envelope.message, control.Refused)
+        assert envelope.session == "made up"
+        assert envelope.message.again
+        assert "greet anew" in envelope.message.reason
         assert refused(made) == {"unknown-engine": 1}
         context.destroy(linger=0)
 
@@ -126,11 +129,10 @@ async def test_two_live_processes_do_not_fight_for_one_id():
         made.engines["new"] = new
         await new.join(made.network)
         old.report()
-        assert (await old.saw(control.Refused)).reason.startswith(control.UNKNOWN_ENGINE)
-        old.send(old.hello())
+        assert (await old.saw(control.Refused)).again
         answer = await old.saw(control.Refused, lambda m: "replaced" in m.reason)
         assert "an engine_id of its own" in answer.reason
-        assert refused(made) == {"unknown-engine": 1, "replaced": 1}
+        assert refused(made).keys() == {"unknown-engine", "replaced"}
         assert made.service.registry.alive(Role.PREFILL)[0].epoch == new.epoch
 
 
@@ -154,11 +156,17 @@ class Listener:
     def on_joined(self, info):
         self.events.append(("joined", info.engine_id))
 
-    def on_lost(self, info, reason, certain):
-        self.events.append(("lost", info.engine_id, certain))
+    def on_lost(self, info, reason):
+        self.events.append(("lost", info.engine_id))
+
+    def on_dead(self, writer):
+        self.events.append(("dead", *writer.id))
 
     def on_message(self, info, message):
-        pass
+        self.events.append(("said", message))
+
+    def doubted(self):
+        return []
 
 
 class Clock:
@@ -169,17 +177,48 @@ class Clock:
         return self.now_s
 
 
+class Watched:
+    """A server without a socket, one engine's greetings and what it says in its session."""
+
+    def __init__(self) -> None:
+        self.clock, self.listener = Clock(), Listener()
+        self.registry = Registry()
+        self.server = ControlServer(self.registry, self.listener, self.clock, engine_timeout_s=5.0)
+        self.engine = FakeEngine("p0", Role.PREFILL, set())
+        self.engine.quarantined, self.engine.writers = {}, {}
+        self.greet()
+
+    @property
+    def events(self) -> list[tuple[object, ...]]:
+        return [event for event in self.listener.events if event[0] != "said"]
+
+    @property
+    def said(self) -> list[object]:
+        return [event[1] for event in self.listener.events if event[0] == "said"]
+
+    def greet(self, greeting: int = 1) -> None:
+        self.receive(control.outside(self.engine.hello(greeting)))
+        state = self.registry.get("p0")
+        assert state is not None
+        self.talk = Conversation(state.talk.session)
+
+    def receive(self, envelope: control.FromEngine) -> None:
+        self.server._handle(b"p0", [control.encode(envelope)])
+
+    def say(self, message: control.EngineMessage) -> control.FromEngine:
+        envelope = self.talk.say(message, self.clock())
+        self.receive(envelope)
+        return envelope
+
+    def let_pass(self, seconds: float) -> None:
+        for _ in range(round(seconds * 2)):
+            self.clock.now_s += 0.5
+            self.server.check_liveness()
+
+
 @pytest.fixture
-def watched():
-    clock, listener = Clock(), Listener()
-    server = ControlServer(Registry(), listener, clock, engine_timeout_s=5.0)
-    engine = FakeEngine("p0", Role.PREFILL, set())
-
-    def receive(message: control.Message) -> None:
-        server._handle(b"p0", [control.encode(message)])
-
-    receive(engine.hello())
-    return clock, listener, server, receive
+def watched() -> Watched:
+    return Watched()
 
 
 REPORT = control.Report(
@@ -193,48 +232,75 @@ REPORT = control.Report(
 )
 
 
-def let_pass(clock: Clock, server: ControlServer, seconds: float) -> None:
-    for _ in range(round(seconds * 2)):
-        clock.now_s += 0.5
-        server.check_liveness()
+async def test_a_silent_engine_is_lost_after_the_timeout_and_not_before(watched: Watched):
+    watched.let_pass(4)
+    watched.say(REPORT)
+    watched.let_pass(5)
+    assert watched.events == [("joined", "p0")]
+    watched.let_pass(0.5)
+    assert watched.events == [("joined", "p0"), ("lost", "p0")]
 
 
-async def test_a_silent_engine_is_lost_after_the_timeout_and_not_before(watched):
-    clock, listener, server, receive = watched
-    let_pass(clock, server, 4)
-    receive(REPORT)
-    let_pass(clock, server, 5)
-    assert listener.events == [("joined", "p0")]
-    let_pass(clock, server, 0.5)
-    assert listener.events == [("joined", "p0"), ("lost", "p0", False)]
+async def test_a_lost_engine_is_heard_again_only_in_a_new_session(watched: Watched):
+    watched.let_pass(6)
+    watched.say(REPORT)
+    watched.greet(greeting=1)
+    assert watched.events[-1] == ("lost", "p0")
+    watched.greet(greeting=2)
+    assert watched.events[-1] == ("joined", "p0")
 
 
-async def test_a_lost_engine_that_reports_again_is_welcomed_back(watched):
-    clock, listener, server, receive = watched
-    let_pass(clock, server, 6)
-    receive(REPORT)
-    assert listener.events[-1] == ("joined", "p0")
+async def test_an_engine_that_has_begun_anew_has_left_its_session(watched: Watched):
+    """Its requests are gone there; were it only noticed later, they would wait for nothing."""
+    watched.greet(greeting=2)
+    assert watched.events == [("joined", "p0"), ("lost", "p0"), ("joined", "p0")]
 
 
-async def test_no_late_report_brings_back_who_said_goodbye(watched):
-    _, listener, _, receive = watched
-    receive(control.Goodbye(reason="done"))
-    receive(REPORT)
-    assert listener.events == [("joined", "p0"), ("lost", "p0", True)]
+async def test_no_late_message_brings_back_who_said_goodbye(watched: Watched):
+    watched.say(control.Goodbye(reason="done"))
+    watched.say(REPORT)
+    watched.greet(greeting=1)
+    assert watched.events == [("joined", "p0"), ("lost", "p0"), ("dead", "p0", "p0-0")]
 
 
-async def test_a_router_that_stood_still_blames_nobody(watched):
-    clock, listener, server, _ = watched
-    let_pass(clock, server, 1)
-    clock.now_s += 60
-    server.check_liveness()
-    assert listener.events == [("joined", "p0")]
-    let_pass(clock, server, 6)
-    assert listener.events[-1] == ("lost", "p0", False)
+async def test_a_goodbye_with_open_transfers_proves_nothing(watched: Watched):
+    watched.say(control.Goodbye(reason="in a hurry", settled=False))
+    assert watched.events == [("joined", "p0"), ("lost", "p0")]
 
 
-async def test_a_repeated_greeting_changes_nothing(watched):
-    _, listener, _, receive = watched
-    engine = FakeEngine("p0", Role.PREFILL, set())
-    receive(engine.hello())
-    assert listener.events == [("joined", "p0")]
+async def test_an_engine_whose_data_plane_stands_still_is_taken_out(watched: Watched):
+    watched.say(msgspec.structs.replace(REPORT, unhealthy="its pump has ended"))
+    assert watched.events == [("joined", "p0"), ("lost", "p0")]
+
+
+async def test_a_router_that_stood_still_blames_nobody(watched: Watched):
+    watched.let_pass(1)
+    watched.clock.now_s += 60
+    watched.server.check_liveness()
+    assert watched.events == [("joined", "p0")]
+    watched.let_pass(6)
+    assert watched.events[-1] == ("lost", "p0")
+
+
+async def test_a_repeated_greeting_changes_nothing(watched: Watched):
+    watched.greet()
+    assert watched.events == [("joined", "p0")]
+
+
+async def test_a_message_that_comes_twice_or_too_early_is_taken_up_once_in_order(watched: Watched):
+    first, second = (control.Released(request_id=name) for name in ("a", "b"))
+    early = watched.talk.say(first, 0.0), watched.talk.say(second, 0.0)
+    for envelope in (early[1], early[0], early[0], early[1], early[1]):
+        watched.receive(envelope)
+    assert watched.said == [first, second]
+
+
+async def test_the_end_of_a_process_is_proven_once_it_is_known(watched: Watched):
+    writer = watched.engine.hello().address.writer
+    watched.let_pass(6)
+    watched.server.declare_dead(writer)
+    watched.server.declare_dead(writer)
+    assert watched.events == [("joined", "p0"), ("lost", "p0"), ("dead", "p0", "p0-0")]
+    stranger = control.Writer("px", "9")
+    watched.server.declare_dead(stranger)
+    assert watched.events[-1] == ("dead", "px", "9")

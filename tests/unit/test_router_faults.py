@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 
 import pytest
+from tests.control_network import ControlNetwork
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import GUARD_S, expected, job, keys_of
 
@@ -16,6 +17,7 @@ from dualpath.core.errors import (
     PromptTooLongError,
     TransportError,
 )
+from dualpath.core.sessions import ROUTER_TIMEOUT_S
 from dualpath.router.settings import RouterSettings
 
 pytestmark = pytest.mark.virtual_time
@@ -42,7 +44,7 @@ async def test_a_pe_lost_in_prefill_is_replaced_by_another():
         assert made.calls.prefills == [lost, "p1" if lost == "p0" else "p0"]
         assert made.service.status()["counters"]["retries"] == 1
         first, *_ = releases(made, "d0")
-        assert (first.request_id, first.writer_certain, first.writer_engine) == ("a", False, lost)
+        assert (first.request_id, first.writer_certain) == ("a", False)
         assert "a" in made.engines["d0"].quarantined
         await made.revive(lost)  # a new epoch proves the old process dead
         await made.settled("d0")
@@ -313,7 +315,7 @@ async def test_a_pe_that_never_confirms_puts_the_slots_into_quarantine():
         await made.arrives("prefill")
         run.cancel()
         release = await d0.saw(control.Release)
-        assert (release.writer_certain, release.writer_engine) == (False, "p0")
+        assert not release.writer_certain
         p0.answer(releases(made, "p0")[0])
         await d0.saw(control.Release, lambda m: m.writer_certain)
 
@@ -360,3 +362,79 @@ async def test_an_engine_that_takes_up_no_command_fails_the_attempt_and_another_
         (failure,) = made.service.records[0].failures
         assert "p0 has not taken up within 5 s" in failure
         await made.settled()
+
+
+async def test_a_reset_of_the_connection_loses_no_command_and_no_answer():
+    """Every message is under way for a while, and every connection is reset again and again."""
+    network = ControlNetwork(delay=lambda: 0.02)
+    async with cluster(network=network) as made:
+        made.stored.update(keys_of(PROMPT))
+
+        async def resets() -> None:
+            while True:
+                await asyncio.sleep(0.3)
+                for engine in made.engines.values():
+                    engine.connection.reset()
+
+        resetting = asyncio.create_task(resets())
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+        resetting.cancel()
+        await made.settled()
+        assert made.service.status()["counters"]["retries"] == 0
+
+
+async def test_a_killed_router_leaves_nothing_at_engines():
+    """Neither load nor slots: its successor could give none of them back."""
+    network = ControlNetwork()
+    async with cluster(network=network) as made:
+        made.calls.gates["prefill"] = asyncio.Event()
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.arrives("prefill")
+        made.service.kill()
+        with pytest.raises(EngineLostError):
+            await run
+        assert made.engines["d0"].leases
+        await made.restart_router()
+        await made.settled()
+        assert all(not engine.quarantined for engine in made.engines.values())
+        made.calls.gates.clear()
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+
+
+async def test_slots_of_a_killed_router_stay_away_from_others_until_no_pe_is_left_to_write():
+    network = ControlNetwork()
+    async with cluster(prefill=2, network=network) as made:
+        made.calls.gates["prefill"] = asyncio.Event()
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.arrives("prefill")
+        (writer,) = made.calls.prefills
+        await made.engines[writer].kill()  # perhaps only stopped: nobody knows
+        made.service.kill()
+        with pytest.raises(EngineLostError):
+            await run
+        d0 = made.engines["d0"]
+        await made.restart_router()
+        await made.service.wait_ready(1, 1, GUARD_S)
+        assert list(d0.quarantined) == ["a"]
+        made.calls.gates.clear()
+        assert await made.run(job("b", PROMPT)) == expected(PROMPT, 6)
+        assert list(d0.quarantined) == ["a"]
+        await made.revive(writer)
+        await made.settled()
+        assert not d0.quarantined
+
+
+async def test_an_engine_that_has_lost_its_router_holds_nothing_for_ever():
+    async with cluster() as made:
+        made.calls.gates["prefill"] = asyncio.Event()
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.arrives("prefill")
+        made.service.kill()
+        with pytest.raises(EngineLostError):
+            await run
+        p0, d0 = made.engines["p0"], made.engines["d0"]
+        assert p0.tenants
+        assert d0.leases
+        await asyncio.sleep(ROUTER_TIMEOUT_S + 1)
+        assert [p0.tenants, d0.tenants, d0.leases] == [{}, {}, {}]
+        assert list(d0.quarantined) == ["a"]

@@ -28,6 +28,10 @@ def keys_of(tokens: Sequence[int]) -> tuple[bytes, ...]:
     return tuple(block_keys(tokens, GEOMETRY.block_tokens))
 
 
+def _defect(reason: str) -> None:
+    raise AssertionError(reason)
+
+
 class LinkedEngine:
     """A toy engine behind the control link a vLLM engine uses."""
 
@@ -39,14 +43,16 @@ class LinkedEngine:
             self._hello,
             manager.report,
             manager.handle,
+            manager.end_session,
             manager.tick,
+            _defect,
         )
         self.closing = threading.Event()
         self.forwarder = threading.Thread(target=self._forward, daemon=True)
         self.forwarder.start()
         self.link.start()
 
-    def _hello(self) -> control.Hello:
+    def _hello(self, greeting: int) -> control.Hello:
         manager = self.engine.manager
         return control.Hello(
             version=control.PROTOCOL_VERSION,
@@ -58,6 +64,7 @@ class LinkedEngine:
             mode=self.mode.value,
             hbm_tokens=manager.hbm_tokens,
             buffer_tokens=manager.buffer_tokens,
+            greeting=greeting,
         )
 
     def _forward(self) -> None:
@@ -67,7 +74,7 @@ class LinkedEngine:
     def close(self) -> None:
         self.engine.outbox.put(None)  # type: ignore[arg-type]  # ends the forwarder
         self.forwarder.join(GUARD_S)
-        self.link.close("test over")
+        self.link.close(control.Goodbye(reason="test over"))
 
 
 class ToyCalls:

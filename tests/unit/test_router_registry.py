@@ -6,18 +6,21 @@ from tests.unit.router_fakes import FakeEngine
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineRefusedError
+from dualpath.core.sessions import Event
 from dualpath.router.control.registry import Registry
 
 
 def admit(registry: Registry, engine_id: str, role: Role = Role.PREFILL, **limits: int) -> None:
     engine = FakeEngine(engine_id, role, set(), limits=limits)
-    registry.admit(engine.hello(), engine_id.encode(), 0.0)
+    admission = registry.admit(engine.hello())
+    assert admission is not None
+    admission.engine.machine.on(admission.event)
 
 
 def lose(registry: Registry, engine_id: str) -> None:
     state = registry.get(engine_id)
     assert state is not None
-    state.alive = False
+    state.machine.on(Event.SILENT)
 
 
 async def test_an_engine_that_is_gone_limits_nobody() -> None:
@@ -45,6 +48,8 @@ async def test_the_group_of_a_lost_engine_may_change_its_role() -> None:
     joining = FakeEngine("d0", Role.DECODE, set())
     hello = msgspec.structs.replace(joining.hello(), group="prefill group")
     with pytest.raises(EngineRefusedError, match="holds the prefill engine 'p0'"):
-        registry.admit(hello, b"d0", 0.0)
+        registry.admit(hello)
     lose(registry, "p0")
-    assert registry.admit(hello, b"d0", 0.0).new
+    admission = registry.admit(hello)
+    assert admission is not None
+    assert admission.event is Event.GREETS

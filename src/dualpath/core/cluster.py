@@ -20,6 +20,18 @@ class Role(enum.StrEnum):
     DECODE = "decode"
 
 
+class HostProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A process as its machine's own table of processes knows it.
+
+    ``host`` names the machine since its last start and its numbering of processes, empty if it
+    cannot be told; ``start_ticks`` after that start tell the process from later ones of its number.
+    """
+
+    host: str = ""
+    pid: int = 0
+    start_ticks: int = 0
+
+
 class ClusterShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The symbols of §4.2.
 

@@ -1,10 +1,12 @@
 """Control messages between router and engines, and the transfers that ride on a vLLM request.
 
-Messages are msgpack-encoded tagged structs.  An engine opens the connection with ``Hello`` and is
-answered with ``Welcome`` or ``Refused``.  Bulk data never travels here.
+Messages are msgpack-encoded tagged structs in an ``Envelope``.  An engine opens a session
+(``core.sessions``) with ``Hello`` and is answered with ``Welcome`` or ``Refused``.  Bulk data never
+travels here.
 
-    router → engine   Welcome Refused PeerUp PeerDown Lookup Sync Assign Read Persist Release
-    engine → router   Hello Report LookupDone Synced Reserved ReadDone PrefillDone KvInHbm
+    router → engine   Welcome Refused Heard PeerUp PeerDown IsGone Lookup Sync Assign Read Persist
+                      Release
+    engine → router   Hello Report Gone LookupDone Synced Reserved ReadDone PrefillDone KvInHbm
                       Released Failed Goodbye
 
 Life of a request (Fig. 4 of the paper):
@@ -15,21 +17,18 @@ Life of a request (Fig. 4 of the paper):
     → KvInHbm (H2D done, DE buffer given back) → tokens → Release at both.
 """
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
 from dualpath.core.blocks import StoreNamespace
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.rates import Rates
 from dualpath.core.runs import HitRun
 
 #: Raised by one whenever a message changes its meaning; both ends must agree.
-PROTOCOL_VERSION = 3
-
-#: How a ``Refused`` begins that asks an engine to greet (again).
-UNKNOWN_ENGINE = "unknown engine"
+PROTOCOL_VERSION = 4
 
 #: Key under which a prefill or decode transfer travels in vLLM's ``kv_transfer_params``.
 TRANSFER_PARAMS_KEY = "dualpath"
@@ -48,7 +47,7 @@ class RegionAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How other engines reach this one over the compute network."""
+    """How other engines reach this one over the compute network, and which process it is."""
 
     engine_id: str
     epoch: str
@@ -56,6 +55,25 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     agent: str
     agent_metadata: bytes
     regions: tuple[RegionAddress, ...]
+    process: HostProcess = HostProcess()
+
+    @property
+    def writer(self) -> "Writer":
+        """This process as one that may write into others' buffers."""
+        return Writer(self.engine_id, self.epoch, self.process)
+
+
+class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A process of a prefill engine, whose transfers write into decode engines' buffers."""
+
+    engine_id: str
+    epoch: str
+    process: HostProcess = HostProcess()
+
+    @property
+    def id(self) -> tuple[str, str]:
+        """Engine and epoch, which name the process."""
+        return self.engine_id, self.epoch
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -63,7 +81,12 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 
 
 class Hello(Message, frozen=True, tag=True):
-    """First message of an engine; registers it (again after a restart, with a new epoch).
+    """First message of an engine; asks for a session (after a restart with a new epoch).
+
+    ``greeting`` grows by one with every session that this process asks for: a repeated or late
+    ``Hello`` is told from the wish to begin anew.  What sessions before have left in doubt:
+    ``unsettled`` are attempts whose transfers this PE has not seen end, ``quarantined`` are
+    attempts whose slots in this DE's buffer one of ``writers`` may still write to.
 
     ``api_url`` is the base URL of the engine's own HTTP server; ``node`` and ``group`` place it
     (§6.1: engines of one node share a group, and a storage NIC).  ``hbm_tokens`` and
@@ -84,18 +107,34 @@ class Hello(Message, frozen=True, tag=True):
     snic_bytes_per_s: float | None = None
     limits: dict[str, Any] = {}
     rates: Rates = Rates()
+    greeting: int = 1
+    unsettled: tuple[str, ...] = ()
+    quarantined: tuple[str, ...] = ()
+    writers: tuple[Writer, ...] = ()
 
 
 class Welcome(Message, frozen=True, tag=True):
-    """The engine is registered; ``peers`` are the engines of the other role."""
+    """Answer to the ``Hello`` with this ``greeting``: the session of its envelope has begun.
+
+    ``peers`` are the engines of the other role.
+    """
 
     peers: tuple[EngineAddress, ...]
+    greeting: int = 1
 
 
 class Refused(Message, frozen=True, tag=True):
-    """The engine may not join; ``reason`` names value, limit and remedy."""
+    """The engine may not join; ``reason`` names value, limit and remedy.
+
+    ``again``: the session of its envelope is over, or none has begun; a new greeting is welcome.
+    """
 
     reason: str
+    again: bool = False
+
+
+class Heard(Message, frozen=True, tag=True):
+    """Nothing but its envelope: the router lives, and how far the engine's messages have come."""
 
 
 class PeerUp(Message, frozen=True, tag=True):
@@ -107,13 +146,27 @@ class PeerUp(Message, frozen=True, tag=True):
 class PeerDown(Message, frozen=True, tag=True):
     """An engine of the other role is lost; its transfers must be treated as failed.
 
-    ``certain`` says that its process is known to be gone, so that memory it might have written
-    to can be reused at once; otherwise such memory stays in quarantine.
+    ``certain`` says that its process is known to be gone and writes nothing more.
     """
 
     engine_id: str
     epoch: str
     certain: bool
+
+
+class IsGone(Message, frozen=True, tag=True):
+    """Ask an engine on the same machine whether a lost process has ended.
+
+    Answered with ``Gone`` if it has, else not at all; the router asks again.
+    """
+
+    writer: Writer
+
+
+class Gone(Message, frozen=True, tag=True):
+    """A machine's own word that a process has ended: its transfers have ended with it."""
+
+    writer: Writer
 
 
 class Lookup(Message, frozen=True, tag=True):
@@ -232,15 +285,13 @@ class KvInHbm(Message, frozen=True, tag=True):
 class Release(Message, frozen=True, tag=True):
     """The request is over on this engine; slots are freed once nothing can write to them.
 
-    ``writer_certain`` is False when ``writer_engine``, the prefill engine that may still write
-    into the slots, is lost but not known to be dead: the slots then stay in quarantine until a
-    ``PeerDown`` says it is.
+    ``writer_certain`` is False while a prefill engine may still write into the slots: they then
+    stay in quarantine until another ``Release`` of the request says that none does.
     """
 
     request_id: str
     reason: str
     writer_certain: bool = True
-    writer_engine: str = ""
 
 
 class Released(Message, frozen=True, tag=True):
@@ -262,7 +313,7 @@ class Report(Message, frozen=True, tag=True):
     ``unfinished_requests`` seq_e, ``unfinished_tokens`` tok_e, ``read_queue_tokens`` read_q of the
     engine's node, free HBM and free DRAM buffer in tokens.  ``assign_seq`` is the last ``Assign``
     already counted in.  ``counters`` are monotonic totals for metrics (names in
-    ``engine/counters.py``).
+    ``engine/counters.py``).  ``unhealthy`` says why the data plane cannot go on, if it cannot.
     """
 
     report_seq: int
@@ -273,20 +324,34 @@ class Report(Message, frozen=True, tag=True):
     free_hbm_tokens: int
     free_buffer_tokens: int
     counters: dict[str, float] = {}
+    unhealthy: str | None = None
 
 
 class Goodbye(Message, frozen=True, tag=True):
-    """The engine leaves on purpose."""
+    """The engine leaves on purpose; ``settled`` if all of its transfers are over."""
 
     reason: str
+    settled: bool = True
 
 
 RouterMessage = (
-    Welcome | Refused | PeerUp | PeerDown | Lookup | Sync | Assign | Read | Persist | Release
+    Welcome
+    | Refused
+    | Heard
+    | PeerUp
+    | PeerDown
+    | IsGone
+    | Lookup
+    | Sync
+    | Assign
+    | Read
+    | Persist
+    | Release
 )
 EngineMessage = (
     Hello
     | Report
+    | Gone
     | LookupDone
     | Synced
     | Reserved
@@ -298,23 +363,50 @@ EngineMessage = (
     | Goodbye
 )
 
+M = TypeVar("M", bound=Message)
+
+
+class Envelope(
+    msgspec.Struct, Generic[M], frozen=True, array_like=True, forbid_unknown_fields=True
+):
+    """A message as it travels, with its place in a session (``core.sessions.Conversation``).
+
+    ``session`` is empty before one has begun.  ``number`` counts the messages of one direction
+    from 1 on, in order; 0 are those that may be lost.  ``received`` is the highest number up to
+    which the sender has got everything of the other direction.
+    """
+
+    session: str
+    number: Annotated[int, msgspec.Meta(ge=0)]
+    received: Annotated[int, msgspec.Meta(ge=0)]
+    message: M
+
+
+FromRouter = Envelope[RouterMessage]
+FromEngine = Envelope[EngineMessage]
+
 _ENCODER = msgspec.msgpack.Encoder()
-_ROUTER_DECODER: msgspec.msgpack.Decoder[RouterMessage] = msgspec.msgpack.Decoder(RouterMessage)
-_ENGINE_DECODER: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
+_ROUTER_DECODER: msgspec.msgpack.Decoder[FromRouter] = msgspec.msgpack.Decoder(FromRouter)
+_ENGINE_DECODER: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 _Decoded = TypeVar("_Decoded")
 
 
-def encode(message: Message) -> bytes:
-    """Return the wire form of a message."""
-    return _ENCODER.encode(message)
+def outside(message: M, session: str = "") -> Envelope[M]:
+    """Return a message in an envelope that belongs to no conversation."""
+    return Envelope(session, 0, 0, message)
 
 
-def decode_router_message(frame: bytes) -> RouterMessage:
+def encode(envelope: Envelope[M]) -> bytes:
+    """Return the wire form of a message in its envelope."""
+    return _ENCODER.encode(envelope)
+
+
+def decode_router_message(frame: bytes) -> FromRouter:
     """Decode what a router sent; raises ``IncompatibleError`` for anything malformed."""
     return _decode(_ROUTER_DECODER, frame)
 
 
-def decode_engine_message(frame: bytes) -> EngineMessage:
+def decode_engine_message(frame: bytes) -> FromEngine:
     """Decode what an engine sent; raises ``IncompatibleError`` for anything malformed."""
     return _decode(_ENGINE_DECODER, frame)
 

@@ -34,6 +34,32 @@ class ActiveRequests:
         with self._lock:
             self._active[request_id] = _Request(tokens, now_ns)
 
+    def end_session(self, reason: str) -> dict[str, bool]:
+        """Forget all requests but those in a forward pass, which are released when it is over.
+
+        Return those forgotten, and whether each still expected KV from elsewhere: a request whose
+        prompt is to be persisted has all of it.
+        """
+        forgotten = {}
+        with self._lock:
+            for request_id, request in list(self._active.items()):
+                if request.streams:
+                    request.release = request.release or Release(request_id, reason)
+                else:
+                    forgotten[request_id] = not (request.persist_seen or request.kv_in_hbm)
+                    del self._active[request_id]
+        return forgotten
+
+    def unsettled(self) -> tuple[str, ...]:
+        """Return the requests that are to leave and whose forward pass still needs them."""
+        with self._lock:
+            return tuple(name for name, r in self._active.items() if r.release is not None)
+
+    def is_known(self, request_id: str) -> bool:
+        """Whether anything of the request is left here."""
+        with self._lock:
+            return request_id in self._active
+
     def drop(self, request_id: str) -> None:
         """The request no longer counts."""
         with self._lock:

@@ -108,6 +108,16 @@ class BlockBuffer:
         with self._lock:
             self._pool.quarantine(request_id)
 
+    def holds(self, request_id: str) -> bool:
+        """Whether a request has slots, waits for some, or left some in quarantine."""
+        with self._lock:
+            return self._pool.holds(request_id)
+
+    def quarantined(self) -> tuple[str, ...]:
+        """Return the requests whose slots are kept away from everybody."""
+        with self._lock:
+            return self._pool.quarantined
+
     def end_quarantine(self, request_id: str) -> None:
         """Free a request's quarantined slots."""
         self._change(lambda pool: pool.end_quarantine(request_id))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import Message, PrefillTransfer
+from dualpath.core.control import EngineMessage, PrefillTransfer
 from dualpath.core.errors import TransportError
 from dualpath.core.runs import BlockRun
 from dualpath.engine.counters import Counter
@@ -37,7 +37,10 @@ class ForwardPass:
     """
 
     def __init__(
-        self, manager: TrafficManager, send: Callable[[Message], None], parts: Sequence[PromptPart]
+        self,
+        manager: TrafficManager,
+        send: Callable[[EngineMessage], None],
+        parts: Sequence[PromptPart],
     ) -> None:
         self._manager = manager
         self._send = send

@@ -1,155 +1,144 @@
-"""The control link of an engine: one thread, one connection, the router at the other end.
+"""The control link of an engine: one thread that keeps its session with the router.
 
-The thread sends ``Hello`` until it is welcomed, hands commands to the traffic manager, sends what
-the traffic manager and the engine queue, and reports load on change and as heartbeat.  A router
-that restarts has forgotten the engine: it answers a report with ``Refused("unknown engine …")``,
-and the link sends ``Hello`` again.
+It greets, hands commands to the traffic manager, sends what the engine queues, and reports load on
+change and as heartbeat.  What is said and taken up when is ``router_session``'s; how bytes get
+there is ``router_connection``'s.
 """
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dualpath.core.control import (
-    UNKNOWN_ENGINE,
+    EngineMessage,
+    FromEngine,
     Goodbye,
     Hello,
-    Message,
-    Refused,
     Report,
-    Welcome,
+    RouterMessage,
     decode_router_message,
     encode,
 )
 from dualpath.core.errors import IncompatibleError
+from dualpath.core.sessions import GREETING_S
 from dualpath.engine.router_connection import RouterConnection
+from dualpath.engine.router_session import RouterSession
 from dualpath.engine.threads import OS_THREADS, Thread, Threads
 from dualpath.transport.cluster_secret import SECRET_VARIABLE
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 0.5
-#: Least time between two reports that follow changes.
-REPORT_GAP_S = 0.01
-HELLO_GAP_S = 0.25
-#: A router that lives answers a hello in far less.
-PATIENCE_S = 5.0
 TICK_S = 0.05
+_CLOSE_S = 5.0
 
 
 class ControlLink:
     """Connects one traffic manager to the router.
 
-    ``hello`` builds the registration, or is None-valued as long as the engine cannot serve yet;
-    ``report`` gives the current load, ``handle`` carries out a command, ``tick`` gets the time in
-    ns now and then.  The connection is closed with the link.
+    ``hello``, ``report``, ``handle`` and ``end`` are ``RouterSession``'s; ``tick`` gets the time in
+    ns now and then.  ``failed`` is called when the thread ends by a defect, with the reason.  The
+    connection is closed with the link.
     """
 
     def __init__(
         self,
         connection: RouterConnection,
-        hello: Callable[[], Hello | None],
+        hello: Callable[[int], Hello | None],
         report: Callable[[], Report],
-        handle: Callable[[Message], None],
+        handle: Callable[[RouterMessage], None],
+        end: Callable[[str], None],
         tick: Callable[[int], None],
+        failed: Callable[[str], None],
         threads: Threads = OS_THREADS,
     ) -> None:
         self._connection = connection
         self._threads = threads
-        self._hello = hello
-        self._report = report
-        self._handle = handle
+        self._session = RouterSession(hello, report, handle, end)
         self._tick = tick
-        self._outgoing: deque[Message] = deque()
-        self._changed = threads.event()
+        self._failed = failed
+        self._outgoing: deque[EngineMessage] = deque()
         self._closing = threads.event()
-        self._welcomed = False
+        self._goodbye = Goodbye(reason="")
         self._unanswered_since_s: float | None = None
-        self._last_hello_s = self._last_report_s = float("-inf")
         self._thread: Thread | None = None
 
     def start(self) -> None:
         """Start the thread."""
         self._thread = self._threads.start("control-link", self._run)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: EngineMessage) -> None:
         """Queue a message; every message also means that the load changed."""
         self._outgoing.append(message)
-        self._changed.set()
-        self._connection.wake()
+        self.changed()
 
     def changed(self) -> None:
         """The load changed: report soon."""
-        self._changed.set()
+        self._session.load_changed = True
         self._connection.wake()
 
-    def close(self, reason: str) -> None:
+    def close(self, goodbye: Goodbye) -> None:
         """Say goodbye, then stop; idempotent."""
         if self._closing.is_set():
             return
-        self._outgoing.append(Goodbye(reason=reason))
+        self._goodbye = goodbye
         self._closing.set()
         self._connection.wake()
         if self._thread is not None:
-            self._thread.join(timeout=5)
+            self._thread.join(timeout=_CLOSE_S)
 
     def _run(self) -> None:
         try:
-            while True:
-                closing = self._closing.is_set()
-                self._send_due()
-                if closing:
-                    return
-                self._connection.wait(TICK_S)
-                self._receive()
-                self._tick(self._threads.now_ns())
+            while not self._closing.is_set():
+                self._turn()
+            self._say_queued()
+            self._send(self._session.leave(self._goodbye, self._now_s()))
+        except Exception as error:
+            log.exception("the control link failed")
+            self._failed(f"its control link failed: {error!r}")
         finally:
             self._connection.close()
 
-    def _send_due(self) -> None:
-        """Send the hello, what is queued and the report, each if it is time for it."""
-        now_s = self._threads.now_ns() / 1e9
-        if not self._welcomed and now_s - self._last_hello_s >= HELLO_GAP_S:
-            self._last_hello_s = now_s
-            if (hello := self._hello()) is not None:
-                self._send_hello(hello, now_s)
-        while self._outgoing and self._sent(self._outgoing[0]):
-            self._outgoing.popleft()
-        gap_s = REPORT_GAP_S if self._changed.is_set() else HEARTBEAT_S
-        if self._welcomed and now_s - self._last_report_s >= gap_s:
-            self._changed.clear()
-            self._last_report_s = now_s
-            self._sent(self._report())
+    def _turn(self) -> None:
+        self._say_queued()
+        self._send(self._session.due(self._now_s()))
+        self._connection.wait(TICK_S)
+        while (frame := self._connection.receive()) is not None:
+            self._hear(frame)
+        self._tick(self._threads.now_ns())
 
-    def _sent(self, message: Message) -> bool:
-        return self._connection.send(encode(message))
+    def _say_queued(self) -> None:
+        while self._outgoing:
+            self._send(self._session.say(self._outgoing.popleft(), self._now_s()))
 
-    def _send_hello(self, hello: Hello, now_s: float) -> None:
-        if not self._sent(hello):
+    def _hear(self, frame: bytes) -> None:
+        try:
+            envelope = decode_router_message(frame)
+        except IncompatibleError as error:
+            log.error("%s", error)
+            return
+        self._unanswered_since_s = None
+        self._send(self._session.hear(envelope, self._now_s()))
+
+    def _send(self, envelopes: Sequence[FromEngine]) -> None:
+        """Send; what does not get through is said again within the session, or greeted anew."""
+        for envelope in envelopes:
+            sent = self._connection.send(encode(envelope))
+            if isinstance(envelope.message, Hello):
+                self._watch_greeting(sent=sent)
+
+    def _watch_greeting(self, *, sent: bool) -> None:
+        if not sent:
             self._connection.reconnect()
+        now_s = self._now_s()
         if self._unanswered_since_s is None:
             self._unanswered_since_s = now_s
-        elif now_s - self._unanswered_since_s >= PATIENCE_S:
+        elif now_s - self._unanswered_since_s >= GREETING_S:
             self._unanswered_since_s = float("inf")
             log.warning(
                 "router %s has not answered for %g s; see that it runs there and has this "
                 "engine's cluster secret (%s), and its log; still trying",
-                *(self._connection.router, PATIENCE_S, SECRET_VARIABLE),
+                *(self._connection.router, GREETING_S, SECRET_VARIABLE),
             )
 
-    def _receive(self) -> None:
-        while (frame := self._connection.receive()) is not None:
-            try:
-                message = decode_router_message(frame)
-            except IncompatibleError as error:
-                log.error("%s", error)
-                continue
-            self._note(message)
-            self._handle(message)
-
-    def _note(self, message: Message) -> None:
-        self._unanswered_since_s = None
-        if isinstance(message, Welcome):
-            self._welcomed = True
-        elif isinstance(message, Refused) and message.reason.startswith(UNKNOWN_ENGINE):
-            self._welcomed = False
+    def _now_s(self) -> float:
+        return self._threads.now_ns() / 1e9

@@ -4,7 +4,7 @@ import functools
 import logging
 from collections.abc import Callable
 
-from dualpath.core.control import Lookup, LookupDone, Message
+from dualpath.core.control import EngineMessage, Lookup, LookupDone
 from dualpath.core.errors import DualPathError
 from dualpath.engine.persister import Persister
 from dualpath.engine.threads import OS_THREADS, Threads, Workers
@@ -24,7 +24,7 @@ class Lookups:
         self,
         storage: BlockStorage,
         persister: Persister,
-        send: Callable[[Message], None],
+        send: Callable[[EngineMessage], None],
         threads: Threads = OS_THREADS,
     ) -> None:
         self._storage = storage

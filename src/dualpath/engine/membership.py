@@ -6,12 +6,13 @@ serve, and what else has to be looked at from time to time.
 
 import logging
 import os
+import signal
 from collections.abc import Callable
 
 import msgspec
 
 from dualpath.core.blocks import StoreNamespace
-from dualpath.core.control import PROTOCOL_VERSION, Hello, Message
+from dualpath.core.control import PROTOCOL_VERSION, EngineMessage, Goodbye, Hello
 from dualpath.core.rates import Rate, RateOrigin, Rates
 from dualpath.engine.device import Device
 from dualpath.engine.hbm_copy import HbmLayout
@@ -68,6 +69,7 @@ class Membership:
             self.send,
             device,
             surroundings.threads,
+            surroundings.is_gone,
         )
 
     def join(self, api_url: str, watch: Callable[[], None] = lambda: None) -> None:
@@ -83,10 +85,12 @@ class Membership:
 
         self._link = ControlLink(
             self._surroundings.connect(self.settings),
-            lambda: self._hello(api_url),
+            lambda greeting: self._hello(api_url, greeting),
             self.manager.report,
             self.manager.handle,
+            self.manager.end_session,
             tick,
+            self._failed,
             self._surroundings.threads,
         )
         self._link.start()
@@ -104,7 +108,7 @@ class Membership:
         """Say from the next greeting on how many prompt tokens are computed in a second."""
         self.rates = msgspec.structs.replace(self.rates, prefill_tokens=prefill_tokens)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: EngineMessage) -> None:
         """Send the router something; dropped before the engine joins and after it leaves."""
         if self._link is not None:
             self._link.send(message)
@@ -118,16 +122,24 @@ class Membership:
         """Say goodbye, finish writes and give everything back; idempotent."""
         link, self._link = self._link, None
         if link is not None:
-            link.close("engine shuts down")
+            self.manager.end_session("the engine shuts down")
+            settled = not self.manager.doubts().unsettled
+            link.close(Goodbye(reason="engine shuts down", settled=settled))
         self.manager.close()
 
-    def _hello(self, api_url: str) -> Hello | None:
+    def _failed(self, reason: str) -> None:
+        """End this process: an engine that cannot go on must not look as if it could."""
+        log.critical("engine %s ends itself: %s", self.settings.engine_id, reason)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _hello(self, api_url: str, greeting: int) -> Hello | None:
         if not self._surroundings.listens(api_url):
             return None
         settings, manager = self.settings, self.manager
+        doubts = manager.doubts()
         return Hello(
             version=PROTOCOL_VERSION,
-            address=manager.address(self.epoch),
+            address=manager.address(self.epoch, self._surroundings.this_process()),
             namespace=self._namespace,
             api_url=api_url,
             node=settings.node_name,
@@ -138,6 +150,10 @@ class Membership:
             snic_bytes_per_s=settings.snic_bytes_per_s or None,
             rates=self.rates,
             limits={**msgspec.structs.asdict(self._model), "pid": os.getpid()},
+            greeting=greeting,
+            unsettled=doubts.unsettled,
+            quarantined=doubts.quarantined,
+            writers=doubts.writers,
         )
 
 

@@ -1,18 +1,20 @@
 """The engines of the other role, as one engine knows them."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import EngineAddress, PeerDown
+from dualpath.core.control import EngineAddress, PeerDown, Writer
 from dualpath.core.errors import TransportError
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.transport.contract import AgentInfo, RegionInfo, Transport
 
 
 class Peers:
-    """Connects and disconnects; remembers which requests' slots a lost writer may still touch.
+    """Connects and disconnects; remembers whose transfers may still come.
 
-    The PE starts all transfers between engines, so only PEs connect.
+    The PE starts all transfers between engines, so only PEs connect, and only DEs have writers.
     """
 
     def __init__(self, role: Role, transport: Transport, threads: Threads = OS_THREADS) -> None:
@@ -20,7 +22,7 @@ class Peers:
         self._transport = transport
         self._lock = threads.lock()
         self._peers: dict[str, EngineAddress] = {}
-        self._doubts: dict[str, set[str]] = {}
+        self._writers: dict[tuple[str, str], Writer] = {}
 
     def up(self, peer: EngineAddress) -> None:
         """A peer joined; raises ``PeerLostError`` if it cannot be reached."""
@@ -31,24 +33,35 @@ class Peers:
             )
         with self._lock:
             self._peers[peer.engine_id] = peer
+            if peer.role is Role.PREFILL:
+                self._writers[peer.writer.id] = peer.writer
 
-    def down(self, message: PeerDown) -> set[str]:
-        """A peer is lost; return requests whose slots it can no longer write to."""
+    def down(self, message: PeerDown) -> None:
+        """A peer is lost; only one that is certainly gone writes nothing more."""
         with self._lock:
             peer = self._peers.get(message.engine_id)
             if peer is not None and peer.epoch == message.epoch:
                 del self._peers[message.engine_id]
             else:
                 peer = None
-            cleared = self._doubts.pop(message.engine_id, set()) if message.certain else set()
+            if message.certain:
+                self._writers.pop((message.engine_id, message.epoch), None)
         if peer is not None and self._connects:
             self._transport.disconnect(peer.agent)
-        return cleared
 
-    def doubt(self, writer_engine: str, request_id: str) -> None:
-        """A lost engine may still write into this request's slots."""
+    def only(self, peers: Iterable[EngineAddress]) -> None:
+        """A session begins with these peers; others that were known are lost from sight."""
+        present = {(peer.engine_id, peer.epoch) for peer in peers}
         with self._lock:
-            self._doubts.setdefault(writer_engine, set()).add(request_id)
+            known = [(peer.engine_id, peer.epoch) for peer in self._peers.values()]
+        for engine_id, epoch in known:
+            if (engine_id, epoch) not in present:
+                self.down(PeerDown(engine_id, epoch, certain=False))
+
+    def writers(self) -> tuple[Writer, ...]:
+        """Return the prefill engines that may be writing here."""
+        with self._lock:
+            return tuple(self._writers.values())
 
     def agent_of(self, engine_id: str, epoch: str) -> str:
         """Return a peer's transport agent.

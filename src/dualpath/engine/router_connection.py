@@ -86,7 +86,7 @@ class ZmqRouterConnection:
     def receive(self) -> bytes | None:
         """Take a frame from ZMQ."""
         try:
-            return self._socket.recv(zmq.NOBLOCK)
+            return self._socket.recv_multipart(zmq.NOBLOCK)[-1]
         except zmq.Again:
             return None
 

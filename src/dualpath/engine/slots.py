@@ -121,6 +121,16 @@ class SlotPool:
         if slots := self._leases.pop(request_id, None):
             self._quarantine.setdefault(request_id, []).extend(slots)
 
+    def holds(self, request_id: str) -> bool:
+        """Whether a request has slots, waits for some, or left some in quarantine."""
+        waits = any(waiting == request_id for waiting, _ in self._waiting)
+        return waits or request_id in self._leases or request_id in self._quarantine
+
+    @property
+    def quarantined(self) -> tuple[str, ...]:
+        """Requests whose slots are kept away from everybody."""
+        return tuple(self._quarantine)
+
     def end_quarantine(self, request_id: str) -> None:
         """The possible writer is proven gone: the slots become free."""
         for slot in self._quarantine.pop(request_id, ()):

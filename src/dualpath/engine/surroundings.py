@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from dualpath.core.blocks import StoreNamespace
+from dualpath.core.cluster import HostProcess
+from dualpath.engine.host_process import is_gone, this_process
 from dualpath.engine.router_connection import RouterConnection, ZmqRouterConnection
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.threads import OS_THREADS, Threads
@@ -65,7 +67,8 @@ class Surroundings:
     """Each has its live form as default; those that open something raise ``ConfigError``.
 
     ``open_transport`` gets the name of its agent.  ``listens`` says whether a server accepts
-    connections at a URL.  ``new_epoch`` names a process start as no other is named.
+    connections at a URL.  ``new_epoch`` names a process start as no other is named.  ``is_gone``
+    says whether a process of this machine, named as ``this_process`` does, has ended.
     """
 
     threads: Threads = OS_THREADS
@@ -74,6 +77,8 @@ class Surroundings:
     connect: Callable[[EngineSettings], RouterConnection] = _connect
     listens: Callable[[str], bool] = _listens
     new_epoch: Callable[[], str] = _new_epoch
+    this_process: Callable[[], HostProcess] = this_process
+    is_gone: Callable[[HostProcess], bool] = is_gone
 
 
 #: Those of a live engine.

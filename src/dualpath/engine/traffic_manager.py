@@ -13,34 +13,39 @@ that no new block is lost, and nobody has them pinned.
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from dualpath.core.blocks import BlockGeometry, BlockKey
+from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.control import (
     Assign,
     DecodeTransfer,
     EngineAddress,
+    EngineMessage,
     Failed,
+    Gone,
+    IsGone,
     KvInHbm,
     Lookup,
-    Message,
     PeerDown,
     PeerUp,
     Persist,
     PrefillDone,
     Read,
-    Refused,
     RegionAddress,
     Release,
     Released,
     Report,
     Reserved,
+    RouterMessage,
     Sync,
     Synced,
     Welcome,
+    Writer,
 )
-from dualpath.core.errors import BufferTooSmallError, DualPathError
+from dualpath.core.errors import BadRequestError, BufferTooSmallError, DualPathError
 from dualpath.core.runs import BlockRun
 from dualpath.engine.active_requests import ActiveRequests
 from dualpath.engine.buffer import STAGING_REGION, BlockBuffer
@@ -49,6 +54,7 @@ from dualpath.engine.device import Device, HostDevice
 from dualpath.engine.event_waiter import EventWaiter
 from dualpath.engine.generated import GeneratedBlocks
 from dualpath.engine.hbm_copy import HbmCopier, HbmLayout
+from dualpath.engine.host_process import is_gone
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.lookups import Lookups
 from dualpath.engine.peers import Peers
@@ -68,6 +74,15 @@ from dualpath.transport.regions import span_bytes
 
 log = logging.getLogger(__name__)
 
+
+class Doubts(NamedTuple):
+    """What sessions that are over have left: see ``core.control.Hello``."""
+
+    unsettled: tuple[str, ...]
+    quarantined: tuple[str, ...]
+    writers: tuple[Writer, ...]
+
+
 _NS_PER_S = 1_000_000_000
 RELEASED = "it was released"
 
@@ -82,9 +97,10 @@ class TrafficManager:
         storage: BlockStorage,
         transport: Transport,
         hbm: HbmLayout,
-        send: Callable[[Message], None],
+        send: Callable[[EngineMessage], None],
         device: Device | None = None,
         threads: Threads = OS_THREADS,
+        is_gone: Callable[[HostProcess], bool] = is_gone,
     ) -> None:
         self.settings = settings
         self.geometry = geometry
@@ -121,13 +137,15 @@ class TrafficManager:
             geometry, self._staging, self._copier, self._persister, self.counters
         )
         self._lookups = Lookups(storage, self._persister, send, threads)
+        self._said_unsettled: set[str] = set()
+        self._is_gone = is_gone
         self._assign_seq = 0
         self._report_seq = 0
         self._free_hbm_tokens = hbm.capacity_tokens
 
     # ------------------------------------------------------------------ what others need to know
 
-    def address(self, epoch: str) -> EngineAddress:
+    def address(self, epoch: str, process: HostProcess | None = None) -> EngineAddress:
         """Return how other engines reach this one."""
         info = self._transport.info()
         return EngineAddress(
@@ -137,6 +155,7 @@ class TrafficManager:
             agent=info.agent,
             agent_metadata=info.metadata,
             regions=tuple(RegionAddress(**msgspec.structs.asdict(r)) for r in info.regions),
+            process=process or HostProcess(),
         )
 
     @property
@@ -176,32 +195,56 @@ class TrafficManager:
 
     # ------------------------------------------------------------------ commands from the router
 
-    def handle(self, message: Message) -> None:
+    def handle(self, message: RouterMessage) -> None:
         """Carry out a command; answers go through ``send``.  Never raises for a bad command."""
+        request_id = getattr(message, "request_id", "")
         try:
             self._dispatch(message)
         except DualPathError as error:
-            request_id = getattr(message, "request_id", "")
             log.warning("%s %s failed: %s", type(message).__name__, request_id, error)
-            if request_id:
-                self._send(Failed(request_id=request_id, reason=str(error)))
+            reason = str(error)
+        except Exception as error:  # a defect in one command must not take the others down
+            log.exception("%s %s failed", type(message).__name__, request_id)
+            reason = repr(error)
+        else:
+            return
+        if request_id:
+            self._send(Failed(request_id=request_id, reason=reason))
+
+    def end_session(self, reason: str) -> None:
+        """Drop every request: the router has forgotten them, or will.
+
+        What their transfers may still write to is kept: a DE's slots in quarantine, until a router
+        says that no writer is left, a PE's requests in a forward pass until that is over.
+        """
+        for request_id, awaits_kv in self._active.end_session(reason).items():
+            self._reader.cancel(request_id)
+            if awaits_kv and self.settings.role is Role.DECODE:
+                self._buffer.quarantine(request_id)
+            self._buffer.release(request_id)
+        self._assign_seq = 0
+
+    def doubts(self) -> Doubts:
+        """Return what sessions before have left in doubt, for the next ``Hello``."""
+        unsettled = self._active.unsettled()
+        self._said_unsettled.update(unsettled)
+        return Doubts(unsettled, self._buffer.quarantined(), self._peers.writers())
 
     def tick(self, now_ns: int) -> None:
         """Let time pass: reads beyond their deadline are answered."""
         self._reader.expire(now_ns)
 
-    def _dispatch(self, message: Message) -> None:
+    def _dispatch(self, message: RouterMessage) -> None:
         match message:
             case Welcome():
-                for peer in message.peers:
-                    self._peers.up(peer)
-            case Refused():
-                log.error("the router refuses this engine: %s", message.reason)
+                self._begin_session(message)
             case PeerUp():
                 self._peers.up(message.address)
             case PeerDown():
-                for request_id in self._peers.down(message):
-                    self._buffer.end_quarantine(request_id)
+                self._peers.down(message)
+            case IsGone():
+                if self._is_gone(message.writer.process):
+                    self._send(Gone(message.writer))
             case Lookup():
                 self._lookups.begin(message)
             case Sync():
@@ -216,7 +259,22 @@ class TrafficManager:
                 if self._active.ask_release(message):
                     self._release(message)
 
+    def _begin_session(self, message: Welcome) -> None:
+        self._peers.only(message.peers)
+        for peer in message.peers:
+            self._peers.up(peer)
+        # What has settled since the greeting that called it unsettled could be said to nobody.
+        settled = self._said_unsettled.difference(self._active.unsettled())
+        self._said_unsettled.clear()
+        for request_id in settled:
+            self._send(Released(request_id=request_id))
+
     def _assign(self, message: Assign) -> None:
+        if self._active.is_known(message.request_id) or self._buffer.holds(message.request_id):
+            raise BadRequestError(
+                f"request {message.request_id}: an earlier request of this name has not left the "
+                "engine; send it under another id"
+            )
         self._active.add(message.request_id, message.tokens, self.trace.now_ns())
         self._assign_seq = max(self._assign_seq, message.assign_seq)
         if message.reserve_blocks == 0:
@@ -262,7 +320,6 @@ class TrafficManager:
         if message.writer_certain:
             self._buffer.end_quarantine(message.request_id)
         else:
-            self._peers.doubt(message.writer_engine, message.request_id)
             self._buffer.quarantine(message.request_id)
         self._buffer.release(message.request_id)
         self._send(Released(request_id=message.request_id))

@@ -46,7 +46,7 @@ class RouterContext:
         self.calls = calls
         self.clock = clock
         self.exchange = Exchange()
-        self.releases = Releases(self.send, settings.release_wait_s)
+        self.releases = Releases(self.send, settings.release_wait_s, registry.is_dead)
         self.admission = asyncio.Semaphore(settings.max_concurrent_requests)
         self.event_log: EventLogWriter | None = None
         self.tracing: Tracing | None = None
@@ -91,6 +91,11 @@ class RouterContext:
             raise EngineLostError(f"engine {engine_id} is lost; restart it")
         return state.info
 
+    def is_alive(self, info: EngineInfo) -> bool:
+        """Whether this process of an engine has a session."""
+        state = self.registry.get(info.engine_id)
+        return state is not None and state.alive and state.info.epoch == info.epoch
+
     def engine_joined(self, info: EngineInfo) -> None:
         """Let an engine take part."""
         self._derive_thresholds()
@@ -103,13 +108,13 @@ class RouterContext:
                 self._assigned,
                 self.metrics.scheduled,
             )
-        self.releases.engine_joined(info.engine_id, info.epoch)
+        self.releases.engine_joined(info)
         self._dispatch.joined(info)
         self._pulse()
 
-    def engine_lost(self, info: EngineInfo, reason: str, certain: bool) -> None:
+    def engine_lost(self, info: EngineInfo, reason: str) -> None:
         """Take an engine out and end what depends on it."""
-        self.releases.engine_lost(info.engine_id, certain)
+        self.releases.engine_lost(info.writer)
         self.exchange.engine_lost(info.engine_id, reason)
         self.dispatch.lost(info.engine_id)
         self._derive_thresholds()

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import Self, TypeVar
 
 from dualpath.core.errors import DeadlineError, EngineLostError
+from dualpath.engine.host_process import ProcessStat, process_stat
 
 _PR_SET_PDEATHSIG = 1
 #: Opened once: between fork and exec nothing may be loaded.
@@ -37,41 +38,6 @@ def die_with_parent(number: int, parent: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
-
-
-class ProcessStat(NamedTuple):
-    """What the kernel says of a process: its state, parent, group and, in ticks, times.
-
-    ``cpu_ticks`` are its own and those of children it has waited for; ``start_ticks`` since boot.
-    """
-
-    state: str
-    parent: int
-    group: int
-    cpu_ticks: int
-    start_ticks: int
-
-    @property
-    def is_zombie(self) -> bool:
-        """Whether it has ended and nobody has waited for it."""
-        return self.state == "Z"
-
-
-def process_stat(process_id: int) -> ProcessStat | None:
-    """Return what /proc says of a process, None if there is none."""
-    try:
-        text = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The name may hold spaces and brackets; the fields after it may not.
-    fields = text.rpartition(")")[2].split()
-    return ProcessStat(
-        state=fields[0],
-        parent=int(fields[1]),
-        group=int(fields[2]),
-        cpu_ticks=sum(map(int, fields[11:15])),
-        start_ticks=int(fields[19]),
-    )
 
 
 def all_processes() -> Iterator[tuple[int, ProcessStat]]:

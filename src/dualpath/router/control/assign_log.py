@@ -23,16 +23,13 @@ class _Entry:
 
 
 class AssignLog:
-    """Assignments of one engine that are not over yet.
+    """Assignments of one engine, in one session, that are not over yet."""
 
-    ``last_sent`` continues the numbering of a process that was lost from sight and came back.
-    """
-
-    def __init__(self, engine_id: str, last_sent: int = 0) -> None:
+    def __init__(self, engine_id: str) -> None:
         self._engine_id = engine_id
         self._entries: dict[str, _Entry] = {}
         self._last_decided = 0
-        self.last_sent = last_sent
+        self.last_sent = 0
 
     @property
     def open(self) -> int:

@@ -1,43 +1,60 @@
-"""The router's end of the control plane: one connection per engine (``control_socket``).
+"""The router's end of the control plane: one session per engine, over a ``control_socket``.
 
-What can go wrong with an engine ends here as one event, ``on_lost``: it says goodbye, it greets
-again with a new epoch (its former process is then certainly dead), or it falls silent.  A silent
-engine that turns out to live is welcomed again without ceremony.
+Which greeting, message or silence changes what stands in ``core.sessions.ROUTER_TABLE``, which this
+executes.  A session that ends is one event for the others, ``on_lost``; that a process is gone is
+another, ``on_dead``, which may come at once, later or never.  An engine whose session has ended
+though it lives is asked to greet anew, and begins with nothing.
 """
 
 import asyncio
 import contextlib
+import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from dualpath.core import control
+from dualpath.core.control import Writer
 from dualpath.core.errors import EngineRefusedError, IncompatibleError
+from dualpath.core.sessions import HEARTBEAT_S, Action, Event
 from dualpath.router.control.control_socket import ControlSocket, ZmqControlSocket
 from dualpath.router.control.registry import EngineInfo, EngineState, Registry
+from dualpath.router.control.witnesses import Witnesses
 from dualpath.router.requests.refusals import ControlRefusal, ControlRefusals
 from dualpath.transport.cluster_secret import ClusterSecret
 
 logger = logging.getLogger(__name__)
+
+#: How soon an engine learns that its messages have come, if the router has nothing else to say.
+_ACKNOWLEDGE_S = 0.1
+_LOST = (Event.SILENT, Event.FAILED, Event.GREETS_ANEW)
 
 
 class ControlListener(Protocol):
     """What the server reports to its owner; called from the event loop, must not block."""
 
     def on_joined(self, info: EngineInfo) -> None:
-        """An engine may be used from now on."""
+        """An engine may be used from now on; nothing of any request is on it."""
 
-    def on_lost(self, info: EngineInfo, reason: str, certain: bool) -> None:
-        """An engine is gone; ``certain`` if its process can no longer write anywhere."""
+    def on_lost(self, info: EngineInfo, reason: str) -> None:
+        """An engine's session is over, and with it whatever it had of any request."""
+
+    def on_dead(self, writer: Writer) -> None:
+        """A process is proven to be gone, or to have ended its transfers for good."""
 
     def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
-        """A registered engine sent something else than ``Hello`` or ``Goodbye``."""
+        """A live engine sent something else than ``Hello`` or ``Goodbye``."""
+
+    def doubted(self) -> Iterable[Writer]:
+        """Return the processes whose end would be good to know."""
 
 
 class ControlServer:
-    """Owns the socket and the liveness of engines; the ``Registry`` holds what it learns.
+    """Owns the socket and the sessions; the ``Registry`` holds what it learns of engines.
 
-    Without ``socket`` it is ZMQ's.
+    Without ``socket`` it is ZMQ's.  ``epoch`` names this process of the router; by default it is
+    drawn.
     """
 
     def __init__(
@@ -47,6 +64,7 @@ class ControlServer:
         clock: Callable[[], float],
         engine_timeout_s: float,
         socket: ControlSocket | None = None,
+        epoch: str = "",
     ) -> None:
         self._registry = registry
         self._listener = listener
@@ -58,6 +76,9 @@ class ControlServer:
         self._proofs: dict[str, list[asyncio.Future[bool]]] = {}
         self._checked_s = clock()
         self._socket = socket or ZmqControlSocket()
+        self._epoch = epoch or uuid.uuid4().hex
+        self._sessions = itertools.count(1)
+        self._witnesses = Witnesses(registry, self.send)
         self.address = ""
 
     async def start(self, host: str, port: int, secret: ClusterSecret | None = None) -> None:
@@ -73,6 +94,7 @@ class ControlServer:
                 ("receive", self._receive),
                 ("send", self._send_all),
                 ("watch", self._watch),
+                ("heartbeat", self._heartbeat),
             )
         ]
 
@@ -93,21 +115,27 @@ class ControlServer:
         await self._socket.close()
 
     def send(self, engine_id: str, message: control.RouterMessage) -> None:
-        """Queue a message; messages to one engine arrive in order.
+        """Say a message in an engine's session; it is taken up once, in order, while that lasts.
 
-        A silent engine is sent its messages too: should it only have been slow, it learns what
-        has been released meanwhile.
+        Nothing is said to an engine without a session: it drops all it has at the next greeting.
         """
-        if (engine := self._registry.get(engine_id)) is not None:
-            self._outbox.put_nowait((engine.identity, control.encode(message)))
+        engine = self._registry.get(engine_id)
+        if engine is not None and engine.alive:
+            self._post(engine, engine.talk.say(message, self._clock()))
 
     def declare_lost(self, engine_id: str, reason: str, certain: bool) -> None:
-        """Treat a live engine as gone; does nothing for one that is not alive."""
+        """End an engine's session; does nothing for one without."""
         engine = self._registry.get(engine_id)
-        if engine is None or not engine.alive:
-            return
-        engine.alive = False
-        self._lost(engine.info, reason, certain)
+        if engine is not None and engine.alive:
+            self._on(engine, Event.DIED if certain else Event.FAILED, reason)
+
+    def declare_dead(self, writer: Writer) -> None:
+        """Take note of the proof that a process is gone."""
+        engine = self._registry.get(writer.engine_id)
+        if engine is not None and engine.info.epoch == writer.epoch:
+            self._on(engine, Event.DIED, "its process has ended")
+        else:
+            self._listener.on_dead(writer)
 
     def proof_of_life(self, engine_id: str) -> asyncio.Future[bool]:
         """Return a future: True at the engine's next message, False when it is lost."""
@@ -132,8 +160,10 @@ class ControlServer:
             for engine in self._registry.all():
                 engine.heard_s = min(engine.heard_s + late_s, now_s)
         for info in self._registry.silent(now_s, self._timeout_s):
-            reason = f"silent for more than {self._timeout_s:g} s"
-            self.declare_lost(info.engine_id, reason, certain=False)
+            if (silent := self._registry.get(info.engine_id)) is not None:
+                self._on(silent, Event.SILENT, f"silent for more than {self._timeout_s:g} s")
+        for writer in self._witnesses.ask(self._listener.doubted()):
+            self.declare_dead(writer)
 
     @property
     def _interval_s(self) -> float:
@@ -143,6 +173,15 @@ class ControlServer:
         while True:
             await asyncio.sleep(self._interval_s)
             self.check_liveness()
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(_ACKNOWLEDGE_S)
+            now_s = self._clock()
+            for engine in self._registry.all():
+                silent_s = now_s - engine.spoken_s
+                if engine.alive and (engine.talk.owes_acknowledgement or silent_s >= HEARTBEAT_S):
+                    self._post(engine, engine.talk.mention(control.Heard()))
 
     async def _send_all(self) -> None:
         while True:
@@ -162,64 +201,96 @@ class ControlServer:
                 logger.exception("control message from %s failed", identity.hex())
 
     def _handle(self, identity: bytes, frames: Sequence[bytes]) -> None:
-        engine = self._registry.by_identity(identity)
         try:
-            message = control.decode_engine_message(frames[-1] if frames else b"")
+            envelope = control.decode_engine_message(frames[-1] if frames else b"")
         except IncompatibleError as error:
-            self._malformed(identity, engine, error)
+            self._malformed(identity, error)
             return
-        if isinstance(message, control.Hello):
-            self._hello(identity, message)
-        elif engine is None:
-            self._refusals.count(ControlRefusal.UNKNOWN_ENGINE)
-            self._refuse(
-                identity,
-                f"{control.UNKNOWN_ENGINE}: this connection is not registered, perhaps because the "
-                "router has restarted; send Hello",
-            )
+        if isinstance(envelope.message, control.Hello):
+            self._hello(identity, envelope.message)
+        elif (engine := self._registry.by_session(envelope.session)) is None:
+            self._send_away(identity, envelope.session)
         else:
-            self._heard(engine, message)
+            self._heard(engine, identity, envelope)
 
-    def _heard(self, engine: EngineState, message: control.EngineMessage) -> None:
-        engine.heard_s = self._clock()
-        if isinstance(message, control.Goodbye):
-            # It stops its transfers before it says so.
-            engine.left = True
-            self.declare_lost(engine.info.engine_id, f"left: {message.reason}", certain=True)
+    def _hello(self, identity: bytes, hello: control.Hello) -> None:
+        try:
+            admission = self._registry.admit(hello)
+        except EngineRefusedError as error:
+            logger.warning("engine refused: %s", error)
+            self._refusals.count(ControlRefusal(error.reason))
+            self._outside(identity, control.Refused(reason=str(error)))
             return
-        if not engine.alive:
-            if isinstance(message, control.Released):
-                # Late, but still its word that it writes no more.
-                self._listener.on_message(engine.info, message)
-            if engine.left or not isinstance(message, control.Report):
-                return
-            engine.alive = True
-            self._welcome(engine.info, announce=True)
+        if admission is not None:
+            engine, epoch = admission.engine, admission.engine.info.epoch
+            engine.identity = identity
+            restarted = admission.event is Event.RESTARTED
+            reason = f"restarted as epoch {epoch}" if restarted else "it has begun anew"
+            self._on(engine, admission.event, reason, admission.former)
+
+    def _heard(self, engine: EngineState, identity: bytes, envelope: control.FromEngine) -> None:
+        # A connection that was reset comes back as another one; the session goes on.
+        engine.identity = identity
+        if not engine.alive and isinstance(envelope.message, control.Goodbye):
+            self._goodbye(engine, envelope.message)
+        elif Action.TAKE in self._on(engine, Event.SPOKEN):
+            engine.heard_s = self._clock()
+            message, again = engine.talk.hear(envelope, engine.heard_s)
+            for repeated in again:
+                self._post(engine, repeated)
+            if message is not None:
+                self._take(engine, message)
+
+    def _take(self, engine: EngineState, message: control.EngineMessage) -> None:
+        if isinstance(message, control.Goodbye):
+            self._goodbye(engine, message)
+            return
+        if isinstance(message, control.Gone):
+            self.declare_dead(message.writer)
+            return
         if isinstance(message, control.Report):
+            if message.unhealthy is not None:
+                self._on(engine, Event.FAILED, message.unhealthy)
+                return
             engine.report = message
         self._resolve_proofs(engine.info.engine_id, alive=True)
         self._listener.on_message(engine.info, message)
 
-    def _hello(self, identity: bytes, hello: control.Hello) -> None:
-        try:
-            admission = self._registry.admit(hello, identity, self._clock())
-        except EngineRefusedError as error:
-            logger.warning("engine refused: %s", error)
-            self._refusals.count(ControlRefusal(error.reason))
-            self._refuse(identity, str(error))
-            return
-        if (former := admission.replaced) is not None:
-            if admission.replaced_was_alive:
-                self._lost(former, f"restarted as epoch {admission.info.epoch}", certain=True)
-            else:
-                self._notify_peers_down(former, certain=True)
-        self._welcome(admission.info, announce=admission.new)
+    def _goodbye(self, engine: EngineState, goodbye: control.Goodbye) -> None:
+        engine.left = True
+        event = Event.GOODBYE if goodbye.settled else Event.FAILED
+        self._on(engine, event, f"left: {goodbye.reason}")
 
-    def _welcome(self, info: EngineInfo, *, announce: bool) -> None:
-        peers = tuple(p.address for p in self._others(info))
-        self.send(info.engine_id, control.Welcome(peers=peers))
-        if not announce:
-            return
+    def _on(
+        self, engine: EngineState, event: Event, reason: str = "", former: EngineInfo | None = None
+    ) -> tuple[Action, ...]:
+        """Do what the table says; ``former`` is what was known of the engine before."""
+        lost = former or engine.info
+        actions = engine.machine.on(event)
+        for action in actions:
+            match action:
+                case Action.LOSE:
+                    self._lost(lost, reason, certain=event not in _LOST)
+                case Action.BURY:
+                    self._bury(lost)
+                case Action.OPEN:
+                    session = f"{self._epoch}-{next(self._sessions):08}"
+                    engine.open(session, engine.identity, self._clock())
+                    self._welcome(engine)
+                case Action.WELCOME:
+                    self._welcome(engine)
+                case Action.JOIN:
+                    self._join(engine.info)
+                case Action.SEND_AWAY:
+                    self._send_away(engine.identity, engine.talk.session)
+        return actions
+
+    def _welcome(self, engine: EngineState) -> None:
+        peers = tuple(peer.address for peer in self._others(engine.info))
+        welcome = control.Welcome(peers=peers, greeting=engine.greeting)
+        self._post(engine, engine.talk.mention(welcome))
+
+    def _join(self, info: EngineInfo) -> None:
         logger.info("%s engine %s joined (epoch %s)", info.role.value, info.engine_id, info.epoch)
         for peer in self._others(info):
             self.send(peer.engine_id, control.PeerUp(address=info.address))
@@ -229,7 +300,11 @@ class ControlServer:
         logger.warning("%s engine %s lost: %s", info.role.value, info.engine_id, reason)
         self._notify_peers_down(info, certain)
         self._resolve_proofs(info.engine_id, alive=False)
-        self._listener.on_lost(info, reason, certain)
+        self._listener.on_lost(info, reason)
+
+    def _bury(self, info: EngineInfo) -> None:
+        self._notify_peers_down(info, certain=True)
+        self._listener.on_dead(info.writer)
 
     def _notify_peers_down(self, info: EngineInfo, certain: bool) -> None:
         down = control.PeerDown(engine_id=info.engine_id, epoch=info.epoch, certain=certain)
@@ -244,16 +319,28 @@ class ControlServer:
             if not future.done():
                 future.set_result(alive)
 
-    def _refuse(self, identity: bytes, reason: str) -> None:
-        self._outbox.put_nowait((identity, control.encode(control.Refused(reason=reason))))
+    def _send_away(self, identity: bytes, session: str) -> None:
+        self._refusals.count(ControlRefusal.UNKNOWN_ENGINE)
+        reason = (
+            f"the session {session!r} is over or was never opened here, perhaps because the router "
+            "has restarted; greet anew"
+        )
+        self._outside(identity, control.Refused(reason=reason, again=True), session)
 
-    def _malformed(
-        self, identity: bytes, engine: EngineState | None, error: IncompatibleError
-    ) -> None:
+    def _malformed(self, identity: bytes, error: IncompatibleError) -> None:
         self._refusals.count(ControlRefusal.MALFORMED)
         if not self._refusals.complain(identity):
             return
+        engine = self._registry.by_identity(identity)
         name = engine.info.engine_id if engine else f"unregistered peer {identity.hex()}"
         logger.warning("%s sent a malformed frame, further ones are only counted: %s", name, error)
         if engine is None:
-            self._refuse(identity, str(error))
+            self._outside(identity, control.Refused(reason=str(error)))
+
+    def _outside(self, identity: bytes, message: control.RouterMessage, session: str = "") -> None:
+        envelope = control.outside(message, session)
+        self._outbox.put_nowait((identity, control.encode(envelope)))
+
+    def _post(self, engine: EngineState, envelope: control.FromRouter) -> None:
+        engine.spoken_s = self._clock()
+        self._outbox.put_nowait((engine.identity, control.encode(envelope)))

@@ -53,8 +53,6 @@ class Dispatch:
         self._engines: dict[str, EngineInfo] = {}
         self._logs: dict[str, AssignLog] = {}
         self._waiting: dict[str, _Placement] = {}
-        # Epoch and last ``assign_seq`` of engines that are gone, perhaps only from sight.
-        self._numbered: dict[str, tuple[str, int]] = {}
         self._bytes_per_token = bytes_per_token
         self._block_tokens = block_tokens
         self._usual_snic: float | None = None
@@ -78,10 +76,7 @@ class Dispatch:
     def joined(self, info: EngineInfo) -> None:
         """An engine (or a new process of it) may get requests."""
         self._engines[info.engine_id] = info
-        epoch, last_sent = self._numbered.pop(info.engine_id, ("", 0))
-        self._logs[info.engine_id] = AssignLog(
-            info.engine_id, last_sent if epoch == info.epoch else 0
-        )
+        self._logs[info.engine_id] = AssignLog(info.engine_id)
         self._usual_snic = self._usual_snic or info.snic_bytes_per_s
         self._scheduler.engine_joined(
             EngineSpec(
@@ -99,10 +94,9 @@ class Dispatch:
 
     def lost(self, engine_id: str) -> None:
         """An engine is gone; requests that had only half an assignment wait again."""
-        info = self._engines.pop(engine_id, None)
-        if info is None:
+        if self._engines.pop(engine_id, None) is None:
             return
-        self._numbered[engine_id] = (info.epoch, self._logs.pop(engine_id).last_sent)
+        del self._logs[engine_id]
         for request_id in self._scheduler.engine_lost(engine_id):
             placement = self._waiting.get(request_id)
             if placement is not None and not placement.decided.done():

@@ -2,25 +2,38 @@
 
 Pure bookkeeping with time as an argument; ``ControlServer`` feeds it from the network.  An engine
 is known by ``engine_id``; its *epoch* names one process start, so a restarted engine is never
-mistaken for its former self.
+mistaken for its former self, and its *session* one conversation with this router.
 """
 
 import math
+from collections import deque
 from typing import Any
 
 import msgspec
 
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
-from dualpath.core.control import PROTOCOL_VERSION, EngineAddress, Hello, Report
+from dualpath.core.control import (
+    PROTOCOL_VERSION,
+    EngineAddress,
+    EngineMessage,
+    Hello,
+    Report,
+    RouterMessage,
+    Writer,
+)
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
 from dualpath.core.rates import Rates
+from dualpath.core.sessions import ROUTER_TABLE, Conversation, Event, Machine, RouterEnd
 from dualpath.router.requests.refusals import ControlRefusal
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What an engine said of itself in ``Hello``; ``order`` is its rank of first arrival."""
+    """What an engine said of itself in ``Hello``; ``order`` is its rank of first arrival.
+
+    ``unsettled``, ``quarantined`` and ``writers`` are what its sessions before left in doubt.
+    """
 
     engine_id: str
     epoch: str
@@ -35,23 +48,48 @@ class EngineInfo(msgspec.Struct, frozen=True):
     snic_bytes_per_s: float | None = None
     limits: dict[str, Any] = {}
     rates: Rates = Rates()
+    unsettled: tuple[str, ...] = ()
+    quarantined: tuple[str, ...] = ()
+    writers: tuple[Writer, ...] = ()
+
+    @property
+    def writer(self) -> Writer:
+        """This process as one that may write into others' buffers."""
+        return self.address.writer
+
+
+#: So many former processes of an engine are remembered; an older one that still runs would be
+#: taken for a new one, and the one in its place for dead.
+_EPOCHS_KEPT = 1024
 
 
 class EngineState:
-    """A registered engine: its info, its connection and its last report.
+    """An engine that has greeted: its info, its session and its last report.
 
-    ``left`` after a goodbye: only a new greeting brings it back, no late report does.
+    ``left`` if it went with a goodbye.
     """
 
-    def __init__(self, info: EngineInfo, identity: bytes, now_s: float) -> None:
+    def __init__(self, info: EngineInfo) -> None:
         self.info = info
-        self.identity = identity
-        self.heard_s = now_s
-        self.alive = True
+        self.identity = b""
+        self.talk: Conversation[RouterMessage, EngineMessage] = Conversation("")
+        self.machine = Machine(ROUTER_TABLE, RouterEnd.UNKNOWN)
+        self.greeting = 0
+        self.heard_s = self.spoken_s = float("-inf")
         self.left = False
-        self.former_epochs: set[str] = set()
+        self.former_epochs: deque[str] = deque(maxlen=_EPOCHS_KEPT)
         self.report: Report | None = None
         self._former_totals: dict[str, float] = {}
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has a session."""
+        return self.machine.state is RouterEnd.LIVE
+
+    def open(self, session: str, identity: bytes, now_s: float) -> None:
+        """Begin a session."""
+        self.talk = Conversation(session)
+        self.identity, self.heard_s, self.left = identity, now_s, False
 
     def totals(self) -> dict[str, float]:
         """Return the engine's counters, monotonic over its restarts."""
@@ -64,21 +102,16 @@ class EngineState:
         """Take over a new process's info; what the former one counted is kept."""
         self._former_totals = self.totals()
         self.report = None
-        self.former_epochs.add(self.info.epoch)
+        self.former_epochs.append(self.info.epoch)
         self.info = info
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """Outcome of a ``Hello``.
+    """What a ``Hello`` that may be answered means; ``former`` is what was known before it."""
 
-    ``new`` is False for a repeated greeting of a live engine; ``replaced`` is the former process
-    of a restarted engine, and ``replaced_was_alive`` says that nobody knew of its end.
-    """
-
-    info: EngineInfo
-    new: bool
-    replaced: EngineInfo | None = None
-    replaced_was_alive: bool = False
+    engine: EngineState
+    event: Event
+    former: EngineInfo
 
 
 class Registry:
@@ -89,31 +122,43 @@ class Registry:
         self.namespace: StoreNamespace | None = None
         self._engines: dict[str, EngineState] = {}
 
-    def admit(self, hello: Hello, identity: bytes, now_s: float) -> Admission:
-        """Register an engine; raises ``EngineRefusedError`` if it may not join."""
+    def admit(self, hello: Hello) -> Admission | None:
+        """Take down what a greeting says; None if it is older than the last one.
+
+        Raises ``EngineRefusedError`` if the engine may not join.
+        """
         self._check(hello)
         self.namespace = hello.namespace
         self.mode = Mode(hello.mode)
         engine_id = hello.address.engine_id
-        known = self._engines.get(engine_id)
-        if known is not None and hello.address.epoch in known.former_epochs:
+        engine = self._engines.get(engine_id)
+        if engine is None:
+            engine = self._engines[engine_id] = EngineState(_info(hello, len(self._engines)))
+            engine.greeting = hello.greeting
+            return Admission(engine, Event.GREETS, engine.info)
+        return self._known(engine, hello)
+
+    def _known(self, engine: EngineState, hello: Hello) -> Admission | None:
+        former, info = engine.info, _info(hello, engine.info.order)
+        if info.epoch in engine.former_epochs:
             raise EngineRefusedError(
                 ControlRefusal.REPLACED,
-                f"engine {engine_id!r} in epoch {hello.address.epoch} has been replaced by epoch "
-                f"{known.info.epoch}, one process at a time may use an engine_id; stop one of the "
+                f"engine {info.engine_id!r} in epoch {info.epoch} has been replaced by epoch "
+                f"{former.epoch}, one process at a time may use an engine_id; stop one of the "
                 "two or give it an engine_id of its own",
             )
-        info = _info(hello, known.info.order if known else len(self._engines))
-        if known is None:
-            self._engines[engine_id] = EngineState(info, identity, now_s)
-            return Admission(info=info, new=True)
-        former, was_alive = known.info, known.alive
-        known.identity, known.heard_s, known.alive, known.left = identity, now_s, True, False
-        if former.epoch == info.epoch:
-            known.info = info
-            return Admission(info=info, new=not was_alive)
-        known.restart(info)
-        return Admission(info=info, new=True, replaced=former, replaced_was_alive=was_alive)
+        if former.epoch != info.epoch:
+            engine.restart(info)
+            event = Event.RESTARTED
+        elif hello.greeting > engine.greeting:
+            engine.info = info
+            event = Event.GREETS_ANEW
+        elif hello.greeting == engine.greeting:
+            event = Event.GREETS_AGAIN
+        else:
+            return None
+        engine.greeting = hello.greeting
+        return Admission(engine, event, former)
 
     def get(self, engine_id: str) -> EngineState | None:
         """Return an engine by its id, dead or alive."""
@@ -122,6 +167,19 @@ class Registry:
     def by_identity(self, identity: bytes) -> EngineState | None:
         """Return the engine that speaks on a connection."""
         return next((e for e in self._engines.values() if e.identity == identity), None)
+
+    def by_session(self, session: str) -> EngineState | None:
+        """Return the engine whose last session this is."""
+        if not session:
+            return None
+        return next((e for e in self._engines.values() if e.talk.session == session), None)
+
+    def is_dead(self, writer: Writer) -> bool:
+        """Whether a process is known to be gone: by proof, or since another one has its name."""
+        engine = self._engines.get(writer.engine_id)
+        if engine is None:
+            return False
+        return writer.epoch != engine.info.epoch or engine.machine.state is RouterEnd.DEAD
 
     def all(self) -> list[EngineState]:
         """Return all engines ever registered, by arrival."""
@@ -217,6 +275,9 @@ def _info(hello: Hello, order: int) -> EngineInfo:
         snic_bytes_per_s=hello.snic_bytes_per_s,
         limits=hello.limits,
         rates=hello.rates,
+        unsettled=hello.unsettled,
+        quarantined=hello.quarantined,
+        writers=hello.writers,
     )
 
 

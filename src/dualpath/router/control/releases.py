@@ -1,114 +1,168 @@
 """When a decode engine's slots may be reused.
 
-A PE writes KV straight into the DE's buffer.  Whoever ends a request must not let the DE reuse
-its slots before the PE is known to write no more: the DE's ``Release`` therefore waits for the
-PE's ``Released``, for the PE's certain death, or, with the slots going into quarantine, for its
-uncertain loss or a time limit.
+A PE writes KV straight into the DE's buffer.  Whoever ends a request must not let the DE reuse its
+slots before every process that could write to them is known to write no more.  What proves it:
+
+* the PE's ``Released``, or its greeting in a new session that does not name the request;
+* tokens of the DE, or its word that the KV is in HBM: all that was to be written has arrived;
+* the end of the PE's process (``ControlListener.on_dead``).
+
+Until then the DE's ``Release`` waits, and after a time limit, or when the PE is lost, the slots go
+into quarantine: everything else of the request is given back.  A DE that greets names the slots
+that sessions before have left in quarantine, with the writers it knew, since nobody else may
+remember them: neither a router that was started anew, nor a DE.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from dualpath.core.control import Release, RouterMessage
+from dualpath.core.control import Release, RouterMessage, Writer
+from dualpath.router.control.registry import EngineInfo
 
 logger = logging.getLogger(__name__)
 
+_FORMER = "the slots of a former session are free"
 
-class _Held:
-    def __init__(self, writer: str, holder: str, reason: str) -> None:
-        self.writer = writer
+
+class _Slots:
+    """Slots of an attempt at its DE, and who may still write to them."""
+
+    def __init__(self, holder: str, writers: Iterable[Writer]) -> None:
         self.holder = holder
-        self.reason = reason
+        self.writers = {writer.id: writer for writer in writers}
+        #: Why they are to be released; None while the attempt goes on.
+        self.reason: str | None = None
         self.quarantined = False
 
 
 class Releases:
-    """Sends every ``Release``; ``wait_s`` bounds how long one is held back."""
+    """Sends every ``Release``; ``wait_s`` bounds how long one is held back.
 
-    def __init__(self, send: Callable[[str, RouterMessage], None], wait_s: float) -> None:
+    ``is_dead`` says what this router has proof of already: a DE that was out of sight meanwhile may
+    still name such a process.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[str, RouterMessage], None],
+        wait_s: float,
+        is_dead: Callable[[Writer], bool] = lambda writer: False,
+    ) -> None:
         self._send = send
+        self._is_dead = is_dead
         self._wait_s = wait_s
-        self._held: dict[str, _Held] = {}
-        self._writing: dict[str, str] = {}
-        self._gone: set[str] = set()
-        self._epochs: dict[str, str] = {}
+        self._slots: dict[str, _Slots] = {}
+        #: Live PEs, and the attempts whose transfers they have not seen end.
+        self._live: dict[tuple[str, str], set[str]] = {}
 
     @property
     def held(self) -> int:
-        """Releases waiting for a PE's word."""
-        return len(self._held)
+        """Releases waiting for somebody's word."""
+        return sum(slots.reason is not None for slots in self._slots.values())
 
-    def writer_started(self, attempt_id: str, engine_id: str) -> None:
-        """A PE may write into the attempt's DE slots from now on."""
-        self._writing[attempt_id] = engine_id
+    def doubted(self) -> list[Writer]:
+        """Return the processes whose end would free slots, and which are not live."""
+        doubted = {w.id: w for slots in self._slots.values() for w in slots.writers.values()}
+        return [writer for name, writer in doubted.items() if name not in self._live]
 
-    def writer_done(self, attempt_id: str, engine_id: str | None = None) -> None:
-        """It writes no more; ``engine_id`` is who says so, None for the DE that took over."""
-        if engine_id not in (None, self._writing.get(attempt_id)):
+    def writer_started(self, attempt_id: str, writer: Writer, holder: str) -> None:
+        """A PE may write into the attempt's slots at ``holder`` from now on."""
+        self._slots[attempt_id] = _Slots(holder, [writer])
+
+    def writer_done(self, attempt_id: str, writer: Writer | None = None) -> None:
+        """It writes no more; ``writer`` is who says so, None for the DE that took over."""
+        if writer is not None:
+            self._live.get(writer.id, set()).discard(attempt_id)
+        slots = self._slots.get(attempt_id)
+        if slots is None:
             return
-        self._writing.pop(attempt_id, None)
-        if (held := self._held.pop(attempt_id, None)) is not None:
-            self._let_go(attempt_id, held.holder, held.reason)
+        if writer is None:
+            slots.writers.clear()
+        else:
+            slots.writers.pop(writer.id, None)
+        self._let_go_if_safe(attempt_id, slots)
 
-    def engine_lost(self, engine_id: str, certain: bool) -> None:
-        """Answer for a writer that cannot."""
-        self._gone.add(engine_id)
-        if certain:
-            self._writer_dead(engine_id)
-            return
-        for attempt_id, held in self._held.items():
-            if held.writer == engine_id:
-                self._quarantine(attempt_id, held)
+    def engine_dead(self, writer: Writer) -> None:
+        """A process is gone: it writes nowhere."""
+        self._live.pop(writer.id, None)
+        for attempt_id in list(self._slots):
+            self.writer_done(attempt_id, writer)
 
-    def engine_joined(self, engine_id: str, epoch: str) -> None:
-        """An engine is there (again); a new epoch proves that its former process is dead."""
-        self._gone.discard(engine_id)
-        former = self._epochs.get(engine_id)
-        self._epochs[engine_id] = epoch
-        if former not in (None, epoch):
-            self._writer_dead(engine_id)
+    def engine_lost(self, writer: Writer) -> None:
+        """A PE cannot answer for what it writes."""
+        self._live.pop(writer.id, None)
+        for attempt_id, slots in self._slots.items():
+            if slots.reason is not None and writer.id in slots.writers:
+                self._quarantine(attempt_id, slots)
+
+    def engine_joined(self, info: EngineInfo) -> None:
+        """An engine begins a session: it says what those before have left in doubt."""
+        self._live[info.writer.id] = set(info.unsettled)
+        for attempt_id, slots in list(self._slots.items()):
+            for writer in list(slots.writers.values()):
+                settled = writer.id == info.writer.id and attempt_id not in info.unsettled
+                if settled or self._is_dead(writer):
+                    self.writer_done(attempt_id, writer)
+        for attempt_id in info.quarantined:
+            self._adopt(attempt_id, info)
 
     def release(self, engine_id: str, attempt_id: str, reason: str) -> None:
         """Release an attempt at an engine into whose buffer nobody else writes."""
-        self._let_go(attempt_id, engine_id, reason)
+        self._send(engine_id, Release(request_id=attempt_id, reason=reason))
 
     def release_when_safe(self, engine_id: str, attempt_id: str, reason: str) -> None:
-        """Release an attempt at its DE as soon as its PE cannot write any more."""
-        writer = self._writing.get(attempt_id)
-        if writer is None:
-            self._let_go(attempt_id, engine_id, reason)
+        """Release an attempt at its DE as soon as no PE can write to its slots any more."""
+        slots = self._slots.get(attempt_id)
+        if slots is None:
+            self.release(engine_id, attempt_id, reason)
             return
-        held = self._held[attempt_id] = _Held(writer, engine_id, reason)
-        if writer in self._gone:
-            self._quarantine(attempt_id, held)
-        else:
-            asyncio.get_running_loop().call_later(self._wait_s, self._late, attempt_id)
+        slots.reason = reason
+        if any(name not in self._live for name in slots.writers):
+            self._quarantine(attempt_id, slots)
+        elif slots.writers:
+            asyncio.get_running_loop().call_later(self._wait_s, self._late, attempt_id, slots)
+        self._let_go_if_safe(attempt_id, slots)
 
-    def _writer_dead(self, engine_id: str) -> None:
-        for attempt_id, writer in list(self._writing.items()):
-            if writer == engine_id:
-                self.writer_done(attempt_id)
-
-    def _late(self, attempt_id: str) -> None:
-        if (held := self._held.get(attempt_id)) is not None and not held.quarantined:
-            logger.warning(
-                "engine %s has not confirmed the release of %s within %g s; slots at %s stay in "
-                "quarantine until it does",
-                held.writer, attempt_id, self._wait_s, held.holder,
-            )  # fmt: skip
-            self._quarantine(attempt_id, held)
-
-    def _quarantine(self, attempt_id: str, held: _Held) -> None:
-        if not held.quarantined:
-            held.quarantined = True
-            release = Release(
-                request_id=attempt_id,
-                reason=held.reason,
-                writer_certain=False,
-                writer_engine=held.writer,
+    def _adopt(self, attempt_id: str, holder: EngineInfo) -> None:
+        """Take over slots that a session which is over has left in quarantine."""
+        slots = self._slots.get(attempt_id)
+        if slots is None:
+            slots = self._slots[attempt_id] = _Slots(
+                holder.engine_id, [w for w in holder.writers if self._may_write(w, attempt_id)]
             )
-            self._send(held.holder, release)
+        elif slots.reason is None:
+            return  # The attempt is being broken off; its end releases them.
+        slots.reason, slots.quarantined = slots.reason or _FORMER, True
+        self._let_go_if_safe(attempt_id, slots)
 
-    def _let_go(self, attempt_id: str, holder: str, reason: str) -> None:
-        self._send(holder, Release(request_id=attempt_id, reason=reason))
+    def _may_write(self, writer: Writer, attempt_id: str) -> bool:
+        """Whether a PE may write for an attempt of which this router knows nothing (any more)."""
+        if self._is_dead(writer):
+            return False
+        unsettled = self._live.get(writer.id)
+        return unsettled is None or attempt_id in unsettled
+
+    def _let_go_if_safe(self, attempt_id: str, slots: _Slots) -> None:
+        if slots.writers:
+            return
+        del self._slots[attempt_id]
+        if slots.reason is not None:
+            self.release(slots.holder, attempt_id, slots.reason)
+
+    def _late(self, attempt_id: str, slots: _Slots) -> None:
+        if self._slots.get(attempt_id) is slots and not slots.quarantined:
+            logger.warning(
+                "engines %s have not confirmed the release of %s within %g s; slots at %s stay in "
+                "quarantine until they do",
+                *(", ".join(name for name, _ in slots.writers), attempt_id, self._wait_s),
+                slots.holder,
+            )
+            self._quarantine(attempt_id, slots)
+
+    def _quarantine(self, attempt_id: str, slots: _Slots) -> None:
+        if not slots.quarantined:
+            slots.quarantined = True
+            assert slots.reason is not None
+            release = Release(attempt_id, slots.reason, writer_certain=False)
+            self._send(slots.holder, release)

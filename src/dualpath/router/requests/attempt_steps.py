@@ -168,6 +168,8 @@ class AttemptSteps:
     async def _call(
         self, engine: EngineInfo, ask: Callable[[int], Lookup | Sync]
     ) -> CallAnswer | None:
+        if not self._context.is_alive(engine):
+            return None
         call_id, answer = self._context.exchange.call(engine.engine_id)
         self._context.send(engine.engine_id, ask(call_id))
         return await answer

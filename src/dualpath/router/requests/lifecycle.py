@@ -214,7 +214,8 @@ class Attempt:
             de_slots=loaded.de_slots,
         )
         if loaded.de_slots:
-            self._context.releases.writer_started(self.attempt_id, engine.engine_id)
+            holder = self._decode_engine.engine_id
+            self._context.releases.writer_started(self.attempt_id, engine.writer, holder)
         done = self._channel.expect(PrefillDone, engine.engine_id)
         with self._record.stage(Stage.PREFILL, engine.engine_id):
             job = self._traced(Stage.PREFILL, engine)

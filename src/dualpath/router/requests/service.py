@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from dualpath.core.control import EngineMessage, Released, Report
+from dualpath.core.control import EngineMessage, Released, Report, Writer
 from dualpath.core.errors import BadRequestError, EngineLostError, OverloadedError
 from dualpath.router.context import RouterContext
 from dualpath.router.control.control_server import ControlServer
@@ -144,16 +144,24 @@ class RouterService:
         """Called by the control server."""
         self.context.engine_joined(info)
 
-    def on_lost(self, info: EngineInfo, reason: str, certain: bool) -> None:
+    def on_lost(self, info: EngineInfo, reason: str) -> None:
         """Called by the control server."""
-        self.context.engine_lost(info, reason, certain)
+        self.context.engine_lost(info, reason)
+
+    def on_dead(self, writer: Writer) -> None:
+        """Called by the control server."""
+        self.context.releases.engine_dead(writer)
+
+    def doubted(self) -> list[Writer]:
+        """Called by the control server."""
+        return self.context.releases.doubted()
 
     def on_message(self, info: EngineInfo, message: EngineMessage) -> None:
         """Called by the control server."""
         if isinstance(message, Report):
             self.context.dispatch.report(info.engine_id, message)
         elif isinstance(message, Released):
-            self.context.releases.writer_done(message.request_id, info.engine_id)
+            self.context.releases.writer_done(message.request_id, info.writer)
         else:
             self.context.exchange.deliver(info.engine_id, message)
 

@@ -1,0 +1,114 @@
+"""What is left at an engine when its session with the router is over: nothing, or what is named."""
+
+from collections.abc import Iterator
+
+import pytest
+from tests.engine_harness import GEOMETRY, ToyCluster, prompt_keys
+
+from dualpath.core.cluster import HostProcess, Role
+from dualpath.core.control import (
+    Assign,
+    EngineAddress,
+    Failed,
+    Gone,
+    IsGone,
+    PeerUp,
+    Release,
+    Released,
+    Reserved,
+    Welcome,
+    Writer,
+)
+from dualpath.core.runs import BlockRun
+from dualpath.engine.host_process import is_gone, this_process
+from dualpath.engine.layer_stream import LayerStream
+
+TOKENS, BLOCKS = 22, 6
+HBM = [3, 9, 4, 7, 1, 6]
+OVER = "the router was silent"
+
+
+@pytest.fixture
+def cluster() -> Iterator[ToyCluster]:
+    made = ToyCluster()
+    yield made
+    made.close()
+
+
+def whole(cluster: ToyCluster) -> list[bool]:
+    """Whether each engine, PE and DE, has its whole buffer and no request."""
+    reports = [(engine.manager, engine.report()) for engine in (cluster.pe, cluster.de)]
+    return [
+        report.free_buffer_tokens == manager.buffer_tokens and report.unfinished_requests == 0
+        for manager, report in reports
+    ]
+
+
+def test_a_request_that_only_waits_leaves_nothing(cluster: ToyCluster) -> None:
+    capacity = cluster.de.manager.buffer_tokens // GEOMETRY.block_tokens
+    cluster.de.assign("first", TOKENS, capacity)
+    cluster.de.answer(Reserved, "first")
+    cluster.de.assign("second", TOKENS, BLOCKS)
+    cluster.de.manager.end_session(OVER)
+    assert cluster.de.report().unfinished_requests == 0
+    assert cluster.de.manager.doubts().quarantined == ("first",)
+    cluster.de.command(Release(request_id="first", reason="no writer is left"))
+    assert whole(cluster) == [True, True]
+
+
+def test_slots_that_await_kv_are_kept_and_named_with_all_who_may_write(cluster: ToyCluster) -> None:
+    writer = Writer("pe-9", "epoch-9", HostProcess("host", 1, 2))
+    address = EngineAddress(
+        *writer.id, Role.PREFILL, "agent", b"", regions=(), process=writer.process
+    )
+    cluster.de.command(PeerUp(address))
+    cluster.load("r", prompt_keys(TOKENS), TOKENS, 0, 0)
+    cluster.pe.manager.end_session(OVER)
+    cluster.de.manager.end_session(OVER)
+    assert whole(cluster) == [True, False]
+    doubts = cluster.de.manager.doubts()
+    assert doubts.quarantined == ("r",)
+    assert writer in doubts.writers
+    assert cluster.pe.manager.doubts() == ((), (), ())
+
+
+def test_a_name_that_is_still_in_doubt_is_not_taken_again(cluster: ToyCluster) -> None:
+    """Else the end of the former request's quarantine would free the slots of this one."""
+    cluster.load("r", prompt_keys(TOKENS), TOKENS, 0, 0)
+    cluster.de.manager.end_session(OVER)
+    cluster.de.command(Assign(assign_seq=1, request_id="r", tokens=TOKENS, reserve_blocks=1))
+    assert "has not left the engine" in cluster.de.answer(Failed, "r").reason
+
+
+def test_a_pass_under_way_goes_on_and_its_end_is_said_in_the_next_session(
+    cluster: ToyCluster,
+) -> None:
+    keys = prompt_keys(TOKENS)
+    transfer = cluster.load("r", keys, TOKENS, 0, 0)
+    manager = cluster.pe.manager
+
+    def lose_router(layer: int, stream: LayerStream) -> None:
+        if layer == 1:
+            manager.end_session(OVER)
+            assert manager.doubts().unsettled == ("r",)
+            assert not manager.is_active("r")
+
+    cluster.forward([(transfer, keys, BlockRun(0, BLOCKS), HBM)], lose_router)
+    cluster.pe.answer(Released, "r")  # said while no session was open: nobody heard it
+    assert manager.doubts().unsettled == ()
+    cluster.pe.command(Welcome(peers=()))
+    cluster.pe.answer(Released, "r")
+    assert whole(cluster)[0]
+
+
+def test_an_engine_says_of_its_own_machines_processes_that_they_are_gone(
+    cluster: ToyCluster,
+) -> None:
+    here = this_process()
+    assert not is_gone(here)
+    assert not is_gone(HostProcess("another machine", 1, 1))
+    assert not is_gone(HostProcess())
+    former = HostProcess(here.host, here.pid, here.start_ticks - 1)
+    cluster.de.command(IsGone(Writer("pe-1", "alive", here)))
+    cluster.de.command(IsGone(Writer("pe-2", "ended", former)))
+    assert cluster.de.answer(Gone).writer.engine_id == "pe-2"
