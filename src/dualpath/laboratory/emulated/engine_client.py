@@ -1,25 +1,24 @@
 """The light front door's calls to engines: jobs of token ids, with no sampling to speak of."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 
 from dualpath.core.control import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.laboratory.emulated.requests import Sampling
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.control.registry import EngineInfo
-from dualpath.router.token_api.client import TokenApiClient, token_event
+from dualpath.router.token_api.client import TokenApi, token_event
 from dualpath.router.token_api.wire import GenerateRequest
 
 
 class EngineClient:
     """``router.control.engine_calls.EngineCalls``; ``aclose`` at the end.
 
-    A job's payload is its cache salt.  ``headers`` go with every call.  Raises as
-    ``TokenApiClient`` does.
+    A job's payload is its cache salt.  Raises as ``TokenApiClient`` does.
     """
 
-    def __init__(self, headers: Mapping[str, str] | None = None) -> None:
-        self._api = TokenApiClient(headers)
+    def __init__(self, api: TokenApi) -> None:
+        self._api = api
 
     async def prefill(
         self, engine: EngineInfo, job: Job, prefill_transfer: PrefillTransfer

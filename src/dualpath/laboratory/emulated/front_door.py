@@ -43,6 +43,7 @@ from dualpath.router.requests.limits import allow_many_streams, too_large
 from dualpath.router.requests.prompt_limits import check_prompt, check_salt, check_token_ids
 from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
+from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.statuses import TOO_LARGE, api_error
 from dualpath.router.token_api.wire import STREAM_END, ApiError, decode_body, server_event
 
@@ -208,7 +209,7 @@ async def front_door(
     Raises ``ConfigError`` for an address that is taken.
     """
     warn_if_open(host, ApiKeys(settings.api_keys))
-    calls = EngineClient(engine_headers())
+    calls = EngineClient(TokenApiClient(engine_headers()))
     service = RouterService(settings, calls)
     try:
         await service.start()

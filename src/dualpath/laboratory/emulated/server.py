@@ -6,17 +6,13 @@ GET  /metrics                 what was verified, where; bytes moved; CPU time by
 """
 
 import asyncio
-import functools
 from collections import deque
-from collections.abc import Callable
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from dualpath.core.cluster import Role
-from dualpath.core.control import DecodeTransfer, PrefillTransfer
-from dualpath.core.errors import BadRequestError, DualPathError
-from dualpath.engine.transfer_checks import TransferChecks, with_own_hits
+from dualpath.core.errors import DualPathError
+from dualpath.laboratory.emulated.admission import Admission
 from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.decode import DecodeEngine
 from dualpath.laboratory.emulated.http_server import (
@@ -26,12 +22,9 @@ from dualpath.laboratory.emulated.http_server import (
 )
 from dualpath.laboratory.emulated.metrics import EngineMetrics
 from dualpath.laboratory.emulated.prefill import PrefillEngine
-from dualpath.laboratory.emulated.prefix import TokenPrefix
 from dualpath.laboratory.emulated.requests import (
     Answer,
-    DecodeRequest,
     Deliver,
-    PrefillRequest,
     Sampling,
 )
 from dualpath.router.api_keys import engine_keys
@@ -82,10 +75,7 @@ class EngineServer:
     """Requests of one engine; lives in one event loop."""
 
     def __init__(self, plane: DataPlane, engine: PrefillEngine | DecodeEngine) -> None:
-        self._plane = plane
-        self._engine = engine
-        self._settings = plane.settings
-        self._checks = TransferChecks(plane.settings.engine, plane.geometry)
+        self._admission = Admission(plane, engine)
         self._metrics = EngineMetrics(plane)
         self._bridge = LoopBridge(asyncio.get_running_loop())
 
@@ -111,82 +101,18 @@ class EngineServer:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         try:
             asked = decode_body(await request.read(), GenerateRequest[Sampling])
-            transfer = self._transfer(asked)
-            prefix = await asyncio.to_thread(self._prefix, asked, transfer)
+            transfer = self._admission.transfer(asked)
+            prefix = await asyncio.to_thread(self._admission.prefix, asked, transfer)
         except DualPathError as error:
             return json_answer({"error": ApiError(str(error), BAD_REQUEST)}, BAD_REQUEST)
         answers: asyncio.Queue[Answer] = asyncio.Queue()
-        abort = self._submit(asked, transfer, prefix, self._bridge.into(answers))
+        abort = self._admission.submit(asked, transfer, prefix, self._bridge.into(answers))
         try:
             if asked.stream:
                 return await self._stream(request, asked.request_id, answers)
             return await self._whole(asked.request_id, answers)
         finally:
             abort()
-
-    def _transfer(self, asked: GenerateRequest[Sampling]) -> PrefillTransfer | DecodeTransfer:
-        """Return what the request carries; raises ``BadRequestError`` for what cannot be served."""
-        transfer = self._checks.carried(asked.kv_transfer_params)
-        if transfer is None:
-            raise BadRequestError(
-                f"request {asked.request_id} carries no kv_transfer_params; send it through the "
-                "router"
-            )
-        vocab_size = self._settings.vocab_size
-        if asked.token_ids and not 0 <= min(asked.token_ids) <= max(asked.token_ids) < vocab_size:
-            raise BadRequestError(
-                f"request {asked.request_id} has token ids from {min(asked.token_ids)} to "
-                f"{max(asked.token_ids)}, the vocabulary 0 to {vocab_size - 1}; correct them"
-            )
-        tokens, most = self._tokens(asked), self._settings.max_model_len
-        if max_tokens(asked) < 1:
-            raise BadRequestError(
-                f"request {asked.request_id}: max_tokens is {max_tokens(asked)}; it must be at "
-                "least 1"
-            )
-        if tokens > min(most, self._plane.manager.hbm_tokens):
-            raise BadRequestError(
-                f"request {asked.request_id} needs {tokens} tokens, the context holds {most} and "
-                f"the HBM {self._plane.manager.hbm_tokens}; shorten it or raise the engine's HBM"
-            )
-        self._checks.check(transfer, len(asked.token_ids))
-        return transfer
-
-    def _tokens(self, asked: GenerateRequest[Sampling]) -> int:
-        """Tokens that need HBM here."""
-        if self._settings.engine.role is Role.PREFILL:
-            return len(asked.token_ids)
-        return len(asked.token_ids) + max_tokens(asked)
-
-    def _prefix(
-        self, asked: GenerateRequest[Sampling], transfer: PrefillTransfer | DecodeTransfer
-    ) -> TokenPrefix:
-        return TokenPrefix(
-            asked.token_ids[: transfer.prompt_tokens],
-            self._settings.geometry.block_tokens,
-            cache_salt=asked.cache_salt,
-            vocab_size=self._settings.vocab_size,
-            room_tokens=self._tokens(asked),
-        )
-
-    def _submit(
-        self,
-        asked: GenerateRequest[Sampling],
-        transfer: PrefillTransfer | DecodeTransfer,
-        prefix: TokenPrefix,
-        deliver: Deliver,
-    ) -> Callable[[], None]:
-        """Hand the request to the engine; return what aborts it, which may come too late."""
-        if isinstance(transfer, PrefillTransfer):
-            assert isinstance(self._engine, PrefillEngine)
-            prompt = PrefillRequest(prefix, with_own_hits(transfer, prefix.keys), deliver)
-            self._engine.submit(prompt)
-            return functools.partial(self._engine.abort, prompt)
-        assert isinstance(self._engine, DecodeEngine)
-        prior = tuple(asked.token_ids[transfer.prompt_tokens :])
-        decode = DecodeRequest(prefix, transfer, prior, max_tokens(asked), deliver)
-        self._engine.submit(decode)
-        return functools.partial(self._engine.abort, decode)
 
     async def _whole(self, request_id: str, answers: "asyncio.Queue[Answer]") -> web.Response:
         token_ids: list[int] = []
@@ -210,11 +136,6 @@ class EngineServer:
             if answer.error is not None or answer.finish_reason is not None:
                 await response.write(STREAM_END)
                 return response
-
-
-def max_tokens(asked: GenerateRequest[Sampling]) -> int:
-    """Return how many tokens the request may generate."""
-    return asked.sampling_params.max_tokens
 
 
 def _event(request_id: str, answer: Answer) -> GenerateAnswer:

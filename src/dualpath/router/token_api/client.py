@@ -6,7 +6,7 @@ request.
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import msgspec
@@ -34,6 +34,26 @@ IDLE_CONNECTION_S = 3.0
 _ERROR_TEXT_BYTES = 300
 
 
+class TokenApi(Protocol):
+    """What ``TokenApiClient`` does, and raises, over whatever network."""
+
+    async def generate(
+        self, engine: EngineInfo, job: Job, request: GenerateRequest[Any]
+    ) -> GenerateAnswer:
+        """Return the whole answer, which has one choice."""
+        ...
+
+    def stream(
+        self, engine: EngineInfo, job: Job, request: GenerateRequest[Any]
+    ) -> AsyncGenerator[Choice, None]:
+        """Yield what comes; ends after the choice with a ``finish_reason``."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        ...
+
+
 class TokenApiClient:
     """Calls engines; used on one event loop, ``aclose`` at the end.
 
@@ -51,7 +71,7 @@ class TokenApiClient:
     ) -> GenerateAnswer:
         """Return the whole answer, which has one choice."""
         async with self._post(engine, job, request) as response:
-            return _answer(engine, await response.read())
+            return checked_answer(engine, await response.read())
 
     async def stream(
         self, engine: EngineInfo, job: Job, request: GenerateRequest[Any]
@@ -62,7 +82,7 @@ class TokenApiClient:
         async with self._post(engine, job, request) as response:
             async for received in response.content.iter_any():
                 for payload in lines.feed(received):
-                    choice = _answer(engine, payload).choices[0]
+                    choice = checked_answer(engine, payload).choices[0]
                     yield choice
                     if choice.finish_reason is not None:
                         return
@@ -131,7 +151,7 @@ def _named(engine: EngineInfo) -> str:
     return f"engine {engine.engine_id} at {engine.api_url}"
 
 
-def _answer(engine: EngineInfo, body: bytes) -> GenerateAnswer:
+def checked_answer(engine: EngineInfo, body: bytes) -> GenerateAnswer:
     """Return an answer with one choice; raises what the engine answers instead of it."""
     try:
         answer = decode_body(body, GenerateAnswer)

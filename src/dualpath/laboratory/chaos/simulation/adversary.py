@@ -1,0 +1,185 @@
+"""What goes wrong in a run: a few faults at moments that the seed decides, and their end."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from dualpath.laboratory.chaos.simulation.clients import Clients
+from dualpath.laboratory.chaos.simulation.cluster import Cluster
+from dualpath.laboratory.chaos.simulation.world import Process, World
+
+#: Faults begin within this time.
+FAULTS_WITHIN_S = 1.2
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """One kind of fault; ``begin`` returns what ends it, if anything has to."""
+
+    name: str
+    begin: Callable[["Adversary"], Callable[[], None] | None]
+
+
+class Adversary:
+    """Begins ``faults`` faults of some kinds and ends each after a while."""
+
+    def __init__(
+        self,
+        world: World,
+        cluster: Cluster,
+        clients: Clients,
+        faults: int,
+        kinds: Sequence[Kind],
+    ) -> None:
+        self.world = world
+        self.cluster = cluster
+        self.clients = clients
+        self._under_way = faults
+        for _ in range(faults):
+            kind = world.chance.choice(kinds)
+            world.after(
+                world.chance.uniform(0.0, FAULTS_WITHIN_S), functools.partial(self._begin, kind)
+            )
+
+    @property
+    def calm(self) -> bool:
+        """Whether every fault has ended."""
+        return self._under_way == 0
+
+    def _begin(self, kind: Kind) -> None:
+        self.world.note("adversary", kind.name)
+        end = kind.begin(self)
+        self.world.after(
+            self.world.chance.choice((0.02, 0.2, 1.0, 3.0)), lambda: self._end(kind, end)
+        )
+
+    def _end(self, kind: Kind, end: Callable[[], None] | None) -> None:
+        if end is not None:
+            self.world.note("adversary", f"{kind.name}: over")
+            end()
+        self._under_way -= 1
+
+    # ------------------------------------------------------------------ processes
+
+    def kill_engine(self) -> None:
+        """SIGKILL; the supervisor starts the next process."""
+        engine_id = self._some_engine()
+        if self.cluster.engines[engine_id].process.alive:
+            self.cluster.restart_engine(engine_id, self._pause_s())
+
+    def terminate_engine(self) -> None:
+        """SIGTERM; the supervisor starts the next process once this one has ended."""
+        engine = self.cluster.engines[self._some_engine()]
+        if engine.serves:
+            engine.terminate()
+            self.cluster.replace_ended_engine(engine.engine_id, self._pause_s())
+
+    def stop_engine(self) -> Callable[[], None]:
+        """SIGSTOP, later SIGCONT."""
+        return self._stop(self.cluster.engines[self._some_engine()].process)
+
+    def kill_router(self) -> None:
+        """SIGKILL; the supervisor starts the next process."""
+        if self.cluster.router.process.alive:
+            self.cluster.restart_router(self._pause_s())
+
+    def stop_router(self) -> Callable[[], None]:
+        """SIGSTOP, later SIGCONT."""
+        return self._stop(self.cluster.router.process)
+
+    def _stop(self, process: Process) -> Callable[[], None]:
+        self.world.note(process.name, "stands still")
+        process.stop()
+
+        def go_on() -> None:
+            self.world.note(process.name, "goes on")
+            process.go_on()
+
+        return go_on
+
+    # ------------------------------------------------------------------ connections
+
+    def reset_control(self) -> None:
+        """A control connection is reset."""
+        connections = [c for c in self.cluster.shared.control.connections if c.is_open]
+        if connections:
+            connection = self.world.chance.choice(connections)
+            self.world.note(connection.engine, "its control connection is reset")
+            connection.reset()
+
+    def stall_control(self) -> None:
+        """Nothing passes a control connection for a while."""
+        connections = [c for c in self.cluster.shared.control.connections if c.is_open]
+        if connections:
+            connection = self.world.chance.choice(connections)
+            connection.stalled_until_s = self.world.now_s + self._pause_s()
+            self.world.note(connection.engine, "its control connection stalls")
+
+    def reset_call(self) -> None:
+        """A call of the router to an engine is reset."""
+        if calls := list(self.cluster.shared.http.calls):
+            self.world.chance.choice(calls).break_off("connection reset by the adversary")
+
+    def client_leaves(self) -> None:
+        """A client closes its connection."""
+        if under_way := self.clients.under_way():
+            self.clients.leave(self.world.chance.choice(under_way))
+
+    # ------------------------------------------------------------------ storage and transfers
+
+    def slow_storage(self) -> Callable[[], None]:
+        """Some operations take long."""
+        return self._set(self.cluster.shared.storage_faults, "slow", 0.3)
+
+    def failing_storage(self) -> Callable[[], None]:
+        """Some operations fail."""
+        return self._set(self.cluster.shared.storage_faults, "failing", 0.5)
+
+    def full_storage(self) -> Callable[[], None]:
+        """Nothing can be written."""
+        return self._set(self.cluster.shared.storage_faults, "full", True)
+
+    def rotting_storage(self) -> Callable[[], None]:
+        """Some stored blocks are not what they were."""
+        return self._set(self.cluster.shared.storage_faults, "corrupting", 0.5)
+
+    def stalling_transfers(self) -> Callable[[], None]:
+        """Some transfers take long."""
+        return self._set(self.cluster.shared.transfer_faults, "to_stall", self._some())
+
+    def failing_transfers(self) -> Callable[[], None]:
+        """Some transfers fail."""
+        return self._set(self.cluster.shared.transfer_faults, "to_fail", self._some())
+
+    def _some(self) -> int:
+        """As many as a request survives."""
+        return self.world.chance.choice((1, 2))
+
+    def _set(self, faults: object, name: str, value: float) -> Callable[[], None]:
+        setattr(faults, name, value)
+        return functools.partial(setattr, faults, name, type(value)(0))
+
+    def _some_engine(self) -> str:
+        return self.world.chance.choice(sorted(self.cluster.engines))
+
+    def _pause_s(self) -> float:
+        return self.world.chance.choice((0.05, 0.3, 1.0, 2.5))
+
+
+KINDS = (
+    Kind("kill an engine", Adversary.kill_engine),
+    Kind("terminate an engine", Adversary.terminate_engine),
+    Kind("stop an engine", Adversary.stop_engine),
+    Kind("kill the router", Adversary.kill_router),
+    Kind("stop the router", Adversary.stop_router),
+    Kind("reset a control connection", Adversary.reset_control),
+    Kind("stall a control connection", Adversary.stall_control),
+    Kind("reset a call to an engine", Adversary.reset_call),
+    Kind("let a client leave", Adversary.client_leaves),
+    Kind("slow storage", Adversary.slow_storage),
+    Kind("failing storage", Adversary.failing_storage),
+    Kind("full storage", Adversary.full_storage),
+    Kind("rotting storage", Adversary.rotting_storage),
+    Kind("stalling transfers", Adversary.stalling_transfers),
+    Kind("failing transfers", Adversary.failing_transfers),
+)

@@ -1,0 +1,171 @@
+"""HTTP between the router and engines of a simulated cluster: one exchange per call.
+
+A call to a process that stands still waits; one to a dead process is refused; the death of either
+end, or a reset, is noticed by the other end a moment later.
+"""
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from dualpath.core.errors import DualPathError, EngineLostError
+from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
+from dualpath.laboratory.chaos.simulation.world import World
+from dualpath.laboratory.emulated.requests import Answer
+from dualpath.router.control.engine_calls import Job
+from dualpath.router.control.registry import EngineInfo
+from dualpath.router.token_api.statuses import BAD_REQUEST, UNPROCESSABLE, engine_error
+from dualpath.router.token_api.wire import Choice, GenerateAnswer, GenerateRequest
+
+_DELAYS_S = (0.0001, 0.0005, 0.002, 0.01)
+
+
+class Server(Protocol):
+    """An engine's HTTP server."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether it accepts connections."""
+        ...
+
+    def serve(self, body: bytes, call: "Call") -> None:
+        """Take up a request, once the process runs."""
+        ...
+
+    def aborted(self, abort: Callable[[], None]) -> None:
+        """A client has left."""
+        ...
+
+
+class HttpNetwork:
+    """All calls under way."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.servers: dict[str, Server] = {}
+        self.calls: dict[Call, None] = {}
+
+    def open(self, url: str, body: bytes, loop: ProcessLoop) -> "Call":
+        """Begin a call."""
+        call = Call(self, self.servers[url], loop)
+        self.calls[call] = None
+        self.world.after(self.delay_s(), functools.partial(call.connect, body))
+        return call
+
+    def server_died(self, server: Server) -> None:
+        """Break all calls to a server."""
+        for call in [call for call in self.calls if call.server is server]:
+            call.break_off("connection reset by peer")
+
+    def router_died(self) -> None:
+        """Break all calls."""
+        for call in list(self.calls):
+            call.close()
+
+    def delay_s(self) -> float:
+        """Return how long something takes to the other end."""
+        return self.world.chance.choice(_DELAYS_S)
+
+
+class Call:
+    """One exchange; its answers arrive in order."""
+
+    def __init__(self, network: HttpNetwork, server: Server, loop: ProcessLoop) -> None:
+        self.server = server
+        self.arrived: asyncio.Queue[Answer | DualPathError | str] = asyncio.Queue()
+        self._network = network
+        self._loop = loop
+        self._abort: Callable[[], None] | None = None
+        self._open = True
+        self._free_s = 0.0
+
+    def connect(self, body: bytes) -> None:
+        """The request reaches the engine."""
+        if not self._open:
+            return
+        if not self.server.serves:
+            self.break_off("connection refused")
+            return
+        self.server.serve(body, self)
+
+    def begun(self, abort: Callable[[], None]) -> None:
+        """The engine has taken up the request; ``abort`` ends it."""
+        self._abort = abort
+        if not self._open:
+            self.server.aborted(abort)
+
+    def deliver(self, answer: Answer | DualPathError) -> None:
+        """Send an answer of the engine."""
+        self._send(answer)
+
+    def break_off(self, reason: str) -> None:
+        """Break the connection for both ends."""
+        self._send(reason)
+        self.close()
+
+    def close(self) -> None:
+        """The router's end is closed; the engine notices."""
+        if not self._open:
+            return
+        self._open = False
+        self._network.calls.pop(self, None)
+        if self._abort is not None:
+            abort = functools.partial(self.server.aborted, self._abort)
+            self._network.world.after(self._network.delay_s(), abort)
+
+    def _send(self, item: Answer | DualPathError | str) -> None:
+        if self._open:
+            world = self._network.world
+            self._free_s = max(self._free_s, world.now_s + self._network.delay_s())
+            put = functools.partial(self._loop.call_soon, self.arrived.put_nowait, item)
+            world.at(self._free_s, put)
+
+
+class SimTokenApi:
+    """The router's calls: ``router.token_api.client.TokenApi``."""
+
+    def __init__(self, network: HttpNetwork, loop: ProcessLoop) -> None:
+        self._network = network
+        self._loop = loop
+
+    async def generate(
+        self, engine: EngineInfo, job: Job, request: GenerateRequest[Any]
+    ) -> GenerateAnswer:
+        """Return the whole answer."""
+        token_ids: list[int] = []
+        finish_reason = None
+        stream = self.stream(engine, job, request)
+        try:
+            async for choice in stream:
+                token_ids += choice.token_ids or ()
+                finish_reason = choice.finish_reason
+        finally:
+            await stream.aclose()
+        return GenerateAnswer(request.request_id, [Choice(token_ids, finish_reason)])
+
+    async def stream(
+        self, engine: EngineInfo, job: Job, request: GenerateRequest[Any]
+    ) -> AsyncGenerator[Choice, None]:
+        """Yield what comes."""
+        call = self._network.open(engine.api_url, msgspec.json.encode(request), self._loop)
+        named = f"engine {engine.engine_id} at {engine.api_url}"
+        try:
+            while True:
+                answer = await call.arrived.get()
+                if isinstance(answer, str):
+                    raise EngineLostError(f"{named} does not answer: {answer}; restart it")
+                if isinstance(answer, DualPathError):
+                    raise engine_error(named, BAD_REQUEST, str(answer))
+                if answer.error is not None:
+                    raise engine_error(named, UNPROCESSABLE, answer.error)
+                yield Choice(list(answer.token_ids), answer.finish_reason)
+                if answer.finish_reason is not None:
+                    return
+        finally:
+            call.close()
+
+    async def aclose(self) -> None:
+        """Calls close themselves."""

@@ -1,0 +1,159 @@
+"""Agents of a simulated cluster: what they ask, what they must be answered, what they were."""
+
+import asyncio
+import functools
+from collections.abc import Sequence
+
+from dualpath.core.blocks import block_keys
+from dualpath.core.errors import DualPathError
+from dualpath.laboratory.chaos.simulation.cluster import BLOCK_TOKENS, VOCABULARY, Cluster
+from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
+from dualpath.laboratory.chaos.simulation.router import Exchange, Reply
+from dualpath.laboratory.chaos.simulation.world import Process, World
+from dualpath.laboratory.emulated.prefix import TokenPrefix
+from dualpath.router.control.engine_calls import Job, TokenEvent
+
+#: How long an agent waits before it asks again where nobody answered.
+_AGAIN_S = 0.3
+
+
+class Asked:
+    """One request and what came of it; ``outcome`` is None as long as it is under way."""
+
+    def __init__(self, name: str, prompt: tuple[int, ...], count: int, now_s: float) -> None:
+        self.name = name
+        self.prompt = prompt
+        self.expected = answer_to(prompt, count)
+        self.got: list[int] = []
+        self.outcome: str | None = None
+        self.error: DualPathError | None = None
+        self.asked_s = now_s
+        self.ended_s: float | None = None
+        self.exchange: Exchange | None = None
+        self.arrived: asyncio.Queue[Reply] = asyncio.Queue()
+
+
+def answer_to(prompt: Sequence[int], count: int) -> list[int]:
+    """Return the tokens that follow a prompt."""
+    prefix = TokenPrefix(
+        prompt,
+        BLOCK_TOKENS,
+        cache_salt=None,
+        vocab_size=VOCABULARY,
+        room_tokens=len(prompt) + count,
+    )
+    answer = []
+    for _ in range(count):
+        answer.append(prefix.next_token)
+        prefix.append(answer[-1])
+    return answer
+
+
+class Clients:
+    """Agents that take their turns; what they are answered is checked as it comes."""
+
+    def __init__(self, world: World, cluster: Cluster, agents: int, turns: int) -> None:
+        self._world = world
+        self._cluster = cluster
+        self.asked: list[Asked] = []
+        self._loop = ProcessLoop(Process(world, "clients"))  # type: ignore[abstract]
+        shared = tuple(world.chance.randrange(VOCABULARY) for _ in range(8))
+        self._under_way = agents
+        for index in range(agents):
+            agent = self._agent(f"agent{index}", shared, turns)
+            self._loop.call_soon(functools.partial(self._loop.create_task, agent))
+
+    @property
+    def over(self) -> bool:
+        """Whether all agents are through."""
+        return self._under_way == 0
+
+    def under_way(self) -> list[Asked]:
+        """Return the requests that have not ended."""
+        return [asked for asked in self.asked if asked.outcome is None]
+
+    def leave(self, asked: Asked) -> None:
+        """Let the client of a request go."""
+        if asked.exchange is not None and asked.outcome is None:
+            self._world.note(asked.name, "its client leaves")
+            asked.exchange.leave()
+            self._end(asked, "left")
+            asked.arrived.put_nowait("left")
+
+    async def _agent(self, name: str, shared: tuple[int, ...], turns: int) -> None:
+        chance = self._world.chance
+        await asyncio.sleep(chance.uniform(0.01, 0.3))
+        context = shared
+        for turn in range(turns):
+            context += tuple(chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 14)))
+            asked = await self._turn(f"{name}.{turn}", context, chance.randrange(1, 13))
+            if asked.outcome != "answered":
+                break
+            context += tuple(asked.expected)
+            await asyncio.sleep(chance.choice((0.0, 0.0, 0.01, 0.3)))
+        self._under_way -= 1
+
+    async def _turn(self, name: str, prompt: tuple[int, ...], count: int) -> Asked:
+        """Ask until somebody answers."""
+        tries = 0
+        while True:
+            asked = await self._ask(f"{name}.{tries}", prompt, count)
+            if asked.outcome != "reset":
+                return asked
+            tries += 1
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _ask(self, name: str, prompt: tuple[int, ...], count: int) -> Asked:
+        asked = Asked(name, prompt, count, self._world.now_s)
+        self.asked.append(asked)
+        router = self._cluster.router
+        if not router.process.alive:
+            self._end(asked, "reset")
+            return asked
+        self._world.note(name, f"asks with {len(prompt)} tokens for {count}")
+        asked.exchange = router.ask(_job(asked, count), functools.partial(self._reply, asked))
+        while asked.outcome is None:
+            self._take(asked, await asked.arrived.get())
+        return asked
+
+    def _reply(self, asked: Asked, reply: Reply) -> None:
+        self._loop.call_soon(asked.arrived.put_nowait, reply)
+
+    def _take(self, asked: Asked, reply: Reply) -> None:
+        if asked.outcome is not None:
+            return
+        if isinstance(reply, TokenEvent):
+            asked.got += reply.token_ids
+            if asked.got != asked.expected[: len(asked.got)]:
+                self._world.problem(
+                    f"{asked.name} got tokens {asked.got}, right is {asked.expected}"
+                )
+        elif reply is None:
+            self._end(asked, "answered")
+            if asked.got != asked.expected:
+                self._world.problem(
+                    f"{asked.name} ended with {asked.got}, right is {asked.expected}"
+                )
+        elif isinstance(reply, DualPathError):
+            asked.error = reply
+            self._end(asked, f"{type(reply).__name__}: {reply}")
+        else:
+            self._end(asked, reply)
+
+    def _end(self, asked: Asked, outcome: str) -> None:
+        asked.outcome = outcome
+        asked.ended_s = self._world.now_s
+        self._world.note(asked.name, f"ends: {outcome}")
+
+
+def _job(asked: Asked, count: int) -> Job:
+    def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
+        return block_keys(token_ids, BLOCK_TOKENS)
+
+    return Job(
+        request_id=asked.name,
+        prompt_token_ids=asked.prompt,
+        max_new_tokens=count,
+        keys=tuple(keys_for(asked.prompt)),
+        keys_for=keys_for,
+    )

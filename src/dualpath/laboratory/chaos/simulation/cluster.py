@@ -1,0 +1,134 @@
+"""A simulated cluster: its processes, and the supervisor that starts them again."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
+from dualpath.engine.settings import EngineSettings
+from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
+from dualpath.laboratory.chaos.simulation.engine import SimEngine
+from dualpath.laboratory.chaos.simulation.router import SimRouter
+from dualpath.laboratory.chaos.simulation.world import World
+from dualpath.laboratory.emulated.settings import EmulatedSettings, Verify, block_geometry
+from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
+from dualpath.router.settings import RouterSettings
+
+LAYERS = 3
+BLOCK_TOKENS = 4
+COSTS = ModelCosts(
+    name="small",
+    layers=LAYERS,
+    kv_bytes_per_token=LAYERS * 8.0,
+    prefill=PrefillCosts(batch_s=1e-3, attention_token_s=1e-4, pair_s=1e-6),
+    decode=DecodeCosts(step_s=1e-2),
+    prefill_tokens_per_s=1e4,
+)
+GEOMETRY = block_geometry(LAYERS, BLOCK_TOKENS, COSTS.kv_bytes_per_token)
+VOCABULARY = 1000
+
+
+class ClusterSettings(msgspec.Struct, frozen=True):
+    """Size of the cluster, of its memories in blocks, and the router's limits."""
+
+    mode: Mode
+    prefill: int
+    decode: int
+    buffer_blocks: int
+    hbm_blocks: int
+    layer_buffers: int
+    router: RouterSettings
+
+
+class Cluster:
+    """``engines`` and ``router`` are the processes of now."""
+
+    def __init__(self, world: World, settings: ClusterSettings) -> None:
+        self.world = world
+        self.settings = settings
+        self.shared = Shared(world)
+        self.engines: dict[str, SimEngine] = {}
+        self._starts: dict[str, int] = {}
+        self.router = self._start_router()
+        for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
+            for index in range(count):
+                self._start_engine(role, f"{'pe' if role is Role.PREFILL else 'de'}-{index}")
+
+    def restart_engine(self, engine_id: str, after_s: float) -> None:
+        """Kill an engine's process if it lives, and start the next one a while later."""
+        engine = self.engines[engine_id]
+        engine.kill()
+        role = engine.settings.engine.role
+        self.world.after(after_s, lambda: self._start_engine(role, engine_id))
+
+    def replace_ended_engine(self, engine_id: str, after_s: float) -> None:
+        """Start the next process of an engine once the one of now has ended."""
+        engine = self.engines[engine_id]
+
+        def look() -> None:
+            if engine.process.alive:
+                self.world.after(0.1, look)
+            elif self.engines[engine_id] is engine:
+                self.restart_engine(engine_id, after_s)
+
+        look()
+
+    def restart_router(self, after_s: float) -> None:
+        """Kill the router, and start the next one a while later."""
+        self.router.kill()
+        self.world.after(after_s, self._next_router)
+
+    def left_over(self) -> list[str]:
+        """Return what the cluster still holds though nobody is served."""
+        found = self.router.left_over()
+        for engine in self.engines.values():
+            found += engine.left_over()
+        if self.shared.http.calls:
+            found.append(f"{len(self.shared.http.calls)} calls to engines are open")
+        return found
+
+    def _next_router(self) -> None:
+        self.router = self._start_router()
+
+    def _start_router(self) -> SimRouter:
+        return SimRouter(self.shared, self.settings.router, self._start("router"))
+
+    def _start_engine(self, role: Role, engine_id: str) -> None:
+        settings = _engine_settings(self.settings, role, engine_id)
+        engine = SimEngine(self.shared, settings, self._start(engine_id))
+        self.engines[engine_id] = engine
+        self.shared.http.servers[settings.engine.api_url] = engine
+
+    def _start(self, name: str) -> int:
+        self._starts[name] = self._starts.get(name, 0) + 1
+        return self._starts[name]
+
+
+def _engine_settings(cluster: ClusterSettings, role: Role, engine_id: str) -> EmulatedSettings:
+    engine = EngineSettings(
+        role=role,
+        engine_id=engine_id,
+        router="tcp://127.0.0.1:5700",
+        api_url=f"http://{engine_id}",
+        storage="memory://simulated",
+        mode=cluster.mode,
+        buffer_bytes=cluster.buffer_blocks * GEOMETRY.full_block_bytes,
+        staging_blocks=4,
+        layer_buffers=cluster.layer_buffers,
+        parallel_reads=2,
+    )
+    return EmulatedSettings(
+        engine=engine,
+        geometry=GEOMETRY,
+        costs=COSTS,
+        hbm_bytes=cluster.hbm_blocks * GEOMETRY.full_block_bytes,
+        batch_cap_tokens=16,
+        max_model_len=160,
+        verify=Verify.FULL,
+        vocab_size=VOCABULARY,
+    )
+
+
+#: Something the adversary does to a cluster, at a moment.
+Act = Callable[[Cluster], None]

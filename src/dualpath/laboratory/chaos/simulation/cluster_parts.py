@@ -1,0 +1,41 @@
+"""What the processes of a simulated cluster share: networks, storage, and who owns which memory."""
+
+from typing import TYPE_CHECKING
+
+from dualpath.core.blocks import StoreNamespace
+from dualpath.laboratory.chaos.simulation.api import HttpNetwork
+from dualpath.laboratory.chaos.simulation.blocks import StorageFaults
+from dualpath.laboratory.chaos.simulation.control import ControlNetwork
+from dualpath.laboratory.chaos.simulation.data import TransferFaults
+from dualpath.laboratory.chaos.simulation.world import World
+from dualpath.storage.memory import MemoryStorage
+from dualpath.transport.in_process import InProcessFabric
+
+if TYPE_CHECKING:
+    from dualpath.laboratory.chaos.simulation.engine import SimEngine
+
+
+class Shared:
+    """One of each; ``agents`` are engines by the name of their transport's agent."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.control = ControlNetwork(world)
+        self.http = HttpNetwork(world)
+        self.fabric = InProcessFabric()
+        self.transfer_faults = TransferFaults()
+        self.storage_faults = StorageFaults()
+        self.agents: dict[str, SimEngine] = {}
+        self._storages: dict[str, MemoryStorage] = {}
+
+    def storage(self, namespace: StoreNamespace) -> MemoryStorage:
+        """Return the storage of all engines of a namespace."""
+        return self._storages.setdefault(namespace.digest(), MemoryStorage(namespace))
+
+    def owner_of(self, agent: str, region: str, piece: int) -> str | None:
+        """Return who owns a piece of an agent's memory."""
+        return self.agents[agent].owner_of(region, piece)
+
+    def stored(self) -> list[MemoryStorage]:
+        """Return all storages."""
+        return list(self._storages.values())

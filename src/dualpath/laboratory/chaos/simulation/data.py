@@ -1,0 +1,184 @@
+"""Transfers between engines of a simulated cluster: their bytes move when chance lets them.
+
+A transfer takes some time, may stall, and may fail after part of it has moved.  What a process had
+posted moves on while it stands still.  Bytes of a write whose initiator gave it up may arrive all
+the same, which the contract of transports allows (``transport.contract.Transport.disconnect``).
+Whenever bytes arrive it is checked that their place still belongs to whom they are for.
+"""
+
+import ctypes
+from collections.abc import Callable
+
+import msgspec
+
+from dualpath.laboratory.chaos.simulation.world import Process, World
+from dualpath.transport.contract import Direction, PieceIndices, TransferState
+from dualpath.transport.in_process import InProcessFabric, InProcessTransfer, InProcessTransport
+
+#: Who owns a piece of a region of an agent now; None if nobody does.
+OwnerOf = Callable[[str, str, int], str | None]
+
+_DELAYS_S = (0.0, 0.0001, 0.0005, 0.001, 0.004)
+#: How often a fault that is due takes the next transfer.
+_HIT = 0.3
+
+
+class TransferFaults:
+    """How many of the transfers to come stall or fail; ``stall_s`` bounds how long they stall."""
+
+    def __init__(self) -> None:
+        self.to_stall = 0
+        self.to_fail = 0
+        self.stall_s = (0.5, 8.0)
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Pieces of a region that a transfer writes to."""
+
+    agent: str
+    region: str
+    pieces: tuple[int, ...]
+
+
+class SimTransfer:
+    """One posted transfer; ``transport.contract.Transfer``."""
+
+    def __init__(
+        self, transport: "SimTransport", inner: InProcessTransfer, writes: Memory, remote: bool
+    ) -> None:
+        self.bytes = inner.bytes
+        self._transport = transport
+        self._inner = inner
+        self._writes = writes
+        self._remote = remote
+        self._owners = [transport.owner(writes, piece) for piece in writes.pieces]
+        self._landed = False
+        self._broken: str | None = None
+        self._plan(transport.world, transport.faults)
+
+    def _plan(self, world: World, faults: TransferFaults) -> None:
+        chance = world.chance
+        delay_s = chance.choice(_DELAYS_S)
+        if faults.to_stall and chance.random() < _HIT:
+            faults.to_stall -= 1
+            delay_s = chance.uniform(*faults.stall_s)
+            world.note("transfer", f"{self} stalls for {delay_s:.3f} s")
+        elif faults.to_fail and chance.random() < _HIT:
+            faults.to_fail -= 1
+            self._broken = "the adversary broke it"
+            world.note("transfer", f"{self} fails after {delay_s:.3f} s")
+        half = len(self._writes.pieces) // 2
+        world.after(delay_s / 2, lambda: self._move(0, half))
+        world.after(delay_s, lambda: self._land(half))
+
+    def __str__(self) -> str:
+        memory = self._writes
+        return f"of {self._transport.agent} into {memory.agent} {memory.region} {memory.pieces}"
+
+    def poll(self) -> TransferState:
+        """Say how far it is."""
+        if self._landed:
+            return self._inner.poll()
+        return self._inner._state
+
+    def error(self) -> str | None:
+        """Return why it failed, or None."""
+        return self._inner.error()
+
+    def release(self) -> None:
+        """Give the handle back."""
+        self._inner.release()
+
+    def _may_move(self) -> bool:
+        """Whether bytes of it can still arrive.
+
+        Those of a dead process cannot, nor those for one; of what was given up only writes can.
+        """
+        if not self._transport.process.alive or not self._transport.alive(self._writes.agent):
+            return False
+        return self._inner._state is TransferState.MOVING or self._remote
+
+    def _move(self, first: int, end: int) -> None:
+        if not self._may_move():
+            return
+        inner = self._inner
+        for index in range(first, end):
+            owner = self._transport.owner(self._writes, self._writes.pieces[index])
+            if owner is None or owner != self._owners[index]:
+                self._transport.world.problem(
+                    f"bytes {self} arrive in piece {self._writes.pieces[index]}, which was "
+                    f"{self._owners[index]}'s and is {owner}'s now"
+                )
+            ctypes.memmove(
+                int(inner._destinations[index]), int(inner._sources[index]), inner._piece_bytes
+            )
+
+    def _land(self, first: int) -> None:
+        if self._broken is not None:
+            self._inner._fail(self._broken)
+            return
+        self._move(first, len(self._writes.pieces))
+        self._landed = True
+        if self._inner._state is TransferState.MOVING and not self._reachable():
+            self._inner._fail(f"agent {self._inner._peer!r} is gone")
+
+    def _reachable(self) -> bool:
+        return self._transport.alive(self._inner._peer)
+
+
+class SimTransport(InProcessTransport):
+    """One engine's agent."""
+
+    def __init__(
+        self,
+        agent: str,
+        fabric: InProcessFabric,
+        process: Process,
+        faults: TransferFaults,
+        owner_of: OwnerOf,
+    ) -> None:
+        super().__init__(agent, fabric)
+        self.process = process
+        self.world = process.world
+        self.faults = faults
+        self._owner_of = owner_of
+
+    def owner(self, memory: Memory, piece: int) -> str | None:
+        """Return who owns a piece now."""
+        return self._owner_of(memory.agent, memory.region, piece)
+
+    def alive(self, agent: str) -> bool:
+        """Whether an agent's process lives."""
+        return self._fabric.is_alive(agent)
+
+    def post(  # type: ignore[override]
+        self,
+        direction: Direction,
+        local_region: str,
+        local_pieces: PieceIndices,
+        agent: str,
+        remote_region: str,
+        remote_pieces: PieceIndices,
+        *,
+        traffic_class: str = "kv",
+    ) -> SimTransfer:
+        """Post one transfer, whose bytes move later."""
+        inner = super().post(
+            direction,
+            local_region,
+            local_pieces,
+            agent,
+            remote_region,
+            remote_pieces,
+            traffic_class=traffic_class,
+        )
+        if direction is Direction.WRITE:
+            writes = Memory(agent, remote_region, tuple(int(p) for p in remote_pieces))
+        else:
+            writes = Memory(self.agent, local_region, tuple(int(p) for p in local_pieces))
+        return SimTransfer(self, inner, writes, direction is Direction.WRITE)
+
+    @property
+    def unfinished(self) -> int:
+        """Transfers whose handles were not given back."""
+        return len(self._unfinished)

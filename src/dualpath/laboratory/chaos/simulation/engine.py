@@ -1,0 +1,212 @@
+"""One process of an emulated engine in a simulated cluster, with everything real but time."""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from dualpath.core.blocks import StoreNamespace
+from dualpath.core.cluster import Role
+from dualpath.core.errors import DualPathError
+from dualpath.engine.buffer import BUFFER_REGION, STAGING_REGION
+from dualpath.engine.router_connection import RouterConnection
+from dualpath.engine.settings import EngineSettings
+from dualpath.engine.slots import SlotPool
+from dualpath.engine.surroundings import Surroundings
+from dualpath.laboratory.chaos.simulation.api import Call
+from dualpath.laboratory.chaos.simulation.blocks import SimStorage
+from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
+from dualpath.laboratory.chaos.simulation.data import SimTransport
+from dualpath.laboratory.chaos.simulation.threads import SimThreads
+from dualpath.laboratory.chaos.simulation.world import Process
+from dualpath.laboratory.emulated.admission import Admission
+from dualpath.laboratory.emulated.data_plane import DataPlane
+from dualpath.laboratory.emulated.decode import DecodeEngine
+from dualpath.laboratory.emulated.prefill import PrefillEngine
+from dualpath.laboratory.emulated.requests import Sampling
+from dualpath.laboratory.emulated.settings import EmulatedSettings
+from dualpath.router.token_api.wire import GenerateRequest, decode_body
+from dualpath.storage.contract import BlockStorage
+from dualpath.transport.contract import Transport
+from dualpath.transport.memory import address_of
+
+
+class SimEngine:
+    """An engine from the start of its process to its end; ``name`` says which start it is."""
+
+    def __init__(self, shared: Shared, settings: EmulatedSettings, start: int) -> None:
+        self.settings = settings
+        self.engine_id = settings.engine.engine_id
+        self.name = f"{self.engine_id}#{start}"
+        self._shared = shared
+        self.process = Process(shared.world, self.name)
+        self.threads = SimThreads(self.process)
+        self.transport: SimTransport | None = None
+        self.plane: DataPlane | None = None
+        self._engine: PrefillEngine | DecodeEngine | None = None
+        self._admission: Admission | None = None
+        self._leaving = False
+        self._hbm_owners: dict[int, str] = {}
+        shared.world.note(self.name, "starts")
+        self.threads.start("main", self._main)
+
+    # ------------------------------------------------------------------ the life of the process
+
+    def _main(self) -> None:
+        surroundings = Surroundings(
+            threads=self.threads,
+            open_storage=self._open_storage,
+            open_transport=self._open_transport,
+            connect=self._connect,
+            listens=lambda url: True,
+            new_epoch=lambda: self.name,
+        )
+        plane = DataPlane(self.settings, surroundings)
+        self._watch_hbm(plane)
+        self.plane = plane
+        prefills = self.settings.engine.role is Role.PREFILL
+        self._engine = PrefillEngine(plane) if prefills else DecodeEngine(plane)
+        self._engine.start()
+        self._admission = Admission(plane, self._engine)
+        plane.membership.join(self.settings.engine.api_url)
+
+    def terminate(self) -> None:
+        """End as after SIGTERM: no more HTTP, then the engine stops, then it leaves."""
+        if not self._leaving and self._engine is not None:
+            self._leaving = True
+            self._shared.world.note(self.name, "is asked to end")
+            self._shared.http.server_died(self)
+            self.threads.start("sigterm", self._end)
+
+    def _end(self) -> None:
+        assert self._engine is not None
+        assert self.plane is not None
+        self._engine.close()
+        self.plane.membership.leave()
+        self._shared.world.note(self.name, "ends")
+        self._shared.world.after(0.0, self.kill)
+
+    def kill(self) -> None:
+        """End as after SIGKILL."""
+        if not self.process.alive:
+            return
+        self._shared.world.note(self.name, "is dead")
+        self.process.kill()
+        self._shared.http.server_died(self)
+        if self.transport is not None:
+            self._shared.fabric.kill(self.transport.agent)
+
+    # ------------------------------------------------------------------ its HTTP server
+
+    @property
+    def serves(self) -> bool:
+        """Whether its server accepts connections."""
+        return self.process.alive and self._admission is not None and not self._leaving
+
+    def serve(self, body: bytes, call: Call) -> None:
+        """Take up a request."""
+        self._on_a_thread("api", lambda: self._accept(body, call))
+
+    def aborted(self, abort: Callable[[], None]) -> None:
+        """A client has left."""
+        self._on_a_thread("abort", abort)
+
+    def _on_a_thread(self, name: str, work: Callable[[], None]) -> None:
+        self.process.step(lambda: self.threads.start(name, work))
+
+    def _accept(self, body: bytes, call: Call) -> None:
+        assert self._admission is not None
+        try:
+            asked = decode_body(body, GenerateRequest[Sampling])
+            transfer = self._admission.transfer(asked)
+            prefix = self._admission.prefix(asked, transfer)
+        except DualPathError as error:
+            self._shared.world.note(self.name, f"refuses {asked.request_id}: {error}")
+            call.deliver(error)
+            return
+        call.begun(self._admission.submit(asked, transfer, prefix, call.deliver))
+
+    # ------------------------------------------------------------------ its surroundings
+
+    def _open_storage(self, settings: EngineSettings, namespace: StoreNamespace) -> BlockStorage:
+        faults = self._shared.storage_faults
+        return SimStorage(self._shared.storage(namespace), self.threads, faults, self._check_read)
+
+    def _open_transport(self, agent: str, settings: EngineSettings) -> Transport:
+        shared = self._shared
+        self.transport = SimTransport(
+            agent, shared.fabric, self.process, shared.transfer_faults, shared.owner_of
+        )
+        shared.agents[agent] = self
+        return self.transport
+
+    def _connect(self, settings: EngineSettings) -> RouterConnection:
+        return self._shared.control.connect(self.threads)
+
+    # ------------------------------------------------------------------ whose memory is what
+
+    def owner_of(self, region: str, piece: int) -> str | None:
+        """Return who owns a piece of a region, None if nobody."""
+        if self.plane is None:
+            return None
+        layers = self.plane.geometry.layers
+        manager = self.plane.manager
+        if region == BUFFER_REGION:
+            return _slot_owner(manager._buffer._pool, piece // layers)
+        if region == STAGING_REGION:
+            return "staging" if manager._staging._pool._leased[piece // layers] else None
+        return self._hbm_owners.get(piece)
+
+    def _check_read(self, destination: memoryview) -> None:
+        """A block is about to arrive from storage: its slot must be somebody's, or pinned."""
+        if self.plane is None or not self.process.alive:
+            return
+        buffer = self.plane.manager._buffer
+        offset = address_of(destination) - buffer._memory.address
+        slot = offset // buffer.geometry.full_block_bytes
+        if buffer._pool._pins[slot] < 1:
+            self._shared.world.problem(f"{self.name}: a read ends in slot {slot}, pinned by nobody")
+
+    def _watch_hbm(self, plane: DataPlane) -> None:
+        take, give_back = plane.hbm.take, plane.hbm.give_back
+        numbers = itertools.count()
+
+        def noted_take(blocks: int) -> tuple[int, ...] | None:
+            taken = take(blocks)
+            lease = f"hbm lease {next(numbers)}"
+            self._hbm_owners.update(dict.fromkeys(taken or (), lease))
+            return taken
+
+        def noted_give_back(block_ids: Sequence[int]) -> None:
+            for block in block_ids:
+                self._hbm_owners.pop(block, None)
+            give_back(block_ids)
+
+        plane.hbm.take = noted_take  # type: ignore[method-assign]
+        plane.hbm.give_back = noted_give_back  # type: ignore[method-assign]
+
+    def left_over(self) -> list[str]:
+        """Return what it still holds though nobody is served."""
+        if self.plane is None:
+            return [f"{self.name} has not come up"]
+        manager = self.plane.manager
+        report = manager.report()
+        counts = {
+            "requests": (report.unfinished_requests, 0),
+            "tokens to read": (report.read_queue_tokens, 0),
+            "free buffer": (report.free_buffer_tokens, manager.buffer_tokens),
+            "free HBM": (self.plane.hbm.free_tokens, manager.hbm_tokens),
+            "free staging": (manager._staging.free, manager._staging.capacity),
+            "transfers": (self.transport.unfinished if self.transport else 0, 0),
+        }
+        return [
+            f"{self.name}: {what} {found}, not {right}"
+            for what, (found, right) in counts.items()
+            if found != right
+        ]
+
+
+def _slot_owner(pool: SlotPool, slot: int) -> str | None:
+    for held in (pool._leases, pool._quarantine):
+        for request_id, slots in held.items():
+            if slot in slots:
+                return request_id
+    return None

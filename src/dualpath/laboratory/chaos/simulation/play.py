@@ -1,0 +1,160 @@
+"""One run: a cluster, its agents, the faults of a seed, and what must be true afterwards.
+
+* Every request ends exactly once, within its deadline: with the right tokens, or with a clear error
+  that its faults explain, or because its client left or the router died, which it notices.
+* No byte arrives in memory that belongs to somebody else.
+* No token is wrong, and no stored block.
+* Once the faults are over everything comes to rest: no request, slot, block of HBM, transfer or
+  call is left.
+"""
+
+import gc
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+
+from dualpath.core.modes import Mode
+from dualpath.laboratory.chaos.simulation.adversary import KINDS, Adversary, Kind
+from dualpath.laboratory.chaos.simulation.clients import Asked, Clients
+from dualpath.laboratory.chaos.simulation.cluster import Cluster, ClusterSettings
+from dualpath.laboratory.chaos.simulation.world import World
+from dualpath.router.settings import RouterSettings
+
+_MODES = (Mode.DUALPATH, Mode.DUALPATH, Mode.DUALPATH, Mode.SPLIT, Mode.BASIC, Mode.ROUND_ROBIN)
+
+#: An agent's turns can take long one after the other.
+_AGENTS_LIMIT_S = 400.0
+#: After the last fault and the last request everything comes to rest within this time.
+_REST_S = 60.0
+_REQUEST_DEADLINE_S = 60.0
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of a seed; ``digest`` names its story."""
+
+    seed: int
+    digest: str
+    problems: tuple[str, ...]
+    requests: int
+    answered: int
+    faults: int
+    virtual_s: float
+    events: int
+    story: tuple[str, ...] = ()
+
+
+def play(seed: int, *, story: bool = False, kinds: Sequence[Kind] = KINDS) -> Outcome:
+    """Play the run of a seed, with faults of these kinds."""
+    world = World(seed)
+    with _logged(world):
+        try:
+            return _Run(world, kinds).play(story)
+        finally:
+            world.end()
+
+
+class _Teller(logging.Handler):
+    """Makes what the system logs part of the story; a traceback is a problem."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.WARNING)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = f"{record.name.rpartition('.')[2]}: {record.getMessage()}"
+        if record.exc_info:
+            self._world.problem(f"{line}: {record.exc_info[1]!r}")
+        else:
+            self._world.note("log", line)
+
+
+@contextmanager
+def _logged(world: World) -> Iterator[None]:
+    """Tell what is logged; what is thrown away at the end of a world says nothing."""
+    logger, teller = logging.getLogger("dualpath"), _Teller(world)
+    propagate, logger.propagate = logger.propagate, False
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    logger.addHandler(teller)
+    try:
+        yield
+        gc.collect()
+    finally:
+        logger.removeHandler(teller)
+        logger.propagate = propagate
+        sys.unraisablehook = hook
+
+
+class _Run:
+    def __init__(self, world: World, kinds: Sequence[Kind]) -> None:
+        chance = world.chance
+        self.faults = chance.choice((0, 1, 1, 1, 2, 2, 3, 4))
+        router = RouterSettings(
+            engine_timeout_s=2.0,
+            suspect_timeout_s=1.0,
+            lookup_timeout_s=1.0,
+            read_deadline_s=3.0,
+            read_margin_s=2.0,
+            release_wait_s=1.0,
+            engine_wait_s=20.0,
+            request_deadline_s=_REQUEST_DEADLINE_S,
+            max_attempts=3 if self.faults <= 1 else 1 + 2 * self.faults,
+        )
+        settings = ClusterSettings(
+            mode=chance.choice(_MODES),
+            prefill=chance.choice((1, 2)),
+            decode=chance.choice((1, 2)),
+            buffer_blocks=chance.choice((32, 48, 96)),
+            hbm_blocks=chance.choice((40, 64)),
+            layer_buffers=chance.choice((0, 1, 2)),
+            router=router,
+        )
+        world.note(
+            "world", f"seed {world.seed}: {settings.mode}, {settings.prefill}P{settings.decode}D"
+        )
+        self.world = world
+        self.cluster = Cluster(world, settings)
+        self.clients = Clients(
+            world, self.cluster, chance.choice((2, 3, 4)), chance.choice((1, 2, 3))
+        )
+        self.adversary = Adversary(world, self.cluster, self.clients, self.faults, kinds)
+
+    def play(self, story: bool) -> Outcome:
+        world, clients = self.world, self.clients
+        world.run(lambda: clients.over and self.adversary.calm, _AGENTS_LIMIT_S)
+        for asked in clients.under_way():
+            world.problem(f"{asked.name} never ended")
+        self._rest()
+        for asked in clients.asked:
+            self._check(asked)
+        return Outcome(
+            seed=world.seed,
+            digest=world.digest(),
+            problems=tuple(world.problems),
+            requests=len(clients.asked),
+            answered=sum(a.outcome == "answered" for a in clients.asked),
+            faults=self.faults,
+            virtual_s=world.elapsed_s,
+            events=world.events,
+            story=tuple(world.lines()) if story or world.problems else (),
+        )
+
+    def _rest(self) -> None:
+        """Wait until nothing is held any more."""
+        world = self.world
+        end_s = world.now_s + _REST_S
+        left_over = self.cluster.left_over()
+        while left_over and world.now_s < end_s:
+            world.run(lambda: False, 0.25)
+            left_over = self.cluster.left_over()
+        for what in left_over:
+            world.problem(f"left over: {what}")
+
+    def _check(self, asked: Asked) -> None:
+        took_s = (asked.ended_s or self.world.now_s) - asked.asked_s
+        if took_s > _REQUEST_DEADLINE_S + 1.0 and self.faults == 0:
+            self.world.problem(f"{asked.name} took {took_s:.1f} s")
+        if asked.outcome not in ("answered", "left", "reset", None):
+            self.world.problem(f"{asked.name} ended badly: {asked.outcome}")

@@ -1,0 +1,122 @@
+"""One process of the router in a simulated cluster, and its clients' connections to it."""
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, Callable
+from typing import cast
+
+from dualpath.core.errors import DualPathError
+from dualpath.laboratory.chaos.simulation.api import SimTokenApi
+from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
+from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
+from dualpath.laboratory.chaos.simulation.world import Process
+from dualpath.laboratory.emulated.engine_client import EngineClient
+from dualpath.router.control.engine_calls import Job, TokenEvent
+from dualpath.router.requests.service import RouterService
+from dualpath.router.settings import RouterSettings
+
+_DELAYS_S = (0.0001, 0.0005, 0.002)
+
+#: What a client gets: tokens, an error, None at a good end, "reset" when the connection breaks.
+Reply = TokenEvent | DualPathError | str | None
+
+
+class SimRouter:
+    """A router from the start of its process to its end."""
+
+    def __init__(self, shared: Shared, settings: RouterSettings, start: int) -> None:
+        self.name = f"router#{start}"
+        self._shared = shared
+        self.process = Process(shared.world, self.name)
+        self.loop = ProcessLoop(self.process)  # type: ignore[abstract]
+        self._exchanges: dict[Exchange, None] = {}
+        shared.world.note(self.name, "starts")
+        calls = EngineClient(SimTokenApi(shared.http, self.loop))
+        socket = shared.control.listen(self.loop)
+        self.service = RouterService(settings, calls, self.loop.time, socket)
+        self.loop.call_soon(lambda: self.loop.create_task(self.service.start()))
+
+    def ask(self, job: Job, reply: Callable[[Reply], None]) -> "Exchange":
+        """Send a request; ``reply`` gets what comes."""
+        exchange = Exchange(self, job, reply)
+        self._exchanges[exchange] = None
+        return exchange
+
+    def over(self, exchange: "Exchange") -> None:
+        """An exchange has ended."""
+        self._exchanges.pop(exchange, None)
+
+    def kill(self) -> None:
+        """End as after SIGKILL."""
+        if not self.process.alive:
+            return
+        self._shared.world.note(self.name, "is dead")
+        self.process.kill()
+        self._shared.control.router_died()
+        self._shared.http.router_died()
+        for exchange in list(self._exchanges):
+            exchange.send("reset")
+
+    def left_over(self) -> list[str]:
+        """Return what it still holds though nobody is served."""
+        context = self.service.context
+        status = self.service.status()
+        found = {
+            "requests that wait": status["waiting"],
+            "requests that run": status["running"],
+            "releases held": context.releases.held,
+            "accounts of the scheduler": int(context.has_dispatch and not context.dispatch.idle()),
+            "clients": len(self._exchanges),
+        }
+        return [f"{self.name}: {what} {count}" for what, count in found.items() if count]
+
+
+class Exchange:
+    """A client's request on its connection."""
+
+    def __init__(self, router: SimRouter, job: Job, reply: Callable[[Reply], None]) -> None:
+        self._router = router
+        self._world = router.process.world
+        self._reply = reply
+        self._free_s = 0.0
+        self._left = False
+        self._task: asyncio.Task[None] | None = None
+        self._later(functools.partial(self._begin, job))
+
+    def leave(self) -> None:
+        """The client closes the connection."""
+        self._left = True
+        self._later(self._cancel)
+
+    def send(self, reply: Reply) -> None:
+        """Send something to the client; what is sent arrives in order."""
+        delay_s = self._world.chance.choice(_DELAYS_S)
+        self._free_s = max(self._free_s, self._world.now_s + delay_s)
+        self._world.at(self._free_s, lambda: self._left or self._reply(reply))
+
+    def _later(self, call: Callable[[], None]) -> None:
+        loop = self._router.loop
+        delay_s = self._world.chance.choice(_DELAYS_S)
+        self._world.after(delay_s, lambda: loop.call_soon(call))
+
+    def _begin(self, job: Job) -> None:
+        if self._left:
+            self._router.over(self)
+        else:
+            self._task = self._router.loop.create_task(self._serve(job))
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _serve(self, job: Job) -> None:
+        stream = cast(AsyncGenerator[TokenEvent, None], self._router.service.submit(job))
+        try:
+            async for event in stream:
+                self.send(event)
+            self.send(None)
+        except DualPathError as error:
+            self.send(error)
+        finally:
+            await stream.aclose()
+            self._router.over(self)

@@ -1,0 +1,150 @@
+"""What happens next: one clock, one queue of events, one source of chance for a whole cluster.
+
+Time stands still while something happens and jumps to the next event then.  A seed decides all
+that is left to chance, so it gives the same run again, to the last byte.
+"""
+
+import hashlib
+import heapq
+import itertools
+from collections.abc import Callable, Iterable
+from random import Random
+
+#: An engine's clock does not start at zero.
+_START_S = 100.0
+#: Far more than any run needs: two ends that wake each other for ever.
+_MOST_EVENTS = 3_000_000
+
+
+class Timer:
+    """Something that is to happen."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call: Callable[[], object] | None = call
+
+    def cancel(self) -> None:
+        """Let it not happen; idempotent."""
+        self.call = None
+
+
+class World:
+    """Time in seconds, events in order of their times, the story of what happened.
+
+    ``problems`` are what must never be true; a run goes on after one.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.chance = Random(seed)
+        self.now_s = _START_S
+        self.story: list[tuple[float, str, str]] = []
+        self.problems: list[str] = []
+        self.events = 0
+        self._queue: list[tuple[float, int, Timer]] = []
+        self._numbers = itertools.count()
+        self._disposals: list[Callable[[], None]] = []
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the beginning of the world."""
+        return self.now_s - _START_S
+
+    def at(self, when_s: float, call: Callable[[], object]) -> Timer:
+        """Let something happen at a time, after what was to happen then already."""
+        timer = Timer(call)
+        heapq.heappush(self._queue, (max(when_s, self.now_s), next(self._numbers), timer))
+        return timer
+
+    def after(self, delay_s: float, call: Callable[[], object]) -> Timer:
+        """Let something happen so much later."""
+        return self.at(self.now_s + delay_s, call)
+
+    def note(self, who: str, what: str) -> None:
+        """Tell the story."""
+        self.story.append((self.elapsed_s, who, what))
+
+    def problem(self, what: str) -> None:
+        """Something happened that must not."""
+        self.problems.append(what)
+        self.note("PROBLEM", what)
+
+    def run(self, until: Callable[[], bool], limit_s: float) -> bool:
+        """Let things happen until something is true; False if it is not after ``limit_s``."""
+        end_s = self.now_s + limit_s
+        queue = self._queue
+        while not until():
+            if not queue or queue[0][0] > end_s:
+                self.now_s = end_s
+                return until()
+            self.now_s, _, timer = heapq.heappop(queue)
+            if timer.call is None:
+                continue
+            self.events += 1
+            if self.events > _MOST_EVENTS:
+                self.problem(f"more than {_MOST_EVENTS} events: something never comes to rest")
+                return False
+            timer.call()
+        return True
+
+    def at_the_end(self, dispose: Callable[[], None]) -> None:
+        """Call this when the world ends."""
+        self._disposals.append(dispose)
+
+    def end(self) -> None:
+        """Give back what would outlive the world."""
+        self._queue.clear()
+        for dispose in self._disposals:
+            dispose()
+        self._disposals.clear()
+
+    def digest(self) -> str:
+        """Name the story: equal for equal runs."""
+        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()[:16]
+
+    def lines(self) -> Iterable[str]:
+        """Return the story as lines, with virtual times."""
+        for when_s, who, what in self.story:
+            yield f"{when_s:11.6f}  {who:<12} {what}"
+
+
+class Process:
+    """One process: it runs, stands still, or is dead for good."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.alive = True
+        self._stopped = False
+        self._parked: list[Callable[[], object]] = []
+
+    @property
+    def runs(self) -> bool:
+        """Whether it neither stands still nor is dead."""
+        return self.alive and not self._stopped
+
+    def step(self, call: Callable[[], object]) -> None:
+        """Let the process do something, once it runs again."""
+        if not self.alive:
+            return
+        if self._stopped:
+            self._parked.append(call)
+        else:
+            call()
+
+    def stop(self) -> None:
+        """Let it stand still, as SIGSTOP does."""
+        self._stopped = True
+
+    def go_on(self) -> None:
+        """Let it run again; what came meanwhile comes now, in order."""
+        self._stopped = False
+        parked, self._parked = self._parked, []
+        for call in parked:
+            self.world.after(0.0, lambda call=call: self.step(call))  # type: ignore[misc]
+
+    def kill(self) -> None:
+        """Nothing of it happens any more."""
+        self.alive = False
+        self._parked.clear()

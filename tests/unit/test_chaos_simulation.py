@@ -1,0 +1,120 @@
+"""Simulated threads and clusters: what chance decides, and that a seed gives the same run again."""
+
+import pytest
+
+from dualpath.laboratory.chaos.simulation.adversary import KINDS
+from dualpath.laboratory.chaos.simulation.play import play
+from dualpath.laboratory.chaos.simulation.threads import SimThreads
+from dualpath.laboratory.chaos.simulation.world import Process, World
+
+#: What the control protocol does not survive yet.
+CONTROL = ("kill the router", "reset a control connection")
+SURVIVED = [kind for kind in KINDS if kind.name not in CONTROL]
+
+
+class Machine:
+    """A process with simulated threads."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.world = World(seed)
+        self.process = Process(self.world, "process")
+        self.threads = SimThreads(self.process)
+        self.seen: list[str] = []
+
+    def run(self, limit_s: float = 10.0) -> list[str]:
+        self.world.run(lambda: False, limit_s)
+        return self.seen
+
+
+def test_a_thread_that_waits_for_an_event_goes_on_when_it_is_set() -> None:
+    machine = Machine()
+    event = machine.threads.event()
+
+    def waits() -> None:
+        assert event.wait(5.0)
+        machine.seen.append("woken")
+
+    def sets() -> None:
+        machine.threads.sleep(1.0)
+        machine.seen.append("sets")
+        event.set()
+
+    machine.threads.start("waits", waits)
+    machine.threads.start("sets", sets)
+    assert machine.run() == ["sets", "woken"]
+
+
+def test_a_wait_ends_after_its_time() -> None:
+    machine = Machine()
+    condition = machine.threads.condition()
+
+    def waits() -> None:
+        with condition:
+            machine.seen.append(str(condition.wait(1.0)))
+            machine.seen.append(str(condition.wait_for(lambda: False, 1.0)))
+
+    machine.threads.start("waits", waits)
+    assert machine.run() == ["False", "False"]
+
+
+def test_who_holds_a_lock_is_alone() -> None:
+    machine = Machine()
+    lock = machine.threads.lock()
+
+    def works(name: str) -> None:
+        for _ in range(20):
+            with lock:
+                machine.seen.append(f"{name} in")
+                machine.threads.sleep(0.001)
+                machine.seen.append(f"{name} out")
+
+    for name in "abc":
+        machine.threads.start(name, lambda name=name: works(name))  # type: ignore[misc]
+    seen = machine.run()
+    assert len(seen) == 120
+    assert all(a.replace("in", "out") == b for a, b in zip(seen[::2], seen[1::2], strict=True))
+
+
+def test_the_order_of_threads_is_left_to_the_seed() -> None:
+    def order(seed: int) -> list[str]:
+        machine = Machine(seed)
+        for name in "abcdef":
+            machine.threads.start(name, lambda name=name: machine.seen.append(name))  # type: ignore[misc]
+        return machine.run()
+
+    assert len({tuple(order(seed)) for seed in range(20)}) > 5
+    assert order(3) == order(3)
+
+
+def test_a_process_that_stands_still_goes_on_where_it_was_and_a_dead_one_never() -> None:
+    for dies in (False, True):
+        machine = Machine()
+
+        def ticks(machine: Machine = machine) -> None:
+            while True:
+                machine.threads.sleep(1.0)
+                machine.seen.append(f"{machine.world.elapsed_s:.1f}")
+
+        machine.threads.start("ticks", ticks)
+        machine.world.after(2.5, machine.process.stop)
+        machine.world.after(7.5, machine.process.kill if dies else machine.process.go_on)
+        assert machine.run(9.1) == (["1.0", "2.0"] if dies else ["1.0", "2.0", "7.5", "8.5"])
+        machine.world.end()
+
+
+def test_a_thread_that_raises_is_a_problem() -> None:
+    machine = Machine()
+    machine.threads.start("fails", lambda: [][0])
+    machine.run()
+    assert "thread fails of process died: IndexError" in machine.world.problems[0]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_nothing_is_lost_nothing_hangs_and_nothing_is_wrong(seed: int) -> None:
+    outcome = play(seed, kinds=SURVIVED)
+    assert not outcome.problems, "\n".join(outcome.story)
+
+
+def test_a_seed_gives_the_same_run_again() -> None:
+    for seed in range(4):
+        assert play(seed).digest == play(seed).digest
