@@ -16,7 +16,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.laboratory.models.tiny import END_ID
 from dualpath.router.control.engine_calls import TokenEvent
-from dualpath.router.control.registry import Registry
+from dualpath.router.control.registry import Registry, missing_engines
 from dualpath.router.observe.dashboard.board import Dashboard, Load
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.settings import RouterSettings
@@ -64,8 +64,14 @@ class ScriptedService:
         self.registry.live = set(Role)
         self.registry.mode = Mode.DUALPATH
 
-    def overload(self):
+    def turned_away(self):
         return None
+
+    def unready(self):
+        return missing_engines(self.registry)
+
+    async def drain(self):
+        pass
 
     def status(self):
         return {"mode": "dualpath", "engines": []}

@@ -43,8 +43,8 @@ class Service:
     def __init__(self) -> None:
         self.metrics = RouterMetrics(Registry(), dict)
 
-    def overload(self) -> str | None:
-        return self.full
+    def turned_away(self) -> OverloadedError | None:
+        return OverloadedError(self.full) if self.full else None
 
 
 def with_state(app: FastAPI, service: Service, *keys: str) -> None:

@@ -69,7 +69,7 @@ async def test_a_full_router_says_when_to_come_again(tmp_path: Path) -> None:
         await made.idle()
         async with asyncio.timeout(GUARD_S):
             await asyncio.gather(*made.service._tasks, return_exceptions=True)
-        assert made.service.overload() is None
+        assert made.service.turned_away() is None
         assert (await made.post(PROMPT, 1))[0] == 200
 
 
@@ -229,12 +229,12 @@ class Asked:
 class Service:
     settings = RouterSettings(max_body_bytes=10)
 
-    def __init__(self, overload: str | None = None) -> None:
-        self._overload = overload
+    def __init__(self, full: str | None = None) -> None:
+        self._full = full
         self.metrics = RouterMetrics(Registry(), dict)
 
-    def overload(self) -> str | None:
-        return self._overload
+    def turned_away(self) -> OverloadedError | None:
+        return OverloadedError(self._full) if self._full else None
 
     def refused(self) -> dict[str, float]:
         """Counted refusals by reason."""

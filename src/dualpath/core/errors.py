@@ -4,7 +4,9 @@
     ├── ConfigError            a setting is wrong; raised before anything starts
     ├── BadRequestError        a client's request cannot be served as asked
     │   └── PromptTooLongError     its prompt has more tokens than may be served
-    ├── OverloadedError        more requests at once than the router takes
+    ├── TurnedAwayError        nothing was begun; the same request may be served later
+    │   ├── OverloadedError        more requests at once than the router takes
+    │   └── DrainingError          the router is about to end
     ├── TraceError             a workload trace is malformed
     ├── StorageError           external storage refuses; a bad block is no error, it ends a hit
     ├── TransportError         a transfer between places failed
@@ -50,7 +52,15 @@ class PromptTooLongError(BadRequestError):
     """A prompt has more tokens than a setting, the model or the engines allow."""
 
 
-class OverloadedError(DualPathError):
+class TurnedAwayError(DualPathError):
+    """Nothing of the request was begun; later it may be served."""
+
+
+class DrainingError(TurnedAwayError):
+    """The router ends what it has and takes nothing new; the next one will."""
+
+
+class OverloadedError(TurnedAwayError):
     """More requests at once than the router takes; later it may be served."""
 
 

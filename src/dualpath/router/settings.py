@@ -86,6 +86,18 @@ class RouterSettings(Settings, frozen=True):
     request_deadline_s: Annotated[
         float, Setting("bound of a whole request, waiting and retries included", gt=0)
     ] = 600.0
+    drain_timeout_s: Annotated[
+        float,
+        Setting("after SIGTERM requests under way may take that long; 0: they end at once", ge=0),
+    ] = 600.0
+    standby_lock: Annotated[
+        str,
+        Setting(
+            "of routers that name the same file one serves, the others wait with everything "
+            "loaded and take its place when it ends; empty: no others",
+            metavar="FILE",
+        ),
+    ] = ""
     max_attempts: Annotated[int, Setting("attempts at a request before it fails", ge=1)] = 3
     max_concurrent_requests: Annotated[
         int, Setting("requests beyond it wait, first come first served", ge=1)

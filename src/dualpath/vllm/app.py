@@ -2,7 +2,8 @@
 
     GET /dualpath/v1/status   engines, queues and recent decisions
     GET /dashboard            the live page; its data is at /dualpath/v1/dashboard
-    GET /health               200 only while a prefill and a decode engine live, else 503 and why
+    GET /health               200 while requests can be served: a prefill and a decode engine
+                              live and the router does not drain; else 503 and why
     GET /metrics              vLLM's request metrics and the router's own
 
 Unknown JSON fields of a request are ignored with a warning, as vLLM does: OpenAI clients send
@@ -34,7 +35,8 @@ from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.observe.status import ORACLE_NOTE
 from dualpath.router.requests.limits import LimitedService, RequestLimits
 from dualpath.router.token_api.statuses import api_error, status_of
-from dualpath.vllm.frontend import DualPathLLM, ServedEngines, missing_engines
+from dualpath.vllm.drain_signal import drained_on_sigterm
+from dualpath.vllm.frontend import DualPathLLM, ServedEngines
 
 #: How long open connections may take to end after a signal; their requests have failed by then.
 SHUTDOWN_GRACE_S = 5
@@ -46,6 +48,14 @@ class ObservedService(ServedEngines, LimitedService, Protocol):
     @property
     def dashboard(self) -> Dashboard:
         """What the live page shows."""
+        ...
+
+    def unready(self) -> str | None:
+        """Return why clients had better go elsewhere at present, None if all is well."""
+        ...
+
+    async def drain(self) -> None:
+        """Take no new requests; return when those under way have ended, or a limit is over."""
         ...
 
     def status(self) -> object:
@@ -135,7 +145,12 @@ def add_dashboard(app: FastAPI, service: ObservedService) -> None:
 
 
 async def serve_app(app: FastAPI, args: argparse.Namespace, listener: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM, then answer what is open with an error and return."""
+    """Serve until SIGINT or SIGTERM; return when nothing is open any more.
+
+    SIGTERM drains the service first.  At SIGINT, and at a second SIGTERM, what is open is answered
+    with an error.
+    """
+    drained_on_sigterm(app.state.dualpath_service.drain)
     log_config = get_uvicorn_log_config(args)
     try:
         shutdown: Awaitable[None] = await serve_http(
@@ -165,7 +180,7 @@ def _put_first(app: FastAPI, path: str, endpoint: Callable[..., Awaitable[Respon
 
 def _health_endpoint(service: ObservedService) -> Callable[[Request], Awaitable[Response]]:
     async def health(request: Request) -> Response:
-        reason = missing_engines(service.registry)
+        reason = service.unready()
         if reason is None and not request.app.state.engine_client.errored:
             return Response(status_code=200)
         return _json({"status": "unavailable", "reason": reason or "shutting down"}, 503)

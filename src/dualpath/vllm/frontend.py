@@ -19,9 +19,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
-from dualpath.core.cluster import Role
 from dualpath.core.errors import DualPathError, PromptTooLongError
-from dualpath.router.control.registry import Registry
+from dualpath.router.control.registry import Registry, missing_engines
 from dualpath.router.requests.refusals import PROMPT_PARAMETER
 from dualpath.router.token_api.statuses import BAD_REQUEST, status_of
 from dualpath.vllm.engine_core import RoutedEngineCore, TokenSource
@@ -34,14 +33,6 @@ class ServedEngines(TokenSource, Protocol):
     def registry(self) -> Registry:
         """All engines that ever registered."""
         ...
-
-
-def missing_engines(registry: Registry) -> str | None:
-    """Return why no request can be served at present, None if one can."""
-    missing = [role.value for role in Role if not registry.alive(role)]
-    if not missing:
-        return None
-    return f"no live {' and no live '.join(missing)} engine; start one that registers here"
 
 
 class DualPathLLM(AsyncLLM):

@@ -1,12 +1,15 @@
 """The router's process: service, calls to engines and HTTP front end, put together and taken apart.
 
 The order matters: a wrong setting or a taken address ends the start before anything else exists,
-and at the end requests are failed first, so that nobody waits for engines nobody listens to.
+and at the end requests are failed first, so that nobody waits for engines nobody listens to.  A
+router that stands by (``router.turn``) loads everything, and binds its addresses at its turn.
 """
 
 import os
+import socket
 from argparse import Namespace
 from contextlib import AsyncExitStack
+from functools import partial
 
 import msgspec
 from vllm import envs
@@ -17,6 +20,7 @@ from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
 from dualpath.router.requests.limits import allow_many_streams
 from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
+from dualpath.router.turn import Turn
 from dualpath.vllm.app import make_app, serve_app
 from dualpath.vllm.engine_arguments import join_vllm_logging
 from dualpath.vllm.engine_config import (
@@ -43,18 +47,25 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
     warn_if_open(args.host or "", ApiKeys(args.api_key or ()))
     settings = _with_tracing(settings, args)
     async with AsyncExitStack() as stack:
-        listener = bind_listen_socket(args)
-        stack.callback(listener.close)
-        args.port = listener.getsockname()[1]
+        turn = Turn(settings.standby_lock)
+        stack.callback(turn.over)
+        if turn.others:
+            _refuse_chance_ports(settings, args)
+        else:
+            listener = _bind(args, stack)
         config = make_engine_config(args)
         calls = GenerateClient(config.model_config.max_logprobs, engine_headers())
         stack.push_async_callback(calls.aclose)
         service = RouterService(settings, calls)
         stack.push_async_callback(service.stop)
-        await service.start()
         llm = _make_llm(config, service, front_end, args)
         stack.push_async_callback(llm.aclose)
         app = await make_app(llm, service, args)
+        if turn.others:
+            print("dualpath router: everything is loaded; it serves at its turn", flush=True)
+            await turn.taken()
+            listener = await turn.bound(partial(_bind_again, args, stack))
+        await turn.bound(service.start)
         listener.listen()
         print(
             f"dualpath router: OpenAI endpoint http://{args.host}:{args.port}/v1, "
@@ -62,6 +73,27 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
             flush=True,
         )
         await serve_app(app, args, listener)
+
+
+def _bind(args: Namespace, stack: AsyncExitStack) -> socket.socket:
+    """Return the bound socket, which is closed at the end."""
+    listener = bind_listen_socket(args)
+    stack.callback(listener.close)
+    args.port = listener.getsockname()[1]
+    return listener
+
+
+async def _bind_again(args: Namespace, stack: AsyncExitStack) -> socket.socket:
+    return _bind(args, stack)
+
+
+def _refuse_chance_ports(settings: RouterSettings, args: Namespace) -> None:
+    """Raise ``ConfigError`` if clients or engines could not find the next router."""
+    if not (args.port and settings.control_port):
+        raise ConfigError(
+            f"{{port}} is {args.port} and {{control_port}} {settings.control_port}; routers that "
+            "take turns ({standby_lock}) need the same ones, give each a number above 0"
+        )
 
 
 def _with_tracing(settings: RouterSettings, args: Namespace) -> RouterSettings:

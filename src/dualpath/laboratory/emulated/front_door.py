@@ -12,18 +12,16 @@ one needs neither vLLM nor a model:
 
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from dualpath.core.cluster import Role
 from dualpath.core.errors import (
     BadRequestError,
     DualPathError,
-    OverloadedError,
 )
 from dualpath.core.key_memory import KeyMemory
 from dualpath.laboratory.emulated.engine_client import EngineClient
@@ -44,8 +42,9 @@ from dualpath.router.requests.prompt_limits import check_prompt, check_salt, che
 from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.client import TokenApiClient
-from dualpath.router.token_api.statuses import TOO_LARGE, api_error
+from dualpath.router.token_api.statuses import TOO_LARGE, UNAVAILABLE, api_error
 from dualpath.router.token_api.wire import STREAM_END, ApiError, decode_body, server_event
+from dualpath.router.turn import Turn
 
 #: W3C trace context, handed on to engines.
 TRACE_HEADERS = ("traceparent", "tracestate")
@@ -94,8 +93,8 @@ class FrontDoor:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         try:
             # Before the body is read: a full router has no room for it either.
-            if (reason := self._service.overload()) is not None:
-                raise OverloadedError(reason)
+            if (refusal := self._service.turned_away()) is not None:
+                raise refusal
             asked = decode_body(await request.read(), CompletionRequest)
             job = await self._job(asked, request.headers)
         except web.HTTPRequestEntityTooLarge:
@@ -191,8 +190,9 @@ class FrontDoor:
         return web.Response(body=page.body, headers=page.headers)
 
     async def _health(self, request: web.Request) -> web.Response:
-        missing = [r.value for r in Role if not self._service.registry.alive(r)]
-        return json_answer({"missing": missing}, 503 if missing else 200)
+        if (reason := self._service.unready()) is None:
+            return json_answer({})
+        return json_answer({"status": "unavailable", "reason": reason}, UNAVAILABLE)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(
@@ -204,25 +204,34 @@ class FrontDoor:
 async def front_door(
     settings: RouterSettings, host: str, port: int
 ) -> AsyncIterator[tuple[str, RouterService]]:
-    """Serve in the block; yields the endpoint and the service.
+    """Serve in the block, when it is this router's turn; yields the endpoint and the service.
 
     Raises ``ConfigError`` for an address that is taken.
     """
     warn_if_open(host, ApiKeys(settings.api_keys))
-    calls = EngineClient(TokenApiClient(engine_headers()))
-    service = RouterService(settings, calls)
-    try:
-        await service.start()
-        app = FrontDoor(service).app()
-        async with serving_app(app, host, port) as bound:
-            yield f"http://{host}:{bound}", service
-    finally:
-        await service.stop()
-        await calls.aclose()
+    async with AsyncExitStack() as stack:
+        turn = Turn(settings.standby_lock)
+        stack.callback(turn.over)
+        calls = EngineClient(TokenApiClient(engine_headers()))
+        stack.push_async_callback(calls.aclose)
+        service = RouterService(settings, calls)
+        await turn.taken()
+        stack.push_async_callback(service.stop)
+        await turn.bound(service.start)
+
+        async def serve() -> int:
+            return await stack.enter_async_context(
+                serving_app(FrontDoor(service).app(), host, port)
+            )
+
+        yield f"http://{host}:{await turn.bound(serve)}", service
 
 
 async def run_front_door(settings: RouterSettings, host: str, port: int) -> None:
-    """Run a front door until SIGINT or SIGTERM.  Raises ``ConfigError`` as ``front_door``."""
+    """Run a front door until SIGINT, or until it has drained after SIGTERM.
+
+    Raises ``ConfigError`` as ``front_door``.
+    """
     allow_many_streams()
     async with front_door(settings, host, port) as (endpoint, service):
         print(
@@ -230,7 +239,7 @@ async def run_front_door(settings: RouterSettings, host: str, port: int) -> None
             f"{service.control_address}",
             flush=True,
         )
-        await until_signal()
+        await until_signal(service.drain)
 
 
 def _chunk(event: TokenEvent) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -13,7 +13,7 @@ from dualpath.core.errors import ConfigError, DualPathError
 from dualpath.router.api_keys import UNAUTHORIZED, ApiKeys
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.requests.limits import RETRY_AFTER_S
-from dualpath.router.token_api.statuses import TOO_MANY, api_error, status_of
+from dualpath.router.token_api.statuses import LATER, api_error, status_of
 
 #: How long open connections may take to end after a signal.
 SHUTDOWN_GRACE_S = 1.0
@@ -44,12 +44,24 @@ async def serving_app(app: web.Application, host: str, port: int) -> AsyncIterat
         await runner.cleanup()
 
 
-async def until_signal() -> None:
-    """Return at SIGINT or SIGTERM."""
+async def until_signal(drain: Callable[[], Awaitable[None]]) -> None:
+    """Return at SIGINT, after SIGTERM when ``drain`` has returned, or at a second SIGTERM."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    draining: list[asyncio.Task[None]] = []
+
+    def terminated() -> None:
+        if draining:
+            stop.set()
+            return
+        draining.append(asyncio.ensure_future(drain()))
+        draining[0].add_done_callback(lambda done: stop.set())
+
+    loop.add_signal_handler(signal.SIGINT, stop.set)
+    loop.add_signal_handler(signal.SIGTERM, terminated)
     await stop.wait()
+    for task in draining:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def api_key_guard(keys: ApiKeys) -> Middleware:
@@ -100,6 +112,6 @@ def json_answer(value: object, status: int = 200) -> web.Response:
 def error_answer(error: DualPathError) -> web.Response:
     """Return the answer to a request that ended with ``error``."""
     response = json_answer({"error": api_error(error)}, status_of(error))
-    if response.status == TOO_MANY:
+    if response.status in LATER:
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
     return response

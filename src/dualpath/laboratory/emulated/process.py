@@ -48,6 +48,10 @@ async def emulated_engine(
         await asyncio.to_thread(plane.membership.leave)
 
 
+async def _nothing() -> None:
+    """End at once."""
+
+
 async def run_engine(settings: EmulatedSettings) -> None:
     """Run an engine until SIGINT or SIGTERM.  Raises ``ConfigError`` as ``emulated_engine``."""
     allow_many_streams()
@@ -59,4 +63,4 @@ async def run_engine(settings: EmulatedSettings) -> None:
             f"{engine.plane.manager.hbm_tokens}",
             flush=True,
         )
-        await until_signal()
+        await until_signal(_nothing)

@@ -260,6 +260,14 @@ class Registry:
                 )
 
 
+def missing_engines(registry: Registry) -> str | None:
+    """Return why no request can be served at present, None if one can."""
+    missing = [role.value for role in Role if not registry.alive(role)]
+    if not missing:
+        return None
+    return f"no live {' and no live '.join(missing)} engine; start one that registers here"
+
+
 def _info(hello: Hello, order: int) -> EngineInfo:
     return EngineInfo(
         engine_id=hello.address.engine_id,

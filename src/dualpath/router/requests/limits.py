@@ -1,7 +1,8 @@
 """Limits on HTTP requests as they arrive, before anything is parsed; ASGI, of no framework.
 
 Bodies end at ``max_body_bytes`` (413), whether their length is declared or not.  While the service
-is full, requests that bring work get 429 and the time after which to try again.  Limits on
+is full, requests that bring work get 429, while it drains 503, and with either the time after
+which to try again.  Limits on
 what a body says (prompt, ``n``) belong to whoever reads it.  All refusals are counted here, also
 those of the layers inside, which ask for API keys and read bodies.
 
@@ -13,12 +14,14 @@ from typing import Protocol
 
 import msgspec
 
+from dualpath.core.errors import TurnedAwayError
 from dualpath.router.asgi import App, Message, Receive, Send
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.settings import RouterSettings
-from dualpath.router.token_api.statuses import TOO_LARGE, TOO_MANY
+from dualpath.router.token_api.statuses import LATER, TOO_LARGE, TOO_MANY, status_of
 
-#: When a client may try again that came while the service was full; requests end all the time.
+#: When a client may try again that came while the service was full or about to end: requests end
+#: all the time, and the next router is soon there.
 RETRY_AFTER_S = 1
 
 #: What vLLM's server asks for as well, which gives up where the hard limit is lower; processes
@@ -39,7 +42,7 @@ class LimitedService(Protocol):
         """What counts the refused requests."""
         ...
 
-    def overload(self) -> str | None:
+    def turned_away(self) -> TurnedAwayError | None:
         """Return why no further request is taken, None if one is."""
         ...
 
@@ -59,8 +62,8 @@ class RequestLimits:
         call = _Call(receive, send, service)
         if _declared_bytes(scope) > service.settings.max_body_bytes:
             await call.refuse_body()
-        elif scope["method"] == "POST" and (reason := service.overload()) is not None:
-            await call.refuse(TOO_MANY, reason)
+        elif scope["method"] == "POST" and (error := service.turned_away()) is not None:
+            await call.refuse(status_of(error), str(error))
         else:
             await call.passed_to(self._app, scope)
 
@@ -116,7 +119,7 @@ class _Call:
         if message["type"] == "http.response.start":
             self._answering = True
             self._uncounted_status = message["status"]
-            if message["status"] == TOO_MANY:
+            if message["status"] in LATER:
                 message["headers"] = [*message.get("headers", ()), _RETRY_AFTER]
         elif self._uncounted_status:
             self._metrics.answered(self._uncounted_status, message.get("body", b""))
@@ -146,7 +149,7 @@ def refusal(status: int, reason: str) -> tuple[Message, Message]:
     error = {"message": reason, "type": kind, "param": None, "code": status}
     body = msgspec.json.encode({"error": error})
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    if status == TOO_MANY:
+    if status in LATER:
         headers.append(_RETRY_AFTER)
     else:
         headers.append((b"connection", b"close"))  # The rest of the body is not waited for.

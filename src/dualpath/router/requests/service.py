@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -9,13 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from dualpath.core.control import EngineMessage, Released, Report, Writer
-from dualpath.core.errors import BadRequestError, EngineLostError, OverloadedError
+from dualpath.core.errors import (
+    BadRequestError,
+    DrainingError,
+    EngineLostError,
+    OverloadedError,
+    TurnedAwayError,
+)
 from dualpath.router.context import RouterContext
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.control_socket import ControlSocket
 from dualpath.router.control.engine_calls import EngineCalls, Job, TokenEvent
 from dualpath.router.control.event_recorder import EventLogWriter
-from dualpath.router.control.registry import EngineInfo, Registry
+from dualpath.router.control.registry import EngineInfo, Registry, missing_engines
 from dualpath.router.observe.dashboard.board import Dashboard, Load
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.observe.status import status_report
@@ -24,6 +31,8 @@ from dualpath.router.requests.records import RequestRecord
 from dualpath.router.requests.request_life import RequestLife
 from dualpath.router.settings import RouterSettings
 from dualpath.transport.cluster_secret import load_secret
+
+logger = logging.getLogger(__name__)
 
 _RECORDS_KEPT = 1024
 
@@ -59,6 +68,7 @@ class RouterService:
         self._lives: dict[str, RequestLife] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._arrivals = itertools.count()
+        self._draining = False
         self._stopping = False
 
     @property
@@ -109,14 +119,43 @@ class RouterService:
         """
         return self._stream(job)
 
-    def overload(self) -> str | None:
+    def unready(self) -> str | None:
+        """Return why clients had better go elsewhere at present, None if all is well."""
+        return str(self._leaving()) if self._draining else missing_engines(self.registry)
+
+    async def drain(self) -> None:
+        """Take no new requests; return when those under way have ended.
+
+        What has not ended after ``drain_timeout_s`` is left for ``stop`` to end.
+        """
+        self._draining = True
+        limit_s = self.settings.drain_timeout_s
+        logger.warning("draining: %d requests may take %g s more", len(self._lives), limit_s)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=limit_s)
+        if self._lives:
+            logger.error(
+                "%d requests have not ended within %g s and end with an error; --drain-timeout-s "
+                "allows more",
+                *(len(self._lives), limit_s),
+            )
+
+    def turned_away(self) -> TurnedAwayError | None:
         """Return why no further request is taken, None if one is."""
+        if self._draining:
+            return self._leaving()
         running, waiting = self.settings.max_concurrent_requests, self.settings.max_waiting_requests
         if len(self._lives) < running + waiting:
             return None
-        return (
+        return OverloadedError(
             f"{len(self._lives)} requests are under way, at most {running} run and {waiting} wait; "
             "send it again later, or raise --max-concurrent-requests or --max-waiting-requests"
+        )
+
+    def _leaving(self) -> DrainingError:
+        return DrainingError(
+            f"the router is about to end and takes no new requests, {len(self._lives)} are under "
+            "way; send it again, to the router that follows"
         )
 
     def engines(self) -> list[EngineInfo]:
@@ -184,8 +223,8 @@ class RouterService:
             )
         if self._stopping:
             raise self._stops(job)
-        if (reason := self.overload()) is not None:
-            raise OverloadedError(reason)
+        if (error := self.turned_away()) is not None:
+            raise error
         life = self._lives[job.request_id] = RequestLife(self.context, job, next(self._arrivals))
         task = asyncio.create_task(life.run(), name=f"request {job.request_id}")
         self._tasks.add(task)

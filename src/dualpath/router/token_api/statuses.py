@@ -5,7 +5,8 @@
     429               OverloadedError                the client may try again
     other 4xx         IncompatibleError              the engine is not set up for this router
     504               DeadlineError
-    503               what may pass, a lost engine   the router tries another engine
+    503               what may pass, a lost engine   the router tries another engine; its own
+                      engine, a draining router      clients may try again
     500               wrong set-ups and defects
 
 An engine answers 400 to what does not validate, 422 to what it understands but cannot process, and
@@ -35,8 +36,11 @@ TOO_LARGE = 413
 UNPROCESSABLE = 422
 TOO_MANY = 429
 _DEFECT = 500
-_UNAVAILABLE = 503
+UNAVAILABLE = 503
 _TIMED_OUT = 504
+
+#: Statuses that say when to come again: the same request may then be served.
+LATER = frozenset({TOO_MANY, UNAVAILABLE})
 
 #: Statuses with which an engine refuses the request itself, not the caller or the route.
 _REQUEST_REFUSED = frozenset({BAD_REQUEST, TOO_LARGE, UNPROCESSABLE})
@@ -47,7 +51,7 @@ _STATUS_OF: tuple[tuple[type[DualPathError], int], ...] = (
     (OverloadedError, TOO_MANY),
     (DeadlineError, _TIMED_OUT),
     (IncompatibleError, _DEFECT),
-    (DualPathError, _UNAVAILABLE),
+    (DualPathError, UNAVAILABLE),
 )
 
 

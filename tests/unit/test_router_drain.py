@@ -1,0 +1,180 @@
+"""A router that ends: what it has goes on, nothing new is taken, and the next one follows."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+from tests.emulated_cluster import GUARD_S, Cluster, cluster, engine_settings
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError, DrainingError
+from dualpath.core.modes import Mode
+from dualpath.laboratory.emulated.front_door import front_door
+from dualpath.laboratory.emulated.http_server import until_signal
+from dualpath.laboratory.emulated.process import emulated_engine
+from dualpath.router.settings import RouterSettings
+from dualpath.router.turn import Turn
+
+PROMPT = list(range(1, 38))
+
+
+@contextlib.asynccontextmanager
+async def a_running_stream(made: Cluster, tokens: int) -> AsyncIterator[aiohttp.ClientResponse]:
+    body = {"prompt": PROMPT, "max_tokens": tokens, "stream": True}
+    async with made.http.post(f"{made.endpoint}/v1/completions", json=body) as response:
+        assert response.status == 200
+        yield response
+
+
+def generated(stream: bytes) -> int:
+    """Return how many tokens a stream held; fails for one with an error in it."""
+    events = [line[6:] for line in stream.split(b"\n") if line.startswith(b"data: {")]
+    bodies = [msgspec.json.decode(event) for event in events]
+    assert not [body for body in bodies if "error" in body]
+    return sum(len(choice["token_ids"]) for body in bodies for choice in body["choices"])
+
+
+async def health(made: Cluster) -> tuple[int, bytes]:
+    async with made.http.get(f"{made.endpoint}/health") as response:
+        return response.status, await response.read()
+
+
+async def test_a_draining_router_ends_what_it_has_and_takes_nothing_new(tmp_path: Path) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH, speedup=1.0) as made:
+        assert (await health(made))[0] == 200
+        async with a_running_stream(made, tokens=60) as running:
+            draining = asyncio.create_task(made.service.drain())
+            await asyncio.sleep(0)
+            status, reason = await health(made)
+            assert (status, b"takes no new requests, 1 are under way" in reason) == (503, True)
+            url = f"{made.endpoint}/v1/completions"
+            async with made.http.post(url, json={"prompt": PROMPT}) as refused:
+                assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+            assert not draining.done()
+            assert generated(await running.read()) == 60
+        async with asyncio.timeout(GUARD_S):
+            await draining
+
+
+async def test_what_does_not_end_in_time_ends_with_an_error(tmp_path: Path) -> None:
+    settings = RouterSettings(mode=Mode.DUALPATH, drain_timeout_s=0)
+    async with (
+        cluster(tmp_path, Mode.DUALPATH, router=settings, speedup=0.01) as made,
+        a_running_stream(made, tokens=300) as running,
+    ):
+        async with asyncio.timeout(GUARD_S):
+            await made.service.drain()
+        stopping = asyncio.create_task(made.service.stop())
+        assert b"the router stops" in await running.read()
+        await stopping
+
+
+async def test_the_first_sigterm_drains_and_the_second_ends() -> None:
+    drained = asyncio.Event()
+    for again in (drained.set, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        drained.clear()
+        begun = asyncio.Event()
+
+        async def drain(begun: asyncio.Event = begun) -> None:
+            begun.set()
+            await drained.wait()
+
+        ending = asyncio.create_task(until_signal(drain))
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(GUARD_S):
+            await begun.wait()
+            assert not ending.done()
+            again()
+            await ending
+
+
+async def test_a_service_that_drains_says_so_to_who_submits(tmp_path: Path) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH) as made:
+        await made.service.drain()
+        assert isinstance(made.service.turned_away(), DrainingError)
+
+
+# ------------------------------------------------------------------------------------- turns
+
+
+async def test_one_of_many_has_the_turn_and_the_next_one_gets_it(tmp_path: Path) -> None:
+    first, second = (Turn(str(tmp_path / "lock")) for _ in range(2))
+    async with asyncio.timeout(GUARD_S):
+        await first.taken()
+        waiting = asyncio.create_task(second.taken())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        first.over()
+        await waiting
+    second.over()
+    await Turn("").taken()
+
+
+async def test_addresses_are_waited_for_only_where_another_router_may_still_have_them(
+    tmp_path: Path,
+) -> None:
+    tries = 0
+
+    async def taken_twice() -> int:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise ConfigError("taken")
+        return tries
+
+    turn = Turn(str(tmp_path / "lock"))
+    assert await turn.bound(taken_twice) == 3
+    turn.over()
+    tries = 0
+    with pytest.raises(ConfigError, match="taken"):
+        await Turn("").bound(taken_twice)
+
+
+def test_a_lock_that_cannot_be_had_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"standby_lock .*no/lock.* cannot be opened \(No such"):
+        Turn(str(tmp_path / "no" / "lock"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_engines_and_clients_find_the_router_that_stood_by(tmp_path: Path) -> None:
+    settings = RouterSettings(
+        mode=Mode.DUALPATH, control_port=free_port(), standby_lock=str(tmp_path / "lock")
+    )
+    port = free_port()
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(2 * GUARD_S):
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        first = front_door(settings, "127.0.0.1", port)
+        endpoint, service = await first.__aenter__()
+        made = Cluster(endpoint, service, http)
+        for role in Role:
+            chosen = engine_settings(
+                role, role.value, service.control_address, tmp_path / "kv", Mode.DUALPATH
+            )
+            engine = emulated_engine(chosen, made.surroundings)
+            await stack.enter_async_context(engine)
+        await service.wait_ready(1, 1, GUARD_S)
+        answered = await made.ask(PROMPT, 5)
+
+        second = asyncio.create_task(
+            stack.enter_async_context(front_door(settings, "127.0.0.1", port))
+        )
+        await asyncio.sleep(0)
+        assert not second.done()
+        await first.__aexit__(None, None, None)
+        again, next_service = await second
+        assert again == endpoint
+        await next_service.wait_ready(1, 1, GUARD_S)
+        assert (await made.ask(PROMPT, 5))[0] == answered[0]
