@@ -26,3 +26,8 @@ def read_run(
         if not outcome.is_good:
             return RunOutcome(position, bytes_read, outcome.reason)
     return RunOutcome(len(keys), bytes_read, None)
+
+
+def stored_head(storage: BlockStorage, keys: Sequence[BlockKey]) -> int:
+    """Return how many blocks at the head are stored, each asked for by itself."""
+    return next((i for i, key in enumerate(keys) if not storage.is_stored(key)), len(keys))

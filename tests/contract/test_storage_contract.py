@@ -1,6 +1,7 @@
 """Every storage backend keeps ``dualpath.storage.contract``; one suite, all of them."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,13 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 from tests.s3_servers import RCLONE, FaultyS3, rclone_s3
-from tests.stored_runs import read_run
+from tests.stored_runs import read_run, stored_head
 
 from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.lengths import LengthOnlyStorage
 from dualpath.storage.memory import MemoryStorage
 from dualpath.storage.posix import PosixStorage
+from dualpath.storage.remembering import RememberingStorage
 from dualpath.storage.s3 import S3Storage
 from dualpath.storage.throttle import ThrottledStorage
 from dualpath.transport.memory import allocate_registered
@@ -48,6 +50,8 @@ def make_backend(name: str, root: Path, servers: contextlib.ExitStack) -> BlockS
             return PosixStorage(root, NAMESPACE, direct_io=False, sync=True)
         case "throttled":
             return ThrottledStorage(MemoryStorage(NAMESPACE), 1e12)
+        case "remembering":
+            return RememberingStorage(MemoryStorage(NAMESPACE), time.monotonic_ns)
         case "lengths":
             return LengthOnlyStorage(root, ORACLE_NAMESPACE)
         case "s3" | "s3-unconditional":
@@ -60,7 +64,8 @@ def make_backend(name: str, root: Path, servers: contextlib.ExitStack) -> BlockS
 
 
 BYTE_BACKENDS = [
-    *("memory", "posix-direct", "posix-cached", "throttled", "s3", "s3-unconditional"),
+    *("memory", "posix-direct", "posix-cached", "throttled", "remembering"),
+    *("s3", "s3-unconditional"),
     pytest.param("s3-rclone", marks=pytest.mark.skipif(not RCLONE, reason="rclone is not here")),
 ]
 
@@ -96,20 +101,19 @@ def destinations(blocks: int = BLOCKS, offset_bytes: int = 0) -> list[memoryview
 
 
 def test_a_new_storage_holds_nothing(storage: BlockStorage, keys: list[BlockKey]) -> None:
-    assert storage.hit_blocks(keys) == 0
-    assert storage.hit_blocks([]) == 0
+    assert not any(map(storage.is_stored, keys))
+    assert storage.parallel_lookups >= 1
     outcome = read_run(storage, keys, destinations())
     assert (outcome.good_blocks, outcome.reason) == (0, "missing")
 
 
-def test_written_blocks_are_hit_up_to_the_first_gap(
+def test_written_blocks_are_stored_and_read_up_to_the_first_gap(
     storage: BlockStorage, keys: list[BlockKey]
 ) -> None:
     kept = [0, 1, 2, 4, 5]
     data = contents()
     assert storage.write([keys[i] for i in kept], [data[i] for i in kept]) == 5
-    assert storage.hit_blocks(keys) == 3
-    assert storage.hit_blocks(keys[4:]) == 2
+    assert [i for i, key in enumerate(keys) if storage.is_stored(key)] == kept
     outcome = read_run(storage, keys, destinations())
     assert (outcome.good_blocks, outcome.reason) == (3, "missing")
 
@@ -183,7 +187,8 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
 
 
 def flip_payload(storage: BlockStorage, key: BlockKey) -> None:
-    target = storage.inner if isinstance(storage, ThrottledStorage) else storage
+    wraps = isinstance(storage, ThrottledStorage | RememberingStorage)
+    target = storage.inner if wraps else storage
     if isinstance(target, MemoryStorage):
         target.corrupt(key, offset_bytes=BLOCK_BYTES - 1)
         return
@@ -234,7 +239,7 @@ def read_past_damage(storage: BlockStorage, keys: list[BlockKey], damage: Damage
 
     assert outcome.good_blocks == 2
     assert [bytes(view) for view in into[:2]] == [bytes(view) for view in data[:2]]
-    assert storage.hit_blocks(keys) == 2
+    assert stored_head(storage, keys) == 2
     assert storage.write(keys, data) == 1
     assert read_run(storage, keys, into).good_blocks == BLOCKS
     assert [bytes(view) for view in into] == [bytes(view) for view in data]

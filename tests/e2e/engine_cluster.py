@@ -20,7 +20,7 @@ from tests.e2e.plain_engine import (
     complete,
     until,
 )
-from tests.stored_runs import read_run
+from tests.stored_runs import read_run, stored_head
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
@@ -187,7 +187,7 @@ class EngineCluster:
     def wait_stored(self, tokens: Sequence[int], salt: str = "") -> list[bytes]:
         """Wait until all full blocks of a prefix are stored; return their keys."""
         storage, keys = self.storage, self.keys(tokens, salt)
-        until(lambda: storage.hit_blocks(keys) == len(keys), f"{len(keys)} stored blocks")
+        until(lambda: stored_head(storage, keys) == len(keys), f"{len(keys)} stored blocks")
         return keys
 
     def blocks(self, keys: Sequence[bytes]) -> list[bytes]:

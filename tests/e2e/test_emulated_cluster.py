@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 from tests.control_network import Arrivals
+from tests.stored_runs import stored_head
 
 from dualpath.core.blocks import BlockGeometry, block_keys
 from dualpath.core.modes import Mode
@@ -154,7 +155,7 @@ class Player:
 
     async def _stored(self, tokens: list[int], salt: str) -> None:
         keys = block_keys(tokens, self.geometry.block_tokens, cache_salt=salt)
-        await self._arrivals.until(lambda: self._storage.hit_blocks(keys) == len(keys), GUARD_S)
+        await self._arrivals.until(lambda: stored_head(self._storage, keys) == len(keys), GUARD_S)
 
 
 def ideal_hits(geometry: BlockGeometry) -> list[list[int]]:

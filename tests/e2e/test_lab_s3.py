@@ -60,7 +60,7 @@ if sys.argv[3] == "write":
 else:
     into = [memoryview(bytearray(size)) for _ in keys]
     found = sum(storage.read(key, view).is_good for key, view in zip(keys, into))
-    print(found if into == data and storage.hit_blocks(keys) == found else "wrong bytes")
+    print(found if into == data and all(map(storage.is_stored, keys)) else "wrong bytes")
 storage.close()
 """
 MAKE_AND_DIE = """

@@ -153,7 +153,7 @@ def test_a_disk_that_refuses_says_so_and_is_as_before_afterwards(
     with pytest.raises(StorageError, match=os.strerror(code)):
         storage.write(KEYS[:1], DATA[:1])
     disk.append(Disk())
-    assert storage.hit_blocks(KEYS) == 0
+    assert not storage.is_stored(KEYS[0])
     assert storage.write(KEYS, DATA) == 4
     disk.append(Disk(fault))
     assert read(storage, 0) == ("read error: Input/output error" if code == errno.EIO else None)

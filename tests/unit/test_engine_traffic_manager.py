@@ -14,7 +14,7 @@ from tests.engine_harness import (
     memory_storage,
     prompt_keys,
 )
-from tests.stored_runs import read_run
+from tests.stored_runs import read_run, stored_head
 
 from dualpath.core.cluster import Role
 from dualpath.core.control import (
@@ -66,9 +66,23 @@ def assert_whole(cluster: ToyCluster) -> None:
 
 def test_a_look_up_returns_the_longest_stored_prefix(cluster: ToyCluster) -> None:
     keys = prompt_keys(TOKENS)
-    cluster.store([keys[0], keys[1], keys[3]])
-    cluster.de.command(Lookup(call_id=7, keys=tuple(keys)))
+    cluster.store(keys[:2])
+    cluster.de.command(Lookup(call_id=7, keys=tuple(keys), deadline_s=WAIT_S))
     assert cluster.de.answer(LookupDone) == LookupDone(call_id=7, hit_blocks=2)
+
+
+def test_a_hole_in_a_chain_costs_one_read_and_is_known_afterwards(cluster: ToyCluster) -> None:
+    keys = prompt_keys(TOKENS)
+    cluster.store([keys[0], keys[1], keys[3]])
+    cluster.de.command(Lookup(call_id=1, keys=tuple(keys), deadline_s=WAIT_S))
+    assert cluster.de.answer(LookupDone).hit_blocks == 4
+    cluster.de.assign("r", TOKENS, BLOCKS)
+    run = four_hits(cluster.de.answer(Reserved, "r").slots)
+    cluster.de.command(Read(request_id="r", run=run, keys=tuple(keys[:4]), deadline_s=WAIT_S))
+    done = cluster.de.answer(ReadDone, "r")
+    assert (done.good_blocks, done.reason) == (2, "missing")
+    cluster.de.command(Lookup(call_id=2, keys=tuple(keys), deadline_s=WAIT_S))
+    assert cluster.de.answer(LookupDone).hit_blocks == 2
 
 
 def test_a_look_up_waits_for_blocks_that_are_just_being_written() -> None:
@@ -88,7 +102,7 @@ def test_a_look_up_waits_for_blocks_that_are_just_being_written() -> None:
     cluster.forward([(prefill_transfer, keys, BlockRun(0, BLOCKS), HBM)])
     cluster.hand_to_decode(prefill_transfer, keys, HBM)
     assert entered.wait(WAIT_S)
-    cluster.de.command(Lookup(call_id=1, keys=tuple(keys)))
+    cluster.de.command(Lookup(call_id=1, keys=tuple(keys), deadline_s=WAIT_S))
     gate.set()
     assert cluster.de.answer(LookupDone) == LookupDone(call_id=1, hit_blocks=5)
     cluster.close()
@@ -97,16 +111,17 @@ def test_a_look_up_waits_for_blocks_that_are_just_being_written() -> None:
 def test_a_sync_waits_for_no_look_up() -> None:
     gate = threading.Event()
     storage = memory_storage()
-    found_now = storage.hit_blocks
+    stored_now = storage.is_stored
 
-    def slow_hit_blocks(keys: Sequence[bytes]) -> int:
+    def slow(key: bytes) -> bool:
         assert gate.wait(WAIT_S)
-        return found_now(keys)
+        return stored_now(key)
 
-    storage.hit_blocks = slow_hit_blocks  # type: ignore[method-assign]
+    storage.is_stored = slow  # type: ignore[method-assign]
     cluster = ToyCluster(storage)
     for call_id in range(LOOKUP_THREADS + 1):
-        cluster.de.command(Lookup(call_id=call_id, keys=tuple(prompt_keys(TOKENS))))
+        keys = tuple(prompt_keys(TOKENS))
+        cluster.de.command(Lookup(call_id=call_id, keys=keys, deadline_s=WAIT_S))
     cluster.de.assign("r", TOKENS, 0)
     cluster.de.command(Sync(call_id=99))
     assert cluster.de.answer(Synced) == Synced(call_id=99)
@@ -310,7 +325,7 @@ def test_the_buffer_waits_for_the_prompts_persist_order(cluster: ToyCluster) -> 
     cluster.de.command(Persist(request_id="r", first_block=0, keys=tuple(keys[:5])))
     cluster.release("r")
     assert cluster.de.manager.drain(WAIT_S)
-    assert cluster.storage.hit_blocks(keys[:5]) == 5
+    assert stored_head(cluster.storage, keys[:5]) == 5
     assert_whole(cluster)
 
 

@@ -221,15 +221,6 @@ async def test_without_engines_a_request_says_which_are_missing():
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
 
 
-async def test_an_unanswered_lookup_counts_as_no_hit():
-    async with cluster() as made:
-        made.stored.update(keys_of(PROMPT))
-        made.engines["d0"].unanswered.add(control.Lookup)
-        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
-        assert made.calls.transfers[0].hit_blocks == 0
-        assert b'lookup_failures_total{reason="timeout"} 1.0' in made.service.exposition()
-
-
 async def test_an_unanswered_read_makes_its_engine_suspicious():
     async with cluster(prefill=2, mode="basic", settings=PATIENT) as made:
         made.stored.update(keys_of(PROMPT))

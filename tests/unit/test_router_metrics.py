@@ -162,7 +162,8 @@ async def test_blocks_that_left_the_storage_are_gone_and_unanswered_look_ups_say
         await made.settled("d0")
         made.stored.difference_update(keys_of(prompt)[3:])
         await made.run(job("b", prompt))
-        made.engines["d0"].unanswered = {control.Lookup}
+        for engine in made.engines.values():
+            engine.unanswered = {control.Lookup}
         await made.run(job("c", prompt))
         now = Scrape(made.service.exposition().decode())
         missed = now.labels("dualpath:missed_tokens_total")["reason"]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.stored_runs import read_run
+from tests.stored_runs import read_run, stored_head
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError, StorageError
@@ -44,8 +44,8 @@ def test_oracle_keeps_lengths_apart_from_blocks(tmp_path: Path) -> None:
     oracle = open_storage(tmp_path, NAMESPACE, mode=Mode.ORACLE, read_bytes_per_s=1.0)
     assert isinstance(oracle, LengthOnlyStorage)
     oracle.write(KEYS, DATA)
-    assert real.hit_blocks(KEYS) == 0
-    assert open_storage(tmp_path, NAMESPACE, mode=Mode.ORACLE).hit_blocks(KEYS) == 3
+    assert stored_head(real, KEYS) == 0
+    assert stored_head(open_storage(tmp_path, NAMESPACE, mode=Mode.ORACLE), KEYS) == 3
 
 
 def test_an_oracle_read_touches_nothing(tmp_path: Path) -> None:
@@ -81,10 +81,10 @@ def test_memory_storage_models_full_and_failing_devices() -> None:
     storage = MemoryStorage(NAMESPACE, capacity_blocks=2)
     with pytest.raises(StorageError, match="full at 2"):
         storage.write(KEYS, DATA)
-    assert storage.hit_blocks(KEYS) == 2
+    assert stored_head(storage, KEYS) == 2
     storage.before_read = fail
     outcome = read_run(storage, KEYS[:1], [memoryview(bytearray(64))])
     assert outcome.reason == "read error: device gone"
     storage.before_read = None
     storage.drop(KEYS[0])
-    assert storage.hit_blocks(KEYS) == 0
+    assert stored_head(storage, KEYS) == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.stored_runs import read_run
+from tests.stored_runs import read_run, stored_head
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError, StorageError
@@ -73,7 +73,7 @@ def test_namespaces_do_not_meet(tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path, NAMESPACE)
     storage.write(KEYS, DATA)
     other = PosixStorage(tmp_path, msgspec.structs.replace(NAMESPACE, dtype="bfloat16"))
-    assert other.hit_blocks(KEYS) == 0
+    assert stored_head(other, KEYS) == 0
 
 
 def test_a_directory_of_another_namespace_is_refused(storage: PosixStorage, tmp_path: Path) -> None:
@@ -106,17 +106,25 @@ def test_a_device_that_refuses_a_write_leaves_earlier_blocks_whole(storage: Posi
             storage.write(KEYS, DATA)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert storage.hit_blocks(KEYS) == 1
+    assert stored_head(storage, KEYS) == 1
     assert temporary_files(storage) == []
     assert storage.write(KEYS, DATA) == 3
+
+
+def test_a_look_up_that_cannot_be_answered_says_so(storage: PosixStorage) -> None:
+    path = storage.block_path(KEYS[0])
+    path.parent.parent.mkdir()
+    path.parent.symlink_to(path.parent)
+    with pytest.raises(StorageError, match=r"nobody can say whether .*see the file system"):
+        storage.is_stored(KEYS[0])
 
 
 def test_a_namespace_removed_under_a_writer_begins_anew(storage: PosixStorage) -> None:
     storage.write(KEYS[:1], DATA[:1])
     shutil.rmtree(storage.path)
-    assert storage.hit_blocks(KEYS) == 0
+    assert stored_head(storage, KEYS) == 0
     assert storage.write(KEYS, DATA) == len(KEYS)
-    assert storage.hit_blocks(KEYS) == len(KEYS)
+    assert stored_head(storage, KEYS) == len(KEYS)
     assert (storage.path / "namespace.json").exists()
 
 
@@ -162,7 +170,7 @@ storage.write(KEYS[1:], DATA[1:])
     survivor = PosixStorage(tmp_path, NAMESPACE)
 
     assert temporary_files(survivor) == []
-    assert survivor.hit_blocks(KEYS) == 1
+    assert stored_head(survivor, KEYS) == 1
     assert survivor.write(KEYS, DATA) == 3
 
 
@@ -202,7 +210,7 @@ def test_a_read_error_ends_the_run_and_keeps_the_file(
     into = [memoryview(bytearray(GEOMETRY.full_block_bytes)) for _ in KEYS]
     outcome = read_run(storage, KEYS, into)
     assert (outcome.good_blocks, outcome.reason) == (0, "read error: Input/output error")
-    assert storage.hit_blocks(KEYS) == 4
+    assert stored_head(storage, KEYS) == 4
 
 
 def test_a_file_system_without_direct_io_is_read_through_the_cache(

@@ -1,13 +1,14 @@
-"""S3 that fails: reads end the run and never hang, look-ups are no hits, writes are refused."""
+"""S3 that fails: reads end the run and never hang, look-ups say so, writes are refused."""
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import pytest
 from tests.s3_servers import BUCKET, Fault, FaultyS3, location_at
-from tests.stored_runs import read_run
+from tests.stored_runs import read_run, stored_head
 
 from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError, StorageError
@@ -127,7 +128,7 @@ def test_a_damaged_object_is_removed_and_can_be_written_again(
     damage(server, storage, KEYS[1], change(second, first))
     outcome = read_run(storage, KEYS, into)
     assert (outcome.good_blocks, outcome.reason) == (1, reason)
-    assert storage.hit_blocks(KEYS) == 1
+    assert stored_head(storage, KEYS) == 1
     assert storage.write(KEYS, DATA) == 1
     assert read_run(storage, KEYS, into).good_blocks == BLOCKS
     assert into == DATA
@@ -137,41 +138,30 @@ def test_a_damaged_object_is_removed_and_can_be_written_again(
 # --- look-ups ------------------------------------------------------------------------------------
 
 
-def test_look_ups_are_under_way_together_and_what_was_seen_is_not_asked_again(
-    server: FaultyS3,
-) -> None:
-    stored(server).close()
-    storage = S3Storage(server.location, NAMESPACE, patience=QUICK)
+def test_look_ups_are_under_way_together(server: FaultyS3) -> None:
+    storage = stored(server)
     together = threading.Barrier(BLOCKS, timeout=5)
 
     def wait_for_all(method: str, name: str) -> None:
         together.wait()
 
     server.before = wait_for_all
-    assert storage.hit_blocks(KEYS) == BLOCKS
+    with ThreadPoolExecutor(BLOCKS) as pool:
+        assert list(pool.map(storage.is_stored, KEYS)) == [True] * BLOCKS
     assert [method for method, _ in server.requests] == ["HEAD"] * BLOCKS
-    assert storage.hit_blocks(KEYS) == BLOCKS
-    assert len(server.requests) == BLOCKS
+    assert storage.parallel_lookups > 1
     storage.close()
 
 
-def test_blocks_deleted_by_somebody_are_missed_at_the_next_read(server: FaultyS3) -> None:
+def test_a_look_up_that_fails_once_is_repeated_and_one_that_keeps_failing_says_so(
+    server: FaultyS3,
+) -> None:
     storage = stored(server)
-    for key in KEYS:
-        del server.objects[f"tests/{storage.object_name(key)}"]
-    assert storage.hit_blocks(KEYS) == BLOCKS
-    assert read_run(storage, KEYS, destinations()).reason == "missing"
-    assert storage.hit_blocks(KEYS) == 0
-    assert storage.write(KEYS, DATA) == BLOCKS
-    storage.close()
-
-
-def test_a_look_up_that_keeps_failing_is_no_hit(server: FaultyS3) -> None:
-    stored(server).close()
-    storage = S3Storage(server.location, NAMESPACE, patience=QUICK)
-    server.faults["HEAD"] = [500] * QUICK.attempts
-    assert storage.hit_blocks(KEYS[:1]) == 0
-    assert storage.hit_blocks(KEYS) == BLOCKS
+    server.faults["HEAD"] = [500, None, *[500] * QUICK.attempts]
+    assert storage.is_stored(KEYS[0])
+    with pytest.raises(StorageError, match=r"nobody can say whether .* is stored: HEAD .*500"):
+        storage.is_stored(KEYS[0])
+    assert storage.is_stored(KEYS[0])
     storage.close()
 
 
@@ -193,7 +183,7 @@ def test_a_write_that_keeps_failing_is_refused_and_the_rest_is_visible(server: F
     server.faults["PUT"] = [507]
     with pytest.raises(StorageError, match="507 Planned"):
         storage.write(KEYS[:2], DATA[:2])
-    assert storage.hit_blocks(KEYS) == 1
+    assert stored_head(storage, KEYS) == 1
     storage.close()
 
 

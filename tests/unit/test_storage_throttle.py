@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from tests.stored_runs import read_run
+from tests.stored_runs import read_run, stored_head
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError
@@ -85,7 +85,7 @@ def test_only_bytes_that_moved_are_paid_for() -> None:
 def test_look_ups_and_writes_pass_freely() -> None:
     clock = Clock()
     storage = throttled(clock)
-    assert storage.hit_blocks(KEYS) == 10
+    assert stored_head(storage, KEYS) == 10
     assert storage.write(KEYS, DATA) == 0
     assert clock.now_s == 100.0
 

@@ -170,17 +170,22 @@ class Gone(Message, frozen=True, tag=True):
 
 
 class Lookup(Message, frozen=True, tag=True):
-    """Ask how many blocks at the head of ``keys`` are stored."""
+    """Ask how many blocks at the head of ``keys`` are stored.
+
+    Answered within ``deadline_s`` (from receipt) with what is known by then.
+    """
 
     call_id: int
     keys: tuple[bytes, ...]
+    deadline_s: float
 
 
 class LookupDone(Message, frozen=True, tag=True):
-    """Answer to ``Lookup``."""
+    """Answer to ``Lookup``; ``partial``: its deadline came first, there may be more blocks."""
 
     call_id: int
     hit_blocks: int
+    partial: bool = False
 
 
 class Sync(Message, frozen=True, tag=True):

@@ -44,6 +44,8 @@ class Counter(StrEnum):
         "Reads that ended at a block that was missing, short or failed its checksum.",
     )
     READ_DEADLINES = "read_deadlines", "Storage reads given up at their deadline."
+    LOOKUPS = "lookups", "Look-ups an engine has begun."
+    LOOKUP_PROBES = "lookup_probes", "Questions of look-ups to storage, one block each."
     TRANSFER_FAILURES = "transfer_failures", "Requests whose KV transfer failed."
     STALE_TRANSFERS = (
         "stale_transfers",

@@ -60,16 +60,24 @@ class GeneratedBlocks:
         *copies, persist = generated_steps(self._geometry, slot)
 
         def copied(error: str | None) -> None:
-            if error is not None:
-                self._staging.give_back(slot)
+            if error is None:
+                sources = [self._staging.view(slot)]
+                self._persister.add(WriteTask("", persist, [key], sources, over))
+            else:
+                over()
                 self._drop(error)
-                return
-            sources = [self._staging.view(slot)]
-            self._persister.add(
-                WriteTask("", persist, [key], sources, lambda: self._staging.give_back(slot))
-            )
 
-        self._copier.out_of_hbm(copies, block_id, copied)
+        def over() -> None:
+            self._staging.give_back(slot)
+            self._persister.pending.end([key])
+
+        # On its way from here on: a look-up must not come between the copy and the write.
+        self._persister.pending.begin([key])
+        try:
+            self._copier.out_of_hbm(copies, block_id, copied)
+        except TransportError:
+            self._persister.pending.end([key])
+            raise
 
     def _drop(self, reason: str) -> None:
         log.warning("a generated block is not persisted: %s", reason)

@@ -1,56 +1,143 @@
-"""Answers the router's look-ups: how many blocks at the head of a list are stored."""
+"""Answers the router's look-ups: how many blocks at the head of a list are stored.
+
+A look-up is a search through a chain of keys (``engine.prefix_search``) that goes on whenever
+something is known: an answer of the storage, or the end of a write it waits for.  While it waits it
+holds no thread, so that no look-up queues behind one that waits.  Each is answered by its deadline
+with what is known by then, also where the storage hangs.
+"""
 
 import functools
 import logging
 from collections.abc import Callable
 
+from dualpath.core.blocks import BlockKey
 from dualpath.core.control import EngineMessage, Lookup, LookupDone
 from dualpath.core.errors import DualPathError
-from dualpath.engine.persister import Persister
+from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.pending_writes import PendingWrites
+from dualpath.engine.prefix_search import PrefixSearch
 from dualpath.engine.threads import OS_THREADS, Threads, Workers
-from dualpath.storage.contract import BlockStorage
+from dualpath.storage.remembering import RememberingStorage
 
 log = logging.getLogger(__name__)
 
-LOOKUP_THREADS = 4
-#: A look-up waits that long for a block this engine is just writing; less than the router waits.
-PENDING_WRITE_WAIT_S = 1.0
+#: Questions to the storage at a time; those that hang hold a thread each.
+LOOKUP_THREADS = 16
+_NS_PER_S = 1_000_000_000
+
+
+class _Lookup:
+    """A look-up under way.
+
+    ``search`` belongs to whoever carries it on, one thread at a time; ``found``, ``asked`` and
+    ``over`` are changed under the lock of ``Lookups`` only.
+    """
+
+    def __init__(self, message: Lookup, now_ns: int, width: int) -> None:
+        self.call_id = message.call_id
+        self.keys = message.keys
+        self.deadline_ns = now_ns + int(message.deadline_s * _NS_PER_S)
+        self.search = PrefixSearch(len(message.keys), width)
+        self.known_before = 0
+        self.asked = 0
+        self.found: dict[int, bool] = {}
+        self.over = False
 
 
 class Lookups:
-    """A few threads; a storage that fails a look-up counts as one that has no block."""
+    """All look-ups of an engine; a storage that cannot say counts as one that has no more blocks.
+
+    ``begin`` and ``expire`` never wait for the storage.
+    """
 
     def __init__(
         self,
-        storage: BlockStorage,
-        persister: Persister,
+        storage: RememberingStorage,
+        pending: PendingWrites,
+        counters: Counters,
         send: Callable[[EngineMessage], None],
         threads: Threads = OS_THREADS,
     ) -> None:
         self._storage = storage
-        self._persister = persister
+        self._pending = pending
+        self._counters = counters
         self._send = send
-        self._threads = Workers(threads, "lookup", LOOKUP_THREADS)
+        self._threads = threads
+        self._lock = threads.lock()
+        self._open: set[_Lookup] = set()
+        self._workers = Workers(threads, "lookup", LOOKUP_THREADS)
 
     def begin(self, message: Lookup) -> None:
         """Look up and send ``LookupDone``; returns at once."""
-        self._threads.submit(functools.partial(self._look_up, message))
+        lookup = _Lookup(message, self._threads.now_ns(), self._storage.parallel_lookups)
+        lookup.known_before = self._storage.known_head(lookup.keys)
+        with self._lock:
+            self._open.add(lookup)
+        self._counters.add(Counter.LOOKUPS, 1)
+        self._go_on(lookup)
+
+    def expire(self, now_ns: int) -> None:
+        """Answer every look-up whose deadline has passed with what is known so far."""
+        with self._lock:
+            late = [lookup for lookup in self._open if now_ns >= lookup.deadline_ns]
+        for lookup in late:
+            self._answer(lookup, partial=True)
 
     def close(self) -> None:
-        """Finish the look-ups under way and drop the others; idempotent."""
-        self._threads.close()
+        """Finish the questions under way and drop the others; idempotent."""
+        self._workers.close()
 
-    def _look_up(self, message: Lookup) -> None:
-        hit_blocks = 0
+    def _go_on(self, lookup: _Lookup) -> None:
+        search, keys = lookup.search, lookup.keys
+        while not lookup.over:
+            search.advance(self._storage.known_head(keys, search.stored))
+            if search.stored == len(keys):
+                self._answer(lookup, partial=False)
+                return
+            key = keys[search.stored]
+            if self._pending.when_over(key, functools.partial(self._go_on, lookup)):
+                return
+            if not search.is_over:
+                self._ask(lookup)
+                return
+            # Its write may have ended between the question and now; then it is known.
+            if not self._storage.known_head([key]):
+                self._answer(lookup, partial=False)
+
+    def _ask(self, lookup: _Lookup) -> None:
+        positions = lookup.search.next_positions()
+        with self._lock:
+            lookup.found, lookup.asked = {}, len(positions)
+        for position in positions:
+            self._workers.submit(functools.partial(self._ask_one, lookup, position))
+
+    def _ask_one(self, lookup: _Lookup, position: int) -> None:
+        if lookup.over:
+            return
+        key = lookup.keys[position]
         try:
-            hit_blocks = self._storage.hit_blocks(message.keys)
-            while hit_blocks < len(message.keys) and self._persister.wait_written(
-                message.keys[hit_blocks], PENDING_WRITE_WAIT_S
-            ):
-                found = self._storage.hit_blocks(message.keys[hit_blocks:])
-                if found == 0:  # the write failed
-                    break
-                hit_blocks += found
+            stored = bool(self._storage.known_head([key])) or self._probe(key)
         except DualPathError as error:
-            log.warning("look-up of %d blocks failed: %s", len(message.keys), error)
-        self._send(LookupDone(call_id=message.call_id, hit_blocks=hit_blocks))
+            log.warning("look-up of %d blocks ends early: %s", len(lookup.keys), error)
+            self._answer(lookup, partial=True)
+            return
+        with self._lock:
+            lookup.found[position] = stored
+            if lookup.over or len(lookup.found) < lookup.asked:
+                return
+            lookup.search.note(lookup.found)
+        self._go_on(lookup)
+
+    def _probe(self, key: BlockKey) -> bool:
+        self._counters.add(Counter.LOOKUP_PROBES, 1)
+        return self._storage.is_stored(key)
+
+    def _answer(self, lookup: _Lookup, *, partial: bool) -> None:
+        with self._lock:
+            if lookup.over:
+                return
+            lookup.over = True
+            self._open.discard(lookup)
+            stored = lookup.search.stored
+        self._storage.remember(lookup.keys[lookup.known_before : stored])
+        self._send(LookupDone(call_id=lookup.call_id, hit_blocks=stored, partial=partial))

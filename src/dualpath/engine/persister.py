@@ -1,7 +1,6 @@
 """Writes new Full Blocks to storage in the background; nobody waits for it."""
 
 import logging
-from collections import Counter as Counter_
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -10,6 +9,7 @@ import msgspec
 from dualpath.core.blocks import BlockKey
 from dualpath.core.errors import StorageError
 from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.pending_writes import PendingWrites
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.order import Executed
@@ -40,7 +40,8 @@ class WriteTask:
 class Persister:
     """One writer thread; a failed write is counted and logged, the block is simply not stored.
 
-    ``blank`` stands for the content of all blocks where storage takes their lengths only.
+    ``pending`` has the keys of writes that are not over.  ``blank`` stands for the content of all
+    blocks where storage takes their lengths only.
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class Persister:
         blank: memoryview | None = None,
         threads: Threads = OS_THREADS,
     ) -> None:
+        self.pending = PendingWrites(threads)
         self._storage = storage
         self._blank = blank
         self._counters = counters
         self._trace = trace
         self._wake = threads.condition()
         self._tasks: deque[WriteTask] = deque()
-        self._pending: Counter_[BlockKey] = Counter_()
         self._busy = False
         self._closing = False
         self._thread = threads.start("storage-writer", self._run)
@@ -73,21 +74,10 @@ class Persister:
         if not task.keys:
             task.then()
             return
+        self.pending.begin(task.keys)
         with self._wake:
             self._tasks.append(task)
-            self._pending.update(task.keys)
             self._wake.notify_all()
-
-    def wait_written(self, key: BlockKey, timeout_s: float) -> bool:
-        """Wait for a block on its way to storage; False if it is not, or not in time.
-
-        An agent's next turn can follow its last token at once; without this it would miss blocks
-        that are written milliseconds later.
-        """
-        with self._wake:
-            if key not in self._pending:
-                return False
-            return self._wake.wait_for(lambda: key not in self._pending, timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything queued is written; False after the timeout."""
@@ -114,8 +104,8 @@ class Persister:
                 self._write(task)
             finally:
                 task.then()
+                self.pending.end(task.keys)
                 with self._wake:
-                    self._pending -= Counter_(task.keys)
                     self._busy = False
                     self._wake.notify_all()
 

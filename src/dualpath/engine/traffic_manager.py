@@ -69,6 +69,7 @@ from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.movements import PERSIST_PROMPT
 from dualpath.plan.steps import PromptLayout, decode_steps, read_step, step_of
 from dualpath.storage.contract import BlockStorage
+from dualpath.storage.remembering import RememberingStorage
 from dualpath.transport.contract import Transport
 from dualpath.transport.regions import span_bytes
 
@@ -108,7 +109,7 @@ class TrafficManager:
         self.trace = TraceRecorder(settings.trace_out or None, settings.engine_id, threads)
         self._send = send
         self._threads = threads
-        self._storage = storage
+        self._storage = storage = RememberingStorage(storage, threads.now_ns)
         self._transport = transport
         self._hbm = hbm
         self._device = device or HostDevice()
@@ -136,7 +137,7 @@ class TrafficManager:
         self._generated = GeneratedBlocks(
             geometry, self._staging, self._copier, self._persister, self.counters
         )
-        self._lookups = Lookups(storage, self._persister, send, threads)
+        self._lookups = Lookups(storage, self._persister.pending, self.counters, send, threads)
         self._said_unsettled: set[str] = set()
         self._is_gone = is_gone
         self._assign_seq = 0
@@ -231,8 +232,9 @@ class TrafficManager:
         return Doubts(unsettled, self._buffer.quarantined(), self._peers.writers())
 
     def tick(self, now_ns: int) -> None:
-        """Let time pass: reads beyond their deadline are answered."""
+        """Let time pass: reads and look-ups beyond their deadline are answered."""
         self._reader.expire(now_ns)
+        self._lookups.expire(now_ns)
 
     def _dispatch(self, message: RouterMessage) -> None:
         match message:

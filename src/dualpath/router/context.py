@@ -3,12 +3,14 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from dualpath.core.blocks import BlockKey
 from dualpath.core.cluster import Role
 from dualpath.core.control import RouterMessage
 from dualpath.core.errors import DeadlineError, EngineLostError
 from dualpath.core.modes import Mode
+from dualpath.core.recent import Recent
 from dualpath.policy.events import Assignment, SchedulerSettings
 from dualpath.policy.scheduler import RequestScheduler
 from dualpath.router.control.control_server import ControlServer
@@ -25,6 +27,9 @@ from dualpath.router.requests.hit_account import SeenBlocks
 from dualpath.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
+
+#: Prompts whose DE is remembered, to twice as many.
+_MOST_WRITERS = 1 << 15
 
 
 class RouterContext:
@@ -52,6 +57,9 @@ class RouterContext:
         self.tracing: Tracing | None = None
         self.seen_blocks = SeenBlocks()
         self.thresholds = ClusterThresholds()
+        #: Which DE served a prompt, by the key of its last full block: an agent's next turn extends
+        #: it, and its generated blocks need no keys of their own here.
+        self.writers: Recent[BlockKey, str] = Recent(_MOST_WRITERS)
         self._dispatch: Dispatch | None = None
         self._changed = asyncio.Event()
         self._turns = itertools.count()
@@ -123,15 +131,21 @@ class RouterContext:
             self.metrics.engine_lost(info.role)
         self._pulse()
 
-    def lookup_candidates(self) -> list[EngineInfo]:
-        """Live engines in the order to ask for a look-up: DEs in turn, then PEs in turn."""
+    def lookup_candidates(self, keys: Sequence[BlockKey]) -> list[EngineInfo]:
+        """Live engines in the order to ask for a look-up of a chain of ``keys``.
+
+        First the DE that served the longest part of it last: it may still be writing what it has
+        generated, and waits for that.  Then the other DEs in turn, then PEs in turn.
+        """
         turn = next(self._turns)
         candidates: list[EngineInfo] = []
         for role in (Role.DECODE, Role.PREFILL):
             engines = self.registry.alive(role)
             start = turn % len(engines) if engines else 0
             candidates += engines[start:] + engines[:start]
-        return candidates
+        known = (writer for key in reversed(keys) if (writer := self.writers.get(key)))
+        writer_id = next(known, "")
+        return sorted(candidates, key=lambda engine: engine.engine_id != writer_id)
 
     async def engines_present(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait for live engines; raises ``DeadlineError`` with what is missing."""

@@ -65,7 +65,12 @@ class RouterSettings(Settings, frozen=True):
     suspect_timeout_s: Annotated[
         float, Setting("an engine whose call failed must report within this time", gt=0)
     ] = 1.5
-    lookup_timeout_s: Annotated[float, Setting("a slower look-up counts as no hit", gt=0)] = 2.0
+    lookup_timeout_s: Annotated[
+        float,
+        Setting(
+            "bound of a look-up, a second engine asked included; what is found by then counts", gt=0
+        ),
+    ] = 2.0
     read_deadline_s: Annotated[
         float, Setting("an engine gives up a slower storage read; the rest is computed", gt=0)
     ] = 60.0

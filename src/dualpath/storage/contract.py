@@ -35,9 +35,15 @@ class BlockStorage(Protocol):
     """
 
     geometry: BlockGeometry
+    #: Questions for blocks that together take no longer than one; above 1 where each goes a long
+    #: way and little is to be done.
+    parallel_lookups: int
 
-    def hit_blocks(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many keys at the head of ``keys`` are stored; touches no block content."""
+    def is_stored(self, key: BlockKey) -> bool:
+        """Return whether a block is stored; touches no block content.
+
+        Raises ``StorageError`` if the storage cannot say.
+        """
         ...
 
     def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:

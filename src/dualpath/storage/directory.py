@@ -65,6 +65,20 @@ class NamespaceDirectory:
         """Return the final path of a block (str: this is on the look-up path)."""
         return f"{self.path}/{block_name(key)}{self._suffix}"
 
+    def has(self, key: BlockKey) -> bool:
+        """Return whether there is a file of a block; raises ``StorageError`` if nobody can say."""
+        path = self.block_path(key)
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise StorageError(
+                f"nobody can say whether {path} exists: {error.strerror}; see the file system and "
+                "the rights on it"
+            ) from error
+        return True
+
     def temporary_path(self) -> str:
         """Return a path for a half-written file that no other writer uses."""
         return f"{self.temporary}/{self._writer}-{next(_numbers)}"

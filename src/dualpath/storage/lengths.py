@@ -31,21 +31,19 @@ class LengthOnlyStorage:
                 f"namespace of mode {namespace.mode!r} cannot be length-only; "
                 f"set its mode to {ORACLE!r}"
             )
+        self.parallel_lookups = 1
         self.namespace = namespace
         self.geometry = namespace.geometry
         self._directory = NamespaceDirectory(Path(root), namespace, ".length")
 
-    def hit_blocks(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many keys at the head of ``keys`` have a marker."""
-        for position, key in enumerate(keys):
-            if not os.path.exists(self._directory.block_path(key)):
-                return position
-        return len(keys)
+    def is_stored(self, key: BlockKey) -> bool:
+        """Return whether a block has a marker."""
+        return self._directory.has(key)
 
     def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
         """Say whether the block would have been read."""
         check_destination(self.geometry, destination)
-        return ReadOutcome(0, None if self.hit_blocks([key]) else block_file.MISSING)
+        return ReadOutcome(0, None if self.is_stored(key) else block_file.MISSING)
 
     def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
         """Mark the blocks as existing."""

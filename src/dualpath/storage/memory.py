@@ -30,6 +30,7 @@ class MemoryStorage:
         before_read: BeforeRead | None = None,
         capacity_blocks: int | None = None,
     ) -> None:
+        self.parallel_lookups = 1
         self.namespace = namespace
         self.geometry = namespace.geometry
         self.before_read = before_read
@@ -38,13 +39,10 @@ class MemoryStorage:
         self._lock = threading.Lock()
         self._blocks: dict[BlockKey, tuple[bytes, bytes]] = {}
 
-    def hit_blocks(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many keys at the head are stored."""
+    def is_stored(self, key: BlockKey) -> bool:
+        """Return whether the dict has it."""
         with self._lock:
-            for position, key in enumerate(keys):
-                if key not in self._blocks:
-                    return position
-        return len(keys)
+            return key in self._blocks
 
     def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
         """Copy and verify; a bad block is forgotten."""

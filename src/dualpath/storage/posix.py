@@ -59,6 +59,7 @@ class PosixStorage:
         direct_io: DirectIo = "auto",
         sync: bool = False,
     ) -> None:
+        self.parallel_lookups = 1
         self.namespace = namespace
         self.geometry = namespace.geometry
         self._digest = namespace.digest()
@@ -81,12 +82,9 @@ class PosixStorage:
         """Return where a block lies or would lie."""
         return Path(self._directory.block_path(key))
 
-    def hit_blocks(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many keys at the head of ``keys`` have a file."""
-        for position, key in enumerate(keys):
-            if not os.path.exists(self._directory.block_path(key)):
-                return position
-        return len(keys)
+    def is_stored(self, key: BlockKey) -> bool:
+        """Return whether a block has a file."""
+        return self._directory.has(key)
 
     def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
         """Read and verify a block; one found bad is removed so it can be written anew."""

@@ -7,10 +7,6 @@ The client is our own (``s3_client``, over the standard library's ``http.client`
 side against one server it cost 0.4 to 0.8 of the CPU seconds per GB of obstore, boto3 and NIXL's
 OBJ plugin at obstore's rate and above the others' (``benchmarks/s3_read.py``), as bytes are copied
 once less, and it has a deadline on every step.  Who asks is in ``s3_credentials``.
-
-What has been seen in the bucket is remembered: blocks are immutable, and a conversation looks up
-its whole prefix at every turn.  Where somebody deletes blocks, a look-up may promise too much until
-a read finds one missing; then everything remembered is forgotten.
 """
 
 import contextlib
@@ -36,9 +32,8 @@ from dualpath.storage.s3_location import S3Location
 logger = logging.getLogger(__name__)
 
 _PARALLEL_WRITES = 4
-_PARALLEL_LOOKUPS = 16
-#: Keys remembered as stored, at some 150 bytes each.
-_MOST_KNOWN = 1 << 18
+#: More would find the end of a chain in fewer round trips, and cost more requests.
+_PARALLEL_LOOKUPS = 4
 _REMEDY = "see endpoint, credentials, and rights to get, put, delete and list"
 _REMEDIES = {"NoSuchBucket": "make the bucket"}
 Result = TypeVar("Result")
@@ -60,36 +55,30 @@ class S3Storage:
         *,
         patience: Patience | None = None,
     ) -> None:
+        self.parallel_lookups = _PARALLEL_LOOKUPS
         self.namespace = namespace
         self.geometry = namespace.geometry
         self._digest = namespace.digest()
         self._folder = namespace_name(namespace)
         self.client = S3Client(location, patience or Patience())
         _claim(self.client, f"{self._folder}/namespace.json", namespace)
-        self._known = _KnownKeys()
         self._writing = _Writing()
-        # Apart, so that look-ups do not wait for writes.
-        self._lookups = ThreadPoolExecutor(_PARALLEL_LOOKUPS, "storage-lookup")
         self._writers = ThreadPoolExecutor(_PARALLEL_WRITES, "storage-write")
 
     def object_name(self, key: BlockKey) -> str:
         """Return the name of a block's object, relative to the location."""
         return f"{self._folder}/{block_name(key)}.kv"
 
-    def hit_blocks(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many keys at the head are stored; many are asked for at the same time.
-
-        A look-up that fails in all attempts counts as absent and is logged.
-        """
-        position, batch = 0, _PARALLEL_LOOKUPS
-        while position < len(keys):
-            part = keys[position : position + batch]
-            found = list(self._lookups.map(self._is_stored, part))
-            if not all(found):
-                return position + found.index(False)
-            position += len(part)
-            batch *= 2
-        return len(keys)
+    def is_stored(self, key: BlockKey) -> bool:
+        """Return whether there is a block's object; see the contract."""
+        name = self.object_name(key)
+        try:
+            return self.client.exists(name)
+        except S3Error as error:
+            raise StorageError(
+                f"nobody can say whether {name} is stored: {error}; see the bucket's rights and "
+                "server"
+            ) from error
 
     def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
         """Read and verify a block; one found bad is removed so it can be written anew."""
@@ -102,17 +91,14 @@ class S3Storage:
             logger.warning("read failed: %s", error)
             return ReadOutcome(0, f"read error: {error}")
         if received is None:
-            self._known.clear()
             return ReadOutcome(0, block_file.MISSING)
         payload_bytes = max(received - HEADER_BYTES, 0)
         if payload_bytes < flat.nbytes:
             reason: str | None = block_file.SHORT
         else:
             reason = block_file.defect(key, self._digest, header, flat)
-        if reason is None:
-            self._known.add(key)
-        else:
-            self._discard(key, name, reason)
+        if reason is not None:
+            self._discard(name, reason)
         return ReadOutcome(payload_bytes, reason)
 
     def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
@@ -129,25 +115,11 @@ class S3Storage:
 
     def close(self) -> None:
         """Stop the threads after the requests under way; idempotent."""
-        for pool in (self._lookups, self._writers):
-            pool.shutdown(wait=True, cancel_futures=True)
+        self._writers.shutdown(wait=True, cancel_futures=True)
         self.client.close()
 
-    def _is_stored(self, key: BlockKey) -> bool:
-        if key in self._known:
-            return True
-        try:
-            stored = self.client.exists(self.object_name(key))
-        except S3Error as error:
-            logger.warning("look-up failed and counts as no hit: %s", error)
-            return False
-        if stored:
-            self._known.add(key)
-        return stored
-
-    def _discard(self, key: BlockKey, name: str, reason: str) -> None:
+    def _discard(self, name: str, reason: str) -> None:
         logger.warning("stored block %s is bad (%s) and is removed", name, reason)
-        self._known.discard(key)
         try:
             self.client.delete(name)
         except S3Error as error:
@@ -166,34 +138,7 @@ class S3Storage:
                     f"write of {HEADER_BYTES + source.nbytes} bytes refused: {error}; see the "
                     "bucket's rights, quota and server"
                 ) from error
-            self._known.add(key)
             return is_new
-
-
-class _KnownKeys:
-    """Keys seen in the bucket, so that they are not looked up again."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._keys: set[BlockKey] = set()
-
-    def __contains__(self, key: BlockKey) -> bool:
-        with self._lock:
-            return key in self._keys
-
-    def add(self, key: BlockKey) -> None:
-        with self._lock:
-            if len(self._keys) >= _MOST_KNOWN:
-                self._keys.clear()
-            self._keys.add(key)
-
-    def discard(self, key: BlockKey) -> None:
-        with self._lock:
-            self._keys.discard(key)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._keys.clear()
 
 
 class _Writing:

@@ -62,14 +62,15 @@ class ThrottledStorage:
     ) -> None:
         self.inner = inner
         self.geometry = inner.geometry
+        self.parallel_lookups = inner.parallel_lookups
         self._bucket = TokenBucket(read_bytes_per_s, burst_s)
         self._lock = threading.Lock()
         self._now_s = now_s
         self._sleep_s = sleep_s
 
-    def hit_blocks(self, keys: Sequence[BlockKey]) -> int:
+    def is_stored(self, key: BlockKey) -> bool:
         """Ask the inner backend; look-ups are free."""
-        return self.inner.hit_blocks(keys)
+        return self.inner.is_stored(key)
 
     def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
         """Read as late as the bucket lets the bytes through."""

@@ -112,7 +112,7 @@ class RouterMetrics:
         )
         self._lookup_failures = self._counter(
             "lookup_failures",
-            "Look-ups without an answer; the prompt counts as not stored.",
+            "Look-ups not finished in time; blocks not found by then count as not stored.",
             "reason",
         )
         for reason in LOOKUP_FAILURES:

@@ -5,7 +5,7 @@ answers, stands in ``lifecycle``.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from dualpath.core.control import (
@@ -26,6 +26,9 @@ from dualpath.router.control.registry import EngineInfo
 
 T = TypeVar("T")
 
+#: Of the router's patience with a look-up, what the engine may use.
+ENGINE_SHARE = 0.75
+
 
 class AttemptSteps:
     """Commands about one attempt.
@@ -40,14 +43,18 @@ class AttemptSteps:
         self._attempt_id = channel.attempt_id
         self._assigned: set[str] = set()
 
-    async def look_up(self, engine: EngineInfo, keys: Sequence[bytes]) -> int | None:
-        """Return how many blocks at the head of ``keys`` are stored; None: the engine is lost.
+    async def look_up(
+        self, engine: EngineInfo, keys: tuple[bytes, ...], within_s: float
+    ) -> LookupDone | None:
+        """Return what an engine knows of the blocks at the head of ``keys``; None: it is lost.
 
-        Raises ``TimeoutError`` after ``lookup_timeout_s``.
+        The engine is given most of ``within_s``, the rest is for the way of its answer.  Raises
+        ``TimeoutError`` after ``within_s``: the engine does not even say what it knows.
         """
-        async with asyncio.timeout(self._context.settings.lookup_timeout_s):
-            answer = await self._call(engine, lambda call_id: Lookup(call_id, tuple(keys)))
-        return max(0, min(answer.hit_blocks, len(keys))) if isinstance(answer, LookupDone) else None
+        deadline_s = ENGINE_SHARE * within_s
+        async with asyncio.timeout(within_s):
+            answer = await self._call(engine, lambda call_id: Lookup(call_id, keys, deadline_s))
+        return answer if isinstance(answer, LookupDone) else None
 
     async def assign(self, engine: EngineInfo) -> None:
         """Let an engine count the request, of which it holds nothing in its buffer.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from dualpath.core.blocks import BlockKey, most_hit_blocks
+from dualpath.core.recent import Recent
 
 #: Tokens in blocks that nobody has computed before.
 NEW = "new"
@@ -58,9 +59,7 @@ class SeenBlocks:
     """
 
     def __init__(self, limit: int = SEEN_KEYS) -> None:
-        self._limit = limit
-        self._young: set[int] = set()
-        self._old: set[int] = set()
+        self._seen: Recent[int, None] = Recent(limit)
 
     def account(
         self, keys: Sequence[BlockKey], prompt_tokens: int, block_tokens: int, found: Found
@@ -68,9 +67,9 @@ class SeenBlocks:
         """Divide a prompt of at least 1 token by reasons, then note its blocks as computed."""
         usable_blocks = most_hit_blocks(prompt_tokens, block_tokens)
         ideal_blocks = found.stored_blocks
-        while ideal_blocks < usable_blocks and self._knows(keys[ideal_blocks]):
+        while ideal_blocks < usable_blocks and hash(keys[ideal_blocks]) in self._seen:
             ideal_blocks += 1
-        self._note(keys[found.stored_blocks :])
+        self._seen.note(map(hash, keys[found.stored_blocks :]), None)
         missed_blocks = {
             found.short_reason: found.stored_blocks - found.hit_blocks,
             found.unstored_reason: ideal_blocks - found.stored_blocks,
@@ -84,12 +83,3 @@ class SeenBlocks:
             ideal_hit_tokens=ideal_blocks * block_tokens,
             missed=missed,
         )
-
-    def _knows(self, key: BlockKey) -> bool:
-        number = hash(key)
-        return number in self._young or number in self._old
-
-    def _note(self, keys: Sequence[BlockKey]) -> None:
-        self._young.update(map(hash, keys))
-        if len(self._young) >= self._limit:
-            self._young, self._old = set(), self._young

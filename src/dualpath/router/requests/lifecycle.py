@@ -96,23 +96,39 @@ class Attempt:
         if not job.cacheable or not keys:
             return 0
         with self._record.stage(Stage.LOOKUP):
-            for engine in self._context.lookup_candidates()[:_LOOKUP_TRIES]:
-                try:
-                    hit_blocks = await self._steps.look_up(engine, keys)
-                except TimeoutError:
-                    return self._no_hit(TIMEOUT, engine)
-                if hit_blocks is not None:
-                    return hit_blocks
-        return self._no_hit(ENGINE_LOST, engine)
+            stored_blocks, failure = await self._ask_for(keys)
+        if failure is not None:
+            logger.warning(
+                "request %s: look-up failed (%s) within %g s; of %d blocks it found %d, the rest "
+                "is computed; see the storage and the engines' logs, or raise lookup_timeout_s",
+                self.attempt_id, failure, self._context.settings.lookup_timeout_s, len(keys),
+                stored_blocks,
+            )  # fmt: skip
+            self._context.metrics.lookup_failed(failure)
+            self._unstored_reason = f"lookup-{failure}"
+        return stored_blocks
 
-    def _no_hit(self, reason: str, engine: EngineInfo) -> int:
-        logger.warning(
-            "request %s: look-up at %s failed (%s after %g s at most); computing the whole prompt",
-            self.attempt_id, engine.engine_id, reason, self._context.settings.lookup_timeout_s,
-        )  # fmt: skip
-        self._context.metrics.lookup_failed(reason)
-        self._unstored_reason = f"lookup-{reason}"
-        return 0
+    async def _ask_for(self, keys: tuple[bytes, ...]) -> tuple[int, str | None]:
+        """Return how many blocks are known to be stored, and why no more could be learned.
+
+        All engines see the same storage.  So one that says only what it knows by its deadline is
+        not asked after, but for one that is lost or silent another is asked in the time left.
+        """
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._context.settings.lookup_timeout_s
+        failure = ENGINE_LOST
+        engines = self._context.lookup_candidates(keys)[:_LOOKUP_TRIES]
+        for asked, engine in enumerate(engines):
+            within_s = (end_s - loop.time()) / (len(engines) - asked)
+            try:
+                answer = await self._steps.look_up(engine, keys, within_s)
+            except TimeoutError:
+                failure = TIMEOUT
+                continue
+            if answer is not None:
+                stored_blocks = max(0, min(answer.hit_blocks, len(keys)))
+                return stored_blocks, TIMEOUT if answer.partial else None
+        return 0, failure
 
     async def _find_engines(self, stored_blocks: int) -> None:
         request = Request(
@@ -266,8 +282,9 @@ class Attempt:
         return finish_reason is not None
 
     def _persist(self, loaded: Loaded) -> None:
-        new_keys = self._job.keys[loaded.hit_blocks :]
-        self._steps.persist(self._decode_engine, loaded.hit_blocks, new_keys)
+        keys, engine = self._job.keys, self._decode_engine
+        self._steps.persist(engine, loaded.hit_blocks, keys[loaded.hit_blocks :])
+        self._context.writers.note(keys[-1:], engine.engine_id)
 
     async def _decode(self, loaded: Loaded, first: TokenEvent) -> None:
         self._channel.check()

@@ -34,18 +34,19 @@ class SimStorage:
         check: Callable[[memoryview], None],
     ) -> None:
         self.geometry = shared.geometry
+        self.parallel_lookups = 2
         self._shared = shared
         self._threads = threads
         self._world = threads.world
         self._faults = faults
         self._check = check
 
-    def hit_blocks(self, keys: Sequence[BlockKey]) -> int:
+    def is_stored(self, key: BlockKey) -> bool:
         """Look up, which takes a while; raises ``StorageError`` when the storage fails."""
         self._take_time("look-up")
         if self._happens(self._faults.failing, "look-up fails"):
             raise StorageError("the adversary fails the look-up")
-        return self._shared.hit_blocks(keys)
+        return self._shared.is_stored(key)
 
     def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
         """Read, with bytes that arrive late, or broken, or not at all."""

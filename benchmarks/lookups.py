@@ -1,0 +1,149 @@
+"""Count what look-ups ask of a directory, and what they find while blocks are being written.
+
+    python benchmarks/lookups.py [--directory DIR]
+
+First table: `stat`s of one look-up of 1,000 blocks, cold (the engine has just started) and warm
+(the same again), by how much of the chain is stored.  Second: conversations whose last blocks are
+being written, beside as many that are stored whole, all looked up at once.  Files are empty
+markers; a write takes a set time, one after the other.  Counted, not timed: deadlines decide what
+counts.
+"""
+
+import argparse
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
+from dualpath.core.control import EngineMessage, Lookup, LookupDone
+from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.lookups import Lookups
+from dualpath.engine.pending_writes import PendingWrites
+from dualpath.engine.threads import OS_THREADS
+from dualpath.report import markdown
+from dualpath.report.model import Table
+from dualpath.router.requests.attempt_steps import ENGINE_SHARE
+from dualpath.router.settings import RouterSettings
+from dualpath.storage.lengths import ORACLE, LengthOnlyStorage
+from dualpath.storage.remembering import RememberingStorage
+
+GEOMETRY = BlockGeometry(layers=1, block_tokens=1, layer_block_bytes=1)
+NAMESPACE = StoreNamespace("benchmark", "u8", "none", GEOMETRY, mode=ORACLE)
+CHAIN_BLOCKS = 1000
+PENDING_BLOCKS = 6
+#: As in the router, which may ask two engines one after the other.
+DEADLINE_S = ENGINE_SHARE * RouterSettings().lookup_timeout_s / 2
+TICK_S = 0.05
+
+
+class Engine:
+    """The look-ups of one engine over a directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.counters = Counters()
+        self.pending = PendingWrites()
+        self.storage = RememberingStorage(LengthOnlyStorage(root, NAMESPACE), OS_THREADS.now_ns)
+        self.answers: dict[int, LookupDone] = {}
+        self._arrived = threading.Condition()
+        self.lookups = Lookups(self.storage, self.pending, self.counters, self._take)
+
+    def _take(self, message: EngineMessage) -> None:
+        assert isinstance(message, LookupDone)
+        with self._arrived:
+            self.answers[message.call_id] = message
+            self._arrived.notify()
+
+    def look_up(self, chains: Sequence[Sequence[BlockKey]]) -> list[int]:
+        """Look all chains up at once; return the blocks found in each."""
+        self.answers.clear()
+        for call_id, keys in enumerate(chains):
+            self.lookups.begin(Lookup(call_id, tuple(keys), DEADLINE_S))
+        with self._arrived:
+            while not self._arrived.wait_for(lambda: len(self.answers) == len(chains), TICK_S):
+                self.lookups.expire(OS_THREADS.now_ns())
+        return [self.answers[call_id].hit_blocks for call_id in range(len(chains))]
+
+    def asked(self, keys: Sequence[BlockKey], stored: int) -> int:
+        """Return how often a look-up asks the directory; it must find what is stored."""
+        before = self.counters.snapshot()[Counter.LOOKUP_PROBES]
+        assert self.look_up([keys]) == [stored]
+        return int(self.counters.snapshot()[Counter.LOOKUP_PROBES] - before)
+
+
+def write(root: Path, keys: Sequence[BlockKey]) -> None:
+    """Store blocks as another engine does."""
+    LengthOnlyStorage(root, NAMESPACE).write(keys, blank(keys))
+
+
+def blank(keys: Sequence[BlockKey]) -> list[memoryview]:
+    return [memoryview(b"\0")] * len(keys)
+
+
+def count_stats(boundaries: Iterable[int], directory: Path | None) -> Table:
+    rows = []
+    for stored in boundaries:
+        keys = block_keys(range(CHAIN_BLOCKS), 1, cache_salt=str(stored))
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
+            write(Path(folder), keys[:stored])
+            engine = Engine(Path(folder))
+            cold, warm = engine.asked(keys, stored), engine.asked(keys, stored)
+            engine.lookups.close()
+        rows.append((f"{stored:,}", str(cold), str(warm)))
+    title = f"stats of a look-up of {CHAIN_BLOCKS:,} blocks"
+    return Table(title, ("blocks stored", "cold", "warm"), tuple(rows))
+
+
+def find_under_load(conversations: int, write_s: float, directory: Path | None) -> Table:
+    pending, whole = (
+        [block_keys(range(100), 1, cache_salt=f"{kind} {i}") for i in range(conversations)]
+        for kind in ("pending", "whole")
+    )
+    late = [key for keys in pending for key in keys[-PENDING_BLOCKS:]]
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        for keys in pending:
+            write(Path(folder), keys[:-PENDING_BLOCKS])
+        for keys in whole:
+            write(Path(folder), keys)
+        engine = Engine(Path(folder))
+        engine.pending.begin(late)
+        over = threading.Event()
+
+        def write_late() -> None:
+            for key in late:
+                if not over.is_set():
+                    time.sleep(write_s)
+                    engine.storage.write([key], blank([key]))
+                engine.pending.end([key])
+
+        writer = threading.Thread(target=write_late)
+        writer.start()
+        found = engine.look_up([*pending, *whole])
+        over.set()
+        writer.join()
+        engine.lookups.close()
+    blocks = 100 * conversations
+    rows = (
+        ("last 6 being written", f"{sum(found[:conversations]) / blocks:.1%}"),
+        ("all stored", f"{sum(found[conversations:]) / blocks:.1%}"),
+    )
+    title = f"2 x {conversations} conversations of 100 blocks, looked up at once"
+    return Table(title, ("conversations", "blocks found"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--directory", type=Path, help="on the file system to ask")
+    parser.add_argument("--conversations", type=int, default=64)
+    parser.add_argument("--write-s", type=float, default=0.5, help="what a write of a block takes")
+    args = parser.parse_args()
+    for table in (
+        count_stats((0, 1, 250, 500, 700, 999, 1000), args.directory),
+        find_under_load(args.conversations, args.write_s, args.directory),
+    ):
+        print(markdown.table(table))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""A memory that keeps what was noted last."""
+
+from dualpath.core.recent import Recent
+
+
+def test_the_last_value_counts_and_what_is_forgotten_is_gone() -> None:
+    recent: Recent[str, int] = Recent(limit=10)
+    recent.note("ab", 1)
+    recent.age()
+    recent.note("b", 2)
+    assert (recent.get("a"), recent.get("b"), recent.get("c")) == (1, 2, None)
+    recent.forget("b")
+    assert "a" in recent
+    assert "b" not in recent
+
+
+def test_it_keeps_the_limit_and_never_more_than_twice_that() -> None:
+    recent: Recent[int, None] = Recent(limit=3)
+    for key in range(100):
+        recent.note([key], None)
+        assert all(late in recent for late in range(max(key - 2, 0), key + 1))
+        assert sum(old in recent for old in range(100)) <= 6
+
+
+def test_two_generations_without_a_word_are_forgotten() -> None:
+    recent: Recent[str, None] = Recent(limit=10)
+    recent.note("a", None)
+    recent.age()
+    assert "a" in recent
+    recent.age()
+    assert "a" not in recent

@@ -1,0 +1,215 @@
+"""Look-ups: few questions, one deadline, and nobody waits behind another's wait."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from tests.engine_harness import GEOMETRY, WAIT_S, full_block, memory_storage, prompt_keys
+
+from dualpath.core.blocks import BlockKey, StoreNamespace
+from dualpath.core.control import Lookup, LookupDone, Message
+from dualpath.core.errors import StorageError
+from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.lookups import LOOKUP_THREADS, Lookups
+from dualpath.engine.pending_writes import PendingWrites
+from dualpath.engine.threads import OsThreads
+from dualpath.storage.lengths import LengthOnlyStorage
+from dualpath.storage.memory import MemoryStorage
+from dualpath.storage.remembering import RememberingStorage
+
+NS_PER_S = 1_000_000_000
+DEADLINE_S = 1.0
+KEYS = prompt_keys(4 * 1000)
+
+
+class Clock(OsThreads):
+    """The operating system's threads, and a time that a test sets."""
+
+    def __init__(self) -> None:
+        self.at_ns = 0
+
+    def now_ns(self) -> int:
+        return self.at_ns
+
+
+class Asked(MemoryStorage):
+    """Counts questions; ``before`` runs before each is answered."""
+
+    def __init__(self, parallel_lookups: int = 1) -> None:
+        super().__init__(memory_storage().namespace)
+        self.parallel_lookups = parallel_lookups
+        self.before: Callable[[BlockKey], None] = lambda key: None
+
+    def is_stored(self, key: BlockKey) -> bool:
+        self.before(key)
+        return super().is_stored(key)
+
+
+class Engine:
+    """The look-ups of an engine, with what they ask and tell."""
+
+    def __init__(self, inner: MemoryStorage | LengthOnlyStorage) -> None:
+        self.clock = Clock()
+        self.counters = Counters()
+        self.pending = PendingWrites()
+        self.inner = inner
+        self.storage = RememberingStorage(inner, self.clock.now_ns)
+        self.answers: queue.Queue[Message] = queue.Queue()
+        self.lookups = Lookups(
+            self.storage, self.pending, self.counters, self.answers.put, self.clock
+        )
+
+    def store(self, keys: Sequence[bytes]) -> None:
+        """Write as somebody else would: this engine does not learn of it."""
+        self.inner.write(keys, [memoryview(full_block(key)) for key in keys])
+
+    def write(self, keys: Sequence[bytes]) -> None:
+        """Write as this engine's persister does."""
+        self.storage.write(keys, [memoryview(full_block(key)) for key in keys])
+        self.pending.end(keys)
+
+    def begin(self, keys: Sequence[bytes], call_id: int = 1) -> None:
+        self.lookups.begin(Lookup(call_id, tuple(keys), DEADLINE_S))
+
+    def answer(self) -> LookupDone:
+        message = self.answers.get(timeout=WAIT_S)
+        assert isinstance(message, LookupDone)
+        return message
+
+    def look_up(self, keys: Sequence[bytes]) -> tuple[int, int]:
+        """Return the hit blocks and what the storage was asked for them."""
+        before = self.counters.snapshot()[Counter.LOOKUP_PROBES]
+        self.begin(keys)
+        hit_blocks = self.answer().hit_blocks
+        return hit_blocks, int(self.counters.snapshot()[Counter.LOOKUP_PROBES] - before)
+
+    def pass_deadline(self) -> None:
+        self.clock.at_ns += int(DEADLINE_S * NS_PER_S)
+        self.lookups.expire(self.clock.at_ns)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine(Asked())
+    yield made
+    made.lookups.close()
+
+
+@pytest.mark.parametrize("stored", [0, 1, 499, 999, 1000])
+def test_a_thousand_blocks_of_a_directory_take_few_questions_and_none_twice(
+    tmp_path: Path, stored: int
+) -> None:
+    namespace = StoreNamespace("toy", "u8", "toy", GEOMETRY, mode="oracle")
+    made = Engine(LengthOnlyStorage(tmp_path, namespace))
+    made.store(KEYS[:stored])
+    hit_blocks, cold = made.look_up(KEYS)
+    assert hit_blocks == stored
+    assert cold <= 11
+    hit_blocks, warm = made.look_up(KEYS)
+    assert hit_blocks == stored
+    assert warm == (1 if stored < 1000 else 0)
+    made.lookups.close()
+
+
+def test_several_blocks_are_asked_for_together_where_the_storage_is_far() -> None:
+    storage = Asked(parallel_lookups=4)
+    made = Engine(storage)
+    made.store(KEYS[:700])
+    together = threading.Barrier(4, timeout=WAIT_S)
+    storage.before = lambda key: None if key == KEYS[0] else (together.wait(), None)[1]
+    made.begin(KEYS[:625])  # 1 question, then 4 at a time: 624 = 5**4 - 1
+    assert made.answer() == LookupDone(call_id=1, hit_blocks=625)
+    assert made.counters.snapshot()[Counter.LOOKUP_PROBES] == 1 + 4 * 4
+    made.lookups.close()
+
+
+def test_every_block_just_being_written_is_waited_for_and_nothing_is_asked_in_vain(
+    engine: Engine,
+) -> None:
+    engine.store(KEYS[:94])
+    engine.pending.begin(KEYS[94:100])
+    engine.begin(KEYS[:100])
+    for key in KEYS[94:100]:
+        engine.write([key])
+    assert engine.answer() == LookupDone(call_id=1, hit_blocks=100)
+
+
+def test_a_look_up_that_waits_is_answered_by_its_deadline_with_what_is_known(
+    engine: Engine,
+) -> None:
+    engine.write(KEYS[:94])
+    engine.pending.begin(KEYS[94:100])
+    engine.begin(KEYS[:100])
+    engine.write(KEYS[94:96])
+    engine.lookups.expire(engine.clock.at_ns)
+    assert engine.answers.empty()
+    engine.pass_deadline()
+    assert engine.answer() == LookupDone(call_id=1, hit_blocks=96, partial=True)
+    engine.write(KEYS[96:100])
+    assert engine.answers.empty()
+    assert engine.look_up(KEYS[:100]) == (100, 0)
+
+
+def test_a_write_that_fails_ends_the_head_there(engine: Engine) -> None:
+    engine.store(KEYS[:10])
+    engine.pending.begin(KEYS[10:12])
+    engine.begin(KEYS[:20])
+    engine.pending.end(KEYS[10:12])
+    assert engine.answer() == LookupDone(call_id=1, hit_blocks=10)
+
+
+def test_look_ups_that_wait_keep_nobody_from_being_answered(engine: Engine) -> None:
+    engine.pending.begin(KEYS[:1])
+    for call_id in range(64):
+        engine.begin(KEYS[:1], call_id)
+    other = prompt_keys(400, "other")
+    engine.store(other)
+    engine.begin(other, 99)
+    assert engine.answer() == LookupDone(call_id=99, hit_blocks=100)
+    engine.write(KEYS[:1])
+    assert {engine.answer().call_id for _ in range(64)} == set(range(64))
+
+
+def test_a_storage_that_hangs_delays_nobody_beyond_the_deadline(engine: Engine) -> None:
+    gate = threading.Event()
+    storage = engine.inner
+    assert isinstance(storage, Asked)
+    engine.write(KEYS[:5])
+    storage.before = lambda key: (gate.wait(WAIT_S), None)[1]
+    for call_id in range(2 * LOOKUP_THREADS):
+        engine.begin(KEYS, call_id)
+    engine.pass_deadline()
+    answers = [engine.answer() for _ in range(2 * LOOKUP_THREADS)]
+    assert {(answer.hit_blocks, answer.partial) for answer in answers} == {(5, True)}
+    gate.set()
+    engine.store(KEYS[5:8])
+    assert engine.look_up(KEYS)[0] == 8
+    assert engine.answers.empty()
+
+
+def test_a_storage_that_cannot_say_ends_a_look_up_with_what_is_known(engine: Engine) -> None:
+    storage = engine.inner
+    assert isinstance(storage, Asked)
+
+    def broken(key: BlockKey) -> None:
+        raise StorageError("device is gone")
+
+    engine.write(KEYS[:5])
+    storage.before = broken
+    engine.begin(KEYS)
+    assert engine.answer() == LookupDone(call_id=1, hit_blocks=5, partial=True)
+
+
+def test_an_end_too_many_of_a_write_has_no_effect() -> None:
+    pending, over = PendingWrites(), queue.Queue[int]()
+    pending.begin(KEYS[:1])
+    pending.begin(KEYS[:1])
+    assert pending.when_over(KEYS[0], lambda: over.put(1))
+    pending.end(KEYS[:1])
+    assert over.empty()
+    pending.end(KEYS[:1])
+    pending.end(KEYS[:1])
+    assert over.qsize() == 1
+    assert not pending.when_over(KEYS[0], lambda: over.put(2))

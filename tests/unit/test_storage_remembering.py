@@ -1,0 +1,79 @@
+"""What an engine remembers of stored blocks, and what makes it forget."""
+
+from collections.abc import Sequence
+
+from tests.engine_harness import full_block, memory_storage, prompt_keys
+
+from dualpath.storage.memory import MemoryStorage
+from dualpath.storage.remembering import RememberingStorage
+
+KEYS = prompt_keys(24)
+TRUST_NS = 60_000_000_000
+
+
+class Story:
+    """A storage, the memory in front of it, and a clock."""
+
+    def __init__(self, **limits: int) -> None:
+        self.now_ns = 0
+        self.inner: MemoryStorage = memory_storage()
+        self.storage = RememberingStorage(self.inner, lambda: self.now_ns, trust_s=60, **limits)
+
+    def write(self, keys: Sequence[bytes]) -> None:
+        self.storage.write(keys, [memoryview(full_block(key)) for key in keys])
+
+    def read(self, key: bytes) -> str | None:
+        size = self.storage.geometry.full_block_bytes
+        return self.storage.read(key, memoryview(bytearray(size))).reason
+
+    @property
+    def known(self) -> int:
+        return self.storage.known_head(KEYS)
+
+
+def test_what_was_written_read_or_seen_is_known() -> None:
+    story = Story()
+    story.write(KEYS[:1])
+    assert story.known == 1
+    story.inner.write(KEYS[1:3], [memoryview(full_block(key)) for key in KEYS[1:3]])
+    assert story.known == 1
+    assert story.read(KEYS[1]) is None
+    assert story.known == 2
+    assert story.storage.is_stored(KEYS[2])
+    assert story.known == 3
+    assert story.storage.known_head(KEYS, 2) == 3
+
+
+def test_a_read_that_finds_a_block_missing_or_bad_makes_it_forget() -> None:
+    story = Story()
+    story.write(KEYS[:4])
+    story.inner.drop(KEYS[3])
+    assert story.known == 4
+    assert story.read(KEYS[3]) == "missing"
+    assert story.known == 3
+    story.inner.corrupt(KEYS[1])
+    assert story.read(KEYS[1]) == "checksum"
+    assert story.known == 1
+    story.inner.drop(KEYS[0])
+    assert not story.storage.is_stored(KEYS[0])
+    assert story.known == 0
+
+
+def test_nothing_is_believed_for_longer_than_twice_the_trust() -> None:
+    story = Story()
+    story.write(KEYS[:2])
+    story.now_ns += TRUST_NS - 1
+    assert story.known == 2
+    story.now_ns += 1
+    assert story.read(KEYS[0]) is None  # seen again
+    story.now_ns += TRUST_NS
+    assert story.known == 1
+    story.now_ns += 2 * TRUST_NS
+    assert story.known == 0
+
+
+def test_the_memory_is_bounded() -> None:
+    story = Story(most_known=2)
+    for key in KEYS:
+        story.write([key])
+    assert sum(story.storage.known_head([key]) for key in KEYS) <= 4
