@@ -1,0 +1,95 @@
+"""Router and engine over real sockets whose connection is reset: nothing is lost or comes twice."""
+
+import asyncio
+from collections.abc import Iterable
+
+from tests.unit.router_fakes import FakeEngine
+
+from dualpath.core import control
+from dualpath.core.cluster import Role
+from dualpath.engine.link import ControlLink
+from dualpath.engine.router_connection import ZmqRouterConnection
+from dualpath.laboratory.chaos.proxy import Relay
+from dualpath.router.control.control_server import ControlServer
+from dualpath.router.control.registry import EngineInfo, Registry
+
+GUARD_S = 60.0
+RESETS = 5
+#: Between two resets, each way: enough that some are under way when the connection is cut.
+MESSAGES = 40
+
+
+class Router:
+    """The real control server, and what it hears."""
+
+    def __init__(self) -> None:
+        self.server = ControlServer(
+            Registry(), self, asyncio.get_running_loop().time, engine_timeout_s=GUARD_S
+        )
+        self.heard: list[str] = []
+        self.events: asyncio.Queue[str] = asyncio.Queue()
+
+    def on_joined(self, info: EngineInfo) -> None:
+        self.events.put_nowait("joined")
+
+    def on_lost(self, info: EngineInfo, reason: str) -> None:
+        self.events.put_nowait(f"lost: {reason}")
+
+    def on_dead(self, writer: control.Writer) -> None:
+        self.events.put_nowait("dead")
+
+    def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
+        if isinstance(message, control.Released):
+            self.heard.append(message.request_id)
+            if message.request_id == "last":
+                self.events.put_nowait("last")
+
+    def doubted(self) -> Iterable[control.Writer]:
+        return ()
+
+
+async def test_a_connection_that_is_reset_again_and_again_loses_and_doubles_nothing() -> None:
+    router, loop = Router(), asyncio.get_running_loop()
+    await router.server.start("127.0.0.1", 0)
+    heard: list[str] = []
+    welcomed, over = asyncio.Event(), asyncio.Event()
+
+    def take(message: control.RouterMessage) -> None:
+        if isinstance(message, control.Welcome):
+            loop.call_soon_threadsafe(welcomed.set)
+        if isinstance(message, control.Release):
+            heard.append(message.request_id)
+            if message.request_id == "last":
+                loop.call_soon_threadsafe(over.set)
+
+    port = int(router.server.address.rpartition(":")[2])
+    async with Relay(port) as relay, asyncio.timeout(GUARD_S):
+        link = ControlLink(
+            ZmqRouterConnection(f"tcp://{relay.address}"),
+            FakeEngine("p0", Role.PREFILL, set()).hello,
+            lambda: control.Report(1, 0, 0, 0, 0, 1, 1),
+            take,
+            lambda reason: None,
+            lambda now_ns: None,
+            lambda reason: None,
+        )
+        link.start()
+        assert await router.events.get() == "joined"
+        await welcomed.wait()
+        said = []
+        for reset in range(RESETS + 1):
+            for number in range(MESSAGES):
+                said.append(f"{reset}.{number}")
+                router.server.send("p0", control.Release(said[-1], "test"))
+                link.send(control.Released(said[-1]))
+                await asyncio.sleep(0)
+            if reset < RESETS:
+                while not relay.reset():  # the connection before has not come back yet
+                    await asyncio.sleep(0.01)
+        router.server.send("p0", control.Release("last", "test"))
+        link.send(control.Released("last"))
+        assert await router.events.get() == "last"
+        await over.wait()
+        await asyncio.to_thread(link.close, control.Goodbye(reason="test"))
+    await router.server.stop()
+    assert heard == router.heard == [*said, "last"]
