@@ -1,10 +1,15 @@
 """Keys and limits in front of vLLM's application, put there as `dualpath router` does."""
 
+import asyncio
+import contextlib
+import socket
+
 import pytest
 
 pytest.importorskip("vllm")
 
 import httpx
+import uvicorn
 from fastapi import FastAPI, Request
 from starlette._utils import get_route_path
 from vllm.entrypoints.launchers.app import build_app
@@ -21,11 +26,12 @@ from dualpath.core.errors import (
 )
 from dualpath.router.api_keys import OPEN_PATHS as OPEN
 from dualpath.router.api_keys import ApiKeyGuard, ApiKeys, router_keys
+from dualpath.router.connections import ConnectionLimits, Connections
 from dualpath.router.control.registry import Registry
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.requests.refusals import HttpRefusal
 from dualpath.router.settings import RouterSettings
-from dualpath.vllm.app import layer_names
+from dualpath.vllm.app import guarded_protocol, layer_names
 from dualpath.vllm.engine_config import parse_front_end_arguments
 from dualpath.vllm.front_end_settings import FrontEndSettings
 from dualpath.vllm.frontend import http_error
@@ -246,3 +252,46 @@ def test_clients_cannot_name_requests_alike(monkeypatch):
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
     with pytest.raises(ConfigError, match="another client's; unset it"):
         refuse_guessable_request_ids()
+
+
+async def sent(port: int, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        async with asyncio.timeout(30):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+async def test_connections_to_vllms_server_are_bounded():
+    """uvicorn alone keeps a connection without a request for ever, and heads of any size."""
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    connections = Connections(ConnectionLimits(most=2, quiet_s=0.2), Service().metrics)
+    config = uvicorn.Config(
+        app, http=guarded_protocol(connections), ws="none", lifespan="off", log_config=None
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            asked = b"GET / HTTP/1.1\r\nHost: x\r\n"
+            assert (await sent(port, asked + b"Connection: close\r\n\r\n")).startswith(
+                b"HTTP/1.1 200"
+            )
+            assert await sent(port, b"") == b""
+            assert await sent(port, asked) == b""
+            with contextlib.suppress(ConnectionResetError):  # more was on its way
+                endless = await sent(port, asked + b"x: " + b"y" * (1 << 19))
+                assert endless.startswith(b"HTTP/1.1 431")
+            for _ in range(2):
+                await asyncio.open_connection("127.0.0.1", port)
+            assert (await sent(port, b"")).startswith(b"HTTP/1.1 429")
+        finally:
+            server.should_exit = True
+            await serving

@@ -115,6 +115,24 @@ class RouterSettings(Settings, frozen=True):
     api_keys: ApiKeys = ()
     open_metrics: OpenMetrics = False
     max_body_bytes: Annotated[int, Setting("larger HTTP bodies get status 413", ge=1)] = 64 << 20
+    max_arriving_bytes: Annotated[
+        int,
+        Setting("of all HTTP bodies that are not yet whole; what goes beyond gets 429", ge=1),
+    ] = 512 << 20
+    body_timeout_s: Annotated[
+        float, Setting("an HTTP body that takes longer to arrive gets status 408", gt=0)
+    ] = 60.0
+    quiet_timeout_s: Annotated[
+        float,
+        Setting("a connection that begins no HTTP request within this time is closed", gt=0),
+    ] = 30.0
+    max_connections: Annotated[
+        int,
+        Setting(
+            "HTTP connections at once, those beyond get 429; a third of the open files at most",
+            ge=1,
+        ),
+    ] = 16384
     max_samples: Annotated[
         int, Setting("a larger n gets status 400; VLLM_MAX_N_SEQUENCES wins", ge=1)
     ] = 128

@@ -11,14 +11,16 @@ extensions freely.
 """
 
 import argparse
+import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from vllm import envs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -30,10 +32,11 @@ from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.router.api_keys import ApiKeyGuard, router_keys
 from dualpath.router.asgi import App, Message, Receive, Send
+from dualpath.router.connections import Connections, Progress
 from dualpath.router.observe.dashboard.board import Dashboard
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.observe.status import ORACLE_NOTE
-from dualpath.router.requests.limits import LimitedService, RequestLimits
+from dualpath.router.requests.limits import LimitedService, RequestLimits, connection_limits
 from dualpath.router.token_api.statuses import api_error, status_of
 from dualpath.vllm.drain_signal import drained_on_sigterm
 from dualpath.vllm.frontend import DualPathLLM, ServedEngines
@@ -144,6 +147,22 @@ def add_dashboard(app: FastAPI, service: ObservedService) -> None:
     _put_first(app, "/dashboard", page)
 
 
+def guarded_protocol(connections: Connections) -> Callable[..., asyncio.Protocol]:
+    """Return what uvicorn makes for a new connection: its own protocol, with limits around it."""
+    assert AutoHTTPProtocol is not None
+
+    def protocol(**given: Any) -> asyncio.Protocol:  # noqa: ANN401 - uvicorn's own
+        return connections.guarded(lambda: AutoHTTPProtocol(**given), _progress)
+
+    return protocol
+
+
+def _progress(protocol: asyncio.Protocol) -> Progress:
+    """Look at uvicorn's request and response of a connection, None before the first."""
+    cycle = protocol.cycle  # type: ignore[attr-defined]
+    return Progress(cycle, cycle is not None and not cycle.response_complete)
+
+
 async def serve_app(app: FastAPI, args: argparse.Namespace, listener: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM; return when nothing is open any more.
 
@@ -152,6 +171,8 @@ async def serve_app(app: FastAPI, args: argparse.Namespace, listener: socket.soc
     """
     drained_on_sigterm(app.state.dualpath_service.drain)
     log_config = get_uvicorn_log_config(args)
+    service: ObservedService = app.state.dualpath_service
+    connections = Connections(connection_limits(service.settings), service.metrics)
     try:
         shutdown: Awaitable[None] = await serve_http(
             app,
@@ -166,6 +187,8 @@ async def serve_app(app: FastAPI, args: argparse.Namespace, listener: socket.soc
             h11_max_header_count=args.h11_max_header_count,
             ssl_keyfile=args.ssl_keyfile,
             ssl_certfile=args.ssl_certfile,
+            http=guarded_protocol(connections),
+            ws="none",
             **({"log_config": log_config} if log_config is not None else {}),
         )
         await shutdown

@@ -27,23 +27,27 @@ from dualpath.core.key_memory import KeyMemory
 from dualpath.laboratory.emulated.engine_client import EngineClient
 from dualpath.laboratory.emulated.http_server import (
     api_key_guard,
+    body_refused,
     error_answer,
     json_answer,
+    read_body,
     refusal_count,
     serving_app,
     until_client_leaves,
     until_signal,
 )
 from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
+from dualpath.router.connections import Connections
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.observe.dashboard.page_file import dashboard_page
-from dualpath.router.requests.limits import allow_many_streams, too_large
+from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
+from dualpath.router.requests.limits import allow_many_streams, connection_limits
 from dualpath.router.requests.prompt_limits import check_prompt, check_salt, check_token_ids
 from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.client import TokenApiClient
-from dualpath.router.token_api.statuses import TOO_LARGE, UNAVAILABLE, api_error
-from dualpath.router.token_api.wire import STREAM_END, ApiError, decode_body, server_event
+from dualpath.router.token_api.statuses import UNAVAILABLE, api_error
+from dualpath.router.token_api.wire import STREAM_END, decode_body, server_event
 from dualpath.router.turn import Turn
 
 #: W3C trace context, handed on to engines.
@@ -68,13 +72,13 @@ class FrontDoor:
 
     def __init__(self, service: RouterService) -> None:
         self._service = service
+        self._bodies = ArrivingBodies(service.settings)
         self._memory: KeyMemory | None = None
 
     def app(self) -> web.Application:
         """Return the application."""
         settings = self._service.settings
         app = web.Application(
-            client_max_size=settings.max_body_bytes,
             middlewares=[
                 refusal_count(self._service.metrics),
                 until_client_leaves,
@@ -95,11 +99,11 @@ class FrontDoor:
             # Before the body is read: a full router has no room for it either.
             if (refusal := self._service.turned_away()) is not None:
                 raise refusal
-            asked = decode_body(await request.read(), CompletionRequest)
+            body = await read_body(request, self._bodies)
+            asked = decode_body(body, CompletionRequest)
             job = await self._job(asked, request.headers)
-        except web.HTTPRequestEntityTooLarge:
-            message = too_large(self._service.settings.max_body_bytes)
-            return json_answer({"error": ApiError(message, TOO_LARGE)}, TOO_LARGE)
+        except BodyRefusedError as error:
+            return body_refused(error)
         except DualPathError as error:
             return error_answer(error)
         events = self._service.submit(job)
@@ -218,10 +222,11 @@ async def front_door(
         await turn.taken()
         stack.push_async_callback(service.stop)
         await turn.bound(service.start)
+        connections = Connections(connection_limits(settings), service.metrics)
 
         async def serve() -> int:
             return await stack.enter_async_context(
-                serving_app(FrontDoor(service).app(), host, port)
+                serving_app(FrontDoor(service).app(), host, port, connections)
             )
 
         yield f"http://{host}:{await turn.bound(serve)}", service

@@ -1,47 +1,124 @@
 """What the front door's and the engines' HTTP servers have in common; neither is vLLM's."""
 
 import asyncio
+import functools
+import logging
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.log import server_logger
 from aiohttp.typedefs import Handler, Middleware
 
-from dualpath.core.errors import ConfigError, DualPathError
+from dualpath.core.errors import BadRequestError, ConfigError, DualPathError
 from dualpath.router.api_keys import UNAUTHORIZED, ApiKeys
+from dualpath.router.connections import ConnectionLimits, Connections, GuardedConnection
 from dualpath.router.observe.metrics import RouterMetrics
+from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
 from dualpath.router.requests.limits import RETRY_AFTER_S
 from dualpath.router.token_api.statuses import LATER, api_error, status_of
+from dualpath.router.token_api.wire import ApiError
 
 #: How long open connections may take to end after a signal.
 SHUTDOWN_GRACE_S = 1.0
 #: For metrics: nobody is there to read it.
 CLIENT_LEFT = 499
+#: How long the rest of a refused body is read, so that the client sees the answer.
+LINGERING_S = 1.0
+#: Connections that wait to be taken.
+BACKLOG = 128
+
+_EXPECTED = "100-continue"
+#: What aiohttp raises for bytes that are no request.
+_OF_CLIENTS = (HttpProcessingError, web.RequestPayloadError)
+_Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 @asynccontextmanager
-async def serving_app(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
+async def serving_app(
+    app: web.Application, host: str, port: int, connections: Connections | None = None
+) -> AsyncIterator[int]:
     """Serve an application in the block; yields the port.
 
-    Raises ``ConfigError`` if the address is taken.
+    ``connections`` bounds them, by default at ``ConnectionLimits``'.  Raises ``ConfigError`` if the
+    address is taken.
     """
+    guard = Connections(ConnectionLimits()) if connections is None else connections
     runner = web.AppRunner(
-        app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_GRACE_S
+        app,
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=SHUTDOWN_GRACE_S,
+        lingering_time=LINGERING_S,
     )
     await runner.setup()
+    assert runner.server is not None
+    runner.server.request_handler = _outermost(runner.server.request_handler)
+    server_logger.addFilter(_is_ours)
     try:
         try:
-            await web.TCPSite(runner, host, port).start()
+            listener = await asyncio.get_running_loop().create_server(
+                functools.partial(guard.guarded, runner.server), host, port, backlog=BACKLOG
+            )
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"cannot listen on {host}:{port}: {getattr(error, 'strerror', error)}; free it or "
                 "choose another port"
             ) from error
-        yield int(runner.addresses[0][1])
+        try:
+            yield int(listener.sockets[0].getsockname()[1])
+        finally:
+            listener.close()
     finally:
         await runner.cleanup()
+
+
+def _outermost(handle: _Handle) -> _Handle:
+    """Return what comes before an application's routes and middlewares."""
+
+    async def handled(request: web.BaseRequest) -> web.StreamResponse:
+        # aiohttp's own answer repeats the header, and breaks where that is no UTF-8.
+        if request.headers.get("Expect", _EXPECTED).lower() != _EXPECTED:
+            return web.Response(status=417, text=f"Expect: {_EXPECTED} is all that is understood")
+        transport = request.transport
+        guarded = transport.get_protocol() if transport is not None else None
+        if not isinstance(guarded, GuardedConnection):
+            return await handle(request)  # The connection has gone.
+        with guarded.request():
+            return await handle(request)
+
+    return handled
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Filter for aiohttp's log: what is wrong with a client's bytes is no traceback here."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, _OF_CLIENTS)
+
+
+async def read_body(request: web.Request, bodies: ArrivingBodies) -> bytes:
+    """Return a request's body; raises ``BodyRefusedError`` where a limit ends it.
+
+    Raises ``BadRequestError`` for one that is not encoded as it says.
+    """
+    pieces: list[bytes] = []
+    try:
+        with bodies.one() as body:
+            while piece := await body.read(request.content.readany, len):
+                pieces.append(piece)
+    except _OF_CLIENTS as error:
+        raise BadRequestError(f"the body cannot be read: {error}; send it as JSON") from error
+    return b"".join(pieces)
+
+
+def body_refused(error: BodyRefusedError) -> web.Response:
+    """Return the answer to a body that a limit ended; the rest of it is not waited for."""
+    refused = json_answer({"error": ApiError(str(error), error.status)}, error.status)
+    refused.force_close()
+    return refused
 
 
 async def until_signal(drain: Callable[[], Awaitable[None]]) -> None:

@@ -8,6 +8,7 @@ GET  /metrics                 what was verified, where; bytes moved; CPU time by
 import asyncio
 from collections import deque
 
+import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -17,7 +18,9 @@ from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.decode import DecodeEngine
 from dualpath.laboratory.emulated.http_server import (
     api_key_guard,
+    body_refused,
     json_answer,
+    read_body,
     until_client_leaves,
 )
 from dualpath.laboratory.emulated.metrics import EngineMetrics
@@ -28,6 +31,7 @@ from dualpath.laboratory.emulated.requests import (
     Sampling,
 )
 from dualpath.router.api_keys import engine_keys
+from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
 from dualpath.router.token_api.statuses import BAD_REQUEST, UNPROCESSABLE
 from dualpath.router.token_api.wire import (
     GENERATE_PATH,
@@ -40,8 +44,13 @@ from dualpath.router.token_api.wire import (
     server_event,
 )
 
-#: A prompt of some million tokens as JSON.
-LARGEST_BODY_BYTES = 1 << 28
+
+class EngineBodies(msgspec.Struct, frozen=True):
+    """``BodyLimits`` of an engine: a prompt of some million tokens as JSON."""
+
+    max_body_bytes: int = 1 << 28
+    max_arriving_bytes: int = 1 << 30
+    body_timeout_s: float = 60.0
 
 
 class LoopBridge:
@@ -77,14 +86,12 @@ class EngineServer:
     def __init__(self, plane: DataPlane, engine: PrefillEngine | DecodeEngine) -> None:
         self._admission = Admission(plane, engine)
         self._metrics = EngineMetrics(plane)
+        self._bodies = ArrivingBodies(EngineBodies())
         self._bridge = LoopBridge(asyncio.get_running_loop())
 
     def app(self) -> web.Application:
         """Return the application."""
-        app = web.Application(
-            client_max_size=LARGEST_BODY_BYTES,
-            middlewares=[until_client_leaves, api_key_guard(engine_keys())],
-        )
+        app = web.Application(middlewares=[until_client_leaves, api_key_guard(engine_keys())])
         app.router.add_post(GENERATE_PATH, self._generate)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._scrape)
@@ -100,11 +107,13 @@ class EngineServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         try:
-            asked = decode_body(await request.read(), GenerateRequest[Sampling])
+            asked = decode_body(await read_body(request, self._bodies), GenerateRequest[Sampling])
             transfer = self._admission.transfer(asked)
             prefix = await asyncio.to_thread(self._admission.prefix, asked, transfer)
         except DualPathError as error:
             return json_answer({"error": ApiError(str(error), BAD_REQUEST)}, BAD_REQUEST)
+        except BodyRefusedError as error:
+            return body_refused(error)
         answers: asyncio.Queue[Answer] = asyncio.Queue()
         abort = self._admission.submit(asked, transfer, prefix, self._bridge.into(answers))
         try:

@@ -1,8 +1,8 @@
 """Limits on HTTP requests as they arrive, before anything is parsed; ASGI, of no framework.
 
-Bodies end at ``max_body_bytes`` (413), whether their length is declared or not.  While the service
-is full, requests that bring work get 429, while it drains 503, and with either the time after
-which to try again.  Limits on
+Bodies are bounded as they arrive (``bodies``), whether their length is declared or not.  While the
+service is full, requests that bring work get 429, while it drains 503, and with either the time
+after which to try again.  Limits on
 what a body says (prompt, ``n``) belong to whoever reads it.  All refusals are counted here, also
 those of the layers inside, which ask for API keys and read bodies.
 
@@ -16,7 +16,14 @@ import msgspec
 
 from dualpath.core.errors import TurnedAwayError
 from dualpath.router.asgi import App, Message, Receive, Send
+from dualpath.router.connections import ConnectionLimits
 from dualpath.router.observe.metrics import RouterMetrics
+from dualpath.router.requests.bodies import (
+    ArrivingBodies,
+    ArrivingBody,
+    BodyRefusedError,
+    too_large,
+)
 from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.statuses import LATER, TOO_LARGE, TOO_MANY, status_of
 
@@ -52,6 +59,7 @@ class RequestLimits:
 
     def __init__(self, app: App) -> None:
         self._app = app
+        self._bodies: ArrivingBodies | None = None
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass the call on, or refuse it."""
@@ -59,28 +67,29 @@ class RequestLimits:
             await self._app(scope, receive, send)
             return
         service: LimitedService = scope["app"].state.dualpath_service
-        call = _Call(receive, send, service)
-        if _declared_bytes(scope) > service.settings.max_body_bytes:
-            await call.refuse_body()
-        elif scope["method"] == "POST" and (error := service.turned_away()) is not None:
-            await call.refuse(status_of(error), str(error))
-        else:
-            await call.passed_to(self._app, scope)
-
-
-class _TooLargeError(Exception):
-    """Ends the reading of a body; whatever the application makes of it, the answer is 413."""
+        if self._bodies is None:
+            self._bodies = ArrivingBodies(service.settings)
+        with self._bodies.one() as body:
+            call = _Call(receive, send, service, body)
+            if _declared_bytes(scope) > (most := service.settings.max_body_bytes):
+                await call.refuse(TOO_LARGE, too_large(most))
+            elif scope["method"] == "POST" and (error := service.turned_away()) is not None:
+                await call.refuse(status_of(error), str(error))
+            else:
+                await call.passed_to(self._app, scope)
 
 
 class _Call:
     """Counts what arrives, since a chunked body declares no length, and looks at the answer."""
 
-    def __init__(self, receive: Receive, send: Send, service: LimitedService) -> None:
+    def __init__(
+        self, receive: Receive, send: Send, service: LimitedService, body: ArrivingBody
+    ) -> None:
         self._receive = receive
         self._send = send
-        self._limit_bytes = service.settings.max_body_bytes
         self._metrics = service.metrics
-        self._arrived_bytes = 0
+        self._body = body
+        self._cut: BodyRefusedError | None = None
         self._answering = False
         self._uncounted_status = 0
 
@@ -88,13 +97,10 @@ class _Call:
         try:
             await app(scope, self._counted, self._answer)
         except Exception:
-            if not self._exceeded:
+            if self._cut is None:
                 raise
-        if self._exceeded and not self._answering:
-            await self.refuse_body()
-
-    async def refuse_body(self) -> None:
-        await self.refuse(TOO_LARGE, too_large(self._limit_bytes))
+        if self._cut is not None and not self._answering:
+            await self.refuse(self._cut.status, str(self._cut))
 
     async def refuse(self, status: int, reason: str) -> None:
         start, body = refusal(status, reason)
@@ -102,19 +108,22 @@ class _Call:
         await self._send(start)
         await self._send(body)
 
-    @property
-    def _exceeded(self) -> bool:
-        return self._arrived_bytes > self._limit_bytes
-
     async def _counted(self) -> Message:
-        message = await self._receive()
-        self._arrived_bytes += len(message.get("body", b""))
-        if self._exceeded:
-            raise _TooLargeError
+        if self._cut is not None:
+            raise self._cut
+        if not self._body.arriving:
+            return await self._receive()
+        try:
+            message = await self._body.read(self._receive, _body_bytes)
+        except BodyRefusedError as error:
+            self._cut = error
+            raise
+        if not message.get("more_body", False):
+            self._body.end()
         return message
 
     async def _answer(self, message: Message) -> None:
-        if self._exceeded and not self._answering:
+        if self._cut is not None and not self._answering:
             return  # What the application says of a body cut off; ours follows.
         if message["type"] == "http.response.start":
             self._answering = True
@@ -127,15 +136,11 @@ class _Call:
         await self._send(message)
 
 
+def _body_bytes(message: Message) -> int:
+    return len(message.get("body", b""))
+
+
 _RETRY_AFTER = (b"retry-after", str(RETRY_AFTER_S).encode())
-
-
-def too_large(limit_bytes: int) -> str:
-    """Return the message for a body that is too large."""
-    return (
-        f"the body has more than {limit_bytes} bytes, the most this router takes; send less or "
-        "raise --max-body-bytes"
-    )
 
 
 def _declared_bytes(scope: Message) -> int:
@@ -161,6 +166,13 @@ def allow_many_streams() -> None:
     """Raise this process's soft limit on open files to ``WANTED_OPEN_FILES`` or the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (raised_limit(soft, hard), hard))
+
+
+def connection_limits(settings: RouterSettings) -> ConnectionLimits:
+    """Return the limits of a router's server: a stream may need two more files, at its engines."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = settings.max_connections if files == resource.RLIM_INFINITY else files // 3
+    return ConnectionLimits(min(settings.max_connections, allowed), settings.quiet_timeout_s)
 
 
 def raised_limit(soft: int, hard: int) -> int:

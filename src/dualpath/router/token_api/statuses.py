@@ -31,6 +31,8 @@ from dualpath.router.requests.refusals import PROMPT_PARAMETER
 from dualpath.router.token_api.wire import ApiError
 
 BAD_REQUEST = 400
+#: A body came too slowly.
+TIMED_OUT_BODY = 408
 TOO_LARGE = 413
 #: KV that an emulated engine found to be wrong: the test has failed, nothing may hide it.
 UNPROCESSABLE = 422
