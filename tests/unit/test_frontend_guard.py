@@ -264,34 +264,41 @@ async def sent(port: int, request: bytes) -> bytes:
         writer.close()
 
 
-async def test_connections_to_vllms_server_are_bounded():
-    """uvicorn alone keeps a connection without a request for ever, and heads of any size."""
-
+@contextlib.asynccontextmanager
+async def uvicorn_with(limits: ConnectionLimits):
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    connections = Connections(ConnectionLimits(most=2, quiet_s=0.2), Service().metrics)
-    config = uvicorn.Config(
-        app, http=guarded_protocol(connections), ws="none", lifespan="off", log_config=None
-    )
+    guarded_by = guarded_protocol(Connections(limits, Service().metrics))
+    config = uvicorn.Config(app, http=guarded_by, ws="none", lifespan="off", log_config=None)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            asked = b"GET / HTTP/1.1\r\nHost: x\r\n"
-            assert (await sent(port, asked + b"Connection: close\r\n\r\n")).startswith(
-                b"HTTP/1.1 200"
-            )
-            assert await sent(port, b"") == b""
-            assert await sent(port, asked) == b""
-            with contextlib.suppress(ConnectionResetError):  # more was on its way
-                endless = await sent(port, asked + b"x: " + b"y" * (1 << 19))
-                assert endless.startswith(b"HTTP/1.1 431")
-            for _ in range(2):
-                await asyncio.open_connection("127.0.0.1", port)
-            assert (await sent(port, b"")).startswith(b"HTTP/1.1 429")
+            yield listener.getsockname()[1]
         finally:
             server.should_exit = True
             await serving
+
+
+HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
+
+
+async def test_connections_without_a_request_end_at_vllms_server():
+    """uvicorn alone keeps them for ever, and takes heads of any size."""
+    async with uvicorn_with(ConnectionLimits(quiet_s=0.2)) as port:
+        answer = await sent(port, HEAD + b"Connection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert await sent(port, b"") == b""
+        assert await sent(port, HEAD) == b""
+        with contextlib.suppress(ConnectionResetError):  # more was on its way
+            answer = await sent(port, HEAD + b"x: " + b"y" * (1 << 19))
+            assert b"200" not in answer
+
+
+async def test_connections_to_vllms_server_are_bounded():
+    async with uvicorn_with(ConnectionLimits(most=1)) as port:
+        _, first = await asyncio.open_connection("127.0.0.1", port)
+        assert (await sent(port, b"")).startswith(b"HTTP/1.1 429")
+        first.close()
