@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.models.prepared import STAMP_FILE, cache_directory, prepare, read_stamp
+from dualpath.engine.cache_directory import cache_directory
+from dualpath.laboratory.models.prepared import STAMP_FILE, prepare, read_stamp
 
 STAMP: dict[str, str | int] = {"model": "a", "version": 1}
 

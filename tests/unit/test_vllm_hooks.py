@@ -288,6 +288,8 @@ def engine_config(budgets=None, **cache):
     } | (budgets or {})
     return SimpleNamespace(
         parallel_config=ParallelConfig(),
+        model_config=SimpleNamespace(is_diffusion=False, is_encoder_decoder=False),
+        weight_transfer_config=None,
         kv_transfer_config=KVTransferConfig(kv_connector_extra_config=EXTRA),
         cache_config=SimpleNamespace(**cache),
         scheduler_config=SimpleNamespace(
@@ -344,6 +346,21 @@ def test_ranks_with_a_server_each_never_have_one_name():
         names.add((rank, settings_of(config).engine_id))
     assert names == {(0, "pe-0-dp0"), (1, "pe-0-dp1")}
     assert settings_of(engine_config()).engine_id == "pe-0"
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "message"),
+    [
+        ("model_config", "is_diffusion", "changes with what follows"),
+        ("model_config", "is_encoder_decoder", "encoder's input"),
+        (None, "weight_transfer_config", "weights change under stored KV"),
+    ],
+)
+def test_kv_that_is_no_function_of_the_tokens_before_is_refused(part, field, message):
+    config = engine_config()
+    setattr(getattr(config, part) if part else config, field, True)
+    with pytest.raises(ConfigError, match=message):
+        check_engine_config(config, SETTINGS, ONE_GROUP)
 
 
 def test_vllm_must_fail_what_a_prefill_engine_refuses():

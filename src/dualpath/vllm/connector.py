@@ -208,6 +208,7 @@ def check_engine_config(
         problems.append(
             f"{len(cache.kv_cache_groups)} KV cache groups; dualpath serves models with one"
         )
+    problems += _model_problems(config)
     problems += _parallel_problems(config.parallel_config)
     algorithm = config.cache_config.prefix_caching_hash_algo
     if algorithm != HASH_ALGORITHM:
@@ -230,6 +231,21 @@ def check_engine_config(
             + f"; the vLLM plugin {PLUGIN!r} adds what is left out, if dualpath is installed and "
             "VLLM_PLUGINS allows it"
         )
+
+
+def _model_problems(config: "VllmConfig") -> list[str]:
+    """Name what makes a block's KV depend on more than the tokens that its key stands for."""
+    model = config.model_config
+    found = {
+        "a diffusion model, whose KV changes with what follows": model.is_diffusion,
+        "an encoder and a decoder, whose KV depends on the encoder's input": (
+            model.is_encoder_decoder
+        ),
+        "weight_transfer_config, so that weights change under stored KV; leave it out": (
+            config.weight_transfer_config is not None
+        ),
+    }
+    return [problem for problem, there in found.items() if there]
 
 
 def _parallel_problems(parallel: "ParallelConfig") -> list[str]:

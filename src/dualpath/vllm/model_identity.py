@@ -1,67 +1,219 @@
-"""What makes the KV of two engines interchangeable: the identity of a model and of its layout."""
+"""What makes the KV of two engines interchangeable: the identity of a model and of its layout.
+
+A block's key says which tokens; this says which *function* of tokens.  In it is whatever changes KV
+by more than rounding: weights, effective configuration, quantization, and the few settings and
+variables of vLLM that replace the computation.  Not in it is what changes KV by rounding only, such
+as kernels, batch sizes, parallelism or the GPU: the KV of one prompt differs so between two runs of
+one engine.  docs/reference/namespaces.md is the list; a test holds every field of vLLM's
+configuration against it.
+"""
 
 import hashlib
 import json
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
+from vllm import envs
 from vllm.platforms import current_platform
 
+from dualpath.core.errors import ConfigError
+from dualpath.vllm.weight_digest import files_digest
+
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-_SAMPLE_BYTES = 1 << 16
+#: Fields of vLLM's configuration that change KV, by its part; ``ModelConfig`` has more below.
+KV_FIELDS = {
+    "model_config": (
+        "disable_sliding_window",
+        "model_class_overrides",
+        "quantization",
+        "quantization_config",
+    ),
+    "cache_config": ("kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill", "swa_bounded_replay"),
+    "attention_config": ("hisparse_config", "indexer_kv_dtype", "use_non_causal"),
+}
+#: Variables of vLLM under which other numbers are computed, not the same ones in another order:
+#: activations in fewer bits, simulated routing, another form of attention or of its cache.
+KV_VARIABLES = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MLA_DISABLE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+    "VLLM_ROCM_USE_AITER_FP4BMM",
+    "VLLM_ROCM_USE_AITER_FP8BMM",
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+    "VLLM_TEST_FORCE_LOAD_FORMAT",
+    "VLLM_USE_DEEP_GEMM_E8M0",
+)
+
 #: What transformers adds to a configuration: where it was read, and by which version.
-_NOT_OF_THE_MODEL = frozenset({"_name_or_path", "transformers_version"})
+_NOT_OF_THE_MODEL = frozenset({"_commit_hash", "_name_or_path", "transformers_version"})
+_SAFETENSORS = ".safetensors"
+_WEIGHT_SUFFIXES = (_SAFETENSORS, ".bin", ".pt", ".pth", ".gguf")
+#: Ways to load a folder that read its safetensors if it has any, and nothing beside them.
+_LOADS_SAFETENSORS = frozenset(
+    {"auto", "fastsafetensors", "hf", "instanttensor", "runai_streamer", "safetensors"}
+)
+#: Ways to load a folder that may read any of its weight files.
+_LOADS_FILES = frozenset({"mistral", "npcache", "pt", "runai_streamer_sharded", "sharded_state"})
+#: Random weights, the same wherever they are made.
+_DUMMY = "dummy"
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 
-def model_fingerprint(model: "ModelConfig") -> str:
-    """Name a model by what makes its KV, wherever it lies: weights and effective configuration.
+def model_fingerprint(config: "VllmConfig") -> str:
+    """Name a model by what makes its KV, wherever it lies and whatever serves it.
 
-    The configuration is what is left of the model's own after ``--hf-overrides`` (RoPE scaling,
-    say), with the quantization that is applied while loading.  Weights are those of a hub model's
-    name and revision; of a local folder, the weight files' names and sizes and the first and last
-    64 KiB of each.
+    The last part of the model's name stands before the digest, for people.  Reads all weights, once
+    per machine.  Raises ``ConfigError`` for a model whose weights cannot be told from others.
     """
-    digest = hashlib.sha256(_effective_config(model))
-    folder = Path(model.model)
-    if folder.is_dir():
-        name = folder.name
-        _add_weights(digest, folder)
-    else:
-        name = f"{model.model}@{model.revision or 'main'}"
-    return f"{name}-{digest.hexdigest()[:12]}"
-
-
-def _effective_config(model: "ModelConfig") -> bytes:
-    config = {
-        key: value
-        for key, value in model.hf_config.to_dict().items()
-        if key not in _NOT_OF_THE_MODEL
+    model = config.model_config
+    content: dict[str, Any] = {
+        "model": _model(model, config.load_config),
+        "settings": {
+            part: {field: getattr(getattr(config, part), field) for field in fields}
+            for part, fields in KV_FIELDS.items()
+        },
+        "platform": config.additional_config,
+        "engram": config.engram_config,
+        "variables": {name: getattr(envs, name) for name in KV_VARIABLES},
+        "draft": _draft(config),
     }
-    content = {"config": config, "quantization": model.quantization}
-    return json.dumps(content, sort_keys=True, default=str).encode()
+    text = json.dumps(content, sort_keys=True, default=str)
+    return f"{_name(model)}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def _add_weights(digest: "hashlib._Hash", folder: Path) -> None:
-    for file in sorted(folder.iterdir()):
-        if file.suffix in _WEIGHT_SUFFIXES:
-            size = file.stat().st_size
-            digest.update(f"{file.name}:{size}".encode())
-            with file.open("rb") as stream:
-                digest.update(stream.read(_SAMPLE_BYTES))
-                stream.seek(max(size - _SAMPLE_BYTES, 0))
-                digest.update(stream.read(_SAMPLE_BYTES))
+def kv_layout(config: "VllmConfig", layer_names: Sequence[str]) -> str:
+    """Name how bytes lie within a Layer Block, by what the layers' attention came to be.
 
-
-def kv_layout(config: "VllmConfig", backend: str) -> str:
-    """Name how bytes lie within a Layer Block.
-
-    The CPU backend packs KV for the instruction set it finds, so that set is part of the layout.
+    The CPU backend packs KV for the instruction set it finds.  The layout inside a block is vLLM's
+    own and has no version, so its release stands for one: KV of another release is not read.
     """
     device = current_platform.device_type
     packing = torch.backends.cpu.get_cpu_capability() if device == "cpu" else "native"
-    layout = config.cache_config.cache_dtype
-    return f"{device}-{packing}-{backend}-{layout}"
+    layers = config.compilation_config.static_forward_context
+    attention = {
+        f"{layer.get_attn_backend().get_name()}.{layer.kv_cache_dtype}"
+        for layer in (layers[name] for name in layer_names)
+    }
+    order = config.cache_config.get_resolved_kv_cache_layout().name
+    release = vllm.__version__.split("+")[0]
+    return f"{device}-{packing}-{'+'.join(sorted(attention))}-{order}-vllm{release}"
+
+
+def _name(model: "ModelConfig") -> str:
+    """Return the last part of a model's name, also where vLLM names the hub's cache (offline)."""
+    path = Path(model.model_weights or model.model)
+    if path.parent.name == "snapshots":
+        return path.parent.parent.name.rpartition("--")[2]
+    return path.name
+
+
+def _model(model: "ModelConfig", load: "LoadConfig") -> dict[str, Any]:
+    """Return what a model computes with: architecture, configuration, weights, its own code."""
+    hf_config = model.hf_config.to_dict()
+    return {
+        "architecture": model.architecture,
+        "config": {k: v for k, v in hf_config.items() if k not in _NOT_OF_THE_MODEL},
+        "beyond_original_length": _beyond_original_length(model),
+        "code": _code(model, load) if model.trust_remote_code else None,
+        "weights": _weights(model, load),
+    }
+
+
+def _beyond_original_length(model: "ModelConfig") -> list[bool]:
+    """Return which of its two sets of factors longrope takes: by the longest context, once.
+
+    All other kinds of RoPE scaling, dynamic NTK too, depend in vLLM on the configuration only.
+    """
+    parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
+    return [
+        model.max_model_len > kind["original_max_position_embeddings"]
+        for kind in kinds
+        if kind.get("rope_type") == "longrope"
+    ]
+
+
+def _draft(config: "VllmConfig") -> dict[str, Any] | None:
+    """Return the draft model, whose layers' KV lies with the target's; n-grams have none."""
+    speculative = config.speculative_config
+    if speculative is None or not speculative.uses_draft_kv_cache():
+        return None
+    return _model(speculative.draft_model_config, config.load_config)
+
+
+def _weights(model: "ModelConfig", load: "LoadConfig") -> str:
+    if load.load_format == _DUMMY:
+        return _DUMMY
+    if model.model_weights:
+        return f"{model.model_weights}@{model.revision}"  # an object store's URI
+    if load.load_format in _LOADS_SAFETENSORS | _LOADS_FILES:
+        if (folder := _folder(model, load)) is None:
+            if _COMMIT.fullmatch(model.revision or ""):
+                return f"{model.model}@{model.revision}"
+        elif files := _weight_files(folder, str(load.load_format)):
+            return f"sha256:{_digest(model, files)}"
+    raise ConfigError(
+        f"model {model.model!r} at revision {model.revision!r}, loaded as {load.load_format}: its "
+        "weights are neither files of a folder nor of the hub's cache, so that its stored KV could "
+        "be taken for that of other weights; give --model a folder, or --revision a whole commit, "
+        "and --load-format auto"
+    )
+
+
+def _code(model: "ModelConfig", load: "LoadConfig") -> list[str | None]:
+    """Return what distinguishes Python that comes with the model: it may compute its layers."""
+    folder = _folder(model, load)
+    files = sorted(folder.glob("*.py")) if folder is not None and folder.is_dir() else []
+    return [model.code_revision, _digest(model, files)]
+
+
+def _digest(model: "ModelConfig", files: Iterable[Path]) -> str:
+    try:
+        return files_digest(files)
+    except OSError as error:
+        raise ConfigError(
+            f"model {model.model!r}: {error}; its files must be readable, since stored KV is known "
+            "by them"
+        ) from error
+
+
+def _folder(model: "ModelConfig", load: "LoadConfig") -> Path | None:
+    """Return where a model's files lie, which may be one file; None if that is not known."""
+    if (path := Path(model.model)).exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            model.model,
+            revision=model.revision,
+            cache_dir=load.download_dir,
+            local_files_only=True,
+        )
+    except (OSError, ValueError):
+        return None
+    return Path(found)
+
+
+def _weight_files(folder: Path, load_format: str) -> list[Path]:
+    if folder.is_file():
+        return [folder]
+    files = [file for file in folder.iterdir() if file.suffix in _WEIGHT_SUFFIXES]
+    safetensors = [file for file in files if file.suffix == _SAFETENSORS]
+    return safetensors if safetensors and load_format in _LOADS_SAFETENSORS else files

@@ -73,11 +73,10 @@ class WorkerSide:
             membership.leave()
 
     def _namespace(self) -> StoreNamespace:
-        backend = self._config.attention_config.backend
         return StoreNamespace(
-            model=model_fingerprint(self._config.model_config),
+            model=model_fingerprint(self._config),
             dtype=str(self._config.model_config.dtype).removeprefix("torch."),
-            layout=kv_layout(self._config, str(backend)),
+            layout=kv_layout(self._config, list(self._layers)),
             geometry=self.geometry,
             mode="kv" if self._settings.mode.moves_bytes else "oracle",
         )

@@ -6,7 +6,6 @@ and by which version of its converter; another stamp means that the directory is
 """
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -17,18 +16,6 @@ from dualpath.core.errors import ConfigError
 STAMP_FILE = "dualpath-model.json"
 
 Stamp = Mapping[str, str | int]
-
-
-def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory for models made by dualpath; it need not exist.
-
-    `$DUALPATH_CACHE`, else `$XDG_CACHE_HOME/dualpath`, else `~/.cache/dualpath`.
-    """
-    if environment.get("DUALPATH_CACHE"):
-        return Path(environment["DUALPATH_CACHE"]).expanduser().absolute()
-    if environment.get("XDG_CACHE_HOME"):
-        return Path(environment["XDG_CACHE_HOME"]).absolute() / "dualpath"
-    return Path.home() / ".cache" / "dualpath"
 
 
 def prepare(directory: Path, stamp: Stamp, build: Callable[[Path], None]) -> Path:

@@ -17,7 +17,8 @@ import numpy
 from numpy.typing import NDArray
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.models.prepared import cache_directory, prepare
+from dualpath.engine.cache_directory import cache_directory
+from dualpath.laboratory.models.prepared import prepare
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor

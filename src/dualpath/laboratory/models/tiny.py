@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.models.prepared import cache_directory, prepare
+from dualpath.engine.cache_directory import cache_directory
+from dualpath.laboratory.models.prepared import prepare
 from dualpath.laboratory.models.smollm2 import CHAT_TEMPLATE
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ are drawn wide, as in ``models.tiny``, so that the greedy token depends on the w
 
 from pathlib import Path
 
-from dualpath.laboratory.models.prepared import cache_directory, prepare
+from dualpath.engine.cache_directory import cache_directory
+from dualpath.laboratory.models.prepared import prepare
 from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS, train_tokenizer
 
 LAYERS = 4
