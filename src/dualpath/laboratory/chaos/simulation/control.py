@@ -10,6 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from dualpath.core.control import decode_engine_message, decode_router_message
 from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
 from dualpath.laboratory.chaos.simulation.threads import SimThreads, Waiting
 from dualpath.laboratory.chaos.simulation.world import World
@@ -184,10 +185,12 @@ class EngineConnection:
 
     def _reach_router(self, frame: bytes) -> None:
         if self._identity is not None and self._network.router is not None:
+            self._world.detail(self.engine, lambda: f"→ router {_said(frame, engine=True)}")
             self._network.router.arrive(self._identity, frame)
 
     def _arrive(self, frame: bytes) -> None:
         if self._threads.process.alive:
+            self._world.detail(self.engine, lambda: f"← router {_said(frame, engine=False)}")
             self._inbox.append(frame)
             self.wake()
 
@@ -227,3 +230,8 @@ class Wire:
     def cut(self) -> None:
         """Lose what is under way."""
         self._cuts += 1
+
+
+def _said(frame: bytes, *, engine: bool) -> str:
+    decoded = decode_engine_message(frame) if engine else decode_router_message(frame)
+    return str(decoded)[:300]

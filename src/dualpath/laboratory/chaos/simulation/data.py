@@ -67,6 +67,7 @@ class SimTransfer:
             faults.to_fail -= 1
             self._broken = "the adversary broke it"
             world.note("transfer", f"{self} fails after {delay_s:.3f} s")
+        world.detail("transfer", lambda: f"{self} begins, {delay_s:.4f} s")
         half = len(self._writes.pieces) // 2
         world.after(delay_s / 2, lambda: self._move(0, half))
         world.after(delay_s, lambda: self._land(half))

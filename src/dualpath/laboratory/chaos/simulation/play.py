@@ -48,7 +48,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def play(seed: int, *, story: bool = False, kinds: Sequence[Kind] = KINDS) -> Outcome:
     """Play the run of a seed, with faults of these kinds."""
-    world = World(seed)
+    world = World(seed, telling=story)
     with _logged(world):
         try:
             return _Run(world, kinds).play(story)

@@ -35,11 +35,13 @@ class World:
     ``problems`` are what must never be true; a run goes on after one.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, telling: bool = False) -> None:
         self.seed = seed
+        self.telling = telling
         self.chance = Random(seed)
         self.now_s = _START_S
         self.story: list[tuple[float, str, str]] = []
+        self._details: list[tuple[float, str, str]] = []
         self.problems: list[str] = []
         self.events = 0
         self._queue: list[tuple[float, int, Timer]] = []
@@ -64,6 +66,11 @@ class World:
     def note(self, who: str, what: str) -> None:
         """Tell the story."""
         self.story.append((self.elapsed_s, who, what))
+
+    def detail(self, who: str, what: Callable[[], str]) -> None:
+        """Tell more, to who asked for the story; the run's digest does not depend on it."""
+        if self.telling:
+            self._details.append((self.elapsed_s, who, what()))
 
     def problem(self, what: str) -> None:
         """Something happened that must not."""
@@ -101,12 +108,16 @@ class World:
 
     def digest(self) -> str:
         """Name the story: equal for equal runs."""
-        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()[:16]
+        return hashlib.sha256("\n".join(_lines(self.story)).encode()).hexdigest()[:16]
 
     def lines(self) -> Iterable[str]:
         """Return the story as lines, with virtual times."""
-        for when_s, who, what in self.story:
-            yield f"{when_s:11.6f}  {who:<12} {what}"
+        return _lines(sorted(self.story + self._details, key=lambda line: line[0]))
+
+
+def _lines(story: Iterable[tuple[float, str, str]]) -> Iterable[str]:
+    for when_s, who, what in story:
+        yield f"{when_s:11.6f}  {who:<12} {what}"
 
 
 class Process:
