@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from dualpath.core import control
+from dualpath.core.cluster import HostProcess
 from dualpath.core.control import Writer
 from dualpath.core.errors import EngineRefusedError, IncompatibleError
 from dualpath.core.sessions import HEARTBEAT_S, Action, Event
+from dualpath.engine.host_process import is_gone
 from dualpath.router.control.control_socket import ControlSocket, ZmqControlSocket
 from dualpath.router.control.registry import EngineInfo, EngineState, Registry
 from dualpath.router.control.witnesses import Witnesses
@@ -54,7 +56,7 @@ class ControlServer:
     """Owns the socket and the sessions; the ``Registry`` holds what it learns of engines.
 
     Without ``socket`` it is ZMQ's.  ``epoch`` names this process of the router; by default it is
-    drawn.
+    drawn.  ``is_gone`` says whether a process of this machine has ended.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class ControlServer:
         engine_timeout_s: float,
         socket: ControlSocket | None = None,
         epoch: str = "",
+        is_gone: Callable[[HostProcess], bool] = is_gone,
     ) -> None:
         self._registry = registry
         self._listener = listener
@@ -78,7 +81,7 @@ class ControlServer:
         self._socket = socket or ZmqControlSocket()
         self._epoch = epoch or uuid.uuid4().hex
         self._sessions = itertools.count(1)
-        self._witnesses = Witnesses(registry, self.send)
+        self._witnesses = Witnesses(registry, self.send, is_gone)
         self.address = ""
 
     async def start(self, host: str, port: int, secret: ClusterSecret | None = None) -> None:

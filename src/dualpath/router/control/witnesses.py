@@ -8,23 +8,33 @@ prefill engine itself comes back under its ``engine_id``.
 
 from collections.abc import Callable, Iterable
 
+from dualpath.core.cluster import HostProcess
 from dualpath.core.control import IsGone, RouterMessage, Writer
 from dualpath.engine.host_process import is_gone
 from dualpath.router.control.registry import Registry
 
 
 class Witnesses:
-    """Asks about processes; ``send`` reaches an engine, which answers ``Gone`` or nothing."""
+    """Asks about processes; ``send`` reaches an engine, which answers ``Gone`` or nothing.
 
-    def __init__(self, registry: Registry, send: Callable[[str, RouterMessage], None]) -> None:
+    ``is_gone`` is the word of the router's own machine.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        send: Callable[[str, RouterMessage], None],
+        is_gone: Callable[[HostProcess], bool] = is_gone,
+    ) -> None:
         self._registry = registry
         self._send = send
+        self._is_gone = is_gone
 
     def ask(self, writers: Iterable[Writer]) -> list[Writer]:
         """Return those that this machine knows to be gone; ask engines about the others."""
         gone = []
         for writer in writers:
-            if is_gone(writer.process):
+            if self._is_gone(writer.process):
                 gone.append(writer)
             elif (witness := self._neighbour(writer)) is not None:
                 self._send(witness, IsGone(writer))

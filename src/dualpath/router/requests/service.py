@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+from dualpath.core.cluster import HostProcess
 from dualpath.core.control import EngineMessage, Released, Report, Writer
 from dualpath.core.errors import (
     BadRequestError,
@@ -17,6 +18,7 @@ from dualpath.core.errors import (
     OverloadedError,
     TurnedAwayError,
 )
+from dualpath.engine.host_process import is_gone
 from dualpath.router.context import RouterContext
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.control_socket import ControlSocket
@@ -42,8 +44,9 @@ class RouterService:
 
     ``clock`` gives seconds and must be monotonic; limits on waits follow the event loop's own time,
     which live is the same.  ``control_socket`` is where engines register, by default ZMQ's.
-    ``records`` holds the latest finished
-    requests with the times of their stages.
+    ``epoch`` names this process of the router, by default it is drawn; ``is_gone`` says whether a
+    process of this machine has ended.  ``records`` holds the latest finished requests with the
+    times of their stages.
     """
 
     def __init__(
@@ -52,11 +55,19 @@ class RouterService:
         engine_calls: EngineCalls,
         clock: Callable[[], float] = time.monotonic,
         control_socket: ControlSocket | None = None,
+        epoch: str = "",
+        is_gone: Callable[[HostProcess], bool] = is_gone,
     ) -> None:
         self.settings = settings
         self.registry = Registry(self.settings.mode)
         self.server = ControlServer(
-            self.registry, self, clock, self.settings.engine_timeout_s, control_socket
+            self.registry,
+            self,
+            clock,
+            self.settings.engine_timeout_s,
+            control_socket,
+            epoch,
+            is_gone,
         )
         self.metrics = RouterMetrics(self.registry, self.server.refusals, clock)
         self.context = RouterContext(

@@ -11,6 +11,9 @@ from dualpath.laboratory.chaos.simulation.world import Process, World
 
 #: Faults begin within this time.
 FAULTS_WITHIN_S = 1.2
+#: Transfers take that much longer: less, and more, than any deadline.
+_STALL_S = (0.5, 8.0)
+_HANG_S = (32.0, 50.0)
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -67,6 +70,10 @@ class Adversary:
         if self.cluster.engines[engine_id].process.alive:
             self.cluster.restart_engine(engine_id, self._pause_s())
 
+    def lose_engine(self) -> None:
+        """SIGKILL, and nobody starts the next process."""
+        self.cluster.lose_engine(self._some_engine())
+
     def terminate_engine(self) -> None:
         """SIGTERM; the supervisor starts the next process once this one has ended."""
         engine = self.cluster.engines[self._some_engine()]
@@ -115,6 +122,10 @@ class Adversary:
             connection.stalled_until_s = self.world.now_s + self._pause_s()
             self.world.note(connection.engine, "its control connection stalls")
 
+    def duplicate_control(self) -> Callable[[], None]:
+        """Some frames come twice."""
+        return self._set(self.cluster.shared.control, "duplicated", 0.3)
+
     def reset_call(self) -> None:
         """A call of the router to an engine is reset."""
         if calls := list(self.cluster.shared.http.calls):
@@ -145,7 +156,14 @@ class Adversary:
 
     def stalling_transfers(self) -> Callable[[], None]:
         """Some transfers take long."""
+        self.cluster.shared.transfer_faults.stall_s = _STALL_S
         return self._set(self.cluster.shared.transfer_faults, "to_stall", self._some())
+
+    def hanging_transfers(self) -> Callable[[], None]:
+        """A transfer takes longer than anybody waits."""
+        faults = self.cluster.shared.transfer_faults
+        faults.stall_s = _HANG_S
+        return self._set(faults, "to_stall", 1)
 
     def failing_transfers(self) -> Callable[[], None]:
         """Some transfers fail."""
@@ -168,12 +186,14 @@ class Adversary:
 
 KINDS = (
     Kind("kill an engine", Adversary.kill_engine),
+    Kind("lose an engine", Adversary.lose_engine),
     Kind("terminate an engine", Adversary.terminate_engine),
     Kind("stop an engine", Adversary.stop_engine),
     Kind("kill the router", Adversary.kill_router),
     Kind("stop the router", Adversary.stop_router),
     Kind("reset a control connection", Adversary.reset_control),
     Kind("stall a control connection", Adversary.stall_control),
+    Kind("duplicate control messages", Adversary.duplicate_control),
     Kind("reset a call to an engine", Adversary.reset_call),
     Kind("let a client leave", Adversary.client_leaves),
     Kind("slow storage", Adversary.slow_storage),
@@ -181,5 +201,6 @@ KINDS = (
     Kind("full storage", Adversary.full_storage),
     Kind("rotting storage", Adversary.rotting_storage),
     Kind("stalling transfers", Adversary.stalling_transfers),
+    Kind("hanging transfers", Adversary.hanging_transfers),
     Kind("failing transfers", Adversary.failing_transfers),
 )

@@ -39,10 +39,11 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     hbm_blocks: int
     layer_buffers: int
     router: RouterSettings
+    hosts: int
 
 
 class Cluster:
-    """``engines`` and ``router`` are the processes of now."""
+    """``engines`` and ``router`` are the processes of now, on ``hosts`` machines in turn."""
 
     def __init__(self, world: World, settings: ClusterSettings) -> None:
         self.world = world
@@ -50,6 +51,7 @@ class Cluster:
         self.shared = Shared(world)
         self.engines: dict[str, SimEngine] = {}
         self._starts: dict[str, int] = {}
+        self._hosts: dict[str, str] = {}
         self.router = self._start_router()
         for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
             for index in range(count):
@@ -62,6 +64,18 @@ class Cluster:
         role = engine.settings.engine.role
         self.world.after(after_s, lambda: self._start_engine(role, engine_id))
 
+    def lose_engine(self, engine_id: str) -> bool:
+        """Kill an engine for good where another of its role, and one on its machine, live on."""
+        engine = self.engines[engine_id]
+        others = [e for e in self.engines.values() if e is not engine and e.process.alive]
+        spare = any(e.settings.engine.role is engine.settings.engine.role for e in others)
+        seen = any(e.host == engine.host for e in others) or self._host("router") == engine.host
+        if not engine.process.alive or not spare or not seen:
+            return False
+        engine.kill()
+        del self.engines[engine_id]
+        return True
+
     def replace_ended_engine(self, engine_id: str, after_s: float) -> None:
         """Start the next process of an engine once the one of now has ended."""
         engine = self.engines[engine_id]
@@ -69,7 +83,7 @@ class Cluster:
         def look() -> None:
             if engine.process.alive:
                 self.world.after(0.1, look)
-            elif self.engines[engine_id] is engine:
+            elif self.engines.get(engine_id) is engine:
                 self.restart_engine(engine_id, after_s)
 
         look()
@@ -92,13 +106,18 @@ class Cluster:
         self.router = self._start_router()
 
     def _start_router(self) -> SimRouter:
-        return SimRouter(self.shared, self.settings.router, self._start("router"))
+        return SimRouter(
+            self.shared, self.settings.router, self._start("router"), self._host("router")
+        )
 
     def _start_engine(self, role: Role, engine_id: str) -> None:
         settings = _engine_settings(self.settings, role, engine_id)
-        engine = SimEngine(self.shared, settings, self._start(engine_id))
+        engine = SimEngine(self.shared, settings, self._start(engine_id), self._host(engine_id))
         self.engines[engine_id] = engine
         self.shared.http.servers[settings.engine.api_url] = engine
+
+    def _host(self, name: str) -> str:
+        return self._hosts.setdefault(name, f"host-{len(self._hosts) % self.settings.hosts}")
 
     def _start(self, name: str) -> int:
         self._starts[name] = self._starts.get(name, 0) + 1

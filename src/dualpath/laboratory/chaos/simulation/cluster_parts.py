@@ -3,11 +3,12 @@
 from typing import TYPE_CHECKING
 
 from dualpath.core.blocks import StoreNamespace
+from dualpath.core.cluster import HostProcess
 from dualpath.laboratory.chaos.simulation.api import HttpNetwork
 from dualpath.laboratory.chaos.simulation.blocks import StorageFaults
 from dualpath.laboratory.chaos.simulation.control import ControlNetwork
 from dualpath.laboratory.chaos.simulation.data import TransferFaults
-from dualpath.laboratory.chaos.simulation.world import World
+from dualpath.laboratory.chaos.simulation.world import Process, World
 from dualpath.storage.memory import MemoryStorage
 from dualpath.transport.in_process import InProcessFabric
 
@@ -27,6 +28,19 @@ class Shared:
         self.storage_faults = StorageFaults()
         self.agents: dict[str, SimEngine] = {}
         self._storages: dict[str, MemoryStorage] = {}
+        self._processes: dict[HostProcess, Process] = {}
+
+    def process(self, name: str, host: str) -> tuple[Process, HostProcess]:
+        """Start a process on a machine; return it, and how that machine knows it."""
+        process = Process(self.world, name)
+        number = len(self._processes) + 1
+        known = HostProcess(host=host, pid=number, start_ticks=number)
+        self._processes[known] = process
+        return process, known
+
+    def is_gone(self, host: str, asked: HostProcess) -> bool:
+        """Whether a machine sees that a process has ended; False for one of another machine."""
+        return asked.host == host and not self._processes[asked].alive
 
     def storage(self, namespace: StoreNamespace) -> MemoryStorage:
         """Return the storage of all engines of a namespace."""

@@ -1,5 +1,6 @@
 """One process of an emulated engine in a simulated cluster, with everything real but time."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -16,7 +17,6 @@ from dualpath.laboratory.chaos.simulation.blocks import SimStorage
 from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
 from dualpath.laboratory.chaos.simulation.data import SimTransport
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
-from dualpath.laboratory.chaos.simulation.world import Process
 from dualpath.laboratory.emulated.admission import Admission
 from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.decode import DecodeEngine
@@ -32,12 +32,13 @@ from dualpath.transport.memory import address_of
 class SimEngine:
     """An engine from the start of its process to its end; ``name`` says which start it is."""
 
-    def __init__(self, shared: Shared, settings: EmulatedSettings, start: int) -> None:
+    def __init__(self, shared: Shared, settings: EmulatedSettings, start: int, host: str) -> None:
         self.settings = settings
         self.engine_id = settings.engine.engine_id
         self.name = f"{self.engine_id}#{start}"
         self._shared = shared
-        self.process = Process(shared.world, self.name)
+        self.host = host
+        self.process, self._known = shared.process(self.name, host)
         self.threads = SimThreads(self.process)
         self.transport: SimTransport | None = None
         self.plane: DataPlane | None = None
@@ -58,6 +59,8 @@ class SimEngine:
             connect=self._connect,
             listens=lambda url: True,
             new_epoch=lambda: self.name,
+            this_process=lambda: self._known,
+            is_gone=functools.partial(self._shared.is_gone, self.host),
         )
         plane = DataPlane(self.settings, surroundings)
         self._watch_hbm(plane)

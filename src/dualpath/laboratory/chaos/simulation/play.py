@@ -26,10 +26,10 @@ from dualpath.router.settings import RouterSettings
 _MODES = (Mode.DUALPATH, Mode.DUALPATH, Mode.DUALPATH, Mode.SPLIT, Mode.BASIC, Mode.ROUND_ROBIN)
 
 #: An agent's turns can take long one after the other.
-_AGENTS_LIMIT_S = 400.0
+_AGENTS_LIMIT_S = 900.0
 #: After the last fault and the last request everything comes to rest within this time.
-_REST_S = 60.0
-_REQUEST_DEADLINE_S = 60.0
+_REST_S = 90.0
+_REQUEST_DEADLINE_S = 150.0
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -110,6 +110,7 @@ class _Run:
             hbm_blocks=chance.choice((40, 64)),
             layer_buffers=chance.choice((0, 1, 2)),
             router=router,
+            hosts=chance.choice((1, 1, 2)),
         )
         world.note(
             "world", f"seed {world.seed}: {settings.mode}, {settings.prefill}P{settings.decode}D"

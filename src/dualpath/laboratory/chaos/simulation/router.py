@@ -9,7 +9,6 @@ from dualpath.core.errors import DualPathError
 from dualpath.laboratory.chaos.simulation.api import SimTokenApi
 from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
 from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
-from dualpath.laboratory.chaos.simulation.world import Process
 from dualpath.laboratory.emulated.engine_client import EngineClient
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.requests.service import RouterService
@@ -24,16 +23,23 @@ Reply = TokenEvent | DualPathError | str | None
 class SimRouter:
     """A router from the start of its process to its end."""
 
-    def __init__(self, shared: Shared, settings: RouterSettings, start: int) -> None:
+    def __init__(self, shared: Shared, settings: RouterSettings, start: int, host: str) -> None:
         self.name = f"router#{start}"
         self._shared = shared
-        self.process = Process(shared.world, self.name)
+        self.process, _ = shared.process(self.name, host)
         self.loop = ProcessLoop(self.process)  # type: ignore[abstract]
         self._exchanges: dict[Exchange, None] = {}
         shared.world.note(self.name, "starts")
         calls = EngineClient(SimTokenApi(shared.http, self.loop))
         socket = shared.control.listen(self.loop)
-        self.service = RouterService(settings, calls, self.loop.time, socket)
+        self.service = RouterService(
+            settings,
+            calls,
+            self.loop.time,
+            socket,
+            epoch=self.name,
+            is_gone=functools.partial(shared.is_gone, host),
+        )
         self.loop.call_soon(lambda: self.loop.create_task(self.service.start()))
 
     def ask(self, job: Job, reply: Callable[[Reply], None]) -> "Exchange":
