@@ -4,17 +4,24 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 from tests.engine_harness import GEOMETRY, WAIT_S, full_block, memory_storage, prompt_keys
 
 from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.control import Lookup, LookupDone, Message
-from dualpath.core.errors import StorageError
+from dualpath.core.errors import StorageError, TransportError
+from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
-from dualpath.engine.lookups import LOOKUP_THREADS, Lookups
+from dualpath.engine.generated import GeneratedBlocks
+from dualpath.engine.hbm_copy import HbmCopier
+from dualpath.engine.lookups import LOOKUP_THREADS, MOST_WAITING, Lookups
 from dualpath.engine.pending_writes import PendingWrites
+from dualpath.engine.persister import Persister
 from dualpath.engine.threads import OsThreads
+from dualpath.engine.trace import TraceRecorder
+from dualpath.plan.steps import Step
 from dualpath.storage.lengths import LengthOnlyStorage
 from dualpath.storage.memory import MemoryStorage
 from dualpath.storage.remembering import RememberingStorage
@@ -189,6 +196,32 @@ def test_a_storage_that_hangs_delays_nobody_beyond_the_deadline(engine: Engine) 
     assert engine.answers.empty()
 
 
+def test_a_storage_that_hangs_for_long_gathers_no_look_ups(engine: Engine) -> None:
+    gate = threading.Event()
+    storage = engine.inner
+    assert isinstance(storage, Asked)
+    storage.before = lambda key: (gate.wait(WAIT_S), None)[1]
+    begun = MOST_WAITING + LOOKUP_THREADS + 50
+    for call_id in range(begun):
+        engine.begin(KEYS, call_id)
+    early = [engine.answer() for _ in range(50)]  # they need not wait for their deadline
+    gate.set()
+    answers = early + [engine.answer() for _ in range(begun - 50)]
+    assert all(answer.partial for answer in early)
+    assert sum(not answer.partial for answer in answers) >= MOST_WAITING
+
+
+def test_look_ups_of_a_session_that_is_over_are_not_answered(engine: Engine) -> None:
+    engine.pending.begin(KEYS[:1])
+    engine.begin(KEYS[:1], call_id=1)
+    engine.lookups.drop()
+    engine.write(KEYS[:1])
+    engine.pass_deadline()
+    engine.begin(KEYS[:1], call_id=2)
+    assert engine.answer().call_id == 2
+    assert engine.answers.empty()
+
+
 def test_a_storage_that_cannot_say_ends_a_look_up_with_what_is_known(engine: Engine) -> None:
     storage = engine.inner
     assert isinstance(storage, Asked)
@@ -213,3 +246,37 @@ def test_an_end_too_many_of_a_write_has_no_effect() -> None:
     pending.end(KEYS[:1])
     assert over.qsize() == 1
     assert not pending.when_over(KEYS[0], lambda: over.put(2))
+
+
+class HeldCopies:
+    """Copies out of HBM that end when a test says so."""
+
+    def __init__(self) -> None:
+        self.done: list[Callable[[str | None], None]] = []
+        self.hangs = False
+
+    def out_of_hbm(
+        self, steps: Sequence[Step], block: int, done: Callable[[str | None], None]
+    ) -> None:
+        if self.hangs:
+            raise TransportError("the copy does not end")
+        self.done.append(done)
+
+
+@pytest.mark.parametrize("end", ["written", "copy fails", "copy hangs"])
+def test_a_generated_block_is_on_its_way_from_its_copy_on(engine: Engine, end: str) -> None:
+    persister = Persister(engine.storage, engine.counters, TraceRecorder(None, "de-0"))
+    copies, staging = HeldCopies(), BlockBuffer(GEOMETRY, 2, lambda grant: None)
+    copies.hangs = end == "copy hangs"
+    generated = GeneratedBlocks(
+        GEOMETRY, staging, cast(HbmCopier, copies), persister, engine.counters
+    )
+    over = threading.Event()
+    generated.persist([(0, KEYS[0])])
+    waits = persister.pending.when_over(KEYS[0], over.set)
+    assert waits == (end != "copy hangs")
+    if waits:
+        copies.done[0](None if end == "written" else "no")
+        assert over.wait(WAIT_S)
+    assert engine.storage.known_head(KEYS[:1]) == (end == "written")
+    persister.close()

@@ -143,3 +143,17 @@ async def test_engines_that_all_vanish_before_the_look_up_end_no_request(
         assert await run == expected(PROMPT, 6)
         assert failures(made, "engine-lost")
         assert not asked(made)
+
+
+async def test_a_late_answer_of_the_engine_asked_first_counts_while_another_is_asked():
+    async with cluster() as made:
+        made.stored.update(keys_of(PROMPT))
+        d0, p0 = made.engines["d0"], made.engines["p0"]
+        silence(d0, p0)
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await p0.saw(control.Lookup)
+        ((_, lookup), _) = asked(made)
+        d0.send(control.LookupDone(call_id=lookup.call_id, hit_blocks=3))
+        assert await run == expected(PROMPT, 6)
+        assert made.calls.transfers[0].hit_blocks == 3
+        assert not failures(made, "timeout")

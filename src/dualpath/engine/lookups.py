@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 #: Questions to the storage at a time; those that hang hold a thread each.
 LOOKUP_THREADS = 16
+#: Questions that wait for a thread.  Beyond, the storage hangs, and look-ups are answered at once.
+MOST_WAITING = 1024
 _NS_PER_S = 1_000_000_000
 
 
@@ -65,6 +67,7 @@ class Lookups:
         self._threads = threads
         self._lock = threads.lock()
         self._open: set[_Lookup] = set()
+        self._waiting = 0
         self._workers = Workers(threads, "lookup", LOOKUP_THREADS)
 
     def begin(self, message: Lookup) -> None:
@@ -82,6 +85,13 @@ class Lookups:
             late = [lookup for lookup in self._open if now_ns >= lookup.deadline_ns]
         for lookup in late:
             self._answer(lookup, partial=True)
+
+    def drop(self) -> None:
+        """Answer no look-up under way: who asked is gone."""
+        with self._lock:
+            for lookup in self._open:
+                lookup.over, lookup.keys = True, ()
+            self._open.clear()
 
     def close(self) -> None:
         """Finish the questions under way and drop the others; idempotent."""
@@ -108,17 +118,24 @@ class Lookups:
         positions = lookup.search.next_positions()
         with self._lock:
             lookup.found, lookup.asked = {}, len(positions)
+            overflows = self._waiting + len(positions) > MOST_WAITING
+            self._waiting += 0 if overflows else len(positions)
+        if overflows:
+            self._answer(lookup, partial=True)
+            return
         for position in positions:
             self._workers.submit(functools.partial(self._ask_one, lookup, position))
 
     def _ask_one(self, lookup: _Lookup, position: int) -> None:
-        if lookup.over:
-            return
-        key = lookup.keys[position]
+        with self._lock:
+            self._waiting -= 1
+            if lookup.over:
+                return
+            key = lookup.keys[position]
         try:
             stored = bool(self._storage.known_head([key])) or self._probe(key)
         except DualPathError as error:
-            log.warning("look-up of %d blocks ends early: %s", len(lookup.keys), error)
+            log.warning("a look-up ends early: %s", error)
             self._answer(lookup, partial=True)
             return
         with self._lock:
@@ -139,5 +156,7 @@ class Lookups:
             lookup.over = True
             self._open.discard(lookup)
             stored = lookup.search.stored
-        self._storage.remember(lookup.keys[lookup.known_before : stored])
+            # What still waits for it, perhaps for ever, must not hold its keys.
+            keys, lookup.keys = lookup.keys, ()
+        self._storage.remember(keys[lookup.known_before : stored])
         self._send(LookupDone(call_id=lookup.call_id, hit_blocks=stored, partial=partial))

@@ -223,6 +223,7 @@ class TrafficManager:
             if awaits_kv and self.settings.role is Role.DECODE:
                 self._buffer.quarantine(request_id)
             self._buffer.release(request_id)
+        self._lookups.drop()
         self._assign_seq = 0
 
     def doubts(self) -> Doubts:

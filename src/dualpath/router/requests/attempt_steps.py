@@ -5,12 +5,10 @@ answers, stands in ``lifecycle``.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import TypeVar
 
 from dualpath.core.control import (
-    Lookup,
-    LookupDone,
     Persist,
     PrefillDone,
     Read,
@@ -26,9 +24,6 @@ from dualpath.router.control.registry import EngineInfo
 
 T = TypeVar("T")
 
-#: Of the router's patience with a look-up, what the engine may use.
-ENGINE_SHARE = 0.75
-
 
 class AttemptSteps:
     """Commands about one attempt.
@@ -42,19 +37,6 @@ class AttemptSteps:
         self._channel = channel
         self._attempt_id = channel.attempt_id
         self._assigned: set[str] = set()
-
-    async def look_up(
-        self, engine: EngineInfo, keys: tuple[bytes, ...], within_s: float
-    ) -> LookupDone | None:
-        """Return what an engine knows of the blocks at the head of ``keys``; None: it is lost.
-
-        The engine is given most of ``within_s``, the rest is for the way of its answer.  Raises
-        ``TimeoutError`` after ``within_s``: the engine does not even say what it knows.
-        """
-        deadline_s = ENGINE_SHARE * within_s
-        async with asyncio.timeout(within_s):
-            answer = await self._call(engine, lambda call_id: Lookup(call_id, keys, deadline_s))
-        return answer if isinstance(answer, LookupDone) else None
 
     async def assign(self, engine: EngineInfo) -> None:
         """Let an engine count the request, of which it holds nothing in its buffer.
@@ -80,7 +62,7 @@ class AttemptSteps:
         await self._within(
             limit_s,
             engine,
-            self._call(engine, Sync),
+            self._answer_to_sync(engine),
             f"engine {engine.engine_id} has not taken up within {limit_s:g} s what it was sent "
             "(engine_timeout_s); see its log, raise the limit if its machine is overloaded",
         )
@@ -172,13 +154,11 @@ class AttemptSteps:
         self._assigned.add(engine.engine_id)
         self._context.send(engine.engine_id, message)
 
-    async def _call(
-        self, engine: EngineInfo, ask: Callable[[int], Lookup | Sync]
-    ) -> CallAnswer | None:
+    async def _answer_to_sync(self, engine: EngineInfo) -> CallAnswer | None:
         if not self._context.is_alive(engine):
             return None
         call_id, answer = self._context.exchange.call(engine.engine_id)
-        self._context.send(engine.engine_id, ask(call_id))
+        self._context.send(engine.engine_id, Sync(call_id))
         return await answer
 
     async def _within(

@@ -23,13 +23,13 @@ from dualpath.router.control.exchange import AttemptChannel, gather_or_cancel, r
 from dualpath.router.control.registry import EngineInfo
 from dualpath.router.observe.tracing import RequestTrace
 from dualpath.router.requests.attempt_steps import AttemptSteps
-from dualpath.router.requests.hit_account import ENGINE_LOST, GONE, NOT_CACHEABLE, TIMEOUT, Found
+from dualpath.router.requests.hit_account import GONE, NOT_CACHEABLE, Found
 from dualpath.router.requests.hits import Loaded, RunRead, good_runs
+from dualpath.router.requests.look_up import look_up
 from dualpath.router.requests.records import RequestRecord, Stage
 
 logger = logging.getLogger(__name__)
 
-_LOOKUP_TRIES = 2
 _GIVEN_UP = ("abort", "error")
 
 
@@ -96,39 +96,17 @@ class Attempt:
         if not job.cacheable or not keys:
             return 0
         with self._record.stage(Stage.LOOKUP):
-            stored_blocks, failure = await self._ask_for(keys)
-        if failure is not None:
+            found = await look_up(self._context, keys)
+        if found.failure is not None:
             logger.warning(
                 "request %s: look-up failed (%s) within %g s; of %d blocks it found %d, the rest "
                 "is computed; see the storage and the engines' logs, or raise lookup_timeout_s",
-                self.attempt_id, failure, self._context.settings.lookup_timeout_s, len(keys),
-                stored_blocks,
+                self.attempt_id, found.failure, self._context.settings.lookup_timeout_s,
+                len(keys), found.stored_blocks,
             )  # fmt: skip
-            self._context.metrics.lookup_failed(failure)
-            self._unstored_reason = f"lookup-{failure}"
-        return stored_blocks
-
-    async def _ask_for(self, keys: tuple[bytes, ...]) -> tuple[int, str | None]:
-        """Return how many blocks are known to be stored, and why no more could be learned.
-
-        All engines see the same storage.  So one that says only what it knows by its deadline is
-        not asked after, but for one that is lost or silent another is asked in the time left.
-        """
-        loop = asyncio.get_running_loop()
-        end_s = loop.time() + self._context.settings.lookup_timeout_s
-        failure = ENGINE_LOST
-        engines = self._context.lookup_candidates(keys)[:_LOOKUP_TRIES]
-        for asked, engine in enumerate(engines):
-            within_s = (end_s - loop.time()) / (len(engines) - asked)
-            try:
-                answer = await self._steps.look_up(engine, keys, within_s)
-            except TimeoutError:
-                failure = TIMEOUT
-                continue
-            if answer is not None:
-                stored_blocks = max(0, min(answer.hit_blocks, len(keys)))
-                return stored_blocks, TIMEOUT if answer.partial else None
-        return 0, failure
+            self._context.metrics.lookup_failed(found.failure)
+            self._unstored_reason = f"lookup-{found.failure}"
+        return found.stored_blocks
 
     async def _find_engines(self, stored_blocks: int) -> None:
         request = Request(

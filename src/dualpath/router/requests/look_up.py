@@ -1,0 +1,73 @@
+"""Asking engines how much of a prompt is stored, within one time for all of it.
+
+All engines see the same storage.  So one that says by its deadline only what it knows is not asked
+after, but for one that is lost or silent another is asked in the time left.  Whoever was asked may
+still answer until then: a router or an engine that is late for a moment loses no hits.
+"""
+
+import asyncio
+
+import msgspec
+
+from dualpath.core.blocks import BlockKey
+from dualpath.core.control import Lookup, LookupDone
+from dualpath.router.context import RouterContext
+from dualpath.router.control.registry import EngineInfo
+from dualpath.router.requests.hit_account import ENGINE_LOST, TIMEOUT
+
+_TRIES = 2
+#: Of the router's patience with an engine, what the engine may use; the rest is for the way.
+ENGINE_SHARE = 0.75
+
+
+class LookedUp(msgspec.Struct, frozen=True):
+    """Blocks at the head of a prompt known to be stored; ``failure`` says why no more is known."""
+
+    stored_blocks: int
+    failure: str | None = None
+
+
+async def look_up(context: RouterContext, keys: tuple[BlockKey, ...]) -> LookedUp:
+    """Ask up to two engines, and return after ``lookup_timeout_s`` at the latest."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + context.settings.lookup_timeout_s
+    engines = context.lookup_candidates(keys)[:_TRIES]
+    asked: set[asyncio.Task[LookupDone | None]] = set()
+    try:
+        for left, engine in zip(range(len(engines), 0, -1), engines, strict=True):
+            within_s = (end_s - loop.time()) / left
+            asked.add(asyncio.ensure_future(_ask(context, engine, keys, ENGINE_SHARE * within_s)))
+            answer, asked = await _first(asked, within_s)
+            if answer is not None:
+                stored_blocks = max(0, min(answer.hit_blocks, len(keys)))
+                return LookedUp(stored_blocks, TIMEOUT if answer.partial else None)
+        return LookedUp(0, TIMEOUT if asked else ENGINE_LOST)
+    finally:
+        for task in asked:
+            task.cancel()
+
+
+async def _ask(
+    context: RouterContext, engine: EngineInfo, keys: tuple[BlockKey, ...], deadline_s: float
+) -> LookupDone | None:
+    """Return an engine's answer, None if it is lost."""
+    if not context.is_alive(engine):
+        return None
+    call_id, answer = context.exchange.call(engine.engine_id)
+    context.send(engine.engine_id, Lookup(call_id, keys, deadline_s))
+    done = await answer
+    return done if isinstance(done, LookupDone) else None
+
+
+async def _first(
+    asked: set[asyncio.Task[LookupDone | None]], within_s: float
+) -> tuple[LookupDone | None, set[asyncio.Task[LookupDone | None]]]:
+    """Return the first answer and who has not answered; None once nobody is left, or in time."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + within_s
+    while asked and (left_s := end_s - loop.time()) > 0:
+        done, asked = await asyncio.wait(asked, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if (answer := task.result()) is not None:
+                return answer, asked
+    return None, asked
