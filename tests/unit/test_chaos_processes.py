@@ -14,10 +14,11 @@ from dualpath.laboratory.chaos.ask import Listener, Outcome
 from dualpath.laboratory.chaos.bad_disk import BadDisk
 from dualpath.laboratory.chaos.corruption import block_files, corrupt
 from dualpath.laboratory.chaos.gate import Disk, Gate
-from dualpath.laboratory.chaos.load import following
+from dualpath.laboratory.chaos.kinds import EmulatedEngines
 from dualpath.laboratory.chaos.matrix import CORRUPTIONS, Cast, Component, Fault, Step
-from dualpath.laboratory.chaos.points import EMULATED, Point, watch_points
+from dualpath.laboratory.chaos.points import POINTS, EngineKind, Point, watch_points
 from dualpath.laboratory.chaos.proxy import Relay
+from dualpath.laboratory.chaos.settings import EmulatedVictims
 from dualpath.laboratory.chaos.tally import Tally, loaded_blocks
 from dualpath.laboratory.chaos.watch import Watch
 from dualpath.storage import directory, posix
@@ -34,14 +35,14 @@ DATA = [memoryview(bytes([i]) * GEOMETRY.full_block_bytes) for i in range(4)]
 
 def test_every_step_of_every_component_is_watched_somewhere() -> None:
     cast = Cast("router", ("pe",), ("de",))
-    for component, points in EMULATED.items():
+    for component, points in POINTS[EngineKind.EMULATED].items():
         wanted = {step for step in Step if cast.passing(component, step)}
         in_a_file = {Step.PERSISTING} if component is Component.DECODE else set()
         assert wanted <= {point.step for point in points} | in_a_file
 
 
 def test_all_points_name_functions_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    for points in EMULATED.values():
+    for points in POINTS[EngineKind.EMULATED].values():
         for point in points:
             module, _, path = point.function.partition(":")
             monkeypatch.setattr(f"{module}.{path}", lambda *args: None)  # raises if it is not there
@@ -230,7 +231,8 @@ def events(*payloads: str) -> bytes:
 
 
 PROMPT = [1, 2, 3]
-TOKENS = [token for token, _ in zip(following(PROMPT, 100), range(3), strict=False)]
+KNOWN = EmulatedEngines(EmulatedVictims())
+TOKENS = [token for token, _ in zip(KNOWN.following(PROMPT), range(3), strict=False)]
 FIRST = f'{{"choices": [{{"token_ids": {TOKENS[:2]}}}]}}'
 LAST = f'{{"choices": [{{"token_ids": {TOKENS[2:]}}}]}}'
 USAGE = '{"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 2}}}'
@@ -250,7 +252,7 @@ USAGE = '{"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 2}
 def test_an_answer_is_well_only_if_all_its_tokens_are_right(
     stream: bytes, outcome: Outcome, tokens: int
 ) -> None:
-    listener = Listener(3, following(PROMPT, 100), lambda: 7.0)
+    listener = Listener(3, KNOWN.following(PROMPT), lambda: 7.0)
     listener.feed(stream)
     answer = listener.answer()
     assert (answer.outcome, len(answer.token_ids)) == (outcome, tokens)

@@ -8,7 +8,13 @@ from pathlib import Path
 from dualpath.cli.output import say
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.chaos.settings import ChaosSettings, LoadSettings
+from dualpath.laboratory.chaos.points import EngineKind
+from dualpath.laboratory.chaos.settings import (
+    ChaosSettings,
+    EmulatedVictims,
+    LoadSettings,
+    VllmVictims,
+)
 
 _DESCRIPTION = """Start a cluster of emulated engines, let agents ask it without a pause, and kill,
 stop and restart its processes, cut its connections, break its storage and damage stored blocks,
@@ -32,6 +38,8 @@ def add_action(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     add_settings(parser, ChaosSettings)
     add_settings(parser, LoadSettings, title="agents")
+    add_settings(parser, EmulatedVictims, title="engines")
+    add_settings(parser, VllmVictims, title="vLLM engines")
     parser.set_defaults(act=run)
 
 
@@ -46,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     import tempfile
 
     from dualpath.laboratory.chaos.campaign import Campaign
+    from dualpath.laboratory.chaos.kinds import EmulatedEngines, Victims, VllmEngines
     from dualpath.laboratory.chaos.report import chaos_report
     from dualpath.laboratory.experiments.report import as_report, write_experiment
     from dualpath.report.files import require_extra
@@ -55,9 +64,14 @@ def run(args: argparse.Namespace) -> int:
         require_extra("--out")
     settings = flag_settings(args, ChaosSettings)
     load = flag_settings(args, LoadSettings)
+    victims: Victims
+    if settings.engines is EngineKind.VLLM:
+        victims = VllmEngines(flag_settings(args, VllmVictims))
+    else:
+        victims = EmulatedEngines(flag_settings(args, EmulatedVictims))
     with tempfile.TemporaryDirectory(prefix="dualpath-chaos-") as dropped:
         folder = _new_folder(args.logs) if args.logs else Path(dropped)
-        result = asyncio.run(Campaign(settings, load, folder, say).run())
+        result = asyncio.run(Campaign(settings, load, victims, folder, say).run())
     report = chaos_report(result, args.name, _command_line())
     print_report(as_report(report))
     if args.out:

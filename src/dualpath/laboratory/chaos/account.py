@@ -1,5 +1,6 @@
 """What a campaign comes to: requests by how they ended, faults by cell of the matrix.  Pure."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,6 +16,9 @@ _FELT_S = 1.0
 #: Beyond its deadline a request may still be told so; a stopped router tells nobody anything.
 _GRACE_S = 3.0
 BAD = (Outcome.UNCLEAR, Outcome.LATE, Outcome.WRONG)
+#: Of a message: names of requests and epochs, and numbers that stand alone.
+_IDS = re.compile(r"\b(cmpl-)?[0-9a-f]{12,}(\.\d+)?\b|:\d{4,5}\b")
+_NUMBERS = re.compile(r"(?<![\w.-])\d+(\.\d+)?(?![\w.])")
 _ENDS = frozenset({Fault.KILL, Fault.TERMINATE})
 
 
@@ -43,7 +47,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
     ``lost_to_one`` are requests that ended badly though they met one fault alone, which ended or
     stopped one engine; ``back_s`` are the times from the end of a router to the first token of a
-    request sent after it.
+    request sent after it, where it was killed.
     """
 
     outcomes: Mapping[Outcome, int]
@@ -79,13 +83,13 @@ def account(turns: Sequence[Turn], made: Sequence[Made], deadline_s: float) -> A
             counts = cells[name].outcomes
             counts[outcome] = counts.get(outcome, 0) + 1
         if outcome not in (Outcome.WELL, Outcome.LEFT, Outcome.CUT):
-            examples[f"{outcome.value}: {turn.answer.detail}"] += 1
+            examples[f"{outcome.value}: {_kind_of(turn.answer.detail)}"] += 1
         if (
             len(met) == 1
             and _ends_an_engine(met[0])
             and outcome not in (Outcome.WELL, Outcome.LEFT)
         ):
-            lost.append(f"{named(met[0])}: {outcome.value}: {turn.answer.detail}")
+            lost.append(f"{named(met[0])}: {outcome.value}: {_kind_of(turn.answer.detail)}")
     return Account(
         outcomes=dict(outcomes),
         cells=cells,
@@ -93,6 +97,11 @@ def account(turns: Sequence[Turn], made: Sequence[Made], deadline_s: float) -> A
         back_s=tuple(_router_back_s(turns, made)),
         examples=dict(examples),
     )
+
+
+def _kind_of(detail: str) -> str:
+    """Return an error without what is different every time: ids and numbers."""
+    return _NUMBERS.sub("N", _IDS.sub("ID", detail))
 
 
 def _met(turn: Turn, made: Iterable[Made]) -> list[Made]:
@@ -140,7 +149,7 @@ def named(fault: Made) -> str:
 
 def _router_back_s(turns: Sequence[Turn], made: Iterable[Made]) -> Iterable[float]:
     for fault in made:
-        if fault.strike.component is not Component.ROUTER or fault.strike.fault not in _ENDS:
+        if fault.strike.component is not Component.ROUTER or fault.strike.fault is not Fault.KILL:
             continue
         tokens_s = [
             turn.answer.first_token_s

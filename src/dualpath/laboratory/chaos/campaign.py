@@ -13,7 +13,8 @@ import msgspec
 
 from dualpath.core.errors import EngineLostError
 from dualpath.laboratory.chaos.account import Account, account, named
-from dualpath.laboratory.chaos.cluster import ROUTER, ChaosCluster
+from dualpath.laboratory.chaos.cluster import ChaosCluster
+from dualpath.laboratory.chaos.kinds import Victims
 from dualpath.laboratory.chaos.leftovers import Leftovers
 from dualpath.laboratory.chaos.load import Load
 from dualpath.laboratory.chaos.matrix import Component, Strike, strikes
@@ -25,14 +26,13 @@ from dualpath.laboratory.chaos.watch import Watch
 #: What no log may hold: the verifier's word for wrong KV, and a defect nobody caught.
 _WRONG_KV = "this is a defect of the data path"
 _TRACEBACK = "Traceback (most recent call last)"
-_VOCABULARY = 32000
 _TICK_S = 0.5
 
 Progress = Callable[[str], None]
 
 
 class CampaignResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a campaign found.
+    """What a campaign found; ``victims`` says in words which engines they were.
 
     ``missed`` counts faults whose step was not reached in time, by component and step; ``left`` is
     what was found in a calm cluster; ``troubles`` are processes that did not end or come back as
@@ -41,6 +41,7 @@ class CampaignResult(msgspec.Struct, frozen=True, kw_only=True):
 
     settings: ChaosSettings
     load: LoadSettings
+    victims: str
     account: Account
     faults: int
     missed: dict[str, int]
@@ -64,8 +65,14 @@ class Campaign:
     """Runs one campaign in ``folder``, which gets all logs; ``progress`` hears how far it is."""
 
     def __init__(
-        self, settings: ChaosSettings, load: LoadSettings, folder: Path, progress: Progress
+        self,
+        settings: ChaosSettings,
+        load: LoadSettings,
+        victims: Victims,
+        folder: Path,
+        progress: Progress,
     ) -> None:
+        self._victims = victims
         self._settings = settings
         self._load_settings = load
         self._folder = folder
@@ -87,16 +94,16 @@ class Campaign:
             gates = Path(short) / "gates"
             watch = await stack.enter_async_context(Watch(gates))
             self._cluster = await stack.enter_async_context(
-                ChaosCluster(settings, self._load_settings, self._folder, gates)
+                ChaosCluster(settings, self._load_settings, self._victims, self._folder, gates)
             )
             status = await self._cluster.status()
             if status is None:
                 raise EngineLostError(f"the router does not answer; see {self._folder}")
             self._leftovers = Leftovers(self._cluster, status)
             self._load = await stack.enter_async_context(
-                Load(self._cluster.url, self._load_settings, _VOCABULARY, settings.seed)
+                Load(self._cluster.url, self._load_settings, self._victims, settings.seed)
             )
-            self._striker = Striker(self._cluster, watch, self._load)
+            self._striker = Striker(self._cluster, watch, self._load, self._victims.block_tokens)
             await self._strike_all()
         return self._result(time.monotonic() - begin_s)
 
@@ -108,7 +115,7 @@ class Campaign:
             self._settings.seed,
             self._cluster.cast,
             self._settings.components,
-            self._settings.without,
+            {*self._settings.without, *self._victims.impossible},
         )
         while (left := self._settings.faults - len(self._made)) > 0:
             await self._strike_some(drawn, min(self._settings.calm_every, left))
@@ -188,10 +195,11 @@ class Campaign:
 
     def _result(self, seconds: float) -> CampaignResult:
         good, refused = loaded_blocks(self._cluster.tallies)
-        logs = [self._cluster.log(name) for name in (ROUTER, *self._cluster.engines)]
+        logs = [self._cluster.log(name) for name in self._cluster.names]
         return CampaignResult(
             settings=self._settings,
             load=self._load_settings,
+            victims=self._victims.described,
             account=account(self._load.turns, self._made, self._load_settings.request_deadline_s),
             faults=len(self._made),
             missed=dict(self._missed),

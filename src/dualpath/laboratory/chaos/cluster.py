@@ -1,4 +1,4 @@
-"""The cluster under test: a router and emulated engines as processes, relays between all of them.
+"""The cluster under test: a router and engines as processes, relays between all of them.
 
 Clients reach the router, engines the router's control socket, and the router every engine through a
 relay of its own, so that any of these connections can be reset.  Ports stay the same over restarts.
@@ -6,7 +6,7 @@ relay of its own, so that any of these connections can be reset.  Ports stay the
 
 import asyncio
 import os
-import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -16,18 +16,18 @@ import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import DeadlineError
+from dualpath.laboratory.chaos.kinds import EngineAt, Victims, limits_of
 from dualpath.laboratory.chaos.matrix import Cast, Component
 from dualpath.laboratory.chaos.proxy import Relay
 from dualpath.laboratory.chaos.settings import ChaosSettings, LoadSettings
 from dualpath.laboratory.chaos.victim import VictimSettings
+from dualpath.ops.launch.commands import engine_id
 from dualpath.ops.launch.local_cluster import claim_port
-from dualpath.ops.launch.process import ManagedProcess, SpawnedProcess, Supervisor
+from dualpath.ops.launch.process import ManagedProcess, Supervisor
 
 ROUTER = "router"
-#: Of the catalog; sizes are the campaign's own.
-_MODEL = "qwen2.5-32b"
 _POLL_S = 0.1
-_START_S = 60.0
+_START_S = 300.0
 _STATUS_S = 2.0
 
 Status = dict[str, Any]
@@ -37,13 +37,19 @@ class ChaosCluster:
     """Processes and relays within ``async with``; ``folder`` gets logs, tallies and the sockets."""
 
     def __init__(
-        self, settings: ChaosSettings, load: LoadSettings, folder: Path, gates: Path
+        self,
+        settings: ChaosSettings,
+        load: LoadSettings,
+        victims: Victims,
+        folder: Path,
+        gates: Path,
     ) -> None:
+        self._victims = victims
         self.settings = settings
         self.cast = Cast(
             ROUTER,
-            tuple(f"pe-{i}" for i in range(settings.prefill)),
-            tuple(f"de-{i}" for i in range(settings.decode)),
+            tuple(engine_id(Role.PREFILL, i) for i in range(settings.prefill)),
+            tuple(engine_id(Role.DECODE, i) for i in range(settings.decode)),
         )
         self.storage = Path(settings.storage or folder / "kv").absolute()
         self.tallies = folder / "tallies"
@@ -52,6 +58,7 @@ class ChaosCluster:
         self._gates = gates
         self._supervisor = Supervisor()
         self._stack = AsyncExitStack()
+        self.routers = tuple(f"{ROUTER}-{i}" for i in range(settings.routers))
         self._ports = {name: claim_port() for name in (ROUTER, *self.engines)}
         self._control_port = claim_port()
         self.clients = Relay(self._ports[ROUTER])
@@ -62,6 +69,11 @@ class ChaosCluster:
     def engines(self) -> tuple[str, ...]:
         """The names of all engines."""
         return (*self.cast.prefill, *self.cast.decode)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all processes; those of ``ROUTER`` take turns."""
+        return (*self.routers, *self.engines)
 
     @property
     def url(self) -> str:
@@ -75,9 +87,9 @@ class ChaosCluster:
         for relay in (self.clients, *self.control.values(), *self.http.values()):
             await self._stack.enter_async_context(relay)
         try:
-            for name in (ROUTER, *self.engines):
+            for name in self.names:
                 self.start(name)
-            await self.all_there(_START_S)
+            await self._up()
         except BaseException:
             await self.__aexit__()
             raise
@@ -92,18 +104,16 @@ class ChaosCluster:
     def start(self, name: str) -> ManagedProcess:
         """Start a process, for the first time or again."""
         # From this thread: processes die with the thread that started them.
-        return self._supervisor.add(
-            SpawnedProcess(
-                name,
-                (sys.executable, "-m", "dualpath.laboratory.chaos.victim", *self._command(name)),
-                self.log(name),
-                os.environ,
-            )
-        )
+        return self._supervisor.add(self._started(name))
 
     def process(self, name: str) -> ManagedProcess:
         """Return the running process of that name."""
         return self._supervisor.process(name)
+
+    def owner_of(self, pid: int) -> ManagedProcess:
+        """Return the process that has started ``pid``, or is it."""
+        group = os.getpgid(pid)
+        return next(p for p in self._supervisor.processes if p.pid == group)
 
     def log(self, name: str) -> Path:
         """Return the log of all lives of a process."""
@@ -117,55 +127,39 @@ class ChaosCluster:
             await asyncio.sleep(_POLL_S / 2)
         return process.exit_code
 
-    def _command(self, name: str) -> list[str]:
+    def _started(self, name: str) -> ManagedProcess:
         component = self._component(name)
         victim = VictimSettings(
             process=name,
+            # Whoever's turn it is passes the steps of a router.
+            passes_as=ROUTER if component is Component.ROUTER else name,
+            kind=self._victims.kind,
             component=component,
             socket=str(self._gates),
             tallies=str(self.tallies.absolute()),
             seed=self.settings.seed,
         )
         if component is Component.ROUTER:
-            return [victim.argument(), ROUTER, *self._router_arguments()]
-        role = Role.PREFILL if component is Component.PREFILL else Role.DECODE
-        return [victim.argument(), role.value, *self._engine_arguments(name)]
+            limits = limits_of(
+                self._load.request_deadline_s, self._control_port, self._folder / "router.lock"
+            )
+            return self._victims.router(victim, self._ports[ROUTER], limits, self.log(name))
+        prefills = component is Component.PREFILL
+        at = EngineAt(
+            role=Role.PREFILL if prefills else Role.DECODE,
+            index=(self.cast.prefill if prefills else self.cast.decode).index(name),
+            name=name,
+            port=self._ports[name],
+            api_url=f"http://{self.http[name].address}",
+            control_port=int(self.control[name].address.rpartition(":")[2]),
+            storage=self.storage,
+        )
+        return self._victims.engine(victim, at, self.log(name))
 
     def _component(self, name: str) -> Component:
-        if name == ROUTER:
+        if name in self.routers:
             return Component.ROUTER
         return Component.PREFILL if name in self.cast.prefill else Component.DECODE
-
-    def _router_arguments(self) -> list[str]:
-        given = {
-            "port": self._ports[ROUTER],
-            "control-port": self._control_port,
-            "request-deadline-s": self._load.request_deadline_s,
-            "read-deadline-s": self._load.request_deadline_s / 6,
-            "read-margin-s": self._load.request_deadline_s / 10,
-            "engine-wait-s": self._load.request_deadline_s,
-        }
-        return _flags(given)
-
-    def _engine_arguments(self, name: str) -> list[str]:
-        settings = self.settings
-        memory = int(settings.buffer_blocks * settings.block_tokens * settings.kv_bytes_per_token)
-        given = {
-            "engine-id": name,
-            "router": f"tcp://{self.control[name].address}",
-            "port": self._ports[name],
-            "api-url": f"http://{self.http[name].address}",
-            "storage": self.storage,
-            "model": _MODEL,
-            "layers": settings.layers,
-            "kv-bytes-per-token": settings.kv_bytes_per_token,
-            "block-tokens": settings.block_tokens,
-            "speedup": settings.speedup,
-            "buffer-bytes": memory,
-            "hbm-bytes": memory,
-            "verify": "full",
-        }
-        return _flags(given)
 
     # ------------------------------------------------------------------ what it says
 
@@ -187,15 +181,21 @@ class ChaosCluster:
         return await self._until(lambda live: live.get(name) not in (None, old_epoch), timeout_s)
 
     async def all_there(self, timeout_s: float) -> None:
-        """Wait until all engines are.
-
-        Raises ``EngineLostError`` if a process ends meanwhile, ``DeadlineError`` after the timeout.
-        """
+        """Wait until all engines are; raises ``DeadlineError`` after the timeout."""
         if not await self._until(lambda live: live.keys() >= set(self.engines), timeout_s):
-            self._supervisor.check_alive()
-            raise DeadlineError(f"engines are not back after {timeout_s:g} s; see {self._folder}")
+            raise DeadlineError(f"engines are not there after {timeout_s:g} s; see {self._folder}")
 
-    async def _until(self, there: Any, timeout_s: float) -> bool:  # noqa: ANN401 - a predicate
+    async def _up(self) -> None:
+        """Wait for the first start; raises ``EngineLostError`` if a process ends instead."""
+
+        def there(live: dict[str, str]) -> bool:
+            self._supervisor.check_alive()
+            return live.keys() >= set(self.engines)
+
+        if not await self._until(there, _START_S):
+            raise DeadlineError(f"engines are not there after {_START_S:g} s; see {self._folder}")
+
+    async def _until(self, there: Callable[[dict[str, str]], bool], timeout_s: float) -> bool:
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while not there(live_epochs(await self.status())):
             if asyncio.get_running_loop().time() > deadline_s:
@@ -208,7 +208,3 @@ def live_epochs(status: Status | None) -> dict[str, str]:
     """Return the live engines of a status with their epochs."""
     engines = status["engines"] if status else []
     return {e["engine_id"]: e["epoch"] for e in engines if e["alive"]}
-
-
-def _flags(given: dict[str, Any]) -> list[str]:
-    return [word for flag, value in given.items() for word in (f"--{flag}", str(value))]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from dualpath.laboratory.chaos.cluster import ROUTER, ChaosCluster, Status
+from dualpath.laboratory.chaos.cluster import ChaosCluster, Status
 
 _CALM_S = 20.0
 _POLL_S = 0.25
@@ -63,7 +63,7 @@ class Leftovers:
     def _growth(self) -> list[str]:
         """Compare each process with what it held when it was first seen idle."""
         left = []
-        for name in (ROUTER, *self._cluster.engines):
+        for name in self._cluster.names:
             now = holdings(self._cluster.process(name).pid)
             first = self._held.get(name)
             if first is None or first.pid != now.pid:

@@ -3,15 +3,16 @@
 import asyncio
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import aiohttp
 import msgspec
 
 from dualpath.laboratory.chaos.ask import Answer, Outcome, ask
+from dualpath.laboratory.chaos.kinds import Victims
 from dualpath.laboratory.chaos.settings import LoadSettings
-from dualpath.laboratory.emulated.prefix import TokenChain
-from dualpath.laboratory.workload.replay.stream import completion_body
+from dualpath.laboratory.workload.replay.client import RealClock
+from dualpath.laboratory.workload.replay.stream import CompletionBody, complete, completion_body
 
 #: After an answer that was none; after a broken connection a client waits longer.
 _PAUSE_S = 0.1
@@ -34,48 +35,71 @@ class Turn(msgspec.Struct, frozen=True):
 class Agent:
     """Appends, asks, takes the answer as part of its context, and begins anew where that is long.
 
-    ``context`` are its tokens so far, ``salt`` keeps its blocks from other agents'.
+    What was not answered well it asks again.  ``context`` are its tokens so far, ``salt`` keeps its
+    blocks from other agents' and from those of other conversations.
     """
 
-    def __init__(self, number: int, settings: LoadSettings, vocab_size: int, seed: int) -> None:
+    def __init__(self, number: int, settings: LoadSettings, victims: Victims, seed: int) -> None:
         self.number = number
-        self.salt = f"agent-{number}"
-        self.context: list[int] = []
         self._settings = settings
-        self._vocab_size = vocab_size
-        self._chance = random.Random(f"{seed} {number}")
+        self._victims = victims
+        self._seed = seed
+        self._leaves = random.Random(f"{seed} {number} leaves")
+        self._conversation = -1
+        self._begin()
 
     async def turn(self, http: aiohttp.ClientSession, url: str) -> Turn:
         """Ask once."""
-        chance, settings = self._chance, self._settings
-        if len(self.context) > settings.context_tokens:
-            self.context = []
-        appended = chance.randint(1, settings.append_tokens)
-        prompt = self.context + [chance.randrange(self._vocab_size) for _ in range(appended)]
-        tokens = chance.randint(1, settings.generate_tokens)
         leaves_s = None
-        if chance.random() < settings.leave_share:
-            leaves_s = chance.uniform(0, _MOST_LEAVE_S)
-        begin_s = time.monotonic()
-        answer = await self._ask(http, url, prompt, tokens, leaves_s)
-        self.context = prompt + list(answer.token_ids)
-        return Turn(self.number, begin_s, time.monotonic(), len(prompt), answer)
+        if self._leaves.random() < self._settings.leave_share:
+            leaves_s = self._leaves.uniform(0, _MOST_LEAVE_S)
+        prompt_tokens, begin_s = len(self._prompt), time.monotonic()
+        answer = await self._ask(http, url, leaves_s)
+        if answer.outcome is Outcome.WELL:
+            self._go_on(answer.token_ids)
+        return Turn(self.number, begin_s, time.monotonic(), prompt_tokens, answer)
 
-    async def _ask(
-        self,
-        http: aiohttp.ClientSession,
-        url: str,
-        prompt: list[int],
-        tokens: int,
-        leaves_s: float | None,
-    ) -> Answer:
-        body = completion_body("emulated", prompt, tokens, self.salt)
+    async def rehearse(self, http: aiohttp.ClientSession, url: str) -> None:
+        """Learn the answers of all conversations, nothing being at fault."""
+        assert self._victims.conversations is not None
+        while self._conversation < self._victims.conversations:
+            heard = await complete(http, url, self._body("rehearsal"), RealClock())
+            self._victims.learn(self._prompt, heard.token_ids)
+            self._go_on(heard.token_ids)
+        self._conversation = -1
+        self._begin()
+
+    def _begin(self) -> None:
+        self._conversation += 1
+        self.salt = f"agent-{self.number}-{self._conversation}"
+        self.context: list[int] = []
+        which = self._conversation % (self._victims.conversations or self._conversation + 1)
+        self._chance = random.Random(f"{self._seed} {self.number} {which}")
+        self._draw()
+
+    def _go_on(self, token_ids: Sequence[int]) -> None:
+        self.context = self._prompt + list(token_ids)
+        if len(self.context) > self._settings.context_tokens:
+            self._begin()
+        else:
+            self._draw()
+
+    def _draw(self) -> None:
+        chance, settings = self._chance, self._settings
+        appended = chance.randint(1, settings.append_tokens)
+        vocab_size = self._victims.vocab_size
+        self._prompt = self.context + [chance.randrange(vocab_size) for _ in range(appended)]
+        self._tokens = chance.randint(1, settings.generate_tokens)
+
+    def _body(self, salt: str) -> CompletionBody:
+        return completion_body(self._victims.model, self._prompt, self._tokens, salt)
+
+    async def _ask(self, http: aiohttp.ClientSession, url: str, leaves_s: float | None) -> Answer:
         patience_s = self._settings.request_deadline_s + _GIVE_UP_S
+        expected = self._victims.following(self._prompt)
         try:
             async with asyncio.timeout(patience_s if leaves_s is None else leaves_s):
-                return await ask(
-                    http, url, body, following(prompt, self._vocab_size), time.monotonic
-                )
+                return await ask(http, url, self._body(self.salt), expected, time.monotonic)
         except TimeoutError:
             if leaves_s is not None:
                 return Answer(Outcome.LEFT)
@@ -85,12 +109,11 @@ class Agent:
 class Load:
     """All agents at work within ``async with``; lives in one event loop."""
 
-    def __init__(self, url: str, settings: LoadSettings, vocab_size: int, seed: int) -> None:
+    def __init__(self, url: str, settings: LoadSettings, victims: Victims, seed: int) -> None:
         self.turns: list[Turn] = []
-        self.agents = [
-            Agent(number, settings, vocab_size, seed) for number in range(settings.agents)
-        ]
+        self.agents = [Agent(number, settings, victims, seed) for number in range(settings.agents)]
         self._url = f"{url}/v1/completions"
+        self._rehearsed = victims.conversations is not None
         self._asking = 0
         self._may_ask = asyncio.Event()
         self._changed = asyncio.Event()
@@ -99,6 +122,12 @@ class Load:
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
         )
+        if self._rehearsed:
+            try:
+                await asyncio.gather(*(a.rehearse(self._http, self._url) for a in self.agents))
+            except BaseException:
+                await self._http.close()
+                raise
         self._may_ask.set()
         self._tasks = [asyncio.create_task(self._live(agent)) for agent in self.agents]
         return self
@@ -140,12 +169,3 @@ class Load:
                 await asyncio.sleep(_CUT_PAUSE_S)
             elif turn.answer.outcome not in (Outcome.WELL, Outcome.LEFT):
                 await asyncio.sleep(_PAUSE_S)
-
-
-def following(prompt: list[int], vocab_size: int) -> Iterator[int]:
-    """Yield the tokens that emulated engines generate after a prompt."""
-    chain = TokenChain(prompt, vocab_size)
-    while True:
-        token = chain.next_token
-        chain.append(token)
-        yield token

@@ -4,6 +4,7 @@ Wrapped in the processes of a campaign only.  A function that is gone is an erro
 no step silently stops being tested.
 """
 
+import enum
 import functools
 import importlib
 from collections.abc import Callable, Mapping
@@ -16,6 +17,13 @@ from dualpath.laboratory.chaos.matrix import Component, Step
 
 _HANDLE = "dualpath.engine.traffic_manager:TrafficManager.handle"
 _ATTEMPT = "dualpath.router.requests.lifecycle:Attempt"
+
+
+class EngineKind(enum.StrEnum):
+    """Which engines are under test."""
+
+    EMULATED = "emulated"
+    VLLM = "vllm"
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -63,10 +71,19 @@ _EMULATED_DECODE = (
     Point(Step.WAITING, "dualpath.laboratory.emulated.decode:DecodeEngine.submit"),
     Point(Step.DECODING, "dualpath.laboratory.emulated.decode:DecodeEngine._step"),
 )
-EMULATED: Mapping[Component, tuple[Point, ...]] = {
-    Component.ROUTER: _ROUTER_POINTS,
-    Component.PREFILL: (*_ENGINE_POINTS, *_PREFILL_POINTS, *_EMULATED_PREFILL),
-    Component.DECODE: (*_ENGINE_POINTS, *_DECODE_POINTS, *_EMULATED_DECODE),
+_VLLM_WAITING = Point(Step.WAITING, "dualpath.vllm.scheduler_side:SchedulerSide.matched_tokens")
+_VLLM_DECODING = Point(Step.DECODING, "dualpath.vllm.scheduler_side:SchedulerSide.build")
+POINTS: Mapping[EngineKind, Mapping[Component, tuple[Point, ...]]] = {
+    EngineKind.EMULATED: {
+        Component.ROUTER: _ROUTER_POINTS,
+        Component.PREFILL: (*_ENGINE_POINTS, *_PREFILL_POINTS, *_EMULATED_PREFILL),
+        Component.DECODE: (*_ENGINE_POINTS, *_DECODE_POINTS, *_EMULATED_DECODE),
+    },
+    EngineKind.VLLM: {
+        Component.ROUTER: _ROUTER_POINTS,
+        Component.PREFILL: (*_ENGINE_POINTS, *_PREFILL_POINTS, _VLLM_WAITING),
+        Component.DECODE: (*_ENGINE_POINTS, *_DECODE_POINTS, _VLLM_WAITING, _VLLM_DECODING),
+    },
 }
 
 

@@ -34,12 +34,9 @@ def chaos_report(result: CampaignResult, name: str, command: str) -> ExperimentR
 def _settings(result: CampaignResult) -> tuple[str, ...]:
     settings, load = result.settings, result.load
     return (
-        f"{settings.prefill} prefill and {settings.decode} decode engines, emulated: their kernels "
-        "only take time; processes, router, transfers, files and checksums are real, every byte of "
-        "KV is compared where it arrives, every token where it is answered",
-        f"blocks of {settings.block_tokens} tokens, {settings.layers} layers, "
-        f"{settings.kv_bytes_per_token:g} bytes per token; compute {settings.speedup:g} times as "
-        "fast as the model's",
+        f"{settings.prefill} prefill and {settings.decode} decode engines; every token is compared "
+        "where it is answered",
+        result.victims,
         f"{load.agents} agents that ask without a pause, contexts up to "
         f"{load.context_tokens + load.append_tokens} tokens; {load.leave_share:.0%} of requests "
         f"lose their client; deadline {load.request_deadline_s:g} s",

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from dualpath.core.settings import Setting, Settings
 from dualpath.laboratory.chaos.matrix import Component, Fault
+from dualpath.laboratory.chaos.points import EngineKind
 
 
 class LoadSettings(Settings, frozen=True, kw_only=True):
@@ -23,9 +24,32 @@ class LoadSettings(Settings, frozen=True, kw_only=True):
     ] = 30.0
 
 
+class EmulatedVictims(Settings, frozen=True, kw_only=True):
+    """Emulated engines under test."""
+
+    layers: Annotated[int, Setting("layers of KV of emulated engines", ge=1)] = 6
+    block_tokens: Annotated[int, Setting("tokens of a Full Block", ge=1)] = 16
+    kv_bytes_per_token: Annotated[float, Setting("over all layers", gt=0)] = 1536.0
+    speedup: Annotated[float, Setting("emulated engines compute that much faster", gt=0)] = 20.0
+    buffer_blocks: Annotated[int, Setting("of a PE or DE buffer", ge=1)] = 700
+
+
+class VllmVictims(Settings, frozen=True, kw_only=True):
+    """vLLM engines under test, with a tiny random model."""
+
+    conversations: Annotated[int, Setting("rehearsed with each agent", ge=1)] = 2
+    max_model_len: Annotated[int, Setting("most tokens of prompt and answer", ge=2)] = 2048
+    block_tokens: Annotated[int, Setting("tokens of a Full Block", ge=1)] = 32
+    hbm_bytes: Annotated[int, Setting("KV memory of an engine", ge=1)] = 256 << 20
+    buffer_bytes: Annotated[int, Setting("PE or DE buffer", ge=1)] = 256 << 20
+
+
 class ChaosSettings(Settings, frozen=True, kw_only=True):
     """One campaign."""
 
+    engines: Annotated[
+        EngineKind, Setting("vllm: on this machine's CPUs, with a tiny random model")
+    ] = EngineKind.EMULATED
     faults: Annotated[int, Setting("to be made", ge=0)] = 1000
     blocks: Annotated[int, Setting("goes on until that many stored blocks were loaded", ge=0)] = 0
     seed: Annotated[
@@ -40,16 +64,12 @@ class ChaosSettings(Settings, frozen=True, kw_only=True):
     without: Annotated[
         tuple[Fault, ...], Setting("kinds of faults that are not made", metavar="FAULT,…")
     ] = ()
+    routers: Annotated[int, Setting("all but one of them stand by", ge=1)] = 2
     prefill: Annotated[int, Setting("prefill engines", ge=1)] = 2
     decode: Annotated[int, Setting("decode engines", ge=1)] = 2
     calm_every: Annotated[
         int, Setting("faults until nobody asks for once and it is looked for what is left", ge=1)
     ] = 50
-    layers: Annotated[int, Setting("layers of KV of emulated engines", ge=1)] = 6
-    block_tokens: Annotated[int, Setting("tokens of a Full Block", ge=1)] = 16
-    kv_bytes_per_token: Annotated[float, Setting("over all layers", gt=0)] = 1536.0
-    speedup: Annotated[float, Setting("emulated engines compute that much faster", gt=0)] = 20.0
-    buffer_blocks: Annotated[int, Setting("of a PE or DE buffer", ge=1)] = 700
     storage: Annotated[
         str, Setting("folder on a disk; empty: one in the logs' folder", metavar="DIR")
     ] = ""

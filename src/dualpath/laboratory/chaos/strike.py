@@ -10,17 +10,17 @@ import time
 import msgspec
 
 from dualpath.core.blocks import block_keys
-from dualpath.core.errors import DeadlineError, EngineLostError
-from dualpath.laboratory.chaos.cluster import ROUTER, ChaosCluster
+from dualpath.core.errors import DeadlineError
+from dualpath.laboratory.chaos.cluster import ChaosCluster
 from dualpath.laboratory.chaos.corruption import block_files, corrupt
 from dualpath.laboratory.chaos.gate import Disk
 from dualpath.laboratory.chaos.load import Load
-from dualpath.laboratory.chaos.matrix import CORRUPTIONS, Fault, Strike
+from dualpath.laboratory.chaos.matrix import CORRUPTIONS, Component, Fault, Strike
 from dualpath.laboratory.chaos.watch import Standing, Watch
 
 _REACH_S = 4.0
 _END_S = 45.0
-_BACK_S = 30.0
+_BACK_S = 60.0
 _SLOW_CALL_S = 0.05
 _IO_ERROR_SHARE = 0.5
 _BLOCKS_HIT = 12
@@ -43,7 +43,8 @@ class Made(msgspec.Struct, frozen=True):
 class Striker:
     """Makes faults on a cluster under load."""
 
-    def __init__(self, cluster: ChaosCluster, watch: Watch, load: Load) -> None:
+    def __init__(self, cluster: ChaosCluster, watch: Watch, load: Load, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
         self._cluster = cluster
         self._watch = watch
         self._load = load
@@ -70,29 +71,35 @@ class Striker:
         return Made(strike, begin_s, time.monotonic(), trouble, damaged)
 
     async def _end_and_restart(self, strike: Strike, standing: Standing) -> str:
-        name, cluster = strike.process, self._cluster
-        old_epoch = await cluster.epoch(name) if name != ROUTER else None
-        os.kill(standing.pid, signal.SIGKILL if strike.fault is Fault.KILL else signal.SIGTERM)
+        cluster, process = self._cluster, self._cluster.owner_of(standing.pid)
+        name = process.name
+        old_epoch = await cluster.epoch(name)
+        if strike.fault is Fault.KILL:
+            os.kill(standing.pid, signal.SIGKILL)
+        else:
+            process.terminate()
         standing.go_on()
         code = await cluster.ended(name, _END_S)
         trouble = ""
         if code is None:
             trouble = f"runs on {_END_S:g} s after {strike.fault.value}"
-            cluster.process(name).kill()
+            process.kill()
             await cluster.ended(name, _END_S)
         elif strike.fault is Fault.TERMINATE and code != 0:
             trouble = f"exit code {code} after SIGTERM"
         cluster.start(name)
-        if name == ROUTER:
+        if strike.component is Component.ROUTER:
             there = await self._all_there()
         else:
             there = await cluster.joined(name, old_epoch, _BACK_S)
         return trouble or ("" if there else f"not back {_BACK_S:g} s after its restart")
 
     async def _stop(self, strike: Strike, standing: Standing) -> str:
-        os.kill(standing.pid, signal.SIGSTOP)
+        # All of the process: what it has started itself, too.
+        group = self._cluster.owner_of(standing.pid).pid
+        os.killpg(group, signal.SIGSTOP)
         await asyncio.sleep(strike.lasts_s)
-        os.kill(standing.pid, signal.SIGCONT)
+        os.killpg(group, signal.SIGCONT)
         standing.go_on()
         return "" if await self._all_there() else f"not back {_BACK_S:g} s after SIGCONT"
 
@@ -125,9 +132,7 @@ class Striker:
         keys = [
             key
             for agent in chance.sample(agents, min(_CONTEXTS_HIT, len(agents)))
-            for key in block_keys(
-                agent.context, self._cluster.settings.block_tokens, cache_salt=agent.salt
-            )
+            for key in block_keys(agent.context, self._block_tokens, cache_salt=agent.salt)
         ]
         files = await asyncio.to_thread(block_files, storage, keys)
         hit = chance.sample(files, min(_BLOCKS_HIT, len(files)))
@@ -136,6 +141,6 @@ class Striker:
     async def _all_there(self) -> bool:
         try:
             await self._cluster.all_there(_BACK_S)
-        except (DeadlineError, EngineLostError):
+        except DeadlineError:
             return False
         return True

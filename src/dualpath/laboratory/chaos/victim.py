@@ -5,28 +5,36 @@ python -m dualpath.laboratory.chaos.victim '{"socket": ...}' prefill --model ...
 
 import os
 import random
-import runpy
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
 from dualpath.laboratory.chaos.bad_disk import BadDisk
 from dualpath.laboratory.chaos.gate import Gate
 from dualpath.laboratory.chaos.matrix import Component
-from dualpath.laboratory.chaos.points import EMULATED, watch_points
+from dualpath.laboratory.chaos.points import POINTS, EngineKind, watch_points
 from dualpath.laboratory.chaos.tally import Tally
+from dualpath.ops.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
+from dualpath.ops.launch.forked_engine import prepare_engine, run_entry
 from dualpath.storage import directory, posix
 from dualpath.storage.contract import ReadOutcome
+
+MODULE = "dualpath.laboratory.chaos.victim"
+ENTRY = f"{MODULE}:main"
 
 
 class VictimSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a process of a campaign is told: who it is, where the campaign listens, where it counts.
 
-    ``tallies`` is a folder; paths are absolute.
+    ``passes_as`` is the name under which the campaign arms its steps.  ``tallies`` is a folder;
+    paths are absolute.
     """
 
     process: str
+    passes_as: str
+    kind: EngineKind
     component: Component
     socket: str
     tallies: str
@@ -39,8 +47,8 @@ class VictimSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def prepare(settings: VictimSettings) -> None:
     """Connect to the campaign and let the code of this process be watched."""
-    gate = Gate(Path(settings.socket), settings.process)
-    watch_points(EMULATED[settings.component], gate.reached)
+    gate = Gate(Path(settings.socket), settings.passes_as)
+    watch_points(POINTS[settings.kind][settings.component], gate.reached)
     if settings.component is not Component.ROUTER:
         _count_loads(Tally(Path(settings.tallies) / f"{settings.process}-{os.getpid()}"))
         chance = random.Random(f"{settings.seed} {settings.process}")
@@ -59,8 +67,15 @@ def _count_loads(tally: Tally) -> None:
     posix.PosixStorage.read = counted  # type: ignore[method-assign]
 
 
+def main() -> NoReturn:
+    """Run the command behind the first argument in a process that is prepared."""
+    settings = msgspec.json.decode(sys.argv.pop(1), type=VictimSettings)
+    is_vllm_engine = settings.kind is EngineKind.VLLM and settings.component is not Component.ROUTER
+    if is_vllm_engine:
+        prepare_engine()
+    prepare(settings)
+    run_entry(ENGINE_ENTRY if is_vllm_engine else ROUTER_ENTRY, sys.argv[1:])
+
+
 if __name__ == "__main__":
-    prepare(msgspec.json.decode(sys.argv[1], type=VictimSettings))
-    sys.argv[:2] = ["dualpath", "emulate"]
-    # By its name: the laboratory stands below the commands.
-    runpy.run_module("dualpath.cli.main", run_name="__main__", alter_sys=True)
+    main()

@@ -75,16 +75,18 @@ class Watch:
         self._awaited[ticket] = standing
         for visitor in visitors:
             visitor.tell(Arm(ticket, step, passes))
+        reached: Standing | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                return await standing
+                reached = await standing
         except TimeoutError:
-            return None
+            pass
         finally:
             del self._awaited[ticket]
-            if not standing.done() or standing.cancelled():
-                for visitor in visitors:
+            for visitor in visitors:
+                if reached is None or visitor.pid != reached.pid:
                     visitor.tell(Go(ticket))
+        return reached
 
     def trouble(self, disk: Disk) -> None:
         """Let the storage of all processes behave like this, also of those to come."""
