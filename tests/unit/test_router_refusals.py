@@ -6,6 +6,7 @@ import pytest
 from tests.emulated_cluster import cluster
 from tests.unit.scraped_cluster import Scrape
 
+from dualpath.core.errors import OverloadedError
 from dualpath.core.modes import Mode
 from dualpath.router.requests.refusals import (
     ControlRefusal,
@@ -77,7 +78,7 @@ async def test_one_of_each_at_the_light_front_door(tmp_path: Path, monkeypatch) 
         assert await status(completions, {**served, "cache_salt": ""}) == 400
         assert await status("/v1/no-such-path") == 404
         assert await status("/health") == 405
-        monkeypatch.setattr(made.service, "overload", lambda: "full")
+        monkeypatch.setattr(made.service, "turned_away", lambda: OverloadedError("full"))
         assert await status(completions, served) == 429
         assert await counted() == {**dict.fromkeys(HttpRefusal, 1), HttpRefusal.BAD_REQUEST: 2}
 
@@ -85,7 +86,9 @@ async def test_one_of_each_at_the_light_front_door(tmp_path: Path, monkeypatch) 
 def test_a_peer_is_complained_about_once_however_often_it_errs() -> None:
     refusals = ControlRefusals()
     assert [refusals.count(ControlRefusal.MALFORMED) for _ in range(3)] == [1, 2, 3]
-    assert [refusals.complain(b"a"), refusals.complain(b"a"), refusals.complain(b"b")] == [
-        True, False, True,
-    ]  # fmt: skip
+    said = [refusals.complain(peer, at_s) for peer, at_s in ((b"a", 0), (b"a", 59), (b"b", 59))]
+    assert said == [True, False, True]
+    assert refusals.complain(b"a", 60.0)
+    # Who calls itself otherwise every time does not fill the log either.
+    assert sum(refusals.complain(b"%d" % n, 61.0) for n in range(10**4)) < 20
     assert refusals.totals() == {**dict.fromkeys(ControlRefusal, 0), ControlRefusal.MALFORMED: 3}

@@ -24,6 +24,7 @@ import msgspec
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.errors import IncompatibleError
+from dualpath.core.names import Name, in_one_line
 from dualpath.core.rates import Rates
 from dualpath.core.runs import HitRun
 
@@ -37,7 +38,7 @@ TRANSFER_PARAMS_KEY = "dualpath"
 class RegionAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Wire form of ``transport.contract.RegionInfo``."""
 
-    name: str
+    name: Name
     base_address: int
     stride_bytes: int
     piece_bytes: int
@@ -49,10 +50,10 @@ class RegionAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How other engines reach this one over the compute network, and which process it is."""
 
-    engine_id: str
-    epoch: str
+    engine_id: Name
+    epoch: Name
     role: Role
-    agent: str
+    agent: Name
     agent_metadata: bytes
     regions: tuple[RegionAddress, ...]
     process: HostProcess = HostProcess()
@@ -66,8 +67,8 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A process of a prefill engine, whose transfers write into decode engines' buffers."""
 
-    engine_id: str
-    epoch: str
+    engine_id: Name
+    epoch: Name
     process: HostProcess = HostProcess()
 
     @property
@@ -98,9 +99,9 @@ class Hello(Message, frozen=True, tag=True):
     version: int
     address: EngineAddress
     namespace: StoreNamespace
-    api_url: str
-    node: str
-    group: str
+    api_url: Name
+    node: Name
+    group: Name
     mode: str
     hbm_tokens: int
     buffer_tokens: int
@@ -149,8 +150,8 @@ class PeerDown(Message, frozen=True, tag=True):
     ``certain`` says that its process is known to be gone and writes nothing more.
     """
 
-    engine_id: str
-    epoch: str
+    engine_id: Name
+    epoch: Name
     certain: bool
 
 
@@ -214,7 +215,7 @@ class Assign(Message, frozen=True, tag=True):
     """
 
     assign_seq: int
-    request_id: str
+    request_id: Name
     tokens: int
     reserve_blocks: int
 
@@ -222,7 +223,7 @@ class Assign(Message, frozen=True, tag=True):
 class Reserved(Message, frozen=True, tag=True):
     """Buffer slots are granted, in block order; ``wait_s`` is what the request waited for them."""
 
-    request_id: str
+    request_id: Name
     slots: tuple[int, ...]
     wait_s: float
 
@@ -234,7 +235,7 @@ class Read(Message, frozen=True, tag=True):
     far.
     """
 
-    request_id: str
+    request_id: Name
     run: HitRun
     keys: tuple[bytes, ...]
     deadline_s: float
@@ -247,7 +248,7 @@ class ReadDone(Message, frozen=True, tag=True):
     replaced slots that a late read could still write to.
     """
 
-    request_id: str
+    request_id: Name
     good_blocks: int
     reason: str | None
     bytes_read: int
@@ -259,7 +260,7 @@ class ReadDone(Message, frozen=True, tag=True):
 class Persist(Message, frozen=True, tag=True):
     """Write the prompt's blocks from ``first_block`` on to storage under ``keys``."""
 
-    request_id: str
+    request_id: Name
     first_block: int
     keys: tuple[bytes, ...]
 
@@ -274,7 +275,7 @@ class PrefillDone(Message, frozen=True, tag=True):
     they waited for transfers that computation did not hide; 0 where no bytes move.
     """
 
-    request_id: str
+    request_id: Name
     failure: str | None = None
     forward_s: float = 0.0
     transfer_s: float = 0.0
@@ -283,7 +284,7 @@ class PrefillDone(Message, frozen=True, tag=True):
 class KvInHbm(Message, frozen=True, tag=True):
     """The DE has copied the prompt's KV to its HBM and given the buffer back."""
 
-    request_id: str
+    request_id: Name
     h2d_s: float
 
 
@@ -294,7 +295,7 @@ class Release(Message, frozen=True, tag=True):
     stay in quarantine until another ``Release`` of the request says that none does.
     """
 
-    request_id: str
+    request_id: Name
     reason: str
     writer_certain: bool = True
 
@@ -302,13 +303,13 @@ class Release(Message, frozen=True, tag=True):
 class Released(Message, frozen=True, tag=True):
     """All of the request's slots are free again."""
 
-    request_id: str
+    request_id: Name
 
 
 class Failed(Message, frozen=True, tag=True):
     """A command for a request could not be carried out; ``reason`` is complete."""
 
-    request_id: str
+    request_id: Name
     reason: str
 
 
@@ -381,7 +382,7 @@ class Envelope(
     which the sender has got everything of the other direction.
     """
 
-    session: str
+    session: Name
     number: Annotated[int, msgspec.Meta(ge=0)]
     received: Annotated[int, msgspec.Meta(ge=0)]
     message: M
@@ -423,7 +424,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Decoded], frame: bytes) -> _Decode
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise IncompatibleError(
             f"control message of {len(frame)} bytes is not of protocol {PROTOCOL_VERSION}: "
-            f"{error}; run the same dualpath version on router and engines"
+            f"{in_one_line(str(error))}; run the same dualpath version on router and engines"
         ) from error
 
 
@@ -435,20 +436,20 @@ class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block, the last possibly partial.
     """
 
-    request_id: str
+    request_id: Name
     prompt_tokens: int
     hit_blocks: int
     hit_key_tail: bytes
     hits: tuple[HitRun, ...]
-    decode_engine: str
-    decode_epoch: str
+    decode_engine: Name
+    decode_epoch: Name
     de_slots: tuple[int, ...]
 
 
 class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rides on the DE's vLLM request: the prompt's KV waits in this engine's own buffer."""
 
-    request_id: str
+    request_id: Name
     prompt_tokens: int
     slots: tuple[int, ...]
 

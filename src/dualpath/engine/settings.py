@@ -13,6 +13,7 @@ import msgspec
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.core.names import unfit_name
 from dualpath.core.settings import Setting, Settings, declared, nearest
 from dualpath.transport.ucx_config import check_engine_config
 
@@ -119,6 +120,9 @@ class EngineSettings(Settings, frozen=True, kw_only=True):
         super().check()
         if self.router and not _is_tcp_address(self.router):
             raise ConfigError(f"{{router}} is {self.router!r}; use the form tcp://host:port")
+        for key in ("engine_id", "node", "group"):
+            if (wrong := unfit_name(getattr(self, key))) is not None:
+                raise ConfigError(f"{{{key}}}: {wrong}")
         check_engine_config(self.nixl_engine_config)
 
     @property

@@ -18,6 +18,7 @@ from dualpath.core import control
 from dualpath.core.cluster import HostProcess
 from dualpath.core.control import Writer
 from dualpath.core.errors import EngineRefusedError, IncompatibleError
+from dualpath.core.names import in_one_line
 from dualpath.core.sessions import HEARTBEAT_S, Action, Event
 from dualpath.engine.host_process import is_gone
 from dualpath.router.control.control_socket import ControlSocket, ZmqControlSocket
@@ -220,8 +221,10 @@ class ControlServer:
         try:
             admission = self._registry.admit(hello)
         except EngineRefusedError as error:
-            logger.warning("engine refused: %s", error)
             self._refusals.count(ControlRefusal(error.reason))
+            # By its name: it comes again several times in a second, perhaps as another connection.
+            if self._refusals.complain(hello.address.engine_id.encode(), self._clock()):
+                logger.warning("engine refused, further times are only counted: %s", error)
             self._outside(identity, control.Refused(reason=str(error)))
             return
         if admission is not None:
@@ -253,7 +256,7 @@ class ControlServer:
             return
         if isinstance(message, control.Report):
             if message.unhealthy is not None:
-                self._on(engine, Event.FAILED, message.unhealthy)
+                self._on(engine, Event.FAILED, in_one_line(message.unhealthy))
                 return
             engine.report = message
         self._resolve_proofs(engine.info.engine_id, alive=True)
@@ -262,7 +265,7 @@ class ControlServer:
     def _goodbye(self, engine: EngineState, goodbye: control.Goodbye) -> None:
         engine.left = True
         event = Event.GOODBYE if goodbye.settled else Event.FAILED
-        self._on(engine, event, f"left: {goodbye.reason}")
+        self._on(engine, event, f"left: {in_one_line(goodbye.reason)}")
 
     def _on(
         self, engine: EngineState, event: Event, reason: str = "", former: EngineInfo | None = None
@@ -332,11 +335,11 @@ class ControlServer:
 
     def _malformed(self, identity: bytes, error: IncompatibleError) -> None:
         self._refusals.count(ControlRefusal.MALFORMED)
-        if not self._refusals.complain(identity):
+        if not self._refusals.complain(identity, self._clock()):
             return
         engine = self._registry.by_identity(identity)
         name = engine.info.engine_id if engine else f"unregistered peer {identity.hex()}"
-        logger.warning("%s sent a malformed frame, further ones are only counted: %s", name, error)
+        logger.warning("%s sent a malformed frame, more are counted only: %s", name, error)
         if engine is None:
             self._outside(identity, control.Refused(reason=str(error)))
 

@@ -19,6 +19,8 @@ from dualpath.transport.cluster_secret import ClusterSecret, check_control_host
 logger = logging.getLogger(__name__)
 
 _LINGER_MS = 200
+#: A connection that has not shown the secret by then is closed; libzmq would wait for 30 s.
+_HANDSHAKE_MS = 5000
 #: Far above any honest message: a greeting with all regions, the keys of millions of tokens.
 _LARGEST_FRAME_BYTES = 64 << 20
 
@@ -70,6 +72,7 @@ class ZmqControlSocket:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_FRAME_BYTES)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         if secret is not None:
             self._guard = ControlGuard(self._context, self._socket, secret, refusals)
         try:
@@ -84,9 +87,16 @@ class ZmqControlSocket:
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def receive(self) -> tuple[bytes, Sequence[bytes]]:
-        """Return the next message; without a frame from who sends none."""
-        identity, *frames = await self._socket.recv_multipart()
-        return identity, frames
+        """Return the next message, without a frame from who sends none or several.
+
+        Parts are taken one by one and forgotten, so that a message of a million of them costs no
+        million objects here.  libzmq holds them until the last is there, and has no bound for it.
+        """
+        identity = await self._socket.recv()
+        frame, parts = b"", 0
+        while self._socket.getsockopt(zmq.RCVMORE):
+            frame, parts = await self._socket.recv(), parts + 1
+        return identity, (frame,) if parts == 1 else ()
 
     async def send(self, identity: bytes, frame: bytes) -> None:
         """Send without a limit on what is queued for a slow engine."""

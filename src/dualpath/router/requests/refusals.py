@@ -11,7 +11,9 @@ PROMPT_PARAMETER = "input_tokens"
 _PROMPT_PARAMETERS = (PROMPT_PARAMETER, "input_text")
 
 _FIRST_REFUSAL, _LAST_REFUSAL = 400, 499
-_COMPLAINTS_KEPT = 1024
+#: All that is refused is counted; of what is written in the log, see ``ControlRefusals.complain``.
+COMPLAINT_GAP_S = 60.0
+MOST_COMPLAINTS = 20
 
 
 class HttpRefusal(StrEnum):
@@ -82,7 +84,7 @@ class ControlRefusals:
 
     def __init__(self) -> None:
         self._counted: Counter[ControlRefusal] = Counter()
-        self._complained: set[bytes] = set()
+        self._complained: dict[bytes, float] = {}
 
     def count(self, reason: ControlRefusal) -> int:
         """Count a refusal; return how many there were for this reason."""
@@ -93,11 +95,16 @@ class ControlRefusals:
         """Return all counts, also those of 0."""
         return {reason: self._counted[reason] for reason in ControlRefusal}
 
-    def complain(self, identity: bytes) -> bool:
-        """Whether this peer has not been complained about lately, which it now has."""
-        if identity in self._complained:
+    def complain(self, peer: bytes, now_s: float) -> bool:
+        """Whether to write a line about this peer, which is then written.
+
+        There is one line for a peer in ``COMPLAINT_GAP_S``, and not more than ``MOST_COMPLAINTS``
+        for all peers, since names cost a stranger nothing.
+        """
+        for former, said_s in list(self._complained.items()):
+            if now_s - said_s >= COMPLAINT_GAP_S:
+                del self._complained[former]
+        if peer in self._complained or len(self._complained) >= MOST_COMPLAINTS:
             return False
-        if len(self._complained) >= _COMPLAINTS_KEPT:
-            self._complained.clear()
-        self._complained.add(identity)
+        self._complained[peer] = now_s
         return True

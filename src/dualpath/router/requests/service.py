@@ -18,6 +18,7 @@ from dualpath.core.errors import (
     OverloadedError,
     TurnedAwayError,
 )
+from dualpath.core.names import unfit_name
 from dualpath.engine.host_process import is_gone
 from dualpath.router.context import RouterContext
 from dualpath.router.control.control_server import ControlServer
@@ -227,6 +228,8 @@ class RouterService:
         return len(self._lives) - running, running
 
     async def _stream(self, job: Job) -> AsyncIterator[TokenEvent]:
+        if (wrong := unfit_name(job.request_id)) is not None:
+            raise BadRequestError(f"request id {wrong}")
         if job.request_id in self._lives:
             raise BadRequestError(
                 f"request id {job.request_id!r} is in use by a running request; send it under "
