@@ -84,6 +84,17 @@ def test_the_guard_stands_outside_of_middleware_that_was_typed():
     assert args.middleware == ["mine.Middleware", GUARD_CLASS]
 
 
+@pytest.mark.parametrize("other", [{"grpc": True}, {"grpc_port": 50051}, {"headless": True}])
+def test_a_server_that_the_guard_does_not_stand_in_is_refused(other, monkeypatch):
+    harmless = {"grpc": False, "grpc_port": None, "headless": False}
+    assert engine_arguments.complete(typed(**harmless))
+    with pytest.raises(ConfigError, match="where its guard stands"):
+        engine_arguments.complete(typed(**harmless | other))
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(ConfigError, match="VLLM_USE_RUST_FRONTEND=1"):
+        engine_arguments.complete(typed())
+
+
 @pytest.mark.parametrize(
     "own", [{"data_parallel_rank": 1}, {"data_parallel_external_lb": True}, {}]
 )

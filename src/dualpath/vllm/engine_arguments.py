@@ -141,6 +141,7 @@ def complete(args: Namespace) -> list[str]:
     transfer = getattr(args, "kv_transfer_config", None)
     if getattr(transfer, "kv_connector", None) != CONNECTOR:
         return []
+    _check_server(args)
     _check_ranks(args)
     extra: MutableMapping[str, Any] = transfer.kv_connector_extra_config  # type: ignore[union-attr]
     added = _identify(extra, args)
@@ -152,6 +153,22 @@ def complete(args: Namespace) -> list[str]:
         join_vllm_logging()
         log.info("engine %s of a DualPath cluster, added: %s", settings.engine_id, " ".join(added))
     return added
+
+
+def _check_server(args: Namespace) -> None:
+    """Raise ``ConfigError`` for a server that is not the one whose middleware is our guard."""
+    rust = os.environ.get("VLLM_USE_RUST_FRONTEND", "0")
+    unguarded = {
+        "--grpc": getattr(args, "grpc", False),
+        "--grpc-port": getattr(args, "grpc_port", None) is not None,
+        "--headless": getattr(args, "headless", False),
+        f"VLLM_USE_RUST_FRONTEND={rust}": rust not in ("", "0"),
+    }
+    if found := [name for name, there in unguarded.items() if there]:
+        raise ConfigError(
+            f"{' and '.join(found)}: an engine of a DualPath cluster serves vLLM's HTTP API in "
+            "Python, where its guard stands; leave that out"
+        )
 
 
 def _check_ranks(args: Namespace) -> None:

@@ -102,6 +102,31 @@ def _token_route() -> bool:
     return any(route.path == "/inference/v1/generate" for route in _of(module, "router").routes)
 
 
+def _guard_stands_outermost() -> bool:
+    """What ``--middleware`` names is added last, around vLLM's own."""
+    register = _of("vllm.entrypoints.serve.middleware.register", "init_entrypoints_middleware")
+    *_, last = inspect.getsource(register).split("add_middleware(")
+    return last.startswith("imported)")
+
+
+def _failed_loads_end_requests() -> bool:
+    scheduler = _of(f"{_CORE}.sched.scheduler", "Scheduler")
+    fails = _of("vllm.config", "KVTransferConfig")().kv_load_failure_policy == "fail"
+    return fails and callable(scheduler._handle_failed_recving)
+
+
+def _layers_say_what_they_are() -> bool:
+    layer = _of("vllm.model_executor.layers.attention.attention", "Attention")
+    latent = _of("vllm.model_executor.layers.attention.mla_attention", "MLAAttention")
+    cache = _of("vllm.config", "CacheConfig")
+    kinds = (layer, latent)
+    return callable(cache.get_resolved_kv_cache_layout) and all(
+        callable(kind.get_attn_backend)
+        and "self.kv_cache_dtype = " in inspect.getsource(kind.__init__)
+        for kind in kinds
+    )
+
+
 def _command_line() -> bool:
     convert = _of("vllm.engine.arg_utils", "EngineArgs", "from_cli_args")
     return _parameters(convert) == ["args"] and callable(
@@ -117,6 +142,9 @@ HOOKS: tuple[tuple[str, Callable[[], bool]], ...] = (
     ("Worker: functions the layerwise worker overrides", _worker_functions),
     (f"block keys by {HASH_ALGORITHM} and their root", _block_keys),
     ("route /inference/v1/generate", _token_route),
+    ("--middleware stands around vLLM's own", _guard_stands_outermost),
+    ("requests whose KV does not arrive are failed", _failed_loads_end_requests),
+    ("attention layers say backend and KV dtype, the cache its layout", _layers_say_what_they_are),
     ("EngineArgs.from_cli_args and KVConnectorFactory.register_connector", _command_line),
 )
 
