@@ -36,6 +36,7 @@ from dualpath.engine.hbm_copy import HbmLayout
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.step_transfers import PrefillChunk
+from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.plan.counts import new_full_blocks
 from dualpath.storage.contract import BlockStorage
@@ -74,6 +75,27 @@ def memory_storage() -> MemoryStorage:
     return MemoryStorage(StoreNamespace(model="toy", dtype="u8", layout="toy", geometry=GEOMETRY))
 
 
+class HeldBlocks:
+    """HBM blocks that a late transfer may still write."""
+
+    def __init__(self) -> None:
+        self.now: set[int] = set()
+        self.changed = threading.Condition()
+
+    def hold(self, hbm_blocks: tuple[int, ...]) -> None:
+        with self.changed:
+            self.now |= set(hbm_blocks)
+
+    def let_go(self, hbm_blocks: tuple[int, ...]) -> None:
+        with self.changed:
+            self.now -= set(hbm_blocks)
+            self.changed.notify_all()
+
+    def wait_for_none(self) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: not self.now, WAIT_S)
+
+
 class ToyEngine:
     """A traffic manager, its HBM, and the messages it sends to the router."""
 
@@ -90,6 +112,8 @@ class ToyEngine:
         mode: Mode = Mode.DUALPATH,
         trace_out: str = "",
         parallel_reads: int = 2,
+        transfer_deadline_s: float = WAIT_S,
+        threads: Threads = OS_THREADS,
     ) -> None:
         self.regions = layer_buffers or GEOMETRY.layers
         size = GEOMETRY.layer_block_bytes
@@ -122,12 +146,21 @@ class ToyEngine:
             layer_buffers=layer_buffers,
             trace_out=trace_out,
             parallel_reads=parallel_reads,
+            transfer_deadline_s=transfer_deadline_s,
         )
         self.epoch = "epoch-1"
         self.outbox: queue.Queue[Message] = queue.Queue()
         transport = InProcessTransport(f"{engine_id}-{self.epoch}", fabric)
+        self.held = HeldBlocks()
         self.manager = TrafficManager(
-            self.settings, GEOMETRY, storage, transport, layout, self.outbox.put
+            self.settings,
+            GEOMETRY,
+            storage,
+            transport,
+            layout,
+            self.outbox.put,
+            threads=threads,
+            holder=self.held,
         )
         self._kept: list[Message] = []
         self._seq = 0
@@ -180,7 +213,7 @@ class ToyEngine:
 
 
 class ToyCluster:
-    """One PE and one DE that know each other."""
+    """One PE and one DE, or more (``decode_engines``), that know each other."""
 
     def __init__(
         self,
@@ -190,6 +223,9 @@ class ToyCluster:
         mode: Mode = Mode.DUALPATH,
         buffer_blocks: int = 64,
         trace_out: str = "",
+        decode_engines: int = 1,
+        transfer_deadline_s: float = WAIT_S,
+        threads: Threads = OS_THREADS,
     ) -> None:
         self.fabric = InProcessFabric()
         self.storage = storage if storage is not None else memory_storage()
@@ -205,35 +241,51 @@ class ToyCluster:
             mode=mode,
             buffer_blocks=buffer_blocks,
             trace_out=trace_out,
+            transfer_deadline_s=transfer_deadline_s,
+            threads=threads,
         )
-        self.de = ToyEngine(
-            Role.DECODE,
-            "de-0",
-            self.fabric,
-            self.storage,
-            mode=mode,
-            buffer_blocks=buffer_blocks,
-            trace_out=trace_out and f"{trace_out}.de",
-        )
-        self.pe.command(Welcome(peers=(self.de.manager.address(self.de.epoch),)))
-        self.de.command(Welcome(peers=(self.pe.manager.address(self.pe.epoch),)))
+        self.decode = [
+            ToyEngine(
+                Role.DECODE,
+                f"de-{number}",
+                self.fabric,
+                self.storage,
+                mode=mode,
+                buffer_blocks=buffer_blocks,
+                trace_out=trace_out and f"{trace_out}.de",
+                transfer_deadline_s=transfer_deadline_s,
+                threads=threads,
+            )
+            for number in range(decode_engines)
+        ]
+        self.de = self.decode[0]
+        self.pe.command(Welcome(peers=tuple(de.manager.address(de.epoch) for de in self.decode)))
+        for de in self.decode:
+            de.command(Welcome(peers=(self.pe.manager.address(self.pe.epoch),)))
 
     def close(self) -> None:
         """Stop both engines."""
-        self.pe.manager.close()
-        self.de.manager.close()
+        for engine in (self.pe, *self.decode):
+            engine.manager.close()
 
     def store(self, keys: Sequence[BlockKey]) -> None:
         """Put right blocks into storage."""
         self.storage.write(keys, [memoryview(full_block(key)) for key in keys])
 
     def load(
-        self, request_id: str, keys: list[BlockKey], prompt_tokens: int, pe_hits: int, de_hits: int
+        self,
+        request_id: str,
+        keys: list[BlockKey],
+        prompt_tokens: int,
+        pe_hits: int,
+        de_hits: int,
+        decode: int = 0,
     ) -> PrefillTransfer:
         """Reserve, read the first ``pe_hits`` blocks on the PE and the next on the DE."""
+        de = self.decode[decode]
         blocks = GEOMETRY.blocks_for(prompt_tokens)
-        self.de.assign(request_id, prompt_tokens, blocks)
-        de_slots = self.de.answer(Reserved, request_id).slots
+        de.assign(request_id, prompt_tokens, blocks)
+        de_slots = de.answer(Reserved, request_id).slots
         hits = []
         self.pe.assign(request_id, prompt_tokens, pe_hits)
         if pe_hits:
@@ -243,7 +295,7 @@ class ToyCluster:
         if de_hits:
             slots = de_slots[pe_hits : pe_hits + de_hits]
             hits.append(HitRun(Role.DECODE, BlockRun(pe_hits, de_hits), slots))
-            de_slots = self._read(self.de, request_id, hits[-1], keys).slots
+            de_slots = self._read(de, request_id, hits[-1], keys).slots
         hit_blocks = pe_hits + de_hits
         return PrefillTransfer(
             request_id=request_id,
@@ -251,8 +303,8 @@ class ToyCluster:
             hit_blocks=hit_blocks,
             hit_key_tail=keys[hit_blocks - 1] if hit_blocks else b"",
             hits=tuple(hits),
-            decode_engine="de-0",
-            decode_epoch=self.de.epoch,
+            decode_engine=f"de-{decode}",
+            decode_epoch=de.epoch,
             de_slots=de_slots,
         )
 
@@ -271,13 +323,14 @@ class ToyCluster:
         at_layer: Callable[[int, LayerStream], None] = lambda layer, stream: None,
     ) -> dict[str, str]:
         """Run one forward pass; per request (transfer, keys, chunk, HBM blocks)."""
-        agent = self.pe.manager.decode_agent("de-0", self.de.epoch)
         chunks = [
             PrefillChunk(
                 prefill_transfer=prefill_transfer,
                 chunk=chunk,
                 hbm_blocks=tuple(hbm),
-                decode_agent=agent,
+                decode_agent=self.pe.manager.decode_agent(
+                    prefill_transfer.decode_engine, prefill_transfer.decode_epoch
+                ),
             )
             for prefill_transfer, _, chunk, hbm in work
         ]
@@ -289,11 +342,12 @@ class ToyCluster:
                     region[hbm[block]] = np.frombuffer(kv_bytes(keys[block], layer), np.uint8)
             stream.wait_loaded(layer)
             at_layer(layer, stream)
-            if not stream.failures:
-                for _, keys, chunk, hbm in work:
-                    for block in range(chunk.first):
-                        found = region[hbm[block]].tobytes()
-                        assert found == kv_bytes(keys[block], layer), (layer, block)
+            for prefill_transfer, keys, chunk, hbm in work:
+                if prefill_transfer.request_id in stream.failures:
+                    continue
+                for block in range(chunk.first):
+                    found = region[hbm[block]].tobytes()
+                    assert found == kv_bytes(keys[block], layer), (layer, block)
             stream.computed(layer)
         return self.pe.manager.end_prefill(stream)
 

@@ -5,6 +5,7 @@ attention reads it, nothing overwrites it before attention is through, and what 
 computed.
 """
 
+from collections.abc import Sequence
 from random import Random
 
 import numpy as np
@@ -27,16 +28,22 @@ from dualpath.core.cluster import Role
 from dualpath.core.control import PrefillTransfer
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.buffer import STAGING_REGION, BlockBuffer
+from dualpath.engine.chunk_transfers import NoHolder
 from dualpath.engine.counters import Counters
 from dualpath.engine.hbm_copy import HbmLayout
 from dualpath.engine.layer_stream import LayerSettings
+from dualpath.engine.movers import Movers
+from dualpath.engine.stalls import StalledAgents
 from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
+from dualpath.engine.threads import OS_THREADS
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.steps import PromptLayout, decode_steps, generated_steps
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import allocate_registered
 
 HBM_BLOCKS = 8
+#: Two looks of a wait.
+DEADLINE_S = 0.5
 SIZE = GEOMETRY.layer_block_bytes
 GARBAGE = np.full(SIZE, 0xEE, np.uint8)
 
@@ -72,19 +79,17 @@ class Engine:
         self.after = WorldEventWaiter(self.world)
         agents = {"self": own, "de": [self.de_buffer.region()]}
         self.transport = WorldTransport(self.world, "self", agents)
+        self.stalled = StalledAgents()
         self.wrong: list[str] = []
 
-    def stream(self, chunk: PrefillChunk, layers: LayerSettings) -> WorldLayerStream:
-        transfers = self.transfers(Role.PREFILL)
-        stream = WorldLayerStream(
-            [chunk], layers, GEOMETRY, transfers, self.pump, self.device, self.after, Counters(),
-            TraceRecorder(None, ""),
-        )  # fmt: skip
+    def stream(self, chunks: Sequence[PrefillChunk], layers: LayerSettings) -> WorldLayerStream:
+        movers = self.movers(Role.PREFILL)
+        stream = WorldLayerStream(chunks, layers, GEOMETRY, movers, Counters())
         stream.world = self.world
         return stream
 
-    def transfers(self, side: Role) -> StepTransfers:
-        return StepTransfers(
+    def movers(self, side: Role) -> Movers:
+        transfers = StepTransfers(
             side,
             GEOMETRY,
             self.transport,
@@ -93,15 +98,19 @@ class Engine:
             "self",
             self.layout.region_of_layer,
         )
-
-    def copier(self) -> WorldHbmCopier:
-        copier = WorldHbmCopier(
-            self.transfers(Role.DECODE),
+        return Movers(
+            transfers,
             self.pump,
             self.device,
             self.after,
+            self.stalled,
+            DEADLINE_S,
             TraceRecorder(None, ""),
+            OS_THREADS,
         )
+
+    def copier(self) -> WorldHbmCopier:
+        copier = WorldHbmCopier(self.movers(Role.DECODE), NoHolder())
         copier.world = self.world
         return copier
 
@@ -128,7 +137,7 @@ class Engine:
         for layer in range(GEOMETRY.layers):  # somebody else's pass, still under way
             for block in chunk.hbm_blocks[resident:]:
                 self.kernel_writes(layer, block, GARBAGE)
-        stream = self.stream(chunk, layers)
+        stream = self.stream([chunk], layers)
         stream.begin()
         for layer in range(GEOMETRY.layers):
             self.world.drift(8)

@@ -6,6 +6,7 @@ import threading
 from dualpath.core.errors import TransportError
 from dualpath.engine.device import PASSED, HostDevice
 from dualpath.engine.event_waiter import EventWaiter
+from dualpath.engine.threads import OS_THREADS, TimeLimit
 
 WAIT_S = 20.0
 
@@ -37,7 +38,7 @@ def test_on_a_cpu_work_runs_at_once_on_the_callers_thread() -> None:
     ran: list[tuple[str | None, int]] = []
     after.call(HostDevice().record(), lambda error: ran.append((error, threading.get_ident())))
     assert ran == [(None, threading.get_ident())]
-    after.close()
+    after.close(TimeLimit(OS_THREADS, WAIT_S))
 
 
 def test_work_waits_for_its_event_and_younger_work_for_older() -> None:
@@ -51,7 +52,7 @@ def test_work_waits_for_its_event_and_younger_work_for_older() -> None:
     assert ran.empty()
     first.let_pass()
     assert [ran.get(timeout=WAIT_S) for _ in range(3)] == ["first", "second", "third"]
-    after.close()
+    after.close(TimeLimit(OS_THREADS, WAIT_S))
 
 
 def test_work_learns_that_the_device_failed_and_a_defect_stops_nothing() -> None:
@@ -69,4 +70,4 @@ def test_work_learns_that_the_device_failed_and_a_defect_stops_nothing() -> None
     assert ran.get(timeout=WAIT_S) == "no more GPU"
     whole.let_pass()
     assert ran.get(timeout=WAIT_S) is None
-    after.close()
+    after.close(TimeLimit(OS_THREADS, WAIT_S))

@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
@@ -61,7 +61,9 @@ def router() -> Iterator[Router]:
     made.close()
 
 
-def membership(router: Router, storage: str) -> Membership:
+def membership(
+    router: Router, storage: str, end_process: Callable[[], None] = lambda: None
+) -> Membership:
     settings = EngineSettings(
         role=Role.DECODE,
         engine_id="de-0",
@@ -79,7 +81,8 @@ def membership(router: Router, storage: str) -> Membership:
         ServedModel(served_model_name="toy", max_model_len=512, vocab_size=100),
         hbm,
         surroundings=Surroundings(
-            open_transport=lambda agent, settings: InProcessTransport(agent, fabric)
+            open_transport=lambda agent, settings: InProcessTransport(agent, fabric),
+            end_process=end_process,
         ),
     )
 
@@ -128,6 +131,19 @@ def test_an_engine_reports_until_it_leaves_with_a_goodbye(router: Router) -> Non
         pass
     assert message == Goodbye(reason="engine shuts down")
     assert router.heard_nothing()
+
+
+def test_an_engine_whose_data_plane_has_lost_a_thread_ends_its_process(router: Router) -> None:
+    ended = threading.Event()
+    member = membership(router, "broken", ended.set)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        member.join(f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert isinstance(router.next(), Hello)
+        router.welcome()
+        member.manager._health.start("doomed", lambda: [][0])
+        assert ended.wait(WAIT_S)
+        assert "thread doomed ended by IndexError" in str(member.manager.health())
+        member.leave()
 
 
 def test_each_process_of_an_engine_has_an_epoch_of_its_own(router: Router) -> None:

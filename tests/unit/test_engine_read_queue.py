@@ -14,6 +14,7 @@ from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.read_queue import ReadQueue, ReadTask
+from dualpath.engine.threads import OS_THREADS, TimeLimit
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.steps import read_step
 
@@ -81,7 +82,7 @@ class Reads:
 def reads() -> Iterator[Reads]:
     made = Reads()
     yield made
-    made.queue.close()
+    made.queue.close(TimeLimit(OS_THREADS, WAIT_S))
 
 
 def test_the_next_block_begins_while_the_one_before_is_still_read(reads: Reads) -> None:

@@ -367,7 +367,7 @@ def test_layer_l_plus_1_is_loaded_while_layer_l_computes(tmp_path: Path) -> None
     def next_layer_arrives_meanwhile(layer: int, stream: LayerStream) -> None:
         if layer + 1 < GEOMETRY.layers:
             stream.wait_loaded(layer + 1)
-            assert stream.settled
+            assert not stream.failures
 
     cluster.forward([(prefill_transfer, keys, BlockRun(4, 2), HBM)], next_layer_arrives_meanwhile)
     cluster.close()

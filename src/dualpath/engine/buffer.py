@@ -135,6 +135,14 @@ class BlockBuffer:
             self._pool.pin(slots)
             return True
 
+    def pin_held(self, request_id: str, slot: int) -> bool:
+        """Pin one slot if the request holds it; False if not."""
+        with self._lock:
+            if not self._pool.is_leased_to(request_id, slot):
+                return False
+            self._pool.pin([slot])
+            return True
+
     def unpin(self, slots: Iterable[int]) -> None:
         """End a protection."""
         held = list(slots)

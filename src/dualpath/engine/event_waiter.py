@@ -6,9 +6,13 @@ from collections.abc import Callable
 
 from dualpath.core.errors import DualPathError
 from dualpath.engine.device import Device, DeviceEvent
-from dualpath.engine.threads import OS_THREADS, Thread, Threads
+from dualpath.engine.health import Health
+from dualpath.engine.threads import Thread, TimeLimit
 
 log = logging.getLogger(__name__)
+
+#: No layer of a forward pass computes longer.
+_EVENT_LIMIT_S = 120.0
 
 #: Called with None, or with what went wrong on the device.
 Work = Callable[[str | None], None]
@@ -22,13 +26,14 @@ class EventWaiter:
     CPU there never is a thread.
     """
 
-    def __init__(self, device: Device, name: str, threads: Threads = OS_THREADS) -> None:
-        self._threads = threads
+    def __init__(self, device: Device, name: str, health: Health | None = None) -> None:
+        self._health = health or Health()
         self._device = device
         self._name = f"{name}-events"
-        self._change = threads.condition()
+        self._change = self._health.threads.condition()
         self._waiting: deque[tuple[DeviceEvent, Work]] = deque()
         self._closing = False
+        self._sign = self._health.sign("the device has not come to an event", _EVENT_LIMIT_S)
         self._thread: Thread | None = None
 
     def call(self, event: DeviceEvent, work: Work) -> None:
@@ -42,28 +47,30 @@ class EventWaiter:
                 return
         work(None)
 
-    def close(self) -> None:
-        """Finish what waits and stop; idempotent."""
+    def close(self, limit: TimeLimit) -> None:
+        """Finish what waits and stop, within the limit; idempotent."""
         with self._change:
             self._closing = True
             self._change.notify()
             thread, self._thread = self._thread, None
         if thread is not None:
-            thread.join(timeout=10)
+            limit.join([thread])
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = self._threads.start(self._name, self._run)
+            self._thread = self._health.start(self._name, self._run)
 
     def _run(self) -> None:
         self._device.enter_thread()
         while True:
             with self._change:
                 while not self._waiting and not self._closing:
+                    self._sign.idle()
                     self._change.wait()
                 if not self._waiting:
                     return
                 event, work = self._waiting[0]
+                self._sign.moved()
             try:
                 work(_wait(event))
             except Exception:  # a defect must not end the thread that everybody's sends pass

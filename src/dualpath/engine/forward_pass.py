@@ -14,8 +14,9 @@ from dualpath.core.errors import TransportError
 from dualpath.core.runs import BlockRun
 from dualpath.engine.counters import Counter
 from dualpath.engine.layer_stream import LayerSettings
+from dualpath.engine.prefill_passes import RELEASED
 from dualpath.engine.step_transfers import PrefillChunk
-from dualpath.engine.traffic_manager import RELEASED, TrafficManager
+from dualpath.engine.traffic_manager import TrafficManager
 
 
 class PromptPart(msgspec.Struct, frozen=True):

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 
 from dualpath.core.blocks import BlockGeometry, BlockKey
-from dualpath.core.errors import TransportError
 from dualpath.core.runs import BlockRun
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
@@ -44,19 +43,17 @@ class GeneratedBlocks:
     def persist(self, blocks: Sequence[tuple[int, BlockKey]]) -> None:
         """Copy blocks (engine block id, key) out of HBM and queue them for storage.
 
-        Returns when the HBM is no longer needed.  With all staging slots in use a block is
-        dropped and counted: the next turn recomputes it.
+        Returns when the HBM is no longer needed.  With all staging slots in use, or a copy that
+        stalls, a block is dropped and counted: the next turn recomputes it.
         """
         for block_id, key in blocks:
-            try:
-                self._persist_one(block_id, key)
-            except TransportError as error:
-                self._drop(str(error))
+            self._persist_one(block_id, key)
 
     def _persist_one(self, block_id: int, key: BlockKey) -> None:
         slot = self._staging.take()
         if slot is None:
-            raise TransportError("all staging slots are being written; raise staging_blocks")
+            self._drop("all staging slots are being written; raise staging_blocks")
+            return
         *copies, persist = generated_steps(self._geometry, slot)
 
         def copied(error: str | None) -> None:
@@ -73,11 +70,8 @@ class GeneratedBlocks:
 
         # On its way from here on: a look-up must not come between the copy and the write.
         self._persister.pending.begin([key])
-        try:
-            self._copier.out_of_hbm(copies, block_id, copied)
-        except TransportError:
+        if not self._copier.out_of_hbm(copies, block_id, copied):
             self._persister.pending.end([key])
-            raise
 
     def _drop(self, reason: str) -> None:
         log.warning("a generated block is not persisted: %s", reason)

@@ -9,19 +9,16 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from dualpath.core.errors import DualPathError, TransportError
-from dualpath.engine.device import Device, DeviceEvent
-from dualpath.engine.event_waiter import EventWaiter
-from dualpath.engine.pump import Completion, TransferPump
-from dualpath.engine.step_transfers import StepTransfers
-from dualpath.engine.threads import OS_THREADS, Event, Lock, Threads
+from dualpath.core.errors import DualPathError
+from dualpath.engine.chunk_transfers import BlockHolder
+from dualpath.engine.device import DeviceEvent
+from dualpath.engine.movers import Movers
+from dualpath.engine.pump import Completion
+from dualpath.engine.threads import Event, Lock
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.order import Executed
 from dualpath.plan.steps import Step
 from dualpath.transport.contract import RegionInfo
-
-#: Longest an engine step waits for one block to leave HBM.
-COPY_DEADLINE_S = 30.0
 
 
 class HbmLayout(msgspec.Struct, frozen=True):
@@ -36,9 +33,10 @@ class HbmLayout(msgspec.Struct, frozen=True):
 
 
 class _Countdown:
-    """Collects steps of one request; calls ``over`` with the first error, or None, after the last.
+    """Collects steps of one request; calls ``over`` after the last.
 
-    What was executed enters the trace first.
+    It gets the first error, or None, and whether nothing can write any more.  What was executed
+    enters the trace first.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class _Countdown:
         request_id: str,
         left: int,
         trace: TraceRecorder,
-        over: Callable[[str | None], None],
+        over: Callable[[str | None, bool], None],
         lock: Lock,
     ) -> None:
         self._request_id = request_id
@@ -54,12 +52,16 @@ class _Countdown:
         self._trace = trace
         self._over = over
         self._error: str | None = None
+        self._settled = True
         self._executed: list[tuple[str, Executed]] = []
         self._lock = lock
 
-    def step_over(self, step: Step, start_ns: int, error: str | None) -> None:
+    def step_over(
+        self, step: Step, start_ns: int, error: str | None, *, settled: bool = True
+    ) -> None:
         with self._lock:
             self._left -= 1
+            self._settled = self._settled and settled
             self._error = self._error or error
             if error is None:
                 done = Executed(step, start_ns, self._trace.now_ns())
@@ -67,30 +69,30 @@ class _Countdown:
             last = self._left == 0
         if last:
             self._trace.moved(self._executed, request=self._request_id)
-            self._over(self._error)
+            self._over(self._error, self._settled)
 
 
 class HbmCopier:
     """Copies between an engine's own DRAM and HBM, all layers of some blocks at a time.
 
     Copies start when the computation queued before them is over, as it may still use the blocks.
+    Blocks that nobody knows to be still go to ``holder``.
     """
 
     def __init__(
         self,
-        transfers: StepTransfers,
-        pump: TransferPump,
-        device: Device,
-        after: EventWaiter,
-        trace: TraceRecorder,
-        threads: Threads = OS_THREADS,
+        movers: Movers,
+        holder: BlockHolder,
     ) -> None:
-        self._threads = threads
-        self._transfers = transfers
-        self._pump = pump
-        self._device = device
-        self._after = after
-        self._trace = trace
+        self._holder = holder
+        self._threads = movers.threads
+        self._transfers = movers.transfers
+        self._pump = movers.pump
+        self._device = movers.device
+        self._after = movers.after
+        self._trace = movers.trace
+        self._stalled = movers.stalled
+        self._deadline_s = movers.transfer_deadline_s
 
     def into_hbm(
         self,
@@ -100,7 +102,13 @@ class HbmCopier:
         done: Callable[[str | None], None],
     ) -> None:
         """Post H2D of all layers; ``done`` gets the first error once all are over."""
-        countdown = self._countdown(request_id, steps, done)
+
+        def over(error: str | None, settled: bool) -> None:
+            if not settled:
+                self._holder.hold(tuple(hbm_blocks))
+            done(error)
+
+        countdown = self._countdown(request_id, steps, over)
         earlier = self._device.record()
 
         def post(device_error: str | None) -> None:
@@ -117,18 +125,25 @@ class HbmCopier:
 
     def out_of_hbm(
         self, steps: Sequence[Step], hbm_block: int, done: Callable[[str | None], None]
-    ) -> None:
+    ) -> bool:
         """Copy one block to its staging slot; ``done`` gets None or why it failed, once it is over.
 
-        Returns when computation queued from now on may overwrite the block.  Raises
-        ``TransportError`` if the copy does not end: ``done`` was not called then, and the slot
-        must never be reused.
+        Returns when computation queued from now on may overwrite the block.  A copy that was not
+        over by then has failed, however it ends: it may have read what came after; False says
+        so.  While copies stall none is begun.  Where nobody knows whether a copy still writes,
+        ``done`` is never called.
         """
-        over = self._threads.event()
+        own_agent = self._transfers.own_agent
+        if own_agent in self._stalled:
+            done("copies within this engine stall")
+            return True
+        over, given_up = self._threads.event(), self._threads.event()
 
-        def ended(error: str | None) -> None:
+        def ended(error: str | None, settled: bool) -> None:
             try:
-                done(error)
+                if settled:
+                    late = "it left HBM too late" if given_up.is_set() else None
+                    done(error or late)
             finally:
                 over.set()
 
@@ -137,37 +152,37 @@ class HbmCopier:
             earlier.wait()
         countdown = self._countdown("", steps, ended)
         events = [self._post(step, [hbm_block], earlier, countdown) for step in steps]
-        if self._device.copier is None:
-            self._wait(over)
+        if self._device.copier is None and not self._wait(over):
+            given_up.set()
+            self._stalled.add(own_agent)
         for event in events:
             if event is not None:
                 self._device.wait(event)
+        return not given_up.is_set()
 
     def _countdown(
-        self, request_id: str, steps: Sequence[Step], over: Callable[[str | None], None]
+        self, request_id: str, steps: Sequence[Step], over: Callable[[str | None, bool], None]
     ) -> _Countdown:
         return _Countdown(request_id, len(steps), self._trace, over, self._threads.lock())
 
-    def _wait(self, over: Event) -> None:
-        if not over.wait(COPY_DEADLINE_S):
-            raise TransportError(
-                f"copy of a generated block is not over after {COPY_DEADLINE_S:g} s; its staging "
-                "slot is given up"
-            )
+    def _wait(self, over: Event) -> bool:
+        return over.wait(self._deadline_s)
 
     def _post(
         self, step: Step, hbm_blocks: Sequence[int], earlier: DeviceEvent, countdown: _Countdown
     ) -> DeviceEvent | None:
         """Post one layer; return the event of its end if the device copies it itself."""
-        start_ns = self._trace.now_ns()
+        start_ns, own_agent = self._trace.now_ns(), self._transfers.own_agent
 
         def over(completion: Completion) -> None:
-            countdown.step_over(step, start_ns, completion.error)
+            self._stalled.ended(own_agent)
+            countdown.step_over(step, start_ns, completion.error, settled=completion.settled)
 
         try:
             transfer, event = self._transfers.post(step, hbm_blocks, earlier=earlier)
         except DualPathError as error:
             countdown.step_over(step, start_ns, str(error))
             return None
+        self._stalled.posted(own_agent)
         self._pump.watch(transfer, over)
         return event

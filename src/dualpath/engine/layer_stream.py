@@ -19,28 +19,38 @@ device; one that a transport moves is seen over by the host, which then queues t
 
 Without overlap (mode Basic) all layers have a region of their own: everything is loaded before
 the first layer and sent after the last.
+
+When transfers with an agent stall (``engine.stalls``) the chunks that need it are given up, once:
+no more of their steps are posted, and nobody waits for those that are under way.  They count as
+over for the two rules above, so that the other chunks go on; what a late byte may still hit is
+theirs alone (``engine.chunk_transfers``).  A chunk of an agent that has stalled before is given up
+as the pass begins.  The wait for computation has no limit here: a device that hangs is seen by the
+engine itself and by its health.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.errors import DualPathError
+from dualpath.engine.chunk_transfers import ChunkTransfers
 from dualpath.engine.counters import Counter, Counters
-from dualpath.engine.device import Device, DeviceEvent
-from dualpath.engine.event_waiter import EventWaiter
-from dualpath.engine.layer_work import LayerWork
-from dualpath.engine.pump import Completion, TransferPump
-from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
-from dualpath.engine.threads import OS_THREADS, Event, Threads
-from dualpath.engine.trace import TraceRecorder
+from dualpath.engine.device import DeviceEvent
+from dualpath.engine.layer_work import POSTING, LayerWork, Part, Stage
+from dualpath.engine.movers import Movers
+from dualpath.engine.pump import Completion
+from dualpath.engine.step_transfers import PrefillChunk
+from dualpath.engine.threads import Event
 from dualpath.plan.order import Executed
 from dualpath.plan.steps import Step, load_steps, send_steps
 
-#: Longest a forward pass waits for one layer's transfers before its requests are failed.
-TRANSFER_DEADLINE_S = 30.0
+log = logging.getLogger(__name__)
+
+#: How often a wait looks whether it goes on; what it takes off an agent's patience each time.
+_LOOK_S = 0.25
 
 
 class LayerSettings(msgspec.Struct, frozen=True):
@@ -58,24 +68,20 @@ class LayerStream:
         chunks: Sequence[PrefillChunk],
         settings: LayerSettings,
         geometry: BlockGeometry,
-        transfers: StepTransfers,
-        pump: TransferPump,
-        device: Device,
-        after: EventWaiter,
+        movers: Movers,
         counters: Counters,
-        trace: TraceRecorder,
-        threads: Threads = OS_THREADS,
     ) -> None:
-        self._chunks = chunks
-        self._layouts = [chunk.layout(geometry) for chunk in chunks]
+        threads = movers.threads
+        self._chunks = [ChunkTransfers(chunk, geometry, threads) for chunk in chunks]
         self._settings = settings
         self._geometry = geometry
-        self._transfers = transfers
-        self._pump = pump
-        self._device = device
-        self._after = after
+        self._transfers = movers.transfers
+        self._pump = movers.pump
+        self._device = movers.device
+        self._after = movers.after
+        self._trace = movers.trace
+        self._patience = movers.patience()
         self._counters = counters
-        self._trace = trace
         self._lock = threads.lock()
         self._loads = [LayerWork(threads) for _ in range(geometry.layers)]
         self._sends = [LayerWork(threads) for _ in range(geometry.layers)]
@@ -86,13 +92,16 @@ class LayerStream:
         #: a GPU this thread runs ahead, and its waits contain computation as well.
         self.waited_ns = 0
         self.failures: dict[str, str] = {}
-        #: False once a transfer outlived its deadline: slots it may touch must stay untouched.
-        self.settled = True
 
     @property
     def request_ids(self) -> tuple[str, ...]:
         """Requests that take part."""
-        return tuple(chunk.prefill_transfer.request_id for chunk in self._chunks)
+        return tuple(chunk.request_id for chunk in self._chunks)
+
+    @property
+    def late(self) -> list[ChunkTransfers]:
+        """Chunks that were given up while some of their transfers may still write."""
+        return [chunk for chunk in self._chunks if chunk.moves]
 
     @property
     def pass_ns(self) -> int:
@@ -102,6 +111,7 @@ class LayerStream:
     def begin(self) -> None:
         """Post the loads of the first layers; without overlap wait for all of them."""
         self._begin_ns = self._trace.now_ns()
+        self._give_up_stalled()
         ahead = min(self._settings.buffers, self._geometry.layers)
         earlier = self._device.record()  # passes before may still use the blocks
         for layer in range(ahead):
@@ -146,17 +156,17 @@ class LayerStream:
     def _load(self, layer: int, device_error: str | None = None) -> None:
         resident = self._settings.buffers >= self._geometry.layers
         steps = [
-            (chunk, step)
-            for chunk, layout in zip(self._chunks, self._layouts, strict=True)
-            for step in load_steps(layout, layer, chunk.chunk, resident=resident)
+            (number, step)
+            for number, chunk in enumerate(self._chunks)
+            for step in load_steps(chunk.layout, layer, chunk.chunk.chunk, resident=resident)
         ]
         self._hand_to_pump(device_error, self._loads[layer], steps, lambda: None)
 
     def _send(self, layer: int, computed: DeviceEvent) -> None:
         steps = [
-            (chunk, step)
-            for chunk, layout in zip(self._chunks, self._layouts, strict=True)
-            for step in send_steps(layout, layer, chunk.chunk)
+            (number, step)
+            for number, chunk in enumerate(self._chunks)
+            for step in send_steps(chunk.layout, layer, chunk.chunk.chunk)
         ]
         following = layer + self._settings.buffers
 
@@ -173,79 +183,136 @@ class LayerStream:
         self,
         device_error: str | None,
         work: LayerWork,
-        steps: Sequence[tuple[PrefillChunk, Step]],
+        steps: Sequence[tuple[int, Step]],
         then: Callable[[], None],
     ) -> None:
-        """Let the pump post ``steps``; none of them if the device failed."""
+        """Let the pump post ``steps``, one transfer each; none of them if the device failed.
+
+        ``then`` follows when the last of them is over.
+        """
         if device_error is not None:
-            for chunk in self._chunks:
-                self._fail(chunk, device_error)
+            for number in range(len(self._chunks)):
+                self._fail(number, device_error)
             steps = ()
-        self._pump.call(lambda: self._post(work, steps, then))
+        executed: list[tuple[str, Executed]] = []
+
+        def over() -> None:
+            self._trace.moved(executed)
+            then()
+
+        work.begin((self._part(number, step) for number, step in steps), over)
+        self._pump.call(lambda: self._post(work, steps, executed))
 
     def _post(
         self,
         work: LayerWork,
-        steps: Sequence[tuple[PrefillChunk, Step]],
-        then: Callable[[], None],
+        steps: Sequence[tuple[int, Step]],
+        executed: list[tuple[str, Executed]],
     ) -> None:
-        """Post one transfer per (request, step); ``then`` runs when the last of them is over.
+        """Post one transfer per (chunk, step).
 
         Runs on the pump's thread, so that a transfer that copies while it is posted does so beside
         the computation.
         """
-        work.begin(len(steps) + 1)
-        executed: list[tuple[str, Executed]] = []
+        for number, step in steps:
+            part = self._part(number, step)
+            posted = self._chunks[number].start() and self._post_one(work, part, step, executed)
+            if not posted:
+                work.ended(part)
+        work.ended(POSTING)
 
-        def part_over(by_device: bool) -> None:
-            if work.part_over(by_device=by_device):
-                self._trace.moved(executed)
-                try:
-                    then()
-                finally:
-                    work.over.set()
+    def _post_one(
+        self, work: LayerWork, part: Part, step: Step, executed: list[tuple[str, Executed]]
+    ) -> bool:
+        """Post a transfer and have it watched; False if it failed at once."""
+        number, agent = part
+        chunk, start_ns = self._chunks[number], self._trace.now_ns()
+        try:
+            transfer, event = self._transfers.post(
+                step, chunk.chunk.hbm_blocks, chunk.chunk.decode_agent
+            )
+        except DualPathError as error:
+            self._fail(number, str(error))
+            chunk.ended()
+            return False
+        except Exception as error:  # a defect; who knows what was posted: it stays counted
+            log.exception("request %s: a transfer cannot be posted", chunk.request_id)
+            self._fail(number, f"a transfer cannot be posted: {error}")
+            return False
+        self._patience.posted(agent, transfer.bytes)
+        if event is not None:
+            work.copy_queued(part, event)
 
-        def ended(
-            chunk: PrefillChunk, step: Step, start_ns: int, by_device: bool, completion: Completion
-        ) -> None:
+        def ended(completion: Completion) -> None:
+            self._patience.ended(agent, transfer.bytes)
             if completion.error is not None:
-                self._fail(chunk, completion.error)
+                self._fail(number, completion.error)
             else:
                 done = Executed(step, start_ns, self._trace.now_ns())
-                executed.append((chunk.prefill_transfer.request_id, done))
-            part_over(by_device)
+                executed.append((chunk.request_id, done))
+            if completion.settled:
+                chunk.ended()
+            work.ended(part, by_device=event is not None)
 
-        for chunk, step in steps:
-            start_ns = self._trace.now_ns()
-            try:
-                transfer, event = self._transfers.post(step, chunk.hbm_blocks, chunk.decode_agent)
-            except DualPathError as error:
-                self._fail(chunk, str(error))
-                part_over(False)
-                continue
-            if event is not None:
-                work.copy_queued(event)
-            by_device = event is not None
-            self._pump.watch(transfer, functools.partial(ended, chunk, step, start_ns, by_device))
-        part_over(False)
+        self._pump.watch(transfer, ended)
+        return True
 
-    def _wait(self, event: Event, what: str) -> None:
-        if event.is_set():
+    def _part(self, number: int, step: Step) -> Part:
+        agent = self._transfers.agent_of(step, self._chunks[number].chunk.decode_agent)
+        return Part(number, agent)
+
+    def _wait(self, stage: Stage, what: str) -> None:
+        if stage.reached.is_set():
             return
         start_ns = self._trace.now_ns()
-        over = self._block(event)
+        while not self._block(stage.reached):
+            for agent in self._patience.waited(stage.agents(), _LOOK_S):
+                self._stalled(agent, what)
         self.waited_ns += self._trace.now_ns() - start_ns
-        if not over:
-            self.settled = False
-            for chunk in self._chunks:
-                self._fail(chunk, f"{what} is not over after {TRANSFER_DEADLINE_S} s")
 
     def _block(self, event: Event) -> bool:
-        return event.wait(TRANSFER_DEADLINE_S)
+        return event.wait(_LOOK_S)
 
-    def _fail(self, chunk: PrefillChunk, reason: str) -> None:
+    def _stalled(self, agent: str, what: str) -> None:
+        """Give up the chunks that need an agent; all of them if nothing can even be posted."""
+        reason = f"{what}: transfers with {agent!r} stall, {{waited}}"
+        if agent == POSTING.agent:
+            reason = f"{what}: the thread that posts transfers stalls, {{waited}}"
+            for work in (*self._loads, *self._sends):
+                work.give_up(POSTING.chunk)
+        else:
+            self._patience.stalled.add(agent)
+        waited = f"the pass waited {self._patience.deadline_s:g} s and what their bytes take"
+        for number in range(len(self._chunks)):
+            if agent in (POSTING.agent, *self._agents(number)):
+                self._give_up(number, reason.format(waited=waited))
+
+    def _give_up_stalled(self) -> None:
+        for number in range(len(self._chunks)):
+            for agent in self._agents(number):
+                if agent in self._patience.stalled:
+                    self._give_up(number, f"transfers with {agent!r} stalled in an earlier pass")
+
+    def _agents(self, number: int) -> set[str]:
+        """Whom a chunk's transfers are with; all layers are alike."""
+        chunk = self._chunks[number]
+        steps = (
+            *load_steps(chunk.layout, 0, chunk.chunk.chunk),
+            *send_steps(chunk.layout, 0, chunk.chunk.chunk),
+        )
+        return {self._part(number, step).agent for step in steps}
+
+    def _give_up(self, number: int, reason: str) -> None:
+        """Fail a chunk, start nothing more for it and let nobody wait for what is under way."""
+        self._fail(number, reason)
+        self._chunks[number].give_up()
+        for work in (*self._loads, *self._sends):
+            work.give_up(number)
+
+    def _fail(self, number: int, reason: str) -> None:
+        request_id = self._chunks[number].request_id
         with self._lock:
-            first = chunk.prefill_transfer.request_id not in self.failures
-            self.failures.setdefault(chunk.prefill_transfer.request_id, reason)
+            first = request_id not in self.failures
+            self.failures.setdefault(request_id, reason)
         if first:
             self._counters.add(Counter.TRANSFER_FAILURES, 1)

@@ -1,47 +1,107 @@
 """How far the transfers of one layer in one direction are."""
 
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
 from dualpath.engine.device import DeviceEvent
 from dualpath.engine.threads import OS_THREADS, Threads
+
+
+class Part(NamedTuple):
+    """Transfers of one chunk of the pass with one agent."""
+
+    chunk: int
+    agent: str
+
+
+#: The posting itself: no layer is through before all of its transfers have been posted.
+POSTING = Part(-1, "")
+
+
+class Stage:
+    """A point that every transfer comes to; ``reached`` is set when the last one has.
+
+    Each is reached at most once: by what ends, or by what is given up.
+    """
+
+    def __init__(self, threads: Threads) -> None:
+        self.reached = threads.event()
+        self._lock = threads.lock()
+        self._left: Counter[Part] = Counter()
+
+    def expect(self, parts: Iterable[Part]) -> None:
+        """Wait for these; called once."""
+        with self._lock:
+            self._left.update(parts)
+
+    def agents(self) -> set[str]:
+        """Return whose transfers have not come here; empty before ``expect``."""
+        with self._lock:
+            return {part.agent for part in self._left}
+
+    def came(self, part: Part) -> bool:
+        """One transfer is here; return whether it was the last.  Given up ones do not count."""
+        with self._lock:
+            if part not in self._left:
+                return False
+            self._left[part] -= 1
+            if not self._left[part]:
+                del self._left[part]
+            return not self._left
+
+    def give_up(self, chunk: int) -> bool:
+        """Wait for none of a chunk's; return whether only they were missing."""
+        with self._lock:
+            given_up = [part for part in self._left if part.chunk == chunk]
+            for part in given_up:
+                del self._left[part]
+            return bool(given_up) and not self._left
 
 
 class LayerWork:
     """One layer's loads or sends; the pump's thread counts, the engine's thread waits.
 
-    ``over``: every transfer has ended.  ``queued``: those of the transport have, and the device's
-    own copies, which end at ``events``, are queued: the device can wait for the rest itself.
+    ``over``: every transfer has ended, and what follows has begun.  ``queued``: those of the
+    transport have ended, and the device's own copies, which end at ``events``, are queued: the
+    device can wait for the rest itself.
     """
 
     def __init__(self, threads: Threads = OS_THREADS) -> None:
-        self.queued = threads.event()
-        self.over = threads.event()
+        self.queued = Stage(threads)
+        self.over = Stage(threads)
         self.events: list[DeviceEvent] = []
-        self._lock = threads.lock()
-        self._left_to_queue = 0
-        self._left = 0
+        self._then: Callable[[], None] = lambda: None
 
-    def begin(self, parts: int) -> None:
-        """Expect that many transfers."""
-        self._left = self._left_to_queue = parts
+    def begin(self, parts: Iterable[Part], then: Callable[[], None]) -> None:
+        """Expect these transfers, one part each; ``then`` follows the last of them."""
+        expected = [*parts, POSTING]
+        self._then = then
+        self.queued.expect(expected)
+        self.over.expect(expected)
 
-    def copy_queued(self, event: DeviceEvent) -> None:
-        """The device will have done one part at ``event``."""
+    def copy_queued(self, part: Part, event: DeviceEvent) -> None:
+        """The device will have done one transfer at ``event``."""
         self.events.append(event)
-        self._part_queued()
+        if self.queued.came(part):
+            self.queued.reached.set()
 
-    def part_over(self, *, by_device: bool) -> bool:
-        """One part has ended; return whether it was the last one.
+    def ended(self, part: Part, *, by_device: bool = False) -> None:
+        """One transfer is over, or was not posted."""
+        if not by_device and self.queued.came(part):
+            self.queued.reached.set()
+        if self.over.came(part):
+            self._finish()
 
-        The caller then sets ``over``, after what has to follow.
-        """
-        if not by_device:
-            self._part_queued()
-        with self._lock:
-            self._left -= 1
-            return self._left == 0
+    def give_up(self, chunk: int) -> None:
+        """Let nobody wait for a chunk any more, whatever becomes of its transfers."""
+        if self.queued.give_up(chunk):
+            self.queued.reached.set()
+        if self.over.give_up(chunk):
+            self._finish()
 
-    def _part_queued(self) -> None:
-        with self._lock:
-            self._left_to_queue -= 1
-            all_queued = self._left_to_queue == 0
-        if all_queued:
-            self.queued.set()
+    def _finish(self) -> None:
+        try:
+            self._then()
+        finally:
+            self.over.reached.set()

@@ -16,7 +16,7 @@ from dualpath.core.errors import DualPathError
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.pending_writes import PendingWrites
 from dualpath.engine.prefix_search import PrefixSearch
-from dualpath.engine.threads import OS_THREADS, Threads, Workers
+from dualpath.engine.threads import OS_THREADS, Threads, TimeLimit, Workers
 from dualpath.storage.remembering import RememberingStorage
 
 log = logging.getLogger(__name__)
@@ -93,9 +93,9 @@ class Lookups:
                 lookup.over, lookup.keys = True, ()
             self._open.clear()
 
-    def close(self) -> None:
-        """Finish the questions under way and drop the others; idempotent."""
-        self._workers.close()
+    def close(self, limit: TimeLimit) -> None:
+        """Finish the questions under way, within the limit, and drop the others; idempotent."""
+        self._workers.close(limit)
 
     def _go_on(self, lookup: _Lookup) -> None:
         search, keys = lookup.search, lookup.keys

@@ -6,7 +6,6 @@ serve, and what else has to be looked at from time to time.
 
 import logging
 import os
-import signal
 from collections.abc import Callable
 
 import msgspec
@@ -14,6 +13,7 @@ import msgspec
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.control import PROTOCOL_VERSION, EngineMessage, Goodbye, Hello
 from dualpath.core.rates import Rate, RateOrigin, Rates
+from dualpath.engine.chunk_transfers import BlockHolder
 from dualpath.engine.device import Device
 from dualpath.engine.hbm_copy import HbmLayout
 from dualpath.engine.link import ControlLink
@@ -22,6 +22,9 @@ from dualpath.engine.surroundings import LIVE, Surroundings
 from dualpath.engine.traffic_manager import TrafficManager
 
 log = logging.getLogger(__name__)
+
+#: For a report to leave, before a process ends itself.
+_LAST_WORD_NS = 200_000_000
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -50,6 +53,7 @@ class Membership:
         hbm: HbmLayout,
         device: Device | None = None,
         surroundings: Surroundings = LIVE,
+        holder: BlockHolder | None = None,
     ) -> None:
         self.settings = settings
         self.rates = Rates(read_bytes=_bounded(settings.snic_bytes_per_s))
@@ -58,6 +62,7 @@ class Membership:
         self._namespace = namespace
         self._model = model
         self._link: ControlLink | None = None
+        self._broken_ns: int | None = None
         storage = surroundings.open_storage(settings, namespace)
         transport = surroundings.open_transport(f"{settings.engine_id}-{self.epoch}", settings)
         self.manager = TrafficManager(
@@ -70,6 +75,7 @@ class Membership:
             device,
             surroundings.threads,
             surroundings.is_gone,
+            holder,
         )
 
     def join(self, api_url: str, watch: Callable[[], None] = lambda: None) -> None:
@@ -81,6 +87,7 @@ class Membership:
 
         def tick(now_ns: int) -> None:
             watch()
+            self._end_if_broken(now_ns)
             self.manager.tick(now_ns)
 
         self._link = ControlLink(
@@ -108,6 +115,16 @@ class Membership:
         """Say from the next greeting on how many prompt tokens are computed in a second."""
         self.rates = msgspec.structs.replace(self.rates, prefill_tokens=prefill_tokens)
 
+    def _end_if_broken(self, now_ns: int) -> None:
+        """An engine whose data plane has lost a thread says so in a report, then it is gone."""
+        if (reason := self.manager.broken) is None:
+            return
+        if self._broken_ns is None:
+            self._broken_ns = now_ns
+            self.changed()
+        elif now_ns - self._broken_ns > _LAST_WORD_NS:
+            self._failed(reason)
+
     def send(self, message: EngineMessage) -> None:
         """Send the router something; dropped before the engine joins and after it leaves."""
         if self._link is not None:
@@ -130,7 +147,7 @@ class Membership:
     def _failed(self, reason: str) -> None:
         """End this process: an engine that cannot go on must not look as if it could."""
         log.critical("engine %s ends itself: %s", self.settings.engine_id, reason)
-        os.kill(os.getpid(), signal.SIGKILL)
+        self._surroundings.end_process()
 
     def _hello(self, api_url: str, greeting: int) -> Hello | None:
         if not self._surroundings.listens(api_url):

@@ -9,14 +9,19 @@ import msgspec
 from dualpath.core.blocks import BlockKey
 from dualpath.core.errors import StorageError
 from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.health import Health
 from dualpath.engine.pending_writes import PendingWrites
-from dualpath.engine.threads import OS_THREADS, Threads
+from dualpath.engine.threads import TimeLimit
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.order import Executed
 from dualpath.plan.steps import Step
 from dualpath.storage.contract import BlockStorage
 
 log = logging.getLogger(__name__)
+
+
+#: All writers in one write each for longer than this: the storage does not answer.
+_WRITE_LIMIT_S = 60.0
 
 
 class WriteTask:
@@ -38,7 +43,9 @@ class WriteTask:
 
 
 class Persister:
-    """One writer thread; a failed write is counted and logged, the block is simply not stored.
+    """Some writer threads; a failed write is counted and logged, the block is simply not stored.
+
+    A writer takes one task after the other, in order; which of two is stored first is open.
 
     ``pending`` has the keys of writes that are not over.  ``blank`` stands for the content of all
     blocks where storage takes their lengths only.
@@ -50,18 +57,23 @@ class Persister:
         counters: Counters,
         trace: TraceRecorder,
         blank: memoryview | None = None,
-        threads: Threads = OS_THREADS,
+        parallel_writes: int = 1,
+        health: Health | None = None,
     ) -> None:
-        self.pending = PendingWrites(threads)
         self._storage = storage
         self._blank = blank
         self._counters = counters
         self._trace = trace
-        self._wake = threads.condition()
+        health = health or Health()
+        self.pending = PendingWrites(health.threads)
+        self._wake = health.threads.condition()
         self._tasks: deque[WriteTask] = deque()
-        self._busy = False
+        self._busy = 0
         self._closing = False
-        self._thread = threads.start("storage-writer", self._run)
+        self._sign = health.sign("no write to storage has ended", _WRITE_LIMIT_S)
+        self._threads = [
+            health.start(f"storage-writer-{i}", self._run) for i in range(parallel_writes)
+        ]
 
     def add(self, task: WriteTask) -> None:
         """Queue a write; ``task.then`` runs on the writer's thread afterwards, always.
@@ -84,12 +96,19 @@ class Persister:
         with self._wake:
             return self._wake.wait_for(lambda: not self._tasks and not self._busy, timeout_s)
 
-    def close(self) -> None:
-        """Write what is queued, then stop; idempotent."""
+    def close(self, limit: TimeLimit) -> None:
+        """Write what is queued, then stop, within the limit; the rest is dropped.  Idempotent."""
         with self._wake:
             self._closing = True
             self._wake.notify_all()
-        self._thread.join(timeout=30)
+        if limit.join(self._threads):
+            return
+        with self._wake:
+            blocks = sum(len(task.keys) for task in self._tasks)
+            self._tasks.clear()
+        if blocks:
+            self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, blocks)
+            log.warning("%d blocks are not persisted: the engine ends before", blocks)
 
     def _run(self) -> None:
         while True:
@@ -99,15 +118,23 @@ class Persister:
                 if not self._tasks:
                     return
                 task = self._tasks.popleft()
-                self._busy = True
+                self._begin()
             try:
                 self._write(task)
-            finally:
                 task.then()
+            except Exception:  # a defect in what follows must not end a writer
+                log.exception("work after a write failed")
+            finally:
                 self.pending.end(task.keys)
                 with self._wake:
-                    self._busy = False
+                    self._busy -= 1
+                    self._sign.idle()
                     self._wake.notify_all()
+
+    def _begin(self) -> None:
+        self._busy += 1
+        if self._busy == len(self._threads):
+            self._sign.moved()
 
     def _write(self, task: WriteTask) -> None:
         start_ns = self._trace.now_ns()
@@ -117,7 +144,7 @@ class Persister:
             self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(task.keys))
             log.warning("%d blocks are not persisted: %s", len(task.keys), error)
             return
-        except Exception:  # a defect must not end the only writer
+        except Exception:  # a defect must not end a writer
             self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(task.keys))
             log.exception("%d blocks are not persisted", len(task.keys))
             return

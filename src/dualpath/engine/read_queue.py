@@ -10,13 +10,15 @@ and a late byte cannot reach anybody.
 
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from dualpath.core.blocks import BlockKey
 from dualpath.core.control import ReadDone
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
-from dualpath.engine.threads import OS_THREADS, Threads
+from dualpath.engine.health import Health
+from dualpath.engine.threads import TimeLimit
 from dualpath.engine.trace import STORAGE_TRACK, TraceRecorder
 from dualpath.plan.order import Executed
 from dualpath.plan.steps import Step
@@ -25,6 +27,9 @@ from dualpath.storage.contract import BlockStorage, ReadOutcome
 log = logging.getLogger(__name__)
 
 _NS_PER_S = 1_000_000_000
+#: All readers in one read each for longer than this: the storage does not answer.  One that hangs
+#: is a matter of its read's deadline.
+_READ_LIMIT_S = 60.0
 
 
 class ReadTask:
@@ -59,7 +64,7 @@ class ReadTask:
     @property
     def waits(self) -> bool:
         """Whether a block of it is to be started."""
-        return not self.stopped and self.started_blocks < len(self.keys)
+        return not self.over and not self.stopped and self.started_blocks < len(self.keys)
 
     @property
     def is_settled(self) -> bool:
@@ -89,18 +94,22 @@ class ReadQueue:
         trace: TraceRecorder,
         answer: Callable[[ReadDone], None],
         parallel_reads: int,
-        threads: Threads = OS_THREADS,
+        health: Health | None = None,
     ) -> None:
         self._storage = storage
         self._buffer = buffer
         self._counters = counters
         self._trace = trace
         self._answer = answer
-        self._wake = threads.condition()
-        self._tasks: list[ReadTask] = []
+        health = health or Health()
+        self._wake = health.threads.condition()
+        self._open: dict[ReadTask, None] = {}
+        self._to_start: deque[ReadTask] = deque()
+        self._reading = 0
+        self._sign = health.sign("no read from storage has ended", _READ_LIMIT_S)
         self._closing = False
         self._threads = [
-            threads.start(
+            health.start(
                 f"storage-reader-{i}",
                 functools.partial(self._run, f"{STORAGE_TRACK} {i}" if i else STORAGE_TRACK),
             )
@@ -110,7 +119,7 @@ class ReadQueue:
     def tokens(self) -> int:
         """Return the tokens still to be read: read_q of §6.1."""
         with self._wake:
-            blocks = sum(len(t.keys) - t.good_blocks for t in self._tasks if not t.over)
+            blocks = sum(len(task.keys) - task.good_blocks for task in self._open)
         return blocks * self._storage.geometry.block_tokens
 
     def add(self, task: ReadTask) -> None:
@@ -119,34 +128,37 @@ class ReadQueue:
             self._finish(task, task.received_ns, None)
             return
         with self._wake:
-            self._tasks.append(task)
+            self._open[task] = None
+            self._to_start.append(task)
             self._wake.notify_all()
 
     def cancel(self, request_id: str) -> None:
         """Drop a request's task without an answer; reads under way end with their blocks."""
         with self._wake:
-            for task in self._tasks:
-                if task.request_id == request_id:
-                    task.over = True
+            for task in [task for task in self._open if task.request_id == request_id]:
+                self._close_task(task)
 
     def expire(self, now_ns: int) -> None:
         """Answer every task whose deadline has passed with what is verified so far."""
         with self._wake:
-            late = [t for t in self._tasks if not t.over and now_ns >= t.deadline_ns]
-            expired = [t for t in late if self._set_aside(t)]
+            late = [task for task in self._open if now_ns >= task.deadline_ns]
+            expired = [task for task in late if self._set_aside(task)]
             for task in expired:
-                task.over = True
+                self._close_task(task)
         for task in expired:
             self._counters.add(Counter.READ_DEADLINES, 1)
             self._finish(task, now_ns, "deadline")
 
-    def close(self) -> None:
-        """Stop after the blocks under way; idempotent."""
+    def close(self, limit: TimeLimit) -> None:
+        """Stop after the blocks under way, within the limit; idempotent."""
         with self._wake:
             self._closing = True
             self._wake.notify_all()
-        for thread in self._threads:
-            thread.join(timeout=10)
+        limit.join(self._threads)
+
+    def _close_task(self, task: ReadTask) -> None:
+        task.over = True
+        self._open.pop(task, None)
 
     def _set_aside(self, task: ReadTask) -> bool:
         slots = [task.step.slots[position] for position in sorted(task.in_flight)]
@@ -157,11 +169,14 @@ class ReadQueue:
             task, position, slot = started
             outcome = self._read(task, position, slot, track)
             with self._wake:
+                self._reading -= 1
+                self._sign.idle()
                 live = not task.over
                 if live:
                     task.note(position, outcome)
-                    task.over = task.is_settled
-                settled = live and task.over
+                settled = live and task.is_settled
+                if settled:
+                    self._close_task(task)
             self._buffer.unpin([slot])
             if settled:
                 self._finish(task, self._trace.now_ns(), self._complaint(task))
@@ -170,24 +185,33 @@ class ReadQueue:
         """Return the next block with its slot, pinned; None when the queue closes."""
         with self._wake:
             while not self._closing:
-                self._tasks = [task for task in self._tasks if not task.over]
-                for task in self._tasks:
-                    if task.waits and (slot := self._pinned_slot(task)) is not None:
-                        position = task.started_blocks
-                        task.started_blocks += 1
-                        task.in_flight.add(position)
-                        if task.started_ns is None:
-                            task.started_ns = self._trace.now_ns()
-                        return task, position, slot
+                while self._to_start and not self._to_start[0].waits:
+                    self._to_start.popleft()
+                if self._to_start:
+                    task = self._to_start[0]
+                    if (slot := self._pinned_slot(task)) is not None:
+                        return task, self._begin_block(task), slot
+                    continue
                 self._wake.wait()
             return None
 
+    def _begin_block(self, task: ReadTask) -> int:
+        """Count the task's next block as being read; return its position."""
+        position = task.started_blocks
+        task.started_blocks += 1
+        task.in_flight.add(position)
+        if task.started_ns is None:
+            task.started_ns = self._trace.now_ns()
+        self._reading += 1
+        if self._reading == len(self._threads):
+            self._sign.moved()
+        return position
+
     def _pinned_slot(self, task: ReadTask) -> int | None:
         slot = task.step.slots[task.started_blocks]
-        if slot not in self._buffer.slots_of(task.request_id):
-            task.over = True  # released meanwhile
+        if not self._buffer.pin_held(task.request_id, slot):
+            self._close_task(task)  # released meanwhile
             return None
-        self._buffer.pin([slot])
         return slot
 
     def _read(self, task: ReadTask, position: int, slot: int, track: str) -> ReadOutcome:

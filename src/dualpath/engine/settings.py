@@ -95,6 +95,17 @@ class EngineSettings(Settings, frozen=True, kw_only=True):
     parallel_reads: Annotated[int, Setting("blocks read from storage at a time", ge=1)] = (
         DEFAULT_PARALLEL_READS
     )
+    parallel_writes: Annotated[
+        int, Setting("requests whose blocks are written to storage at a time", ge=1)
+    ] = 4
+    transfer_deadline_s: Annotated[
+        float,
+        Setting(
+            "how long a forward pass waits for transfers with an engine that do not move; below "
+            "the router's limits",
+            gt=0,
+        ),
+    ] = 30.0
     device_copies: Annotated[
         Literal["auto", "nixl", "cuda"],
         Setting(

@@ -33,6 +33,7 @@ class SlotPool:
         self._free: deque[int] = deque(range(capacity))
         self._pins = [0] * capacity
         self._leased = [False] * capacity
+        self._holder: list[str | None] = [None] * capacity
         self._leases: dict[str, list[int]] = {}
         self._waiting: deque[tuple[str, int]] = deque()
         self._quarantine: dict[str, list[int]] = {}
@@ -50,6 +51,10 @@ class SlotPool:
     def slots_of(self, request_id: str) -> tuple[int, ...]:
         """Return the slots a request holds, in block order; empty if none."""
         return tuple(self._leases.get(request_id, ()))
+
+    def is_leased_to(self, request_id: str, slot: int) -> bool:
+        """Whether a request holds a slot."""
+        return self._holder[slot] == request_id
 
     def request(self, request_id: str, count: int) -> list[Grant]:
         """Queue a reservation of ``count`` ≥ 1 slots; return what can be granted now.
@@ -72,6 +77,7 @@ class SlotPool:
             slots = [self._free.popleft() for _ in range(count)]
             for slot in slots:
                 self._leased[slot] = True
+                self._holder[slot] = request_id
             self._leases[request_id] = slots
             granted.append(Grant(request_id=request_id, slots=tuple(slots)))
         return granted
@@ -104,6 +110,7 @@ class SlotPool:
             fresh = self._free.popleft()
             held[held.index(old)] = fresh
             self._leased[fresh] = True
+            self._holder[fresh] = request_id
             self._end_lease(old)
         return True
 
@@ -119,6 +126,8 @@ class SlotPool:
     def quarantine(self, request_id: str) -> None:
         """Keep a request's slots away from everybody until ``end_quarantine``."""
         if slots := self._leases.pop(request_id, None):
+            for slot in slots:
+                self._holder[slot] = None
             self._quarantine.setdefault(request_id, []).extend(slots)
 
     def holds(self, request_id: str) -> bool:
@@ -151,6 +160,7 @@ class SlotPool:
 
     def _end_lease(self, slot: int) -> None:
         self._leased[slot] = False
+        self._holder[slot] = None
         self._free_if_unused(slot)
 
     def _free_if_unused(self, slot: int) -> None:

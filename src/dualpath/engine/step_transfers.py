@@ -66,6 +66,15 @@ class StepTransfers:
         self._agent = agent
         self._hbm_region = hbm_region
 
+    @property
+    def own_agent(self) -> str:
+        """This engine's transport agent: the other end of copies within it."""
+        return self._agent
+
+    def agent_of(self, step: Step, peer: str) -> str:
+        """Return the agent at the other end of a step, which is ``peer`` or this engine's own."""
+        return self._agent if step.source.side is step.destination.side else peer
+
     def post(
         self,
         step: Step,
@@ -97,7 +106,7 @@ class StepTransfers:
             direction, here, there = Direction.WRITE, source, destination
         else:
             direction, here, there = Direction.READ, destination, source
-        agent = self._agent if within else peer
+        agent = self.agent_of(step, peer)
         transfer = self._transport.post(
             direction, *here, agent, *there, traffic_class=step.traffic_class.value
         )

@@ -4,6 +4,8 @@ A live engine takes them as they are.  A simulation brings all of them, so that 
 an engine that its seed did not decide.
 """
 
+import os
+import signal
 import socket
 import uuid
 from collections.abc import Callable
@@ -62,6 +64,10 @@ def _new_epoch() -> str:
     return uuid.uuid4().hex[:12]
 
 
+def _end_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """Each has its live form as default; those that open something raise ``ConfigError``.
@@ -69,6 +75,7 @@ class Surroundings:
     ``open_transport`` gets the name of its agent.  ``listens`` says whether a server accepts
     connections at a URL.  ``new_epoch`` names a process start as no other is named.  ``is_gone``
     says whether a process of this machine, named as ``this_process`` does, has ended.
+    ``end_process`` ends this one, whatever its threads do.
     """
 
     threads: Threads = OS_THREADS
@@ -79,6 +86,7 @@ class Surroundings:
     new_epoch: Callable[[], str] = _new_epoch
     this_process: Callable[[], HostProcess] = this_process
     is_gone: Callable[[HostProcess], bool] = is_gone
+    end_process: Callable[[], None] = _end_process
 
 
 #: Those of a live engine.

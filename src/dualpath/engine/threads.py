@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -141,6 +141,25 @@ class OsThreads:
 OS_THREADS = OsThreads()
 
 
+class TimeLimit:
+    """One limit of ``seconds`` from now for several waits, one after the other."""
+
+    def __init__(self, threads: Threads, seconds: float) -> None:
+        self._threads = threads
+        self._end_ns = threads.now_ns() + int(seconds * 1e9)
+
+    def left_s(self) -> float:
+        """Return what is left for the next wait, 0 if nothing is."""
+        return max(self._end_ns - self._threads.now_ns(), 0) / 1e9
+
+    def join(self, threads: Sequence[Thread]) -> bool:
+        """Wait until they are over; False if one is not in time."""
+        for thread in threads:
+            if not self._threads.is_current(thread):
+                thread.join(self.left_s())
+        return not any(thread.is_alive() for thread in threads)
+
+
 class Workers:
     """Some threads that take work from one queue, first come, first served."""
 
@@ -159,12 +178,15 @@ class Workers:
                 self._wake.notify()
             return not self._closing
 
-    def close(self) -> None:
-        """Finish what is under way and drop what waits; idempotent."""
+    def close(self, limit: TimeLimit | None = None) -> None:
+        """Finish what is under way, within the limit, and drop what waits; idempotent."""
         with self._wake:
             self._closing = True
             self._waiting.clear()
             self._wake.notify_all()
+        if limit is not None:
+            limit.join(self._threads)
+            return
         for thread in self._threads:
             thread.join()
 

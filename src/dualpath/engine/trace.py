@@ -1,12 +1,15 @@
 """Chrome trace events (chrome://tracing, Perfetto) of transfers and computation in one engine."""
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.plan.order import Executed
+
+log = logging.getLogger(__name__)
 
 #: Tracks of steps that are not called as the step's verb.
 STORAGE_TRACK = "storage"
@@ -16,7 +19,10 @@ _BY_LAYER = ("load", "send")
 
 
 class TraceRecorder:
-    """Collects complete events and writes them as one JSON file; disabled without a path.
+    """Writes complete events as one JSON file; disabled without a path.
+
+    Events go to the disk as they come, into a file that gets its name when it is whole: a trace of
+    days costs no memory.  A disk that refuses ends the trace, not the engine.
 
     Times are those of one machine's clock, so traces of several engines on that machine
     can be laid over each other.
@@ -27,11 +33,12 @@ class TraceRecorder:
         self._path = Path(path) if path else None
         self._process = process
         self._lock = threads.lock()
-        self._events: list[dict[str, Any]] = []
+        self._file: TextIO | None = None
+        self._ended = path is None
 
     def record(self, name: str, track: str, start_ns: int, end_ns: int, **args: object) -> None:
         """Add a complete event on ``track`` ("compute", "load", "send", "storage", …)."""
-        if self._path is None:
+        if self._ended:
             return
         event = {
             "name": name,
@@ -43,7 +50,7 @@ class TraceRecorder:
             "args": args,
         }
         with self._lock:
-            self._events.append(event)
+            self._append(json.dumps(event))
 
     def moved(
         self, executed: Sequence[tuple[str, Executed]], track: str = "", **args: object
@@ -52,7 +59,7 @@ class TraceRecorder:
 
         Name and track are those of the steps; ``track`` if several threads execute them.
         """
-        if self._path is None or not executed:
+        if self._ended or not executed:
             return
         step = executed[0][1].step
         verb = step.movement.verb
@@ -67,15 +74,55 @@ class TraceRecorder:
         return self._threads.now_ns()
 
     def write(self) -> None:
-        """Write everything recorded so far; does nothing when disabled."""
-        if self._path is None:
-            return
+        """End the trace and give it its name; does nothing when disabled.  Idempotent."""
         with self._lock:
-            events = list(self._events)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps({"traceEvents": events}))
-        partial.replace(self._path)
+            if self._path is None or self._ended:
+                return
+            if self._file is None:
+                self._open(self._path)
+            if self._file is not None:
+                self._end(self._path, self._file)
+
+    def _append(self, event: str) -> None:
+        assert self._path is not None
+        if self._ended:
+            return
+        first = self._file is None
+        if self._file is None:
+            self._open(self._path)
+        if self._file is not None:
+            try:
+                self._file.write(event if first else ",\n" + event)
+            except OSError as error:
+                self._give_up(error)
+
+    def _open(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = _partial(path).open("w", encoding="utf-8")
+            self._file.write('{"traceEvents": [')
+        except OSError as error:
+            self._give_up(error)
+
+    def _end(self, path: Path, file: TextIO) -> None:
+        self._ended = True
+        try:
+            with file:
+                file.write("]}")
+            _partial(path).replace(path)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._ended = True
+        log.warning(
+            "the trace %s ends here (%s); give trace_out a directory with space",
+            *(self._path, error.strerror),
+        )
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
 
 
 def _described(request_id: str, done: Executed) -> dict[str, object]:

@@ -49,29 +49,30 @@ from dualpath.core.errors import BadRequestError, BufferTooSmallError, DualPathE
 from dualpath.core.runs import BlockRun
 from dualpath.engine.active_requests import ActiveRequests
 from dualpath.engine.buffer import STAGING_REGION, BlockBuffer
+from dualpath.engine.chunk_transfers import BlockHolder, NoHolder
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.device import Device, HostDevice
-from dualpath.engine.event_waiter import EventWaiter
 from dualpath.engine.generated import GeneratedBlocks
 from dualpath.engine.hbm_copy import HbmCopier, HbmLayout
+from dualpath.engine.health import Health
 from dualpath.engine.host_process import is_gone
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.lookups import Lookups
+from dualpath.engine.movers import open_movers
 from dualpath.engine.peers import Peers
 from dualpath.engine.persister import Persister, WriteTask
-from dualpath.engine.pump import TransferPump
+from dualpath.engine.prefill_passes import PrefillPasses
 from dualpath.engine.read_queue import ReadQueue, ReadTask
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.slots import Grant
-from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
-from dualpath.engine.threads import OS_THREADS, Threads
+from dualpath.engine.step_transfers import PrefillChunk
+from dualpath.engine.threads import OS_THREADS, Threads, TimeLimit
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.movements import PERSIST_PROMPT
 from dualpath.plan.steps import PromptLayout, decode_steps, read_step, step_of
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.remembering import RememberingStorage
 from dualpath.transport.contract import Transport
-from dualpath.transport.regions import span_bytes
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +86,15 @@ class Doubts(NamedTuple):
 
 
 _NS_PER_S = 1_000_000_000
-RELEASED = "it was released"
+#: Longest that ``close`` waits for what is under way, all in all.
+CLOSE_S = 5.0
 
 
 class TrafficManager:
-    """See the module's docstring; all public methods may be called from any thread."""
+    """See the module's docstring; all public methods may be called from any thread.
+
+    ``holder`` keeps HBM blocks from reuse that a late transfer may still write.
+    """
 
     def __init__(
         self,
@@ -102,8 +107,11 @@ class TrafficManager:
         device: Device | None = None,
         threads: Threads = OS_THREADS,
         is_gone: Callable[[HostProcess], bool] = is_gone,
+        holder: BlockHolder | None = None,
     ) -> None:
         self.settings = settings
+        holder = holder or NoHolder()
+        self._health = Health(threads)
         self.geometry = geometry
         self.counters = Counters(threads)
         self.trace = TraceRecorder(settings.trace_out or None, settings.engine_id, threads)
@@ -118,22 +126,34 @@ class TrafficManager:
         slots = settings.buffer_bytes // geometry.full_block_bytes
         self._buffer = BlockBuffer(geometry, slots, self._granted, threads)
         self._staging = BlockBuffer(geometry, settings.staging_blocks, lambda grant: None, threads)
-        self._register()
-        agent, regions = transport.info().agent, hbm.region_of_layer
-        self._pump = TransferPump(settings.engine_id, threads)
-        self._pump.call(self._device.enter_thread)
-        self._after = EventWaiter(self._device, settings.engine_id, threads)
-        self._transfers = StepTransfers(
-            settings.role, geometry, transport, self._device, self.counters, agent, regions
+        staging = msgspec.structs.replace(self._staging.region(), name=STAGING_REGION)
+        self._movers = open_movers(
+            settings,
+            geometry,
+            transport,
+            self._device,
+            (
+                (self._buffer.region(), self._buffer.memory),
+                (staging, self._staging.memory),
+                *((region, hbm) for region in hbm.regions),
+            ),
+            hbm.region_of_layer,
+            self.counters,
+            self.trace,
+            self._health,
         )
-        self._copier = HbmCopier(
-            self._transfers, self._pump, self._device, self._after, self.trace, threads
+        self._copier = HbmCopier(self._movers, holder)
+        self._passes = PrefillPasses(
+            geometry, self._movers, self.counters, self._active, holder, self._release
         )
+        counters, trace = self.counters, self.trace
         self._reader = ReadQueue(
-            storage, self._buffer, self.counters, self.trace, send, settings.parallel_reads, threads
+            storage, self._buffer, counters, trace, send, settings.parallel_reads, self._health
         )
         blank = None if settings.mode.moves_bytes else memoryview(bytes(geometry.full_block_bytes))
-        self._persister = Persister(storage, self.counters, self.trace, blank, threads)
+        self._persister = Persister(
+            storage, counters, trace, blank, settings.parallel_writes, self._health
+        )
         self._generated = GeneratedBlocks(
             geometry, self._staging, self._copier, self._persister, self.counters
         )
@@ -194,6 +214,17 @@ class TrafficManager:
         """Note how much KV memory the engine's scheduler has free."""
         self._free_hbm_tokens = tokens
 
+    @property
+    def broken(self) -> str | None:
+        """Why this engine cannot go on in this process, None if it can."""
+        return self._health.broken
+
+    def health(self) -> str | None:
+        """Return why no request should come here now, None if KV moves (``engine.health``)."""
+        if self._movers.transfers.own_agent in self._movers.stalled:
+            return "copies within this engine stall"
+        return self._health.complaint()
+
     # ------------------------------------------------------------------ commands from the router
 
     def handle(self, message: RouterMessage) -> None:
@@ -242,7 +273,7 @@ class TrafficManager:
             case Welcome():
                 self._begin_session(message)
             case PeerUp():
-                self._peers.up(message.address)
+                self._peer_up(message.address)
             case PeerDown():
                 self._peers.down(message)
             case IsGone():
@@ -265,12 +296,16 @@ class TrafficManager:
     def _begin_session(self, message: Welcome) -> None:
         self._peers.only(message.peers)
         for peer in message.peers:
-            self._peers.up(peer)
+            self._peer_up(peer)
         # What has settled since the greeting that called it unsettled could be said to nobody.
         settled = self._said_unsettled.difference(self._active.unsettled())
         self._said_unsettled.clear()
         for request_id in settled:
             self._send(Released(request_id=request_id))
+
+    def _peer_up(self, peer: EngineAddress) -> None:
+        self._movers.stalled.discard(peer.agent)
+        self._peers.up(peer)
 
     def _assign(self, message: Assign) -> None:
         if self._active.is_known(message.request_id) or self._buffer.holds(message.request_id):
@@ -342,35 +377,11 @@ class TrafficManager:
 
         Requests released by now take no part: nothing is moved for them and they count as failed.
         """
-        refused = self._active.enter_stream(chunk.prefill_transfer.request_id for chunk in chunks)
-        stream = LayerStream(
-            [chunk for chunk in chunks if chunk.prefill_transfer.request_id not in refused],
-            layers,
-            self.geometry,
-            self._transfers,
-            self._pump,
-            self._device,
-            self._after,
-            self.counters,
-            self.trace,
-            self._threads,
-        )
-        stream.failures.update(dict.fromkeys(refused, RELEASED))
-        stream.begin()
-        return stream
+        return self._passes.begin(chunks, layers)
 
     def end_prefill(self, stream: LayerStream) -> dict[str, str]:
-        """Wait for the last transfers of a forward pass; return failed requests with reasons.
-
-        Requests of a pass with a transfer that never ended stay active for good: their slots,
-        here and at the DE, are never reused.
-        """
-        stream.finish()
-        self._active.passed(stream.request_ids, stream.pass_ns, stream.waited_ns)
-        if stream.settled:
-            for release in self._active.leave_stream(stream.request_ids):
-                self._release(release)
-        return stream.failures
+        """Wait for the last transfers of a forward pass; return failed requests with reasons."""
+        return self._passes.end(stream)
 
     def sent(self, request_id: str, failure: str | None) -> PrefillDone:
         """Return the message that ends a prefill, with the times of its forward passes."""
@@ -434,26 +445,15 @@ class TrafficManager:
         return self._persister.drain(timeout_s)
 
     def close(self) -> None:
-        """Finish writes, stop all threads and give memory back; idempotent."""
-        self._reader.close()
-        self._after.close()
-        self._pump.close()
-        self._persister.close()
-        self._lookups.close()
+        """Finish writes, stop all threads and give memory back, in ``CLOSE_S``; idempotent."""
+        limit = TimeLimit(self._threads, CLOSE_S)
+        self._health.close()
+        self._movers.after.close(limit)
+        self._movers.pump.close(limit)
+        self._persister.close(limit)
+        self._lookups.close(limit)
+        self._reader.close(limit)
         self._transport.close()
         self._device.close()
         self._storage.close()
         self.trace.write()
-
-    def _register(self) -> None:
-        staging = msgspec.structs.replace(self._staging.region(), name=STAGING_REGION)
-        for region, memory in (
-            (self._buffer.region(), self._buffer.memory),
-            (staging, self._staging.memory),
-            *((region, self._hbm) for region in self._hbm.regions),
-        ):
-            if region.memory == "DRAM":
-                self._device.pin(region.base_address, span_bytes(region), memory)
-            self._transport.register(region, memory)
-            if self._device.copier is not None:
-                self._device.copier.register(region)

@@ -46,6 +46,7 @@ class InProcessFabric:
         self._lock = threading.Lock()
         self._alive: set[str] = set()
         self._failures: deque[_InjectedFailure] = deque()
+        self._stalled: set[str] = set()
 
     def kill(self, agent: str) -> None:
         """Lose an agent as if its process had died: transfers with it fail from now on."""
@@ -57,10 +58,24 @@ class InProcessFabric:
         with self._lock:
             self._failures.append(_InjectedFailure(agent, reason))
 
+    def stall(self, agent: str) -> None:
+        """Let transfers with another agent's memory neither move nor end until ``wake``."""
+        with self._lock:
+            self._stalled.add(agent)
+
+    def wake(self, agent: str) -> None:
+        """End a stall: what was posted meanwhile moves now."""
+        with self._lock:
+            self._stalled.discard(agent)
+
     def is_alive(self, agent: str) -> bool:
         """Whether the agent was opened and neither killed nor closed."""
         with self._lock:
             return agent in self._alive
+
+    def _stalls(self, agent: str) -> bool:
+        with self._lock:
+            return agent in self._stalled and agent in self._alive
 
     def _join(self, agent: str) -> None:
         with self._lock:
@@ -101,7 +116,7 @@ class InProcessTransfer:
     def poll(self) -> TransferState:
         """Copy on the first call, unless a peer is gone or a fault was injected."""
         with self._lock:
-            if self._state is TransferState.MOVING:
+            if self._state is TransferState.MOVING and not self._transport._stalls(self._peer):
                 self._error = self._transport._obstacle(self._peer)
                 if self._error is None:
                     self._copy()
@@ -224,6 +239,9 @@ class InProcessTransport:
         if peer is None or not self._fabric.is_alive(agent):
             raise PeerLostError(f"agent {agent!r} is not connected; connect to it again")
         return peer
+
+    def _stalls(self, peer: str) -> bool:
+        return self._fabric._stalls(peer)
 
     def _obstacle(self, peer: str) -> str | None:
         for agent in (self.agent, peer):

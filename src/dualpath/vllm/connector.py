@@ -38,6 +38,7 @@ from dualpath.vllm.engine_arguments import (
     shared_server,
 )
 from dualpath.vllm.engine_settings import engine_settings, engine_values
+from dualpath.vllm.late_blocks import LateBlocksMetadata
 from dualpath.vllm.metadata import StepMetadata
 from dualpath.vllm.scheduler_side import SchedulerSide
 from dualpath.vllm.worker_side import WorkerSide
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 
@@ -115,7 +117,10 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks may be freed at once: nothing reads HBM after its step."""
+        """Blocks may be freed at once: what may still be written is held on its own.
+
+        See ``late_blocks``.
+        """
         self._scheduling.finished(request)
         return False, None
 
@@ -125,6 +130,12 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         """As ``request_finished``."""
         self._scheduling.finished(request)
         return False, None
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """See ``SchedulerSide.note_late_blocks``."""
+        late = connector_output.kv_connector_worker_meta
+        if isinstance(late, LateBlocksMetadata):
+            self._scheduling.note_late_blocks(late)
 
     # ------------------------------------------------------------------ worker side
 
@@ -167,6 +178,10 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         """Requests whose H2D is over; failed ones are failed by vLLM and retried by the router."""
         over, failed = self._working.take_copied()
         return KVConnectorTransferResults(finished_recving=over, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> LateBlocksMetadata | None:
+        """See ``WorkerSide.take_late_blocks``."""
+        return self._working.take_late_blocks()
 
     def shutdown(self) -> None:
         """Leave the cluster."""

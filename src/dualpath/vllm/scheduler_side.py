@@ -23,6 +23,7 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.engine.transfer_checks import TransferChecks, with_own_hits
 from dualpath.plan.counts import new_full_blocks
 from dualpath.plan.steps import chunk_of
+from dualpath.vllm.late_blocks import LateBlocksMetadata, apply
 from dualpath.vllm.metadata import DecodeWork, StepMetadata
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ class SchedulerSide:
     def bind_block_pool(self, pool: "BlockPool") -> None:
         """Learn where free HBM is counted."""
         self._pool = pool
+
+    def note_late_blocks(self, late: LateBlocksMetadata) -> None:
+        """Keep HBM blocks from reuse, or let them go; called before the next step is scheduled."""
+        assert self._pool is not None, "vLLM binds its block pool at start"
+        apply(late, self._pool)
 
     def matched_tokens(self, request: "Request", computed_tokens: int) -> tuple[int, bool]:
         """Return (tokens that come from outside beyond ``computed_tokens``, asynchronously?)."""

@@ -16,6 +16,7 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.vllm.cuda_device import open_device
 from dualpath.vllm.kv_regions import hbm_layout
+from dualpath.vllm.late_blocks import LateBlocks, LateBlocksMetadata
 from dualpath.vllm.metadata import DecodeWork, StepMetadata
 from dualpath.vllm.model_identity import kv_layout, model_fingerprint
 
@@ -48,6 +49,7 @@ class WorkerSide:
         self._membership: Membership | None = None
         self._pass: ForwardPass | None = None
         self._generated: list[tuple[int, bytes]] = []
+        self._late = LateBlocks()
         self._copied: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
 
     # ------------------------------------------------------------------ start and stop
@@ -63,7 +65,9 @@ class WorkerSide:
             vocab_size=model.get_vocab_size(),
         )
         device = open_device(layers[0].device, self._settings.device_copies)
-        self._membership = Membership(self._settings, self._namespace(), served, hbm, device)
+        self._membership = Membership(
+            self._settings, self._namespace(), served, hbm, device, holder=self._late
+        )
         self._membership.join(self._settings.api_url, self._watch_parent)
 
     def close(self) -> None:
@@ -150,6 +154,10 @@ class WorkerSide:
             if error is not None:
                 log.error("request %s: no KV for it: %s", request_id, error)
                 failed.add(request_id)
+
+    def take_late_blocks(self) -> LateBlocksMetadata | None:
+        """Return which HBM blocks are held, and let go, since last asked; None for no change."""
+        return self._late.take()
 
 
 def _first(names: str | list[str] | None) -> str | None:

@@ -42,6 +42,7 @@ class DataPlane:
             served,
             self.hbm.layout(),
             surroundings=surroundings,
+            holder=self.hbm,
         )
         if settings.engine.role is Role.PREFILL:
             tokens_per_s = settings.costs.prefill_tokens_per_s * settings.speedup

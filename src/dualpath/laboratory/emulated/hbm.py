@@ -1,7 +1,7 @@
 """The emulated engine's HBM: registered DRAM, divided as an engine divides its KV memory."""
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -42,6 +42,10 @@ class EmulatedHbm:
         shape = (regions, self.blocks, geometry.block_tokens, function.words)
         self.words: Words = self._memory.array.view(np.uint64).reshape(shape)
         self._free = deque(range(self.blocks))
+        self._held: Counter[int] = Counter()
+        self._returned: set[int] = set()
+        #: Called when blocks become free that were held.
+        self.freed: Callable[[], None] = lambda: None
         self._lock = threads.lock()
 
     def layout(self) -> HbmLayout:
@@ -80,7 +84,23 @@ class EmulatedHbm:
     def give_back(self, block_ids: Sequence[int]) -> None:
         """Return blocks nobody reads or writes any more."""
         with self._lock:
-            self._free.extend(block_ids)
+            self._free.extend(block for block in block_ids if block not in self._held)
+            self._returned |= self._held.keys() & set(block_ids)
+
+    def hold(self, hbm_blocks: tuple[int, ...]) -> None:
+        """Give these to nobody before ``let_go``; see ``engine.chunk_transfers.BlockHolder``."""
+        with self._lock:
+            self._held.update(hbm_blocks)
+
+    def let_go(self, hbm_blocks: tuple[int, ...]) -> None:
+        """Nothing writes to these any more: those given back meanwhile are free."""
+        with self._lock:
+            self._held -= Counter(hbm_blocks)
+            freed = {block for block in hbm_blocks if block not in self._held} & self._returned
+            self._returned -= freed
+            self._free.extend(sorted(freed))
+        if freed:
+            self.freed()
 
     def layer(self, layer: int) -> Words:
         """Return the memory [block, token, word] in which a layer's KV lies."""

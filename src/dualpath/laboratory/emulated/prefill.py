@@ -33,6 +33,7 @@ class PrefillEngine:
         self._in_pass: set[PrefillRequest] = set()
         self._closing = False
         self._thread: Thread | None = None
+        plane.hbm.freed = self._hbm_freed
 
     def start(self) -> None:
         """Begin to serve."""
@@ -60,6 +61,11 @@ class PrefillEngine:
             request.aborted = True
             if request not in self._in_pass and request in self._waiting:
                 self._leave(request)
+
+    def _hbm_freed(self) -> None:
+        with self._wake:
+            self._wake.notify()
+        self._plane.hbm_changed()
 
     # ------------------------------------------------------------------ the GPU's thread
 
@@ -182,6 +188,7 @@ class PrefillEngine:
         if request.hbm_blocks:
             self._plane.hbm.give_back(request.hbm_blocks)
             request.hbm_blocks = ()
+            self._wake.notify()  # one that waits for HBM may have it
         self._plane.hbm_changed()
 
 

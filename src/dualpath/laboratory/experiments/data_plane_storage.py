@@ -22,6 +22,7 @@ from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counters
 from dualpath.engine.read_queue import ReadQueue, ReadTask
+from dualpath.engine.threads import OS_THREADS, TimeLimit
 from dualpath.engine.trace import TraceRecorder
 from dualpath.laboratory.experiments.data_plane_settings import DataPlaneSettings, Rate, Reader
 from dualpath.laboratory.experiments.raw_nixl import FileRead, RawFileReader
@@ -31,6 +32,7 @@ from dualpath.storage.posix import PosixStorage
 from dualpath.transport.memory import PAGE_BYTES, allocate_registered
 from dualpath.transport.nixl import NixlTransport
 
+_CLOSE_S = 10.0
 _DEADLINE_S = 600.0
 _REQUEST = "read"
 
@@ -218,6 +220,6 @@ def _read_queue(stored: StoredBlocks) -> Iterator[ReadAll]:
     try:
         yield read_all
     finally:
-        reader.close()
+        reader.close(TimeLimit(OS_THREADS, _CLOSE_S))
         stored.storage.close()
         transport.close()

@@ -1,0 +1,191 @@
+"""An engine that beats is not an engine that moves: what its data plane says of itself."""
+
+import itertools
+import queue
+import threading
+
+import pytest
+from tests.engine_harness import GEOMETRY, WAIT_S, ToyCluster, memory_storage, prompt_keys
+from tests.passed_waits import PassedWaits
+
+from dualpath.core.cluster import Role
+from dualpath.core.control import Read, Reserved
+from dualpath.core.runs import BlockRun, HitRun
+from dualpath.engine import traffic_manager
+from dualpath.engine.health import Health
+from dualpath.engine.pump import Completion, TransferPump
+from dualpath.engine.threads import TimeLimit
+from dualpath.transport.contract import TransferState
+
+READERS = 2  # those of the harness
+
+
+class Moving:
+    """A transfer that ends when the test says so, or cannot be polled."""
+
+    bytes = 1
+
+    def __init__(self) -> None:
+        self.state = TransferState.MOVING
+        self.defect: Exception | None = None
+        self.released = False
+
+    def poll(self) -> TransferState:
+        if self.defect is not None:
+            raise self.defect
+        return self.state
+
+    def error(self) -> str | None:
+        return None
+
+    def release(self) -> None:
+        self.released = True
+
+
+def test_a_thread_that_ends_breaks_the_engine_for_good() -> None:
+    health = Health()
+    assert health.complaint() is None
+    health.start("returns", lambda: None).join()
+    assert health.broken == health.complaint() == "thread returns ended"
+    health.start("raises", lambda: [][0]).join()
+    assert health.broken == "thread returns ended"  # the first cause
+
+
+def test_threads_may_end_when_the_engine_closes() -> None:
+    health = Health()
+    health.close()
+    health.start("returns", lambda: None).join()
+    assert health.complaint() is None
+
+
+def test_work_that_does_not_move_is_a_complaint_until_it_moves() -> None:
+    threads = PassedWaits()
+    health = Health(threads)
+    sign = health.sign("nothing was carried", limit_s=10)
+    threads.late_s = 100  # nothing has to move
+    assert health.complaint() is None
+    sign.waits()
+    threads.late_s += 9
+    assert health.complaint() is None
+    sign.waits()
+    threads.late_s += 2
+    assert health.complaint() == "nothing was carried for 11 s"
+    assert health.broken is None
+    sign.moved()
+    assert health.complaint() is None
+    sign.idle()
+    threads.late_s += 100
+    assert health.complaint() is None
+
+
+@pytest.mark.parametrize("error", [ValueError("a defect"), KeyError("x")])
+def test_a_transfer_that_cannot_be_polled_fails_alone_and_is_never_settled(
+    error: Exception,
+) -> None:
+    threads = PassedWaits()
+    health = Health(threads)
+    pump = TransferPump("pe-0", health)
+    ends: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+    whole, broken = Moving(), Moving()
+    broken.defect = error
+    pump.watch(broken, ends.put)
+    failed = ends.get(timeout=WAIT_S)
+    assert "poll of a transfer failed" in str(failed.error)
+    assert not failed.settled
+    assert not broken.released
+    pump.watch(whole, ends.put)
+    whole.state = TransferState.DONE
+    good = ends.get(timeout=WAIT_S)
+    assert (good.error, good.settled, whole.released) == (None, True, True)
+    assert health.complaint() is None
+    health.close()
+    pump.close(TimeLimit(threads, WAIT_S))
+
+
+def test_what_follows_a_transfer_may_raise_anything_without_ending_the_pump() -> None:
+    threads = PassedWaits()
+    health = Health(threads)
+    pump = TransferPump("pe-0", health)
+    first, second = Moving(), Moving()
+    first.state = second.state = TransferState.DONE
+    failed = pump.watch(first, lambda completion: [][0])
+    assert failed.wait(WAIT_S)
+    assert "index out of range" in str(failed.error)
+    assert pump.watch(second).wait(WAIT_S)
+    assert health.complaint() is None
+    health.close()
+    pump.close(TimeLimit(threads, WAIT_S))
+
+
+def test_a_pump_that_makes_no_turn_is_a_complaint() -> None:
+    threads = PassedWaits()
+    health = Health(threads)
+    pump = TransferPump("pe-0", health)
+    hangs, gate = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        gate.wait(WAIT_S)
+
+    pump.call(hang)
+    assert hangs.wait(WAIT_S)
+    assert health.complaint() is None
+    threads.late_s = 60
+    assert "the thread that moves KV has not made a turn" in str(health.complaint())
+    gate.set()
+    health.close()
+    pump.close(TimeLimit(threads, WAIT_S))
+
+
+class HangingReads:
+    """A DE of two readers, whose storage answers no read before ``gate`` is open."""
+
+    def __init__(self) -> None:
+        self.threads, self.numbers = PassedWaits(), itertools.count()
+        self.gate, self.entered = threading.Event(), threading.Semaphore(0)
+        storage = memory_storage()
+        self.cluster = ToyCluster(storage, threads=self.threads)
+        self.keys = prompt_keys(4 * GEOMETRY.block_tokens)
+        self.cluster.store(self.keys)
+        storage.before_read = self._hang
+
+    def _hang(self, key: bytes) -> None:
+        self.entered.release()
+        self.gate.wait(WAIT_S)
+
+    def read(self, blocks: int) -> None:
+        de, name = self.cluster.de, f"r{next(self.numbers)}"
+        de.assign(name, 4 * GEOMETRY.block_tokens, 4)
+        slots = de.answer(Reserved).slots
+        run = HitRun(Role.DECODE, BlockRun(0, blocks), slots[:blocks])
+        keys = tuple(self.keys[:blocks])
+        de.command(Read(request_id=name, run=run, keys=keys, deadline_s=WAIT_S))
+        for _ in range(blocks):
+            assert self.entered.acquire(timeout=WAIT_S)
+
+
+def test_one_read_that_hangs_is_its_deadlines_matter_all_readers_are_the_engines() -> None:
+    hanging = HangingReads()
+    manager = hanging.cluster.de.manager
+    hanging.read(1)
+    hanging.threads.late_s = 100
+    assert manager.health() is None
+    hanging.read(READERS - 1)
+    assert manager.health() is None
+    hanging.threads.late_s += 100
+    assert str(manager.health()).startswith("no read from storage has ended for 1")
+    hanging.gate.set()
+    hanging.cluster.close()
+    assert manager.health() is None
+
+
+def test_an_engine_closes_in_one_limit_though_all_reads_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(traffic_manager, "CLOSE_S", 0.2)
+    hanging = HangingReads()
+    hanging.read(READERS)
+    hanging.cluster.de.manager.close()
+    assert sum(hanging.threads.passed_s) <= 0.2
+    hanging.gate.set()
+    hanging.cluster.pe.manager.close()
