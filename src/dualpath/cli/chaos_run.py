@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -71,13 +72,22 @@ def run(args: argparse.Namespace) -> int:
         victims = EmulatedEngines(flag_settings(args, EmulatedVictims))
     with tempfile.TemporaryDirectory(prefix="dualpath-chaos-") as dropped:
         folder = _new_folder(args.logs) if args.logs else Path(dropped)
-        result = asyncio.run(Campaign(settings, load, victims, folder, say).run())
+        # An end by signal is an exception, after which nothing is left running.
+        previous = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            result = asyncio.run(Campaign(settings, load, victims, folder, say).run())
+        finally:
+            signal.signal(signal.SIGTERM, previous)
     report = chaos_report(result, args.name, _command_line())
     print_report(as_report(report))
     if args.out:
         for path in write_experiment(report, Path(args.out)):
             say(f"wrote {path}")
     return 0 if result.is_clean else _EXIT_UNCLEAN
+
+
+def _interrupt(signal_number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _new_folder(path: str) -> Path:

@@ -26,7 +26,7 @@ from dualpath.laboratory.chaos.watch import Watch
 #: What no log may hold: the verifier's word for wrong KV, and a defect nobody caught.
 _WRONG_KV = "this is a defect of the data path"
 _TRACEBACK = "Traceback (most recent call last)"
-_TICK_S = 0.5
+_TICK_S = 5.0
 
 Progress = Callable[[str], None]
 
@@ -87,7 +87,8 @@ class Campaign:
 
         Raises ``EngineLostError`` or ``DeadlineError`` if the cluster does not come up.
         """
-        settings, begin_s = self._settings, time.monotonic()
+        settings = self._settings
+        self._begin_s = time.monotonic()
         async with AsyncExitStack() as stack:
             # A socket's path may not be long.
             short = stack.enter_context(tempfile.TemporaryDirectory(prefix="dualpath-chaos-"))
@@ -105,7 +106,7 @@ class Campaign:
             )
             self._striker = Striker(self._cluster, watch, self._load, self._victims.block_tokens)
             await self._strike_all()
-        return self._result(time.monotonic() - begin_s)
+        return self._result(time.monotonic() - self._begin_s)
 
     # ------------------------------------------------------------------ faults
 
@@ -117,15 +118,19 @@ class Campaign:
             self._settings.components,
             {*self._settings.without, *self._victims.impossible},
         )
-        while (left := self._settings.faults - len(self._made)) > 0:
+        while (left := self._settings.faults - len(self._made)) > 0 and not self._over:
             await self._strike_some(drawn, min(self._settings.calm_every, left))
             if left > self._settings.calm_every:
                 await self._calm()
-        while self._loaded < self._settings.blocks:
+        while self._loaded < self._settings.blocks and not self._over:
             await asyncio.sleep(_TICK_S)
             self._load.check()
             self._say()
         await self._calm()
+
+    @property
+    def _over(self) -> bool:
+        return time.monotonic() - self._begin_s > self._settings.most_s
 
     @property
     def _loaded(self) -> int:
@@ -137,7 +142,7 @@ class Campaign:
         busy: set[Component] = set()
         running: set[asyncio.Task[None]] = set()
         put_back: list[Strike] = []
-        while len(self._made) < wanted:
+        while len(self._made) < wanted and not self._over:
             while len(running) < min(self._settings.at_once, wanted - len(self._made)):
                 strike = self._next(drawn, put_back, busy)
                 busy.add(strike.component)

@@ -1,7 +1,5 @@
 """Kinds of engines under test: how they and their router are started, what they have to answer."""
 
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -15,19 +13,26 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.laboratory.chaos.matrix import Fault
 from dualpath.laboratory.chaos.points import EngineKind
 from dualpath.laboratory.chaos.settings import EmulatedVictims, VllmVictims
-from dualpath.laboratory.chaos.victim import ENTRY, MODULE, VictimSettings
+from dualpath.laboratory.chaos.victim import ENTRY, VictimSettings
 from dualpath.laboratory.emulated.prefix import TokenChain
 from dualpath.laboratory.emulated.settings import EmulatedOptions, Verify
 from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS, make_tiny_model
 from dualpath.ops.launch.commands import engine_command, router_command
-from dualpath.ops.launch.fork_server import ForkedProcess
-from dualpath.ops.launch.process import ManagedProcess, SpawnedProcess
+from dualpath.ops.launch.fork_server import VLLM_MODULES, ForkedProcess
+from dualpath.ops.launch.process import ManagedProcess
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.router.settings import RouterSettings
 
 #: Of the catalog; sizes are the campaign's own.
 _EMULATED_MODEL = "qwen2.5-32b"
 _EMULATED_VOCABULARY = 32000
+#: Not NIXL, which starts a thread.
+_EMULATED_MODULES = (
+    "dualpath.laboratory.chaos.victim",
+    "dualpath.laboratory.emulated.process",
+    "dualpath.laboratory.emulated.front_door",
+    "dualpath.model.catalog.costs",
+)
 
 
 class EngineAt(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +114,8 @@ class EmulatedEngines:
         self, victim: VictimSettings, port: int, limits: RouterSettings, log: Path
     ) -> ManagedProcess:
         """See ``Victims``."""
-        return _spawned(victim, ["emulate", "router", "--port", str(port), *arguments(limits)], log)
+        command = ["emulate", "router", "--port", str(port), *arguments(limits)]
+        return _forked(victim, command, log, _EMULATED_MODULES)
 
     def engine(self, victim: VictimSettings, at: EngineAt, log: Path) -> ManagedProcess:
         """See ``Victims``."""
@@ -122,6 +128,7 @@ class EmulatedEngines:
             api_url=at.api_url,
             storage=str(at.storage),
             buffer_bytes=memory,
+            parallel_reads=own.parallel_reads,
         )
         emulated = EmulatedOptions(
             port=at.port,
@@ -134,7 +141,8 @@ class EmulatedEngines:
             verify=Verify.FULL,
         )
         role, *flags = arguments(engine, positional=("role",))
-        return _spawned(victim, ["emulate", role, *flags, *arguments(emulated)], log)
+        command = ["emulate", role, *flags, *arguments(emulated)]
+        return _forked(victim, command, log, _EMULATED_MODULES)
 
     def following(self, prompt: Sequence[int]) -> Iterator[int]:
         """See ``Victims``."""
@@ -188,13 +196,13 @@ class VllmEngines:
         """See ``Victims``."""
         command = router_command(self._cluster, port, limits.control_port)
         # Before the rest: what follows --vllm-args is vLLM's.
-        return _forked(victim, [*command[:2], *arguments(limits), *command[2:]], log)
+        return _forked(victim, [*command[:2], *arguments(limits), *command[2:]], log, VLLM_MODULES)
 
     def engine(self, victim: VictimSettings, at: EngineAt, log: Path) -> ManagedProcess:
         """See ``Victims``."""
         cluster = msgspec.structs.replace(self._cluster, storage=str(at.storage))
         command = engine_command(cluster, at.role, at.index, at.port, at.control_port)
-        return _forked(victim, command, log)
+        return _forked(victim, command, log, VLLM_MODULES)
 
     def following(self, prompt: Sequence[int]) -> Iterator[int]:
         """See ``Victims``; raises ``KeyError`` for what was not rehearsed."""
@@ -205,14 +213,11 @@ class VllmEngines:
         self._heard[tuple(prompt)] = list(token_ids)
 
 
-def _spawned(victim: VictimSettings, command: list[str], log: Path) -> ManagedProcess:
-    argv = (sys.executable, "-m", MODULE, victim.argument(), *command)
-    return SpawnedProcess(victim.process, argv, log, os.environ)
-
-
-def _forked(victim: VictimSettings, command: list[str], log: Path) -> ManagedProcess:
-    """Start it from the server that has imported vLLM."""
-    return ForkedProcess(victim.process, ENTRY, [victim.argument(), *command], log)
+def _forked(
+    victim: VictimSettings, command: list[str], log: Path, preload: Sequence[str]
+) -> ManagedProcess:
+    """Start it from a server that has imported everything: a restart takes little of a core."""
+    return ForkedProcess(victim.process, ENTRY, [victim.argument(), *command], log, preload=preload)
 
 
 def limits_of(request_deadline_s: float, control_port: int, standby_lock: Path) -> RouterSettings:

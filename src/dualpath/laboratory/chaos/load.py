@@ -14,9 +14,8 @@ from dualpath.laboratory.chaos.settings import LoadSettings
 from dualpath.laboratory.workload.replay.client import RealClock
 from dualpath.laboratory.workload.replay.stream import CompletionBody, complete, completion_body
 
-#: After an answer that was none; after a broken connection a client waits longer.
-_PAUSE_S = 0.1
-_CUT_PAUSE_S = 0.5
+#: After an answer that was none.
+_PAUSE_S = 0.5
 #: Beyond the deadline: until then a router may say that it has passed.
 _GIVE_UP_S = 20.0
 _MOST_LEAVE_S = 0.6
@@ -165,7 +164,5 @@ class Load:
                 self._asking -= 1
                 self._changed.set()
             self.turns.append(turn)
-            if turn.answer.outcome is Outcome.CUT:
-                await asyncio.sleep(_CUT_PAUSE_S)
-            elif turn.answer.outcome not in (Outcome.WELL, Outcome.LEFT):
+            if turn.answer.outcome not in (Outcome.WELL, Outcome.LEFT):
                 await asyncio.sleep(_PAUSE_S)

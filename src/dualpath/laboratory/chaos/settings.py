@@ -3,6 +3,7 @@
 from typing import Annotated
 
 from dualpath.core.settings import Setting, Settings
+from dualpath.engine.settings import DEFAULT_PARALLEL_READS
 from dualpath.laboratory.chaos.matrix import Component, Fault
 from dualpath.laboratory.chaos.points import EngineKind
 
@@ -31,6 +32,9 @@ class EmulatedVictims(Settings, frozen=True, kw_only=True):
     block_tokens: Annotated[int, Setting("tokens of a Full Block", ge=1)] = 16
     kv_bytes_per_token: Annotated[float, Setting("over all layers", gt=0)] = 1536.0
     speedup: Annotated[float, Setting("emulated engines compute that much faster", gt=0)] = 20.0
+    parallel_reads: Annotated[int, Setting("blocks read from storage at a time", ge=1)] = (
+        DEFAULT_PARALLEL_READS
+    )
     buffer_blocks: Annotated[int, Setting("of a PE or DE buffer", ge=1)] = 700
 
 
@@ -52,6 +56,9 @@ class ChaosSettings(Settings, frozen=True, kw_only=True):
     ] = EngineKind.EMULATED
     faults: Annotated[int, Setting("to be made", ge=0)] = 1000
     blocks: Annotated[int, Setting("goes on until that many stored blocks were loaded", ge=0)] = 0
+    most_s: Annotated[
+        float, Setting("ends after that long, however many faults and blocks there were", gt=0)
+    ] = 1e6
     seed: Annotated[
         int, Setting("of faults and agents; processes are never quite alike twice", ge=0)
     ] = 0

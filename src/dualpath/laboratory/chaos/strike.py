@@ -23,7 +23,9 @@ _END_S = 45.0
 _BACK_S = 60.0
 _SLOW_CALL_S = 0.05
 _IO_ERROR_SHARE = 0.5
+#: Of the stored blocks of some agents: at least so many, or that share.
 _BLOCKS_HIT = 12
+_BLOCKS_SHARE = 0.02
 _CONTEXTS_HIT = 4
 
 
@@ -135,7 +137,8 @@ class Striker:
             for key in block_keys(agent.context, self._block_tokens, cache_salt=agent.salt)
         ]
         files = await asyncio.to_thread(block_files, storage, keys)
-        hit = chance.sample(files, min(_BLOCKS_HIT, len(files)))
+        wanted = max(_BLOCKS_HIT, int(len(files) * _BLOCKS_SHARE))
+        hit = chance.sample(files, min(wanted, len(files)))
         return await asyncio.to_thread(corrupt, hit, strike.fault, chance)
 
     async def _all_there(self) -> bool:

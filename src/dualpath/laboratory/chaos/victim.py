@@ -21,8 +21,8 @@ from dualpath.ops.launch.forked_engine import prepare_engine, run_entry
 from dualpath.storage import directory, posix
 from dualpath.storage.contract import ReadOutcome
 
-MODULE = "dualpath.laboratory.chaos.victim"
-ENTRY = f"{MODULE}:main"
+#: As a process is told what to run.
+ENTRY = "dualpath.laboratory.chaos.victim:main"
 
 
 class VictimSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +75,3 @@ def main() -> NoReturn:
         prepare_engine()
     prepare(settings)
     run_entry(ENGINE_ENTRY if is_vllm_engine else ROUTER_ENTRY, sys.argv[1:])
-
-
-if __name__ == "__main__":
-    main()

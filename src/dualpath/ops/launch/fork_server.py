@@ -1,4 +1,4 @@
-"""Processes forked from one server that has imported vLLM once.
+"""Processes forked from one server that has imported what they need once.
 
 Importing vLLM takes seconds of CPU; with a fork server that is paid once and not per process.
 """
@@ -17,14 +17,14 @@ from dualpath.ops.launch.commands import ENGINE_ENTRY, ENGINE_ENVIRONMENT
 from dualpath.ops.launch.forked_engine import prepare_engine, run_entry
 from dualpath.ops.launch.process import ManagedProcess, die_with_parent
 
-_PRELOADED = [
+VLLM_MODULES = (
     "vllm.entrypoints.launchers.api_server.entry",
     "vllm.entrypoints.launchers.cli_args",
     "vllm.v1.engine.core",
     "dualpath.vllm.connector",
     "dualpath.vllm.quota_scheduler",
     "dualpath.vllm.router_process",
-]
+)
 
 
 class ForkedProcess(ManagedProcess):
@@ -37,13 +37,16 @@ class ForkedProcess(ManagedProcess):
         command: Sequence[str],
         log: Path,
         environment: Mapping[str, str] | None = None,
+        *,
+        preload: Sequence[str] = VLLM_MODULES,
     ) -> None:
         """Run the command ``entry`` ("module:function") with the arguments ``command``.
 
-        ``environment`` is added to the process's own, unseen by ``ps`` and ``/proc``.
+        ``environment`` is added to the process's own, unseen by ``ps`` and ``/proc``.  The server
+        imports the modules ``preload`` of the first process that is started from here.
         """
         super().__init__(name, log)
-        self._process = _context().Process(
+        self._process = _context(preload).Process(
             target=_main, args=(entry, list(command), str(log), dict(environment or {})), name=name
         )
         with _environment(ENGINE_ENVIRONMENT):
@@ -66,9 +69,9 @@ class ForkedProcess(ManagedProcess):
         return self._process.exitcode
 
 
-def _context() -> ForkServerContext:
+def _context(preload: Sequence[str]) -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(list(preload))
     with _environment(ENGINE_ENVIRONMENT):
         forkserver.ensure_running()
     return context
