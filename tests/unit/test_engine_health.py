@@ -189,3 +189,11 @@ def test_an_engine_closes_in_one_limit_though_all_reads_hang(
     assert sum(hanging.threads.passed_s) <= 0.2
     hanging.gate.set()
     hanging.cluster.pe.manager.close()
+
+
+def test_what_is_wrong_stands_in_the_report() -> None:
+    cluster = ToyCluster()
+    assert cluster.pe.report().unhealthy is None
+    cluster.pe.manager._health.fail("its pump has ended")
+    assert cluster.pe.report().unhealthy == "its pump has ended"
+    cluster.close()

@@ -151,3 +151,23 @@ def test_each_process_of_an_engine_has_an_epoch_of_its_own(router: Router) -> No
     first.leave()
     second.leave()
     assert first.epoch != second.epoch
+
+
+def test_an_engine_that_is_unwell_greets_nobody_before_it_is_well(router: Router) -> None:
+    member = membership(router, "unwell")
+    looked_twice = threading.Event()
+    looks = iter(range(2))
+
+    def watch() -> None:
+        if next(looks, None) is None:
+            looked_twice.set()
+
+    sign = member.manager._health.sign("nothing moves", limit_s=-1.0)
+    sign.moved()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        member.join(f"http://127.0.0.1:{server.getsockname()[1]}", watch)
+        assert looked_twice.wait(WAIT_S)
+        assert router.heard_nothing()
+        sign.idle()
+        assert isinstance(router.next(), Hello)
+        member.leave()

@@ -5,7 +5,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -87,6 +87,89 @@ def test_an_unreadable_namespace_file_is_refused(storage: PosixStorage, tmp_path
     (storage.path / "namespace.json").write_bytes(b"{")
     with pytest.raises(ConfigError, match=r"namespace\.json"):
         PosixStorage(tmp_path, NAMESPACE)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe{", b"[" * 100_000, b"null"])
+def test_whatever_lies_in_a_namespace_file_is_said_and_not_thrown(
+    storage: PosixStorage, tmp_path: Path, content: bytes
+) -> None:
+    (storage.path / "namespace.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"namespace\.json.*move .* away"):
+        PosixStorage(tmp_path, NAMESPACE)
+
+
+def test_what_is_no_namespace_file_at_all_is_refused(storage: PosixStorage, tmp_path: Path) -> None:
+    (storage.path / "namespace.json").unlink()
+    os.mkfifo(storage.path / "namespace.json")
+    with pytest.raises(ConfigError, match=r"cannot be used \(not a file\)"):
+        PosixStorage(tmp_path, NAMESPACE)
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _link_to_nothing(path: Path) -> None:
+    path.symlink_to("nothing")
+
+
+@pytest.mark.parametrize("direct_io", [False, "auto"])
+@pytest.mark.parametrize("make", [_fifo, _folder, _link_to_nothing])
+def test_what_is_no_file_at_a_blocks_name_hangs_nobody_and_makes_way(
+    tmp_path: Path, make: Callable[[Path], None], direct_io: posix.DirectIo
+) -> None:
+    storage = PosixStorage(tmp_path, NAMESPACE, direct_io=direct_io)
+    path = storage.block_path(KEYS[0])
+    path.parent.mkdir(parents=True)
+    make(path)
+    assert not storage.is_stored(KEYS[0])
+    into = memoryview(bytearray(GEOMETRY.full_block_bytes))
+    assert storage.read(KEYS[0], into).reason in ("not a file", "missing")
+    if not os.path.lexists(path):
+        make(path)
+    assert storage.write(KEYS[:1], DATA[:1]) == 1
+    assert storage.read(KEYS[0], into).is_good
+    assert into == DATA[0]
+
+
+def test_a_folder_with_content_at_a_blocks_name_is_left_to_its_owner(
+    storage: PosixStorage,
+) -> None:
+    path = storage.block_path(KEYS[0])
+    path.mkdir(parents=True)
+    (path / "mine").write_bytes(b"")
+    assert storage.write(KEYS[:1], DATA[:1]) == 0
+    assert (path / "mine").exists()
+    assert temporary_files(storage) == []
+    assert storage.write(KEYS[1:], DATA[1:]) == 3
+
+
+def test_kv_is_for_the_user_and_the_group_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        storage = PosixStorage(tmp_path, NAMESPACE)
+        storage.write(KEYS[:1], DATA[:1])
+    finally:
+        os.umask(before)
+    for path in (storage.path, *storage.path.rglob("*.kv"), storage.path / "namespace.json"):
+        assert path.stat().st_mode & 0o007 == 0, path
+
+
+def test_names_under_tmp_that_nobody_of_us_gives_are_left_alone(
+    storage: PosixStorage, tmp_path: Path
+) -> None:
+    host = storage._directory._writer.rpartition("-")[0]
+    names = [f"{host}-{10**30}-1", f"{host}-\u00b2-1", "x", f"{host}--1"]
+    for name in names:
+        (storage.path / "tmp" / name).write_bytes(b"")
+    folder = storage.path / "tmp" / f"{host}-{2**31 - 1}-1"
+    folder.mkdir()
+    PosixStorage(tmp_path, NAMESPACE)
+    assert {path.name for path in temporary_files(storage)} == {*names, folder.name}
 
 
 def test_an_unusable_root_is_refused_with_a_remedy(tmp_path: Path) -> None:

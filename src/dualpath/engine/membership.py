@@ -150,7 +150,8 @@ class Membership:
         self._surroundings.end_process()
 
     def _hello(self, api_url: str, greeting: int) -> Hello | None:
-        if not self._surroundings.listens(api_url):
+        # One that is unwell is welcome again when it is not.
+        if self.manager.health() is not None or not self._surroundings.listens(api_url):
             return None
         settings, manager = self.settings, self.manager
         doubts = manager.doubts()

@@ -208,6 +208,7 @@ class TrafficManager:
             free_hbm_tokens=self._free_hbm_tokens,
             free_buffer_tokens=self._buffer.free * self.geometry.block_tokens,
             counters=self.counters.snapshot(),
+            unhealthy=self.health(),
         )
 
     def set_free_hbm_tokens(self, tokens: int) -> None:

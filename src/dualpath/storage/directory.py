@@ -8,9 +8,11 @@ left there is removed at the next start.
 """
 
 import errno
+import logging
 import os
 import re
 import socket
+import stat
 from itertools import count
 from pathlib import Path
 
@@ -19,7 +21,13 @@ import msgspec
 from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.errors import ConfigError, StorageError
 
+log = logging.getLogger(__name__)
+
 _MODEL_CHARACTERS = 80
+#: The umask takes rights away; whoever is neither the user nor in the group never has any.
+_FILE_MODE, _FOLDER_MODE = 0o660, 0o770
+#: Why a block is bad whose name something else has.
+NOT_A_FILE = "not a file"
 
 #: Numbers temporary files; shared by all directories a process has open, also of one namespace.
 _numbers = count()
@@ -51,7 +59,8 @@ class NamespaceDirectory:
         self._suffix = suffix
         self._writer = _writer_tag(os.getpid())
         try:
-            self.temporary.mkdir(parents=True, exist_ok=True)
+            root.mkdir(parents=True, exist_ok=True)
+            self._make_folders()
             self._device = root.stat().st_dev
             self._claim(namespace)
         except OSError as error:
@@ -69,7 +78,7 @@ class NamespaceDirectory:
         """Return whether there is a file of a block; raises ``StorageError`` if nobody can say."""
         path = self.block_path(key)
         try:
-            os.stat(path)
+            return stat.S_ISREG(os.stat(path).st_mode)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
@@ -77,7 +86,6 @@ class NamespaceDirectory:
                 f"nobody can say whether {path} exists: {error.strerror}; see the file system and "
                 "the rights on it"
             ) from error
-        return True
 
     def temporary_path(self) -> str:
         """Return a path for a half-written file that no other writer uses."""
@@ -92,19 +100,30 @@ class NamespaceDirectory:
         root = self.path.parent
         if root.stat().st_dev != self._device:
             raise FileNotFoundError(errno.ENOENT, "the file system of the storage is gone", root)
-        for folder in (self.path, self.temporary):
-            folder.mkdir(exist_ok=True)
+        self._make_folders()
         self._claim(self._namespace)
+
+    def discard(self, path: str, reason: str) -> None:
+        """Remove what lies at a block's name and is none; a directory only if it is empty."""
+        log.warning("stored block %s is bad (%s) and is removed", path, reason)
+        try:
+            if os.path.isdir(path) and not os.path.islink(path):
+                os.rmdir(path)
+            else:
+                os.unlink(path)
+        except OSError as error:
+            log.warning("bad block %s cannot be removed: %s; remove it by hand", path, error)
 
     def publish(self, temporary: str, key: BlockKey) -> bool:
         """Give a whole file its final name; return False if the name was taken already.
 
         A hard link, because it fails where the name exists; a rename where the file system knows
-        no hard links.  ``temporary`` is gone afterwards.
+        no hard links.  What is no file but has the name makes way.  ``temporary`` is gone
+        afterwards.
         """
         final = self.block_path(key)
         try:
-            _link(temporary, final)
+            self._link(temporary, final, key)
         except FileExistsError:
             os.unlink(temporary)
             return False
@@ -116,11 +135,24 @@ class NamespaceDirectory:
         os.unlink(temporary)
         return True
 
+    def _link(self, temporary: str, final: str, key: BlockKey) -> None:
+        try:
+            _link(temporary, final)
+        except FileExistsError:
+            if self.has(key):
+                raise
+            self.discard(final, NOT_A_FILE)
+            _link(temporary, final)
+
+    def _make_folders(self) -> None:
+        for folder in (self.path, self.temporary):
+            folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+
     def _claim(self, namespace: StoreNamespace) -> None:
         path = self.path / "namespace.json"
         content = msgspec.json.format(msgspec.json.encode(namespace), indent=2)
         temporary = self.temporary_path()
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=private) as file:
             file.write(content)
         try:
             if not path.exists():
@@ -128,8 +160,9 @@ class NamespaceDirectory:
         finally:
             Path(temporary).unlink(missing_ok=True)
         try:
-            found = msgspec.json.decode(path.read_bytes(), type=StoreNamespace)
-        except msgspec.DecodeError as error:
+            with open(open_regular(str(path), os.O_RDONLY), "rb") as file:
+                found = msgspec.json.decode(file.read(), type=StoreNamespace)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(
                 f"{path} is not readable as a namespace ({error}); "
                 f"move {self.path} away or give another storage directory"
@@ -144,8 +177,30 @@ class NamespaceDirectory:
         for path in self.temporary.iterdir():
             writer = path.name.rpartition("-")[0]
             host, _, pid = writer.rpartition("-")
-            if pid.isdigit() and host == _host_tag() and not _is_running(int(pid)):
+            if not pid.isdecimal() or host != _host_tag() or _is_running(int(pid)):
+                continue
+            try:
                 path.unlink(missing_ok=True)
+            except OSError as error:  # no file of ours
+                log.warning("%s is left where it is: %s", path, error)
+
+
+class NotAFileError(OSError):
+    """Something else than a file has the name of one: a directory, a FIFO, a device."""
+
+
+def open_regular(path: str, flags: int) -> int:
+    """Open a file for reading; raises ``NotAFileError``, and never waits, for anything else."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise NotAFileError(errno.EBADF, NOT_A_FILE, path)
+
+
+def private(path: str, flags: int) -> int:
+    """Open as ``open`` does, for the user and the group: KV tells what was in a prompt."""
+    return os.open(path, flags, _FILE_MODE)
 
 
 def _link(temporary: str, final: str) -> None:
@@ -171,7 +226,7 @@ def _is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except (PermissionError, OverflowError):  # one that no process of ours can have
         return True
     return True
 

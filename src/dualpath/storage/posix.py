@@ -29,7 +29,14 @@ from dualpath.storage import block_file
 from dualpath.storage.block_file import HEADER_BYTES
 from dualpath.storage.checks import check_destination, check_sources
 from dualpath.storage.contract import ReadOutcome
-from dualpath.storage.directory import NamespaceDirectory, refused
+from dualpath.storage.directory import (
+    NOT_A_FILE,
+    NamespaceDirectory,
+    NotAFileError,
+    open_regular,
+    private,
+    refused,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +100,11 @@ class PosixStorage:
         header = self._header_buffer()
         try:
             length = self._read_file(path, header, flat)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return ReadOutcome(0, block_file.MISSING)
+        except NotAFileError:
+            self._directory.discard(path, NOT_A_FILE)
+            return ReadOutcome(0, NOT_A_FILE)
         except OSError as error:
             logger.warning("read of %s failed: %s", path, error)
             return ReadOutcome(0, f"read error: {error.strerror}")
@@ -104,7 +114,7 @@ class PosixStorage:
         else:
             reason = block_file.defect(key, self._digest, header, flat)
         if reason is not None:
-            self._discard(path, reason)
+            self._directory.discard(path, reason)
         return ReadOutcome(payload_bytes, reason)
 
     def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
@@ -122,7 +132,7 @@ class PosixStorage:
         if possible:
             probe = self._directory.temporary_path()
             try:
-                os.close(os.open(probe, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o644))
+                os.close(os.open(probe, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600))
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise refused("write", probe, 0, error) from error
@@ -149,15 +159,8 @@ class PosixStorage:
             buffer = self._per_thread.header = memoryview(mmap.mmap(-1, HEADER_BYTES))
         return buffer
 
-    def _discard(self, path: str, reason: str) -> None:
-        logger.warning("stored block %s is bad (%s) and is removed", path, reason)
-        try:
-            os.unlink(path)
-        except OSError as error:
-            logger.warning("bad block %s cannot be removed: %s", path, error)
-
     def _write_one(self, key: BlockKey, source: memoryview) -> bool:
-        if os.path.exists(self._directory.block_path(key)):
+        if self._directory.has(key):
             return False
         header = block_file.encode_header(key, self._digest, source)
         temporary = self._directory.temporary_path()
@@ -180,7 +183,7 @@ def _is_aligned(view: memoryview) -> bool:
 
 def _read_whole(path: str, flags: int, header: memoryview, destination: memoryview) -> int:
     """Read header and payload; return the bytes read, fewer than both only at end of file."""
-    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    descriptor = open_regular(path, flags)
     try:
         wanted = header.nbytes + destination.nbytes
         done = os.preadv(descriptor, [header, destination], 0)
@@ -198,7 +201,7 @@ def _read_whole(path: str, flags: int, header: memoryview, destination: memoryvi
 
 
 def _write_whole(path: str, header: bytes, payload: memoryview, sync: bool) -> None:
-    with open(path, "xb", buffering=0) as file:
+    with open(path, "xb", buffering=0, opener=private) as file:
         for part in (memoryview(header), payload):
             done = 0
             while done < part.nbytes:
