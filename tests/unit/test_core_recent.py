@@ -8,7 +8,8 @@ def test_the_last_value_counts_and_what_is_forgotten_is_gone() -> None:
     recent.note("ab", 1)
     recent.age()
     recent.note("b", 2)
-    assert (recent.get("a"), recent.get("b"), recent.get("c")) == (1, 2, None)
+    assert (recent.last("xa"), recent.last("abc"), recent.last("xy")) == (1, 2, None)
+    assert (recent.head("abc"), recent.head("abc", 1), recent.head("xab")) == (2, 2, 0)
     recent.forget("b")
     assert "a" in recent
     assert "b" not in recent

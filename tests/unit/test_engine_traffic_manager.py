@@ -108,6 +108,30 @@ def test_a_look_up_waits_for_blocks_that_are_just_being_written() -> None:
     cluster.close()
 
 
+def test_time_answers_look_ups_and_a_new_session_hears_of_none_before_it() -> None:
+    gate = threading.Event()
+    storage = memory_storage()
+    stored_now = storage.is_stored
+
+    def slow(key: bytes) -> bool:
+        assert gate.wait(WAIT_S)
+        return stored_now(key)
+
+    storage.is_stored = slow  # type: ignore[method-assign]
+    cluster = ToyCluster(storage)
+    manager, keys = cluster.de.manager, tuple(prompt_keys(TOKENS))
+    cluster.de.command(Lookup(call_id=1, keys=keys, deadline_s=1.0))
+    manager.tick(manager.trace.now_ns() + 2_000_000_000)
+    assert cluster.de.answer(LookupDone) == LookupDone(call_id=1, hit_blocks=0, partial=True)
+    cluster.de.command(Lookup(call_id=2, keys=keys, deadline_s=WAIT_S))
+    manager.end_session("the router is another")
+    gate.set()
+    cluster.de.command(Lookup(call_id=1, keys=keys, deadline_s=WAIT_S))
+    assert cluster.de.answer(LookupDone) == LookupDone(call_id=1, hit_blocks=0)
+    cluster.close()
+    assert cluster.de.answers(LookupDone) == []
+
+
 def test_a_sync_waits_for_no_look_up() -> None:
     gate = threading.Event()
     storage = memory_storage()

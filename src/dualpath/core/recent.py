@@ -1,6 +1,6 @@
 """A bounded memory of what was said last, for hints: what is lost costs time, never correctness."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -23,10 +23,24 @@ class Recent(Generic[K, V]):
         """Whether a key is remembered."""
         return key in self._young or key in self._old
 
-    def get(self, key: K) -> V | None:
-        """Return what was noted last of a key; None if nothing is remembered."""
-        found = self._young.get(key)
-        return self._old.get(key) if found is None else found
+    def head(self, keys: Sequence[K], start: int = 0) -> int:
+        """Return how many keys at the head of ``keys`` are remembered; the first ``start`` are."""
+        young, old = self._young, self._old
+        for position in range(start, len(keys)):
+            key = keys[position]
+            if key not in young and key not in old:
+                return position
+        return max(start, len(keys))
+
+    def last(self, keys: Sequence[K]) -> V | None:
+        """Return the value of the last of ``keys`` that is remembered; None if none is."""
+        young, old = self._young, self._old
+        for key in reversed(keys):
+            if key in young:
+                return young[key]
+            if key in old:
+                return old[key]
+        return None
 
     def note(self, keys: Iterable[K], value: V) -> None:
         """Remember ``value`` of all ``keys``."""

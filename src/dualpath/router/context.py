@@ -143,9 +143,8 @@ class RouterContext:
             engines = self.registry.alive(role)
             start = turn % len(engines) if engines else 0
             candidates += engines[start:] + engines[:start]
-        known = (writer for key in reversed(keys) if (writer := self.writers.get(key)))
-        writer_id = next(known, "")
-        return sorted(candidates, key=lambda engine: engine.engine_id != writer_id)
+        writer = self.writers.last(keys)
+        return sorted(candidates, key=lambda engine: engine.engine_id != writer)
 
     async def engines_present(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait for live engines; raises ``DeadlineError`` with what is missing."""

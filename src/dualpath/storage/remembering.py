@@ -49,10 +49,7 @@ class RememberingStorage:
         """Return how many keys at the head of ``keys`` are known; the first ``start`` are."""
         with self._lock:
             self._age()
-            known = start
-            while known < len(keys) and keys[known] in self._known:
-                known += 1
-        return known
+            return self._known.head(keys, start)
 
     def remember(self, keys: Sequence[BlockKey]) -> None:
         """Note blocks that must be stored, as a later one of their chain is."""
