@@ -159,6 +159,23 @@ def test_a_look_up_that_waits_is_answered_by_its_deadline_with_what_is_known(
     assert engine.look_up(KEYS[:100]) == (100, 0)
 
 
+def test_a_write_that_ends_while_it_is_looked_for_is_seen(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.store(KEYS[:10])
+    engine.pending.begin(KEYS[10:11])
+    when_over = engine.pending.when_over
+
+    def ends_now(key: BlockKey, call: Callable[[], None]) -> bool:
+        if key == KEYS[10]:
+            engine.write([key])
+        return when_over(key, call)
+
+    monkeypatch.setattr(engine.pending, "when_over", ends_now)
+    engine.begin(KEYS[:20])
+    assert engine.answer() == LookupDone(call_id=1, hit_blocks=11)
+
+
 def test_a_write_that_fails_ends_the_head_there(engine: Engine) -> None:
     engine.store(KEYS[:10])
     engine.pending.begin(KEYS[10:12])
