@@ -91,6 +91,7 @@ class FakeEngine:
         #: ``KvInHbm`` is late: the router has it only with the answer to its next ``Sync``.
         self.tokens_come_first = False
         self.counters: dict[str, float] = {}
+        self.draining: str | None = None
         self._arrived = asyncio.Event()
         self.quarantined: dict[str, list[int]] = {}
         self.writers: dict[str, control.Writer] = {}
@@ -201,6 +202,7 @@ class FakeEngine:
             read_queue_tokens=0,
             free_hbm_tokens=self.hbm_tokens,
             free_buffer_tokens=len(self.free) * BLOCK_TOKENS,
+            draining=self.draining,
             counters=self.counters,
         )
 
@@ -372,6 +374,8 @@ class FakeCalls:
         self.errors: deque[Exception] = deque()
         self.gives_up_once: str | None = None
         self.send_failure: str | None = None
+        #: Engines whose HTTP server is gone, though their control link lives.
+        self.deaf: set[str] = set()
         self.transfers: list[control.PrefillTransfer] = []
         self.prefills: list[str] = []
         self.decodes: list[str] = []
@@ -434,6 +438,11 @@ class FakeCalls:
             tokens.append(next_token(tokens))
             last = number == left - 1
             yield TokenEvent(token_ids=(tokens[-1],), finish_reason="length" if last else None)
+
+    async def answers(self, engine: EngineInfo) -> None:
+        if engine.engine_id in self.deaf:
+            raise EngineLostError(f"{engine.engine_id} refuses connections")
+        self._check_alive(self.engines[engine.engine_id], engine)
 
     def _check_alive(self, here: FakeEngine, info: EngineInfo) -> None:
         if here.dead.is_set() or here.epoch != info.epoch:

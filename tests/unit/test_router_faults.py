@@ -225,7 +225,7 @@ async def test_an_unanswered_read_makes_its_engine_suspicious():
     async with cluster(prefill=2, mode="basic", settings=PATIENT) as made:
         made.stored.update(keys_of(PROMPT))
         for name in ("p0", "p1"):
-            made.engines[name].unanswered.add(control.Read)
+            made.engines[name].unanswered |= {control.Read, control.Sync}
             made.engines[name].heartbeats = False
         run = asyncio.create_task(made.run(job("a", PROMPT)))
         waits = [asyncio.create_task(made.engines[p].saw(control.Read)) for p in ("p0", "p1")]

@@ -101,6 +101,9 @@ class ToyCalls:
         self._toys.pe.outbox.put(control.PrefillDone(request_id=prefill_transfer.request_id))
         return TokenEvent(token_ids=(1,), finish_reason="length")
 
+    async def answers(self, engine: EngineInfo) -> None:
+        pass
+
     async def decode(
         self,
         engine: EngineInfo,

@@ -5,7 +5,7 @@ Messages are msgpack-encoded tagged structs in an ``Envelope``.  An engine opens
 travels here.
 
     router → engine   Welcome Refused Heard PeerUp PeerDown IsGone Lookup Sync Assign Read Persist
-                      Release
+                      Release Drained
     engine → router   Hello Report Gone LookupDone Synced Reserved ReadDone PrefillDone KvInHbm
                       Released Failed Goodbye
 
@@ -300,6 +300,10 @@ class Release(Message, frozen=True, tag=True):
     writer_certain: bool = True
 
 
+class Drained(Message, frozen=True, tag=True):
+    """To an engine that drains: nothing of any request is on it, and nothing will be."""
+
+
 class Released(Message, frozen=True, tag=True):
     """All of the request's slots are free again."""
 
@@ -319,7 +323,8 @@ class Report(Message, frozen=True, tag=True):
     ``unfinished_requests`` seq_e, ``unfinished_tokens`` tok_e, ``read_queue_tokens`` read_q of the
     engine's node, free HBM and free DRAM buffer in tokens.  ``assign_seq`` is the last ``Assign``
     already counted in.  ``counters`` are monotonic totals for metrics (names in
-    ``engine/counters.py``).  ``unhealthy`` says why the data plane cannot go on, if it cannot.
+    ``engine/counters.py``).  ``unhealthy`` says why the data plane cannot go on, if it cannot;
+    ``draining`` why the engine wants nothing new, if so: it goes once it is told ``Drained``.
     """
 
     report_seq: int
@@ -331,6 +336,7 @@ class Report(Message, frozen=True, tag=True):
     free_buffer_tokens: int
     counters: dict[str, float] = {}
     unhealthy: str | None = None
+    draining: str | None = None
 
 
 class Goodbye(Message, frozen=True, tag=True):
@@ -353,6 +359,7 @@ RouterMessage = (
     | Read
     | Persist
     | Release
+    | Drained
 )
 EngineMessage = (
     Hello

@@ -18,8 +18,10 @@ from dualpath.router.control.dispatch import Dispatch
 from dualpath.router.control.engine_calls import EngineCalls
 from dualpath.router.control.event_recorder import EventLogWriter, RecordedScheduler
 from dualpath.router.control.exchange import Exchange
+from dualpath.router.control.pauses import Pauses
 from dualpath.router.control.registry import EngineInfo, Registry
 from dualpath.router.control.releases import Releases
+from dualpath.router.control.suspicions import Suspicions
 from dualpath.router.control.thresholds import ClusterThresholds, derive
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.observe.tracing import Tracing
@@ -52,6 +54,16 @@ class RouterContext:
         self.clock = clock
         self.exchange = Exchange()
         self.releases = Releases(self.send, settings.release_wait_s, registry.is_dead)
+        self.pauses = Pauses(registry, self.exchange, self.send, lambda: self.dispatch)
+        self.suspicions = Suspicions(
+            registry,
+            self.exchange,
+            self.pauses,
+            calls,
+            self.send,
+            lambda engine_id, reason: server.declare_lost(engine_id, reason, certain=False),
+            settings.suspect_timeout_s,
+        )
         self.admission = asyncio.Semaphore(settings.max_concurrent_requests)
         self.event_log: EventLogWriter | None = None
         self.tracing: Tracing | None = None
@@ -118,6 +130,7 @@ class RouterContext:
             )
         self.releases.engine_joined(info)
         self._dispatch.joined(info)
+        self.pauses.joined(info)
         self._pulse()
 
     def engine_lost(self, info: EngineInfo, reason: str) -> None:
@@ -162,16 +175,6 @@ class RouterContext:
                 f"live engines after {timeout_s:g} s: {there}; start the missing ones with the "
                 f"router's control address {self.server.address}"
             ) from None
-
-    async def confirm_alive(self, engine_id: str, why: str) -> None:
-        """Wait until an engine under suspicion speaks; without a word it is declared lost."""
-        timeout_s = self.settings.suspect_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.server.proof_of_life(engine_id)
-        except TimeoutError:
-            reason = f"no report within {timeout_s:g} s after a failure ({why})"
-            self.server.declare_lost(engine_id, reason, certain=False)
 
     def _assigned(self, assignment: Assignment) -> None:
         self.metrics.assigned(assignment)

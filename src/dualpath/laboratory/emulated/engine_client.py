@@ -44,6 +44,10 @@ class EngineClient:
             async for choice in choices:
                 yield token_event(choice)
 
+    async def answers(self, engine: EngineInfo) -> None:
+        """Return if the engine's server says that it is well."""
+        await self._api.answers(engine)
+
     async def aclose(self) -> None:
         """Close all connections; engines abort what is still running on them."""
         await self._api.aclose()

@@ -104,6 +104,18 @@ class Dispatch:
         self._refuse_unplaceable()
         self.answer_fetches()
 
+    def paused(self, engine_id: str) -> None:
+        """Give an engine nothing new."""
+        if engine_id in self._engines:
+            self._scheduler.engine_paused(engine_id)
+            self.answer_fetches()
+
+    def resumed(self, engine_id: str) -> None:
+        """Give a paused engine requests again."""
+        if engine_id in self._engines:
+            self._scheduler.engine_resumed(engine_id)
+            self.answer_fetches()
+
     def report(self, engine_id: str, report: Report) -> None:
         """An engine reported; its group fetches with it."""
         if (log := self._logs.get(engine_id)) is None:

@@ -79,9 +79,9 @@ class Job(msgspec.Struct, frozen=True):
 class EngineCalls(Protocol):
     """Model work on an engine.
 
-    Both methods raise ``EngineLostError`` or ``TransportError`` if the engine cannot be reached or
-    dies (the service then tries elsewhere), and ``BadRequestError`` if it refuses the request
-    (final).  Cancelling the coroutine or closing the iterator aborts the work.
+    ``prefill`` and ``decode`` raise ``EngineLostError`` or ``TransportError`` if the engine cannot
+    be reached or dies (the service then tries elsewhere), and ``BadRequestError`` if it refuses the
+    request (final).  Cancelling the coroutine or closing the iterator aborts the work.
     ``prefill_transfer.request_id`` is the name of this *attempt* and the one engines know from
     ``Assign``; it differs from ``job.request_id`` after a retry.
     """
@@ -107,4 +107,8 @@ class EngineCalls(Protocol):
         Yields ``job.max_new_tokens - len(prior_tokens)`` tokens at most; the last event carries
         a ``finish_reason``.
         """
+        ...
+
+    async def answers(self, engine: EngineInfo) -> None:
+        """Return if the engine's HTTP server answers that it is well; raises as the others."""
         ...

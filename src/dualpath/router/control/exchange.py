@@ -35,6 +35,10 @@ class AttemptChannel:
         """Losing one of these engines breaks the attempt."""
         self._engines.update(engine_ids)
 
+    def needs(self, engine_id: str) -> bool:
+        """Whether losing this engine would break the attempt."""
+        return engine_id in self._engines
+
     def done_with(self, engine_id: str) -> None:
         """Losing this engine no longer matters."""
         self._engines.discard(engine_id)
@@ -104,6 +108,11 @@ class Exchange:
     def get(self, attempt_id: str) -> AttemptChannel | None:
         """Return an open channel."""
         return self._channels.get(attempt_id)
+
+    def depends_on(self, engine_id: str) -> bool:
+        """Whether an attempt needs an engine, or a call waits for its answer."""
+        asked = any(engine_id == name for name, _ in self._calls.values())
+        return asked or any(channel.needs(engine_id) for channel in self._channels.values())
 
     def call(self, engine_id: str) -> tuple[int, "asyncio.Future[CallAnswer | None]"]:
         """Return a call id and the future of its answer, None if the engine is lost."""

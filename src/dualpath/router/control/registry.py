@@ -7,6 +7,7 @@ mistaken for its former self, and its *session* one conversation with this route
 
 import math
 from collections import deque
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -58,6 +59,14 @@ class EngineInfo(msgspec.Struct, frozen=True):
         return self.address.writer
 
 
+class Pause(StrEnum):
+    """Why an engine that lives gets nothing new."""
+
+    DRAINING = "draining"
+    ASKED = "asked"
+    SUSPECT = "suspect"
+
+
 #: So many former processes of an engine are remembered; an older one that still runs would be
 #: taken for a new one, and the one in its place for dead.
 _EPOCHS_KEPT = 1024
@@ -66,7 +75,7 @@ _EPOCHS_KEPT = 1024
 class EngineState:
     """An engine that has greeted: its info, its session and its last report.
 
-    ``left`` if it went with a goodbye.
+    ``left`` if it went with a goodbye; ``pauses`` say why it gets nothing new, if so.
     """
 
     def __init__(self, info: EngineInfo) -> None:
@@ -79,6 +88,7 @@ class EngineState:
         self.left = False
         self.former_epochs: deque[str] = deque(maxlen=_EPOCHS_KEPT)
         self.report: Report | None = None
+        self.pauses: set[Pause] = set()
         self._former_totals: dict[str, float] = {}
 
     @property
@@ -90,6 +100,7 @@ class EngineState:
         """Begin a session."""
         self.talk = Conversation(session)
         self.identity, self.heard_s, self.left = identity, now_s, False
+        self.pauses &= {Pause.ASKED}
 
     def totals(self) -> dict[str, float]:
         """Return the engine's counters, monotonic over its restarts."""
@@ -102,6 +113,7 @@ class EngineState:
         """Take over a new process's info; what the former one counted is kept."""
         self._former_totals = self.totals()
         self.report = None
+        self.pauses.clear()
         self.former_epochs.append(self.info.epoch)
         self.info = info
 

@@ -78,6 +78,7 @@ def _engine(engine: EngineState) -> dict[str, Any]:
         "epoch": info.epoch,
         "api_url": info.api_url,
         "alive": engine.alive,
+        "paused": sorted(engine.pauses),
         "rates": msgspec.to_builtins(info.rates),
         "seq": report.unfinished_requests if report else 0,
         "tok": report.unfinished_tokens if report else 0,

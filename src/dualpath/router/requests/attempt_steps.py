@@ -28,8 +28,8 @@ T = TypeVar("T")
 class AttemptSteps:
     """Commands about one attempt.
 
-    What starts something new raises ``EngineLostError`` once ``channel`` is broken.  Who gets no
-    answer in time first finds out whether the engine still lives.
+    What starts something new raises ``EngineLostError`` once ``channel`` is broken.  An engine that
+    gives no answer in time is suspect from then on.
     """
 
     def __init__(self, context: RouterContext, channel: AttemptChannel) -> None:
@@ -94,7 +94,9 @@ class AttemptSteps:
             f"{limit_s:g} s; check its storage",
         )
 
-    async def kv_arrived(self, engine: EngineInfo, done: Awaitable[PrefillDone]) -> PrefillDone:
+    async def kv_arrived(
+        self, engine: EngineInfo, to: EngineInfo, done: Awaitable[PrefillDone]
+    ) -> PrefillDone:
         """Return the PE's word that the prompt's KV is complete in the DE's buffer.
 
         Its first token alone does not say so, and a token is streamed only once it is true.  Raises
@@ -110,7 +112,8 @@ class AttemptSteps:
         )
         if answer.failure is not None:
             error = f"engine {engine.engine_id} could not send KV: {answer.failure}"
-            await self._context.confirm_alive(engine.engine_id, error)
+            # The PE has just spoken; the DE may be gone.
+            self._context.suspicions.suspect(to, error)
             raise TransportError(error)
         return answer
 
@@ -133,11 +136,11 @@ class AttemptSteps:
         )
 
     async def model_work(self, engine: EngineInfo, work: Awaitable[T]) -> T:
-        """Return what an engine's call returns; if it fails, find out whether it still lives."""
+        """Return what an engine's call returns; an engine whose call fails is suspect."""
         try:
             return await work
         except (EngineLostError, TransportError) as error:
-            await self._context.confirm_alive(engine.engine_id, str(error))
+            self._context.suspicions.suspect(engine, str(error), call_failed=True)
             raise
 
     def release(self, prefill: EngineInfo, decode: EngineInfo, reason: str) -> None:
@@ -168,5 +171,5 @@ class AttemptSteps:
             async with asyncio.timeout(limit_s):
                 return await answer
         except TimeoutError:
-            await self._context.confirm_alive(engine.engine_id, otherwise)
+            self._context.suspicions.suspect(engine, otherwise)
             raise EngineLostError(otherwise) from None

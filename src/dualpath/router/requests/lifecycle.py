@@ -48,6 +48,8 @@ class Attempt:
     ) -> None:
         self.attempt_id = attempt_id
         self.placed = False
+        #: The engines it was placed on; a failure may be theirs.
+        self.engines: tuple[EngineInfo, ...] = ()
         self._context = context
         self._job = job
         self._arrival_seq = arrival_seq
@@ -120,6 +122,7 @@ class Attempt:
             self._assignment: Assignment = await self._context.dispatch.place(request)
         self._prefill_engine = self._context.engine(self._assignment.prefill_engine)
         self._decode_engine = self._context.engine(self._assignment.decode_engine)
+        self.engines = self._prefill_engine, self._decode_engine
         self.placed = True
 
     async def _load(self, stored_blocks: int) -> Loaded:
@@ -216,7 +219,9 @@ class Attempt:
             call = self._context.calls.prefill(engine, job, prefill_transfer)
             first = await self._steps.model_work(engine, call)
             _check_not_given_up(engine, first)
-            self._record_forward(engine, await self._steps.kv_arrived(engine, done))
+            self._record_forward(
+                engine, await self._steps.kv_arrived(engine, self._decode_engine, done)
+            )
         self._steps.prefilled(engine)
         return first
 

@@ -21,6 +21,7 @@ from dualpath.core.errors import (
 )
 from dualpath.router.context import RouterContext
 from dualpath.router.control.engine_calls import Job, TokenEvent
+from dualpath.router.control.registry import EngineInfo
 from dualpath.router.observe.tracing import RequestTrace
 from dualpath.router.requests.lifecycle import Attempt
 from dualpath.router.requests.prompt_limits import check_prompt
@@ -41,6 +42,7 @@ class RequestLife:
         self._arrival_seq = arrival_seq
         self._generated: list[int] = []
         self._attempt: Attempt | None = None
+        self._failed_on: list[tuple[EngineInfo, ...]] = []
         self._finished = False
         self._trace: RequestTrace | None = None
 
@@ -112,11 +114,12 @@ class RequestLife:
                     # The client has its last token; what failed was only our cleaning up.
                     return
                 self.record.failures.append(str(error))
-                if self.record.attempts >= settings.max_attempts:
+                if await self._used_up():
                     raise EngineLostError(
                         f"request {self.job.request_id} failed {self.record.attempts} times, at "
-                        f"most {settings.max_attempts} attempts are made; the last one: {error}; "
-                        "see the engines' logs, then send it again"
+                        f"most {settings.max_attempts} attempts are lost with an engine and as "
+                        f"many otherwise ({{max_attempts}}); the last one: {error}; see the "
+                        "engines' logs, then send it again"
                     ) from error
                 self._context.metrics.retried()
                 logger.warning(
@@ -133,8 +136,29 @@ class RequestLife:
         )
         try:
             await self._attempt.run()
+        except (EngineLostError, TransportError):
+            self._failed_on.append(self._attempt.engines)
+            raise
         finally:
             self._attempt = None
+
+    async def _used_up(self) -> bool:
+        """Whether attempts have failed too often, those on engines that are gone apart.
+
+        What an engine's death has cost is no sign that the next attempt fails as well; but a
+        request may be what engines die of, so that these are bounded, too.
+        """
+        most = self._context.settings.max_attempts
+        if self._most_of_a_kind() >= most:
+            await self._context.suspicions.settled(
+                e for engines in self._failed_on for e in engines
+            )
+        return self._most_of_a_kind() >= most
+
+    def _most_of_a_kind(self) -> int:
+        alive = self._context.is_alive
+        with_an_engine = sum(not all(map(alive, engines)) for engines in self._failed_on)
+        return max(with_an_engine, len(self._failed_on) - with_an_engine)
 
     async def _engines_there(self) -> None:
         wait_s = self._context.settings.engine_wait_s

@@ -25,7 +25,7 @@ from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.control_socket import ControlSocket
 from dualpath.router.control.engine_calls import EngineCalls, Job, TokenEvent
 from dualpath.router.control.event_recorder import EventLogWriter
-from dualpath.router.control.registry import EngineInfo, Registry, missing_engines
+from dualpath.router.control.registry import EngineInfo, Pause, Registry, missing_engines
 from dualpath.router.observe.dashboard.board import Dashboard, Load
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.observe.status import status_report
@@ -111,6 +111,7 @@ class RouterService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.context.suspicions.stop()
         await self.server.stop()
         if self.context.event_log is not None:
             await asyncio.to_thread(self.context.event_log.close)
@@ -170,6 +171,20 @@ class RouterService:
             "way; send it again, to the router that follows"
         )
 
+    def pause_engine(self, engine_id: str, *, paused: bool) -> bool:
+        """Let a live engine get nothing new, or something again; False if there is no such engine.
+
+        What is on it goes on.  It holds until the engine's process ends or the router does.
+        """
+        state = self.registry.get(engine_id)
+        if state is None or not state.alive:
+            return False
+        if paused:
+            self.context.pauses.pause(engine_id, Pause.ASKED)
+        else:
+            self.context.pauses.resume(engine_id, Pause.ASKED)
+        return True
+
     def engines(self) -> list[EngineInfo]:
         """Return the live engines, by arrival."""
         return self.registry.alive()
@@ -210,6 +225,7 @@ class RouterService:
     def on_message(self, info: EngineInfo, message: EngineMessage) -> None:
         """Called by the control server."""
         if isinstance(message, Report):
+            self.context.pauses.reported(info, message)
             self.context.dispatch.report(info.engine_id, message)
         elif isinstance(message, Released):
             self.context.releases.writer_done(message.request_id, info.writer)

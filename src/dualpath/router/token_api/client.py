@@ -34,6 +34,9 @@ IDLE_CONNECTION_S = 3.0
 _ERROR_TEXT_BYTES = 300
 
 
+HEALTH_PATH = "/health"
+
+
 class TokenApi(Protocol):
     """What ``TokenApiClient`` does, and raises, over whatever network."""
 
@@ -47,6 +50,10 @@ class TokenApi(Protocol):
         self, engine: EngineInfo, job: Job, request: GenerateRequest[Any]
     ) -> AsyncGenerator[Choice, None]:
         """Yield what comes; ends after the choice with a ``finish_reason``."""
+        ...
+
+    async def answers(self, engine: EngineInfo) -> None:
+        """Return if the engine's server says that it is well."""
         ...
 
     async def aclose(self) -> None:
@@ -93,6 +100,16 @@ class TokenApiClient:
             "another engine"
         )
 
+    async def answers(self, engine: EngineInfo) -> None:
+        """Return if the engine's server says that it is well."""
+        url = engine.api_url.rstrip("/") + HEALTH_PATH
+        try:
+            async with self._open_session().get(url, headers=self._headers) as response:
+                if response.status != 200:
+                    raise engine_error(_named(engine), response.status, HEALTH_PATH)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise _silent(engine, error) from error
+
     async def aclose(self) -> None:
         """Close all connections; engines abort what is still running on them."""
         if self._session is not None:
@@ -122,10 +139,7 @@ class TokenApiClient:
                     if not response.content.at_eof():
                         response.close()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise EngineLostError(
-                f"{_named(engine)} does not answer: {error or type(error).__name__}; restart it "
-                "or take it out"
-            ) from error
+            raise _silent(engine, error) from error
 
     def _open_session(self) -> aiohttp.ClientSession:
         """Return the session, made on first use because it belongs to the running loop."""
@@ -144,6 +158,13 @@ def token_event(choice: Choice, payload: object = None) -> TokenEvent:
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
         payload=payload,
+    )
+
+
+def _silent(engine: EngineInfo, error: Exception) -> EngineLostError:
+    return EngineLostError(
+        f"{_named(engine)} does not answer: {error or type(error).__name__}; restart it "
+        "or take it out"
     )
 
 

@@ -167,5 +167,11 @@ class SimTokenApi:
         finally:
             call.close()
 
+    async def answers(self, engine: EngineInfo) -> None:
+        """Return if the engine's server accepts connections; the `Sync` beside it needs more."""
+        await asyncio.sleep(2 * self._network.delay_s())
+        if not self._network.servers[engine.api_url].serves:
+            raise EngineLostError(f"engine {engine.engine_id} does not answer; restart it")
+
     async def aclose(self) -> None:
         """Calls close themselves."""

@@ -1,0 +1,85 @@
+"""Engines that get nothing new for now: they drain, an operator asked for it, or they are suspect.
+
+What is on such an engine goes on.  A draining engine is told when nothing is left, so that it may
+go: only the router knows of requests that were placed on it and have not reached it yet.
+"""
+
+import logging
+from collections.abc import Callable
+
+from dualpath.core.control import Drained, Report, RouterMessage
+from dualpath.router.control.dispatch import Dispatch
+from dualpath.router.control.exchange import Exchange
+from dualpath.router.control.registry import EngineInfo, EngineState, Pause, Registry
+
+logger = logging.getLogger(__name__)
+
+
+class Pauses:
+    """Keeps ``EngineState.pauses`` and the scheduler in step.
+
+    ``dispatch`` is asked for once an engine has joined.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        exchange: Exchange,
+        send: Callable[[str, RouterMessage], None],
+        dispatch: Callable[[], Dispatch],
+    ) -> None:
+        self._registry = registry
+        self._exchange = exchange
+        self._send = send
+        self._dispatch = dispatch
+        self._told: set[str] = set()
+
+    def joined(self, info: EngineInfo) -> None:
+        """An engine begins a session; an operator's wish holds on."""
+        self._told.discard(info.engine_id)
+        state = self._registry.get(info.engine_id)
+        if state is not None and state.pauses:
+            self._dispatch().paused(info.engine_id)
+
+    def reported(self, info: EngineInfo, report: Report) -> None:
+        """An engine says whether it drains; it is told when nothing is left on it, once."""
+        engine_id = info.engine_id
+        if report.draining is None:
+            self.resume(engine_id, Pause.DRAINING)
+            return
+        if self.pause(engine_id, Pause.DRAINING):
+            logger.warning("engine %s drains: %s", engine_id, report.draining)
+        if engine_id not in self._told and not self._exchange.depends_on(engine_id):
+            self._told.add(engine_id)
+            logger.warning("engine %s has drained", engine_id)
+            self._send(engine_id, Drained())
+
+    def pause(self, engine_id: str, why: Pause) -> bool:
+        """Give a live engine nothing new; return whether that is news."""
+        state = self._live(engine_id)
+        if state is None or why in state.pauses:
+            return False
+        if not state.pauses:
+            self._dispatch().paused(engine_id)
+        state.pauses.add(why)
+        return True
+
+    def resume(self, engine_id: str, why: Pause) -> None:
+        """Take one reason back; the engine gets requests again when it was the last."""
+        state = self._registry.get(engine_id)
+        if state is None or why not in state.pauses:
+            return
+        state.pauses.discard(why)
+        if state.alive and not state.pauses:
+            self._dispatch().resumed(engine_id)
+
+    def others_open(self, info: EngineInfo) -> bool:
+        """Whether another engine of its role gets requests."""
+        states = self._registry.all()
+        return any(
+            s.alive and not s.pauses and s.info.role is info.role and s.info != info for s in states
+        )
+
+    def _live(self, engine_id: str) -> EngineState | None:
+        state = self._registry.get(engine_id)
+        return state if state is not None and state.alive else None
