@@ -70,6 +70,9 @@ class ScriptedService:
     def unready(self):
         return missing_engines(self.registry)
 
+    def pause_engine(self, engine_id, *, paused):
+        return engine_id == "pe-0"
+
     async def drain(self):
         pass
 

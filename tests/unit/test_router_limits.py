@@ -204,14 +204,22 @@ async def test_two_attempts_of_one_name_never_hear_each_other():
 class Asked:
     """One call of an application behind the limits; ``pieces`` arrive as a chunked body."""
 
-    def __init__(self, service: Any, *pieces: bytes, method: str = "POST", declared: int = -1):
+    def __init__(
+        self,
+        service: Any,
+        *pieces: bytes,
+        method: str = "POST",
+        declared: int = -1,
+        path: str = "/v1/completions",
+    ):
         self.sent: list[dict[str, Any]] = []
         self.read = 0
         self._pieces = list(pieces)
         state = type("State", (), {"dualpath_service": service})
         headers = [(b"content-length", b"%d" % declared)] if declared >= 0 else []
         app = type("App", (), {"state": state})
-        self._scope = {"type": "http", "method": method, "headers": headers, "app": app}
+        self._scope = {"type": "http", "method": method, "path": path, "headers": headers}
+        self._scope["app"] = app
 
     async def by(self, app: Any) -> int:
         await RequestLimits(app)(self._scope, self._receive, self._send)
@@ -278,6 +286,8 @@ async def test_a_full_service_still_answers_who_only_looks():
     assert service.refused() == {"overloaded": 1}
     assert (b"retry-after", b"1") in asked.sent[0]["headers"]
     assert await Asked(Service("full"), b"", method="GET").by(echo) == 200
+    pausing = Asked(Service("full"), b"", path="/dualpath/v1/engines/pe-0/pause")
+    assert await pausing.by(echo) == 200  # who runs the router is no load
 
 
 async def test_what_the_application_refuses_is_counted_once_however_long_its_answer():

@@ -12,6 +12,8 @@ from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.router.control.registry import Pause
 from dualpath.router.settings import RouterSettings
 
+pytestmark = pytest.mark.virtual_time
+
 PROMPT = list(range(1, 19))
 
 

@@ -20,7 +20,7 @@ from dualpath.core.control import (
     encode,
 )
 from dualpath.core.errors import IncompatibleError
-from dualpath.core.sessions import GREETING_S
+from dualpath.core.sessions import GREETING_S, EngineEnd
 from dualpath.engine.router_connection import RouterConnection
 from dualpath.engine.router_session import RouterSession
 from dualpath.engine.threads import OS_THREADS, Thread, Threads
@@ -75,6 +75,11 @@ class ControlLink:
         """The load changed: report soon."""
         self._session.load_changed = True
         self._connection.wake()
+
+    @property
+    def away(self) -> bool:
+        """Whether there is no session, nor a greeting for one."""
+        return self._session.state is EngineEnd.AWAY
 
     def close(self, goodbye: Goodbye) -> None:
         """Say goodbye, then stop; idempotent."""

@@ -11,7 +11,15 @@ from collections.abc import Callable
 import msgspec
 
 from dualpath.core.blocks import StoreNamespace
-from dualpath.core.control import PROTOCOL_VERSION, EngineMessage, Goodbye, Hello
+from dualpath.core.control import (
+    PROTOCOL_VERSION,
+    Drained,
+    EngineMessage,
+    Goodbye,
+    Hello,
+    Report,
+    RouterMessage,
+)
 from dualpath.core.rates import Rate, RateOrigin, Rates
 from dualpath.engine.chunk_transfers import BlockHolder
 from dualpath.engine.device import Device
@@ -63,6 +71,9 @@ class Membership:
         self._model = model
         self._link: ControlLink | None = None
         self._broken_ns: int | None = None
+        self._draining: str | None = None
+        self._drained: Callable[[], None] | None = None
+        self._empty = False
         storage = surroundings.open_storage(settings, namespace)
         transport = surroundings.open_transport(f"{settings.engine_id}-{self.epoch}", settings)
         self.manager = TrafficManager(
@@ -89,12 +100,13 @@ class Membership:
             watch()
             self._end_if_broken(now_ns)
             self.manager.tick(now_ns)
+            self._go_if_drained()
 
         self._link = ControlLink(
             self._surroundings.connect(self.settings),
             lambda greeting: self._hello(api_url, greeting),
-            self.manager.report,
-            self.manager.handle,
+            self._report,
+            self._handle,
             self.manager.end_session,
             tick,
             self._failed,
@@ -135,6 +147,20 @@ class Membership:
         if self._link is not None:
             self._link.changed()
 
+    def drain(self, reason: str, drained: Callable[[], None]) -> None:
+        """Ask the router for nothing new; what is here goes on.  Any but the first call is void.
+
+        ``drained`` is called once when nothing is left: the router has said so, or there is none
+        with which this engine has a session.  Then it is time to ``leave``.
+        """
+        if self._drained is not None:
+            return
+        self._draining, self._drained = reason, drained
+        if self._link is None:
+            drained()
+        else:
+            self.changed()
+
     def leave(self) -> None:
         """Say goodbye, finish writes and give everything back; idempotent."""
         link, self._link = self._link, None
@@ -144,14 +170,31 @@ class Membership:
             link.close(Goodbye(reason="engine shuts down", settled=settled))
         self.manager.close()
 
+    def _report(self) -> Report:
+        return msgspec.structs.replace(self.manager.report(), draining=self._draining)
+
+    def _handle(self, message: RouterMessage) -> None:
+        if isinstance(message, Drained):
+            self._empty = True
+        else:
+            self.manager.handle(message)
+
+    def _go_if_drained(self) -> None:
+        """Called on the link's thread, which alone knows when a session is over."""
+        link, drained = self._link, self._drained
+        if drained is not None and link is not None and (self._empty or link.away):
+            self._drained = _nothing
+            drained()
+
     def _failed(self, reason: str) -> None:
         """End this process: an engine that cannot go on must not look as if it could."""
         log.critical("engine %s ends itself: %s", self.settings.engine_id, reason)
         self._surroundings.end_process()
 
     def _hello(self, api_url: str, greeting: int) -> Hello | None:
-        # One that is unwell is welcome again when it is not.
-        if self.manager.health() is not None or not self._surroundings.listens(api_url):
+        # One that is unwell is welcome again when it is not; one that drains greets nobody.
+        unwanted = self._draining is not None or self.manager.health() is not None
+        if unwanted or not self._surroundings.listens(api_url):
             return None
         settings, manager = self.settings, self.manager
         doubts = manager.doubts()
@@ -177,3 +220,7 @@ class Membership:
 
 def _bounded(bytes_per_s: float) -> Rate | None:
     return Rate(bytes_per_s, RateOrigin.SET) if bytes_per_s else None
+
+
+def _nothing() -> None:
+    """What was to be done is done."""

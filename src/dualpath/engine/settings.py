@@ -122,6 +122,10 @@ class EngineSettings(Settings, frozen=True, kw_only=True):
         Setting("pause of UCX's progress thread; 0 spins a core and is right with RDMA only", ge=0),
     ] = 1000
     nixl_engine_config: NixlConfig = msgspec.field(default_factory=dict)
+    drain_timeout_s: Annotated[
+        float,
+        Setting("after SIGTERM requests under way may take that long; 0: they end at once", ge=0),
+    ] = 600.0
     trace_out: Annotated[
         str, Setting("Chrome trace, written at the end; empty: none", metavar="FILE")
     ] = ""

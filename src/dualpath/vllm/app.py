@@ -5,6 +5,7 @@
     GET /health               200 while requests can be served: a prefill and a decode engine
                               live and the router does not drain; else 503 and why
     GET /metrics              vLLM's request metrics and the router's own
+    POST, DELETE /dualpath/v1/engines/ENGINE/pause   nothing new for an engine, or again
 
 Unknown JSON fields of a request are ignored with a warning, as vLLM does: OpenAI clients send
 extensions freely.
@@ -33,11 +34,13 @@ from dualpath.core.modes import Mode
 from dualpath.router.api_keys import ApiKeyGuard, router_keys
 from dualpath.router.asgi import App, Message, Receive, Send
 from dualpath.router.connections import Connections, Progress
+from dualpath.router.control.pauses import PAUSE_PATH, no_such_engine
 from dualpath.router.observe.dashboard.board import Dashboard
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.observe.status import ORACLE_NOTE
 from dualpath.router.requests.limits import LimitedService, RequestLimits, connection_limits
-from dualpath.router.token_api.statuses import api_error, status_of
+from dualpath.router.token_api.statuses import NOT_FOUND, api_error, status_of
+from dualpath.router.token_api.wire import ApiError
 from dualpath.vllm.drain_signal import drained_on_sigterm
 from dualpath.vllm.frontend import DualPathLLM, ServedEngines
 
@@ -59,6 +62,10 @@ class ObservedService(ServedEngines, LimitedService, Protocol):
 
     async def drain(self) -> None:
         """Take no new requests; return when those under way have ended, or a limit is over."""
+        ...
+
+    def pause_engine(self, engine_id: str, *, paused: bool) -> bool:
+        """Let a live engine get nothing new, or something again; False if there is no such one."""
         ...
 
     def status(self) -> object:
@@ -118,6 +125,7 @@ async def make_app(llm: DualPathLLM, service: ObservedService, args: argparse.Na
     _put_first(app, "/metrics", _metrics_endpoint(service))
     _put_first(app, "/dualpath/v1/status", _status_endpoint(service))
     add_dashboard(app, service)
+    add_pauses(app, service)
     return app
 
 
@@ -161,6 +169,19 @@ def _progress(protocol: asyncio.Protocol) -> Progress:
     """Look at uvicorn's request and response of a connection, None before the first."""
     cycle = protocol.cycle  # type: ignore[attr-defined]
     return Progress(cycle, cycle is not None and not cycle.response_complete)
+
+
+def add_pauses(app: FastAPI, service: ObservedService) -> None:
+    """Add the calls that pause an engine and let it go on."""
+
+    async def pause(request: Request) -> Response:
+        engine_id = request.path_params["engine_id"]
+        paused = request.method == "POST"
+        if service.pause_engine(engine_id, paused=paused):
+            return _json({"engine_id": engine_id, "paused": paused}, 200)
+        return _json({"error": ApiError(no_such_engine(engine_id), NOT_FOUND)}, NOT_FOUND)
+
+    app.router.routes.insert(0, APIRoute(PAUSE_PATH, pause, methods=["POST", "DELETE"]))
 
 
 async def serve_app(app: FastAPI, args: argparse.Namespace, listener: socket.socket) -> None:

@@ -16,6 +16,7 @@ itself, stores nothing, and its answer is right.
 """
 
 import os
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,8 +28,9 @@ from dualpath.router.api_keys import ApiKeys, engine_keys
 from dualpath.router.asgi import App, Message, Receive, Send, own_path
 from dualpath.router.requests.limits import refusal
 from dualpath.router.token_api.wire import GENERATE_PATH
+from dualpath.vllm.drain_signal import drain_engine_core, drained_on_sigterm
 from dualpath.vllm.engine_arguments import CONNECTOR
-from dualpath.vllm.engine_settings import engine_values
+from dualpath.vllm.engine_settings import engine_settings, engine_values
 
 UNAUTHORIZED = 401
 FORBIDDEN = 403
@@ -83,6 +85,7 @@ class EngineGuard:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass the call on, or refuse it."""
         if scope["type"] == "lifespan":
+            self._drain_on_sigterm(scope["app"].state.args)
             await self._app(scope, receive, send)
             return
         role, keys = self._engine(scope)
@@ -105,6 +108,14 @@ class EngineGuard:
             args = scope["app"].state.args
             self._known = _role(args), engine_keys(args.api_key or ())
         return self._known
+
+    @staticmethod
+    def _drain_on_sigterm(args: Any) -> None:  # noqa: ANN401 - vLLM's parsed command line
+        if _role(args) is not None:
+            settings = engine_settings(
+                args.kv_transfer_config.kv_connector_extra_config, os.environ
+            )
+            drained_on_sigterm(partial(drain_engine_core, settings.drain_timeout_s))
 
     async def _token_api(self, scope: Message, receive: Receive, send: Send) -> None:
         body = await _body(receive)

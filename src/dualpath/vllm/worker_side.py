@@ -15,6 +15,7 @@ from dualpath.engine.membership import Membership, ServedModel
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.vllm.cuda_device import open_device
+from dualpath.vllm.drain_signal import on_drain_signal
 from dualpath.vllm.kv_regions import hbm_layout
 from dualpath.vllm.late_blocks import LateBlocks, LateBlocksMetadata
 from dualpath.vllm.metadata import DecodeWork, StepMetadata
@@ -46,6 +47,7 @@ class WorkerSide:
         self.geometry = geometry
         self._num_blocks = num_blocks
         self._parent = os.getppid()
+        self._drain_asked = False
         self._membership: Membership | None = None
         self._pass: ForwardPass | None = None
         self._generated: list[tuple[int, bytes]] = []
@@ -68,6 +70,7 @@ class WorkerSide:
         self._membership = Membership(
             self._settings, self._namespace(), served, hbm, device, holder=self._late
         )
+        on_drain_signal(self._ask_to_drain)
         self._membership.join(self._settings.api_url, self._watch_parent)
 
     def close(self) -> None:
@@ -85,7 +88,15 @@ class WorkerSide:
             mode="kv" if self._settings.mode.moves_bytes else "oracle",
         )
 
+    def _ask_to_drain(self) -> None:
+        self._drain_asked = True  # A signal handler does no more; the link's thread sees it.
+
+    def _drained(self) -> None:
+        os.kill(self._parent, signal.SIGINT)
+
     def _watch_parent(self) -> None:
+        if self._drain_asked and self._membership is not None:
+            self._membership.drain("its server got SIGTERM", self._drained)
         if os.getppid() != self._parent:
             # The API server died without ending its engine: nobody can send requests any more,
             # and an engine that keeps reporting would keep getting them assigned.

@@ -39,6 +39,7 @@ from dualpath.laboratory.emulated.http_server import (
 from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
 from dualpath.router.connections import Connections
 from dualpath.router.control.engine_calls import Job, TokenEvent
+from dualpath.router.control.pauses import PAUSE_PATH, no_such_engine
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
 from dualpath.router.requests.limits import allow_many_streams, connection_limits
@@ -46,8 +47,12 @@ from dualpath.router.requests.prompt_limits import check_prompt, check_salt, che
 from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.client import TokenApiClient
-from dualpath.router.token_api.statuses import UNAVAILABLE, api_error
-from dualpath.router.token_api.wire import STREAM_END, decode_body, server_event
+from dualpath.router.token_api.statuses import (
+    NOT_FOUND,
+    UNAVAILABLE,
+    api_error,
+)
+from dualpath.router.token_api.wire import STREAM_END, ApiError, decode_body, server_event
 from dualpath.router.turn import Turn
 
 #: W3C trace context, handed on to engines.
@@ -89,6 +94,8 @@ class FrontDoor:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/dualpath/v1/status", self._status)
         app.router.add_get("/dualpath/v1/dashboard", self._dashboard)
+        app.router.add_post(PAUSE_PATH, self._pause)
+        app.router.add_delete(PAUSE_PATH, self._pause)
         app.router.add_get("/dashboard", self._page)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
@@ -182,6 +189,12 @@ class FrontDoor:
 
     async def _status(self, request: web.Request) -> web.Response:
         return json_answer(self._service.status())
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        engine_id, paused = request.match_info["engine_id"], request.method == "POST"
+        if self._service.pause_engine(engine_id, paused=paused):
+            return json_answer({"engine_id": engine_id, "paused": paused})
+        return json_answer({"error": ApiError(no_such_engine(engine_id), NOT_FOUND)}, NOT_FOUND)
 
     async def _dashboard(self, request: web.Request) -> web.Response:
         try:

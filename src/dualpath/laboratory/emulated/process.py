@@ -1,6 +1,8 @@
 """One emulated engine as a process: data plane, the emulated GPU, HTTP server."""
 
 import asyncio
+import contextlib
+import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -48,12 +50,24 @@ async def emulated_engine(
         await asyncio.to_thread(plane.membership.leave)
 
 
-async def _nothing() -> None:
-    """End at once."""
+async def drain(plane: DataPlane) -> None:
+    """Take nothing new; return when what is here has ended, or ``drain_timeout_s`` is over."""
+    loop, drained = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell() -> None:
+        loop.call_soon_threadsafe(drained.set)
+
+    plane.membership.drain("its process got SIGTERM", tell)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(plane.settings.engine.drain_timeout_s):
+            await drained.wait()
 
 
 async def run_engine(settings: EmulatedSettings) -> None:
-    """Run an engine until SIGINT or SIGTERM.  Raises ``ConfigError`` as ``emulated_engine``."""
+    """Run an engine until SIGINT, or until it has drained after SIGTERM.
+
+    Raises ``ConfigError`` as ``emulated_engine``.
+    """
     allow_many_streams()
     async with emulated_engine(settings) as engine:
         name, role = settings.engine.engine_id, settings.engine.role.value
@@ -63,4 +77,4 @@ async def run_engine(settings: EmulatedSettings) -> None:
             f"{engine.plane.manager.hbm_tokens}",
             flush=True,
         )
-        await until_signal(_nothing)
+        await until_signal(functools.partial(drain, engine.plane))

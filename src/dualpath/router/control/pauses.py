@@ -12,6 +12,9 @@ from dualpath.router.control.dispatch import Dispatch
 from dualpath.router.control.exchange import Exchange
 from dualpath.router.control.registry import EngineInfo, EngineState, Pause, Registry
 
+#: Where an operator pauses an engine (POST) and lets it go on (DELETE).
+PAUSE_PATH = "/dualpath/v1/engines/{engine_id}/pause"
+
 logger = logging.getLogger(__name__)
 
 
@@ -83,3 +86,8 @@ class Pauses:
     def _live(self, engine_id: str) -> EngineState | None:
         state = self._registry.get(engine_id)
         return state if state is not None and state.alive else None
+
+
+def no_such_engine(engine_id: str) -> str:
+    """Return the answer to who pauses an engine that is not there."""
+    return f"no engine {engine_id[:80]!r} lives here; GET /dualpath/v1/status names those that do"

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from dualpath.core.errors import TurnedAwayError
-from dualpath.router.asgi import App, Message, Receive, Send
+from dualpath.router.asgi import App, Message, Receive, Send, own_path
 from dualpath.router.connections import ConnectionLimits
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.requests.bodies import (
@@ -30,6 +30,9 @@ from dualpath.router.token_api.statuses import LATER, TOO_LARGE, TOO_MANY, statu
 #: When a client may try again that came while the service was full or about to end: requests end
 #: all the time, and the next router is soon there.
 RETRY_AFTER_S = 1
+
+#: Paths of the router's own, for who runs it.
+OPERATORS_PREFIX = "/dualpath/"
 
 #: What vLLM's server asks for as well, which gives up where the hard limit is lower; processes
 #: usually start with 1024.
@@ -73,7 +76,7 @@ class RequestLimits:
             call = _Call(receive, send, service, body)
             if _declared_bytes(scope) > (most := service.settings.max_body_bytes):
                 await call.refuse(TOO_LARGE, too_large(most))
-            elif scope["method"] == "POST" and (error := service.turned_away()) is not None:
+            elif _brings_work(scope) and (error := service.turned_away()) is not None:
                 await call.refuse(status_of(error), str(error))
             else:
                 await call.passed_to(self._app, scope)
@@ -141,6 +144,11 @@ def _body_bytes(message: Message) -> int:
 
 
 _RETRY_AFTER = (b"retry-after", str(RETRY_AFTER_S).encode())
+
+
+def _brings_work(scope: Message) -> bool:
+    """Whether a call wants tokens, and not to look at the router or to run it."""
+    return scope["method"] == "POST" and not own_path(scope).startswith(OPERATORS_PREFIX)
 
 
 def _declared_bytes(scope: Message) -> int:

@@ -31,6 +31,7 @@ from dualpath.router.requests.refusals import PROMPT_PARAMETER
 from dualpath.router.token_api.wire import ApiError
 
 BAD_REQUEST = 400
+NOT_FOUND = 404
 #: A body came too slowly.
 TIMED_OUT_BODY = 408
 TOO_LARGE = 413
