@@ -47,6 +47,15 @@ async def test_the_de_that_served_the_last_turn_is_asked_first():
         assert len(lookups) == 6
 
 
+async def test_the_de_that_writes_a_shared_prefix_is_asked_by_another_conversation():
+    async with cluster(decode=3) as made:
+        shared = PROMPT[:12]  # three full blocks
+        for number in range(4):
+            await made.run(job(f"a{number}", [*shared, *range(10 * number, 10 * number + 8)]))
+        lookups = [engine_id for engine_id, _ in asked(made)]
+        assert lookups[1:] == [made.calls.decodes[0]] * 3
+
+
 async def test_a_de_that_is_lost_is_not_asked():
     async with cluster(decode=2) as made:
         await made.run(job("a", PROMPT))

@@ -30,8 +30,8 @@ from dualpath.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
 
-#: Prompts whose DE is remembered, to twice as many.
-_MOST_WRITERS = 1 << 15
+#: Blocks whose DE is remembered, to twice as many, at some 130 bytes each.
+_MOST_WRITTEN = 1 << 17
 
 
 class RouterContext:
@@ -69,9 +69,9 @@ class RouterContext:
         self.tracing: Tracing | None = None
         self.seen_blocks = SeenBlocks()
         self.thresholds = ClusterThresholds()
-        #: Which DE served a prompt, by the key of its last full block: an agent's next turn extends
-        #: it, and its generated blocks need no keys of their own here.
-        self.writers: Recent[BlockKey, str] = Recent(_MOST_WRITERS)
+        #: Which DE writes, or wrote, a block of a prompt.  An agent's next turn extends the last of
+        #: them, so that blocks the DE generates need no keys of their own here.
+        self.writers: Recent[BlockKey, str] = Recent(_MOST_WRITTEN)
         self._dispatch: Dispatch | None = None
         self._changed = asyncio.Event()
         self._turns = itertools.count()
@@ -147,8 +147,9 @@ class RouterContext:
     def lookup_candidates(self, keys: Sequence[BlockKey]) -> list[EngineInfo]:
         """Live engines in the order to ask for a look-up of a chain of ``keys``.
 
-        First the DE that served the longest part of it last: it may still be writing what it has
-        generated, and waits for that.  Then the other DEs in turn, then PEs in turn.
+        First the DE that wrote the last known block of it: it may still be writing that, and what
+        it has generated behind it, and waits for both.  Then the other DEs in turn, then PEs in
+        turn.
         """
         turn = next(self._turns)
         candidates: list[EngineInfo] = []

@@ -266,8 +266,9 @@ class Attempt:
 
     def _persist(self, loaded: Loaded) -> None:
         keys, engine = self._job.keys, self._decode_engine
-        self._steps.persist(engine, loaded.hit_blocks, keys[loaded.hit_blocks :])
-        self._context.writers.note(keys[-1:], engine.engine_id)
+        new_keys = keys[loaded.hit_blocks :]
+        self._steps.persist(engine, loaded.hit_blocks, new_keys)
+        self._context.writers.note(new_keys or keys[-1:], engine.engine_id)
 
     async def _decode(self, loaded: Loaded, first: TokenEvent) -> None:
         self._channel.check()
