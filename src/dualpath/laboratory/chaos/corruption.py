@@ -30,6 +30,8 @@ def corrupt(files: Sequence[Path], fault: Fault, chance: random.Random) -> int:
                     _flip_bits(group[0], chance)
                 case Fault.TRUNCATED:
                     os.truncate(group[0], chance.randrange(group[0].stat().st_size))
+                case Fault.NO_FILE:
+                    _replace(group[0], chance)
                 case _:
                     _swap(*group)
         except FileNotFoundError:
@@ -52,6 +54,12 @@ def _flip_bits(path: Path, chance: random.Random) -> None:
             if byte:
                 file.seek(place)
                 file.write(bytes([byte[0] ^ 1 << chance.randrange(8)]))
+
+
+def _replace(path: Path, chance: random.Random) -> None:
+    """Put something at a block's name that is no file: a directory, or what blocks who opens it."""
+    path.unlink()
+    chance.choice((os.mkdir, os.mkfifo))(path)
 
 
 def _swap(one: Path, other: Path) -> None:

@@ -49,6 +49,7 @@ class Fault(enum.StrEnum):
     BIT_FLIPS = "bit flips"
     TRUNCATED = "truncated"
     SWAPPED = "swapped"
+    NO_FILE = "no file"
 
 
 _SIGNALS = (Fault.KILL, Fault.STOP, Fault.TERMINATE)
@@ -58,12 +59,12 @@ FAULTS_OF = {
     Component.DECODE: _SIGNALS,
     Component.STORAGE: (
         *(Fault.FULL, Fault.IO_ERROR, Fault.SLOW, Fault.READ_ONLY, Fault.REMOVED),
-        *(Fault.BIT_FLIPS, Fault.TRUNCATED, Fault.SWAPPED),
+        *(Fault.BIT_FLIPS, Fault.TRUNCATED, Fault.SWAPPED, Fault.NO_FILE),
     ),
     Component.CONNECTION: (Fault.RESET_CONTROL, Fault.RESET_HTTP, Fault.RESET_CLIENTS),
 }
 #: Faults of a stored block as it lies there.
-CORRUPTIONS = frozenset({Fault.BIT_FLIPS, Fault.TRUNCATED, Fault.SWAPPED})
+CORRUPTIONS = frozenset({Fault.BIT_FLIPS, Fault.TRUNCATED, Fault.SWAPPED, Fault.NO_FILE})
 
 #: The steps that a process of each component passes; a request's look-up is answered by a DE.
 _PASSED = {

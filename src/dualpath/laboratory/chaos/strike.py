@@ -10,7 +10,6 @@ import time
 import msgspec
 
 from dualpath.core.blocks import block_keys
-from dualpath.core.errors import DeadlineError
 from dualpath.laboratory.chaos.cluster import ChaosCluster
 from dualpath.laboratory.chaos.corruption import block_files, corrupt
 from dualpath.laboratory.chaos.gate import Disk
@@ -90,10 +89,7 @@ class Striker:
         elif strike.fault is Fault.TERMINATE and code != 0:
             trouble = f"exit code {code} after SIGTERM"
         cluster.start(name)
-        if strike.component is Component.ROUTER:
-            there = await self._all_there()
-        else:
-            there = await cluster.joined(name, old_epoch, _BACK_S)
+        there = await self._there(strike, old_epoch)
         return trouble or ("" if there else f"not back {_BACK_S:g} s after its restart")
 
     async def _stop(self, strike: Strike, standing: Standing) -> str:
@@ -103,7 +99,7 @@ class Striker:
         await asyncio.sleep(strike.lasts_s)
         os.killpg(group, signal.SIGCONT)
         standing.go_on()
-        return "" if await self._all_there() else f"not back {_BACK_S:g} s after SIGCONT"
+        return "" if await self._there(strike) else f"not back {_BACK_S:g} s after SIGCONT"
 
     async def _reset(self, strike: Strike, standing: Standing) -> str:
         name, cluster = strike.process, self._cluster
@@ -114,7 +110,7 @@ class Striker:
         }[strike.fault]
         relay.reset()
         standing.go_on()
-        return "" if await self._all_there() else f"not back {_BACK_S:g} s after the reset"
+        return "" if await self._there(strike) else f"not back {_BACK_S:g} s after the reset"
 
     async def _bad_disk(self, strike: Strike, standing: Standing) -> None:
         share = _IO_ERROR_SHARE if strike.fault is Fault.IO_ERROR else 1.0
@@ -141,9 +137,8 @@ class Striker:
         hit = chance.sample(files, min(wanted, len(files)))
         return await asyncio.to_thread(corrupt, hit, strike.fault, chance)
 
-    async def _all_there(self) -> bool:
-        try:
-            await self._cluster.all_there(_BACK_S)
-        except DeadlineError:
-            return False
-        return True
+    async def _there(self, strike: Strike, old_epoch: str | None = None) -> bool:
+        """Wait until an engine is known again, under another epoch than that; all, to a router."""
+        if strike.component is Component.ROUTER:
+            return await self._cluster.all_there(_BACK_S)
+        return await self._cluster.joined(strike.process, old_epoch, _BACK_S)
