@@ -63,11 +63,13 @@ def test_a_decode_engine_keeps_vllms_classes():
     assert args.enable_scale_out is True
 
 
-@pytest.mark.parametrize("extra", [{"mode": "basic"}, {"layer_buffers": 0}])
-def test_without_layer_buffers_the_worker_is_vllms(extra):
+@pytest.mark.parametrize(
+    ("extra", "worker"), [({"mode": "basic"}, "auto"), ({"layer_buffers": 0}, WORKER_CLASS)]
+)
+def test_without_layer_buffers_the_worker_is_ours_where_it_has_passes_to_time(extra, worker):
     args = typed(EXTRA | extra)
     engine_arguments.complete(args)
-    assert args.worker_cls == "auto"
+    assert args.worker_cls == worker
     assert args.scheduler_cls == SCHEDULER_CLASS
     assert settings_of(args).layer_buffers == 0
 

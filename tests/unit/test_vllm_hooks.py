@@ -138,7 +138,11 @@ def test_layers_are_placed_by_offset_and_stride_and_may_overlap():
 
 
 def test_the_worker_overrides_what_vllm_calls():
-    for name in ("determine_available_memory", "initialize_from_config"):
+    for name in (
+        "determine_available_memory",
+        "initialize_from_config",
+        "compile_or_warm_up_model",
+    ):
         theirs, ours = getattr(LayerwiseWorker.__base__, name), getattr(LayerwiseWorker, name)
         assert parameters(ours) == parameters(theirs)
 

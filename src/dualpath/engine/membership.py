@@ -25,6 +25,7 @@ from dualpath.engine.chunk_transfers import BlockHolder
 from dualpath.engine.device import Device
 from dualpath.engine.hbm_copy import HbmLayout
 from dualpath.engine.link import ControlLink
+from dualpath.engine.read_speed import PROBE_MODEL, measure
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.surroundings import LIVE, Surroundings
 from dualpath.engine.traffic_manager import TrafficManager
@@ -122,6 +123,20 @@ class Membership:
             self.manager.buffer_tokens,
             self.manager.hbm_tokens,
         )
+
+    def measure_reading(self) -> None:
+        """Say from the next greeting on how fast storage is read; a throttle says it without.
+
+        Takes a second or two, ten at most.
+        """
+        if self.rates.read_bytes is None and self.settings.mode.moves_bytes:
+            namespace = msgspec.structs.replace(self._namespace, model=PROBE_MODEL)
+            rate = measure(
+                self._surroundings.open_storage(self.settings, namespace),
+                self.settings.parallel_reads,
+                self._surroundings.threads,
+            )
+            self.rates = msgspec.structs.replace(self.rates, read_bytes=rate)
 
     def computes(self, prefill_tokens: Rate) -> None:
         """Say from the next greeting on how many prompt tokens are computed in a second."""

@@ -20,6 +20,9 @@ from dualpath.transport.ucx_config import check_engine_config
 #: Measured with ``dualpath lab bench data-plane``: 4 do not keep the device busy.
 DEFAULT_PARALLEL_READS = 16
 
+#: Values of ``profile`` that name no file.
+PROFILE_AUTO, PROFILE_OFF = "auto", "off"
+
 Storage = Annotated[
     str,
     Setting(
@@ -44,7 +47,16 @@ ComputeQuota = Annotated[
     float, Setting("predicted attention time of a forward batch (§6.2), 0 for no bound", ge=0)
 ]
 QuotaFlops = Annotated[
-    float, Setting("attention throughput behind the prediction, 0 for an assumed one", ge=0)
+    float, Setting("attention throughput behind the prediction, 0: as profiled, else assumed", ge=0)
+]
+Profile = Annotated[
+    str,
+    Setting(
+        "how a PE knows its speed, from which alpha, beta and the compute quota follow: auto times "
+        "storage and some forward passes at start and remembers the passes, off assumes, a FILE of "
+        "`dualpath profile` has them",
+        metavar="auto|off|FILE",
+    ),
 ]
 SnicRate = Annotated[
     float,
@@ -91,6 +103,7 @@ class EngineSettings(Settings, frozen=True, kw_only=True):
     layer_buffers: LayerBuffers = 2
     compute_quota_s: ComputeQuota = 0.3
     quota_flops_per_s: QuotaFlops = 0.0
+    profile: Profile = PROFILE_AUTO
     snic_bytes_per_s: SnicRate = 0.0
     parallel_reads: Annotated[int, Setting("blocks read from storage at a time", ge=1)] = (
         DEFAULT_PARALLEL_READS

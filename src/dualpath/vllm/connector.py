@@ -17,6 +17,7 @@ import msgspec
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -39,7 +40,8 @@ from dualpath.vllm.engine_arguments import (
 )
 from dualpath.vllm.engine_settings import engine_settings, engine_values
 from dualpath.vllm.late_blocks import LateBlocksMetadata
-from dualpath.vllm.metadata import StepMetadata
+from dualpath.vllm.metadata import MeasuredCosts, StepMetadata
+from dualpath.vllm.pass_costs import PassCosts
 from dualpath.vllm.scheduler_side import SchedulerSide
 from dualpath.vllm.worker_side import WorkerSide
 
@@ -67,6 +69,8 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         join_vllm_logging()
         self.settings = settings_of(vllm_config)
         check_engine_config(vllm_config, self.settings, kv_cache_config)
+        #: What passes cost, once the worker has said it; for the compute quota.
+        self.costs: PassCosts | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         group = kv_cache_config.kv_cache_groups[0]
@@ -137,11 +141,23 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(late, LateBlocksMetadata):
             self._scheduling.note_late_blocks(late)
 
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Learn what passes cost from this engine's worker."""
+        measured = [m.costs for m in metadata.values() if isinstance(m, MeasuredCosts)]
+        self.costs = measured[0] if measured else None
+
     # ------------------------------------------------------------------ worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See ``WorkerSide.register``."""
-        self._working.register(kv_caches)
+        self.worker_side.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """The costs of passes, for the scheduler's connector."""
+        costs = self.worker_side.costs
+        return None if costs is None else MeasuredCosts(costs)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Start this step's transfers.
@@ -151,14 +167,14 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         """
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)
-        self._working.begin_step(connector_metadata)
+        self.worker_side.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:  # noqa: ANN401
         """Transfers are under way since ``bind_connector_metadata``."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """See ``WorkerSide.wait_loaded``."""
-        self._working.wait_loaded(layer_name)
+        self.worker_side.wait_loaded(layer_name)
 
     def save_kv_layer(
         self,
@@ -168,20 +184,20 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         **kwargs: Any,  # noqa: ANN401 - vLLM's signature
     ) -> None:
         """See ``WorkerSide.computed``."""
-        self._working.computed(layer_name)
+        self.worker_side.computed(layer_name)
 
     def wait_for_save(self) -> None:
         """See ``WorkerSide.end_step``."""
-        self._working.end_step()
+        self.worker_side.end_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose H2D is over; failed ones are failed by vLLM and retried by the router."""
-        over, failed = self._working.take_copied()
+        over, failed = self.worker_side.take_copied()
         return KVConnectorTransferResults(finished_recving=over, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> LateBlocksMetadata | None:
         """See ``WorkerSide.take_late_blocks``."""
-        return self._working.take_late_blocks()
+        return self.worker_side.take_late_blocks()
 
     def shutdown(self) -> None:
         """Leave the cluster."""
@@ -194,7 +210,8 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     @property
-    def _working(self) -> WorkerSide:
+    def worker_side(self) -> WorkerSide:
+        """What the worker's connector does; the scheduler's has none."""
         assert self._worker is not None, "called on the scheduler's connector"
         return self._worker
 

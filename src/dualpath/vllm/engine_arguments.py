@@ -101,7 +101,7 @@ def engine_arguments(settings: EngineSettings) -> tuple[EngineArgument, ...]:
     scheduler = EngineArgument(
         "scheduler_cls", None, SCHEDULER_CLASS, f"--scheduler-cls {SCHEDULER_CLASS}"
     )
-    if not settings.layer_buffers:
+    if not settings.layer_buffers and not settings.mode.compute_quota:
         return (*both, scheduler)
     worker = EngineArgument("worker_cls", "auto", WORKER_CLASS, f"--worker-cls {WORKER_CLASS}")
     return (*both, scheduler, worker)

@@ -84,8 +84,29 @@ def _layer_placement() -> bool:
 
 def _worker_functions() -> bool:
     ours = _of("dualpath.vllm.layerwise_worker", "LayerwiseWorker")
-    names = ("determine_available_memory", "initialize_from_config")
+    names = ("determine_available_memory", "initialize_from_config", "compile_or_warm_up_model")
     return all(_parameters(getattr(ours.__base__, n)) == _parameters(vars(ours)[n]) for n in names)
+
+
+def _passes_by_hand() -> bool:
+    worker = _of("dualpath.vllm.layerwise_worker", "LayerwiseWorker")
+    steps = (
+        (worker.execute_model, ["self", "scheduler_output"]),
+        (
+            worker.sample_tokens,
+            ["self", "grammar_output"],
+        ),
+    )
+    return all(_parameters(step) == names for step, names in steps) and _step_is_made()
+
+
+def _step_is_made() -> bool:
+    self_profile = import_module("dualpath.vllm.self_profile")
+    limits = self_profile.PassLimits(
+        block_tokens=16, blocks=8, budget_tokens=64, context_tokens=128
+    )
+    step = self_profile.step_of(limits, 16)
+    return int(step.total_num_scheduled_tokens) == limits.bsz
 
 
 def _block_keys() -> bool:
@@ -140,6 +161,7 @@ HOOKS: tuple[tuple[str, Callable[[], bool]], ...] = (
     ("KVConnectorBase_V1: functions the connector overrides", _connector_functions),
     ("KVCacheTensor: layers placed by offset and stride", _layer_placement),
     ("Worker: functions the layerwise worker overrides", _worker_functions),
+    ("Worker: steps that the engine makes by hand to time them", _passes_by_hand),
     (f"block keys by {HASH_ALGORITHM} and their root", _block_keys),
     ("route /inference/v1/generate", _token_route),
     ("--middleware stands around vLLM's own", _guard_stands_outermost),

@@ -9,10 +9,12 @@ memory; ``engine.layer_stream`` moves KV in and out in time.
 import os
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
 from dualpath.core.errors import ConfigError
+from dualpath.vllm.connector import DualPathConnector
 from dualpath.vllm.engine_settings import engine_settings
 
 if current_platform.is_cpu():
@@ -52,7 +54,7 @@ def place_in_regions(
 
 
 class LayerwiseWorker(PlatformWorker):
-    """Worker of a prefill engine."""
+    """Worker of a prefill engine, with any number of layer buffers."""
 
     @property
     def layer_buffers(self) -> int:
@@ -69,6 +71,14 @@ class LayerwiseWorker(PlatformWorker):
             return available_bytes
         layers = len(self.get_kv_cache_spec())
         return available_bytes * layers // min(self.layer_buffers, layers)
+
+    def compile_or_warm_up_model(self) -> Any:  # noqa: ANN401 - vLLM's
+        """Warm up, then let the connector measure what passes cost here."""
+        times = super().compile_or_warm_up_model()
+        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+        if isinstance(connector, DualPathConnector):
+            connector.worker_side.profile(self)
+        return times
 
     def initialize_from_config(self, kv_cache_config: "KVCacheConfig") -> Any:  # noqa: ANN401
         """Place the layers in shared regions, then allocate."""

@@ -2,10 +2,21 @@
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
 
 from dualpath.core.control import DecodeTransfer
 from dualpath.engine.forward_pass import PromptPart
+from dualpath.vllm.pass_costs import PassCosts
+
+
+@dataclass(frozen=True)
+class MeasuredCosts(KVConnectorHandshakeMetadata):
+    """What the worker says to the scheduler once, before the first step."""
+
+    costs: PassCosts
 
 
 @dataclass(frozen=True)

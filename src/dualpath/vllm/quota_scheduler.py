@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from dualpath.policy.batching import AttentionGeometry, ComputeQuota, LayerTimeEstimate
+from dualpath.policy.batching import ComputeQuota, LayerTimeEstimate
 from dualpath.vllm.connector import settings_of
+from dualpath.vllm.pass_costs import PassCosts
+from dualpath.vllm.profiling import attention_geometry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Attention throughput assumed until it is measured, FLOP/s; only the batch size depends on it.
+#: Attention throughput assumed where it is not measured, FLOP/s; only the batch size depends on it.
 ASSUMED_FLOPS_PER_S = {"cpu": 4e10, "cuda": 3e14}
 _NO_QUOTA_S = 1e9
 
@@ -34,7 +36,15 @@ class QuotaScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
         super().__init__(*args, **kwargs)
-        self.quota = quota_for(self.vllm_config, self.block_size)
+        self._quota: ComputeQuota | None = None
+
+    @property
+    def quota(self) -> ComputeQuota:
+        """Made when it is first asked for: the worker's costs come after the scheduler is made."""
+        if self._quota is None:
+            costs = getattr(self.connector, "costs", None)
+            self._quota = quota_for(self.vllm_config, self.block_size, costs)
+        return self._quota
 
     def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":  # noqa: ANN401
         """Begin an empty batch, then schedule as vLLM does."""
@@ -54,25 +64,20 @@ class QuotaScheduler(Scheduler):
         return bsz
 
 
-def quota_for(config: "VllmConfig", block_tokens: int) -> ComputeQuota:
-    """Return the quota of an engine from its model's geometry and its settings."""
+def quota_for(
+    config: "VllmConfig", block_tokens: int, costs: PassCosts | None = None
+) -> ComputeQuota:
+    """Return the quota of an engine: of its settings, its measured costs, else assumed."""
     settings = settings_of(config)
-    model, parallel = config.model_config, config.parallel_config
-    head_size = model.get_head_size()
-    geometry = AttentionGeometry.from_heads(
-        layers=model.get_num_layers(parallel),
-        query_heads=model.get_num_attention_heads(parallel),
-        key_dimension=head_size,
-        value_dimension=head_size,
-    )
-    flops_per_s = settings.quota_flops_per_s
-    if not flops_per_s:
-        flops_per_s = ASSUMED_FLOPS_PER_S.get(current_platform.device_type, 1e12)
+    estimate, origin = LayerTimeEstimate(0.0, settings.quota_flops_per_s), "set"
+    if not settings.quota_flops_per_s:
+        assumed = ASSUMED_FLOPS_PER_S.get(current_platform.device_type, 1e12)
+        estimate, origin = LayerTimeEstimate(0.0, assumed), "assumed"
+        if costs is not None:
+            estimate, origin = costs.attention, "profiled"
     quota_s = settings.compute_quota_s or _NO_QUOTA_S
-    log.info("compute quota %.3g s at %.3g attention FLOP/s", quota_s, flops_per_s)
-    return ComputeQuota(
-        geometry,
-        LayerTimeEstimate(overhead_s=0.0, flops_per_s=flops_per_s),
-        quota_s,
-        align_tokens=block_tokens,
-    )
+    log.info(
+        "compute quota %.3g s at %.3g attention FLOP/s, %s",
+        quota_s, estimate.flops_per_s, origin,
+    )  # fmt: skip
+    return ComputeQuota(attention_geometry(config), estimate, quota_s, align_tokens=block_tokens)

@@ -1,5 +1,6 @@
 """The connector inside a vLLM worker: hosts the traffic manager and feeds it layer by layer."""
 
+import functools
 import logging
 import os
 import queue
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
+from dualpath.core.rates import Rate
 from dualpath.engine.forward_pass import ForwardPass
 from dualpath.engine.membership import Membership, ServedModel
 from dualpath.engine.settings import EngineSettings
@@ -20,6 +22,9 @@ from dualpath.vllm.kv_regions import hbm_layout
 from dualpath.vllm.late_blocks import LateBlocks, LateBlocksMetadata
 from dualpath.vllm.metadata import DecodeWork, StepMetadata
 from dualpath.vllm.model_identity import kv_layout, model_fingerprint
+from dualpath.vllm.pass_costs import PassCosts
+from dualpath.vllm.profiling import find_costs, profiles
+from dualpath.vllm.self_profile import AttentionStopwatch, PassLimits, PassRunner, time_passes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,6 +54,9 @@ class WorkerSide:
         self._parent = os.getppid()
         self._drain_asked = False
         self._membership: Membership | None = None
+        #: What passes cost here, once it is known.
+        self.costs: PassCosts | None = None
+        self._stopwatch: AttentionStopwatch | None = None
         self._pass: ForwardPass | None = None
         self._generated: list[tuple[int, bytes]] = []
         self._late = LateBlocks()
@@ -67,11 +75,39 @@ class WorkerSide:
             vocab_size=model.get_vocab_size(),
         )
         device = open_device(layers[0].device, self._settings.device_copies)
+        self._synchronize = torch.cuda.synchronize if layers[0].is_cuda else _nothing_queued
         self._membership = Membership(
             self._settings, self._namespace(), served, hbm, device, holder=self._late
         )
         on_drain_signal(self._ask_to_drain)
+        if profiles(self._settings):
+            self._membership.measure_reading()
         self._membership.join(self._settings.api_url, self._watch_parent)
+
+    def profile(self, runner: PassRunner) -> None:
+        """Learn what passes cost here, and say it when the engine joins.
+
+        Raises ``ConfigError`` for a file that is none of ``dualpath profile``.
+        """
+        if not profiles(self._settings):
+            return
+        self._stopwatch = AttentionStopwatch(self._synchronize)
+        time_them = functools.partial(time_passes, runner, self._stopwatch, self._pass_limits())
+        try:
+            found = find_costs(self._settings, self._config, self._namespace(), time_them)
+        finally:
+            self._stopwatch = None
+        if found is not None:
+            self.costs, origin = found
+            self._joined().computes(Rate(self.costs.prefill_tokens_per_s, origin))
+
+    def _pass_limits(self) -> PassLimits:
+        return PassLimits(
+            self.geometry.block_tokens,
+            self._num_blocks - 1,
+            self._config.scheduler_config.max_num_batched_tokens,
+            self._config.model_config.max_model_len,
+        )
 
     def close(self) -> None:
         """Leave the cluster and give everything back; idempotent."""
@@ -135,9 +171,13 @@ class WorkerSide:
         """Block until a layer's stored KV is in HBM."""
         if self._pass is not None:
             self._pass.wait_loaded(self._layers[layer_name])
+        if self._stopwatch is not None:
+            self._stopwatch.begin()
 
     def computed(self, layer_name: str) -> None:
         """A layer's new KV is in HBM."""
+        if self._stopwatch is not None:
+            self._stopwatch.end()
         if self._pass is not None:
             self._pass.computed(self._layers[layer_name])
 
@@ -169,6 +209,10 @@ class WorkerSide:
     def take_late_blocks(self) -> LateBlocksMetadata | None:
         """Return which HBM blocks are held, and let go, since last asked; None for no change."""
         return self._late.take()
+
+
+def _nothing_queued() -> None:
+    """A CPU has computed what it was given when the call returns."""
 
 
 def _first(names: str | list[str] | None) -> str | None:

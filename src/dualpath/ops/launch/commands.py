@@ -153,6 +153,7 @@ def _extra_config(
         extra["layer_buffers"] = settings.effective_layer_buffers
         extra["compute_quota_s"] = settings.effective_compute_quota_s
         extra["quota_flops_per_s"] = settings.quota_flops_per_s
+        extra["profile"] = settings.profile
     if settings.nixl_engine_config:
         extra["nixl_engine_config"] = settings.nixl_engine_config
     if settings.trace_dir:

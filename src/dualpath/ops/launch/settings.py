@@ -9,11 +9,13 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting
 from dualpath.engine.settings import (
+    PROFILE_AUTO,
     BufferBytes,
     ComputeQuota,
     EngineMode,
     LayerBuffers,
     NixlConfig,
+    Profile,
     QuotaFlops,
     SnicRate,
     Storage,
@@ -59,6 +61,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     nixl_engine_config: NixlConfig = msgspec.field(default_factory=dict)
     compute_quota_s: ComputeQuota = 0.3
     quota_flops_per_s: QuotaFlops = 0.0
+    profile: Profile = PROFILE_AUTO
     alpha_tokens: AlphaTokens = None
     beta_tokens: BetaTokens = None
     served_model_names: ServedNames = ()

@@ -1,0 +1,81 @@
+"""What a prefill engine's forward passes cost: behind its compute quota and the router's β.
+
+Made of a few timed passes or read from a file of ``dualpath profile``; needs no vLLM.
+"""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from dualpath.core.errors import ConfigError
+from dualpath.policy.batching import AttentionGeometry, LayerTimeEstimate, fit
+
+#: The turn for which tokens per second are stated: the means of Table 2 at 64K, as the catalog has.
+TYPICAL_CONTEXT_TOKENS = 32_721
+TYPICAL_APPEND_TOKENS = 429
+
+
+class TimedPass(msgspec.Struct, frozen=True):
+    """A pass that computed ``bsz`` tokens behind ``cached`` ones; ``attention_s`` of ``pass_s``."""
+
+    cached: int
+    bsz: int
+    pass_s: float
+    attention_s: float
+
+
+class PassCosts(msgspec.Struct, frozen=True):
+    """``attention`` predicts the attention layers' time of a batch from its FLOP (§6.2).
+
+    ``prefill_tokens_per_s`` of prompts, hits included.
+    """
+
+    attention: LayerTimeEstimate
+    prefill_tokens_per_s: float
+
+
+def from_passes(
+    passes: Sequence[TimedPass], geometry: AttentionGeometry, context_limit_tokens: int
+) -> PassCosts:
+    """Return what passes of one ``bsz`` behind several ``cached`` cost.
+
+    Attention is fitted to its FLOP; the rest of a pass is taken per token.  A typical turn is one
+    pass; where the model's context is too short for it, one that fills the context.
+    Raises ``ConfigError`` for passes whose attention does not grow with their FLOP.
+    """
+    attention = fit([(geometry.flops(p.cached, p.bsz), p.attention_s) for p in passes])
+    rest_s = min((p.pass_s - p.attention_s) / p.bsz for p in passes)
+    append = min(TYPICAL_APPEND_TOKENS, context_limit_tokens)
+    context = min(TYPICAL_CONTEXT_TOKENS, context_limit_tokens - append)
+    turn_s = attention.seconds(geometry.flops(context, append)) + rest_s * append
+    return PassCosts(attention, (context + append) / turn_s)
+
+
+class _Prefill(msgspec.Struct):
+    pair_s: float
+
+
+class _Profile(msgspec.Struct):
+    prefill_tokens_per_s: float
+    prefill: _Prefill
+
+
+def read_file(path: str, geometry: AttentionGeometry) -> PassCosts:
+    """Return the costs that ``dualpath profile`` wrote; raises ``ConfigError``."""
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        profile = msgspec.convert(table, _Profile)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(
+            f"{{profile}} {path!r} is no file of `dualpath profile`: {error}; write one with "
+            "`dualpath profile MODEL --out FILE`, or set auto or off"
+        ) from error
+    if not (profile.prefill_tokens_per_s > 0 and profile.prefill.pair_s > 0):
+        raise ConfigError(
+            f"{{profile}} {path!r} has prefill_tokens_per_s {profile.prefill_tokens_per_s} and "
+            f"pair_s {profile.prefill.pair_s}; both must be above 0: profile larger passes"
+        )
+    flops_per_s = geometry.pair_flops / profile.prefill.pair_s
+    return PassCosts(LayerTimeEstimate(0.0, flops_per_s), profile.prefill_tokens_per_s)

@@ -1,0 +1,104 @@
+"""Where a prefill engine's costs come from: a file, an earlier start, or passes timed now."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+import vllm
+from vllm.platforms import current_platform
+
+from dualpath.core.blocks import StoreNamespace
+from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError
+from dualpath.core.rates import RateOrigin
+from dualpath.engine.cache_directory import cache_directory
+from dualpath.engine.settings import PROFILE_AUTO, PROFILE_OFF, EngineSettings
+from dualpath.policy.batching import AttentionGeometry
+from dualpath.vllm.costs_cache import CostsCache
+from dualpath.vllm.pass_costs import PassCosts, TimedPass, from_passes, read_file
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+log = logging.getLogger(__name__)
+
+
+def profiles(settings: EngineSettings) -> bool:
+    """Whether an engine has use for its costs: a PE in a mode placed by load, with a quota."""
+    wanted = settings.profile != PROFILE_OFF
+    return wanted and settings.role is Role.PREFILL and settings.mode.compute_quota
+
+
+def attention_geometry(config: "VllmConfig") -> AttentionGeometry:
+    """Return what attention costs in FLOP, taken for plain attention."""
+    model, parallel = config.model_config, config.parallel_config
+    head_size = model.get_head_size()
+    return AttentionGeometry.from_heads(
+        layers=model.get_num_layers(parallel),
+        query_heads=model.get_num_attention_heads(parallel),
+        key_dimension=head_size,
+        value_dimension=head_size,
+    )
+
+
+def find_costs(
+    settings: EngineSettings,
+    config: "VllmConfig",
+    namespace: StoreNamespace,
+    time_passes: Callable[[], Sequence[TimedPass]],
+) -> tuple[PassCosts, RateOrigin] | None:
+    """Return an engine's costs and where they are from; None if passes cannot be timed.
+
+    Raises ``ConfigError`` for a file that is none of ``dualpath profile``, or where vLLM fails.
+    """
+    geometry = attention_geometry(config)
+    if settings.profile != PROFILE_AUTO:
+        return read_file(settings.profile, geometry), RateOrigin.FILE
+    cache = CostsCache(cache_directory(), _of(settings, config, namespace))
+    if (costs := cache.recall()) is not None:
+        log.info("pass costs are those of an earlier start, %s: %s", cache.file, costs)
+        return costs, RateOrigin.REMEMBERED
+    passes = time_passes()
+    try:
+        costs = from_passes(passes, geometry, config.model_config.max_model_len)
+    except ConfigError as error:
+        log.warning("this engine does not know its speed, %d passes fit: %s", len(passes), error)
+        return None
+    cache.remember(costs)
+    log.info("pass costs measured over %d passes, %s: %s", len(passes), cache.file, costs)
+    return costs, RateOrigin.MEASURED
+
+
+def _of(
+    settings: EngineSettings, config: "VllmConfig", namespace: StoreNamespace
+) -> dict[str, str]:
+    """Return all that the time of a pass depends on, by name."""
+    return {
+        "namespace": msgspec.json.encode(namespace).decode(),
+        "device": _device(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "threads": str(torch.get_num_threads()),
+        "software": f"vLLM {vllm.__version__}, torch {torch.__version__}",
+        "compilation": f"{config.compilation_config.mode}, "
+        f"{config.compilation_config.cudagraph_mode}",
+        "mode": settings.mode.value,
+        "layer_buffers": str(settings.layer_buffers),
+        "max_model_len": str(config.model_config.max_model_len),
+        "max_num_batched_tokens": str(config.scheduler_config.max_num_batched_tokens),
+    }
+
+
+def _device() -> str:
+    """Name the device as precisely as it can be had; a CPU is to vLLM just a CPU."""
+    name = str(current_platform.get_device_name())
+    if current_platform.is_cpu():
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+            models = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+            return models[0] if models else name
+    return name

@@ -1,0 +1,202 @@
+"""What an engine knows of its own speed: passes, the file of a profile, the cache, its storage."""
+
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dualpath.core.blocks import BlockGeometry, StoreNamespace
+from dualpath.core.errors import ConfigError, StorageError
+from dualpath.core.rates import RateOrigin
+from dualpath.engine import read_speed
+from dualpath.engine.threads import OS_THREADS
+from dualpath.policy.batching import AttentionGeometry, LayerTimeEstimate
+from dualpath.storage.memory import MemoryStorage
+from dualpath.vllm.costs_cache import CostsCache
+from dualpath.vllm.pass_costs import (
+    TYPICAL_APPEND_TOKENS,
+    TYPICAL_CONTEXT_TOKENS,
+    PassCosts,
+    TimedPass,
+    from_passes,
+    read_file,
+)
+
+ATTENTION = AttentionGeometry(pair_flops=1000.0)
+#: Seconds per FLOP and per batch of attention, and per token of everything else.
+FLOP_S, BATCH_S, TOKEN_S = 1e-9, 0.01, 2e-4
+
+
+def timed(cached: int, bsz: int = 512) -> TimedPass:
+    attention_s = BATCH_S + ATTENTION.flops(cached, bsz) * FLOP_S
+    return TimedPass(cached, bsz, attention_s + bsz * TOKEN_S, attention_s)
+
+
+# ------------------------------------------------------------------ passes
+
+
+def test_costs_of_passes_are_found_again():
+    costs = from_passes([timed(0), timed(512), timed(2048)], ATTENTION, 131_072)
+    assert costs.attention.flops_per_s == pytest.approx(1 / FLOP_S)
+    assert costs.attention.overhead_s == pytest.approx(BATCH_S)
+    context, append = TYPICAL_CONTEXT_TOKENS, TYPICAL_APPEND_TOKENS
+    turn_s = BATCH_S + ATTENTION.flops(context, append) * FLOP_S + append * TOKEN_S
+    assert costs.prefill_tokens_per_s == pytest.approx((context + append) / turn_s)
+
+
+def test_the_typical_turn_fills_a_short_context():
+    for limit in (2048, 100):
+        append = min(TYPICAL_APPEND_TOKENS, limit)
+        costs = from_passes([timed(0), timed(512)], ATTENTION, limit)
+        flops = ATTENTION.flops(limit - append, append)
+        turn_s = BATCH_S + flops * FLOP_S + append * TOKEN_S
+        assert costs.prefill_tokens_per_s == pytest.approx(limit / turn_s)
+
+
+def test_passes_that_say_nothing_are_refused():
+    same = TimedPass(0, 512, 0.2, 0.1)
+    with pytest.raises(ConfigError, match="must be above 0"):
+        from_passes([same, TimedPass(512, 512, 0.2, 0.1)], ATTENTION, 1000)
+
+
+# ------------------------------------------------------------------ the file of a profile
+
+
+def test_a_profile_file_gives_speed_and_attention(tmp_path: Path):
+    file = tmp_path / "costs.toml"
+    file.write_text('name = "m"\nprefill_tokens_per_s = 250.0\n[prefill]\npair_s = 1e-3\n')
+    assert read_file(str(file), ATTENTION) == PassCosts(LayerTimeEstimate(0.0, 1e6), 250.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "is no file"),
+        ("prefill_tokens_per_s = 1.0", "is no file"),
+        ("[", "is no file"),
+        ("prefill_tokens_per_s = 1.0\n[prefill]\npair_s = 0.0", "above 0"),
+        ("prefill_tokens_per_s = nan\n[prefill]\npair_s = 1.0", "above 0"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused(text, words, tmp_path: Path):
+    file = tmp_path / "costs.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_file(str(file), ATTENTION)
+
+
+# ------------------------------------------------------------------ the cache
+
+
+COSTS = PassCosts(LayerTimeEstimate(0.0, 1e12), 1000.0)
+OF = {"model": "m", "device": "a"}
+
+
+def test_costs_are_remembered_for_the_same_engine_alone(tmp_path: Path):
+    folder = tmp_path / "new"
+    assert CostsCache(folder, OF).recall() is None
+    CostsCache(folder, OF).remember(COSTS)
+    assert CostsCache(folder, dict(reversed(OF.items()))).recall() == COSTS
+    assert CostsCache(folder, OF | {"device": "b"}).recall() is None
+    assert [file.suffix for file in folder.iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b"[" * 100_000])
+def test_a_broken_file_is_as_none(content, tmp_path: Path, caplog):
+    cache = CostsCache(tmp_path, OF)
+    cache.file.write_bytes(content)
+    assert cache.recall() is None
+    assert str(cache.file) in caplog.text
+    cache.remember(COSTS)
+    assert cache.recall() == COSTS
+
+
+def test_remembered_costs_that_cannot_be_are_not_used(tmp_path: Path):
+    cache = CostsCache(tmp_path, OF)
+    cache.remember(msgspec.structs.replace(COSTS, prefill_tokens_per_s=0.0))
+    assert cache.recall() is None
+
+
+def test_a_cache_that_cannot_be_written_harms_nothing(tmp_path: Path, caplog):
+    (tmp_path / "file").write_text("")
+    cache = CostsCache(tmp_path / "file" / "below", OF)
+    cache.remember(COSTS)
+    assert cache.recall() is None
+    assert "not remembered" in caplog.text
+
+
+# ------------------------------------------------------------------ reading storage
+
+NAMESPACE = StoreNamespace(
+    model=read_speed.PROBE_MODEL,
+    dtype="float32",
+    layout="test",
+    geometry=BlockGeometry(layers=2, block_tokens=4, layer_block_bytes=4096),
+)
+
+
+class Probed(MemoryStorage):
+    """Counts what is read, and how many new blocks were written."""
+
+    def __init__(self):
+        super().__init__(NAMESPACE)
+        self.reads, self.new, self.closed = [], 0, False
+
+    def write(self, keys, sources):
+        new = super().write(keys, sources)
+        self.new += new
+        return new
+
+    def read(self, key, destination):
+        self.reads.append(key)
+        return super().read(key, destination)
+
+    def close(self):
+        self.closed = True
+
+
+def test_reading_is_measured_with_every_block_once_and_written_once():
+    storage = Probed()
+    first = read_speed.measure(storage, 4, OS_THREADS)
+    second = read_speed.measure(storage, 1, OS_THREADS)
+    assert first.origin == second.origin == RateOrigin.MEASURED
+    assert first.per_s > 0
+    assert second.per_s > 0
+    assert storage.new == read_speed.MOST_BLOCKS == len(set(storage.reads))
+    assert len(storage.reads) == 2 * read_speed.MOST_BLOCKS
+    assert storage.closed
+
+
+def test_a_storage_that_takes_no_block_is_not_measured(caplog):
+    class Full(Probed):
+        def write(self, keys, sources):
+            raise StorageError("no space left; remove blocks")
+
+    assert read_speed.measure(Full(), 4, OS_THREADS) is None
+    assert "no space left" in caplog.text
+
+
+def test_a_storage_that_reads_nothing_good_is_not_measured():
+    class Lossy(Probed):
+        def write(self, keys, sources):
+            return 0
+
+    assert read_speed.measure(Lossy(), 4, OS_THREADS) is None
+
+
+def test_a_storage_that_does_not_answer_holds_no_engine_up(monkeypatch, caplog):
+    monkeypatch.setattr(read_speed, "LIMIT_S", 0.01)
+    answer = threading.Event()
+
+    class Hanging(Probed):
+        def write(self, keys, sources):
+            answer.wait()
+            return super().write(keys, sources)
+
+    try:
+        assert read_speed.measure(Hanging(), 4, OS_THREADS) is None
+        assert "does not answer" in caplog.text
+    finally:
+        answer.set()
