@@ -107,6 +107,10 @@ def test_an_existing_command_joins_with_one_argument(tmp_path: Path) -> None:
             process = ForkedProcess(name, ENGINE_ENTRY, command, tmp_path / f"{role}.log")
             cluster.supervisor.add(process)
         cluster.wait_for(*(process.name for process in cluster.supervisor.processes))
+        origin = f"measured by engine prefill-{socket.gethostname()}-{ports['prefill']}"
+        for threshold in ("alpha", "beta"):
+            assert cluster.service.status()[threshold]["origin"].startswith(origin)
+            assert cluster.service.status()[threshold]["tokens"] > 1000
         first = cluster.ask(PROMPT, 20)
         assert len(first.token_ids) == 20
         stored = cluster.wait_stored((PROMPT + first.token_ids)[:-1])

@@ -19,8 +19,10 @@ from dualpath.vllm.pass_costs import (
     TYPICAL_CONTEXT_TOKENS,
     PassCosts,
     TimedPass,
+    fitted_attention,
     from_passes,
     read_file,
+    rough_attention,
 )
 
 ATTENTION = AttentionGeometry(pair_flops=1000.0)
@@ -36,8 +38,12 @@ def timed(cached: int, bsz: int = 512) -> TimedPass:
 # ------------------------------------------------------------------ passes
 
 
+def costs_of(passes: list[TimedPass], context_limit_tokens: int) -> PassCosts:
+    return from_passes(passes, ATTENTION, fitted_attention(passes, ATTENTION), context_limit_tokens)
+
+
 def test_costs_of_passes_are_found_again():
-    costs = from_passes([timed(0), timed(512), timed(2048)], ATTENTION, 131_072)
+    costs = costs_of([timed(0), timed(512), timed(2048)], 131_072)
     assert costs.attention.flops_per_s == pytest.approx(1 / FLOP_S)
     assert costs.attention.overhead_s == pytest.approx(BATCH_S)
     context, append = TYPICAL_CONTEXT_TOKENS, TYPICAL_APPEND_TOKENS
@@ -45,19 +51,24 @@ def test_costs_of_passes_are_found_again():
     assert costs.prefill_tokens_per_s == pytest.approx((context + append) / turn_s)
 
 
-def test_the_typical_turn_fills_a_short_context():
-    for limit in (2048, 100):
-        append = min(TYPICAL_APPEND_TOKENS, limit)
-        costs = from_passes([timed(0), timed(512)], ATTENTION, limit)
-        flops = ATTENTION.flops(limit - append, append)
-        turn_s = BATCH_S + flops * FLOP_S + append * TOKEN_S
-        assert costs.prefill_tokens_per_s == pytest.approx(limit / turn_s)
+@pytest.mark.parametrize("limit", [2048, 100])
+def test_the_typical_turn_fills_a_short_context(limit):
+    append = min(TYPICAL_APPEND_TOKENS, limit)
+    flops = ATTENTION.flops(limit - append, append)
+    turn_s = BATCH_S + flops * FLOP_S + append * TOKEN_S
+    costs = costs_of([timed(0), timed(512)], limit)
+    assert costs.prefill_tokens_per_s == pytest.approx(limit / turn_s)
 
 
-def test_passes_that_say_nothing_are_refused():
-    same = TimedPass(0, 512, 0.2, 0.1)
+def test_passes_that_tell_no_line_tell_a_throughput():
+    flat = [TimedPass(0, 512, 0.2, 0.1), TimedPass(512, 512, 0.2, 0.1)]
     with pytest.raises(ConfigError, match="must be above 0"):
-        from_passes([same, TimedPass(512, 512, 0.2, 0.1)], ATTENTION, 1000)
+        fitted_attention([flat[0], TimedPass(512, 512, 0.2, 0.05)], ATTENTION)
+    flops = ATTENTION.flops(0, 512) + ATTENTION.flops(512, 512)
+    assert rough_attention(flat, ATTENTION).flops_per_s == pytest.approx(flops / 0.2)
+    assert rough_attention(flat, ATTENTION).overhead_s == 0
+    with pytest.raises(ConfigError, match=r"0 passes fit .*profile.* to a file"):
+        rough_attention([], ATTENTION)
 
 
 # ------------------------------------------------------------------ the file of a profile

@@ -8,13 +8,16 @@ import pytest
 # isort: split
 pytest.importorskip("vllm")
 
+from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
+from dualpath.core.modes import Mode
+from dualpath.core.rates import RateOrigin
 from dualpath.engine.settings import EngineSettings
 from dualpath.policy.batching import AttentionGeometry, LayerTimeEstimate
-from dualpath.vllm import quota_scheduler, self_profile
+from dualpath.vllm import profiling, quota_scheduler, self_profile
 from dualpath.vllm.metadata import StepMetadata
-from dualpath.vllm.pass_costs import PassCosts
+from dualpath.vllm.pass_costs import PassCosts, TimedPass
 from dualpath.vllm.quota_scheduler import ASSUMED_FLOPS_PER_S
 
 BLOCK_TOKENS = 16
@@ -85,9 +88,23 @@ def test_an_engine_too_small_for_two_passes_times_none(timed, limits):
     assert timed.run(*limits) == []
 
 
-def test_a_worker_that_fails_keeps_its_engine_from_serving(timed, monkeypatch):
-    monkeypatch.setattr(timed.worker, "sample_tokens", None)
-    with pytest.raises(ConfigError, match=r"cannot compute 48 tokens behind 0.*profile.* to off"):
+def test_a_pass_that_fails_ends_the_timing_and_is_forgotten(timed, monkeypatch, caplog):
+    sample = timed.worker.sample_tokens
+
+    def sample_short(grammar_output):
+        if timed.worker.steps[-1][0] > 48:
+            raise RuntimeError("no kernel")
+        sample(grammar_output)
+
+    monkeypatch.setattr(timed.worker, "sample_tokens", sample_short)
+    assert [p.cached for p in timed.run(BLOCK_TOKENS, 100, 60, 10_000)] == [0, 48]
+    assert len(timed.worker.steps) == len(timed.worker.ended)
+    assert "cannot compute 48 tokens behind 96 (no kernel)" in caplog.text
+
+
+def test_a_worker_that_cannot_go_on_keeps_its_engine_from_serving(timed, monkeypatch):
+    monkeypatch.setattr(timed.worker, "execute_model", None)
+    with pytest.raises(ConfigError, match=r"cannot go on after 48 tokens.*profile.* to off"):
         timed.run(BLOCK_TOKENS, 100, 60, 10_000)
 
 
@@ -111,3 +128,79 @@ def test_the_quota_follows_what_is_set_then_what_is_measured(
     assert quota.admit(0, BLOCK_TOKENS) == BLOCK_TOKENS
     overhead_s = 0.1 if flops_per_s == 7.0 else 0.0
     assert quota.predicted_s == pytest.approx(overhead_s + 136 / flops_per_s)
+
+
+# ------------------------------------------------------------------ where costs come from
+
+PASSES = [TimedPass(0, 512, 0.2, 0.1), TimedPass(512, 512, 0.3, 0.2)]
+NAMESPACE = StoreNamespace(
+    model="m",
+    dtype="float32",
+    layout="l",
+    geometry=BlockGeometry(layers=2, block_tokens=BLOCK_TOKENS, layer_block_bytes=1024),
+)
+
+
+def vllm_config(max_model_len=4096):
+    return SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=max_model_len),
+        compilation_config=SimpleNamespace(mode=0, cudagraph_mode=None),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+    )
+
+
+@pytest.fixture
+def find(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUALPATH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        profiling, "attention_geometry", lambda config: AttentionGeometry(pair_flops=1.0)
+    )
+
+    def find(passes, config=None, **changes):
+        settings = msgspec.structs.replace(SETTINGS, **changes)
+        asked = []
+        found = profiling.find_costs(
+            settings, config or vllm_config(), NAMESPACE, lambda: asked.append(1) or passes
+        )
+        return found, len(asked)
+
+    return find
+
+
+def test_passes_are_timed_once_for_one_model_device_and_settings(find):
+    (costs, origin), timings = find(PASSES)
+    assert (origin, timings) == (RateOrigin.MEASURED, 1)
+    assert find([]) == ((costs, RateOrigin.REMEMBERED), 0)
+    assert find(PASSES, layer_buffers=1)[1] == 1
+    assert find(PASSES, vllm_config(max_model_len=8192))[1] == 1
+
+
+def test_what_is_rough_is_used_and_not_remembered(find):
+    flat = [PASSES[0], TimedPass(512, 512, 0.2, 0.05)]
+    for _ in range(2):
+        (_, origin), timings = find(flat)
+        assert (origin, timings) == (RateOrigin.MEASURED, 1)
+    assert find([]) == (None, 1)
+
+
+def test_a_file_is_not_measured(find, tmp_path):
+    file = tmp_path / "costs.toml"
+    file.write_text("prefill_tokens_per_s = 9.0\n[prefill]\npair_s = 0.5\n")
+    (costs, origin), timings = find(PASSES, profile=str(file))
+    assert (costs.prefill_tokens_per_s, origin, timings) == (9.0, RateOrigin.FILE, 0)
+    with pytest.raises(ConfigError, match="no file of `dualpath profile`"):
+        find(PASSES, profile=str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, True),
+        ({"profile": "off"}, False),
+        ({"role": Role.DECODE}, False),
+        ({"mode": Mode.BASIC}, False),
+        ({"mode": Mode.ORACLE}, True),
+    ],
+)
+def test_only_engines_that_have_use_for_it_profile_themselves(changes, wanted):
+    assert profiling.profiles(msgspec.structs.replace(SETTINGS, **changes)) is wanted

@@ -36,16 +36,40 @@ class PassCosts(msgspec.Struct, frozen=True):
     prefill_tokens_per_s: float
 
 
-def from_passes(
-    passes: Sequence[TimedPass], geometry: AttentionGeometry, context_limit_tokens: int
-) -> PassCosts:
-    """Return what passes of one ``bsz`` behind several ``cached`` cost.
+def fitted_attention(passes: Sequence[TimedPass], geometry: AttentionGeometry) -> LayerTimeEstimate:
+    """Return the line through attention's times over its FLOP.
 
-    Attention is fitted to its FLOP; the rest of a pass is taken per token.  A typical turn is one
-    pass; where the model's context is too short for it, one that fills the context.
-    Raises ``ConfigError`` for passes whose attention does not grow with their FLOP.
+    Raises ``ConfigError`` for fewer than two passes or times that do not grow with the FLOP.
     """
-    attention = fit([(geometry.flops(p.cached, p.bsz), p.attention_s) for p in passes])
+    return fit([(geometry.flops(p.cached, p.bsz), p.attention_s) for p in passes])
+
+
+def rough_attention(passes: Sequence[TimedPass], geometry: AttentionGeometry) -> LayerTimeEstimate:
+    """Return the throughput over all passes: too low where overhead is what they took.
+
+    That is, contexts are short or the machine is busy.  Raises ``ConfigError`` without any pass.
+    """
+    seconds = sum(p.attention_s for p in passes)
+    if not seconds > 0:
+        raise ConfigError(
+            f"{len(passes)} passes fit the KV memory, the context and the token budget; enlarge "
+            "these, or set {profile} to a file"
+        )
+    flops = sum(geometry.flops(p.cached, p.bsz) for p in passes)
+    return LayerTimeEstimate(0.0, flops / seconds)
+
+
+def from_passes(
+    passes: Sequence[TimedPass],
+    geometry: AttentionGeometry,
+    attention: LayerTimeEstimate,
+    context_limit_tokens: int,
+) -> PassCosts:
+    """Return what passes cost: their ``attention``, and the rest of each, which goes by the token.
+
+    A typical turn is one pass; where the model's context is too short for it, one that fills the
+    context.
+    """
     rest_s = min((p.pass_s - p.attention_s) / p.bsz for p in passes)
     append = min(TYPICAL_APPEND_TOKENS, context_limit_tokens)
     context = min(TYPICAL_CONTEXT_TOKENS, context_limit_tokens - append)

@@ -20,7 +20,14 @@ from dualpath.engine.cache_directory import cache_directory
 from dualpath.engine.settings import PROFILE_AUTO, PROFILE_OFF, EngineSettings
 from dualpath.policy.batching import AttentionGeometry
 from dualpath.vllm.costs_cache import CostsCache
-from dualpath.vllm.pass_costs import PassCosts, TimedPass, from_passes, read_file
+from dualpath.vllm.pass_costs import (
+    PassCosts,
+    TimedPass,
+    fitted_attention,
+    from_passes,
+    read_file,
+    rough_attention,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,12 +71,17 @@ def find_costs(
         log.info("pass costs are those of an earlier start, %s: %s", cache.file, costs)
         return costs, RateOrigin.REMEMBERED
     passes = time_passes()
+    limit = config.model_config.max_model_len
     try:
-        costs = from_passes(passes, geometry, config.model_config.max_model_len)
-    except ConfigError as error:
-        log.warning("this engine does not know its speed, %d passes fit: %s", len(passes), error)
-        return None
-    cache.remember(costs)
+        costs = from_passes(passes, geometry, fitted_attention(passes, geometry), limit)
+        cache.remember(costs)
+    except ConfigError as doubt:
+        try:
+            costs = from_passes(passes, geometry, rough_attention(passes, geometry), limit)
+        except ConfigError as error:
+            log.warning("this engine does not know its speed: %s", error)
+            return None
+        log.warning("pass costs are rough, and measured again at the next start: %s", doubt)
     log.info("pass costs measured over %d passes, %s: %s", len(passes), cache.file, costs)
     return costs, RateOrigin.MEASURED
 

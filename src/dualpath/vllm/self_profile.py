@@ -42,18 +42,18 @@ class AttentionStopwatch:
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         """``synchronize`` waits until the device has computed all that is queued."""
-        self._synchronize = synchronize
+        self.synchronize = synchronize
         self._began_s = 0.0
         self.seconds = 0.0
 
     def begin(self) -> None:
         """A layer's attention comes next."""
-        self._synchronize()
+        self.synchronize()
         self._began_s = time.perf_counter()
 
     def end(self) -> None:
         """A layer's attention has been queued."""
-        self._synchronize()
+        self.synchronize()
         self.seconds += time.perf_counter() - self._began_s
 
 
@@ -87,20 +87,29 @@ def time_passes(
 ) -> list[TimedPass]:
     """Return passes of one size behind ever more cached tokens, the best of two runs each.
 
-    Fewer than two where no more fit.  Raises ``ConfigError`` where vLLM fails.
+    Fewer than two where no more fit, or none can be computed.  Raises ``ConfigError`` where vLLM
+    cannot go on after that.
     """
     timed: list[TimedPass] = []
-    if limits.bsz:
+    if not limits.bsz:
+        return timed
+    try:
         _time(runner, stopwatch, limits, 0)  # The first pass is slower than any other.
-    began_s = time.perf_counter()
-    for cached in limits.cached():
-        runs = [_time(runner, stopwatch, limits, cached) for _ in range(_REPEATS)]
-        timed.append(min(runs, key=lambda run: run.pass_s))
-        # The next one takes up to twice as long, and so does each of its runs.
-        next_s = 2 * _REPEATS * timed[-1].pass_s
-        if len(timed) > 1 and time.perf_counter() - began_s + next_s > BUDGET_S:
-            break
+        began_s = time.perf_counter()
+        for cached in limits.cached():
+            runs = [_time(runner, stopwatch, limits, cached) for _ in range(_REPEATS)]
+            timed.append(min(runs, key=lambda run: run.pass_s))
+            # The next one takes up to twice as long, and so does each of its runs.
+            next_s = 2 * _REPEATS * timed[-1].pass_s
+            if len(timed) > 1 and time.perf_counter() - began_s + next_s > BUDGET_S:
+                break
+    except _PassFailedError as error:
+        log.warning("%s; passes are timed no further", error)
     return timed
+
+
+class _PassFailedError(Exception):
+    """A pass failed and left nothing behind."""
 
 
 def _time(
@@ -111,17 +120,26 @@ def _time(
     end.finished_req_ids = {_REQUEST}
     end.kv_connector_metadata = StepMetadata()
     before_s, began_s = stopwatch.seconds, time.perf_counter()
+    failure: Exception | None = None
     try:
         runner.execute_model(step)
         runner.sample_tokens(None)
-        pass_s = time.perf_counter() - began_s
-        runner.execute_model(end)
     except Exception as error:
-        # Whatever it is: a worker that has lost its way must not serve.
+        failure = error  # Some kernels cannot compute behind cached tokens, and say so in any way.
+    pass_s = time.perf_counter() - began_s
+    try:
+        runner.execute_model(end)
+        stopwatch.synchronize()
+    except Exception as error:
+        # A worker that has lost its way, or a device, must not serve.
         raise ConfigError(
-            f"vLLM cannot compute {limits.bsz} tokens behind {cached} to time them ({error}); set "
-            "{profile} to off or to a file of `dualpath profile`"
+            f"vLLM cannot go on after {limits.bsz} tokens behind {cached} were timed "
+            f"({failure or error}); set {{profile}} to off or to a file of `dualpath profile`"
         ) from error
+    if failure is not None:
+        raise _PassFailedError(
+            f"vLLM cannot compute {limits.bsz} tokens behind {cached} ({failure})"
+        ) from failure
     return TimedPass(cached, limits.bsz, pass_s, stopwatch.seconds - before_s)
 
 
