@@ -103,4 +103,4 @@ async def test_a_rate_that_cannot_be_is_refused(per_s):
         hello = made.engines["d0"].hello()
         bad = Rates(prefill_tokens=Rate(per_s, RateOrigin.MEASURED))
         with pytest.raises(EngineRefusedError, match=r"rate of .* above 0 and finite"):
-            Registry().admit(msgspec.structs.replace(hello, rates=bad), b"x", 0.0)
+            Registry().admit(msgspec.structs.replace(hello, rates=bad))

@@ -1,4 +1,4 @@
-"""Where this machine keeps what can be made again: prepared models, digests of weights, costs of passes."""
+"""Where this machine keeps what can be made again: models, digests of weights, costs of passes."""
 
 import os
 from collections.abc import Mapping
