@@ -40,6 +40,7 @@ from dualpath.vllm.router_process import (
     limit_samples,
     refuse_guessable_request_ids,
 )
+from dualpath.vllm.validation import blame_bodies_for_broken_validators
 
 
 class Service:
@@ -189,6 +190,37 @@ async def test_every_route_of_vllms_server_asks_for_a_key():
     answers = {(m, p): (await client.request(m, p)).status_code for m, p in asked if p not in OPEN}
     assert {status for status in answers.values()} == {401}
     assert (await client.get("/no-such-path")).status_code == 401
+
+
+@pytest.mark.parametrize("field", ["structured_outputs", "response_format", "stream_options"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/invocations"])
+async def test_a_body_that_breaks_a_validator_is_the_clients_mistake(path, field, caplog):
+    app = build_app(parse_front_end_arguments(FrontEndSettings(model="m")), ("generate",))
+    blame_bodies_for_broken_validators(app)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    client = httpx.AsyncClient(transport=transport, base_url="http://router")
+    whole = {"model": "m", "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    for value in (5, "x", [1], [[]], {"a": 1}, True):
+        answer = await client.post(path, json={**whole, field: value})
+        assert answer.status_code in (400, 422) or _misses_the_server(answer), (value, answer.text)
+
+
+def _misses_the_server(answer: httpx.Response) -> bool:
+    """The body passed, and the application of this test has nothing behind its routes."""
+    return answer.status_code == 500 and "State" in answer.text
+
+
+async def test_a_defect_that_looks_alike_stays_one():
+    app = FastAPI()
+
+    @app.get("/")
+    async def broken() -> None:
+        raise AttributeError("defect")
+
+    blame_bodies_for_broken_validators(app)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    client = httpx.AsyncClient(transport=transport, base_url="http://router")
+    assert (await client.get("/")).status_code == 500
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ from dualpath.router.token_api.statuses import NOT_FOUND, api_error, status_of
 from dualpath.router.token_api.wire import ApiError
 from dualpath.vllm.drain_signal import drained_on_sigterm
 from dualpath.vllm.frontend import DualPathLLM, ServedEngines
+from dualpath.vllm.validation import blame_bodies_for_broken_validators
 
 #: How long open connections may take to end after a signal; their requests have failed by then.
 SHUTDOWN_GRACE_S = 5
@@ -115,6 +116,7 @@ async def make_app(llm: DualPathLLM, service: ObservedService, args: argparse.Na
     tasks = await llm.get_supported_tasks()
     args.middleware = [*args.middleware, *layer_names()]
     app = build_app(args, tasks, llm.model_config)
+    blame_bodies_for_broken_validators(app)
     await init_app_state(llm, app.state, args, tasks)
     app.state.dualpath_registry = service.registry
     app.state.dualpath_service = service

@@ -70,8 +70,9 @@ def parse(file: Traversable, kind: type[T]) -> T:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; check its rights") from error
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
-    except msgspec.DecodeError as error:
-        # A ValidationError is a DecodeError and names the key.
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        # A ValidationError is a DecodeError and names the key; ValueError: no UTF-8, a date that
+        # is none; RecursionError: nested too deep.
         raise ConfigError(f"{file}: {error}; correct the file") from error
 
 

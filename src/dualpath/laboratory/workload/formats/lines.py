@@ -4,6 +4,7 @@ import gzip
 import lzma
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, TypeVar
@@ -24,6 +25,12 @@ _T = TypeVar("_T")
 _Stream = IO[bytes] | gzip.GzipFile | lzma.LZMAFile
 _ARCHIVE_SUFFIXES = (".zip", ".whl")
 _COMPRESSION_SUFFIXES = (".xz", ".gz")
+#: What the readers of archives raise for bytes that are none. Some have errors of their own; zipfile
+#: also asks for what it does not have (a password, a method of compression).
+_UNREADABLE = (
+    *(OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, zipfile.BadZipFile),
+    *(NotImplementedError, RuntimeError, UnicodeDecodeError),
+)
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -49,7 +56,8 @@ class Document(msgspec.Struct, frozen=True):
         """Parse as ``as_type``; raise ``TraceError`` naming the field that does not fit."""
         try:
             return msgspec.json.decode(self.text, type=as_type)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        # RecursionError: nested deeper than any trace.
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self.error(str(error)) from error
 
 
@@ -63,7 +71,7 @@ def documents(path: Path) -> Iterator[Document]:
         for source, stream in _streams(path):
             found = True
             yield from _split(source, stream)
-    except (OSError, EOFError, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         raise TraceError(f"{path}: cannot be read ({error}); check the path and the file") from None
     if not found:
         raise TraceError(
