@@ -1,7 +1,6 @@
 """Whatever arrives on the control connection: the router survives, other engines notice nothing."""
 
 import asyncio
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +14,11 @@ from tests.unit.router_fakes import FakeEngine, expected, job
 from dualpath.core import control
 from dualpath.core.cluster import Role
 from dualpath.core.errors import IncompatibleError
+from dualpath.laboratory.chaos.fuzz.campaign import Campaign
+from dualpath.laboratory.chaos.fuzz.control import ControlSubject
+from dualpath.laboratory.chaos.fuzz.control import frame as fuzzed_frame
+from dualpath.laboratory.chaos.fuzz.inputs import Inputs
+from dualpath.router.requests.refusals import ControlRefusal
 
 EXAMPLES = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
@@ -24,63 +28,14 @@ _PROTOTYPE.generation = 1
 #: Stands for the session of who sends a frame, and is as long.
 SESSION = "s" * 41
 
-#: One of each message that an engine may send.
-VALID: list[control.EngineMessage] = [
-    _PROTOTYPE.hello(),
-    control.Gone(control.Writer("p9", "1")),
-    control.Report(1, 0, 0, 0, 0, 100, 100, {"storage_read_bytes": 3.0}),
-    control.LookupDone(call_id=1, hit_blocks=2),
-    control.Synced(call_id=1),
-    control.Reserved(request_id="a", slots=(0, 1), wait_s=0.0),
-    control.ReadDone("a", 1, None, 64, 0.0, 0.0, (0, 1)),
-    control.PrefillDone(request_id="a"),
-    control.KvInHbm(request_id="a", h2d_s=0.0),
-    control.Released(request_id="a"),
-    control.Failed(request_id="a", reason="no"),
-    control.Goodbye(reason="bye"),
-]
-
-values: st.SearchStrategy[Any] = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.text(max_size=8),
-    st.binary(max_size=8),
-    st.lists(st.integers(), max_size=3),
+#: The frames of `dualpath chaos fuzz control`, of one engine and with this session.
+FRAMES = st.integers(0, 1 << 32).map(
+    lambda number: fuzzed_frame(Inputs(0, number), _PROTOTYPE.hello(), SESSION)
 )
 
 
-@st.composite
-def frames(draw: st.DrawFn) -> bytes:
-    """Noise, or an honest message cut off, with bytes turned over, or with a field replaced."""
-    kind = draw(st.sampled_from(["noise", "cut", "flipped", "field", "honest"]))
-    if kind == "noise":
-        return draw(st.binary(max_size=64))
-    message = draw(st.sampled_from(VALID))
-    number = draw(st.integers(0, 3))
-    frame = bytearray(control.encode(control.Envelope(SESSION, number, 0, message)))
-    if kind == "cut":
-        return bytes(frame[: draw(st.integers(0, len(frame) - 1))])
-    if kind == "flipped":
-        for _ in range(draw(st.integers(1, 4))):
-            frame[draw(st.integers(0, len(frame) - 1))] ^= draw(st.integers(1, 255))
-    if kind == "field":
-        envelope: list[Any] = msgspec.msgpack.decode(frame)
-        *_, fields = envelope
-        if draw(st.booleans()):
-            fields[draw(st.sampled_from(sorted(fields)))] = draw(values)
-        else:
-            envelope[draw(st.integers(0, 3))] = draw(values)
-        try:
-            return msgspec.msgpack.encode(envelope)
-        except OverflowError:
-            return bytes(frame)  # msgpack has no such number
-    return bytes(frame)
-
-
 @settings(max_examples=300)
-@given(frames())
+@given(FRAMES)
 def test_a_frame_is_a_message_or_refused_as_incompatible(frame):
     for decode in (control.decode_engine_message, control.decode_router_message):
         try:
@@ -117,7 +72,7 @@ def test_strangers_frames_harm_nobody():
     """Not even without a secret, as long as nobody takes another engine's name."""
 
     @EXAMPLES
-    @given(st.lists(st.lists(frames(), min_size=1, max_size=3), min_size=1, max_size=8))
+    @given(st.lists(st.lists(FRAMES, min_size=1, max_size=3), min_size=1, max_size=8))
     def story(sent: list[list[bytes]]) -> None:
         runner.run(one_story(sent))
 
@@ -141,7 +96,7 @@ def test_an_engines_own_nonsense_harms_only_itself():
     """A registered engine sends noise; the requests of the other ones end as they should."""
 
     @EXAMPLES
-    @given(st.lists(frames(), min_size=1, max_size=8))
+    @given(st.lists(FRAMES, min_size=1, max_size=8))
     def story(sent: list[bytes]) -> None:
         runner.run(one_story(sent))
 
@@ -196,3 +151,21 @@ async def test_a_greeting_of_another_versions_shape_is_refused_in_words():
         assert isinstance(refused, control.Refused)
         assert "unknown field `colour`" in refused.reason
         assert "run the same dualpath version on router and engines" in refused.reason
+
+
+async def test_a_message_of_several_parts_is_none():
+    """An honest end speaks one frame a message; the last of several counted before."""
+    async with cluster(prefill=0, real_sockets=True) as made:
+        stranger = Stranger("stranger", Role.PREFILL, set())
+        hello = control.encode(control.outside(FakeEngine("two", Role.PREFILL, set()).hello()))
+        await stranger.noise(made, [[b"", hello], [hello, hello], [hello] * 1000])
+        assert "two" not in {engine.engine_id for engine in made.service.engines()}
+        assert made.service.server.refusals()[ControlRefusal.MALFORMED] == 3
+        await stranger.kill()
+
+
+async def test_the_whole_router_behind_its_socket():
+    result = await Campaign("control", ControlSubject(), seed=1, count=2000).run()
+    assert result.findings == []
+    assert sum(result.outcomes.values()) == 2000
+    assert set(result.outcomes) > {"malformed", "Hello", "Report", "Goodbye"}

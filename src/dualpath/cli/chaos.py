@@ -7,11 +7,11 @@ and sets `act` to the function that does the work and returns the exit code.
 import argparse
 from types import ModuleType
 
-from dualpath.cli import chaos_run, chaos_simulate
+from dualpath.cli import chaos_fuzz, chaos_run, chaos_simulate
 
 _DESCRIPTION = """Faults on purpose: does anything get lost, does anything hang, is any KV wrong?"""
 
-ACTIONS: tuple[ModuleType, ...] = (chaos_run, chaos_simulate)
+ACTIONS: tuple[ModuleType, ...] = (chaos_fuzz, chaos_run, chaos_simulate)
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -25,8 +25,8 @@ _T = TypeVar("_T")
 _Stream = IO[bytes] | gzip.GzipFile | lzma.LZMAFile
 _ARCHIVE_SUFFIXES = (".zip", ".whl")
 _COMPRESSION_SUFFIXES = (".xz", ".gz")
-#: What the readers of archives raise for bytes that are none. Some have errors of their own; zipfile
-#: also asks for what it does not have (a password, a method of compression).
+#: What the readers of archives raise for bytes that are none.  Some have errors of their own, and
+#: zipfile asks for what it does not have (a password, a method of compression).
 _UNREADABLE = (
     *(OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, zipfile.BadZipFile),
     *(NotImplementedError, RuntimeError, UnicodeDecodeError),

@@ -1,0 +1,1 @@
+"""Bad input on purpose: nothing that can be sent or stored may break what reads it."""

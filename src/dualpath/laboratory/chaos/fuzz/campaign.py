@@ -1,0 +1,188 @@
+"""Many inputs, one after the other: what may come of each, what was found, how memory went.
+
+An input may be taken or refused, the latter with the error meant for it.  Everything else is a
+*finding*: another exception, a line in the log that is an error or has a traceback, memory that
+grows, and a subject that no longer works at the end.
+"""
+
+import asyncio
+import gc
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+
+from dualpath.laboratory.chaos.fuzz.inputs import Inputs
+
+#: What allocators and caches may take after the warm-up.
+GROWTH_ALLOWED_BYTES = 48 << 20
+#: The share of inputs after which memory counts: code is imported, caches are full.
+_WARM_UP = 0.2
+_FINDINGS_KEPT = 20
+_SHOWN_CHARACTERS = 300
+
+
+class Subject(Protocol):
+    """What is given the inputs; an asynchronous context manager."""
+
+    #: The process whose memory counts; None: this one.
+    pid: int | None
+
+    async def __aenter__(self) -> Self:
+        """Be ready."""
+        ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave nothing."""
+        ...
+
+    def input(self, inputs: Inputs) -> object:
+        """Return an input."""
+        ...
+
+    async def play(self, given: object) -> str:
+        """Give the input; return in a word what came of it.  Whatever it raises is a finding."""
+        ...
+
+    async def still_works(self) -> None:
+        """Raise if honest input is no longer taken."""
+        ...
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Input ``number`` of a seed, shown, and what went wrong; -1 is the end."""
+
+    number: int
+    given: str
+    what: str
+
+
+class FuzzResult(msgspec.Struct, frozen=True):
+    """What came of ``count`` inputs; memory in bytes after the warm-up and at the end."""
+
+    subject: str
+    seed: int
+    count: int
+    outcomes: dict[str, int]
+    findings: list[Finding]
+    findings_total: int
+    warm_bytes: int
+    end_bytes: int
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was found."""
+        return self.findings_total == 0
+
+
+class _Errors(logging.Handler):
+    """Keeps what the log says is an error, and all with a traceback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.ERROR or record.exc_info:
+            kind = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else ""
+            self.said.append(f"log: {record.getMessage()} {kind}")
+
+
+class Campaign:
+    """``count`` inputs of one seed, from ``first`` on, ``at_once`` of them at the same time."""
+
+    def __init__(
+        self,
+        name: str,
+        subject: Subject,
+        seed: int,
+        count: int,
+        *,
+        at_once: int = 1,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._name = name
+        self._subject = subject
+        self._seed = seed
+        self._count = count
+        self._at_once = at_once
+        self._say = say
+        self._outcomes: Counter[str] = Counter()
+        self._findings: list[Finding] = []
+        self._found = 0
+        self._next = 0
+        self._warm_bytes = 0
+        self._errors = _Errors()
+
+    async def run(self) -> FuzzResult:
+        """Give all inputs."""
+        root = logging.getLogger()
+        root.addHandler(self._errors)
+        try:
+            async with self._subject:
+                await asyncio.gather(*(self._player() for _ in range(self._at_once)))
+                await self._at_the_end()
+                end_bytes = self._resident_bytes()
+        finally:
+            root.removeHandler(self._errors)
+        if end_bytes - self._warm_bytes > GROWTH_ALLOWED_BYTES:
+            self._find(-1, "", f"memory grew from {self._warm_bytes} to {end_bytes} bytes")
+        return FuzzResult(
+            self._name,
+            self._seed,
+            self._count,
+            dict(sorted(self._outcomes.items())),
+            self._findings,
+            self._found,
+            self._warm_bytes,
+            end_bytes,
+        )
+
+    async def _player(self) -> None:
+        while (number := self._next) < self._count:
+            self._next += 1
+            if number == int(self._count * _WARM_UP):
+                self._warm_bytes = self._resident_bytes()
+            if number and number % (max(self._count // 10, 1)) == 0:
+                self._say(f"{self._name}: {number} of {self._count}, {self._found} findings")
+            given = self._subject.input(Inputs(self._seed, number))
+            try:
+                self._outcomes[await self._subject.play(given)] += 1
+            except Exception as error:  # Whatever it is, it is what we look for.
+                self._find(number, given, f"{type(error).__name__}: {error}")
+            self._log(number, given)
+
+    async def _at_the_end(self) -> None:
+        try:
+            await self._subject.still_works()
+        except Exception as error:
+            self._find(-1, "", f"does not work any more: {type(error).__name__}: {error}")
+        self._log(-1, "")
+
+    def _log(self, number: int, given: object) -> None:
+        said, self._errors.said = self._errors.said, []
+        for what in said:
+            self._find(number, given, what)
+
+    def _find(self, number: int, given: object, what: str) -> None:
+        self._found += 1
+        if len(self._findings) < _FINDINGS_KEPT:
+            shown = ascii(given)[:_SHOWN_CHARACTERS]
+            self._findings.append(Finding(number, shown, ascii(what)[1 : _SHOWN_CHARACTERS * 2]))
+
+    def _resident_bytes(self) -> int:
+        gc.collect()
+        process = self._subject.pid or "self"
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) << 10
+        return 0

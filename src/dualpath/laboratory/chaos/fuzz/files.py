@@ -1,0 +1,284 @@
+"""Files that are not what they should be: traces, settings, stored blocks."""
+
+import contextlib
+import gzip
+import io
+import lzma
+import tarfile
+import tempfile
+import tomllib
+import zipfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from dualpath.core.blocks import BlockGeometry, StoreNamespace
+from dualpath.core.configuration import Schema, build, from_environment, from_tables, layered
+from dualpath.core.errors import ConfigError, StorageError, TraceError
+from dualpath.engine.settings import EngineSettings, parse_settings, read_settings_file
+from dualpath.laboratory.chaos.fuzz.inputs import Inputs
+from dualpath.laboratory.workload.formats import read_trace
+from dualpath.storage.block_file import HEADER_BYTES, encode_header
+from dualpath.storage.posix import PosixStorage
+
+TAKEN, REFUSED = "taken", "refused"
+
+
+class _InFolder:
+    """A subject with a folder in memory, if there is one, that is gone afterwards."""
+
+    pid: int | None = None
+
+    async def __aenter__(self) -> Self:
+        memory = Path("/dev/shm")
+        self._stack = contextlib.ExitStack()
+        where = memory if memory.is_dir() else None
+        name = tempfile.TemporaryDirectory(prefix="dualpath-fuzz-", dir=where)
+        self._folder = Path(self._stack.enter_context(name))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+
+# ---------------------------------------------------------------------- traces
+
+_CHAT = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": [{"type": "text", "text": "a.py"}]},
+    {"role": "assistant", "content": "ls", "tool_calls": [{"id": "1", "function": {}}]},
+    {"role": "exit", "content": "done"},
+]
+_LINES: tuple[object, ...] = (
+    {"session_id": "a", "rounds": [[5, 2], [3, 0]]},
+    [[4, 1], [2, 7]],
+    {"session_id": "a", "rounds": [{"prompt": 10, "append": 10, "context": 0, "gen": 4}]},
+    {"session_id": "a", "messages": _CHAT, "turns": 1},
+    {"messages": _CHAT, "info": {}, "trajectory_format": "x"},
+    {
+        "conversation_id": "a",
+        "conversation_idx": 0,
+        "messages": _CHAT[:2],
+        "tools": [{"name": "bash"}],
+        "target_output_tokens": 7,
+        "simulated_tool_delay_ms_after": 3.0,
+    },
+    {
+        "id": "w",
+        "block_size": 4,
+        "requests": [
+            {"t": 0, "type": "n", "in": 10, "out": 3, "hash_ids": [[1, 2]], "think_time": 0.0},
+            {
+                "t": 1,
+                "type": "subagent",
+                "agent_id": "helper",
+                "requests": [{"t": 0, "type": "n", "in": 5, "out": 1, "hash_ids": [9]}],
+            },
+        ],
+    },
+)
+_TRACE_NAMES = (
+    *("t.jsonl", "t.jsonl", "t.json", "t.jsonl.gz", "t.jsonl.xz", "t.tar", "t.tar.gz"),
+    *("t.tgz", "t.zip", "t.whl"),
+)
+
+
+class TraceSubject(_InFolder):
+    """``read_trace``, which must read sessions or raise ``TraceError``."""
+
+    def input(self, inputs: Inputs) -> tuple[str, bytes, bool]:
+        """Return a file's name, its bytes, and whether broken lines are left out."""
+        honest = inputs.one_of(_LINES)
+        lines = [inputs.json(honest) for _ in range(inputs.random.randrange(1, 4))]
+        name = inputs.one_of(_TRACE_NAMES)
+        packed = _packed(name, b"\n".join(lines) + b"\n")
+        broken = inputs.chance(0.3) if name.endswith("l") else inputs.chance(0.6)
+        return name, inputs.damaged(packed) if broken else packed, inputs.chance(0.5)
+
+    async def play(self, given: Any) -> str:  # noqa: ANN401 - what ``input`` returns
+        """Read it."""
+        name, content, leaves_out = given
+        path = self._folder / name
+        path.write_bytes(content)
+        try:
+            read_trace(path, on_broken=(lambda error: None) if leaves_out else None)
+        except TraceError:
+            return REFUSED
+        finally:
+            path.unlink()
+        return TAKEN
+
+    async def still_works(self) -> None:
+        """An honest line is read."""
+        assert await self.play(("t.jsonl", msgspec.json.encode(_LINES[0]), False)) == TAKEN
+
+
+def _packed(name: str, text: bytes) -> bytes:
+    if name.endswith(".jsonl.gz"):
+        return gzip.compress(text, 1)
+    if name.endswith(".xz"):
+        return lzma.compress(text, preset=0)
+    if name.endswith((".zip", ".whl")):
+        with zipfile.ZipFile(file := io.BytesIO(), "w") as archive:
+            archive.writestr("traces/a.jsonl", text)
+        return file.getvalue()
+    if ".tar" in name or name.endswith(".tgz"):
+        compressed = name.endswith("gz")
+        file = io.BytesIO()
+        with tarfile.open(fileobj=file, mode="w:gz" if compressed else "w") as tar:
+            member = tarfile.TarInfo("traces/a.jsonl")
+            member.size = len(text)
+            tar.addfile(member, io.BytesIO(text))
+        return file.getvalue()
+    return text
+
+
+# ---------------------------------------------------------------------- settings
+
+_SETTINGS: dict[str, Any] = {
+    "router": {"control_port": 5700, "mode": "dualpath", "api_keys": ["a"], "alpha_tokens": 10},
+    "engine": {"role": "decode", "buffer_bytes": "1GiB", "snic_bytes_per_s": 1e9, "node": "n"},
+    "cluster": {"model": "m", "storage": "kv", "nodes": "1P2D", "mode": "basic", "port": 1},
+    "endpoint": {"model": "m", "port": 8000, "served_model_names": ["m"], "block_tokens": 64},
+}
+_ENGINE: dict[str, Any] = {
+    **{"role": "decode", "engine_id": "d", "router": "tcp://127.0.0.1:5700", "api_url": "u"},
+    **{"storage": "kv", "buffer_bytes": 1 << 30, "nixl_engine_config": {"A": "b"}},
+}
+
+
+class SettingsSubject(_InFolder):
+    """Files, variables and vLLM's extra configuration: settings, or ``ConfigError``.
+
+    ``schema`` are the sections that a file may have.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
+
+    def input(self, inputs: Inputs) -> tuple[str, Any]:
+        """Return the way in, and what comes that way."""
+        match inputs.random.randrange(3):
+            case 0:
+                honest = _toml(inputs.changed(_SETTINGS) if inputs.chance(0.5) else _SETTINGS)
+                if inputs.chance(0.01):
+                    honest = b"a = " + inputs.one_of((b"[", b"{x=")) * 10_000
+                return "file", inputs.damaged(honest) if inputs.chance(0.5) else honest
+            case 1:
+                value = inputs.value()
+                text = value if isinstance(value, str) else repr(value)
+                section = inputs.one_of(sorted(_SETTINGS))
+                names = [*self._schema[section].__struct_fields__, "no_such"]
+                return "variable", (section, inputs.one_of(names), text)
+        name = inputs.one_of(sorted(_ENGINE))  # vLLM itself lets nothing but a table through
+        return "extra", {**_ENGINE, name: inputs.changed(_ENGINE[name])}
+
+    async def play(self, given: Any) -> str:  # noqa: ANN401 - what ``input`` returns
+        """Read them as commands and engines do."""
+        way, what = given
+        try:
+            if way == "file":
+                self._file(what)
+            elif way == "variable":
+                section, key, text = what
+                name = f"DUALPATH_{section}_{key}".upper()
+                found = layered(from_environment(self._schema, {name: text}))
+                build(self._schema[section], section, found, {})
+            else:
+                parse_settings(what)
+        except ConfigError:
+            return f"{way} {REFUSED}"
+        return f"{way} {TAKEN}"
+
+    async def still_works(self) -> None:
+        """An engine's honest settings are taken."""
+        assert isinstance(parse_settings(_ENGINE), EngineSettings)
+
+    def _file(self, content: bytes) -> None:
+        path = self._folder / "settings.toml"
+        path.write_bytes(content)
+        tables = read_settings_file(str(path))
+        assert tables == tomllib.loads(content.decode())
+        found = layered(from_tables(self._schema, tables, str(path)))
+        for section in ("router", "endpoint", "cluster"):
+            build(self._schema[section], section, found, {})
+
+
+def _toml(tables: object) -> bytes:
+    """Return TOML, as far as it has what is in them: JSON's values are TOML's, but null."""
+    text = b""
+    for section, values in tables.items() if isinstance(tables, dict) else ():
+        text += b"[%s]\n" % msgspec.json.encode(section)
+        for key, value in values.items() if isinstance(values, dict) else ():
+            text += msgspec.json.encode(key) + b" = " + msgspec.json.encode(value) + b"\n"
+    return text
+
+
+# ---------------------------------------------------------------------- blocks
+
+_NAMESPACE = StoreNamespace(
+    model="fuzzed",
+    dtype="float32",
+    layout="none",
+    geometry=BlockGeometry(layers=2, block_tokens=4, layer_block_bytes=2048),
+)
+#: What the header's fields and their checksum cover; zeros follow up to the payload.
+_FIELDS_BYTES = 104
+
+
+class BlockSubject(_InFolder):
+    """Stored blocks: a read is good only where not a byte of the block differs."""
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._storage = PosixStorage(self._folder, _NAMESPACE)
+        self._into = memoryview(bytearray(_NAMESPACE.geometry.full_block_bytes))
+        return self
+
+    def input(self, inputs: Inputs) -> tuple[bytes, bytes, bytes]:
+        """Return the key asked for, the payload written under it, and the file's bytes."""
+        key = inputs.random.randbytes(32)
+        payload = inputs.random.randbytes(self._into.nbytes)
+        other = inputs.random.randbytes(32) if inputs.chance(0.1) else key
+        digest = "0" * 16 if inputs.chance(0.1) else _NAMESPACE.digest()
+        whole = encode_header(other, digest, payload) + payload
+        match inputs.random.randrange(4):
+            case 0:
+                fields = inputs.damaged(whole[:_FIELDS_BYTES])
+                whole = fields + whole[len(fields) :]
+            case 1:
+                whole = inputs.damaged(whole)
+            case 2:
+                whole = whole[:HEADER_BYTES] + inputs.damaged(payload)
+        return key, payload, whole
+
+    async def play(self, given: Any) -> str:  # noqa: ANN401 - what ``input`` returns
+        """Store and read it."""
+        key, payload, whole = given
+        path = self._storage.block_path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(whole)
+        self._into[:] = bytes(self._into.nbytes)
+        try:
+            outcome = self._storage.read(key, self._into)
+        except StorageError as error:
+            raise AssertionError("a read raises for no bad block") from error
+        if outcome.is_good:
+            assert bytes(self._into) == payload, "a wrong block was taken for good"
+            path.unlink()
+            return TAKEN
+        assert not path.exists(), "a bad block stays"
+        return str(outcome.reason)
+
+    async def still_works(self) -> None:
+        """A block is written and read."""
+        key, payload = b"k" * 32, bytearray(b"p" * self._into.nbytes)
+        assert self._storage.write([key], [memoryview(payload)]) == 1
+        assert self._storage.read(key, self._into).is_good

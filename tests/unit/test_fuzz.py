@@ -1,0 +1,69 @@
+"""The fuzzers: inputs that come again, findings that are found, and files of every kind."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from dualpath.cli.main import main
+from dualpath.cli.settings import SECTIONS
+from dualpath.laboratory.chaos.fuzz.campaign import Campaign, Subject
+from dualpath.laboratory.chaos.fuzz.files import BlockSubject, SettingsSubject, TraceSubject
+from dualpath.laboratory.chaos.fuzz.inputs import Inputs
+
+HONEST = {"a": [1, {"b": "text"}], "c": None}
+
+
+def test_a_seed_and_a_number_give_an_input_again():
+    assert Inputs(7, 3).json(HONEST) == Inputs(7, 3).json(HONEST)
+    different = {Inputs(7, number).json(HONEST) for number in range(100)}
+    assert len(different) > 50
+    assert {Inputs(8, number).json(HONEST) for number in range(100)} != different
+
+
+@pytest.mark.parametrize(
+    ("subject", "outcomes"),
+    [
+        (TraceSubject, {"taken", "refused"}),
+        (lambda: SettingsSubject(SECTIONS), {"file refused", "file taken", "variable refused"}),
+        (BlockSubject, {"taken", "short", "checksum", "bad header", "wrong key"}),
+    ],
+    ids=["traces", "settings", "blocks"],
+)
+async def test_files_are_taken_or_refused(subject: Callable[[], Subject], outcomes: set[str]):
+    result = await Campaign("files", subject(), seed=1, count=1500).run()
+    assert result.findings == []
+    assert outcomes <= set(result.outcomes)
+
+
+class Breaking(BlockSubject):
+    """Raises now and then, writes errors to the log, and does not work afterwards."""
+
+    async def play(self, given: object) -> str:
+        number = self.played = getattr(self, "played", 0) + 1
+        if number == 2:
+            raise KeyError("defect")
+        if number == 4:
+            logging.getLogger("any").error("a thing failed")
+        return "taken"
+
+    async def still_works(self) -> None:
+        raise AssertionError("gone")
+
+
+async def test_what_goes_wrong_is_found_and_shown():
+    result = await Campaign("breaking", Breaking(), seed=1, count=6).run()
+    assert [(each.number, each.what.split(":")[0]) for each in result.findings] == [
+        (1, "KeyError"),
+        (3, "log"),
+        (-1, "does not work any more"),
+    ]
+    assert not result.is_clean
+    assert result.outcomes == {"taken": 5}
+
+
+def test_the_command_says_what_came_of_the_inputs(capsys: pytest.CaptureFixture[str]):
+    assert main(["chaos", "fuzz", "blocks", "--count", "50", "--json", "-"]) == 0
+    assert '"findings_total":0' in capsys.readouterr().out.replace(" ", "")
+    assert main(["chaos", "fuzz", "http"]) == 2
+    assert "--endpoint http://HOST:PORT" in capsys.readouterr().err
