@@ -1,6 +1,7 @@
 """A campaign: faults on a cluster under load, one after the other or several at once, then calm."""
 
 import asyncio
+import os
 import re
 import tempfile
 import time
@@ -36,7 +37,8 @@ class CampaignResult(msgspec.Struct, frozen=True, kw_only=True):
 
     ``missed`` counts faults whose step was not reached in time, by component and step; ``left`` is
     what was found in a calm cluster; ``troubles`` are processes that did not end or come back as
-    they should; ``wrong_kv`` and ``tracebacks`` count lines of logs.
+    they should; ``wrong_kv`` and ``tracebacks`` count lines of logs; ``load_average`` is the
+    machine's over the last 15 minutes.
     """
 
     settings: ChaosSettings
@@ -53,6 +55,7 @@ class CampaignResult(msgspec.Struct, frozen=True, kw_only=True):
     wrong_kv: int
     tracebacks: dict[str, int]
     seconds: float
+    load_average: float
 
     @property
     def is_clean(self) -> bool:
@@ -216,6 +219,7 @@ class Campaign:
             wrong_kv=sum(log.read_text(errors="replace").count(_WRONG_KV) for log in logs),
             tracebacks=dict(Counter(last for log in logs for last in _last_lines(log))),
             seconds=seconds,
+            load_average=os.getloadavg()[-1],
         )
 
 

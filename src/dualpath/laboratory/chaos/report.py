@@ -41,7 +41,8 @@ def _settings(result: CampaignResult) -> tuple[str, ...]:
         f"{load.context_tokens + load.append_tokens} tokens; {load.leave_share:.0%} of requests "
         f"lose their client; deadline {load.request_deadline_s:g} s",
         f"seed {settings.seed}; at most {settings.at_once} faults at once; "
-        f"{result.faults} faults in {result.seconds:.0f} s on {this_machine().cpu_count} cores",
+        f"{result.faults} faults in {result.seconds:.0f} s on {this_machine().cpu_count} cores, "
+        f"whose load average was {result.load_average:.0f}, this campaign and all else",
     )
 
 

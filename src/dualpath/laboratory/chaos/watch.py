@@ -29,6 +29,10 @@ class _Visitor:
         self.pid = here.pid
         self._writer = writer
 
+    def close(self) -> None:
+        """Let the process go on its own."""
+        self._writer.close()
+
     def tell(self, message: ToProcess) -> None:
         """Send something; nothing if the process has ended."""
         if not self._writer.is_closing():
@@ -64,6 +68,8 @@ class Watch:
 
     async def __aexit__(self, *error: object) -> None:
         self._server.close()
+        for visitor in self._visitors.values():
+            visitor.close()
 
     async def reach(
         self, process: str, step: Step, passes: int, timeout_s: float
