@@ -105,6 +105,9 @@ class _NoCalls:
             yield TokenEvent((), None)
         raise EngineLostError(f"engine {engine.engine_id} is a name")
 
+    async def answers(self, engine: EngineInfo) -> None:
+        raise EngineLostError(f"engine {engine.engine_id} is a name")
+
 
 class FedSocket:
     """A ``ControlSocket`` that is fed by hand; what the router sends must be well-formed."""
