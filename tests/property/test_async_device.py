@@ -5,7 +5,7 @@ attention reads it, nothing overwrites it before attention is through, and what 
 computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 import numpy as np
@@ -48,6 +48,10 @@ SIZE = GEOMETRY.layer_block_bytes
 GARBAGE = np.full(SIZE, 0xEE, np.uint8)
 
 
+#: Chunks of a pass, each with the keys of its prompt's blocks.
+Batch = Sequence[tuple[PrefillChunk, list[bytes]]]
+
+
 def buffer(slots: int) -> BlockBuffer:
     return BlockBuffer(GEOMETRY, slots, lambda grant: None)
 
@@ -67,6 +71,7 @@ class Engine:
         names = tuple(f"hbm.{i}" for i in self.layer_region)
         self.layout = HbmLayout(tuple(hbm), names, HBM_BLOCKS * GEOMETRY.block_tokens)
         self.buffer, self.staging, self.de_buffer = buffer(HBM_BLOCKS), buffer(1), buffer(8)
+        self.other_de_buffer = buffer(8)
         staging = self.staging.region()
         own = [
             *hbm,
@@ -77,7 +82,11 @@ class Engine:
         self.device = WorldDevice(self.world, copier)
         self.pump = WorldPump(self.world)
         self.after = WorldEventWaiter(self.world)
-        agents = {"self": own, "de": [self.de_buffer.region()]}
+        agents = {
+            "self": own,
+            "de": [self.de_buffer.region()],
+            "other-de": [self.other_de_buffer.region()],
+        }
         self.transport = WorldTransport(self.world, "self", agents)
         self.stalled = StalledAgents()
         self.wrong: list[str] = []
@@ -129,28 +138,37 @@ class Engine:
         self.device.compute.queue(read)
 
     def forward(
-        self, chunk: PrefillChunk, keys: list[bytes], layers: LayerSettings
-    ) -> dict[str, str]:
+        self, work: Batch, layers: LayerSettings, at_layer: Callable[[int], None] = lambda _: None
+    ) -> WorldLayerStream:
         """A forward pass as vLLM queues it: new KV, wait for loaded KV, attention."""
-        computed_before = chunk.chunk.first > chunk.prefill_transfer.hit_blocks
-        resident = chunk.chunk.first if computed_before and not layers.overlap else 0
-        for layer in range(GEOMETRY.layers):  # somebody else's pass, still under way
-            for block in chunk.hbm_blocks[resident:]:
-                self.kernel_writes(layer, block, GARBAGE)
-        stream = self.stream([chunk], layers)
+        for chunk, _ in work:
+            computed_before = chunk.chunk.first > chunk.prefill_transfer.hit_blocks
+            resident = chunk.chunk.first if computed_before and not layers.overlap else 0
+            for layer in range(GEOMETRY.layers):  # somebody else's pass, still under way
+                for block in chunk.hbm_blocks[resident:]:
+                    self.kernel_writes(layer, block, GARBAGE)
+        stream = self.stream([chunk for chunk, _ in work], layers)
         stream.begin()
         for layer in range(GEOMETRY.layers):
             self.world.drift(8)
-            for block in range(chunk.chunk.first, chunk.chunk.end):
-                self.kernel_writes(layer, chunk.hbm_blocks[block], kv_bytes(keys[block], layer))
+            at_layer(layer)
+            for chunk, keys in work:
+                for block in range(chunk.chunk.first, chunk.chunk.end):
+                    self.kernel_writes(layer, chunk.hbm_blocks[block], kv_bytes(keys[block], layer))
             stream.wait_loaded(layer)
             for _ in range(2):  # a kernel reads for a while
-                for block in range(chunk.chunk.end):
-                    self.kernel_reads(layer, chunk.hbm_blocks[block], kv_bytes(keys[block], layer))
+                self.attention(stream, work, layer)
             self.world.drift(8)
             stream.computed(layer)
         stream.finish()
-        return stream.failures
+        return stream
+
+    def attention(self, stream: WorldLayerStream, work: Batch, layer: int) -> None:
+        """Read the KV of requests that have not failed."""
+        for chunk, keys in work:
+            if chunk.prefill_transfer.request_id not in stream.failures:
+                for block in range(chunk.chunk.end):
+                    self.kernel_reads(layer, chunk.hbm_blocks[block], kv_bytes(keys[block], layer))
 
     def drain(self) -> None:
         while self.world.step():
@@ -210,10 +228,86 @@ def test_kv_is_there_when_attention_reads_it_and_is_sent_as_computed(
             hbm_blocks=tuple(range(len(keys)))[::-1][:end],
             decode_agent="de",
         )
-        assert engine.forward(chunk, keys, layers) == {}
+        assert engine.forward([(chunk, keys)], layers).failures == {}
     assert engine.wrong == []
     for block, key in enumerate(keys):
         assert engine.de_buffer.view(block).tobytes() == full_block(key), block
+
+
+STALLED = "other-de"
+BLOCKS = 3  # of each prompt: one read here, one read there, one computed
+
+
+def prompt_of(
+    engine: Engine, name: str, decode_agent: str, own_slot: int, de_slot: int, hbm_block: int
+) -> tuple[PrefillChunk, list[bytes]]:
+    """A request with its KV in place, and the keys of its blocks."""
+    keys = prompt_keys(BLOCKS * GEOMETRY.block_tokens, name)
+    there = engine.de_buffer if decode_agent == "de" else engine.other_de_buffer
+    slots = tuple(range(de_slot, de_slot + BLOCKS))
+    fill(engine.buffer, own_slot, keys[0])
+    fill(there, slots[1], keys[1])
+    transfer = PrefillTransfer(
+        request_id=name,
+        prompt_tokens=BLOCKS * GEOMETRY.block_tokens,
+        hit_blocks=2,
+        hit_key_tail=b"",
+        hits=(
+            HitRun(Role.PREFILL, BlockRun(0, 1), (own_slot,)),
+            HitRun(Role.DECODE, BlockRun(1, 1), (slots[1],)),
+        ),
+        decode_engine=decode_agent,
+        decode_epoch="e",
+        de_slots=slots,
+    )
+    hbm_blocks = tuple(range(hbm_block, hbm_block + BLOCKS))
+    return PrefillChunk(transfer, BlockRun(2, 1), hbm_blocks, decode_agent), keys
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(0, 4),
+    st.booleans(),
+    st.integers(0, GEOMETRY.layers - 1),
+    st.integers(0, GEOMETRY.layers - 1),
+    st.integers(0, 2**32),
+)
+def test_an_agent_that_stalls_fails_its_own_request_and_its_late_bytes_hit_nobody(
+    layer_buffers: int, own_copier: bool, stalls_at: int, wakes_at: int, seed: int
+) -> None:
+    overlap = layer_buffers > 0
+    layers = LayerSettings(buffers=layer_buffers or GEOMETRY.layers, overlap=overlap)
+    engine = Engine(seed, layers.buffers, own_copier)
+    mine = prompt_of(engine, "mine", "de", own_slot=0, de_slot=0, hbm_block=0)
+    theirs = prompt_of(engine, "theirs", STALLED, own_slot=1, de_slot=0, hbm_block=BLOCKS)
+    stalled = engine.transport.stalled
+
+    def stall(layer: int) -> None:
+        if layer == stalls_at:
+            stalled.add(STALLED)
+
+    def wake(layer: int) -> None:
+        if layer == wakes_at:
+            stalled.clear()
+
+    stream = engine.forward([mine, theirs], layers, stall)
+    assert set(stream.failures) == {"theirs"}
+    late = stream.late
+    assert {chunk.request_id for chunk in late} <= {"theirs"}
+
+    # A later pass has the HBM of "mine"; the late bytes of "theirs" come in the middle of it.
+    following = prompt_of(engine, "following", "de", own_slot=2, de_slot=BLOCKS, hbm_block=0)
+    assert engine.forward([following], layers, wake).failures == {}
+    engine.drain()
+    assert not any(chunk.moves for chunk in late)
+    assert STALLED not in engine.stalled
+    assert engine.wrong == []
+    for slot, key in enumerate((*mine[1], *following[1])):
+        assert engine.de_buffer.view(slot).tobytes() == full_block(key), slot
+    again = prompt_of(engine, "again", STALLED, own_slot=3, de_slot=0, hbm_block=BLOCKS)
+    assert engine.forward([again], layers).failures == {}
+    for slot, key in enumerate(again[1]):
+        assert engine.other_de_buffer.view(slot).tobytes() == full_block(key), slot
 
 
 @settings(max_examples=60, deadline=None)
