@@ -4,15 +4,17 @@ import asyncio
 import functools
 from collections.abc import Sequence
 
-from dualpath.core.blocks import block_keys
+from dualpath.core.blocks import BlockKey, block_keys
 from dualpath.core.errors import DualPathError
-from dualpath.laboratory.chaos.simulation.cluster import BLOCK_TOKENS, VOCABULARY, Cluster
+from dualpath.laboratory.chaos.simulation.cluster import BLOCK_TOKENS, GEOMETRY, VOCABULARY, Cluster
 from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
 from dualpath.laboratory.chaos.simulation.router import Exchange, Reply
 from dualpath.laboratory.chaos.simulation.world import Process, World
+from dualpath.laboratory.emulated.kv_bytes import KvFunction
 from dualpath.laboratory.emulated.prefix import TokenPrefix
 from dualpath.router.control.engine_calls import Job, TokenEvent
 
+KV = KvFunction(GEOMETRY)
 #: How long an agent waits before it asks again where nobody answered.
 _AGAIN_S = 0.3
 
@@ -23,7 +25,11 @@ class Asked:
     def __init__(self, name: str, prompt: tuple[int, ...], count: int, now_s: float) -> None:
         self.name = name
         self.prompt = prompt
-        self.expected = answer_to(prompt, count)
+        self._prefix = _prefix(prompt, count)
+        self.expected = []
+        for _ in range(count):
+            self.expected.append(self._prefix.next_token)
+            self._prefix.append(self.expected[-1])
         self.got: list[int] = []
         self.outcome: str | None = None
         self.error: DualPathError | None = None
@@ -32,21 +38,23 @@ class Asked:
         self.exchange: Exchange | None = None
         self.arrived: asyncio.Queue[Reply] = asyncio.Queue()
 
+    def blocks(self) -> dict[BlockKey, bytes]:
+        """Return the right content of all blocks of the prompt and its answer."""
+        prefix = self._prefix
+        return {
+            key: KV.full_block(prefix.seeds[block]).tobytes()
+            for block, key in enumerate(prefix.keys)
+        }
 
-def answer_to(prompt: Sequence[int], count: int) -> list[int]:
-    """Return the tokens that follow a prompt."""
-    prefix = TokenPrefix(
+
+def _prefix(prompt: Sequence[int], count: int) -> TokenPrefix:
+    return TokenPrefix(
         prompt,
         BLOCK_TOKENS,
         cache_salt=None,
         vocab_size=VOCABULARY,
         room_tokens=len(prompt) + count,
     )
-    answer = []
-    for _ in range(count):
-        answer.append(prefix.next_token)
-        prefix.append(answer[-1])
-    return answer
 
 
 class Clients:

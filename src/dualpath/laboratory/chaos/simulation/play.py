@@ -13,18 +13,24 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from unittest import mock
 
 import msgspec
 
+from dualpath.core.blocks import BlockKey
 from dualpath.core.modes import Mode
+from dualpath.engine import pump
 from dualpath.laboratory.chaos.simulation.adversary import KINDS, Adversary, Kind
 from dualpath.laboratory.chaos.simulation.clients import Asked, Clients
 from dualpath.laboratory.chaos.simulation.cluster import Cluster, ClusterSettings
 from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.router.settings import RouterSettings
+from dualpath.storage import block_file
 
 _MODES = (Mode.DUALPATH, Mode.DUALPATH, Mode.DUALPATH, Mode.SPLIT, Mode.BASIC, Mode.ROUND_ROBIN)
 
+#: A pump that polls a thousand times a second has a whole core to itself, but not here.
+_POLL_S = 0.02
 #: An agent's turns can take long one after the other.
 _AGENTS_LIMIT_S = 900.0
 #: After the last fault and the last request everything comes to rest within this time.
@@ -49,7 +55,7 @@ class Outcome(msgspec.Struct, frozen=True):
 def play(seed: int, *, story: bool = False, kinds: Sequence[Kind] = KINDS) -> Outcome:
     """Play the run of a seed, with faults of these kinds."""
     world = World(seed, telling=story)
-    with _logged(world):
+    with _logged(world), mock.patch.object(pump, "_LONGEST_WAIT_S", _POLL_S):
         try:
             return _Run(world, kinds).play(story)
         finally:
@@ -78,10 +84,12 @@ def _logged(world: World) -> Iterator[None]:
     propagate, logger.propagate = logger.propagate, False
     hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
     logger.addHandler(teller)
+    gc.disable()
     try:
         yield
-        gc.collect()
     finally:
+        gc.collect(0)  # All of this world is young, as nothing was collected meanwhile.
+        gc.enable()
         logger.removeHandler(teller)
         logger.propagate = propagate
         sys.unraisablehook = hook
@@ -130,6 +138,7 @@ class _Run:
         self._rest()
         for asked in clients.asked:
             self._check(asked)
+        self._check_stored()
         return Outcome(
             seed=world.seed,
             digest=world.digest(),
@@ -152,6 +161,17 @@ class _Run:
             left_over = self.cluster.left_over()
         for what in left_over:
             world.problem(f"left over: {what}")
+
+    def _check_stored(self) -> None:
+        """Compare stored blocks with what they have to be, but for those that rot visibly."""
+        right: dict[BlockKey, bytes] = {}
+        for asked in self.clients.asked:
+            right.update(asked.blocks())
+        for storage in self.cluster.shared.stored():
+            for key, (header, payload) in storage._blocks.items():
+                rots = block_file.defect(key, storage._digest, header, payload) is not None
+                if not rots and right.get(key) != payload:
+                    self.world.problem(f"stored block {key.hex()[:8]} is wrong")
 
     def _check(self, asked: Asked) -> None:
         took_s = (asked.ended_s or self.world.now_s) - asked.asked_s

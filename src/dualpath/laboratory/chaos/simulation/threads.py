@@ -16,8 +16,8 @@ from dualpath.laboratory.chaos.simulation.world import Process, Timer
 
 #: How long a thread that is woken needs until it runs.
 _WAKE_UPS_S = (0.0, 0.0, 0.0, 0.0, 1e-6, 1e-5, 1e-4, 2e-3)
-#: How often a thread loses its turn at a lock.
-_PREEMPTED = 0.02
+#: A thread loses its turn at one of so many locks taken or given back, on average.
+_PREEMPTED_OF = 50
 
 
 class SimThreads:
@@ -29,6 +29,7 @@ class SimThreads:
         self._chance: Random = self.world.chance
         self.hub = getcurrent()
         self._running: dict[greenlet, SimThread] = {}
+        self._turns_left = 0
         self.world.at_the_end(self._dispose)
 
     def start(self, name: str, work: Callable[[], None]) -> Thread:
@@ -81,9 +82,12 @@ class SimThreads:
 
     def may_lose_turn(self) -> None:
         """Let other threads run first, now and then."""
-        if self._chance.random() < _PREEMPTED and not self.is_hub() and self.process.alive:
-            self.wake(self._running[getcurrent()])
-            self._switch()
+        self._turns_left -= 1
+        if self._turns_left < 0:
+            self._turns_left = self._chance.randrange(2 * _PREEMPTED_OF)
+            if not self.is_hub() and self.process.alive:
+                self.wake(self._running[getcurrent()])
+                self._switch()
 
     def wake(self, thread: "SimThread") -> None:
         """Let a thread run again, soon."""
@@ -186,16 +190,22 @@ class _SimLock:
 
     def __enter__(self) -> bool:
         self._threads.may_lose_turn()
-        while self._held and not self._threads.is_hub() and self._threads.process.alive:
-            self._threads.wait(self._queue, None)
+        if self._held:
+            self._queue_up()
         self._held = True
         return True
 
     def __exit__(self, *exc_info: object) -> None:
         self._held = False
-        _wake_first(self._queue, 1)
+        if self._queue:
+            _wake_first(self._queue, 1)
         if exc_info[0] is None:
             self._threads.may_lose_turn()
+
+    def _queue_up(self) -> None:
+        threads = self._threads
+        while self._held and not threads.is_hub() and threads.process.alive:
+            threads.wait(self._queue, None)
 
 
 class _SimCondition(_SimLock):
