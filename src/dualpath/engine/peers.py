@@ -1,5 +1,6 @@
 """The engines of the other role, as one engine knows them."""
 
+import logging
 from collections.abc import Iterable
 
 import msgspec
@@ -10,11 +11,15 @@ from dualpath.core.errors import TransportError
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.transport.contract import AgentInfo, RegionInfo, Transport
 
+log = logging.getLogger(__name__)
+
 
 class Peers:
     """Connects and disconnects; remembers whose transfers may still come.
 
-    The PE starts all transfers between engines, so only PEs connect, and only DEs have writers.
+    The PE starts all transfers between engines, so only PEs connect, and only DEs have writers.  A
+    peer that cannot be reached when it is announced harms no other, and is tried again when it is
+    needed.
     """
 
     def __init__(self, role: Role, transport: Transport, threads: Threads = OS_THREADS) -> None:
@@ -22,19 +27,20 @@ class Peers:
         self._transport = transport
         self._lock = threads.lock()
         self._peers: dict[str, EngineAddress] = {}
+        self._connected: set[str] = set()
         self._writers: dict[tuple[str, str], Writer] = {}
 
     def up(self, peer: EngineAddress) -> None:
-        """A peer joined; raises ``PeerLostError`` if it cannot be reached."""
-        if self._connects:
-            regions = tuple(RegionInfo(**msgspec.structs.asdict(r)) for r in peer.regions)
-            self._transport.connect(
-                AgentInfo(agent=peer.agent, metadata=peer.agent_metadata, regions=regions)
-            )
+        """A peer joined."""
         with self._lock:
             self._peers[peer.engine_id] = peer
             if peer.role is Role.PREFILL:
                 self._writers[peer.writer.id] = peer.writer
+        if self._connects:
+            try:
+                self._connect(peer)
+            except TransportError as error:
+                log.warning("engine %s is tried again when needed: %s", peer.engine_id, error)
 
     def down(self, message: PeerDown) -> None:
         """A peer is lost; only one that is certainly gone writes nothing more."""
@@ -47,6 +53,7 @@ class Peers:
             if message.certain:
                 self._writers.pop((message.engine_id, message.epoch), None)
         if peer is not None and self._connects:
+            self._connected.discard(peer.agent)
             self._transport.disconnect(peer.agent)
 
     def only(self, peers: Iterable[EngineAddress]) -> None:
@@ -66,7 +73,7 @@ class Peers:
     def agent_of(self, engine_id: str, epoch: str) -> str:
         """Return a peer's transport agent.
 
-        Raises ``TransportError`` if that engine, in that epoch, is not connected.
+        Raises ``TransportError`` if that engine, in that epoch, is not here or cannot be reached.
         """
         with self._lock:
             peer = self._peers.get(engine_id)
@@ -74,4 +81,13 @@ class Peers:
             raise TransportError(
                 f"engine {engine_id} (epoch {epoch}) is not connected; it is lost or restarted"
             )
+        if peer.agent not in self._connected:
+            self._connect(peer)
         return peer.agent
+
+    def _connect(self, peer: EngineAddress) -> None:
+        regions = tuple(RegionInfo(**msgspec.structs.asdict(r)) for r in peer.regions)
+        self._transport.connect(
+            AgentInfo(agent=peer.agent, metadata=peer.agent_metadata, regions=regions)
+        )
+        self._connected.add(peer.agent)
