@@ -61,8 +61,8 @@ def simulate(args: argparse.Namespace) -> int:
     from dualpath.laboratory.chaos.simulation.plants import PLANTS, planted
 
     if args.plant == "list":
-        for name, (what, _) in PLANTS.items():
-            print(f"{name:<28} {what}")
+        for name, plant in PLANTS.items():
+            print(f"{name:<22} {plant.what}")
         return 0
     with planted(args.plant):
         if args.story is not None:

@@ -4,39 +4,166 @@ Each takes back one thing that keeps KV right or the cluster alive.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 from unittest import mock
 
+import msgspec
+
+from dualpath.core.control import Envelope, Release
 from dualpath.core.errors import ConfigError
+from dualpath.core.sessions import Conversation
+from dualpath.engine.active_requests import ActiveRequests
 from dualpath.engine.buffer import BlockBuffer
+from dualpath.engine.layer_stream import LayerStream
+from dualpath.engine.read_queue import ReadQueue
 from dualpath.engine.slots import SlotPool
+from dualpath.engine.traffic_manager import TrafficManager
+from dualpath.router.control.engine_calls import Job
+from dualpath.router.control.registry import Registry
+from dualpath.router.control.releases import Releases
+from dualpath.router.control.witnesses import Witnesses
+from dualpath.router.requests import request_life
+from dualpath.router.requests.attempt_steps import AttemptSteps
+from dualpath.router.requests.lifecycle import Attempt
 from dualpath.storage import block_file
 
-Plant = Callable[[], AbstractContextManager[object]]
+
+class Plant(msgspec.Struct, frozen=True):
+    """``what`` is taken back, in words; ``patch`` takes it back as long as it is entered."""
+
+    what: str
+    patch: Callable[[], AbstractContextManager[object]]
 
 
-def _checksum_ignored() -> AbstractContextManager[object]:
-    return mock.patch.object(block_file, "defect", return_value=None)
+def _instead(owner: object, name: str, other: object) -> Callable[[], Any]:
+    return lambda: mock.patch.object(owner, name, other)
 
 
-def _reads_without_pin() -> AbstractContextManager[object]:
-    """The reader of storage does not pin the slot it reads into."""
-    return mock.patch.multiple(
-        BlockBuffer, pin=lambda self, slots: None, unpin=lambda self, slots: None
+def _take_anything(
+    self: Conversation[Any, Any], envelope: Envelope[Any], now_s: float
+) -> tuple[Any, list[Envelope[Any]]]:
+    """``Conversation.hear`` that takes messages up as they come, again and again."""
+    while self._kept and self._kept[0][0] <= envelope.received:
+        self._kept.popleft()
+    self._heard = max(self._heard, envelope.number)
+    return envelope.message, self._missing(now_s)
+
+
+def _release_at_once(self: Releases, engine_id: str, attempt_id: str, reason: str) -> None:
+    self._slots.pop(attempt_id, None)
+    self._send(engine_id, Release(request_id=attempt_id, reason=reason))
+
+
+def _same_name(self: request_life.RequestLife, job: Job) -> Any:  # noqa: ANN401
+    """``RequestLife._one_attempt`` that makes all attempts under one name."""
+    attempt = Attempt(
+        self._context,
+        job,
+        job.request_id,
+        self._arrival_seq,
+        self.record,
+        self._emit,
+        self._trace,
     )
+    self._attempt = attempt
+    return attempt.run()
 
 
-def _no_quarantine() -> AbstractContextManager[object]:
-    """Slots that a lost engine may still write to are free at once."""
-    return mock.patch.object(SlotPool, "quarantine", SlotPool.release)
+async def _unconfirmed(self: AttemptSteps, engine: object, done: Any) -> Any:  # noqa: ANN401
+    """``AttemptSteps.kv_arrived`` that takes the first token as the word that KV has arrived."""
+    done.cancel()
+    return mock.Mock(forward_s=0.0, transfer_s=0.0)
 
 
-#: By name: what was taken back, and how.
-PLANTS: dict[str, tuple[str, Plant]] = {
-    "checksum-ignored": ("a stored block's checksum is not compared", _checksum_ignored),
-    "no-pins": ("nobody pins slots while reading or writing them", _reads_without_pin),
-    "no-quarantine": ("slots of a lost writer are free at once", _no_quarantine),
+def _computed_at_once(self: LayerStream, layer: int) -> None:
+    """``LayerStream.computed`` that does not wait for the layer that leaves its region."""
+    self._send(layer, self._device.record())
+    self._layer_start_ns = self._trace.now_ns()
+
+
+def _any_lease(self: BlockBuffer, request_id: str, slots: Sequence[int]) -> bool:
+    self.pin(slots)
+    return True
+
+
+#: By name, in the order of the reference.
+PLANTS: dict[str, Plant] = {
+    "no-resend": Plant(
+        "what a reset has lost is not said again",
+        _instead(Conversation, "_missing", lambda self, now_s: []),
+    ),
+    "doubles-taken": Plant(
+        "a message that comes twice is taken up twice",
+        _instead(Conversation, "hear", _take_anything),
+    ),
+    "session-end-keeps": Plant(
+        "an engine keeps its requests when its session is over",
+        _instead(TrafficManager, "end_session", lambda self, reason: None),
+    ),
+    "silence-ignored": Plant(
+        "an engine that falls silent is not lost",
+        _instead(Registry, "silent", lambda self, now_s, timeout_s: []),
+    ),
+    "one-name": Plant(
+        "all attempts of a request have one name",
+        _instead(request_life.RequestLife, "_one_attempt", _same_name),
+    ),
+    "retry-forgets-tokens": Plant(
+        "an attempt after streamed tokens begins with the old prompt",
+        _instead(Job, "continued", lambda self, generated: self),
+    ),
+    "released-at-once": Plant(
+        "a DE's slots are free before its PE has said that it writes no more",
+        _instead(Releases, "release_when_safe", _release_at_once),
+    ),
+    "no-quarantine": Plant(
+        "slots that a lost engine may still write to are free at once",
+        _instead(SlotPool, "quarantine", SlotPool.release),
+    ),
+    "doubts-unsaid": Plant(
+        "a PE does not name the transfers that its session has left under way",
+        _instead(ActiveRequests, "unsettled", lambda self: ()),
+    ),
+    "no-witness": Plant(
+        "nobody is asked whether a lost process has ended",
+        _instead(Witnesses, "ask", lambda self, writers: []),
+    ),
+    "released-in-pass": Plant(
+        "a request is released at its PE while a forward pass moves its KV",
+        _instead(ActiveRequests, "ask_release", lambda self, release: True),
+    ),
+    "prefill-unconfirmed": Plant(
+        "a prefill counts before the PE has said that its KV has arrived",
+        _instead(AttemptSteps, "kv_arrived", _unconfirmed),
+    ),
+    "load-before-send": Plant(
+        "a layer is computed before the one that used its region has left",
+        _instead(LayerStream, "computed", _computed_at_once),
+    ),
+    "no-pins": Plant(
+        "nobody pins slots while reading or writing them",
+        lambda: mock.patch.multiple(
+            BlockBuffer, pin=lambda self, slots: None, unpin=lambda self, slots: None
+        ),
+    ),
+    "late-read-stays": Plant(
+        "a read that is given up goes on into the request's own slots",
+        _instead(ReadQueue, "_set_aside", lambda self, task: True),
+    ),
+    "deadline-forgotten": Plant(
+        "a storage read has no deadline at its engine",
+        _instead(ReadQueue, "expire", lambda self, now_ns: None),
+    ),
+    "slots-unchecked": Plant(
+        "a DE does not check that a request still has the slots it is to decode from",
+        _instead(BlockBuffer, "pin_lease", _any_lease),
+    ),
+    "checksum-ignored": Plant(
+        "a stored block's checksum is not compared",
+        lambda: mock.patch.object(block_file, "defect", return_value=None),
+    ),
 }
 
 
@@ -48,5 +175,5 @@ def planted(name: str) -> Iterator[None]:
         return
     if name not in PLANTS:
         raise ConfigError(f"{{plant}} is {name!r}; choose one of {', '.join(PLANTS)}")
-    with PLANTS[name][1]():
+    with PLANTS[name].patch():
         yield
