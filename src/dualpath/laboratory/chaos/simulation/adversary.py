@@ -11,6 +11,8 @@ from dualpath.laboratory.chaos.simulation.world import Process, World
 
 #: Faults begin within this time.
 FAULTS_WITHIN_S = 1.2
+#: How often a fault begins at a moment when it hurts.
+_MOMENTS = 0.008
 #: Transfers take that much longer: less, and more, than any deadline.
 _STALL_S = (0.5, 8.0)
 _HANG_S = (32.0, 50.0)
@@ -38,16 +40,24 @@ class Adversary:
         self.cluster = cluster
         self.clients = clients
         self._under_way = faults
+        self._waiting = [world.chance.choice(kinds) for _ in range(faults)]
+        world.moment = self._moment
         for _ in range(faults):
-            kind = world.chance.choice(kinds)
-            world.after(
-                world.chance.uniform(0.0, FAULTS_WITHIN_S), functools.partial(self._begin, kind)
-            )
+            world.after(world.chance.uniform(0.1, FAULTS_WITHIN_S), self._strike)
 
     @property
     def calm(self) -> bool:
         """Whether every fault has ended."""
         return self._under_way == 0
+
+    def _moment(self) -> None:
+        """Something happens that a fault may hit: half of the faults begin at such a moment."""
+        if self._waiting and self.world.chance.random() < _MOMENTS:
+            self.world.after(self.world.chance.choice((0.0, 1e-4, 1e-3)), self._strike)
+
+    def _strike(self) -> None:
+        if self._waiting:
+            self._begin(self._waiting.pop())
 
     def _begin(self, kind: Kind) -> None:
         self.world.note("adversary", kind.name)

@@ -20,7 +20,7 @@ from dualpath.router.control.registry import EngineInfo
 from dualpath.router.token_api.statuses import BAD_REQUEST, UNPROCESSABLE, engine_error
 from dualpath.router.token_api.wire import Choice, GenerateAnswer, GenerateRequest
 
-_DELAYS_S = (0.0001, 0.0005, 0.002, 0.01)
+_DELAYS_S = (0.0001, 0.0005, 0.002, 0.04)
 
 
 class Server(Protocol):
@@ -86,6 +86,7 @@ class Call:
         """The request reaches the engine."""
         if not self._open:
             return
+        self._network.world.moment()
         if not self.server.serves:
             self.break_off("connection refused")
             return

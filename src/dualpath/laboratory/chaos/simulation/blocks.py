@@ -9,6 +9,8 @@ from dualpath.storage.contract import ReadOutcome
 from dualpath.storage.memory import MemoryStorage
 
 _DELAYS_S = (0.0002, 0.0005, 0.001, 0.003)
+#: How often what takes unusually long fails in the end, having written something all the same.
+_SLOW_FAIL = 0.5
 
 
 class StorageFaults:
@@ -50,9 +52,10 @@ class SimStorage:
 
     def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
         """Read, with bytes that arrive late, or broken, or not at all."""
-        self._take_time("read")
+        slow = self._take_time("read")
         self._check(destination)
-        if self._happens(self._faults.failing, "read fails"):
+        failing = _SLOW_FAIL if slow else self._faults.failing
+        if self._happens(failing, "read fails"):
             destination[: len(destination) // 2] = bytes(len(destination) // 2)
             return ReadOutcome(0, "read error: the adversary")
         if self._happens(self._faults.corrupting, f"block {key.hex()[:8]} rots"):
@@ -77,13 +80,16 @@ class SimStorage:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _take_time(self, what: str) -> None:
+    def _take_time(self, what: str) -> bool:
+        """Wait; return whether it took unusually long."""
+        self._world.moment()
         delay_s = self._world.chance.choice(_DELAYS_S)
         if self._faults.slow and self._world.chance.random() < self._faults.slow:
             delay_s = self._world.chance.uniform(*self._faults.slow_s)
             self._faults.injected += 1
             self._world.note(self._threads.process.name, f"{what} takes {delay_s:.3f} s")
         self._threads.sleep(delay_s)
+        return delay_s >= self._faults.slow_s[0]
 
     def _happens(self, how_often: float, what: str) -> bool:
         if not how_often or self._world.chance.random() >= how_often:

@@ -21,7 +21,7 @@ COSTS = ModelCosts(
     name="small",
     layers=LAYERS,
     kv_bytes_per_token=LAYERS * 8.0,
-    prefill=PrefillCosts(batch_s=1e-3, attention_token_s=1e-4, pair_s=1e-6),
+    prefill=PrefillCosts(batch_s=1e-2, attention_token_s=2e-4, pair_s=1e-6),
     decode=DecodeCosts(step_s=1e-2),
     prefill_tokens_per_s=1e4,
 )

@@ -222,6 +222,7 @@ class Wire:
 
         def arrive() -> None:
             if cuts == self._cuts:
+                world.moment()
                 self._arrived(frame)
 
         for _ in range(self._connection.times()):

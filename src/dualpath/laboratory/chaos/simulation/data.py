@@ -18,7 +18,7 @@ from dualpath.transport.in_process import InProcessFabric, InProcessTransfer, In
 #: Who owns a piece of a region of an agent now; None if nobody does.
 OwnerOf = Callable[[str, str, int], str | None]
 
-_DELAYS_S = (0.0, 0.0001, 0.0005, 0.001, 0.004)
+_DELAYS_S = (0.0, 0.0001, 0.0005, 0.002, 0.02)
 #: How often a fault that is due takes the next transfer.
 _HIT = 0.3
 
@@ -67,6 +67,7 @@ class SimTransfer:
             faults.to_fail -= 1
             self._broken = "the adversary broke it"
             world.note("transfer", f"{self} fails after {delay_s:.3f} s")
+        world.moment()
         world.detail("transfer", lambda: f"{self} begins, {delay_s:.4f} s")
         half = len(self._writes.pieces) // 2
         world.after(delay_s / 2, lambda: self._move(0, half))

@@ -25,7 +25,6 @@ from dualpath.router.control.registry import Registry
 from dualpath.router.control.releases import Releases
 from dualpath.router.control.witnesses import Witnesses
 from dualpath.router.requests import request_life
-from dualpath.router.requests.attempt_steps import AttemptSteps
 from dualpath.router.requests.lifecycle import Attempt
 from dualpath.storage import block_file
 
@@ -69,12 +68,6 @@ def _same_name(self: request_life.RequestLife, job: Job) -> Any:  # noqa: ANN401
     )
     self._attempt = attempt
     return attempt.run()
-
-
-async def _unconfirmed(self: AttemptSteps, engine: object, done: Any) -> Any:  # noqa: ANN401
-    """``AttemptSteps.kv_arrived`` that takes the first token as the word that KV has arrived."""
-    done.cancel()
-    return mock.Mock(forward_s=0.0, transfer_s=0.0)
 
 
 def _computed_at_once(self: LayerStream, layer: int) -> None:
@@ -134,10 +127,6 @@ PLANTS: dict[str, Plant] = {
         "a request is released at its PE while a forward pass moves its KV",
         _instead(ActiveRequests, "ask_release", lambda self, release: True),
     ),
-    "prefill-unconfirmed": Plant(
-        "a prefill counts before the PE has said that its KV has arrived",
-        _instead(AttemptSteps, "kv_arrived", _unconfirmed),
-    ),
     "load-before-send": Plant(
         "a layer is computed before the one that used its region has left",
         _instead(LayerStream, "computed", _computed_at_once),
@@ -151,10 +140,6 @@ PLANTS: dict[str, Plant] = {
     "late-read-stays": Plant(
         "a read that is given up goes on into the request's own slots",
         _instead(ReadQueue, "_set_aside", lambda self, task: True),
-    ),
-    "deadline-forgotten": Plant(
-        "a storage read has no deadline at its engine",
-        _instead(ReadQueue, "expire", lambda self, now_ns: None),
     ),
     "slots-unchecked": Plant(
         "a DE does not check that a request still has the slots it is to decode from",

@@ -98,7 +98,7 @@ def _logged(world: World) -> Iterator[None]:
 class _Run:
     def __init__(self, world: World, kinds: Sequence[Kind]) -> None:
         chance = world.chance
-        self.faults = chance.choice((0, 1, 1, 1, 2, 2, 3, 4))
+        self.faults = chance.choice((0, 1, 1, 1, 2, 3, 4, 6))
         router = RouterSettings(
             engine_timeout_s=2.0,
             suspect_timeout_s=1.0,

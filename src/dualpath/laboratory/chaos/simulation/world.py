@@ -44,6 +44,8 @@ class World:
         self._details: list[tuple[float, str, str]] = []
         self.problems: list[str] = []
         self.events = 0
+        #: Called at moments when a fault would hurt: something begins, arrives or is under way.
+        self.moment: Callable[[], None] = lambda: None
         self._queue: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
         self._disposals: list[Callable[[], None]] = []
