@@ -127,6 +127,9 @@ class ZmqConnection:
     def send(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
 
+    def reset(self) -> None:
+        raise NotImplementedError("real connections are reset in tests/e2e/test_control_reset.py")
+
     async def receive(self) -> bytes:
         return await self._socket.recv()
 

@@ -28,6 +28,7 @@ from dualpath.core.control import (
     Released,
     Report,
     Reserved,
+    RouterMessage,
     Welcome,
 )
 from dualpath.core.modes import Mode
@@ -165,7 +166,7 @@ class ToyEngine:
         self._kept: list[Message] = []
         self._seq = 0
 
-    def command(self, message: Message) -> None:
+    def command(self, message: RouterMessage) -> None:
         """Give the traffic manager a command of the router."""
         self.manager.handle(message)
 

@@ -187,8 +187,9 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
 
 
 def flip_payload(storage: BlockStorage, key: BlockKey) -> None:
-    wraps = isinstance(storage, ThrottledStorage | RememberingStorage)
-    target = storage.inner if wraps else storage
+    target = storage
+    if isinstance(storage, ThrottledStorage | RememberingStorage):
+        target = storage.inner
     if isinstance(target, MemoryStorage):
         target.corrupt(key, offset_bytes=BLOCK_BYTES - 1)
         return

@@ -19,6 +19,7 @@ from tests.unit.test_workload_report import result, turn
 from dualpath.cli.main import main
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
+from dualpath.core.sessions import Event
 from dualpath.laboratory.emulated.front_door import FrontDoor
 from dualpath.laboratory.emulated.http_server import serving_app
 from dualpath.router.observe.dashboard.page_file import dashboard_page
@@ -102,7 +103,7 @@ async def test_names_of_engines_are_text_whatever_they_are(tab: Tab) -> None:
     reported.join("de-0", Role.DECODE)
     reported.report(MARKUP)
     reported.assign(MARKUP, MARKUP, "de-0")
-    reported.registry.all()[0].alive = False
+    reported.registry.all()[0].machine.on(Event.SILENT)
     reported.after(1.0)
     async with serving(reported) as url:
         await live(tab, url)

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualpath.core.control import EngineMessage, Released, RouterMessage, Sync
+from dualpath.core.control import (
+    EngineMessage,
+    FromEngine,
+    FromRouter,
+    Released,
+    RouterMessage,
+    Sync,
+)
 from dualpath.core.sessions import (
     ENGINE_TABLE,
     REPEAT_AFTER_S,
@@ -26,10 +33,10 @@ class Line:
     def __init__(self) -> None:
         self.router: Conversation[RouterMessage, EngineMessage] = Conversation("s")
         self.engine: Conversation[EngineMessage, RouterMessage] = Conversation("s")
-        self.to_engine: deque = deque()
-        self.to_router: deque = deque()
-        self.said: dict[str, list] = {"router": [], "engine": []}
-        self.taken: dict[str, list] = {"router": [], "engine": []}
+        self.to_engine: deque[FromRouter] = deque()
+        self.to_router: deque[FromEngine] = deque()
+        self.said: dict[str, list[int]] = {"router": [], "engine": []}
+        self.taken: dict[str, list[int]] = {"router": [], "engine": []}
         self.now_s = 0.0
 
     def say(self, end: str, number: int) -> None:
@@ -49,13 +56,13 @@ class Line:
         while self.to_engine:
             message, again = self.engine.hear(self.to_engine.popleft(), self.now_s)
             self.to_router.extend(again)
-            if message is not None and message.call_id >= 0:
+            if isinstance(message, Sync) and message.call_id >= 0:
                 self.taken["router"].append(message.call_id)
         while self.to_router:
-            message, again = self.router.hear(self.to_router.popleft(), self.now_s)
-            self.to_engine.extend(again)
-            if message is not None and message.request_id != "-1":
-                self.taken["engine"].append(int(message.request_id))
+            answer, missing = self.router.hear(self.to_router.popleft(), self.now_s)
+            self.to_engine.extend(missing)
+            if isinstance(answer, Released) and answer.request_id != "-1":
+                self.taken["engine"].append(int(answer.request_id))
 
     def reset(self) -> None:
         self.to_engine.clear()
@@ -118,10 +125,10 @@ def test_a_table_says_one_thing_for_each_state_and_event(table, ends):
 @given(st.lists(st.sampled_from(list(Event)), max_size=40))
 def test_sessions_open_and_end_in_turn_at_both_ends(events):
     """Whatever happens in whatever order: nothing ends twice, nothing opens over another one."""
-    for table, start, opens, ends in (
-        (ENGINE_TABLE, EngineEnd.AWAY, Action.BEGIN, Action.END),
-        (ROUTER_TABLE, RouterEnd.UNKNOWN, Action.JOIN, Action.LOSE),
+    engine, router = Machine(ENGINE_TABLE, EngineEnd.AWAY), Machine(ROUTER_TABLE, RouterEnd.UNKNOWN)
+    for on, opens, ends in (
+        (engine.on, Action.BEGIN, Action.END),
+        (router.on, Action.JOIN, Action.LOSE),
     ):
-        machine = Machine(table, start)
-        turns = [a for event in events for a in machine.on(event) if a in (opens, ends)]
+        turns = [a for event in events for a in on(event) if a in (opens, ends)]
         assert turns == [opens if i % 2 == 0 else ends for i in range(len(turns))]

@@ -7,6 +7,7 @@ from tests.unit.router_fakes import NAMESPACE
 
 from dualpath.core.cluster import Role
 from dualpath.core.control import PROTOCOL_VERSION, EngineAddress, Hello, Report
+from dualpath.core.sessions import Event
 from dualpath.router.control.assign_log import AssignmentNote
 from dualpath.router.control.registry import EngineState, Registry
 from dualpath.router.observe.dashboard.board import Dashboard, Load
@@ -54,10 +55,11 @@ class ReportedCluster:
             buffer_tokens=BUFFER_TOKENS,
             snic_bytes_per_s=1e6,
         )
-        self.registry.admit(hello, engine_id.encode(), self.now_s)
-        state = self.registry.get(engine_id)
-        assert state is not None
-        return state
+        admission = self.registry.admit(hello)
+        assert admission is not None
+        admission.engine.machine.on(admission.event)
+        admission.engine.open(engine_id, b"", self.now_s)
+        return admission.engine
 
     def report(
         self,
@@ -137,5 +139,5 @@ def large_cluster(nodes: int, engines_per_node: int) -> ReportedCluster:
                 )
         cluster.after(1.0)
     lost = cluster.registry.all()[0]
-    lost.alive = False
+    lost.machine.on(Event.SILENT)
     return cluster

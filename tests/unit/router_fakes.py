@@ -108,13 +108,13 @@ class FakeEngine:
         self.content: dict[int, bytes] = {}
         self.leases: dict[str, list[int]] = {}
         self.waiting: deque[tuple[str, int]] = deque()
-        self.quarantined: dict[str, list[int]] = {}
+        self.quarantined = {}
         self.tenants: dict[str, int] = {}
         self.kv_in_hbm: set[str] = set()
         self.withheld: deque[control.KvInHbm] = deque()
         self.persisted: set[str] = set()
         self.assign_seq = self.report_seq = 0
-        self.writers: dict[str, control.Writer] = {}
+        self.writers = {}
         self.connection = network.connect()
         self.session = RouterSession(self.hello, self.load, self._take, self._end)
         self.tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._tick)]

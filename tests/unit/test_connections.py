@@ -65,13 +65,13 @@ async def test_a_connection_that_asks_nothing_is_closed_and_one_that_works_is_no
             half.data_received(b"X")  # A byte now and then is no request.
             with busy.request():
                 busy.data_received(b"GET / HTTP/1.1\r\n\r\n")
-        assert silent.closed
-        assert half_head.closed
-        assert not answering.closed
-    assert not keeps_alive.closed
+        assert silent.is_closing()
+        assert half_head.is_closing()
+        assert not answering.is_closing()
+    assert not keeps_alive.is_closing()
     await asyncio.sleep(40.0)
-    assert answering.closed
-    assert keeps_alive.closed
+    assert answering.is_closing()
+    assert keeps_alive.is_closing()
 
 
 async def test_one_connection_too_many_is_told_so():
@@ -79,7 +79,7 @@ async def test_one_connection_too_many_is_told_so():
     first, _ = connect(connections)
     connect(connections)
     refused, wire = connect(connections)
-    assert wire.closed
+    assert wire.is_closing()
     head, _, body = wire.written.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 429 ")
     assert b"Retry-After: 1" in head
@@ -89,16 +89,16 @@ async def test_one_connection_too_many_is_told_so():
     assert len(connections) == 2
     first.connection_lost(None)
     _, wire = connect(connections)
-    assert not wire.closed
+    assert not wire.is_closing()
 
 
 async def test_a_head_without_end_is_cut_off():
     connections = Connections(ConnectionLimits())
     endless, wire = connect(connections)
     endless.data_received(b"x" * LARGEST_HEAD_BYTES)
-    assert not wire.closed
+    assert not wire.is_closing()
     endless.data_received(b"x")
-    assert wire.closed
+    assert wire.is_closing()
     assert wire.written.startswith(b"HTTP/1.1 431 ")
     # A body belongs to its request, and counts nothing here.
     posting, wire = connect(connections)
@@ -106,9 +106,9 @@ async def test_a_head_without_end_is_cut_off():
         posting.data_received(b"x" * (1 << 24))
     posting.data_received(b"x" * (1 << 18))  # its own end may be in it
     posting.data_received(b"x" * LARGEST_HEAD_BYTES)
-    assert not wire.closed
+    assert not wire.is_closing()
     posting.data_received(b"x")
-    assert wire.closed
+    assert wire.is_closing()
     assert wire.written == b""
 
 

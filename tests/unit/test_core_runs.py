@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import Read, decode_router_message, encode
+from dualpath.core.control import Read, decode_router_message, encode, outside
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.runs import BlockRun, HitRun
 
@@ -43,9 +43,11 @@ def test_a_run_that_cannot_be_is_refused_also_in_a_message(
 ) -> None:
     with pytest.raises(ValueError, match=error):
         HitRun(Role.PREFILL, BlockRun(*blocks), slots)
-    read = msgspec.to_builtins(Read("r", RUN, (b"k",) * 4, 1.0), builtin_types=(bytes,))
-    assert decode_router_message(encode(Read("r", RUN, (b"k",) * 4, 1.0))).run == RUN  # type: ignore[union-attr]
+    sent = Read("r", RUN, (b"k",) * 4, 1.0)
+    received = decode_router_message(encode(outside(sent))).message
+    assert received == sent
+    *envelope, read = msgspec.to_builtins(outside(sent), builtin_types=(bytes,))
     read["run"]["blocks"] = {"first": blocks[0], "count": blocks[1]}
     read["run"]["slots"] = slots
     with pytest.raises(IncompatibleError, match=error):
-        decode_router_message(msgspec.msgpack.encode(read))
+        decode_router_message(msgspec.msgpack.encode([*envelope, read]))

@@ -12,6 +12,7 @@ from tests.unit.dashboard_cluster import BUFFER_TOKENS, ReportedCluster, large_c
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
+from dualpath.core.sessions import Event
 from dualpath.laboratory.emulated.front_door import FrontDoor
 from dualpath.laboratory.emulated.http_server import serving_app
 from dualpath.router.observe.dashboard.board import SCHEMA
@@ -78,7 +79,7 @@ def test_a_nodes_engines_are_added_up_while_they_live(cluster):
     assert (both["read_queue_tokens"], both["buffer_used_tokens"]) == (42, 110)
     assert both["snic_limit_bytes_per_s"] == 2e6
     lost = cluster.registry.get("pe-1")
-    lost.alive = False
+    lost.machine.on(Event.SILENT)
     cluster.after(6.0)
     report = cluster.dashboard.report()
     one = node(report, Role.PREFILL)

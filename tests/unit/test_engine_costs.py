@@ -172,6 +172,8 @@ def test_reading_is_measured_with_every_block_once_and_written_once():
     storage = Probed()
     first = read_speed.measure(storage, 4, OS_THREADS)
     second = read_speed.measure(storage, 1, OS_THREADS)
+    assert first is not None
+    assert second is not None
     assert first.origin == second.origin == RateOrigin.MEASURED
     assert first.per_s > 0
     assert second.per_s > 0

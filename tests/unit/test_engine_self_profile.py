@@ -56,7 +56,7 @@ class Worker:
 @pytest.fixture
 def timed(monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(self_profile.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr("dualpath.vllm.self_profile.time.perf_counter", lambda: clock.now)
     stopwatch = self_profile.AttentionStopwatch(lambda: None)
     worker = Worker(clock, stopwatch)
 
@@ -159,9 +159,12 @@ def find(monkeypatch, tmp_path):
     def find(passes, config=None, **changes):
         settings = msgspec.structs.replace(SETTINGS, **changes)
         asked = []
-        found = profiling.find_costs(
-            settings, config or vllm_config(), NAMESPACE, lambda: asked.append(1) or passes
-        )
+
+        def measure():
+            asked.append(1)
+            return passes
+
+        found = profiling.find_costs(settings, config or vllm_config(), NAMESPACE, measure)
         return found, len(asked)
 
     return find

@@ -191,12 +191,16 @@ def test_nothing_under_way_is_nothing_that_stalls() -> None:
     assert "de" not in stalled
 
 
+def _wait(gate: threading.Event) -> None:
+    gate.wait(WAIT_S)
+
+
 def test_a_pump_that_hangs_costs_a_deadline_and_fails_the_pass(story: Story) -> None:
     gate, transfer = threading.Event(), story.load("a")
 
     def hang(layer: int, stream: LayerStream) -> None:
         if layer == 2:
-            story.cluster.pe.manager._movers.pump.call(lambda: gate.wait(WAIT_S))
+            story.cluster.pe.manager._movers.pump.call(lambda: _wait(gate))
 
     work = [(transfer, prompt_keys(TOKENS, "a"), CHUNK, HBM_OF["a"])]
     failures = story.cluster.forward(work, hang)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+from typing import Any
 
 import pytest
 
@@ -223,6 +224,10 @@ async def test_a_defect_that_looks_alike_stays_one():
     assert (await client.get("/")).status_code == 500
 
 
+async def _receive_nothing() -> Any:
+    raise AssertionError("nothing is read of a refused call")
+
+
 @pytest.mark.parametrize(
     ("root", "path", "admitted"),
     [
@@ -242,9 +247,9 @@ async def test_the_guard_sees_the_path_that_routes_see(root, path, admitted):
         sent.append(message)
 
     called: list[str] = []
-    sent: list[dict] = []
+    sent: list[dict[str, Any]] = []
     scope = {"type": "http", "method": "GET", "path": path, "root_path": root, "headers": []}
-    await ApiKeyGuard(inside, ApiKeys(["k"]))(scope, None, send)
+    await ApiKeyGuard(inside, ApiKeys(["k"]))(scope, _receive_nothing, send)
     assert called == (["/health"] if admitted else [])
     assert [m["status"] for m in sent if "status" in m] == ([] if admitted else [401])
 
@@ -260,10 +265,10 @@ async def test_a_web_socket_without_a_key_is_closed():
     sent: list[str] = []
     scope = {"type": "websocket", "path": "/v1/realtime", "headers": []}
     guard = ApiKeyGuard(inside, ApiKeys(["k"]))
-    await guard(scope, None, send)
+    await guard(scope, _receive_nothing, send)
     assert (called, sent) == ([], ["websocket.close"])
-    await guard({**scope, "headers": [(b"authorization", b"Bearer k")]}, None, send)
-    await guard({"type": "lifespan"}, None, send)
+    await guard({**scope, "headers": [(b"authorization", b"Bearer k")]}, _receive_nothing, send)
+    await guard({"type": "lifespan"}, _receive_nothing, send)
     assert called == ["websocket", "lifespan"]
 
 
@@ -303,7 +308,13 @@ async def uvicorn_with(limits: ConnectionLimits):
         await send({"type": "http.response.body", "body": b""})
 
     guarded_by = guarded_protocol(Connections(limits, Service().metrics))
-    config = uvicorn.Config(app, http=guarded_by, ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        app,
+        http=guarded_by,  # type: ignore[arg-type]  # any factory of protocols will do
+        ws="none",
+        lifespan="off",
+        log_config=None,
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -104,7 +104,9 @@ def test_an_engines_own_nonsense_harms_only_itself():
         mad = made.engines["p1"]
         await mad.join(made.network)
         for frame in sent:
-            session = made.service.registry.get("p1").talk.session
+            state = made.service.registry.get("p1")
+            assert state is not None
+            session = state.talk.session
             assert len(session) == len(SESSION)
             mad.send_raw(frame.replace(b"p0", b"p1").replace(SESSION.encode(), session.encode()))
         await mad.kill()

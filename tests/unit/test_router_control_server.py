@@ -200,7 +200,9 @@ class Watched:
         self.receive(control.outside(self.engine.hello(greeting)))
         state = self.registry.get("p0")
         assert state is not None
-        self.talk = Conversation(state.talk.session)
+        self.talk: Conversation[control.EngineMessage, control.RouterMessage] = Conversation(
+            state.talk.session
+        )
 
     def receive(self, envelope: control.FromEngine) -> None:
         self.server._handle(b"p0", [control.encode(envelope)])

@@ -218,7 +218,12 @@ class Asked:
         state = type("State", (), {"dualpath_service": service})
         headers = [(b"content-length", b"%d" % declared)] if declared >= 0 else []
         app = type("App", (), {"state": state})
-        self._scope = {"type": "http", "method": method, "path": path, "headers": headers}
+        self._scope: dict[str, Any] = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "headers": headers,
+        }
         self._scope["app"] = app
 
     async def by(self, app: Any) -> int:

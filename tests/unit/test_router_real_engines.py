@@ -69,6 +69,7 @@ class LinkedEngine:
 
     def _forward(self) -> None:
         while (message := self.engine.outbox.get()) is not None:
+            assert isinstance(message, control.EngineMessage)
             self.link.send(message)
 
     def close(self) -> None:
