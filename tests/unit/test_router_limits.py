@@ -1,6 +1,8 @@
 """Limits and keys at the routers' HTTP servers: each with a clear status, all else served."""
 
 import asyncio
+import errno
+import logging
 import os
 import socket
 from pathlib import Path
@@ -23,7 +25,12 @@ from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
 from dualpath.router.control.exchange import AttemptChannel, Exchange
 from dualpath.router.control.registry import Registry
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.requests.limits import WANTED_OPEN_FILES, RequestLimits, raised_limit
+from dualpath.router.requests.limits import (
+    WANTED_OPEN_FILES,
+    NoFilesFilter,
+    RequestLimits,
+    raised_limit,
+)
 from dualpath.router.settings import RouterSettings
 
 PROMPT = list(range(1, 20))
@@ -316,6 +323,24 @@ async def test_a_defect_of_the_application_stays_visible():
 
 
 # ---------------------------------------------------------------------- open files
+
+
+async def test_running_out_of_files_is_said_once_and_without_a_traceback(caplog):
+    loop = asyncio.get_running_loop()
+    logger = logging.getLogger("asyncio")
+    logger.addFilter(only_once := NoFilesFilter())
+    try:
+        for _ in range(5):
+            message = "socket.accept() out of system resource"
+            error = OSError(errno.EMFILE, "Too many open files")
+            loop.default_exception_handler({"message": message, "exception": error})
+        loop.default_exception_handler({"message": "another", "exception": ValueError("defect")})
+    finally:
+        logger.removeFilter(only_once)
+    once, other = caplog.records
+    assert "ulimit -n" in once.getMessage()
+    assert (once.levelname, once.exc_info) == ("WARNING", None)
+    assert other.exc_info
 
 
 @pytest.mark.parametrize(

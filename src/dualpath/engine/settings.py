@@ -195,7 +195,7 @@ def parse_settings(values: dict[str, Any]) -> EngineSettings:
 def read_settings_file(path: str) -> dict[str, Any]:
     """Return the sections of a TOML file; raises ``ConfigError`` if it cannot be read."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_bytes().decode())
     except (OSError, ValueError, RecursionError) as error:
         # ValueError: no UTF-8, no TOML, a date that is none; RecursionError: nested too deep.
         raise ConfigError(f"settings file {path!r} cannot be read: {error}; correct it") from error

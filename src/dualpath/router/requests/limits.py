@@ -9,6 +9,7 @@ those of the layers inside, which ask for API keys and read bodies.
 A server process may have as many streams as files: one each at an engine, two at a router.
 """
 
+import logging
 import resource
 from typing import Protocol
 
@@ -33,6 +34,9 @@ RETRY_AFTER_S = 1
 
 #: Paths of the router's own, for who runs it.
 OPERATORS_PREFIX = "/dualpath/"
+
+#: A line about files that ran out is written once in that time.
+NO_FILES_GAP_S = 60.0
 
 #: What vLLM's server asks for as well, which gives up where the hard limit is lower; processes
 #: usually start with 1024.
@@ -174,6 +178,33 @@ def allow_many_streams() -> None:
     """Raise this process's soft limit on open files to ``WANTED_OPEN_FILES`` or the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (raised_limit(soft, hard), hard))
+    logging.getLogger("asyncio").addFilter(_NO_FILES)
+
+
+class NoFilesFilter(logging.Filter):
+    """For asyncio's log: a process without files says so with a traceback every second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said_s = float("-inf")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let one line pass in ``NO_FILES_GAP_S``, and say what to do."""
+        if not record.getMessage().startswith("socket.accept() out of system resource"):
+            return True
+        if record.created - self._said_s < NO_FILES_GAP_S:
+            return False
+        self._said_s = record.created
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.msg, record.args, record.exc_info = _NO_FILES_LEFT, (), None
+        return True
+
+
+_NO_FILES_LEFT = (
+    "no file is left for another connection; raise the limit (ulimit -n) or lower "
+    "--max-connections and --max-concurrent-requests"
+)
+_NO_FILES = NoFilesFilter()
 
 
 def connection_limits(settings: RouterSettings) -> ConnectionLimits:
