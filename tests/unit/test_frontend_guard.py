@@ -201,7 +201,8 @@ async def test_a_body_that_breaks_a_validator_is_the_clients_mistake(path, field
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     client = httpx.AsyncClient(transport=transport, base_url="http://router")
     whole = {"model": "m", "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
-    for value in (5, "x", [1], [[]], {"a": 1}, True):
+    values: tuple[object, ...] = (5, "x", [1], [[]], {"a": 1}, True)
+    for value in values:
         answer = await client.post(path, json={**whole, field: value})
         assert answer.status_code in (400, 422) or _misses_the_server(answer), (value, answer.text)
 
