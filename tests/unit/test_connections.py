@@ -14,6 +14,7 @@ from dualpath.router.connections import (
     ConnectionLimits,
     Connections,
     GuardedConnection,
+    Progress,
 )
 from dualpath.router.requests.bodies import ArrivingBodies, ArrivingBody, BodyRefusedError
 from dualpath.router.settings import RouterSettings
@@ -92,24 +93,46 @@ async def test_one_connection_too_many_is_told_so():
     assert not wire.is_closing()
 
 
+class Server(asyncio.Protocol):
+    """A protocol that knows of a request as soon as its head is there."""
+
+    progress = Progress(None, under_way=False)
+
+
 async def test_a_head_without_end_is_cut_off():
+    server = Server()
     connections = Connections(ConnectionLimits())
-    endless, wire = connect(connections)
+
+    def connected() -> tuple[asyncio.Protocol, Wire]:
+        made = connections.guarded(lambda: server, lambda inner: server.progress)
+        made.connection_made(wire := Wire())
+        return made, wire
+
+    endless, wire = connected()
     endless.data_received(b"x" * LARGEST_HEAD_BYTES)
     assert not wire.is_closing()
     endless.data_received(b"x")
     assert wire.is_closing()
     assert wire.written.startswith(b"HTTP/1.1 431 ")
     # A body belongs to its request, and counts nothing here.
-    posting, wire = connect(connections)
-    with posting.request():
+    posting, wire = connected()
+    server.progress = Progress("request", under_way=True)
+    for _ in range(4):
         posting.data_received(b"x" * (1 << 24))
-    posting.data_received(b"x" * (1 << 18))  # its own end may be in it
+    server.progress = Progress("request", under_way=False)
+    posting.data_received(b"x")
     posting.data_received(b"x" * LARGEST_HEAD_BYTES)
     assert not wire.is_closing()
     posting.data_received(b"x")
     assert wire.is_closing()
     assert wire.written == b""
+
+
+async def test_a_server_that_takes_its_time_with_a_request_still_gets_its_body():
+    """aiohttp begins a request some turns of the loop after its head is there."""
+    early, wire = connect(Connections(ConnectionLimits()))
+    early.data_received(b"x" * (1 << 24))
+    assert not wire.closed
 
 
 # ---------------------------------------------------------------------- bodies
@@ -178,6 +201,12 @@ def post(*headers: bytes, path: bytes = b"/v1/completions", body: bytes = b"1234
 
 async def served_as_before(made: Cluster) -> None:
     assert (await made.post(PROMPT, 1))[0] == 200
+
+
+async def test_a_body_may_be_large_and_come_fast(tmp_path: Path) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH) as made:
+        body = msgspec.json.encode({"prompt": PROMPT, "max_tokens": 1}) + b" " * (24 << 20)
+        assert (await sent(made.endpoint, post(body=body))).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_connections_of_a_front_door_end_by_themselves(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ transport and the protocol of whichever server it is:
 - beyond ``most`` connections a new one is told so (429) and closed;
 - one that begins no request for ``quiet_s``, since it was made or since its last answer, is closed;
 - between two requests at most ``LARGEST_HEAD_BYTES`` arrive: the head of the next, and what is left
-  of a body that nobody wanted.
+  of a body that nobody wanted.  This needs a protocol that knows of a request as soon as its head
+  is there, as uvicorn's does; aiohttp's does not, and bounds heads itself.
 """
 
 import asyncio
@@ -65,7 +66,8 @@ class Connections:
     ) -> asyncio.Protocol:
         """Return the protocol for a new connection; ``make`` makes the server's own.
 
-        ``progress`` looks at that; without it ``request`` has to be entered for every request.
+        ``progress`` looks at that; without it ``request`` has to be entered for every request, and
+        bytes are not counted.
         """
         return GuardedConnection(self, make, progress)
 
@@ -158,7 +160,7 @@ class GuardedConnection(asyncio.Protocol):
         if self.inner is None:
             return
         self.inner.data_received(data)
-        if self._moved() or self._seen.under_way:
+        if self._progress == self._told or self._moved() or self._seen.under_way:
             return
         self._arrived_bytes += len(data)
         if self._arrived_bytes > LARGEST_HEAD_BYTES and not self._transport.is_closing():
