@@ -79,8 +79,8 @@ _PASSED = {
     ),
 }
 #: A step is passed often: a fault comes at one of the first so many passes, say at some layer.
-_MOST_PASSES = {Step.READING: 40, Step.PREFILLING: 24, Step.DECODING: 40, Step.PERSISTING: 12}
-_FEW_PASSES = 4
+_MOST_PASSES = {Step.READING: 20, Step.PREFILLING: 12, Step.DECODING: 20, Step.PERSISTING: 6}
+_FEW_PASSES = 3
 #: A resumed process has missed heartbeats for less or for more than an engine's time-out.
 _STOP_S = (0.3, 1.5, 6.0)
 _STORAGE_S = (0.3, 1.0, 2.0)

@@ -17,7 +17,7 @@ from dualpath.laboratory.chaos.load import Load
 from dualpath.laboratory.chaos.matrix import CORRUPTIONS, Component, Fault, Strike
 from dualpath.laboratory.chaos.watch import Standing, Watch
 
-_REACH_S = 4.0
+_REACH_S = 6.0
 _END_S = 45.0
 _BACK_S = 60.0
 _SLOW_CALL_S = 0.05
