@@ -28,6 +28,9 @@ from dualpath.laboratory.chaos.watch import Watch
 _WRONG_KV = "this is a defect of the data path"
 _TRACEBACK = "Traceback (most recent call last)"
 _TICK_S = 5.0
+#: The last line of a traceback, behind what vLLM's logging puts in front of every line.
+_RAISED = re.compile(r"^(?:\(.*\] )?([A-Za-z_][\w.]*(?:Error|Exit|Exception|Interrupt)\b.*)$", re.M)
+_RAISED_CHARACTERS = 200
 
 Progress = Callable[[str], None]
 
@@ -227,5 +230,5 @@ def _last_lines(log: Path) -> Iterator[str]:
     """Yield the last line of each traceback in a log: what was raised."""
     text = log.read_text(errors="replace")
     for trace in text.split(_TRACEBACK)[1:]:
-        raised = re.search(r"^[A-Za-z_][\w.]*(:.*)?$", trace, re.MULTILINE)
-        yield raised.group(0)[:200] if raised else "(cut off)"
+        raised = _RAISED.search(trace)
+        yield raised.group(1)[:_RAISED_CHARACTERS] if raised else "(cut off)"

@@ -35,6 +35,11 @@ class Relay:
         return len(writers) // 2
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Cancelled only as the event loop ends, which has nobody to tell.
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._relayed(reader, writer)
+
+    async def _relayed(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             onward_reader, onward = await asyncio.open_connection("127.0.0.1", self.port)
         except OSError:

@@ -110,8 +110,8 @@ class Watch:
                     visitor.tell(self._disk)
                 elif visitor is not None:
                     self._note(visitor, message)
-        except ConnectionError:
-            pass  # killed
+        except (ConnectionError, asyncio.CancelledError):
+            pass  # killed, or the event loop ends
         finally:
             if visitor is not None and self._visitors.get(visitor.pid) is visitor:
                 del self._visitors[visitor.pid]
