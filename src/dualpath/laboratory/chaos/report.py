@@ -1,5 +1,6 @@
 """What a campaign found, as a report: targets, requests, the matrix, what was seen."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -138,8 +139,7 @@ def _by_step(result: CampaignResult) -> Table:
 
 
 def _seen(result: CampaignResult) -> tuple[Table, ...]:
-    left = {what: 1 for what in result.left}
-    lost = {what: 1 for what in result.account.lost_to_one}
+    left, lost = Counter(result.left), Counter(result.account.lost_to_one)
     tables = (
         _counted("Errors that clients got", result.account.examples),
         _counted("Lost to one fault of one engine", lost),
