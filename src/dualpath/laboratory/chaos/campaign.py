@@ -85,6 +85,7 @@ class Campaign:
         self._progress = progress
         self._made: list[Made] = []
         self._missed: Counter[str] = Counter()
+        self._ended_alone: Counter[str] = Counter()
         self._left: list[str] = []
         self._last_left: list[str] = []
 
@@ -157,8 +158,16 @@ class Campaign:
             for task in over:
                 task.result()
             self._load.check()
+            self._revive(busy)
         for task in running:
             await task
+
+    def _revive(self, busy: set[Component]) -> None:
+        """Start what has ended though nothing was done to it, and say so."""
+        for name, code in self._cluster.ended_alone(busy):
+            self._ended_alone[f"{name} ended on its own with exit code {code}"] += 1
+            self._progress(f"{name} ended on its own with exit code {code}; see its log")
+            self._cluster.start(name)
 
     def _next(
         self, drawn: Iterator[Strike], put_back: list[Strike], busy: set[Component]
@@ -215,7 +224,10 @@ class Campaign:
             faults=len(self._made),
             missed=dict(self._missed),
             left=tuple(self._left),
-            troubles=dict(Counter(f"{named(m)}: {m.trouble}" for m in self._made if m.trouble)),
+            troubles=dict(
+                Counter(f"{named(m)}: {m.trouble}" for m in self._made if m.trouble)
+                + self._ended_alone
+            ),
             loaded_blocks=good,
             refused_blocks=refused,
             damaged_blocks=sum(made.damaged_blocks for made in self._made),

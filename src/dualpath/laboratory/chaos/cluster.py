@@ -6,7 +6,7 @@ relay of its own, so that any of these connections can be reset.  Ports stay the
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -109,6 +109,14 @@ class ChaosCluster:
     def process(self, name: str) -> ManagedProcess:
         """Return the running process of that name."""
         return self._supervisor.process(name)
+
+    def ended_alone(self, busy: Collection[Component]) -> list[tuple[str, int | None]]:
+        """Return what has ended, with exit codes, of components to which nothing is being done."""
+        return [
+            (process.name, process.exit_code)
+            for process in self._supervisor.processes
+            if not process.alive and self._component(process.name) not in busy
+        ]
 
     def owner_of(self, pid: int) -> ManagedProcess:
         """Return the process that has started ``pid``, or is it."""

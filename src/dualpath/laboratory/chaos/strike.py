@@ -1,6 +1,7 @@
 """Faults as they are made: signals, connections cut, a disk that fails, blocks that rot."""
 
 import asyncio
+import contextlib
 import os
 import random
 import shutil
@@ -95,9 +96,10 @@ class Striker:
     async def _stop(self, strike: Strike, standing: Standing) -> str:
         # All of the process: what it has started itself, too.
         group = self._cluster.owner_of(standing.pid).pid
-        os.killpg(group, signal.SIGSTOP)
-        await asyncio.sleep(strike.lasts_s)
-        os.killpg(group, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGSTOP)
+            await asyncio.sleep(strike.lasts_s)
+            os.killpg(group, signal.SIGCONT)
         standing.go_on()
         return "" if await self._there(strike) else f"not back {_BACK_S:g} s after SIGCONT"
 
