@@ -207,6 +207,17 @@ async def test_a_body_that_breaks_a_validator_is_the_clients_mistake(path, field
         assert answer.status_code in (400, 422) or _misses_the_server(answer), (value, answer.text)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/invocations"])
+async def test_a_body_nested_too_deep_is_the_clients_mistake(path):
+    app = build_app(parse_front_end_arguments(FrontEndSettings(model="m")), ("generate",))
+    blame_bodies_for_broken_validators(app)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    client = httpx.AsyncClient(transport=transport, base_url="http://router")
+    headers = {"Content-Type": "application/json"}
+    answer = await client.post(path, content=b'{"a":' * 50_000, headers=headers)
+    assert answer.status_code in (400, 422), answer.text
+
+
 def _misses_the_server(answer: httpx.Response) -> bool:
     """The body passed, and the application of this test has nothing behind its routes."""
     return answer.status_code == 500 and "State" in answer.text

@@ -2,7 +2,8 @@
 
 A validator of vLLM that looks into a field before its type is known (``structured_outputs: 5``)
 raises what Python raises.  pydantic passes that on, vLLM answers 500 and logs a traceback, as often
-as a client likes.  Whatever goes wrong while a body is being validated is said of the body.
+as a client likes.  So does JSON that is nested too deep.  Whatever goes wrong while a body is being
+read is said of the body.
 """
 
 import traceback
@@ -14,8 +15,8 @@ from vllm.exceptions import VLLMValidationError
 
 #: What a look into a value of another type raises; vLLM answers 400 to the other kinds.
 _KINDS = (AttributeError, LookupError, RecursionError)
-#: pydantic's function that everything goes through, at FastAPI's routes and at ``/invocations``.
-_VALIDATES = "validate_python"
+#: What bodies go through at FastAPI's routes and at ``/invocations``.
+_READ_BODIES = frozenset({"TypeAdapter.validate_python", "Request.json"})
 
 
 def blame_bodies_for_broken_validators(app: FastAPI) -> None:
@@ -27,11 +28,12 @@ def blame_bodies_for_broken_validators(app: FastAPI) -> None:
 
 
 async def _handler(request: Request, error: Exception) -> Response:
-    if not _while_validating(error.__traceback__):
+    if not _while_reading_body(error.__traceback__):
         raise error
-    refused = VLLMValidationError(f"a field has a value of the wrong type: {error}; correct it")
+    refused = VLLMValidationError(f"the body cannot be understood: {error}; correct it")
     return await exception_handler(request, refused)
 
 
-def _while_validating(trace: TracebackType | None) -> bool:
-    return any(frame.f_code.co_name == _VALIDATES for frame, _ in traceback.walk_tb(trace))
+def _while_reading_body(trace: TracebackType | None) -> bool:
+    frames = (frame.f_code.co_qualname for frame, _ in traceback.walk_tb(trace))
+    return not _READ_BODIES.isdisjoint(frames)
