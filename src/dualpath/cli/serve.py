@@ -76,8 +76,9 @@ def _refuse_overridden(found: Configuration, settings: LocalClusterSettings) -> 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C or SIGTERM; returns 0.
+    """Serve until Ctrl-C, or after SIGTERM until requests under way have ended; returns 0.
 
+    A process that ends is started again.
     Raises ``ConfigError`` or ``EngineLostError``; nothing is left running then.
     """
     settings = cluster_settings(args)
@@ -89,8 +90,14 @@ def run(args: argparse.Namespace) -> int:
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with LocalCluster(settings, _say) as cluster:
+            signal.signal(signal.SIGTERM, _drain)
             _say(f"endpoint {cluster.endpoint}/v1 (Ctrl-C ends it)")
-            cluster.watch()
+            try:
+                cluster.watch()
+            except _DrainError:
+                signal.signal(signal.SIGTERM, _interrupt)
+                _say("ends when the requests under way have ended")
+                cluster.drain()
     except KeyboardInterrupt:
         _say("stopped")
     finally:
@@ -118,6 +125,14 @@ def _print_commands(settings: LocalClusterSettings) -> int:
 
 def _say(text: str) -> None:
     print(f"dualpath: {text}", flush=True)
+
+
+class _DrainError(Exception):
+    """Leaves the loop that watches the cluster."""
+
+
+def _drain(signal_number: int, frame: object) -> None:
+    raise _DrainError
 
 
 def _interrupt(signal_number: int, frame: object) -> None:

@@ -13,6 +13,9 @@ from typing import TypeVar
 
 from dualpath.core.errors import ConfigError
 
+#: What a router says that has everything loaded and waits.
+STANDS_BY = "dualpath router: everything is loaded; it serves at its turn"
+
 _POLL_S = 0.05
 #: A process that is killed frees its lock before the last of its sockets.
 _SOCKETS_FREED_S = 2.0

@@ -20,7 +20,7 @@ from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
 from dualpath.router.requests.limits import allow_many_streams
 from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
-from dualpath.router.turn import Turn
+from dualpath.router.turn import STANDS_BY, Turn
 from dualpath.vllm.app import make_app, serve_app
 from dualpath.vllm.engine_arguments import join_vllm_logging
 from dualpath.vllm.engine_config import (
@@ -62,7 +62,7 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
         stack.push_async_callback(llm.aclose)
         app = await make_app(llm, service, args)
         if turn.others:
-            print("dualpath router: everything is loaded; it serves at its turn", flush=True)
+            print(STANDS_BY, flush=True)
             await turn.taken()
             listener = await turn.bound(partial(_bind_again, args, stack))
         await turn.bound(service.start)

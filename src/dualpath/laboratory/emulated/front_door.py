@@ -53,7 +53,7 @@ from dualpath.router.token_api.statuses import (
     api_error,
 )
 from dualpath.router.token_api.wire import STREAM_END, ApiError, decode_body, server_event
-from dualpath.router.turn import Turn
+from dualpath.router.turn import STANDS_BY, Turn
 
 #: W3C trace context, handed on to engines.
 TRACE_HEADERS = ("traceparent", "tracestate")
@@ -232,6 +232,8 @@ async def front_door(
         calls = EngineClient(TokenApiClient(engine_headers()))
         stack.push_async_callback(calls.aclose)
         service = RouterService(settings, calls)
+        if turn.others:
+            print(STANDS_BY, flush=True)
         await turn.taken()
         stack.push_async_callback(service.stop)
         await turn.bound(service.start)

@@ -13,7 +13,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 from aiohttp.typedefs import Handler, Middleware
 
-from dualpath.core.errors import BadRequestError, ConfigError, DualPathError
+from dualpath.core.errors import BadRequestError, ConfigError, DrainingError, DualPathError
 from dualpath.router.api_keys import UNAUTHORIZED, ApiKeys
 from dualpath.router.connections import ConnectionLimits, Connections, GuardedConnection
 from dualpath.router.observe.metrics import RouterMetrics
@@ -189,6 +189,8 @@ def json_answer(value: object, status: int = 200) -> web.Response:
 def error_answer(error: DualPathError) -> web.Response:
     """Return the answer to a request that ended with ``error``."""
     response = json_answer({"error": api_error(error)}, status_of(error))
+    if isinstance(error, DrainingError):
+        response.force_close()  # The next request goes to the router that follows.
     if response.status in LATER:
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
     return response

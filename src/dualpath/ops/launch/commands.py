@@ -39,7 +39,9 @@ ENGINE_ENVIRONMENT = {
 SHUTDOWN_TIMEOUT_S = 5
 
 
-def router_command(settings: LocalClusterSettings, port: int, control_port: int) -> list[str]:
+def router_command(
+    settings: LocalClusterSettings, port: int, control_port: int, standby_lock: str = ""
+) -> list[str]:
     """Arguments after ``dualpath``."""
     router = RouterSettings(
         control_host=settings.control_host,
@@ -48,6 +50,7 @@ def router_command(settings: LocalClusterSettings, port: int, control_port: int)
         alpha_tokens=settings.alpha_tokens,
         beta_tokens=settings.beta_tokens,
         event_log=settings.event_log,
+        standby_lock=standby_lock,
         open_metrics=settings.open_metrics,
     )
     endpoint = FrontEndSettings(

@@ -1,9 +1,12 @@
 """Starts, watches and ends a cluster on this machine; nothing half-started stays behind."""
 
+import functools
 import http.client
 import shutil
+import signal
 import socket
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -25,10 +28,15 @@ from dualpath.ops.launch.commands import (
 )
 from dualpath.ops.launch.fork_server import ForkedProcess
 from dualpath.ops.launch.process import ManagedProcess, Supervisor
+from dualpath.ops.launch.restarts import Restarts
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.router.api_keys import client_headers
 
 ROUTER = "router"
+STANDBY = "router-standby"
+#: Longer than any request may take that a draining router lets end.
+DRAIN_GUARD_S = 3600.0
+_POLL_S = 0.05
 
 
 class LocalCluster:
@@ -45,6 +53,7 @@ class LocalCluster:
         self.settings = settings
         self._progress = progress
         self._supervisor = Supervisor()
+        self._starts: dict[str, Callable[[], None]] = {}
         self._own_logs: str | None = None
         self._keys = ClusterKeys(self.settings)
         self.endpoint = ""
@@ -76,7 +85,6 @@ class LocalCluster:
         settings = self.settings
         _check_model(settings.model)
         _check_storage(settings.storage)
-        logs = self._log_dir()
         port = claim_port(settings.host, settings.port)
         self.control_port = claim_port()
         reachable = LOOPBACK if settings.host in ("0.0.0.0", "::") else settings.host
@@ -85,8 +93,9 @@ class LocalCluster:
             self._progress(
                 f"starting router, {settings.prefill}P{settings.decode}D ({settings.mode})"
             )
-            command = router_command(settings, port, self.control_port)
-            self._spawn(ROUTER, ROUTER_ENTRY, command, logs, self._keys.router_environment())
+            for name in (ROUTER, STANDBY)[: 1 + settings.standby]:
+                self._starts[name] = functools.partial(self._start_router, name, port)
+                self._starts[name]()
             for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
                 for index in range(count):
                     self.start_engine(role, index)
@@ -95,24 +104,46 @@ class LocalCluster:
             self.stop()
             raise
 
+    def _start_router(self, name: str, port: int) -> None:
+        logs = self._log_dir()
+        lock = str(logs / "router.lock") if self.settings.standby else ""
+        command = router_command(self.settings, port, self.control_port, lock)
+        self._spawn(name, ROUTER_ENTRY, command, logs, self._keys.router_environment())
+
     def start_engine(self, role: Role, index: int) -> None:
         """Start one engine, also one that replaces a lost one of the same name."""
         name = engine_id(role, index)
+        self._starts[name] = functools.partial(self.start_engine, role, index)
         engine_port = claim_port()
         command = engine_command(self.settings, role, index, engine_port, self.control_port)
         environment = self._keys.engine_environment()
         self._spawn(name, ENGINE_ENTRY, command, self._log_dir(), environment)
 
+    def drain(self) -> None:
+        """Take no new requests; return when those under way have ended."""
+        names = [process.name for process in self.processes]
+        if STANDBY in names:
+            self._supervisor.process(STANDBY).kill()  # else it would take the next requests
+        if ROUTER in names:
+            router = self._supervisor.process(ROUTER)
+            router.terminate()
+            router.wait(DRAIN_GUARD_S)
+
     def stop(self) -> None:
-        """End engines, then the router; idempotent."""
+        """End everything now, requests under way with an error; idempotent."""
+        for process in self.processes:
+            process.send_signal(signal.SIGINT)
         self._supervisor.end()
         if self._own_logs:
             shutil.rmtree(self._own_logs, ignore_errors=True)
             self._own_logs = None
 
     def watch(self) -> None:
-        """Block until a process ends on its own; raises ``EngineLostError`` that names it."""
-        self._supervisor.watch()
+        """Start again whatever ends, and say so; never returns."""
+        restarts = Restarts(lambda name: self._starts[name](), self._progress)
+        while True:
+            restarts.turn(self.processes, time.monotonic())
+            time.sleep(_POLL_S)
 
     def status(self) -> dict[str, Any]:
         """Return the router's ``/dualpath/v1/status``."""
@@ -126,7 +157,7 @@ class LocalCluster:
         self, name: str, entry: str, command: list[str], logs: Path, environment: dict[str, str]
     ) -> None:
         process = ForkedProcess(name, entry, command, logs / f"{name}.log", environment)
-        self._supervisor.add(process, ends_last=name == ROUTER)
+        self._supervisor.add(process, ends_last=name in (ROUTER, STANDBY))
 
     def _log_dir(self) -> Path:
         if self.settings.log_dir:

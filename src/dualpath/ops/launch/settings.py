@@ -77,6 +77,10 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     ] = ""
     api_keys: ApiKeys = ()
     open_metrics: OpenMetrics = False
+    standby: Annotated[
+        bool,
+        Setting("a second router waits with everything loaded and follows when the first ends"),
+    ] = False
     start_timeout_s: Annotated[
         float, Setting("within it all engines must have registered", gt=0)
     ] = 300.0

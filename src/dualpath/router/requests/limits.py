@@ -168,8 +168,8 @@ def refusal(status: int, reason: str) -> tuple[Message, Message]:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if status in LATER:
         headers.append(_RETRY_AFTER)
-    else:
-        headers.append((b"connection", b"close"))  # The rest of the body is not waited for.
+    if status != TOO_MANY:
+        headers.append((b"connection", b"close"))  # The rest is not waited for; the router goes.
     start = {"type": "http.response.start", "status": status, "headers": headers}
     return start, {"type": "http.response.body", "body": body}
 

@@ -1,0 +1,231 @@
+"""Every process of a cluster is restarted, one after another, under agents; no request fails."""
+
+import asyncio
+import contextlib
+import functools
+import socket
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from tests.e2e.test_emulated_cluster import COSTS, ENGINE, Processes
+
+from dualpath.core.modes import Mode
+from dualpath.ops.launch.process import ManagedProcess
+from dualpath.router.turn import STANDS_BY
+
+pytestmark = pytest.mark.timeout(300)
+
+GUARD_S = 120.0
+ENGINES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+ROUTERS = ("router-0", "router-1")
+AGENTS = 6
+#: As OpenAI's clients: what is said to be temporary is tried again.
+RETRIED = (429, 503)
+RETRIED_ENDS = {"turned away", "not there", "not answered"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Cluster:
+    """Two routers that take turns, and engines; each can be restarted."""
+
+    def __init__(self, folder: Path, processes: Processes) -> None:
+        self._folder = folder
+        self._processes = processes
+        self._control = f"tcp://127.0.0.1:{free_port()}"
+        self.port = free_port()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+
+    def start(self, name: str) -> ManagedProcess:
+        """Start a process, also the next one of its name."""
+        if name.startswith("router"):
+            more = ("--port", str(self.port), "--standby-lock", str(self._folder / "lock"))
+            return self._processes.start(name, "router", self._control, *more)
+        role = name.partition("-")[0]
+        return self._processes.start(name, role, self._control, *ENGINE, "--engine-id", name)
+
+    async def restart(self, name: str) -> None:
+        """End a process as an operator would and start the next one."""
+        old = self._processes.process(name)
+        old.terminate()
+        assert await asyncio.to_thread(old.wait, GUARD_S) == 0, old.log_tail()
+        self.start(name)
+
+    def kill(self, name: str) -> None:
+        """End a process at once and start the next one."""
+        old = self._processes.process(name)
+        old.kill()
+        old.wait(GUARD_S)
+        self.start(name)
+
+    async def router(self) -> str:
+        """Return the name of the router that serves, once the other one stands by."""
+        routers = [self._processes.process(name) for name in ROUTERS]
+        for router in routers:
+            await asyncio.to_thread(router.wait_for_line, STANDS_BY, GUARD_S)
+        return next(r.name for r in routers if r.find_line("front door"))
+
+
+class Agents:
+    """Clients that ask again what was turned away, and count how everything ended."""
+
+    def __init__(self, http: aiohttp.ClientSession, endpoint: str) -> None:
+        self._http = http
+        self._endpoint = endpoint
+        self.ends: Counter[str] = Counter()
+        self.over = asyncio.Event()
+
+    async def play(self, agent: int) -> None:
+        """Ask turn after turn, each with all that was said before."""
+        context = [agent + 1]
+        while not self.over.is_set():
+            context += [7] * 40 if len(context) < 600 else []
+            if len(context) >= 600:
+                context = [agent + 1]
+                continue
+            tokens = await self.turn(context, 12)
+            if tokens is not None:
+                context += tokens
+
+    async def turn(self, prompt: list[int], tokens: int) -> list[int] | None:
+        """Return one turn's answer, None if it failed."""
+        body = {"prompt": prompt, "max_tokens": tokens}
+        while True:
+            try:
+                url = f"{self._endpoint}/v1/completions"
+                async with self._http.post(url, json=body) as answer:
+                    if answer.status in RETRIED:
+                        self.ends["turned away"] += 1
+                        await asyncio.sleep(float(answer.headers["Retry-After"]) / 10)
+                        continue
+                    if answer.status != 200:
+                        self.ends[f"{answer.status}: {await answer.text()}"] += 1
+                        return None
+                    choice = (await answer.json())["choices"][0]
+                    self.ends["well" if len(choice["token_ids"]) == tokens else "short"] += 1
+                    return list(choice["token_ids"])
+            except aiohttp.ClientConnectorError:
+                self.ends["not there"] += 1  # nothing was sent
+                await asyncio.sleep(0.05)
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                # An idle connection was closed just when it was used again; no byte of an answer.
+                self.ends["not answered"] += 1
+            except aiohttp.ClientError as error:
+                self.ends[f"broken off: {error!r}"] += 1
+                return None
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> float:
+    """Wait for a condition; return how long it took."""
+    start_s = time.monotonic()
+    async with asyncio.timeout(GUARD_S):
+        while not await condition():
+            await asyncio.sleep(0.05)
+    return time.monotonic() - start_s
+
+
+async def healthy(http: aiohttp.ClientSession, endpoint: str) -> bool:
+    with contextlib.suppress(aiohttp.ClientError):
+        async with http.get(f"{endpoint}/health") as answer:
+            return answer.status == 200
+    return False
+
+
+async def all_there(http: aiohttp.ClientSession, endpoint: str, epochs: set[str]) -> bool:
+    """Whether all engines live, none of them in one of the ``epochs``."""
+    with contextlib.suppress(aiohttp.ClientError):
+        async with http.get(f"{endpoint}/dualpath/v1/status") as answer:
+            engines = (await answer.json())["engines"]
+            alive = {e["epoch"] for e in engines if e["alive"] and not e["paused"]}
+            return len(alive) == len(ENGINES) and not alive & epochs
+    return False
+
+
+async def epoch_of(http: aiohttp.ClientSession, endpoint: str, engine_id: str) -> str:
+    async with http.get(f"{endpoint}/dualpath/v1/status") as answer:
+        engines = (await answer.json())["engines"]
+        return next(str(e["epoch"]) for e in engines if e["engine_id"] == engine_id)
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    (tmp_path / "costs.toml").write_text(COSTS)
+    with Processes(tmp_path, Mode.DUALPATH) as processes:
+        yield processes
+
+
+@contextlib.asynccontextmanager
+async def under_load(made: Cluster) -> AsyncIterator[tuple[aiohttp.ClientSession, Agents]]:
+    async with aiohttp.ClientSession() as http:
+        for name in (*ROUTERS, *ENGINES):
+            made.start(name)
+        await until(functools.partial(all_there, http, made.endpoint, set()))
+        agents = Agents(http, made.endpoint)
+        playing = [asyncio.create_task(agents.play(number)) for number in range(AGENTS)]
+        try:
+            yield http, agents
+        finally:
+            agents.over.set()
+            await asyncio.gather(*playing)
+
+
+async def well_after(agents: Agents, more: int) -> None:
+    """Wait for so many more answers."""
+    wanted = agents.ends["well"] + more
+
+    async def there() -> bool:
+        return agents.ends["well"] >= wanted
+
+    await until(there)
+
+
+async def test_no_request_fails_while_every_process_is_restarted(
+    tmp_path: Path, processes: Processes
+) -> None:
+    made = Cluster(tmp_path, processes)
+    async with under_load(made) as (http, agents):
+        await well_after(agents, 2 * AGENTS)
+        for name in ENGINES:
+            epoch = await epoch_of(http, made.endpoint, name)
+            await made.restart(name)
+            await until(functools.partial(all_there, http, made.endpoint, {epoch}))
+            await well_after(agents, AGENTS)
+        for _ in range(2):
+            await made.restart(await made.router())
+            await until(functools.partial(all_there, http, made.endpoint, set()))
+            await well_after(agents, AGENTS)
+    assert set(agents.ends) <= RETRIED_ENDS | {"well"}, agents.ends
+    print(dict(agents.ends))
+
+
+async def test_after_a_kill_of_the_router_the_one_that_stood_by_answers(
+    tmp_path: Path, processes: Processes
+) -> None:
+    made = Cluster(tmp_path, processes)
+    async with under_load(made) as (http, agents):
+        await well_after(agents, AGENTS)
+        for _ in range(3):
+            killed = await made.router()
+            before = agents.ends["well"]
+            start_s = time.monotonic()
+            made.kill(killed)
+            health_s = await until(functools.partial(healthy, http, made.endpoint))
+
+            async def answered(before: int = before) -> bool:
+                return agents.ends["well"] > before
+
+            await until(answered)
+            answer_s = time.monotonic() - start_s
+            print(f"healthy {health_s:.2f} s and an answer {answer_s:.2f} s after the kill")
+            await well_after(agents, AGENTS)
+    assert set(agents.ends) <= RETRIED_ENDS | {"well"}, agents.ends
+    # Only what was open when a router was killed.
+    assert agents.ends["not answered"] <= 3 * AGENTS
