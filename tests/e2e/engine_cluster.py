@@ -139,6 +139,11 @@ class EngineCluster:
         """Names of the live engines."""
         return {info.engine_id for info in self.service.engines()}
 
+    def paused(self, name: str) -> bool:
+        """Whether an engine gets nothing new."""
+        state = self.service.registry.get(name)
+        return state is not None and bool(state.pauses)
+
     def total(self, counter: str, *engines: str) -> float:
         """Sum of a counter over engines, all by default."""
         states = self.service.registry.all()

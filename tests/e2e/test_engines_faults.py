@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.engine_cluster import EngineCluster
-from tests.e2e.plain_engine import Completion, Round, Truth, in_parallel, until
+from tests.e2e.plain_engine import GUARD_S, Completion, Round, Truth, in_parallel, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -116,8 +116,7 @@ def test_a_decode_engine_killed_in_mid_decode_is_replaced_by_the_other(
             killed = engines.assignments()[0].decode_engine
             engines.kill(killed)
     assert tokens == truth.long_answer
-    # A report that was on its way when it died counts as life until the router has missed more.
-    until(lambda: killed not in engines.alive(), "the loss of the killed engine")
+    assert killed not in engines.alive()
     assert len(engines.assignments()) == 2
     first_turns_are_right(engines, agents, truth, "without de")
 
@@ -126,3 +125,27 @@ def test_a_decode_engine_killed_in_mid_decode_is_replaced_by_the_other(
     first_turns_are_right(engines, agents, truth, "with de again")
     assert killed in {each.decode_engine for each in engines.assignments()}
     engines.wait_idle()
+
+
+def test_engines_that_get_sigterm_end_what_they_have_and_nothing_is_tried_again(
+    engines: EngineCluster, agents: list[list[Round]], truth: Truth
+) -> None:
+    engines.wait_idle()
+    retries = engines.service.status()["counters"]["retries"]
+    request = prefill_under_way(engines, truth.long_prompt, 40, "engines drain")
+    (note,) = engines.assignments()
+    draining = [note.prefill_engine, note.decode_engine]
+    for name in draining:
+        engines.supervisor.process(name).terminate()
+    until(lambda: all(engines.paused(name) for name in draining), "engines that drain")
+    first_turns_are_right(engines, agents, truth, "elsewhere")
+    assert request.answer().token_ids == truth.long_answer[:40]
+    for name in draining:
+        assert engines.supervisor.process(name).wait(GUARD_S) == 0
+    assert engines.service.status()["counters"]["retries"] == retries
+    new = engines.assignments()[1:]
+    assert not {n.prefill_engine for n in new} & set(draining)
+    assert not {n.decode_engine for n in new} & set(draining)
+    for name in draining:
+        engines.restart(name)
+    first_turns_are_right(engines, agents, truth, "after it")
