@@ -160,6 +160,16 @@ def test_a_disk_that_refuses_says_so_and_is_as_before_afterwards(
     assert read(storage, 0) == ("read error: Input/output error" if code == errno.EIO else None)
 
 
+@pytest.mark.parametrize("fault", [Fault.FULL, Fault.READ_ONLY])
+def test_an_engine_starts_on_a_disk_that_takes_nothing_and_reads_what_is_there(
+    storage: PosixStorage, disk: list[Disk], fault: Fault
+) -> None:
+    storage.write(KEYS, DATA)
+    disk.append(Disk(fault))
+    again = PosixStorage(storage.path.parent, storage.namespace)
+    assert read(again, 0) is None
+
+
 def test_a_process_may_die_when_half_of_a_block_is_written(
     storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

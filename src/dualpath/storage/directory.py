@@ -70,6 +70,11 @@ class NamespaceDirectory:
             ) from error
         self._remove_stale()
 
+    @property
+    def name_file(self) -> Path:
+        """The file that says in clear what the namespace is."""
+        return self.path / "namespace.json"
+
     def block_path(self, key: BlockKey) -> str:
         """Return the final path of a block (str: this is on the look-up path)."""
         return f"{self.path}/{block_name(key)}{self._suffix}"
@@ -149,16 +154,10 @@ class NamespaceDirectory:
             folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)
 
     def _claim(self, namespace: StoreNamespace) -> None:
-        path = self.path / "namespace.json"
-        content = msgspec.json.format(msgspec.json.encode(namespace), indent=2)
-        temporary = self.temporary_path()
-        with open(temporary, "xb", opener=private) as file:
-            file.write(content)
-        try:
-            if not path.exists():
-                os.rename(temporary, path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        path = self.name_file
+        # What is claimed already can be read, also where the disk takes nothing more.
+        if not path.exists():
+            self._write_name(namespace)
         try:
             with open(open_regular(str(path), os.O_RDONLY), "rb") as file:
                 found = msgspec.json.decode(file.read(), type=StoreNamespace)
@@ -172,6 +171,17 @@ class NamespaceDirectory:
                 f"{self.path} belongs to {found}, not to {namespace}; "
                 "give another storage directory"
             )
+
+    def _write_name(self, namespace: StoreNamespace) -> None:
+        content = msgspec.json.format(msgspec.json.encode(namespace), indent=2)
+        temporary = self.temporary_path()
+        try:
+            with open(temporary, "xb", opener=private) as file:
+                file.write(content)
+            if not self.name_file.exists():
+                os.rename(temporary, self.name_file)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
 
     def _remove_stale(self) -> None:
         for path in self.temporary.iterdir():

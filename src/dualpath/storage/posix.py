@@ -130,14 +130,13 @@ class PosixStorage:
             return False
         possible = hasattr(os, "O_DIRECT")
         if possible:
-            probe = self._directory.temporary_path()
+            probe = str(self._directory.name_file)
             try:
-                os.close(os.open(probe, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600))
+                os.close(open_regular(probe, os.O_RDONLY | os.O_DIRECT))
             except OSError as error:
                 if error.errno != errno.EINVAL:
-                    raise refused("write", probe, 0, error) from error
+                    raise refused("reading", probe, 0, error) from error
                 possible = False
-            Path(probe).unlink(missing_ok=True)
         if wanted is True and not possible:
             raise ConfigError(
                 f"file system of {self.path} knows no O_DIRECT; set direct_io to false or auto"
