@@ -12,7 +12,15 @@ from dualpath.core.control import PeerUp, PrefillTransfer, Release, Released
 from dualpath.core.runs import BlockRun
 from dualpath.engine.counters import Counter
 from dualpath.engine.layer_stream import LayerStream
-from dualpath.engine.stalls import SLOWEST_BYTES_PER_S, Patience, StalledAgents
+from dualpath.engine.stalls import (
+    SLOWEST_BYTES_PER_S,
+    TRIAL_GAP_S,
+    TRIAL_S,
+    Patience,
+    StalledAgents,
+)
+from dualpath.transport.contract import TransferState
+from dualpath.transport.in_process import InProcessTransport
 
 TOKENS = 30  # seven full blocks and a partial one
 BLOCKS = 8
@@ -87,15 +95,49 @@ def test_the_next_pass_does_not_wait_for_it_again_until_it_moves(story: Story) -
     story.fabric.stall("de-1-epoch-1")
     story.forward(transfers["a"], transfers["b"])
     story.waits.passed_s.clear()
+    assert set(story.forward(transfers["d"])) == {"d"}  # a trial
+    assert sum(story.waits.passed_s) <= TRIAL_S + 0.25
     failures = story.forward(transfers["c"], transfers["d"])
     assert set(failures) == {"d"}
-    assert "earlier pass" in failures["d"]
-    assert story.waits.passed_s == []
+    assert "earlier pass" in failures["d"]  # nothing was posted that could be waited for
     story.assert_complete(transfers["c"])
     story.fabric.wake("de-1-epoch-1")
     story.cluster.pe.held.wait_for_none()
     assert story.forward(transfers["d"]) == {}
     story.assert_complete(transfers["d"])
+
+
+def test_an_agent_of_which_one_transfer_hangs_serves_the_next_pass(story: Story) -> None:
+    transfers = {name: story.load(name) for name in "bd"}
+    story.fabric.stall("de-1-epoch-1")
+    story.forward(transfers["b"])
+    transport = story.cluster.pe.manager._transport
+    assert isinstance(transport, InProcessTransport)
+    for transfer in transport._unfinished:  # these alone never end
+        transfer.poll = lambda: TransferState.MOVING  # type: ignore[method-assign]
+    story.fabric.wake("de-1-epoch-1")
+    assert story.forward(transfers["d"]) == {}
+    story.assert_complete(transfers["d"])
+    assert story.cluster.pe.held.now == set(HBM_OF["b"])
+
+
+def test_a_stalled_agent_is_tried_once_in_a_while() -> None:
+    threads = PassedWaits()
+    stalled = StalledAgents(threads)
+    assert not stalled.is_shut("de")
+    stalled.posted("de")
+    stalled.add("de")
+    assert not stalled.is_shut("de")
+    stalled.tried("de")
+    assert stalled.is_shut("de")
+    stalled.add("de")  # the trial failed
+    assert stalled.is_shut("de")
+    threads.late_s += TRIAL_GAP_S
+    assert not stalled.is_shut("de")
+    stalled.ended("de")
+    assert "de" not in stalled
+    stalled.tried("de")
+    assert not stalled.is_shut("de")
 
 
 def test_what_a_late_transfer_may_write_belongs_to_its_request_until_it_is_over(
@@ -129,8 +171,11 @@ def test_a_device_that_hangs_in_copies_within_the_engine_is_said_to_be_unwell(
 ) -> None:
     pe = story.cluster.pe
     assert pe.manager.health() is None
+    first, second = story.load("a"), story.load("c")
     story.fabric.stall("pe-0-epoch-1")
-    assert set(story.forward(story.load("a"))) == {"a"}
+    assert set(story.forward(first)) == {"a"}
+    assert pe.manager.health() is None  # one copy that hangs may be a bad one
+    assert set(story.forward(second)) == {"c"}
     assert pe.manager.health() == "copies within this engine stall"
     story.fabric.wake("pe-0-epoch-1")
     pe.held.wait_for_none()
@@ -139,18 +184,19 @@ def test_a_device_that_hangs_in_copies_within_the_engine_is_said_to_be_unwell(
 
 def test_a_generated_block_that_left_hbm_too_late_is_never_stored(story: Story) -> None:
     de, storage = story.cluster.de, story.cluster.storage
-    stuck, next_one = prompt_keys(2 * GEOMETRY.block_tokens, "generated")
+    stuck, tried, third = prompt_keys(3 * GEOMETRY.block_tokens, "generated")
     dropped = Counter.PERSIST_DROPPED_BLOCKS.value
     story.fabric.stall("de-0-epoch-1")
-    de.manager.persist_generated([(3, stuck), (4, next_one)])
-    assert sum(story.waits.passed_s) == DEADLINE_S  # not for the second one
+    de.manager.persist_generated([(3, stuck), (4, tried), (5, third)])
+    assert sum(story.waits.passed_s) == DEADLINE_S + TRIAL_S  # not for the third one
     assert de.report().counters[dropped] == 1
     de.hbm[:, 3] = 0xEE  # the engine goes on and writes another request's KV there
     story.fabric.wake("de-0-epoch-1")
     while de.manager._staging.free < 4:  # what was late gives its slot back
         assert de.manager.drain(WAIT_S)
-    assert de.report().counters[dropped] == 2
+    assert de.report().counters[dropped] == 3
     assert not storage.is_stored(stuck)
+    assert not storage.is_stored(tried)
     for layer in range(GEOMETRY.layers):
         de.hbm[layer, 5] = np.frombuffer(kv_bytes(stuck, layer), np.uint8)
     de.manager.persist_generated([(5, stuck)])

@@ -14,6 +14,7 @@ from dualpath.engine.chunk_transfers import BlockHolder
 from dualpath.engine.device import DeviceEvent
 from dualpath.engine.movers import Movers
 from dualpath.engine.pump import Completion
+from dualpath.engine.stalls import TRIAL_S
 from dualpath.engine.threads import Event, Lock
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.order import Executed
@@ -134,7 +135,7 @@ class HbmCopier:
         ``done`` is never called.
         """
         own_agent = self._transfers.own_agent
-        if own_agent in self._stalled:
+        if self._stalled.is_shut(own_agent):
             done("copies within this engine stall")
             return True
         over, given_up = self._threads.event(), self._threads.event()
@@ -166,7 +167,10 @@ class HbmCopier:
         return _Countdown(request_id, len(steps), self._trace, over, self._threads.lock())
 
     def _wait(self, over: Event) -> bool:
-        return over.wait(self._deadline_s)
+        own_agent = self._transfers.own_agent
+        tried_before = own_agent in self._stalled
+        self._stalled.tried(own_agent)
+        return over.wait(min(TRIAL_S, self._deadline_s) if tried_before else self._deadline_s)
 
     def _post(
         self, step: Step, hbm_blocks: Sequence[int], earlier: DeviceEvent, countdown: _Countdown

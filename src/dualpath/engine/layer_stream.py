@@ -24,8 +24,8 @@ When transfers with an agent stall (``engine.stalls``) the chunks that need it a
 no more of their steps are posted, and nobody waits for those that are under way.  They count as
 over for the two rules above, so that the other chunks go on; what a late byte may still hit is
 theirs alone (``engine.chunk_transfers``).  A chunk of an agent that has stalled before is given up
-as the pass begins.  The wait for computation has no limit here: a device that hangs is seen by the
-engine itself and by its health.
+as the pass begins, but for a trial now and then.  The wait for computation has no limit here: a
+device that hangs is seen by the engine itself and by its health.
 """
 
 import functools
@@ -288,10 +288,17 @@ class LayerStream:
                 self._give_up(number, reason.format(waited=waited))
 
     def _give_up_stalled(self) -> None:
+        """Take no part with agents that have stalled, unless it is time to try them."""
+        stalled, tried = self._patience.stalled, set[str]()
         for number in range(len(self._chunks)):
-            for agent in self._agents(number):
-                if agent in self._patience.stalled:
-                    self._give_up(number, f"transfers with {agent!r} stalled in an earlier pass")
+            agents = self._agents(number)
+            for agent in filter(stalled.is_shut, agents - tried):
+                self._give_up(number, f"transfers with {agent!r} stalled in an earlier pass")
+                break
+            else:
+                for agent in agents - tried:
+                    stalled.tried(agent)
+                tried |= agents
 
     def _agents(self, number: int) -> set[str]:
         """Whom a chunk's transfers are with; all layers are alike."""

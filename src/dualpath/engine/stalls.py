@@ -17,6 +17,9 @@ hold the engine.  Four ways to bound the wait were weighed:
 What is under way lengthens the limit by its own time at that rate, as bytes that share a link may
 all end late, at most ``MOST_TIMES`` deadlines in all.  Only waiting counts: not computation, not
 the time in which this process stands still.
+
+One transfer that never ends does not prove that its agent is dead.  So an agent that has stalled is
+tried by a pass now and then, which waits ``TRIAL_S`` only; what ends, clears it.
 """
 
 from collections import Counter
@@ -30,20 +33,28 @@ SLOWEST_BYTES_PER_S = 10e6
 MOST_TIMES = 8.0
 
 
+#: How long a pass waits for an agent that has stalled before, and how often one does at most: a
+#: tenth of the engine's time.
+TRIAL_S = 0.5
+TRIAL_GAP_S = 5.0
+_NS_PER_S = 1_000_000_000
+
+
 class StalledAgents:
     """Agents with transfers under way that were given up, until one of their transfers ends.
 
-    Nobody waits for them: they get no new transfers.
+    Nobody waits for them, and they get no new transfers, but for a trial now and then.
     """
 
     def __init__(self, threads: Threads = OS_THREADS) -> None:
+        self._threads = threads
         self._lock = threads.lock()
         self._moving: Counter[str] = Counter()
-        self._stalled: set[str] = set()
+        self._next_trial_ns: dict[str, int] = {}
 
     def __contains__(self, agent: str) -> bool:
         with self._lock:
-            return agent in self._stalled
+            return agent in self._next_trial_ns
 
     def posted(self, agent: str) -> None:
         """A transfer with it is under way."""
@@ -56,18 +67,30 @@ class StalledAgents:
             self._moving[agent] -= 1
             if not self._moving[agent]:
                 del self._moving[agent]
-            self._stalled.discard(agent)
+            self._next_trial_ns.pop(agent, None)
 
     def add(self, agent: str) -> None:
         """A wait for it was given up; without effect if nothing is under way that could end it."""
         with self._lock:
             if agent in self._moving:
-                self._stalled.add(agent)
+                self._next_trial_ns.setdefault(agent, 0)
 
     def discard(self, agent: str) -> None:
         """It has joined anew."""
         with self._lock:
-            self._stalled.discard(agent)
+            self._next_trial_ns.pop(agent, None)
+
+    def is_shut(self, agent: str) -> bool:
+        """Whether it has stalled and is not to be tried now."""
+        with self._lock:
+            return self._threads.now_ns() < self._next_trial_ns.get(agent, 0)
+
+    def tried(self, agent: str) -> None:
+        """A pass tries it: no other does for a while, unless it moves."""
+        with self._lock:
+            if agent in self._next_trial_ns:
+                gap_ns = int(TRIAL_GAP_S * _NS_PER_S)
+                self._next_trial_ns[agent] = self._threads.now_ns() + gap_ns
 
 
 class Patience:
@@ -105,4 +128,7 @@ class Patience:
 
     def _limit_s(self, agent: str) -> float:
         moving_s = self._moving_bytes.get(agent, 0) / SLOWEST_BYTES_PER_S
-        return min(self.deadline_s + moving_s, MOST_TIMES * self.deadline_s)
+        deadline_s = self.deadline_s
+        if agent in self.stalled:
+            deadline_s = min(TRIAL_S, deadline_s)
+        return min(deadline_s + moving_s, MOST_TIMES * deadline_s)

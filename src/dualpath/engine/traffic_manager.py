@@ -222,7 +222,7 @@ class TrafficManager:
 
     def health(self) -> str | None:
         """Return why no request should come here now, None if KV moves (``engine.health``)."""
-        if self._movers.transfers.own_agent in self._movers.stalled:
+        if self._movers.stalled.is_shut(self._movers.transfers.own_agent):
             return "copies within this engine stall"
         return self._health.complaint()
 

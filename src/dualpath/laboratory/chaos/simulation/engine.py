@@ -169,7 +169,7 @@ class SimEngine:
             self._shared.world.problem(f"{self.name}: a read ends in slot {slot}, pinned by nobody")
 
     def _watch_hbm(self, plane: DataPlane) -> None:
-        take, give_back = plane.hbm.take, plane.hbm.give_back
+        take, give_back, let_go = plane.hbm.take, plane.hbm.give_back, plane.hbm.let_go
         numbers = itertools.count()
 
         def noted_take(blocks: int) -> tuple[int, ...] | None:
@@ -179,12 +179,21 @@ class SimEngine:
             return taken
 
         def noted_give_back(block_ids: Sequence[int]) -> None:
-            for block in block_ids:
-                self._hbm_owners.pop(block, None)
             give_back(block_ids)
+            disown(block_ids)
+
+        def noted_let_go(hbm_blocks: tuple[int, ...]) -> None:
+            let_go(hbm_blocks)
+            disown(hbm_blocks)
+
+        def disown(block_ids: Sequence[int]) -> None:
+            """Of blocks that a late transfer may write to, the former owner stays the owner."""
+            for block in set(block_ids) & set(plane.hbm._free):
+                self._hbm_owners.pop(block, None)
 
         plane.hbm.take = noted_take  # type: ignore[method-assign]
         plane.hbm.give_back = noted_give_back  # type: ignore[method-assign]
+        plane.hbm.let_go = noted_let_go  # type: ignore[method-assign]
 
     def left_over(self) -> list[str]:
         """Return what it still holds though nobody is served."""
