@@ -1,6 +1,7 @@
 """Settings of all tests."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -20,3 +21,10 @@ def pytest_asyncio_loop_factories(
     if item.get_closest_marker("virtual_time"):
         return {"virtual time": VirtualTimeLoop}
     return {"real time": asyncio.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> None:
+    """Let our logger be heard, whatever vLLM's import or an earlier test has made of it."""
+    ours = logging.getLogger("dualpath")
+    ours.handlers, ours.level, ours.propagate = [], logging.NOTSET, True
