@@ -278,12 +278,6 @@ class Supervisor:
             if process.exit_code not in fine:
                 raise EngineLostError(process.ending())
 
-    def watch(self) -> None:
-        """Block until a process ends on its own; raises ``EngineLostError`` that names it."""
-        while True:
-            self.check_alive()
-            time.sleep(_POLL_S)
-
     def wait_until_ready(
         self,
         missing: Callable[[], str],

@@ -48,6 +48,7 @@ class Pauses:
         """An engine says whether it drains; it is told when nothing is left on it, once."""
         engine_id = info.engine_id
         if report.draining is None:
+            self._told.discard(engine_id)
             self.resume(engine_id, Pause.DRAINING)
             return
         if self.pause(engine_id, Pause.DRAINING):
