@@ -123,7 +123,8 @@ def router_keys(settings: LocalClusterSettings) -> frozenset[str]:
     """Keys of ``RouterSettings`` that ``router_command`` settles, whatever a file says."""
     keys = {"control_host", "control_port", "mode", "cluster_secret_file", "api_keys"}
     given = ("open_metrics", "alpha_tokens", "beta_tokens", "event_log")
-    return frozenset(keys | {key for key in given if getattr(settings, key)})
+    lock = {"standby_lock"} if settings.standby else set()
+    return frozenset(keys | lock | {key for key in given if getattr(settings, key)})
 
 
 def engine_keys(settings: LocalClusterSettings) -> frozenset[str]:

@@ -1,0 +1,83 @@
+"""Signals of an engine that is vLLM: who hears of SIGTERM, and when the server gets its SIGINT."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncIterator
+from multiprocessing.synchronize import Event
+
+import pytest
+
+from dualpath.vllm.drain_signal import drain_engine_core, drained_on_sigterm, on_drain_signal
+
+GUARD_S = 30.0
+
+
+@pytest.fixture
+async def interrupted() -> AsyncIterator[asyncio.Event]:
+    """What vLLM's server does at SIGINT, and at SIGTERM until that is taken from it."""
+    loop, interrupted = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupted.set)
+    yield interrupted
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(number)
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_the_server_is_interrupted_when_all_has_drained_or_at_a_second_sigterm(
+    interrupted: asyncio.Event, again: bool
+) -> None:
+    begun, over = asyncio.Event(), asyncio.Event()
+
+    async def drain() -> None:
+        begun.set()
+        await over.wait()
+
+    drained_on_sigterm(drain)
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(GUARD_S):
+        await begun.wait()
+        assert not interrupted.is_set()
+        if again:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            over.set()
+        await interrupted.wait()
+        over.set()
+
+
+def _engine_core(ready: Event) -> None:
+    """Tells its server at once that nothing is left."""
+    signal.set_wakeup_fd(-1)  # the parent's event loop's
+    asked: list[bool] = []
+    on_drain_signal(lambda: asked.append(True))
+    ready.set()
+    while not asked:
+        signal.sigtimedwait((), 0.01)
+    os.kill(os.getppid(), signal.SIGINT)
+
+
+async def test_the_engine_core_is_asked_to_drain_and_interrupts_its_server(
+    interrupted: asyncio.Event,
+) -> None:
+    await drain_engine_core(GUARD_S)  # at once: there is none
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    core = context.Process(target=_engine_core, args=(ready,), name="EngineCore")
+    core.start()
+    try:
+        assert await asyncio.to_thread(ready.wait, GUARD_S)
+        drained_on_sigterm(lambda: drain_engine_core(GUARD_S))
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(GUARD_S):
+            await interrupted.wait()
+    finally:
+        await asyncio.to_thread(core.join, GUARD_S)
+        core.kill()
+    for task in asyncio.all_tasks():
+        if task.get_name() == "drain":
+            task.cancel()
