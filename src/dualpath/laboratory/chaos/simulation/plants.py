@@ -134,12 +134,19 @@ PLANTS: dict[str, Plant] = {
     "no-pins": Plant(
         "nobody pins slots while reading or writing them",
         lambda: mock.patch.multiple(
-            BlockBuffer, pin=lambda self, slots: None, unpin=lambda self, slots: None
+            BlockBuffer,
+            pin=lambda self, slots: None,
+            pin_held=lambda self, request_id, slot: self._pool.is_leased_to(request_id, slot),
+            unpin=lambda self, slots: None,
         ),
     ),
     "late-read-stays": Plant(
         "a read that is given up goes on into the request's own slots",
         _instead(ReadQueue, "_set_aside", lambda self, task: True),
+    ),
+    "late-slots-free": Plant(
+        "a request leaves its forward pass while transfers that were given up still move",
+        _instead(LayerStream, "late", property(lambda self: [])),
     ),
     "slots-unchecked": Plant(
         "a DE does not check that a request still has the slots it is to decode from",
