@@ -206,6 +206,20 @@ async def test_no_request_fails_while_every_process_is_restarted(
     print(dict(agents.ends))
 
 
+async def test_no_request_fails_while_every_engine_is_killed(
+    tmp_path: Path, processes: Processes
+) -> None:
+    made = Cluster(tmp_path, processes)
+    async with under_load(made) as (http, agents):
+        for name in ENGINES:
+            await well_after(agents, AGENTS)
+            epoch = await epoch_of(http, made.endpoint, name)
+            await asyncio.to_thread(made.kill, name)
+            await until(functools.partial(all_there, http, made.endpoint, {epoch}))
+        await well_after(agents, AGENTS)
+    assert set(agents.ends) == {"well"}, agents.ends
+
+
 async def test_after_a_kill_of_the_router_the_one_that_stood_by_answers(
     tmp_path: Path, processes: Processes
 ) -> None:
