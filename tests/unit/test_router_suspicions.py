@@ -78,6 +78,7 @@ async def test_a_transfer_that_failed_makes_the_receiver_suspect() -> None:
         made.calls.send_failure = "cable pulled"
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
         assert [t.decode_engine for t in made.calls.transfers] == ["d0", "d1"]
+        assert paused(made) == {"d0": ["suspect"]}
 
 
 async def test_a_draining_engine_ends_what_it_has_and_is_told_when_nothing_is_left() -> None:

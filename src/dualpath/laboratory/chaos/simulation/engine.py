@@ -57,7 +57,7 @@ class SimEngine:
             open_storage=self._open_storage,
             open_transport=self._open_transport,
             connect=self._connect,
-            listens=lambda url: True,
+            listens=lambda url: self.serves,
             new_epoch=lambda: self.name,
             this_process=lambda: self._known,
             is_gone=functools.partial(self._shared.is_gone, self.host),
