@@ -401,15 +401,18 @@ class FakeCalls:
             there.content[slot] = job.keys[block] if block < len(job.keys) else b"partial"
         if self.gives_up_once is not None:
             reason, self.gives_up_once = self.gives_up_once, None
+            if self.send_failure is not None:
+                self._prefill_done(here, prefill_transfer)
             return TokenEvent(token_ids=(), finish_reason=reason)
-        here.send(
-            control.PrefillDone(request_id=prefill_transfer.request_id, failure=self.send_failure)
-        )
-        self.send_failure = None
+        self._prefill_done(here, prefill_transfer)
         token = next_token(job.prompt_token_ids)
         return TokenEvent(
             token_ids=(token,), finish_reason="stop" if token == self.end_token else "length"
         )
+
+    def _prefill_done(self, here: FakeEngine, transfer: control.PrefillTransfer) -> None:
+        here.send(control.PrefillDone(transfer.request_id, failure=self.send_failure))
+        self.send_failure = None
 
     async def decode(
         self,

@@ -81,6 +81,16 @@ async def test_a_transfer_that_failed_makes_the_receiver_suspect() -> None:
         assert paused(made) == {"d0": ["suspect"]}
 
 
+async def test_a_prefill_given_up_since_a_transfer_failed_is_blamed_on_the_receiver() -> None:
+    """The PE's vLLM says only that it gave up; why stands in its ``PrefillDone``."""
+    async with cluster(decode=2) as made:
+        made.calls.send_failure, made.calls.gives_up_once = "the link to it stalls", "error"
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+        assert [t.decode_engine for t in made.calls.transfers] == ["d0", "d1"]
+        (failure,) = made.service.records[0].failures
+        assert "the link to it stalls" in failure
+
+
 async def test_a_draining_engine_ends_what_it_has_and_is_told_when_nothing_is_left() -> None:
     async with cluster(prefill=2) as made:
         made.calls.gates["prefill"] = asyncio.Event()

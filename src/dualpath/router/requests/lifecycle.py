@@ -218,6 +218,11 @@ class Attempt:
             job = self._traced(Stage.PREFILL, engine)
             call = self._context.calls.prefill(engine, job, prefill_transfer)
             first = await self._steps.model_work(engine, call)
+            if first.finish_reason in _GIVEN_UP:
+                # Why, it has said on its control link: that is here by the answer to a Sync.
+                await self._steps.synced(engine)
+                if done.done():
+                    await self._steps.kv_arrived(engine, self._decode_engine, done)
             _check_not_given_up(engine, first)
             self._record_forward(
                 engine, await self._steps.kv_arrived(engine, self._decode_engine, done)
