@@ -136,6 +136,7 @@ def _engine_settings(cluster: ClusterSettings, role: Role, engine_id: str) -> Em
         staging_blocks=4,
         layer_buffers=cluster.layer_buffers,
         parallel_reads=2,
+        drain_timeout_s=30.0,
     )
     return EmulatedSettings(
         engine=engine,

@@ -44,6 +44,7 @@ class SimEngine:
         self.plane: DataPlane | None = None
         self._engine: PrefillEngine | DecodeEngine | None = None
         self._admission: Admission | None = None
+        self._ending = False
         self._leaving = False
         self._hbm_owners: dict[int, str] = {}
         shared.world.note(self.name, "starts")
@@ -72,16 +73,22 @@ class SimEngine:
         plane.membership.join(self.settings.engine.api_url)
 
     def terminate(self) -> None:
-        """End as after SIGTERM: no more HTTP, then the engine stops, then it leaves."""
-        if not self._leaving and self._engine is not None:
-            self._leaving = True
-            self._shared.world.note(self.name, "is asked to end")
-            self._shared.http.server_died(self)
-            self.threads.start("sigterm", self._end)
+        """End as after SIGTERM: it drains, then HTTP ends, then the engine, then it leaves."""
+        if self._ending or self._engine is None:
+            return
+        self._ending = True
+        self._shared.world.note(self.name, "is asked to end")
+        self._on_a_thread("sigterm", self._end)
 
     def _end(self) -> None:
         assert self._engine is not None
         assert self.plane is not None
+        drained = self.threads.event()
+        self.plane.membership.drain("its process got SIGTERM", drained.set)
+        drained.wait(self.settings.engine.drain_timeout_s)
+        self._shared.world.note(self.name, "has drained" if drained.is_set() else "ends undrained")
+        self._leaving = True
+        self._shared.http.server_died(self)
         self._engine.close()
         self.plane.membership.leave()
         self._shared.world.note(self.name, "ends")
