@@ -108,9 +108,9 @@ class Transport(Protocol):
     def disconnect(self, agent: str) -> None:
         """Forget a peer; its unfinished transfers turn FAILED.  Unknown names are ignored.
 
-        They do so as soon as no byte of theirs can still arrive here, which a peer that hangs may
-        delay without bound; until then ``poll`` says MOVING and their memory must not be reused.
-        Bytes of a WRITE may still arrive in the *peer's* memory after it was disconnected.
+        They do so as soon as no byte of theirs can still arrive, here or at the peer, which a peer
+        that hangs may delay without bound; until then ``poll`` says MOVING and neither end may
+        reuse their memory: a peer that was only out of sight lives on with what was written to it.
         """
         ...
 

@@ -40,6 +40,8 @@ class Adversary:
         self.cluster = cluster
         self.clients = clients
         self._under_way = faults
+        #: Whether a transfer takes longer than anybody waits: requests without another way fail.
+        self.hung = False
         self._waiting = [world.chance.choice(kinds) for _ in range(faults)]
         world.moment = self._moment
         for _ in range(faults):
@@ -173,6 +175,7 @@ class Adversary:
         """A transfer takes longer than anybody waits."""
         faults = self.cluster.shared.transfer_faults
         faults.stall_s = _HANG_S
+        self.hung = True
         return self._set(faults, "to_stall", 1)
 
     def failing_transfers(self) -> Callable[[], None]:

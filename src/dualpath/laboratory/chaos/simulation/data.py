@@ -1,8 +1,8 @@
 """Transfers between engines of a simulated cluster: their bytes move when chance lets them.
 
 A transfer takes some time, may stall, and may fail after part of it has moved.  What a process had
-posted moves on while it stands still.  Bytes of a write whose initiator gave it up may arrive all
-the same, which the contract of transports allows (``transport.contract.Transport.disconnect``).
+posted moves on while it stands still, and when its peer was disconnected: it is MOVING until the
+last byte has arrived, and FAILED then (``transport.contract.Transport.disconnect``).
 Whenever bytes arrive it is checked that their place still belongs to whom they are for.
 """
 
@@ -44,16 +44,16 @@ class SimTransfer:
     """One posted transfer; ``transport.contract.Transfer``."""
 
     def __init__(
-        self, transport: "SimTransport", inner: InProcessTransfer, writes: Memory, remote: bool
+        self, transport: "SimTransport", inner: InProcessTransfer, peer: str, writes: Memory
     ) -> None:
         self.bytes = inner.bytes
         self._transport = transport
         self._inner = inner
+        self.peer = peer
         self._writes = writes
-        self._remote = remote
         self._owners = [transport.owner(writes, piece) for piece in writes.pieces]
-        self._landed = False
         self._broken: str | None = None
+        self._doom: str | None = None
         self._plan(transport.world, transport.faults)
 
     def _plan(self, world: World, faults: TransferFaults) -> None:
@@ -78,10 +78,12 @@ class SimTransfer:
         return f"of {self._transport.agent} into {memory.agent} {memory.region} {memory.pieces}"
 
     def poll(self) -> TransferState:
-        """Say how far it is."""
-        if self._landed:
-            return self._inner.poll()
+        """Say how far it is; the world moves its bytes."""
         return self._inner._state
+
+    def fail_when_over(self, reason: str) -> None:
+        """Turn FAILED once no byte can arrive any more."""
+        self._doom = reason
 
     def error(self) -> str | None:
         """Return why it failed, or None."""
@@ -92,13 +94,9 @@ class SimTransfer:
         self._inner.release()
 
     def _may_move(self) -> bool:
-        """Whether bytes of it can still arrive.
-
-        Those of a dead process cannot, nor those for one; of what was given up only writes can.
-        """
-        if not self._transport.process.alive or not self._transport.alive(self._writes.agent):
-            return False
-        return self._inner._state is TransferState.MOVING or self._remote
+        """Whether bytes of it can still arrive: none do from or to a dead process."""
+        alive = self._transport.process.alive and self._transport.alive(self._writes.agent)
+        return alive and self._inner._state is TransferState.MOVING
 
     def _move(self, first: int, end: int) -> None:
         if not self._may_move():
@@ -116,16 +114,16 @@ class SimTransfer:
             )
 
     def _land(self, first: int) -> None:
-        if self._broken is not None:
-            self._inner._fail(self._broken)
-            return
-        self._move(first, len(self._writes.pieces))
-        self._landed = True
-        if self._inner._state is TransferState.MOVING and not self._reachable():
-            self._inner._fail(f"agent {self._inner._peer!r} is gone")
-
-    def _reachable(self) -> bool:
-        return self._transport.alive(self._inner._peer)
+        inner = self._inner
+        if self._broken is None and self._transport.process.alive:
+            self._move(first, len(self._writes.pieces))
+            if not self._transport.alive(inner._peer):
+                self._doom = self._doom or f"agent {inner._peer!r} is gone"
+        if (error := self._broken or self._doom) is not None:
+            inner._fail(error)
+        elif inner._state is TransferState.MOVING:
+            inner._state = TransferState.DONE
+        self._transport.over(self)
 
 
 class SimTransport(InProcessTransport):
@@ -144,6 +142,7 @@ class SimTransport(InProcessTransport):
         self.world = process.world
         self.faults = faults
         self._owner_of = owner_of
+        self._moving: dict[SimTransfer, None] = {}
 
     def owner(self, memory: Memory, piece: int) -> str | None:
         """Return who owns a piece now."""
@@ -178,7 +177,20 @@ class SimTransport(InProcessTransport):
             writes = Memory(agent, remote_region, tuple(int(p) for p in remote_pieces))
         else:
             writes = Memory(self.agent, local_region, tuple(int(p) for p in local_pieces))
-        return SimTransfer(self, inner, writes, direction is Direction.WRITE)
+        transfer = SimTransfer(self, inner, agent, writes)
+        self._moving[transfer] = None
+        return transfer
+
+    def disconnect(self, agent: str) -> None:
+        """Forget a peer; what is under way goes on to its end."""
+        self._peers.pop(agent, None)
+        for transfer in self._moving:
+            if transfer.peer == agent:
+                transfer.fail_when_over(f"agent {agent!r} was disconnected")
+
+    def over(self, transfer: SimTransfer) -> None:
+        """Nothing of a transfer moves any more."""
+        self._moving.pop(transfer, None)
 
     @property
     def unfinished(self) -> int:

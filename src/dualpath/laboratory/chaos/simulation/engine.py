@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
@@ -163,7 +163,8 @@ class SimEngine:
             return _slot_owner(manager._buffer._pool, piece // layers)
         if region == STAGING_REGION:
             return "staging" if manager._staging._pool._leased[piece // layers] else None
-        return self._hbm_owners.get(piece)
+        free = piece in self.plane.hbm._free
+        return None if free else self._hbm_owners.get(piece)
 
     def _check_read(self, destination: memoryview) -> None:
         """A block is about to arrive from storage: its slot must be somebody's, or pinned."""
@@ -176,8 +177,7 @@ class SimEngine:
             self._shared.world.problem(f"{self.name}: a read ends in slot {slot}, pinned by nobody")
 
     def _watch_hbm(self, plane: DataPlane) -> None:
-        take, give_back, let_go = plane.hbm.take, plane.hbm.give_back, plane.hbm.let_go
-        numbers = itertools.count()
+        take, numbers = plane.hbm.take, itertools.count()
 
         def noted_take(blocks: int) -> tuple[int, ...] | None:
             taken = take(blocks)
@@ -185,22 +185,7 @@ class SimEngine:
             self._hbm_owners.update(dict.fromkeys(taken or (), lease))
             return taken
 
-        def noted_give_back(block_ids: Sequence[int]) -> None:
-            give_back(block_ids)
-            disown(block_ids)
-
-        def noted_let_go(hbm_blocks: tuple[int, ...]) -> None:
-            let_go(hbm_blocks)
-            disown(hbm_blocks)
-
-        def disown(block_ids: Sequence[int]) -> None:
-            """Of blocks that a late transfer may write to, the former owner stays the owner."""
-            for block in set(block_ids) & set(plane.hbm._free):
-                self._hbm_owners.pop(block, None)
-
         plane.hbm.take = noted_take  # type: ignore[method-assign]
-        plane.hbm.give_back = noted_give_back  # type: ignore[method-assign]
-        plane.hbm.let_go = noted_let_go  # type: ignore[method-assign]
 
     def left_over(self) -> list[str]:
         """Return what it still holds though nobody is served."""
