@@ -2,6 +2,8 @@
 
 import pytest
 
+from dualpath.core.errors import ConfigError
+from dualpath.laboratory.chaos.simulation.plants import planted
 from dualpath.laboratory.chaos.simulation.play import play
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
 from dualpath.laboratory.chaos.simulation.world import Process, World
@@ -104,7 +106,7 @@ def test_a_thread_that_raises_is_a_problem() -> None:
     assert "thread fails of process died: IndexError" in machine.world.problems[0]
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(40))
 def test_nothing_is_lost_nothing_hangs_and_nothing_is_wrong(seed: int) -> None:
     outcome = play(seed)
     assert not outcome.problems, "\n".join(outcome.story)
@@ -113,3 +115,14 @@ def test_nothing_is_lost_nothing_hangs_and_nothing_is_wrong(seed: int) -> None:
 def test_a_seed_gives_the_same_run_again() -> None:
     for seed in range(4):
         assert play(seed).digest == play(seed).digest
+
+
+@pytest.mark.parametrize("name", ["session-end-keeps", "no-quarantine", "checksum-ignored"])
+def test_planted_bugs_are_found(name: str) -> None:
+    with planted(name):
+        assert any(play(seed).problems for seed in range(60))
+
+
+def test_an_unknown_bug_cannot_be_planted() -> None:
+    with pytest.raises(ConfigError, match="choose one of"), planted("typo"):
+        pass
