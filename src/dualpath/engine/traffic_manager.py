@@ -4,21 +4,15 @@ It owns the PE or DE buffer and its reservations, the storage reader and writer,
 Commands come from the router as control messages (``handle``), work comes from the engine
 (``begin_prefill``, ``fill_hbm``, ``persist_generated``).  It knows no model and no engine
 framework; the vLLM connector and the emulated engine use it alike.
-
-Slots of a request at the decode engine are freed when three things have happened: the KV was
-handed to the HBM (or the router released the request), the router's ``Persist`` has arrived, so
-that no new block is lost, and nobody has them pinned.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from dualpath.core.blocks import BlockGeometry, BlockKey
-from dualpath.core.cluster import HostProcess, Role
+from dualpath.core.cluster import HostProcess
 from dualpath.core.control import (
     Assign,
     DecodeTransfer,
@@ -27,7 +21,6 @@ from dualpath.core.control import (
     Failed,
     Gone,
     IsGone,
-    KvInHbm,
     Lookup,
     PeerDown,
     PeerUp,
@@ -43,14 +36,12 @@ from dualpath.core.control import (
     Sync,
     Synced,
     Welcome,
-    Writer,
 )
 from dualpath.core.errors import BadRequestError, BufferTooSmallError, DualPathError
-from dualpath.core.runs import BlockRun
 from dualpath.engine.active_requests import ActiveRequests
 from dualpath.engine.buffer import STAGING_REGION, BlockBuffer
 from dualpath.engine.chunk_transfers import BlockHolder, NoHolder
-from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.counters import Counters
 from dualpath.engine.device import Device, HostDevice
 from dualpath.engine.generated import GeneratedBlocks
 from dualpath.engine.hbm_copy import HbmCopier, HbmLayout
@@ -60,29 +51,22 @@ from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.lookups import Lookups
 from dualpath.engine.movers import open_movers
 from dualpath.engine.peers import Peers
-from dualpath.engine.persister import Persister, WriteTask
+from dualpath.engine.persister import Persister
 from dualpath.engine.prefill_passes import PrefillPasses
 from dualpath.engine.read_queue import ReadQueue, ReadTask
+from dualpath.engine.served_prompts import ServedPrompts
+from dualpath.engine.session_doubts import Doubts, SessionDoubts
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.slots import Grant
 from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.threads import OS_THREADS, Threads, TimeLimit
 from dualpath.engine.trace import TraceRecorder
-from dualpath.plan.movements import PERSIST_PROMPT
-from dualpath.plan.steps import PromptLayout, decode_steps, read_step, step_of
+from dualpath.plan.steps import read_step
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.remembering import RememberingStorage
 from dualpath.transport.contract import Transport
 
 log = logging.getLogger(__name__)
-
-
-class Doubts(NamedTuple):
-    """What sessions that are over have left: see ``core.control.Hello``."""
-
-    unsettled: tuple[str, ...]
-    quarantined: tuple[str, ...]
-    writers: tuple[Writer, ...]
 
 
 _NS_PER_S = 1_000_000_000
@@ -158,7 +142,20 @@ class TrafficManager:
             geometry, self._staging, self._copier, self._persister, self.counters
         )
         self._lookups = Lookups(storage, self._persister.pending, self.counters, send, threads)
-        self._said_unsettled: set[str] = set()
+        self._prompts = ServedPrompts(
+            geometry,
+            self._active,
+            self._buffer,
+            self._copier,
+            self._persister,
+            counters,
+            trace,
+            send,
+            moves_bytes=settings.mode.moves_bytes,
+        )
+        self._doubts = SessionDoubts(
+            settings.role, self._active, self._buffer, self._peers, self._reader.cancel
+        )
         self._is_gone = is_gone
         self._assign_seq = 0
         self._report_seq = 0
@@ -245,24 +242,14 @@ class TrafficManager:
             self._send(Failed(request_id=request_id, reason=reason))
 
     def end_session(self, reason: str) -> None:
-        """Drop every request: the router has forgotten them, or will.
-
-        What their transfers may still write to is kept: a DE's slots in quarantine, until a router
-        says that no writer is left, a PE's requests in a forward pass until that is over.
-        """
-        for request_id, awaits_kv in self._active.end_session(reason).items():
-            self._reader.cancel(request_id)
-            if awaits_kv and self.settings.role is Role.DECODE:
-                self._buffer.quarantine(request_id)
-            self._buffer.release(request_id)
+        """Drop every request: the router has forgotten them, or will (``session_doubts``)."""
+        self._doubts.end_session(reason)
         self._lookups.drop()
         self._assign_seq = 0
 
     def doubts(self) -> Doubts:
         """Return what sessions before have left in doubt, for the next ``Hello``."""
-        unsettled = self._active.unsettled()
-        self._said_unsettled.update(unsettled)
-        return Doubts(unsettled, self._buffer.quarantined(), self._peers.writers())
+        return self._doubts.named()
 
     def tick(self, now_ns: int) -> None:
         """Let time pass: reads and look-ups beyond their deadline are answered."""
@@ -289,7 +276,7 @@ class TrafficManager:
             case Read():
                 self._read(message)
             case Persist():
-                self._persist_prompt(message)
+                self._prompts.persist(message)
             case Release():
                 if self._active.ask_release(message):
                     self._release(message)
@@ -298,10 +285,7 @@ class TrafficManager:
         self._peers.only(message.peers)
         for peer in message.peers:
             self._peer_up(peer)
-        # What has settled since the greeting that called it unsettled could be said to nobody.
-        settled = self._said_unsettled.difference(self._active.unsettled())
-        self._said_unsettled.clear()
-        for request_id in settled:
+        for request_id in self._doubts.settled_since():
             self._send(Released(request_id=request_id))
 
     def _peer_up(self, peer: EngineAddress) -> None:
@@ -338,21 +322,6 @@ class TrafficManager:
             ReadTask(message.request_id, step, message.keys, now_ns, message.deadline_s)
         )
 
-    def _persist_prompt(self, message: Persist) -> None:
-        blocks = BlockRun(message.first_block, len(message.keys))
-        slots = self._buffer.slots_of(message.request_id)[blocks.first : blocks.end]
-        complete = len(slots) == len(message.keys) or not self.settings.mode.moves_bytes
-        if not complete or not self._active.is_active(message.request_id):
-            self.counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(message.keys))
-            return
-        self._buffer.pin(slots)
-        self._active.persist_seen(message.request_id)
-        step = step_of(PERSIST_PROMPT, self.geometry, blocks, slots=slots)
-        sources = [self._buffer.view(slot) for slot in slots]
-        over = functools.partial(self._buffer.unpin, slots)
-        self._persister.add(WriteTask(message.request_id, step, message.keys, sources, over))
-        self._free_if_served(message.request_id)
-
     def _release(self, message: Release) -> None:
         self._reader.cancel(message.request_id)
         self._active.drop(message.request_id)
@@ -362,8 +331,6 @@ class TrafficManager:
             self._buffer.quarantine(message.request_id)
         self._buffer.release(message.request_id)
         self._send(Released(request_id=message.request_id))
-
-    # ------------------------------------------------------------------ work from the engine
 
     def is_active(self, request_id: str) -> bool:
         """Whether a request is assigned to this engine and not about to leave it."""
@@ -404,33 +371,7 @@ class TrafficManager:
 
         ``done`` gets None or why it failed, on whatever thread ends the copy.
         """
-        request_id, slots = decode_transfer.request_id, decode_transfer.slots
-        start_ns = self.trace.now_ns()
-
-        def copied(error: str | None) -> None:
-            self._buffer.unpin(slots)
-            if error is None:
-                self._kv_in_hbm(request_id, (self.trace.now_ns() - start_ns) / _NS_PER_S)
-            done(error)
-
-        if not self.settings.mode.moves_bytes:
-            self._kv_in_hbm(request_id, 0.0)
-            done(None)
-        elif not self._buffer.pin_lease(request_id, slots):
-            self.counters.add(Counter.STALE_TRANSFERS, 1)
-            done(f"request {request_id}: its DE buffer slots changed hands")
-        else:
-            prompt = PromptLayout(self.geometry, decode_transfer.prompt_tokens, de_slots=slots)
-            self._copier.into_hbm(request_id, decode_steps(prompt), hbm_blocks, copied)
-
-    def _kv_in_hbm(self, request_id: str, h2d_s: float) -> None:
-        self._active.kv_in_hbm(request_id)
-        self._send(KvInHbm(request_id=request_id, h2d_s=h2d_s))
-        self._free_if_served(request_id)
-
-    def _free_if_served(self, request_id: str) -> None:
-        if self._active.done_with_buffer(request_id):
-            self._buffer.release(request_id)
+        self._prompts.fill_hbm(decode_transfer, hbm_blocks, done)
 
     def persist_generated(self, blocks: Sequence[tuple[int, BlockKey]]) -> None:
         """Store full blocks (engine block id, key); returns when their HBM is not needed."""
@@ -438,8 +379,6 @@ class TrafficManager:
             self._generated.persist(blocks)
         else:
             self._generated.persist_keys([key for _, key in blocks])
-
-    # ------------------------------------------------------------------ life
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all queued blocks are persisted; False after the timeout."""

@@ -1,0 +1,101 @@
+"""A prompt's KV in the DE's buffer: to storage, to HBM, and then its slots are free.
+
+Slots of a request at the decode engine are freed when three things have happened: the KV was
+handed to the HBM (or the router released the request), the router's ``Persist`` has arrived, so
+that no new block is lost, and nobody has them pinned.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+from dualpath.core.blocks import BlockGeometry
+from dualpath.core.control import DecodeTransfer, EngineMessage, KvInHbm, Persist
+from dualpath.core.runs import BlockRun
+from dualpath.engine.active_requests import ActiveRequests
+from dualpath.engine.buffer import BlockBuffer
+from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.hbm_copy import HbmCopier
+from dualpath.engine.persister import Persister, WriteTask
+from dualpath.engine.trace import TraceRecorder
+from dualpath.plan.movements import PERSIST_PROMPT
+from dualpath.plan.steps import PromptLayout, decode_steps, step_of
+
+_NS_PER_S = 1_000_000_000
+
+
+class ServedPrompts:
+    """``moves_bytes`` False (mode Oracle): there are no slots, and lengths alone are stored."""
+
+    def __init__(
+        self,
+        geometry: BlockGeometry,
+        active: ActiveRequests,
+        buffer: BlockBuffer,
+        copier: HbmCopier,
+        persister: Persister,
+        counters: Counters,
+        trace: TraceRecorder,
+        send: Callable[[EngineMessage], None],
+        *,
+        moves_bytes: bool,
+    ) -> None:
+        self._geometry = geometry
+        self._active = active
+        self._buffer = buffer
+        self._copier = copier
+        self._persister = persister
+        self._counters = counters
+        self._trace = trace
+        self._send = send
+        self._moves_bytes = moves_bytes
+
+    def persist(self, message: Persist) -> None:
+        """Store a prompt's new blocks; those of a request that is no longer here are dropped."""
+        blocks = BlockRun(message.first_block, len(message.keys))
+        slots = self._buffer.slots_of(message.request_id)[blocks.first : blocks.end]
+        complete = len(slots) == len(message.keys) or not self._moves_bytes
+        if not complete or not self._active.is_active(message.request_id):
+            self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(message.keys))
+            return
+        self._buffer.pin(slots)
+        self._active.persist_seen(message.request_id)
+        step = step_of(PERSIST_PROMPT, self._geometry, blocks, slots=slots)
+        sources = [self._buffer.view(slot) for slot in slots]
+        over = functools.partial(self._buffer.unpin, slots)
+        self._persister.add(WriteTask(message.request_id, step, message.keys, sources, over))
+        self._free_if_served(message.request_id)
+
+    def fill_hbm(
+        self,
+        decode_transfer: DecodeTransfer,
+        hbm_blocks: Sequence[int],
+        done: Callable[[str | None], None],
+    ) -> None:
+        """See ``TrafficManager.fill_hbm``."""
+        request_id, slots = decode_transfer.request_id, decode_transfer.slots
+        start_ns = self._trace.now_ns()
+
+        def copied(error: str | None) -> None:
+            self._buffer.unpin(slots)
+            if error is None:
+                self._kv_in_hbm(request_id, (self._trace.now_ns() - start_ns) / _NS_PER_S)
+            done(error)
+
+        if not self._moves_bytes:
+            self._kv_in_hbm(request_id, 0.0)
+            done(None)
+        elif not self._buffer.pin_lease(request_id, slots):
+            self._counters.add(Counter.STALE_TRANSFERS, 1)
+            done(f"request {request_id}: its DE buffer slots changed hands")
+        else:
+            prompt = PromptLayout(self._geometry, decode_transfer.prompt_tokens, de_slots=slots)
+            self._copier.into_hbm(request_id, decode_steps(prompt), hbm_blocks, copied)
+
+    def _kv_in_hbm(self, request_id: str, h2d_s: float) -> None:
+        self._active.kv_in_hbm(request_id)
+        self._send(KvInHbm(request_id=request_id, h2d_s=h2d_s))
+        self._free_if_served(request_id)
+
+    def _free_if_served(self, request_id: str) -> None:
+        if self._active.done_with_buffer(request_id):
+            self._buffer.release(request_id)
