@@ -10,9 +10,10 @@ import argparse
 import time
 from collections.abc import Callable
 
+from dualpath.core.addresses import EngineAddress
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import Role
-from dualpath.core.control import PROTOCOL_VERSION, EngineAddress, Hello, Report
+from dualpath.core.control import PROTOCOL_VERSION, Hello, Report
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.counters import Counter
 from dualpath.policy.events import Assignment

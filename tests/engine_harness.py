@@ -18,10 +18,8 @@ from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_
 from dualpath.core.cluster import Role
 from dualpath.core.control import (
     Assign,
-    DecodeTransfer,
     Message,
     Persist,
-    PrefillTransfer,
     Read,
     ReadDone,
     Release,
@@ -33,6 +31,7 @@ from dualpath.core.control import (
 )
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.hbm_copy import HbmLayout
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.settings import EngineSettings

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from tests.unit.router_fakes import FakeEngine
 
-from dualpath.core import control
+from dualpath.core import addresses, control
 from dualpath.core.cluster import Role
 from dualpath.engine.link import ControlLink
 from dualpath.engine.router_connection import ZmqRouterConnection
@@ -35,7 +35,7 @@ class Router:
     def on_lost(self, info: EngineInfo, reason: str) -> None:
         self.events.put_nowait(f"lost: {reason}")
 
-    def on_dead(self, writer: control.Writer) -> None:
+    def on_dead(self, writer: addresses.Writer) -> None:
         self.events.put_nowait("dead")
 
     def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
@@ -44,7 +44,7 @@ class Router:
             if message.request_id == "last":
                 self.events.put_nowait("last")
 
-    def doubted(self) -> Iterable[control.Writer]:
+    def doubted(self) -> Iterable[addresses.Writer]:
         return ()
 
 

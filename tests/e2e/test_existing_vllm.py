@@ -21,8 +21,8 @@ from tests.e2e.plain_engine import (
     tiny_model,
 )
 
-from dualpath.core.control import PrefillTransfer, to_transfer_params
 from dualpath.core.modes import Mode
+from dualpath.core.transfers import PrefillTransfer, to_transfer_params
 from dualpath.ops.launch.commands import ENGINE_ENTRY
 from dualpath.ops.launch.fork_server import ForkedProcess
 from dualpath.ops.launch.local_cluster import claim_port

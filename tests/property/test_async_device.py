@@ -25,8 +25,8 @@ from tests.async_device import (
 from tests.engine_harness import GEOMETRY, full_block, kv_bytes, prompt_keys
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import PrefillTransfer
 from dualpath.core.runs import BlockRun, HitRun
+from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.buffer import STAGING_REGION, BlockBuffer
 from dualpath.engine.chunk_transfers import NoHolder
 from dualpath.engine.counters import Counters

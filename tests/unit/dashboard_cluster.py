@@ -5,8 +5,9 @@ from typing import Any
 
 from tests.unit.router_fakes import NAMESPACE
 
+from dualpath.core.addresses import EngineAddress
 from dualpath.core.cluster import Role
-from dualpath.core.control import PROTOCOL_VERSION, EngineAddress, Hello, Report
+from dualpath.core.control import PROTOCOL_VERSION, Hello, Report
 from dualpath.core.sessions import Event
 from dualpath.router.control.assign_log import AssignmentNote
 from dualpath.router.control.registry import EngineState, Registry

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from tests.control_network import Network
 
-from dualpath.core import control
+from dualpath.core import addresses, control, transfers
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError, TransportError
@@ -94,7 +94,7 @@ class FakeEngine:
         self.draining: str | None = None
         self._arrived = asyncio.Event()
         self.quarantined: dict[str, list[int]] = {}
-        self.writers: dict[str, control.Writer] = {}
+        self.writers: dict[str, addresses.Writer] = {}
 
     @property
     def epoch(self) -> str:
@@ -129,7 +129,7 @@ class FakeEngine:
     def hello(self, greeting: int = 1) -> control.Hello:
         return control.Hello(
             version=self.version,
-            address=control.EngineAddress(
+            address=addresses.EngineAddress(
                 engine_id=self.engine_id,
                 epoch=self.epoch,
                 role=self.role,
@@ -376,13 +376,13 @@ class FakeCalls:
         self.send_failure: str | None = None
         #: Engines whose HTTP server is gone, though their control link lives.
         self.deaf: set[str] = set()
-        self.transfers: list[control.PrefillTransfer] = []
+        self.transfers: list[transfers.PrefillTransfer] = []
         self.prefills: list[str] = []
         self.decodes: list[str] = []
         self.pause: Callable[[], Awaitable[None]] = _now
 
     async def prefill(
-        self, engine: EngineInfo, job: Job, prefill_transfer: control.PrefillTransfer
+        self, engine: EngineInfo, job: Job, prefill_transfer: transfers.PrefillTransfer
     ) -> TokenEvent:
         self.transfers.append(prefill_transfer)
         self.prefills.append(engine.engine_id)
@@ -410,7 +410,7 @@ class FakeCalls:
             token_ids=(token,), finish_reason="stop" if token == self.end_token else "length"
         )
 
-    def _prefill_done(self, here: FakeEngine, transfer: control.PrefillTransfer) -> None:
+    def _prefill_done(self, here: FakeEngine, transfer: transfers.PrefillTransfer) -> None:
         here.send(control.PrefillDone(transfer.request_id, failure=self.send_failure))
         self.send_failure = None
 
@@ -418,7 +418,7 @@ class FakeCalls:
         self,
         engine: EngineInfo,
         job: Job,
-        decode_transfer: control.DecodeTransfer,
+        decode_transfer: transfers.DecodeTransfer,
         prior: Sequence[int],
     ) -> AsyncIterator[TokenEvent]:
         here = self.engines[engine.engine_id]
@@ -451,7 +451,9 @@ class FakeCalls:
         if here.dead.is_set() or here.epoch != info.epoch:
             raise EngineLostError(f"connection to {here.engine_id} is reset")
 
-    def _check_hits(self, here, there, job: Job, prefill_transfer: control.PrefillTransfer) -> None:
+    def _check_hits(
+        self, here, there, job: Job, prefill_transfer: transfers.PrefillTransfer
+    ) -> None:
         block = 0
         for run in prefill_transfer.hits:
             assert run.blocks.first == block

@@ -8,7 +8,7 @@ import zmq
 import zmq.asyncio
 from tests.unit.router_fakes import FakeEngine
 
-from dualpath.core import control
+from dualpath.core import addresses, control
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.link import ControlLink
@@ -67,10 +67,10 @@ class Router:
     def on_lost(self, info: EngineInfo, reason: str) -> None:
         pass
 
-    def on_dead(self, writer: control.Writer) -> None:
+    def on_dead(self, writer: addresses.Writer) -> None:
         pass
 
-    def doubted(self) -> list[control.Writer]:
+    def doubted(self) -> list[addresses.Writer]:
         return []
 
     def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:

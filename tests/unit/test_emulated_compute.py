@@ -5,8 +5,8 @@ import pytest
 from tests.emulated_cluster import COSTS, GEOMETRY, engine_settings
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import PrefillTransfer
 from dualpath.core.modes import Mode
+from dualpath.core.transfers import PrefillTransfer
 from dualpath.laboratory.emulated.batch import BatchFormer
 from dualpath.laboratory.emulated.clock import ComputeClock
 from dualpath.laboratory.emulated.hbm import EmulatedHbm

@@ -11,9 +11,9 @@ from tests.emulated_cluster import COSTS, GEOMETRY, GUARD_S, Cluster, cluster, e
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
-from dualpath.core.control import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.laboratory.emulated.metrics import EngineMetrics, layer_blocks
 from dualpath.laboratory.emulated.prefix import Seeds

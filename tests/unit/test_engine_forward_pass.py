@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import pytest
 from tests.engine_harness import GEOMETRY, ToyCluster, prompt_keys
 
-from dualpath.core.control import Message, PrefillDone, PrefillTransfer, Release
+from dualpath.core.control import Message, PrefillDone, Release
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun
+from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.counters import Counter
 from dualpath.engine.forward_pass import ForwardPass, PromptPart
 

@@ -11,7 +11,7 @@ import httpx
 from fastapi import FastAPI, Request
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 
-from dualpath.core.control import DecodeTransfer, PrefillTransfer, to_transfer_params
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath.vllm.engine_arguments import CONNECTOR, GUARD_CLASS
 from dualpath.vllm.engine_config import parse_front_end_arguments

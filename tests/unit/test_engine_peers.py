@@ -2,8 +2,8 @@
 
 import pytest
 
+from dualpath.core.addresses import EngineAddress
 from dualpath.core.cluster import Role
-from dualpath.core.control import EngineAddress
 from dualpath.core.errors import TransportError
 from dualpath.engine.peers import Peers
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport

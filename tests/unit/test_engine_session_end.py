@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 from tests.engine_harness import GEOMETRY, ToyCluster, prompt_keys
 
+from dualpath.core.addresses import EngineAddress, Writer
 from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.control import (
     Assign,
-    EngineAddress,
     Failed,
     Gone,
     IsGone,
@@ -17,7 +17,6 @@ from dualpath.core.control import (
     Released,
     Reserved,
     Welcome,
-    Writer,
 )
 from dualpath.core.runs import BlockRun
 from dualpath.engine.host_process import is_gone, this_process

@@ -18,7 +18,6 @@ from tests.stored_runs import read_run, stored_head
 
 from dualpath.core.cluster import Role
 from dualpath.core.control import (
-    DecodeTransfer,
     Failed,
     Lookup,
     LookupDone,
@@ -35,6 +34,7 @@ from dualpath.core.control import (
 from dualpath.core.errors import ConfigError, TransportError
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
+from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.counters import Counter
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.engine.lookups import LOOKUP_THREADS

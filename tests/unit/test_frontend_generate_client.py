@@ -11,13 +11,8 @@ from aiohttp import web
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 
+from dualpath.core.addresses import EngineAddress
 from dualpath.core.cluster import Role
-from dualpath.core.control import (
-    DecodeTransfer,
-    EngineAddress,
-    PrefillTransfer,
-    from_transfer_params,
-)
 from dualpath.core.errors import (
     BadRequestError,
     DualPathError,
@@ -25,6 +20,7 @@ from dualpath.core.errors import (
     IncompatibleError,
 )
 from dualpath.core.key_memory import KeyMemory
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, from_transfer_params
 from dualpath.router.control.registry import EngineInfo
 from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath.vllm.generate_client import GenerateClient

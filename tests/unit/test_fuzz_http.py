@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.emulated_cluster import GUARD_S, Cluster, cluster
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.laboratory.chaos.fuzz.campaign import Campaign
 from dualpath.laboratory.chaos.fuzz.http import HttpSubject
 from dualpath.laboratory.chaos.fuzz.inputs import Inputs

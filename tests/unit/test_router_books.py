@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.core import control
+from dualpath.core.addresses import EngineAddress, Writer
 from dualpath.core.cluster import Role
-from dualpath.core.control import EngineAddress, Writer
 from dualpath.router.control.assign_log import AssignLog
 from dualpath.router.control.registry import EngineInfo
 from dualpath.router.control.releases import Releases

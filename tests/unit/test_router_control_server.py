@@ -8,7 +8,7 @@ from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import NAMESPACE, FakeEngine, expected, job
 from tests.unit.scraped_cluster import Scrape
 
-from dualpath.core import control
+from dualpath.core import addresses, control
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
@@ -303,6 +303,6 @@ async def test_the_end_of_a_process_is_proven_once_it_is_known(watched: Watched)
     watched.server.declare_dead(writer)
     watched.server.declare_dead(writer)
     assert watched.events == [("joined", "p0"), ("lost", "p0"), ("dead", "p0", "p0-0")]
-    stranger = control.Writer("px", "9")
+    stranger = addresses.Writer("px", "9")
     watched.server.declare_dead(stranger)
     assert watched.events[-1] == ("dead", "px", "9")

@@ -18,9 +18,9 @@ from tests.unit.router_fakes import job
 from tests.unit.scraped_cluster import Scrape
 
 from dualpath.core import control
-from dualpath.core.control import DecodeTransfer, to_transfer_params
 from dualpath.core.errors import BadRequestError, OverloadedError
 from dualpath.core.modes import Mode
+from dualpath.core.transfers import DecodeTransfer, to_transfer_params
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
 from dualpath.router.control.exchange import AttemptChannel, Exchange
 from dualpath.router.control.registry import Registry

@@ -8,7 +8,7 @@ import pytest
 from tests.engine_harness import GEOMETRY, ToyCluster, ToyEngine, kv_bytes
 from tests.unit.router_cluster import WatchedService
 
-from dualpath.core import control
+from dualpath.core import control, transfers
 from dualpath.core.blocks import StoreNamespace, block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
@@ -87,7 +87,7 @@ class ToyCalls:
         self.hits: list[tuple[int, frozenset[Role]]] = []
 
     async def prefill(
-        self, engine: EngineInfo, job: Job, prefill_transfer: control.PrefillTransfer
+        self, engine: EngineInfo, job: Job, prefill_transfer: transfers.PrefillTransfer
     ) -> TokenEvent:
         self.hits.append(
             (prefill_transfer.hit_blocks, frozenset(run.side for run in prefill_transfer.hits))
@@ -109,7 +109,7 @@ class ToyCalls:
         self,
         engine: EngineInfo,
         job: Job,
-        decode_transfer: control.DecodeTransfer,
+        decode_transfer: transfers.DecodeTransfer,
         prior: Sequence[int],
     ) -> AsyncIterator[TokenEvent]:
         keys = self._keys(job)

@@ -30,9 +30,9 @@ from vllm.v1.request import Request
 
 from dualpath.core.blocks import CHAIN_SEED, BlockGeometry, block_keys, chain_root
 from dualpath.core.cluster import Role
-from dualpath.core.control import PrefillTransfer, to_transfer_params
 from dualpath.core.errors import ConfigError
 from dualpath.core.runs import BlockRun, HitRun
+from dualpath.core.transfers import PrefillTransfer, to_transfer_params
 from dualpath.engine.settings import EngineSettings
 from dualpath.vllm.connector import DualPathConnector, check_engine_config, settings_of
 from dualpath.vllm.layerwise_worker import LayerwiseWorker, place_in_regions

@@ -1,4 +1,4 @@
-"""Control messages between router and engines, and the transfers that ride on a vLLM request.
+"""Control messages between router and engines.
 
 Messages are msgpack-encoded tagged structs in an ``Envelope``.  An engine opens a session
 (``core.sessions``) with ``Hello`` and is answered with ``Welcome`` or ``Refused``.  Bulk data never
@@ -21,8 +21,8 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
+from dualpath.core.addresses import EngineAddress, Writer
 from dualpath.core.blocks import StoreNamespace
-from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.names import Name, in_one_line
 from dualpath.core.rates import Rates
@@ -30,51 +30,6 @@ from dualpath.core.runs import HitRun
 
 #: Raised by one whenever a message changes its meaning; both ends must agree.
 PROTOCOL_VERSION = 4
-
-#: Key under which a prefill or decode transfer travels in vLLM's ``kv_transfer_params``.
-TRANSFER_PARAMS_KEY = "dualpath"
-
-
-class RegionAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Wire form of ``transport.contract.RegionInfo``."""
-
-    name: Name
-    base_address: int
-    stride_bytes: int
-    piece_bytes: int
-    pieces: int
-    memory: str = "DRAM"
-    device: int = 0
-
-
-class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How other engines reach this one over the compute network, and which process it is."""
-
-    engine_id: Name
-    epoch: Name
-    role: Role
-    agent: Name
-    agent_metadata: bytes
-    regions: tuple[RegionAddress, ...]
-    process: HostProcess = HostProcess()
-
-    @property
-    def writer(self) -> "Writer":
-        """This process as one that may write into others' buffers."""
-        return Writer(self.engine_id, self.epoch, self.process)
-
-
-class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A process of a prefill engine, whose transfers write into decode engines' buffers."""
-
-    engine_id: Name
-    epoch: Name
-    process: HostProcess = HostProcess()
-
-    @property
-    def id(self) -> tuple[str, str]:
-        """Engine and epoch, which name the process."""
-        return self.engine_id, self.epoch
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -432,55 +387,4 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Decoded], frame: bytes) -> _Decode
         raise IncompatibleError(
             f"control message of {len(frame)} bytes is not of protocol {PROTOCOL_VERSION}: "
             f"{in_one_line(str(error))}; run the same dualpath version on router and engines"
-        ) from error
-
-
-class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rides on the PE's vLLM request: where hit KV lies and where the complete KV has to go.
-
-    ``hit_key_tail`` is the key of the last hit block, empty without hits: the PE compares it
-    with its own chain before it trusts any loaded block.  ``de_slots`` has one slot per prompt
-    block, the last possibly partial.
-    """
-
-    request_id: Name
-    prompt_tokens: int
-    hit_blocks: int
-    hit_key_tail: bytes
-    hits: tuple[HitRun, ...]
-    decode_engine: Name
-    decode_epoch: Name
-    de_slots: tuple[int, ...]
-
-
-class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rides on the DE's vLLM request: the prompt's KV waits in this engine's own buffer."""
-
-    request_id: Name
-    prompt_tokens: int
-    slots: tuple[int, ...]
-
-
-def to_transfer_params(value: PrefillTransfer | DecodeTransfer) -> dict[str, Any]:
-    """Return the ``kv_transfer_params`` dictionary that carries ``value`` (JSON-safe)."""
-    kind = "prefill_transfer" if isinstance(value, PrefillTransfer) else "decode_transfer"
-    return {TRANSFER_PARAMS_KEY: {kind: msgspec.to_builtins(value)}}
-
-
-def from_transfer_params(params: dict[str, Any] | None) -> PrefillTransfer | DecodeTransfer | None:
-    """Return what a vLLM request carries for us, None if nothing.
-
-    Raises ``IncompatibleError`` for a malformed value.
-    """
-    ours = (params or {}).get(TRANSFER_PARAMS_KEY)
-    if ours is None:
-        return None
-    try:
-        if "prefill_transfer" in ours:
-            return msgspec.convert(ours["prefill_transfer"], PrefillTransfer)
-        return msgspec.convert(ours["decode_transfer"], DecodeTransfer)
-    except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
-        raise IncompatibleError(
-            f"kv_transfer_params[{TRANSFER_PARAMS_KEY!r}] is malformed: {error}; "
-            "run the same dualpath version on router and engines"
         ) from error

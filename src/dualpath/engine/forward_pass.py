@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import EngineMessage, PrefillTransfer
+from dualpath.core.control import EngineMessage
 from dualpath.core.errors import TransportError
 from dualpath.core.runs import BlockRun
+from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.counters import Counter
 from dualpath.engine.layer_stream import LayerSettings
 from dualpath.engine.prefill_passes import RELEASED

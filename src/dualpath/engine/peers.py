@@ -5,8 +5,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+from dualpath.core.addresses import EngineAddress, Writer
 from dualpath.core.cluster import Role
-from dualpath.core.control import EngineAddress, PeerDown, Writer
+from dualpath.core.control import PeerDown
 from dualpath.core.errors import TransportError
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.transport.contract import AgentInfo, RegionInfo, Transport

@@ -128,6 +128,7 @@ class RouterSession:
             self._on(Event.REFUSED, now_s, message.reason)
         elif current:
             self._on(Event.SENT_AWAY, now_s, message.reason)
+            self._asked_s = _NEVER  # A router is there and waits: greet it at once.
 
     def _greet(self, now_s: float) -> None:
         if now_s - self._asked_s < HELLO_GAP_S:

@@ -9,8 +9,9 @@ import functools
 from collections.abc import Callable, Sequence
 
 from dualpath.core.blocks import BlockGeometry
-from dualpath.core.control import DecodeTransfer, EngineMessage, KvInHbm, Persist
+from dualpath.core.control import EngineMessage, KvInHbm, Persist
 from dualpath.core.runs import BlockRun
+from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.active_requests import ActiveRequests
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from dualpath.core.addresses import Writer
 from dualpath.core.cluster import Role
-from dualpath.core.control import Writer
 from dualpath.engine.active_requests import ActiveRequests
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.peers import Peers

@@ -11,8 +11,8 @@ import msgspec
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
-from dualpath.core.control import PrefillTransfer
 from dualpath.core.runs import BlockRun
+from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.buffer import BUFFER_REGION, STAGING_REGION, layer_pieces
 from dualpath.engine.counters import Counters
 from dualpath.engine.device import PASSED, Device, DeviceEvent

@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from dualpath.core.addresses import EngineAddress, RegionAddress
 from dualpath.core.blocks import BlockGeometry, BlockKey
 from dualpath.core.cluster import HostProcess
 from dualpath.core.control import (
     Assign,
-    DecodeTransfer,
-    EngineAddress,
     EngineMessage,
     Failed,
     Gone,
@@ -27,7 +26,6 @@ from dualpath.core.control import (
     Persist,
     PrefillDone,
     Read,
-    RegionAddress,
     Release,
     Released,
     Report,
@@ -38,6 +36,7 @@ from dualpath.core.control import (
     Welcome,
 )
 from dualpath.core.errors import BadRequestError, BufferTooSmallError, DualPathError
+from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.active_requests import ActiveRequests
 from dualpath.engine.buffer import STAGING_REGION, BlockBuffer
 from dualpath.engine.chunk_transfers import BlockHolder, NoHolder

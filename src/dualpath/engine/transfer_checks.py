@@ -12,8 +12,8 @@ import msgspec
 
 from dualpath.core.blocks import BlockGeometry, BlockKey
 from dualpath.core.cluster import Role
-from dualpath.core.control import DecodeTransfer, PrefillTransfer, from_transfer_params
 from dualpath.core.errors import BadRequestError
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, from_transfer_params
 from dualpath.engine.settings import EngineSettings
 
 log = logging.getLogger(__name__)

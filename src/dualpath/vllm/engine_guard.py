@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import PrefillTransfer, from_transfer_params
 from dualpath.core.errors import IncompatibleError
+from dualpath.core.transfers import PrefillTransfer, from_transfer_params
 from dualpath.router.api_keys import ApiKeys, engine_keys
 from dualpath.router.asgi import App, Message, Receive, Send, own_path
 from dualpath.router.requests.limits import refusal

@@ -7,7 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
-from dualpath.core.control import DecodeTransfer
+from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.forward_pass import PromptPart
 from dualpath.vllm.pass_costs import PassCosts
 

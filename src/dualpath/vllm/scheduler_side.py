@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
-from dualpath.core.control import DecodeTransfer, PrefillTransfer
 from dualpath.core.errors import DualPathError
 from dualpath.core.runs import BlockRun
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.forward_pass import PromptPart
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.transfer_checks import TransferChecks, with_own_hits

@@ -4,8 +4,8 @@ import functools
 from collections.abc import Callable
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import DecodeTransfer, PrefillTransfer
 from dualpath.core.errors import BadRequestError
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.transfer_checks import TransferChecks, with_own_hits
 from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.decode import DecodeEngine

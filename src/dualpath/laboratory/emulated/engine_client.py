@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 
-from dualpath.core.control import DecodeTransfer, PrefillTransfer, to_transfer_params
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.laboratory.emulated.requests import Sampling
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.control.registry import EngineInfo

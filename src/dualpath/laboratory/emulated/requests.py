@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from dualpath.core.control import DecodeTransfer, PrefillTransfer
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.laboratory.emulated.prefix import TokenPrefix
 
 

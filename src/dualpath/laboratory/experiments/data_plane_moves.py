@@ -15,11 +15,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dualpath.core.addresses import EngineAddress
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
-from dualpath.core.control import Assign, EngineAddress, Message, PeerUp, PrefillTransfer, Reserved
+from dualpath.core.control import Assign, Message, PeerUp, Reserved
 from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.core.runs import BlockRun, HitRun
+from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.hbm_copy import HbmLayout
 from dualpath.engine.layer_stream import LayerSettings
 from dualpath.engine.settings import EngineSettings

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from dualpath.core.control import DecodeTransfer, PrefillTransfer
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.router.control.registry import EngineInfo
 
 KeysFor = Callable[[Sequence[int]], Sequence[bytes]]

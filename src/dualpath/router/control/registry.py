@@ -12,17 +12,10 @@ from typing import Any
 
 import msgspec
 
+from dualpath.core.addresses import EngineAddress, Writer
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
-from dualpath.core.control import (
-    PROTOCOL_VERSION,
-    EngineAddress,
-    EngineMessage,
-    Hello,
-    Report,
-    RouterMessage,
-    Writer,
-)
+from dualpath.core.control import PROTOCOL_VERSION, EngineMessage, Hello, Report, RouterMessage
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
 from dualpath.core.rates import Rates

@@ -17,7 +17,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from dualpath.core.control import Release, RouterMessage, Writer
+from dualpath.core.addresses import Writer
+from dualpath.core.control import Release, RouterMessage
 from dualpath.router.control.registry import EngineInfo
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,9 @@ prefill engine itself comes back under its ``engine_id``.
 
 from collections.abc import Callable, Iterable
 
+from dualpath.core.addresses import Writer
 from dualpath.core.cluster import HostProcess
-from dualpath.core.control import IsGone, RouterMessage, Writer
+from dualpath.core.control import IsGone, RouterMessage
 from dualpath.engine.host_process import is_gone
 from dualpath.router.control.registry import Registry
 

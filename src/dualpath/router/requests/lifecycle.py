@@ -12,10 +12,11 @@ import msgspec
 
 from dualpath.core.blocks import holding_blocks, most_hit_blocks
 from dualpath.core.cluster import Role
-from dualpath.core.control import DecodeTransfer, KvInHbm, PrefillDone, PrefillTransfer
+from dualpath.core.control import KvInHbm, PrefillDone
 from dualpath.core.errors import EngineLostError
 from dualpath.core.request import Request
 from dualpath.core.runs import HitRun
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.policy.events import Assignment
 from dualpath.router.context import RouterContext
 from dualpath.router.control.engine_calls import Job, TokenEvent

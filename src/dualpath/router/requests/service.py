@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+from dualpath.core.addresses import Writer
 from dualpath.core.cluster import HostProcess
-from dualpath.core.control import EngineMessage, Released, Report, Writer
+from dualpath.core.control import EngineMessage, Released, Report
 from dualpath.core.errors import (
     BadRequestError,
     DrainingError,

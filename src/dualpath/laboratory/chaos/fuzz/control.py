@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
-from dualpath.core import control
+from dualpath.core import addresses, control, transfers
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError, IncompatibleError
@@ -40,13 +40,13 @@ def hello(engine_id: str, greeting: int = 1) -> control.Hello:
     """Return an honest greeting."""
     return control.Hello(
         version=control.PROTOCOL_VERSION,
-        address=control.EngineAddress(
+        address=addresses.EngineAddress(
             engine_id=engine_id,
             epoch=f"{engine_id}-1",
             role=ENGINES.get(engine_id, Role.PREFILL),
             agent=engine_id,
             agent_metadata=b"metadata",
-            regions=(control.RegionAddress("buffer", 4096, 128, 64, 16),),
+            regions=(addresses.RegionAddress("buffer", 4096, 128, 64, 16),),
         ),
         namespace=_NAMESPACE,
         api_url="http://127.0.0.1:1",
@@ -90,7 +90,7 @@ class _NoCalls:
     """``EngineCalls`` to engines that are names only."""
 
     async def prefill(
-        self, engine: EngineInfo, job: Job, prefill_transfer: control.PrefillTransfer
+        self, engine: EngineInfo, job: Job, prefill_transfer: transfers.PrefillTransfer
     ) -> TokenEvent:
         raise EngineLostError(f"engine {engine.engine_id} is a name")
 
@@ -98,7 +98,7 @@ class _NoCalls:
         self,
         engine: EngineInfo,
         job: Job,
-        decode_transfer: control.DecodeTransfer,
+        decode_transfer: transfers.DecodeTransfer,
         prior_tokens: Sequence[int],
     ) -> AsyncIterator[TokenEvent]:
         for _ in prior_tokens:
