@@ -143,6 +143,15 @@ class BlockBuffer:
             self._pool.pin([slot])
             return True
 
+    def pin_some(self, request_id: str, slots: Iterable[int]) -> bool:
+        """Pin some of a request's slots if it still holds them; False, pinning none, if not."""
+        wanted = set(slots)
+        with self._lock:
+            if not wanted.issubset(self._pool.slots_of(request_id)):
+                return False
+            self._pool.pin(wanted)
+            return True
+
     def unpin(self, slots: Iterable[int]) -> None:
         """End a protection."""
         held = list(slots)

@@ -68,14 +68,14 @@ class DataPlane:
         Slots that the request does not hold (any more) say nothing and are not compared.
         """
         buffer = self.manager.buffer
-        held = set(buffer.slots_of(request_id))
-        if not self.verifier.compares or not held.issuperset(slots):
+        held = buffer.slots_of(request_id)
+        # One step: slots that were released meanwhile are another's, or free, which pins are not.
+        if not self.verifier.compares or not buffer.pin_some(request_id, slots):
             return None
-        buffer.pin(slots)
         try:
             wrong = self.verifier.full_blocks(place, [buffer.view(slot) for slot in slots], seeds)
             # Released while it was compared: what was found may be another request's.
-            if held != set(buffer.slots_of(request_id)):
+            if held != buffer.slots_of(request_id):
                 return None
         finally:
             buffer.unpin(slots)

@@ -111,6 +111,9 @@ class Cluster:
         )
 
     def _start_engine(self, role: Role, engine_id: str) -> None:
+        former = self.engines.get(engine_id)
+        if former is not None and former.process.alive:
+            return  # Two faults took the one before: one process at a time has the name.
         settings = _engine_settings(self.settings, role, engine_id)
         engine = SimEngine(self.shared, settings, self._start(engine_id), self._host(engine_id))
         self.engines[engine_id] = engine
