@@ -14,7 +14,7 @@ from tests.control_network import Network
 
 from dualpath.core import addresses, control, transfers
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.core.rates import Rates
 from dualpath.core.sessions import HELLO_GAP_S
@@ -93,6 +93,7 @@ class FakeEngine:
         self.counters: dict[str, float] = {}
         self.draining: str | None = None
         self._arrived = asyncio.Event()
+        self.process = HostProcess()
         self.quarantined: dict[str, list[int]] = {}
         self.writers: dict[str, addresses.Writer] = {}
 
@@ -136,6 +137,7 @@ class FakeEngine:
                 agent=self.epoch,
                 agent_metadata=b"",
                 regions=(),
+                process=self.process,
             ),
             namespace=self.namespace,
             api_url=f"http://{self.engine_id}",

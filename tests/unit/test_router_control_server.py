@@ -9,7 +9,7 @@ from tests.unit.router_fakes import NAMESPACE, FakeEngine, expected, job
 from tests.unit.scraped_cluster import Scrape
 
 from dualpath.core import addresses, control
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.sessions import Conversation
@@ -306,3 +306,32 @@ async def test_the_end_of_a_process_is_proven_once_it_is_known(watched: Watched)
     stranger = addresses.Writer("px", "9")
     watched.server.declare_dead(stranger)
     assert watched.events[-1] == ("dead", "px", "9")
+
+
+async def test_a_process_beside_its_former_one_is_no_proof_that_this_has_ended(watched: Watched):
+    """Two of one name may have been started by mistake, and the former may still be writing."""
+    machine, first = "a machine", HostProcess("a machine", 1, 1)
+    watched.engine.process = first
+    watched.engine.generation = 1
+    watched.greet()
+    former = watched.engine.hello().address.writer
+    watched.engine.generation, watched.engine.process = 2, HostProcess(machine, 2, 2)
+    watched.greet()
+    assert watched.events[-2:] == [("lost", "p0"), ("joined", "p0")]
+    assert watched.registry.unproven() == [former]
+    assert not watched.registry.is_dead(former)
+    watched.say(control.Gone(former))
+    watched.say(control.Gone(former))
+    assert watched.registry.is_dead(former)
+    assert watched.registry.unproven() == []
+    dead = [event for event in watched.events if event[0] == "dead"]
+    assert dead == [("dead", "p0", "p0-0"), ("dead", "p0", "p0-1"), ("dead", "p0", "p0-1")]
+
+
+async def test_a_process_on_another_machine_takes_the_name_for_good(watched: Watched):
+    """Nobody could be asked there; that one process at a time has a name, its operator sees to."""
+    watched.engine.generation = 1
+    watched.engine.process = HostProcess("another machine", 1, 1)
+    watched.greet()
+    assert watched.events[-1] == ("joined", "p0")
+    assert ("dead", "p0", "p0-0") in watched.events

@@ -137,7 +137,8 @@ class Event(StrEnum):
     GREETS = "`Hello`, the first one"
     GREETS_AGAIN = "`Hello` with the same greeting"
     GREETS_ANEW = "`Hello` with a later greeting"
-    RESTARTED = "`Hello` of a new process"
+    RESTARTED = "`Hello` of a new process; the former one is gone, or was on another machine"
+    SUCCEEDED = "`Hello` of a new process on the machine of the former one, which may live"
     SILENT = "nothing from the engine for `engine_timeout_s`"
     FAILED = "it does not answer, or says that it is unhealthy"
     GOODBYE = "`Goodbye`"
@@ -203,6 +204,7 @@ def _router_rows() -> Sequence[Row[RouterEnd]]:
         Row(live, Event.GREETS_AGAIN, live, (Action.WELCOME,)),
         Row(live, Event.GREETS_ANEW, live, (Action.LOSE, *opened)),
         Row(live, Event.RESTARTED, live, (Action.LOSE, Action.BURY, *opened)),
+        Row(live, Event.SUCCEEDED, live, (Action.LOSE, *opened)),
         Row(live, Event.SPOKEN, live, (Action.TAKE,)),
         Row(live, Event.SILENT, lost, (Action.LOSE,)),
         Row(live, Event.FAILED, lost, (Action.LOSE,)),
@@ -211,11 +213,13 @@ def _router_rows() -> Sequence[Row[RouterEnd]]:
         Row(lost, Event.GREETS_AGAIN, lost, (Action.SEND_AWAY,)),
         Row(lost, Event.GREETS_ANEW, live, opened),
         Row(lost, Event.RESTARTED, live, (Action.BURY, *opened)),
+        Row(lost, Event.SUCCEEDED, live, opened),
         Row(lost, Event.SPOKEN, lost, (Action.SEND_AWAY,)),
         Row(lost, Event.GOODBYE, dead, (Action.BURY,)),
         Row(lost, Event.DIED, dead, (Action.BURY,)),
         Row(dead, Event.GREETS_ANEW, live, opened),
         Row(dead, Event.RESTARTED, live, opened),
+        Row(dead, Event.SUCCEEDED, live, opened),
     )
 
 

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 #: How soon an engine learns that its messages have come, if the router has nothing else to say.
 _ACKNOWLEDGE_S = 0.1
-_LOST = (Event.SILENT, Event.FAILED, Event.GREETS_ANEW)
+_LOST = (Event.SILENT, Event.FAILED, Event.GREETS_ANEW, Event.SUCCEEDED)
 
 
 class ControlListener(Protocol):
@@ -138,6 +138,8 @@ class ControlServer:
         engine = self._registry.get(writer.engine_id)
         if engine is not None and engine.info.epoch == writer.epoch:
             self._on(engine, Event.DIED, "its process has ended")
+        elif engine is not None and engine.forgets(writer):
+            self._bury(engine.info, writer)
         else:
             self._listener.on_dead(writer)
 
@@ -166,7 +168,11 @@ class ControlServer:
         for info in self._registry.silent(now_s, self._timeout_s):
             if (silent := self._registry.get(info.engine_id)) is not None:
                 self._on(silent, Event.SILENT, f"silent for more than {self._timeout_s:g} s")
-        for writer in self._witnesses.ask(self._listener.doubted()):
+        self._ask_witnesses()
+
+    def _ask_witnesses(self) -> None:
+        doubted = {w.id: w for w in (*self._listener.doubted(), *self._registry.unproven())}
+        for writer in self._witnesses.ask(doubted.values()):
             self.declare_dead(writer)
 
     @property
@@ -230,9 +236,11 @@ class ControlServer:
         if admission is not None:
             engine, epoch = admission.engine, admission.engine.info.epoch
             engine.identity = identity
-            restarted = admission.event is Event.RESTARTED
+            restarted = admission.event in (Event.RESTARTED, Event.SUCCEEDED)
             reason = f"restarted as epoch {epoch}" if restarted else "it has begun anew"
             self._on(engine, admission.event, reason, admission.former)
+            if admission.event is Event.SUCCEEDED:
+                self._ask_witnesses()
 
     def _heard(self, engine: EngineState, identity: bytes, envelope: control.FromEngine) -> None:
         # A connection that was reset comes back as another one; the session goes on.
@@ -278,7 +286,7 @@ class ControlServer:
                 case Action.LOSE:
                     self._lost(lost, reason, certain=event not in _LOST)
                 case Action.BURY:
-                    self._bury(lost)
+                    self._bury(lost, lost.writer)
                 case Action.OPEN:
                     session = f"{self._epoch}-{next(self._sessions):08}"
                     engine.open(session, engine.identity, self._clock())
@@ -308,9 +316,12 @@ class ControlServer:
         self._resolve_proofs(info.engine_id, alive=False)
         self._listener.on_lost(info, reason)
 
-    def _bury(self, info: EngineInfo) -> None:
-        self._notify_peers_down(info, certain=True)
-        self._listener.on_dead(info.writer)
+    def _bury(self, info: EngineInfo, writer: Writer) -> None:
+        """A process of this engine, the one of now or a former one, is gone."""
+        down = control.PeerDown(writer.engine_id, writer.epoch, certain=True)
+        for peer in self._others(info):
+            self.send(peer.engine_id, down)
+        self._listener.on_dead(writer)
 
     def _notify_peers_down(self, info: EngineInfo, certain: bool) -> None:
         down = control.PeerDown(engine_id=info.engine_id, epoch=info.epoch, certain=certain)

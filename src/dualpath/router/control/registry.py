@@ -80,6 +80,8 @@ class EngineState:
         self.heard_s = self.spoken_s = float("-inf")
         self.left = False
         self.former_epochs: deque[str] = deque(maxlen=_EPOCHS_KEPT)
+        #: Former processes on the machine of their successor that nobody has seen end.
+        self.unproven: dict[str, Writer] = {}
         self.report: Report | None = None
         self.pauses: set[Pause] = set()
         self._former_totals: dict[str, float] = {}
@@ -102,8 +104,15 @@ class EngineState:
             totals[name] = totals.get(name, 0) + value
         return totals
 
+    def forgets(self, writer: Writer) -> bool:
+        """A former process is gone; whether that was not known."""
+        return self.unproven.pop(writer.epoch, None) is not None
+
     def restart(self, info: EngineInfo) -> None:
         """Take over a new process's info; what the former one counted is kept."""
+        dead = self.machine.state is RouterEnd.DEAD
+        if not dead and _same_machine(self.info.writer, info.writer):
+            self.unproven[self.info.epoch] = self.info.writer
         self._former_totals = self.totals()
         self.report = None
         self.pauses.clear()
@@ -154,7 +163,7 @@ class Registry:
             )
         if former.epoch != info.epoch:
             engine.restart(info)
-            event = Event.RESTARTED
+            event = Event.SUCCEEDED if former.epoch in engine.unproven else Event.RESTARTED
         elif hello.greeting > engine.greeting:
             engine.info = info
             event = Event.GREETS_ANEW
@@ -180,11 +189,23 @@ class Registry:
         return next((e for e in self._engines.values() if e.talk.session == session), None)
 
     def is_dead(self, writer: Writer) -> bool:
-        """Whether a process is known to be gone: by proof, or since another one has its name."""
+        """Whether a process is known to be gone.
+
+        One process at a time has an ``engine_id``, so another one's greeting speaks for the end of
+        the former.  But two may be started by mistake: where the machine can be asked, it is.
+        """
         engine = self._engines.get(writer.engine_id)
         if engine is None:
             return False
-        return writer.epoch != engine.info.epoch or engine.machine.state is RouterEnd.DEAD
+        if writer.epoch == engine.info.epoch:
+            return engine.machine.state is RouterEnd.DEAD
+        if writer.epoch in engine.former_epochs:
+            return writer.epoch not in engine.unproven
+        return not _same_machine(writer, engine.info.writer)
+
+    def unproven(self) -> list[Writer]:
+        """Return former processes whose machine can be asked whether they have ended."""
+        return [w for engine in self._engines.values() for w in engine.unproven.values()]
 
     def all(self) -> list[EngineState]:
         """Return all engines ever registered, by arrival."""
@@ -263,6 +284,10 @@ class Registry:
                     f"{name} is a {hello.address.role.value} engine, group {hello.group!r} holds "
                     f"the {role.value} engine {engine_id!r}; put it into a group of its own role",
                 )
+
+
+def _same_machine(one: Writer, other: Writer) -> bool:
+    return bool(one.process.host) and one.process.host == other.process.host
 
 
 def missing_engines(registry: Registry) -> str | None:

@@ -28,6 +28,9 @@ COSTS = ModelCosts(
 GEOMETRY = block_geometry(LAYERS, BLOCK_TOKENS, COSTS.kv_bytes_per_token)
 VOCABULARY = 1000
 
+#: Until somebody notices that an engine was started while it still ran.
+_TWO_OF_A_NAME_S = 3.0
+
 
 class ClusterSettings(msgspec.Struct, frozen=True):
     """Size of the cluster, of its memories in blocks, and the router's limits."""
@@ -113,7 +116,8 @@ class Cluster:
     def _start_engine(self, role: Role, engine_id: str) -> None:
         former = self.engines.get(engine_id)
         if former is not None and former.process.alive:
-            return  # Two faults took the one before: one process at a time has the name.
+            # Two faults took the one before: for a while two processes have the name.
+            self.world.after(_TWO_OF_A_NAME_S, former.kill)
         settings = _engine_settings(self.settings, role, engine_id)
         engine = SimEngine(self.shared, settings, self._start(engine_id), self._host(engine_id))
         self.engines[engine_id] = engine
