@@ -27,4 +27,5 @@ def pytest_asyncio_loop_factories(
 def own_logging() -> None:
     """Let our logger be heard, whatever vLLM's import or an earlier test has made of it."""
     ours = logging.getLogger("dualpath")
-    ours.handlers, ours.level, ours.propagate = [], logging.NOTSET, True
+    ours.handlers, ours.propagate, ours.disabled = [], True, False
+    ours.setLevel(logging.INFO)  # Not left to the root logger, whose level others choose.

@@ -95,6 +95,7 @@ def test_fewer_layer_buffers_admit_more_tokens_in_the_same_memory(engines: Engin
     infos = {info.engine_id: info for info in engines.service.engines()}
     layers = engines.storage.geometry.layers
     all_layers_tokens = HBM_BYTES // engines.storage.geometry.bytes_per_token
-    assert infos["de-0"].hbm_tokens == all_layers_tokens
-    assert infos["pe-0"].hbm_tokens == all_layers_tokens * layers // 2
-    assert infos["pe-1"].hbm_tokens == all_layers_tokens * layers
+    null_block_tokens = engines.storage.geometry.block_tokens  # vLLM keeps one block for itself
+    assert infos["de-0"].hbm_tokens == all_layers_tokens - null_block_tokens
+    assert infos["pe-0"].hbm_tokens == all_layers_tokens * layers // 2 - null_block_tokens
+    assert infos["pe-1"].hbm_tokens == all_layers_tokens * layers - null_block_tokens
