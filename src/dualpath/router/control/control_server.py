@@ -312,19 +312,17 @@ class ControlServer:
 
     def _lost(self, info: EngineInfo, reason: str, certain: bool) -> None:
         logger.warning("%s engine %s lost: %s", info.role.value, info.engine_id, reason)
-        self._notify_peers_down(info, certain)
+        self._notify_peers_down(info, info.writer, certain=certain)
         self._resolve_proofs(info.engine_id, alive=False)
         self._listener.on_lost(info, reason)
 
     def _bury(self, info: EngineInfo, writer: Writer) -> None:
         """A process of this engine, the one of now or a former one, is gone."""
-        down = control.PeerDown(writer.engine_id, writer.epoch, certain=True)
-        for peer in self._others(info):
-            self.send(peer.engine_id, down)
+        self._notify_peers_down(info, writer, certain=True)
         self._listener.on_dead(writer)
 
-    def _notify_peers_down(self, info: EngineInfo, certain: bool) -> None:
-        down = control.PeerDown(engine_id=info.engine_id, epoch=info.epoch, certain=certain)
+    def _notify_peers_down(self, info: EngineInfo, writer: Writer, *, certain: bool) -> None:
+        down = control.PeerDown(writer.engine_id, writer.epoch, certain)
         for peer in self._others(info):
             self.send(peer.engine_id, down)
 
