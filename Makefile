@@ -19,14 +19,19 @@ uv_environment = VIRTUAL_ENV="$(abspath $(VENV))" \
 	$(if $(2),UV_DEFAULT_INDEX='$(2)') \
 	$(if $(3),SSL_CERT_FILE='$(3)')
 
-.PHONY: demo test install lint format docs clients clean
+.PHONY: demo test test-all install lint format docs clients clean
 
 demo: $(STAMP)
 	@$(BIN)/dualpath demo
 
-# The tests come last, so that the last line is pytest's summary.
+# The tests come last, so that the last line is pytest's summary.  LONG: which of those marked
+# `long` run: none, all, or the one that a commit chooses (tests/long_tests.py).
+LONG ?= none
 test: lint
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --long $(LONG)
+
+test-all: LONG = all
+test-all: test
 
 install: $(STAMP)
 

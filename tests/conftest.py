@@ -8,10 +8,35 @@ import pytest
 from hypothesis import settings
 
 from dualpath.laboratory.chaos.virtual_time import VirtualTimeLoop
+from tests import long_tests
 
 # The same examples in every run, and no verdict on how fast a machine is.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run say which of the tests marked `long` it has."""
+    parser.addoption(
+        "--long",
+        default=long_tests.NONE,
+        metavar="none|all|HEX",
+        help="tests marked `long` to run: none of them (the default), all, or the one that a "
+        "hexadecimal number such as a commit chooses",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out long tests, but those that were asked for."""
+    long = [item for item in items if item.get_closest_marker("long")]
+    try:
+        asked = long_tests.chosen(long, config.getoption("--long"))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    left_out = [item for item in long if item not in asked]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_asyncio_loop_factories(
