@@ -16,6 +16,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.counters import BYTES_OF
+from dualpath.engine.generated import GeneratedBlock
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.plan import movements, steps
 from dualpath.plan.movements import Place
@@ -116,7 +117,7 @@ def test_the_plan_is_executed_all_of_it_in_an_order_that_may_be(
 def test_a_generated_block_leaves_hbm_before_it_is_written(tmp_path: Path) -> None:
     cluster = ToyCluster(trace_out=str(tmp_path / "trace"))
     since_ns = cluster.de.manager.trace.now_ns()
-    cluster.de.manager.persist_generated([(9, prompt_keys(GEOMETRY.block_tokens)[0])])
+    cluster.de.manager.persist_generated([GeneratedBlock(9, prompt_keys(GEOMETRY.block_tokens)[0])])
     assert cluster.de.manager.drain(WAIT_S)
     cluster.close()
     executed = traced(tmp_path / "trace.de")

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dualpath.core.blocks import BlockGeometry, StoreNamespace
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockGeometry, StoreNamespace
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.core.rates import RateOrigin
 from dualpath.engine import read_speed
@@ -155,8 +155,8 @@ class Probed(MemoryStorage):
         super().__init__(NAMESPACE)
         self.reads, self.new, self.closed = [], 0, False
 
-    def write(self, keys, sources):
-        new = super().write(keys, sources)
+    def write(self, keys, sources, origin=UNKNOWN_ORIGIN):
+        new = super().write(keys, sources, origin)
         self.new += new
         return new
 
@@ -184,7 +184,7 @@ def test_reading_is_measured_with_every_block_once_and_written_once():
 
 def test_a_storage_that_takes_no_block_is_not_measured(caplog):
     class Full(Probed):
-        def write(self, keys, sources):
+        def write(self, keys, sources, origin=UNKNOWN_ORIGIN):
             raise StorageError("no space left; remove blocks")
 
     assert read_speed.measure(Full(), 4, OS_THREADS) is None
@@ -193,7 +193,7 @@ def test_a_storage_that_takes_no_block_is_not_measured(caplog):
 
 def test_a_storage_that_reads_nothing_good_is_not_measured():
     class Lossy(Probed):
-        def write(self, keys, sources):
+        def write(self, keys, sources, origin=UNKNOWN_ORIGIN):
             return 0
 
     assert read_speed.measure(Lossy(), 4, OS_THREADS) is None
@@ -204,9 +204,9 @@ def test_a_storage_that_does_not_answer_holds_no_engine_up(monkeypatch, caplog):
     answer = threading.Event()
 
     class Hanging(Probed):
-        def write(self, keys, sources):
+        def write(self, keys, sources, origin=UNKNOWN_ORIGIN):
             answer.wait()
-            return super().write(keys, sources)
+            return super().write(keys, sources, origin)
 
     try:
         assert read_speed.measure(Hanging(), 4, OS_THREADS) is None

@@ -14,7 +14,7 @@ from dualpath.core.control import Lookup, LookupDone, Message
 from dualpath.core.errors import StorageError
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
-from dualpath.engine.generated import GeneratedBlocks
+from dualpath.engine.generated import GeneratedBlock, GeneratedBlocks
 from dualpath.engine.hbm_copy import HbmCopier
 from dualpath.engine.lookups import LOOKUP_THREADS, MOST_WAITING, Lookups
 from dualpath.engine.pending_writes import PendingWrites
@@ -288,7 +288,7 @@ def test_a_generated_block_is_on_its_way_from_its_copy_on(engine: Engine, end: s
         GEOMETRY, staging, cast(HbmCopier, copies), persister, engine.counters
     )
     over = threading.Event()
-    generated.persist([(0, KEYS[0])])
+    generated.persist([GeneratedBlock(0, KEYS[0])])
     waits = persister.pending.when_over(KEYS[0], over.set)
     assert waits == (end != "copy hangs")
     if waits:

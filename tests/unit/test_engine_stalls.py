@@ -12,6 +12,7 @@ from dualpath.core.control import PeerUp, Release, Released
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.counters import Counter
+from dualpath.engine.generated import GeneratedBlock
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.engine.stalls import (
     SLOWEST_BYTES_PER_S,
@@ -188,7 +189,9 @@ def test_a_generated_block_that_left_hbm_too_late_is_never_stored(story: Story) 
     stuck, tried, third = prompt_keys(3 * GEOMETRY.block_tokens, "generated")
     dropped = Counter.PERSIST_DROPPED_BLOCKS.value
     story.fabric.stall("de-0-epoch-1")
-    de.manager.persist_generated([(3, stuck), (4, tried), (5, third)])
+    de.manager.persist_generated(
+        [GeneratedBlock(3, stuck), GeneratedBlock(4, tried), GeneratedBlock(5, third)]
+    )
     assert sum(story.waits.passed_s) == DEADLINE_S + TRIAL_S  # not for the third one
     assert de.report().counters[dropped] == 1
     de.hbm[:, 3] = 0xEE  # the engine goes on and writes another request's KV there
@@ -200,7 +203,7 @@ def test_a_generated_block_that_left_hbm_too_late_is_never_stored(story: Story) 
     assert not storage.is_stored(tried)
     for layer in range(GEOMETRY.layers):
         de.hbm[layer, 5] = np.frombuffer(kv_bytes(stuck, layer), np.uint8)
-    de.manager.persist_generated([(5, stuck)])
+    de.manager.persist_generated([GeneratedBlock(5, stuck)])
     assert de.manager.drain(WAIT_S)
     assert storage.is_stored(stuck)
 

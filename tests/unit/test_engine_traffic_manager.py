@@ -16,6 +16,7 @@ from tests.engine_harness import (
 )
 from tests.stored_runs import read_run, stored_head
 
+from dualpath.core.blocks import BlockOrigin
 from dualpath.core.cluster import Role
 from dualpath.core.control import (
     Failed,
@@ -36,6 +37,7 @@ from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.counters import Counter
+from dualpath.engine.generated import GeneratedBlock
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.engine.lookups import LOOKUP_THREADS
 from dualpath.engine.settings import parse_settings
@@ -90,10 +92,12 @@ def test_a_look_up_waits_for_blocks_that_are_just_being_written() -> None:
     storage = memory_storage()
     write_now = storage.write
 
-    def slow_write(keys: Sequence[bytes], sources: Sequence[memoryview]) -> int:
+    def slow_write(
+        keys: Sequence[bytes], sources: Sequence[memoryview], origin: BlockOrigin
+    ) -> int:
         entered.set()
         assert gate.wait(WAIT_S)
-        return write_now(keys, sources)
+        return write_now(keys, sources, origin)
 
     storage.write = slow_write  # type: ignore[method-assign]
     cluster = ToyCluster(storage)
@@ -359,7 +363,7 @@ def test_generated_blocks_are_stored_as_they_stand_in_hbm(cluster: ToyCluster) -
         start = layer * GEOMETRY.layer_block_bytes
         piece = full_block(keys[0])[start : start + GEOMETRY.layer_block_bytes]
         cluster.de.hbm[layer][9] = list(piece)
-    cluster.de.manager.persist_generated([(9, keys[0])])
+    cluster.de.manager.persist_generated([GeneratedBlock(9, keys[0])])
     assert cluster.de.manager.drain(WAIT_S)
     destination = bytearray(GEOMETRY.full_block_bytes)
     assert read_run(cluster.storage, [keys[0]], [memoryview(destination)]).good_blocks == 1

@@ -4,26 +4,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockOrigin, tenant_tag
 from dualpath.storage import block_file
 
 KEY = bytes(range(32))
 DIGEST = "0123456789abcdef"
 PAYLOAD = bytes(range(256)) * 16
+ORIGIN = BlockOrigin(bytes(range(1, 33)), tenant_tag("a tenant's salt"))
 
 
 def header() -> bytes:
-    return block_file.encode_header(KEY, DIGEST, PAYLOAD)
+    return block_file.encode_header(KEY, DIGEST, PAYLOAD, ORIGIN)
 
 
 def test_a_header_says_what_was_stored() -> None:
     found = block_file.decode_header(header())
     assert found is not None
     assert (found.key, found.payload_bytes, found.namespace_digest) == (KEY, 4096, DIGEST)
+    assert found.origin == ORIGIN
     assert len(header()) == block_file.HEADER_BYTES
     assert block_file.defect(KEY, DIGEST, header(), PAYLOAD) is None
 
 
-@given(position=st.integers(0, 103), bit=st.integers(0, 7))
+def test_where_a_block_comes_from_need_not_be_known() -> None:
+    found = block_file.decode_header(block_file.encode_header(KEY, DIGEST, PAYLOAD))
+    assert found is not None
+    assert found.origin == UNKNOWN_ORIGIN
+
+
+@given(position=st.integers(0, 151), bit=st.integers(0, 7))
 def test_every_flipped_header_bit_is_found(position: int, bit: int) -> None:
     damaged = bytearray(header())
     damaged[position] ^= 1 << bit
@@ -53,7 +62,7 @@ def test_an_intact_block_of_another_kind_is_refused(
 
 def test_another_format_version_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     old = header()
-    monkeypatch.setattr(block_file, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(block_file, "FORMAT_VERSION", 3)
     assert block_file.decode_header(old) is None
 
 

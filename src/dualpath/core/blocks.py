@@ -87,6 +87,36 @@ class StoreNamespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:16]
 
 
+class BlockOrigin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a run of blocks of one chain comes from, for whoever has to remove some again.
+
+    ``parent`` is the key before the first of them, ``chain_root()`` where there is none, empty
+    where it is not known.  ``tenant`` is a ``tenant_tag``, empty without one or where not known.
+    """
+
+    parent: BlockKey = b""
+    tenant: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for what fits into no block's header."""
+        if len(self.parent) not in (0, 32) or len(self.tenant) not in (0, 16):
+            raise ValueError(
+                f"parent of {len(self.parent)} bytes and tenant of {len(self.tenant)} characters: "
+                "32 and 16 are needed, or none"
+            )
+
+
+#: Of blocks of which nobody has said it.
+UNKNOWN_ORIGIN = BlockOrigin()
+
+
+def tenant_tag(cache_salt: str | None) -> str:
+    """Return 16 hex digits that stand for a salt where blocks are counted; empty without one."""
+    if not cache_salt:
+        return ""
+    return hashlib.sha256(cbor2.dumps(["dualpath-tenant", cache_salt])).hexdigest()[:16]
+
+
 def chain_root() -> BlockKey:
     """Return the parent of every first block."""
     return hashlib.sha256(cbor2.dumps(CHAIN_SEED, canonical=True)).digest()

@@ -22,14 +22,14 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 
 from dualpath.core.addresses import EngineAddress, Writer
-from dualpath.core.blocks import StoreNamespace
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockOrigin, StoreNamespace
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.names import Name, in_one_line
 from dualpath.core.rates import Rates
 from dualpath.core.runs import HitRun
 
 #: Raised by one whenever a message changes its meaning; both ends must agree.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -213,11 +213,15 @@ class ReadDone(Message, frozen=True, tag=True):
 
 
 class Persist(Message, frozen=True, tag=True):
-    """Write the prompt's blocks from ``first_block`` on to storage under ``keys``."""
+    """Write the prompt's blocks from ``first_block`` on to storage under ``keys``.
+
+    ``origin`` has the key before the first of them.
+    """
 
     request_id: Name
     first_block: int
     keys: tuple[bytes, ...]
+    origin: BlockOrigin = UNKNOWN_ORIGIN
 
 
 class PrefillDone(Message, frozen=True, tag=True):

@@ -5,8 +5,9 @@ The HBM is free again as soon as a block is in such a staging slot; the storage 
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from dualpath.core.blocks import BlockGeometry, BlockKey
+from dualpath.core.blocks import BlockGeometry, BlockKey, BlockOrigin
 from dualpath.core.runs import BlockRun
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
@@ -16,6 +17,14 @@ from dualpath.plan.movements import PERSIST_GENERATED
 from dualpath.plan.steps import generated_steps, step_of
 
 log = logging.getLogger(__name__)
+
+
+class GeneratedBlock(NamedTuple):
+    """A block of HBM that generated tokens have filled; ``parent`` is empty where not known."""
+
+    hbm_block: int
+    key: BlockKey
+    parent: BlockKey = b""
 
 
 class GeneratedBlocks:
@@ -40,17 +49,17 @@ class GeneratedBlocks:
         step = step_of(PERSIST_GENERATED, self._geometry, BlockRun(0, len(keys)))
         self._persister.add(WriteTask("", step, keys, [], lambda: None))
 
-    def persist(self, blocks: Sequence[tuple[int, BlockKey]]) -> None:
-        """Copy blocks (engine block id, key) out of HBM and queue them for storage.
+    def persist(self, blocks: Sequence[GeneratedBlock]) -> None:
+        """Copy blocks out of HBM and queue them for storage.
 
         Returns when the HBM is no longer needed.  With all staging slots in use, or a copy that
         stalls, a block is dropped and counted: the next turn recomputes it.
         """
-        for block_id, key in blocks:
-            self._persist_one(block_id, key)
+        for block in blocks:
+            self._persist_one(block)
 
-    def _persist_one(self, block_id: int, key: BlockKey) -> None:
-        slot = self._staging.take()
+    def _persist_one(self, block: GeneratedBlock) -> None:
+        key, slot = block.key, self._staging.take()
         if slot is None:
             self._drop("all staging slots are being written; raise staging_blocks")
             return
@@ -59,7 +68,9 @@ class GeneratedBlocks:
         def copied(error: str | None) -> None:
             if error is None:
                 sources = [self._staging.view(slot)]
-                self._persister.add(WriteTask("", persist, [key], sources, over))
+                self._persister.add(
+                    WriteTask("", persist, [key], sources, over, BlockOrigin(block.parent))
+                )
             else:
                 over()
                 self._drop(error)
@@ -70,7 +81,7 @@ class GeneratedBlocks:
 
         # On its way from here on: a look-up must not come between the copy and the write.
         self._persister.pending.begin([key])
-        if not self._copier.out_of_hbm(copies, block_id, copied):
+        if not self._copier.out_of_hbm(copies, block.hbm_block, copied):
             self._persister.pending.end([key])
 
     def _drop(self, reason: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from dualpath.core.blocks import BlockKey
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin
 from dualpath.core.errors import StorageError
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.health import Health
@@ -25,7 +25,7 @@ _WRITE_LIMIT_S = 60.0
 
 
 class WriteTask:
-    """A step to storage, with keys and memory of its blocks, and what to do once it is over."""
+    """A step to storage: keys, memory and origin of its blocks, and what to do once it is over."""
 
     def __init__(
         self,
@@ -34,12 +34,14 @@ class WriteTask:
         keys: Sequence[BlockKey],
         sources: Sequence[memoryview],
         then: Callable[[], None],
+        origin: BlockOrigin = UNKNOWN_ORIGIN,
     ) -> None:
         self.request_id = request_id
         self.step = step
         self.keys = keys
         self.sources = sources
         self.then = then
+        self.origin = origin
 
 
 class Persister:
@@ -139,7 +141,7 @@ class Persister:
     def _write(self, task: WriteTask) -> None:
         start_ns = self._trace.now_ns()
         try:
-            new = self._storage.write(task.keys, task.sources)
+            new = self._storage.write(task.keys, task.sources, task.origin)
         except StorageError as error:
             self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(task.keys))
             log.warning("%d blocks are not persisted: %s", len(task.keys), error)

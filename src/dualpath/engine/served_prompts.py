@@ -63,7 +63,9 @@ class ServedPrompts:
         step = step_of(PERSIST_PROMPT, self._geometry, blocks, slots=slots)
         sources = [self._buffer.view(slot) for slot in slots]
         over = functools.partial(self._buffer.unpin, slots)
-        self._persister.add(WriteTask(message.request_id, step, message.keys, sources, over))
+        self._persister.add(
+            WriteTask(message.request_id, step, message.keys, sources, over, message.origin)
+        )
         self._free_if_served(message.request_id)
 
     def fill_hbm(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from dualpath.core.addresses import EngineAddress, RegionAddress
-from dualpath.core.blocks import BlockGeometry, BlockKey
+from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import HostProcess
 from dualpath.core.control import (
     Assign,
@@ -42,7 +42,7 @@ from dualpath.engine.buffer import STAGING_REGION, BlockBuffer
 from dualpath.engine.chunk_transfers import BlockHolder, NoHolder
 from dualpath.engine.counters import Counters
 from dualpath.engine.device import Device, HostDevice
-from dualpath.engine.generated import GeneratedBlocks
+from dualpath.engine.generated import GeneratedBlock, GeneratedBlocks
 from dualpath.engine.hbm_copy import HbmCopier, HbmLayout
 from dualpath.engine.health import Health
 from dualpath.engine.host_process import is_gone
@@ -372,12 +372,12 @@ class TrafficManager:
         """
         self._prompts.fill_hbm(decode_transfer, hbm_blocks, done)
 
-    def persist_generated(self, blocks: Sequence[tuple[int, BlockKey]]) -> None:
-        """Store full blocks (engine block id, key); returns when their HBM is not needed."""
+    def persist_generated(self, blocks: Sequence[GeneratedBlock]) -> None:
+        """Store full blocks; returns when their HBM is not needed."""
         if self.settings.mode.moves_bytes:
             self._generated.persist(blocks)
         else:
-            self._generated.persist_keys([key for _, key in blocks])
+            self._generated.persist_keys([block.key for block in blocks])
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all queued blocks are persisted; False after the timeout."""

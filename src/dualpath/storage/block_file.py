@@ -12,7 +12,9 @@ offset bytes field
 24     32    block key
 56     16    namespace digest, ASCII
 72     16    XXH3-128 of the payload
-88     16    XXH3-128 of bytes 0..87
+88     32    key of the block before it in its chain, zero if not known
+120    16    tenant tag, ASCII, zero if there is none
+136    16    XXH3-128 of bytes 0..135
 ====== ===== =========================================================
 
 XXH3 finds torn, short and flipped data at memory speed; it is no defence against somebody who
@@ -24,12 +26,12 @@ import struct
 import msgspec
 import xxhash
 
-from dualpath.core.blocks import BlockKey
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin
 
 HEADER_BYTES = 4096
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _MAGIC = b"DUALPATH"
-_FIELDS = struct.Struct("<8sIIQ32s16s16s")
+_FIELDS = struct.Struct("<8sIIQ32s16s16s32s16s")
 _CHECKSUM_BYTES = 16
 
 #: Why a block is not good; these are the reasons a ``ReadOutcome`` carries.
@@ -50,6 +52,7 @@ class BlockHeader(msgspec.Struct, frozen=True):
     payload_bytes: int
     namespace_digest: str
     payload_checksum: bytes
+    origin: BlockOrigin
 
 
 def payload_checksum(payload: memoryview | bytes) -> bytes:
@@ -57,8 +60,13 @@ def payload_checksum(payload: memoryview | bytes) -> bytes:
     return xxhash.xxh3_128_digest(payload)
 
 
-def encode_header(key: BlockKey, namespace_digest: str, payload: memoryview | bytes) -> bytes:
-    """Return the 4096 header bytes of a block.
+def encode_header(
+    key: BlockKey,
+    namespace_digest: str,
+    payload: memoryview | bytes,
+    origin: BlockOrigin = UNKNOWN_ORIGIN,
+) -> bytes:
+    """Return the 4096 header bytes of a block; ``origin`` is its own.
 
     Raises ``ValueError`` unless the key has 32 bytes and the digest 16 characters.
     """
@@ -68,8 +76,10 @@ def encode_header(key: BlockKey, namespace_digest: str, payload: memoryview | by
             f"key of {len(key)} bytes and digest of {len(digest)} characters: 32 and 16 are needed"
         )
     length = memoryview(payload).nbytes
+    checksum, tenant = payload_checksum(payload), origin.tenant.encode("ascii")
     fields = _FIELDS.pack(
-        _MAGIC, FORMAT_VERSION, HEADER_BYTES, length, key, digest, payload_checksum(payload)
+        *(_MAGIC, FORMAT_VERSION, HEADER_BYTES, length, key, digest, checksum),
+        *(origin.parent, tenant),
     )
     return (fields + xxhash.xxh3_128_digest(fields)).ljust(HEADER_BYTES, b"\0")
 
@@ -80,11 +90,16 @@ def decode_header(header: memoryview | bytes) -> BlockHeader | None:
     if len(raw) < _FIELDS.size + _CHECKSUM_BYTES:
         return None
     fields, checksum = raw[: _FIELDS.size], raw[_FIELDS.size :]
-    magic, version, header_bytes, length, key, digest, payload_sum = _FIELDS.unpack(fields)
+    magic, version, header_bytes, length, key, digest, payload_sum, parent, tenant = _FIELDS.unpack(
+        fields
+    )
     intact = magic == _MAGIC and xxhash.xxh3_128_digest(fields) == checksum
     if not intact or version != FORMAT_VERSION or header_bytes != HEADER_BYTES:
         return None
-    return BlockHeader(version, key, length, digest.decode("ascii", "replace"), payload_sum)
+    origin = BlockOrigin(
+        parent if any(parent) else b"", tenant.decode("ascii", "replace") if any(tenant) else ""
+    )
+    return BlockHeader(version, key, length, digest.decode("ascii", "replace"), payload_sum, origin)
 
 
 def defect(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dualpath.core.blocks import BlockGeometry, BlockKey
+from dualpath.core.blocks import BlockGeometry, BlockKey, BlockOrigin
 
 
 def check_sources(
@@ -15,6 +15,12 @@ def check_sources(
     if len(keys) != len(buffers):
         raise ValueError(f"{len(keys)} keys but {len(buffers)} buffers; one per key is needed")
     return [_flat(geometry, buffer, writable=False) for buffer in buffers]
+
+
+def own_origins(keys: Sequence[BlockKey], origin: BlockOrigin) -> list[BlockOrigin]:
+    """Return the origin of each block of a run whose origin is ``origin``."""
+    parents = [origin.parent, *keys[:-1]] if origin.parent else [b""] * len(keys)
+    return [BlockOrigin(parent, origin.tenant) for _, parent in zip(keys, parents, strict=False)]
 
 
 def check_destination(geometry: BlockGeometry, destination: memoryview) -> memoryview:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import msgspec
 
-from dualpath.core.blocks import BlockGeometry, BlockKey
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockGeometry, BlockKey, BlockOrigin
 
 
 class ReadOutcome(msgspec.Struct, frozen=True):
@@ -54,8 +54,16 @@ class BlockStorage(Protocol):
         """
         ...
 
-    def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
+    def write(
+        self,
+        keys: Sequence[BlockKey],
+        sources: Sequence[memoryview],
+        origin: BlockOrigin = UNKNOWN_ORIGIN,
+    ) -> int:
         """Persist the blocks atomically one by one; return how many were new.
+
+        ``origin`` says where they come from, all in one: if it has a parent, the blocks are
+        consecutive in one chain and the parent is the first one's.
 
         Raises ``StorageError`` if the device refuses (full, read-only); what was written before
         stays whole and visible.

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from dualpath.core.blocks import BlockKey, StoreNamespace
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.errors import ConfigError
 from dualpath.storage import block_file
 from dualpath.storage.checks import check_destination, check_sources
@@ -45,7 +45,12 @@ class LengthOnlyStorage:
         check_destination(self.geometry, destination)
         return ReadOutcome(0, None if self.is_stored(key) else block_file.MISSING)
 
-    def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
+    def write(
+        self,
+        keys: Sequence[BlockKey],
+        sources: Sequence[memoryview],
+        origin: BlockOrigin = UNKNOWN_ORIGIN,
+    ) -> int:
         """Mark the blocks as existing."""
         check_sources(self.geometry, keys, sources)
         return sum(self._mark(key) for key in keys)

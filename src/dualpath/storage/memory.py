@@ -7,10 +7,10 @@ found here as it is there.
 import threading
 from collections.abc import Callable, Sequence
 
-from dualpath.core.blocks import BlockKey, StoreNamespace
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.errors import StorageError
 from dualpath.storage import block_file
-from dualpath.storage.checks import check_destination, check_sources
+from dualpath.storage.checks import check_destination, check_sources, own_origins
 from dualpath.storage.contract import ReadOutcome
 
 BeforeRead = Callable[[BlockKey], None]
@@ -65,12 +65,17 @@ class MemoryStorage:
                     del self._blocks[key]
         return ReadOutcome(len(payload), reason)
 
-    def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
+    def write(
+        self,
+        keys: Sequence[BlockKey],
+        sources: Sequence[memoryview],
+        origin: BlockOrigin = UNKNOWN_ORIGIN,
+    ) -> int:
         """Keep a copy of each new block."""
         new_blocks = 0
         flat = check_sources(self.geometry, keys, sources)
-        for key, source in zip(keys, flat, strict=True):
-            header = block_file.encode_header(key, self._digest, source)
+        for key, source, own in zip(keys, flat, own_origins(keys, origin), strict=True):
+            header = block_file.encode_header(key, self._digest, source, own)
             with self._lock:
                 if key in self._blocks:
                     continue

@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from dualpath.core.blocks import BlockKey, StoreNamespace
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.errors import ConfigError
 from dualpath.storage import block_file
 from dualpath.storage.block_file import HEADER_BYTES
-from dualpath.storage.checks import check_destination, check_sources
+from dualpath.storage.checks import check_destination, check_sources, own_origins
 from dualpath.storage.contract import ReadOutcome
 from dualpath.storage.directory import (
     NOT_A_FILE,
@@ -117,10 +117,16 @@ class PosixStorage:
             self._directory.discard(path, reason)
         return ReadOutcome(payload_bytes, reason)
 
-    def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
+    def write(
+        self,
+        keys: Sequence[BlockKey],
+        sources: Sequence[memoryview],
+        origin: BlockOrigin = UNKNOWN_ORIGIN,
+    ) -> int:
         """Persist new blocks one by one; see the contract."""
         flat = check_sources(self.geometry, keys, sources)
-        return sum(self._write_one(key, source) for key, source in zip(keys, flat, strict=True))
+        blocks = zip(keys, flat, own_origins(keys, origin), strict=True)
+        return sum(self._write_one(*block) for block in blocks)
 
     def close(self) -> None:
         """Nothing to release."""
@@ -158,10 +164,10 @@ class PosixStorage:
             buffer = self._per_thread.header = memoryview(mmap.mmap(-1, HEADER_BYTES))
         return buffer
 
-    def _write_one(self, key: BlockKey, source: memoryview) -> bool:
+    def _write_one(self, key: BlockKey, source: memoryview, origin: BlockOrigin) -> bool:
         if self._directory.has(key):
             return False
-        header = block_file.encode_header(key, self._digest, source)
+        header = block_file.encode_header(key, self._digest, source, origin)
         temporary = self._directory.temporary_path()
         try:
             try:

@@ -9,7 +9,7 @@ finds, or a person removes, is believed for at most two ``trust_s``.
 import threading
 from collections.abc import Callable, Sequence
 
-from dualpath.core.blocks import BlockKey
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin
 from dualpath.core.recent import Recent
 from dualpath.storage.contract import BlockStorage, ReadOutcome
 
@@ -69,9 +69,14 @@ class RememberingStorage:
         self._learn(key, outcome.is_good)
         return outcome
 
-    def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
+    def write(
+        self,
+        keys: Sequence[BlockKey],
+        sources: Sequence[memoryview],
+        origin: BlockOrigin = UNKNOWN_ORIGIN,
+    ) -> int:
         """Write; all blocks are stored afterwards."""
-        new_blocks = self.inner.write(keys, sources)
+        new_blocks = self.inner.write(keys, sources, origin)
         self.remember(keys)
         return new_blocks
 

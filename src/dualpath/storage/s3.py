@@ -18,11 +18,11 @@ from typing import TypeVar
 
 import msgspec
 
-from dualpath.core.blocks import BlockKey, StoreNamespace
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage import block_file
 from dualpath.storage.block_file import HEADER_BYTES
-from dualpath.storage.checks import check_destination, check_sources
+from dualpath.storage.checks import check_destination, check_sources, own_origins
 from dualpath.storage.contract import ReadOutcome
 from dualpath.storage.directory import block_name, namespace_name
 from dualpath.storage.s3_client import S3Client, S3Error
@@ -101,14 +101,19 @@ class S3Storage:
             self._discard(name, reason)
         return ReadOutcome(payload_bytes, reason)
 
-    def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
+    def write(
+        self,
+        keys: Sequence[BlockKey],
+        sources: Sequence[memoryview],
+        origin: BlockOrigin = UNKNOWN_ORIGIN,
+    ) -> int:
         """Persist new blocks, several at a time; see the contract."""
         flat = check_sources(self.geometry, keys, sources)
         return sum(
             _finish(
                 [
-                    self._writers.submit(self._write_one, key, source)
-                    for key, source in zip(keys, flat, strict=True)
+                    self._writers.submit(self._write_one, *block)
+                    for block in zip(keys, flat, own_origins(keys, origin), strict=True)
                 ]
             )
         )
@@ -125,13 +130,13 @@ class S3Storage:
         except S3Error as error:
             logger.warning("bad block %s cannot be removed: %s", name, error)
 
-    def _write_one(self, key: BlockKey, source: memoryview) -> bool:
+    def _write_one(self, key: BlockKey, source: memoryview, origin: BlockOrigin) -> bool:
         with self._writing.alone(key):
             name = self.object_name(key)
             try:
                 if self.client.exists(name):
                     return False
-                header = block_file.encode_header(key, self._digest, source)
+                header = block_file.encode_header(key, self._digest, source, origin)
                 is_new = self.client.put(name, [header, source])
             except S3Error as error:
                 raise StorageError(

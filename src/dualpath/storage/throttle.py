@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from dualpath.core.blocks import BlockKey
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin
 from dualpath.core.errors import ConfigError
 from dualpath.storage.contract import BlockStorage, ReadOutcome
 
@@ -79,9 +79,14 @@ class ThrottledStorage:
         self._wait(outcome.bytes_read, start_s)
         return outcome
 
-    def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
+    def write(
+        self,
+        keys: Sequence[BlockKey],
+        sources: Sequence[memoryview],
+        origin: BlockOrigin = UNKNOWN_ORIGIN,
+    ) -> int:
         """Write through, unthrottled: reads are the bottleneck under study (§2.3)."""
-        return self.inner.write(keys, sources)
+        return self.inner.write(keys, sources, origin)
 
     def close(self) -> None:
         """Close the inner backend."""

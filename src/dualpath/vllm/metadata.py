@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.forward_pass import PromptPart
+from dualpath.engine.generated import GeneratedBlock
 from dualpath.vllm.pass_costs import PassCosts
 
 
@@ -40,5 +41,5 @@ class StepMetadata(KVConnectorMetadata):
     decodes: list[DecodeWork] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
-    generated: list[tuple[int, bytes]] = field(default_factory=list)
+    generated: list[GeneratedBlock] = field(default_factory=list)
     free_hbm_tokens: int | None = None

@@ -12,6 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.outputs import LogprobsTensors
 
+from dualpath.core.blocks import tenant_tag
 from dualpath.core.errors import BadRequestError
 from dualpath.core.key_memory import KeyMemory
 from dualpath.router.control.engine_calls import Job
@@ -68,6 +69,7 @@ def make_job(request: EngineCoreRequest, memory: KeyMemory, stateful_sampling: b
         first_token_from_pe=not stateful_sampling and is_stateless(params),
         payload=ClientRequest(request),
         trace_headers=request.trace_headers,
+        tenant=tenant_tag(salt),
     )
 
 

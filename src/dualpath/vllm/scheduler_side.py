@@ -13,12 +13,13 @@ it must not be computed, as the PE's layers share regions and nothing would take
 import logging
 from typing import TYPE_CHECKING
 
-from dualpath.core.blocks import BlockGeometry
+from dualpath.core.blocks import BlockGeometry, chain_root
 from dualpath.core.cluster import Role
 from dualpath.core.errors import DualPathError
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.forward_pass import PromptPart
+from dualpath.engine.generated import GeneratedBlock
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.transfer_checks import TransferChecks, with_own_hits
 from dualpath.plan.counts import new_full_blocks
@@ -162,8 +163,8 @@ class SchedulerSide:
     def _full_blocks(self, tokens: int) -> int:
         return new_full_blocks(0, tokens, self._block_tokens)
 
-    def _newly_full(self, tracked: _Tracked, end_tokens: int) -> list[tuple[int, bytes]]:
-        """Return (HBM block, key) of blocks that this step fills.
+    def _newly_full(self, tracked: _Tracked, end_tokens: int) -> list[GeneratedBlock]:
+        """Return the blocks that this step fills.
 
         With asynchronous scheduling the key of a block can be one step late: it is then picked up
         in the next one.
@@ -172,7 +173,14 @@ class SchedulerSide:
         full_blocks = min(self._full_blocks(end_tokens), len(keys), len(tracked.blocks))
         new = range(tracked.persisted_blocks, full_blocks)
         tracked.persisted_blocks = max(tracked.persisted_blocks, full_blocks)
-        return [(tracked.blocks[block], bytes(keys[block])) for block in new]
+        return [
+            GeneratedBlock(
+                tracked.blocks[block],
+                bytes(keys[block]),
+                bytes(keys[block - 1]) if block else chain_root(),
+            )
+            for block in new
+        ]
 
 
 def _scheduled(output: "SchedulerOutput") -> list[tuple[str, int, list[int]]]:

@@ -13,6 +13,7 @@ import torch
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.rates import Rate
 from dualpath.engine.forward_pass import ForwardPass
+from dualpath.engine.generated import GeneratedBlock
 from dualpath.engine.membership import Membership, ServedModel
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.traffic_manager import TrafficManager
@@ -58,7 +59,7 @@ class WorkerSide:
         self.costs: PassCosts | None = None
         self._stopwatch: AttentionStopwatch | None = None
         self._pass: ForwardPass | None = None
-        self._generated: list[tuple[int, bytes]] = []
+        self._generated: list[GeneratedBlock] = []
         self._late = LateBlocks()
         self._copied: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
 

@@ -7,7 +7,8 @@ traffic manager copy it to HBM, compares that, and lets the request join the nex
 import functools
 from collections import deque
 
-from dualpath.core.blocks import BlockKey
+from dualpath.core.blocks import chain_root
+from dualpath.engine.generated import GeneratedBlock
 from dualpath.engine.threads import Thread, Workers
 from dualpath.laboratory.emulated.clock import ComputeClock
 from dualpath.laboratory.emulated.data_plane import DataPlane
@@ -159,7 +160,7 @@ class DecodeEngine:
 
     def _step(self) -> None:
         """Compute one token of every request; full blocks leave for storage before answers go."""
-        full: list[tuple[int, BlockKey]] = []
+        full: list[GeneratedBlock] = []
         for request in self._running:
             full += self._compute(request)
         if full:
@@ -177,8 +178,8 @@ class DecodeEngine:
         with self._wake:
             self._running = going_on
 
-    def _compute(self, request: DecodeRequest) -> list[tuple[int, BlockKey]]:
-        """Write the KV of a request's next token; return (HBM block, key) if its block is full."""
+    def _compute(self, request: DecodeRequest) -> list[GeneratedBlock]:
+        """Write the KV of a request's next token; return its block if it is full."""
         block, place = divmod(request.computed_tokens, self._plane.geometry.block_tokens)
         if self._plane.moves_bytes:
             self._plane.hbm.write_token(
@@ -188,7 +189,9 @@ class DecodeEngine:
         request.computed_tokens += 1
         if known or place + 1 < self._plane.geometry.block_tokens:
             return []
-        return [(request.hbm_blocks[block], request.prefix.keys[block])]
+        keys = request.prefix.keys
+        parent = keys[block - 1] if block else chain_root()
+        return [GeneratedBlock(request.hbm_blocks[block], keys[block], parent)]
 
     def _end(self, request: DecodeRequest, answer: Answer) -> None:
         self._plane.hbm.give_back(request.hbm_blocks)

@@ -19,6 +19,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from dualpath.core.blocks import tenant_tag
 from dualpath.core.errors import (
     BadRequestError,
     DualPathError,
@@ -180,6 +181,7 @@ class FrontDoor:
             keys_for=keys_for,
             payload=asked.cache_salt,
             trace_headers={n: headers[n] for n in TRACE_HEADERS if n in headers},
+            tenant=tenant_tag(asked.cache_salt),
         )
 
     async def _models(self, request: web.Request) -> web.Response:

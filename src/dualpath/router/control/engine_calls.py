@@ -43,6 +43,7 @@ class Job(msgspec.Struct, frozen=True):
     ``first_token_from_pe`` False: the DE generates the first token again and only its tokens are
     streamed.  ``generated_before`` counts the tokens at the end of the prompt that an earlier,
     failed attempt has already streamed.  ``payload`` is the original request, opaque here.
+    ``tenant`` is the ``core.blocks.tenant_tag`` of whose blocks these are.
     ``trace_headers`` are the W3C trace context that calls to engines carry on.
     """
 
@@ -56,6 +57,7 @@ class Job(msgspec.Struct, frozen=True):
     generated_before: int = 0
     payload: object = None
     trace_headers: Mapping[str, str] | None = None
+    tenant: str = ""
 
     @property
     def prompt_tokens(self) -> int:

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
+from dualpath.core.blocks import BlockOrigin
 from dualpath.core.control import (
     Persist,
     PrefillDone,
@@ -124,7 +125,9 @@ class AttemptSteps:
         self._context.releases.release(engine.engine_id, self._attempt_id, "prefill done")
         self._context.dispatch.prefill_done(self._attempt_id, engine.engine_id)
 
-    def persist(self, engine: EngineInfo, first_block: int, keys: tuple[bytes, ...]) -> None:
+    def persist(
+        self, engine: EngineInfo, first_block: int, keys: tuple[bytes, ...], origin: BlockOrigin
+    ) -> None:
         """Have the DE store the prompt's new full blocks; sent even without any.
 
         The DE gives the buffer back only when it knows that nothing more is to be stored.
@@ -132,7 +135,12 @@ class AttemptSteps:
         self._channel.check()
         self._context.send(
             engine.engine_id,
-            Persist(request_id=self._attempt_id, first_block=first_block, keys=keys),
+            Persist(
+                request_id=self._attempt_id,
+                first_block=first_block,
+                keys=keys,
+                origin=origin,
+            ),
         )
 
     async def model_work(self, engine: EngineInfo, work: Awaitable[T]) -> T:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 
-from dualpath.core.blocks import holding_blocks, most_hit_blocks
+from dualpath.core.blocks import BlockOrigin, chain_root, holding_blocks, most_hit_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.control import KvInHbm, PrefillDone
 from dualpath.core.errors import EngineLostError
@@ -273,7 +273,9 @@ class Attempt:
     def _persist(self, loaded: Loaded) -> None:
         keys, engine = self._job.keys, self._decode_engine
         new_keys = keys[loaded.hit_blocks :]
-        self._steps.persist(engine, loaded.hit_blocks, new_keys)
+        parent = keys[loaded.hit_blocks - 1] if loaded.hit_blocks else chain_root()
+        origin = BlockOrigin(parent, self._job.tenant)
+        self._steps.persist(engine, loaded.hit_blocks, new_keys, origin)
         self._context.writers.note(new_keys or keys[-1:], engine.engine_id)
 
     async def _decode(self, loaded: Loaded, first: TokenEvent) -> None:

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from dualpath.core.blocks import BlockKey
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin
 from dualpath.core.errors import StorageError
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
+from dualpath.storage.checks import own_origins
 from dualpath.storage.contract import ReadOutcome
 from dualpath.storage.memory import MemoryStorage
 
@@ -67,14 +68,19 @@ class SimStorage:
                 return ReadOutcome(0, "missing")
         return self._shared.read(key, destination)
 
-    def write(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> int:
+    def write(
+        self,
+        keys: Sequence[BlockKey],
+        sources: Sequence[memoryview],
+        origin: BlockOrigin = UNKNOWN_ORIGIN,
+    ) -> int:
         """Write one block after the other, each taking a while."""
         new = 0
-        for key, source in zip(keys, sources, strict=True):
+        for key, source, own in zip(keys, sources, own_origins(keys, origin), strict=True):
             self._take_time("write")
             if self._faults.full or self._happens(self._faults.failing, "write fails"):
                 raise StorageError("the adversary fails the write")
-            new += self._shared.write([key], [source])
+            new += self._shared.write([key], [source], own)
         return new
 
     def close(self) -> None:
