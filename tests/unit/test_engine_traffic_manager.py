@@ -16,7 +16,7 @@ from tests.engine_harness import (
 )
 from tests.stored_runs import read_run, stored_head
 
-from dualpath.core.blocks import BlockOrigin
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockOrigin
 from dualpath.core.cluster import Role
 from dualpath.core.control import (
     Failed,
@@ -93,7 +93,7 @@ def test_a_look_up_waits_for_blocks_that_are_just_being_written() -> None:
     write_now = storage.write
 
     def slow_write(
-        keys: Sequence[bytes], sources: Sequence[memoryview], origin: BlockOrigin
+        keys: Sequence[bytes], sources: Sequence[memoryview], origin: BlockOrigin = UNKNOWN_ORIGIN
     ) -> int:
         entered.set()
         assert gate.wait(WAIT_S)
