@@ -328,7 +328,7 @@ class ToyCluster:
                 prefill_transfer=prefill_transfer,
                 chunk=chunk,
                 hbm_blocks=tuple(hbm),
-                decode_agent=self.pe.manager.decode_agent(
+                decode_agents=self.pe.manager.decode_agents(
                     prefill_transfer.decode_engine, prefill_transfer.decode_epoch
                 ),
             )

@@ -226,7 +226,7 @@ def test_kv_is_there_when_attention_reads_it_and_is_sent_as_computed(
             prefill_transfer=prefill_transfer,
             chunk=BlockRun(first, end - first),
             hbm_blocks=tuple(range(len(keys)))[::-1][:end],
-            decode_agent="de",
+            decode_agents=("de",),
         )
         assert engine.forward([(chunk, keys)], layers).failures == {}
     assert engine.wrong == []
@@ -261,7 +261,7 @@ def prompt_of(
         de_slots=slots,
     )
     hbm_blocks = tuple(range(hbm_block, hbm_block + BLOCKS))
-    return PrefillChunk(transfer, BlockRun(2, 1), hbm_blocks, decode_agent), keys
+    return PrefillChunk(transfer, BlockRun(2, 1), hbm_blocks, (decode_agent,)), keys
 
 
 @settings(max_examples=80, deadline=None)

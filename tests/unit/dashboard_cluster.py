@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.unit.router_fakes import NAMESPACE
 
-from dualpath.core.addresses import EngineAddress
+from dualpath.core.addresses import AgentAddress, EngineAddress
 from dualpath.core.cluster import Role
 from dualpath.core.control import PROTOCOL_VERSION, Hello, Report
 from dualpath.core.sessions import Event
@@ -43,7 +43,7 @@ class ReportedCluster:
         return Load(self.open, waiting=2, running=len(self.open), assignments=self.assignments)
 
     def join(self, engine_id: str, role: Role, node: str = "", epoch: str = "first") -> EngineState:
-        address = EngineAddress(engine_id, epoch, role, "agent", b"", ())
+        address = EngineAddress(engine_id, epoch, role, (AgentAddress("agent", b"", ()),))
         hello = Hello(
             version=PROTOCOL_VERSION,
             address=address,

@@ -109,7 +109,7 @@ def test_an_engine_says_hello_once_its_server_accepts_connections(router: Router
     assert (hello.api_url, hello.node, hello.group) == (url, "de-0", "decode")
     assert (hello.hbm_tokens, hello.buffer_tokens) == (640, 4 * GEOMETRY.block_tokens)
     assert hello.address.epoch == member.epoch
-    assert hello.address.agent == f"de-0-{member.epoch}"
+    assert hello.address.agents[0].agent == f"de-0-{member.epoch}"
     limits = {name: hello.limits[name] for name in ("served_model_name", "max_model_len")}
     assert limits == {"served_model_name": "toy", "max_model_len": 512}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualpath.core.addresses import EngineAddress
+from dualpath.core.addresses import AgentAddress, EngineAddress
 from dualpath.core.cluster import Role
 from dualpath.core.errors import TransportError
 from dualpath.engine.peers import Peers
@@ -10,7 +10,8 @@ from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 
 
 def address(engine_id: str) -> EngineAddress:
-    return EngineAddress(engine_id, "1", Role.DECODE, f"{engine_id}-1", b"in-process", ())
+    agent = AgentAddress(f"{engine_id}-1", b"in-process", ())
+    return EngineAddress(engine_id, "1", Role.DECODE, (agent,))
 
 
 def test_a_peer_that_cannot_be_reached_does_not_keep_others_away() -> None:
@@ -19,9 +20,9 @@ def test_a_peer_that_cannot_be_reached_does_not_keep_others_away() -> None:
     InProcessTransport("de-1-1", fabric)
     for peer in (address("de-0"), address("de-1")):
         peers.up(peer)
-    assert peers.agent_of("de-1", "1") == "de-1-1"
+    assert peers.agents_of("de-1", "1") == ("de-1-1",)
     with pytest.raises(TransportError, match="cannot be reached"):
-        peers.agent_of("de-0", "1")
+        peers.agents_of("de-0", "1")
 
 
 def test_a_peer_that_was_out_of_reach_is_connected_when_it_is_needed() -> None:
@@ -29,4 +30,23 @@ def test_a_peer_that_was_out_of_reach_is_connected_when_it_is_needed() -> None:
     peers = Peers(Role.PREFILL, InProcessTransport("pe-0-1", fabric))
     peers.up(address("de-0"))
     InProcessTransport("de-0-1", fabric)
-    assert peers.agent_of("de-0", "1") == "de-0-1"
+    assert peers.agents_of("de-0", "1") == ("de-0-1",)
+
+
+def test_ranks_and_agents_are_paired_whatever_their_numbers() -> None:
+    def pairs(ranks: int, agents: int) -> list[list[str]]:
+        named = tuple(AgentAddress(str(number), b"", ()) for number in range(agents))
+        peer = EngineAddress("de", "1", Role.DECODE, named)
+        return [[a.agent for a in peer.agents_for(rank, ranks)] for rank in range(ranks)]
+
+    assert pairs(1, 1) == [["0"]]
+    assert pairs(2, 2) == [["0"], ["1"]]
+    assert pairs(4, 2) == [["0"], ["0"], ["1"], ["1"]]
+    assert pairs(2, 4) == [["0", "1"], ["2", "3"]]
+    assert pairs(1, 3) == [["0", "1", "2"]]
+    assert pairs(3, 2) == [["0"], ["0"], ["1"]]
+    for ranks in range(1, 9):
+        for agents in range(1, 9):
+            found = pairs(ranks, agents)
+            assert all(found)
+            assert {name for each in found for name in each} == set(map(str, range(agents)))

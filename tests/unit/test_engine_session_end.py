@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from tests.engine_harness import GEOMETRY, ToyCluster, prompt_keys
 
-from dualpath.core.addresses import EngineAddress, Writer
+from dualpath.core.addresses import AgentAddress, EngineAddress, Writer
 from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.control import (
     Assign,
@@ -58,7 +58,7 @@ def test_a_request_that_only_waits_leaves_nothing(cluster: ToyCluster) -> None:
 def test_slots_that_await_kv_are_kept_and_named_with_all_who_may_write(cluster: ToyCluster) -> None:
     writer = Writer("pe-9", "epoch-9", HostProcess("host", 1, 2))
     address = EngineAddress(
-        *writer.id, Role.PREFILL, "agent", b"", regions=(), process=writer.process
+        *writer.id, Role.PREFILL, (AgentAddress("agent", b"", ()),), process=writer.process
     )
     cluster.de.command(PeerUp(address))
     cluster.load("r", prompt_keys(TOKENS), TOKENS, 0, 0)

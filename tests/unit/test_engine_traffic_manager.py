@@ -315,7 +315,7 @@ def test_a_lost_decode_engine_fails_what_was_under_way_and_is_unknown_afterwards
     assert set(failures) == {"r"}
     cluster.pe.command(PeerDown(engine_id="de-0", epoch="epoch-1", certain=True))
     with pytest.raises(TransportError, match="lost or restarted"):
-        cluster.pe.manager.decode_agent("de-0", "epoch-1")
+        cluster.pe.manager.decode_agents("de-0", "epoch-1")
 
 
 def test_slots_a_lost_writer_may_touch_wait_until_it_is_proven_gone(cluster: ToyCluster) -> None:

@@ -11,7 +11,7 @@ from aiohttp import web
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 
-from dualpath.core.addresses import EngineAddress
+from dualpath.core.addresses import AgentAddress, EngineAddress
 from dualpath.core.cluster import Role
 from dualpath.core.errors import (
     BadRequestError,
@@ -120,7 +120,7 @@ async def calls():
 
 def engine_info(port):
     address = EngineAddress(
-        engine_id="de-0", epoch="e", role=Role.DECODE, agent="", agent_metadata=b"", regions=()
+        engine_id="de-0", epoch="e", role=Role.DECODE, agents=(AgentAddress("", b"", ()),)
     )
     return EngineInfo(
         engine_id="de-0",

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.core import control
-from dualpath.core.addresses import EngineAddress, Writer
+from dualpath.core.addresses import AgentAddress, EngineAddress, Writer
 from dualpath.core.cluster import Role
 from dualpath.router.control.assign_log import AssignLog
 from dualpath.router.control.registry import EngineInfo
@@ -101,7 +101,7 @@ P0 = Writer("p0", "1")
 
 def joins(releases: Releases, name: str, epoch: str = "1", **doubts) -> None:
     """Let an engine begin a session, leaving in doubt what it says."""
-    address = EngineAddress(name, epoch, Role.PREFILL, "", b"", ())
+    address = EngineAddress(name, epoch, Role.PREFILL, (AgentAddress("", b"", ()),))
     releases.engine_joined(
         EngineInfo(
             engine_id=name,

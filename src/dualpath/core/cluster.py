@@ -21,15 +21,17 @@ class Role(enum.StrEnum):
 
 
 class HostProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A process as its machine's own table of processes knows it.
+    """A process as its machine's own table of processes knows it, and those it works with.
 
     ``host`` names the machine since its last start and its numbering of processes, empty if it
     cannot be told; ``start_ticks`` after that start tell the process from later ones of its number.
+    ``ranks`` are the processes of an engine's other ranks: it is gone when they are gone as well.
     """
 
     host: str = ""
     pid: int = 0
     start_ticks: int = 0
+    ranks: "tuple[HostProcess, ...]" = ()
 
 
 class ClusterShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

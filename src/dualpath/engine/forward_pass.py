@@ -105,7 +105,7 @@ class ForwardPass:
         if manager.buffer.slots_of(request_id)[: len(own_slots)] != tuple(own_slots):
             manager.counters.add(Counter.STALE_TRANSFERS, 1)
             raise TransportError(f"request {request_id}: its buffer slots changed hands")
-        agent = ""
+        agents: tuple[str, ...] = ()
         if manager.settings.mode.moves_bytes:
-            agent = manager.decode_agent(transfer.decode_engine, transfer.decode_epoch)
-        return PrefillChunk(transfer, part.chunk, part.hbm_blocks[: part.chunk.end], agent)
+            agents = manager.decode_agents(transfer.decode_engine, transfer.decode_epoch)
+        return PrefillChunk(transfer, part.chunk, part.hbm_blocks[: part.chunk.end], agents)

@@ -72,7 +72,14 @@ def this_process() -> HostProcess:
 
 
 def is_gone(process: HostProcess) -> bool:
-    """Whether a process has ended, as far as this machine can tell; False if it is of another."""
+    """Whether a process has ended, and every other rank of its engine with it.
+
+    As far as this machine can tell; False for one of another.
+    """
+    return _has_ended(process) and all(map(is_gone, process.ranks))
+
+
+def _has_ended(process: HostProcess) -> bool:
     if not process.host or process.host != this_host():
         return False
     stat = process_stat(process.pid)

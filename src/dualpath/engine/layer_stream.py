@@ -229,7 +229,7 @@ class LayerStream:
         chunk, start_ns = self._chunks[number], self._trace.now_ns()
         try:
             transfer, event = self._transfers.post(
-                step, chunk.chunk.hbm_blocks, chunk.chunk.decode_agent
+                step, chunk.chunk.hbm_blocks, chunk.chunk.decode_agents
             )
         except DualPathError as error:
             self._fail(number, str(error))
@@ -258,7 +258,7 @@ class LayerStream:
         return True
 
     def _part(self, number: int, step: Step) -> Part:
-        agent = self._transfers.agent_of(step, self._chunks[number].chunk.decode_agent)
+        agent = self._transfers.agent_of(step, self._chunks[number].chunk.decode_agents)
         return Part(number, agent)
 
     def _wait(self, stage: Stage, what: str) -> None:
@@ -301,11 +301,14 @@ class LayerStream:
                 tried |= agents
 
     def _agents(self, number: int) -> set[str]:
-        """Whom a chunk's transfers are with; all layers are alike."""
+        """Whom a chunk's transfers are with; agents have layers in turn, all else is alike."""
         chunk = self._chunks[number]
+        turns = min(len(chunk.chunk.decode_agents), self._geometry.layers)
         steps = (
-            *load_steps(chunk.layout, 0, chunk.chunk.chunk),
-            *send_steps(chunk.layout, 0, chunk.chunk.chunk),
+            step
+            for layer in range(max(turns, 1))
+            for steps in (load_steps, send_steps)
+            for step in steps(chunk.layout, layer, chunk.chunk.chunk)
         )
         return {self._part(number, step).agent for step in steps}
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from dualpath.core.addresses import EngineAddress, Writer
+from dualpath.core.addresses import AgentAddress, EngineAddress, RegionAddress, Writer
 from dualpath.core.cluster import Role
 from dualpath.core.control import PeerDown
 from dualpath.core.errors import TransportError
@@ -20,10 +20,18 @@ class Peers:
 
     The PE starts all transfers between engines, so only PEs connect, and only DEs have writers.  A
     peer that cannot be reached when it is announced harms no other, and is tried again when it is
-    needed.
+    needed.  Rank ``rank`` of ``ranks`` connects with some of a peer's agents only.
     """
 
-    def __init__(self, role: Role, transport: Transport, threads: Threads = OS_THREADS) -> None:
+    def __init__(
+        self,
+        role: Role,
+        transport: Transport,
+        threads: Threads = OS_THREADS,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self._rank, self._ranks = rank, ranks
         self._connects = role is Role.PREFILL
         self._transport = transport
         self._lock = threads.lock()
@@ -54,8 +62,9 @@ class Peers:
             if message.certain:
                 self._writers.pop((message.engine_id, message.epoch), None)
         if peer is not None and self._connects:
-            self._connected.discard(peer.agent)
-            self._transport.disconnect(peer.agent)
+            for agent in self._of(peer):
+                self._connected.discard(agent.agent)
+                self._transport.disconnect(agent.agent)
 
     def only(self, peers: Iterable[EngineAddress]) -> None:
         """A session begins with these peers; others that were known are lost from sight."""
@@ -71,8 +80,8 @@ class Peers:
         with self._lock:
             return tuple(self._writers.values())
 
-    def agent_of(self, engine_id: str, epoch: str) -> str:
-        """Return a peer's transport agent.
+    def agents_of(self, engine_id: str, epoch: str) -> tuple[str, ...]:
+        """Return the transport agents of a peer that this rank speaks with, in turn.
 
         Raises ``TransportError`` if that engine, in that epoch, is not here or cannot be reached.
         """
@@ -82,13 +91,26 @@ class Peers:
             raise TransportError(
                 f"engine {engine_id} (epoch {epoch}) is not connected; it is lost or restarted"
             )
-        if peer.agent not in self._connected:
-            self._connect(peer)
-        return peer.agent
+        self._connect(peer)
+        return tuple(agent.agent for agent in self._of(peer))
+
+    def _of(self, peer: EngineAddress) -> tuple[AgentAddress, ...]:
+        return peer.agents_for(self._rank, self._ranks)
 
     def _connect(self, peer: EngineAddress) -> None:
-        regions = tuple(RegionInfo(**msgspec.structs.asdict(r)) for r in peer.regions)
-        self._transport.connect(
-            AgentInfo(agent=peer.agent, metadata=peer.agent_metadata, regions=regions)
-        )
-        self._connected.add(peer.agent)
+        for agent in self._of(peer):
+            if agent.agent not in self._connected:
+                self._transport.connect(agent_info(agent))
+                self._connected.add(agent.agent)
+
+
+def agent_info(address: AgentAddress) -> AgentInfo:
+    """Return what a transport knows another agent by."""
+    regions = tuple(RegionInfo(**msgspec.structs.asdict(r)) for r in address.regions)
+    return AgentInfo(agent=address.agent, metadata=address.metadata, regions=regions)
+
+
+def agent_address(info: AgentInfo) -> AgentAddress:
+    """Return how a transport's agent is named to others."""
+    regions = tuple(RegionAddress(**msgspec.structs.asdict(r)) for r in info.regions)
+    return AgentAddress(info.agent, info.metadata, regions)

@@ -31,13 +31,13 @@ class PrefillChunk(msgspec.Struct, frozen=True):
     """One request's part in a forward pass.
 
     ``hbm_blocks`` are the engine's block ids for prompt blocks ``0 … chunk.end - 1``;
-    ``decode_agent`` is the transport agent of the DE.
+    ``decode_agents`` are the transport agents of the DE that this rank speaks with.
     """
 
     prefill_transfer: PrefillTransfer
     chunk: BlockRun
     hbm_blocks: tuple[int, ...]
-    decode_agent: str
+    decode_agents: tuple[str, ...]
 
     def layout(self, geometry: BlockGeometry) -> PromptLayout:
         """Return the plan's view of the prompt."""
@@ -71,30 +71,36 @@ class StepTransfers:
         """This engine's transport agent: the other end of copies within it."""
         return self._agent
 
-    def agent_of(self, step: Step, peer: str) -> str:
-        """Return the agent at the other end of a step, which is ``peer`` or this engine's own."""
-        return self._agent if step.source.side is step.destination.side else peer
+    def agent_of(self, step: Step, peers: Sequence[str]) -> str:
+        """Return the agent at the other end of a step: this rank's own, or one of ``peers``.
+
+        Those have the layers in turn, so that their NICs carry about as much each.
+        """
+        if step.source.side is step.destination.side:
+            return self._agent
+        assert step.layer is not None, "Full Blocks are moved by storage"
+        return peers[step.layer % len(peers)]
 
     def post(
         self,
         step: Step,
         hbm_blocks: Sequence[int],
-        peer: str = "",
+        peers: Sequence[str] = (),
         earlier: DeviceEvent = PASSED,
     ) -> tuple[Transfer, DeviceEvent | None]:
         """Post a step of one layer; with the event of its end if the device does it.
 
-        ``hbm_blocks`` are the engine's block ids of the request's blocks 0 and following, ``peer``
-        is the transport agent of the other engine, if the step has an end there.  Everything the
+        ``hbm_blocks`` are the engine's block ids of the request's blocks 0 and following, ``peers``
+        are transport agents of the other engine, if the step has an end there.  Everything the
         step depends on must be over, except that a copy of the device waits for ``earlier``.
         Raises ``TransportError``.
         """
-        posted = self._post(step, hbm_blocks, peer, earlier)
+        posted = self._post(step, hbm_blocks, peers, earlier)
         self._counters.moved(step)
         return posted
 
     def _post(
-        self, step: Step, hbm_blocks: Sequence[int], peer: str, earlier: DeviceEvent
+        self, step: Step, hbm_blocks: Sequence[int], peers: Sequence[str], earlier: DeviceEvent
     ) -> tuple[Transfer, DeviceEvent | None]:
         source = self._pieces(step.source, step, hbm_blocks)
         destination = self._pieces(step.destination, step, hbm_blocks)
@@ -106,7 +112,7 @@ class StepTransfers:
             direction, here, there = Direction.WRITE, source, destination
         else:
             direction, here, there = Direction.READ, destination, source
-        agent = self.agent_of(step, peer)
+        agent = self.agent_of(step, peers)
         transfer = self._transport.post(
             direction, *here, agent, *there, traffic_class=step.traffic_class.value
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from dualpath.core.addresses import EngineAddress, RegionAddress
+from dualpath.core.addresses import EngineAddress
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import HostProcess
 from dualpath.core.control import (
@@ -49,7 +49,7 @@ from dualpath.engine.host_process import is_gone
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.lookups import Lookups
 from dualpath.engine.movers import open_movers
-from dualpath.engine.peers import Peers
+from dualpath.engine.peers import Peers, agent_address
 from dualpath.engine.persister import Persister
 from dualpath.engine.prefill_passes import PrefillPasses
 from dualpath.engine.read_queue import ReadQueue, ReadTask
@@ -164,14 +164,11 @@ class TrafficManager:
 
     def address(self, epoch: str, process: HostProcess | None = None) -> EngineAddress:
         """Return how other engines reach this one."""
-        info = self._transport.info()
         return EngineAddress(
             engine_id=self.settings.engine_id,
             epoch=epoch,
             role=self.settings.role,
-            agent=info.agent,
-            agent_metadata=info.metadata,
-            regions=tuple(RegionAddress(**msgspec.structs.asdict(r)) for r in info.regions),
+            agents=(agent_address(self._transport.info()),),
             process=process or HostProcess(),
         )
 
@@ -288,7 +285,8 @@ class TrafficManager:
             self._send(Released(request_id=request_id))
 
     def _peer_up(self, peer: EngineAddress) -> None:
-        self._movers.stalled.discard(peer.agent)
+        for agent in peer.agents:
+            self._movers.stalled.discard(agent.agent)
         self._peers.up(peer)
 
     def _assign(self, message: Assign) -> None:
@@ -335,9 +333,9 @@ class TrafficManager:
         """Whether a request is assigned to this engine and not about to leave it."""
         return self._active.is_active(request_id)
 
-    def decode_agent(self, engine_id: str, epoch: str) -> str:
-        """Return the transport agent of a DE; raises ``TransportError`` if it is not connected."""
-        return self._peers.agent_of(engine_id, epoch)
+    def decode_agents(self, engine_id: str, epoch: str) -> tuple[str, ...]:
+        """Return a DE's transport agents; raises ``TransportError`` if it is not connected."""
+        return self._peers.agents_of(engine_id, epoch)
 
     def begin_prefill(self, chunks: Sequence[PrefillChunk], layers: LayerSettings) -> LayerStream:
         """Start the transfers of one forward pass (PE); ``end_prefill`` must follow.

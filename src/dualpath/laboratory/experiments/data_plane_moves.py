@@ -159,13 +159,13 @@ class _PrefillEngine(_Engine):
         super().__init__(settings, Role.PREFILL)
         self._settings = settings
         self._slots: tuple[int, ...] = ()
-        self._agent = ""
+        self._agents: tuple[str, ...] = ()
 
     def connect(self, peer: tuple[EngineAddress, tuple[int, ...]]) -> None:
         address, self._slots = peer
         self.manager.handle(PeerUp(address))
         self.manager.handle(Assign(1, _REQUEST, 1, 0))
-        self._agent = address.agent
+        self._agents = tuple(agent.agent for agent in address.agents)
 
     def one_pass(self, leg: Leg) -> int:
         """Run a forward pass that computes nothing; its chunk is one block, or the whole prompt."""
@@ -183,7 +183,7 @@ class _PrefillEngine(_Engine):
             de_slots=self._slots,
         )
         chunk = BlockRun(hits, blocks - hits)
-        work = PrefillChunk(prefill_transfer, chunk, tuple(range(blocks)), self._agent)
+        work = PrefillChunk(prefill_transfer, chunk, tuple(range(blocks)), self._agents)
         stream = self.manager.begin_prefill([work], LayerSettings(LAYERS_UNDER_WAY, overlap=True))
         for layer in range(geometry.layers):
             stream.wait_loaded(layer)

@@ -44,9 +44,13 @@ def hello(engine_id: str, greeting: int = 1) -> control.Hello:
             engine_id=engine_id,
             epoch=f"{engine_id}-1",
             role=ENGINES.get(engine_id, Role.PREFILL),
-            agent=engine_id,
-            agent_metadata=b"metadata",
-            regions=(addresses.RegionAddress("buffer", 4096, 128, 64, 16),),
+            agents=(
+                addresses.AgentAddress(
+                    engine_id,
+                    b"metadata",
+                    (addresses.RegionAddress("buffer", 4096, 128, 64, 16),),
+                ),
+            ),
         ),
         namespace=_NAMESPACE,
         api_url="http://127.0.0.1:1",
