@@ -4,6 +4,7 @@ import argparse
 import math
 from typing import TYPE_CHECKING, Annotated, Any
 
+from dualpath.cli.model_choice import MODEL_METAVAR, KvDtype
 from dualpath.cli.output import add_json_argument, gigabytes, percent, wrote_json
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.cluster import NodesSettings
@@ -40,9 +41,10 @@ class BoundsSettings(Settings, frozen=True, kw_only=True):
         str,
         Setting(
             "also count miss tokens and writes, from the transfer plans of this model",
-            metavar="NAME|FILE.toml",
+            metavar=MODEL_METAVAR,
         ),
     ] = ""
+    kv_cache_dtype: KvDtype = "auto"
     hit_rate: Annotated[float, Setting("stored share of a prompt", ge=0, le=1)] = _HIT_RATE
     prompt_tokens: Annotated[int, Setting("of a prompt", ge=2, le=1 << 24)] = _PROMPT_TOKENS
 
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
     settings = flag_settings(args, BoundsSettings)
     shape = _shape(args, settings)
-    model = load_model(settings.model) if settings.model else None
+    model = load_model(settings.model, settings.kv_cache_dtype) if settings.model else None
     loads = _plan_loads(settings, shape, model) if model else {}
     if wrote_json(args, _document(shape, loads)):
         return 0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
+from dualpath.cli.model_choice import KvDtype
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.cluster import NodesSettings
 from dualpath.core.errors import ConfigError
@@ -35,6 +36,7 @@ class MachineSettings(Settings, frozen=True, kw_only=True):
     cluster: Annotated[str, Setting("cluster file or catalog name", metavar="C.toml|NAME")]
     model: CostsName
     gpu: GpuName = "hopper"
+    kv_cache_dtype: KvDtype = "auto"
 
 
 class CoreSettings(Settings, frozen=True):
@@ -109,17 +111,17 @@ def load_model(args: argparse.Namespace, cluster: "ClusterSettings") -> "ModelCo
     from dualpath.model.catalog.costs import load_model_costs
 
     machine = flag_settings(args, MachineSettings)
-    return load_model_costs(machine.model, machine.gpu, cluster)
+    return load_model_costs(machine.model, machine.gpu, cluster, machine.kv_cache_dtype)
 
 
 def load_weights(args: argparse.Namespace) -> "tuple[ModelGeometry, GpuRates] | None":
     """Return geometry and GPU of a catalog model, None for measured costs."""
-    from dualpath.model.catalog.load import MODELS, find, load_gpu, load_model, parse
+    from dualpath.model.catalog.geometry import ModelGeometry
+    from dualpath.model.catalog.load import load_described, load_gpu
 
     machine = flag_settings(args, MachineSettings)
-    if "attention" not in parse(find(MODELS, machine.model), dict):
-        return None
-    return load_model(machine.model), load_gpu(machine.gpu)
+    described = load_described(machine.model, machine.kv_cache_dtype)
+    return (described, load_gpu(machine.gpu)) if isinstance(described, ModelGeometry) else None
 
 
 class Trace(NamedTuple):

@@ -3,6 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Annotated, Any
 
+from dualpath.cli.model_choice import MODEL_METAVAR, KvDtype
 from dualpath.cli.output import add_json_argument, percent, wrote_json
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.settings import Setting, Settings
@@ -26,8 +27,12 @@ class Table1Settings(Settings, frozen=True):
 
     model: Annotated[
         tuple[str, ...],
-        Setting("more models: names in the catalog or TOML files", metavar="NAME|FILE.toml,…"),
+        Setting(
+            "more models: names in the catalog, folders with a config.json, files",
+            metavar=f"{MODEL_METAVAR},…",
+        ),
     ] = ()
+    kv_cache_dtype: KvDtype = "auto"
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -53,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.model.catalog.table1 import paper_table1, table1_rows
     from dualpath.report.text import print_blocks
 
-    names = flag_settings(args, Table1Settings).model
-    rows = table1_rows(tuple(load_model(name) for name in names))
+    asked = flag_settings(args, Table1Settings)
+    rows = table1_rows(tuple(load_model(name, asked.kv_cache_dtype) for name in asked.model))
     paper = paper_table1()
     if wrote_json(args, _document(rows, paper.append_tokens)):
         return 0

@@ -3,6 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+from dualpath.cli.model_choice import MODEL_METAVAR, KvDtype
 from dualpath.cli.output import add_json_argument, gigabytes, wrote_json
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.errors import ConfigError
@@ -44,9 +45,8 @@ class WorkingSetSettings(Settings, frozen=True, kw_only=True):
     total_tokens: Annotated[
         float, Setting("mean of an agent when it is done; Table 2, 64K", ge=1, le=1e12)
     ] = PAPER_TOTAL_TOKENS
-    model: Annotated[str, Setting("of the catalog, or a file", metavar="NAME|FILE.toml")] = (
-        PAPER_MODEL
-    )
+    model: Annotated[str, Setting("of the catalog, or a file", metavar=MODEL_METAVAR)] = PAPER_MODEL
+    kv_cache_dtype: KvDtype = "auto"
     gap_factor: Annotated[
         float, Setting("tool calls and pauses make the JCT so many times as long", ge=1, le=1e12)
     ] = 1.0
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.report.text import print_blocks
 
     asked = flag_settings(args, WorkingSetSettings)
-    model = load_model(asked.model)
+    model = load_model(asked.model, asked.kv_cache_dtype)
     paper_bytes = load_model(PAPER_MODEL).kv_bytes_per_token
     if wrote_json(args, _document(asked, model.kv_bytes_per_token, paper_bytes)):
         return 0

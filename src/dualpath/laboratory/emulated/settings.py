@@ -38,9 +38,9 @@ class Verify(enum.StrEnum):
 CostsName = Annotated[
     str,
     Setting(
-        "catalog model, or measured costs of `dualpath profile`; its forward passes take these "
-        "times",
-        metavar="NAME|COSTS.toml",
+        "catalog model, folder with a config.json, or measured costs of `dualpath profile`; its "
+        "forward passes take these times",
+        metavar="NAME|FOLDER|COSTS.toml",
     ),
 ]
 GpuName = Annotated[str, Setting("rates for a catalog model", metavar="NAME")]

@@ -8,10 +8,11 @@ import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
+from dualpath.model.catalog.families import KvCacheDtype
 from dualpath.model.catalog.geometry import FLOP_PER_PARAMETER, ModelGeometry
 from dualpath.model.catalog.gpu import AttentionRates, GpuRates, PrefillRates
 from dualpath.model.catalog.layers import Attention, LatentAttention
-from dualpath.model.catalog.load import MODELS, find, load_gpu, parse
+from dualpath.model.catalog.load import load_described, load_gpu
 from dualpath.model.sim.settings import ClusterSettings, DecodeCosts, ModelCosts, PrefillCosts
 
 #: The request whose throughput gives β (§A.4): the mean of the 64K dataset (§3, Table 2).
@@ -22,25 +23,22 @@ DEFAULT_GPU = "hopper"
 
 
 def load_model_costs(
-    name_or_path: str | Path, gpu: str | Path, cluster: ClusterSettings
+    name_or_path: str | Path,
+    gpu: str | Path,
+    cluster: ClusterSettings,
+    kv_cache_dtype: KvCacheDtype = "auto",
 ) -> ModelCosts:
     """Return the costs of a model on a GPU in a cluster.
 
-    ``name_or_path`` is a model of the catalog, the TOML file of another model's geometry, or a
-    TOML file of measured ``ModelCosts``, which knows its own times: ``gpu`` is not looked at then.
+    ``name_or_path`` is a model of the catalog, a file of another model's geometry, or a TOML file
+    of measured ``ModelCosts``, which knows its own times: ``gpu`` is not looked at then.
     Raises ``ConfigError``.
     """
-    file = find(MODELS, name_or_path)
-    if "attention" not in parse(file, dict):
-        measured = parse(file, ModelCosts)
-        _check_measured(str(file), measured)
-        return measured
-    geometry = parse(file, ModelGeometry)
-    try:
-        geometry.check()
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
-    return model_costs(geometry, load_gpu(gpu), cluster)
+    described = load_described(name_or_path, kv_cache_dtype)
+    if isinstance(described, ModelCosts):
+        _check_measured(str(name_or_path), described)
+        return described
+    return model_costs(described, load_gpu(gpu), cluster)
 
 
 def single_engine_costs(name_or_path: str | Path, gpu: str | Path) -> ModelCosts:

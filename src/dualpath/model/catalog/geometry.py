@@ -16,6 +16,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.model.catalog.layers import (
     Attention,
     Count,
+    CountOrZero,
     DenseFeedForward,
     ExpertFeedForward,
     FeedForward,
@@ -33,7 +34,8 @@ class ModelGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     Layers come in runs of equal kind; the runs of ``attention`` and those of ``feed_forward``
     each add up to all layers, in no particular order.  ``*_value_bytes`` per weight: of attention
     and dense layers, of routed and shared experts, of embedding and output head.
-    ``context_limit_tokens`` bounds prompt plus generation, None for no bound.
+    ``context_limit_tokens`` bounds prompt plus generation, None for no bound.  ``draft_layers`` of
+    multi-token prediction come with the checkpoint and count in nothing else.
     """
 
     name: str
@@ -47,6 +49,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     head_value_bytes: Size = 2.0
     tied_embedding: bool = False
     context_limit_tokens: Count | None = None
+    draft_layers: CountOrZero = 0
 
     def check(self) -> None:
         """Raise ``ConfigError`` where the parts contradict each other."""
@@ -87,9 +90,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def kv_bytes_per_token(self) -> float:
         """KV of one token over the layers that keep every token: what grows with the context."""
         return sum(
-            part.layers * part.kv_bytes_per_token
-            for part in self.attention
-            if isinstance(part, LatentAttention) or not part.window_tokens
+            part.layers * part.kv_bytes_per_token for part in self.attention if not part.kept_tokens
         )
 
     @property

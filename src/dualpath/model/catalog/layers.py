@@ -43,6 +43,16 @@ class GroupedQueryAttention(
         return 2 * self.kv_heads * self.head_dim * self.kv_value_bytes
 
     @property
+    def part_bytes_per_token(self) -> tuple[float, ...]:
+        """The parts of one layer: vLLM keeps key and value of a token side by side."""
+        return (self.kv_bytes_per_token,)
+
+    @property
+    def kept_tokens(self) -> int:
+        """How many of the last tokens keep their KV, 0 for all."""
+        return self.window_tokens
+
+    @property
     def pair_flop(self) -> int:
         """QK and PV of one query with one key in one layer."""
         return 4 * self.heads * self.head_dim
@@ -59,13 +69,15 @@ class GroupedQueryAttention(
 class Indexer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The lightning indexer of DeepSeek sparse attention: it scores all keys, ``top_tokens`` stay.
 
-    ``key_bytes`` are stored per token and layer for its key; the paper does not count them.
+    ``key_bytes`` are stored per token and layer for its key, in a part beside the latent's.  The
+    paper's figures leave them out; an engine stores and moves them, which is ``counted``.
     """
 
     heads: Count
     head_dim: Count
     top_tokens: Count
     key_bytes: Count
+    counted: bool = False
 
 
 class LatentAttention(
@@ -102,12 +114,24 @@ class LatentAttention(
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Latent, scales and rotary key of one token in one layer, without the indexer's key."""
-        return (
+        """All parts of one token in one layer."""
+        return sum(self.part_bytes_per_token)
+
+    @property
+    def part_bytes_per_token(self) -> tuple[float, ...]:
+        """Latent, scales and rotary key in one part; the indexer's key, if counted, in another."""
+        latent = (
             self.kv_rank * self.latent_value_bytes
             + self.latent_scale_bytes
             + self.rope_dim * self.rope_value_bytes
         )
+        indexer = self.indexer
+        return (latent, indexer.key_bytes) if indexer and indexer.counted else (latent,)
+
+    @property
+    def kept_tokens(self) -> int:
+        """0: whatever the indexer chooses from, every token keeps its KV."""
+        return 0
 
     @property
     def pair_flop(self) -> int:

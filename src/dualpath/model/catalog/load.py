@@ -1,5 +1,7 @@
 """Reads the data files: by a name in the catalog or by the path of a file of one's own."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -8,29 +10,68 @@ from typing import TypeVar
 import msgspec
 
 from dualpath.core.errors import ConfigError
+from dualpath.model.catalog.families import KvCacheDtype, geometry_of
 from dualpath.model.catalog.geometry import ModelGeometry
 from dualpath.model.catalog.gpu import GpuRates
-from dualpath.model.sim.settings import ClusterSettings
+from dualpath.model.catalog.hub_config import decode_config
+from dualpath.model.sim.settings import ClusterSettings, ModelCosts
 
 T = TypeVar("T")
 
 MODELS = "models"
 GPUS = "gpus"
 CLUSTERS = "clusters"
+_SUFFIXES = (".toml", ".json")
 
 
 def names(kind: str) -> tuple[str, ...]:
     """Return what the catalog holds of ``MODELS``, ``GPUS`` or ``CLUSTERS``, sorted."""
     files = (resources.files("dualpath.model.catalog") / kind).iterdir()
-    return tuple(sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml")))
+    return tuple(sorted(f.name.rpartition(".")[0] for f in files if f.name.endswith(_SUFFIXES)))
 
 
-def load_model(name_or_path: str | Path) -> ModelGeometry:
-    """Return a model's geometry; raises ``ConfigError`` for what cannot be found or is no model."""
+def load_model(name_or_path: str | Path, kv_cache_dtype: KvCacheDtype = "auto") -> ModelGeometry:
+    """Return a model's geometry; raises ``ConfigError`` for what cannot be found or is no model.
+
+    Only of a ``config.json`` the type of the KV-cache can be chosen, a TOML file says it itself.
+    """
+    loaded = load_described(name_or_path, kv_cache_dtype)
+    if isinstance(loaded, ModelCosts):
+        raise ConfigError(
+            f"{name_or_path} holds measured costs, which know no dimensions; give a model's "
+            "geometry or its config.json"
+        )
+    return loaded
+
+
+def load_described(
+    name_or_path: str | Path, kv_cache_dtype: KvCacheDtype = "auto"
+) -> ModelGeometry | ModelCosts:
+    """Return what a file describes: a model's geometry, or costs that were measured.
+
+    Raises ``ConfigError``.
+    """
     file = find(MODELS, name_or_path)
+    if file.name.endswith(".json"):
+        return _published(file, kv_cache_dtype)
+    if kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"{{kv_cache_dtype}} is {kv_cache_dtype}, but {file} says itself how KV is stored; "
+            "leave {kv_cache_dtype} out or change the file"
+        )
+    if "attention" not in parse(file, dict):
+        return parse(file, ModelCosts)
     geometry = parse(file, ModelGeometry)
     _checked(file, geometry)
     return geometry
+
+
+def _published(file: Traversable, kv_cache_dtype: KvCacheDtype) -> ModelGeometry:
+    """Read a ``config.json``; the model is called like its folder, any other file's like it."""
+    stem = file.name.removesuffix(".json")
+    name = Path(str(file)).resolve().parent.name if stem == "config" else stem
+    with _named(file):
+        return geometry_of(decode_config(file.read_bytes()), name, kv_cache_dtype)
 
 
 def load_gpu(name_or_path: str | Path) -> GpuRates:
@@ -45,27 +86,45 @@ def load_cluster(name_or_path: str | Path) -> ClusterSettings:
 
 
 def find(kind: str, name_or_path: str | Path) -> Traversable:
-    """Return the file meant: a path if it ends in ``.toml``, else a name in the catalog."""
-    if str(name_or_path).endswith(".toml"):
-        path = Path(name_or_path)
-        if not path.is_file():
-            raise ConfigError(
-                f"there is no file {path}; give a TOML file or one of {', '.join(names(kind))}"
-            )
-        return path
-    known = names(kind)
-    if str(name_or_path) not in known:
+    """Return the file meant: a path to a file or a folder with a ``config.json``, else a name.
+
+    What ends in ``.toml`` or ``.json``, or has a slash, is a path; raises ``ConfigError``.
+    """
+    text, path = str(name_or_path), Path(name_or_path)
+    if kind == MODELS and ("/" in text or text in (".", "..")) and path.is_dir():
+        path /= "config.json"
+    elif not text.endswith(_SUFFIXES if kind == MODELS else ".toml"):
+        return _named_file(kind, text)
+    if not path.is_file():
+        what = "a TOML file, a config.json" if kind == MODELS else "a TOML file"
+        known = ", ".join(names(kind))
+        raise ConfigError(f"there is no file {path}; give {what} or one of {known}")
+    return path
+
+
+def _named_file(kind: str, name: str) -> Traversable:
+    if name not in names(kind):
+        paths = "in .toml or .json, or a folder like ./MODEL" if kind == MODELS else "in .toml"
         raise ConfigError(
-            f"{name_or_path!r} is not among the catalog's {kind}: {', '.join(known)}; "
-            "choose one or give a path that ends in .toml"
+            f"{name!r} is not among the catalog's {kind}: {', '.join(names(kind))}; "
+            f"choose one or give a path that ends {paths}"
         )
-    return resources.files("dualpath.model.catalog") / kind / f"{name_or_path}.toml"
+    folder = resources.files("dualpath.model.catalog") / kind
+    toml = folder / f"{name}.toml"
+    return toml if toml.is_file() else folder / f"{name}.json"
 
 
 def parse(file: Traversable, kind: type[T]) -> T:
     """Decode a TOML file; raises ``ConfigError`` naming the file and what is wrong in it."""
-    try:
+    with _named(file):
         return msgspec.toml.decode(file.read_bytes(), type=kind)
+
+
+@contextmanager
+def _named(file: Traversable) -> Iterator[None]:
+    """Turn whatever is wrong with a file into a ``ConfigError`` that names it."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; check its rights") from error
     except ConfigError as error:
@@ -77,7 +136,5 @@ def parse(file: Traversable, kind: type[T]) -> T:
 
 
 def _checked(file: Traversable, value: ModelGeometry | ClusterSettings) -> None:
-    try:
+    with _named(file):
         value.check()
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error

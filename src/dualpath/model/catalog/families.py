@@ -1,0 +1,235 @@
+"""Families of models: from the keys of a ``config.json`` to a geometry.
+
+A family is known by its ``model_type`` and says which attention and which feed-forward layers its
+keys describe.  Nothing is guessed: what a family is not known to have is refused by name, and any
+other model can be described in a TOML file.  Layers of multi-token prediction are counted in
+``draft_layers`` only, as speculative decoding is a choice of whoever serves (§A.4 disables it), and
+so is a multi-modal model's encoder.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from dualpath.core.errors import ConfigError
+from dualpath.model.catalog.geometry import ModelGeometry
+from dualpath.model.catalog.hub_config import STATE_LAYERS, HubConfig, known
+from dualpath.model.catalog.layers import (
+    Attention,
+    DenseFeedForward,
+    ExpertFeedForward,
+    FeedForward,
+    GroupedQueryAttention,
+    Indexer,
+    LatentAttention,
+)
+
+KvCacheDtype = Literal["auto", "fp8"]
+"""As vLLM's ``--kv-cache-dtype``: the model's own type, or FP8."""
+
+#: Every how many layers of Gemma 3 one sees everything, where the file does not say.
+_GEMMA3_PATTERN = 6
+#: An indexer's key is FP8 with a scale of 4 bytes per so many values
+#: (vLLM: ``DeepseekV32IndexerCache``).
+_INDEX_SCALE_VALUES = 128
+_SCALE_BYTES = 4
+#: vLLM's ``fp8_ds_mla``: the latent's FP8 values with a scale per 128 of them, rotary part in BF16.
+_LATENT_SCALE_VALUES = 128
+
+
+class _Family(NamedTuple):
+    """How a family's keys are read."""
+
+    attention: Callable[[HubConfig, KvCacheDtype], tuple[Attention, ...]]
+    feed_forward: Callable[[HubConfig], tuple[FeedForward, ...]]
+    tied: bool = False
+
+
+def geometry_of(config: HubConfig, name: str, kv_cache_dtype: KvCacheDtype) -> ModelGeometry:
+    """Return a model's geometry; raises ``ConfigError`` for a model that is not understood."""
+    # MiniMax: 0 is a layer of linear attention.
+    if config.model_type in _STATE_FAMILIES or 0 in (config.attn_type_list or ()):
+        raise ConfigError(
+            f"{config.model_type} has layers with a state: {STATE_LAYERS}; choose a model of "
+            "attention layers only"
+        )
+    family = known(FAMILIES, config.model_type, "model_type")
+    dense_bytes, expert_bytes = config.weight_bytes
+    tied = family.tied if config.tie_word_embeddings is None else config.tie_word_embeddings
+    geometry = ModelGeometry(
+        name=name,
+        title=name,
+        hidden_size=config.hidden_size,
+        vocabulary=config.vocab_size,
+        attention=family.attention(config, kv_cache_dtype),
+        feed_forward=family.feed_forward(config),
+        weight_value_bytes=dense_bytes,
+        expert_value_bytes=expert_bytes,
+        head_value_bytes=config.value_bytes,
+        tied_embedding=tied,
+        context_limit_tokens=config.max_position_embeddings,
+        draft_layers=config.draft_layers,
+    )
+    geometry.check()
+    return geometry
+
+
+# Attention.
+
+
+def _grouped_query(
+    config: HubConfig, kv_cache_dtype: KvCacheDtype, pattern: int = 0
+) -> tuple[Attention, ...]:
+    window_layers = config.window_layers(pattern)
+    window_tokens = config.need("sliding_window") if window_layers else 0
+    heads = config.num_attention_heads
+    runs = ((0, config.num_hidden_layers - window_layers), (window_tokens, window_layers))
+    return tuple(
+        GroupedQueryAttention(
+            layers=layers,
+            heads=heads,
+            kv_heads=config.num_key_value_heads or heads,
+            head_dim=config.head_dim or config.hidden_size // heads,
+            kv_value_bytes=1.0 if kv_cache_dtype == "fp8" else config.value_bytes,
+            window_tokens=tokens,
+        )
+        for tokens, layers in runs
+        if layers
+    )
+
+
+def _gemma3(config: HubConfig, kv_cache_dtype: KvCacheDtype) -> tuple[Attention, ...]:
+    return _grouped_query(config, kv_cache_dtype, _GEMMA3_PATTERN)
+
+
+def _latent(config: HubConfig, kv_cache_dtype: KvCacheDtype) -> tuple[Attention, ...]:
+    indexer = _indexer(config)
+    fp8, plain, rank = kv_cache_dtype == "fp8", config.value_bytes, config.need("kv_lora_rank")
+    # Sparse attention keeps the rotary part in BF16 and a scale; dense FP8 has one scale for all.
+    packed = fp8 and indexer is not None
+    return (
+        LatentAttention(
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            query_rank=config.q_lora_rank or 0,
+            kv_rank=rank,
+            nope_dim=config.need("qk_nope_head_dim"),
+            rope_dim=config.need("qk_rope_head_dim"),
+            value_dim=config.need("v_head_dim"),
+            latent_value_bytes=1.0 if fp8 else plain,
+            latent_scale_bytes=rank // _LATENT_SCALE_VALUES * _SCALE_BYTES if packed else 0,
+            rope_value_bytes=1.0 if fp8 and not packed else plain,
+            indexer=indexer,
+        ),
+    )
+
+
+def _indexer(config: HubConfig) -> Indexer | None:
+    if config.index_topk is None:
+        return None
+    if config.index_topk_pattern or (config.index_topk_freq or 1) > 1:
+        raise ConfigError(
+            "index_topk_freq or index_topk_pattern: only some layers have an indexer, which is not "
+            "understood here; describe the model in a TOML file (docs/reference/models.md)"
+        )
+    dim = config.need("index_head_dim")
+    return Indexer(
+        heads=config.need("index_n_heads"),
+        head_dim=dim,
+        top_tokens=config.index_topk,
+        key_bytes=dim + dim // _INDEX_SCALE_VALUES * _SCALE_BYTES,
+        counted=True,
+    )
+
+
+# Feed-forward.
+
+
+def _dense(config: HubConfig) -> tuple[FeedForward, ...]:
+    width = config.need("intermediate_size")
+    return (DenseFeedForward(layers=config.num_hidden_layers, intermediate_size=width),)
+
+
+def _mixed(config: HubConfig, dense_layers: int, expert_width: int) -> tuple[FeedForward, ...]:
+    """Return dense layers and layers of experts; several node groups limit routing (DeepSeek)."""
+    found: list[FeedForward] = []
+    if dense_layers:
+        width = config.need("intermediate_size")
+        found.append(DenseFeedForward(layers=dense_layers, intermediate_size=width))
+    if expert_layers := config.num_hidden_layers - dense_layers:
+        found.append(
+            ExpertFeedForward(
+                layers=expert_layers,
+                experts=config.need("n_routed_experts", "num_local_experts", "num_experts"),
+                active_experts=config.need("num_experts_per_tok", "experts_per_token"),
+                shared_experts=config.n_shared_experts or 0,
+                intermediate_size=expert_width,
+                routed_nodes=(config.topk_group or 0) if (config.n_group or 1) > 1 else 0,
+            )
+        )
+    return tuple(found)
+
+
+def _experts_everywhere(config: HubConfig) -> tuple[FeedForward, ...]:
+    return _mixed(config, 0, config.need("intermediate_size"))
+
+
+def _experts_after_dense(config: HubConfig) -> tuple[FeedForward, ...]:
+    if config.moe_layer_freq not in (None, 1):
+        raise ConfigError(
+            f"moe_layer_freq is {config.moe_layer_freq}, only 1 is understood here; describe the "
+            "model in a TOML file (docs/reference/models.md)"
+        )
+    dense = min(config.first_k_dense_replace or 0, config.num_hidden_layers)
+    return _mixed(config, dense, config.need("moe_intermediate_size"))
+
+
+def _experts_by_step(config: HubConfig) -> tuple[FeedForward, ...]:
+    step, excepted = config.decoder_sparse_step or 1, set(config.mlp_only_layers or ())
+    layers = range(config.num_hidden_layers)
+    dense = sum(1 for layer in layers if layer in excepted or (layer + 1) % step)
+    return _mixed(config, dense, config.need("moe_intermediate_size"))
+
+
+FAMILIES = {
+    "llama": _Family(_grouped_query, _dense),
+    "mistral": _Family(_grouped_query, _dense),
+    "qwen2": _Family(_grouped_query, _dense),
+    "qwen3": _Family(_grouped_query, _dense),
+    "gemma3": _Family(_gemma3, _dense, tied=True),
+    "gemma3_text": _Family(_gemma3, _dense, tied=True),
+    "mixtral": _Family(_grouped_query, _experts_everywhere),
+    "qwen3_moe": _Family(_grouped_query, _experts_by_step),
+    "glm4_moe": _Family(_grouped_query, _experts_after_dense),
+    "gpt_oss": _Family(_grouped_query, _experts_everywhere),
+    "minimax_m2": _Family(_grouped_query, _experts_everywhere),
+    "deepseek_v3": _Family(_latent, _experts_after_dense),
+    "deepseek_v32": _Family(_latent, _experts_after_dense),
+    "kimi_k2": _Family(_latent, _experts_after_dense),
+}
+
+#: Families with Mamba or linear-attention layers.
+_STATE_FAMILIES = frozenset(
+    (
+        "bamba",
+        "falcon_h1",
+        "falcon_mamba",
+        "granitemoehybrid",
+        "jamba",
+        "kimi_linear",
+        "lfm2",
+        "lfm2_moe",
+        "mamba",
+        "mamba2",
+        "minimax",
+        "minimax_text_01",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+        "zamba",
+        "zamba2",
+    )
+)
