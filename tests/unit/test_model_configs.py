@@ -70,8 +70,7 @@ def test_a_config_says_what_the_hand_written_file_of_the_model_says():
 
 
 def test_the_indexers_keys_are_a_part_of_their_own_and_count():
-    (attention,) = load(DEEPSEEK, "fp8").attention
-    assert attention.part_bytes_per_token == (656, 132)
+    assert load(DEEPSEEK, "fp8").attention[0].part_bytes_per_token == (656, 132)
     assert load(DEEPSEEK, "fp8").kv_bytes_per_token == 61 * (656 + 132)
     assert load(DEEPSEEK).attention[0].part_bytes_per_token == (1152, 132)
 
@@ -122,7 +121,7 @@ def test_state_layers_in_a_list_are_refused_by_name(tmp_path):
 
 def test_what_is_not_understood_is_refused_with_its_key(tmp_path):
     llama, experts = keys_of("llama-3.3-70b"), keys_of("kimi-k2")
-    cases = [
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         (llama, {"model_type": "gpt2"}, "model_type is 'gpt2', known are llama"),
         (llama, {"hidden_size": None}, "hidden_size"),
         (llama, {"hidden_size": "many"}, "hidden_size"),
