@@ -184,6 +184,6 @@ class Arrivals:
         self.messages.append(message)
         self._changed.set()
 
-    def _lost(self, info: EngineInfo, reason: str) -> None:
-        self._on_lost(info, reason)
+    def _lost(self, lost: Sequence[EngineInfo], reason: str) -> None:
+        self._on_lost(lost, reason)
         self._changed.set()

@@ -1,7 +1,7 @@
 """Router and engine over real sockets whose connection is reset: nothing is lost or comes twice."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tests.unit.router_fakes import FakeEngine
 
@@ -32,7 +32,7 @@ class Router:
     def on_joined(self, info: EngineInfo) -> None:
         self.events.put_nowait("joined")
 
-    def on_lost(self, info: EngineInfo, reason: str) -> None:
+    def on_lost(self, lost: Sequence[EngineInfo], reason: str) -> None:
         self.events.put_nowait(f"lost: {reason}")
 
     def on_dead(self, writer: addresses.Writer) -> None:

@@ -14,7 +14,7 @@ from tests.control_network import Network
 
 from dualpath.core import addresses, control, transfers
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
-from dualpath.core.cluster import HostProcess, Role
+from dualpath.core.cluster import GroupRank, HostProcess, Role
 from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.core.rates import Rates
 from dualpath.core.sessions import HELLO_GAP_S
@@ -94,6 +94,7 @@ class FakeEngine:
         self.draining: str | None = None
         self._arrived = asyncio.Event()
         self.process = HostProcess()
+        self.dp: GroupRank | None = None
         self.quarantined: dict[str, list[int]] = {}
         self.writers: dict[str, addresses.Writer] = {}
 
@@ -149,6 +150,7 @@ class FakeEngine:
             greeting=greeting,
             quarantined=tuple(self.quarantined),
             writers=tuple(self.writers.values()),
+            dp=self.dp,
         )
 
     async def kill(self) -> None:

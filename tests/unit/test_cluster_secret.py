@@ -1,6 +1,7 @@
 """Who hears whom on the control connection, with and without the cluster's secret."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ class Router:
     def on_joined(self, info: EngineInfo) -> None:
         self.joined.put_nowait(info.engine_id)
 
-    def on_lost(self, info: EngineInfo, reason: str) -> None:
+    def on_lost(self, lost: Sequence[EngineInfo], reason: str) -> None:
         pass
 
     def on_dead(self, writer: addresses.Writer) -> None:

@@ -156,8 +156,8 @@ class Listener:
     def on_joined(self, info):
         self.events.append(("joined", info.engine_id))
 
-    def on_lost(self, info, reason):
-        self.events.append(("lost", info.engine_id))
+    def on_lost(self, lost, reason):
+        self.events += [("lost", info.engine_id) for info in lost]
 
     def on_dead(self, writer):
         self.events.append(("dead", *writer.id))

@@ -15,6 +15,7 @@ def admit(registry: Registry, engine_id: str, role: Role = Role.PREFILL, **limit
     admission = registry.admit(engine.hello())
     assert admission is not None
     admission.engine.machine.on(admission.event)
+    admission.engine.machine.on(Event.COMPLETE)
 
 
 def lose(registry: Registry, engine_id: str) -> None:

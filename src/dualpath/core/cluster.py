@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from dualpath.core.errors import ConfigError
+from dualpath.core.names import Name
 from dualpath.core.settings import Setting, Settings
 
 #: More nodes are a typing error, not a cluster.
@@ -32,6 +33,26 @@ class HostProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pid: int = 0
     start_ticks: int = 0
     ranks: "tuple[HostProcess, ...]" = ()
+
+
+class GroupRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine's place in a data-parallel group, whose ranks compute in lock step (§A.4).
+
+    The ranks of one start of a group, and no others, share ``group`` and ``epoch``; ``rank`` counts
+    from 0 to ``size`` - 1.  ``at_server`` is its number at an HTTP server that several ranks share,
+    None if it has one of its own.
+    """
+
+    group: Name
+    epoch: Name
+    rank: int
+    size: int
+    at_server: int | None = None
+
+    @property
+    def start(self) -> tuple[str, str]:
+        """Group and epoch, which all ranks of one start share."""
+        return self.group, self.epoch
 
 
 class ClusterShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

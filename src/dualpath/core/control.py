@@ -23,6 +23,7 @@ import msgspec
 
 from dualpath.core.addresses import EngineAddress, Writer
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockOrigin, StoreNamespace
+from dualpath.core.cluster import GroupRank
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.names import Name, in_one_line
 from dualpath.core.rates import Rates
@@ -48,7 +49,8 @@ class Hello(Message, frozen=True, tag=True):
     (§6.1: engines of one node share a group, and a storage NIC).  ``hbm_tokens`` and
     ``buffer_tokens`` are capacities in tokens; ``limits`` carries what the front end has to know
     of the engine (``max_model_len``, ``vocab_size``, ``served_model_name`` …), ``rates`` what it
-    knows of its own speed.
+    knows of its own speed.  ``dp`` is its place in a data-parallel group, whose ranks join and are
+    lost together.
     """
 
     version: int
@@ -67,6 +69,7 @@ class Hello(Message, frozen=True, tag=True):
     unsettled: tuple[str, ...] = ()
     quarantined: tuple[str, ...] = ()
     writers: tuple[Writer, ...] = ()
+    dp: GroupRank | None = None
 
 
 class Welcome(Message, frozen=True, tag=True):
@@ -82,7 +85,8 @@ class Welcome(Message, frozen=True, tag=True):
 class Refused(Message, frozen=True, tag=True):
     """The engine may not join; ``reason`` names value, limit and remedy.
 
-    ``again``: the session of its envelope is over, or none has begun; a new greeting is welcome.
+    So is a rank answered whose group is not complete yet: it goes on greeting.  ``again``: the
+    session of its envelope is over, or none has begun; a new greeting is welcome.
     """
 
     reason: str

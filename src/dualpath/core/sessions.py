@@ -11,6 +11,10 @@ order; between sessions nothing is carried over but the names of what is in doub
 Reconciling every request at every greeting would need an answer for each state a request may be in
 at either end; ending the session needs none, and costs attempts that are made again anyway.
 
+Ranks of a data-parallel group compute in lock step: one that ends takes the others with it.  So
+their sessions begin together, when all ranks of one start of the group have greeted, and end
+together; an engine in no group is complete by itself.
+
 The life of a session is two tables, one for each end.  ``engine.router_session`` and
 ``router.control.control_server`` execute them, ``docs/generate_control_protocol.py`` prints them.
 """
@@ -116,6 +120,7 @@ class RouterEnd(StrEnum):
     """Where the router stands with an engine."""
 
     UNKNOWN = "unknown"
+    GREETED = "greeted"
     LIVE = "live"
     LOST = "lost"
     DEAD = "dead"
@@ -139,6 +144,8 @@ class Event(StrEnum):
     GREETS_ANEW = "`Hello` with a later greeting"
     RESTARTED = "`Hello` of a new process; the former one is gone, or was on another machine"
     SUCCEEDED = "`Hello` of a new process on the machine of the former one, which may live"
+    COMPLETE = "all ranks of its group have greeted, or it is in none"
+    SIBLING_LOST = "another rank of its group is lost"
     SILENT = "nothing from the engine for `engine_timeout_s`"
     FAILED = "it does not answer, or says that it is unhealthy"
     GOODBYE = "`Goodbye`"
@@ -157,6 +164,7 @@ class Action(StrEnum):
     COMPLAIN = "logs the reason, goes on greeting"
     SAY_GOODBYE = "says `Goodbye`"
     # at the router
+    GATHER = "sees whether its group is complete, else answers `Refused` with who is missing"
     OPEN = "opens a session, says `Welcome`"
     WELCOME = "says `Welcome` again"
     JOIN = "lets it take part, tells peers `PeerUp`"
@@ -197,29 +205,37 @@ def _engine_rows() -> Sequence[Row[EngineEnd]]:
 
 
 def _router_rows() -> Sequence[Row[RouterEnd]]:
-    unknown, live, lost, dead = RouterEnd
-    opened = (Action.OPEN, Action.JOIN)
+    unknown, greeted, live, lost, dead = RouterEnd
+    gather = (Action.GATHER,)
     return (
-        Row(unknown, Event.GREETS, live, opened),
+        Row(unknown, Event.GREETS, greeted, gather),
+        Row(greeted, Event.GREETS_AGAIN, greeted, gather),
+        Row(greeted, Event.GREETS_ANEW, greeted, gather),
+        Row(greeted, Event.RESTARTED, greeted, (Action.BURY, *gather)),
+        Row(greeted, Event.SUCCEEDED, greeted, gather),
+        Row(greeted, Event.COMPLETE, live, (Action.OPEN, Action.JOIN)),
+        Row(greeted, Event.SILENT, lost),
+        Row(greeted, Event.DIED, dead, (Action.BURY,)),
         Row(live, Event.GREETS_AGAIN, live, (Action.WELCOME,)),
-        Row(live, Event.GREETS_ANEW, live, (Action.LOSE, *opened)),
-        Row(live, Event.RESTARTED, live, (Action.LOSE, Action.BURY, *opened)),
-        Row(live, Event.SUCCEEDED, live, (Action.LOSE, *opened)),
+        Row(live, Event.GREETS_ANEW, greeted, (Action.LOSE, *gather)),
+        Row(live, Event.RESTARTED, greeted, (Action.LOSE, Action.BURY, *gather)),
+        Row(live, Event.SUCCEEDED, greeted, (Action.LOSE, *gather)),
         Row(live, Event.SPOKEN, live, (Action.TAKE,)),
         Row(live, Event.SILENT, lost, (Action.LOSE,)),
         Row(live, Event.FAILED, lost, (Action.LOSE,)),
+        Row(live, Event.SIBLING_LOST, lost, (Action.LOSE,)),
         Row(live, Event.GOODBYE, dead, (Action.LOSE, Action.BURY)),
         Row(live, Event.DIED, dead, (Action.LOSE, Action.BURY)),
         Row(lost, Event.GREETS_AGAIN, lost, (Action.SEND_AWAY,)),
-        Row(lost, Event.GREETS_ANEW, live, opened),
-        Row(lost, Event.RESTARTED, live, (Action.BURY, *opened)),
-        Row(lost, Event.SUCCEEDED, live, opened),
+        Row(lost, Event.GREETS_ANEW, greeted, gather),
+        Row(lost, Event.RESTARTED, greeted, (Action.BURY, *gather)),
+        Row(lost, Event.SUCCEEDED, greeted, gather),
         Row(lost, Event.SPOKEN, lost, (Action.SEND_AWAY,)),
         Row(lost, Event.GOODBYE, dead, (Action.BURY,)),
         Row(lost, Event.DIED, dead, (Action.BURY,)),
-        Row(dead, Event.GREETS_ANEW, live, opened),
-        Row(dead, Event.RESTARTED, live, opened),
-        Row(dead, Event.SUCCEEDED, live, opened),
+        Row(dead, Event.GREETS_ANEW, greeted, gather),
+        Row(dead, Event.RESTARTED, greeted, gather),
+        Row(dead, Event.SUCCEEDED, greeted, gather),
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from dualpath.core.blocks import StoreNamespace
+from dualpath.core.cluster import GroupRank
 from dualpath.core.control import (
     PROTOCOL_VERSION,
     Drained,
@@ -90,8 +91,15 @@ class Membership:
             holder,
         )
 
-    def join(self, api_url: str, watch: Callable[[], None] = lambda: None) -> None:
+    def join(
+        self,
+        api_url: str,
+        watch: Callable[[], None] = lambda: None,
+        dp: GroupRank | None = None,
+    ) -> None:
         """Register as soon as the HTTP server at ``api_url`` accepts connections.
+
+        As rank ``dp`` of a data-parallel group, if so: it takes part with all ranks of its start.
 
         ``watch`` is called some times a second on the link's thread, for whatever may end this
         process.
@@ -105,7 +113,7 @@ class Membership:
 
         self._link = ControlLink(
             self._surroundings.connect(self.settings),
-            lambda greeting: self._hello(api_url, greeting),
+            lambda greeting: self._hello(api_url, greeting, dp),
             self._report,
             self._handle,
             self.manager.end_session,
@@ -206,7 +214,7 @@ class Membership:
         log.critical("engine %s ends itself: %s", self.settings.engine_id, reason)
         self._surroundings.end_process()
 
-    def _hello(self, api_url: str, greeting: int) -> Hello | None:
+    def _hello(self, api_url: str, greeting: int, dp: GroupRank | None) -> Hello | None:
         # One that is unwell is welcome again when it is not; one that drains greets nobody.
         unwanted = self._draining is not None or self.manager.health() is not None
         if unwanted or not self._surroundings.listens(api_url):
@@ -230,6 +238,7 @@ class Membership:
             unsettled=doubts.unsettled,
             quarantined=doubts.quarantined,
             writers=doubts.writers,
+            dp=dp,
         )
 
 

@@ -133,15 +133,17 @@ class RouterContext:
         self.pauses.joined(info)
         self._pulse()
 
-    def engine_lost(self, info: EngineInfo, reason: str) -> None:
-        """Take an engine out and end what depends on it."""
-        self.releases.engine_lost(info.writer)
-        self.exchange.engine_lost(info.engine_id, reason)
-        self.dispatch.lost(info.engine_id)
+    def engines_lost(self, lost: Sequence[EngineInfo], reason: str) -> None:
+        """Take engines out at once, and end what depends on them."""
+        for info in lost:
+            self.releases.engine_lost(info.writer)
+            self.exchange.engine_lost(info.engine_id, reason)
+        self.dispatch.lost(*(info.engine_id for info in lost))
         self._derive_thresholds()
-        state = self.registry.get(info.engine_id)
-        if state is None or not state.left:
-            self.metrics.engine_lost(info.role)
+        for info in lost:
+            state = self.registry.get(info.engine_id)
+            if state is None or not state.left:
+                self.metrics.engine_lost(info.role)
         self._pulse()
 
     def lookup_candidates(self, keys: Sequence[BlockKey]) -> list[EngineInfo]:

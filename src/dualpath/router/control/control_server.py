@@ -40,8 +40,12 @@ class ControlListener(Protocol):
     def on_joined(self, info: EngineInfo) -> None:
         """An engine may be used from now on; nothing of any request is on it."""
 
-    def on_lost(self, info: EngineInfo, reason: str) -> None:
-        """An engine's session is over, and with it whatever it had of any request."""
+    def on_lost(self, lost: Sequence[EngineInfo], reason: str) -> None:
+        """Engines' sessions are over, and with them whatever they had of any request.
+
+        They are one engine, or the ranks of a data-parallel group: nothing may be tried again on
+        one of them.
+        """
 
     def on_dead(self, writer: Writer) -> None:
         """A process is proven to be gone, or to have ended its transfers for good."""
@@ -165,9 +169,8 @@ class ControlServer:
         if late_s > self._interval_s:
             for engine in self._registry.all():
                 engine.heard_s = min(engine.heard_s + late_s, now_s)
-        for info in self._registry.silent(now_s, self._timeout_s):
-            if (silent := self._registry.get(info.engine_id)) is not None:
-                self._on(silent, Event.SILENT, f"silent for more than {self._timeout_s:g} s")
+        for silent in self._registry.silent(now_s, self._timeout_s):
+            self._on(silent, Event.SILENT, f"silent for more than {self._timeout_s:g} s")
         self._ask_witnesses()
 
     def _ask_witnesses(self) -> None:
@@ -235,7 +238,7 @@ class ControlServer:
             return
         if admission is not None:
             engine, epoch = admission.engine, admission.engine.info.epoch
-            engine.identity = identity
+            engine.greeted(identity, self._clock())
             restarted = admission.event in (Event.RESTARTED, Event.SUCCEEDED)
             reason = f"restarted as epoch {epoch}" if restarted else "it has begun anew"
             self._on(engine, admission.event, reason, admission.former)
@@ -285,6 +288,8 @@ class ControlServer:
             match action:
                 case Action.LOSE:
                     self._lost(lost, reason, certain=event not in _LOST)
+                case Action.GATHER:
+                    self._gather(engine)
                 case Action.BURY:
                     self._bury(lost, lost.writer)
                 case Action.OPEN:
@@ -310,11 +315,25 @@ class ControlServer:
             self.send(peer.engine_id, control.PeerUp(address=info.address))
         self._listener.on_joined(info)
 
+    def _gather(self, engine: EngineState) -> None:
+        """Open the sessions of a whole group at once, or say for whom it waits."""
+        if (missing := self._registry.waits_for(engine.info)) is not None:
+            self._outside(engine.identity, control.Refused(reason=missing))
+            return
+        for rank in self._registry.group(engine.info):
+            self._on(rank, Event.COMPLETE)
+
     def _lost(self, info: EngineInfo, reason: str, certain: bool) -> None:
-        logger.warning("%s engine %s lost: %s", info.role.value, info.engine_id, reason)
-        self._notify_peers_down(info, info.writer, certain=certain)
-        self._resolve_proofs(info.engine_id, alive=False)
-        self._listener.on_lost(info, reason)
+        """An engine is lost, and with it all ranks of its group, before anybody hears of it."""
+        group = self._registry.group(info) if info.dp else []
+        siblings = [r.info for r in group if Action.LOSE in r.machine.on(Event.SIBLING_LOST)]
+        for one in (info, *siblings):
+            why = reason if one is info else f"rank {info.engine_id} of its group is lost: {reason}"
+            logger.warning("%s engine %s lost: %s", one.role.value, one.engine_id, why)
+            self._notify_peers_down(one, one.writer, certain=certain and one is info)
+            self._resolve_proofs(one.engine_id, alive=False)
+        told = f"{info.engine_id}, of the same group: {reason}" if siblings else reason
+        self._listener.on_lost((info, *siblings), told)
 
     def _bury(self, info: EngineInfo, writer: Writer) -> None:
         """A process of this engine, the one of now or a former one, is gone."""

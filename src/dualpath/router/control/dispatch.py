@@ -92,12 +92,16 @@ class Dispatch:
         self._refuse_unplaceable()
         self.answer_fetches()
 
-    def lost(self, engine_id: str) -> None:
-        """An engine is gone; requests that had only half an assignment wait again."""
-        if self._engines.pop(engine_id, None) is None:
+    def lost(self, *engine_ids: str) -> None:
+        """Engines are gone; requests that had only half an assignment wait again."""
+        known = [engine_id for engine_id in engine_ids if engine_id in self._engines]
+        if not known:
             return
-        del self._logs[engine_id]
-        for request_id in self._scheduler.engine_lost(engine_id):
+        waiting: list[str] = []
+        for engine_id in known:
+            del self._engines[engine_id], self._logs[engine_id]
+            waiting += self._scheduler.engine_lost(engine_id)
+        for request_id in waiting:
             placement = self._waiting.get(request_id)
             if placement is not None and not placement.decided.done():
                 self._submit_again(placement)

@@ -1,7 +1,8 @@
 """Engines that get nothing new for now: they drain, an operator asked for it, or they are suspect.
 
 What is on such an engine goes on.  A draining engine is told when nothing is left, so that it may
-go: only the router knows of requests that were placed on it and have not reached it yet.
+go: only the router knows of requests that were placed on it and have not reached it yet.  With one
+rank of a data-parallel group the others go as well, so all of them drain with it.
 """
 
 import logging
@@ -45,15 +46,24 @@ class Pauses:
             self._dispatch().paused(info.engine_id)
 
     def reported(self, info: EngineInfo, report: Report) -> None:
-        """An engine says whether it drains; it is told when nothing is left on it, once."""
-        engine_id = info.engine_id
-        if report.draining is None:
-            self._told.discard(engine_id)
-            self.resume(engine_id, Pause.DRAINING)
+        """An engine says whether it drains; it is told when nothing is left on its group, once."""
+        group = [rank for rank in self._registry.group(info) if rank.alive]
+        leaving = [r for r in group if r.report is not None and r.report.draining is not None]
+        if not leaving:
+            for rank in group:
+                self._told.discard(rank.info.engine_id)
+                self.resume(rank.info.engine_id, Pause.DRAINING)
             return
-        if self.pause(engine_id, Pause.DRAINING):
-            logger.warning("engine %s drains: %s", engine_id, report.draining)
-        if engine_id not in self._told and not self._exchange.depends_on(engine_id):
+        for rank in group:
+            if self.pause(rank.info.engine_id, Pause.DRAINING):
+                why = report.draining or f"{leaving[0].info.engine_id} of its group drains"
+                logger.warning("engine %s drains: %s", rank.info.engine_id, why)
+        if not any(self._exchange.depends_on(rank.info.engine_id) for rank in group):
+            for rank in leaving:
+                self._tell(rank.info.engine_id)
+
+    def _tell(self, engine_id: str) -> None:
+        if engine_id not in self._told:
             self._told.add(engine_id)
             logger.warning("engine %s has drained", engine_id)
             self._send(engine_id, Drained())

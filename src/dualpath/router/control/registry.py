@@ -14,12 +14,13 @@ import msgspec
 
 from dualpath.core.addresses import EngineAddress, Writer
 from dualpath.core.blocks import StoreNamespace
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.control import PROTOCOL_VERSION, EngineMessage, Hello, Report, RouterMessage
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
 from dualpath.core.rates import Rates
 from dualpath.core.sessions import ROUTER_TABLE, Conversation, Event, Machine, RouterEnd
+from dualpath.router.control.groups import check_rank, started_with, waits_for
 from dualpath.router.requests.refusals import ControlRefusal
 
 
@@ -45,6 +46,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     unsettled: tuple[str, ...] = ()
     quarantined: tuple[str, ...] = ()
     writers: tuple[Writer, ...] = ()
+    dp: GroupRank | None = None
 
     @property
     def writer(self) -> Writer:
@@ -96,6 +98,13 @@ class EngineState:
         self.talk = Conversation(session)
         self.identity, self.heard_s, self.left = identity, now_s, False
         self.pauses &= {Pause.ASKED}
+
+    def greeted(self, identity: bytes, now_s: float) -> None:
+        """It greets on a connection; while it waits for its group this is its sign of life."""
+        self.identity = identity
+        if self.machine.state is not RouterEnd.LIVE:
+            # What it says of a former session, or a former process of its, is over.
+            self.talk, self.heard_s = Conversation(""), now_s
 
     def totals(self) -> dict[str, float]:
         """Return the engine's counters, monotonic over its restarts."""
@@ -215,9 +224,26 @@ class Registry:
         """Return the live engines (of one role), by arrival."""
         return [e.info for e in self._engines.values() if e.alive and role in (None, e.info.role)]
 
-    def silent(self, now_s: float, timeout_s: float) -> list[EngineInfo]:
-        """Return the live engines not heard of for more than ``timeout_s``."""
-        return [e.info for e in self._engines.values() if e.alive and now_s - e.heard_s > timeout_s]
+    def silent(self, now_s: float, timeout_s: float) -> list[EngineState]:
+        """Return engines that live, or wait for their group, not heard of for ``timeout_s``."""
+        heard = (RouterEnd.LIVE, RouterEnd.GREETED)
+        engines = [e for e in self._engines.values() if e.machine.state in heard]
+        return [e for e in engines if now_s - e.heard_s > timeout_s]
+
+    def group(self, info: EngineInfo) -> list[EngineState]:
+        """Return the engines of its start of a group, by rank; itself if it is in none."""
+        if info.dp is not None:
+            return started_with(info.dp, self._engines.values())
+        return [engine for engine in (self._engines.get(info.engine_id),) if engine is not None]
+
+    def waits_for(self, info: EngineInfo) -> str | None:
+        """Return for whom an engine's group waits, None if it is complete or there is none."""
+        return waits_for(info.dp, self._engines.values()) if info.dp is not None else None
+
+    def waiting(self, engine: EngineState) -> str | None:
+        """Return for whom an engine that has greeted waits, None if it takes part or is lost."""
+        greeted = engine.machine.state is RouterEnd.GREETED
+        return self.waits_for(engine.info) if greeted else None
 
     def limit(self, name: str) -> int | None:
         """Return the smallest value of an integer limit over live engines, None if unstated."""
@@ -274,6 +300,7 @@ class Registry:
                     f"{name} has the limit {limit} {value}; it must be at least 1; correct its "
                     "settings",
                 )
+        check_rank(name, hello, self._engines.values())
         for other in self.alive():
             engine_id, role = other.engine_id, other.role
             if engine_id == hello.address.engine_id:
@@ -316,6 +343,7 @@ def _info(hello: Hello, order: int) -> EngineInfo:
         unsettled=hello.unsettled,
         quarantined=hello.quarantined,
         writers=hello.writers,
+        dp=hello.dp,
     )
 
 

@@ -45,7 +45,7 @@ def status_report(
         "alpha": msgspec.to_builtins(thresholds.alpha),
         "beta": msgspec.to_builtins(thresholds.beta),
         "counters": _counters(registry, metrics),
-        "engines": [_engine(engine) for engine in engines],
+        "engines": [_engine(engine, registry.waiting(engine)) for engine in engines],
         "waiting": waiting,
         "running": running,
         "assignments": [msgspec.to_builtins(note) for note in assignments],
@@ -68,13 +68,15 @@ def _per_engine(registry: Registry, counter: Counter) -> dict[str, int]:
     return {e.info.engine_id: int(e.totals().get(counter, 0)) for e in registry.all()}
 
 
-def _engine(engine: EngineState) -> dict[str, Any]:
+def _engine(engine: EngineState, waits_for: str | None) -> dict[str, Any]:
     info, report = engine.info, engine.report
     return {
         "engine_id": info.engine_id,
         "role": info.role.value,
         "node": info.node,
         "group": info.group,
+        "dp": msgspec.to_builtins(info.dp),
+        "waits_for": waits_for,
         "epoch": info.epoch,
         "api_url": info.api_url,
         "alive": engine.alive,

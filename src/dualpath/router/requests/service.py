@@ -5,7 +5,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -211,9 +211,9 @@ class RouterService:
         """Called by the control server."""
         self.context.engine_joined(info)
 
-    def on_lost(self, info: EngineInfo, reason: str) -> None:
+    def on_lost(self, lost: Sequence[EngineInfo], reason: str) -> None:
         """Called by the control server."""
-        self.context.engine_lost(info, reason)
+        self.context.engines_lost(lost, reason)
 
     def on_dead(self, writer: Writer) -> None:
         """Called by the control server."""

@@ -1,0 +1,142 @@
+"""Groups of ranks at the router: whatever comes, late, twice or never, a whole start or none."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.router_fakes import FakeEngine
+
+from dualpath.core import control
+from dualpath.core.addresses import Writer
+from dualpath.core.cluster import GroupRank, Role
+from dualpath.router.control.control_server import ControlServer
+from dualpath.router.control.registry import EngineInfo, Registry
+
+SIZE = 3
+TIMEOUT_S = 2.0
+
+ranks = st.integers(0, SIZE - 1)
+steps = st.one_of(
+    st.tuples(st.just("greet"), ranks),
+    st.tuples(st.just("restart"), ranks),
+    st.tuples(st.just("start all"), st.just(0)),
+    st.tuples(st.just("repeat"), st.integers(0, 50)),
+    st.tuples(st.just("lose"), ranks),
+    st.tuples(st.just("dead"), ranks),
+    st.tuples(st.just("goodbye"), ranks),
+    st.tuples(st.just("silence"), st.just(0)),
+)
+
+
+class Told:
+    """What the server tells: who takes part, all at once or not at all."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, EngineInfo] = {}
+
+    def on_joined(self, info: EngineInfo) -> None:
+        assert info.engine_id not in self.live
+        self.live[info.engine_id] = info
+
+    def on_lost(self, lost: Sequence[EngineInfo], reason: str) -> None:
+        for info in lost:
+            assert self.live.pop(info.engine_id).epoch == info.epoch
+        assert not self.live, f"{sorted(self.live)} live on without {[i.engine_id for i in lost]}"
+
+    def on_dead(self, writer: Writer) -> None:
+        pass
+
+    def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
+        pass
+
+    def doubted(self) -> list[Writer]:
+        return []
+
+
+class Group:
+    """Ranks as processes; each greets when it is told to, and its greetings may come again."""
+
+    def __init__(self) -> None:
+        self.told = Told()
+        self.now_s = 0.0
+        self.registry = Registry()
+        self.server = ControlServer(self.registry, self.told, lambda: self.now_s, TIMEOUT_S, _none)
+        self.engines = [FakeEngine(f"p{rank}", Role.PREFILL, set()) for rank in range(SIZE)]
+        self.starts = [0] * SIZE
+        self.greetings = [1] * SIZE
+        self.said: list[control.Hello] = []
+
+    def step(self, what: str, number: int) -> None:
+        engine_id = f"p{number}"
+        if what == "greet":
+            self.greetings[number] += 1
+            self.greet(number)
+        elif what == "restart":
+            self.restart(number, max(self.starts) + 1)
+        elif what == "start all":
+            start = max(self.starts) + 1
+            for rank in range(SIZE):
+                self.restart(rank, start)
+        elif what == "repeat" and self.said:
+            self.hear(self.said[number % len(self.said)])
+        elif what == "lose":
+            self.server.declare_lost(engine_id, "test", certain=False)
+        elif what == "dead" and (state := self.registry.get(engine_id)):
+            self.server.declare_dead(state.info.writer)
+        elif what == "goodbye" and (state := self.registry.get(engine_id)):
+            goodbye = control.Goodbye("test")
+            self.server._heard(state, b"", control.outside(goodbye, state.talk.session))
+        elif what == "silence":
+            self.now_s += 2 * TIMEOUT_S
+            self.server._checked_s = self.now_s
+            self.server.check_liveness()
+
+    def restart(self, rank: int, start: int) -> None:
+        self.starts[rank], self.greetings[rank] = start, 1
+        self.greet(rank)
+
+    def greet(self, rank: int) -> None:
+        self.engines[rank].generation = self.starts[rank]
+        dp = GroupRank("p", str(self.starts[rank]), rank, SIZE)
+        hello = msgspec.structs.replace(self.engines[rank].hello(self.greetings[rank]), dp=dp)
+        self.said.append(hello)
+        self.hear(hello)
+
+    def hear(self, hello: control.Hello) -> None:
+        self.server._handle(b"peer", [control.encode(control.outside(hello))])
+
+
+_none: Any = object()
+
+
+@settings(max_examples=300)
+@given(st.lists(steps, max_size=40))
+def test_a_group_takes_part_as_one_start_or_not_at_all(happens):
+    group = Group()
+    for what, number in happens:
+        group.step(what, number)
+        live = group.told.live.values()
+        assert len(live) in (0, SIZE)
+        assert len({info.dp.epoch for info in live if info.dp}) <= 1
+        assert {e.engine_id for e in group.registry.alive()} == set(group.told.live)
+
+
+@given(st.lists(steps, max_size=40))
+def test_a_group_whose_processes_were_all_started_anew_takes_part(happens):
+    """Whatever was before, and whatever comes late meanwhile: it does not wait for ever."""
+    group = Group()
+    for what, number in happens:
+        group.step(what, number)
+    late = list(group.said)
+    group.step("start all", 0)
+    for hello in late:
+        group.hear(hello)
+    for rank in range(SIZE):  # a late greeting may have ended a session: they greet anew
+        group.step("greet", rank)
+    group.step("greet", 0)
+    for rank in range(1, SIZE):
+        group.step("greet", rank)
+    assert len(group.told.live) == SIZE
+    assert {info.dp.epoch for info in group.told.live.values() if info.dp} == {str(group.starts[0])}

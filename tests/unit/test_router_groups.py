@@ -1,0 +1,191 @@
+"""Data-parallel groups at the router: their ranks join together, are lost together, drain together.
+
+Ranks compute in lock step, so that one that ends takes the others with it, in its own time: what is
+tried again must not go to one of them.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from tests.unit.router_cluster import Cluster, cluster
+from tests.unit.router_fakes import FakeEngine, expected, job
+
+from dualpath.core import control
+from dualpath.core.cluster import GroupRank, Role
+from dualpath.core.errors import EngineLostError
+from dualpath.router.control.registry import Pause
+from dualpath.router.settings import RouterSettings
+
+pytestmark = pytest.mark.virtual_time
+
+PROMPT = list(range(1, 19))
+
+
+def place(engine: FakeEngine, rank: int, start: int, size: int = 2) -> None:
+    """Give an engine its rank in a start of the group named by its role."""
+    engine.dp = GroupRank(engine.role.value, f"start {start}", rank, size)
+
+
+async def add_group(made: Cluster, name: str, role: Role, size: int = 2) -> list[FakeEngine]:
+    """Start a group of engines; they all join."""
+    engines = [FakeEngine(f"{name}{rank}", role, made.stored) for rank in range(size)]
+    for rank, engine in enumerate(engines):
+        engine.dp = GroupRank(name, f"{name} 1", rank, size)
+        made.engines[engine.engine_id] = engine
+    await asyncio.gather(*(engine.join(made.network) for engine in engines))
+    return engines
+
+
+async def restart(made: Cluster, engines: Sequence[FakeEngine], start: int) -> None:
+    """Start the next processes of some ranks; returns when they have begun to greet."""
+    for engine in engines:
+        assert engine.dp is not None
+        engine.dp = GroupRank(engine.dp.group, f"start {start}", engine.dp.rank, engine.dp.size)
+        await engine.start(made.network)
+
+
+def alive(made: Cluster) -> list[str]:
+    return [engine.engine_id for engine in made.service.engines()]
+
+
+def waits(made: Cluster) -> list[str]:
+    """Return the engines that wait for their group."""
+    return [e["engine_id"] for e in made.service.status()["engines"] if e["waits_for"]]
+
+
+async def test_a_rank_waits_until_all_of_its_group_have_greeted() -> None:
+    async with cluster(prefill=0) as made:
+        first, second = (FakeEngine(f"p{rank}", Role.PREFILL, made.stored) for rank in range(2))
+        place(first, 0, start=1)
+        place(second, 1, start=1)
+        made.engines.update(p0=first, p1=second)
+        await first.start(made.network)
+        refused = await first.saw(control.Refused)
+        assert "'prefill' waits for 1 of its 2 ranks: 1;" in refused.reason
+        await asyncio.sleep(20.0)  # it greets again and again, and is not taken for silent
+        assert alive(made) == ["d0"]
+        assert waits(made) == ["p0"]
+        await second.start(made.network)
+        await asyncio.gather(*(engine.saw(control.Welcome) for engine in (first, second)))
+        assert alive(made) == ["d0", "p0", "p1"]
+        assert waits(made) == []
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+
+
+async def test_all_ranks_are_lost_with_one_and_a_retry_goes_to_another_group() -> None:
+    async with cluster(prefill=0) as made:
+        await add_group(made, "a", Role.PREFILL)
+        await add_group(made, "b", Role.PREFILL)
+        made.calls.gates["prefill"] = asyncio.Event()
+        runs = [asyncio.create_task(made.run(job(f"r{i}", PROMPT))) for i in range(4)]
+        while len(made.calls.prefills) < 4:
+            await asyncio.sleep(0.01)
+        assert sorted(made.calls.prefills) == ["a0", "a1", "b0", "b1"]
+        await made.engines["a1"].kill()
+        made.lose("a1")
+        assert alive(made) == ["d0", "b0", "b1"]
+        made.calls.gates["prefill"].set()
+        assert await asyncio.gather(*runs) == [expected(PROMPT, 6)] * 4
+        assert {name[0] for name in made.calls.prefills[4:]} == {"b"}
+        assert made.service.status()["counters"]["retries"] == 2
+
+
+async def test_a_group_is_back_when_all_ranks_of_one_start_are() -> None:
+    async with cluster(prefill=0) as made:
+        first, second = await add_group(made, "p", Role.PREFILL)
+        await first.kill()
+        made.lose("p0")
+        # Its process goes on for a while: it greets, as rank of a start that is over.
+        await asyncio.sleep(2.0)
+        assert waits(made) == ["p1"]
+        await restart(made, [first], start=2)
+        await asyncio.sleep(2.0)
+        assert waits(made) == ["p0", "p1"]
+        assert alive(made) == ["d0"]
+        await second.kill()
+        await restart(made, [second], start=2)
+        await asyncio.gather(*(engine.saw(control.Welcome) for engine in (first, second)))
+        assert sorted(alive(made)) == ["d0", "p0", "p1"]
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+
+
+async def test_a_group_whose_rank_was_merely_out_of_sight_comes_back_without_a_restart() -> None:
+    async with cluster(prefill=0) as made:
+        await add_group(made, "p", Role.PREFILL)
+        made.lose("p1")
+        assert alive(made) == ["d0"]
+        await made.service.wait_ready(2, 1, 30.0)
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+
+
+async def test_a_router_that_begins_anew_gets_whole_groups() -> None:
+    async with cluster(prefill=0) as made:
+        await add_group(made, "p", Role.PREFILL)
+        await made.service.stop()
+        await made.restart_router()
+        await made.service.wait_ready(2, 1, 30.0)
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+
+
+async def test_a_failure_on_one_rank_makes_its_group_suspect_until_each_rank_has_answered() -> None:
+    settings = RouterSettings(suspect_timeout_s=1.5)
+    async with cluster(prefill=0, settings=settings) as made:
+        await add_group(made, "a", Role.PREFILL)
+        await add_group(made, "b", Role.PREFILL)
+        made.calls.errors.append(EngineLostError("connection reset"))
+        made.calls.deaf.add("a1")  # the sibling's server is gone, that of the rank that failed not
+        assert await made.run(job("r", PROMPT)) == expected(PROMPT, 6)
+        assert [name[0] for name in made.calls.prefills] == ["a", "b"]
+        await made.service.saw_loss("a0")
+        assert sorted(alive(made)) == ["b0", "b1", "d0"]
+
+
+async def test_ranks_that_all_answer_go_on_but_for_the_one_that_failed() -> None:
+    async with cluster(prefill=0) as made:
+        await add_group(made, "a", Role.PREFILL)
+        made.calls.errors.append(EngineLostError("connection reset"))
+        assert await made.run(job("r", PROMPT)) == expected(PROMPT, 6)
+        assert made.calls.prefills == ["a0", "a1"]
+        engines = made.service.status()["engines"]
+        assert {e["engine_id"]: e["paused"] for e in engines if e["paused"]} == {"a0": ["suspect"]}
+
+
+async def test_a_group_drains_as_one_and_goes_when_nothing_is_left_on_any_rank() -> None:
+    async with cluster(prefill=0) as made:
+        first, second = await add_group(made, "p", Role.PREFILL)
+        await made.add("other", Role.PREFILL)
+        made.calls.gates["prefill"] = asyncio.Event()
+        runs = [asyncio.create_task(made.run(job(f"r{i}", PROMPT))) for i in range(2)]
+        while len(made.calls.prefills) < 2:
+            await asyncio.sleep(0.01)
+        assert sorted(made.calls.prefills) == ["p0", "p1"]
+        first.draining = "SIGTERM"
+        first.report()
+        states = {e.info.engine_id: e for e in made.service.registry.all()}
+        await made.service.arrivals.until(lambda: bool(states["p1"].pauses), 30.0)
+        await asyncio.sleep(1.0)  # heartbeats of the sibling do not open it
+        assert states["p0"].pauses == states["p1"].pauses == {Pause.DRAINING}
+        assert not [m for m in first.received if isinstance(m, control.Drained)]
+        made.calls.gates["prefill"].set()
+        assert await asyncio.gather(*runs) == [expected(PROMPT, 6)] * 2
+        await first.saw(control.Drained)
+        first.send(control.Goodbye(reason="drained"))
+        await made.service.saw_loss("p0")
+        assert sorted(alive(made)) == ["d0", "other"]
+        assert made.service.status()["counters"]["retries"] == 0
+        assert not [m for m in second.received if isinstance(m, control.Drained)]
+
+
+async def test_a_rank_that_another_engine_has_is_refused() -> None:
+    async with cluster(prefill=0) as made:
+        await add_group(made, "p", Role.PREFILL)
+        third = FakeEngine("third", Role.PREFILL, made.stored)
+        third.dp = GroupRank("p", "p 1", 1, 2)
+        made.engines["third"] = third
+        await third.start(made.network)
+        refused = await third.saw(control.Refused)
+        assert "where 'p1' is rank 1 of 2" in refused.reason
+        third.dp = GroupRank("q", "q 1", 2, 2)
+        await third.saw(control.Refused, lambda m: "rank 2 of 2" in m.reason)
+        assert "third" not in alive(made)
