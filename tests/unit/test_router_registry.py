@@ -54,3 +54,26 @@ async def test_the_group_of_a_lost_engine_may_change_its_role() -> None:
     admission = registry.admit(hello)
     assert admission is not None
     assert admission.event is Event.GREETS
+
+
+async def test_who_was_replaced_may_come_again_once_its_successor_is_lost() -> None:
+    registry = Registry()
+    admit(registry, "p0")
+    first, second = FakeEngine("p0", Role.PREFILL, set()), FakeEngine("p0", Role.PREFILL, set())
+    second.generation = first.generation + 1
+    for engine in (first, second):
+        admission = registry.admit(engine.hello())
+        assert admission is not None
+        admission.engine.machine.on(admission.event)
+    with pytest.raises(EngineRefusedError, match="one process at a time"):
+        registry.admit(first.hello())
+
+    lose(registry, "p0")
+    returned = registry.admit(first.hello())
+    assert returned is not None
+    returned.engine.machine.on(returned.event)
+    assert registry.alive(Role.PREFILL)[0].epoch == first.epoch
+    # It was here before: that it is here now does not say that the other one has ended.
+    assert not registry.is_dead(second.hello().address.writer)
+    with pytest.raises(EngineRefusedError, match="one process at a time"):
+        registry.admit(second.hello())

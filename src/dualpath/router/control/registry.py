@@ -118,10 +118,18 @@ class EngineState:
         return self.unproven.pop(writer.epoch, None) is not None
 
     def restart(self, info: EngineInfo) -> None:
-        """Take over a new process's info; what the former one counted is kept."""
+        """Take over another process's info; what the former one counted is kept.
+
+        A new process speaks for the end of the one before, unless both are on one machine, which
+        can be asked.  One that was here before, and had been replaced, speaks for nobody.
+        """
         dead = self.machine.state is RouterEnd.DEAD
-        if not dead and _same_machine(self.info.writer, info.writer):
+        returns = info.epoch in self.former_epochs
+        if not dead and (returns or _same_machine(self.info.writer, info.writer)):
             self.unproven[self.info.epoch] = self.info.writer
+        if returns:
+            self.former_epochs.remove(info.epoch)
+            self.unproven.pop(info.epoch, None)
         self._former_totals = self.totals()
         self.report = None
         self.pauses.clear()
@@ -163,7 +171,9 @@ class Registry:
 
     def _known(self, engine: EngineState, hello: Hello) -> Admission | None:
         former, info = engine.info, _info(hello, engine.info.order)
-        if info.epoch in engine.former_epochs:
+        # Two processes of one name would else take the place from each other again and again; but
+        # once the later one is lost, the earlier one is what there is.
+        if info.epoch in engine.former_epochs and engine.alive:
             raise EngineRefusedError(
                 ControlRefusal.REPLACED,
                 f"engine {info.engine_id!r} in epoch {info.epoch} has been replaced by epoch "

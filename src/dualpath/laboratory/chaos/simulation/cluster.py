@@ -114,12 +114,15 @@ class Cluster:
         )
 
     def _start_engine(self, role: Role, engine_id: str) -> None:
-        former = self.engines.get(engine_id)
+        former, start = self.engines.get(engine_id), self._start(engine_id)
+        api_url = f"http://{engine_id}"
         if former is not None and former.process.alive:
-            # Two faults took the one before: for a while two processes have the name.
+            # Two faults took the one before: for a while two processes have the name, each with
+            # a server of its own.
+            api_url += f"-{start}"
             self.world.after(_TWO_OF_A_NAME_S, former.kill)
-        settings = _engine_settings(self.settings, role, engine_id)
-        engine = SimEngine(self.shared, settings, self._start(engine_id), self._host(engine_id))
+        settings = _engine_settings(self.settings, role, engine_id, api_url)
+        engine = SimEngine(self.shared, settings, start, self._host(engine_id))
         self.engines[engine_id] = engine
         self.shared.http.servers[settings.engine.api_url] = engine
 
@@ -131,12 +134,14 @@ class Cluster:
         return self._starts[name]
 
 
-def _engine_settings(cluster: ClusterSettings, role: Role, engine_id: str) -> EmulatedSettings:
+def _engine_settings(
+    cluster: ClusterSettings, role: Role, engine_id: str, api_url: str
+) -> EmulatedSettings:
     engine = EngineSettings(
         role=role,
         engine_id=engine_id,
         router="tcp://127.0.0.1:5700",
-        api_url=f"http://{engine_id}",
+        api_url=api_url,
         storage="memory://simulated",
         mode=cluster.mode,
         buffer_bytes=cluster.buffer_blocks * GEOMETRY.full_block_bytes,
