@@ -17,7 +17,6 @@ from dualpath.router.requests.refusals import ControlRefusal
 if TYPE_CHECKING:
     from dualpath.router.control.registry import EngineState
 
-_HERE = (RouterEnd.LIVE, RouterEnd.GREETED)
 _MOST_NAMED = 16
 
 
@@ -57,7 +56,7 @@ def check_rank(name: str, hello: Hello, engines: "Iterable[EngineState]") -> Non
     role = hello.address.role
     for engine in started_with(dp, engines):
         other, info = engine.info.dp, engine.info
-        if info.engine_id == hello.address.engine_id or engine.machine.state not in _HERE:
+        if info.engine_id == hello.address.engine_id or not engine.here:
             continue
         if other and (other.rank == dp.rank or (other.size, info.role) != (dp.size, role)):
             raise EngineRefusedError(

@@ -93,6 +93,11 @@ class EngineState:
         """Whether it has a session."""
         return self.machine.state is RouterEnd.LIVE
 
+    @property
+    def here(self) -> bool:
+        """Whether it has a session, or waits for one with its group."""
+        return self.machine.state in (RouterEnd.LIVE, RouterEnd.GREETED)
+
     def open(self, session: str, identity: bytes, now_s: float) -> None:
         """Begin a session."""
         self.talk = Conversation(session)
@@ -173,7 +178,7 @@ class Registry:
         former, info = engine.info, _info(hello, engine.info.order)
         # Two processes of one name would else take the place from each other again and again; but
         # once the later one is lost, the earlier one is what there is.
-        if info.epoch in engine.former_epochs and engine.alive:
+        if info.epoch in engine.former_epochs and engine.here:
             raise EngineRefusedError(
                 ControlRefusal.REPLACED,
                 f"engine {info.engine_id!r} in epoch {info.epoch} has been replaced by epoch "
@@ -236,9 +241,7 @@ class Registry:
 
     def silent(self, now_s: float, timeout_s: float) -> list[EngineState]:
         """Return engines that live, or wait for their group, not heard of for ``timeout_s``."""
-        heard = (RouterEnd.LIVE, RouterEnd.GREETED)
-        engines = [e for e in self._engines.values() if e.machine.state in heard]
-        return [e for e in engines if now_s - e.heard_s > timeout_s]
+        return [e for e in self._engines.values() if e.here and now_s - e.heard_s > timeout_s]
 
     def group(self, info: EngineInfo) -> list[EngineState]:
         """Return the engines of its start of a group, by rank; itself if it is in none."""
