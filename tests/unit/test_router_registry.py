@@ -11,7 +11,10 @@ from dualpath.router.control.registry import Registry
 
 
 def admit(registry: Registry, engine_id: str, role: Role = Role.PREFILL, **limits: int) -> None:
-    engine = FakeEngine(engine_id, role, set(), limits=limits)
+    greet(registry, FakeEngine(engine_id, role, set(), limits=limits))
+
+
+def greet(registry: Registry, engine: FakeEngine) -> None:
     admission = registry.admit(engine.hello())
     assert admission is not None
     admission.engine.machine.on(admission.event)
@@ -58,20 +61,15 @@ async def test_the_group_of_a_lost_engine_may_change_its_role() -> None:
 
 async def test_who_was_replaced_may_come_again_once_its_successor_is_lost() -> None:
     registry = Registry()
-    admit(registry, "p0")
     first, second = FakeEngine("p0", Role.PREFILL, set()), FakeEngine("p0", Role.PREFILL, set())
     second.generation = first.generation + 1
-    for engine in (first, second):
-        admission = registry.admit(engine.hello())
-        assert admission is not None
-        admission.engine.machine.on(admission.event)
+    greet(registry, first)
+    greet(registry, second)
     with pytest.raises(EngineRefusedError, match="one process at a time"):
         registry.admit(first.hello())
 
     lose(registry, "p0")
-    returned = registry.admit(first.hello())
-    assert returned is not None
-    returned.engine.machine.on(returned.event)
+    greet(registry, first)
     assert registry.alive(Role.PREFILL)[0].epoch == first.epoch
     # It was here before: that it is here now does not say that the other one has ended.
     assert not registry.is_dead(second.hello().address.writer)
