@@ -9,10 +9,14 @@ from hypothesis import settings
 
 from dualpath.laboratory.chaos.virtual_time import VirtualTimeLoop
 from tests import long_tests
+from tests.own_cache import use_own_cache
 
 # The same examples in every run, and no verdict on how fast a machine is.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+# Before anything is imported that asks for it, and for every process that tests start.
+use_own_cache()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,6 +21,7 @@ from dualpath.vllm.pass_costs import PassCosts, TimedPass
 from dualpath.vllm.quota_scheduler import ASSUMED_FLOPS_PER_S
 
 BLOCK_TOKENS = 16
+NOW_S = 1_700_000_000.0
 SETTINGS = EngineSettings(
     role=Role.PREFILL, engine_id="pe-0", router="tcp://h:1", api_url="http://h:2", storage="s",
 )  # fmt: skip
@@ -156,7 +157,7 @@ def find(monkeypatch, tmp_path):
         profiling, "attention_geometry", lambda config: AttentionGeometry(pair_flops=1.0)
     )
 
-    def find(passes, config=None, **changes):
+    def find(passes, config=None, now_s=NOW_S, **changes):
         settings = msgspec.structs.replace(SETTINGS, **changes)
         asked = []
 
@@ -164,33 +165,50 @@ def find(monkeypatch, tmp_path):
             asked.append(1)
             return passes
 
-        found = profiling.find_costs(settings, config or vllm_config(), NAMESPACE, measure)
+        found = profiling.find_costs(settings, config or vllm_config(), NAMESPACE, measure, now_s)
         return found, len(asked)
 
     return find
 
 
-def test_passes_are_timed_once_for_one_model_device_and_settings(find):
-    (costs, origin), timings = find(PASSES)
-    assert (origin, timings) == (RateOrigin.MEASURED, 1)
-    assert find([]) == ((costs, RateOrigin.REMEMBERED), 0)
+def test_passes_are_timed_three_times_for_one_model_device_and_settings(find):
+    for start in range(3):
+        found, timings = find(PASSES, now_s=NOW_S + start)
+        assert (found.origin, timings) == (RateOrigin.MEASURED, 1)
+    later, timings = find([], now_s=NOW_S + 62)
+    assert (later.costs, later.origin, later.age_s, timings) == (
+        found.costs, RateOrigin.REMEMBERED, 60, 0,
+    )  # fmt: skip
+    assert later.rate.age_s == 60
     assert find(PASSES, layer_buffers=1)[1] == 1
     assert find(PASSES, vllm_config(max_model_len=8192))[1] == 1
+
+
+def test_a_start_on_a_busy_machine_goes_by_the_faster_one_before(find):
+    fast, _ = find(PASSES)
+    slow = [TimedPass(p.cached, p.bsz, 9 * p.pass_s, 9 * p.attention_s) for p in PASSES]
+    found, timings = find(slow, now_s=NOW_S + 5)
+    assert (found.costs, found.origin, found.age_s) == (fast.costs, RateOrigin.REMEMBERED, 5)
+    assert timings == 1
+    assert find(slow, layer_buffers=1)[0].costs != fast.costs
 
 
 def test_what_is_rough_is_used_and_not_remembered(find):
     flat = [PASSES[0], TimedPass(512, 512, 0.2, 0.05)]
     for _ in range(2):
-        (_, origin), timings = find(flat)
-        assert (origin, timings) == (RateOrigin.MEASURED, 1)
+        found, timings = find(flat)
+        assert (found.origin, timings) == (RateOrigin.MEASURED, 1)
     assert find([]) == (None, 1)
+    good, _ = find(PASSES)
+    found, _ = find(flat)
+    assert (found.costs, found.origin) == (good.costs, RateOrigin.REMEMBERED)
 
 
 def test_a_file_is_not_measured(find, tmp_path):
     file = tmp_path / "costs.toml"
     file.write_text("prefill_tokens_per_s = 9.0\n[prefill]\npair_s = 0.5\n")
-    (costs, origin), timings = find(PASSES, profile=str(file))
-    assert (costs.prefill_tokens_per_s, origin, timings) == (9.0, RateOrigin.FILE, 0)
+    found, timings = find(PASSES, profile=str(file))
+    assert (found.costs.prefill_tokens_per_s, found.origin, timings) == (9.0, RateOrigin.FILE, 0)
     with pytest.raises(ConfigError, match="no file of `dualpath profile`"):
         find(PASSES, profile=str(tmp_path / "none"))
 

@@ -74,6 +74,19 @@ async def test_what_waits_for_a_slow_engine_goes_on_when_only_fast_ones_are_left
 
 
 @pytest.mark.virtual_time
+async def test_the_status_says_how_old_a_remembered_rate_is():
+    async with cluster(prefill=0) as made:
+        old = Rate(1000, RateOrigin.REMEMBERED, age_s=5400)
+        await made.add("p0", Role.PREFILL, rates=Rates(prefill_tokens=old))
+        status = made.service.status()
+        assert status["beta"]["origin"] == (
+            "measured by engine p0 at an earlier start, 1.5 h before it joined"
+        )
+        (p0,) = [e for e in status["engines"] if e["engine_id"] == "p0"]
+        assert p0["rates"]["prefill_tokens"]["age_s"] == 5400
+
+
+@pytest.mark.virtual_time
 async def test_what_is_set_overrides_what_is_measured():
     async with cluster(
         settings=RouterSettings(alpha_tokens=7, beta_tokens=9),

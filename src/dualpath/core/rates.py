@@ -20,11 +20,16 @@ class RateOrigin(enum.StrEnum):
     """An emulated engine computes by its costs."""
 
 
-class Rate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``per_s`` bytes or tokens in a second, above 0."""
+class Rate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """``per_s`` bytes or tokens in a second, above 0.
+
+    ``age_s`` is how long before the engine joined it was measured, at least 0; None where it was
+    not, or at this start.
+    """
 
     per_s: float
     origin: RateOrigin
+    age_s: float | None = None
 
 
 class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -15,11 +15,11 @@ from vllm.platforms import current_platform
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
-from dualpath.core.rates import RateOrigin
+from dualpath.core.rates import Rate, RateOrigin
 from dualpath.engine.cache_directory import cache_directory
 from dualpath.engine.settings import PROFILE_AUTO, PROFILE_OFF, EngineSettings
 from dualpath.policy.batching import AttentionGeometry
-from dualpath.vllm.costs_cache import CostsCache
+from dualpath.vllm.costs_cache import STARTS, CostsCache, Remembered
 from dualpath.vllm.pass_costs import (
     PassCosts,
     TimedPass,
@@ -33,6 +33,19 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 log = logging.getLogger(__name__)
+
+
+class FoundCosts(msgspec.Struct, frozen=True):
+    """``costs`` and where they are from; remembered ones were measured ``age_s`` ago."""
+
+    costs: PassCosts
+    origin: RateOrigin
+    age_s: float | None = None
+
+    @property
+    def rate(self) -> Rate:
+        """Prompt tokens in a second."""
+        return Rate(self.costs.prefill_tokens_per_s, self.origin, self.age_s)
 
 
 def profiles(settings: EngineSettings) -> bool:
@@ -58,24 +71,30 @@ def find_costs(
     config: "VllmConfig",
     namespace: StoreNamespace,
     time_passes: Callable[[], Sequence[TimedPass]],
-) -> tuple[PassCosts, RateOrigin] | None:
+    now_s: float,
+) -> FoundCosts | None:
     """Return an engine's costs and where they are from; None if passes cannot be timed.
 
-    Raises ``ConfigError`` for a file that is none of ``dualpath profile``, or where vLLM fails.
+    ``now_s`` is Unix time.  Raises ``ConfigError`` for a file that is none of ``dualpath profile``,
+    or where vLLM fails.
     """
     geometry = attention_geometry(config)
     if settings.profile != PROFILE_AUTO:
-        return read_file(settings.profile, geometry), RateOrigin.FILE
+        return FoundCosts(read_file(settings.profile, geometry), RateOrigin.FILE)
     cache = CostsCache(cache_directory(), _of(settings, config, namespace))
-    if (costs := cache.recall()) is not None:
-        log.info("pass costs are those of an earlier start, %s: %s", cache.file, costs)
-        return costs, RateOrigin.REMEMBERED
+    found = cache.recall(now_s)
+    if found is not None and found.starts >= STARTS:
+        return _remembered(found, now_s, cache)
     passes = time_passes()
     limit = config.model_config.max_model_len
     try:
         costs = from_passes(passes, geometry, fitted_attention(passes, geometry), limit)
-        cache.remember(costs)
+        best = cache.remember(costs, now_s)
+        if best.measured_s != now_s:
+            return _remembered(best, now_s, cache)
     except ConfigError as doubt:
+        if found is not None:
+            return _remembered(found, now_s, cache)
         try:
             costs = from_passes(passes, geometry, rough_attention(passes, geometry), limit)
         except ConfigError as error:
@@ -83,7 +102,16 @@ def find_costs(
             return None
         log.warning("pass costs are rough, and measured again at the next start: %s", doubt)
     log.info("pass costs measured over %d passes, %s: %s", len(passes), cache.file, costs)
-    return costs, RateOrigin.MEASURED
+    return FoundCosts(costs, RateOrigin.MEASURED)
+
+
+def _remembered(found: Remembered, now_s: float, cache: CostsCache) -> FoundCosts:
+    age_s = now_s - found.measured_s
+    log.info(
+        "pass costs are those of an earlier start, %.1f h ago, the fastest of %d, %s: %s",
+        age_s / 3600, found.starts, cache.file, found.costs,
+    )  # fmt: skip
+    return FoundCosts(found.costs, RateOrigin.REMEMBERED, age_s)
 
 
 def _of(

@@ -5,13 +5,13 @@ import logging
 import os
 import queue
 import signal
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
-from dualpath.core.rates import Rate
 from dualpath.engine.forward_pass import ForwardPass
 from dualpath.engine.generated import GeneratedBlock
 from dualpath.engine.membership import Membership, ServedModel
@@ -95,12 +95,14 @@ class WorkerSide:
         self._stopwatch = AttentionStopwatch(self._synchronize)
         time_them = functools.partial(time_passes, runner, self._stopwatch, self._pass_limits())
         try:
-            found = find_costs(self._settings, self._config, self._namespace(), time_them)
+            found = find_costs(
+                self._settings, self._config, self._namespace(), time_them, time.time()
+            )
         finally:
             self._stopwatch = None
         if found is not None:
-            self.costs, origin = found
-            self._joined().computes(Rate(self.costs.prefill_tokens_per_s, origin))
+            self.costs = found.costs
+            self._joined().computes(found.rate)
 
     def _pass_limits(self) -> PassLimits:
         return PassLimits(

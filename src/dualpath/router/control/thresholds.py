@@ -21,7 +21,7 @@ BETA_S = 5.0
 SETTING, DEFAULT = "setting", "default"
 _ORIGINS = {
     RateOrigin.MEASURED: "measured by engine {}",
-    RateOrigin.REMEMBERED: "measured by engine {} at an earlier start",
+    RateOrigin.REMEMBERED: "measured by engine {} at an earlier start, {:.1f} h before it joined",
     RateOrigin.FILE: "profile file of engine {}",
     RateOrigin.SET: "snic_bytes_per_s of engine {}",
     RateOrigin.COSTS: "costs of emulated engine {}",
@@ -75,4 +75,5 @@ def _threshold(
         return Threshold(None, DEFAULT)
     rate, slowest = min(known, key=lambda found: found[0].per_s)
     tokens = min(max(int(factor * rate.per_s), 1), UNLIMITED_TOKENS)
-    return Threshold(tokens, _ORIGINS[rate.origin].format(slowest.engine_id))
+    hours = (rate.age_s or 0.0) / 3600
+    return Threshold(tokens, _ORIGINS[rate.origin].format(slowest.engine_id, hours))
