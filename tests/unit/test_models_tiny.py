@@ -17,7 +17,13 @@ def weights(directory):
 
 
 @pytest.mark.parametrize(
-    ("kind", "model_type", "layers"), [("qwen2", "qwen2", 8), ("deepseek_v2", "deepseek_v2", 4)]
+    ("kind", "model_type", "layers"),
+    [
+        ("qwen2", "qwen2", 8),
+        ("deepseek_v2", "deepseek_v2", 4),
+        ("gemma3", "gemma3_text", 6),
+        ("gpt_oss", "gpt_oss", 4),
+    ],
 )
 def test_a_tiny_model_runs_in_float32(tmp_path, kind, model_type, layers):
     directory = make_tiny_model(kind, tmp_path / "model")

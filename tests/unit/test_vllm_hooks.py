@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.vllm_caches import cache_of, full_attention  # isort: skip
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.config import KVTransferConfig, ParallelConfig
@@ -140,6 +142,7 @@ def test_layers_are_placed_by_offset_and_stride_and_may_overlap():
 def test_the_worker_overrides_what_vllm_calls():
     for name in (
         "determine_available_memory",
+        "get_kv_cache_spec",
         "initialize_from_config",
         "compile_or_warm_up_model",
     ):
@@ -293,6 +296,7 @@ def engine_config(budgets=None, **cache):
     return SimpleNamespace(
         parallel_config=ParallelConfig(),
         model_config=SimpleNamespace(is_diffusion=False, is_encoder_decoder=False),
+        compilation_config=SimpleNamespace(static_forward_context={}),
         weight_transfer_config=None,
         kv_transfer_config=KVTransferConfig(kv_connector_extra_config=EXTRA),
         cache_config=SimpleNamespace(**cache),
@@ -306,7 +310,7 @@ EXTRA = {
     "role": "prefill", "engine_id": "pe-0", "router": "tcp://h:1", "api_url": "http://h:2",
     "storage": "s",
 }  # fmt: skip
-ONE_GROUP = SimpleNamespace(kv_cache_groups=[None])
+ONE_GROUP = cache_of(["layers.0.attn"], full_attention(BLOCK_TOKENS))
 
 
 def test_an_engine_whose_keys_would_differ_is_refused(monkeypatch):

@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 
 from dualpath.laboratory.models.smollm2 import prepare_smollm2
-from dualpath.laboratory.models.tiny import make_tiny_model
+from dualpath.laboratory.models.tiny import DEFAULT_LAYERS, TinyKind, make_tiny_model
 from dualpath.laboratory.models.wide import make_wide_model
 
-NAMES = ("smollm2", "tiny-qwen2", "tiny-deepseek-v2", "wide")
+_TINY: dict[str, TinyKind] = {f"tiny-{kind.replace('_', '-')}": kind for kind in DEFAULT_LAYERS}
+NAMES = ("smollm2", *_TINY, "wide")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -32,7 +33,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "or ~/.cache/dualpath)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of random weights")
-    parser.add_argument("--layers", type=int, help="of a tiny model (default: 8, deepseek-v2: 4)")
+    parser.add_argument("--layers", type=int, help="of a tiny model (default: 4 to 8)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,12 +41,10 @@ def run(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     if args.name == "smollm2":
         directory = prepare_smollm2(args.out)
-    elif args.name == "tiny-qwen2":
-        directory = make_tiny_model("qwen2", args.out, args.seed, args.layers)
     elif args.name == "wide":
         directory = make_wide_model(args.out, args.seed)
     else:
-        directory = make_tiny_model("deepseek_v2", args.out, args.seed, args.layers)
+        directory = make_tiny_model(_TINY[args.name], args.out, args.seed, args.layers)
     elapsed_s = time.monotonic() - started_s
     print(f"{args.name} is ready after {elapsed_s:.1f} s", file=sys.stderr)
     print(directory)

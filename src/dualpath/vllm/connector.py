@@ -29,6 +29,7 @@ from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings
+from dualpath.vllm.cache_checks import KV_LAYOUT, cache_problems
 from dualpath.vllm.engine_arguments import (
     HASH_ALGORITHM,
     PLUGIN,
@@ -95,6 +96,11 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """A PE needs its per-layer hooks to run between graph pieces."""
         return engine_values(extra_config, os.environ).get("role") == Role.PREFILL.value
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str:
+        """What vLLM gives where a backend has it; ``cache_checks`` looks at what it gave."""
+        return KV_LAYOUT
 
     # ------------------------------------------------------------------ scheduler side
 
@@ -235,11 +241,7 @@ def check_engine_config(
     config: "VllmConfig", settings: EngineSettings, cache: "KVCacheConfig"
 ) -> None:
     """Raise ``ConfigError`` for vLLM settings under which KV could be wrong."""
-    problems = []
-    if len(cache.kv_cache_groups) != 1:
-        problems.append(
-            f"{len(cache.kv_cache_groups)} KV cache groups; dualpath serves models with one"
-        )
+    problems = cache_problems(settings.role, config, cache)
     problems += _model_problems(config)
     problems += _parallel_problems(config.parallel_config)
     algorithm = config.cache_config.prefix_caching_hash_algo

@@ -43,6 +43,10 @@ GUARD_CLASS = "dualpath.vllm.engine_guard.EngineGuard"
 #: The only algorithm of vLLM whose keys all processes agree on (``core.blocks``).
 HASH_ALGORITHM = "sha256_cbor"
 
+#: All layers of a model with sliding windows in one group, in which no block is freed before its
+#: request ends; kernels still mask what is outside the window.
+ONE_CACHE_GROUP = "--disable-hybrid-kv-cache-manager"
+
 #: The router's default ``--block-tokens``; engines and router must agree.
 BLOCK_TOKENS = 64
 #: How long an engine may take to write queued blocks when it is ended.
@@ -94,6 +98,7 @@ def engine_arguments(settings: EngineSettings) -> tuple[EngineArgument, ...]:
         EngineArgument(
             "shutdown_timeout", 0, SHUTDOWN_TIMEOUT_S, f"--shutdown-timeout {SHUTDOWN_TIMEOUT_S}"
         ),
+        EngineArgument("disable_hybrid_kv_cache_manager", None, True, ONE_CACHE_GROUP),
         EngineArgument("middleware", [], [GUARD_CLASS], f"--middleware {GUARD_CLASS}"),
     )
     if settings.role is Role.DECODE:

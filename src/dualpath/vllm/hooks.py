@@ -84,7 +84,10 @@ def _layer_placement() -> bool:
 
 def _worker_functions() -> bool:
     ours = _of("dualpath.vllm.layerwise_worker", "LayerwiseWorker")
-    names = ("determine_available_memory", "initialize_from_config", "compile_or_warm_up_model")
+    names = (
+        *("determine_available_memory", "initialize_from_config", "compile_or_warm_up_model"),
+        "get_kv_cache_spec",
+    )
     return all(_parameters(getattr(ours.__base__, n)) == _parameters(vars(ours)[n]) for n in names)
 
 
@@ -148,6 +151,28 @@ def _layers_say_what_they_are() -> bool:
     )
 
 
+def _steps_of_both_runners() -> bool:
+    """Model Runner V2 calls a connector through a class of its own, V1 through a mixin."""
+    second = _of("vllm.v1.worker.gpu.kv_connector", "ActiveKVConnector")
+    before, after = (inspect.getsource(f) for f in (second.pre_forward, second.post_forward))
+    first = inspect.getsource(
+        _of("vllm.v1.worker.kv_connector_model_runner_mixin", "KVConnectorModelRunnerMixin")
+    )
+    ends = (".wait_for_save()", ".get_transfer_results(", ".build_connector_worker_meta()")
+    return all(
+        ".bind_connector_metadata(" in begin and all(call in end for call in ends)
+        for begin, end in ((before, after), (first, first))
+    )
+
+
+def _kinds_of_caches() -> bool:
+    specs = import_module("vllm.v1.kv_cache_interface")
+    return "kv_cache_layout" in specs.KVCacheConfig.__dataclass_fields__ and all(
+        issubclass(getattr(specs, name), specs.KVCacheSpec)
+        for name in ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec")
+    )
+
+
 def _command_line() -> bool:
     convert = _of("vllm.engine.arg_utils", "EngineArgs", "from_cli_args")
     return _parameters(convert) == ["args"] and callable(
@@ -167,6 +192,8 @@ HOOKS: tuple[tuple[str, Callable[[], bool]], ...] = (
     ("--middleware stands around vLLM's own", _guard_stands_outermost),
     ("requests whose KV does not arrive are failed", _failed_loads_end_requests),
     ("attention layers say backend and KV dtype, the cache its layout", _layers_say_what_they_are),
+    ("both model runners begin and end a step at the connector", _steps_of_both_runners),
+    ("a KV cache says of what kind it is and how it is laid out", _kinds_of_caches),
     ("EngineArgs.from_cli_args and KVConnectorFactory.register_connector", _command_line),
 )
 

@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
 from dualpath.core.errors import ConfigError
+from dualpath.vllm.cache_checks import state_problems
 from dualpath.vllm.connector import DualPathConnector
 from dualpath.vllm.engine_settings import engine_settings
 
@@ -23,7 +24,7 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 
 def place_in_regions(
@@ -63,6 +64,13 @@ class LayerwiseWorker(PlatformWorker):
         if transfer is None:
             return 0
         return engine_settings(transfer.kv_connector_extra_config, os.environ).layer_buffers
+
+    def get_kv_cache_spec(self) -> "dict[str, KVCacheSpec]":
+        """Refuse in our words what vLLM would refuse in its own, or could not compute so."""
+        specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
+        if problems := state_problems(specs.values()):
+            raise ConfigError("; ".join(problems))
+        return specs
 
     def determine_available_memory(self) -> int:
         """Report memory as if every layer had a region of its own."""

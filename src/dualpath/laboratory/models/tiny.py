@@ -8,11 +8,16 @@ to depend on the whole context, so that KV read from a wrong place changes the o
     kind          attention            layers  KV of a token and layer
     qwen2         grouped, 4 KV heads  8       1,024 bytes
     deepseek_v2   MLA                  4       2,304 bytes (compressed KV 512 + rotary key 64)
+    gemma3        5 of 6 in windows    6       512 bytes
+    gpt_oss       every 2nd in windows 4       1,024 bytes; experts, sinks
+
+A window has `WINDOW_TOKENS` tokens.
 
 vLLM's CPU build runs `deepseek_v2` correctly only with `MLA_COMPILATION_CONFIG`, with blocks of 16
 tokens and, on CPUs with AMX, with `--attention-backend CPU_MLA`.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -22,12 +27,13 @@ from dualpath.laboratory.models.prepared import prepare
 from dualpath.laboratory.models.smollm2 import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
-    from transformers import DeepseekV2Config, PreTrainedTokenizerFast, Qwen2Config
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-TinyKind = Literal["qwen2", "deepseek_v2"]
+TinyKind = Literal["qwen2", "deepseek_v2", "gemma3", "gpt_oss"]
 
 KINDS: tuple[TinyKind, ...] = get_args(TinyKind)
-DEFAULT_LAYERS: dict[TinyKind, int] = {"qwen2": 8, "deepseek_v2": 4}
+DEFAULT_LAYERS: dict[TinyKind, int] = {"qwen2": 8, "deepseek_v2": 4, "gemma3": 6, "gpt_oss": 4}
+WINDOW_TOKENS = 64
 
 # vLLM's CPU rotary operator reads MLA's three-dimensional rotary keys wrongly.
 MLA_COMPILATION_CONFIG = {"custom_ops": ["-rotary_embedding"]}
@@ -82,7 +88,7 @@ def _write_model(kind: TinyKind, directory: Path, seed: int, layers: int) -> Non
     from transformers import AutoModelForCausalLM
 
     tokenizer = train_tokenizer()
-    config = _qwen2_config(layers) if kind == "qwen2" else _deepseek_v2_config(layers)
+    config = _CONFIGS[kind](layers)
     # The caller's random state is its own.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -91,7 +97,7 @@ def _write_model(kind: TinyKind, directory: Path, seed: int, layers: int) -> Non
     tokenizer.save_pretrained(directory)
 
 
-def _qwen2_config(layers: int) -> "Qwen2Config":
+def _qwen2_config(layers: int) -> "PretrainedConfig":
     from transformers import Qwen2Config
 
     return Qwen2Config(
@@ -106,7 +112,7 @@ def _qwen2_config(layers: int) -> "Qwen2Config":
     )
 
 
-def _deepseek_v2_config(layers: int) -> "DeepseekV2Config":
+def _deepseek_v2_config(layers: int) -> "PretrainedConfig":
     from transformers import DeepseekV2Config
 
     return DeepseekV2Config(
@@ -132,6 +138,57 @@ def _deepseek_v2_config(layers: int) -> "DeepseekV2Config":
         initializer_range=0.08,
         **_shared_settings(),
     )
+
+
+def _gemma3_config(layers: int) -> "PretrainedConfig":
+    from transformers import Gemma3TextConfig
+
+    return Gemma3TextConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=WINDOW_TOKENS,
+        layer_types=[_attention_type(layer, 6) for layer in range(layers)],
+        max_position_embeddings=8192,
+        initializer_range=0.12,
+        **_shared_settings(),
+    )
+
+
+def _gpt_oss_config(layers: int) -> "PretrainedConfig":
+    from transformers import GptOssConfig
+
+    return GptOssConfig(
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW_TOKENS,
+        layer_types=[_attention_type(layer, 2) for layer in range(layers)],
+        max_position_embeddings=131072,
+        initializer_range=0.12,
+        **_shared_settings(),
+    )
+
+
+def _attention_type(layer: int, every: int) -> str:
+    return "sliding_attention" if (layer + 1) % every else "full_attention"
+
+
+_CONFIGS: dict[TinyKind, Callable[[int], "PretrainedConfig"]] = {
+    "qwen2": _qwen2_config,
+    "deepseek_v2": _deepseek_v2_config,
+    "gemma3": _gemma3_config,
+    "gpt_oss": _gpt_oss_config,
+}
 
 
 def _shared_settings() -> dict[str, Any]:

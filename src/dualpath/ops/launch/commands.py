@@ -13,6 +13,7 @@ from dualpath.vllm.engine_arguments import (
     CONNECTOR_MODULE,
     GUARD_CLASS,
     HASH_ALGORITHM,
+    ONE_CACHE_GROUP,
     SCHEDULER_CLASS,
     WORKER_CLASS,
 )
@@ -104,6 +105,7 @@ def engine_command(
         "--no-async-scheduling",
         "--enable-scale-out",
         "--middleware", GUARD_CLASS,
+        ONE_CACHE_GROUP,
         "--disable-uvicorn-access-log",
         "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S),
         "--kv-transfer-config", json.dumps(transfer),

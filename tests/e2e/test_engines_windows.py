@@ -1,0 +1,50 @@
+"""Models with sliding windows on real engines: a plain engine's tokens, with hits and without."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
+from tests.e2e.plain_engine import PlainEngine, Round, in_parallel, play_plain
+
+from dualpath.core.cluster import Role
+from dualpath.laboratory.models.tiny import WINDOW_TOKENS, TinyKind, make_tiny_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+BLOCK_TOKENS = 32
+
+
+@pytest.mark.parametrize("kind", ["gemma3", pytest.param("gpt_oss", marks=pytest.mark.long)])
+def test_agents_of_a_model_with_windows_get_a_plain_engines_tokens(
+    kind: TinyKind, agents: list[list[Round]], tmp_path: Path
+) -> None:
+    model = make_tiny_model(kind)
+    few = [agent[:3] for agent in agents[:2]]
+    # Turns and what is generated are longer than windows: blocks leave them in every turn.
+    assert all(len(turn.append) > 2 * WINDOW_TOKENS for agent in few for turn in agent[:1])
+    settings = tiny_cluster_settings(model, tmp_path / "storage", block_tokens=BLOCK_TOKENS)
+    with EngineCluster(settings, tmp_path) as cluster:
+        # All three start at the same time.
+        names = [cluster.start_engine(role, 0) for role in (Role.PREFILL, Role.DECODE)]
+        with PlainEngine(model, tmp_path, BLOCK_TOKENS) as plain:
+            expected = in_parallel([partial(play_plain, plain.url, agent) for agent in few])
+        cluster.wait_for(*names)
+        answers = in_parallel(
+            [partial(cluster.replay, agent, str(n)) for n, agent in enumerate(few)]
+        )
+        assert [[answer.token_ids for answer in each] for each in answers] == expected
+        hits = [[answer.cached_tokens for answer in each] for each in answers]
+        assert hits == [cluster.expected_hits(agent) for agent in few]
+        # The last turn once more, of which nothing is known under this salt.
+        turns = zip(few[0], expected[0], strict=True)
+        tokens = [token for turn, answer in turns for token in (*turn.append, *answer)]
+        context = tokens[: len(tokens) - few[0][-1].generate]
+        computed = cluster.ask(context, few[0][-1].generate, "without hits")
+        assert computed.token_ids == expected[0][-1]
+        assert computed.cached_tokens == 0 < hits[0][-1]
+        cluster.wait_idle()
+        assert cluster.total("transfer_failures") == cluster.total("persist_dropped_blocks") == 0

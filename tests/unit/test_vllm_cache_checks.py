@@ -1,0 +1,76 @@
+"""Which KV caches of vLLM's may be moved block by block, and how the others are refused."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.vllm_caches import cache_of, full_attention, sliding_window, state
+
+from dualpath.core.cluster import Role
+from dualpath.vllm.cache_checks import KV_LAYOUT, cache_problems, state_problems
+from dualpath.vllm.connector import DualPathConnector
+
+NAMES = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
+
+
+def problems(cache, role=Role.PREFILL, **layers):
+    compilation = SimpleNamespace(static_forward_context=layers)
+    return cache_problems(role, SimpleNamespace(compilation_config=compilation), cache)
+
+
+def test_attention_over_all_tokens_in_one_group_is_served():
+    assert problems(cache_of(NAMES, full_attention(32))) == []
+    # What a model with windows has where the hybrid manager is off.
+    assert problems(cache_of(NAMES, full_attention(32, sliding_window=64))) == []
+
+
+def test_several_groups_are_refused_with_the_argument_that_makes_one_of_them():
+    cache = cache_of(NAMES[:1], full_attention(32), NAMES[1:], sliding_window(32, 64))
+    (problem,) = problems(cache)
+    assert "2 KV cache groups (FullAttentionSpec, SlidingWindowSpec)" in problem
+    assert "add --disable-hybrid-kv-cache-manager" in problem
+
+
+def test_windows_alone_are_refused():
+    """Their blocks change hands while a request goes on."""
+    (problem,) = problems(cache_of(NAMES, sliding_window(32, 64)))
+    assert "of the kind SlidingWindowSpec" in problem
+
+
+def test_a_state_is_no_kv_of_tokens():
+    reason = r"layers that keep a state \(MambaSpec\).*no connector around these layers"
+    hybrid = cache_of(NAMES[:1], full_attention(32), NAMES[1:], state(32))
+    for found in (problems(hybrid), state_problems([full_attention(32), state(32)])):
+        with pytest.raises(AssertionError, match=reason):
+            assert not found, found[0]
+    assert state_problems([full_attention(32)]) == []
+
+
+def test_kv_that_depends_on_what_follows_is_refused():
+    (problem,) = problems(cache_of(NAMES, full_attention(32, non_causal=True)))
+    assert "attend to what follows" in problem
+
+
+@pytest.mark.parametrize(
+    ("layout", "heads", "served"),
+    [("LBHNC", 2, True), ("LBNHC", 2, False), ("LBNHC", 1, True), ("BLHNC", 1, False)],
+)
+def test_heads_lie_one_after_the_other_or_the_engine_is_refused(layout, heads, served):
+    found = problems(cache_of(NAMES, full_attention(32, heads), layout=layout))
+    assert (found == []) is served
+    assert all(f"layout {layout}" in problem and "asks for LBHNC" in problem for problem in found)
+
+
+def test_the_connector_asks_for_the_layout_that_it_needs():
+    assert DualPathConnector.get_required_kvcache_layout(None) == KV_LAYOUT == "LBHNC"
+
+
+def test_a_layer_that_reads_anothers_kv_is_refused():
+    own = SimpleNamespace(kv_sharing_target_layer_name=None)
+    shares = SimpleNamespace(kv_sharing_target_layer_name=NAMES[0])
+    cache = cache_of(NAMES[:1], full_attention(32))
+    assert problems(cache, **{NAMES[0]: own}) == []
+    (problem,) = problems(cache, **{NAMES[0]: own, NAMES[1]: shares})
+    assert f"1 layers that read another layer's KV ({NAMES[1]})" in problem

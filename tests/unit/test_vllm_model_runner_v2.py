@@ -1,0 +1,109 @@
+"""Model Runner V2, the default on GPUs, calls a connector by its own class; ours serves it too.
+
+The runner itself needs Triton. Its class for connectors is vLLM's own here, and calls our
+connector, whose worker's side is a list of what it was told.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu import kv_connector as runner_v2
+
+from dualpath.vllm.connector import DualPathConnector
+from dualpath.vllm.metadata import StepMetadata
+
+
+class Told:
+    """A worker's side that notes what it is told, in order."""
+
+    def __init__(self):
+        self.calls = []
+
+    def register(self, kv_caches):
+        self.calls.append("register")
+
+    def begin_step(self, step):
+        self.calls.append("begin step")
+
+    def wait_loaded(self, layer_name):
+        self.calls.append(f"wait for {layer_name}")
+
+    def computed(self, layer_name):
+        self.calls.append(f"computed {layer_name}")
+
+    def end_step(self):
+        self.calls.append("end step")
+
+    def take_copied(self):
+        self.calls.append("take copied")
+        return {"over", "failed"}, {"failed"}
+
+    def take_late_blocks(self):
+        return None
+
+
+@pytest.fixture
+def told():
+    return Told()
+
+
+@pytest.fixture
+def runner(told, monkeypatch):
+    connector = object.__new__(DualPathConnector)
+    connector._worker, connector._connector_metadata = told, None
+    monkeypatch.setattr(runner_v2, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(runner_v2, "set_forward_context", lambda *_: _Nothing())
+    monkeypatch.setattr(runner_v2, "get_forward_context", lambda: None)
+    kept = runner_v2.kv_transfer_state._KV_CONNECTOR_AGENT
+    yield runner_v2.ActiveKVConnector(SimpleNamespace(), {})
+    runner_v2.kv_transfer_state._KV_CONNECTOR_AGENT = kept
+
+
+class _Nothing:
+    def __enter__(self):
+        return None
+
+    def __exit__(self, *error):
+        return None
+
+
+def a_step():
+    step = SchedulerOutput.make_empty()
+    step.kv_connector_metadata = StepMetadata()
+    return step
+
+
+def test_a_step_begins_before_its_layers_and_ends_after_its_token_is_sampled(runner, told):
+    step = a_step()
+    runner.pre_forward(step)
+    runner.kv_connector.wait_for_layer_load("layer 0")
+    runner.kv_connector.save_kv_layer("layer 0", None, None)
+    runner.finish_forward()
+    told.calls.append("sample")
+    output = runner.post_forward(set())
+    assert told.calls == [
+        *("register", "begin step", "wait for layer 0", "computed layer 0"),
+        *("sample", "end step", "take copied"),
+    ]
+    assert (output.finished_recving, output.failed_recving) == ({"over", "failed"}, {"failed"})
+
+
+def test_a_step_without_tokens_begins_and_ends_too(runner, told):
+    """A decode engine's copies start and end in such steps, while nothing runs."""
+    output = runner.no_forward(a_step())
+    assert told.calls == ["register", "begin step", "end step", "take copied"]
+    assert output.kv_connector_output.finished_recving == {"over", "failed"}
+
+
+def test_a_dummy_step_is_not_ours(runner, told):
+    """Warm-up, and the steps of a data-parallel rank that has nothing to do."""
+    runner.set_disabled(True)
+    runner.pre_forward(a_step())
+    runner.finish_forward()
+    assert runner.post_forward(set()) is None
+    assert runner_v2.kv_transfer_state._KV_CONNECTOR_AGENT is None  # what layers would call
+    assert told.calls == ["register"]
