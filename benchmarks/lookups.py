@@ -29,7 +29,7 @@ from dualpath.router.settings import RouterSettings
 from dualpath.storage.lengths import ORACLE, LengthOnlyStorage
 from dualpath.storage.remembering import RememberingStorage
 
-GEOMETRY = BlockGeometry(layers=1, block_tokens=1, layer_block_bytes=1)
+GEOMETRY = BlockGeometry.uniform(layers=1, block_tokens=1, layer_block_bytes=1)
 NAMESPACE = StoreNamespace("benchmark", "u8", "none", GEOMETRY, mode=ORACLE)
 CHAIN_BLOCKS = 1000
 PENDING_BLOCKS = 6

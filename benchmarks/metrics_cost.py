@@ -146,7 +146,7 @@ def registered() -> Registry:
         hello = Hello(
             version=PROTOCOL_VERSION,
             address=EngineAddress(f"e{number}", "1", role, "", b"", ()),
-            namespace=StoreNamespace("m", "bf16", "l", BlockGeometry(2, BLOCK_TOKENS, 64)),
+            namespace=StoreNamespace("m", "bf16", "l", BlockGeometry.uniform(2, BLOCK_TOKENS, 64)),
             api_url="",
             node=f"n{number}",
             group=role.value,

@@ -50,7 +50,7 @@ LAB = "s3link"
 
 def read_blocks(url: str, threads: int) -> dict[str, float]:
     """Write the blocks where they are not, then read them again and again for ``SECONDS``."""
-    geometry = BlockGeometry(layers=1, block_tokens=64, layer_block_bytes=BLOCK_BYTES)
+    geometry = BlockGeometry.uniform(layers=1, block_tokens=64, layer_block_bytes=BLOCK_BYTES)
     storage = open_storage(url, StoreNamespace("benchmark", "bfloat16", "NHD", geometry))
     keys = block_keys(range(64 * BLOCKS), 64)
     content = np.random.default_rng(0).integers(0, 256, BLOCK_BYTES, dtype=np.uint8)

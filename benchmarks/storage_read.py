@@ -37,7 +37,9 @@ class Bench:
     """Stored blocks of one size and a buffer of ``BATCH_BLOCKS`` slots to read them into."""
 
     def __init__(self, root: Path, block_bytes: int, blocks: int) -> None:
-        self.geometry = BlockGeometry(layers=1, block_tokens=64, layer_block_bytes=block_bytes)
+        self.geometry = BlockGeometry.uniform(
+            layers=1, block_tokens=64, layer_block_bytes=block_bytes
+        )
         self.namespace = StoreNamespace("benchmark", "bfloat16", "NHD", self.geometry)
         self.root = root
         self.keys: list[BlockKey] = block_keys(range(64 * blocks), 64)

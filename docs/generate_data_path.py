@@ -19,7 +19,7 @@ from dualpath.plan.steps import PromptLayout, Step, generated_steps, whole_plan
 PAGE = Path(__file__).parent / "reference" / "data-path.md"
 
 #: Blocks of 64 tokens of a model of 61 layers with 42 KiB of KV each.
-GEOMETRY = BlockGeometry(layers=61, block_tokens=64, layer_block_bytes=42 * 1024)
+GEOMETRY = BlockGeometry.uniform(layers=61, block_tokens=64, layer_block_bytes=42 * 1024)
 HITS, MISSES = 480, 20
 PROMPT_TOKENS = (HITS + MISSES) * GEOMETRY.block_tokens - 10
 
@@ -41,7 +41,7 @@ they carry (all but `generated`), and the [bounds](cli/bounds.md) are sums over 
 
 The example is a prompt of {PROMPT_TOKENS:,} tokens: {HITS} hit blocks and {MISSES} computed
 ones, the last of them not full. A block has {GEOMETRY.block_tokens} tokens in
-{GEOMETRY.layers} layers; a Layer Block has {GEOMETRY.layer_block_bytes:,} bytes, a Full Block
+{GEOMETRY.layers} layers; a Layer Block has {GEOMETRY.bytes_of(0):,} bytes, a Full Block
 {GEOMETRY.full_block_bytes:,}.
 
 - *step*: the label in Fig. 4 of the paper, and in `dualpath:kv_bytes` and traces. *Blocks* are
@@ -131,7 +131,7 @@ def _row(steps: Sequence[Step], plan: Sequence[Step]) -> str:
     if not waits:
         waits = "-" if step.source is Place.STORAGE else "computation"
     times = len(steps) if step.layer is None else len(steps) // layers
-    factors = [step.blocks.count, layers, GEOMETRY.layer_block_bytes, times]
+    factors = [step.blocks.count, layers, GEOMETRY.bytes_of(0), times]
     formula = " · ".join(f"{factor:,}" for factor in factors[: 4 if times > 1 else 3])
     cells = [
         f"`{step.label}`",

@@ -29,7 +29,7 @@ from dualpath.transport.contract import (
     Transfer,
     TransferState,
 )
-from dualpath.transport.regions import check_pair, find_region, piece_addresses
+from dualpath.transport.regions import check_pair, find_region, named_regions, piece_addresses
 
 Step = Callable[[], None]
 
@@ -184,7 +184,7 @@ class WorldTransport:
     def _ends(
         self, agent: str, region: str, pieces: PieceIndices
     ) -> tuple[RegionInfo, PieceIndices]:
-        return find_region(self._agents[agent], region, agent), pieces
+        return find_region(named_regions(self._agents[agent], ()), region, agent), pieces
 
     def info(self) -> AgentInfo:
         """This agent's regions."""
@@ -193,7 +193,10 @@ class WorldTransport:
     def register(self, region: RegionInfo, keep_alive: object) -> None:
         """Regions are known."""
 
-    def connect(self, peer: AgentInfo) -> None:
+    def view(self, view: RegionInfo) -> None:
+        """Views are."""
+
+    def connect(self, peer: AgentInfo, views: Sequence[RegionInfo] = ()) -> None:
         """All agents are."""
 
     def disconnect(self, agent: str) -> None:
@@ -248,7 +251,7 @@ class WorldCopier:
     ) -> WorldCopy:
         """Queue a copy."""
         ends = [
-            (find_region(self._regions, name, "self"), pieces)
+            (find_region(named_regions(self._regions, ()), name, "self"), pieces)
             for name, pieces in ((source, source_pieces), (destination, destination_pieces))
         ]
         self._stream.wait(after)

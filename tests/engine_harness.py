@@ -32,7 +32,7 @@ from dualpath.core.control import (
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
-from dualpath.engine.hbm_copy import HbmLayout
+from dualpath.engine.hbm_layout import shared_layers
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.step_transfers import PrefillChunk
@@ -45,20 +45,21 @@ from dualpath.transport.contract import RegionInfo
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 from dualpath.transport.memory import allocate_registered
 
-GEOMETRY = BlockGeometry(layers=5, block_tokens=4, layer_block_bytes=256)
+GEOMETRY = BlockGeometry.uniform(layers=5, block_tokens=4, layer_block_bytes=256)
 WAIT_S = 20.0
 
 M = TypeVar("M", bound=Message)
 
 
-def kv_bytes(key: BlockKey, layer: int, size: int = GEOMETRY.layer_block_bytes) -> bytes:
+def kv_bytes(key: BlockKey, layer: int, size: int = GEOMETRY.bytes_of(0)) -> bytes:
     """The one right content of a Layer Block."""
     return hashlib.shake_128(key + layer.to_bytes(2, "big")).digest(size)
 
 
-def full_block(key: BlockKey) -> bytes:
+def full_block(key: BlockKey, geometry: BlockGeometry = GEOMETRY) -> bytes:
     """The one right content of a Full Block."""
-    return b"".join(kv_bytes(key, layer) for layer in range(GEOMETRY.layers))
+    layers = range(geometry.layers)
+    return b"".join(kv_bytes(key, layer, geometry.bytes_of(layer)) for layer in layers)
 
 
 def prompt_keys(tokens: int, salt: str = "s") -> list[BlockKey]:
@@ -70,9 +71,9 @@ def prompt_keys(tokens: int, salt: str = "s") -> list[BlockKey]:
     return keys
 
 
-def memory_storage() -> MemoryStorage:
+def memory_storage(geometry: BlockGeometry = GEOMETRY) -> MemoryStorage:
     """An empty storage for toy blocks."""
-    return MemoryStorage(StoreNamespace(model="toy", dtype="u8", layout="toy", geometry=GEOMETRY))
+    return MemoryStorage(StoreNamespace(model="toy", dtype="u8", layout="toy", geometry=geometry))
 
 
 class HeldBlocks:
@@ -114,9 +115,10 @@ class ToyEngine:
         parallel_reads: int = 2,
         transfer_deadline_s: float = WAIT_S,
         threads: Threads = OS_THREADS,
+        geometry: BlockGeometry = GEOMETRY,
     ) -> None:
-        self.regions = layer_buffers or GEOMETRY.layers
-        size = GEOMETRY.layer_block_bytes
+        self.regions = layer_buffers or geometry.layers
+        size = max(map(geometry.bytes_of, range(geometry.layers)))
         self._memory = allocate_registered(self.regions * hbm_blocks * size)
         self.hbm = self._memory.array.reshape(self.regions, hbm_blocks, size)
         regions = tuple(
@@ -129,11 +131,7 @@ class ToyEngine:
             )
             for index in range(self.regions)
         )
-        layout = HbmLayout(
-            regions=regions,
-            region_of_layer=tuple(f"hbm.{i % self.regions}" for i in range(GEOMETRY.layers)),
-            capacity_tokens=hbm_blocks * GEOMETRY.block_tokens,
-        )
+        layout = shared_layers(regions, geometry, hbm_blocks * geometry.block_tokens)
         self.settings = EngineSettings(
             role=role,
             engine_id=engine_id,
@@ -141,7 +139,7 @@ class ToyEngine:
             api_url="http://unused",
             storage="memory://toy",
             mode=mode,
-            buffer_bytes=buffer_blocks * GEOMETRY.full_block_bytes,
+            buffer_bytes=buffer_blocks * geometry.full_block_bytes,
             staging_blocks=4,
             layer_buffers=layer_buffers,
             trace_out=trace_out,
@@ -154,7 +152,7 @@ class ToyEngine:
         self.held = HeldBlocks()
         self.manager = TrafficManager(
             self.settings,
-            GEOMETRY,
+            geometry,
             storage,
             transport,
             layout,
@@ -226,12 +224,14 @@ class ToyCluster:
         decode_engines: int = 1,
         transfer_deadline_s: float = WAIT_S,
         threads: Threads = OS_THREADS,
+        geometry: BlockGeometry = GEOMETRY,
     ) -> None:
         self.fabric = InProcessFabric()
-        self.storage = storage if storage is not None else memory_storage()
+        self.geometry = geometry
+        self.storage = storage if storage is not None else memory_storage(geometry)
         self.mode = mode
         buffers = layer_buffers if mode.layerwise else 0
-        self.layers = LayerSettings(buffers=buffers or GEOMETRY.layers, overlap=mode.layerwise)
+        self.layers = LayerSettings(buffers=buffers or geometry.layers, overlap=mode.layerwise)
         self.pe = ToyEngine(
             Role.PREFILL,
             "pe-0",
@@ -243,6 +243,7 @@ class ToyCluster:
             trace_out=trace_out,
             transfer_deadline_s=transfer_deadline_s,
             threads=threads,
+            geometry=geometry,
         )
         self.decode = [
             ToyEngine(
@@ -255,6 +256,7 @@ class ToyCluster:
                 trace_out=trace_out and f"{trace_out}.de",
                 transfer_deadline_s=transfer_deadline_s,
                 threads=threads,
+                geometry=geometry,
             )
             for number in range(decode_engines)
         ]
@@ -270,7 +272,7 @@ class ToyCluster:
 
     def store(self, keys: Sequence[BlockKey]) -> None:
         """Put right blocks into storage."""
-        self.storage.write(keys, [memoryview(full_block(key)) for key in keys])
+        self.storage.write(keys, [memoryview(full_block(key, self.geometry)) for key in keys])
 
     def load(
         self,
@@ -335,11 +337,13 @@ class ToyCluster:
             for prefill_transfer, _, chunk, hbm in work
         ]
         stream = self.pe.manager.begin_prefill(chunks, self.layers)
-        for layer in range(GEOMETRY.layers):
-            region = self.pe.hbm[layer % self.pe.regions]
+        for layer in range(self.geometry.layers):
+            size = self.geometry.bytes_of(layer)
+            region = self.pe.hbm[layer % self.pe.regions][:, :size]
             for _, keys, chunk, hbm in work:  # new KV is written before anything is waited for
                 for block in range(chunk.first, chunk.end):
-                    region[hbm[block]] = np.frombuffer(kv_bytes(keys[block], layer), np.uint8)
+                    new = kv_bytes(keys[block], layer, size)
+                    region[hbm[block]] = np.frombuffer(new, np.uint8)
             stream.wait_loaded(layer)
             at_layer(layer, stream)
             for prefill_transfer, keys, chunk, hbm in work:
@@ -347,7 +351,7 @@ class ToyCluster:
                     continue
                 for block in range(chunk.first):
                     found = region[hbm[block]].tobytes()
-                    assert found == kv_bytes(keys[block], layer), (layer, block)
+                    assert found == kv_bytes(keys[block], layer, size), (layer, block)
             stream.computed(layer)
         return self.pe.manager.end_prefill(stream)
 

@@ -63,9 +63,7 @@ class HostCopier:
         after: DeviceEvent,
     ) -> _DoneCopy:
         """Copy now."""
-        here, there = (
-            find_region(self._regions.values(), name, "host") for name in (source, destination)
-        )
+        here, there = (find_region(self._regions, name, "host") for name in (source, destination))
         indices = check_pair(here, source_pieces, there, destination_pieces)
         sources, destinations = (
             piece_addresses(here, indices[0]),

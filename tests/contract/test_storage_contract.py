@@ -22,7 +22,7 @@ from dualpath.storage.s3 import S3Storage
 from dualpath.storage.throttle import ThrottledStorage
 from dualpath.transport.memory import allocate_registered
 
-GEOMETRY = BlockGeometry(layers=4, block_tokens=16, layer_block_bytes=3072)
+GEOMETRY = BlockGeometry.uniform(layers=4, block_tokens=16, layer_block_bytes=3072)
 NAMESPACE = StoreNamespace("org/tiny-model", "float32", "NHD", GEOMETRY)
 ORACLE_NAMESPACE = msgspec.structs.replace(NAMESPACE, mode="oracle")
 BLOCK_BYTES = GEOMETRY.full_block_bytes

@@ -40,7 +40,7 @@ SETTINGS = LabSettings(
 DEADLINE_S = 60
 SOURCE = str(Path(__file__).parents[2] / "src")
 BLOCKS, BLOCK_BYTES = 4, 1 << 20
-GEOMETRY = BlockGeometry(layers=1, block_tokens=1, layer_block_bytes=BLOCK_BYTES)
+GEOMETRY = BlockGeometry.uniform(layers=1, block_tokens=1, layer_block_bytes=BLOCK_BYTES)
 NAMESPACE = StoreNamespace("m", "float32", "NHD", GEOMETRY)
 
 #: Writes or reads blocks whose content is their number, on a node.

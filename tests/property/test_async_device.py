@@ -30,7 +30,7 @@ from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.buffer import STAGING_REGION, BlockBuffer
 from dualpath.engine.chunk_transfers import NoHolder
 from dualpath.engine.counters import Counters
-from dualpath.engine.hbm_copy import HbmLayout
+from dualpath.engine.hbm_layout import PartViews, shared_layers
 from dualpath.engine.layer_stream import LayerSettings
 from dualpath.engine.movers import Movers
 from dualpath.engine.stalls import StalledAgents
@@ -44,7 +44,7 @@ from dualpath.transport.memory import allocate_registered
 HBM_BLOCKS = 8
 #: Two looks of a wait.
 DEADLINE_S = 0.5
-SIZE = GEOMETRY.layer_block_bytes
+SIZE = GEOMETRY.bytes_of(0)
 GARBAGE = np.full(SIZE, 0xEE, np.uint8)
 
 
@@ -68,15 +68,14 @@ class Engine:
             for i in range(regions)
         ]
         self.layer_region = [i % regions for i in range(GEOMETRY.layers)]
-        names = tuple(f"hbm.{i}" for i in self.layer_region)
-        self.layout = HbmLayout(tuple(hbm), names, HBM_BLOCKS * GEOMETRY.block_tokens)
+        self.layout = shared_layers(hbm, GEOMETRY, HBM_BLOCKS * GEOMETRY.block_tokens)
+        views = PartViews(GEOMETRY, self.layout)
         self.buffer, self.staging, self.de_buffer = buffer(HBM_BLOCKS), buffer(1), buffer(8)
         self.other_de_buffer = buffer(8)
-        staging = self.staging.region()
         own = [
             *hbm,
-            self.buffer.region(),
-            RegionInfo(STAGING_REGION, staging.base_address, SIZE, SIZE, GEOMETRY.layers),
+            *views.of(self.buffer.region()),
+            *views.of(self.staging.region(STAGING_REGION)),
         ]
         copier = WorldCopier(self.world, own) if own_copier else None
         self.device = WorldDevice(self.world, copier)
@@ -84,8 +83,8 @@ class Engine:
         self.after = WorldEventWaiter(self.world)
         agents = {
             "self": own,
-            "de": [self.de_buffer.region()],
-            "other-de": [self.other_de_buffer.region()],
+            "de": list(views.of(self.de_buffer.region())),
+            "other-de": list(views.of(self.other_de_buffer.region())),
         }
         self.transport = WorldTransport(self.world, "self", agents)
         self.stalled = StalledAgents()
@@ -99,13 +98,7 @@ class Engine:
 
     def movers(self, side: Role) -> Movers:
         transfers = StepTransfers(
-            side,
-            GEOMETRY,
-            self.transport,
-            self.device,
-            Counters(),
-            "self",
-            self.layout.region_of_layer,
+            side, self.transport, self.device, Counters(), "self", self.layout
         )
         return Movers(
             transfers,

@@ -20,7 +20,7 @@ from dualpath.plan.bounds import (
 from dualpath.plan.movements import Link
 from dualpath.plan.steps import PromptLayout, Step, whole_plan
 
-GEOMETRY = BlockGeometry(layers=4, block_tokens=64, layer_block_bytes=1 << 16)
+GEOMETRY = BlockGeometry.uniform(layers=4, block_tokens=64, layer_block_bytes=1 << 16)
 HIT_BLOCKS = 50
 
 shapes = st.builds(

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from tests.engine_harness import GEOMETRY, ToyCluster, full_block, kv_bytes, prompt_keys
 from tests.stored_runs import read_run
 
+from dualpath.core.blocks import BlockGeometry
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun
 from dualpath.plan.counts import new_full_blocks
@@ -25,6 +26,7 @@ def prompts(draw: st.DrawFn) -> tuple[int, int, int, tuple[int, ...]]:
 
 def run_prompt(cluster: ToyCluster, prompt: tuple[int, int, int, tuple[int, ...]]) -> None:
     tokens, pe_hits, de_hits, chunk_ends = prompt
+    geometry = cluster.geometry
     keys = prompt_keys(tokens)
     cluster.store(keys[: pe_hits + de_hits])
     prefill_transfer = cluster.load("r", keys, tokens, pe_hits, de_hits)
@@ -35,18 +37,20 @@ def run_prompt(cluster: ToyCluster, prompt: tuple[int, int, int, tuple[int, ...]
         assert failures == {}
         first = end
     for block, slot in enumerate(prefill_transfer.de_slots):
-        assert cluster.de.slot_bytes(slot) == full_block(keys[block]), block
+        assert cluster.de.slot_bytes(slot) == full_block(keys[block], geometry), block
     assert cluster.hand_to_decode(prefill_transfer, keys, hbm) is None
-    for layer in range(GEOMETRY.layers):
+    for layer in range(geometry.layers):
+        size = geometry.bytes_of(layer)
         for block, key in enumerate(keys):
-            assert cluster.de.hbm[layer][hbm[block]].tobytes() == kv_bytes(key, layer)
+            found = cluster.de.hbm[layer][hbm[block]][:size].tobytes()
+            assert found == kv_bytes(key, layer, size)
     cluster.release("r")
     assert cluster.de.manager.drain(20)
-    full = new_full_blocks(0, tokens, GEOMETRY.block_tokens)
-    read_back = [bytearray(GEOMETRY.full_block_bytes) for _ in range(full)]
+    full = new_full_blocks(0, tokens, geometry.block_tokens)
+    read_back = [bytearray(geometry.full_block_bytes) for _ in range(full)]
     outcome = read_run(cluster.storage, keys[:full], [memoryview(b) for b in read_back])
     assert outcome.good_blocks == full
-    assert [bytes(b) for b in read_back] == [full_block(key) for key in keys[:full]]
+    assert [bytes(b) for b in read_back] == [full_block(key, geometry) for key in keys[:full]]
     for engine in (cluster.pe, cluster.de):
         assert engine.report().free_buffer_tokens == engine.manager.buffer_tokens
 
@@ -57,6 +61,27 @@ def test_all_bytes_arrive_through_every_path(
     prompt: tuple[int, int, int, tuple[int, ...]], layer_buffers: int
 ) -> None:
     cluster = ToyCluster(layer_buffers=layer_buffers)
+    try:
+        run_prompt(cluster, prompt)
+    finally:
+        cluster.close()
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> BlockGeometry:
+    """Some layers, unequal, of one to three parts."""
+    sizes = st.lists(st.sampled_from([24, 64, 200, 256]), min_size=1, max_size=3)
+    parts = draw(st.lists(sizes, min_size=1, max_size=5))
+    return BlockGeometry(GEOMETRY.block_tokens, tuple(map(tuple, parts)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(prompts(), geometries(), st.integers(1, 5))
+def test_all_bytes_of_unequal_layers_and_their_parts_arrive(
+    prompt: tuple[int, int, int, tuple[int, ...]], geometry: BlockGeometry, layer_buffers: int
+) -> None:
+    buffers = min(layer_buffers, geometry.layers)
+    cluster = ToyCluster(layer_buffers=buffers, geometry=geometry)
     try:
         run_prompt(cluster, prompt)
     finally:

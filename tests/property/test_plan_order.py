@@ -129,7 +129,7 @@ def test_a_generated_block_leaves_hbm_before_it_is_written(tmp_path: Path) -> No
 
 # ---------------------------------------------------------------- the rule itself
 
-SMALL = BlockGeometry(layers=2, block_tokens=4, layer_block_bytes=10)
+SMALL = BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=10)
 
 
 def one_by_one(plan: list[Step]) -> list[Executed]:

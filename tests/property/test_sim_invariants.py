@@ -108,7 +108,7 @@ def test_links_carry_exactly_what_the_plans_of_all_rounds_say(cluster, mode, age
             HitRun(Role.DECODE, BlockRun(head, tail)),
         ]
         layout = PromptLayout(
-            geometry=BlockGeometry(layers=10, block_tokens=64, layer_block_bytes=6400),
+            geometry=BlockGeometry.uniform(layers=10, block_tokens=64, layer_block_bytes=6400),
             prompt_tokens=int(agents.prompt_tokens[r]),
             hits=tuple(run for run in runs if run.blocks),
         )

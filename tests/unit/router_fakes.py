@@ -28,7 +28,7 @@ NAMESPACE = StoreNamespace(
     model="tiny",
     dtype="float32",
     layout="test",
-    geometry=BlockGeometry(layers=2, block_tokens=BLOCK_TOKENS, layer_block_bytes=64),
+    geometry=BlockGeometry.uniform(layers=2, block_tokens=BLOCK_TOKENS, layer_block_bytes=64),
 )
 #: Longer than any limit of the router; in virtual time it costs nothing.
 GUARD_S = 3600.0

@@ -25,7 +25,7 @@ from dualpath.storage import directory, posix
 from dualpath.storage.posix import PosixStorage
 
 GUARD_S = 20.0
-GEOMETRY = BlockGeometry(layers=2, block_tokens=4, layer_block_bytes=512)
+GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=512)
 KEYS = block_keys(range(16), 4)
 DATA = [memoryview(bytes([i]) * GEOMETRY.full_block_bytes) for i in range(4)]
 

@@ -88,7 +88,7 @@ def test_misses_push_the_upper_edge_over_the_limit(capsys):
 
 
 def test_plan_loads_approach_the_equations_as_misses_vanish():
-    geometry = BlockGeometry(layers=3, block_tokens=1, layer_block_bytes=100)
+    geometry = BlockGeometry.uniform(layers=3, block_tokens=1, layer_block_bytes=100)
     machine = shape(2, 4)
     closed = closed_form_bytes_per_s(machine)
     few = plan_bytes_per_s(machine, geometry, 1_000_000, 1)

@@ -289,17 +289,17 @@ def test_cuda_copies_where_no_nic_does(gpu, monkeypatch, setting, nic, own):
 
 # ------------------------------------------------------------------ KV tensors as regions
 
-GEOMETRY = BlockGeometry(layers=1, block_tokens=64, layer_block_bytes=2 * 64 * 4 * 16 * 2)
+GEOMETRY = BlockGeometry.uniform(layers=1, block_tokens=64, layer_block_bytes=2 * 64 * 4 * 16 * 2)
 
 
 def layout_of(cache):
-    return hbm_layout([cache], 10, GEOMETRY).regions[0]
+    return hbm_layout([cache], 10, GEOMETRY).memories[0]
 
 
 def test_a_block_major_tensor_is_one_region_whatever_the_order_inside_a_block():
     cache = torch.zeros(10, 4, 64, 32, dtype=torch.float16)
     region = layout_of(cache)
-    assert (region.pieces, region.piece_bytes) == (10, GEOMETRY.layer_block_bytes)
+    assert (region.pieces, region.piece_bytes) == (10, GEOMETRY.bytes_of(0))
     inside = torch.zeros(10, 64, 4, 32, dtype=torch.float16).permute(0, 2, 1, 3)
     assert layout_of(inside).stride_bytes == region.stride_bytes
 
@@ -313,13 +313,13 @@ def test_the_null_block_counts_for_nothing():
 def test_kernel_blocks_smaller_than_the_engines_are_put_together():
     cache = torch.zeros(40, 4, 16, 32, dtype=torch.float16)
     region = layout_of(cache)
-    assert (region.pieces, region.stride_bytes) == (10, GEOMETRY.layer_block_bytes)
+    assert (region.pieces, region.stride_bytes) == (10, GEOMETRY.bytes_of(0))
 
 
 def test_layers_may_lie_between_the_blocks_of_a_layer():
     cache = torch.zeros(10, 3, 4, 64, 32, dtype=torch.float16)[:, 1]
     region = layout_of(cache)
-    assert region.stride_bytes == 3 * GEOMETRY.layer_block_bytes
+    assert region.stride_bytes == 3 * GEOMETRY.bytes_of(0)
 
 
 @pytest.mark.parametrize(

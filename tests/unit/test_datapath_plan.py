@@ -14,7 +14,7 @@ from dualpath.plan.steps import (
     whole_plan,
 )
 
-GEOMETRY = BlockGeometry(layers=3, block_tokens=64, layer_block_bytes=1000)
+GEOMETRY = BlockGeometry.uniform(layers=3, block_tokens=64, layer_block_bytes=1000)
 
 
 def layout(*hits: HitRun, prompt_tokens: int = 64 * 10 + 5) -> PromptLayout:

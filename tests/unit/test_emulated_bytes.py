@@ -14,7 +14,7 @@ from dualpath.laboratory.emulated.prefix import TokenPrefix
 from dualpath.laboratory.emulated.settings import Verify, block_geometry
 from dualpath.laboratory.emulated.verification import CheckedAt, Verifier
 
-GEOMETRY = BlockGeometry(layers=3, block_tokens=4, layer_block_bytes=4 * 3 * 8)
+GEOMETRY = BlockGeometry.uniform(layers=3, block_tokens=4, layer_block_bytes=4 * 3 * 8)
 VOCAB = 1000
 TOKENS = [5, 6, 7, 8, 9, 10, 11, 12, 13]
 
@@ -66,7 +66,7 @@ def test_a_salt_separates_kv_but_not_answers() -> None:
 
 def test_no_two_words_of_different_layers_or_tokens_are_equal() -> None:
     function, seeds = KvFunction(GEOMETRY), prefix(TOKENS).seeds[:2]
-    words = np.stack([function.layer_blocks(seeds, layer) for layer in range(GEOMETRY.layers)])
+    words = np.stack([function.part_blocks(seeds, layer, 0) for layer in range(GEOMETRY.layers)])
     assert len(np.unique(words)) == words.size
 
 
@@ -76,8 +76,11 @@ def test_tokens_written_one_by_one_make_the_block_that_is_written_at_once() -> N
     (other,) = hbm.take(1) or ()
     for place in range(4):
         hbm.write_token(other, place, made.seeds[1, place])
-    assert np.array_equal(hbm.words[:, other], hbm.words[:, blocks[1]])
-    assert np.array_equal(hbm.words[:, other], function.full_block(made.seeds[1]))
+    written = [hbm.layer(layer)[0][other].ravel() for layer in range(GEOMETRY.layers)]
+    assert np.array_equal(np.concatenate(written), function.full_block(made.seeds[1]))
+    for layer in range(GEOMETRY.layers):
+        (words,) = hbm.layer(layer)
+        assert np.array_equal(words[other], words[blocks[1]])
 
 
 def test_right_blocks_are_counted_and_none_is_wrong() -> None:
@@ -96,7 +99,7 @@ def test_one_flipped_byte_is_found_where_every_byte_is_compared(
 ) -> None:
     made = prefix(TOKENS)
     hbm, function, blocks = filled_hbm(made)
-    hbm.layer(2)[blocks[1]].view(np.uint8)[3, 7] ^= 1
+    hbm.layer(2)[0][blocks[1]].view(np.uint8)[3, 7] ^= 1
     verifier = Verifier(function, verify, Counters())
     assert verifier.layer_blocks(CheckedAt.DE_HBM, hbm.layer(2), blocks, made.seeds, 2) == found
     assert verifier.counts()[CheckedAt.DE_HBM][1] == len(found)
@@ -117,7 +120,7 @@ def test_full_blocks_in_dram_are_compared_layer_by_layer(verify: Verify) -> None
     made, function = prefix(TOKENS), KvFunction(GEOMETRY)
     right = memoryview(bytearray(function.full_block(made.seeds[0]).tobytes()))
     torn = memoryview(bytearray(right))
-    torn[: GEOMETRY.layer_block_bytes] = bytes(GEOMETRY.layer_block_bytes)
+    torn[: GEOMETRY.bytes_of(0)] = bytes(GEOMETRY.bytes_of(0))
     verifier = Verifier(function, verify, Counters())
     seeds = made.seeds[[0, 0]]
     assert verifier.full_blocks(CheckedAt.DE_BUFFER, [right, torn], seeds) == [1]
@@ -125,9 +128,10 @@ def test_full_blocks_in_dram_are_compared_layer_by_layer(verify: Verify) -> None
 
 
 def test_hbm_is_handed_out_whole_or_not_at_all() -> None:
-    hbm = EmulatedHbm(KvFunction(GEOMETRY), 2, 5 * 2 * GEOMETRY.layer_block_bytes)
+    hbm = EmulatedHbm(KvFunction(GEOMETRY), 2, 5 * 2 * GEOMETRY.bytes_of(0))
     assert (hbm.blocks, hbm.layout().capacity_tokens) == (5, 20)
-    assert hbm.layout().region_of_layer == ("hbm.0", "hbm.1", "hbm.0")
+    layers = [[part.region.name for part in parts] for parts in hbm.layout().layers]
+    assert layers == [["hbm.0"], ["hbm.1"], ["hbm.0"]]
     held = hbm.take(3)
     assert held is not None
     assert hbm.take(3) is None
@@ -137,12 +141,12 @@ def test_hbm_is_handed_out_whole_or_not_at_all() -> None:
 
 
 def test_geometry_is_rounded_to_words_and_impossible_ones_are_refused() -> None:
-    assert block_geometry(4, 16, 1000.0).layer_block_bytes == 16 * 31 * 8
-    assert block_geometry(4, 16, 1.0).layer_block_bytes == 16 * 8
+    assert block_geometry(4, 16, 1000.0).bytes_of(0) == 16 * 31 * 8
+    assert block_geometry(4, 16, 1.0).bytes_of(0) == 16 * 8
     with pytest.raises(ConfigError, match="above 0"):
         block_geometry(0, 16, 1000.0)
     with pytest.raises(ConfigError, match="multiple of 8 bytes"):
-        KvFunction(BlockGeometry(layers=1, block_tokens=4, layer_block_bytes=36))
+        KvFunction(BlockGeometry.uniform(layers=1, block_tokens=4, layer_block_bytes=36))
     with pytest.raises(ConfigError, match="raise the HBM"):
         EmulatedHbm(KvFunction(GEOMETRY), 3, 100)
 
@@ -151,5 +155,5 @@ def test_geometry_is_rounded_to_words_and_impossible_ones_are_refused() -> None:
 def test_small_blocks_are_compared_fully_and_large_ones_by_samples(
     words: int, verify: Verify
 ) -> None:
-    geometry = BlockGeometry(layers=2, block_tokens=4, layer_block_bytes=4 * words * 8)
+    geometry = BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=4 * words * 8)
     assert Verify.fitting(geometry) is verify

@@ -74,7 +74,7 @@ def spoil_loads(made: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wait_loaded(stream: LayerStream, layer: int) -> None:
         load(stream, layer)
-        hbm.layer(layer)[:, 2, 1] ^= np.uint64(1)
+        hbm.layer(layer)[0][:, 2, 1] ^= np.uint64(1)
 
     monkeypatch.setattr(LayerStream, "wait_loaded", wait_loaded)
 
@@ -85,7 +85,7 @@ def spoil_computation(made: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def write_blocks(layer: int, blocks: Sequence[int], seeds: Seeds) -> None:
         write(layer, blocks, seeds)
-        hbm.layer(layer)[blocks[0], 0, 0] ^= np.uint64(1)
+        hbm.layer(layer)[0][blocks[0], 0, 0] ^= np.uint64(1)
 
     monkeypatch.setattr(hbm, "write_blocks", write_blocks)
 
@@ -98,7 +98,7 @@ def spoil_decode_transfer(made: Cluster, monkeypatch: pytest.MonkeyPatch) -> Non
         decode_transfer: DecodeTransfer, blocks: Sequence[int], done: Callable[[str | None], None]
     ) -> None:
         def copied(error: str | None) -> None:
-            plane.hbm.layer(3)[blocks[1], 2, 1] ^= np.uint64(1)
+            plane.hbm.layer(3)[0][blocks[1], 2, 1] ^= np.uint64(1)
             done(error)
 
         fill(decode_transfer, blocks, copied)

@@ -4,12 +4,12 @@ from dualpath.core.blocks import BlockGeometry
 from dualpath.laboratory.emulated.hbm import EmulatedHbm
 from dualpath.laboratory.emulated.kv_bytes import KvFunction
 
-GEOMETRY = BlockGeometry(layers=2, block_tokens=4, layer_block_bytes=256)
+GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=256)
 BLOCKS = 4
 
 
 def hbm() -> EmulatedHbm:
-    return EmulatedHbm(KvFunction(GEOMETRY), 2, BLOCKS * 2 * GEOMETRY.layer_block_bytes)
+    return EmulatedHbm(KvFunction(GEOMETRY), 2, BLOCKS * 2 * GEOMETRY.bytes_of(0))
 
 
 def test_held_blocks_are_free_when_they_are_given_back_and_let_go() -> None:

@@ -174,7 +174,7 @@ NAMESPACE = StoreNamespace(
     model=read_speed.PROBE_MODEL,
     dtype="float32",
     layout="test",
-    geometry=BlockGeometry(layers=2, block_tokens=4, layer_block_bytes=4096),
+    geometry=BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=4096),
 )
 
 

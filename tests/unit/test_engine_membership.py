@@ -21,13 +21,16 @@ from dualpath.core.control import (
     encode,
     outside,
 )
-from dualpath.engine.hbm_copy import HbmLayout
+from dualpath.engine.hbm_layout import shared_layers
 from dualpath.engine.membership import Membership, ServedModel
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.surroundings import Surroundings
+from dualpath.transport.contract import RegionInfo
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
+from dualpath.transport.memory import allocate_registered
 
 NAMESPACE = StoreNamespace(model="toy", dtype="u8", layout="toy", geometry=GEOMETRY)
+HBM = allocate_registered(GEOMETRY.bytes_of(0))
 
 
 class Router:
@@ -73,7 +76,8 @@ def membership(
         buffer_bytes=4 * GEOMETRY.full_block_bytes,
         snic_bytes_per_s=1e9,
     )
-    hbm = HbmLayout(regions=(), region_of_layer=(), capacity_tokens=640)
+    region = RegionInfo("hbm", HBM.address, HBM.size_bytes, HBM.size_bytes, 1)
+    hbm = shared_layers([region], GEOMETRY, capacity_tokens=640)
     fabric = InProcessFabric()
     return Membership(
         settings,

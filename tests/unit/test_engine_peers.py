@@ -1,22 +1,29 @@
 """Peers of an engine: who cannot be reached now harms nobody, and is tried again."""
 
 import pytest
+from tests.engine_harness import GEOMETRY
 
-from dualpath.core.addresses import AgentAddress, EngineAddress
+from dualpath.core.addresses import AgentAddress, EngineAddress, RegionAddress
 from dualpath.core.cluster import Role
 from dualpath.core.errors import TransportError
+from dualpath.engine.buffer import BUFFER_REGION
+from dualpath.engine.hbm_layout import PartViews, shared_layers
 from dualpath.engine.peers import Peers
+from dualpath.transport.contract import RegionInfo
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 
+SIZE = GEOMETRY.bytes_of(0)
+VIEWS = PartViews(GEOMETRY, shared_layers([RegionInfo("hbm", 4096, SIZE, SIZE, 1)], GEOMETRY, 4))
 
-def address(engine_id: str) -> EngineAddress:
-    agent = AgentAddress(f"{engine_id}-1", b"in-process", ())
+
+def address(engine_id: str, *regions: RegionAddress) -> EngineAddress:
+    agent = AgentAddress(f"{engine_id}-1", b"in-process", regions)
     return EngineAddress(engine_id, "1", Role.DECODE, (agent,))
 
 
 def test_a_peer_that_cannot_be_reached_does_not_keep_others_away() -> None:
     fabric = InProcessFabric()
-    peers = Peers(Role.PREFILL, InProcessTransport("pe-0-1", fabric))
+    peers = Peers(Role.PREFILL, InProcessTransport("pe-0-1", fabric), VIEWS)
     InProcessTransport("de-1-1", fabric)
     for peer in (address("de-0"), address("de-1")):
         peers.up(peer)
@@ -27,7 +34,7 @@ def test_a_peer_that_cannot_be_reached_does_not_keep_others_away() -> None:
 
 def test_a_peer_that_was_out_of_reach_is_connected_when_it_is_needed() -> None:
     fabric = InProcessFabric()
-    peers = Peers(Role.PREFILL, InProcessTransport("pe-0-1", fabric))
+    peers = Peers(Role.PREFILL, InProcessTransport("pe-0-1", fabric), VIEWS)
     peers.up(address("de-0"))
     InProcessTransport("de-0-1", fabric)
     assert peers.agents_of("de-0", "1") == ("de-0-1",)
@@ -50,3 +57,16 @@ def test_ranks_and_agents_are_paired_whatever_their_numbers() -> None:
             found = pairs(ranks, agents)
             assert all(found)
             assert {name for each in found for name in each} == set(map(str, range(agents)))
+
+
+def test_a_peer_with_other_blocks_is_refused_and_does_not_keep_others_away() -> None:
+    fabric = InProcessFabric()
+    peers = Peers(Role.PREFILL, InProcessTransport("pe-0-1", fabric), VIEWS)
+    for agent in ("de-0-1", "de-1-1"):
+        InProcessTransport(agent, fabric)
+    full = GEOMETRY.full_block_bytes
+    peers.up(address("de-0", RegionAddress(BUFFER_REGION, 4096, full + 1, full + 1, 2)))
+    peers.up(address("de-1", RegionAddress(BUFFER_REGION, 4096, full, full, 2)))
+    with pytest.raises(TransportError, match="engine de-0: region 'buffer' has blocks of 1281"):
+        peers.agents_of("de-0", "1")
+    assert peers.agents_of("de-1", "1") == ("de-1-1",)

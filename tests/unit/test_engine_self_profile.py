@@ -138,7 +138,7 @@ NAMESPACE = StoreNamespace(
     model="m",
     dtype="float32",
     layout="l",
-    geometry=BlockGeometry(layers=2, block_tokens=BLOCK_TOKENS, layer_block_bytes=1024),
+    geometry=BlockGeometry.uniform(layers=2, block_tokens=BLOCK_TOKENS, layer_block_bytes=1024),
 )
 
 

@@ -360,8 +360,8 @@ def test_the_buffer_waits_for_the_prompts_persist_order(cluster: ToyCluster) -> 
 def test_generated_blocks_are_stored_as_they_stand_in_hbm(cluster: ToyCluster) -> None:
     keys = prompt_keys(TOKENS)
     for layer in range(GEOMETRY.layers):
-        start = layer * GEOMETRY.layer_block_bytes
-        piece = full_block(keys[0])[start : start + GEOMETRY.layer_block_bytes]
+        start = layer * GEOMETRY.bytes_of(0)
+        piece = full_block(keys[0])[start : start + GEOMETRY.bytes_of(0)]
         cluster.de.hbm[layer][9] = list(piece)
     cluster.de.manager.persist_generated([GeneratedBlock(9, keys[0])])
     assert cluster.de.manager.drain(WAIT_S)

@@ -14,7 +14,7 @@ from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.transfer_checks import TransferChecks, with_own_hits
 
-GEOMETRY = BlockGeometry(layers=2, block_tokens=4, layer_block_bytes=64)
+GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=64)
 BUFFER_SLOTS = 8
 TOKENS = 4 * GEOMETRY.block_tokens
 PREFILL = PrefillTransfer(

@@ -14,7 +14,7 @@ from dualpath.storage.memory import MemoryStorage
 from dualpath.storage.posix import PosixStorage
 from dualpath.storage.throttle import ThrottledStorage
 
-GEOMETRY = BlockGeometry(layers=1, block_tokens=1, layer_block_bytes=64)
+GEOMETRY = BlockGeometry.uniform(layers=1, block_tokens=1, layer_block_bytes=64)
 NAMESPACE = StoreNamespace("m", "float32", "NHD", GEOMETRY)
 KEYS = block_keys(range(3), 1)
 DATA = [memoryview(bytes([i + 1]) * 64) for i in range(3)]

@@ -17,8 +17,8 @@ from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage import posix
 from dualpath.storage.posix import PosixStorage
 
-GEOMETRY = BlockGeometry(layers=2, block_tokens=4, layer_block_bytes=8192)
-NAMESPACE = StoreNamespace("org/tiny model", "float32", "NHD", GEOMETRY, rank=3)
+GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=8192)
+NAMESPACE = StoreNamespace("org/tiny model", "float32", "NHD", GEOMETRY)
 KEYS = block_keys(range(16), 4)
 DATA = [memoryview(bytes([i]) * GEOMETRY.full_block_bytes) for i in range(4)]
 
@@ -41,7 +41,7 @@ def temporary_files(storage: PosixStorage) -> list[Path]:
 def test_files_lie_where_the_layout_says(storage: PosixStorage, tmp_path: Path) -> None:
     storage.write(KEYS[:1], DATA[:1])
     name = KEYS[0].hex()
-    folder = f"org-tiny-model_{NAMESPACE.digest()}_r3"
+    folder = f"org-tiny-model_{NAMESPACE.digest()}"
     path = tmp_path / folder / name[:3] / name[3:5] / f"{name}.kv"
     assert visible_files(storage) == [path]
     assert path.stat().st_size == 4096 + GEOMETRY.full_block_bytes

@@ -21,7 +21,7 @@ from dualpath.storage.s3_connection import Patience
 from dualpath.storage.s3_location import parse_location
 from dualpath.storage.s3_signature import Credentials, authorization
 
-GEOMETRY = BlockGeometry(layers=2, block_tokens=1, layer_block_bytes=4096)
+GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=1, layer_block_bytes=4096)
 NAMESPACE = StoreNamespace("m", "float32", "NHD", GEOMETRY)
 BLOCKS = 3
 KEYS = block_keys(range(BLOCKS), 1)

@@ -10,7 +10,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.storage.memory import MemoryStorage
 from dualpath.storage.throttle import ThrottledStorage, TokenBucket
 
-GEOMETRY = BlockGeometry(layers=1, block_tokens=1, layer_block_bytes=1000)
+GEOMETRY = BlockGeometry.uniform(layers=1, block_tokens=1, layer_block_bytes=1000)
 NAMESPACE = StoreNamespace("m", "float32", "NHD", GEOMETRY)
 KEYS = block_keys(range(10), 1)
 DATA = [memoryview(bytes(1000)) for _ in KEYS]

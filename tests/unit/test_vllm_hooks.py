@@ -42,7 +42,7 @@ from dualpath.vllm.quota_scheduler import QuotaScheduler
 from dualpath.vllm.scheduler_side import SchedulerSide
 
 BLOCK_TOKENS = 16
-GEOMETRY = BlockGeometry(layers=2, block_tokens=BLOCK_TOKENS, layer_block_bytes=1024)
+GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=BLOCK_TOKENS, layer_block_bytes=1024)
 SETTINGS = EngineSettings(
     role=Role.PREFILL, engine_id="pe-0", router="tcp://h:1", api_url="http://h:2", storage="s",
     layer_buffers=0,

@@ -242,7 +242,9 @@ def _plan_loads(
         )
     # Blocks of one token, so that no rounding to blocks enters.
     per_layer = max(round(model.kv_bytes_per_token_and_layer), 1)
-    geometry = BlockGeometry(layers=model.layers, block_tokens=1, layer_block_bytes=per_layer)
+    geometry = BlockGeometry.uniform(
+        layers=model.layers, block_tokens=1, layer_block_bytes=per_layer
+    )
     return plan_bytes_per_s(shape, geometry, hits, settings.prompt_tokens - hits)
 
 

@@ -2,7 +2,12 @@
 
 A *Layer Block* holds the KV-cache of ``block_tokens`` tokens in one layer; a *Full Block* is
 the concatenation of the Layer Blocks of all layers, in layer order, so that no layout conversion
-is ever needed: slicing a Full Block at ``layer * layer_block_bytes`` yields a Layer Block.
+is ever needed: a Layer Block is a slice of a Full Block.
+
+A Layer Block consists of *parts*, one for each KV tensor that a layer has (latent KV and the keys
+of an indexer, say); most layers have one.  A Full Block is that of the whole model, all heads of
+it, head-major, and says nothing of how an engine is cut: who moves only some heads moves a *slice*
+of each part (``core.parts``).
 
 A block's *key* is a chain: SHA-256 over the canonical CBOR of (parent key, the block's token ids,
 extra keys), the very function vLLM calls ``sha256_cbor``.  Equal keys therefore mean equal token
@@ -11,6 +16,8 @@ prefixes, and router, engines and storage agree on them without talking to each 
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import cbor2
 import msgspec
@@ -34,25 +41,73 @@ def most_hit_blocks(prompt_tokens: int, block_tokens: int) -> int:
     return max(prompt_tokens - 1, 0) // block_tokens
 
 
-class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shape of the blocks of one engine rank.
+class LayerPart(NamedTuple):
+    """Part ``part`` of layer ``layer``: ``size_bytes`` of a Full Block from ``offset_bytes`` on."""
 
-    ``layers`` ≥ 1; ``block_tokens`` ≥ 1 tokens per block (64 in the paper);
-    ``layer_block_bytes`` bytes of one Layer Block, opaque: engines may pack K and V as they like.
+    layer: int
+    part: int
+    offset_bytes: int
+    size_bytes: int
+
+
+class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """Shape of the blocks of one model.
+
+    ``block_tokens`` ≥ 1 tokens per block (64 in the paper); ``layer_parts``: for each layer the
+    bytes ≥ 1 of its parts, opaque: engines may pack K and V as they like.  Raises ``ValueError``
+    (msgspec's, where it is decoded) for blocks without tokens, layers or bytes.
     """
 
-    layers: int
     block_tokens: int
-    layer_block_bytes: int
+    layer_parts: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        """See the class."""
+        if self.block_tokens < 1 or not self.layer_parts:
+            raise ValueError(
+                f"blocks of {self.block_tokens} tokens in {len(self.layer_parts)} layers; each "
+                "must be at least 1"
+            )
+        for layer, sizes in enumerate(self.layer_parts):
+            if not sizes or min(sizes) < 1:
+                raise ValueError(
+                    f"layer {layer} has parts of {list(sizes)} bytes; it needs at least one, each "
+                    "of at least 1 byte"
+                )
+
+    @classmethod
+    def uniform(cls, layers: int, block_tokens: int, layer_block_bytes: int) -> "BlockGeometry":
+        """Return blocks of ``layers`` equal layers of one part each."""
+        return cls(block_tokens, ((layer_block_bytes,),) * layers)
 
     @property
+    def layers(self) -> int:
+        """Layers that have KV."""
+        return len(self.layer_parts)
+
+    @cached_property
+    def parts(self) -> tuple[LayerPart, ...]:
+        """All parts, in the order in which they lie in a Full Block."""
+        found, offset_bytes = [], 0
+        for layer, sizes in enumerate(self.layer_parts):
+            for part, size_bytes in enumerate(sizes):
+                found.append(LayerPart(layer, part, offset_bytes, size_bytes))
+                offset_bytes += size_bytes
+        return tuple(found)
+
+    @cached_property
     def full_block_bytes(self) -> int:
         """Bytes of one Full Block: all layers of ``block_tokens`` tokens."""
-        return self.layers * self.layer_block_bytes
+        return sum(sum(sizes) for sizes in self.layer_parts)
 
     def bytes_of(self, layer: int | None) -> int:
         """Bytes of a block in one layer, or (None) in all."""
-        return self.full_block_bytes if layer is None else self.layer_block_bytes
+        return self.full_block_bytes if layer is None else sum(self.layer_parts[layer])
+
+    def slice_of(self, layer: int) -> slice:
+        """Return which bytes of a Full Block are the Layer Block of a layer."""
+        before = sum(map(sum, self.layer_parts[:layer]))
+        return slice(before, before + self.bytes_of(layer))
 
     @property
     def bytes_per_token(self) -> int:
@@ -78,8 +133,6 @@ class StoreNamespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     layout: str
     geometry: BlockGeometry
-    rank: int = 0
-    world_size: int = 1
     mode: str = "kv"
 
     def digest(self) -> str:

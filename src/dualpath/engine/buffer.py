@@ -1,9 +1,6 @@
 """The PE or DE buffer: registered DRAM divided into Full Block slots (§4.1)."""
 
-from collections.abc import Callable, Iterable, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Iterable
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.engine.slots import Grant, SlotPool
@@ -16,17 +13,12 @@ BUFFER_REGION = "buffer"
 STAGING_REGION = "staging"
 
 
-def layer_pieces(geometry: BlockGeometry, slots: Sequence[int], layer: int) -> NDArray[np.int64]:
-    """Return which pieces of a buffer's region are the Layer Blocks of these slots."""
-    return np.asarray(slots, dtype=np.int64) * geometry.layers + layer
-
-
 class BlockBuffer:
     """Slots with memory behind them; all methods may be called from any thread.
 
-    One region of ``slots · layers`` pieces, each a Layer Block (``layer_pieces``): a slot's
-    pieces are contiguous and form its Full Block (§A.5).  ``granted`` is called, outside
-    the lock, for every reservation as soon as it fits.
+    One region with a piece per slot, its Full Block (§A.5); who moves Layer Blocks has views of it
+    (``engine.hbm_layout``).  ``granted`` is called, outside the lock, for every reservation as
+    soon as it fits.
     """
 
     def __init__(
@@ -59,14 +51,14 @@ class BlockBuffer:
         """The allocation, to be kept alive by whoever registers it."""
         return self._memory
 
-    def region(self) -> RegionInfo:
+    def region(self, name: str = BUFFER_REGION) -> RegionInfo:
         """Describe the buffer to a transport."""
         return RegionInfo(
-            name=BUFFER_REGION,
+            name=name,
             base_address=self._memory.address,
-            stride_bytes=self.geometry.layer_block_bytes,
-            piece_bytes=self.geometry.layer_block_bytes,
-            pieces=max(self.capacity, 1) * self.geometry.layers,
+            stride_bytes=self.geometry.full_block_bytes,
+            piece_bytes=self.geometry.full_block_bytes,
+            pieces=max(self.capacity, 1),
         )
 
     def view(self, slot: int) -> memoryview:

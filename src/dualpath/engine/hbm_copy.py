@@ -7,8 +7,6 @@ paper does.
 
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from dualpath.core.errors import DualPathError
 from dualpath.engine.chunk_transfers import BlockHolder
 from dualpath.engine.device import DeviceEvent
@@ -19,18 +17,6 @@ from dualpath.engine.threads import Event, Lock
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.order import Executed
 from dualpath.plan.steps import Step
-from dualpath.transport.contract import RegionInfo
-
-
-class HbmLayout(msgspec.Struct, frozen=True):
-    """The engine's KV memory: ``region_of_layer[l]`` names the region that holds layer ``l``.
-
-    With layerwise prefill several layers share a region.  ``capacity_tokens`` of all layers.
-    """
-
-    regions: tuple[RegionInfo, ...]
-    region_of_layer: tuple[str, ...]
-    capacity_tokens: int
 
 
 class _Countdown:
@@ -152,13 +138,12 @@ class HbmCopier:
         if self._device.copier is None:
             earlier.wait()
         countdown = self._countdown("", steps, ended)
-        events = [self._post(step, [hbm_block], earlier, countdown) for step in steps]
+        events = [e for s in steps for e in self._post(s, [hbm_block], earlier, countdown)]
         if self._device.copier is None and not self._wait(over):
             given_up.set()
             self._stalled.add(own_agent)
         for event in events:
-            if event is not None:
-                self._device.wait(event)
+            self._device.wait(event)
         return not given_up.is_set()
 
     def _countdown(
@@ -174,8 +159,8 @@ class HbmCopier:
 
     def _post(
         self, step: Step, hbm_blocks: Sequence[int], earlier: DeviceEvent, countdown: _Countdown
-    ) -> DeviceEvent | None:
-        """Post one layer; return the event of its end if the device copies it itself."""
+    ) -> tuple[DeviceEvent, ...]:
+        """Post one layer; return the events of its end if the device copies it itself."""
         start_ns, own_agent = self._trace.now_ns(), self._transfers.own_agent
 
         def over(completion: Completion) -> None:
@@ -183,10 +168,10 @@ class HbmCopier:
             countdown.step_over(step, start_ns, completion.error, settled=completion.settled)
 
         try:
-            transfer, event = self._transfers.post(step, hbm_blocks, earlier=earlier)
+            transfer, events = self._transfers.post(step, hbm_blocks, earlier=earlier)
         except DualPathError as error:
             countdown.step_over(step, start_ns, str(error))
-            return None
+            return ()
         self._stalled.posted(own_agent)
         self._pump.watch(transfer, over)
-        return event
+        return events

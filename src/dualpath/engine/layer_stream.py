@@ -39,7 +39,7 @@ from dualpath.core.errors import DualPathError
 from dualpath.engine.chunk_transfers import ChunkTransfers
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.device import DeviceEvent
-from dualpath.engine.layer_work import POSTING, LayerWork, Part, Stage
+from dualpath.engine.layer_work import POSTING, LayerWork, Share, Stage
 from dualpath.engine.movers import Movers
 from dualpath.engine.pump import Completion
 from dualpath.engine.step_transfers import PrefillChunk
@@ -200,7 +200,7 @@ class LayerStream:
             self._trace.moved(executed)
             then()
 
-        work.begin((self._part(number, step) for number, step in steps), over)
+        work.begin((self._share_of(number, step) for number, step in steps), over)
         self._pump.call(lambda: self._post(work, steps, executed))
 
     def _post(
@@ -215,20 +215,20 @@ class LayerStream:
         the computation.
         """
         for number, step in steps:
-            part = self._part(number, step)
-            posted = self._chunks[number].start() and self._post_one(work, part, step, executed)
+            share = self._share_of(number, step)
+            posted = self._chunks[number].start() and self._post_one(work, share, step, executed)
             if not posted:
-                work.ended(part)
+                work.ended(share)
         work.ended(POSTING)
 
     def _post_one(
-        self, work: LayerWork, part: Part, step: Step, executed: list[tuple[str, Executed]]
+        self, work: LayerWork, share: Share, step: Step, executed: list[tuple[str, Executed]]
     ) -> bool:
         """Post a transfer and have it watched; False if it failed at once."""
-        number, agent = part
+        number, agent = share
         chunk, start_ns = self._chunks[number], self._trace.now_ns()
         try:
-            transfer, event = self._transfers.post(
+            transfer, events = self._transfers.post(
                 step, chunk.chunk.hbm_blocks, chunk.chunk.decode_agents
             )
         except DualPathError as error:
@@ -240,8 +240,8 @@ class LayerStream:
             self._fail(number, f"a transfer cannot be posted: {error}")
             return False
         self._patience.posted(agent, transfer.bytes)
-        if event is not None:
-            work.copy_queued(part, event)
+        if events:
+            work.copy_queued(share, events)
 
         def ended(completion: Completion) -> None:
             self._patience.ended(agent, transfer.bytes)
@@ -252,14 +252,14 @@ class LayerStream:
                 executed.append((chunk.request_id, done))
             if completion.settled:
                 chunk.ended()
-            work.ended(part, by_device=event is not None)
+            work.ended(share, by_device=bool(events))
 
         self._pump.watch(transfer, ended)
         return True
 
-    def _part(self, number: int, step: Step) -> Part:
+    def _share_of(self, number: int, step: Step) -> Share:
         agent = self._transfers.agent_of(step, self._chunks[number].chunk.decode_agents)
-        return Part(number, agent)
+        return Share(number, agent)
 
     def _wait(self, stage: Stage, what: str) -> None:
         if stage.reached.is_set():
@@ -310,7 +310,7 @@ class LayerStream:
             for steps in (load_steps, send_steps)
             for step in steps(chunk.layout, layer, chunk.chunk.chunk)
         )
-        return {self._part(number, step).agent for step in steps}
+        return {self._share_of(number, step).agent for step in steps}
 
     def _give_up(self, number: int, reason: str) -> None:
         """Fail a chunk, start nothing more for it and let nobody wait for what is under way."""

@@ -8,7 +8,7 @@ from dualpath.engine.device import DeviceEvent
 from dualpath.engine.threads import OS_THREADS, Threads
 
 
-class Part(NamedTuple):
+class Share(NamedTuple):
     """Transfers of one chunk of the pass with one agent."""
 
     chunk: int
@@ -16,7 +16,7 @@ class Part(NamedTuple):
 
 
 #: The posting itself: no layer is through before all of its transfers have been posted.
-POSTING = Part(-1, "")
+POSTING = Share(-1, "")
 
 
 class Stage:
@@ -28,34 +28,34 @@ class Stage:
     def __init__(self, threads: Threads) -> None:
         self.reached = threads.event()
         self._lock = threads.lock()
-        self._left: Counter[Part] = Counter()
+        self._left: Counter[Share] = Counter()
 
-    def expect(self, parts: Iterable[Part]) -> None:
+    def expect(self, shares: Iterable[Share]) -> None:
         """Wait for these; called once."""
         with self._lock:
-            self._left.update(parts)
+            self._left.update(shares)
 
     def agents(self) -> set[str]:
         """Return whose transfers have not come here; empty before ``expect``."""
         with self._lock:
-            return {part.agent for part in self._left}
+            return {share.agent for share in self._left}
 
-    def came(self, part: Part) -> bool:
+    def came(self, share: Share) -> bool:
         """One transfer is here; return whether it was the last.  Given up ones do not count."""
         with self._lock:
-            if part not in self._left:
+            if share not in self._left:
                 return False
-            self._left[part] -= 1
-            if not self._left[part]:
-                del self._left[part]
+            self._left[share] -= 1
+            if not self._left[share]:
+                del self._left[share]
             return not self._left
 
     def give_up(self, chunk: int) -> bool:
         """Wait for none of a chunk's; return whether only they were missing."""
         with self._lock:
-            given_up = [part for part in self._left if part.chunk == chunk]
-            for part in given_up:
-                del self._left[part]
+            given_up = [share for share in self._left if share.chunk == chunk]
+            for share in given_up:
+                del self._left[share]
             return bool(given_up) and not self._left
 
 
@@ -73,24 +73,24 @@ class LayerWork:
         self.events: list[DeviceEvent] = []
         self._then: Callable[[], None] = lambda: None
 
-    def begin(self, parts: Iterable[Part], then: Callable[[], None]) -> None:
-        """Expect these transfers, one part each; ``then`` follows the last of them."""
-        expected = [*parts, POSTING]
+    def begin(self, shares: Iterable[Share], then: Callable[[], None]) -> None:
+        """Expect these transfers, one share each; ``then`` follows the last of them."""
+        expected = [*shares, POSTING]
         self._then = then
         self.queued.expect(expected)
         self.over.expect(expected)
 
-    def copy_queued(self, part: Part, event: DeviceEvent) -> None:
-        """The device will have done one transfer at ``event``."""
-        self.events.append(event)
-        if self.queued.came(part):
+    def copy_queued(self, share: Share, events: Iterable[DeviceEvent]) -> None:
+        """The device will have done one transfer when ``events`` have passed."""
+        self.events.extend(events)
+        if self.queued.came(share):
             self.queued.reached.set()
 
-    def ended(self, part: Part, *, by_device: bool = False) -> None:
+    def ended(self, share: Share, *, by_device: bool = False) -> None:
         """One transfer is over, or was not posted."""
-        if not by_device and self.queued.came(part):
+        if not by_device and self.queued.came(share):
             self.queued.reached.set()
-        if self.over.came(part):
+        if self.over.came(share):
             self._finish()
 
     def give_up(self, chunk: int) -> None:

@@ -24,7 +24,7 @@ from dualpath.core.control import (
 from dualpath.core.rates import Rate, RateOrigin, Rates
 from dualpath.engine.chunk_transfers import BlockHolder
 from dualpath.engine.device import Device
-from dualpath.engine.hbm_copy import HbmLayout
+from dualpath.engine.hbm_layout import HbmLayout
 from dualpath.engine.link import ControlLink
 from dualpath.engine.read_speed import PROBE_MODEL, measure
 from dualpath.engine.settings import EngineSettings

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dualpath.core.blocks import BlockGeometry
 from dualpath.engine.counters import Counters
 from dualpath.engine.device import Device
 from dualpath.engine.event_waiter import EventWaiter
+from dualpath.engine.hbm_layout import HbmLayout, PartViews
 from dualpath.engine.health import Health
 from dualpath.engine.pump import TransferPump
 from dualpath.engine.settings import EngineSettings
@@ -38,31 +38,35 @@ class Movers(msgspec.Struct, frozen=True):
 
 def open_movers(
     settings: EngineSettings,
-    geometry: BlockGeometry,
     transport: Transport,
     device: Device,
-    memories: Sequence[tuple[RegionInfo, object]],
-    region_of_layer: Sequence[str],
+    buffers: Sequence[tuple[RegionInfo, object]],
+    hbm: HbmLayout,
+    views: PartViews,
     counters: Counters,
     trace: TraceRecorder,
     health: Health,
 ) -> Movers:
-    """Register an engine's memories, each with what keeps it alive, and start the threads.
+    """Register an engine's memories and start the threads.
 
-    ``region_of_layer[l]`` names the region that holds layer ``l`` in HBM.  Raises ``ConfigError``
-    if the device or the network refuses memory.
+    ``buffers`` are regions of Full Blocks, each with what keeps it alive; their parts are seen as
+    ``views`` says.  Raises ``ConfigError`` if the device or the network refuses memory.
     """
-    for region, memory in memories:
+    for region, memory in (*buffers, *((region, hbm) for region in hbm.memories)):
         if region.memory == "DRAM":
             device.pin(region.base_address, span_bytes(region), memory)
         transport.register(region, memory)
         if device.copier is not None:
             device.copier.register(region)
+    for view in (*hbm.views(), *(view for region, _ in buffers for view in views.of(region))):
+        transport.view(view)
+        if device.copier is not None:
+            device.copier.register(view)
     agent = transport.info().agent
     pump = TransferPump(settings.engine_id, health)
     pump.call(device.enter_thread)
     return Movers(
-        StepTransfers(settings.role, geometry, transport, device, counters, agent, region_of_layer),
+        StepTransfers(settings.role, transport, device, counters, agent, hbm),
         pump,
         device,
         EventWaiter(device, settings.engine_id, health),

@@ -8,7 +8,9 @@ import msgspec
 from dualpath.core.addresses import AgentAddress, EngineAddress, RegionAddress, Writer
 from dualpath.core.cluster import Role
 from dualpath.core.control import PeerDown
-from dualpath.core.errors import TransportError
+from dualpath.core.errors import ConfigError, TransportError
+from dualpath.engine.buffer import BUFFER_REGION
+from dualpath.engine.hbm_layout import PartViews
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.transport.contract import AgentInfo, RegionInfo, Transport
 
@@ -27,6 +29,7 @@ class Peers:
         self,
         role: Role,
         transport: Transport,
+        views: PartViews,
         threads: Threads = OS_THREADS,
         rank: int = 0,
         ranks: int = 1,
@@ -34,6 +37,7 @@ class Peers:
         self._rank, self._ranks = rank, ranks
         self._connects = role is Role.PREFILL
         self._transport = transport
+        self._views = views
         self._lock = threads.lock()
         self._peers: dict[str, EngineAddress] = {}
         self._connected: set[str] = set()
@@ -100,8 +104,16 @@ class Peers:
     def _connect(self, peer: EngineAddress) -> None:
         for agent in self._of(peer):
             if agent.agent not in self._connected:
-                self._transport.connect(agent_info(agent))
-                self._connected.add(agent.agent)
+                self._connect_agent(peer.engine_id, agent_info(agent))
+
+    def _connect_agent(self, engine_id: str, agent: AgentInfo) -> None:
+        buffers = (region for region in agent.regions if region.name == BUFFER_REGION)
+        try:
+            views = [view for buffer in buffers for view in self._views.of(buffer)]
+            self._transport.connect(agent, views)
+        except ConfigError as error:
+            raise TransportError(f"engine {engine_id}: {error}") from error
+        self._connected.add(agent.agent)
 
 
 def agent_info(address: AgentAddress) -> AgentInfo:

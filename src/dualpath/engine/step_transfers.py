@@ -3,9 +3,12 @@
 Where a step begins and ends says all of it.  Both ends in this engine: a copy, by the device where
 it has a copier, else by the transport to itself (§5.2).  One end here: a write to the other engine
 or a read from it; the prefill engine starts all of these.
+
+A layer's parts have a work list each; they count as one transfer.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -13,12 +16,14 @@ from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import PrefillTransfer
-from dualpath.engine.buffer import BUFFER_REGION, STAGING_REGION, layer_pieces
+from dualpath.engine.buffer import BUFFER_REGION, STAGING_REGION
 from dualpath.engine.counters import Counters
-from dualpath.engine.device import PASSED, Device, DeviceEvent
+from dualpath.engine.device import PASSED, Device, DeviceCopier, DeviceCopy, DeviceEvent
+from dualpath.engine.hbm_layout import HbmLayout, view_name
 from dualpath.plan.movements import Place
 from dualpath.plan.steps import PromptLayout, Step
 from dualpath.transport.contract import Direction, PieceIndices, Transfer, Transport
+from dualpath.transport.transfer_group import post_together
 
 _DRAM_REGIONS = {
     Place.PE_BUFFER: BUFFER_REGION,
@@ -45,26 +50,38 @@ class PrefillChunk(msgspec.Struct, frozen=True):
         return PromptLayout(geometry, transfer.prompt_tokens, transfer.hits, transfer.de_slots)
 
 
+class _End(msgspec.Struct, frozen=True):
+    """The pieces at one end of a step, in one region for each part of its layer."""
+
+    regions: tuple[str, ...]
+    pieces: PieceIndices
+
+
 class StepTransfers:
-    """Posts the steps of an engine of one side; ``hbm_region[l]`` holds layer ``l``."""
+    """Posts the steps of an engine of one side, between Full Blocks and its ``hbm``."""
 
     def __init__(
         self,
         side: Role,
-        geometry: BlockGeometry,
         transport: Transport,
         device: Device,
         counters: Counters,
         agent: str,
-        hbm_region: Sequence[str],
+        hbm: HbmLayout,
     ) -> None:
         self._side = side
-        self._geometry = geometry
         self._transport = transport
         self._device = device
         self._counters = counters
         self._agent = agent
-        self._hbm_region = hbm_region
+        self._hbm_regions = [tuple(part.region.name for part in parts) for parts in hbm.layers]
+        self._dram_regions = {
+            region: [
+                tuple(view_name(region, layer, part) for part in range(len(parts)))
+                for layer, parts in enumerate(hbm.layers)
+            ]
+            for region in (BUFFER_REGION, STAGING_REGION)
+        }
 
     @property
     def own_agent(self) -> str:
@@ -87,42 +104,68 @@ class StepTransfers:
         hbm_blocks: Sequence[int],
         peers: Sequence[str] = (),
         earlier: DeviceEvent = PASSED,
-    ) -> tuple[Transfer, DeviceEvent | None]:
-        """Post a step of one layer; with the event of its end if the device does it.
+    ) -> tuple[Transfer, tuple[DeviceEvent, ...]]:
+        """Post a step of one layer; with the events of its end if the device does it.
 
         ``hbm_blocks`` are the engine's block ids of the request's blocks 0 and following, ``peers``
         are transport agents of the other engine, if the step has an end there.  Everything the
         step depends on must be over, except that a copy of the device waits for ``earlier``.
-        Raises ``TransportError``.
+        Raises ``TransportError``; nothing moves then.
         """
-        posted = self._post(step, hbm_blocks, peers, earlier)
-        self._counters.moved(step)
-        return posted
-
-    def _post(
-        self, step: Step, hbm_blocks: Sequence[int], peers: Sequence[str], earlier: DeviceEvent
-    ) -> tuple[Transfer, DeviceEvent | None]:
-        source = self._pieces(step.source, step, hbm_blocks)
-        destination = self._pieces(step.destination, step, hbm_blocks)
+        source = self._end(step.source, step, hbm_blocks)
+        destination = self._end(step.destination, step, hbm_blocks)
         within = step.source.side is step.destination.side
+        events: list[DeviceEvent] = []
         if within and self._device.copier is not None:
-            copy = self._device.copier.copy(*source, *destination, earlier)
-            return copy, copy.event
-        if step.source.side is self._side:
-            direction, here, there = Direction.WRITE, source, destination
+            posts = _copies(self._device.copier, source, destination, earlier, events)
+        elif step.source.side is self._side:
+            posts = self._posts(Direction.WRITE, source, destination, step, peers)
         else:
-            direction, here, there = Direction.READ, destination, source
-        agent = self.agent_of(step, peers)
-        transfer = self._transport.post(
-            direction, *here, agent, *there, traffic_class=step.traffic_class.value
-        )
-        return transfer, None
+            posts = self._posts(Direction.READ, destination, source, step, peers)
+        transfer = post_together(posts)
+        self._counters.moved(step)
+        return transfer, tuple(events)
 
-    def _pieces(
-        self, place: Place, step: Step, hbm_blocks: Sequence[int]
-    ) -> tuple[str, PieceIndices]:
-        """Return the region and the pieces of it that a step reads or writes at one end."""
+    def _posts(
+        self, direction: Direction, here: _End, there: _End, step: Step, peers: Sequence[str]
+    ) -> list[Callable[[], Transfer]]:
+        agent = self.agent_of(step, peers)
+        return [
+            functools.partial(
+                self._transport.post,
+                direction,
+                *(region, here.pieces),
+                agent,
+                *(other_region, there.pieces),
+                traffic_class=step.traffic_class.value,
+            )
+            for region, other_region in zip(here.regions, there.regions, strict=True)
+        ]
+
+    def _end(self, place: Place, step: Step, hbm_blocks: Sequence[int]) -> _End:
+        """Return what a step reads or writes at one end."""
         assert step.layer is not None, "Full Blocks are moved by storage"
         if (region := _DRAM_REGIONS.get(place)) is None:
-            return self._hbm_region[step.layer], hbm_blocks[step.blocks.first : step.blocks.end]
-        return region, layer_pieces(self._geometry, step.slots, step.layer)
+            blocks = hbm_blocks[step.blocks.first : step.blocks.end]
+            return _End(self._hbm_regions[step.layer], blocks)
+        return _End(self._dram_regions[region][step.layer], step.slots)
+
+
+def _copies(
+    copier: DeviceCopier,
+    source: _End,
+    destination: _End,
+    earlier: DeviceEvent,
+    events: list[DeviceEvent],
+) -> list[Callable[[], Transfer]]:
+    """Return how to queue a copy for each part; each adds the event of its end."""
+
+    def copy(source_region: str, destination_region: str) -> DeviceCopy:
+        queued = copier.copy(
+            source_region, source.pieces, destination_region, destination.pieces, earlier
+        )
+        events.append(queued.event)
+        return queued
+
+    pairs = zip(source.regions, destination.regions, strict=True)
+    return [functools.partial(copy, *pair) for pair in pairs]

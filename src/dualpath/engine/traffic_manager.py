@@ -43,7 +43,8 @@ from dualpath.engine.chunk_transfers import BlockHolder, NoHolder
 from dualpath.engine.counters import Counters
 from dualpath.engine.device import Device, HostDevice
 from dualpath.engine.generated import GeneratedBlock, GeneratedBlocks
-from dualpath.engine.hbm_copy import HbmCopier, HbmLayout
+from dualpath.engine.hbm_copy import HbmCopier
+from dualpath.engine.hbm_layout import HbmLayout, PartViews
 from dualpath.engine.health import Health
 from dualpath.engine.host_process import is_gone
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
@@ -105,22 +106,21 @@ class TrafficManager:
         self._hbm = hbm
         self._device = device or HostDevice()
         self._active = ActiveRequests(threads)
-        self._peers = Peers(settings.role, transport, threads)
+        views = PartViews(geometry, hbm)
+        self._peers = Peers(settings.role, transport, views, threads)
         slots = settings.buffer_bytes // geometry.full_block_bytes
         self._buffer = BlockBuffer(geometry, slots, self._granted, threads)
         self._staging = BlockBuffer(geometry, settings.staging_blocks, lambda grant: None, threads)
-        staging = msgspec.structs.replace(self._staging.region(), name=STAGING_REGION)
         self._movers = open_movers(
             settings,
-            geometry,
             transport,
             self._device,
             (
                 (self._buffer.region(), self._buffer.memory),
-                (staging, self._staging.memory),
-                *((region, hbm) for region in hbm.regions),
+                (self._staging.region(STAGING_REGION), self._staging.memory),
             ),
-            hbm.region_of_layer,
+            hbm,
+            views,
             self.counters,
             self.trace,
             self._health,

@@ -1,6 +1,6 @@
 """Where a namespace's blocks lie on a file system.
 
-``<root>/<model>_<digest>_r<rank>/<hhh>/<hh>/<key in hex>.kv``, the fan-out vLLM's file tier uses:
+``<root>/<model>_<digest>/<hhh>/<hh>/<key in hex>.kv``, the fan-out vLLM's file tier uses:
 4096 × 256 directories keep each of them small at millions of blocks.  ``namespace.json`` beside
 them says in clear what the digest stands for.  Half-written files live in ``tmp/``, named after
 their writer, and are linked to their final name only when whole; what dead writers of this host
@@ -36,7 +36,7 @@ _numbers = count()
 def namespace_name(namespace: StoreNamespace) -> str:
     """Return the name of a namespace: letters, digits and ``-._``."""
     slug = re.sub(r"[^A-Za-z0-9.-]+", "-", namespace.model).strip("-.")[-_MODEL_CHARACTERS:]
-    return f"{slug or 'model'}_{namespace.digest()}_r{namespace.rank}"
+    return f"{slug or 'model'}_{namespace.digest()}"
 
 
 def block_name(key: BlockKey) -> str:

@@ -2,7 +2,9 @@
 
 A transport belongs to one engine.  It registers *regions* (memory divided into equal blocks,
 DRAM buffer or HBM) once; a *transfer* moves a list of blocks between a local region and a region
-of some agent, which may be the engine itself (the CNIC loopback of §5.2).
+of some agent, which may be the engine itself (the CNIC loopback of §5.2).  A *view* of a region is
+the same piece of each of its blocks: no memory is registered for it, and nobody else hears of it.
+Who addresses it makes it, at either end.
 """
 
 import enum
@@ -12,6 +14,8 @@ from typing import Protocol
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from dualpath.core.errors import ConfigError
 
 
 class Direction(enum.StrEnum):
@@ -25,9 +29,8 @@ class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A registered region as other agents address it.
 
     Piece ``i`` occupies ``[base_address + i * stride_bytes, … + piece_bytes)``, 0 ≤ i < pieces.
-    A buffer of F Full Blocks of L layers is registered as one region of F·L pieces of
-    ``layer_block_bytes``: piece ``slot * L + layer``.  One layer's HBM is one region with a piece
-    per engine block.  ``memory`` is "DRAM" or "VRAM".
+    A buffer is one region with a piece per slot, each a Full Block; what lies in HBM for one part
+    of one layer is a region with a piece per engine block.  ``memory`` is "DRAM" or "VRAM".
     """
 
     name: str
@@ -37,6 +40,24 @@ class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pieces: int
     memory: str = "DRAM"
     device: int = 0
+
+    def part(self, name: str, offset_bytes: int, piece_bytes: int) -> "RegionInfo":
+        """Return the view of ``piece_bytes`` at ``offset_bytes`` of every piece.
+
+        Raises ``ConfigError`` if that reaches out of the piece.
+        """
+        if offset_bytes < 0 or piece_bytes < 1 or offset_bytes + piece_bytes > self.piece_bytes:
+            raise ConfigError(
+                f"view {name!r} of {piece_bytes} bytes at {offset_bytes} reaches out of the "
+                f"pieces of {self.piece_bytes} bytes of region {self.name!r}; both ends need the "
+                "same model and block size"
+            )
+        return msgspec.structs.replace(
+            self,
+            name=name,
+            base_address=self.base_address + offset_bytes,
+            piece_bytes=piece_bytes,
+        )
 
 
 class AgentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,14 +115,22 @@ class Transport(Protocol):
         """
         ...
 
-    def info(self) -> AgentInfo:
-        """Return this agent's address book entry, with all regions registered so far."""
+    def view(self, view: RegionInfo) -> None:
+        """Make a view of a registered region known by its own name.
+
+        Raises ``ConfigError`` if the name is taken or a piece lies in no registered region's.
+        """
         ...
 
-    def connect(self, peer: AgentInfo) -> None:
-        """Make a peer reachable; idempotent for the same agent name.
+    def info(self) -> AgentInfo:
+        """Return this agent's address book entry, with all regions registered so far, no views."""
+        ...
 
-        Raises ``PeerLostError`` if it cannot be reached.
+    def connect(self, peer: AgentInfo, views: Sequence[RegionInfo] = ()) -> None:
+        """Make a peer reachable, with ``views`` of its regions; idempotent for the same of both.
+
+        A longer list of either is taken over.  Raises ``PeerLostError`` if it cannot be reached,
+        ``ConfigError`` for a view as ``view`` does.
         """
         ...
 

@@ -8,7 +8,7 @@ of once in a thousand runs on real hardware.
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -26,7 +26,9 @@ from dualpath.transport.regions import (
     check_pair,
     check_region,
     check_traffic_class,
+    check_view,
     find_region,
+    named_regions,
     piece_addresses,
 )
 
@@ -158,9 +160,10 @@ class InProcessTransport:
         self._fabric = fabric
         self._traffic_classes = frozenset(traffic_classes)
         self._lock = threading.Lock()
+        self._registered: list[RegionInfo] = []
         self._regions: dict[str, RegionInfo] = {}
         self._keep_alive: list[object] = []
-        self._peers: dict[str, AgentInfo] = {}
+        self._peers: dict[str, dict[str, RegionInfo]] = {}
         self._unfinished: dict[InProcessTransfer, str] = {}
         self._closed = False
 
@@ -168,20 +171,28 @@ class InProcessTransport:
         """Register memory; see the contract."""
         with self._lock:
             check_region(region, self._regions)
+            self._registered.append(region)
             self._regions[region.name] = region
             self._keep_alive.append(keep_alive)
+
+    def view(self, view: RegionInfo) -> None:
+        """Make a view of a registered region known; see the contract."""
+        with self._lock:
+            check_view(view, self._registered, self._regions)
+            self._regions[view.name] = view
 
     def info(self) -> AgentInfo:
         """Return this agent's address book entry."""
         with self._lock:
-            return AgentInfo(self.agent, b"in-process", tuple(self._regions.values()))
+            return AgentInfo(self.agent, b"in-process", tuple(self._registered))
 
-    def connect(self, peer: AgentInfo) -> None:
+    def connect(self, peer: AgentInfo, views: Sequence[RegionInfo] = ()) -> None:
         """Make a peer reachable; raises ``PeerLostError`` if it is not alive."""
         if not self._fabric.is_alive(peer.agent):
             raise PeerLostError(f"agent {peer.agent!r} cannot be reached; is its engine running?")
+        regions = named_regions(peer.regions, views)
         with self._lock:
-            self._peers[peer.agent] = peer
+            self._peers[peer.agent] = regions
 
     def disconnect(self, agent: str) -> None:
         """Forget a peer and fail its unfinished transfers."""
@@ -204,9 +215,8 @@ class InProcessTransport:
     ) -> InProcessTransfer:
         """Post one transfer; see the contract."""
         check_traffic_class(traffic_class, self._traffic_classes)
-        peer = self._peer(agent)
-        local = find_region(self.info().regions, local_region, self.agent)
-        remote = find_region(peer.regions, remote_region, agent)
+        local = find_region(self._regions_of(self.agent), local_region, self.agent)
+        remote = find_region(self._regions_of(agent), remote_region, agent)
         local_indices, remote_indices = check_pair(local, local_pieces, remote, remote_pieces)
         here = piece_addresses(local, local_indices)
         there = piece_addresses(remote, remote_indices)
@@ -229,16 +239,16 @@ class InProcessTransport:
         self._fabric.kill(self.agent)
         self._keep_alive.clear()
 
-    def _peer(self, agent: str) -> AgentInfo:
+    def _regions_of(self, agent: str) -> Mapping[str, RegionInfo]:
         if self._closed:
             raise TransportError(f"transport {self.agent!r} is closed; open a new one")
         if agent == self.agent:
-            return self.info()
+            return self._regions
         with self._lock:
-            peer = self._peers.get(agent)
-        if peer is None or not self._fabric.is_alive(agent):
+            regions = self._peers.get(agent)
+        if regions is None or not self._fabric.is_alive(agent):
             raise PeerLostError(f"agent {agent!r} is not connected; connect to it again")
-        return peer
+        return regions
 
     def _stalls(self, peer: str) -> bool:
         return self._fabric._stalls(peer)

@@ -1,6 +1,6 @@
 """The compute network through NIXL and UCX: RDMA where there is some, shared memory or TCP else.
 
-Costs are paid once: memory is registered once, the descriptor list of a region is prepared once
+Costs are paid once: memory is registered once, the descriptor list of a view is prepared once
 per peer, and a posted transfer is two index arrays into prepared lists (the doorbell batching of
 §5.2; about 0.6 µs per piece).  A posted transfer owns one NIXL handle.
 
@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,9 @@ from dualpath.transport.regions import (
     check_pair,
     check_region,
     check_traffic_class,
+    check_view,
     find_region,
+    named_regions,
     span_bytes,
 )
 from dualpath.transport.ucx_config import engine_config_text
@@ -78,8 +80,8 @@ class NixlTransport:
         self._regions: dict[str, RegionInfo] = {}
         self._registrations: list[tuple[RegionInfo, Any, object]] = []
         self._local_lists: dict[str, Any] = {}
-        self._remote_lists: dict[tuple[str, str], Any] = {}
-        self._peers: dict[str, AgentInfo] = {}
+        self._remote_lists: dict[tuple[str, RegionInfo], Any] = {}
+        self._peers: dict[str, dict[str, RegionInfo]] = {}
         self._lost: set[str] = set()
         self._leaving: set[str] = set()
         self._transfers: set[NixlTransfer] = set()
@@ -96,30 +98,34 @@ class NixlTransport:
             self._regions[region.name] = region
             self._local_lists[region.name] = self._prepare(LOCAL_SIDE, region)
 
+    def view(self, view: RegionInfo) -> None:
+        """Prepare the descriptors of a view; see the contract."""
+        with self._lock:
+            check_view(view, self._registered(), self._regions)
+            self._regions[view.name] = view
+            self._local_lists[view.name] = self._prepare(LOCAL_SIDE, view)
+
     def info(self) -> AgentInfo:
         """Return this agent's address book entry, with all regions registered so far."""
         with self._lock:
-            return AgentInfo(
-                self.agent, self._nixl.get_agent_metadata(), tuple(self._regions.values())
-            )
+            metadata = self._nixl.get_agent_metadata()
+            return AgentInfo(self.agent, metadata, self._registered())
 
-    def connect(self, peer: AgentInfo) -> None:
-        """Load a peer's metadata and prepare its regions; a longer region list is taken over."""
+    def connect(self, peer: AgentInfo, views: Sequence[RegionInfo] = ()) -> None:
+        """Load a peer's metadata and prepare the views; other regions are, when one is posted."""
+        regions = named_regions(peer.regions, views)
         with self._lock:
             if self._closed:
                 raise TransportError(f"transport {self.agent!r} is closed; open a new one")
-            known = self._peers.get(peer.agent)
             self._leaving.discard(peer.agent)
             if peer.agent in self._lost:
                 self._drop_peer(peer.agent)
-            elif known is not None and known.regions == peer.regions:
+            elif self._peers.get(peer.agent) == regions:
                 return
             try:
                 name = _text(self._nixl.add_remote_agent(peer.metadata))
-                for region in peer.regions:
-                    if (peer.agent, region.name) not in self._remote_lists:
-                        prepared = self._prepare(peer.agent, region)
-                        self._remote_lists[peer.agent, region.name] = prepared
+                for view in views:
+                    self._remote_list(peer.agent, view)
                 self._nixl.make_connection(peer.agent)
             except self.errors as error:
                 self._drop_peer(peer.agent)
@@ -128,7 +134,7 @@ class NixlTransport:
                 ) from error
             if name != peer.agent:
                 raise ConfigError(f"metadata of {name!r} was presented as that of {peer.agent!r}")
-            self._peers[peer.agent] = peer
+            self._peers[peer.agent] = regions
 
     def disconnect(self, agent: str) -> None:
         """Forget a peer; its unfinished transfers turn FAILED as soon as they are over."""
@@ -157,7 +163,7 @@ class NixlTransport:
         check_traffic_class(traffic_class, self._traffic_classes)
         with self._lock:
             remote_regions = self._regions_of(agent)
-            local = find_region(self._regions.values(), local_region, self.agent)
+            local = find_region(self._regions, local_region, self.agent)
             remote = find_region(remote_regions, remote_region, agent)
             here, there = check_pair(local, local_pieces, remote, remote_pieces)
             if here.size == 0:
@@ -233,9 +239,9 @@ class NixlTransport:
         return self._nixl.prep_xfer_dlist(side, rows, region.memory)
 
     def _remote_list(self, agent: str, region: RegionInfo) -> Any:  # noqa: ANN401 - untyped library
-        prepared = self._remote_lists.get((agent, region.name))
+        prepared = self._remote_lists.get((agent, region))
         if prepared is None:
-            prepared = self._remote_lists[agent, region.name] = self._prepare(agent, region)
+            prepared = self._remote_lists[agent, region] = self._prepare(agent, region)
         return prepared
 
     def _make_handle(self, direction: Direction, *lists: Any) -> Any:  # noqa: ANN401 - untyped library
@@ -244,15 +250,18 @@ class NixlTransport:
         except self.errors as error:
             raise TransportError(f"NIXL refuses the transfer: {error}") from error
 
-    def _regions_of(self, agent: str) -> Collection[RegionInfo]:
+    def _registered(self) -> tuple[RegionInfo, ...]:
+        return tuple(region for region, _, _ in self._registrations)
+
+    def _regions_of(self, agent: str) -> Mapping[str, RegionInfo]:
         if self._closed:
             raise TransportError(f"transport {self.agent!r} is closed; open a new one")
         if agent == self.agent:
-            return self._regions.values()
-        peer = self._peers.get(agent)
-        if peer is None or agent in self._lost | self._leaving:
+            return self._regions
+        regions = self._peers.get(agent)
+        if regions is None or agent in self._lost | self._leaving:
             raise PeerLostError(f"agent {agent!r} is not connected; connect to it again")
-        return peer.regions
+        return regions
 
     def drop_if_idle(self, agent: str) -> None:
         """Remove a disconnected peer when none of its transfers moves any more."""

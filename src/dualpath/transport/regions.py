@@ -4,7 +4,7 @@ A wrong address in a one-sided transfer corrupts KV silently, so each region and
 checked against what was registered, here and not in the backends.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,14 +42,46 @@ def check_region(region: RegionInfo, known: Iterable[str]) -> None:
         )
 
 
-def find_region(regions: Iterable[RegionInfo], name: str, agent: str) -> RegionInfo:
+def check_view(view: RegionInfo, regions: Iterable[RegionInfo], known: Iterable[str]) -> None:
+    """Raise ``ConfigError`` unless each piece of a view lies in that piece of one of ``regions``.
+
+    Or if the view is an impossible region, or its name is one of the ``known``.
+    """
+    check_region(view, known)
+    if not any(_is_part(view, region) for region in regions):
+        raise ConfigError(
+            f"view {view.name!r} of {view.pieces} pieces of {view.piece_bytes} bytes at address "
+            f"{view.base_address} is part of no registered region; derive it from one"
+        )
+
+
+def _is_part(view: RegionInfo, region: RegionInfo) -> bool:
+    offset_bytes = view.base_address - region.base_address
+    return (
+        (view.stride_bytes, view.pieces, view.memory, view.device)
+        == (region.stride_bytes, region.pieces, region.memory, region.device)
+        and offset_bytes >= 0
+        and offset_bytes + view.piece_bytes <= region.piece_bytes
+    )
+
+
+def named_regions(
+    regions: Iterable[RegionInfo], views: Iterable[RegionInfo]
+) -> dict[str, RegionInfo]:
+    """Return an agent's regions and the views of them by name; raise as ``check_view`` does."""
+    registered = tuple(regions)
+    named = {region.name: region for region in registered}
+    for view in views:
+        check_view(view, registered, named)
+        named[view.name] = view
+    return named
+
+
+def find_region(regions: Mapping[str, RegionInfo], name: str, agent: str) -> RegionInfo:
     """Return the region of that name; raise ``TransportError`` listing those that exist."""
-    names = []
-    for region in regions:
-        if region.name == name:
-            return region
-        names.append(region.name)
-    raise TransportError(f"agent {agent!r} has no region {name!r}; it registered {names}")
+    if (region := regions.get(name)) is None:
+        raise TransportError(f"agent {agent!r} has no region {name!r}; it has {list(regions)}")
+    return region
 
 
 def check_pieces(region: RegionInfo, pieces: PieceIndices) -> NDArray[np.int64]:

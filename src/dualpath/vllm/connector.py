@@ -76,7 +76,7 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         group = kv_cache_config.kv_cache_groups[0]
         names = sorted(group.layer_names, key=extract_layer_index)
-        geometry = BlockGeometry(
+        geometry = BlockGeometry.uniform(
             layers=len(names),
             block_tokens=group.kv_cache_spec.block_size,
             layer_block_bytes=group.kv_cache_spec.page_size_bytes,

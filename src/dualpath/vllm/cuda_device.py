@@ -153,7 +153,7 @@ class CudaCopier:
         self._out_of_hbm.synchronize()
 
     def _region(self, name: str) -> RegionInfo:
-        return find_region(self._regions.values(), name, "this engine")
+        return find_region(self._regions, name, "this engine")
 
 
 class CudaDevice:

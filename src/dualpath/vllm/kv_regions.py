@@ -6,7 +6,7 @@ import torch
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.errors import ConfigError
-from dualpath.engine.hbm_copy import HbmLayout
+from dualpath.engine.hbm_layout import HbmLayout, HbmPart
 from dualpath.transport.contract import RegionInfo
 
 
@@ -20,14 +20,13 @@ def hbm_layout(
     Raises ``ConfigError`` for a tensor in which a block is not one piece of memory.
     """
     regions: dict[int, RegionInfo] = {}
-    names = []
+    in_order = []
     for layer, cache in enumerate(layers):
         region = _region(f"hbm.{len(regions)}", layer, cache, num_blocks, geometry)
-        regions.setdefault(region.base_address, region)
-        names.append(regions[region.base_address].name)
+        in_order.append((HbmPart(regions.setdefault(region.base_address, region)),))
     return HbmLayout(
-        regions=tuple(regions.values()),
-        region_of_layer=tuple(names),
+        memories=tuple(regions.values()),
+        layers=tuple(in_order),
         capacity_tokens=(num_blocks - 1) * geometry.block_tokens,
     )
 
@@ -40,7 +39,7 @@ def _region(
     An attention kernel with smaller blocks than the engine's sees a whole number of its own per
     engine block.
     """
-    page_bytes = geometry.layer_block_bytes
+    page_bytes = geometry.bytes_of(layer)
     kernel_blocks, rest = divmod(cache.shape[0], num_blocks)
     inside = zip(cache.shape[1:], cache.stride()[1:], strict=True)
     kernel_block_bytes = (1 + sum((n - 1) * s for n, s in inside)) * cache.element_size()

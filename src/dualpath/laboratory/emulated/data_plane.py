@@ -92,8 +92,8 @@ class DataPlane:
         """Compare HBM ``blocks`` of these layers with ``seeds``; say what is wrong."""
         wrong: set[int] = set()
         for layer in layers:
-            region = self.hbm.layer(layer)
-            wrong |= set(self.verifier.layer_blocks(place, region, blocks, seeds, layer))
+            parts = self.hbm.layer(layer)
+            wrong |= set(self.verifier.layer_blocks(place, parts, blocks, seeds, layer))
         return self._reported(place, request_id, sorted(wrong))
 
     def _reported(self, place: CheckedAt, request_id: str, wrong: Sequence[int]) -> str | None:

@@ -1,15 +1,19 @@
 """The emulated engine's HBM: registered DRAM, divided as an engine divides its KV memory."""
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from dualpath.core.errors import ConfigError
-from dualpath.engine.hbm_copy import HbmLayout
+from dualpath.engine.hbm_layout import HbmLayout, shared_layers
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.laboratory.emulated.kv_bytes import KvFunction, Words
 from dualpath.laboratory.emulated.prefix import Seeds
+from dualpath.laboratory.emulated.settings import WORD_BYTES
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import allocate_registered
 
@@ -17,8 +21,9 @@ from dualpath.transport.memory import allocate_registered
 class EmulatedHbm:
     """``regions`` layers of KV for ``hbm_bytes`` of memory; layer l lives in region l mod regions.
 
-    Blocks are handed out to whole requests; ``take`` and ``give_back`` may be called from any
-    thread.  Raises ``ConfigError`` if not even one block fits.
+    A region has room for the largest of its layers: block b of each layer lies within the same
+    bytes, its parts one behind the other.  Blocks are handed out to whole requests; ``take`` and
+    ``give_back`` may be called from any thread.  Raises ``ConfigError`` if not even one block fits.
     """
 
     def __init__(
@@ -29,18 +34,24 @@ class EmulatedHbm:
         threads: Threads = OS_THREADS,
     ) -> None:
         geometry = function.geometry
-        self.blocks = hbm_bytes // (regions * geometry.layer_block_bytes)
+        layers = range(geometry.layers)
+        sizes = [max(map(geometry.bytes_of, layers[first::regions])) for first in range(regions)]
+        self.blocks = hbm_bytes // sum(sizes)
         if self.blocks < 1:
             raise ConfigError(
                 f"HBM of {hbm_bytes} bytes holds no block of {regions} layers of "
-                f"{geometry.layer_block_bytes} bytes; raise the HBM"
+                f"{max(sizes)} bytes; raise the HBM"
             )
-        self.regions = regions
         self._geometry = geometry
         self._function = function
-        self._memory = allocate_registered(regions * self.blocks * geometry.layer_block_bytes)
-        shape = (regions, self.blocks, geometry.block_tokens, function.words)
-        self.words: Words = self._memory.array.view(np.uint64).reshape(shape)
+        self._memory = allocate_registered(self.blocks * sum(sizes))
+        self._regions = [
+            RegionInfo(f"hbm.{index}", address, size, size, self.blocks)
+            for index, (address, size) in enumerate(
+                zip(_addresses(self._memory.address, self.blocks, sizes), sizes, strict=True)
+            )
+        ]
+        self._parts = [self._layer(layer) for layer in layers]
         self._free = deque(range(self.blocks))
         self._held: Counter[int] = Counter()
         self._returned: set[int] = set()
@@ -50,23 +61,23 @@ class EmulatedHbm:
 
     def layout(self) -> HbmLayout:
         """Describe the memory to the traffic manager."""
-        size = self._geometry.layer_block_bytes
-        regions = tuple(
-            RegionInfo(
-                name=f"hbm.{index}",
-                base_address=self._memory.address + index * self.blocks * size,
-                stride_bytes=size,
-                piece_bytes=size,
-                pieces=self.blocks,
-            )
-            for index in range(self.regions)
-        )
-        layers = range(self._geometry.layers)
-        return HbmLayout(
-            regions=regions,
-            region_of_layer=tuple(regions[layer % self.regions].name for layer in layers),
-            capacity_tokens=self.blocks * self._geometry.block_tokens,
-        )
+        capacity_tokens = self.blocks * self._geometry.block_tokens
+        return shared_layers(self._regions, self._geometry, capacity_tokens)
+
+    def _region_of(self, layer: int) -> RegionInfo:
+        return self._regions[layer % len(self._regions)]
+
+    def _layer(self, layer: int) -> tuple[Words, ...]:
+        """Return the memory [block, token, word] of each part of a layer."""
+        region, parts = self._region_of(layer), []
+        first = (region.base_address - self._memory.address) // WORD_BYTES
+        words = self._memory.array.view(np.uint64)[first:]
+        for part_words in self._function.layer_words[layer]:
+            shape = (self.blocks, self._geometry.block_tokens, part_words)
+            strides = (region.stride_bytes, part_words * WORD_BYTES, WORD_BYTES)
+            parts.append(as_strided(words, shape, strides))
+            words = words[self._geometry.block_tokens * part_words :]
+        return tuple(parts)
 
     @property
     def free_tokens(self) -> int:
@@ -102,18 +113,36 @@ class EmulatedHbm:
         if freed:
             self.freed()
 
-    def layer(self, layer: int) -> Words:
-        """Return the memory [block, token, word] in which a layer's KV lies."""
-        region: Words = self.words[layer % self.regions]
-        return region
+    def layer(self, layer: int) -> tuple[Words, ...]:
+        """Return the memory [block, token, word] in which each part of a layer's KV lies."""
+        return self._parts[layer]
 
     def write_blocks(self, layer: int, block_ids: Sequence[int], seeds: Seeds) -> None:
         """Compute KV: fill blocks with the content of ``seeds`` [block, token]."""
-        region, ids = self.layer(layer), np.asarray(block_ids, dtype=np.int64)
-        for start in range(0, len(ids), self._function.portion_blocks):
-            part = slice(start, start + self._function.portion_blocks)
-            region[ids[part]] = self._function.layer_blocks(seeds[part], layer)
+        ids, step = np.asarray(block_ids, dtype=np.int64), self._function.portion_blocks
+        for part, region in enumerate(self.layer(layer)):
+            for start in range(0, len(ids), step):
+                some = slice(start, start + step)
+                region[ids[some]] = self._function.part_blocks(seeds[some], layer, part)
 
     def write_token(self, block_id: int, place: int, seed: np.uint64) -> None:
         """Compute one token's KV in all layers; every layer needs a region of its own."""
-        self.words[:, block_id, place, :] = self._function.token(seed)
+        for words, constants in self._stacks:
+            words[:, block_id, place] = seed ^ constants
+
+    @cached_property
+    def _stacks(self) -> list[tuple[Words, Words]]:
+        """The memory [layer, block, token, word] of parts that are alike, with their constants."""
+        found = []
+        for stack in self._function.stacks:
+            (first, *_) = parts = [self._parts[layer][stack.part] for layer in stack.layers]
+            apart = parts[-1].ctypes.data - first.ctypes.data
+            layer_stride = apart // max(len(parts) - 1, 1)
+            shape, strides = (len(parts), *first.shape), (layer_stride, *first.strides)
+            found.append((as_strided(first, shape, strides), stack.constants))
+        return found
+
+
+def _addresses(first: int, blocks: int, sizes: Sequence[int]) -> list[int]:
+    """Return where regions of blocks of these sizes begin, one behind the other."""
+    return [first + blocks * before for before in itertools.accumulate(sizes[:-1], initial=0)]

@@ -132,8 +132,4 @@ def block_geometry(layers: int, block_tokens: int, kv_bytes_per_token: float) ->
             "per token; each of the three must be above 0"
         )
     words = max(round(kv_bytes_per_token / layers / WORD_BYTES), 1)
-    return BlockGeometry(
-        layers=layers,
-        block_tokens=block_tokens,
-        layer_block_bytes=block_tokens * words * WORD_BYTES,
-    )
+    return BlockGeometry.uniform(layers, block_tokens, block_tokens * words * WORD_BYTES)

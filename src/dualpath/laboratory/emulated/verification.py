@@ -56,19 +56,25 @@ class Verifier:
             return {place: (seen, wrong) for place, (seen, wrong) in self._counts.items()}
 
     def layer_blocks(
-        self, place: CheckedAt, region: Words, block_ids: Sequence[int], seeds: Seeds, layer: int
+        self,
+        place: CheckedAt,
+        parts: Sequence[Words],
+        block_ids: Sequence[int],
+        seeds: Seeds,
+        layer: int,
     ) -> list[int]:
-        """Compare ``region[block_ids[i]]`` with ``seeds[i]``; return the i that are wrong."""
+        """Compare ``parts[p][block_ids[i]]`` with ``seeds[i]``; return the i that are wrong."""
         if not self.compares:
             return []
         ids = np.asarray(block_ids, dtype=np.int64)
         rows = seeds[: len(ids)]
         portion = self._function.portion_blocks
-        wrong: list[int] = []
-        for start in range(0, len(ids), portion):
-            part = slice(start, start + portion)
-            same = self._same(region, ids[part], rows[part], layer)
-            wrong += (np.flatnonzero(~same) + start).tolist()
+        same = np.ones(len(ids), dtype=np.bool_)
+        for part, region in enumerate(parts):
+            for start in range(0, len(ids), portion):
+                some = slice(start, start + portion)
+                same[some] &= self._same(region, ids[some], rows[some], layer, part)
+        wrong: list[int] = np.flatnonzero(~same).tolist()
         self._count(place, len(ids), len(wrong))
         return wrong
 
@@ -79,24 +85,35 @@ class Verifier:
         wrong: list[int] = []
         wrong_layers = 0
         for index, view in enumerate(views):
-            found = self._function.as_words(view)
-            if self._verify is Verify.FULL:
-                differs = found != self._function.full_block(seeds[index])
-            else:
-                differs = found[:, :, 0] != seeds[index] ^ self._function.constants[:, :1]
-            bad = int(differs.reshape(len(found), -1).any(axis=1).sum()) if differs.any() else 0
+            bad = self._wrong_layers(view, seeds[index])
             if bad:
                 wrong.append(index)
-                wrong_layers += bad
+                wrong_layers += len(bad)
         self._count(place, len(views) * self._function.geometry.layers, wrong_layers)
         return wrong
 
-    def _same(self, region: Words, ids: NDArray[np.int64], rows: Seeds, layer: int) -> Flags:
+    def _wrong_layers(self, view: memoryview, seeds: Seeds) -> set[int]:
+        wrong: set[int] = set()
+        for stack in self._function.stacks:
+            found = self._function.in_full_block(stack, view)
+            if self._verify is Verify.FULL:
+                differs = found != seeds[None, :, None] ^ stack.constants[:, None, :]
+            else:
+                differs = found[:, :, 0] != seeds ^ stack.constants[:, :1]
+            if differs.any():
+                bad = differs.reshape(len(found), -1).any(axis=1)
+                wrong.update(stack.layers[number] for number in np.flatnonzero(bad))
+        return wrong
+
+    def _same(
+        self, region: Words, ids: NDArray[np.int64], rows: Seeds, layer: int, part: int
+    ) -> Flags:
         if self._verify is Verify.FULL:
-            equal = region[ids] == self._function.layer_blocks(rows, layer)
+            equal = region[ids] == self._function.part_blocks(rows, layer, part)
         else:
-            word = layer % self._function.words
-            equal = region[ids, :, word] == rows ^ self._function.constants[layer, word]
+            constants = self._function.constants[layer][part]
+            word = layer % len(constants)
+            equal = region[ids, :, word] == rows ^ constants[word]
         same: Flags = equal.reshape(len(ids), -1).all(axis=1)
         return same
 

@@ -22,7 +22,7 @@ from dualpath.core.control import Assign, Message, PeerUp, Reserved
 from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import PrefillTransfer
-from dualpath.engine.hbm_copy import HbmLayout
+from dualpath.engine.hbm_layout import shared_layers
 from dualpath.engine.layer_stream import LayerSettings
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.step_transfers import PrefillChunk
@@ -105,7 +105,7 @@ class _Engine:
 
     def __init__(self, settings: DataPlaneSettings, role: Role) -> None:
         geometry = settings.geometry
-        size = geometry.layer_block_bytes
+        size = settings.layer_block_bytes
         self._memory = allocate_registered(LAYERS_UNDER_WAY * settings.blocks * size)
         self._memory.array[:] = 1
         regions = tuple(
@@ -115,7 +115,6 @@ class _Engine:
             )
             for i in range(LAYERS_UNDER_WAY)
         )  # fmt: skip
-        names = tuple(regions[i % LAYERS_UNDER_WAY].name for i in range(geometry.layers))
         engine = EngineSettings(
             role=role,
             engine_id=role.value,
@@ -133,7 +132,7 @@ class _Engine:
             geometry,
             storage,
             NixlTransport(f"{role.value}-{os.getpid()}", tls=settings.tls),
-            HbmLayout(regions, names, settings.blocks * geometry.block_tokens),
+            shared_layers(regions, geometry, settings.blocks * geometry.block_tokens),
             self.heard.put,
         )
 
@@ -190,7 +189,7 @@ class _PrefillEngine(_Engine):
             stream.computed(layer)
         if failures := self.manager.end_prefill(stream):
             raise TransportError(f"the forward pass failed: {failures[_REQUEST]}")
-        return geometry.layers * blocks * geometry.layer_block_bytes
+        return blocks * geometry.full_block_bytes
 
 
 def _hits(settings: DataPlaneSettings, leg: Leg) -> int:

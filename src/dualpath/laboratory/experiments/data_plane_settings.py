@@ -86,7 +86,7 @@ class DataPlaneSettings(Settings, frozen=True, kw_only=True):
     @property
     def geometry(self) -> BlockGeometry:
         """The blocks; how many tokens one holds does not matter here."""
-        return BlockGeometry(
+        return BlockGeometry.uniform(
             layers=self.layers, block_tokens=64, layer_block_bytes=self.layer_block_bytes
         )
 

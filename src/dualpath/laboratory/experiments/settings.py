@@ -95,10 +95,10 @@ class EmulatedNodes(Settings, frozen=True, kw_only=True):
         """Raise ``ConfigError`` for blocks that are not a whole number of words per token."""
         super().check()
         made = block_geometry(self.layers, self.block_tokens, self.kv_bytes_per_token)
-        if made.layer_block_bytes != self.layer_block_bytes:
+        if made.bytes_of(0) != self.layer_block_bytes:
             raise ConfigError(
                 f"{{layer_block_bytes}} is {self.layer_block_bytes}, must be a multiple of "
-                f"{made.layer_block_bytes // self.block_tokens * self.block_tokens or 8} for "
+                f"{made.bytes_of(0) // self.block_tokens * self.block_tokens or 8} for "
                 f"{self.block_tokens} tokens; correct it"
             )
 

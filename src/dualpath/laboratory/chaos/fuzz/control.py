@@ -32,7 +32,7 @@ _NAMESPACE = StoreNamespace(
     model="fuzzed",
     dtype="float32",
     layout="none",
-    geometry=BlockGeometry(layers=2, block_tokens=4, layer_block_bytes=64),
+    geometry=BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=64),
 )
 
 

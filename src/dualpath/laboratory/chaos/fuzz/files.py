@@ -227,7 +227,7 @@ _NAMESPACE = StoreNamespace(
     model="fuzzed",
     dtype="float32",
     layout="none",
-    geometry=BlockGeometry(layers=2, block_tokens=4, layer_block_bytes=2048),
+    geometry=BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=2048),
 )
 #: What the header's fields and their checksum cover; zeros follow up to the payload.
 _FIELDS_BYTES = 104

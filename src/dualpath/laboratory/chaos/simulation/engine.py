@@ -157,12 +157,12 @@ class SimEngine:
         """Return who owns a piece of a region, None if nobody."""
         if self.plane is None:
             return None
-        layers = self.plane.geometry.layers
         manager = self.plane.manager
-        if region == BUFFER_REGION:
-            return _slot_owner(manager._buffer._pool, piece // layers)
-        if region == STAGING_REGION:
-            return "staging" if manager._staging._pool._leased[piece // layers] else None
+        memory = region.partition(".")[0]
+        if memory == BUFFER_REGION:
+            return _slot_owner(manager._buffer._pool, piece)
+        if memory == STAGING_REGION:
+            return "staging" if manager._staging._pool._leased[piece] else None
         free = piece in self.plane.hbm._free
         return None if free else self._hbm_owners.get(piece)
 

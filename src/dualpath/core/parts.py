@@ -1,0 +1,39 @@
+"""Slices of parts: what one mover (an engine, or a rank of one) moves of every Full Block.
+
+Parts are head-major, so the heads of a rank are one contiguous slice of a part.  Which slice that
+is belongs to the mover, not to the blocks: engines that are cut differently share buffers and
+storage.
+"""
+
+import msgspec
+
+from dualpath.core.blocks import LayerPart
+from dualpath.core.errors import ConfigError
+
+
+class PartSlice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Slice ``index`` of a part cut into ``count`` equal ones, 0 ≤ index < count."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, part: LayerPart) -> LayerPart:
+        """Return the bytes of the slice; raises ``ConfigError`` if there are no equal slices."""
+        if not 0 <= self.index < self.count:
+            raise ConfigError(
+                f"slice {self.index} of {self.count}; slices are counted from 0 to {self.count - 1}"
+            )
+        size_bytes, rest = divmod(part.size_bytes, self.count)
+        if rest or not size_bytes:
+            raise ConfigError(
+                f"part {part.part} of layer {part.layer} has {part.size_bytes} bytes, which "
+                f"{self.count} ranks cannot share evenly; use a number of ranks that divides the "
+                "KV heads"
+            )
+        return part._replace(
+            offset_bytes=part.offset_bytes + self.index * size_bytes, size_bytes=size_bytes
+        )
+
+
+#: What an engine of one device moves of a part.
+WHOLE = PartSlice()

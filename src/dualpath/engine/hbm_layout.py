@@ -1,0 +1,106 @@
+"""Where an engine keeps KV in its HBM, and how it sees Full Blocks in DRAM, its own or a peer's."""
+
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+
+from dualpath.core.blocks import BlockGeometry
+from dualpath.core.errors import ConfigError
+from dualpath.core.parts import WHOLE, PartSlice
+from dualpath.transport.contract import RegionInfo
+
+
+class HbmPart(msgspec.Struct, frozen=True):
+    """A region with a piece per engine block, and which slice of a part its pieces hold."""
+
+    region: RegionInfo
+    slice: PartSlice = WHOLE
+
+
+class HbmLayout(msgspec.Struct, frozen=True):
+    """The KV memory of one mover: ``layers[l][p]`` holds its slice of part ``p`` of layer ``l``.
+
+    ``memories`` are what is registered; a part's region is one of them or a view of one.  With
+    layerwise prefill several layers share a memory: block ``b`` of each must then lie within the
+    same bytes (``engine.chunk_transfers``).  ``capacity_tokens`` of all layers.
+    """
+
+    memories: tuple[RegionInfo, ...]
+    layers: tuple[tuple[HbmPart, ...], ...]
+    capacity_tokens: int
+
+    def views(self) -> tuple[RegionInfo, ...]:
+        """Return the regions of parts that are no memory of their own."""
+        regions = dict.fromkeys(part.region for parts in self.layers for part in parts)
+        return tuple(region for region in regions if region not in self.memories)
+
+
+def shared_layers(
+    memories: Sequence[RegionInfo], geometry: BlockGeometry, capacity_tokens: int
+) -> HbmLayout:
+    """Return the layout of whole blocks in which layer ``l`` lies in memory ``l`` mod their number.
+
+    A layer's parts lie one behind the other in each block of the memory, which has room for the
+    largest of its layers.
+    """
+    layers = []
+    for layer, sizes in enumerate(geometry.layer_parts):
+        memory = memories[layer % len(memories)]
+        offsets = itertools.accumulate(sizes, initial=0)
+        layers.append(
+            tuple(
+                HbmPart(
+                    memory
+                    if size == memory.piece_bytes
+                    else memory.part(view_name(f"{memory.name}.layer", layer, part), offset, size)
+                )
+                for part, (offset, size) in enumerate(zip(offsets, sizes, strict=False))
+            )
+        )
+    return HbmLayout(tuple(memories), tuple(layers), capacity_tokens)
+
+
+class PartViews:
+    """Regions of Full Blocks, as a mover with this HBM sees them: a view per part it moves.
+
+    Raises ``ConfigError`` if the HBM is not one of these blocks.
+    """
+
+    def __init__(self, geometry: BlockGeometry, hbm: HbmLayout) -> None:
+        if tuple(map(len, hbm.layers)) != tuple(map(len, geometry.layer_parts)):
+            raise ConfigError(
+                f"HBM has {len(hbm.layers)} layers with {[len(p) for p in hbm.layers]} parts, "
+                f"blocks have {geometry.layers} with {[len(p) for p in geometry.layer_parts]}"
+            )
+        self._full_block_bytes = geometry.full_block_bytes
+        self._moved = []
+        for part in geometry.parts:
+            held = hbm.layers[part.layer][part.part]
+            moved = held.slice.of(part)
+            if held.region.piece_bytes != moved.size_bytes:
+                raise ConfigError(
+                    f"part {part.part} of layer {part.layer}: {moved.size_bytes} bytes of each "
+                    f"block are moved, a block in HBM has {held.region.piece_bytes}"
+                )
+            self._moved.append(moved)
+
+    def of(self, region: RegionInfo) -> tuple[RegionInfo, ...]:
+        """Return the views of a region with a Full Block per piece.
+
+        Raises ``ConfigError`` if its pieces are other blocks than these.
+        """
+        if region.piece_bytes != self._full_block_bytes:
+            raise ConfigError(
+                f"region {region.name!r} has blocks of {region.piece_bytes} bytes, this engine of "
+                f"{self._full_block_bytes}; both ends need the same model and block size"
+            )
+        return tuple(
+            region.part(view_name(region.name, p.layer, p.part), p.offset_bytes, p.size_bytes)
+            for p in self._moved
+        )
+
+
+def view_name(region: str, layer: int, part: int) -> str:
+    """Return what the view of a region of Full Blocks is called."""
+    return f"{region}.{layer}.{part}"
