@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -176,24 +177,41 @@ def test_threads_share_a_transport(engines: tuple[Engine, Engine]) -> None:
     assert [decode.piece(i) for i in range(PIECES)] == [prefill.piece(i) for i in range(PIECES)]
 
 
-def test_the_same_memory_serves_as_full_and_layer_blocks(
-    engines: tuple[Engine, Engine],
-) -> None:
+def test_a_view_is_a_part_of_every_piece(engines: tuple[Engine, Engine]) -> None:
     prefill, decode = engines
-    layer_bytes = STRIDE_BYTES // 4
-    for engine in engines:
-        engine.transport.register(
-            RegionInfo("layers", engine.memory.address, layer_bytes, layer_bytes, PIECES * 4),
-            engine.memory,
-        )
-    prefill.transport.connect(decode.transport.info())
+    prefill.transport.view(prefill.region.part("here", 100, 30))
+    prefill.transport.connect(decode.transport.info(), [decode.region.part("there", 7, 30)])
+    before = decode.piece(9)
 
-    transfer = prefill.transport.post(Direction.WRITE, "layers", [7], decode.agent, "layers", [9])
+    transfer = prefill.transport.post(Direction.WRITE, "here", [7], decode.agent, "there", [9])
 
     assert finish(transfer) is TransferState.DONE
-    assert bytes(decode.memory.view(9 * layer_bytes, layer_bytes)) == bytes(
-        prefill.memory.view(7 * layer_bytes, layer_bytes)
-    )
+    assert transfer.bytes == 30
+    assert decode.piece(9) == before[:7] + prefill.piece(7)[100:130] + before[37:]
+
+
+def test_nobody_hears_of_views(engines: tuple[Engine, Engine]) -> None:
+    prefill, _ = engines
+    prefill.transport.view(prefill.region.part("here", 0, 1))
+    assert prefill.transport.info().regions == (prefill.region,)
+
+
+def test_a_view_lies_in_pieces_that_are_registered(engines: tuple[Engine, Engine]) -> None:
+    prefill, decode = engines
+    region, there = prefill.region, decode.region
+    for view, message in [
+        (region.part("kv", 0, 1), "registered already"),
+        (msgspec.structs.replace(region.part("a", 0, 1), base_address=1), "no registered region"),
+        (msgspec.structs.replace(region, name="b", pieces=PIECES + 1), "no registered region"),
+        (msgspec.structs.replace(region, name="c", stride_bytes=9000), "no registered region"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            prefill.transport.view(view)
+    beyond = msgspec.structs.replace(there.part("d", 1, PIECE_BYTES - 1), piece_bytes=PIECE_BYTES)
+    with pytest.raises(ConfigError, match="no registered region"):
+        prefill.transport.connect(decode.transport.info(), [beyond])
+    with pytest.raises(ConfigError, match="reaches out of the pieces of 5000 bytes"):
+        region.part("e", 1, PIECE_BYTES)
 
 
 def test_a_transfer_of_no_pieces_is_done(engines: tuple[Engine, Engine]) -> None:
