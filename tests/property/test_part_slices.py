@@ -107,7 +107,7 @@ class Rank:
         for layer in range(geometry.layers):
             slots = tuple(range(BLOCKS))
             step = step_of(movement, geometry, BlockRun(0, BLOCKS), layer, slots)
-            transfer, events = self.transfers.post(step, slots[::-1], peer)
+            transfer, events = self.transfers.post(step, slots[::-1], (peer,))
             while (state := transfer.poll()) is TransferState.MOVING:
                 pass
             assert (state, transfer.error(), events) == (TransferState.DONE, None, ())

@@ -9,8 +9,6 @@ framework; the vLLM connector and the emulated engine use it alike.
 import logging
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from dualpath.core.addresses import EngineAddress
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import HostProcess
