@@ -128,9 +128,13 @@ class Call:
 class SimTokenApi:
     """The router's calls: ``router.token_api.client.TokenApi``."""
 
-    def __init__(self, network: HttpNetwork, loop: ProcessLoop) -> None:
+    def __init__(
+        self, network: HttpNetwork, loop: ProcessLoop, called: Callable[[EngineInfo], None]
+    ) -> None:
+        """Tell ``called`` of every engine before it is asked for work."""
         self._network = network
         self._loop = loop
+        self._called = called
 
     async def generate(
         self, engine: EngineInfo, job: Job, request: GenerateRequest[Any]
@@ -151,6 +155,7 @@ class SimTokenApi:
         self, engine: EngineInfo, job: Job, request: GenerateRequest[Any]
     ) -> AsyncGenerator[Choice, None]:
         """Yield what comes."""
+        self._called(engine)
         call = self._network.open(engine.api_url, msgspec.json.encode(request), self._loop)
         named = f"engine {engine.engine_id} at {engine.api_url}"
         try:

@@ -1,10 +1,11 @@
 """A simulated cluster: its processes, and the supervisor that starts them again."""
 
+import functools
 from collections.abc import Callable
 
 import msgspec
 
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.modes import Mode
 from dualpath.engine.settings import EngineSettings
 from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
@@ -28,12 +29,18 @@ COSTS = ModelCosts(
 GEOMETRY = block_geometry(LAYERS, BLOCK_TOKENS, COSTS.kv_bytes_per_token)
 VOCABULARY = 1000
 
+#: Until a rank notices that another one of its group has ended.
+_SIBLING_ENDS_S = (0.01, 0.2, 1.0, 4.0)
 #: Until somebody notices that an engine was started while it still ran.
 _TWO_OF_A_NAME_S = 3.0
 
 
 class ClusterSettings(msgspec.Struct, frozen=True):
-    """Size of the cluster, of its memories in blocks, and the router's limits."""
+    """Size of the cluster, of its memories in blocks, and the router's limits.
+
+    ``prefill`` and ``decode`` count data-parallel groups, of ``prefill_ranks`` and ``decode_ranks``
+    engines each; one of a single rank is a plain engine.
+    """
 
     mode: Mode
     prefill: int
@@ -43,6 +50,25 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     layer_buffers: int
     router: RouterSettings
     hosts: int
+    prefill_ranks: int = 1
+    decode_ranks: int = 1
+
+
+class _Group(msgspec.Struct):
+    """Engines that end together and are started together."""
+
+    name: str
+    role: Role
+    size: int
+    starts: int = 0
+    restarting: bool = False
+
+    @property
+    def engine_ids(self) -> list[str]:
+        """Its ranks."""
+        if self.size == 1:
+            return [self.name]
+        return [f"{self.name}-dp{rank}" for rank in range(self.size)]
 
 
 class Cluster:
@@ -55,29 +81,56 @@ class Cluster:
         self.engines: dict[str, SimEngine] = {}
         self._starts: dict[str, int] = {}
         self._hosts: dict[str, str] = {}
+        self._groups: dict[str, _Group] = {}
         self.router = self._start_router()
-        for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
+        for role, short, count, size in (
+            (Role.PREFILL, "pe", settings.prefill, settings.prefill_ranks),
+            (Role.DECODE, "de", settings.decode, settings.decode_ranks),
+        ):
             for index in range(count):
-                self._start_engine(role, f"{'pe' if role is Role.PREFILL else 'de'}-{index}")
+                group = _Group(f"{short}-{index}", role, size)
+                self._groups.update(dict.fromkeys(group.engine_ids, group))
+                self._start_group(group)
 
     def restart_engine(self, engine_id: str, after_s: float) -> None:
-        """Kill an engine's process if it lives, and start the next one a while later."""
-        engine = self.engines[engine_id]
-        engine.kill()
-        role = engine.settings.engine.role
-        self.world.after(after_s, lambda: self._start_engine(role, engine_id))
+        """Kill an engine's process if it lives, and start the next one a while later.
+
+        The ranks of its group end by themselves, and all are started at once.
+        """
+        self.engines[engine_id].kill()
+        group = self._groups[engine_id]
+        if group.restarting:
+            return
+        group.restarting = group.size > 1
+        self.world.after(
+            self._siblings_end(engine_id) + after_s, functools.partial(self._start_group, group)
+        )
 
     def lose_engine(self, engine_id: str) -> bool:
-        """Kill an engine for good where another of its role, and one on its machine, live on."""
-        engine = self.engines[engine_id]
-        others = [e for e in self.engines.values() if e is not engine and e.process.alive]
-        spare = any(e.settings.engine.role is engine.settings.engine.role for e in others)
-        seen = any(e.host == engine.host for e in others) or self._host("router") == engine.host
-        if not engine.process.alive or not spare or not seen:
+        """Kill an engine's group for good where another of its role, and a witness, live on."""
+        engine, group = self.engines[engine_id], self._groups[engine_id]
+        ranks = [self.engines[rank] for rank in group.engine_ids]
+        others = [e for e in self.engines.values() if e not in ranks and e.process.alive]
+        spare = any(e.settings.engine.role is group.role for e in others)
+        hosts = {e.host for e in others} | {self._host("router")}
+        seen = all(rank.host in hosts for rank in ranks)
+        if not engine.process.alive or group.restarting or not spare or not seen:
             return False
         engine.kill()
-        del self.engines[engine_id]
+        self._siblings_end(engine_id)
+        for rank in group.engine_ids:
+            del self.engines[rank]
         return True
+
+    def _siblings_end(self, engine_id: str) -> float:
+        """Let the other ranks notice that one has ended; return how long until all have."""
+        longest_s = 0.0
+        for sibling in self._groups[engine_id].engine_ids:
+            if sibling != engine_id:
+                delay_s = self.world.chance.choice(_SIBLING_ENDS_S)
+                self.world.after(delay_s, self.engines[sibling].kill)
+                longest_s = max(longest_s, delay_s)
+        return longest_s
 
     def replace_ended_engine(self, engine_id: str, after_s: float) -> None:
         """Start the next process of an engine once the one of now has ended."""
@@ -113,7 +166,14 @@ class Cluster:
             self.shared, self.settings.router, self._start("router"), self._host("router")
         )
 
-    def _start_engine(self, role: Role, engine_id: str) -> None:
+    def _start_group(self, group: _Group) -> None:
+        group.starts += 1
+        group.restarting = False
+        for rank, engine_id in enumerate(group.engine_ids):
+            dp = GroupRank(group.name, f"{group.name}#{group.starts}", rank, group.size)
+            self._start_engine(group.role, engine_id, dp if group.size > 1 else None)
+
+    def _start_engine(self, role: Role, engine_id: str, dp: GroupRank | None) -> None:
         former, start = self.engines.get(engine_id), self._start(engine_id)
         api_url = f"http://{engine_id}"
         if former is not None and former.process.alive:
@@ -122,7 +182,7 @@ class Cluster:
             api_url += f"-{start}"
             self.world.after(_TWO_OF_A_NAME_S, former.kill)
         settings = _engine_settings(self.settings, role, engine_id, api_url)
-        engine = SimEngine(self.shared, settings, start, self._host(engine_id))
+        engine = SimEngine(self.shared, settings, start, self._host(engine_id), dp)
         self.engines[engine_id] = engine
         self.shared.http.servers[settings.engine.api_url] = engine
 

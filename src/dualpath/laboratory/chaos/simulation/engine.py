@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable
 
 from dualpath.core.blocks import StoreNamespace
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.errors import DualPathError
 from dualpath.engine.buffer import BUFFER_REGION, STAGING_REGION
 from dualpath.engine.router_connection import RouterConnection
@@ -32,8 +32,16 @@ from dualpath.transport.memory import address_of
 class SimEngine:
     """An engine from the start of its process to its end; ``name`` says which start it is."""
 
-    def __init__(self, shared: Shared, settings: EmulatedSettings, start: int, host: str) -> None:
+    def __init__(
+        self,
+        shared: Shared,
+        settings: EmulatedSettings,
+        start: int,
+        host: str,
+        dp: GroupRank | None = None,
+    ) -> None:
         self.settings = settings
+        self._dp = dp
         self.engine_id = settings.engine.engine_id
         self.name = f"{self.engine_id}#{start}"
         self._shared = shared
@@ -70,7 +78,7 @@ class SimEngine:
         self._engine = PrefillEngine(plane) if prefills else DecodeEngine(plane)
         self._engine.start()
         self._admission = Admission(plane, self._engine)
-        plane.membership.join(self.settings.engine.api_url)
+        plane.membership.join(self.settings.engine.api_url, dp=self._dp)
 
     def terminate(self) -> None:
         """End as after SIGTERM: it drains, then HTTP ends, then the engine, then it leaves."""

@@ -99,6 +99,14 @@ PLANTS: dict[str, Plant] = {
         "an engine that falls silent is not lost",
         _instead(Registry, "silent", lambda self, now_s, timeout_s: []),
     ),
+    "ranks-apart": Plant(
+        "ranks of a group take part, and are lost, one by one",
+        lambda: mock.patch.multiple(
+            Registry,
+            group=lambda self, info: [self.get(info.engine_id)],
+            waits_for=lambda self, info: None,
+        ),
+    ),
     "one-name": Plant(
         "all attempts of a request have one name",
         _instead(request_life.RequestLife, "_one_attempt", _same_name),

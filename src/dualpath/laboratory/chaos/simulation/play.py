@@ -122,9 +122,13 @@ class _Run:
             layer_buffers=chance.choice((0, 1, 2)),
             router=router,
             hosts=chance.choice((1, 1, 2)),
+            prefill_ranks=chance.choice((1, 1, 2)),
+            decode_ranks=chance.choice((1, 1, 2)),
         )
         world.note(
-            "world", f"seed {world.seed}: {settings.mode}, {settings.prefill}P{settings.decode}D"
+            "world",
+            f"seed {world.seed}: {settings.mode}, {settings.prefill}x{settings.prefill_ranks} P "
+            f"{settings.decode}x{settings.decode_ranks} D",
         )
         self.world = world
         self.cluster = Cluster(world, settings)

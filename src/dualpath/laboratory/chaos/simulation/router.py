@@ -11,6 +11,7 @@ from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
 from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
 from dualpath.laboratory.emulated.engine_client import EngineClient
 from dualpath.router.control.engine_calls import Job, TokenEvent
+from dualpath.router.control.registry import EngineInfo
 from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
 
@@ -30,7 +31,7 @@ class SimRouter:
         self.loop = ProcessLoop(self.process)  # type: ignore[abstract]
         self._exchanges: dict[Exchange, None] = {}
         shared.world.note(self.name, "starts")
-        calls = EngineClient(SimTokenApi(shared.http, self.loop))
+        calls = EngineClient(SimTokenApi(shared.http, self.loop, self._called))
         socket = shared.control.listen(self.loop)
         self.service = RouterService(
             settings,
@@ -41,6 +42,17 @@ class SimRouter:
             is_gone=functools.partial(shared.is_gone, host),
         )
         self.loop.call_soon(lambda: self.loop.create_task(self.service.start()))
+
+    def _called(self, engine: EngineInfo) -> None:
+        """Nothing may be asked of a group that has lost a rank: what is left of it is dying."""
+        if engine.dp is None:
+            return
+        for other in self.service.registry.all():
+            dp = other.info.dp
+            if dp is not None and dp.start == engine.dp.start and not other.alive:
+                self._shared.world.problem(
+                    f"{self.name}: asks {engine.engine_id} though {other.info.engine_id} is lost"
+                )
 
     def ask(self, job: Job, reply: Callable[[Reply], None]) -> "Exchange":
         """Send a request; ``reply`` gets what comes."""
@@ -73,6 +85,7 @@ class SimRouter:
             "releases held": context.releases.held,
             "accounts of the scheduler": int(context.has_dispatch and not context.dispatch.idle()),
             "clients": len(self._exchanges),
+            "engines without their group": sum(bool(e["waits_for"]) for e in status["engines"]),
         }
         return [f"{self.name}: {what} {count}" for what, count in found.items() if count]
 
