@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import msgspec
 import pytest
 
 pytest.importorskip("vllm")
@@ -12,7 +13,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 
 from dualpath.core.addresses import AgentAddress, EngineAddress
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.errors import (
     BadRequestError,
     DualPathError,
@@ -22,6 +23,7 @@ from dualpath.core.errors import (
 from dualpath.core.key_memory import KeyMemory
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, from_transfer_params
 from dualpath.router.control.registry import EngineInfo
+from dualpath.router.token_api.client import RANK_HEADER
 from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath.vllm.generate_client import GenerateClient
 from dualpath.vllm.request_job import make_job
@@ -166,6 +168,17 @@ async def test_prefill_hands_over_and_returns_the_first_token(engine, calls):
     assert body["request_id"] == PREFILL_TRANSFER.request_id
     assert body["sampling_params"]["max_tokens"] == 1
     assert from_transfer_params(body["kv_transfer_params"]) == PREFILL_TRANSFER
+
+
+@pytest.mark.parametrize(("at_server", "header"), [(None, None), (1, "1")])
+async def test_a_server_of_several_ranks_is_told_which_one_is_asked(
+    engine, calls, at_server, header
+):
+    engine.chunks = [chunk_of(42, finish_reason="length")]
+    place = GroupRank("de-0", "e", 1, 2, at_server)
+    info = msgspec.structs.replace(engine.info, dp=place)
+    await calls.prefill(info, job_of(), PREFILL_TRANSFER)
+    assert engine.headers[0].get(RANK_HEADER) == header
 
 
 async def test_a_first_token_that_the_decode_engine_samples_is_not_returned(engine, calls):

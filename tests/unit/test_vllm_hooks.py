@@ -326,15 +326,15 @@ def test_an_engine_whose_keys_would_differ_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"data_parallel_size": 2}, "2 engines would have one name.*--data-parallel-rank"),
         # What the engine of a dense model's second rank sees: vLLM has reset the size.
-        ({"data_parallel_index": 1}, "2 engines would have one name"),
+        ({"data_parallel_index": 1}, "rank 1 of independent replicas of a dense model"),
+        ({"enable_elastic_ep": True}, "size changes; leave --enable-elastic-ep out"),
         ({"decode_context_parallel_size": 2}, r"context parallel sizes \(1, 2\)"),
         ({"prefill_context_parallel_size": 2}, r"context parallel sizes \(2, 1\)"),
         ({"world_size": 2}, "world size 2"),
     ],
 )
-def test_an_engine_of_several_ranks_behind_one_server_is_refused(change, message):
+def test_ranks_that_could_not_be_engines_are_refused(change, message):
     config = engine_config()
     for name, value in change.items():
         setattr(config.parallel_config, name, value)
@@ -342,14 +342,13 @@ def test_an_engine_of_several_ranks_behind_one_server_is_refused(change, message
         check_engine_config(config, SETTINGS, ONE_GROUP)
 
 
-def test_ranks_with_a_server_each_never_have_one_name():
-    """Also where all were given the same settings, and where vLLM has reset the size (dense)."""
+def test_ranks_never_have_one_name():
+    """Also where all were given the same settings."""
     names = set()
-    for rank, size in ((0, 2), (1, 2), (1, 1)):
+    for rank, size in ((0, 2), (1, 2)):
         config = engine_config()
         config.parallel_config.data_parallel_size = size
         config.parallel_config.data_parallel_index = rank
-        config.parallel_config.data_parallel_external_lb = True
         check_engine_config(config, SETTINGS, ONE_GROUP)
         names.add((rank, settings_of(config).engine_id))
     assert names == {(0, "pe-0-dp0"), (1, "pe-0-dp1")}

@@ -30,6 +30,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings
 from dualpath.vllm.cache_checks import KV_LAYOUT, cache_problems
+from dualpath.vllm.data_parallel import engine_id_of_rank, group_problems
 from dualpath.vllm.engine_arguments import (
     HASH_ALGORITHM,
     PLUGIN,
@@ -37,7 +38,6 @@ from dualpath.vllm.engine_arguments import (
     WORKER_CLASS,
     engine_arguments,
     join_vllm_logging,
-    shared_server,
 )
 from dualpath.vllm.engine_settings import engine_settings, engine_values
 from dualpath.vllm.late_blocks import LateBlocksMetadata
@@ -223,17 +223,11 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def settings_of(config: "VllmConfig") -> EngineSettings:
-    """Return this engine's settings; raises ``ConfigError`` for unknown or impossible ones.
-
-    Data-parallel ranks may have been given one name, as they share other settings.
-    """
+    """Return this engine's settings; raises ``ConfigError`` for unknown or impossible ones."""
     transfer = config.kv_transfer_config
     assert transfer is not None
     settings = engine_settings(transfer.kv_connector_extra_config, os.environ)
-    parallel = config.parallel_config
-    if parallel.data_parallel_size == 1 and parallel.data_parallel_index == 0:
-        return settings
-    name = f"{settings.engine_id}-dp{parallel.data_parallel_index}"
+    name = engine_id_of_rank(settings.engine_id, config.parallel_config)
     return msgspec.structs.replace(settings, engine_id=name)
 
 
@@ -292,11 +286,7 @@ def _parallel_problems(parallel: "ParallelConfig") -> list[str]:
             f"context parallel sizes {contexts}, which spread a block's tokens over ranks; leave "
             "--prefill-context-parallel-size and --decode-context-parallel-size out"
         )
-    # Of a dense model's ranks vLLM hides the size, but the first one's.
-    ranks = max(parallel.data_parallel_size, parallel.data_parallel_index + 1)
-    if ranks > 1 and not parallel.data_parallel_external_lb:
-        problems.append(shared_server(ranks))
-    return problems
+    return problems + group_problems(parallel)
 
 
 def _prefill_problems(config: "VllmConfig", settings: EngineSettings) -> list[str]:

@@ -147,7 +147,6 @@ def complete(args: Namespace) -> list[str]:
     if getattr(transfer, "kv_connector", None) != CONNECTOR:
         return []
     _check_server(args)
-    _check_ranks(args)
     extra: MutableMapping[str, Any] = transfer.kv_connector_extra_config  # type: ignore[union-attr]
     added = _identify(extra, args)
     settings = parse_settings(engine_values(extra, os.environ))
@@ -174,28 +173,6 @@ def _check_server(args: Namespace) -> None:
             f"{' and '.join(found)}: an engine of a DualPath cluster serves vLLM's HTTP API in "
             "Python, where its guard stands; leave that out"
         )
-
-
-def _check_ranks(args: Namespace) -> None:
-    """Raise ``ConfigError`` where several engines would have one server and one name.
-
-    vLLM hides the size of a group from the engines of dense models, so it is looked at here too.
-    """
-    size = getattr(args, "data_parallel_size", 1) or 1
-    own_server = getattr(args, "data_parallel_external_lb", False) or (
-        getattr(args, "data_parallel_rank", None) is not None
-    )
-    if size > 1 and not own_server:
-        raise ConfigError(shared_server(size))
-
-
-def shared_server(ranks: int) -> str:
-    """Say that data-parallel ranks behind one API server cannot be engines of a cluster."""
-    return (
-        f"--data-parallel-size {ranks} with one API server: {ranks} engines would have one name "
-        "and one URL, and take each other's KV; start a server for each rank with "
-        "--data-parallel-rank RANK and a --port of its own"
-    )
 
 
 def _identify(extra: MutableMapping[str, Any], args: Namespace) -> list[str]:

@@ -18,12 +18,13 @@ from dualpath.engine.membership import Membership, ServedModel
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.vllm.cuda_device import open_device
+from dualpath.vllm.data_parallel import agree_on_group
 from dualpath.vllm.drain_signal import on_drain_signal
 from dualpath.vllm.kv_regions import hbm_layout
 from dualpath.vllm.late_blocks import LateBlocks, LateBlocksMetadata
 from dualpath.vllm.metadata import DecodeWork, StepMetadata
 from dualpath.vllm.model_identity import kv_layout, model_fingerprint
-from dualpath.vllm.pass_costs import PassCosts
+from dualpath.vllm.pass_costs import PassCosts, TimedPass
 from dualpath.vllm.profiling import find_costs, profiles
 from dualpath.vllm.self_profile import AttentionStopwatch, PassLimits, PassRunner, time_passes
 
@@ -83,7 +84,8 @@ class WorkerSide:
         on_drain_signal(self._ask_to_drain)
         if profiles(self._settings):
             self._membership.measure_reading()
-        self._membership.join(self._settings.api_url, self._watch_parent)
+        dp = agree_on_group(self._settings.engine_id, self._config.parallel_config)
+        self._membership.join(self._settings.api_url, self._watch_parent, dp)
 
     def profile(self, runner: PassRunner) -> None:
         """Learn what passes cost here, and say it when the engine joins.
@@ -94,6 +96,9 @@ class WorkerSide:
             return
         self._stopwatch = AttentionStopwatch(self._synchronize)
         time_them = functools.partial(time_passes, runner, self._stopwatch, self._pass_limits())
+        if self._config.parallel_config.data_parallel_size > 1:
+            # How many passes there are depends on their time: ranks in lock step would hang.
+            time_them = functools.partial(_no_passes, self._settings.engine_id)
         try:
             found = find_costs(
                 self._settings, self._config, self._namespace(), time_them, time.time()
@@ -220,3 +225,12 @@ def _nothing_queued() -> None:
 
 def _first(names: str | list[str] | None) -> str | None:
     return names[0] if isinstance(names, list) else names
+
+
+def _no_passes(engine_id: str) -> list[TimedPass]:
+    log.warning(
+        "engine %s is a rank of a data-parallel group, whose passes are not timed; give it a "
+        "profile file of `dualpath profile`",
+        engine_id,
+    )
+    return []

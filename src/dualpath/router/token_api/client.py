@@ -35,6 +35,8 @@ _ERROR_TEXT_BYTES = 300
 
 
 HEALTH_PATH = "/health"
+#: vLLM's, for a server of several data-parallel ranks.
+RANK_HEADER = "X-data-parallel-rank"
 
 
 class TokenApi(Protocol):
@@ -123,6 +125,7 @@ class TokenApiClient:
         headers = {
             **self._headers,
             **(job.trace_headers or {}),
+            **_to_rank(engine),
             "Content-Type": "application/json",
         }
         url = engine.api_url.rstrip("/") + GENERATE_PATH
@@ -166,6 +169,13 @@ def _silent(engine: EngineInfo, error: Exception) -> EngineLostError:
         f"{_named(engine)} does not answer: {error or type(error).__name__}; restart it "
         "or take it out"
     )
+
+
+def _to_rank(engine: EngineInfo) -> dict[str, str]:
+    """Return the header that picks one of the ranks behind a server, if there are several."""
+    if engine.dp is None or engine.dp.at_server is None:
+        return {}
+    return {RANK_HEADER: str(engine.dp.at_server)}
 
 
 def _named(engine: EngineInfo) -> str:
