@@ -19,6 +19,19 @@ from dualpath.model.sim.settings import DecodeCosts, PrefillCosts, Setup
 pytest.importorskip("numba")
 
 ample_or_tight = st.sampled_from([4e6, 1e9])
+
+
+def with_engines(cluster: dict[str, Any]) -> dict[str, Any]:
+    """Give the roles engines of one GPU or a whole node each, and groups that such nodes have."""
+    fields = dict(cluster)
+    for role in ("prefill", "decode"):
+        gpus = fields["gpus_per_node"] if fields.pop(f"{role}_whole_node") else 1
+        nodes = fields.pop(f"{role}_group")
+        fields[f"{role}_tensor_parallel_size"] = gpus
+        fields[f"{role}_data_parallel_size"] = nodes * fields["gpus_per_node"] // gpus
+    return fields
+
+
 clusters = st.fixed_dictionaries(
     {
         "prefill_nodes": st.integers(1, 3),
@@ -49,10 +62,16 @@ clusters = st.fixed_dictionaries(
         "block_tokens": st.sampled_from([16, 64]),
         "request_overhead_s": st.sampled_from([0.0, 0.02]),
         "decode_admission_s": st.sampled_from([0.0, 0.04]),
+        "prefill_whole_node": st.booleans(),
+        "decode_whole_node": st.booleans(),
+        "prefill_group": st.sampled_from([0, 1, 2]),
+        "decode_group": st.sampled_from([0, 1]),
     }
-)
+).map(with_engines)
 models = st.builds(
     small_model,
+    prefill_replicas=st.sampled_from([1.0, 2.0]),
+    decode_replicas=st.sampled_from([1.0, 1.5]),
     prefill=st.builds(
         PrefillCosts,
         batch_s=st.sampled_from([0.0, 0.002]),

@@ -8,11 +8,12 @@ from dualpath.core.errors import ConfigError
 from dualpath.model.catalog.costs import (
     TYPICAL_APPEND_TOKENS,
     TYPICAL_CONTEXT_TOKENS,
+    Sharing,
     exchange_bytes_per_token,
-    expert_width,
     hbm_for_kv_bytes,
     load_model_costs,
     model_costs,
+    sharing,
 )
 from dualpath.model.catalog.load import (
     CLUSTERS,
@@ -25,7 +26,7 @@ from dualpath.model.catalog.load import (
     names,
 )
 from dualpath.model.catalog.table1 import table1_rows
-from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
+from dualpath.model.sim.settings import ClusterSettings, DecodeCosts, ModelCosts, PrefillCosts
 
 HOPPER = load_gpu("hopper")
 PAPER = load_cluster("paper-660b")
@@ -89,10 +90,10 @@ def test_sparse_attention_has_a_window_and_dense_attention_has_none():
 
 
 def test_experts_are_spread_over_a_group_and_a_lone_engine_exchanges_nothing():
-    assert expert_width(PAPER, Role.PREFILL) == 16
-    assert expert_width(PAPER, Role.DECODE) == 32
+    assert sharing(PAPER, Role.PREFILL) == Sharing(1, 16)
+    assert sharing(PAPER, Role.DECODE) == Sharing(1, 32)
     whole_role = msgspec.structs.replace(PAPER, decode_nodes_per_group=0, decode_nodes=9)
-    assert expert_width(whole_role, Role.DECODE) == 72
+    assert sharing(whole_role, Role.DECODE) == Sharing(1, 72)
     alone = msgspec.structs.replace(PAPER, lockstep=False)
     costs = model_costs(load_model("ds-27b"), HOPPER, alone)
     assert costs.prefill.exchange_token_s == 0
@@ -102,17 +103,70 @@ def test_experts_are_spread_over_a_group_and_a_lone_engine_exchanges_nothing():
 def test_a_token_crosses_the_network_once_per_node_that_it_needs():
     model = load_model("ds-v3.2")
     per_place = 58 * (7168 * (1 + 4 / 128) + 7168 * 2)
-    assert exchange_bytes_per_token(model, 1, 8) == 0
-    assert exchange_bytes_per_token(model, 16, 8) == pytest.approx(2 * per_place, rel=0.01)
-    assert exchange_bytes_per_token(model, 1024, 8) == 4 * per_place
+    assert exchange_bytes_per_token(model, Sharing(1, 1), 8) == 0
+    crossed = exchange_bytes_per_token(model, Sharing(1, 16), 8)
+    assert crossed == pytest.approx(2 * per_place, rel=0.01)
+    assert exchange_bytes_per_token(model, Sharing(1, 1024), 8) == 4 * per_place
+    # An engine's GPUs send a part of its tokens each; one engine alone sends none.
+    assert exchange_bytes_per_token(model, Sharing(2, 16), 8) == crossed / 2
+    assert exchange_bytes_per_token(model, Sharing(8, 8), 8) == 0
 
 
 @pytest.mark.parametrize(("model", "cluster"), SYSTEMS)
 def test_decode_hbm_of_the_papers_clusters_is_what_weights_leave(model, cluster):
     settings = load_cluster(cluster)
-    width = expert_width(settings, Role.DECODE)
-    left = hbm_for_kv_bytes(load_model(model), HOPPER, width)
+    left = hbm_for_kv_bytes(load_model(model), HOPPER, sharing(settings, Role.DECODE))
     assert settings.decode_hbm_bytes == pytest.approx(left, rel=0.02)
+
+
+def engines_of(gpus: int, **changes: int) -> ClusterSettings:
+    """Return the paper's cluster with engines of so many GPUs in both roles."""
+    return msgspec.structs.replace(
+        PAPER, prefill_tensor_parallel_size=gpus, decode_tensor_parallel_size=gpus, **changes
+    )
+
+
+def test_an_engine_of_several_gpus_divides_what_vllm_divides():
+    llama = load_model("llama-3.3-70b")
+    one = llama.weight_bytes_per_gpu(1)
+    assert llama.weight_bytes_per_gpu(8, 8) == pytest.approx(one / 8)
+    # Beyond its 8 KV heads each GPU keeps one of them.
+    kv_head = 80 * 2 * 8192 * 128 * 2
+    assert llama.weight_bytes_per_gpu(16, 16) == pytest.approx(one / 16 + kv_head / 2)
+    kimi = load_model("kimi-k2")
+    down = 61 * 7168 * (512 + 64 + 1536)
+    projections = kimi.attention_parameters - down
+    assert kimi.rank_attention_parameters(8) == down + projections / 8
+
+
+def test_kv_that_cannot_be_cut_is_held_by_every_gpu():
+    assert [load_model("glm-4.6").replicas(gpus) for gpus in (1, 4, 8, 16)] == [1, 1, 1, 2]
+    assert [load_model("kimi-k2").replicas(gpus) for gpus in (1, 8)] == [1, 8]
+    costs = model_costs(load_model("kimi-k2"), HOPPER, engines_of(8))
+    assert (costs.prefill_replicas, costs.decode_replicas) == (8, 8)
+
+
+def test_tensor_parallelism_makes_an_engine_faster_by_less_than_its_gpus():
+    model = load_model("glm-4.6")
+    one, four = (model_costs(model, HOPPER, engines_of(gpus)) for gpus in (1, 4))
+    assert 4 * four.prefill.pair_s == pytest.approx(one.prefill.pair_s)
+    assert 4 * four.decode.pair_s == pytest.approx(one.decode.pair_s)
+    assert 2 < one.prefill.feed_forward_token_s / four.prefill.feed_forward_token_s < 4
+    assert one.prefill_tokens_per_s < four.prefill_tokens_per_s < 4 * one.prefill_tokens_per_s
+    # Each GPU of a latent engine reads the whole latent in decode.
+    latent = load_model("kimi-k2")
+    whole, cut = (model_costs(latent, HOPPER, engines_of(gpus)).decode for gpus in (1, 4))
+    assert cut.pair_s == pytest.approx(61 * 1152 / HOPPER.decode.memory_bytes_per_s)
+    assert whole.pair_s < 4 * cut.pair_s
+
+
+def test_heads_that_cannot_be_divided_are_refused():
+    with pytest.raises(ConfigError, match="3 GPUs cannot divide the 64 heads"):
+        load_model("llama-3.3-70b").check_gpus_per_engine(3)
+    with pytest.raises(ConfigError, match="32 GPUs cannot divide the 48 heads"):
+        load_model("minimax-m2").check_gpus_per_engine(32)
+    with pytest.raises(ConfigError, match="choose another tensor parallel size"):
+        model_costs(load_model("smollm2-135m"), HOPPER, engines_of(8))
 
 
 @pytest.mark.parametrize(("model", "cluster"), SYSTEMS)

@@ -60,7 +60,8 @@ class ClusterShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``prefill_nodes`` P, ``decode_nodes`` D, ``gpus_per_node`` g (one compute NIC each),
     ``cnic_bytes_per_s`` B, ``snic_ratio`` s (a node's storage NIC carries s·B),
-    ``dram_bytes_per_s`` M per node.
+    ``dram_bytes_per_s`` M per node.  Beyond the paper, for engines of several GPUs: how many of a
+    PE's and of a DE's GPUs hold the same KV (``plan.movements.Replicas``), r and q in formulas.
     """
 
     prefill_nodes: int
@@ -69,6 +70,8 @@ class ClusterShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cnic_bytes_per_s: float
     snic_ratio: float
     dram_bytes_per_s: float
+    prefill_replicas: float = 1
+    decode_replicas: float = 1
 
 
 def parse_nodes(text: str, most: int = MOST_NODES) -> tuple[int, int]:

@@ -7,6 +7,9 @@ Three remarks on the paper's text.  Eq. 1 (2Bs/g ≤ B) needs 2s ≤ g, not s �
 leave out the KV of miss tokens, which is small at the hit rates of §2.2; ``plan_bytes_per_s`` of a
 real layout counts it, and with it the writes of new blocks.  DRAM is half duplex: reads and writes
 of it add up, those of a NIC do not.
+
+With tensor parallelism nothing changes while each GPU of an engine holds its own KV heads: a byte
+then crosses one CNIC on either side.  Where GPUs hold the same KV, loads are repeated for each.
 """
 
 from collections import Counter
@@ -17,13 +20,16 @@ import msgspec
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import ClusterShape, Role
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.plan.movements import Link
+from dualpath.plan.movements import Link, Replicas
 from dualpath.plan.steps import PromptLayout, Step, whole_plan
 
 #: Links of a node; all others are of one GPU's CNIC.
 NODE_LINKS = frozenset(
     {Link.PE_SNIC_READ, Link.DE_SNIC_READ, Link.DE_SNIC_WRITE, Link.PE_DRAM, Link.DE_DRAM}
 )
+
+#: Every byte of KV lies in the HBM of one GPU of its engine.
+ONE_HOLDER = Replicas()
 
 _PREFILL_LINKS = frozenset({Link.PE_SNIC_READ, Link.PE_CNIC_READ, Link.PE_CNIC_WRITE, Link.PE_DRAM})
 _DRAM_LINKS = frozenset({Link.PE_DRAM, Link.DE_DRAM})
@@ -61,12 +67,13 @@ class RatioBound(msgspec.Struct, frozen=True, kw_only=True):
     least: bool
 
 
-def link_bytes(steps: Iterable[Step]) -> Counter[Link]:
-    """Return how many bytes each link carries for these steps."""
+def link_bytes(steps: Iterable[Step], replicas: Replicas = ONE_HOLDER) -> Counter[Link]:
+    """Return how many bytes each link carries for these steps, over all GPUs of an engine."""
     total: Counter[Link] = Counter()
     for step in steps:
+        carried = round(step.bytes * step.movement.copies(replicas))
         for link in step.links:
-            total[link] += step.bytes
+            total[link] += carried
     return total
 
 
@@ -83,16 +90,21 @@ def de_pair_bytes_per_s(shape: ClusterShape) -> float:
 
 
 def closed_form_bytes_per_s(shape: ClusterShape) -> dict[Link, float]:
-    """Left sides of Eq. 1, 2, 4, 6 per GPU's CNIC and of Eq. 8 per node's DRAM."""
+    """Left sides of Eq. 1, 2, 4, 6 per GPU's CNIC and of Eq. 8 per node's DRAM.
+
+    With r and q replicas a load enters HBM r times at a PE and q times at a DE; with one they are
+    the paper's.
+    """
     s, g, rate = shape.snic_ratio, shape.gpus_per_node, shape.cnic_bytes_per_s
+    r, q = shape.prefill_replicas, shape.decode_replicas
     p_over_d = shape.prefill_nodes / shape.decode_nodes
     return {
-        Link.PE_CNIC_READ: 2 * rate * s / g,
-        Link.PE_CNIC_WRITE: rate * s / g * (1 + 1 / p_over_d),
-        Link.DE_CNIC_READ: rate * s / g * (p_over_d + 2),
-        Link.DE_CNIC_WRITE: rate * s / g * (2 * p_over_d + 1),
-        Link.PE_DRAM: 2 * s * rate,
-        Link.DE_DRAM: (3 + 2 * p_over_d) * s * rate,
+        Link.PE_CNIC_READ: (1 + r) * rate * s / g,
+        Link.PE_CNIC_WRITE: rate * s / g * r * (1 + 1 / p_over_d),
+        Link.DE_CNIC_READ: rate * s / g * (q * p_over_d + q + r),
+        Link.DE_CNIC_WRITE: rate * s / g * ((1 + q) * p_over_d + q),
+        Link.PE_DRAM: (1 + r) * s * rate,
+        Link.DE_DRAM: (1 + q + r + (1 + q) * p_over_d) * s * rate,
     }
 
 
@@ -112,33 +124,48 @@ def link_bounds(shape: ClusterShape) -> tuple[LinkBound, ...]:
         LinkBound(
             equation=equation,
             link=link,
-            formula=formula,
+            formula=own if _replicated(shape) else paper,
             load_bytes_per_s=loads[link],
             limit_bytes_per_s=limit_bytes_per_s(shape, link),
         )
-        for equation, link, formula in (
-            ("Eq. 1", Link.PE_CNIC_READ, "2Bs/g ≤ B"),
-            ("Eq. 2", Link.PE_CNIC_WRITE, "Bs/g · (1 + D/P) ≤ B"),
-            ("Eq. 4", Link.DE_CNIC_READ, "Bs/g · (P/D + 2) ≤ B"),
-            ("Eq. 6", Link.DE_CNIC_WRITE, "Bs/g · (2P/D + 1) ≤ B"),
-            ("§4.2", Link.PE_DRAM, "2Bs ≤ M"),
-            ("Eq. 8", Link.DE_DRAM, "(3 + 2P/D) · Bs ≤ M"),
+        for equation, link, paper, own in (
+            ("Eq. 1", Link.PE_CNIC_READ, "2Bs/g ≤ B", "(1 + r) · Bs/g ≤ B"),
+            ("Eq. 2", Link.PE_CNIC_WRITE, "Bs/g · (1 + D/P) ≤ B", "Bs/g · r(1 + D/P) ≤ B"),
+            ("Eq. 4", Link.DE_CNIC_READ, "Bs/g · (P/D + 2) ≤ B", "Bs/g · (qP/D + q + r) ≤ B"),
+            ("Eq. 6", Link.DE_CNIC_WRITE, "Bs/g · (2P/D + 1) ≤ B", "Bs/g · ((1 + q)P/D + q) ≤ B"),
+            ("§4.2", Link.PE_DRAM, "2Bs ≤ M", "(1 + r) · Bs ≤ M"),
+            ("Eq. 8", Link.DE_DRAM, "(3 + 2P/D) · Bs ≤ M", "(1 + q + r + (1 + q)P/D) · Bs ≤ M"),
         )
     )
+
+
+def _replicated(shape: ClusterShape) -> bool:
+    return (shape.prefill_replicas, shape.decode_replicas) != (1, 1)
 
 
 def ratio_bounds(shape: ClusterShape) -> tuple[RatioBound, ...]:
     """Return Eq. 3, 5, 7, 8: the bounds of P/D, in the paper's order."""
     s, g = shape.snic_ratio, shape.gpus_per_node
-    lowest = s / (g - s) if s < g else float("inf")
-    dram = (shape.dram_bytes_per_s / (shape.cnic_bytes_per_s * s) - 3) / 2
+    r, q = shape.prefill_replicas, shape.decode_replicas
+    lowest = r * s / (g - r * s) if r * s < g else float("inf")
+    read, write = (g - (q + r) * s) / (q * s), (g - q * s) / ((1 + q) * s)
+    dram = (shape.dram_bytes_per_s / (shape.cnic_bytes_per_s * s) - (1 + q + r)) / (1 + q)
     return tuple(
-        RatioBound(equation=equation, link=link, formula=formula, ratio=ratio, least=least)
-        for equation, link, formula, ratio, least in (
-            ("Eq. 3", Link.PE_CNIC_WRITE, "P/D ≥ s/(g - s)", lowest, True),
-            ("Eq. 5", Link.DE_CNIC_READ, "P/D ≤ (g - 2s)/s", (g - 2 * s) / s, False),
-            ("Eq. 7", Link.DE_CNIC_WRITE, "P/D ≤ (g - s)/2s", (g - s) / (2 * s), False),
-            ("Eq. 8", Link.DE_DRAM, "P/D ≤ (M/Bs - 3)/2", dram, False),
+        RatioBound(
+            equation=equation,
+            link=link,
+            formula=own if _replicated(shape) else paper,
+            ratio=ratio,
+            least=link is Link.PE_CNIC_WRITE,
+        )
+        for equation, link, paper, own, ratio in (
+            ("Eq. 3", Link.PE_CNIC_WRITE, "P/D ≥ s/(g - s)", "P/D ≥ rs/(g - rs)", lowest),
+            ("Eq. 5", Link.DE_CNIC_READ, "P/D ≤ (g - 2s)/s", "P/D ≤ (g - (q + r)s)/qs", read),
+            ("Eq. 7", Link.DE_CNIC_WRITE, "P/D ≤ (g - s)/2s", "P/D ≤ (g - qs)/(1 + q)s", write),
+            (
+                *("Eq. 8", Link.DE_DRAM, "P/D ≤ (M/Bs - 3)/2"),
+                *("P/D ≤ (M/Bs - 1 - q - r)/(1 + q)", dram),
+            ),
         )
     )
 
@@ -146,7 +173,8 @@ def ratio_bounds(shape: ClusterShape) -> tuple[RatioBound, ...]:
 def prefill_to_decode_range(shape: ClusterShape) -> tuple[float, float]:
     """Eq. 9: smallest and largest bottleneck-free P/D; empty if the first exceeds the second."""
     s, g = shape.snic_ratio, shape.gpus_per_node
-    if s >= g or 2 * s > g:
+    r = shape.prefill_replicas
+    if r * s >= g or (1 + r) * s > g:
         return (float("inf"), 0.0)
     bounds = ratio_bounds(shape)
     least = next(bound.ratio for bound in bounds if bound.least)
@@ -163,6 +191,7 @@ def plan_bytes_per_s(
     """
     prompt_tokens = (hit_blocks + miss_blocks) * geometry.block_tokens
     read_bytes = hit_blocks * geometry.full_block_bytes
+    replicas = Replicas(shape.prefill_replicas, shape.decode_replicas)
     loads: dict[Link, float] = {}
     for side, pair_bytes_per_s in (
         (Role.PREFILL, pe_pair_bytes_per_s(shape)),
@@ -173,7 +202,7 @@ def plan_bytes_per_s(
             prompt_tokens=prompt_tokens,
             hits=(HitRun(side, BlockRun(0, hit_blocks)),),
         )
-        for link, carried in link_bytes(whole_plan(layout)).items():
+        for link, carried in link_bytes(whole_plan(layout), replicas).items():
             load = pair_bytes_per_s * carried / read_bytes * _pairs_sharing(shape, link)
             loads[link] = loads.get(link, 0.0) + load
     return loads

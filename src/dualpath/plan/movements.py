@@ -5,6 +5,7 @@ A kind of movement says where from, where to, over which links (§4.2) and in wh
 """
 
 import enum
+from typing import NamedTuple
 
 import msgspec
 
@@ -70,6 +71,15 @@ class Movement(msgspec.Struct, frozen=True):
         prefill = Role.PREFILL in (self.source.side, self.destination.side)
         return Role.PREFILL if prefill else Role.DECODE
 
+    def copies(self, replicas: "Replicas") -> float:
+        """How often its links carry each of its bytes: what enters HBM enters every replica's.
+
+        Towards DRAM the replicas of an engine take turns, so that it goes once.
+        """
+        if self.destination is Place.PE_HBM:
+            return replicas.prefill
+        return replicas.decode if self.destination is Place.DE_HBM else 1
+
     @property
     def network(self) -> str:
         """What it crosses: "snic" to storage, "cnic" to another engine, "loopback" within one."""
@@ -81,6 +91,17 @@ class Movement(msgspec.Struct, frozen=True):
     def read_path(self) -> str:
         """The path that needs it: "pe" or "de" for a step of Fig. 4a or 4b alone, else "both"."""
         return {"4a": "pe", "4b": "de"}.get(self.label.partition(".")[0], "both")
+
+
+class Replicas(NamedTuple):
+    """How many ranks of a PE and of a DE hold the same KV, on average over its bytes.
+
+    1 where each of an engine's GPUs holds its own heads; with tensor parallelism a of latent
+    attention a, of grouped-query attention with k < a KV heads a/k.
+    """
+
+    prefill: float = 1
+    decode: float = 1
 
 
 # CNIC directions follow §4.2: a host-device copy is an RDMA

@@ -1,4 +1,11 @@
-"""Costs for the simulator: a model's geometry × a GPU's rates × how the experts are spread."""
+"""Costs for the simulator: a model's geometry × a GPU's rates × how engines share its weights.
+
+Tensor parallelism divides an engine's attention by heads, projections and feed-forward layers by
+its GPUs.  Not divided is what vLLM keeps on each GPU: indexers, down-projections and KV of latent
+attention, KV heads that are fewer than GPUs; nor what a decode step takes per layer and request.
+Two all-reduces per layer are added that nothing hides, at the rate of the all-to-all within a node:
+both are assumptions.
+"""
 
 import math
 from pathlib import Path
@@ -20,6 +27,8 @@ TYPICAL_CONTEXT_TOKENS = 32_721
 TYPICAL_APPEND_TOKENS = 429
 
 DEFAULT_GPU = "hopper"
+#: After attention and after the feed-forward layer.
+ALL_REDUCES_PER_LAYER = 2
 
 
 def load_model_costs(
@@ -51,7 +60,12 @@ def single_engine_costs(name_or_path: str | Path, gpu: str | Path) -> ModelCosts
 
 
 def model_costs(geometry: ModelGeometry, gpu: GpuRates, cluster: ClusterSettings) -> ModelCosts:
-    """Return the costs that geometry and rates give; the PEs and DEs of a group share experts."""
+    """Return the costs that geometry and rates give; the PEs and DEs of a group share experts.
+
+    Raises ``ConfigError`` for heads that cannot be divided among an engine's GPUs.
+    """
+    for role in Role:
+        geometry.check_gpus_per_engine(cluster.gpus_per_engine(role))
     prefill = _prefill_costs(geometry, gpu, cluster)
     return ModelCosts(
         name=geometry.name,
@@ -61,36 +75,51 @@ def model_costs(geometry: ModelGeometry, gpu: GpuRates, cluster: ClusterSettings
         decode=_decode_costs(geometry, gpu, cluster),
         prefill_tokens_per_s=prompt_tokens_per_s(prefill, cluster.compute_quota_s),
         context_limit_tokens=geometry.context_limit_tokens,
+        prefill_replicas=geometry.replicas(cluster.gpus_per_engine(Role.PREFILL)),
+        decode_replicas=geometry.replicas(cluster.gpus_per_engine(Role.DECODE)),
     )
 
 
-def expert_width(cluster: ClusterSettings, role: Role) -> int:
-    """Return over how many GPUs experts are spread: those of a group, 1 without lock-step."""
+class Sharing(NamedTuple):
+    """Over how many GPUs a role's weights are spread: those of an engine, and the experts'."""
+
+    engine: int = 1
+    experts: int = 1
+
+    @property
+    def exchanging(self) -> bool:
+        """Whether engines send tokens to one another's experts (all-to-all)."""
+        return self.experts > self.engine
+
+
+def sharing(cluster: ClusterSettings, role: Role) -> Sharing:
+    """Return how a role's engines share weights: in lock-step a group has one set of experts."""
+    engine = cluster.gpus_per_engine(role)
     if not cluster.lockstep:
-        return 1
-    if role is Role.PREFILL:
-        nodes, per_group = cluster.prefill_nodes, cluster.prefill_nodes_per_group
-    else:
-        nodes, per_group = cluster.decode_nodes, cluster.decode_nodes_per_group
-    return (min(nodes, per_group) if per_group else nodes) * cluster.gpus_per_node
+        return Sharing(engine, engine)
+    all_engines = cluster.nodes_of(role) * cluster.node_engines(role)
+    return Sharing(engine, min(cluster.group_engines(role), all_engines) * engine)
 
 
-def hbm_for_kv_bytes(geometry: ModelGeometry, gpu: GpuRates, width: int) -> float:
+def hbm_for_kv_bytes(geometry: ModelGeometry, gpu: GpuRates, shared: Sharing) -> float:
     """Return what weights and reserves leave of one GPU's HBM; negative if they do not fit."""
     reserved = gpu.reserved_bytes
-    if width > 1 and geometry.expert_layers:
+    if shared.exchanging and geometry.expert_layers:
         reserved += gpu.exchange_reserved_bytes
-    return gpu.hbm_bytes - reserved - geometry.weight_bytes_per_gpu(width)
+    weights = geometry.weight_bytes_per_gpu(shared.experts, shared.engine)
+    return gpu.hbm_bytes - reserved - weights
 
 
-def exchange_bytes_per_token(geometry: ModelGeometry, width: int, gpus_per_node: int) -> float:
-    """Return dispatch and combine bytes of one prompt token over all expert layers.
+def exchange_bytes_per_token(geometry: ModelGeometry, shared: Sharing, gpus_per_node: int) -> float:
+    """Return dispatch and combine bytes of one prompt token over all expert layers, per GPU.
 
-    Between nodes a token crosses the network once per node that holds one of its experts and is
-    forwarded inside; within one node it goes once to every GPU that does.
+    An engine's GPUs send a part of its tokens each.  Between nodes a token crosses the network once
+    per node that holds one of its experts and is forwarded inside; within one node it goes once to
+    every GPU that does.
     """
-    if width <= 1:
+    if not shared.exchanging:
         return 0.0
+    width = shared.experts
     nodes = math.ceil(width / gpus_per_node)
     places = nodes if nodes > 1 else width
     reached = 0.0
@@ -99,7 +128,13 @@ def exchange_bytes_per_token(geometry: ModelGeometry, width: int, gpus_per_node:
         if nodes > 1 and part.routed_nodes:
             expected = min(expected, part.routed_nodes)
         reached += part.layers * expected
-    return reached * (geometry.dispatch_bytes + geometry.combine_bytes)
+    return reached * (geometry.dispatch_bytes + geometry.combine_bytes) / shared.engine
+
+
+def _all_reduce_bytes(geometry: ModelGeometry, gpus: int) -> float:
+    """Return what an engine's GPU sends of one token in the all-reduces of a pass, in BF16."""
+    each = 2 * (gpus - 1) / gpus * geometry.hidden_size * 2
+    return ALL_REDUCES_PER_LAYER * geometry.layers * each
 
 
 def prompt_tokens_per_s(prefill: PrefillCosts, compute_quota_s: float) -> float:
@@ -129,20 +164,25 @@ class _Attention(NamedTuple):
 
 
 def _attention_times(
-    geometry: ModelGeometry, rates: AttentionRates, memory_bytes_per_s: float | None = None
+    geometry: ModelGeometry,
+    rates: AttentionRates,
+    gpus: int,
+    memory_bytes_per_s: float | None = None,
 ) -> _Attention:
     """Fold all attention layers into the one form the simulator knows.
 
     A sparse model's window is its indexer's choice; layers that see everything go to the indexer's
     coefficient then.  A sliding window is taken as full, its cost per query constant.  With
-    ``memory_bytes_per_s`` a pair takes at least the time to read its KV (decode: no reuse).
+    ``memory_bytes_per_s`` a pair takes at least the time to read its KV (decode: no reuse).  Of an
+    engine's ``gpus`` each has its share of the heads and its slice of the KV.
     """
     token_s = pair_s = index_s = full_s = 0.0
     window = 0
     for part in geometry.attention:
-        per_pair = part.layers * part.pair_flop / _flop_per_s(part, rates)
+        per_pair = part.layers * part.pair_flop / _flop_per_s(part, rates) / gpus
         if memory_bytes_per_s is not None:
-            read_s = part.layers * part.kv_bytes_per_token / memory_bytes_per_s
+            slice_bytes = part.layers * part.attended_bytes / part.slices(gpus)
+            read_s = slice_bytes / memory_bytes_per_s
             per_pair = max(per_pair, read_s)
         if isinstance(part, LatentAttention) and part.indexer is not None:
             if window and window != part.window_tokens:
@@ -175,51 +215,56 @@ def _flop_per_s(part: Attention, rates: AttentionRates) -> float:
 def _prefill_costs(
     geometry: ModelGeometry, gpu: GpuRates, cluster: ClusterSettings
 ) -> PrefillCosts:
-    rates, width = gpu.prefill, expert_width(cluster, Role.PREFILL)
-    attention = _attention_times(geometry, rates.attention)
-    projections = geometry.attention_parameters + geometry.indexer_parameters
+    rates, shared = gpu.prefill, sharing(cluster, Role.PREFILL)
+    gpus = shared.engine
+    attention = _attention_times(geometry, rates.attention, gpus)
+    projections = geometry.rank_attention_parameters(gpus)
+    reduce_s = _all_reduce_bytes(geometry, gpus) / rates.exchange_in_node_bytes_per_s
     linear_s = FLOP_PER_PARAMETER / (rates.linear_flop_per_s * rates.efficiency)
     expert_s = FLOP_PER_PARAMETER / (rates.expert_flop_per_s * rates.efficiency)
-    exchange_s = _exchange_token_s(geometry, rates, width, cluster.gpus_per_node)
+    exchange_s = _exchange_token_s(geometry, rates, shared, cluster.gpus_per_node)
     # The output head works on a prompt's last token alone and is left out.
     return PrefillCosts(
         batch_s=rates.pass_s
         + rates.layer_s * geometry.layers
-        + rates.exchange_layer_s * _spread_layers(geometry, width),
+        + rates.exchange_layer_s * _spread_layers(geometry, shared),
         attention_token_s=projections * linear_s + attention.token_s / rates.efficiency,
         pair_s=attention.pair_s / rates.efficiency,
         index_pair_s=attention.index_pair_s / rates.efficiency,
         window_tokens=attention.window_tokens,
-        feed_forward_token_s=geometry.dense_parameters * linear_s
-        + geometry.active_expert_parameters * expert_s,
+        feed_forward_token_s=geometry.dense_parameters * linear_s / gpus
+        + geometry.active_expert_parameters * expert_s / gpus
+        + reduce_s,
         exchange_token_s=exchange_s,
         interleaved=rates.interleaved and exchange_s > 0,
     )
 
 
 def _exchange_token_s(
-    geometry: ModelGeometry, rates: PrefillRates, width: int, gpus_per_node: int
+    geometry: ModelGeometry, rates: PrefillRates, shared: Sharing, gpus_per_node: int
 ) -> float:
-    in_node = width <= gpus_per_node
+    in_node = shared.experts <= gpus_per_node
     rate = (
         rates.exchange_in_node_bytes_per_s if in_node else rates.exchange_between_nodes_bytes_per_s
     )
-    return exchange_bytes_per_token(geometry, width, gpus_per_node) / rate
+    return exchange_bytes_per_token(geometry, shared, gpus_per_node) / rate
 
 
-def _spread_layers(geometry: ModelGeometry, width: int) -> int:
-    return sum(part.layers for part in geometry.expert_layers) if width > 1 else 0
+def _spread_layers(geometry: ModelGeometry, shared: Sharing) -> int:
+    return sum(part.layers for part in geometry.expert_layers) if shared.exchanging else 0
 
 
 def _decode_costs(geometry: ModelGeometry, gpu: GpuRates, cluster: ClusterSettings) -> DecodeCosts:
     """Costs of a step bound by memory: up to about 100 requests per GPU weights hide the FLOP."""
-    rates, width = gpu.decode, expert_width(cluster, Role.DECODE)
-    attention = _attention_times(geometry, rates.attention, rates.memory_bytes_per_s)
-    spread = _spread_layers(geometry, width)
+    rates, shared = gpu.decode, sharing(cluster, Role.DECODE)
+    gpus = shared.engine
+    attention = _attention_times(geometry, rates.attention, gpus, rates.memory_bytes_per_s)
+    spread = _spread_layers(geometry, shared)
+    reduces = ALL_REDUCES_PER_LAYER * geometry.layers if gpus > 1 else 0
     # The low-latency all-to-all sends a token to each of its experts.
     sends = sum(part.layers * part.active_experts for part in geometry.expert_layers)
     per_send_bytes = geometry.dispatch_bytes + geometry.combine_bytes if spread else 0.0
-    in_node = width <= cluster.gpus_per_node
+    in_node = shared.experts <= cluster.gpus_per_node
     exchange_bytes_per_s = (
         rates.exchange_in_node_bytes_per_s if in_node else rates.exchange_between_nodes_bytes_per_s
     )
@@ -227,9 +272,11 @@ def _decode_costs(geometry: ModelGeometry, gpu: GpuRates, cluster: ClusterSettin
         step_s=rates.step_s
         + rates.layer_s * geometry.layers
         + rates.exchange_layer_s * spread
-        + geometry.step_weight_bytes(width) / rates.memory_bytes_per_s,
+        + rates.all_reduce_s * reduces
+        + geometry.step_weight_bytes(shared.experts, gpus) / rates.memory_bytes_per_s,
         request_s=rates.request_layer_s * geometry.layers
-        + sends * per_send_bytes / exchange_bytes_per_s
+        + sends * per_send_bytes / exchange_bytes_per_s / gpus
+        + _all_reduce_bytes(geometry, gpus) / rates.exchange_in_node_bytes_per_s
         + attention.token_s,
         pair_s=attention.pair_s,
         index_pair_s=attention.index_pair_s,

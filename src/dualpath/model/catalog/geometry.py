@@ -179,6 +179,26 @@ class ModelGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             + self.head_parameters * (1 if self.tied_embedding else 2)
         )
 
+    # Tensor parallelism
+
+    def check_gpus_per_engine(self, gpus: int) -> None:
+        """Raise ``ConfigError`` for a number of GPUs that heads cannot be divided among."""
+        for part in self.attention:
+            kv_heads = part.heads if isinstance(part, LatentAttention) else part.kv_heads
+            if part.heads % gpus or (kv_heads % gpus and gpus % kv_heads):
+                raise ConfigError(
+                    f"an engine of {gpus} GPUs cannot divide the {part.heads} heads and {kv_heads} "
+                    f"KV heads of {self.title}; choose another tensor parallel size"
+                )
+
+    def replicas(self, gpus: int) -> float:
+        """Return how many of an engine's GPUs hold the same KV, on average over its bytes."""
+        held = sum(
+            part.layers * part.kv_bytes_per_token * gpus / part.slices(gpus)
+            for part in self.attention
+        )
+        return held / self.kv_bytes_per_token_all_layers
+
     # Weights in memory
 
     @property
@@ -186,38 +206,49 @@ class ModelGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         """Weights of the whole model."""
         return self.weight_bytes_per_gpu(1)
 
-    def weight_bytes_per_gpu(self, expert_width: int) -> float:
+    def weight_bytes_per_gpu(self, expert_width: int, gpus: int = 1) -> float:
         """Weights one GPU holds when the routed experts are spread over ``expert_width`` ≥ 1 GPUs.
 
-        Everything else is replicated (DP attention, §7.2).
+        Everything else is held by each engine (DP attention, §7.2), divided among its ``gpus`` as
+        vLLM does: latent attention's down-projections, indexers and routers are on each.
         """
         embeddings = self.head_parameters * (1 if self.tied_embedding else 2)
         return (
-            self._dense_weight_bytes
-            + self._expert_bytes_per_gpu(expert_width)
-            + embeddings * self.head_value_bytes
+            self._dense_weight_bytes(gpus)
+            + self._expert_bytes_per_gpu(expert_width, gpus)
+            + embeddings * self.head_value_bytes / gpus
         )
 
-    def step_weight_bytes(self, expert_width: int) -> float:
+    def step_weight_bytes(self, expert_width: int, gpus: int = 1) -> float:
         """Weights one GPU reads in a decode step that touches every expert it holds.
 
         The embedding is a table look-up and is left out.
         """
-        head = self.head_parameters * self.head_value_bytes
-        return self._dense_weight_bytes + self._expert_bytes_per_gpu(expert_width) + head
+        head = self.head_parameters * self.head_value_bytes / gpus
+        return (
+            self._dense_weight_bytes(gpus) + self._expert_bytes_per_gpu(expert_width, gpus) + head
+        )
 
-    @property
-    def _dense_weight_bytes(self) -> float:
-        parameters = self.attention_parameters + self.indexer_parameters + self.dense_parameters
+    def rank_attention_parameters(self, gpus: int) -> float:
+        """Projections of attention and indexers on one of an engine's ``gpus``."""
+        projections = sum(
+            part.layers * part.rank_parameters(self.hidden_size, gpus) for part in self.attention
+        )
+        return projections + self.indexer_parameters
+
+    def _dense_weight_bytes(self, gpus: int) -> float:
+        parameters = self.rank_attention_parameters(gpus) + self.dense_parameters / gpus
         return parameters * self.weight_value_bytes
 
-    def _expert_bytes_per_gpu(self, expert_width: int) -> float:
-        routed = 0.0
+    def _expert_bytes_per_gpu(self, expert_width: int, gpus: int) -> float:
+        held = 0.0
         for part in self.expert_layers:
             # Beyond one expert per GPU experts are replicated.
-            held = max(1.0, part.experts / expert_width)
-            routed += part.layers * held * part.expert_parameters(self.hidden_size)
-        return (routed + self.replicated_expert_parameters) * self.expert_value_bytes
+            routed = max(1.0, part.experts / expert_width)
+            shared = part.shared_experts / gpus
+            experts = (routed + shared) * part.expert_parameters(self.hidden_size)
+            held += part.layers * (experts + self.hidden_size * part.experts)
+        return held * self.expert_value_bytes
 
     # Computation
 

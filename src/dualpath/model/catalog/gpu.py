@@ -46,7 +46,8 @@ class DecodeRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     A step takes ``step_s``, ``layer_s`` per layer and ``exchange_layer_s`` per expert layer that
     is spread over GPUs; every request adds ``request_layer_s`` per layer and its bytes of the
-    low-latency all-to-all at one of the two ``exchange_*_bytes_per_s``.
+    low-latency all-to-all at one of the two ``exchange_*_bytes_per_s``.  An all-reduce of an
+    engine's GPUs takes ``all_reduce_s`` and its bytes at the rate within a node.
     """
 
     memory_bytes_per_s: Rate
@@ -57,6 +58,7 @@ class DecodeRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     exchange_layer_s: Seconds
     exchange_in_node_bytes_per_s: Rate
     exchange_between_nodes_bytes_per_s: Rate
+    all_reduce_s: Seconds = 0.0
 
 
 class GpuRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -48,6 +48,11 @@ class GroupedQueryAttention(
         return (self.kv_bytes_per_token,)
 
     @property
+    def attended_bytes(self) -> float:
+        """What attention reads of one token that a query sees, in one layer."""
+        return self.kv_bytes_per_token
+
+    @property
     def kept_tokens(self) -> int:
         """How many of the last tokens keep their KV, 0 for all."""
         return self.window_tokens
@@ -64,6 +69,15 @@ class GroupedQueryAttention(
     def parameters(self, hidden_size: int) -> int:
         """Projections of one layer: Q, K, V and output."""
         return 2 * hidden_size * self.head_dim * (self.heads + self.kv_heads)
+
+    def slices(self, gpus: int) -> int:
+        """Return into how many slices ``gpus`` GPUs of an engine cut KV: whole heads."""
+        return min(gpus, self.kv_heads)
+
+    def rank_parameters(self, hidden_size: int, gpus: int) -> float:
+        """Return what of ``parameters`` one of an engine's GPUs holds."""
+        held = self.heads / gpus + self.kv_heads / self.slices(gpus)
+        return 2 * hidden_size * self.head_dim * held
 
 
 class Indexer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -129,6 +143,11 @@ class LatentAttention(
         return (latent, indexer.key_bytes) if indexer and indexer.counted else (latent,)
 
     @property
+    def attended_bytes(self) -> float:
+        """What attention reads of one token that a query sees, in one layer: the latent's part."""
+        return self.part_bytes_per_token[0]
+
+    @property
     def kept_tokens(self) -> int:
         """0: whatever the indexer chooses from, every token keeps its KV."""
         return 0
@@ -152,6 +171,15 @@ class LatentAttention(
         down = hidden_size * (self.kv_rank + self.rope_dim)
         up = self.kv_rank * self.heads * (self.nope_dim + self.value_dim)
         return query + down + up + self.heads * self.value_dim * hidden_size
+
+    def slices(self, gpus: int) -> int:
+        """Return 1: every one of an engine's ``gpus`` needs the whole latent."""
+        return 1
+
+    def rank_parameters(self, hidden_size: int, gpus: int) -> float:
+        """Return what of ``parameters`` one of an engine's GPUs holds: all down-projections."""
+        down = hidden_size * (self.kv_rank + self.rope_dim + self.query_rank)
+        return down + (self.parameters(hidden_size) - down) / gpus
 
     def indexer_parameters(self, hidden_size: int) -> int:
         """Projections of one layer's indexer: queries, key and head weights."""

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.model.sim.result import NS_PER_S, SimulationResult
@@ -246,8 +247,7 @@ def prefill_units(cluster: ClusterSettings) -> int:
     """Return how many prefill units step for themselves: groups with lock-step, else engines."""
     if not cluster.lockstep:
         return cluster.prefill_engines
-    per_group = cluster.prefill_nodes_per_group or cluster.prefill_nodes
-    return -(-cluster.prefill_nodes // per_group)
+    return -(-cluster.prefill_engines // cluster.group_engines(Role.PREFILL))
 
 
 def _decode_hbm_use(result: SimulationResult, end_ns: int) -> float:
@@ -257,7 +257,8 @@ def _decode_hbm_use(result: SimulationResult, end_ns: int) -> float:
     held_ns = np.minimum(until, end_ns) - np.minimum(turns.decoding_ns, end_ns)
     tokens = agents.prompt_tokens.astype(np.float64) + agents.generated_tokens / 2
     byte_ns = float((held_ns * tokens)[started].sum()) * setup.model.kv_bytes_per_token
-    room = setup.cluster.decode_hbm_bytes * setup.cluster.decode_engines
+    gpus = setup.cluster.decode_nodes * setup.cluster.gpus_per_node
+    room = setup.cluster.decode_hbm_bytes * gpus / setup.model.decode_replicas
     return byte_ns / (room * end_ns)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from dualpath.core.cluster import ClusterShape, Role
 from dualpath.core.errors import ConfigError, DualPathError
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.catalog.costs import expert_width, hbm_for_kv_bytes
+from dualpath.model.catalog.costs import hbm_for_kv_bytes, sharing
 from dualpath.model.catalog.geometry import ModelGeometry
 from dualpath.model.catalog.gpu import GpuRates
 from dualpath.model.evaluation.comparison import RunSummary, summarise
@@ -130,14 +130,14 @@ def reshaped(
         return shape
     room = {}
     for role in Role:
-        before = hbm_for_kv_bytes(*weights, expert_width(cluster, role))
-        after = hbm_for_kv_bytes(*weights, expert_width(shape, role))
+        before = hbm_for_kv_bytes(*weights, sharing(cluster, role))
+        after = hbm_for_kv_bytes(*weights, sharing(shape, role))
         name = f"{role}_hbm_bytes"
         room[name] = getattr(cluster, name) + after - before
         if room[name] <= 0:
             raise ConfigError(
-                f"weights over {expert_width(shape, role)} GPUs leave no HBM for KV at the {role} "
-                "engines; give the role more nodes"
+                f"weights over {sharing(shape, role).experts} GPUs leave no HBM for KV at the "
+                f"{role} engines; give the role more nodes"
             )
     return msgspec.structs.replace(
         shape,

@@ -37,6 +37,9 @@ def limits(setup: Setup) -> Limits:
     cluster, model = setup.cluster, setup.model
     per_token = model.kv_bytes_per_token
     held_per_token = per_token
+    # A rank's HBM holds its slice of every token: so many ranks hold a token's KV together.
+    at_prefill = cluster.prefill_tensor_parallel_size / model.prefill_replicas
+    at_decode = cluster.decode_tensor_parallel_size / model.decode_replicas
     if setup.mode.layerwise:
         held_per_token = per_token / model.layers * min(cluster.layer_buffers, model.layers)
     beta = cluster.beta_tokens or max(int(cluster.beta_s * model.prefill_tokens_per_s), 1)
@@ -44,8 +47,8 @@ def limits(setup: Setup) -> Limits:
     return Limits(
         alpha_tokens=int(cluster.alpha_s * cluster.snic_bytes_per_s / per_token),
         beta_tokens=beta,
-        prefill_hbm_tokens=int(cluster.prefill_hbm_bytes / held_per_token),
-        decode_hbm_tokens=int(cluster.decode_hbm_bytes / per_token),
+        prefill_hbm_tokens=int(cluster.prefill_hbm_bytes * at_prefill / held_per_token),
+        decode_hbm_tokens=int(cluster.decode_hbm_bytes * at_decode / per_token),
         batch_cap_tokens=1 << 40 if quota else cluster.batch_cap_tokens,
         compute_quota_s=cluster.compute_quota_s if quota else NO_QUOTA_S,
         block_bytes=per_token * cluster.block_tokens,
@@ -87,6 +90,12 @@ CHARGED = (
     PERSIST_PROMPT_PATH,
     PERSIST_GENERATED_PATH,
 ) = range(len(CHARGED))
+
+
+def copies(setup: Setup) -> tuple[float, ...]:
+    """Return how often the links carry the bytes of each kind of step, by ``CHARGED``."""
+    replicas = movements.Replicas(setup.model.prefill_replicas, setup.model.decode_replicas)
+    return tuple(float(movement.copies(replicas)) for movement in CHARGED)
 
 
 def check(setup: Setup, agents: AgentTable) -> None:

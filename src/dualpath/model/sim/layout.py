@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from dualpath.core.cluster import Role
+from dualpath.model.sim import rules
 from dualpath.model.sim.settings import ClusterSettings
 
 
@@ -17,7 +18,7 @@ class Group(NamedTuple):
 class ClusterLayout(NamedTuple):
     """Groups in the order in which they fetch, and units of each role in order of engine.
 
-    Engine ``e`` is on node ``e // g``.
+    ``node_of`` says on which node an engine is.
     """
 
     groups: tuple[Group, ...]
@@ -27,9 +28,8 @@ class ClusterLayout(NamedTuple):
 
 def cluster_layout(cluster: ClusterSettings) -> ClusterLayout:
     """Return the layout of a cluster."""
-    g, p = cluster.gpus_per_node, cluster.prefill_nodes
-    prefill = _runs(0, p, cluster.prefill_nodes_per_group, g)
-    decode = _runs(p, cluster.nodes, cluster.decode_nodes_per_group, g)
+    prefill = _runs(0, cluster.prefill_engines, cluster.group_engines(Role.PREFILL))
+    decode = _runs(cluster.prefill_engines, cluster.engines, cluster.group_engines(Role.DECODE))
     groups = [Group(f"P{i}", Role.PREFILL, engines) for i, engines in enumerate(prefill)]
     groups += [Group(f"D{i}", Role.DECODE, engines) for i, engines in enumerate(decode)]
     if cluster.lockstep:
@@ -43,9 +43,16 @@ def cluster_layout(cluster: ClusterSettings) -> ClusterLayout:
     )
 
 
-def _runs(first_node: int, end_node: int, nodes_per_group: int, g: int) -> list[range]:
-    step = nodes_per_group or end_node - first_node
-    return [
-        range(node * g, min(node + step, end_node) * g)
-        for node in range(first_node, end_node, step)
-    ]
+def node_of(cluster: ClusterSettings, engine: int) -> int:
+    """Return the node of an engine."""
+    return rules.node_of(
+        engine,
+        cluster.prefill_engines,
+        cluster.prefill_nodes,
+        cluster.node_engines(Role.PREFILL),
+        cluster.node_engines(Role.DECODE),
+    )
+
+
+def _runs(first: int, end: int, group: int) -> list[range]:
+    return [range(engine, min(engine + group, end)) for engine in range(first, end, group)]

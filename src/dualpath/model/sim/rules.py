@@ -34,6 +34,19 @@ def first_group(now_ns: int, interval_ns: int, groups: int) -> int:
     return now_ns // interval_ns % groups
 
 
+def node_of(
+    engine: int,
+    prefill_engines: int,
+    prefill_nodes: int,
+    prefill_node_engines: int,
+    decode_node_engines: int,
+) -> int:
+    """Return the node of an engine: engines are numbered node by node, those of PEs first."""
+    if engine < prefill_engines:
+        return engine // prefill_node_engines
+    return prefill_nodes + (engine - prefill_engines) // decode_node_engines
+
+
 # Links.
 
 

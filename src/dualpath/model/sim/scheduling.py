@@ -1,7 +1,7 @@
 """How both cores set up the scheduler of a simulated cluster."""
 
 from dualpath.model.sim.derived import Limits
-from dualpath.model.sim.layout import ClusterLayout
+from dualpath.model.sim.layout import ClusterLayout, node_of
 from dualpath.model.sim.settings import Setup
 from dualpath.policy.events import EngineSpec, SchedulerSettings
 
@@ -26,7 +26,7 @@ def engine_specs(setup: Setup, limits: Limits, layout: ClusterLayout) -> list[En
         EngineSpec(
             engine_id=str(engine),
             role=group.role,
-            node=str(engine // cluster.gpus_per_node),
+            node=str(node_of(cluster, engine)),
             group=group.name,
             order=engine,
             hbm_tokens=limits.decode_hbm_tokens,

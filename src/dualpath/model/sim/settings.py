@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from dualpath.core.cluster import MOST_NODES
+from dualpath.core.cluster import MOST_NODES, Role
+from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting, Settings
 from dualpath.policy.rebalance import RebalanceSettings
@@ -12,12 +13,15 @@ from dualpath.policy.rebalance import RebalanceSettings
 #: Rates and times beyond these are typing errors, not machines.
 LARGEST = 1e15
 LONGEST_S = 1e6
+LARGEST_GROUP = MOST_NODES * 100_000
 
 
 class ClusterSettings(Settings, frozen=True, kw_only=True):
     """One cluster, as a TOML file names it; the defaults are the paper's testbed (§7.2, §A.4).
 
-    *Shape.*  A group (§6.1) is made of whole nodes, the last group may be smaller.
+    *Shape.*  An engine has one GPU, or as many as its role's ``tensor_parallel_size``, all of one
+    node.  A group (§6.1) is made of whole nodes, or of ``data_parallel_size`` engines where that is
+    given: a part of a node or whole nodes.  The last group may be smaller.
 
     *Links.*  Bytes/s in either direction; DRAM is half duplex.
 
@@ -33,7 +37,7 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     prefill_nodes: Annotated[int, Setting("P (§4.2)", ge=1, le=MOST_NODES, flag=False)]
     decode_nodes: Annotated[int, Setting("D (§4.2)", ge=1, le=MOST_NODES, flag=False)]
     gpus_per_node: Annotated[
-        int, Setting("engines of a node, each with one compute NIC", ge=1, le=100_000)
+        int, Setting("GPUs of a node, each with one compute NIC", ge=1, le=100_000)
     ] = 8
     prefill_nodes_per_group: Annotated[
         int, Setting("nodes of a prefill group, 0 for all", ge=0, le=MOST_NODES)
@@ -41,6 +45,18 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     decode_nodes_per_group: Annotated[
         int, Setting("nodes of a decode group, 0 for all", ge=0, le=MOST_NODES)
     ] = 4
+    prefill_tensor_parallel_size: Annotated[
+        int, Setting("GPUs of a prefill engine", ge=1, le=100_000)
+    ] = 1
+    decode_tensor_parallel_size: Annotated[
+        int, Setting("GPUs of a decode engine", ge=1, le=100_000)
+    ] = 1
+    prefill_data_parallel_size: Annotated[
+        int, Setting("engines of a prefill group, 0 for those of its nodes", ge=0, le=LARGEST_GROUP)
+    ] = 0
+    decode_data_parallel_size: Annotated[
+        int, Setting("engines of a decode group, 0 for those of its nodes", ge=0, le=LARGEST_GROUP)
+    ] = 0
     lockstep: Annotated[
         bool, Setting("engines of a group synchronise in every layer (expert parallelism)")
     ] = True
@@ -56,7 +72,7 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     read_latency_s: Annotated[
         float, Setting("until the first byte of a read arrives", ge=0, le=LONGEST_S)
     ] = 0.0
-    cnic_bytes_per_s: Annotated[float, Setting("one engine's compute NIC", ge=1, le=LARGEST)] = 50e9
+    cnic_bytes_per_s: Annotated[float, Setting("one GPU's compute NIC", ge=1, le=LARGEST)] = 50e9
     dram_bytes_per_s: Annotated[float, Setting("a node's DRAM", ge=1, le=LARGEST)] = 500e9
 
     prefill_buffer_bytes: Annotated[
@@ -68,8 +84,12 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     baseline_buffer_bytes: Annotated[
         float | None, Setting("of Basic and Layerwise; none: as the others", ge=0, le=LARGEST)
     ] = None
-    prefill_hbm_bytes: Annotated[float, Setting("HBM of a PE for KV", ge=0, le=LARGEST)] = 24e9
-    decode_hbm_bytes: Annotated[float, Setting("HBM of a DE for KV", ge=0, le=LARGEST)] = 40e9
+    prefill_hbm_bytes: Annotated[
+        float, Setting("HBM of a PE for KV, per GPU", ge=0, le=LARGEST)
+    ] = 24e9
+    decode_hbm_bytes: Annotated[float, Setting("HBM of a DE for KV, per GPU", ge=0, le=LARGEST)] = (
+        40e9
+    )
     layer_buffers: Annotated[
         int, Setting("layers of KV that a layerwise PE holds", ge=1, le=100_000)
     ] = 2
@@ -104,25 +124,75 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     ] = 0.0
     rebalancing: RebalanceSettings | None = None
 
+    def check(self) -> None:
+        """Raise ``ConfigError`` for engines or groups that no nodes can be made of."""
+        super().check()
+        g = self.gpus_per_node
+        for role in Role:
+            gpus, engines = self.gpus_per_engine(role), self.group_engines(role)
+            if g % gpus:
+                raise ConfigError(
+                    f"{{{role}_tensor_parallel_size}} is {gpus}; it must divide {{gpus_per_node}}, "
+                    f"{g}, as an engine's GPUs are of one node; change one of them"
+                )
+            if gpus * engines % g and g % (gpus * engines):
+                raise ConfigError(
+                    f"{{{role}_data_parallel_size}} is {engines} engines of {gpus} GPUs; a group "
+                    f"must be whole nodes of {g} GPUs or an even part of one; change it"
+                )
+        if self.rebalancing and not self._alike:
+            raise ConfigError(
+                "with a table rebalancing nodes change their role; both roles must have the same "
+                "{prefill_tensor_parallel_size} and no {prefill_data_parallel_size}; leave one out"
+            )
+
+    @property
+    def _alike(self) -> bool:
+        """Whether a node of one role has the engines of a node of the other, groups aside."""
+        same = self.prefill_tensor_parallel_size == self.decode_tensor_parallel_size
+        return same and not (self.prefill_data_parallel_size or self.decode_data_parallel_size)
+
     @property
     def nodes(self) -> int:
         """All nodes; the prefill nodes come first."""
         return self.prefill_nodes + self.decode_nodes
 
+    def nodes_of(self, role: Role) -> int:
+        """Nodes of a role."""
+        return self.prefill_nodes if role is Role.PREFILL else self.decode_nodes
+
+    def gpus_per_engine(self, role: Role) -> int:
+        """GPUs of an engine of a role, each a rank with its own compute NIC."""
+        if role is Role.PREFILL:
+            return self.prefill_tensor_parallel_size
+        return self.decode_tensor_parallel_size
+
+    def node_engines(self, role: Role) -> int:
+        """Engines of a node of a role."""
+        return self.gpus_per_node // self.gpus_per_engine(role)
+
+    def group_engines(self, role: Role) -> int:
+        """Engines of a group of a role, but for the last, which may be smaller."""
+        if role is Role.PREFILL:
+            engines, nodes = self.prefill_data_parallel_size, self.prefill_nodes_per_group
+        else:
+            engines, nodes = self.decode_data_parallel_size, self.decode_nodes_per_group
+        return engines or (nodes or self.nodes_of(role)) * self.node_engines(role)
+
     @property
     def prefill_engines(self) -> int:
-        """PEs, one per GPU; they come first in every numbering of engines."""
-        return self.prefill_nodes * self.gpus_per_node
+        """PEs; they come first in every numbering of engines."""
+        return self.prefill_nodes * self.node_engines(Role.PREFILL)
 
     @property
     def decode_engines(self) -> int:
-        """DEs, one per GPU."""
-        return self.decode_nodes * self.gpus_per_node
+        """DEs."""
+        return self.decode_nodes * self.node_engines(Role.DECODE)
 
     @property
     def engines(self) -> int:
         """All engines."""
-        return self.nodes * self.gpus_per_node
+        return self.prefill_engines + self.decode_engines
 
 
 class PrefillCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -170,7 +240,9 @@ class ModelCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     ``kv_bytes_per_token`` over all ``layers``.  ``prefill_tokens_per_s`` is what one PE gets done
     in prompt tokens, hits included; β is ``beta_s`` of it (§A.4).
-    ``context_limit_tokens`` bounds prompt plus generation, None for no bound.
+    ``context_limit_tokens`` bounds prompt plus generation, None for no bound.  Of an engine's GPUs
+    ``prefill_replicas`` or ``decode_replicas`` hold the same KV (``plan.movements.Replicas``); the
+    times are those of an engine with all its GPUs.
     """
 
     name: str
@@ -180,6 +252,8 @@ class ModelCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     decode: DecodeCosts
     prefill_tokens_per_s: float
     context_limit_tokens: int | None = None
+    prefill_replicas: float = 1.0
+    decode_replicas: float = 1.0
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):

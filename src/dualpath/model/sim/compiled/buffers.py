@@ -14,6 +14,7 @@ from dualpath.model.sim.compiled.columns import (
     TIER_BLOCKS,
 )
 from dualpath.model.sim.compiled.jit import lean, prefetch
+from dualpath.model.sim.compiled.links import node_at
 from dualpath.model.sim.compiled.machine_tables import World
 from dualpath.model.sim.compiled.reading import granted
 
@@ -31,7 +32,7 @@ def give_back(p: World, engine: int, blocks: int) -> None:
     c = p.constants
     if blocks == 0:
         return
-    node = engine // c.gpus_per_node
+    node = node_at(p, engine)
     p.machine.node_bytes[node, FREE_BYTES] += blocks * c.block_bytes
     if node < c.prefill_nodes:
         _grant_prefill(p, node)
@@ -80,7 +81,7 @@ def _grant_decode(p: World, node: int) -> None:
             flights[agent, DE_BLOCKS] += flights[agent, TIER_BLOCKS]
             flights[agent, PARTS_LEFT] += 1
         if flights[agent, PE_BLOCKS]:
-            pe_node = flights[agent, PE] // p.constants.gpus_per_node
+            pe_node = node_at(p, flights[agent, PE])
             _wait_at(p, pe_node, agent)
             _grant_prefill(p, pe_node)
         else:

@@ -5,6 +5,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.derived import limits
@@ -19,9 +20,11 @@ Number = TypeVar("Number", np.int32, np.int64, np.float32)
 class Constants(NamedTuple):
     """Numbers of a setup that do not change during a run."""
 
-    gpus_per_node: int
     cluster_nodes: int
     prefill_nodes: int
+    prefill_engines: int
+    prefill_node_engines: int
+    decode_node_engines: int
     block_tokens: int
     block_bytes: float
     layers: int
@@ -35,7 +38,8 @@ class Constants(NamedTuple):
     window_ns: int
     snic_bytes_per_s: float
     snic_write_bytes_per_s: float
-    cnic_bytes_per_s: float
+    prefill_cnic_bytes_per_s: float
+    decode_cnic_bytes_per_s: float
     dram_bytes_per_s: float
     batch_cap_tokens: int
     prefill_hbm_tokens: int
@@ -76,9 +80,11 @@ def constants(setup: Setup, window_ns: int) -> Constants:
     prefill, decode = setup.model.prefill, setup.model.decode
     tier_bytes = cluster.dram_tier_bytes * cluster.nodes
     return Constants(
-        gpus_per_node=cluster.gpus_per_node,
         cluster_nodes=cluster.nodes,
         prefill_nodes=cluster.prefill_nodes,
+        prefill_engines=cluster.prefill_engines,
+        prefill_node_engines=cluster.node_engines(Role.PREFILL),
+        decode_node_engines=cluster.node_engines(Role.DECODE),
         block_tokens=cluster.block_tokens,
         block_bytes=derived.block_bytes,
         layers=setup.model.layers,
@@ -92,7 +98,8 @@ def constants(setup: Setup, window_ns: int) -> Constants:
         window_ns=window_ns,
         snic_bytes_per_s=cluster.snic_bytes_per_s,
         snic_write_bytes_per_s=cluster.snic_write_bytes_per_s,
-        cnic_bytes_per_s=cluster.cnic_bytes_per_s,
+        prefill_cnic_bytes_per_s=cluster.cnic_bytes_per_s * cluster.gpus_per_engine(Role.PREFILL),
+        decode_cnic_bytes_per_s=cluster.cnic_bytes_per_s * cluster.gpus_per_engine(Role.DECODE),
         dram_bytes_per_s=cluster.dram_bytes_per_s,
         batch_cap_tokens=derived.batch_cap_tokens,
         prefill_hbm_tokens=derived.prefill_hbm_tokens,

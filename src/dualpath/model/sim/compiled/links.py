@@ -29,6 +29,7 @@ from dualpath.model.sim.rules import (
     equal_served_bytes,
     equal_wait_ns,
     last_window,
+    node_of,
     serve,
 )
 
@@ -55,14 +56,28 @@ def _serve(p: World, server: int, transfer_bytes: float, bytes_per_s: float) -> 
     return start_ns
 
 
+@inlined
+def node_at(p: World, engine: int) -> int:
+    """Return the node of an engine."""
+    c = p.constants
+    return node_of(
+        engine,
+        c.prefill_engines,
+        c.prefill_nodes,
+        c.prefill_node_engines,
+        c.decode_node_engines,
+    )
+
+
 @lean
 def charge_cnic(p: World, engine: int, writes: int, transfer_bytes: float) -> int:
     """Queue a transfer at an engine's CNIC (writes: 1) and return when it is over."""
-    server = writes * p.machine.engines.shape[0] + engine
-    start_ns = _serve(p, server, transfer_bytes, p.constants.cnic_bytes_per_s)
+    server, c = writes * p.machine.engines.shape[0] + engine, p.constants
+    at_pe = engine < c.prefill_engines
+    bytes_per_s = c.prefill_cnic_bytes_per_s if at_pe else c.decode_cnic_bytes_per_s
+    start_ns = _serve(p, server, transfer_bytes, bytes_per_s)
     end_ns = p.machine.busy_ns[server]
-    node = engine // p.constants.gpus_per_node
-    _count_use(p, CNIC_USE, node, start_ns, end_ns, transfer_bytes)
+    _count_use(p, CNIC_USE, node_at(p, engine), start_ns, end_ns, transfer_bytes)
     return end_ns
 
 
@@ -88,7 +103,7 @@ def charge_path(p: World, path: int, pe: int, de: int, blocks: int) -> int:
     paths, end_ns = p.machine.paths, p.machine.counters[NOW]
     if blocks <= 0:
         return end_ns
-    step_bytes = blocks * p.constants.block_bytes
+    step_bytes = blocks * p.constants.block_bytes * p.machine.copies[path]
     place = 0
     while paths[path, place] != NO_SERVER:
         kind, engine = paths[path, place], pe
@@ -99,9 +114,9 @@ def charge_path(p: World, path: int, pe: int, de: int, blocks: int) -> int:
         elif kind == CNIC_WRITE_SERVER:
             over_ns = charge_cnic(p, engine, 1, step_bytes)
         elif kind == DRAM_SERVER:
-            over_ns = _charge_dram(p, engine // p.constants.gpus_per_node, step_bytes)
+            over_ns = _charge_dram(p, node_at(p, engine), step_bytes)
         else:
-            over_ns = _charge_snic_write(p, engine // p.constants.gpus_per_node, step_bytes)
+            over_ns = _charge_snic_write(p, node_at(p, engine), step_bytes)
         end_ns = max(end_ns, over_ns)
         place += 1
     return end_ns

@@ -47,7 +47,7 @@ from dualpath.model.sim.compiled.columns import (
 )
 from dualpath.model.sim.compiled.constants import Constants, Rounds
 from dualpath.model.sim.compiled.tables import SchedulerState, aligned_rows
-from dualpath.model.sim.derived import CHARGED, Limits, buffer_bytes, limits
+from dualpath.model.sim.derived import CHARGED, Limits, buffer_bytes, copies, limits
 from dualpath.model.sim.layout import ClusterLayout, cluster_layout
 from dualpath.model.sim.result import FloatArray, IntArray, TurnTimes
 from dualpath.model.sim.settings import Setup
@@ -67,7 +67,8 @@ class MachineTables(NamedTuple):
     in the queue of its PE, in its pass and among the rounds that end together; ``stored_ns`` per
     agent, when its latest blocks are stored.  ``busy_ns`` per server, in order CNIC read and CNIC
     write of every engine, DRAM, SNIC write and SNIC read of every node; ``use`` bytes per link
-    class, window and node; ``links`` nodes of the equal SNICs' pairing heaps, two per agent, and
+    class, window and node; ``paths`` the servers of a kind of step, ``copies`` how often each
+    carries its bytes; ``links`` nodes of the equal SNICs' pairing heaps, two per agent, and
     ``keys`` their first column as floats.  ``unit_tokens`` virtual time of units; ``wheel`` the
     ends of rounds per decode unit, ``wheel_blocks`` how many of its places are taken per block;
     ``ended`` room for the agents whose rounds end together.  ``batches`` and ``attention_s`` of
@@ -91,6 +92,7 @@ class MachineTables(NamedTuple):
     busy_ns: IntArray
     use: FloatArray
     paths: NDArray[np.int8]
+    copies: FloatArray
     keys: FloatArray
     links: IntArray
     wheel: NDArray[np.int32]
@@ -151,6 +153,7 @@ def new_machine(setup: Setup, agents: AgentTable, *, record_decisions: bool) -> 
         busy_ns=np.zeros(2 * cluster.engines + 3 * nodes, np.int64),
         use=np.zeros((USE_TABLES, MOST_WINDOWS, nodes)),
         paths=_paths(),
+        copies=np.array(copies(setup)),
         keys=links.view(np.float64)[:, KEY],
         links=links,
         wheel=np.zeros((len(layout.decode_units), places), np.int32),

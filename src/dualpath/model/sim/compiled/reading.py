@@ -25,7 +25,13 @@ from dualpath.model.sim.compiled.columns import (
 )
 from dualpath.model.sim.compiled.events import push
 from dualpath.model.sim.compiled.jit import lean
-from dualpath.model.sim.compiled.links import charge_cnic, charge_path, read_equal, read_fifo
+from dualpath.model.sim.compiled.links import (
+    charge_cnic,
+    charge_path,
+    node_at,
+    read_equal,
+    read_fifo,
+)
 from dualpath.model.sim.compiled.machine_tables import World
 from dualpath.model.sim.compiled.scheduler import read_done
 from dualpath.model.sim.derived import READ_DE_PATH, READ_PE_PATH
@@ -62,7 +68,7 @@ def read(p: World, part: int) -> None:
     engine = flights[agent, PE + side]
     blocks = holding_blocks(flights[agent, PE_READ + side], c.block_tokens)
     charge_path(p, READ_DE_PATH if side else READ_PE_PATH, engine, engine, blocks)
-    node = engine // c.gpus_per_node
+    node = node_at(p, engine)
     if c.equal_snic:
         read_equal(p, node, part, blocks * c.block_bytes)
     else:

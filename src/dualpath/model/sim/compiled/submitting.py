@@ -34,6 +34,7 @@ from dualpath.model.sim.compiled.columns import (
 from dualpath.model.sim.compiled.events import push
 from dualpath.model.sim.compiled.jit import lean
 from dualpath.model.sim.compiled.ledger import report
+from dualpath.model.sim.compiled.links import node_at
 from dualpath.model.sim.compiled.lookahead import fetch_assigned
 from dualpath.model.sim.compiled.machine_tables import World
 from dualpath.model.sim.compiled.reading import loaded
@@ -192,4 +193,4 @@ def _assigned(p: World, agent: int) -> None:
         m.times[r, T_GRANTED] = now_ns
         loaded(p, agent)
         return
-    reserve(p, flights[agent, DE] // c.gpus_per_node, agent)
+    reserve(p, node_at(p, flights[agent, DE]), agent)

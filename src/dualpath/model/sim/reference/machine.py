@@ -3,7 +3,15 @@
 from typing import NamedTuple
 
 from dualpath.core.cluster import Role
-from dualpath.model.sim.derived import CHARGED, READ_DE_PATH, READ_PE_PATH, Limits, buffer_bytes
+from dualpath.model.sim.derived import (
+    CHARGED,
+    READ_DE_PATH,
+    READ_PE_PATH,
+    Limits,
+    buffer_bytes,
+    copies,
+)
+from dualpath.model.sim.layout import node_of
 from dualpath.model.sim.reference.events import EventQueue
 from dualpath.model.sim.reference.links import EqualSnic, FifoSnic, Server, WindowedBytes
 from dualpath.model.sim.reference.memories import NodeBuffer
@@ -26,7 +34,8 @@ class SimulatedMachine:
         cluster = setup.cluster
         self._events = events
         self._block_bytes = limits.block_bytes
-        self._gpus_per_node = cluster.gpus_per_node
+        self._cluster = cluster
+        self._copies = copies(setup)
         nodes, engines = range(cluster.nodes), range(cluster.engines)
         self.snic_read_use = WindowedBytes(window_ns, cluster.nodes)
         self.snic_write_use = WindowedBytes(window_ns, cluster.nodes)
@@ -51,7 +60,7 @@ class SimulatedMachine:
 
     def node(self, engine: int) -> int:
         """Return the node of an engine."""
-        return engine // self._gpus_per_node
+        return node_of(self._cluster, engine)
 
     def snic(self, engine: int) -> FifoSnic | EqualSnic:
         """Return the storage NIC of an engine's node."""
@@ -71,7 +80,8 @@ class SimulatedMachine:
         end_ns = now_ns = self._events.now_ns
         if blocks <= 0:
             return now_ns
-        step_bytes, servers = blocks * self._block_bytes, self._paths[path]
+        step_bytes = blocks * self._block_bytes * self._copies[path]
+        servers = self._paths[path]
         for server in (*servers.at_pe[pe], *servers.at_de[de]):
             over_ns = server.charge(now_ns, step_bytes)
             if over_ns > end_ns:
@@ -104,7 +114,11 @@ class SimulatedMachine:
         }
 
     def _cnic(self, setup: Setup, engine: int) -> Server:
-        return Server(setup.cluster.cnic_bytes_per_s, self.cnic_use, self.node(engine))
+        """Return one direction of an engine's NICs, those of its GPUs together."""
+        cluster, node = setup.cluster, self.node(engine)
+        role = Role.PREFILL if node < cluster.prefill_nodes else Role.DECODE
+        bytes_per_s = cluster.cnic_bytes_per_s * cluster.gpus_per_engine(role)
+        return Server(bytes_per_s, self.cnic_use, node)
 
     def _snic(self, setup: Setup, node: int) -> FifoSnic | EqualSnic:
         cluster = setup.cluster

@@ -69,14 +69,15 @@ class Rebalancing:
         self._settings = settings.with_rates(
             prefill_node_tokens_per_s(setup), decode_node_tokens_per_s(setup, limits, agents)
         )
-        self._gpus_per_node = setup.cluster.gpus_per_node
+        # Both roles have equal engines where nodes change theirs.
+        self._node_engines = setup.cluster.node_engines(Role.PREFILL)
         self._agents = agents
         self._events = events
         self._record = record
         self._driver = driver
         self._machine = machine
         self._units = units
-        self._decode_node_tokens = limits.decode_hbm_tokens * self._gpus_per_node
+        self._decode_node_tokens = limits.decode_hbm_tokens * self._node_engines
         self._policy = Rebalancer(self._settings)
         cluster = setup.cluster
         self._nodes = {
@@ -203,12 +204,12 @@ class Rebalancing:
         self._driver.join(self._engines(move.node), move.to_role)
 
     def _engines(self, node: int) -> range:
-        return range(node * self._gpus_per_node, (node + 1) * self._gpus_per_node)
+        return range(node * self._node_engines, (node + 1) * self._node_engines)
 
 
 def prefill_node_tokens_per_s(setup: Setup) -> float:
     """Return prompt tokens, hits included, that a prefill node gets done."""
-    return setup.model.prefill_tokens_per_s * setup.cluster.gpus_per_node
+    return setup.model.prefill_tokens_per_s * setup.cluster.node_engines(Role.PREFILL)
 
 
 def decode_node_tokens_per_s(setup: Setup, limits: Limits, agents: AgentTable) -> float:
@@ -235,7 +236,7 @@ def decode_node_tokens_per_s(setup: Setup, limits: Limits, agents: AgentTable) -
     )
     stay_s = max(generated - 1, 1.0) * step_s
     per_engine = context / stay_s if stay_s else LARGEST
-    return min(per_engine * setup.cluster.gpus_per_node, LARGEST)
+    return min(per_engine * setup.cluster.node_engines(Role.DECODE), LARGEST)
 
 
 def _share(part: float, whole: float) -> float:
