@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Literal
+from urllib.parse import parse_qs
 
 from dualpath.laboratory.lab.s3_server import S3Server, serve_folder
 from dualpath.storage.s3_location import S3Location, parse_location
@@ -35,6 +36,7 @@ class FaultyS3:
         self.faults: dict[str, list[Fault | None]] = {}
         self.requests: list[tuple[str, str]] = []
         self.conditional = conditional
+        self.page_names = 1000
         self.ended = threading.Event()
         self.before: Callable[[str, str], None] = lambda method, name: None
         self._lock = threading.Lock()
@@ -70,6 +72,33 @@ class FaultyS3:
                 return False
             self.objects[name] = content
             return True
+
+    def listing(self, asked: dict[str, list[str]]) -> bytes:
+        """Return a page of a listing, of ``page_names`` names."""
+        prefix, delimiter = asked.get("prefix", [""])[0], asked.get("delimiter", [""])[0]
+        with self._lock:
+            names = sorted(name for name in self.objects if name.startswith(prefix))
+            sizes = {name: len(self.objects[name]) for name in names}
+        if delimiter:
+            heads = (name[len(prefix) :].partition(delimiter) for name in names)
+            names = sorted({f"{prefix}{head}{slash}" for head, slash, _ in heads if slash})
+        start = int(asked.get("continuation-token", ["0"])[0])
+        page = names[start : start + self.page_names]
+        end = start + len(page)
+        found = [
+            f"<CommonPrefixes><Prefix>{name}</Prefix></CommonPrefixes>"
+            if delimiter
+            else f"<Contents><Key>{name}</Key><Size>{sizes[name]}</Size>"
+            "<LastModified>2026-11-22T10:00:00.000Z</LastModified></Contents>"
+            for name in page
+        ]
+        more = (
+            f"<IsTruncated>true</IsTruncated><NextContinuationToken>{end}</NextContinuationToken>"
+            if end < len(names)
+            else "<IsTruncated>false</IsTruncated>"
+        )
+        space = 'xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
+        return f"<ListBucketResult {space}>{''.join(found)}{more}</ListBucketResult>".encode()
 
     def close(self) -> None:
         """End the server and every answer it holds back."""
@@ -128,6 +157,8 @@ def _handler(server: FaultyS3) -> type[BaseHTTPRequestHandler]:
             elif self.command == "DELETE":
                 server.objects.pop(name, None)
                 self.answer(204, b"")
+            elif name.startswith("?") and "list-type=2" in name:
+                self.answer(200, server.listing(parse_qs(name[1:])))
             elif name not in server.objects:
                 self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
             else:

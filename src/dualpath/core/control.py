@@ -280,6 +280,19 @@ class Failed(Message, frozen=True, tag=True):
     reason: str
 
 
+class StorageUse(msgspec.Struct, frozen=True):
+    """What a storage's janitor said last: how much lies there, how much may, and since when.
+
+    ``age_s`` is how long ago that was.  ``surveyed``: whether it knows everything that lies there.
+    """
+
+    used_bytes: int
+    quota_bytes: int
+    blocks: int
+    age_s: float
+    surveyed: bool
+
+
 class Report(Message, frozen=True, tag=True):
     """Load of an engine (§6.1), sent on change and as heartbeat.
 
@@ -287,6 +300,7 @@ class Report(Message, frozen=True, tag=True):
     engine's node, free HBM and free DRAM buffer in tokens.  ``assign_seq`` is the last ``Assign``
     already counted in.  ``counters`` are monotonic totals for metrics (names in
     ``engine/counters.py``).  ``unhealthy`` says why the data plane cannot go on, if it cannot;
+    ``storage`` how full the storage is, where one looks after it;
     ``draining`` why the engine wants nothing new, if so: it goes once it is told ``Drained``.
     """
 
@@ -299,6 +313,7 @@ class Report(Message, frozen=True, tag=True):
     free_buffer_tokens: int
     counters: dict[str, float] = {}
     unhealthy: str | None = None
+    storage: StorageUse | None = None
     draining: str | None = None
 
 

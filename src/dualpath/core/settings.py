@@ -45,7 +45,7 @@ _SHOWN_UNITS = (
 _SUFFIXES = (
     ("_bytes_per_s", "bytes/s"), ("_flops_per_s", "FLOP/s"), ("_tokens_per_s", "tokens/s"),
     ("_per_s", "per s"), ("_bytes", "bytes"), ("_tokens", "tokens"), ("_blocks", "Full Blocks"),
-    ("_us", "µs"), ("_s", "s"),
+    ("_us", "µs"), ("_s", "s"), ("_quota", "bytes"), ("_ttl", "s"),
 )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ class Declared(msgspec.Struct, frozen=True):
     @property
     def is_amount(self) -> bool:
         """Whether it counts bytes, which may be written with a unit."""
-        return self.is_number and self.name.endswith(("_bytes", "_bytes_per_s"))
+        return self.is_number and self.unit in ("bytes", "bytes/s")
 
     @property
     def choices(self) -> tuple[str, ...]:

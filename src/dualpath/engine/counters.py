@@ -43,6 +43,22 @@ class Counter(StrEnum):
         "verify_failures",
         "Reads that ended at a block that was missing, short or failed its checksum.",
     )
+    STORAGE_EVICTED_BLOCKS = (
+        "storage_evicted_blocks",
+        "Stored blocks removed to keep the storage within its limits.",
+    )
+    STORAGE_EVICTED_BYTES = (
+        "storage_evicted_bytes",
+        "Bytes of stored blocks removed for its limits.",
+    )
+    STORAGE_REFUSED_BLOCKS = (
+        "storage_refused_blocks",
+        "New blocks not stored because the storage's quota is used up.",
+    )
+    STORAGE_SKIPPED_BLOCKS = (
+        "storage_skipped_blocks",
+        "New blocks not stored because of the write rate cap or the filter.",
+    )
     READ_DEADLINES = "read_deadlines", "Storage reads given up at their deadline."
     LOOKUPS = "lookups", "Look-ups an engine has begun."
     LOOKUP_PROBES = "lookup_probes", "Questions of look-ups to storage, one block each."

@@ -159,4 +159,6 @@ class Lookups:
             # What still waits for it, perhaps for ever, must not hold its keys.
             keys, lookup.keys = lookup.keys, ()
         self._storage.remember(keys[lookup.known_before : stored])
+        if stored:
+            self._storage.used(keys[stored - 1])
         self._send(LookupDone(call_id=lookup.call_id, hit_blocks=stored, partial=partial))

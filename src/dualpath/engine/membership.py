@@ -28,6 +28,7 @@ from dualpath.engine.hbm_layout import HbmLayout
 from dualpath.engine.link import ControlLink
 from dualpath.engine.read_speed import PROBE_MODEL, measure
 from dualpath.engine.settings import EngineSettings
+from dualpath.engine.storage_keeping import StorageKeeping, is_kept
 from dualpath.engine.surroundings import LIVE, Surroundings
 from dualpath.engine.traffic_manager import TrafficManager
 
@@ -76,7 +77,13 @@ class Membership:
         self._draining: str | None = None
         self._drained: Callable[[], None] | None = None
         self._empty = False
+        self._keeping: StorageKeeping | None = None
         storage = surroundings.open_storage(settings, namespace)
+        tree = surroundings.open_tree(settings)
+        if is_kept(tree, settings):
+            threads, process = surroundings.threads, f"{settings.engine_id}-{self.epoch}"
+            self._keeping = StorageKeeping(storage, tree, settings, namespace, process, threads)
+            storage = self._keeping.storage
         transport = surroundings.open_transport(f"{settings.engine_id}-{self.epoch}", settings)
         self.manager = TrafficManager(
             settings,
@@ -192,9 +199,15 @@ class Membership:
             settled = not self.manager.doubts().unsettled
             link.close(Goodbye(reason="engine shuts down", settled=settled))
         self.manager.close()
+        if self._keeping is not None:
+            self._keeping.close()
 
     def _report(self) -> Report:
-        return msgspec.structs.replace(self.manager.report(), draining=self._draining)
+        report = msgspec.structs.replace(self.manager.report(), draining=self._draining)
+        if self._keeping is None:
+            return report
+        counters = report.counters | self._keeping.totals()
+        return msgspec.structs.replace(report, counters=counters, storage=self._keeping.use())
 
     def _handle(self, message: RouterMessage) -> None:
         if isinstance(message, Drained):

@@ -15,7 +15,7 @@ from dualpath.engine.threads import TimeLimit
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.order import Executed
 from dualpath.plan.steps import Step
-from dualpath.storage.contract import BlockStorage
+from dualpath.storage.contract import BlockStorage, DeclinedError
 
 log = logging.getLogger(__name__)
 
@@ -140,8 +140,14 @@ class Persister:
 
     def _write(self, task: WriteTask) -> None:
         start_ns = self._trace.now_ns()
+        step = task.step
         try:
             new = self._storage.write(task.keys, task.sources, task.origin)
+        except DeclinedError as declined:
+            log.debug("%d of %d blocks: %s", declined.stored, len(task.keys), declined)
+            new = declined.new
+            share = step.bytes // len(task.keys) if task.keys else 0
+            step = msgspec.structs.replace(step, bytes=declined.stored * share)
         except StorageError as error:
             self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(task.keys))
             log.warning("%d blocks are not persisted: %s", len(task.keys), error)
@@ -151,6 +157,6 @@ class Persister:
             log.exception("%d blocks are not persisted", len(task.keys))
             return
         self._counters.add(Counter.PERSISTED_BLOCKS, new)
-        self._counters.moved(task.step)
-        done = Executed(task.step, start_ns, self._trace.now_ns())
+        self._counters.moved(step)
+        done = Executed(step, start_ns, self._trace.now_ns())
         self._trace.moved([(task.request_id, done)], blocks=new)

@@ -14,7 +14,8 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.names import unfit_name
-from dualpath.core.settings import Setting, Settings, declared, nearest
+from dualpath.core.settings import Setting, declared, nearest
+from dualpath.engine.storage_settings import StorageKeeping
 from dualpath.transport.ucx_config import check_engine_config
 
 #: Measured with ``dualpath lab bench data-plane``: 4 do not keep the device busy.
@@ -72,7 +73,7 @@ NixlConfig = Annotated[
 ]
 
 
-class EngineSettings(Settings, frozen=True, kw_only=True):
+class EngineSettings(StorageKeeping, frozen=True, kw_only=True):
     """Settings of one engine; ``nixl_engine_config`` carries the traffic class of KV (§A.1)."""
 
     role: Annotated[Role, Setting("PE or DE")]
@@ -111,6 +112,13 @@ class EngineSettings(Settings, frozen=True, kw_only=True):
     parallel_writes: Annotated[
         int, Setting("requests whose blocks are written to storage at a time", ge=1)
     ] = 4
+    storage_write_bytes_per_s: Annotated[
+        float,
+        Setting("cap on what this engine writes to storage, for an SSD's sake; 0: none", ge=0),
+    ] = 0.0
+    storage_write_twice: Annotated[
+        bool, Setting("write only what is computed a second time; prefixes seen once are not")
+    ] = False
     transfer_deadline_s: Annotated[
         float,
         Setting(
@@ -152,6 +160,12 @@ class EngineSettings(Settings, frozen=True, kw_only=True):
             if (wrong := unfit_name(getattr(self, key))) is not None:
                 raise ConfigError(f"{{{key}}}: {wrong}")
         check_engine_config(self.nixl_engine_config)
+
+    @property
+    def keeps_storage(self) -> bool:
+        """Whether this engine says what it stores and reads, and limits what it writes."""
+        limited = self.limits.any or self.storage_write_twice or self.storage_write_bytes_per_s > 0
+        return limited and self.mode.moves_bytes
 
     @property
     def node_name(self) -> str:

@@ -19,7 +19,8 @@ from dualpath.engine.router_connection import RouterConnection, ZmqRouterConnect
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.storage.contract import BlockStorage
-from dualpath.storage.factory import open_storage
+from dualpath.storage.factory import open_storage, open_tree
+from dualpath.storage.objects import ObjectTree
 from dualpath.transport.cluster_secret import load_secret
 from dualpath.transport.contract import Transport
 
@@ -33,6 +34,10 @@ def _open_storage(settings: EngineSettings, namespace: StoreNamespace) -> BlockS
         mode=settings.mode,
         read_bytes_per_s=settings.snic_bytes_per_s or None,
     )
+
+
+def _open_tree(settings: EngineSettings) -> ObjectTree:
+    return open_tree(settings.storage)
 
 
 def _open_nixl(agent: str, settings: EngineSettings) -> Transport:
@@ -80,6 +85,7 @@ class Surroundings:
 
     threads: Threads = OS_THREADS
     open_storage: Callable[[EngineSettings, StoreNamespace], BlockStorage] = _open_storage
+    open_tree: Callable[[EngineSettings], ObjectTree] = _open_tree
     open_transport: Callable[[str, EngineSettings], Transport] = _open_nixl
     connect: Callable[[EngineSettings], RouterConnection] = _connect
     listens: Callable[[str], bool] = _listens

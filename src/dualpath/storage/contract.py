@@ -6,6 +6,7 @@ from typing import Protocol
 import msgspec
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockGeometry, BlockKey, BlockOrigin
+from dualpath.core.errors import StorageError
 
 
 class ReadOutcome(msgspec.Struct, frozen=True):
@@ -22,6 +23,19 @@ class ReadOutcome(msgspec.Struct, frozen=True):
     def is_good(self) -> bool:
         """Whether the block arrived whole and verified."""
         return self.reason is None
+
+
+class DeclinedError(StorageError):
+    """Storage declines new blocks on purpose; the first ``stored`` are stored, ``new`` of them new.
+
+    ``reason`` is a ``policy.write_gate.Refusal``.
+    """
+
+    def __init__(self, reason: str, stored: int, new: int) -> None:
+        super().__init__(f"new blocks are declined ({reason}); see the storage's quota and filters")
+        self.reason = reason
+        self.stored = stored
+        self.new = new
 
 
 class BlockStorage(Protocol):
@@ -67,6 +81,13 @@ class BlockStorage(Protocol):
 
         Raises ``StorageError`` if the device refuses (full, read-only); what was written before
         stays whole and visible.
+        """
+        ...
+
+    def used(self, key: BlockKey) -> None:
+        """A chain that ends with this block is about to be read, or was asked for.
+
+        Storage that has to remove something removes other blocks first.
         """
         ...
 

@@ -1,6 +1,7 @@
 """From one setting to a storage backend."""
 
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -11,13 +12,20 @@ from dualpath.core.modes import Mode
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.lengths import ORACLE, LengthOnlyStorage
 from dualpath.storage.memory import MemoryStorage
+from dualpath.storage.memory_objects import MemoryObjects
+from dualpath.storage.objects import ObjectTree
 from dualpath.storage.posix import DirectIo, PosixStorage
+from dualpath.storage.posix_objects import PosixObjects
 from dualpath.storage.s3 import S3Storage
+from dualpath.storage.s3_client import S3Client
+from dualpath.storage.s3_connection import Patience
 from dualpath.storage.s3_credentials import with_credentials
 from dualpath.storage.s3_location import parse_location
+from dualpath.storage.s3_objects import S3Objects
 from dualpath.storage.throttle import ThrottledStorage
 
 _memory_storages: dict[tuple[str, str], MemoryStorage] = {}
+_memory_trees: dict[str, MemoryObjects] = {}
 _memory_lock = threading.Lock()
 
 
@@ -40,14 +48,7 @@ def open_storage(
 
     Raises ``ConfigError`` for an unknown scheme, an unusable directory or bucket.
     """
-    scheme, separator, rest = str(location).partition("://")
-    if not separator:
-        scheme, rest = "file", str(location)
-    if scheme not in ("file", "memory", "s3") or not rest:
-        raise ConfigError(
-            f"storage location {str(location)!r} is none of PATH, file://PATH, "
-            "s3://BUCKET/PREFIX, memory://NAME"
-        )
+    scheme, rest = _parted(location)
     if mode is Mode.ORACLE:
         if scheme != "file":
             raise ConfigError(f"storage {location} in mode oracle: give a directory instead")
@@ -61,6 +62,32 @@ def open_storage(
     else:
         storage = PosixStorage(rest, namespace, direct_io=direct_io, sync=sync)
     return storage if read_bytes_per_s is None else ThrottledStorage(storage, read_bytes_per_s)
+
+
+def _parted(location: str | Path) -> tuple[str, str]:
+    scheme, separator, rest = str(location).partition("://")
+    if not separator:
+        scheme, rest = "file", str(location)
+    if scheme not in ("file", "memory", "s3") or not rest:
+        raise ConfigError(
+            f"storage location {str(location)!r} is none of PATH, file://PATH, "
+            "s3://BUCKET/PREFIX, memory://NAME"
+        )
+    return scheme, rest
+
+
+def open_tree(location: str | Path) -> ObjectTree:
+    """Open everything that lies at a storage's ``location``, whatever namespace it is of.
+
+    Raises ``ConfigError`` for a scheme without one; ``memory://`` has a tree apart from its blocks.
+    """
+    scheme, rest = _parted(location)
+    if scheme == "s3":
+        return S3Objects(S3Client(with_credentials(parse_location(str(location))), Patience()))
+    if scheme == "memory":
+        with _memory_lock:
+            return _memory_trees.setdefault(rest, MemoryObjects(time.time))
+    return PosixObjects(rest)
 
 
 def memory_storage(name: str, namespace: StoreNamespace) -> MemoryStorage:

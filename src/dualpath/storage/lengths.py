@@ -55,6 +55,9 @@ class LengthOnlyStorage:
         check_sources(self.geometry, keys, sources)
         return sum(self._mark(key) for key in keys)
 
+    def used(self, key: BlockKey) -> None:
+        """Nothing is removed here."""
+
     def close(self) -> None:
         """Nothing to release."""
 

@@ -87,6 +87,9 @@ class MemoryStorage:
                 new_blocks += 1
         return new_blocks
 
+    def used(self, key: BlockKey) -> None:
+        """Nothing is removed here."""
+
     def close(self) -> None:
         """Nothing to release; the blocks stay."""
 

@@ -128,6 +128,9 @@ class PosixStorage:
         blocks = zip(keys, flat, own_origins(keys, origin), strict=True)
         return sum(self._write_one(*block) for block in blocks)
 
+    def used(self, key: BlockKey) -> None:
+        """Nothing is removed here."""
+
     def close(self) -> None:
         """Nothing to release."""
 

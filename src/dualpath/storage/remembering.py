@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin
 from dualpath.core.recent import Recent
-from dualpath.storage.contract import BlockStorage, ReadOutcome
+from dualpath.storage.contract import BlockStorage, DeclinedError, ReadOutcome
 
 #: A block is believed to be stored for that long, to twice as long, after it was seen.
 TRUST_S = 60.0
@@ -75,10 +75,18 @@ class RememberingStorage:
         sources: Sequence[memoryview],
         origin: BlockOrigin = UNKNOWN_ORIGIN,
     ) -> int:
-        """Write; all blocks are stored afterwards."""
-        new_blocks = self.inner.write(keys, sources, origin)
+        """Write; what is not declined is stored afterwards."""
+        try:
+            new_blocks = self.inner.write(keys, sources, origin)
+        except DeclinedError as declined:
+            self.remember(keys[: declined.stored])
+            raise
         self.remember(keys)
         return new_blocks
+
+    def used(self, key: BlockKey) -> None:
+        """Tell the inner backend."""
+        self.inner.used(key)
 
     def close(self) -> None:
         """Close the inner backend."""

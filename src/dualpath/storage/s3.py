@@ -118,6 +118,9 @@ class S3Storage:
             )
         )
 
+    def used(self, key: BlockKey) -> None:
+        """Nothing is removed here."""
+
     def close(self) -> None:
         """Stop the threads after the requests under way; idempotent."""
         self._writers.shutdown(wait=True, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""The five requests that storage makes of S3, over plain HTTP.
+"""The six requests that storage makes of S3, over plain HTTP.
 
 Answers go from the socket straight into the caller's memory.  That, deadlines on every step and
 no further package are why this is not one of the client libraries; see ``dualpath.storage.s3``.
@@ -8,9 +8,10 @@ import contextlib
 import http.client
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TypeVar
+from urllib.parse import quote, unquote
 
 from dualpath.storage.s3_connection import Connection, Patience, fill, tls_context
 from dualpath.storage.s3_location import S3Location
@@ -64,20 +65,34 @@ class S3Client:
 
         return self._request("GET", name, take, missing_is_answer=True)
 
-    def get(self, name: str) -> bytes | None:
-        """Return a small object, None without one."""
+    def get(self, name: str, most_bytes: int | None = None) -> bytes | None:
+        """Return a small object, or the first bytes of any, None without one."""
 
         def take(response: http.client.HTTPResponse) -> bytes | None:
-            return None if response.status == 404 else response.read()
+            return None if response.status == 404 else response.read(most_bytes)
 
-        return self._request("GET", name, take, missing_is_answer=True)
+        wanted = {} if most_bytes is None else {"Range": f"bytes=0-{most_bytes - 1}"}
+        return self._request("GET", name, take, missing_is_answer=True, headers=wanted)
+
+    def list_prefix(self, prefix: str) -> str:
+        """Return what the names in the bucket begin with whose names here begin with ``prefix``."""
+        bucket = self.location.bucket_path
+        return unquote(self.location.base.removeprefix(bucket)) + prefix
+
+    def listing(self, prefix: str, parameters: Mapping[str, str]) -> bytes:
+        """Return one page of ``ListObjectsV2``, as XML; empty parameters are left out."""
+        asked = {"list-type": "2", "prefix": self.list_prefix(prefix), **parameters}
+        query = "&".join(
+            f"{key}={quote(asked[key], safe='-._~')}" for key in sorted(asked) if asked[key]
+        )
+        return self._request("GET", "", lambda response: response.read(), query=query)
 
     def exists(self, name: str) -> bool:
         """Return whether there is such an object."""
         return self._request("HEAD", name, lambda r: r.status != 404, missing_is_answer=True)
 
-    def put(self, name: str, parts: Sequence[memoryview | bytes]) -> bool:
-        """Store an object unless there is one; return whether it is new.
+    def put(self, name: str, parts: Sequence[memoryview | bytes], *, only_new: bool = True) -> bool:
+        """Store an object, unless there is one where ``only_new``; return whether it was stored.
 
         Servers that know no conditional writes overwrite, so see ``exists`` first.
         """
@@ -91,7 +106,8 @@ class S3Client:
                 raise _TryAgainError("server knows no conditional writes")
             return response.status != 412
 
-        return self._request("PUT", name, take, body=parts)
+        headers = {"If-None-Match": "*"} if only_new else {}
+        return self._request("PUT", name, take, body=parts, headers=headers)
 
     def delete(self, name: str) -> None:
         """Remove an object; none there is as well."""
@@ -111,6 +127,8 @@ class S3Client:
         take: Callable[[http.client.HTTPResponse], Answer],
         *,
         body: Sequence[memoryview | bytes] | None = None,
+        headers: Mapping[str, str] | None = None,
+        query: str = "",
         missing_is_answer: bool = False,
     ) -> Answer:
         deadline_s = time.monotonic() + self._patience.request_s
@@ -121,7 +139,7 @@ class S3Client:
             connection = self._connection(fresh=attempt > 1)
             connection.set_deadline(deadline_s)
             try:
-                self._send(connection, method, name, body)
+                self._send(connection, method, self._path(name, query), body, headers or {})
                 response = connection.getresponse()
                 self._check(response, method, name, missing_is_answer)
                 answer = take(response)
@@ -157,8 +175,9 @@ class S3Client:
         else:
             connection.close()
 
-    def _path(self, name: str) -> str:
-        return self.location.base + name
+    def _path(self, name: str, query: str = "") -> str:
+        """Return what is asked for: an object, or with a query the bucket."""
+        return f"{self.location.bucket_path}?{query}" if query else self.location.base + name
 
     def _what(self, method: str, name: str) -> str:
         return f"{method} {self._path(name)} at {self.location.host_header}"
@@ -167,16 +186,16 @@ class S3Client:
         self,
         connection: Connection,
         method: str,
-        name: str,
+        path: str,
         body: Sequence[memoryview | bytes] | None,
+        more: Mapping[str, str],
     ) -> None:
-        headers = self._signed(method, self._path(name))
+        headers = self._signed(method, path)
         if body is not None:
             headers["Content-Length"] = str(sum(len(part) for part in body))
             headers["Content-Type"] = "application/octet-stream"
-            if self._conditional:
-                headers["If-None-Match"] = "*"
-        connection.request(method, self._path(name), body=body, headers=headers)
+        headers |= {n: v for n, v in more.items() if self._conditional or n != "If-None-Match"}
+        connection.request(method, path, body=body, headers=headers)
 
     def _signed(self, method: str, path: str) -> dict[str, str]:
         location = self.location
@@ -201,7 +220,7 @@ class S3Client:
         missing_is_answer: bool,
     ) -> None:
         status = response.status
-        if status in (200, 201, 204) or (status == 404 and missing_is_answer):
+        if status in (200, 201, 204, 206) or (status == 404 and missing_is_answer):
             return
         if method == "PUT" and status in (409, 412, 501):
             return

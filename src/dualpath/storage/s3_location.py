@@ -19,8 +19,9 @@ class S3Location(msgspec.Struct, frozen=True, kw_only=True):
     """A place for objects: ``scheme://host:port``, then ``base`` before each object's name.
 
     ``base`` is percent-encoded, begins and ends with a slash and holds bucket (unless ``host``
-    does) and prefix.  ``credentials`` returns those of the next request, which expire in time if
-    they are a role's; without it requests are not signed.
+    does) and prefix; ``bucket_path`` is the part of it before the prefix.
+    ``credentials`` returns those of the next request, which expire in time if they are a role's;
+    without it requests are not signed.
     """
 
     url: str
@@ -28,6 +29,7 @@ class S3Location(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     base: str
+    bucket_path: str
     region: str
     credentials: Callable[[], Credentials] | None = None
 
@@ -83,6 +85,7 @@ def parse_location(url: str, environment: Mapping[str, str] = os.environ) -> S3L
         host=host,
         port=port,
         base=f"{folder}/{prefix}/" if prefix else f"{folder}/",
+        bucket_path=f"{folder}/",
         region=region,
         credentials=_credentials(environment),
     )

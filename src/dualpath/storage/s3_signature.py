@@ -26,16 +26,18 @@ class Credentials(msgspec.Struct, frozen=True):
 def authorization(
     method: str, path: str, headers: Mapping[str, str], credentials: Credentials, region: str
 ) -> str:
-    """Return the value of the header ``Authorization`` of a request without a query.
+    """Return the value of the header ``Authorization`` of a request.
 
-    ``path``: percent-encoded.  ``headers``: all that are to be signed, names in small letters;
-    among them ``host``, ``x-amz-date`` (``YYYYMMDDTHHMMSSZ``) and ``x-amz-content-sha256``.
+    ``path``: percent-encoded, with its query if it has one, whose parameters are sorted.
+    ``headers``: all that are to be signed, names in small letters; among them ``host``,
+    ``x-amz-date`` (``YYYYMMDDTHHMMSSZ``) and ``x-amz-content-sha256``.
     """
     names = sorted(headers)
     signed = ";".join(names)
     lines = [f"{name}:{headers[name].strip()}" for name in names]
+    place, _, query = path.partition("?")
     request = "\n".join(
-        [method, path, "", *lines, "", signed, headers["x-amz-content-sha256"]]
+        [method, place, query, *lines, "", signed, headers["x-amz-content-sha256"]]
     ).encode()
     when = headers["x-amz-date"]
     steps = (when[:8], region, "s3", "aws4_request")

@@ -88,6 +88,10 @@ class ThrottledStorage:
         """Write through, unthrottled: reads are the bottleneck under study (§2.3)."""
         return self.inner.write(keys, sources, origin)
 
+    def used(self, key: BlockKey) -> None:
+        """Tell the inner backend."""
+        self.inner.used(key)
+
     def close(self) -> None:
         """Close the inner backend."""
         self.inner.close()

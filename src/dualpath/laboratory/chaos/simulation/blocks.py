@@ -83,6 +83,9 @@ class SimStorage:
             new += self._shared.write([key], [source], own)
         return new
 
+    def used(self, key: BlockKey) -> None:
+        """Nothing is removed here."""
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -1,0 +1,295 @@
+"""What a storage holds, as chains: of each block its size, its last use, and the block before it.
+
+A *chain* is a prefix, block after block; chains that begin alike share their heads, so blocks are
+trees.  A use names the last block of a chain and means all before it.  That is resolved when it is
+asked for, over all blocks at a time: noting a use costs the same whether the chain has one block or
+a thousand.
+
+Blocks are rows of tables.  A row without a stored block holds a place: of a parent that has been
+removed or not been heard of yet, or of a use that came before the news of its block.
+"""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from dualpath.core.blocks import BlockKey, chain_root
+
+KEY_BYTES = 32
+_NO_ROW = -1
+_FIRST_ROWS = 1 << 10
+#: Longer chains than 2**this have no block a model could have computed.
+_MOST_DOUBLINGS = 32
+
+Rows = NDArray[np.int64]
+
+
+class Tables(msgspec.Struct, frozen=True):
+    """All rows of an index, column by column; ``parents`` are rows, -1 for none."""
+
+    keys: NDArray[np.uint8]
+    namespaces: NDArray[np.int16]
+    tenants: NDArray[np.int32]
+    parents: NDArray[np.int32]
+    sizes: NDArray[np.int64]
+    times: NDArray[np.float64]
+    stored: NDArray[np.bool_]
+
+
+#: Name, type and width of each column.
+COLUMNS: tuple[tuple[str, type, tuple[int, ...]], ...] = (
+    ("keys", np.uint8, (KEY_BYTES,)),
+    ("namespaces", np.int16, ()),
+    ("tenants", np.int32, ()),
+    ("parents", np.int32, ()),
+    ("sizes", np.int64, ()),
+    ("times", np.float64, ()),
+    ("stored", np.bool_, ()),
+)
+
+
+class ChainIndex:
+    """Blocks by namespace and key; one owner.  Times are seconds of any one clock, sizes bytes."""
+
+    def __init__(self) -> None:
+        self.namespaces: list[str] = []
+        self.tenants: list[str] = [""]
+        self.used_bytes = 0
+        self.blocks = 0
+        self._used_by_namespace: dict[int, int] = {}
+        self._used_by_tenant: dict[int, int] = {}
+        self._rows: dict[bytes, int] = {}
+        self._count = 0
+        self._root = chain_root()
+        self._numbers: dict[str, int] = {}
+        self._tenant_numbers: dict[str, int] = {"": 0}
+        self._tables = _empty(_FIRST_ROWS)
+
+    # ------------------------------------------------------------------ what is known
+
+    def tables(self) -> Tables:
+        """Return all rows; they change as the index does."""
+        return _cut(self._tables, self._count)
+
+    def row(self, namespace: str, key: BlockKey) -> int | None:
+        """Return the row of a stored block, None without one."""
+        number = self._numbers.get(namespace)
+        row = None if number is None else self._rows.get(_name(number, key))
+        return row if row is not None and self._tables.stored[row] else None
+
+    def block(self, row: int) -> tuple[str, BlockKey]:
+        """Return namespace and key of a row."""
+        tables = self._tables
+        return self.namespaces[tables.namespaces[row]], tables.keys[row].tobytes()
+
+    def used_by_namespace(self) -> dict[str, int]:
+        """Return stored bytes by namespace."""
+        return {self.namespaces[n]: used for n, used in self._used_by_namespace.items() if used}
+
+    def used_by_tenant(self) -> dict[str, int]:
+        """Return stored bytes by tenant tag; the empty one stands for requests without a salt."""
+        return {self.tenants[n]: used for n, used in self._used_by_tenant.items() if used}
+
+    # ------------------------------------------------------------------ what happens
+
+    def add(
+        self,
+        namespace: str,
+        key: BlockKey,
+        parent: BlockKey,
+        tenant: str,
+        size_bytes: int,
+        time_s: float,
+    ) -> int:
+        """A block is stored, and was used then; return its row.
+
+        An empty ``parent`` or ``tenant`` is not known; the parent's tenant is its child's.
+        """
+        row, tables = self._place(self._namespace(namespace), key), self._tables
+        if parent and parent != self._root:
+            parent_row = self._place(int(tables.namespaces[row]), parent)
+            tables = self._tables  # they may have grown
+            if parent_row != row:
+                tables.parents[row] = parent_row
+        if tables.stored[row]:
+            self._count_bytes(row, -1)
+        own_parent = tables.parents[row]
+        if tenant:
+            tables.tenants[row] = self._tenant(tenant)
+        elif not tables.tenants[row] and own_parent != _NO_ROW:
+            tables.tenants[row] = tables.tenants[own_parent]
+        tables.sizes[row] = size_bytes
+        tables.stored[row] = True
+        tables.times[row] = max(tables.times[row], time_s)
+        self._count_bytes(row, 1)
+        return row
+
+    def use(self, namespace: str, key: BlockKey, time_s: float) -> int:
+        """A chain that ends with this block was used then; return the block's row."""
+        row = self._place(self._namespace(namespace), key)
+        self._tables.times[row] = max(self._tables.times[row], time_s)
+        return row
+
+    def remove(self, namespace: str, key: BlockKey, time_s: float = math.inf) -> None:
+        """A block was not stored then; nothing happens if it was used later, or is not here."""
+        row = self.row(namespace, key)
+        if row is not None and self._tables.times[row] <= time_s:
+            self._count_bytes(row, -1)
+            self._tables.stored[row] = False
+
+    def absent(self, namespace: str, fan_out: int, found: set[BlockKey], before_s: float) -> Rows:
+        """Return stored rows whose keys begin with these 12 bits and are not in ``found``.
+
+        Those used at ``before_s`` or later are left out: they may have come after the look.
+        """
+        tables, number = self.tables(), self._numbers.get(namespace, _NO_ROW)
+        chosen = tables.stored & (_heads(tables) == fan_out) & (tables.times < before_s)
+        rows = np.flatnonzero(chosen & (tables.namespaces == number))
+        gone = [row for row in rows.tolist() if tables.keys[row].tobytes() not in found]
+        return np.array(gone, np.int64)
+
+    def fan_outs(self, namespace: str) -> list[int]:
+        """Return the first 12 bits of the namespace's stored keys, each once."""
+        tables, number = self.tables(), self._numbers.get(namespace, _NO_ROW)
+        own = tables.stored & (tables.namespaces == number)
+        return [int(head) for head in np.unique(_heads(tables)[own])]
+
+    def compact(self, before_s: float) -> None:
+        """Drop rows without a stored block, child or use since ``before_s``."""
+        tables = self.tables()
+        needed = tables.stored | (tables.times >= before_s)
+        behind = np.flatnonzero(needed)
+        while behind.size:
+            above = tables.parents[behind]
+            above = above[above != _NO_ROW]
+            behind = np.unique(above[~needed[above]])
+            needed[behind] = True
+        kept = np.flatnonzero(needed)
+        moved = np.full(self._count + 1, _NO_ROW, np.int32)
+        moved[kept] = np.arange(len(kept), dtype=np.int32)
+        columns = {name: getattr(tables, name)[kept] for name, _, _ in COLUMNS}
+        columns["parents"] = moved[columns["parents"]]
+        self._take(Tables(**columns))
+
+    @classmethod
+    def of(cls, namespaces: Sequence[str], tenants: Sequence[str], tables: Tables) -> "ChainIndex":
+        """Return the index that had these names and tables; raises ``ValueError`` if none had."""
+        index = cls()
+        index.namespaces, index.tenants = list(namespaces), list(tenants)
+        index._numbers = {name: number for number, name in enumerate(namespaces)}
+        index._tenant_numbers = {name: number for number, name in enumerate(tenants)}
+        _check(tables, len(namespaces), len(tenants))
+        index._take(tables)
+        return index
+
+    def _take(self, tables: Tables) -> None:
+        self._tables, self._count = tables, len(tables.stored)
+        names = np.empty((self._count, 2 + KEY_BYTES), np.uint8)
+        names[:, :2] = tables.namespaces.astype("<i2").view(np.uint8).reshape(-1, 2)
+        names[:, 2:] = tables.keys
+        packed, width = names.tobytes(), names.shape[1]
+        self._rows = {packed[row * width : (row + 1) * width]: row for row in range(self._count)}
+        sizes = np.where(tables.stored, tables.sizes, 0)
+        self.used_bytes, self.blocks = int(sizes.sum()), int(tables.stored.sum())
+        self._used_by_namespace = _sums(tables.namespaces, sizes)
+        self._used_by_tenant = _sums(tables.tenants, sizes)
+
+    def _place(self, number: int, key: BlockKey) -> int:
+        name = _name(number, key)
+        if (row := self._rows.get(name)) is not None:
+            return row
+        if self._count == len(self._tables.stored):
+            self._tables = _grown(self._tables)
+        row = self._rows[name] = self._count
+        self._count += 1
+        tables = self._tables
+        tables.keys[row] = np.frombuffer(key, np.uint8)
+        tables.namespaces[row] = number
+        tables.parents[row] = _NO_ROW
+        return row
+
+    def _count_bytes(self, row: int, sign: int) -> None:
+        tables = self._tables
+        change = sign * int(tables.sizes[row])
+        self.used_bytes += change
+        self.blocks += sign
+        for used, number in (
+            (self._used_by_namespace, int(tables.namespaces[row])),
+            (self._used_by_tenant, int(tables.tenants[row])),
+        ):
+            used[number] = used.get(number, 0) + change
+
+    def _namespace(self, name: str) -> int:
+        if (number := self._numbers.get(name)) is None:
+            number = self._numbers[name] = len(self.namespaces)
+            self.namespaces.append(name)
+        return number
+
+    def _tenant(self, name: str) -> int:
+        if (number := self._tenant_numbers.get(name)) is None:
+            number = self._tenant_numbers[name] = len(self.tenants)
+            self.tenants.append(name)
+        return number
+
+
+def chain_uses(
+    times: NDArray[np.float64], parents: NDArray[np.int32]
+) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    """Return for each row when it or a row behind it was last used, and how many are before it.
+
+    In doublings: what a row knows of the 2**k rows behind it goes to the row 2**k before it.
+    """
+    latest, ancestors = times.copy(), parents.astype(np.int64)
+    depths = (ancestors != _NO_ROW).astype(np.int32)
+    for _ in range(_MOST_DOUBLINGS):
+        rows = np.flatnonzero(ancestors != _NO_ROW)
+        if not rows.size:
+            break
+        targets = ancestors[rows]
+        np.maximum.at(latest, targets, latest[rows])
+        depths[rows] += depths[targets]
+        ancestors[rows] = ancestors[targets]
+    return latest, depths
+
+
+def _name(number: int, key: BlockKey) -> bytes:
+    return number.to_bytes(2, "little") + key
+
+
+def _empty(rows: int) -> Tables:
+    return Tables(**{name: np.zeros((rows, *width), kind) for name, kind, width in COLUMNS})
+
+
+def _grown(tables: Tables) -> Tables:
+    more = _empty(max(len(tables.stored), _FIRST_ROWS))
+    return Tables(
+        **{
+            name: np.concatenate([getattr(tables, name), getattr(more, name)])
+            for name, _, _ in COLUMNS
+        }
+    )
+
+
+def _heads(tables: Tables) -> NDArray[np.int16]:
+    return (tables.keys[:, 0].astype(np.int16) << 4) | (tables.keys[:, 1] >> 4)
+
+
+def _cut(tables: Tables, rows: int) -> Tables:
+    return Tables(**{name: getattr(tables, name)[:rows] for name, _, _ in COLUMNS})
+
+
+def _sums(numbers: NDArray[np.integer], sizes: NDArray[np.int64]) -> dict[int, int]:
+    # Sums of doubles are exact below 2**53 bytes.
+    return {n: int(used) for n, used in enumerate(np.bincount(numbers, sizes)) if used}
+
+
+def _check(tables: Tables, namespaces: int, tenants: int) -> None:
+    rows = len(tables.stored)
+    limits = (("namespaces", 0, namespaces), ("tenants", 0, tenants), ("parents", _NO_ROW, rows))
+    for name, least, end in limits:
+        column = getattr(tables, name)
+        if len(column) != rows or (rows and (column.min() < least or column.max() >= end)):
+            raise ValueError(f"column {name} does not fit {rows} rows, {namespaces} namespaces")

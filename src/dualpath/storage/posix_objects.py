@@ -1,0 +1,132 @@
+"""Objects as files below a directory."""
+
+import contextlib
+import errno
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dualpath.core.errors import StorageError
+from dualpath.storage.directory import NotAFileError, open_regular, private
+from dualpath.storage.objects import ObjectInfo
+
+#: Half-written files, apart from the blocks' own.
+_TEMPORARY = "janitor/tmp"
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+_GONE = (FileNotFoundError, NotADirectoryError)
+
+
+class PosixObjects:
+    """See ``dualpath.storage.objects.ObjectTree``; ``root`` need not exist."""
+
+    def __init__(self, root: str | Path) -> None:
+        self._root = str(root)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Link a whole file to its name, which fails where the name exists."""
+        path = self._path(name)
+        with self._said("create", path), self._written(content) as temporary:
+            os.makedirs(os.path.dirname(path), mode=0o770, exist_ok=True)
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                return self._created_without_links(path, content)
+        return True
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Rename a whole file to its name."""
+        path = self._path(name)
+        with self._said("replace", path), self._written(content) as temporary:
+            os.makedirs(os.path.dirname(path), mode=0o770, exist_ok=True)
+            os.rename(temporary, path)
+
+    def get(self, name: str, most_bytes: int | None = None) -> bytes | None:
+        """Read a file."""
+        path = self._path(name)
+        with self._said("read", path):
+            try:
+                with open(open_regular(path, os.O_RDONLY), "rb", buffering=0) as file:
+                    return file.read(-1 if most_bytes is None else most_bytes)
+            except (*_GONE, NotAFileError):
+                return None
+
+    def remove(self, names: Sequence[str]) -> int:
+        """Unlink files, in order."""
+        removed = 0
+        for name in names:
+            path = self._path(name)
+            with self._said("remove", path), contextlib.suppress(*_GONE):
+                os.unlink(path)
+                removed += 1
+        return removed
+
+    def folders(self, prefix: str) -> list[str]:
+        """List a directory's directories."""
+        path = self._path(prefix)
+        with self._said("list", path):
+            try:
+                with os.scandir(path) as entries:
+                    return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
+            except _GONE:
+                return []
+
+    def objects(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Walk a directory, in the order of the file system."""
+        path = self._path(prefix)
+        with self._said("list", path):
+            try:
+                with os.scandir(path) as scan:
+                    entries = list(scan)
+            except _GONE:
+                return
+        for entry in entries:
+            name = f"{prefix}{entry.name}"
+            with self._said("list", entry.path):
+                if entry.is_dir(follow_symlinks=False):
+                    yield from self.objects(f"{name}/")
+                elif entry.is_file(follow_symlinks=False):
+                    try:
+                        found = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    yield ObjectInfo(name, found.st_size, found.st_mtime)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    @contextlib.contextmanager
+    def _written(self, content: bytes) -> Iterator[str]:
+        folder = self._path(_TEMPORARY)
+        os.makedirs(folder, mode=0o770, exist_ok=True)
+        temporary = f"{folder}/{uuid.uuid4().hex}"
+        try:
+            with open(temporary, "xb", opener=private) as file:
+                file.write(content)
+            yield temporary
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+    def _created_without_links(self, path: str, content: bytes) -> bool:
+        """Create where there are no hard links: the name comes first, then what it holds."""
+        try:
+            with open(path, "xb", opener=private) as file:
+                file.write(content)
+        except FileExistsError:
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _said(self, what: str, path: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(
+                f"cannot {what} {path}: {error.strerror or error}; see the file system and the "
+                "rights on it"
+            ) from error

@@ -1,0 +1,226 @@
+"""One janitor keeps a storage within its limits, and another does when it is gone."""
+
+import pytest
+from tests.kept_storage import BLOCK_BYTES, PLACE, Story, chain
+
+from dualpath.core.errors import ConfigError
+from dualpath.policy.eviction import StorageLimits
+from dualpath.storage import janitor as janitor_module
+from dualpath.storage.journal import JOURNAL
+from dualpath.storage.lease import LEASE_S, TERMS
+from dualpath.storage.pins import pin_name
+from dualpath.storage.status import read_status
+
+TENANT = "a" * 16
+
+
+def limits(blocks: int, **others: float) -> StorageLimits:
+    wanted: dict[str, float] = {"high": 1.0, "low": 1.0, "protect_s": 0.0, **others}
+    return StorageLimits(quota_bytes=blocks * BLOCK_BYTES, **wanted)  # type: ignore[arg-type]
+
+
+def test_a_storage_is_kept_within_its_quota_by_what_engines_tell() -> None:
+    story = Story(limits(10))
+    janitor, engine = story.janitor(), story.engine()
+    assert janitor.step()
+    for number in range(5):
+        story.now_s += 10
+        engine.serve(chain(number, 4))
+        engine.journal.flush()
+        story.now_s += 1
+        assert janitor.step()
+        assert story.used_bytes <= 10 * BLOCK_BYTES
+    assert [story.head(chain(number, 4)) for number in range(5)] == [0, 0, 2, 4, 4]
+    assert (janitor.totals.evicted_blocks, janitor.totals.evicted_bytes) == (10, 10 * BLOCK_BYTES)
+    status = read_status(story.tree)
+    assert status is not None
+    assert (status.blocks, status.used_bytes) == (10, 10 * BLOCK_BYTES)
+    assert status.seen[engine.journal.writer] == 5
+
+
+def test_what_was_there_before_is_found_with_its_chains_and_tenants() -> None:
+    story = Story(limits(6))
+    engine = story.engine()
+    engine.write(chain(1, 4), tenant=TENANT)
+    story.now_s += 100
+    engine.write(chain(2, 4))
+    story.now_s += 100
+    janitor = story.janitor()  # has heard nothing from anybody
+    janitor.step()
+    assert story.head(chain(1, 4)) == 2
+    assert story.head(chain(2, 4)) == 4
+    assert janitor.index is not None
+    assert janitor.index.used_by_tenant() == {TENANT: 2 * BLOCK_BYTES, "": 4 * BLOCK_BYTES}
+
+
+def test_nothing_is_removed_by_one_who_has_not_seen_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(janitor_module, "STEP_BUDGET_S", -1.0)  # one folder at a time
+    story = Story(limits(10, high=0.5, low=0.5))
+    engine = story.engine()
+    old = [chain(number, 1) for number in range(8)]
+    for keys in old:
+        engine.write(keys)
+    janitor = story.janitor()
+    for _ in range(7):
+        story.now_s += 1
+        janitor.step()
+        assert len(story.stored()) == 8
+    story.now_s += 1
+    janitor.step()
+    assert janitor.survey is not None
+    assert janitor.survey.surveyed_s is not None
+
+
+def test_a_restart_knows_what_was_saved_and_what_was_told_since() -> None:
+    story = Story(limits(8))
+    janitor, engine = story.janitor(), story.engine()
+    engine.serve(chain(1, 4))
+    engine.journal.flush()
+    janitor.step()
+    janitor.close()
+    assert not [info for info in story.tree.objects(JOURNAL)]
+    story.now_s += 10
+    engine.serve(chain(2, 4))
+    story.now_s += 10
+    engine.serve(chain(1, 4))
+    engine.journal.flush()
+    listed: list[str] = []
+    story.tree.get = _noting(story.tree.get, listed)  # type: ignore[method-assign]
+    successor = story.janitor()
+    successor.step()
+    assert not [name for name in listed if name.endswith(".kv")]  # no block is looked at
+    assert successor.index is not None
+    assert successor.index.blocks == 8
+    story.now_s += 10
+    engine.serve(chain(3, 4))
+    engine.journal.flush()
+    successor.step()
+    assert [story.head(chain(n, 4)) for n in (1, 2, 3)] == [4, 0, 4]
+
+
+def _noting(get, listed):  # type: ignore[no-untyped-def]
+    def noting(name: str, most_bytes: int | None = None) -> bytes | None:
+        listed.append(name)
+        found: bytes | None = get(name, most_bytes)
+        return found
+
+    return noting
+
+
+def test_a_dead_janitor_is_replaced_and_a_sleeper_removes_nothing_more() -> None:
+    story = Story(limits(4))
+    first, second = story.janitor(), story.janitor()
+    assert first.step()
+    assert not second.step()
+    story.now_s += LEASE_S - 1
+    assert first.step()  # counts, so that it is seen to live
+    story.now_s += LEASE_S - 1
+    assert not second.step()
+    story.now_s += LEASE_S
+    assert second.step()
+    engine = story.engine()
+    engine.write(chain(1, 8))
+    engine.journal.flush()
+    story.now_s += 1
+    assert not first.step()
+    assert len(story.stored()) == 8
+    assert second.step()
+    assert len(story.stored()) == 4
+    second.close()
+    assert first.step()
+    assert len(list(story.tree.objects(TERMS))) == 1
+
+
+def test_two_at_once_on_a_server_without_conditions_become_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    story = Story(limits(4))
+
+    def create(name: str, content: bytes) -> bool:
+        story.tree.replace(name, content)
+        return True
+
+    monkeypatch.setattr(story.tree, "create", create)
+    first, second = story.janitor(), story.janitor()
+    first.lease._open(1, story.now_s)
+    second.lease._open(1, story.now_s)
+    assert [first.step(), second.step()] == [False, True]
+
+
+def test_what_nobody_told_is_found_within_a_day() -> None:
+    story = Story(limits(100))
+    janitor, engine = story.janitor(), story.engine()
+    keys = chain(1, 4)
+    engine.serve(keys)
+    engine.journal.flush()
+    janitor.step()
+    silent = story.engine()
+    silent.serve(chain(2, 4))  # ends before it tells
+    story.tree.remove([f"{PLACE}/{key.hex()[:3]}/{key.hex()[3:5]}/{key.hex()}.kv" for key in keys])
+    for _ in range(26):
+        story.now_s += 3600
+        janitor.step()
+    assert janitor.index is not None
+    assert janitor.survey is not None
+    assert janitor.index.blocks == 4
+    assert janitor.index.row(PLACE, chain(2, 4)[3]) is not None
+    assert janitor.survey.differences.gone_blocks == 4
+
+
+def test_a_chain_in_use_leaves_the_plan_with_all_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(janitor_module, "_BATCH", 2)
+    story = Story(limits(4, protect_s=30.0))
+    janitor, engine = story.janitor(), story.engine()
+    janitor.step()
+    old, young = chain(1, 6), chain(2, 4)
+    engine.write(old)
+    story.now_s += 5
+    engine.write(young)
+    story.now_s += 40
+    engine.journal.flush()
+    monkeypatch.setattr(janitor_module, "STEP_BUDGET_S", 0.0)
+    janitor.step()
+    assert janitor._office is not None
+    janitor._office._make_plan()
+    assert len(janitor._office._plan) == 6
+    engine.serve(old)
+    engine.journal.flush()
+    monkeypatch.setattr(janitor_module, "STEP_BUDGET_S", 0.5)
+    janitor.step()
+    assert story.head(old) == 6
+    assert story.head(young) == 0
+
+
+def test_pins_hold_whatever_is_asked_for() -> None:
+    story = Story(limits(1))
+    janitor, engine = story.janitor(), story.engine()
+    for number in range(3):
+        engine.write(chain(number, 3), tenant=TENANT if number == 1 else "")
+    engine.journal.flush()
+    story.tree.replace(pin_name("chain", PLACE, chain(0, 3)[1].hex()), b"")
+    story.tree.replace(pin_name("tenant", TENANT), b"")
+    story.now_s += 10
+    janitor.step()
+    assert [story.head(chain(number, 3)) for number in range(3)] == [2, 3, 0]
+    with pytest.raises(ConfigError, match="cannot be pinned"):
+        pin_name("tenant", "../../secrets")
+
+
+def test_a_prefix_goes_when_its_time_is_over() -> None:
+    story = Story(StorageLimits(ttl_s=3600, protect_s=0.0))
+    janitor, engine = story.janitor(), story.engine()
+    engine.serve(chain(1, 3))
+    engine.serve(chain(2, 3))
+    engine.journal.flush()
+    janitor.step()
+    story.now_s += 3000
+    engine.serve(chain(2, 3))
+    engine.journal.flush()
+    janitor.step()
+    story.now_s += 1000
+    janitor.step()
+    assert (story.head(chain(1, 3)), story.head(chain(2, 3))) == (0, 3)
