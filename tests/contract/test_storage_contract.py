@@ -13,10 +13,16 @@ from tests.s3_servers import RCLONE, FaultyS3, rclone_s3
 from tests.stored_runs import read_run, stored_head
 
 from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
+from dualpath.policy.write_gate import WriteGate
 from dualpath.storage.contract import BlockStorage
+from dualpath.storage.directory import namespace_name
+from dualpath.storage.journal import Journal
+from dualpath.storage.keeper import Keeper, KeptStorage
 from dualpath.storage.lengths import LengthOnlyStorage
 from dualpath.storage.memory import MemoryStorage
+from dualpath.storage.objects import ObjectTree
 from dualpath.storage.posix import PosixStorage
+from dualpath.storage.posix_objects import PosixObjects
 from dualpath.storage.remembering import RememberingStorage
 from dualpath.storage.s3 import S3Storage
 from dualpath.storage.throttle import ThrottledStorage
@@ -52,6 +58,8 @@ def make_backend(name: str, root: Path, servers: contextlib.ExitStack) -> BlockS
             return ThrottledStorage(MemoryStorage(NAMESPACE), 1e12)
         case "remembering":
             return RememberingStorage(MemoryStorage(NAMESPACE), time.monotonic_ns)
+        case "kept":
+            return KeptStorage(PosixStorage(root, NAMESPACE), keeper(PosixObjects(root)))
         case "lengths":
             return LengthOnlyStorage(root, ORACLE_NAMESPACE)
         case "s3" | "s3-unconditional":
@@ -63,8 +71,14 @@ def make_backend(name: str, root: Path, servers: contextlib.ExitStack) -> BlockS
     raise AssertionError(name)
 
 
+def keeper(tree: ObjectTree) -> Keeper:
+    """Return one of an engine that is no candidate for the janitor and declines nothing."""
+    journal = Journal(tree, namespace_name(NAMESPACE), "engine")
+    return Keeper(tree, journal, WriteGate(), None, time.time, time.monotonic)
+
+
 BYTE_BACKENDS = [
-    *("memory", "posix-direct", "posix-cached", "throttled", "remembering"),
+    *("memory", "posix-direct", "posix-cached", "throttled", "remembering", "kept"),
     *("s3", "s3-unconditional"),
     pytest.param("s3-rclone", marks=pytest.mark.skipif(not RCLONE, reason="rclone is not here")),
 ]
@@ -188,7 +202,7 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
 
 def flip_payload(storage: BlockStorage, key: BlockKey) -> None:
     target = storage
-    if isinstance(storage, ThrottledStorage | RememberingStorage):
+    if isinstance(storage, ThrottledStorage | RememberingStorage | KeptStorage):
         target = storage.inner
     if isinstance(target, MemoryStorage):
         target.corrupt(key, offset_bytes=BLOCK_BYTES - 1)
@@ -200,7 +214,7 @@ def flip_payload(storage: BlockStorage, key: BlockKey) -> None:
         target.client.delete(name)
         target.client.put(name, [bytes(content)])
         return
-    path = block_path(storage, key)
+    path = block_path(target, key)
     last = path.read_bytes()[-1]
     overwrite(path, path.stat().st_size - 1, bytes([last ^ 1]))
 

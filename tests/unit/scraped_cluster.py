@@ -44,7 +44,9 @@ class Scrape:
 
 async def scrape_after_three_turns(directory: Path) -> Scrape:
     """A new prompt, the same again, and once more with its fourth block damaged."""
-    async with cluster(directory, Mode.DUALPATH, snic_bytes_per_s=1e9) as made:
+    async with cluster(
+        directory, Mode.DUALPATH, snic_bytes_per_s=1e9, storage_quota=1 << 30
+    ) as made:
         for turn in range(TURNS):
             if turn == TURNS - 1:
                 damage_block(directory, GOOD_BLOCKS)
@@ -66,7 +68,7 @@ async def all_reported(made: Cluster) -> None:
 
     def reported() -> bool:
         states = made.service.registry.all()
-        return all(
+        return any(state.report and state.report.storage for state in states) and all(
             state.report is not None
             and counted[state.info.engine_id] <= state.report.counters.items()
             for state in states

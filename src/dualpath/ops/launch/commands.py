@@ -23,6 +23,14 @@ from dualpath.vllm.front_end_settings import FrontEndSettings
 ROUTER_ENTRY = "dualpath.cli.main:main"
 ENGINE_ENTRY = "vllm.entrypoints.launchers.api_server.entry:main"
 
+#: Given to engines where they are set; else a file's section may have them.
+_STORAGE_LIMITS = (
+    "storage_quota",
+    "storage_namespace_quota",
+    "storage_tenant_quota",
+    "storage_ttl",
+)
+
 #: Engines and control address of a local cluster; only the endpoint is open to other machines,
 #: and only if asked for.
 LOOPBACK = "127.0.0.1"
@@ -155,6 +163,9 @@ def _extra_config(
         "buffer_bytes": settings.buffer_bytes,
         "snic_bytes_per_s": settings.snic_bytes_per_s,
     }
+    for limit in _STORAGE_LIMITS:
+        if value := getattr(settings, limit):
+            extra[limit] = value
     if role is Role.PREFILL:
         extra["layer_buffers"] = settings.effective_layer_buffers
         extra["compute_quota_s"] = settings.effective_compute_quota_s

@@ -20,6 +20,12 @@ from dualpath.engine.settings import (
     SnicRate,
     Storage,
 )
+from dualpath.engine.storage_settings import (
+    NamespaceQuota,
+    StorageQuota,
+    StorageTtl,
+    TenantQuota,
+)
 from dualpath.router.settings import AlphaTokens, ApiKeys, BetaTokens, EventLog, OpenMetrics
 from dualpath.transport.ucx_config import check_engine_config
 from dualpath.vllm.front_end_settings import (
@@ -58,6 +64,10 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     buffer_bytes: BufferBytes = 1 << 30
     layer_buffers: LayerBuffers = 2
     snic_bytes_per_s: SnicRate = 0.0
+    storage_quota: StorageQuota = 0
+    storage_namespace_quota: NamespaceQuota = 0
+    storage_tenant_quota: TenantQuota = 0
+    storage_ttl: StorageTtl = 0.0
     nixl_engine_config: NixlConfig = msgspec.field(default_factory=dict)
     compute_quota_s: ComputeQuota = 0.3
     quota_flops_per_s: QuotaFlops = 0.0

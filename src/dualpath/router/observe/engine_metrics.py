@@ -97,6 +97,7 @@ class EngineCollector:
         for field, text in _REPORTED:
             yield _gauge(reporting, field, text, functools.partial(_reported, field))
         yield from _usage(reporting)
+        yield from _storage(reporting)
         totals = [(engine, engine.totals()) for engine in engines]
         yield _kv_bytes(totals)
         for counter in Counter:
@@ -172,6 +173,22 @@ def _usage(reporting: Sequence[EngineState]) -> Iterator[Metric]:
         "Storage bandwidth an engine may use, where it is known.",
         lambda e: e.info.snic_bytes_per_s or 0.0,
     )
+
+
+def _storage(reporting: Sequence[EngineState]) -> Iterator[Metric]:
+    """Yield what the storage's janitor has said, as each engine has heard it last."""
+    heard = [e for e in reporting if e.report is not None and e.report.storage is not None]
+    for name, text, field in (
+        ("storage_used_bytes", "Bytes in storage, as its janitor counts them.", "used_bytes"),
+        ("storage_quota_bytes", "Bytes that may lie in storage, 0 for no limit.", "quota_bytes"),
+        ("storage_status_age_seconds", "Time since the storage's janitor was heard.", "age_s"),
+    ):
+        yield _gauge(heard, name, text, functools.partial(_said_of_storage, field))
+
+
+def _said_of_storage(field: str, engine: EngineState) -> float:
+    assert engine.report is not None
+    return float(getattr(engine.report.storage, field))
 
 
 def _kv_bytes(totals: Sequence[tuple[EngineState, dict[str, float]]]) -> Metric:

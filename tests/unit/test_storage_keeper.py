@@ -1,0 +1,185 @@
+"""What an engine tells of its storage, and what it declines to write."""
+
+import threading
+
+import msgspec
+import pytest
+from tests.engine_harness import full_block, memory_storage, prompt_keys
+from tests.kept_storage import FailingTree, Story
+
+from dualpath.core.blocks import BlockOrigin, chain_root
+from dualpath.core.runs import BlockRun
+from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.persister import Persister, WriteTask
+from dualpath.engine.trace import TraceRecorder
+from dualpath.plan.movements import PERSIST_PROMPT
+from dualpath.plan.steps import step_of
+from dualpath.policy.eviction import StorageLimits
+from dualpath.policy.write_gate import BURST_S, Refusal, WriteGate
+from dualpath.storage.contract import DeclinedError
+from dualpath.storage.journal import (
+    Gone,
+    Journal,
+    Segment,
+    Used,
+    Written,
+    decode_segment,
+    encode_segment,
+    segments,
+)
+from dualpath.storage.keeper import Keeper, KeptStorage
+from dualpath.storage.remembering import RememberingStorage
+from dualpath.storage.status import Status, write_status
+
+KEYS = prompt_keys(160)
+ORIGIN = BlockOrigin(chain_root(), "a" * 16)
+
+
+class Kept:
+    """A kept storage over one in memory, and the tree its keeper tells."""
+
+    def __init__(self, gate: WriteGate | None = None) -> None:
+        self.story = Story(StorageLimits())
+        self.tree: FailingTree = self.story.tree
+        self.inner = memory_storage()
+        self.block_bytes = 4096 + self.inner.geometry.full_block_bytes
+
+        def now_s() -> float:
+            return self.story.now_s
+
+        journal = Journal(self.tree, "place", "engine-1")
+        self.keeper = Keeper(self.tree, journal, gate or WriteGate(), None, now_s, now_s)
+        self.storage = KeptStorage(self.inner, self.keeper)
+
+    def write(self, first: int, end: int, parent: bytes | None = None) -> int:
+        before = KEYS[first - 1] if first else chain_root()
+        origin = BlockOrigin(before if parent is None else parent, "a" * 16)
+        keys = KEYS[first:end]
+        return self.storage.write(keys, [memoryview(full_block(key)) for key in keys], origin)
+
+    def told(self) -> list[Written | Used | Gone]:
+        self.keeper.beat()
+        found = []
+        for _, _, name in segments(self.tree):
+            segment = decode_segment(self.tree.get(name) or b"")
+            assert segment is not None
+            assert segment.namespace == "place"
+            found += segment.news
+        return found
+
+    def says(self, used_blocks: int, quota_blocks: int, seen: int) -> None:
+        """Let the janitor say how full the storage is."""
+        limits = StorageLimits(quota_bytes=quota_blocks * self.block_bytes)
+        status = Status(
+            holder="h", time_s=1.0, blocks=used_blocks, surveyed_s=1.0, limits=limits,
+            used_bytes=used_blocks * self.block_bytes, seen={"engine-1": seen},
+        )  # fmt: skip
+        write_status(self.tree, status)
+        self.keeper.beat()
+
+
+def test_what_is_written_used_and_found_gone_is_told_with_its_chain() -> None:
+    kept = Kept()
+    assert kept.write(0, 2) == 2
+    kept.storage.used(KEYS[1])
+    kept.story.now_s += 1
+    kept.storage.used(KEYS[1])
+    kept.inner.drop(KEYS[0])
+    into = memoryview(bytearray(kept.inner.geometry.full_block_bytes))
+    assert kept.storage.read(KEYS[0], into).reason == "missing"
+    assert kept.storage.read(KEYS[1], into).is_good
+    kept.inner.corrupt(KEYS[1])
+    assert kept.storage.read(KEYS[1], into).reason == "checksum"
+    assert kept.told() == [
+        Written(1000.0, KEYS[0], chain_root(), "a" * 16, kept.block_bytes),
+        Written(1000.0, KEYS[1], KEYS[0], "a" * 16, kept.block_bytes),
+        Gone(1001.0, KEYS[0]),
+        Gone(1001.0, KEYS[1]),
+        Used(1001.0, KEYS[1]),
+    ]
+    kept.keeper.beat()
+    assert len(kept.told()) == 5  # nothing new, no segment
+
+
+def test_what_cannot_be_told_is_told_later() -> None:
+    kept = Kept()
+    kept.write(0, 2)
+    kept.tree.steps_left, kept.tree.refuses = 0, True
+    assert not kept.keeper.journal.flush()
+    kept.tree.steps_left = None
+    kept.write(2, 3)
+    assert [news.key for news in kept.told()] == KEYS[:3]
+
+
+def test_a_damaged_segment_is_none() -> None:
+    content = encode_segment(Segment("place", (Used(1.0, KEYS[0]), Gone(2.0, KEYS[1]))))
+    assert decode_segment(content) is not None
+    for position in range(len(content)):
+        damaged = bytearray(content)
+        damaged[position] ^= 4
+        assert decode_segment(bytes(damaged)) is None
+        assert decode_segment(content[:position]) is None
+    assert decode_segment(encode_segment(Segment("p", (Used(1.0, b"short"),)))) is None
+
+
+def test_beyond_the_quota_nothing_is_written_what_is_on_its_way_included() -> None:
+    kept = Kept()
+    kept.write(0, 4)
+    kept.says(used_blocks=6, quota_blocks=12, seen=0)
+    with pytest.raises(DeclinedError, match="quota"):
+        kept.write(4, 10)  # 6 there, 4 told and not yet seen: 2 have room
+    assert kept.inner.is_stored(KEYS[5])
+    assert not kept.inner.is_stored(KEYS[6])
+    assert kept.keeper.done.refused_blocks == 4
+    kept.says(used_blocks=6, quota_blocks=12, seen=9)
+    with pytest.raises(DeclinedError, match="quota"):
+        kept.write(8, 9)  # there is room, but not for what lies behind a gap
+    assert kept.write(6, 8) == 2
+    assert kept.write(8, 9) == 1
+
+
+def test_what_was_declined_is_not_believed_to_be_stored() -> None:
+    kept = Kept()
+    kept.says(used_blocks=10, quota_blocks=12, seen=0)
+    storage = RememberingStorage(kept.storage, lambda: 0)
+    with pytest.raises(DeclinedError):
+        storage.write(KEYS[:5], [memoryview(full_block(key)) for key in KEYS[:5]], ORIGIN)
+    assert storage.known_head(KEYS) == 2
+
+
+def test_a_prefix_seen_once_is_not_written_with_the_filter() -> None:
+    kept = Kept(WriteGate(twice=True))
+    with pytest.raises(DeclinedError, match="once"):
+        kept.write(0, 3)
+    with pytest.raises(DeclinedError, match="once"):
+        kept.write(0, 5)  # the first three for the second time
+    assert [kept.inner.is_stored(key) for key in KEYS[:5]] == [True] * 3 + [False] * 2
+    assert kept.write(0, 5) == 2
+    assert (kept.keeper.done.skipped_blocks, kept.keeper.done.refused_blocks) == (5, 0)
+
+
+def test_a_write_rate_lets_a_burst_pass_and_then_its_share() -> None:
+    gate, block = WriteGate(100.0), 50
+    assert gate.admitted(KEYS[:25], chain_root(), block, 0.0, None) == (20, Refusal.RATE)
+    assert gate.admitted(KEYS[25:30], KEYS[24], block, 0.0, None) == (0, Refusal.RATE)
+    assert gate.admitted(KEYS[20:25], KEYS[19], block, 2.0, None) == (4, Refusal.RATE)
+    assert gate.admitted(KEYS[24:25], KEYS[23], block, 2.5, None) == (1, None)
+    assert gate.admitted(KEYS[:30], b"", block, 1e6, None) == (int(100 * BURST_S) // block, "rate")
+
+
+def test_a_persister_counts_what_is_written_and_drops_nothing_silently() -> None:
+    kept = Kept()
+    kept.says(used_blocks=9, quota_blocks=12, seen=0)
+    counters, over = Counters(), threading.Event()
+    storage = RememberingStorage(kept.storage, lambda: 0)
+    persister = Persister(storage, counters, TraceRecorder(None, "de-0"))
+    step = step_of(PERSIST_PROMPT, storage.geometry, BlockRun(0, 5), slots=tuple(range(5)))
+    sources = [memoryview(full_block(key)) for key in KEYS[:5]]
+    persister.add(WriteTask("r", step, KEYS[:5], sources, over.set, ORIGIN))
+    assert over.wait(10)
+    assert persister.drain(10)
+    totals = counters.snapshot()
+    assert totals[Counter.PERSISTED_BLOCKS.value] == 3
+    assert totals[Counter.PERSIST_DROPPED_BLOCKS.value] == 0
+    assert totals[Counter.STORAGE_WRITE_BYTES.value] == 3 * storage.geometry.full_block_bytes
+    assert kept.keeper.done == msgspec.structs.replace(kept.keeper.done, refused_blocks=2)
