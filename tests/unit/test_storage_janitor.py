@@ -1,5 +1,7 @@
 """One janitor keeps a storage within its limits, and another does when it is gone."""
 
+from collections.abc import Callable
+
 import pytest
 from tests.kept_storage import BLOCK_BYTES, PLACE, Story, chain
 
@@ -73,7 +75,9 @@ def test_nothing_is_removed_by_one_who_has_not_seen_everything(
     assert janitor.survey.surveyed_s is not None
 
 
-def test_a_restart_knows_what_was_saved_and_what_was_told_since() -> None:
+def test_a_restart_knows_what_was_saved_and_what_was_told_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     story = Story(limits(8))
     janitor, engine = story.janitor(), story.engine()
     engine.serve(chain(1, 4))
@@ -87,7 +91,7 @@ def test_a_restart_knows_what_was_saved_and_what_was_told_since() -> None:
     engine.serve(chain(1, 4))
     engine.journal.flush()
     listed: list[str] = []
-    story.tree.get = _noting(story.tree.get, listed)  # type: ignore[method-assign]
+    monkeypatch.setattr(story.tree, "get", _noting(story.tree.get, listed))
     successor = story.janitor()
     successor.step()
     assert not [name for name in listed if name.endswith(".kv")]  # no block is looked at
@@ -100,11 +104,12 @@ def test_a_restart_knows_what_was_saved_and_what_was_told_since() -> None:
     assert [story.head(chain(n, 4)) for n in (1, 2, 3)] == [4, 0, 4]
 
 
-def _noting(get, listed):  # type: ignore[no-untyped-def]
+def _noting(
+    get: Callable[[str, int | None], bytes | None], listed: list[str]
+) -> Callable[[str, int | None], bytes | None]:
     def noting(name: str, most_bytes: int | None = None) -> bytes | None:
         listed.append(name)
-        found: bytes | None = get(name, most_bytes)
-        return found
+        return get(name, most_bytes)
 
     return noting
 

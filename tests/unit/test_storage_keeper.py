@@ -59,7 +59,7 @@ class Kept:
 
     def told(self) -> list[Written | Used | Gone]:
         self.keeper.beat()
-        found = []
+        found: list[Written | Used | Gone] = []
         for _, _, name in segments(self.tree):
             segment = decode_segment(self.tree.get(name) or b"")
             assert segment is not None
