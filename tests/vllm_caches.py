@@ -9,7 +9,9 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
 )
 
 
@@ -47,3 +49,33 @@ def cache_of(
         kv_cache_groups=[KVCacheGroupSpec(list(names), spec) for names, spec in pairs],
         kv_cache_layout=layout,
     )
+
+
+def two_parts(layers: int, without_indexer: Sequence[int] = ()) -> dict[str, KVCacheSpec]:
+    """Return the specs of DeepSeek-V3.2: 656 bytes of latent KV, 132 of an indexer's key a token.
+
+    As vLLM's own ``deepseek_v2.py`` makes them for ``fp8_ds_mla`` on GPUs.
+    """
+    latent = MLAAttentionSpec(
+        block_size=64,
+        num_kv_heads=1,
+        max_tp_shards=1,
+        head_size=576,
+        dtype=torch.uint8,
+        cache_dtype_str="fp8_ds_mla",
+        state_content_bytes=656,
+    )
+    index = MLAAttentionSpec(
+        block_size=64,
+        num_kv_heads=1,
+        max_tp_shards=1,
+        head_size=132,
+        dtype=torch.uint8,
+        cache_role=SparseCacheRole.INDEXER,
+    )
+    specs: dict[str, KVCacheSpec] = {}
+    for layer in range(layers):
+        specs[f"model.layers.{layer}.self_attn.attn"] = latent
+        if layer not in without_indexer:
+            specs[f"model.layers.{layer}.self_attn.indexer.k_cache"] = index
+    return specs

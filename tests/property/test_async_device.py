@@ -24,6 +24,7 @@ from tests.async_device import (
 )
 from tests.engine_harness import GEOMETRY, full_block, kv_bytes, prompt_keys
 
+from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import PrefillTransfer
@@ -45,6 +46,8 @@ HBM_BLOCKS = 8
 #: Two looks of a wait.
 DEADLINE_S = 0.5
 SIZE = GEOMETRY.bytes_of(0)
+#: As DeepSeek-V3.2 has them; a Layer Block has the same bytes as in GEOMETRY.
+TWO_PARTS = BlockGeometry(GEOMETRY.block_tokens, ((SIZE - 64, 64),) * GEOMETRY.layers)
 GARBAGE = np.full(SIZE, 0xEE, np.uint8)
 
 
@@ -59,7 +62,10 @@ def buffer(slots: int) -> BlockBuffer:
 class Engine:
     """One engine's data plane over a world; ``regions`` layers of HBM."""
 
-    def __init__(self, seed: int, regions: int, own_copier: bool) -> None:
+    def __init__(
+        self, seed: int, regions: int, own_copier: bool, geometry: BlockGeometry = GEOMETRY
+    ) -> None:
+        self.geometry = geometry
         self.world = World(Random(seed))
         memory = allocate_registered(regions * HBM_BLOCKS * SIZE)
         self.hbm = memory.array.reshape(regions, HBM_BLOCKS, SIZE)
@@ -68,12 +74,13 @@ class Engine:
             for i in range(regions)
         ]
         self.layer_region = [i % regions for i in range(GEOMETRY.layers)]
-        self.layout = shared_layers(hbm, GEOMETRY, HBM_BLOCKS * GEOMETRY.block_tokens)
-        views = PartViews(GEOMETRY, self.layout)
+        self.layout = shared_layers(hbm, geometry, HBM_BLOCKS * geometry.block_tokens)
+        views = PartViews(geometry, self.layout)
         self.buffer, self.staging, self.de_buffer = buffer(HBM_BLOCKS), buffer(1), buffer(8)
         self.other_de_buffer = buffer(8)
         own = [
             *hbm,
+            *self.layout.views(),
             *views.of(self.buffer.region()),
             *views.of(self.staging.region(STAGING_REGION)),
         ]
@@ -92,7 +99,7 @@ class Engine:
 
     def stream(self, chunks: Sequence[PrefillChunk], layers: LayerSettings) -> WorldLayerStream:
         movers = self.movers(Role.PREFILL)
-        stream = WorldLayerStream(chunks, layers, GEOMETRY, movers, Counters())
+        stream = WorldLayerStream(chunks, layers, self.geometry, movers, Counters())
         stream.world = self.world
         return stream
 
@@ -131,9 +138,17 @@ class Engine:
         self.device.compute.queue(read)
 
     def forward(
-        self, work: Batch, layers: LayerSettings, at_layer: Callable[[int], None] = lambda _: None
+        self,
+        work: Batch,
+        layers: LayerSettings,
+        at_layer: Callable[[int], None] = lambda _: None,
+        begins_unseen: bool = False,
     ) -> WorldLayerStream:
-        """A forward pass as vLLM queues it: new KV, wait for loaded KV, attention."""
+        """A forward pass as vLLM queues it: new KV, wait for loaded KV, attention.
+
+        A layer that ``begins_unseen`` reads its KV before that wait, too; then each is waited for
+        when the one before is computed.
+        """
         for chunk, _ in work:
             computed_before = chunk.chunk.first > chunk.prefill_transfer.hit_blocks
             resident = chunk.chunk.first if computed_before and not layers.overlap else 0
@@ -142,17 +157,23 @@ class Engine:
                     self.kernel_writes(layer, block, GARBAGE)
         stream = self.stream([chunk for chunk, _ in work], layers)
         stream.begin()
+        if begins_unseen:
+            stream.wait_loaded(0)
         for layer in range(GEOMETRY.layers):
             self.world.drift(8)
             at_layer(layer)
             for chunk, keys in work:
                 for block in range(chunk.chunk.first, chunk.chunk.end):
                     self.kernel_writes(layer, chunk.hbm_blocks[block], kv_bytes(keys[block], layer))
+            if begins_unseen:
+                self.attention(stream, work, layer)
             stream.wait_loaded(layer)
             for _ in range(2):  # a kernel reads for a while
                 self.attention(stream, work, layer)
             self.world.drift(8)
             stream.computed(layer)
+            if begins_unseen and layer + 1 < GEOMETRY.layers:
+                stream.wait_loaded(layer + 1)
         stream.finish()
         return stream
 
@@ -184,15 +205,20 @@ def fill(there: BlockBuffer, slot: int, key: bytes) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(prompts(), st.integers(0, 4), st.booleans(), st.integers(0, 2**32))
+@given(prompts(), st.integers(0, 4), st.booleans(), st.booleans(), st.integers(0, 2**32))
 def test_kv_is_there_when_attention_reads_it_and_is_sent_as_computed(
-    prompt: tuple[int, int, int, int], layer_buffers: int, own_copier: bool, seed: int
+    prompt: tuple[int, int, int, int],
+    layer_buffers: int,
+    own_copier: bool,
+    two_parts: bool,
+    seed: int,
 ) -> None:
     tokens, pe_hits, de_hits, cut = prompt
     keys = prompt_keys(tokens)
     overlap = layer_buffers > 0  # 0: mode Basic
     layers = LayerSettings(buffers=layer_buffers or GEOMETRY.layers, overlap=overlap)
-    engine = Engine(seed, layers.buffers, own_copier)
+    geometry = TWO_PARTS if two_parts else GEOMETRY
+    engine = Engine(seed, layers.buffers, own_copier, geometry)
     hits = pe_hits + de_hits
     for block in range(pe_hits):
         fill(engine.buffer, block, keys[block])
@@ -221,7 +247,7 @@ def test_kv_is_there_when_attention_reads_it_and_is_sent_as_computed(
             hbm_blocks=tuple(range(len(keys)))[::-1][:end],
             decode_agents=("de",),
         )
-        assert engine.forward([(chunk, keys)], layers).failures == {}
+        assert engine.forward([(chunk, keys)], layers, begins_unseen=two_parts).failures == {}
     assert engine.wrong == []
     for block, key in enumerate(keys):
         assert engine.de_buffer.view(block).tobytes() == full_block(key), block

@@ -293,7 +293,7 @@ GEOMETRY = BlockGeometry.uniform(layers=1, block_tokens=64, layer_block_bytes=2 
 
 
 def layout_of(cache):
-    return hbm_layout([cache], 10, GEOMETRY).memories[0]
+    return hbm_layout([[cache]], 10, GEOMETRY).memories[0]
 
 
 def test_a_block_major_tensor_is_one_region_whatever_the_order_inside_a_block():
@@ -307,7 +307,7 @@ def test_a_block_major_tensor_is_one_region_whatever_the_order_inside_a_block():
 def test_the_null_block_counts_for_nothing():
     """Else an idle engine reports less than it has: what needs all waits for ever."""
     cache = torch.zeros(10, 4, 64, 32, dtype=torch.float16)
-    assert hbm_layout([cache], 10, GEOMETRY).capacity_tokens == 9 * 64
+    assert hbm_layout([[cache]], 10, GEOMETRY).capacity_tokens == 9 * 64
 
 
 def test_kernel_blocks_smaller_than_the_engines_are_put_together():

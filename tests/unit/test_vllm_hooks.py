@@ -131,7 +131,7 @@ def test_layers_are_placed_by_offset_and_stride_and_may_overlap():
     assert {"num_blocks", "kv_cache_tensors", "kv_cache_groups"} <= set(
         KVCacheConfig.__dataclass_fields__
     )
-    layers = [f"layer {n}" for n in range(5)]
+    layers = [f"layers.{n}.attn" for n in range(5)]
     whole = KVCacheTensor(size=5 * 70, layers=layers, layer_stride=70, block_stride=10, offset=0)
     placed = place_in_regions([whole], num_blocks=7, buffers=2)
     assert [tensor.layers for tensor in placed] == [[layer] for layer in layers]

@@ -30,6 +30,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings
 from dualpath.vllm.cache_checks import KV_LAYOUT, cache_problems
+from dualpath.vllm.cache_layers import cache_layers, geometry_of, hooked_layers
 from dualpath.vllm.data_parallel import engine_id_of_rank, group_problems
 from dualpath.vllm.engine_arguments import (
     HASH_ALGORITHM,
@@ -41,7 +42,7 @@ from dualpath.vllm.engine_arguments import (
 )
 from dualpath.vllm.engine_settings import engine_settings, engine_values
 from dualpath.vllm.late_blocks import LateBlocksMetadata
-from dualpath.vllm.metadata import MeasuredCosts, StepMetadata
+from dualpath.vllm.metadata import StepMetadata, WorkerFacts
 from dualpath.vllm.pass_costs import PassCosts
 from dualpath.vllm.scheduler_side import SchedulerSide
 from dualpath.vllm.worker_side import WorkerSide
@@ -82,10 +83,13 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
             layer_block_bytes=group.kv_cache_spec.page_size_bytes,
         )
         if role == KVConnectorRole.SCHEDULER:
+            # A guess where layers are not alike: vLLM tells its scheduler of one of them.
             self._scheduler = SchedulerSide(self.settings, geometry)
         else:
+            layers = cache_layers(kv_cache_config, hooked_layers(vllm_config))
+            geometry = geometry_of(layers, group.kv_cache_spec.block_size)
             blocks = kv_cache_config.num_blocks
-            self._worker = WorkerSide(self.settings, vllm_config, geometry, blocks, names)
+            self._worker = WorkerSide(self.settings, vllm_config, geometry, blocks, layers)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -150,9 +154,11 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """Learn what passes cost from this engine's worker."""
-        measured = [m.costs for m in metadata.values() if isinstance(m, MeasuredCosts)]
-        self.costs = measured[0] if measured else None
+        """Learn from this engine's worker what its blocks are, and what passes cost."""
+        for said in metadata.values():
+            if isinstance(said, WorkerFacts):
+                self._scheduling.learn_geometry(said.geometry)
+                self.costs = self.costs or said.costs
 
     # ------------------------------------------------------------------ worker side
 
@@ -160,10 +166,9 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         """See ``WorkerSide.register``."""
         self.worker_side.register(kv_caches)
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """The costs of passes, for the scheduler's connector."""
-        costs = self.worker_side.costs
-        return None if costs is None else MeasuredCosts(costs)
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        """What the scheduler's connector is to know."""
+        return WorkerFacts(self.worker_side.geometry, self.worker_side.costs)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Start this step's transfers.

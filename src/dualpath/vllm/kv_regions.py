@@ -11,9 +11,9 @@ from dualpath.transport.contract import RegionInfo
 
 
 def hbm_layout(
-    layers: Sequence[torch.Tensor], num_blocks: int, geometry: BlockGeometry
+    layers: Sequence[Sequence[torch.Tensor]], num_blocks: int, geometry: BlockGeometry
 ) -> HbmLayout:
-    """Return the regions of the layers' KV tensors, in layer order; layers may share a region.
+    """Return the regions of the layers' KV tensors, one per part; layers may share regions.
 
     vLLM's scheduler gives out all ``num_blocks`` but one, its null block: the capacity is what an
     engine without requests has free.
@@ -21,9 +21,12 @@ def hbm_layout(
     """
     regions: dict[int, RegionInfo] = {}
     in_order = []
-    for layer, cache in enumerate(layers):
-        region = _region(f"hbm.{len(regions)}", layer, cache, num_blocks, geometry)
-        in_order.append((HbmPart(regions.setdefault(region.base_address, region)),))
+    for layer, (caches, sizes) in enumerate(zip(layers, geometry.layer_parts, strict=True)):
+        parts = []
+        for cache, size_bytes in zip(caches, sizes, strict=True):
+            region = _region(f"hbm.{len(regions)}", layer, cache, num_blocks, size_bytes)
+            parts.append(HbmPart(regions.setdefault(region.base_address, region)))
+        in_order.append(tuple(parts))
     return HbmLayout(
         memories=tuple(regions.values()),
         layers=tuple(in_order),
@@ -32,14 +35,13 @@ def hbm_layout(
 
 
 def _region(
-    name: str, layer: int, cache: torch.Tensor, num_blocks: int, geometry: BlockGeometry
+    name: str, layer: int, cache: torch.Tensor, num_blocks: int, page_bytes: int
 ) -> RegionInfo:
     """Describe one layer's tensor, whose first dimension counts blocks.
 
     An attention kernel with smaller blocks than the engine's sees a whole number of its own per
     engine block.
     """
-    page_bytes = geometry.bytes_of(layer)
     kernel_blocks, rest = divmod(cache.shape[0], num_blocks)
     inside = zip(cache.shape[1:], cache.stride()[1:], strict=True)
     kernel_block_bytes = (1 + sum((n - 1) * s for n, s in inside)) * cache.element_size()

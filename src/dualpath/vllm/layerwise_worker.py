@@ -2,20 +2,24 @@
 
 vLLM places every layer's KV by a ``KVCacheTensor`` (offset, strides) in one allocation and allows
 placements that overlap.  So nothing but data changes: layer i is placed in region i mod
-``layer_buffers``.  The scheduler sees ``layers / layer_buffers`` times as many blocks in the same
-memory; ``engine.layer_stream`` moves KV in and out in time.
+``layer_buffers`` of those for blocks of its size.  The scheduler sees ``layers / layer_buffers``
+times as many blocks in the same memory; ``engine.layer_stream`` moves KV in and out in time.
 """
 
+import dataclasses
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
 from dualpath.core.errors import ConfigError
 from dualpath.vllm.cache_checks import state_problems
 from dualpath.vllm.connector import DualPathConnector
+from dualpath.vllm.engine_arguments import ONE_CACHE_GROUP
 from dualpath.vllm.engine_settings import engine_settings
 
 if current_platform.is_cpu():
@@ -30,28 +34,47 @@ if TYPE_CHECKING:
 def place_in_regions(
     tensors: list[KVCacheTensor], num_blocks: int, buffers: int
 ) -> list[KVCacheTensor]:
-    """Return placements in which layer i of each tensor lies in region i mod ``buffers``."""
+    """Return placements in which layers whose blocks are of one size share ``buffers`` regions.
 
-    def region_bytes(tensor: KVCacheTensor) -> int:
-        return int(tensor.block_stride) * num_blocks
-
-    total_bytes = sum(region_bytes(t) * min(buffers, len(t.layers)) for t in tensors)
+    They take them in turn, in model order, so that whatever shares a region is at least
+    ``buffers`` layers apart, also where only some layers have a part of that size.  A block lies
+    in the same bytes of a region for all of them.
+    """
     placed: list[KVCacheTensor] = []
     base = 0
-    for tensor in tensors:
-        stride = region_bytes(tensor)
-        for index, layer in enumerate(tensor.layers):
+    for stride, layers in _alike({n: int(t.block_stride) for t in tensors for n in t.layers}):
+        region_bytes = stride * num_blocks
+        for index, layer in enumerate(layers):
+            offset = base + (index % buffers) * region_bytes
             placed.append(
                 KVCacheTensor(
-                    size=total_bytes,
+                    size=0,
                     layers=[layer],
-                    layer_stride=stride,
-                    block_stride=tensor.block_stride,
-                    offset=base + (index % buffers) * stride,
+                    layer_stride=region_bytes,
+                    block_stride=stride,
+                    offset=offset,
                 )
             )
-        base += stride * min(buffers, len(tensor.layers))
-    return placed
+        base += region_bytes * min(buffers, len(layers))
+    return [dataclasses.replace(tensor, size=base) for tensor in placed]
+
+
+def seen_memory(available_bytes: int, page_bytes: Mapping[str, int], buffers: int) -> int:
+    """Return how much memory there would have to be if every layer had a region of its own.
+
+    ``page_bytes`` of a block, by layer.
+    """
+    alike = _alike(page_bytes)
+    held = sum(size * min(buffers, len(layers)) for size, layers in alike)
+    return available_bytes * sum(page_bytes.values()) // held
+
+
+def _alike(block_bytes: Mapping[str, int]) -> list[tuple[int, list[str]]]:
+    """Return the layers of each size of blocks, in model order."""
+    by_size: dict[int, list[str]] = {}
+    for layer in sorted(block_bytes, key=lambda name: (extract_layer_index(name), name)):
+        by_size.setdefault(block_bytes[layer], []).append(layer)
+    return list(by_size.items())
 
 
 class LayerwiseWorker(PlatformWorker):
@@ -77,8 +100,8 @@ class LayerwiseWorker(PlatformWorker):
         available_bytes = int(super().determine_available_memory())
         if not self.layer_buffers:
             return available_bytes
-        layers = len(self.get_kv_cache_spec())
-        return available_bytes * layers // min(self.layer_buffers, layers)
+        pages = {name: spec.page_size_bytes for name, spec in self.get_kv_cache_spec().items()}
+        return seen_memory(available_bytes, pages, self.layer_buffers)
 
     def compile_or_warm_up_model(self) -> Any:  # noqa: ANN401 - vLLM's
         """Warm up, then let the connector measure what passes cost here."""
@@ -94,7 +117,7 @@ class LayerwiseWorker(PlatformWorker):
             if len(kv_cache_config.kv_cache_groups) != 1:
                 raise ConfigError(
                     f"{len(kv_cache_config.kv_cache_groups)} KV cache groups; layerwise prefill "
-                    "needs one: set layer_buffers to 0"
+                    f"needs one: add {ONE_CACHE_GROUP}"
                 )
             kv_cache_config.kv_cache_tensors = place_in_regions(
                 kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks, self.layer_buffers

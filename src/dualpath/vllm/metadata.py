@@ -7,6 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
+from dualpath.core.blocks import BlockGeometry
 from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.forward_pass import PromptPart
 from dualpath.engine.generated import GeneratedBlock
@@ -14,10 +15,11 @@ from dualpath.vllm.pass_costs import PassCosts
 
 
 @dataclass(frozen=True)
-class MeasuredCosts(KVConnectorHandshakeMetadata):
+class WorkerFacts(KVConnectorHandshakeMetadata):
     """What the worker says to the scheduler once, before the first step."""
 
-    costs: PassCosts
+    geometry: BlockGeometry
+    costs: PassCosts | None
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ class SchedulerSide:
     """State of one engine's scheduler process."""
 
     def __init__(self, settings: EngineSettings, geometry: BlockGeometry) -> None:
+        self._settings = settings
         self._role = settings.role
         self._checks = TransferChecks(settings, geometry)
         self._block_tokens = geometry.block_tokens
@@ -62,6 +63,10 @@ class SchedulerSide:
         self._new_decode_transfers: list[str] = []
         self._refused: list[str] = []
         self._pool: BlockPool | None = None
+
+    def learn_geometry(self, geometry: BlockGeometry) -> None:
+        """Hear of the worker what blocks are, before the first request."""
+        self._checks = TransferChecks(self._settings, geometry)
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
         """Learn where free HBM is counted."""

@@ -6,7 +6,7 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,7 @@ from dualpath.engine.generated import GeneratedBlock
 from dualpath.engine.membership import Membership, ServedModel
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.traffic_manager import TrafficManager
+from dualpath.vllm.cache_layers import CacheLayer
 from dualpath.vllm.cuda_device import open_device
 from dualpath.vllm.data_parallel import agree_on_group
 from dualpath.vllm.drain_signal import on_drain_signal
@@ -46,11 +47,14 @@ class WorkerSide:
         config: "VllmConfig",
         geometry: BlockGeometry,
         num_blocks: int,
-        layer_names: list[str],
+        layers: Sequence[CacheLayer],
     ) -> None:
         self._settings = settings
         self._config = config
-        self._layers = {name: index for index, name in enumerate(layer_names)}
+        self._cache_layers = layers
+        #: By the names by which vLLM calls.
+        self._layers = {layer.names[0]: index for index, layer in enumerate(layers)}
+        self._begins_unseen = any(layer.begins_unseen for layer in layers)
         self.geometry = geometry
         self._num_blocks = num_blocks
         self._parent = os.getppid()
@@ -68,7 +72,7 @@ class WorkerSide:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Register HBM and buffer once, open storage, join the cluster."""
-        layers = [kv_caches[name] for name in self._layers]
+        layers = [[kv_caches[name] for name in layer.names] for layer in self._cache_layers]
         hbm = hbm_layout(layers, self._num_blocks, self.geometry)
         model = self._config.model_config
         served = ServedModel(
@@ -76,8 +80,8 @@ class WorkerSide:
             max_model_len=model.max_model_len,
             vocab_size=model.get_vocab_size(),
         )
-        device = open_device(layers[0].device, self._settings.device_copies)
-        self._synchronize = torch.cuda.synchronize if layers[0].is_cuda else _nothing_queued
+        device = open_device(layers[0][0].device, self._settings.device_copies)
+        self._synchronize = torch.cuda.synchronize if layers[0][0].is_cuda else _nothing_queued
         self._membership = Membership(
             self._settings, self._namespace(), served, hbm, device, holder=self._late
         )
@@ -166,6 +170,7 @@ class WorkerSide:
             self._copied.put((vllm_request_id, NO_TRANSFER))
         if step.prefills:
             self._pass = ForwardPass(manager, membership.send, step.prefills)
+            self._wait_for_unseen(0)
         for work in step.decodes:
             self._begin_decode(manager, work)
 
@@ -188,6 +193,15 @@ class WorkerSide:
             self._stopwatch.end()
         if self._pass is not None:
             self._pass.computed(self._layers[layer_name])
+            self._wait_for_unseen(self._layers[layer_name] + 1)
+
+    def _wait_for_unseen(self, layer: int) -> None:
+        """Load a layer before it begins, if vLLM calls only when it has begun to read its KV.
+
+        The load then overlaps with the attention of the layer before, not with its experts.
+        """
+        if self._begins_unseen and self._pass is not None and layer < len(self._layers):
+            self._pass.wait_loaded(layer)
 
     def end_step(self) -> None:
         """Finish this step's transfers; called after the forward pass."""

@@ -1,0 +1,100 @@
+"""A model's layers as the data plane counts them, out of the KV caches that vLLM names.
+
+Mostly a layer of the model has one KV cache, by whose name vLLM calls the connector around the
+attention that uses it.  A layer of DeepSeek-V3.2 has two: latent KV and the keys of its indexer.
+They are two *parts* of one layer.  vLLM calls the connector around the latent attention only, but
+the indexer computes before it and reads all earlier keys: such a layer must be in HBM before it
+begins (``begins_unseen``).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+from dualpath.core.blocks import BlockGeometry
+from dualpath.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+
+class CacheLayer(NamedTuple):
+    """A layer: names and bytes of its parts, the first the one that vLLM calls the connector for.
+
+    ``group`` is vLLM's group of layers whose block ids are its own.
+    """
+
+    names: tuple[str, ...]
+    part_bytes: tuple[int, ...]
+    group: int
+
+    @property
+    def begins_unseen(self) -> bool:
+        """Whether part of it is read before the connector is called."""
+        return len(self.names) > 1
+
+
+def hooked_layers(config: "VllmConfig") -> frozenset[str]:
+    """Return the layers around whose computation vLLM calls the connector; of a loaded model."""
+    layers = config.compilation_config.static_forward_context
+    hooked = (Attention, MLAAttention)
+    return frozenset(name for name, layer in layers.items() if isinstance(layer, hooked))
+
+
+def cache_layers(cache: "KVCacheConfig", hooked: Iterable[str]) -> tuple[CacheLayer, ...]:
+    """Return the layers in model order.
+
+    Raises ``ConfigError`` for a cache of which the connector would not hear in time, or at all.
+    """
+    seen = frozenset(hooked)
+    group_of = {name: i for i, g in enumerate(cache.kv_cache_groups) for name in g.layer_names}
+    bytes_of = {
+        name: _spec_of(group.kv_cache_spec, name).page_size_bytes
+        for group in cache.kv_cache_groups
+        for name in group.layer_names
+    }
+    layers: list[CacheLayer] = []
+    in_order = sorted(group_of, key=lambda name: (extract_layer_index(name), name))
+    for _, together in groupby(in_order, extract_layer_index):
+        for names in _layers_of_index(list(together), seen.__contains__):
+            if len({group_of[name] for name in names}) > 1:
+                raise ConfigError(
+                    f"KV caches {', '.join(names)} of one layer lie in several groups of blocks; "
+                    "dualpath moves the parts of a layer together: serve another model"
+                )
+            sizes = tuple(bytes_of[name] for name in names)
+            layers.append(CacheLayer(names, sizes, group_of[names[0]]))
+    return tuple(layers)
+
+
+def _layers_of_index(
+    names: Sequence[str], is_hooked: Callable[[str], bool]
+) -> list[tuple[str, ...]]:
+    """Return which caches with one number make a layer each."""
+    hooked = [name for name in names if is_hooked(name)]
+    others = [name for name in names if not is_hooked(name)]
+    if not others:
+        return [(name,) for name in hooked]
+    if len(hooked) != 1:
+        raise ConfigError(
+            f"vLLM calls no connector around {', '.join(others)}, so that nobody would know when "
+            "its KV is used; serve a model with vLLM's own attention in all layers"
+        )
+    return [(*hooked, *others)]
+
+
+def geometry_of(layers: Sequence[CacheLayer], block_tokens: int) -> BlockGeometry:
+    """Return the shape of the blocks of these layers."""
+    return BlockGeometry(block_tokens, tuple(layer.part_bytes for layer in layers))
+
+
+def _spec_of(spec: "KVCacheSpec", name: str) -> "KVCacheSpec":
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return spec.kv_cache_specs[name]
+    return spec
