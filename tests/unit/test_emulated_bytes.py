@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualpath.core.blocks import BlockGeometry, block_keys
+from dualpath.core.blocks import BlockGeometry, LayerPart, block_keys
 from dualpath.core.errors import ConfigError
 from dualpath.engine.counters import Counters
 from dualpath.laboratory.emulated.hbm import EmulatedHbm
 from dualpath.laboratory.emulated.kv_bytes import KvFunction
 from dualpath.laboratory.emulated.prefix import TokenPrefix
-from dualpath.laboratory.emulated.settings import Verify, block_geometry
+from dualpath.laboratory.emulated.settings import Verify, block_geometry, part_geometry
 from dualpath.laboratory.emulated.verification import CheckedAt, Verifier
 
 GEOMETRY = BlockGeometry.uniform(layers=3, block_tokens=4, layer_block_bytes=4 * 3 * 8)
@@ -157,3 +157,50 @@ def test_small_blocks_are_compared_fully_and_large_ones_by_samples(
 ) -> None:
     geometry = BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=4 * words * 8)
     assert Verify.fitting(geometry) is verify
+
+
+UNEQUAL = part_geometry("24+8,16,8*2,8+16+8", 4)
+
+
+@pytest.mark.parametrize("regions", [2, UNEQUAL.layers])
+def test_every_part_of_unequal_layers_has_bytes_of_its_own(regions: int) -> None:
+    made, function = prefix(TOKENS), KvFunction(UNEQUAL)
+    hbm = EmulatedHbm(function, regions, 1 << 14)
+    verifier = Verifier(function, Verify.FULL, Counters())
+    (blocks, other) = (hbm.take(3) or (), hbm.take(1) or ())
+    found = []
+    for layer in range(UNEQUAL.layers):  # one at a time, as they share regions
+        hbm.write_blocks(layer, blocks, made.seeds[: len(blocks)])
+        parts = hbm.layer(layer)
+        assert verifier.layer_blocks(CheckedAt.PE_HBM, parts, blocks, made.seeds, layer) == []
+        found += [part[blocks[1]].flatten() for part in parts]
+        parts[-1][blocks[2]].view(np.uint8)[0, 0] ^= 1
+        assert verifier.layer_blocks(CheckedAt.PE_HBM, parts, blocks, made.seeds, layer) == [2]
+    assert np.array_equal(np.concatenate(found), function.full_block(made.seeds[1]))
+    if regions == UNEQUAL.layers:
+        for place in range(4):
+            hbm.write_token(other[0], place, made.seeds[1, place])
+        written = [p[other[0]].ravel() for layer in range(regions) for p in hbm.layer(layer)]
+        assert np.array_equal(np.concatenate(written), function.full_block(made.seeds[1]))
+
+
+@pytest.mark.parametrize("part", UNEQUAL.parts)
+def test_a_wrong_part_of_a_full_block_is_found_in_its_layer(part: LayerPart) -> None:
+    made, function = prefix(TOKENS), KvFunction(UNEQUAL)
+    block = memoryview(bytearray(function.full_block(made.seeds[0]).tobytes()))
+    verifier = Verifier(function, Verify.FULL, Counters())
+    assert verifier.full_blocks(CheckedAt.DE_BUFFER, [block], made.seeds) == []
+    block[part.offset_bytes + part.size_bytes - 1] ^= 1
+    assert verifier.full_blocks(CheckedAt.DE_BUFFER, [block], made.seeds) == [0]
+    assert verifier.counts()[CheckedAt.DE_BUFFER] == (2 * UNEQUAL.layers, 1)
+
+
+def test_layers_and_their_parts_are_described_in_short() -> None:
+    assert part_geometry("656+136*2,8", 64).layer_parts == (
+        (656 * 64, 136 * 64),
+        (656 * 64, 136 * 64),
+        (8 * 64,),
+    )
+    for wrong in ("", "8*0", "0", "8+", "8,,8", "8*1001", "-8"):
+        with pytest.raises(ConfigError, match="layer_parts has"):
+            part_geometry(wrong, 64)

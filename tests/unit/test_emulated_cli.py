@@ -8,6 +8,7 @@ import pytest
 from dualpath.cli import emulate
 from dualpath.cli.main import main
 from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.laboratory.emulated.settings import Verify
 
@@ -55,6 +56,14 @@ def test_the_kv_may_be_smaller_than_the_models() -> None:
     assert settings.engine.buffer_bytes == 4 << 20
     assert settings.speedup == 20.0
     assert settings.verify is None
+
+
+def test_layers_may_have_parts_and_be_unequal() -> None:
+    given = ("decode", "--model", "qwen2.5-32b", "--storage", "kv", "--layer-parts", "16+8*2,64")
+    settings = emulate.emulated_settings(parsed(*given, "--block-tokens", "4"))
+    assert settings.geometry.layer_parts == ((64, 32), (64, 32), (256,))
+    with pytest.raises(ConfigError, match="says how many layers"):
+        emulate.emulated_settings(parsed(*given, "--layers", "3"))
 
 
 def test_a_router_listens_where_engines_connect() -> None:

@@ -167,9 +167,16 @@ def emulated_settings(args: argparse.Namespace) -> "EmulatedSettings":
 
 
 def _geometry(options: "EmulatedOptions", costs: "ModelCosts") -> "BlockGeometry":
-    from dualpath.laboratory.emulated.settings import block_geometry
+    from dualpath.laboratory.emulated.settings import block_geometry, part_geometry
 
     layers, kv_bytes = options.layers, options.kv_bytes_per_token
+    if options.layer_parts:
+        if (layers, kv_bytes) != (None, None):
+            raise ConfigError(
+                f"{{layer_parts}} is {options.layer_parts!r} and says how many layers there are "
+                "and how large each is; leave out {layers} and {kv_bytes_per_token}"
+            )
+        return part_geometry(options.layer_parts, options.block_tokens)
     return block_geometry(
         costs.layers if layers is None else layers,
         options.block_tokens,

@@ -1,6 +1,7 @@
 """Settings of one emulated engine and of its front door."""
 
 import enum
+import re
 from typing import Annotated
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
@@ -79,6 +80,14 @@ class EmulatedOptions(EmulatedServer, frozen=True, kw_only=True):
         float | None,
         Setting("over all layers, rounded to whole words per layer; none: the model's", gt=0),
     ] = None
+    layer_parts: Annotated[
+        str,
+        Setting(
+            "KV bytes of a token in each part of each layer, instead of the two above: "
+            "`656+136*61` are 61 layers of two parts, `256,64*5` a large layer and five small ones",
+            metavar="PARTS",
+        ),
+    ] = ""
     block_tokens: BlockTokens = 64
     max_model_len: MaxModelLen = None
 
@@ -133,3 +142,27 @@ def block_geometry(layers: int, block_tokens: int, kv_bytes_per_token: float) ->
         )
     words = max(round(kv_bytes_per_token / layers / WORD_BYTES), 1)
     return BlockGeometry.uniform(layers, block_tokens, block_tokens * words * WORD_BYTES)
+
+
+_LAYERS = re.compile(r"(?P<parts>[1-9]\d*(?:\+[1-9]\d*)*)(?:\*(?P<times>[1-9]\d*))?")
+#: More than any model has; more layers than this are a slip.
+_MOST_LAYERS = 1000
+
+
+def part_geometry(layer_parts: str, block_tokens: int) -> BlockGeometry:
+    """Return blocks of the layers that ``EmulatedOptions.layer_parts`` describes.
+
+    Raises ``ConfigError`` for what is no such description.
+    """
+    layers: list[tuple[int, ...]] = []
+    for text in layer_parts.split(","):
+        found = _LAYERS.fullmatch(text.strip())
+        times = int(found["times"] or 1) if found else 0
+        if found is None or len(layers) + times > _MOST_LAYERS:
+            raise ConfigError(
+                f"{{layer_parts}} has {text.strip()!r}; layers are parts of so many bytes per "
+                f"token, A+B, or N layers alike, A+B*N, {_MOST_LAYERS} at most"
+            )
+        parts = tuple(int(size) * block_tokens for size in found["parts"].split("+"))
+        layers += [parts] * times
+    return BlockGeometry(block_tokens, tuple(layers))

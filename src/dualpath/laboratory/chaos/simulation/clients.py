@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dualpath.core.blocks import BlockKey, block_keys
 from dualpath.core.errors import DualPathError
-from dualpath.laboratory.chaos.simulation.cluster import BLOCK_TOKENS, GEOMETRY, VOCABULARY, Cluster
+from dualpath.laboratory.chaos.simulation.cluster import BLOCK_TOKENS, VOCABULARY, Cluster
 from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
 from dualpath.laboratory.chaos.simulation.router import Exchange, Reply
 from dualpath.laboratory.chaos.simulation.world import Process, World
@@ -14,7 +14,6 @@ from dualpath.laboratory.emulated.kv_bytes import KvFunction
 from dualpath.laboratory.emulated.prefix import TokenPrefix
 from dualpath.router.control.engine_calls import Job, TokenEvent
 
-KV = KvFunction(GEOMETRY)
 #: How long an agent waits before it asks again where nobody answered.
 _AGAIN_S = 0.3
 
@@ -38,11 +37,11 @@ class Asked:
         self.exchange: Exchange | None = None
         self.arrived: asyncio.Queue[Reply] = asyncio.Queue()
 
-    def blocks(self) -> dict[BlockKey, bytes]:
+    def blocks(self, kv: KvFunction) -> dict[BlockKey, bytes]:
         """Return the right content of all blocks of the prompt and its answer."""
         prefix = self._prefix
         return {
-            key: KV.full_block(prefix.seeds[block]).tobytes()
+            key: kv.full_block(prefix.seeds[block]).tobytes()
             for block, key in enumerate(prefix.keys)
         }
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.modes import Mode
 from dualpath.engine.settings import EngineSettings
@@ -12,7 +13,7 @@ from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
 from dualpath.laboratory.chaos.simulation.engine import SimEngine
 from dualpath.laboratory.chaos.simulation.router import SimRouter
 from dualpath.laboratory.chaos.simulation.world import World
-from dualpath.laboratory.emulated.settings import EmulatedSettings, Verify, block_geometry
+from dualpath.laboratory.emulated.settings import EmulatedSettings, Verify, part_geometry
 from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
 from dualpath.router.settings import RouterSettings
 
@@ -26,7 +27,8 @@ COSTS = ModelCosts(
     decode=DecodeCosts(step_s=1e-2),
     prefill_tokens_per_s=1e4,
 )
-GEOMETRY = block_geometry(LAYERS, BLOCK_TOKENS, COSTS.kv_bytes_per_token)
+#: Equal layers, layers of two parts, and layers of which each is another.
+GEOMETRIES = tuple(part_geometry(parts, BLOCK_TOKENS) for parts in ("8*3", "16+8*3", "24,8+8,8"))
 VOCABULARY = 1000
 
 #: Until a rank notices that another one of its group has ended.
@@ -50,6 +52,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     layer_buffers: int
     router: RouterSettings
     hosts: int
+    geometry: BlockGeometry
     prefill_ranks: int = 1
     decode_ranks: int = 1
 
@@ -204,7 +207,7 @@ def _engine_settings(
         api_url=api_url,
         storage="memory://simulated",
         mode=cluster.mode,
-        buffer_bytes=cluster.buffer_blocks * GEOMETRY.full_block_bytes,
+        buffer_bytes=cluster.buffer_blocks * cluster.geometry.full_block_bytes,
         staging_blocks=4,
         layer_buffers=cluster.layer_buffers,
         parallel_reads=2,
@@ -212,9 +215,9 @@ def _engine_settings(
     )
     return EmulatedSettings(
         engine=engine,
-        geometry=GEOMETRY,
+        geometry=cluster.geometry,
         costs=COSTS,
-        hbm_bytes=cluster.hbm_blocks * GEOMETRY.full_block_bytes,
+        hbm_bytes=cluster.hbm_blocks * cluster.geometry.full_block_bytes,
         batch_cap_tokens=16,
         max_model_len=160,
         verify=Verify.FULL,

@@ -25,8 +25,9 @@ from dualpath.core.modes import Mode
 from dualpath.engine import pump
 from dualpath.laboratory.chaos.simulation.adversary import KINDS, Adversary, Kind
 from dualpath.laboratory.chaos.simulation.clients import Asked, Clients
-from dualpath.laboratory.chaos.simulation.cluster import Cluster, ClusterSettings
+from dualpath.laboratory.chaos.simulation.cluster import GEOMETRIES, Cluster, ClusterSettings
 from dualpath.laboratory.chaos.simulation.world import World
+from dualpath.laboratory.emulated.kv_bytes import KvFunction
 from dualpath.router.settings import RouterSettings
 from dualpath.storage import block_file
 
@@ -122,6 +123,7 @@ class _Run:
             layer_buffers=chance.choice((0, 1, 2)),
             router=router,
             hosts=chance.choice((1, 1, 2)),
+            geometry=GEOMETRIES[world.seed % len(GEOMETRIES)],
             prefill_ranks=chance.choice((1, 1, 2)),
             decode_ranks=chance.choice((1, 1, 2)),
         )
@@ -172,8 +174,9 @@ class _Run:
     def _check_stored(self) -> None:
         """Compare stored blocks with what they have to be, but for those that rot visibly."""
         right: dict[BlockKey, bytes] = {}
+        kv = KvFunction(self.cluster.settings.geometry)
         for asked in self.clients.asked:
-            right.update(asked.blocks())
+            right.update(asked.blocks(kv))
         for storage in self.cluster.shared.stored():
             for key, (header, payload) in storage._blocks.items():
                 rots = block_file.defect(key, storage._digest, header, payload) is not None
