@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from tests.vllm_caches import cache_of, full_attention, sliding_window, two_part
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
+from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.vllm.cache_checks import cache_problems
 from dualpath.vllm.cache_layers import cache_layers, geometry_of
@@ -65,7 +67,7 @@ def test_vllm_puts_both_into_one_group_and_we_into_one_layer(cache):
     geometry = geometry_of(layers, 64)
     assert geometry.full_block_bytes == LAYERS * (MAIN + INDEX)
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
-    assert cache_problems("prefill", config, cache) == []
+    assert cache_problems(Role.PREFILL, config, cache) == []
 
 
 def test_layers_without_an_indexer_have_one_part():
@@ -122,7 +124,7 @@ def test_blocks_that_hold_all_layers_side_by_side_are_refused():
     found = kv_cache_utils.get_kv_cache_config_from_groups(config, groups, MEMORY)
     found.kv_cache_layout = "BLHNC"
     ours = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
-    (problem,) = cache_problems("decode", ours, found)
+    (problem,) = cache_problems(Role.DECODE, ours, found)
     assert "layout BLHNC" in problem
 
 
@@ -164,16 +166,16 @@ class Pass:
 
 def computed_by(layers):
     """What a worker's side asks for while a model computes; each layer reads before it calls."""
-    worker = object.__new__(WorkerSide)
-    worker._pass, worker._stopwatch = Pass(), None
+    worker, asked = cast("Any", object.__new__(WorkerSide)), Pass()
+    worker._pass, worker._stopwatch = asked, None
     worker._layers = {layer.names[0]: n for n, layer in enumerate(layers)}
     worker._begins_unseen = any(layer.begins_unseen for layer in layers)
     worker._wait_for_unseen(0)
     for layer in layers:
-        worker._pass.calls.append("read")
+        asked.calls.append("read")
         worker.wait_loaded(layer.names[0])
         worker.computed(layer.names[0])
-    return worker._pass.calls
+    return asked.calls
 
 
 def test_a_layer_whose_indexer_reads_first_is_loaded_before_it_begins(cache):
