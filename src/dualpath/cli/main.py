@@ -42,6 +42,7 @@ SUBCOMMANDS = (
     ("emulate", "start an emulated engine, or a light router for such engines"),
     ("profile", "measure a model's costs on this machine for the simulator"),
     ("config", "check settings from flags, environment and file, and say where each is from"),
+    ("storage", "what lies in a storage, whether it is whole, and what goes"),
     ("doctor", "check a node for everything that engines need, and say what to fix"),
     ("qos", "print the settings that keep KV from delaying model communication"),
     ("lab", "a cluster on this machine: nodes with shaped compute and storage NICs"),

@@ -81,6 +81,11 @@ class Janitor:
         """How far it has come, None while another is the janitor."""
         return None if self._office is None else self._office.survey
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the next step has something to remove or to survey already."""
+        return self._office is not None and self._office.is_busy
+
     def step(self) -> bool:
         """Do what is due, for a second or so; return whether this is the janitor.
 
@@ -136,6 +141,10 @@ class _Office:
             "" if self._saved_whole else "; the rest is being surveyed",
         )
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._plan) or self.survey.surveyed_s is None
+
     def step(self) -> None:
         self._take_news()
         self.survey.go_on(STEP_BUDGET_S)
@@ -164,36 +173,12 @@ class _Office:
     # ------------------------------------------------------------------ news
 
     def _take_news(self) -> None:
-        news: list[tuple[str, News]] = []
-        for writer, number, name in segments(self._tree):
-            if number <= self._taken.get(writer, 0):
-                continue
-            content = self._tree.get(name)
-            segment = None if content is None else decode_segment(content)
-            if segment is None:
-                log.warning("news %s cannot be read; the survey finds what they said", name)
-            else:
-                news += [(segment.namespace, item) for item in segment.news]
-            self._taken[writer], self._heard_s[writer] = number, self._steady_s()
-        news.sort(key=lambda item: item[1].time_s)
-        for namespace, item in news:
-            self._take(namespace, item)
-        self._news += len(news)
-
-    def _take(self, namespace: str, item: News) -> None:
-        index = self.index
-        match item:
-            case Written():
-                row = index.add(
-                    namespace, item.key, item.parent, item.tenant, item.bytes, item.time_s
-                )
-                touched = {row, int(index.tables().parents[row])}
-            case Used():
-                touched = {index.use(namespace, item.key, item.time_s)}
-            case Gone():
-                index.remove(namespace, item.key, item.time_s)
-                return
-        if touched & self._planned:
+        before = dict(self._taken)
+        touched, count = take_news(self._tree, self.index, self._taken)
+        now_s = self._steady_s()
+        self._heard_s |= {w: now_s for w, n in self._taken.items() if before.get(w) != n}
+        self._news += count
+        if not self._planned.isdisjoint(touched):
             # What is in use stays, and so does all before it.
             self._drop_plan()
 
@@ -271,3 +256,36 @@ class _Office:
                 seen=dict(self._taken),
             ),
         )
+
+
+def take_news(tree: ObjectTree, index: ChainIndex, taken: dict[str, int]) -> tuple[set[int], int]:
+    """Take in all news behind ``taken``, which is brought forward.
+
+    Returns the rows of blocks written or used, those before new ones included, and how many news
+    there were.
+    """
+    news: list[tuple[str, News]] = []
+    for writer, number, name in segments(tree):
+        if number <= taken.get(writer, 0):
+            continue
+        content = tree.get(name)
+        segment = None if content is None else decode_segment(content)
+        if segment is None:
+            log.warning("news %s cannot be read; the survey finds what they said", name)
+        else:
+            news += [(segment.namespace, item) for item in segment.news]
+        taken[writer] = number
+    news.sort(key=lambda item: item[1].time_s)
+    touched: set[int] = set()
+    for namespace, item in news:
+        match item:
+            case Written():
+                row = index.add(
+                    namespace, item.key, item.parent, item.tenant, item.bytes, item.time_s
+                )
+                touched |= {row, int(index.tables().parents[row])}
+            case Used():
+                touched.add(index.use(namespace, item.key, item.time_s))
+            case Gone():
+                index.remove(namespace, item.key, item.time_s)
+    return touched, len(news)
