@@ -5,12 +5,13 @@ import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 from dualpath.cli.model_choice import MODEL_METAVAR, KvDtype
+from dualpath.cli.needs_tables import link_name, link_table
 from dualpath.cli.output import add_json_argument, gigabytes, percent, wrote_json
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.cluster import NodesSettings
 from dualpath.core.settings import Setting, Settings
 from dualpath.model.sim.settings import ClusterSettings
-from dualpath.report.model import NOTHING, Block, Notes, Table
+from dualpath.report.model import Block, Notes, Table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,10 +28,10 @@ _PROMPT_TOKENS = 33_150
 _HIT_RATE = 0.987
 
 _REMARKS = """\
-Eq. 1 holds for 2s ≤ g; the paper's "s ≤ g" is not enough.
+Eq. 1 holds for 2s ≤ g (for (1 + r)s ≤ g); the paper's "s ≤ g" is not enough.
 DRAM is half duplex, its reads and writes add up; a NIC carries both directions at full rate.
 Eq. 1-9 leave out the KV of miss tokens and the writes to storage; --model counts them, but for
-the writes of generated tokens."""
+the writes of generated tokens. Without --model every GPU of an engine has KV heads of its own."""
 
 
 class BoundsSettings(Settings, frozen=True, kw_only=True):
@@ -50,7 +51,14 @@ class BoundsSettings(Settings, frozen=True, kw_only=True):
 
 
 #: What of a cluster file Eq. 1-9 look at.
-_MACHINE = ("gpus_per_node", "cnic_bytes_per_s", "snic_bytes_per_s", "dram_bytes_per_s")
+_MACHINE = (
+    "gpus_per_node",
+    "prefill_tensor_parallel_size",
+    "decode_tensor_parallel_size",
+    "cnic_bytes_per_s",
+    "snic_bytes_per_s",
+    "dram_bytes_per_s",
+)
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -79,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.report.text import print_blocks
 
     settings = flag_settings(args, BoundsSettings)
-    shape = _shape(args, settings)
     model = load_model(settings.model, settings.kv_cache_dtype) if settings.model else None
+    shape = _shape(args, settings, model)
     loads = _plan_loads(settings, shape, model) if model else {}
     if wrote_json(args, _document(shape, loads)):
         return 0
@@ -91,6 +99,11 @@ def run(args: argparse.Namespace) -> int:
         f"M = {gigabytes(shape.dram_bytes_per_s)} GB/s, "
         f"P/D = {_ratio(shape):.3g}"
     )
+    if (shape.prefill_replicas, shape.decode_replicas) != (1, 1):
+        head += (
+            f"; the same KV is on r = {shape.prefill_replicas:g} GPUs of a PE and "
+            f"q = {shape.decode_replicas:g} of a DE"
+        )
     blocks: list[Block] = [Notes((head,)), *_equations(shape), Notes(tuple(_verdict(shape)))]
     if model:
         blocks += _plan_blocks(settings, shape, model, loads)
@@ -99,11 +112,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _shape(args: argparse.Namespace, settings: "BoundsSettings") -> "ClusterShape":
+def _shape(
+    args: argparse.Namespace, settings: "BoundsSettings", model: "ModelGeometry | None"
+) -> "ClusterShape":
     import msgspec
 
-    from dualpath.core.cluster import ClusterShape
     from dualpath.model.catalog.load import load_cluster
+    from dualpath.model.evaluation.needs import replicas_of
+    from dualpath.model.evaluation.planner import link_shape
 
     # The defaults are §4.2's nominal rates, the paper's cluster files hold fitted ones.
     nominal = ClusterSettings(prefill_nodes=2, decode_nodes=4)
@@ -112,14 +128,7 @@ def _shape(args: argparse.Namespace, settings: "BoundsSettings") -> "ClusterShap
         nodes = flag_settings(args, NodesSettings)
         values |= {"prefill_nodes": nodes.prefill, "decode_nodes": nodes.decode}
     cluster = flag_settings(args, ClusterSettings, defaults=values)
-    return ClusterShape(
-        prefill_nodes=cluster.prefill_nodes,
-        decode_nodes=cluster.decode_nodes,
-        gpus_per_node=cluster.gpus_per_node,
-        cnic_bytes_per_s=cluster.cnic_bytes_per_s,
-        snic_ratio=cluster.snic_bytes_per_s / cluster.cnic_bytes_per_s,
-        dram_bytes_per_s=cluster.dram_bytes_per_s,
-    )
+    return link_shape(cluster, replicas_of(cluster, model))
 
 
 def _equations(shape: "ClusterShape") -> tuple[Table, Table]:
@@ -129,7 +138,7 @@ def _equations(shape: "ClusterShape") -> tuple[Table, Table]:
         (
             bound.equation,
             bound.formula,
-            _name(bound.link),
+            link_name(bound.link),
             gigabytes(bound.load_bytes_per_s),
             gigabytes(bound.limit_bytes_per_s),
             percent(bound.margin, 0),
@@ -142,7 +151,7 @@ def _equations(shape: "ClusterShape") -> tuple[Table, Table]:
         (
             bound.equation,
             bound.formula,
-            _name(bound.link),
+            link_name(bound.link),
             f"{bound.ratio:.3g}",
             "holds" if _holds(bound, ratio) else "EXCEEDED",
         )
@@ -164,7 +173,7 @@ def _verdict(shape: "ClusterShape") -> list[str]:
     bounds = link_bounds(shape)
     tightest = min(bounds, key=lambda bound: bound.margin)
     exceeded = [bound for bound in bounds if bound.margin < -_TOLERANCE]
-    name = f"{_name(tightest.link)} ({tightest.equation})"
+    name = f"{link_name(tightest.link)} ({tightest.equation})"
     if exceeded:
         lines = [
             f"Binds: {name}. It lets the storage NICs be used to "
@@ -189,12 +198,14 @@ _FIXED = ("pe-cnic-read", "pe-dram")
 
 
 def _hopeless(link: "Link", shape: "ClusterShape") -> str:
+    once = 1 + shape.prefill_replicas
     if link.value == "pe-cnic-read":
-        rate = shape.gpus_per_node / 2 * shape.cnic_bytes_per_s
-        what = f"an SNIC of at most g/2 · B = {gigabytes(rate)} GB/s"
+        rate = shape.gpus_per_node / once * shape.cnic_bytes_per_s
+        what = f"an SNIC of at most g/{once:g} · B = {gigabytes(rate)} GB/s"
     else:
-        what = f"an SNIC of at most M/2 = {gigabytes(shape.dram_bytes_per_s / 2)} GB/s"
-    return f"The load of {_name(link)} does not depend on P/D; it needs {what}."
+        rate = shape.dram_bytes_per_s / once
+        what = f"an SNIC of at most M/{once:g} = {gigabytes(rate)} GB/s"
+    return f"The load of {link_name(link)} does not depend on P/D; it needs {what}."
 
 
 def _as_ratio_moves(shape: "ClusterShape") -> list[str]:
@@ -204,10 +215,10 @@ def _as_ratio_moves(shape: "ClusterShape") -> list[str]:
     bounds = ratio_bounds(shape)
     below = next(bound for bound in bounds if bound.least)
     above = [b for b in bounds if not b.least and math.isclose(b.ratio, most, rel_tol=_TOLERANCE)]
-    names = " and ".join(f"{_name(bound.link)} ({bound.equation})" for bound in above)
+    names = " and ".join(f"{link_name(bound.link)} ({bound.equation})" for bound in above)
     verb = "binds" if len(above) == 1 else "bind"
     lines = [
-        f"As P/D grows {names} {verb} first, at {most:.3g}; as it falls {_name(below.link)} "
+        f"As P/D grows {names} {verb} first, at {most:.3g}; as it falls {link_name(below.link)} "
         f"({below.equation}) does, at {least:.3g}."
     ]
     nodes = shape.prefill_nodes + shape.decode_nodes
@@ -229,7 +240,6 @@ def _as_ratio_moves(shape: "ClusterShape") -> list[str]:
 def _plan_loads(
     settings: BoundsSettings, shape: "ClusterShape", model: "ModelGeometry"
 ) -> "dict[Link, float]":
-    from dualpath.core.blocks import BlockGeometry
     from dualpath.core.errors import ConfigError
     from dualpath.plan.bounds import plan_bytes_per_s
 
@@ -241,10 +251,7 @@ def _plan_loads(
             "--prompt-tokens"
         )
     # Blocks of one token, so that no rounding to blocks enters.
-    per_layer = max(round(model.kv_bytes_per_token_and_layer), 1)
-    geometry = BlockGeometry.uniform(
-        layers=model.layers, block_tokens=1, layer_block_bytes=per_layer
-    )
+    geometry = model.block_geometry(1)
     return plan_bytes_per_s(shape, geometry, hits, settings.prompt_tokens - hits)
 
 
@@ -254,30 +261,11 @@ def _plan_blocks(
     model: "ModelGeometry",
     loads: "dict[Link, float]",
 ) -> "Sequence[Block]":
-    from dualpath.plan.bounds import closed_form_bytes_per_s, limit_bytes_per_s
-
-    closed = closed_form_bytes_per_s(shape)
     title = (
         f"From the transfer plans of {model.title}: {settings.prompt_tokens:,} prompt tokens, "
         f"{settings.hit_rate * 100:.4g} % hits, misses and writes counted"
     )
-    rows = []
-    for link, load in loads.items():
-        extra = gigabytes(round(load - closed[link], -3)) if link in closed else NOTHING
-        limit = limit_bytes_per_s(shape, link)
-        rows.append(
-            (_name(link), gigabytes(load), extra, gigabytes(limit), percent(1 - load / limit))
-        )
-    columns = ("link", "load (GB/s)", "not in Eq. 1-9", "limit (GB/s)", "margin")
-    table = Table(title, columns, tuple(rows))
-    over = [
-        link
-        for link, load in loads.items()
-        if load > limit_bytes_per_s(shape, link) * (1 + _TOLERANCE)
-    ]
-    if not over:
-        return (table,)
-    return table, Notes((f"Over the limit with misses counted: {', '.join(map(_name, over))}.",))
+    return link_table(title, shape, loads, _TOLERANCE)
 
 
 def _document(shape: "ClusterShape", loads: "dict[Link, float]") -> dict[str, Any]:
@@ -306,12 +294,3 @@ def _holds(bound: "RatioBound", ratio: float) -> bool:
 
 def _ratio(shape: "ClusterShape") -> float:
     return shape.prefill_nodes / shape.decode_nodes
-
-
-def _name(link: "Link") -> str:
-    """Return `PE CNIC read` for `pe-cnic-read`."""
-    first, *rest = link.value.split("-")
-    return " ".join([first.upper(), *(w.upper() if w in _DEVICES else w for w in rest)])
-
-
-_DEVICES = ("cnic", "snic", "dram")

@@ -3,6 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Annotated
 
+from dualpath.cli.needs_tables import link_table, model_table, needs_blocks
 from dualpath.cli.output import add_json_argument, require_json_writable, say, wrote_json
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.cli.simulation_inputs import (
@@ -16,14 +17,16 @@ from dualpath.cli.simulation_inputs import (
     load_weights,
     workload_note,
 )
+from dualpath.core.cluster import nodes_text
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting, Settings
 from dualpath.model.evaluation.settings import PlanSettings
-from dualpath.report.model import NOTHING, Notes, Table
+from dualpath.report.model import NOTHING, Block, Notes, Table
 
 if TYPE_CHECKING:
     from dualpath.laboratory.workload.columns.agent_table import AgentTable
+    from dualpath.model.evaluation.needs import RoleNeeds
     from dualpath.model.evaluation.planner import Plan, ShapeResult
     from dualpath.model.sim.result import SimulationResult
     from dualpath.model.sim.settings import Setup
@@ -81,9 +84,13 @@ def run(args: argparse.Namespace) -> int:
         )
     progress = (lambda text: None) if args.quiet else say
     plan = make_plan(settings, inputs.setup, inputs.agents, inputs.simulate, progress)
-    if wrote_json(args, {"schema": SCHEMA, "simulated": True, "plan": plan}):
+    best = inputs.setup(plan.best.prefill_nodes, plan.best.decode_nodes)
+    needs = inputs.needs(best)
+    document = {"schema": SCHEMA, "simulated": True, "plan": plan, "needs": needs}
+    if wrote_json(args, document):
         return 0
-    print_blocks(*(_table(plan), Notes((*_verdict(plan), inputs.note()))))
+    of_model = inputs.model_blocks(best, needs)
+    print_blocks(*(*of_model, _table(plan), Notes((*_verdict(plan), inputs.note()))))
     return 0
 
 
@@ -108,6 +115,30 @@ class _Inputs:
         cluster = reshaped(self._cluster, prefill_nodes, decode_nodes, self._weights)
         model = load_model(self._args, cluster)
         return Setup(cluster=cluster, model=model, mode=self._mode)
+
+    def needs(self, setup: "Setup") -> "tuple[RoleNeeds, ...]":
+        """Return what a shape's engines need; nothing of costs that were measured."""
+        from dualpath.model.evaluation.needs import role_needs
+
+        return role_needs(setup.cluster, *self._weights) if self._weights else ()
+
+    def model_blocks(self, setup: "Setup", needs: "tuple[RoleNeeds, ...]") -> "tuple[Block, ...]":
+        """Return the model's row of Table 1, what a shape's engines need, and its links."""
+        from dualpath.model.catalog.costs import TYPICAL_APPEND_TOKENS, TYPICAL_CONTEXT_TOKENS
+        from dualpath.model.evaluation.needs import replicas_of
+        from dualpath.model.evaluation.planner import link_shape
+        from dualpath.plan.bounds import plan_bytes_per_s
+
+        if not self._weights:
+            return ()
+        (model, _), cluster = self._weights, setup.cluster
+        name = nodes_text(cluster.prefill_nodes, cluster.decode_nodes)
+        shape = link_shape(cluster, replicas_of(cluster, model))
+        hits, misses = TYPICAL_CONTEXT_TOKENS, TYPICAL_APPEND_TOKENS
+        loads = plan_bytes_per_s(shape, model.block_geometry(1), hits, misses)
+        title = f"Links of {name} with all storage NICs saturated, {hits:,} hits, {misses} misses"
+        links = link_table(title, shape, loads, 1e-9)
+        return (model_table(model), *needs_blocks(needs, name), *links)
 
     def agents(self, agents_per_s: float | None) -> "AgentTable":
         """Return the agents of one run: all at once, or what arrives until the horizon."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from dualpath.cli.model_choice import KvDtype
 from dualpath.cli.settings import add_settings, flag_settings
-from dualpath.core.cluster import NodesSettings
+from dualpath.core.cluster import NodesSettings, Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.settings import Setting, Settings, declared
 from dualpath.laboratory.emulated.settings import CostsName, GpuName
@@ -37,6 +37,9 @@ class MachineSettings(Settings, frozen=True, kw_only=True):
     model: CostsName
     gpu: GpuName = "hopper"
     kv_cache_dtype: KvDtype = "auto"
+    hbm_from_weights: Annotated[
+        bool, Setting("HBM for KV is what the model's weights leave of the GPU, not the cluster's")
+    ] = False
 
 
 class CoreSettings(Settings, frozen=True):
@@ -103,7 +106,37 @@ def load_cluster(args: argparse.Namespace) -> "ClusterSettings":
     if "nodes" in args:
         nodes = flag_settings(args, NodesSettings)
         values |= {"prefill_nodes": nodes.prefill, "decode_nodes": nodes.decode}
-    return flag_settings(args, ClusterSettings, defaults=values)
+    cluster = flag_settings(args, ClusterSettings, defaults=values)
+    return _with_hbm_left(args, cluster)
+
+
+def _with_hbm_left(args: argparse.Namespace, cluster: "ClusterSettings") -> "ClusterSettings":
+    """Return the cluster with the HBM that weights leave, where that is asked for."""
+    import msgspec
+
+    from dualpath.model.catalog.costs import hbm_for_kv_bytes, sharing
+
+    if not flag_settings(args, MachineSettings).hbm_from_weights:
+        return cluster
+    weights = load_weights(args)
+    if weights is None:
+        raise ConfigError(
+            f"--hbm-from-weights is given, but {args.model} holds measured costs, which know no "
+            "weights; leave it out"
+        )
+    left = {}
+    for role in Role:
+        shared = sharing(cluster, role)
+        left[role] = hbm_for_kv_bytes(*weights, shared)
+        if left[role] <= 0:
+            raise ConfigError(
+                f"the weights of {args.model}, over {shared.engine} GPUs per engine and "
+                f"{shared.experts} for experts, leave no HBM for KV at the {role} engines; give "
+                f"--{role}-tensor-parallel-size more GPUs, or the role larger groups"
+            )
+    return msgspec.structs.replace(
+        cluster, prefill_hbm_bytes=left[Role.PREFILL], decode_hbm_bytes=left[Role.DECODE]
+    )
 
 
 def load_model(args: argparse.Namespace, cluster: "ClusterSettings") -> "ModelCosts":

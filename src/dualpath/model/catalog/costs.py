@@ -97,8 +97,7 @@ def sharing(cluster: ClusterSettings, role: Role) -> Sharing:
     engine = cluster.gpus_per_engine(role)
     if not cluster.lockstep:
         return Sharing(engine, engine)
-    all_engines = cluster.nodes_of(role) * cluster.node_engines(role)
-    return Sharing(engine, min(cluster.group_engines(role), all_engines) * engine)
+    return Sharing(engine, cluster.group_engines(role) * engine)
 
 
 def hbm_for_kv_bytes(geometry: ModelGeometry, gpu: GpuRates, shared: Sharing) -> float:

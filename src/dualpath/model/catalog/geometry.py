@@ -12,6 +12,7 @@ from typing import Annotated
 
 import msgspec
 
+from dualpath.core.blocks import BlockGeometry
 from dualpath.core.errors import ConfigError
 from dualpath.model.catalog.layers import (
     Attention,
@@ -102,6 +103,15 @@ class ModelGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def kv_bytes_per_token_and_layer(self) -> float:
         """``kv_bytes_per_token`` spread over all layers, as a Layer Block would be."""
         return self.kv_bytes_per_token / self.layers
+
+    def block_geometry(self, block_tokens: int) -> BlockGeometry:
+        """Return the blocks of the layers that keep every token, part by part."""
+        parts: list[tuple[int, ...]] = []
+        for run in self.attention:
+            if not run.kept_tokens:
+                sizes = tuple(round(size * block_tokens) for size in run.part_bytes_per_token)
+                parts += [sizes] * run.layers
+        return BlockGeometry(block_tokens, tuple(parts))
 
     # Parameters
 

@@ -28,6 +28,7 @@ from dualpath.model.evaluation.settings import PlanSettings
 from dualpath.model.sim.result import NS_PER_S, SimulationResult
 from dualpath.model.sim.settings import ClusterSettings, Setup
 from dualpath.plan.bounds import prefill_to_decode_range
+from dualpath.plan.movements import Replicas
 
 #: Rates below this are taken for no capacity at all.
 LEAST_RATE = 1e-4
@@ -146,8 +147,8 @@ def reshaped(
     )
 
 
-def link_shape(cluster: ClusterSettings) -> ClusterShape:
-    """Return the cluster in the symbols of §4.2."""
+def link_shape(cluster: ClusterSettings, replicas: Replicas) -> ClusterShape:
+    """Return the cluster in the symbols of §4.2; ``replicas`` of KV among an engine's GPUs."""
     return ClusterShape(
         prefill_nodes=cluster.prefill_nodes,
         decode_nodes=cluster.decode_nodes,
@@ -155,6 +156,8 @@ def link_shape(cluster: ClusterSettings) -> ClusterShape:
         cnic_bytes_per_s=cluster.cnic_bytes_per_s,
         snic_ratio=cluster.snic_bytes_per_s / cluster.cnic_bytes_per_s,
         dram_bytes_per_s=cluster.dram_bytes_per_s,
+        prefill_replicas=replicas.prefill,
+        decode_replicas=replicas.decode,
     )
 
 
@@ -209,7 +212,9 @@ class _Search:
         self._progress(f"{prefill_nodes}P{decode_nodes}D")
         try:
             setup = self._setup_for(prefill_nodes, decode_nodes)
-            low, high = self._ratio_range = prefill_to_decode_range(link_shape(setup.cluster))
+            replicas = Replicas(setup.model.prefill_replicas, setup.model.decode_replicas)
+            links = link_shape(setup.cluster, replicas)
+            low, high = self._ratio_range = prefill_to_decode_range(links)
             free = low <= prefill_nodes / decode_nodes <= high
             jct = self._settings.objective == "jct"
             found = self._jct(setup) if jct else self._capacity(setup)

@@ -172,12 +172,13 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
         return self.gpus_per_node // self.gpus_per_engine(role)
 
     def group_engines(self, role: Role) -> int:
-        """Engines of a group of a role, but for the last, which may be smaller."""
+        """Engines of a group of a role, its last group aside, which may be smaller."""
         if role is Role.PREFILL:
             engines, nodes = self.prefill_data_parallel_size, self.prefill_nodes_per_group
         else:
             engines, nodes = self.decode_data_parallel_size, self.decode_nodes_per_group
-        return engines or (nodes or self.nodes_of(role)) * self.node_engines(role)
+        every = self.nodes_of(role) * self.node_engines(role)
+        return min(engines or nodes * self.node_engines(role) or every, every)
 
     @property
     def prefill_engines(self) -> int:

@@ -1,0 +1,121 @@
+"""What a model asks of a cluster's engines: HBM, buffers and NICs of each GPU.
+
+Nothing here is simulated.  Bytes of a prompt are those of its transfer plan, read on either side in
+the proportion of the nodes, and of its GPUs' slices (``plan.movements.Replicas``).
+"""
+
+import msgspec
+
+from dualpath.core.cluster import Role
+from dualpath.core.runs import BlockRun, HitRun
+from dualpath.model.catalog.costs import (
+    TYPICAL_APPEND_TOKENS,
+    TYPICAL_CONTEXT_TOKENS,
+    hbm_for_kv_bytes,
+    sharing,
+)
+from dualpath.model.catalog.geometry import ModelGeometry
+from dualpath.model.catalog.gpu import GpuRates
+from dualpath.model.sim.settings import ClusterSettings
+from dualpath.plan.bounds import link_bytes
+from dualpath.plan.movements import Link, Replicas
+from dualpath.plan.steps import PromptLayout, whole_plan
+
+
+class RoleNeeds(msgspec.Struct, frozen=True, kw_only=True):
+    """A role's engines: GPUs of an engine, engines of a group, and what one GPU has to do.
+
+    ``left_hbm_bytes`` is what weights leave, negative where they do not fit; ``set_hbm_bytes`` what
+    the cluster says.  ``hbm_tokens`` KV that an engine's GPUs hold together.  Of the buffer
+    ``buffer_bytes`` fall to one GPU, and a node's holds ``buffer_prompts`` of the longest prompts.
+    ``cnic_*_bytes`` go through one GPU's NIC for a typical prompt.
+    """
+
+    role: Role
+    gpus_per_engine: int
+    group_engines: int
+    expert_gpus: int
+    replicas: float
+    weight_bytes: float
+    left_hbm_bytes: float
+    set_hbm_bytes: float
+    hbm_tokens: int
+    buffer_bytes: float
+    buffer_prompts: float | None
+    cnic_read_bytes: float
+    cnic_write_bytes: float
+
+
+def replicas_of(cluster: ClusterSettings, model: ModelGeometry | None) -> Replicas:
+    """Return how many of an engine's GPUs hold the same KV; of no model, that none do.
+
+    Raises ``ConfigError`` for heads that cannot be divided among an engine's GPUs.
+    """
+    if model is None:
+        return Replicas()
+    found = []
+    for role in (Role.PREFILL, Role.DECODE):
+        gpus = cluster.gpus_per_engine(role)
+        model.check_gpus_per_engine(gpus)
+        found.append(model.replicas(gpus))
+    return Replicas(*found)
+
+
+def role_needs(
+    cluster: ClusterSettings, model: ModelGeometry, gpu: GpuRates
+) -> tuple[RoleNeeds, RoleNeeds]:
+    """Return what a prefill and what a decode engine need; raises as ``replicas_of``."""
+    replicas = replicas_of(cluster, model)
+    carried = _prompt_bytes(cluster, model, replicas)
+    prefill = _needs(cluster, model, gpu, Role.PREFILL, replicas.prefill, carried)
+    return prefill, _needs(cluster, model, gpu, Role.DECODE, replicas.decode, carried)
+
+
+def _needs(
+    cluster: ClusterSettings,
+    model: ModelGeometry,
+    gpu: GpuRates,
+    role: Role,
+    replicas: float,
+    carried: dict[Link, float],
+) -> RoleNeeds:
+    shared, prefill = sharing(cluster, role), role is Role.PREFILL
+    hbm = cluster.prefill_hbm_bytes if prefill else cluster.decode_hbm_bytes
+    buffer = cluster.prefill_buffer_bytes if prefill else cluster.decode_buffer_bytes
+    read, write = (
+        (Link.PE_CNIC_READ, Link.PE_CNIC_WRITE)
+        if prefill
+        else (Link.DE_CNIC_READ, Link.DE_CNIC_WRITE)
+    )
+    per_token, longest = model.kv_bytes_per_token_all_layers, model.context_limit_tokens
+    return RoleNeeds(
+        role=role,
+        gpus_per_engine=shared.engine,
+        group_engines=cluster.group_engines(role),
+        expert_gpus=shared.experts if model.expert_layers else 0,
+        replicas=replicas,
+        weight_bytes=model.weight_bytes_per_gpu(shared.experts, shared.engine),
+        left_hbm_bytes=hbm_for_kv_bytes(model, gpu, shared),
+        set_hbm_bytes=hbm,
+        hbm_tokens=int(hbm * shared.engine / replicas / per_token),
+        buffer_bytes=buffer / cluster.gpus_per_node,
+        buffer_prompts=buffer / (longest * per_token) if longest else None,
+        cnic_read_bytes=carried[read] / shared.engine,
+        cnic_write_bytes=carried[write] / shared.engine,
+    )
+
+
+def _prompt_bytes(
+    cluster: ClusterSettings, model: ModelGeometry, replicas: Replicas
+) -> dict[Link, float]:
+    """Return what a typical prompt puts on every link, over all GPUs of its PE and its DE."""
+    hits, misses = TYPICAL_CONTEXT_TOKENS, TYPICAL_APPEND_TOKENS
+    geometry = model.block_geometry(1)
+    total: dict[Link, float] = {}
+    for role in Role:
+        runs = (HitRun(role, BlockRun(0, hits)),)
+        layout = PromptLayout(geometry=geometry, prompt_tokens=hits + misses, hits=runs)
+        share = cluster.nodes_of(role) / cluster.nodes
+        for link, amount in link_bytes(whole_plan(layout), replicas).items():
+            total[link] = total.get(link, 0.0) + share * amount
+    return total

@@ -1,0 +1,91 @@
+"""What a model asks of a cluster's GPUs, and `dualpath plan` with it."""
+
+import json
+
+import msgspec
+import pytest
+
+from dualpath.cli.main import main
+from dualpath.core.cluster import Role
+from dualpath.model.catalog.load import load_cluster, load_gpu, load_model
+from dualpath.model.evaluation.needs import RoleNeeds, role_needs
+
+HOPPER = load_gpu("hopper")
+PAPER = load_cluster("paper-660b")
+#: KV of the mean prompt of the 64K dataset.
+HITS, MISSES = 32_721, 429
+
+
+def needs(model: str, prefill: int = 1, decode: int = 1) -> tuple[RoleNeeds, RoleNeeds]:
+    cluster = msgspec.structs.replace(
+        PAPER, prefill_tensor_parallel_size=prefill, decode_tensor_parallel_size=decode
+    )
+    return role_needs(cluster, load_model(model), HOPPER)
+
+
+def test_a_gpu_carries_its_slice_of_a_prompt():
+    """A third of the nodes prefill, so a third of the hits is read there."""
+    per_token = load_model("glm-4.6").kv_bytes_per_token
+    at_pe, at_de = HITS / 3, HITS * 2 / 3
+    prefill, decode = needs("glm-4.6", prefill=4, decode=8)
+    assert prefill.cnic_write_bytes == pytest.approx(HITS * per_token / 4)
+    assert prefill.cnic_read_bytes == pytest.approx((2 * at_pe + MISSES) * per_token / 4)
+    filled = (HITS + MISSES) * per_token
+    assert decode.cnic_read_bytes == pytest.approx((at_de * per_token + filled) / 8)
+    received = (at_pe + MISSES) * per_token
+    assert decode.cnic_write_bytes == pytest.approx((received + filled) / 8)
+
+
+def test_every_gpu_of_a_latent_engine_loads_the_whole_prompt():
+    per_token = load_model("kimi-k2").kv_bytes_per_token
+    prefill, decode = needs("kimi-k2", prefill=4, decode=8)
+    assert (prefill.replicas, decode.replicas) == (4, 8)
+    assert prefill.cnic_write_bytes == pytest.approx(HITS * per_token)
+    sent = (HITS / 3 + MISSES) * per_token
+    assert prefill.cnic_read_bytes == pytest.approx(HITS / 3 * per_token + sent / 4)
+    assert decode.hbm_tokens == needs("kimi-k2")[1].hbm_tokens
+
+
+def test_hbm_and_buffers_are_per_gpu():
+    prefill, decode = needs("minimax-m2", decode=8)
+    assert decode.hbm_tokens == pytest.approx(8 * PAPER.decode_hbm_bytes / 253_952, rel=1e-4)
+    assert (prefill.expert_gpus, decode.expert_gpus) == (16, 32)
+    assert (prefill.group_engines, decode.group_engines) == (16, 4)
+    assert prefill.buffer_bytes == 10e9
+    assert prefill.buffer_prompts == pytest.approx(80e9 / (196_608 * 253_952))
+    assert decode.left_hbm_bytes > prefill.left_hbm_bytes
+
+
+def planned(capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    """Plan a small workload of MiniMax-M2 on three nodes of the paper's kind."""
+    machine = ("plan", "--total-nodes", "3", "--cluster", "paper-660b", "--model", "minimax-m2")
+    workload = ("--trace", "64k", "--agents", "2", "--max-turns", "2", "--core", "reference")
+    assert main([*machine, *workload, "--quiet", *more]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_plan_says_what_the_model_needs_on_the_best_shape(capsys):
+    engines = ("--prefill-tensor-parallel-size", "4", "--decode-tensor-parallel-size", "8")
+    text = planned(capsys, *engines)
+    assert "GB/PFLOP at 16K" in text
+    assert "One GPU of" in text
+    assert "all storage NICs saturated" in text
+    assert "give --hbm-from-weights" not in text
+    document = json.loads(planned(capsys, *engines, "--hbm-from-weights", "--json", "-"))
+    found = {row["role"]: row for row in document["needs"]}
+    assert found[Role.PREFILL]["gpus_per_engine"] == 4
+    assert found[Role.DECODE]["set_hbm_bytes"] == found[Role.DECODE]["left_hbm_bytes"]
+
+
+def test_hbm_that_weights_do_not_leave_is_named(capsys):
+    text = " ".join(planned(capsys, "--decode-hbm-bytes", "200GB").split())
+    assert "of a decode GPU, " in text
+    assert "GB are set: give --hbm-from-weights" in text
+
+
+def test_weights_that_do_not_fit_are_refused_with_a_remedy(capsys):
+    arguments = ["plan", "--total-nodes", "3", "--cluster", "paper-qwen", "--model", "kimi-k2"]
+    assert main([*arguments, "--trace", "64k", "--hbm-from-weights", "--quiet"]) == 2
+    error = capsys.readouterr().err
+    assert "leave no HBM for KV at the prefill engines" in error
+    assert "--prefill-tensor-parallel-size" in error
