@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualpath.core.blocks import block_keys, chain_root
+from dualpath.core.key_extras import KeyExtras, PromptItem
 from dualpath.core.key_memory import RUN_TOKENS, KeyMemory
 from dualpath.core.token_encoding import encoded_blocks
 
@@ -17,11 +18,18 @@ ANY_IDS = st.one_of(TOKENS, st.sampled_from([-1, EDGES[-1], 1 << 64]))
 SALTS = st.none() | st.text(max_size=3)
 
 
-def defined(tokens, block_tokens, salt=None, extra=()):
+def defined(tokens, block_tokens, salt=None, extra=(), items=()):
     """The keys as ``core.blocks`` defines them, block by block."""
     keys, parent = [], chain_root()
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
-        extras = (*extra, ("cache_salt", salt)) if start == 0 and salt else extra
+        touching = [
+            ("mm", item.identifier, item.first_token - start)
+            for item in items
+            if item.first_token < start + block_tokens and start < item.end_token
+        ]
+        extras = (*extra, *touching)
+        if start == 0 and salt:
+            extras = (*extras, ("cache_salt", salt))
         link = (parent, tuple(tokens[start : start + block_tokens]), extras or None)
         parent = hashlib.sha256(cbor2.dumps(link, canonical=True)).digest()
         keys.append(parent)
@@ -61,9 +69,42 @@ def test_what_is_remembered_of_a_prompt_is_what_would_be_computed(
         if odd_one < length:
             prompt[odd_one] = 999_999
         expected = block_keys(prompt, block_tokens, cache_salt=salt)
-        assert memory.keys(prompt, salt) == expected
-        assert memory.keys(prompt, salt) == expected
+        assert memory.keys(prompt, KeyExtras(cache_salt=salt)) == expected
+        assert memory.keys(prompt, KeyExtras(cache_salt=salt)) == expected
         assert len(memory) <= capacity_runs
+
+
+@st.composite
+def images(draw):
+    """Images of a prompt, one after the other, of few contents so that prompts share some."""
+    found, at = [], 0
+    for gap, length in draw(
+        st.lists(st.tuples(st.integers(0, 700), st.integers(1, 300)), max_size=5)
+    ):
+        found.append(PromptItem(draw(st.sampled_from("ab")), at + gap, length))
+        at = found[-1].end_token
+    return tuple(found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(
+        st.tuples(images(), SALTS, st.sampled_from([(), (("lora", "x", "/x"),)])),
+        min_size=1, max_size=5,
+    ),
+    length=st.integers(0, 3 * RUN_TOKENS),
+    block_tokens=st.sampled_from([64, 400]),
+)  # fmt: skip
+def test_prompts_of_equal_tokens_share_keys_up_to_what_differs_beside_them(
+    prompts, length, block_tokens
+):
+    """Images move, adapters and salts change; what one prompt left is never another's."""
+    memory, tokens = KeyMemory(block_tokens), list(range(length))
+    for items, salt, every in prompts:
+        extras = KeyExtras(every, salt, items)
+        expected = defined(tokens, block_tokens, salt, every, items)
+        assert memory.keys(tokens, extras) == expected
+        assert memory.keys(tokens, extras) == expected
 
 
 def test_a_remembered_prefix_is_not_computed_again(monkeypatch):
@@ -78,7 +119,7 @@ def test_a_remembered_prefix_is_not_computed_again(monkeypatch):
 
     monkeypatch.setattr("dualpath.core.blocks.encoded_blocks", counting)
     memory.keys([*context, *range(100)])
-    memory.keys([*context, *range(100)], "tenant")
+    memory.keys([*context, *range(100)], KeyExtras(cache_salt="tenant"))
     assert computed == [100, 10 * RUN_TOKENS + 100]
 
 

@@ -267,7 +267,6 @@ def test_prompt_logprobs_ask_for_a_full_computation():
     ("changes", "named"),
     [
         ({"mm_features": [object()]}, "multimodal"),
-        ({"lora_request": object()}, "LoRA"),
         ({"prompt_embeds": object()}, "embeddings"),
         ({"resumable": True}, "streaming inputs"),
         ({"sampling_params": None}, "pooling"),

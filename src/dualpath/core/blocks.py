@@ -22,6 +22,7 @@ from typing import NamedTuple
 import cbor2
 import msgspec
 
+from dualpath.core.key_extras import KeyExtras
 from dualpath.core.token_encoding import encoded_blocks
 
 #: Seed of the chain, vLLM's ``DEFAULT_NONE_HASH_SEED`` (``v1/core/kv_cache_utils.py``).
@@ -184,31 +185,27 @@ def block_keys(
 ) -> list[BlockKey]:
     """Return the chained keys of the full blocks of ``token_ids``, first block first.
 
-    Equal to vLLM's ``request.block_hashes`` under ``--prefix-caching-hash-algo sha256_cbor`` for
-    text requests.  ``extra_keys`` enter every block (a LoRA name, say), ``cache_salt`` the first
-    one and, through the chain, all.  Trailing tokens that fill no block have no key.
+    Equal to vLLM's ``request.block_hashes`` under ``--prefix-caching-hash-algo sha256_cbor``.
+    ``extra_keys`` enter every block (a LoRA name, say), ``cache_salt`` the first one and, through
+    the chain, all.  Trailing tokens that fill no block have no key.
     """
-    first, others = extras_of(cache_salt, extra_keys)
-    return chained_keys(chain_root(), token_ids, block_tokens, first, others)
-
-
-def extras_of(cache_salt: str | None, extra_keys: tuple[object, ...]) -> tuple[bytes, bytes]:
-    """Return the encoded extra keys of a prompt's first block and of the others."""
-    first = (*extra_keys, ("cache_salt", cache_salt)) if cache_salt else extra_keys
-    return cbor2.dumps(first or None, canonical=True), cbor2.dumps(
-        extra_keys or None, canonical=True
-    )
+    extras = KeyExtras(every=extra_keys, cache_salt=cache_salt)
+    return chained_keys(chain_root(), token_ids, block_tokens, extras)
 
 
 def chained_keys(
-    parent: BlockKey, token_ids: Sequence[int], block_tokens: int, first: bytes, others: bytes
+    parent: BlockKey,
+    token_ids: Sequence[int],
+    block_tokens: int,
+    extras: KeyExtras,
+    first_block: int = 0,
 ) -> list[BlockKey]:
-    """Go on with a chain after ``parent``; ``first`` and ``others`` are encoded extra keys."""
+    """Go on with a chain after ``parent``, the key of the block before ``first_block``."""
     keys: list[BlockKey] = []
-    extra = first
-    for tokens in encoded_blocks(token_ids, block_tokens):
+    blocks = encoded_blocks(token_ids, block_tokens)
+    beside = extras.encoded(first_block, len(blocks), block_tokens)
+    for tokens, extra in zip(blocks, beside, strict=True):
         # CBOR of (parent, tokens, extra): an array of three, the first of them 32 bytes.
         parent = hashlib.sha256(b"".join((b"\x83\x58\x20", parent, tokens, extra))).digest()
         keys.append(parent)
-        extra = others
     return keys

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
+from dualpath.core.adapters import Adapter
 from dualpath.core.addresses import EngineAddress, Writer
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockOrigin, StoreNamespace
 from dualpath.core.cluster import GroupRank
@@ -49,8 +50,8 @@ class Hello(Message, frozen=True, tag=True):
     (§6.1: engines of one node share a group, and a storage NIC).  ``hbm_tokens`` and
     ``buffer_tokens`` are capacities in tokens; ``limits`` carries what the front end has to know
     of the engine (``max_model_len``, ``vocab_size``, ``served_model_name`` …), ``rates`` what it
-    knows of its own speed.  ``dp`` is its place in a data-parallel group, whose ranks join and are
-    lost together.
+    knows of its own speed, ``adapters`` the LoRA adapters that requests may name.  ``dp`` is its
+    place in a data-parallel group, whose ranks join and are lost together.
     """
 
     version: int
@@ -70,6 +71,7 @@ class Hello(Message, frozen=True, tag=True):
     quarantined: tuple[str, ...] = ()
     writers: tuple[Writer, ...] = ()
     dp: GroupRank | None = None
+    adapters: tuple[Adapter, ...] = ()
 
 
 class Welcome(Message, frozen=True, tag=True):

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 
 import cbor2
 
-from dualpath.core.blocks import BlockKey, chain_root, chained_keys, extras_of
+from dualpath.core.blocks import BlockKey, chain_root, chained_keys
+from dualpath.core.key_extras import KeyExtras
 
 #: Runs cost 1.5 KB each, together 50 MB; they hold the contexts of 1,000 agents of 32K tokens.
 CAPACITY_RUNS = 1 << 15
 #: Tokens that are hashed at once; what a prompt has beyond its last whole run is computed anew.
 RUN_TOKENS = 1024
+NO_EXTRAS = KeyExtras()
 
 
 class KeyMemory:
@@ -31,33 +33,40 @@ class KeyMemory:
         """Runs that are remembered."""
         return len(self._runs)
 
-    def keys(self, token_ids: Sequence[int], cache_salt: str | None = None) -> list[BlockKey]:
-        """Return what ``block_keys`` does."""
+    def keys(self, token_ids: Sequence[int], extras: KeyExtras = NO_EXTRAS) -> list[BlockKey]:
+        """Return the keys of the full blocks of ``token_ids`` with these extra keys."""
         keys: list[BlockKey] = []
-        names = self._names(token_ids, cache_salt)
+        names = self._names(token_ids, extras)
         for name in names:
             if (run := self._runs.get(name)) is None:
                 break
             keys += run
+        known = len(keys)
         parent = keys[-1] if keys else chain_root()
-        first, others = extras_of(None if keys else cache_salt, ())
-        rest = token_ids[len(keys) * self._block_tokens :]
-        keys += chained_keys(parent, rest, self._block_tokens, first, others)
+        rest = token_ids[known * self._block_tokens :]
+        keys += chained_keys(parent, rest, self._block_tokens, extras, known)
         self._remember(names, keys)
         return keys
 
-    def _names(self, token_ids: Sequence[int], cache_salt: str | None) -> list[bytes]:
-        """Name each whole run by its tokens and all before; none where ids are not 32 bits wide."""
-        whole = len(token_ids) // self._run_tokens * self._run_tokens
+    def _names(self, token_ids: Sequence[int], extras: KeyExtras) -> list[bytes]:
+        """Name each whole run by its tokens, extra keys and all before.
+
+        None where ids are not 32 bits wide.
+        """
+        blocks = self._run_tokens // self._block_tokens
+        runs = len(token_ids) // self._run_tokens
         try:
-            tokens = memoryview(array("I", token_ids[:whole]))
+            tokens = memoryview(array("I", token_ids[: runs * self._run_tokens]))
         except OverflowError:
             return []
         names = []
-        name = hashlib.sha256(cbor2.dumps(cache_salt or None)).digest()
-        for start in range(0, whole, self._run_tokens):
+        name = hashlib.sha256(cbor2.dumps((extras.every, extras.cache_salt or None))).digest()
+        for run in range(runs):
             running = hashlib.sha256(name)
-            running.update(tokens[start : start + self._run_tokens])
+            running.update(tokens[run * self._run_tokens : (run + 1) * self._run_tokens])
+            if extras.items:
+                for each in extras.encoded(run * blocks, blocks, self._block_tokens):
+                    running.update(each)
             names.append(name := running.digest())
         return names
 

@@ -7,9 +7,11 @@ serve, and what else has to be looked at from time to time.
 import logging
 import os
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
+from dualpath.core.adapters import Adapter
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import GroupRank
 from dualpath.core.control import (
@@ -39,14 +41,22 @@ _LAST_WORD_NS = 200_000_000
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """What the router may promise clients of this engine: ``limits`` of its ``Hello``.
+    """What the router may promise clients of this engine.
 
-    Prompt and answer have at most ``max_model_len`` tokens, token ids lie below ``vocab_size``.
+    Prompt and answer have at most ``max_model_len`` tokens, token ids lie below ``vocab_size``;
+    requests may name one of ``adapters``.
     """
 
     served_model_name: str
     max_model_len: int
     vocab_size: int
+    adapters: tuple[Adapter, ...] = ()
+
+    def limits(self) -> dict[str, Any]:
+        """Return the ``limits`` of a ``Hello``."""
+        fields = msgspec.structs.asdict(self)
+        del fields["adapters"]
+        return fields
 
 
 class Membership:
@@ -246,12 +256,13 @@ class Membership:
             buffer_tokens=manager.buffer_tokens,
             snic_bytes_per_s=settings.snic_bytes_per_s or None,
             rates=self.rates,
-            limits={**msgspec.structs.asdict(self._model), "pid": os.getpid()},
+            limits={**self._model.limits(), "pid": os.getpid()},
             greeting=greeting,
             unsettled=doubts.unsettled,
             quarantined=doubts.quarantined,
             writers=doubts.writers,
             dp=dp,
+            adapters=self._model.adapters,
         )
 
 

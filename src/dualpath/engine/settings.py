@@ -147,6 +147,13 @@ class EngineSettings(StorageKeeping, frozen=True, kw_only=True):
         float,
         Setting("after SIGTERM requests under way may take that long; 0: they end at once", ge=0),
     ] = 600.0
+    lora_modules: Annotated[
+        dict[str, str],
+        Setting(
+            "LoRA adapters of this engine; those of its --lora-modules are put here",
+            metavar="NAME=PATH,…",
+        ),
+    ] = msgspec.field(default_factory=dict)
     trace_out: Annotated[
         str, Setting("Chrome trace, written at the end; empty: none", metavar="FILE")
     ] = ""

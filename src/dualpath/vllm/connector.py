@@ -29,6 +29,7 @@ from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings
+from dualpath.vllm.adapter_identity import adapter_problems
 from dualpath.vllm.cache_checks import KV_LAYOUT, cache_problems
 from dualpath.vllm.cache_layers import cache_layers, geometry_of, hooked_layers
 from dualpath.vllm.data_parallel import engine_id_of_rank, group_problems
@@ -242,6 +243,7 @@ def check_engine_config(
     """Raise ``ConfigError`` for vLLM settings under which KV could be wrong."""
     problems = cache_problems(settings.role, config, cache)
     problems += _model_problems(config)
+    problems += adapter_problems(config, settings)
     problems += _parallel_problems(config.parallel_config)
     algorithm = config.cache_config.prefix_caching_hash_algo
     if algorithm != HASH_ALGORITHM:

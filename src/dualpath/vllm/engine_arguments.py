@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -80,6 +80,18 @@ class EngineArgument(NamedTuple):
             return False
         setattr(args, self.name, self.value)
         return True
+
+
+def lora_arguments(modules: Mapping[str, str]) -> list[str]:
+    """Return vLLM's arguments for these LoRA adapters, for a router or an engine.
+
+    All stay in memory: one that is loaded again could have changed, and be stored under its
+    former digest.
+    """
+    if not modules:
+        return []
+    pairs = [f"{name}={path}" for name, path in modules.items()]
+    return ["--enable-lora", "--max-cpu-loras", str(len(modules)), "--lora-modules", *pairs]
 
 
 def engine_arguments(settings: EngineSettings) -> tuple[EngineArgument, ...]:
@@ -148,7 +160,7 @@ def complete(args: Namespace) -> list[str]:
         return []
     _check_server(args)
     extra: MutableMapping[str, Any] = transfer.kv_connector_extra_config  # type: ignore[union-attr]
-    added = _identify(extra, args)
+    added = _identify(extra, args) + _keep_adapters(extra, args)
     settings = parse_settings(engine_values(extra, os.environ))
     for argument in engine_arguments(settings):
         if argument.add_to(args):
@@ -187,6 +199,22 @@ def _identify(extra: MutableMapping[str, Any], args: Namespace) -> list[str]:
     if "engine_id" not in values:
         extra["engine_id"] = f"{values.get('role', 'engine')}-{socket.gethostname()}-{port}"
     return [f"{key}={value}" for key, value in extra.items() if key not in given]
+
+
+def _keep_adapters(extra: MutableMapping[str, Any], args: Namespace) -> list[str]:
+    """Tell the engine its LoRA adapters, and let all of them stay in memory."""
+    modules = getattr(args, "lora_modules", None) or ()
+    if not modules:
+        return []
+    if any(module.is_3d_lora_weight for module in modules):
+        raise ConfigError(
+            "an adapter of --lora-modules has is_3d_lora_weight, which no engine of a DualPath "
+            "cluster has been tried with; leave it out"
+        )
+    extra["lora_modules"] = {module.name: module.path for module in modules}
+    room = max(len(modules), args.max_loras)
+    keeps = EngineArgument("max_cpu_loras", None, room, f"--max-cpu-loras {room}")
+    return [keeps.typed] if keeps.add_to(args) else []
 
 
 def _url(host: str | None, port: int | None, router: str) -> str:

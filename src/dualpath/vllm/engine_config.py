@@ -16,6 +16,7 @@ from vllm.entrypoints.launchers.launcher import setup_server
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dualpath.core.errors import ConfigError
+from dualpath.vllm.engine_arguments import lora_arguments
 from dualpath.vllm.front_end_settings import FrontEndSettings
 
 #: vLLM arguments that start something other than one HTTP front end, with their harmless values.
@@ -49,6 +50,7 @@ def parse_front_end_arguments(settings: FrontEndSettings) -> argparse.Namespace:
         arguments += ["--max-model-len", str(settings.max_model_len)]
     if settings.served_model_names:
         arguments += ["--served-model-name", *settings.served_model_names]
+    arguments += lora_arguments(settings.lora_modules)
     parser = make_arg_parser(_Parser(prog="dualpath router"))
     parser.set_defaults(enable_prompt_tokens_details=True)
     try:
@@ -67,6 +69,11 @@ def parse_front_end_arguments(settings: FrontEndSettings) -> argparse.Namespace:
                 "engine of its own and serves one TCP port; leave it out, or give it to the engines"
             )
     return namespace
+
+
+def adapter_paths(namespace: argparse.Namespace) -> dict[str, str]:
+    """Return the LoRA adapters that clients may name, and their paths."""
+    return {module.name: module.path for module in namespace.lora_modules or ()}
 
 
 def make_engine_config(namespace: argparse.Namespace) -> VllmConfig:

@@ -2,7 +2,7 @@
 
 ``AsyncLLM`` hands over tokenised requests and pulls engine outputs, and does not care where they
 were made.  ``RoutedEngineCore`` is that half of vLLM's ``EngineCoreClient`` interface which serves
-requests; operations on an engine's inside (LoRA, sleep, weights, profiling) are refused, since
+requests; operations on an engine's inside (sleep, weights, profiling) are refused, since
 there are many engines behind it, each with an API of its own.
 """
 
@@ -15,6 +15,7 @@ from contextlib import aclosing
 from typing import NoReturn, Protocol
 
 from vllm.config.kv_events import KVEventsConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -29,7 +30,8 @@ from vllm.v1.outputs import LogprobsLists
 from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.core.key_memory import KeyMemory
 from dualpath.router.control.engine_calls import Job, TokenEvent
-from dualpath.vllm.request_job import ClientRequest, make_job
+from dualpath.router.control.served_adapters import ServedAdapters
+from dualpath.vllm.request_job import NO_ADAPTERS, ClientRequest, make_job
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class RoutedEngineCore:
         block_tokens: int,
         stateful_sampling: bool,
         on_failure: Callable[[str, Exception], None],
+        adapters: ServedAdapters = NO_ADAPTERS,
     ) -> None:
         self.resources = EngineResources()
         self.engine_ranks_managed = [0]
@@ -82,6 +85,7 @@ class RoutedEngineCore:
         self._block_tokens = block_tokens
         self._memory = KeyMemory(block_tokens)
         self._stateful_sampling = stateful_sampling
+        self._adapters = adapters
         self._on_failure = on_failure
         self._news: deque[EngineCoreOutput | _Failure | _Ended] = deque()
         self._arrived = asyncio.Event()
@@ -142,7 +146,7 @@ class RoutedEngineCore:
     async def _serve(self, request: EngineCoreRequest) -> None:
         queued_at = time.monotonic()
         try:
-            job = make_job(request, self._memory, self._stateful_sampling)
+            job = make_job(request, self._memory, self._stateful_sampling, self._adapters)
             first, finished = True, False
             async with aclosing(_generator(self._service.submit(job))) as events:
                 async for event in events:
@@ -213,6 +217,11 @@ class RoutedEngineCore:
 
     async def reset_encoder_cache_async(self) -> None:
         """Nothing to reset: multimodal inputs are refused."""
+
+    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        """Accept an adapter of the router's own list: engines have loaded it, or may not join."""
+        self._adapters.check_served(lora_request.lora_name, lora_request.lora_path)
+        return True
 
     async def is_sleeping_async(self) -> bool:
         """The router never sleeps."""

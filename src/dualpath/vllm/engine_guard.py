@@ -56,6 +56,8 @@ _UNDER_RUNNING_ENGINES = frozenset(
         "/collective_rpc",
         "/finish_weight_update",
         "/init_weight_transfer_engine",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
         "/release_kv_cache_memory",
         "/scale_elastic_ep",
         "/sleep",

@@ -5,6 +5,8 @@ The annotated types are the declarations that all commands share which start vLL
 
 from typing import Annotated
 
+import msgspec
+
 from dualpath.core.settings import Setting, Settings
 
 Model = Annotated[str, Setting("folder or name of the model")]
@@ -17,6 +19,13 @@ MaxModelLen = Annotated[
     int | None, Setting("longest context in tokens; none: the model's own", ge=2, metavar="TOKENS")
 ]
 Dtype = Annotated[str, Setting("of weights and KV, the same for router and engines")]
+LoraModules = Annotated[
+    dict[str, str],
+    Setting(
+        "LoRA adapters that requests may name as model, the same for router and engines",
+        metavar="NAME=PATH,…",
+    ),
+]
 BlockTokens = Annotated[int, Setting("size of a Full Block, the same for router and engines", ge=1)]
 VllmArgs = Annotated[
     tuple[str, ...],
@@ -34,4 +43,5 @@ class FrontEndSettings(Settings, frozen=True):
     max_model_len: MaxModelLen = None
     dtype: Dtype = "auto"
     block_tokens: BlockTokens = 64
+    lora_modules: LoraModules = msgspec.field(default_factory=dict)
     vllm_args: VllmArgs = ()

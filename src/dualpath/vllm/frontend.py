@@ -71,6 +71,7 @@ class DualPathLLM(AsyncLLM):
             block_tokens,
             stateful_sampling=bool(self.model_config.logits_processors),
             on_failure=self._fail,
+            adapters=service.registry.adapters,
         )
         self.logger_manager = _prometheus_only(vllm_config) if log_stats else None
         self.profiler = None

@@ -12,14 +12,19 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.outputs import LogprobsTensors
 
+from dualpath.core.adapters import Adapter
 from dualpath.core.blocks import tenant_tag
 from dualpath.core.errors import BadRequestError
+from dualpath.core.key_extras import KeyExtras
 from dualpath.core.key_memory import KeyMemory
 from dualpath.router.control.engine_calls import Job
+from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.requests.prompt_limits import check_salt
 
 #: Entries of ``extra_args`` that belong to the engines' connectors, never to a client.
 TRANSFER_ARGUMENTS = frozenset({"kv_transfer_params", "ec_transfer_params"})
+
+NO_ADAPTERS = ServedAdapters({})
 
 
 class ClientRequest:
@@ -29,8 +34,9 @@ class ClientRequest:
     the first token is handed to the client.
     """
 
-    def __init__(self, request: EngineCoreRequest) -> None:
+    def __init__(self, request: EngineCoreRequest, adapter: Adapter | None = None) -> None:
         self.request = request
+        self.adapter = adapter
         self.prompt_logprobs: LogprobsTensors | None = None
 
     @property
@@ -40,12 +46,29 @@ class ClientRequest:
         assert params is not None
         return params
 
+    @property
+    def engines_salt(self) -> str | None:
+        """The salt that engines hash: an adapter's digest is in it."""
+        salt = self.request.cache_salt
+        return self.adapter.salt(salt) if self.adapter else salt
 
-def make_job(request: EngineCoreRequest, memory: KeyMemory, stateful_sampling: bool) -> Job:
+    def extras(self) -> KeyExtras:
+        """Return what enters the keys of this request beside tokens."""
+        salt = self.request.cache_salt
+        return self.adapter.extras(salt) if self.adapter else KeyExtras(cache_salt=salt)
+
+
+def make_job(
+    request: EngineCoreRequest,
+    memory: KeyMemory,
+    stateful_sampling: bool,
+    adapters: ServedAdapters = NO_ADAPTERS,
+) -> Job:
     """Return the router's job for ``request``, its keys from ``memory`` as far as it has them.
 
     ``stateful_sampling`` says that the engines run custom logits processors, which may look at
-    generated tokens.  Raises ``BadRequestError`` for what the data path cannot carry.
+    generated tokens.  Raises ``BadRequestError`` for what the data path cannot carry, and
+    ``DualPathError`` for an adapter that no engine has registered yet.
     """
     _refuse_unsupported(request)
     params = request.sampling_params
@@ -53,11 +76,15 @@ def make_job(request: EngineCoreRequest, memory: KeyMemory, stateful_sampling: b
     assert params is not None
     assert prompt is not None
     assert params.max_tokens is not None
-    salt = request.cache_salt
-    check_salt(salt)
+    check_salt(request.cache_salt)
+    lora = request.lora_request
+    client = ClientRequest(
+        request, adapters.adapter(lora.lora_name, lora.lora_path) if lora else None
+    )
+    extras = client.extras()
 
     def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
-        return memory.keys(token_ids, salt)
+        return memory.keys(token_ids, extras)
 
     return Job(
         request_id=request.request_id,
@@ -67,9 +94,9 @@ def make_job(request: EngineCoreRequest, memory: KeyMemory, stateful_sampling: b
         keys_for=keys_for,
         cacheable=params.prompt_logprobs is None,
         first_token_from_pe=not stateful_sampling and is_stateless(params),
-        payload=ClientRequest(request),
+        payload=client,
         trace_headers=request.trace_headers,
-        tenant=tenant_tag(salt),
+        tenant=tenant_tag(request.cache_salt),
     )
 
 
@@ -109,7 +136,6 @@ def _refuse_unsupported(request: EngineCoreRequest) -> None:
     asked = {
         "multimodal inputs": bool(request.mm_features),
         "prompt embeddings": request.prompt_embeds is not None,
-        "LoRA adapters": request.lora_request is not None,
         "streaming inputs": request.resumable,
         "prompt_logprob_token_ids": isinstance(params.prompt_logprob_token_ids, np.ndarray | list),
     }
@@ -117,5 +143,5 @@ def _refuse_unsupported(request: EngineCoreRequest) -> None:
     if refused:
         raise BadRequestError(
             f"{' and '.join(refused)}: not supported over split prefill and decode engines; send "
-            "token or text prompts for the base model, without these options"
+            "token or text prompts, without these options"
         )

@@ -24,6 +24,7 @@ from dualpath.router.turn import STANDS_BY, Turn
 from dualpath.vllm.app import make_app, serve_app
 from dualpath.vllm.engine_arguments import join_vllm_logging
 from dualpath.vllm.engine_config import (
+    adapter_paths,
     bind_listen_socket,
     make_engine_config,
     parse_front_end_arguments,
@@ -56,7 +57,7 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
         config = make_engine_config(args)
         calls = GenerateClient(config.model_config.max_logprobs, engine_headers())
         stack.push_async_callback(calls.aclose)
-        service = RouterService(settings, calls)
+        service = RouterService(settings, calls, adapter_paths=adapter_paths(args))
         stack.push_async_callback(service.stop)
         llm = _make_llm(config, service, front_end, args)
         stack.push_async_callback(llm.aclose)

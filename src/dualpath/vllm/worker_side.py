@@ -17,6 +17,7 @@ from dualpath.engine.generated import GeneratedBlock
 from dualpath.engine.membership import Membership, ServedModel
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.traffic_manager import TrafficManager
+from dualpath.vllm.adapter_identity import adapters_of
 from dualpath.vllm.cache_layers import CacheLayer
 from dualpath.vllm.cuda_device import open_device
 from dualpath.vllm.data_parallel import agree_on_group
@@ -79,6 +80,7 @@ class WorkerSide:
             served_model_name=_first(model.served_model_name) or model.model,
             max_model_len=model.max_model_len,
             vocab_size=model.get_vocab_size(),
+            adapters=adapters_of(self._config, self._settings),
         )
         device = open_device(layers[0][0].device, self._settings.device_copies)
         self._synchronize = torch.cuda.synchronize if layers[0][0].is_cuda else _nothing_queued

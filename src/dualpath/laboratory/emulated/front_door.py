@@ -24,6 +24,7 @@ from dualpath.core.errors import (
     BadRequestError,
     DualPathError,
 )
+from dualpath.core.key_extras import KeyExtras
 from dualpath.core.key_memory import KeyMemory
 from dualpath.laboratory.emulated.engine_client import EngineClient
 from dualpath.laboratory.emulated.http_server import (
@@ -171,7 +172,7 @@ class FrontDoor:
         check_salt(asked.cache_salt)
 
         def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
-            return memory.keys(token_ids, asked.cache_salt)
+            return memory.keys(token_ids, KeyExtras(cache_salt=asked.cache_salt))
 
         return Job(
             request_id=f"cmpl-{uuid.uuid4().hex}",

@@ -16,6 +16,7 @@ from dualpath.vllm.engine_arguments import (
     ONE_CACHE_GROUP,
     SCHEDULER_CLASS,
     WORKER_CLASS,
+    lora_arguments,
 )
 from dualpath.vllm.front_end_settings import FrontEndSettings
 
@@ -70,6 +71,7 @@ def router_command(
         max_model_len=settings.max_model_len,
         dtype=settings.dtype,
         block_tokens=settings.block_tokens,
+        lora_modules=settings.lora_modules,
         # It parses tool calls and reasoning and checks what engines then accept.
         vllm_args=("--disable-uvicorn-access-log", *settings.vllm_args),
     )
@@ -118,6 +120,7 @@ def engine_command(
         "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S),
         "--kv-transfer-config", json.dumps(transfer),
     ]  # fmt: skip
+    command += lora_arguments(settings.lora_modules)
     if settings.max_model_len:
         command += ["--max-model-len", str(settings.max_model_len)]
     if settings.enforce_eager:

@@ -32,6 +32,7 @@ from dualpath.vllm.front_end_settings import (
     BlockTokens,
     Dtype,
     Host,
+    LoraModules,
     MaxModelLen,
     Model,
     Port,
@@ -60,6 +61,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     dtype: Dtype = "auto"
     max_model_len: MaxModelLen = None
     block_tokens: BlockTokens = 64
+    lora_modules: LoraModules = msgspec.field(default_factory=dict)
     hbm_bytes: HbmBytes = 512 << 20
     buffer_bytes: BufferBytes = 1 << 30
     layer_buffers: LayerBuffers = 2

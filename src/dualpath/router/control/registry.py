@@ -21,6 +21,7 @@ from dualpath.core.modes import Mode
 from dualpath.core.rates import Rates
 from dualpath.core.sessions import ROUTER_TABLE, Conversation, Event, Machine, RouterEnd
 from dualpath.router.control.groups import check_rank, started_with, waits_for
+from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.requests.refusals import ControlRefusal
 
 
@@ -151,10 +152,11 @@ class Admission(msgspec.Struct, frozen=True):
 
 
 class Registry:
-    """All engines ever registered; the first one fixes namespace and mode."""
+    """All engines ever registered; the first one fixes namespace, mode and adapters' weights."""
 
-    def __init__(self, mode: Mode | None = None) -> None:
+    def __init__(self, mode: Mode | None = None, adapters: ServedAdapters | None = None) -> None:
         self.mode = mode
+        self.adapters = adapters or ServedAdapters({})
         self.namespace: StoreNamespace | None = None
         self._engines: dict[str, EngineState] = {}
 
@@ -166,6 +168,7 @@ class Registry:
         self._check(hello)
         self.namespace = hello.namespace
         self.mode = Mode(hello.mode)
+        self.adapters.learn(hello.adapters)
         engine_id = hello.address.engine_id
         engine = self._engines.get(engine_id)
         if engine is None:
@@ -290,6 +293,8 @@ class Registry:
                 f"{name} differs in {_differences(hello.namespace, self.namespace)}; start it with "
                 "the model, dtype, layout and block size of the others, or use another router",
             )
+        if lacking := self.adapters.differences(hello.adapters):
+            raise EngineRefusedError(ControlRefusal.ADAPTERS, f"{name} {'; it '.join(lacking)}")
 
     def _check_place(self, name: str, hello: Hello) -> None:
         if hello.hbm_tokens < 1 or hello.buffer_tokens < 0 or (hello.snic_bytes_per_s or 1) <= 0:

@@ -38,6 +38,7 @@ class ControlRefusal(StrEnum):
     MODE = "mode"
     NAMESPACE = "namespace"
     SETTINGS = "settings"
+    ADAPTERS = "adapters"
     REPLACED = "replaced"
 
 

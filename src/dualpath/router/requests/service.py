@@ -5,7 +5,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from dualpath.router.control.control_socket import ControlSocket
 from dualpath.router.control.engine_calls import EngineCalls, Job, TokenEvent
 from dualpath.router.control.event_recorder import EventLogWriter
 from dualpath.router.control.registry import EngineInfo, Pause, Registry, missing_engines
+from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.observe.dashboard.board import Dashboard, Load
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.observe.status import status_report
@@ -47,7 +48,8 @@ class RouterService:
     ``clock`` gives seconds and must be monotonic; limits on waits follow the event loop's own time,
     which live is the same.  ``control_socket`` is where engines register, by default ZMQ's.
     ``epoch`` names this process of the router, by default it is drawn; ``is_gone`` says whether a
-    process of this machine has ended.  ``records`` holds the latest finished requests with the
+    process of this machine has ended.  ``adapter_paths`` are the LoRA adapters that clients may
+    name, which every engine must have.  ``records`` holds the latest finished requests with the
     times of their stages.
     """
 
@@ -59,9 +61,10 @@ class RouterService:
         control_socket: ControlSocket | None = None,
         epoch: str = "",
         is_gone: Callable[[HostProcess], bool] = is_gone,
+        adapter_paths: Mapping[str, str] | None = None,
     ) -> None:
         self.settings = settings
-        self.registry = Registry(self.settings.mode)
+        self.registry = Registry(self.settings.mode, ServedAdapters(adapter_paths or {}))
         self.server = ControlServer(
             self.registry,
             self,

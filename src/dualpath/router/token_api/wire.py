@@ -27,12 +27,13 @@ class GenerateRequest(msgspec.Struct, Generic[_Sampling], omit_defaults=True):
     """A prompt with its transfer; ``token_ids`` are all of them, at a DE the generated ones too.
 
     ``sampling_params`` are vLLM's as a mapping of JSON values where the router sends them, and
-    what an emulated engine wants of them where it reads them.
+    what an emulated engine wants of them where it reads them.  ``model`` is an adapter, or none.
     """
 
     request_id: str
     token_ids: Sequence[int]
     sampling_params: _Sampling
+    model: str | None = None
     stream: bool = False
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None

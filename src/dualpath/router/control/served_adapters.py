@@ -1,0 +1,69 @@
+"""The LoRA adapters that a router serves, and whether an engine has the same.
+
+The front end lists them by name and path; what their weights are, the first engine says.  Others
+must have all of them, each with that path and those weights: a request may go to any engine, and
+its keys are made before it is known which.  An engine may have more, so that engines can get a new
+adapter one by one before the router does.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from dualpath.core.adapters import Adapter
+from dualpath.core.errors import ConfigError, DualPathError
+
+
+class ServedAdapters:
+    """``paths`` are those of the front end, by name; weights are kept until the router ends.
+
+    Kept, because requests under way have keys made of them.
+    """
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        self._paths = dict(paths)
+        self._known: dict[str, Adapter] = {}
+
+    def differences(self, theirs: Iterable[Adapter]) -> list[str]:
+        """Say in which adapters an engine differs from what is served here."""
+        by_name = {adapter.name: adapter for adapter in theirs}
+        found = []
+        for name, path in self._paths.items():
+            adapter, known = by_name.get(name), self._known.get(name)
+            if adapter is None:
+                found.append(f"has no adapter {name!r}; add --lora-modules {name}={path}")
+            elif adapter.path != path:
+                found.append(
+                    f"has adapter {name!r} at {adapter.path!r}, this router at {path!r}; write the "
+                    "same path in the --lora-modules of both"
+                )
+            elif known is not None and adapter.digest != known.digest:
+                found.append(
+                    f"has other weights or settings of adapter {name!r} (digest "
+                    f"{adapter.digest[:16]}, others {known.digest[:16]}); give all engines the "
+                    "same files, or restart the router after them to serve the new ones"
+                )
+        return found
+
+    def learn(self, theirs: Iterable[Adapter]) -> None:
+        """Take down the adapters of an engine that differs in none."""
+        for adapter in theirs:
+            if adapter.name in self._paths:
+                self._known.setdefault(adapter.name, adapter)
+
+    def check_served(self, name: str, path: str) -> None:
+        """Raise ``ConfigError`` for an adapter that is not of the front end's list."""
+        if self._paths.get(name) != path:
+            raise ConfigError(
+                f"adapter {name!r} at {path!r} is none of those that the router was started with "
+                f"({', '.join(self._paths) or 'none'}); start engines and router with it in "
+                "--lora-modules"
+            )
+
+    def adapter(self, name: str, path: str) -> Adapter:
+        """Return the adapter of a request; raises ``DualPathError`` while no engine has said it."""
+        known = self._known.get(name)
+        if known is None or known.path != path:
+            raise DualPathError(
+                f"no engine with adapter {name!r} at {path!r} has registered yet; send the request "
+                "again when one has"
+            )
+        return known
