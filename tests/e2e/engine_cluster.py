@@ -36,6 +36,7 @@ from dualpath.router.settings import RouterSettings
 from dualpath.storage.posix import PosixStorage
 from dualpath.vllm.app import make_app
 from dualpath.vllm.engine_config import (
+    adapter_paths,
     bind_listen_socket,
     make_engine_config,
     parse_front_end_arguments,
@@ -76,13 +77,16 @@ class EngineCluster:
             max_model_len=self.settings.max_model_len,
             served_model_names=(NAME,),
             block_tokens=self.settings.block_tokens,
+            lora_modules=self.settings.lora_modules,
             vllm_args=self.settings.vllm_args,
         )
         args = parse_front_end_arguments(front_end)
         listener = bind_listen_socket(args)
         config = make_engine_config(args)
         calls = GenerateClient(config.model_config.max_logprobs)
-        self.service = RouterService(RouterSettings(mode=self.settings.mode), calls)
+        self.service = RouterService(
+            RouterSettings(mode=self.settings.mode), calls, adapter_paths=adapter_paths(args)
+        )
         await self.service.start()
         self.control_port = int(self.service.control_address.rpartition(":")[2])
         llm = DualPathLLM(
@@ -174,9 +178,11 @@ class EngineCluster:
 
     # ------------------------------------------------------------------ requests and blocks
 
-    def ask(self, prompt: Sequence[int], generate: int, salt: str = "") -> Answer:
+    def ask(
+        self, prompt: Sequence[int], generate: int, salt: str = "", model: str = NAME
+    ) -> Answer:
         """Return the answer to one request."""
-        return complete(self.url, prompt, generate, salt)
+        return complete(self.url, prompt, generate, salt, model)
 
     @functools.cached_property
     def storage(self) -> PosixStorage:
@@ -191,7 +197,11 @@ class EngineCluster:
 
     def wait_stored(self, tokens: Sequence[int], salt: str = "") -> list[bytes]:
         """Wait until all full blocks of a prefix are stored; return their keys."""
-        storage, keys = self.storage, self.keys(tokens, salt)
+        return self.wait_stored_keys(self.keys(tokens, salt))
+
+    def wait_stored_keys(self, keys: list[bytes]) -> list[bytes]:
+        """Wait until these blocks of one chain are stored."""
+        storage = self.storage
         until(lambda: stored_head(storage, keys) == len(keys), f"{len(keys)} stored blocks")
         return keys
 

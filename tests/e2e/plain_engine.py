@@ -71,10 +71,12 @@ def until(true: Callable[[], Any], what: str, timeout_s: float = GUARD_S) -> Any
 class Completion:
     """A streamed ``/v1/completions`` request with token ids in and out; greedy, no stop."""
 
-    def __init__(self, url: str, prompt: Sequence[int], generate: int, salt: str = "") -> None:
+    def __init__(
+        self, url: str, prompt: Sequence[int], generate: int, salt: str = "", model: str = NAME
+    ) -> None:
         self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=GUARD_S)
         body = {
-            "model": NAME,
+            "model": model,
             "prompt": list(prompt),
             "max_tokens": generate,
             "temperature": 0,
@@ -117,9 +119,11 @@ class Completion:
         self._connection.close()
 
 
-def complete(url: str, prompt: Sequence[int], generate: int, salt: str = "") -> Answer:
+def complete(
+    url: str, prompt: Sequence[int], generate: int, salt: str = "", model: str = NAME
+) -> Answer:
     """Return the answer to one request."""
-    return Completion(url, prompt, generate, salt).answer()
+    return Completion(url, prompt, generate, salt, model).answer()
 
 
 def in_parallel(calls: Sequence[Callable[[], Any]]) -> list[Any]:

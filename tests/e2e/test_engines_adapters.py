@@ -1,4 +1,4 @@
-"""LoRA adapters on engines whose decode side speculates: a plain engine's tokens, and no other's KV.
+"""LoRA adapters on engines whose decode side speculates: a plain engine's tokens, their own KV.
 
 The tokens of the plain engine, which neither stores nor speculates, are the truth for both.
 """
@@ -35,6 +35,8 @@ GENERATE = 48
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
                "prompt_lookup_min": 1}  # fmt: skip
 MODELS = (NAME, "first", "second")
+#: An adapter that changes nothing.
+NOTHING = "nothing"
 
 
 class Turns(NamedTuple):
@@ -61,7 +63,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     settings = tiny_cluster_settings(
         model, folder / "storage", block_tokens=BLOCK_TOKENS, lora_modules=adapters
     )
-    plain = PlainEngine(model, folder, BLOCK_TOKENS, *lora_arguments(adapters))
+    # vLLM's own CPU kernels would answer for the base model with the last adapter (`cpu_adapters`).
+    nothing = {NOTHING: str(make_tiny_adapter(model, 0, scale=0.0))}
+    plain = PlainEngine(model, folder, BLOCK_TOKENS, *lora_arguments(adapters | nothing))
     with EngineCluster(settings, folder) as cluster:
         names = [
             cluster.start_engine(Role.PREFILL, 0),
@@ -70,7 +74,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             ),
         ]
         with plain:
-            said = {name: play_plain(plain.url, name) for name in MODELS}
+            said = {name: play_plain(plain.url, name) for name in MODELS[1:]}
+            said[NAME] = play_plain(plain.url, NOTHING)
         cluster.wait_for(*names)
         turns = in_parallel([partial(play, cluster, name) for name in MODELS])
         yield Served(cluster, dict(zip(MODELS, turns, strict=True)), said)

@@ -78,9 +78,8 @@ def test_what_is_remembered_of_a_prompt_is_what_would_be_computed(
 def images(draw):
     """Images of a prompt, one after the other, of few contents so that prompts share some."""
     found, at = [], 0
-    for gap, length in draw(
-        st.lists(st.tuples(st.integers(0, 700), st.integers(1, 300)), max_size=5)
-    ):
+    places = st.tuples(st.integers(0, 700), st.integers(1, 300))
+    for gap, length in draw(st.lists(places, max_size=5)):
         found.append(PromptItem(draw(st.sampled_from("ab")), at + gap, length))
         at = found[-1].end_token
     return tuple(found)

@@ -87,10 +87,10 @@ def test_any_byte_of_an_adapter_counts_and_its_place_does_not(
 
 
 def test_an_adapter_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'sql' at .*missing"):
+    with pytest.raises(ConfigError, match=r"'sql' at .*missing"):
         digest(tmp_path / "missing")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="no adapter_config.json and no weights"):
+    with pytest.raises(ConfigError, match=r"no adapter_config\.json and no weights"):
         digest(tmp_path / "empty")
 
 
@@ -99,8 +99,8 @@ def test_adapters_that_could_change_under_stored_kv_are_refused(
 ) -> None:
     two = settings(sql="/sql", chat="/chat")
     assert adapter_problems(engine(), two) == []
-    assert adapter_problems(SimpleNamespace(lora_config=None), settings()) == []  # type: ignore[arg-type]
-    (missing,) = adapter_problems(SimpleNamespace(lora_config=None), two)  # type: ignore[arg-type]
+    assert adapter_problems(SimpleNamespace(lora_config=None), settings()) == []
+    (missing,) = adapter_problems(SimpleNamespace(lora_config=None), two)
     assert "without --enable-lora" in missing
     (evicted,) = adapter_problems(engine(LoRAConfig(max_cpu_loras=1)), two)
     assert "--max-cpu-loras 2" in evicted

@@ -19,6 +19,7 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.vllm.adapter_identity import adapters_of
 from dualpath.vllm.cache_layers import CacheLayer
+from dualpath.vllm.cpu_adapters import mend_cpu_adapters
 from dualpath.vllm.cuda_device import open_device
 from dualpath.vllm.data_parallel import agree_on_group
 from dualpath.vllm.drain_signal import on_drain_signal
@@ -75,6 +76,8 @@ class WorkerSide:
         """Register HBM and buffer once, open storage, join the cluster."""
         layers = [[kv_caches[name] for name in layer.names] for layer in self._cache_layers]
         hbm = hbm_layout(layers, self._num_blocks, self.geometry)
+        if self._config.lora_config is not None:
+            mend_cpu_adapters()
         model = self._config.model_config
         served = ServedModel(
             served_model_name=_first(model.served_model_name) or model.model,

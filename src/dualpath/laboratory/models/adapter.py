@@ -13,24 +13,27 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 GENERATOR_VERSION = 1
 
 
-def make_tiny_adapter(model: Path, seed: int, directory: Path | None = None) -> Path:
+def make_tiny_adapter(
+    model: Path, seed: int, directory: Path | None = None, scale: float = 0.1
+) -> Path:
     """Return the folder of a random adapter of a model with grouped attention (`qwen2`).
 
     Args:
         model: the model's folder.
         seed: of the weights; the same seed gives the same bytes.
+        scale: deviation of its weights; with 0 it changes nothing.
         directory: where to write; default: a directory in `cache_directory()`.
 
     Raises:
         ConfigError: `directory` cannot be used.
     """
-    name = f"adapter-{model.name}-seed-{seed}"
+    name = f"adapter-{model.name}-seed-{seed}-scale-{scale:g}"
     stamp: dict[str, str | int] = {"model": name, "generator_version": GENERATOR_VERSION}
     target = directory or cache_directory() / name
-    return prepare(target, stamp, lambda empty: _write(model, empty, seed))
+    return prepare(target, stamp, lambda empty: _write(model, empty, seed, scale))
 
 
-def _write(model: Path, directory: Path, seed: int) -> None:
+def _write(model: Path, directory: Path, seed: int, scale: float) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -41,8 +44,8 @@ def _write(model: Path, directory: Path, seed: int) -> None:
         for module in MODULES:
             name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
             rows, columns = _size(shape, module)
-            weights[f"{name}.lora_A.weight"] = 0.1 * torch.randn(RANK, columns, generator=random)
-            weights[f"{name}.lora_B.weight"] = 0.1 * torch.randn(rows, RANK, generator=random)
+            weights[f"{name}.lora_A.weight"] = scale * torch.randn(RANK, columns, generator=random)
+            weights[f"{name}.lora_B.weight"] = scale * torch.randn(rows, RANK, generator=random)
     save_file(weights, directory / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
