@@ -1,6 +1,6 @@
 """A forward pass as engines of every kind run it: what moves, what ends, what is reported."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from tests.engine_harness import GEOMETRY, ToyCluster, prompt_keys
@@ -28,11 +28,16 @@ def part(transfer: PrefillTransfer, chunk: BlockRun, number: int = 0) -> PromptP
     return PromptPart(transfer, chunk, tuple(range(number * BLOCKS, (number + 1) * BLOCKS)))
 
 
-def run(cluster: ToyCluster, *parts: PromptPart, **wrong: str) -> tuple[dict[str, str], list[str]]:
-    """Run a pass; return failures, and the requests reported as ended."""
+def run(
+    cluster: ToyCluster, *parts: PromptPart, drafts: Sequence[int] = (), **wrong: str
+) -> tuple[dict[str, str], list[str]]:
+    """Run a pass; return failures, and the requests reported as ended.
+
+    ``drafts`` are layers computed again after all, as those of a draft model are.
+    """
     sent: list[Message] = []
     forward = ForwardPass(cluster.pe.manager, sent.append, parts)
-    for layer in range(GEOMETRY.layers):
+    for layer in (*range(GEOMETRY.layers), *drafts):
         forward.wait_loaded(layer)
         forward.computed(layer)
     failures = forward.finish(wrong)
@@ -50,6 +55,28 @@ def test_a_prefill_is_confirmed_with_its_last_chunk(cluster: ToyCluster) -> None
     assert run(cluster, part(transfer, BlockRun(0, 2))) == ({}, [])
     assert run(cluster, part(transfer, BlockRun(2, 1))) == ({}, ["r"])
     assert moved_bytes(cluster) == BLOCKS * GEOMETRY.full_block_bytes
+
+
+@pytest.mark.parametrize("mode", [Mode.DUALPATH, Mode.BASIC])
+@pytest.mark.parametrize("draft_layers", [1, 2])
+@pytest.mark.parametrize("tokens_proposed", [1, 2, 5])
+def test_a_draft_models_layers_are_sent_once_however_many_tokens_it_proposes(
+    mode: Mode, draft_layers: int, tokens_proposed: int
+) -> None:
+    again = [*range(GEOMETRY.layers - draft_layers, GEOMETRY.layers)] * (tokens_proposed - 1)
+    cluster = ToyCluster(mode=mode)
+    try:
+        keys = prompt_keys(TOKENS)
+        cluster.store(keys[:1])
+        transfer = cluster.load("r", keys, TOKENS, 1, 0)
+        first = part(transfer, BlockRun(1, 1))
+        assert run(cluster, first, drafts=again) == ({}, [])
+        assert run(cluster, part(transfer, BlockRun(2, 1)), drafts=again) == ({}, ["r"])
+        assert moved_bytes(cluster) == BLOCKS * GEOMETRY.full_block_bytes
+        counters = cluster.pe.report().counters
+        assert counters[Counter.TRANSFER_FAILURES.value] == 0
+    finally:
+        cluster.close()
 
 
 def test_a_request_released_before_its_pass_is_reported_and_the_others_are_sent(

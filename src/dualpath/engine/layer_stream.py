@@ -85,6 +85,7 @@ class LayerStream:
         self._lock = threads.lock()
         self._loads = [LayerWork(threads) for _ in range(geometry.layers)]
         self._sends = [LayerWork(threads) for _ in range(geometry.layers)]
+        self._computed: set[int] = set()
         self._layer_start_ns = 0
         self._begin_ns = 0
         self._end_ns = 0
@@ -132,7 +133,14 @@ class LayerStream:
             self._device.wait(event)
 
     def computed(self, layer: int) -> None:
-        """The engine has queued all of ``layer``: send its KV, make room for the layers ahead."""
+        """The engine has queued all of ``layer``: send its KV, make room for the layers ahead.
+
+        A draft model's layers are computed once for each token it proposes.  The first time is the
+        prompt's; what follows writes behind the chunk only, and is sent when it is part of one.
+        """
+        if layer in self._computed:
+            return
+        self._computed.add(layer)
         now_ns = self._trace.now_ns()
         self._trace.record(f"compute L{layer}", "compute", self._layer_start_ns, now_ns)
         if self._settings.overlap:

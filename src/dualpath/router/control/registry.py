@@ -291,7 +291,8 @@ class Registry:
             raise EngineRefusedError(
                 ControlRefusal.NAMESPACE,
                 f"{name} differs in {_differences(hello.namespace, self.namespace)}; start it with "
-                "the model, dtype, layout and block size of the others, or use another router",
+                "the model, dtype, layout, block size and --speculative-config of the others, or "
+                "use another router",
             )
         if lacking := self.adapters.differences(hello.adapters):
             raise EngineRefusedError(ControlRefusal.ADAPTERS, f"{name} {'; it '.join(lacking)}")
