@@ -80,12 +80,11 @@ async def test_who_was_replaced_may_come_again_once_its_successor_is_lost() -> N
 async def test_an_engine_without_the_others_draft_model_is_told_of_speculation() -> None:
     """A draft's layers are layers of every block."""
     registry = Registry()
-    hello = FakeEngine("with", Role.DECODE, set()).hello()
+    hello = FakeEngine("drafts", Role.DECODE, set()).hello()
     registry.admit(hello)
-    geometry = msgspec.structs.replace(
-        hello.namespace.geometry, layers=hello.namespace.geometry.layers - 1
-    )
+    parts = hello.namespace.geometry.layer_parts
+    geometry = msgspec.structs.replace(hello.namespace.geometry, layer_parts=(*parts, parts[-1]))
     namespace = msgspec.structs.replace(hello.namespace, geometry=geometry)
-    without = FakeEngine("without", Role.PREFILL, set()).hello()
+    without = FakeEngine("drafts-not", Role.PREFILL, set()).hello()
     with pytest.raises(EngineRefusedError, match=r"geometry = .* --speculative-config"):
         registry.admit(msgspec.structs.replace(without, namespace=namespace))
