@@ -43,7 +43,7 @@ def test_only_layers_that_keep_everything_count_as_kv_of_the_context():
     model = small()
     assert model.kv_bytes_per_token == 2 * (2 * 2 * 8 * 2)
     assert model.kv_bytes_per_token_all_layers == 2 * model.kv_bytes_per_token
-    assert model.kv_bytes_per_token_and_layer * model.layers == model.kv_bytes_per_token
+    assert model.block_geometry(64).full_block_bytes == 64 * model.kv_bytes_per_token_all_layers
 
 
 def test_a_query_costs_its_keys_up_to_the_window():

@@ -1,12 +1,14 @@
 """What a model asks of a cluster's GPUs, and `dualpath plan` with it."""
 
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from dualpath.cli.main import main
 from dualpath.core.cluster import Role
+from dualpath.model.catalog.costs import model_costs
 from dualpath.model.catalog.load import load_cluster, load_gpu, load_model
 from dualpath.model.evaluation.needs import RoleNeeds, role_needs
 
@@ -89,3 +91,17 @@ def test_weights_that_do_not_fit_are_refused_with_a_remedy(capsys):
     error = capsys.readouterr().err
     assert "leave no HBM for KV at the prefill engines" in error
     assert "--prefill-tensor-parallel-size" in error
+
+
+def test_window_layers_are_moved_whole_as_engines_do():
+    """GPT-OSS: 18 of 36 layers have a window; all are parts of every block."""
+    model = load_model("gpt-oss-120b")
+    assert model.block_geometry(1).full_block_bytes == 36 * 1024
+    assert model_costs(model, HOPPER, PAPER).kv_bytes_per_token == 36 * 1024
+    assert needs("gpt-oss-120b")[0].cnic_write_bytes == pytest.approx(HITS * 36 * 1024)
+
+
+def test_an_indexers_key_is_a_part_of_its_own_block():
+    config = Path(__file__).parents[1] / "data" / "configs" / "deepseek-v3.2.json"
+    geometry = load_model(config, "fp8").block_geometry(64)
+    assert geometry.layer_parts == ((41_984, 8_448),) * 61

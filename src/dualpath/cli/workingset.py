@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
 
     asked = flag_settings(args, WorkingSetSettings)
     model = load_model(asked.model, asked.kv_cache_dtype)
-    paper_bytes = load_model(PAPER_MODEL).kv_bytes_per_token
-    if wrote_json(args, _document(asked, model.kv_bytes_per_token, paper_bytes)):
+    paper_bytes = load_model(PAPER_MODEL).kv_bytes_per_token_all_layers
+    if wrote_json(args, _document(asked, model.kv_bytes_per_token_all_layers, paper_bytes)):
         return 0
     own = () if asked.agents_per_s is None else _own(asked, model)
     print_blocks(*(*own, *_paper(paper_bytes)))
@@ -95,7 +95,9 @@ def run(args: argparse.Namespace) -> int:
 def _own(asked: WorkingSetSettings, model: "ModelGeometry") -> "Sequence[Block]":
     rows = []
     for name, agents_per_s, jct_s in _cases(asked):
-        size = working_set_bytes(agents_per_s, jct_s, asked.total_tokens, model.kv_bytes_per_token)
+        size = working_set_bytes(
+            agents_per_s, jct_s, asked.total_tokens, model.kv_bytes_per_token_all_layers
+        )
         rows.append(
             (
                 name,
@@ -105,7 +107,7 @@ def _own(asked: WorkingSetSettings, model: "ModelGeometry") -> "Sequence[Block]"
                 gigabytes(size),
             )
         )
-    title = f"{model.title}, {model.kv_bytes_per_token:,.0f} KV bytes per token"
+    title = f"{model.title}, {model.kv_bytes_per_token_all_layers:,.0f} KV bytes per token"
     columns = ("case", "agents/s", "mean JCT (s)", "agents in flight", "KV (GB)")
     table = Table(title, columns, tuple(rows))
     if asked.gap_factor <= 1:

@@ -70,7 +70,7 @@ def model_costs(geometry: ModelGeometry, gpu: GpuRates, cluster: ClusterSettings
     return ModelCosts(
         name=geometry.name,
         layers=geometry.layers,
-        kv_bytes_per_token=geometry.kv_bytes_per_token,
+        kv_bytes_per_token=geometry.kv_bytes_per_token_all_layers,
         prefill=prefill,
         decode=_decode_costs(geometry, gpu, cluster),
         prefill_tokens_per_s=prompt_tokens_per_s(prefill, cluster.compute_quota_s),

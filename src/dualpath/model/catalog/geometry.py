@@ -96,21 +96,18 @@ class ModelGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def kv_bytes_per_token_all_layers(self) -> float:
-        """KV of one token over all layers, those with a sliding window included."""
+        """KV of one token over all layers: what engines store and move of every block.
+
+        Layers with a sliding window are stored and moved whole; the paper's ratios leave them out.
+        """
         return sum(part.layers * part.kv_bytes_per_token for part in self.attention)
 
-    @property
-    def kv_bytes_per_token_and_layer(self) -> float:
-        """``kv_bytes_per_token`` spread over all layers, as a Layer Block would be."""
-        return self.kv_bytes_per_token / self.layers
-
     def block_geometry(self, block_tokens: int) -> BlockGeometry:
-        """Return the blocks of the layers that keep every token, part by part."""
+        """Return blocks of all layers, part by part, as engines store and move them."""
         parts: list[tuple[int, ...]] = []
         for run in self.attention:
-            if not run.kept_tokens:
-                sizes = tuple(round(size * block_tokens) for size in run.part_bytes_per_token)
-                parts += [sizes] * run.layers
+            sizes = tuple(round(size * block_tokens) for size in run.part_bytes_per_token)
+            parts += [sizes] * run.layers
         return BlockGeometry(block_tokens, tuple(parts))
 
     # Parameters
