@@ -4,9 +4,11 @@ import msgspec
 import pytest
 from tests.unit.router_fakes import FakeEngine
 
+from dualpath.core.addresses import Writer
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.sessions import Event
+from dualpath.router.control import registry as registry_module
 from dualpath.router.control.registry import Registry
 
 
@@ -88,3 +90,36 @@ async def test_an_engine_without_the_others_draft_model_is_told_of_speculation()
     without = FakeEngine("drafts-not", Role.PREFILL, set()).hello()
     with pytest.raises(EngineRefusedError, match=r"geometry = .* --speculative-config"):
         registry.admit(msgspec.structs.replace(without, namespace=namespace))
+
+
+async def test_of_engines_that_are_gone_only_the_last_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Names cost who makes them up nothing."""
+    monkeypatch.setattr(registry_module, "MOST_FORMER_ENGINES", 3)
+    registry = Registry()
+    admit(registry, "lives")
+    for number in range(10):
+        admit(registry, f"p{number}")
+        state = registry.get(f"p{number}")
+        assert state is not None
+        state.heard_s = number
+        lose(registry, f"p{number}")
+    admit(registry, "last")
+    assert [e.info.engine_id for e in registry.all()] == ["lives", "p7", "p8", "p9", "last"]
+    orders = [e.info.order for e in registry.all()]
+    assert orders == sorted(set(orders))
+    assert not registry.is_dead(Writer("p0", "p0-0"))
+
+
+async def test_no_more_engines_may_live_than_a_router_can_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry_module, "MOST_ENGINES", 2)
+    registry = Registry()
+    admit(registry, "p0")
+    admit(registry, "p1")
+    with pytest.raises(EngineRefusedError, match="'p2' would be one more than 2 engines"):
+        admit(registry, "p2")
+    lose(registry, "p0")
+    admit(registry, "p2")

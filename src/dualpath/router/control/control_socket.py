@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from dualpath.core.errors import ConfigError
+from dualpath.router.control.control_connections import LARGEST_FRAME_BYTES, ControlConnections
 from dualpath.router.control.control_guard import ControlGuard
 from dualpath.router.requests.refusals import ControlRefusals
 from dualpath.transport.cluster_secret import ClusterSecret, check_control_host
@@ -21,8 +22,6 @@ logger = logging.getLogger(__name__)
 _LINGER_MS = 200
 #: A connection that has not shown the secret by then is closed; libzmq would wait for 30 s.
 _HANDSHAKE_MS = 5000
-#: Far above any honest message: a greeting with all regions, the keys of millions of tokens.
-_LARGEST_FRAME_BYTES = 64 << 20
 
 
 class ControlSocket(Protocol):
@@ -59,6 +58,7 @@ class ZmqControlSocket:
 
     def __init__(self) -> None:
         self._guard: ControlGuard | None = None
+        self._connections: ControlConnections | None = None
 
     async def open(
         self, host: str, port: int, secret: ClusterSecret | None, refusals: ControlRefusals
@@ -71,10 +71,12 @@ class ZmqControlSocket:
         # A restarted engine may come with its old identity before TCP notices the old one's end.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_FRAME_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_FRAME_BYTES)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         if secret is not None:
             self._guard = ControlGuard(self._context, self._socket, secret, refusals)
+        on_stranger = self._guard.refused if self._guard else _nobody_is_a_stranger
+        self._connections = ControlConnections(self._socket, refusals, on_stranger)
         try:
             self._socket.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
@@ -90,12 +92,16 @@ class ZmqControlSocket:
         """Return the next message, without a frame from who sends none or several.
 
         Parts are taken one by one and forgotten, so that a message of a million of them costs no
-        million objects here.  libzmq holds them until the last is there, and has no bound for it.
+        million objects here.  libzmq holds them until the last is there: ``ControlConnections``
+        bounds how much.
         """
         identity = await self._socket.recv()
         frame, parts = b"", 0
         while self._socket.getsockopt(zmq.RCVMORE):
-            frame, parts = await self._socket.recv(), parts + 1
+            part = await self._socket.recv(copy=False)
+            if self._connections is not None:
+                self._connections.taken(part)
+            frame, parts = part.bytes, parts + 1
         return identity, (frame,) if parts == 1 else ()
 
     async def send(self, identity: bytes, frame: bytes) -> None:
@@ -112,6 +118,13 @@ class ZmqControlSocket:
         self._context.term()
 
     async def _let_go(self) -> None:
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            await connections.close()
         guard, self._guard = self._guard, None
         if guard is not None:
-            await guard.close()
+            guard.close()
+
+
+def _nobody_is_a_stranger(endpoint: str) -> None:
+    """Without a secret, what ends in its handshake is no ZMQ, and is dropped uncounted."""

@@ -5,6 +5,7 @@ is known by ``engine_id``; its *epoch* names one process start, so a restarted e
 mistaken for its former self, and its *session* one conversation with this router.
 """
 
+import itertools
 import math
 from collections import deque
 from enum import StrEnum
@@ -66,6 +67,10 @@ class Pause(StrEnum):
 #: So many former processes of an engine are remembered; an older one that still runs would be
 #: taken for a new one, and the one in its place for dead.
 _EPOCHS_KEPT = 1024
+#: Engines with a session, or waiting for one, at a time.
+MOST_ENGINES = 4096
+#: So many others are remembered; of one that is forgotten nothing is taken for dead.
+MOST_FORMER_ENGINES = 1024
 
 
 class EngineState:
@@ -140,6 +145,10 @@ class EngineState:
         self.report = None
         self.pauses.clear()
         self.former_epochs.append(self.info.epoch)
+        if len(self.unproven) > _EPOCHS_KEPT:
+            # Nor is one that is forgotten of the two taken for dead, as it is on the same machine.
+            known = set(self.former_epochs)
+            self.unproven = {e: w for e, w in self.unproven.items() if e in known}
         self.info = info
 
 
@@ -152,13 +161,14 @@ class Admission(msgspec.Struct, frozen=True):
 
 
 class Registry:
-    """All engines ever registered; the first one fixes namespace, mode and adapters' weights."""
+    """All engines known; the first one fixes namespace, mode and adapters' weights."""
 
     def __init__(self, mode: Mode | None = None, adapters: ServedAdapters | None = None) -> None:
         self.mode = mode
         self.adapters = adapters or ServedAdapters({})
         self.namespace: StoreNamespace | None = None
         self._engines: dict[str, EngineState] = {}
+        self._arrivals = itertools.count()
 
     def admit(self, hello: Hello) -> Admission | None:
         """Take down what a greeting says; None if it is older than the last one.
@@ -172,10 +182,25 @@ class Registry:
         engine_id = hello.address.engine_id
         engine = self._engines.get(engine_id)
         if engine is None:
-            engine = self._engines[engine_id] = EngineState(_info(hello, len(self._engines)))
+            self._make_room(engine_id)
+            engine = self._engines[engine_id] = EngineState(_info(hello, next(self._arrivals)))
             engine.greeting = hello.greeting
             return Admission(engine, Event.GREETS, engine.info)
         return self._known(engine, hello)
+
+    def _make_room(self, engine_id: str) -> None:
+        """Names cost who makes them up nothing: those that were gone first are forgotten."""
+        here = sum(engine.here for engine in self._engines.values())
+        if here >= MOST_ENGINES:
+            raise EngineRefusedError(
+                ControlRefusal.FLOOD,
+                f"engine {engine_id!r} would be one more than {MOST_ENGINES} engines; stop some, "
+                "or start another router for them",
+            )
+        gone = [engine for engine in self._engines.values() if not engine.here]
+        gone.sort(key=lambda engine: engine.heard_s)
+        for engine in gone[: max(len(gone) - MOST_FORMER_ENGINES, 0)]:
+            del self._engines[engine.info.engine_id]
 
     def _known(self, engine: EngineState, hello: Hello) -> Admission | None:
         former, info = engine.info, _info(hello, engine.info.order)

@@ -32,6 +32,7 @@ class ControlRefusal(StrEnum):
     """Why a connection, a greeting or another frame at the control address was refused."""
 
     SECRET = "secret"
+    FLOOD = "flood"
     MALFORMED = "malformed"
     UNKNOWN_ENGINE = "unknown-engine"
     VERSION = "version"
