@@ -127,6 +127,7 @@ def test_what_is_not_understood_is_refused_with_its_key(tmp_path):
         (llama, {"hidden_size": "many"}, "hidden_size"),
         (llama, {"intermediate_size": None}, "there is no intermediate_size"),
         (llama, {"num_key_value_heads": 7}, "must be a multiple of kv_heads"),
+        (llama, {"head_dim": None, "hidden_size": 8}, "hidden_size is 8, below the 64 heads"),
         (llama, {"torch_dtype": "int3"}, "dtype is 'int3'"),
         (llama, {"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'"),
         (llama, {"layer_types": ["full_attention"]}, "layer_types has 1 layers"),

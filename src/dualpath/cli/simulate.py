@@ -18,14 +18,14 @@ from dualpath.cli.simulation_inputs import (
     load_model,
     workload_note,
 )
-from dualpath.core.cluster import nodes_text
+from dualpath.core.cluster import Role, nodes_text
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting, Settings, declared, option
 
 if TYPE_CHECKING:
     from dualpath.model.evaluation.comparison import RunSummary
     from dualpath.model.sim.result import Progress
-    from dualpath.model.sim.settings import Setup
+    from dualpath.model.sim.settings import ClusterSettings, Setup
 
 SCHEMA = "dualpath.simulation/1"
 _DESCRIPTION = """Simulate modes of the system on a modelled cluster and print them side by side:
@@ -118,10 +118,16 @@ def _setting_note(args: argparse.Namespace, setup: "Setup") -> str:
     return (
         f"Cluster {args.cluster}{changed}: "
         f"{nodes_text(cluster.prefill_nodes, cluster.decode_nodes)} of "
-        f"{cluster.gpus_per_node} GPUs, storage NIC {cluster.snic_bytes_per_s / 1e9:g} GB/s per "
-        f"node. Model {setup.model.name}, {setup.model.kv_bytes_per_token:,.0f} bytes of KV per "
+        f"{cluster.gpus_per_node} GPUs{_engines(cluster)}, "
+        f"storage NIC {cluster.snic_bytes_per_s / 1e9:g} GB/s per node. Model {setup.model.name}, {setup.model.kv_bytes_per_token:,.0f} bytes of KV per "
         "token."
     )
+
+
+def _engines(cluster: "ClusterSettings") -> str:
+    """Return what engines are made of, unless each has one GPU."""
+    prefill, decode = cluster.gpus_per_engine(Role.PREFILL), cluster.gpus_per_engine(Role.DECODE)
+    return "" if prefill == decode == 1 else f", {prefill} for a PE and {decode} for a DE"
 
 
 def _document(

@@ -82,13 +82,19 @@ def _grouped_query(
     window_layers = config.window_layers(pattern)
     window_tokens = config.need("sliding_window") if window_layers else 0
     heads = config.num_attention_heads
+    head_dim = config.head_dim or config.hidden_size // heads
+    if head_dim < 1:
+        raise ConfigError(
+            f"hidden_size is {config.hidden_size}, below the {heads} heads, and there is no "
+            "head_dim; correct one of them"
+        )
     runs = ((0, config.num_hidden_layers - window_layers), (window_tokens, window_layers))
     return tuple(
         GroupedQueryAttention(
             layers=layers,
             heads=heads,
             kv_heads=config.num_key_value_heads or heads,
-            head_dim=config.head_dim or config.hidden_size // heads,
+            head_dim=head_dim,
             kv_value_bytes=1.0 if kv_cache_dtype == "fp8" else config.value_bytes,
             window_tokens=tokens,
         )
