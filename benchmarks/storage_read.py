@@ -27,6 +27,7 @@ from dualpath.report import markdown
 from dualpath.report.model import Table
 from dualpath.storage import block_file
 from dualpath.storage.posix import PosixStorage
+from dualpath.storage.sections import Sections
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
 
 BATCH_BLOCKS = 32
@@ -97,7 +98,7 @@ class Bench:
                 [FileRead(p, slot, self.slot_bytes) for p, slot in zip(paths, slots, strict=True)]
             )
             return sum(
-                block_file.defect(key, digest, self.headers[i], self.slots[i]) is None
+                block_file.defect(key, digest, self.headers[i], Sections([self.slots[i]])) is None
                 for i, key in enumerate(batch)
             )
 

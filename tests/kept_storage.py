@@ -12,6 +12,7 @@ from dualpath.storage.janitor import Janitor
 from dualpath.storage.journal import Journal
 from dualpath.storage.memory_objects import MemoryObjects
 from dualpath.storage.objects import ObjectInfo
+from dualpath.storage.sections import Sections
 
 PLACE = "model_0123456789abcdef"
 DIGEST = "0123456789abcdef"
@@ -115,7 +116,9 @@ class Engine:
         for key, own in zip(new, origins, strict=True):
             name = f"{PLACE}/{block_name(key)}.kv"
             MemoryObjects.create(
-                self._story.tree, name, encode_header(key, DIGEST, PAYLOAD, own) + PAYLOAD
+                self._story.tree,
+                name,
+                encode_header(key, DIGEST, Sections([PAYLOAD]), own) + PAYLOAD,
             )
         self.journal.written(new, origins, BLOCK_BYTES, self._story.now_s)
 

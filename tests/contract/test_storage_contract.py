@@ -1,6 +1,7 @@
 """Every storage backend keeps ``dualpath.storage.contract``; one suite, all of them."""
 
 import contextlib
+import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import xxhash
 from tests.s3_servers import RCLONE, FaultyS3, rclone_s3
 from tests.stored_runs import read_run, stored_head
 
@@ -28,7 +30,8 @@ from dualpath.storage.s3 import S3Storage
 from dualpath.storage.throttle import ThrottledStorage
 from dualpath.transport.memory import allocate_registered
 
-GEOMETRY = BlockGeometry.uniform(layers=4, block_tokens=16, layer_block_bytes=3072)
+#: Every other layer is a window layer.
+GEOMETRY = BlockGeometry(16, ((3072,), (1024, 512), (3072,), (4608,)), (0, 32, 0, 32))
 NAMESPACE = StoreNamespace("org/tiny-model", "float32", "NHD", GEOMETRY)
 ORACLE_NAMESPACE = msgspec.structs.replace(NAMESPACE, mode="oracle")
 BLOCK_BYTES = GEOMETRY.full_block_bytes
@@ -119,6 +122,38 @@ def test_a_new_storage_holds_nothing(storage: BlockStorage, keys: list[BlockKey]
     assert storage.parallel_lookups >= 1
     outcome = read_run(storage, keys, destinations())
     assert (outcome.good_blocks, outcome.reason) == (0, "missing")
+
+
+@pytest.mark.parametrize("offset_bytes", [0, 8])
+def test_a_block_is_read_without_its_window_layers(
+    byte_storage: BlockStorage, keys: list[BlockKey], offset_bytes: int
+) -> None:
+    (content,), (destination,) = contents(blocks=1), destinations(1, offset_bytes)
+    byte_storage.write(keys[:1], [content])
+    destination[:] = before = b"\x5a" * BLOCK_BYTES
+    outcome = byte_storage.read(keys[0], destination, whole=False)
+    assert (outcome.bytes_read, outcome.reason) == (2 * 3072, None)
+    for layer in range(GEOMETRY.layers):
+        right = before if GEOMETRY.is_window_layer(layer) else content
+        place = GEOMETRY.slice_of(layer)
+        assert destination[place] == right[place], layer
+
+
+def test_a_block_is_read_whole_after_it_was_read_without_its_window_layers(
+    byte_storage: BlockStorage, keys: list[BlockKey]
+) -> None:
+    data, targets = contents(), destinations()
+    byte_storage.write(keys, data)
+    assert byte_storage.read(keys[0], targets[0], whole=False).is_good
+    assert byte_storage.read(keys[0], targets[0]).is_good
+    assert targets[0] == data[0]
+
+
+def test_a_missing_block_is_missing_without_its_window_layers_too(
+    byte_storage: BlockStorage, keys: list[BlockKey]
+) -> None:
+    outcome = byte_storage.read(keys[0], destinations(1)[0], whole=False)
+    assert (outcome.bytes_read, outcome.reason) == (0, "missing")
 
 
 def test_written_blocks_are_stored_and_read_up_to_the_first_gap(
@@ -284,3 +319,32 @@ def test_a_damaged_file_ends_the_hit_and_can_be_written_again(
     storage = PosixStorage(tmp_path, NAMESPACE, direct_io=direct_io)
     assert read_past_damage(storage, keys, damage) == reason
     storage.close()
+
+
+@pytest.mark.parametrize("payload_bytes", [BLOCK_BYTES, 100])
+@pytest.mark.parametrize("name", ["posix-direct", "posix-cached", "s3"])
+def test_a_block_of_another_format_version_is_missed_and_stays(
+    name: str, payload_bytes: int, tmp_path: Path, keys: list[BlockKey]
+) -> None:
+    old = as_version_1(keys[0], bytes(payload_bytes))
+    with open_backend(name, tmp_path) as storage:
+        if isinstance(storage, S3Storage):
+            storage.client.put(storage.object_name(keys[0]), [old])
+        else:
+            path = block_path(storage, keys[0])
+            path.parent.mkdir(parents=True)
+            path.write_bytes(old)
+        for whole in (True, False):
+            outcome = storage.read(keys[0], destinations(1)[0], whole=whole)
+            assert outcome.reason == "format version"
+        assert storage.is_stored(keys[0])
+
+
+def as_version_1(key: BlockKey, payload: bytes) -> bytes:
+    """A block as releases with format version 1 wrote it."""
+    fields = struct.pack(
+        "<8sIIQ32s16s16s",
+        *(b"DUALPATH", 1, 4096, len(payload), key, NAMESPACE.digest().encode()),
+        xxhash.xxh3_128_digest(payload),
+    )
+    return (fields + xxhash.xxh3_128_digest(fields)).ljust(4096, b"\0") + payload

@@ -201,6 +201,8 @@ def test_layers_and_their_parts_are_described_in_short() -> None:
         (656 * 64, 136 * 64),
         (8 * 64,),
     )
-    for wrong in ("", "8*0", "0", "8+", "8,,8", "8*1001", "-8"):
+    windowed = part_geometry("16@1024*2,8", 4)
+    assert windowed.layer_windows == (1024, 1024, 0)
+    for wrong in ("", "8@0", "8*2@5", "8*0", "0", "8+", "8,,8", "8*1001", "-8"):
         with pytest.raises(ConfigError, match="layer_parts has"):
             part_geometry(wrong, 64)

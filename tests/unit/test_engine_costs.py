@@ -190,9 +190,9 @@ class Probed(MemoryStorage):
         self.new += new
         return new
 
-    def read(self, key, destination):
+    def read(self, key, destination, *, whole=True):
         self.reads.append(key)
-        return super().read(key, destination)
+        return super().read(key, destination, whole=whole)
 
     def close(self):
         self.closed = True

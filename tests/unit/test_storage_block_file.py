@@ -1,71 +1,147 @@
 """The on-disk format finds whatever is wrong with a block."""
 
+import struct
+
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockOrigin, tenant_tag
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockGeometry, BlockOrigin, tenant_tag
 from dualpath.storage import block_file
+from dualpath.storage.sections import FileOrder, Sections
 
 KEY = bytes(range(32))
 DIGEST = "0123456789abcdef"
 PAYLOAD = bytes(range(256)) * 16
+TAIL = bytes(range(255, -1, -1))
 ORIGIN = BlockOrigin(bytes(range(1, 33)), tenant_tag("a tenant's salt"))
+WHOLE = Sections([PAYLOAD[:1000], PAYLOAD[1000:]], [TAIL])
 
 
 def header() -> bytes:
-    return block_file.encode_header(KEY, DIGEST, PAYLOAD, ORIGIN)
+    return block_file.encode_header(KEY, DIGEST, WHOLE, ORIGIN)
+
+
+def defect(payload: Sections, key: bytes = KEY, digest: str = DIGEST) -> str | None:
+    return block_file.defect(key, digest, header(), payload)
+
+
+def damaged(content: bytes, position: int, bit: int = 0) -> bytes:
+    changed = bytearray(content)
+    changed[position] ^= 1 << bit
+    return bytes(changed)
 
 
 def test_a_header_says_what_was_stored() -> None:
     found = block_file.decode_header(header())
     assert found is not None
-    assert (found.key, found.payload_bytes, found.namespace_digest) == (KEY, 4096, DIGEST)
+    assert (found.key, found.namespace_digest) == (KEY, DIGEST)
+    assert (found.payload_bytes, found.tail_bytes) == (4096 + 256, 256)
     assert found.origin == ORIGIN
     assert len(header()) == block_file.HEADER_BYTES
-    assert block_file.defect(KEY, DIGEST, header(), PAYLOAD) is None
+    assert defect(WHOLE) is None
 
 
 def test_where_a_block_comes_from_need_not_be_known() -> None:
-    found = block_file.decode_header(block_file.encode_header(KEY, DIGEST, PAYLOAD))
+    found = block_file.decode_header(block_file.encode_header(KEY, DIGEST, WHOLE))
     assert found is not None
     assert found.origin == UNKNOWN_ORIGIN
 
 
-@given(position=st.integers(0, 151), bit=st.integers(0, 7))
+def test_how_memory_is_divided_is_not_seen() -> None:
+    assert defect(Sections([PAYLOAD], [TAIL[:3], TAIL[3:]])) is None
+
+
+@given(position=st.integers(0, 175), bit=st.integers(0, 7))
 def test_every_flipped_header_bit_is_found(position: int, bit: int) -> None:
-    damaged = bytearray(header())
-    damaged[position] ^= 1 << bit
-    assert block_file.defect(KEY, DIGEST, bytes(damaged), PAYLOAD) == "bad header"
+    found = block_file.defect(KEY, DIGEST, damaged(header(), position, bit), WHOLE)
+    assert found == "bad header"
 
 
 @given(position=st.integers(0, len(PAYLOAD) - 1), bit=st.integers(0, 7))
 def test_every_flipped_payload_bit_is_found(position: int, bit: int) -> None:
-    damaged = bytearray(PAYLOAD)
-    damaged[position] ^= 1 << bit
-    assert block_file.defect(KEY, DIGEST, header(), bytes(damaged)) == "checksum"
+    assert defect(Sections([damaged(PAYLOAD, position, bit)], [TAIL])) == "checksum"
+
+
+@given(position=st.integers(0, len(TAIL) - 1), bit=st.integers(0, 7))
+def test_a_flipped_bit_of_the_tail_concerns_those_only_who_read_it(position: int, bit: int) -> None:
+    tail = damaged(TAIL, position, bit)
+    assert defect(Sections([PAYLOAD], [tail])) == "checksum"
+    assert defect(Sections([PAYLOAD], None)) is None
 
 
 @pytest.mark.parametrize(
     ("key", "digest", "payload", "reason"),
     [
-        (bytes(32), DIGEST, PAYLOAD, "wrong key"),
-        (KEY, "f" * 16, PAYLOAD, "wrong namespace"),
-        (KEY, DIGEST, PAYLOAD[:-1], "wrong length"),
+        (bytes(32), DIGEST, WHOLE, "wrong key"),
+        (KEY, "f" * 16, WHOLE, "wrong namespace"),
+        (KEY, DIGEST, Sections([PAYLOAD[:-1]], [TAIL]), "wrong length"),
+        (KEY, DIGEST, Sections([PAYLOAD], [TAIL[:-1]]), "wrong length"),
+        (KEY, DIGEST, Sections([PAYLOAD + TAIL]), "wrong length"),
+        (KEY, DIGEST, Sections([PAYLOAD + TAIL], None), "wrong length"),
     ],
 )
 def test_an_intact_block_of_another_kind_is_refused(
-    key: bytes, digest: str, payload: bytes, reason: str
+    key: bytes, digest: str, payload: Sections, reason: str
 ) -> None:
-    assert block_file.defect(key, digest, header(), payload) == reason
+    assert defect(payload, key, digest) == reason
 
 
-def test_another_format_version_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = header()
+def test_another_format_version_is_told_from_a_bad_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = header()
     monkeypatch.setattr(block_file, "FORMAT_VERSION", 3)
-    assert block_file.decode_header(old) is None
+    assert block_file.decode_header(now) is None
+    assert defect(WHOLE) is None
+    assert block_file.defect(KEY, DIGEST, now, WHOLE) == "format version"
+
+
+def version_1(payload: bytes) -> bytes:
+    """The first 4096 bytes of a block as releases before this one wrote it."""
+    fields = struct.pack(
+        "<8sIIQ32s16s16s",
+        *(b"DUALPATH", 1, 4096, len(payload), KEY, DIGEST.encode()),
+        xxhash.xxh3_128_digest(payload),
+    )
+    return (fields + xxhash.xxh3_128_digest(fields)).ljust(4096, b"\0")
+
+
+def test_version_1_is_told_from_a_bad_header_also_where_it_is_short() -> None:
+    old = version_1(PAYLOAD)
+    assert block_file.defect(KEY, DIGEST, old, WHOLE) == "format version"
+    assert block_file.defect_of_length(KEY, DIGEST, old, WHOLE, 10) == "format version"
+    assert block_file.defect_of_length(KEY, DIGEST, header(), WHOLE, 10) == "short"
+    assert block_file.defect(KEY, DIGEST, damaged(old, 20), WHOLE) == "bad header"
+
+
+@given(position=st.integers(0, 4096 + 4096 + 255))
+def test_a_whole_file_is_checked_by_what_its_header_says(position: int) -> None:
+    content = header() + PAYLOAD + TAIL
+    assert block_file.defect_of_file(KEY, DIGEST, content) is None
+    reason = block_file.defect_of_file(KEY, DIGEST, damaged(content, position))
+    in_padding = 176 <= position < 4096
+    assert reason == (None if in_padding else "bad header" if position < 4096 else "checksum")
+    assert block_file.defect_of_file(KEY, DIGEST, content[:-1]) == "wrong length"
+    assert block_file.defect_of_file(KEY, DIGEST, content[:4097]) == "wrong length"
 
 
 def test_keys_and_digests_have_fixed_sizes() -> None:
     with pytest.raises(ValueError, match="32 and 16"):
-        block_file.encode_header(b"short", DIGEST, PAYLOAD)
+        block_file.encode_header(b"short", DIGEST, WHOLE)
+
+
+def test_window_layers_come_last_in_a_file_and_neighbours_in_one_piece() -> None:
+    geometry = BlockGeometry(1, ((1, 2), (4,), (8,), (16,), (32,)), (0, 0, 5, 0, 7))
+    block = memoryview(bytes(range(63)))
+    sections = FileOrder(geometry).of(block)
+    assert [bytes(b) for b in sections.head] == [bytes(range(7)), bytes(range(15, 31))]
+    assert sections.tail is not None
+    assert [bytes(b) for b in sections.tail] == [bytes(range(7, 15)), bytes(range(31, 63))]
+    assert FileOrder(geometry).of(block, whole=False) == (sections.head, None)
+
+
+def test_without_window_layers_a_file_is_the_block() -> None:
+    block = memoryview(bytes(8))
+    order = FileOrder(BlockGeometry.uniform(4, 1, 2))
+    assert order.of(block) == ([block], [])
+    assert order.of(block, whole=False) == ([block], None)

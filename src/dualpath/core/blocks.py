@@ -55,12 +55,15 @@ class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
     """Shape of the blocks of one model.
 
     ``block_tokens`` ≥ 1 tokens per block (64 in the paper); ``layer_parts``: for each layer the
-    bytes ≥ 1 of its parts, opaque: engines may pack K and V as they like.  Raises ``ValueError``
-    (msgspec's, where it is decoded) for blocks without tokens, layers or bytes.
+    bytes ≥ 1 of its parts, opaque: engines may pack K and V as they like.  ``layer_windows``: for
+    each layer the tokens of its sliding window, 0 where it attends to all; empty where all do.
+    Raises ``ValueError`` (msgspec's, where it is decoded) for blocks without tokens, layers or
+    bytes, or windows of other layers.
     """
 
     block_tokens: int
     layer_parts: tuple[tuple[int, ...], ...]
+    layer_windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """See the class."""
@@ -75,6 +78,13 @@ class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
                     f"layer {layer} has parts of {list(sizes)} bytes; it needs at least one, each "
                     "of at least 1 byte"
                 )
+        windows = self.layer_windows
+        misfit = len(windows) != len(self.layer_parts) or min(windows) < 0 or not any(windows)
+        if windows and misfit:
+            raise ValueError(
+                f"windows of {list(windows)} tokens for {len(self.layer_parts)} layers; each layer "
+                "needs one, 0 where it attends to all, or there are none at all"
+            )
 
     @classmethod
     def uniform(cls, layers: int, block_tokens: int, layer_block_bytes: int) -> "BlockGeometry":
@@ -85,6 +95,10 @@ class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
     def layers(self) -> int:
         """Layers that have KV."""
         return len(self.layer_parts)
+
+    def is_window_layer(self, layer: int) -> bool:
+        """Whether a layer attends to the last tokens only."""
+        return bool(self.layer_windows) and self.layer_windows[layer] > 0
 
     @cached_property
     def parts(self) -> tuple[LayerPart, ...]:

@@ -44,7 +44,8 @@ class BlockStorage(Protocol):
     Blocks are immutable: equal keys mean equal content, so a second write of a key is a no-op.
     A block is visible either whole or not at all, also after a crash of the writer.  Every read
     verifies key, length and checksum before the block counts as good; a block found bad is
-    forgotten, so that it can be written again.  All methods may be called from several threads: who
+    forgotten, so that it can be written again.  One of another format version is not read and
+    stays.  All methods may be called from several threads: who
     wants several blocks at a time, as an engine's read queue does, reads from several.
     """
 
@@ -60,8 +61,11 @@ class BlockStorage(Protocol):
         """
         ...
 
-    def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
+    def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Read a block into ``destination`` (``full_block_bytes``, writable).
+
+        Unless it is the ``whole``, window layers are neither read nor verified: their bytes of the
+        destination stay as they are, and must be taken for no KV.
 
         Blocks until done.  Never raises for a bad block: the outcome says what is wrong with it.
         Raises ``ValueError`` if the destination has the wrong size.

@@ -12,7 +12,6 @@ from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.errors import ConfigError
 from dualpath.policy.chain_index import ChainIndex, Rows, chain_uses
 from dualpath.storage import block_file, index_file
-from dualpath.storage.block_file import HEADER_BYTES
 from dualpath.storage.directory import block_name
 from dualpath.storage.janitor import take_news
 from dualpath.storage.journal import Journal
@@ -168,8 +167,7 @@ def verify(
             yield Verdict(place, key, 0, block_file.MISSING)
             continue
         digest = (_DIGEST.findall(place) or [""])[-1]
-        view = memoryview(content)
-        reason = block_file.defect(key, digest, view[:HEADER_BYTES], view[HEADER_BYTES:])
+        reason = block_file.defect_of_file(key, digest, content)
         if bucket is not None:
             sleep_s(max(bucket.pass_at(len(content), began_s) - steady_s(), 0.0))
         yield Verdict(place, key, len(content), reason)

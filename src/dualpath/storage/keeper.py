@@ -139,9 +139,9 @@ class KeptStorage:
         """Ask the inner backend."""
         return self.inner.is_stored(key)
 
-    def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
+    def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Read; what is missing or bad is not there for anybody."""
-        outcome = self.inner.read(key, destination)
+        outcome = self.inner.read(key, destination, whole=whole)
         if not outcome.is_good and not self._is_there(key):
             self.keeper.gone(key)
         return outcome

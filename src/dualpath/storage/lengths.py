@@ -40,7 +40,7 @@ class LengthOnlyStorage:
         """Return whether a block has a marker."""
         return self._directory.has(key)
 
-    def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
+    def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Say whether the block would have been read."""
         check_destination(self.geometry, destination)
         return ReadOutcome(0, None if self.is_stored(key) else block_file.MISSING)

@@ -12,6 +12,7 @@ from dualpath.core.errors import StorageError
 from dualpath.storage import block_file
 from dualpath.storage.checks import check_destination, check_sources, own_origins
 from dualpath.storage.contract import ReadOutcome
+from dualpath.storage.sections import FileOrder
 
 BeforeRead = Callable[[BlockKey], None]
 
@@ -36,6 +37,7 @@ class MemoryStorage:
         self.before_read = before_read
         self._capacity_blocks = capacity_blocks
         self._digest = namespace.digest()
+        self._order = FileOrder(namespace.geometry)
         self._lock = threading.Lock()
         self._blocks: dict[BlockKey, tuple[bytes, bytes]] = {}
 
@@ -44,7 +46,7 @@ class MemoryStorage:
         with self._lock:
             return key in self._blocks
 
-    def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
+    def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Copy and verify; a bad block is forgotten."""
         flat = check_destination(self.geometry, destination)
         if self.before_read is not None:
@@ -57,13 +59,16 @@ class MemoryStorage:
         if block is None:
             return ReadOutcome(0, block_file.MISSING)
         header, payload = block
-        flat[:] = payload
-        reason = block_file.defect(key, self._digest, header, flat)
-        if reason is not None:
+        arrived = self._order.of(flat, whole=whole)
+        stored = self._order.of(memoryview(payload), whole=whole)
+        for here, there in zip(arrived.buffers, stored.buffers, strict=True):
+            here[:] = there
+        reason = block_file.defect(key, self._digest, header, arrived)
+        if reason not in (None, block_file.OTHER_FORMAT):
             with self._lock:
                 if self._blocks.get(key) is block:
                     del self._blocks[key]
-        return ReadOutcome(len(payload), reason)
+        return ReadOutcome(arrived.size_bytes, reason)
 
     def write(
         self,
@@ -75,7 +80,7 @@ class MemoryStorage:
         new_blocks = 0
         flat = check_sources(self.geometry, keys, sources)
         for key, source, own in zip(keys, flat, own_origins(keys, origin), strict=True):
-            header = block_file.encode_header(key, self._digest, source, own)
+            header = block_file.encode_header(key, self._digest, self._order.of(source), own)
             with self._lock:
                 if key in self._blocks:
                     continue

@@ -37,6 +37,7 @@ from dualpath.storage.directory import (
     private,
     refused,
 )
+from dualpath.storage.sections import FileOrder
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ DirectIo = bool | Literal["auto"]
 #: What direct I/O needs on most devices: a logical sector.  A Full Block of 61 layers of 42 KiB is
 #: no multiple of 4096.  Where a device wants more, the kernel refuses and the cache is used.
 DIRECT_ALIGNMENT_BYTES = 512
+#: What one call takes (IOV_MAX).
+_MOST_BUFFERS = 1024
 
 
 class PosixStorage:
@@ -70,6 +73,7 @@ class PosixStorage:
         self.namespace = namespace
         self.geometry = namespace.geometry
         self._digest = namespace.digest()
+        self._order = FileOrder(namespace.geometry)
         self._directory = NamespaceDirectory(Path(root), namespace, ".kv")
         self._sync = sync
         self._direct = self._choose_direct(direct_io)
@@ -93,13 +97,14 @@ class PosixStorage:
         """Return whether a block has a file."""
         return self._directory.has(key)
 
-    def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
+    def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Read and verify a block; one found bad is removed so it can be written anew."""
         flat = check_destination(self.geometry, destination)
+        payload = self._order.of(flat, whole=whole)
         path = self._directory.block_path(key)
         header = self._header_buffer()
         try:
-            length = self._read_file(path, header, flat)
+            length = self._read_file(path, header, payload.buffers)
         except (FileNotFoundError, NotADirectoryError):
             return ReadOutcome(0, block_file.MISSING)
         except NotAFileError:
@@ -109,11 +114,10 @@ class PosixStorage:
             logger.warning("read of %s failed: %s", path, error)
             return ReadOutcome(0, f"read error: {error.strerror}")
         payload_bytes = max(length - HEADER_BYTES, 0)
-        if payload_bytes < flat.nbytes:
-            reason: str | None = block_file.SHORT
-        else:
-            reason = block_file.defect(key, self._digest, header, flat)
-        if reason is not None:
+        reason = block_file.defect_of_length(key, self._digest, header, payload, payload_bytes)
+        if reason == block_file.OTHER_FORMAT:
+            logger.warning("stored block %s has %s and is not read", path, reason)
+        elif reason is not None:
             self._directory.discard(path, reason)
         return ReadOutcome(payload_bytes, reason)
 
@@ -152,14 +156,15 @@ class PosixStorage:
             )
         return possible
 
-    def _read_file(self, path: str, header: memoryview, destination: memoryview) -> int:
-        if self._direct and _is_aligned(destination):
+    def _read_file(self, path: str, header: memoryview, destinations: Sequence[memoryview]) -> int:
+        buffers = [header, *destinations]
+        if self._direct and all(map(_is_aligned, destinations)):
             try:
-                return _read_whole(path, os.O_RDONLY | os.O_DIRECT, header, destination)
+                return _read_head(path, os.O_RDONLY | os.O_DIRECT, buffers)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-        return _read_whole(path, os.O_RDONLY, header, destination)
+        return _read_head(path, os.O_RDONLY, buffers)
 
     def _header_buffer(self) -> memoryview:
         buffer: memoryview | None = getattr(self._per_thread, "header", None)
@@ -170,14 +175,16 @@ class PosixStorage:
     def _write_one(self, key: BlockKey, source: memoryview, origin: BlockOrigin) -> bool:
         if self._directory.has(key):
             return False
-        header = block_file.encode_header(key, self._digest, source, origin)
+        payload = self._order.of(source)
+        header = block_file.encode_header(key, self._digest, payload, origin)
+        buffers = [memoryview(header), *payload.buffers]
         temporary = self._directory.temporary_path()
         try:
             try:
-                _write_whole(temporary, header, source, self._sync)
+                _write_whole(temporary, buffers, self._sync)
             except FileNotFoundError:
                 self._directory.restore()
-                _write_whole(temporary, header, source, self._sync)
+                _write_whole(temporary, buffers, self._sync)
             return self._directory.publish(temporary, key)
         except OSError as error:
             Path(temporary).unlink(missing_ok=True)
@@ -189,28 +196,28 @@ def _is_aligned(view: memoryview) -> bool:
     return address % DIRECT_ALIGNMENT_BYTES == 0 and view.nbytes % DIRECT_ALIGNMENT_BYTES == 0
 
 
-def _read_whole(path: str, flags: int, header: memoryview, destination: memoryview) -> int:
-    """Read header and payload; return the bytes read, fewer than both only at end of file."""
+def _read_head(path: str, flags: int, buffers: Sequence[memoryview]) -> int:
+    """Fill buffers with a file's first bytes; return how many, fewer only at end of file."""
     descriptor = open_regular(path, flags)
     try:
-        wanted = header.nbytes + destination.nbytes
-        done = os.preadv(descriptor, [header, destination], 0)
-        while 0 < done < wanted:
-            if done < header.nbytes:
-                more = os.preadv(descriptor, [header[done:], destination], done)
-            else:
-                more = os.preadv(descriptor, [destination[done - header.nbytes :]], done)
+        done, left = 0, list(buffers)
+        while left:
+            more = os.preadv(descriptor, left[:_MOST_BUFFERS], done)
             if more == 0:
                 break
             done += more
+            while left and more >= left[0].nbytes:
+                more -= left.pop(0).nbytes
+            if more:
+                left[0] = left[0][more:]
         return done
     finally:
         os.close(descriptor)
 
 
-def _write_whole(path: str, header: bytes, payload: memoryview, sync: bool) -> None:
+def _write_whole(path: str, buffers: Sequence[memoryview], sync: bool) -> None:
     with open(path, "xb", buffering=0, opener=private) as file:
-        for part in (memoryview(header), payload):
+        for part in buffers:
             done = 0
             while done < part.nbytes:
                 done += file.write(part[done:])

@@ -63,9 +63,9 @@ class RememberingStorage:
         self._learn(key, stored)
         return stored
 
-    def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
+    def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Read, and learn from how it went."""
-        outcome = self.inner.read(key, destination)
+        outcome = self.inner.read(key, destination, whole=whole)
         self._learn(key, outcome.is_good)
         return outcome
 

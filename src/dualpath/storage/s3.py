@@ -28,6 +28,7 @@ from dualpath.storage.directory import block_name, namespace_name
 from dualpath.storage.s3_client import S3Client, S3Error
 from dualpath.storage.s3_connection import Patience
 from dualpath.storage.s3_location import S3Location
+from dualpath.storage.sections import FileOrder
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class S3Storage:
         self.namespace = namespace
         self.geometry = namespace.geometry
         self._digest = namespace.digest()
+        self._order = FileOrder(namespace.geometry)
         self._folder = namespace_name(namespace)
         self.client = S3Client(location, patience or Patience())
         _claim(self.client, f"{self._folder}/namespace.json", namespace)
@@ -80,24 +82,25 @@ class S3Storage:
                 "server"
             ) from error
 
-    def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
+    def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Read and verify a block; one found bad is removed so it can be written anew."""
         flat = check_destination(self.geometry, destination)
         header = memoryview(bytearray(HEADER_BYTES))
+        payload = self._order.of(flat, whole=whole)
+        buffers = [header, *payload.buffers]
         name = self.object_name(key)
         try:
-            received = self.client.get_into(name, [header, flat])
+            received = self.client.get_into(name, buffers, all_of_it=whole)
         except S3Error as error:
             logger.warning("read failed: %s", error)
             return ReadOutcome(0, f"read error: {error}")
         if received is None:
             return ReadOutcome(0, block_file.MISSING)
         payload_bytes = max(received - HEADER_BYTES, 0)
-        if payload_bytes < flat.nbytes:
-            reason: str | None = block_file.SHORT
-        else:
-            reason = block_file.defect(key, self._digest, header, flat)
-        if reason is not None:
+        reason = block_file.defect_of_length(key, self._digest, header, payload, payload_bytes)
+        if reason == block_file.OTHER_FORMAT:
+            logger.warning("stored block %s has %s and is not read", name, reason)
+        elif reason is not None:
             self._discard(name, reason)
         return ReadOutcome(payload_bytes, reason)
 
@@ -139,8 +142,9 @@ class S3Storage:
             try:
                 if self.client.exists(name):
                     return False
-                header = block_file.encode_header(key, self._digest, source, origin)
-                is_new = self.client.put(name, [header, source])
+                payload = self._order.of(source)
+                header = block_file.encode_header(key, self._digest, payload, origin)
+                is_new = self.client.put(name, [header, *payload.buffers])
             except S3Error as error:
                 raise StorageError(
                     f"write of {HEADER_BYTES + source.nbytes} bytes refused: {error}; see the "

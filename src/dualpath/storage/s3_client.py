@@ -50,28 +50,37 @@ class S3Client:
         # have been closed by the server.
         self._idle: list[Connection] = []
 
-    def get_into(self, name: str, parts: list[memoryview]) -> int | None:
-        """Fill ``parts`` with the object's first bytes; return how many, None without an object."""
+    def get_into(self, name: str, parts: list[memoryview], *, all_of_it: bool = True) -> int | None:
+        """Fill ``parts`` with the object's first bytes; return how many, None without an object.
+
+        ``all_of_it`` says that the object should be no longer than they are.
+        """
+        room = sum(part.nbytes for part in parts)
 
         def take(response: http.client.HTTPResponse) -> int | None:
             if response.status == 404:
                 return None
+            if response.status == 416:  # the object is empty
+                return 0
             length = _length(response)
-            wanted = min(length, sum(part.nbytes for part in parts))
+            wanted = min(length, room)
             received = fill(response.readinto, parts, wanted)
             if received < wanted:
                 raise ConnectionError(f"answer ended after {received} of {length} bytes")
             return received
 
-        return self._request("GET", name, take, missing_is_answer=True)
+        headers = {} if all_of_it else _first(room)
+        return self._request("GET", name, take, missing_is_answer=True, headers=headers)
 
     def get(self, name: str, most_bytes: int | None = None) -> bytes | None:
         """Return a small object, or the first bytes of any, None without one."""
 
         def take(response: http.client.HTTPResponse) -> bytes | None:
+            if response.status == 416:
+                return b""
             return None if response.status == 404 else response.read(most_bytes)
 
-        wanted = {} if most_bytes is None else {"Range": f"bytes=0-{most_bytes - 1}"}
+        wanted = {} if most_bytes is None else _first(most_bytes)
         return self._request("GET", name, take, missing_is_answer=True, headers=wanted)
 
     def list_prefix(self, prefix: str) -> str:
@@ -222,7 +231,7 @@ class S3Client:
         status = response.status
         if status in (200, 201, 204, 206) or (status == 404 and missing_is_answer):
             return
-        if method == "PUT" and status in (409, 412, 501):
+        if (method == "PUT" and status in (409, 412, 501)) or (method == "GET" and status == 416):
             return
         text = response.read(_ERROR_TEXT_BYTES).decode(errors="replace")
         code = _element(text, "Code")
@@ -232,6 +241,11 @@ class S3Client:
         if status in _AGAIN:
             raise _TryAgainError(said)
         raise S3Error(f"{self._what(method, name)}: {said}", status, code)
+
+
+def _first(count: int) -> dict[str, str]:
+    """Return the header that asks for an object's first bytes."""
+    return {"Range": f"bytes=0-{count - 1}"}
 
 
 def _length(response: http.client.HTTPResponse) -> int:

@@ -72,10 +72,10 @@ class ThrottledStorage:
         """Ask the inner backend; look-ups are free."""
         return self.inner.is_stored(key)
 
-    def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
+    def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Read as late as the bucket lets the bytes through."""
         start_s = self._now_s()
-        outcome = self.inner.read(key, destination)
+        outcome = self.inner.read(key, destination, whole=whole)
         self._wait(outcome.bytes_read, start_s)
         return outcome
 

@@ -59,8 +59,10 @@ def prepare(settings: VictimSettings) -> None:
 def _count_loads(tally: Tally) -> None:
     read = posix.PosixStorage.read
 
-    def counted(self: posix.PosixStorage, key: bytes, destination: memoryview) -> ReadOutcome:
-        outcome = read(self, key, destination)
+    def counted(
+        self: posix.PosixStorage, key: bytes, destination: memoryview, *, whole: bool = True
+    ) -> ReadOutcome:
+        outcome = read(self, key, destination, whole=whole)
         tally.add(good=outcome.is_good)
         return outcome
 

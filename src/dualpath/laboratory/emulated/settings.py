@@ -84,7 +84,8 @@ class EmulatedOptions(EmulatedServer, frozen=True, kw_only=True):
         str,
         Setting(
             "KV bytes of a token in each part of each layer, instead of the two above: "
-            "`656+136*61` are 61 layers of two parts, `256,64*5` a large layer and five small ones",
+            "`656+136*61` are 61 layers of two parts, `256,64@512*5` a large layer and five small "
+            "ones that attend to the last 512 tokens",
             metavar="PARTS",
         ),
     ] = ""
@@ -144,7 +145,9 @@ def block_geometry(layers: int, block_tokens: int, kv_bytes_per_token: float) ->
     return BlockGeometry.uniform(layers, block_tokens, block_tokens * words * WORD_BYTES)
 
 
-_LAYERS = re.compile(r"(?P<parts>[1-9]\d*(?:\+[1-9]\d*)*)(?:\*(?P<times>[1-9]\d*))?")
+_LAYERS = re.compile(
+    r"(?P<parts>[1-9]\d*(?:\+[1-9]\d*)*)(?:@(?P<window>[1-9]\d*))?(?:\*(?P<times>[1-9]\d*))?"
+)
 #: More than any model has; more layers than this are a slip.
 _MOST_LAYERS = 1000
 
@@ -155,14 +158,17 @@ def part_geometry(layer_parts: str, block_tokens: int) -> BlockGeometry:
     Raises ``ConfigError`` for what is no such description.
     """
     layers: list[tuple[int, ...]] = []
+    windows: list[int] = []
     for text in layer_parts.split(","):
         found = _LAYERS.fullmatch(text.strip())
         times = int(found["times"] or 1) if found else 0
         if found is None or len(layers) + times > _MOST_LAYERS:
             raise ConfigError(
                 f"{{layer_parts}} has {text.strip()!r}; layers are parts of so many bytes per "
-                f"token, A+B, or N layers alike, A+B*N, {_MOST_LAYERS} at most"
+                f"token, A+B, or N layers alike, A+B*N, {_MOST_LAYERS} at most, with a sliding "
+                "window of W tokens A+B@W*N"
             )
         parts = tuple(int(size) * block_tokens for size in found["parts"].split("+"))
         layers += [parts] * times
-    return BlockGeometry(block_tokens, tuple(layers))
+        windows += [int(found["window"] or 0)] * times
+    return BlockGeometry(block_tokens, tuple(layers), tuple(windows) if any(windows) else ())

@@ -22,6 +22,7 @@ from dualpath.laboratory.chaos.fuzz.inputs import Inputs
 from dualpath.laboratory.workload.formats import read_trace
 from dualpath.storage.block_file import HEADER_BYTES, encode_header
 from dualpath.storage.posix import PosixStorage
+from dualpath.storage.sections import Sections
 
 TAKEN, REFUSED = "taken", "refused"
 
@@ -230,7 +231,7 @@ _NAMESPACE = StoreNamespace(
     geometry=BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=2048),
 )
 #: What the header's fields and their checksum cover; zeros follow up to the payload.
-_FIELDS_BYTES = 104
+_FIELDS_BYTES = 176
 
 
 class BlockSubject(_InFolder):
@@ -248,7 +249,7 @@ class BlockSubject(_InFolder):
         payload = inputs.random.randbytes(self._into.nbytes)
         other = inputs.random.randbytes(32) if inputs.chance(0.1) else key
         digest = "0" * 16 if inputs.chance(0.1) else _NAMESPACE.digest()
-        whole = encode_header(other, digest, payload) + payload
+        whole = encode_header(other, digest, Sections([payload])) + payload
         match inputs.random.randrange(4):
             case 0:
                 fields = inputs.damaged(whole[:_FIELDS_BYTES])

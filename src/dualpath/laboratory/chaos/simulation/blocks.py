@@ -51,7 +51,7 @@ class SimStorage:
             raise StorageError("the adversary fails the look-up")
         return self._shared.is_stored(key)
 
-    def read(self, key: BlockKey, destination: memoryview) -> ReadOutcome:
+    def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Read, with bytes that arrive late, or broken, or not at all."""
         slow = self._take_time("read")
         self._check(destination)
@@ -66,7 +66,7 @@ class SimStorage:
                 )
             except KeyError:
                 return ReadOutcome(0, "missing")
-        return self._shared.read(key, destination)
+        return self._shared.read(key, destination, whole=whole)
 
     def write(
         self,

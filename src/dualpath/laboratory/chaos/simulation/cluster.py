@@ -27,8 +27,8 @@ COSTS = ModelCosts(
     decode=DecodeCosts(step_s=1e-2),
     prefill_tokens_per_s=1e4,
 )
-#: Equal layers, layers of two parts, and layers of which each is another.
-GEOMETRIES = tuple(part_geometry(parts, BLOCK_TOKENS) for parts in ("8*3", "16+8*3", "24,8+8,8"))
+#: Equal layers, layers of two parts, and layers of which each is another, one a window layer.
+GEOMETRIES = tuple(part_geometry(parts, BLOCK_TOKENS) for parts in ("8*3", "16+8*3", "24,8+8@6,8"))
 VOCABULARY = 1000
 
 #: Until a rank notices that another one of its group has ended.

@@ -179,7 +179,8 @@ class _Run:
             right.update(asked.blocks(kv))
         for storage in self.cluster.shared.stored():
             for key, (header, payload) in storage._blocks.items():
-                rots = block_file.defect(key, storage._digest, header, payload) is not None
+                sections = storage._order.of(memoryview(payload))
+                rots = block_file.defect(key, storage._digest, header, sections) is not None
                 if not rots and right.get(key) != payload:
                     self.world.problem(f"stored block {key.hex()[:8]} is wrong")
 
