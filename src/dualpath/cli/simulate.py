@@ -119,8 +119,8 @@ def _setting_note(args: argparse.Namespace, setup: "Setup") -> str:
         f"Cluster {args.cluster}{changed}: "
         f"{nodes_text(cluster.prefill_nodes, cluster.decode_nodes)} of "
         f"{cluster.gpus_per_node} GPUs{_engines(cluster)}, "
-        f"storage NIC {cluster.snic_bytes_per_s / 1e9:g} GB/s per node. Model {setup.model.name}, {setup.model.kv_bytes_per_token:,.0f} bytes of KV per "
-        "token."
+        f"storage NIC {cluster.snic_bytes_per_s / 1e9:g} GB/s per node. "
+        f"Model {setup.model.name}, {setup.model.kv_bytes_per_token:,.0f} bytes of KV per token."
     )
 
 
