@@ -25,7 +25,7 @@ from tests.stored_runs import read_run, stored_head
 from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.ops.launch.commands import ENGINE_ENTRY, engine_command, engine_id
+from dualpath.ops.launch.commands import ENGINE_ENTRY, DpRank, engine_command, engine_id, rank_id
 from dualpath.ops.launch.fork_server import ForkedProcess
 from dualpath.ops.launch.local_cluster import claim_port
 from dualpath.ops.launch.process import Supervisor
@@ -84,9 +84,8 @@ class EngineCluster:
         listener = bind_listen_socket(args)
         config = make_engine_config(args)
         calls = GenerateClient(config.model_config.max_logprobs)
-        self.service = RouterService(
-            RouterSettings(mode=self.settings.mode), calls, adapter_paths=adapter_paths(args)
-        )
+        router = RouterSettings(mode=self.settings.mode, engine_wait_s=START_S)
+        self.service = RouterService(router, calls, adapter_paths=adapter_paths(args))
         await self.service.start()
         self.control_port = int(self.service.control_address.rpartition(":")[2])
         llm = DualPathLLM(
@@ -116,6 +115,19 @@ class EngineCluster:
         self._started[name] = (role, index, changes)
         self.supervisor.add(ForkedProcess(name, ENGINE_ENTRY, command, log))
         return name
+
+    def start_group(self, role: Role, index: int, size: int) -> list[str]:
+        """Start the ranks of a data-parallel group; return their names."""
+        names = [rank_id(role, index, rank, size) for rank in range(size)]
+        rpc_port = claim_port()
+        for rank, name in enumerate(names):
+            place = DpRank(rank, size, rpc_port)
+            command = engine_command(
+                self.settings, role, index, claim_port(), self.control_port, dp=place
+            )
+            log = self.folder / f"{name}.log"
+            self.supervisor.add(ForkedProcess(name, ENGINE_ENTRY, command, log))
+        return names
 
     def restart(self, name: str) -> None:
         """Start a killed engine as it was, and wait until it has joined again."""

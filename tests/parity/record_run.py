@@ -99,7 +99,7 @@ class LoseEngine:
         process = self._cluster.process("de-1")
         process.kill()
         process.wait(GUARD_S)
-        self._cluster.start_engine(Role.DECODE, 1)
+        self._cluster.start_engines(Role.DECODE, 1)
 
 
 def record(mode: Mode, seed: int, lose_engine: bool) -> None:

@@ -1,6 +1,14 @@
 """When a process that has ended is started again."""
 
-from dualpath.ops.launch.restarts import FIRST_PAUSE_S, LAST_PAUSE_S, LONG_LIFE_S, Restarts
+import signal
+
+from dualpath.ops.launch.restarts import (
+    FIRST_PAUSE_S,
+    LAST_PAUSE_S,
+    LONG_LIFE_S,
+    OTHERS_END_S,
+    Restarts,
+)
 
 
 class Process:
@@ -9,9 +17,16 @@ class Process:
     def __init__(self, name: str) -> None:
         self.name = name
         self.alive = True
+        self.got: list[int] = []
 
     def ending(self) -> str:
         return f"{self.name} ended"
+
+    def send_signal(self, number: int) -> None:
+        self.got.append(number)
+
+    def kill(self) -> None:
+        self.alive = False
 
 
 class Story:
@@ -55,3 +70,35 @@ def test_what_ends_soon_after_every_start_is_tried_less_and_less_often() -> None
     assert story.said[-1].endswith("pe-0 is started again in 30 s")
     assert story.dies_after(LONG_LIFE_S) == 0
     assert story.dies_after(2.0) == FIRST_PAUSE_S
+
+
+def test_ranks_of_a_group_end_together_and_are_started_when_the_last_has_ended() -> None:
+    ranks = [Process("pe-0-dp0"), Process("pe-0-dp1"), Process("de-0")]
+    started: list[str] = []
+    said: list[str] = []
+    restarts = Restarts(started.append, said.append, {"pe-0-dp0": "pe-0", "pe-0-dp1": "pe-0"})
+    restarts.turn(ranks, 0.0)
+    ranks[1].alive = False
+    restarts.turn(ranks, LONG_LIFE_S)
+    assert ranks[0].got == [signal.SIGINT]
+    assert not ranks[2].got
+    assert said == ["pe-0-dp1 ended\npe-0 is started again at once"]
+    restarts.turn(ranks, LONG_LIFE_S + 1.0)
+    assert started == []
+    ranks[0].alive = False
+    restarts.turn(ranks, LONG_LIFE_S + 2.0)
+    assert started == ["pe-0"]
+    assert len(ranks[0].got) == 1
+
+
+def test_a_rank_that_does_not_end_with_the_others_is_killed() -> None:
+    ranks = [Process("pe-0-dp0"), Process("pe-0-dp1")]
+    started: list[str] = []
+    restarts = Restarts(started.append, started.append, {rank.name: "pe-0" for rank in ranks})
+    restarts.turn(ranks, 0.0)
+    ranks[1].alive = False
+    restarts.turn(ranks, LONG_LIFE_S)
+    restarts.turn(ranks, LONG_LIFE_S + OTHERS_END_S)
+    assert not ranks[0].alive
+    restarts.turn(ranks, LONG_LIFE_S + OTHERS_END_S + 1.0)
+    assert started[-1] == "pe-0"

@@ -20,6 +20,7 @@ def weights(directory):
     ("kind", "model_type", "layers"),
     [
         ("qwen2", "qwen2", 8),
+        ("qwen3_moe", "qwen3_moe", 4),
         ("deepseek_v2", "deepseek_v2", 4),
         ("gemma3", "gemma3_text", 6),
         ("gpt_oss", "gpt_oss", 4),

@@ -106,20 +106,31 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_commands(settings: LocalClusterSettings) -> int:
+    import itertools
     import shlex
 
     from dualpath.core.cluster import Role
-    from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT, engine_command, router_command
+    from dualpath.ops.launch.commands import (
+        ENGINE_ENVIRONMENT,
+        DpRank,
+        engine_command,
+        router_command,
+    )
 
     control_port = 5700
+    rpc_ports = itertools.count(29550)  # from vLLM's default on, one for each group
     print("dualpath " + shlex.join(router_command(settings, settings.port, control_port)))
     environment = " ".join(f"{name}={value}" for name, value in ENGINE_ENVIRONMENT.items())
     port = settings.port
     for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
+        size = settings.ranks(role)
         for index in range(count):
-            port += 1
-            command = engine_command(settings, role, index, port, control_port)
-            print(f"{environment} python -m {ENGINE_MODULE} {shlex.join(command)}")
+            rpc_port = next(rpc_ports)
+            for rank in range(size):
+                port += 1
+                dp = DpRank(rank, size, rpc_port) if size > 1 else None
+                command = engine_command(settings, role, index, port, control_port, dp=dp)
+                print(f"{environment} python -m {ENGINE_MODULE} {shlex.join(command)}")
     return 0
 
 

@@ -7,6 +7,7 @@ to depend on the whole context, so that KV read from a wrong place changes the o
 
     kind          attention            layers  KV of a token and layer
     qwen2         grouped, 4 KV heads  8       1,024 bytes
+    qwen3_moe     grouped, 4 KV heads  4       1,024 bytes; 8 experts
     deepseek_v2   MLA                  4       2,304 bytes (compressed KV 512 + rotary key 64)
     gemma3        5 of 6 in windows    6       512 bytes
     gpt_oss       every 2nd in windows 4       1,024 bytes; experts, sinks
@@ -29,10 +30,16 @@ from dualpath.laboratory.models.smollm2 import CHAT_TEMPLATE
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-TinyKind = Literal["qwen2", "deepseek_v2", "gemma3", "gpt_oss"]
+TinyKind = Literal["qwen2", "qwen3_moe", "deepseek_v2", "gemma3", "gpt_oss"]
 
 KINDS: tuple[TinyKind, ...] = get_args(TinyKind)
-DEFAULT_LAYERS: dict[TinyKind, int] = {"qwen2": 8, "deepseek_v2": 4, "gemma3": 6, "gpt_oss": 4}
+DEFAULT_LAYERS: dict[TinyKind, int] = {
+    "qwen2": 8,
+    "qwen3_moe": 4,
+    "deepseek_v2": 4,
+    "gemma3": 6,
+    "gpt_oss": 4,
+}
 WINDOW_TOKENS = 64
 
 # vLLM's CPU rotary operator reads MLA's three-dimensional rotary keys wrongly.
@@ -112,6 +119,26 @@ def _qwen2_config(layers: int) -> "PretrainedConfig":
     )
 
 
+def _qwen3_moe_config(layers: int) -> "PretrainedConfig":
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=8192,
+        initializer_range=0.12,
+        **_shared_settings(),
+    )
+
+
 def _deepseek_v2_config(layers: int) -> "PretrainedConfig":
     from transformers import DeepseekV2Config
 
@@ -185,6 +212,7 @@ def _attention_type(layer: int, every: int) -> str:
 
 _CONFIGS: dict[TinyKind, Callable[[int], "PretrainedConfig"]] = {
     "qwen2": _qwen2_config,
+    "qwen3_moe": _qwen3_moe_config,
     "deepseek_v2": _deepseek_v2_config,
     "gemma3": _gemma3_config,
     "gpt_oss": _gpt_oss_config,

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dualpath.core.cluster import Role
 from dualpath.core.settings import arguments
@@ -49,6 +49,15 @@ ENGINE_ENVIRONMENT = {
 SHUTDOWN_TIMEOUT_S = 5
 
 
+class DpRank(NamedTuple):
+    """A rank of a data-parallel group of ``size``; the first one is at ``address``."""
+
+    rank: int
+    size: int
+    rpc_port: int
+    address: str = LOOPBACK
+
+
 def router_command(
     settings: LocalClusterSettings, port: int, control_port: int, standby_lock: str = ""
 ) -> list[str]:
@@ -89,13 +98,16 @@ def engine_command(
     *,
     host: str = LOOPBACK,
     router_host: str = LOOPBACK,
+    dp: DpRank | None = None,
 ) -> list[str]:
     """Arguments of vLLM's API server that make it a PE or DE; the first two name the model.
+
+    ``dp`` makes it a rank of a data-parallel group, with a server of its own.
 
     ``host`` is where the engine serves and ``router_host`` where it finds the router's control
     port; a local cluster has both on the loopback address.
     """
-    transfer = {
+    transfer: dict[str, Any] = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_both",
@@ -103,6 +115,9 @@ def engine_command(
             settings, role, index, f"{host}:{port}", f"{router_host}:{control_port}"
         ),
     }
+    if dp is not None and settings.trace_dir:
+        extra = transfer["kv_connector_extra_config"]
+        extra["trace_out"] = f"{settings.trace_dir}/{rank_id(role, index, dp.rank, dp.size)}.json"
     command = [
         "--model", settings.model,
         "--host", host,
@@ -125,6 +140,14 @@ def engine_command(
         command += ["--max-model-len", str(settings.max_model_len)]
     if settings.enforce_eager:
         command.append("--enforce-eager")
+    if dp is not None:
+        command += [
+            "--data-parallel-size", str(dp.size),
+            "--data-parallel-rank", str(dp.rank),
+            "--data-parallel-address", dp.address,
+            "--data-parallel-rpc-port", str(dp.rpc_port),
+            "--enable-expert-parallel",
+        ]  # fmt: skip
     if role is Role.PREFILL:
         command += ["--scheduler-cls", SCHEDULER_CLASS]
         if settings.effective_layer_buffers:
@@ -150,6 +173,12 @@ def engine_keys(settings: LocalClusterSettings) -> frozenset[str]:
 def engine_id(role: Role, index: int) -> str:
     """Return an engine's name: pe-0, de-0 and so on."""
     return f"{'pe' if role is Role.PREFILL else 'de'}-{index}"
+
+
+def rank_id(role: Role, index: int, rank: int, size: int) -> str:
+    """Return the name of a rank of a group: pe-0-dp1; the engine's own where it is alone."""
+    name = engine_id(role, index)
+    return f"{name}-dp{rank}" if size > 1 else name
 
 
 def _extra_config(

@@ -3,8 +3,8 @@
 On CPUs vLLM insists on spawning the engine core, which imports everything once more: many seconds
 of CPU per engine.  Its reason, threads of OpenMP that do not survive a fork, does not hold here:
 nothing was computed in this process yet.  So one function of vLLM is replaced in this process,
-`vllm.v1.engine.utils.get_mp_context`.  On other devices nothing is, and an engine that an operator
-starts with vLLM's own command never comes here.
+`get_mp_context`, where engine cores are started and where their ranks are.  On other devices
+nothing is, and an engine that an operator starts with vLLM's own command never comes here.
 """
 
 import importlib
@@ -23,10 +23,12 @@ def prepare_engine() -> None:
     os.environ.pop("PYTHONHASHSEED", None)
     platforms = importlib.import_module("vllm.platforms")
     if platforms.current_platform.is_cpu():
-        engine_processes = importlib.import_module("vllm.v1.engine.utils")
-        setattr(  # noqa: B010 - a module's function, replaced on purpose
-            engine_processes, "get_mp_context", lambda: multiprocessing.get_context("fork")
-        )
+        for starts_processes in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
+            setattr(  # noqa: B010 - a module's function, replaced on purpose
+                importlib.import_module(starts_processes),
+                "get_mp_context",
+                lambda: multiprocessing.get_context("fork"),
+            )
 
 
 def run_entry(entry: str, command: Sequence[str]) -> NoReturn:

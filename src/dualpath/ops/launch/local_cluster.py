@@ -22,8 +22,10 @@ from dualpath.ops.launch.commands import (
     ENGINE_ENTRY,
     LOOPBACK,
     ROUTER_ENTRY,
+    DpRank,
     engine_command,
     engine_id,
+    rank_id,
     router_command,
 )
 from dualpath.ops.launch.fork_server import ForkedProcess
@@ -54,6 +56,8 @@ class LocalCluster:
         self._progress = progress
         self._supervisor = Supervisor()
         self._starts: dict[str, Callable[[], None]] = {}
+        #: Which engines end and start together, by the name of a process.
+        self._units: dict[str, str] = {}
         self._own_logs: str | None = None
         self._keys = ClusterKeys(self.settings)
         self.endpoint = ""
@@ -98,7 +102,7 @@ class LocalCluster:
                 self._starts[name]()
             for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
                 for index in range(count):
-                    self.start_engine(role, index)
+                    self.start_engines(role, index)
             self._wait_ready()
         except BaseException:
             self.stop()
@@ -110,14 +114,23 @@ class LocalCluster:
         command = router_command(self.settings, port, self.control_port, lock)
         self._spawn(name, ROUTER_ENTRY, command, logs, self._keys.router_environment())
 
-    def start_engine(self, role: Role, index: int) -> None:
-        """Start one engine, also one that replaces a lost one of the same name."""
-        name = engine_id(role, index)
-        self._starts[name] = functools.partial(self.start_engine, role, index)
-        engine_port = claim_port()
-        command = engine_command(self.settings, role, index, engine_port, self.control_port)
-        environment = self._keys.engine_environment()
-        self._spawn(name, ENGINE_ENTRY, command, self._log_dir(), environment)
+    def start_engines(self, role: Role, index: int) -> None:
+        """Start the engines of a node, also those that replace lost ones of the same names.
+
+        They are one, or the ranks of a data-parallel group, which are started together only.
+        """
+        size, unit = self.settings.ranks(role), engine_id(role, index)
+        self._starts[unit] = functools.partial(self.start_engines, role, index)
+        rpc_port = claim_port() if size > 1 else 0
+        for rank in range(size):
+            name = rank_id(role, index, rank, size)
+            self._units[name] = unit
+            dp = DpRank(rank, size, rpc_port) if size > 1 else None
+            command = engine_command(
+                self.settings, role, index, claim_port(), self.control_port, dp=dp
+            )
+            environment = self._keys.engine_environment()
+            self._spawn(name, ENGINE_ENTRY, command, self._log_dir(), environment)
 
     def drain(self) -> None:
         """Take no new requests; return when those under way have ended."""
@@ -140,7 +153,7 @@ class LocalCluster:
 
     def watch(self) -> None:
         """Start again whatever ends, and say so; never returns."""
-        restarts = Restarts(lambda name: self._starts[name](), self._progress)
+        restarts = Restarts(lambda unit: self._starts[unit](), self._progress, self._units)
         while True:
             restarts.turn(self.processes, time.monotonic())
             time.sleep(_POLL_S)
@@ -169,7 +182,8 @@ class LocalCluster:
         return Path(self._own_logs)
 
     def _wait_ready(self) -> None:
-        expected = self.settings.prefill + self.settings.decode
+        settings = self.settings
+        expected = settings.prefill * settings.prefill_dp + settings.decode * settings.decode_dp
         said = ""
 
         def missing() -> str:

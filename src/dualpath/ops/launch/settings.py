@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-from dualpath.core.cluster import NodesSettings
+from dualpath.core.cluster import NodesSettings, Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting
@@ -46,6 +46,8 @@ HbmBytes = Annotated[int, Setting("KV memory of an engine", ge=1)]
 class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     """Settings of ``LocalCluster``; sizes are per engine, of which every node has one.
 
+    With ``prefill_dp`` or ``decode_dp`` above 1 a node has a data-parallel group of that many.
+
     ``vllm_args`` go to the router's front end and every engine.  ``config_file`` holds further
     settings of router and engines, in its sections ``router`` and ``engine``.
     """
@@ -64,6 +66,10 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     lora_modules: LoraModules = msgspec.field(default_factory=dict)
     hbm_bytes: HbmBytes = 512 << 20
     buffer_bytes: BufferBytes = 1 << 30
+    prefill_dp: Annotated[
+        int, Setting("PEs of a data-parallel group, which share experts; 1: no groups", ge=1)
+    ] = 1
+    decode_dp: Annotated[int, Setting("DEs of a data-parallel group, as prefill_dp", ge=1)] = 1
     layer_buffers: LayerBuffers = 2
     snic_bytes_per_s: SnicRate = 0.0
     storage_quota: StorageQuota = 0
@@ -107,6 +113,10 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
                 "--vllm-args"
             )
         check_engine_config(self.nixl_engine_config)
+
+    def ranks(self, role: Role) -> int:
+        """Engines of a node of this role: the ranks of its data-parallel group."""
+        return self.prefill_dp if role is Role.PREFILL else self.decode_dp
 
     @property
     def effective_compute_quota_s(self) -> float:

@@ -1,0 +1,124 @@
+"""Data-parallel groups of real engines that share experts: right tokens, hits, one unit of failure.
+
+vLLM's CPU build cannot compute so; ``cpu_experts`` mends that in the workers of these tests.
+"""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
+from tests.e2e.plain_engine import (
+    GUARD_S,
+    START_S,
+    Completion,
+    PlainEngine,
+    Round,
+    in_parallel,
+    play_plain,
+    until,
+)
+
+from dualpath.core.cluster import Role
+from dualpath.laboratory.models.tiny import make_tiny_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+MENDED = ("--worker-extension-cls", "tests.e2e.cpu_experts.MendedCpuExperts")
+#: Ranks compute in lock step, on a few cores 0.2 s a token: little is asked.
+GENERATE = 10
+
+
+def an_agent(seed: int) -> list[Round]:
+    """Two turns of random tokens, the second with hits."""
+    chance = random.Random(seed)
+    lengths = (chance.randrange(150, 330), chance.randrange(60, 100))
+    return [Round([chance.randrange(3, 500) for _ in range(n)], GENERATE) for n in lengths]
+
+
+AGENTS = [an_agent(seed) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
+    """What one plain engine with all experts answers, by agent and turn."""
+    folder = tmp_path_factory.mktemp("plain-moe")
+    with PlainEngine(make_tiny_model("qwen3_moe"), folder, 64, "--no-async-scheduling") as plain:
+        return in_parallel([partial(play_plain, plain.url, agent) for agent in AGENTS])
+
+
+@contextlib.contextmanager
+def cluster(
+    folder_of: pytest.TempPathFactory, prefill: int, decode: int
+) -> Iterator[EngineCluster]:
+    """A prefill and a decode engine, one of them a group; prefill holds two layers of KV."""
+    folder = folder_of.mktemp("groups")
+    model = make_tiny_model("qwen3_moe")
+    settings = tiny_cluster_settings(model, folder / "storage", vllm_args=MENDED, layer_buffers=2)
+    with EngineCluster(settings, folder) as engines:
+        names: list[str] = []
+        for role, ranks in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+            if ranks > 1:
+                names += engines.start_group(role, 0, ranks)
+            else:
+                names.append(engines.start_engine(role, 0))
+        engines.wait_for(*names)
+        yield engines
+
+
+def agents_are_right(engines: EngineCluster, right: list[list[list[int]]], salt: str) -> None:
+    """Play all agents at once, with hits in their second turns."""
+    played = in_parallel(
+        [partial(engines.replay, agent, f"{salt} {n}") for n, agent in enumerate(AGENTS)]
+    )
+    assert [[answer.token_ids for answer in answers] for answers in played] == right
+    hits = [[answer.cached_tokens for answer in answers] for answers in played]
+    assert hits == [engines.expected_hits(agent) for agent in AGENTS]
+
+
+def whole_prompts_are_right(engines: EngineCluster, right: list[list[list[int]]]) -> None:
+    """Ask a second turn under a salt that nobody has used: nothing is loaded."""
+    first, second = AGENTS[0]
+    answer = engines.ask(first.append + right[0][0] + second.append, GENERATE, "nothing stored")
+    assert (answer.token_ids, answer.cached_tokens) == (right[0][1], 0)
+
+
+def test_a_prefill_group_answers_as_one_engine_does_and_is_one_unit_of_failure(
+    right: list[list[list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with cluster(tmp_path_factory, prefill=2, decode=1) as engines:
+        agents_are_right(engines, right, "before")
+        whole_prompts_are_right(engines, right)
+        assert {note.prefill_engine for note in engines.assignments()} == {"pe-0-dp0", "pe-0-dp1"}
+
+        # A request is under way in lock step when one rank is killed: the other ends by itself.
+        before = engines.total("pe_to_de_bytes")
+        prompt = [token for agent in AGENTS for turn in agent for token in turn.append]
+        request = Completion(engines.url, prompt, GENERATE, "a rank dies")
+        until(lambda: engines.total("pe_to_de_bytes") > before, "a computed chunk")
+        engines.forget_assignments()
+        engines.kill("pe-0-dp1")
+        sibling = engines.supervisor.process("pe-0-dp0")
+        until(lambda: engines.alive() == {"de-0"}, "the group is lost", START_S)
+        assert sibling.wait(GUARD_S) is not None
+        names = engines.start_group(Role.PREFILL, 0, 2)
+        engines.wait_for(*names)
+        assert len(request.answer().token_ids) == GENERATE
+        agents_are_right(engines, right, "after")
+        engines.wait_idle()
+
+
+@pytest.mark.long
+def test_a_decode_group_answers_as_one_engine_does(
+    right: list[list[list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with cluster(tmp_path_factory, prefill=1, decode=2) as engines:
+        agents_are_right(engines, right, "before")
+        whole_prompts_are_right(engines, right)
+        assert {note.decode_engine for note in engines.assignments()} == {"de-0-dp0", "de-0-dp1"}
+        engines.wait_idle()
