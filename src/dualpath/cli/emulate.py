@@ -161,6 +161,9 @@ def emulated_settings(args: argparse.Namespace) -> "EmulatedSettings":
         hbm_bytes=options.hbm_bytes,
         batch_cap_tokens=options.batch_cap_tokens,
         verify=options.verify,
+        dp_size=options.dp_size,
+        dp_rank=options.dp_rank,
+        dp_address=options.dp_address,
         vocab_size=options.vocab_size,
         **bounds,
     )

@@ -21,7 +21,7 @@ from dualpath.laboratory.chaos.matrix import Cast, Component
 from dualpath.laboratory.chaos.proxy import Relay
 from dualpath.laboratory.chaos.settings import ChaosSettings, LoadSettings
 from dualpath.laboratory.chaos.victim import VictimSettings
-from dualpath.ops.launch.commands import engine_id
+from dualpath.ops.launch.commands import DpRank, engine_id
 from dualpath.ops.launch.local_cluster import claim_port
 from dualpath.ops.launch.process import ManagedProcess, Supervisor
 
@@ -60,6 +60,7 @@ class ChaosCluster:
         self._stack = AsyncExitStack()
         self.routers = tuple(f"{ROUTER}-{i}" for i in range(settings.routers))
         self._ports = {name: claim_port() for name in (ROUTER, *self.engines)}
+        self._meeting_ports = {name: claim_port() for name in self.engines}
         self._control_port = claim_port()
         self.clients = Relay(self._ports[ROUTER])
         self.control = {name: Relay(self._control_port) for name in self.engines}
@@ -105,6 +106,15 @@ class ChaosCluster:
         """Start a process, for the first time or again."""
         # From this thread: processes die with the thread that started them.
         return self._supervisor.add(self._started(name))
+
+    def group(self, name: str) -> tuple[str, ...]:
+        """Return a process and those that end and start with it, by rank."""
+        if name not in self.engines:
+            return (name,)
+        role, names = self._role(name)
+        size = self.settings.ranks(role)
+        first = names.index(name) // size * size
+        return names[first : first + size]
 
     def process(self, name: str) -> ManagedProcess:
         """Return the running process of that name."""
@@ -152,17 +162,27 @@ class ChaosCluster:
                 self._load.request_deadline_s, self._control_port, self._folder / "router.lock"
             )
             return self._victims.router(victim, self._ports[ROUTER], limits, self.log(name))
-        prefills = component is Component.PREFILL
+        role, names = self._role(name)
+        group = self.group(name)
         at = EngineAt(
-            role=Role.PREFILL if prefills else Role.DECODE,
-            index=(self.cast.prefill if prefills else self.cast.decode).index(name),
+            role=role,
+            index=names.index(name),
             name=name,
             port=self._ports[name],
             api_url=f"http://{self.http[name].address}",
             control_port=int(self.control[name].address.rpartition(":")[2]),
             storage=self.storage,
+            dp=DpRank(group.index(name), len(group), self._meeting_ports[group[0]])
+            if len(group) > 1
+            else None,
         )
         return self._victims.engine(victim, at, self.log(name))
+
+    def _role(self, name: str) -> tuple[Role, tuple[str, ...]]:
+        """Return an engine's role, and all engines of it."""
+        if name in self.cast.prefill:
+            return Role.PREFILL, self.cast.prefill
+        return Role.DECODE, self.cast.decode
 
     def _component(self, name: str) -> Component:
         if name in self.routers:

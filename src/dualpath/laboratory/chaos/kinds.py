@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -17,7 +17,7 @@ from dualpath.laboratory.chaos.victim import ENTRY, VictimSettings
 from dualpath.laboratory.emulated.prefix import TokenChain
 from dualpath.laboratory.emulated.settings import EmulatedOptions, Verify
 from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS, make_tiny_model
-from dualpath.ops.launch.commands import engine_command, router_command
+from dualpath.ops.launch.commands import DpRank, engine_command, router_command
 from dualpath.ops.launch.fork_server import VLLM_MODULES, ForkedProcess
 from dualpath.ops.launch.process import ManagedProcess
 from dualpath.ops.launch.settings import LocalClusterSettings
@@ -45,6 +45,7 @@ class EngineAt(msgspec.Struct, frozen=True, kw_only=True):
     api_url: str
     control_port: int
     storage: Path
+    dp: DpRank | None = None
 
 
 class Victims(Protocol):
@@ -139,6 +140,7 @@ class EmulatedEngines:
             speedup=own.speedup,
             hbm_bytes=memory,
             verify=Verify.FULL,
+            **_place(at.dp),
         )
         role, *flags = arguments(engine, positional=("role",))
         command = ["emulate", role, *flags, *arguments(emulated)]
@@ -218,6 +220,13 @@ def _forked(
 ) -> ManagedProcess:
     """Start it from a server that has imported everything: a restart takes little of a core."""
     return ForkedProcess(victim.process, ENTRY, [victim.argument(), *command], log, preload=preload)
+
+
+def _place(dp: DpRank | None) -> dict[str, Any]:
+    if dp is None:
+        return {}
+    address = f"{dp.address}:{dp.rpc_port}"
+    return {"dp_size": dp.size, "dp_rank": dp.rank, "dp_address": address}
 
 
 def limits_of(request_deadline_s: float, control_port: int, standby_lock: Path) -> RouterSettings:

@@ -2,6 +2,8 @@
 
 from typing import Annotated
 
+from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError
 from dualpath.core.settings import Setting, Settings
 from dualpath.engine.settings import DEFAULT_PARALLEL_READS
 from dualpath.laboratory.chaos.matrix import Component, Fault
@@ -74,9 +76,36 @@ class ChaosSettings(Settings, frozen=True, kw_only=True):
     routers: Annotated[int, Setting("all but one of them stand by", ge=1)] = 2
     prefill: Annotated[int, Setting("prefill engines", ge=1)] = 2
     decode: Annotated[int, Setting("decode engines", ge=1)] = 2
+    prefill_dp: Annotated[
+        int, Setting("PEs of a data-parallel group, which end and start together", ge=1)
+    ] = 1
+    decode_dp: Annotated[int, Setting("DEs of a data-parallel group, as prefill_dp", ge=1)] = 1
     calm_every: Annotated[
         int, Setting("faults until nobody asks for once and it is looked for what is left", ge=1)
     ] = 50
     storage: Annotated[
         str, Setting("folder on a disk; empty: one in the logs' folder", metavar="DIR")
     ] = ""
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for groups that no campaign has."""
+        super().check()
+        groups = (
+            ("prefill", self.prefill, self.prefill_dp),
+            ("decode", self.decode, self.decode_dp),
+        )
+        for name, engines, ranks in groups:
+            if engines % ranks:
+                raise ConfigError(
+                    f"{{{name}}} is {engines}; it must be a multiple of {{{name}_dp}}, {ranks}; "
+                    "correct one of them"
+                )
+        if max(self.prefill_dp, self.decode_dp) > 1 and self.engines is EngineKind.VLLM:
+            raise ConfigError(
+                "{engines} is vllm, whose tiny model has no experts; groups are for emulated "
+                "engines here: leave {prefill_dp} and {decode_dp} out"
+            )
+
+    def ranks(self, role: Role) -> int:
+        """Engines of a data-parallel group of this role."""
+        return self.prefill_dp if role is Role.PREFILL else self.decode_dp

@@ -89,9 +89,21 @@ class Striker:
             await cluster.ended(name, _END_S)
         elif strike.fault is Fault.TERMINATE and code != 0:
             trouble = f"exit code {code} after SIGTERM"
-        cluster.start(name)
+        trouble = await self._end_siblings(name) or trouble
+        for rank in cluster.group(name):
+            cluster.start(rank)
         there = await self._there(strike, old_epoch)
         return trouble or ("" if there else f"not back {_BACK_S:g} s after its restart")
+
+    async def _end_siblings(self, name: str) -> str:
+        """Wait for the end of the other ranks of its group; say which did not end by itself."""
+        trouble = ""
+        for rank in self._cluster.group(name):
+            if rank != name and await self._cluster.ended(rank, _END_S) is None:
+                trouble = f"{rank} runs on {_END_S:g} s after the end of {name}"
+                self._cluster.process(rank).kill()
+                await self._cluster.ended(rank, _END_S)
+        return trouble
 
     async def _stop(self, strike: Strike, standing: Standing) -> str:
         # All of the process: what it has started itself, too.

@@ -10,6 +10,7 @@ from dualpath.core.cluster import Role
 from dualpath.engine.surroundings import LIVE, Surroundings
 from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.decode import DecodeEngine
+from dualpath.laboratory.emulated.group import meet
 from dualpath.laboratory.emulated.http_server import serving_app, until_signal
 from dualpath.laboratory.emulated.prefill import PrefillEngine
 from dualpath.laboratory.emulated.server import EngineServer
@@ -41,7 +42,8 @@ async def emulated_engine(
         async with serving_app(app, settings.host, settings.port) as port:
             api_url = settings.engine.api_url or f"http://{settings.host}:{port}"
             engine.start()
-            plane.membership.join(api_url)
+            dp = await asyncio.to_thread(meet, settings)
+            plane.membership.join(api_url, dp=dp)
             try:
                 yield EmulatedEngine(plane, api_url)
             finally:

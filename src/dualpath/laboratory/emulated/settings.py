@@ -65,6 +65,13 @@ class EmulatedServer(Settings, frozen=True, kw_only=True):
     verify: Annotated[
         Verify | None, Setting(f"{_VERIFY}; none: every byte of blocks up to 1 MiB")
     ] = None
+    dp_size: Annotated[
+        int, Setting("ranks of its data-parallel group, which end together; 1: none", ge=1)
+    ] = 1
+    dp_rank: Annotated[int, Setting("its rank, from 0 on", ge=0)] = 0
+    dp_address: Annotated[
+        str, Setting("where the first rank meets the others", metavar="HOST:PORT")
+    ] = ""
     vocab_size: Annotated[
         int, Setting("token ids lie between 0 and it; they have 32 bits", ge=2, le=1 << 32)
     ] = 32000
@@ -107,6 +114,12 @@ class EmulatedSettings(EmulatedServer, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise ``ConfigError`` (value, limit, remedy) for what cannot work."""
         super().check()
+        if self.dp_rank >= self.dp_size or (self.dp_size > 1 and ":" not in self.dp_address):
+            raise ConfigError(
+                f"{{dp_rank}} is {self.dp_rank} of {self.dp_size}, {{dp_address}} "
+                f"{self.dp_address!r}; a rank lies below {{dp_size}}, and the address of a group "
+                "is HOST:PORT"
+            )
         if self.batch_cap_tokens < self.geometry.block_tokens:
             raise ConfigError(
                 f"{{batch_cap_tokens}} is {self.batch_cap_tokens}; it must be at least the block "

@@ -1,0 +1,73 @@
+"""Emulated data-parallel ranks: they agree on a start, and all hear of the end of one."""
+
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.emulated_cluster import engine_settings
+
+from dualpath.core.cluster import GroupRank, Role
+from dualpath.core.errors import ConfigError, DeadlineError
+from dualpath.core.modes import Mode
+from dualpath.laboratory.emulated import group
+from dualpath.laboratory.emulated.settings import EmulatedSettings
+from dualpath.ops.launch.local_cluster import claim_port
+
+GUARD_S = 20.0
+
+
+def alone_in(tmp_path: Path) -> EmulatedSettings:
+    return engine_settings(Role.PREFILL, "pe", "tcp://127.0.0.1:1", tmp_path, Mode.DUALPATH)
+
+
+def ranks(tmp_path: Path, size: int) -> list[EmulatedSettings]:
+    address = f"127.0.0.1:{claim_port()}"
+    alone = alone_in(tmp_path)
+    return [
+        msgspec.structs.replace(alone, dp_size=size, dp_rank=rank, dp_address=address)
+        for rank in range(size)
+    ]
+
+
+def test_all_ranks_agree_and_hear_when_one_ends(tmp_path, monkeypatch):
+    ties: dict[int, list[object]] = {}
+    watch = group._watch
+    monkeypatch.setattr(
+        group, "_watch", lambda held, lost: (ties.update({id(lost): held}), watch(held, lost))
+    )
+    found: list[GroupRank | None] = [None] * 3
+    ended = [threading.Event() for _ in range(3)]
+    callbacks = [event.set for event in ended]
+
+    def come_up(rank: int) -> None:
+        found[rank] = group.meet(settings[rank], callbacks[rank], GUARD_S)
+
+    settings = ranks(tmp_path, 3)
+    threads = [threading.Thread(target=come_up, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(GUARD_S)
+    places = [place for place in found if place is not None]
+    assert [(place.rank, place.size) for place in places] == [(0, 3), (1, 3), (2, 3)]
+    assert len({place.start for place in places}) == 1
+    # The process of rank 2 ends: its only connection is cut, and the first rank passes it on.
+    (tie,) = ties[id(callbacks[2])]
+    tie.shutdown(2)  # type: ignore[attr-defined]
+    assert all(event.wait(GUARD_S) for event in ended)
+
+
+def test_a_rank_that_waits_for_others_in_vain_says_so(tmp_path):
+    for settings in ranks(tmp_path, 2):
+        with pytest.raises(DeadlineError, match=r"of 2 has not met the others.*start all of them"):
+            group.meet(settings, meet_s=0.2)
+
+
+def test_an_engine_alone_meets_nobody(tmp_path):
+    assert group.meet(alone_in(tmp_path)) is None
+
+
+def test_a_rank_beyond_its_group_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="dp_rank is 2 of 2"):
+        msgspec.structs.replace(ranks(tmp_path, 2)[0], dp_rank=2).check()
