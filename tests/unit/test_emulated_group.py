@@ -10,6 +10,10 @@ from tests.emulated_cluster import engine_settings
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.errors import ConfigError, DeadlineError
 from dualpath.core.modes import Mode
+from dualpath.laboratory.chaos.cluster import ChaosCluster
+from dualpath.laboratory.chaos.kinds import EmulatedEngines
+from dualpath.laboratory.chaos.points import EngineKind
+from dualpath.laboratory.chaos.settings import ChaosSettings, EmulatedVictims, LoadSettings
 from dualpath.laboratory.emulated import group
 from dualpath.laboratory.emulated.settings import EmulatedSettings
 from dualpath.ops.launch.local_cluster import claim_port
@@ -66,6 +70,28 @@ def test_a_rank_that_waits_for_others_in_vain_says_so(tmp_path):
 
 def test_an_engine_alone_meets_nobody(tmp_path):
     assert group.meet(alone_in(tmp_path)) is None
+
+
+async def test_a_campaign_starts_and_ends_ranks_together(tmp_path):
+    settings = ChaosSettings(prefill=4, decode=3, prefill_dp=2)
+    cluster = ChaosCluster(
+        settings, LoadSettings(), EmulatedEngines(EmulatedVictims()), *2 * (tmp_path,)
+    )
+    assert cluster.group("pe-3") == ("pe-2", "pe-3")
+    assert cluster.group("de-1") == ("de-1",)
+    assert cluster.group("router-0") == ("router-0",)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prefill": 3, "prefill_dp": 2}, "prefill is 3; it must be a multiple of prefill_dp, 2"),
+        ({"decode_dp": 2, "engines": EngineKind.VLLM}, "has no experts"),
+    ],
+)
+def test_groups_that_no_campaign_has_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        ChaosSettings(**change).check()
 
 
 def test_a_rank_beyond_its_group_is_refused(tmp_path):

@@ -66,6 +66,10 @@ async def test_a_rank_waits_until_all_of_its_group_have_greeted() -> None:
         await asyncio.sleep(20.0)  # it greets again and again, and is not taken for silent
         assert alive(made) == ["d0"]
         assert waits(made) == ["p0"]
+        assert "'prefill' waits for 1 of its 2 ranks: 1;" in str(made.service.unready())
+        labels = 'engine="p0",role="prefill",node="node of p0",group="prefill"'
+        metrics = made.service.exposition().decode()
+        assert f"dualpath:engine_waits_for_group{{{labels}}} 1.0" in metrics
         await second.start(made.network)
         await asyncio.gather(*(engine.saw(control.Welcome) for engine in (first, second)))
         assert alive(made) == ["d0", "p0", "p1"]

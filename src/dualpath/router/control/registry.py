@@ -366,7 +366,10 @@ def missing_engines(registry: Registry) -> str | None:
     missing = [role.value for role in Role if not registry.alive(role)]
     if not missing:
         return None
-    return f"no live {' and no live '.join(missing)} engine; start one that registers here"
+    # One reason for each group: its ranks wait for the same others.
+    waits = dict.fromkeys(why for e in registry.all() if (why := registry.waiting(e)) is not None)
+    said = f"no live {' and no live '.join(missing)} engine; start one that registers here"
+    return "; ".join((said, *waits))
 
 
 def _info(hello: Hello, order: int) -> EngineInfo:

@@ -123,6 +123,16 @@ class EngineCollector:
             "1 while an engine lives, 0 once it is lost; none after it left on purpose.",
             lambda e: float(e.alive),
         )
+        waits = GaugeMetricFamily(
+            "dualpath:engine_waits_for_group",
+            "1 while a rank of a data-parallel group waits for the other ranks, else 0.",
+            labels=[*_ENGINE_LABELS, "group"],
+        )
+        for engine in engines:
+            if engine.info.dp is not None:
+                waiting = float(self._registry.waiting(engine) is not None)
+                waits.add_metric([*_labels(engine), engine.info.dp.group], waiting)
+        yield waits
         now_s = self._clock()
         yield _gauge(
             expected,

@@ -189,6 +189,7 @@ def _lost(engines: Iterable[EngineState], now_s: float) -> list[dict[str, Any]]:
         {
             "engine_id": engine.info.engine_id,
             "role": engine.info.role.value,
+            "group": engine.info.dp.group if engine.info.dp else "",
             "node": engine.info.node,
             "silent_s": max(now_s - engine.heard_s, 0.0),
         }

@@ -239,8 +239,9 @@ function lostTable(engines) {
     title: "Lost engines",
     stacked: true,
     empty: "None. Engines that said goodbye are not missed.",
-    columns: [["engine", true], ["role", true], ["node", true], ["silent for", false]],
-    rows: engines.map((engine) => [{ text: engine.engine_id, alarm: true }, engine.role, engine.node,
-      asAge(engine.silent_s)]),
+    columns: [["engine", true], ["role", true], ["group", true], ["node", true],
+      ["silent for", false]],
+    rows: engines.map((engine) => [{ text: engine.engine_id, alarm: true }, engine.role, engine.group,
+      engine.node, asAge(engine.silent_s)]),
   };
 }
