@@ -103,12 +103,17 @@ class ModelGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return sum(part.layers * part.kv_bytes_per_token for part in self.attention)
 
     def block_geometry(self, block_tokens: int) -> BlockGeometry:
-        """Return blocks of all layers, part by part, as engines store and move them."""
+        """Return blocks of all layers, part by part, as engines store and move them.
+
+        Layers come run by run, not in the order in which the model has them.
+        """
         parts: list[tuple[int, ...]] = []
+        windows: list[int] = []
         for run in self.attention:
             sizes = tuple(round(size * block_tokens) for size in run.part_bytes_per_token)
             parts += [sizes] * run.layers
-        return BlockGeometry(block_tokens, tuple(parts))
+            windows += [run.kept_tokens] * run.layers
+        return BlockGeometry(block_tokens, tuple(parts), tuple(windows) if any(windows) else ())
 
     # Parameters
 
