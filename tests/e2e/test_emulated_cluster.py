@@ -52,6 +52,8 @@ ENGINE = (
     *("--model", "costs.toml", "--storage", "kv", "--block-tokens", "16", "--speedup", "4"),
     *("--buffer-bytes", "16MiB", "--hbm-bytes", "16MiB", "--batch-cap-tokens", "64"),
     *("--compute-quota-s", "0.001", "--verify", "full"),
+    # Layers of two parts, a large one, and small ones with a window.
+    *("--layer-parts", "192+64*3,512,128@64*2"),
 )
 #: Agents' rounds as (tokens to append, tokens to generate).
 AGENTS = (
