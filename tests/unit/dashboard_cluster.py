@@ -59,6 +59,7 @@ class ReportedCluster:
         admission = self.registry.admit(hello)
         assert admission is not None
         admission.engine.machine.on(admission.event)
+        admission.engine.machine.on(Event.COMPLETE)
         admission.engine.open(engine_id, b"", self.now_s)
         return admission.engine
 
