@@ -192,4 +192,6 @@ async def test_a_rank_that_another_engine_has_is_refused() -> None:
         assert "where 'p1' is rank 1 of 2" in refused.reason
         third.dp = GroupRank("q", "q 1", 2, 2)
         await third.saw(control.Refused, lambda m: "rank 2 of 2" in m.reason)
+        third.dp = GroupRank("q", "q 1", 0, 1 << 60)
+        await third.saw(control.Refused, lambda m: "at most 4096" in m.reason)
         assert "third" not in alive(made)
