@@ -22,7 +22,7 @@ from dualpath.laboratory.chaos.fuzz.inputs import Inputs
 from dualpath.laboratory.workload.formats import read_trace
 from dualpath.storage.block_file import HEADER_BYTES, encode_header
 from dualpath.storage.posix import PosixStorage
-from dualpath.storage.sections import Sections
+from dualpath.storage.sections import FileOrder
 
 TAKEN, REFUSED = "taken", "refused"
 
@@ -228,8 +228,9 @@ _NAMESPACE = StoreNamespace(
     model="fuzzed",
     dtype="float32",
     layout="none",
-    geometry=BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=2048),
+    geometry=BlockGeometry(4, ((512, 512), (1024,), (2048,)), layer_windows=(0, 8, 0)),
 )
+_ORDER = FileOrder(_NAMESPACE.geometry)
 #: What the header's fields and their checksum cover; zeros follow up to the payload.
 _FIELDS_BYTES = 176
 
@@ -249,7 +250,9 @@ class BlockSubject(_InFolder):
         payload = inputs.random.randbytes(self._into.nbytes)
         other = inputs.random.randbytes(32) if inputs.chance(0.1) else key
         digest = "0" * 16 if inputs.chance(0.1) else _NAMESPACE.digest()
-        whole = encode_header(other, digest, Sections([payload])) + payload
+        sections = _ORDER.of(memoryview(payload))
+        stored = b"".join(sections.buffers)
+        whole = encode_header(other, digest, sections) + stored
         match inputs.random.randrange(4):
             case 0:
                 fields = inputs.damaged(whole[:_FIELDS_BYTES])
@@ -257,7 +260,7 @@ class BlockSubject(_InFolder):
             case 1:
                 whole = inputs.damaged(whole)
             case 2:
-                whole = whole[:HEADER_BYTES] + inputs.damaged(payload)
+                whole = whole[:HEADER_BYTES] + inputs.damaged(stored)
         return key, payload, whole
 
     async def play(self, given: Any) -> str:  # noqa: ANN401 - what ``input`` returns
@@ -268,7 +271,17 @@ class BlockSubject(_InFolder):
         path.write_bytes(whole)
         self._into[:] = bytes(self._into.nbytes)
         try:
-            outcome = self._storage.read(key, self._into)
+            if self._storage.read(key, self._into, whole=False).is_good:
+                arrived, right = (
+                    _ORDER.of(memoryview(block), whole=False).buffers
+                    for block in (self._into, payload)
+                )
+                assert arrived == right, "a wrong block without its window layers is good"
+                outcome = self._storage.read(key, self._into)
+            else:
+                path.write_bytes(whole)
+                outcome = self._storage.read(key, self._into)
+                assert not outcome.is_good, "what is bad in part is good as a whole"
         except StorageError as error:
             raise AssertionError("a read raises for no bad block") from error
         if outcome.is_good:
