@@ -4,13 +4,18 @@ import msgspec
 import pytest
 from tests.simulated import agents_of, small_setup
 
+from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.model.sim.derived import limits
 from dualpath.model.sim.layout import cluster_layout, node_of
 from dualpath.model.sim.run import simulate
 from dualpath.model.sim.settings import Setup
+from dualpath.plan.bounds import link_bytes
+from dualpath.plan.movements import Link, Replicas
+from dualpath.plan.steps import PromptLayout, whole_plan
 from dualpath.policy.rebalance import RebalanceSettings
 
 #: One round with hits and misses, of which nothing else is waiting.
@@ -55,6 +60,19 @@ def test_kv_that_every_gpu_needs_is_loaded_by_each_and_sent_in_turn():
     loaded_s, sent_and_filled_s = stages_s(parallel(prefill=4, decode=4, replicas=4.0))
     assert loaded_s == pytest.approx(0.96)
     assert sent_and_filled_s == pytest.approx(2 * 1.024 / 4)
+
+
+def test_compute_nics_carry_what_the_plan_sums_up():
+    """Basic reads 960 tokens at the PE: r loads from DRAM, sends of 1,024, a fill of 1,024."""
+    for replicas in (1.0, 4.0):
+        setup = parallel(prefill=4, decode=4, replicas=replicas)
+        carried = simulate(setup, AGENT, core="reference").links.cnic_bytes.sum(axis=0)
+        geometry = BlockGeometry.uniform(10, 64, 6400)
+        hits = (HitRun(Role.PREFILL, BlockRun(0, 15)),)
+        plan = whole_plan(PromptLayout(geometry=geometry, prompt_tokens=1024, hits=hits))
+        loads = link_bytes(plan, Replicas(prefill=replicas))
+        assert carried[0] == pytest.approx(loads[Link.PE_CNIC_READ] + loads[Link.PE_CNIC_WRITE])
+        assert carried[1] == pytest.approx(loads[Link.DE_CNIC_READ] + loads[Link.DE_CNIC_WRITE])
 
 
 def test_the_slower_end_of_a_transfer_counts():
