@@ -1,0 +1,268 @@
+"""Measure a storage's janitor: hits against an ideal LRU, its share of a core, and its start.
+
+    python benchmarks/storage_quota.py day [--trajectories N] [--quota-share N] [--seed S]
+    python benchmarks/storage_quota.py start [--blocks N]
+
+``day``: generated trajectories (means of Table 2, 32K) begin at random times of a day; their turns
+follow after pauses.  Files, journals, index, lease and removals are real, in a directory; the clock
+is virtual and the payload small.  Beside it an ideal LRU of the same quota in memory, which knows
+every use at once and holds the quota to the last block.  ``start``: a janitor begins on a storage
+of so many blocks whose index was saved, and works out what to remove.
+"""
+
+import argparse
+import heapq
+import resource
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dualpath.core.blocks import BlockKey, BlockOrigin, chain_root
+from dualpath.laboratory.workload.columns.generator import DATASETS, GeneratorSettings, generate
+from dualpath.policy.chain_index import ChainIndex
+from dualpath.policy.eviction import NO_PINS, StorageLimits, victims
+from dualpath.policy.write_gate import WriteGate
+from dualpath.report import markdown
+from dualpath.report.model import Table
+from dualpath.storage import index_file
+from dualpath.storage.block_file import encode_header
+from dualpath.storage.checks import own_origins
+from dualpath.storage.directory import block_name
+from dualpath.storage.janitor import Janitor
+from dualpath.storage.journal import Journal
+from dualpath.storage.keeper import BEAT_S, Keeper
+from dualpath.storage.posix_objects import PosixObjects
+
+PLACE, DIGEST = "model_0123456789abcdef", "0123456789abcdef"
+PAYLOAD = bytes(512)
+BLOCK_BYTES = 4096 + len(PAYLOAD)
+BLOCK_TOKENS = 64
+DAY_S = 86400.0
+ENGINES = 4
+#: Agents begin with one of so many system prompts.
+PROMPTS, PROMPT_BLOCKS = 8, 32
+MEAN_PAUSE_S = 60.0
+
+
+class Turn(NamedTuple):
+    """At ``time_s`` trajectory ``agent`` asks with ``prompt`` blocks; ``end`` are stored after."""
+
+    time_s: float
+    agent: int
+    prompt: int
+    end: int
+
+
+def turns_of_a_day(trajectories: int, seed: int) -> Iterator[Turn]:
+    """Yield turns in order of time."""
+    columns = generate(DATASETS["32K"], seed, GeneratorSettings(trajectories=trajectories))
+    rng = np.random.default_rng([seed, 11])
+    starts_s = rng.uniform(0, DAY_S, trajectories)
+
+    def turns(agent: int) -> Iterator[Turn]:
+        time_s, tokens = float(starts_s[agent]), PROMPT_BLOCKS * BLOCK_TOKENS
+        for turn in range(int(columns.first_round[agent]), int(columns.first_round[agent + 1])):
+            tokens += int(columns.append_tokens[turn])
+            prompt = tokens // BLOCK_TOKENS
+            tokens += int(columns.generated_tokens[turn])
+            yield Turn(time_s, agent, prompt, tokens // BLOCK_TOKENS)
+            time_s += float(rng.exponential(MEAN_PAUSE_S))
+
+    yield from heapq.merge(*(list(turns(agent)) for agent in range(trajectories)))
+
+
+def key_of(agent: int, block: int) -> BlockKey:
+    """Name a block; those of a system prompt are shared."""
+    owner = agent % PROMPTS - PROMPTS if block < PROMPT_BLOCKS else agent
+    return np.random.default_rng([owner + PROMPTS, block]).bytes(32)
+
+
+class IdealLru:
+    """As many blocks as the quota allows, by last use; a prefix is used with all its blocks."""
+
+    def __init__(self, most_blocks: int) -> None:
+        self._most = most_blocks
+        self._blocks: OrderedDict[BlockKey, None] = OrderedDict()
+
+    def serve(self, keys: Sequence[BlockKey], prompt: int) -> int:
+        """Return the blocks that hit; all of ``keys`` are stored then."""
+        hit = next((n for n, key in enumerate(keys[:prompt]) if key not in self._blocks), prompt)
+        for key in reversed(keys):
+            self._blocks[key] = None
+            self._blocks.move_to_end(key)
+        while len(self._blocks) > self._most:
+            self._blocks.popitem(last=False)
+        return hit
+
+
+class NotedObjects(PosixObjects):
+    """Files, and the names of the blocks among them: engines' look-ups are not what is measured."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.blocks: set[str] = set()
+
+    def remove(self, names: Sequence[str]) -> int:
+        """Remove, and forget the names."""
+        self.blocks.difference_update(names)
+        return super().remove(names)
+
+
+class Kept:
+    """The janitor's storage in a directory, under a virtual clock."""
+
+    def __init__(self, root: Path, limits: StorageLimits) -> None:
+        self.now_s, self.cpu_s, self.written_blocks = 0.0, 0.0, 0
+        self.tree = NotedObjects(root)
+        journals = [Journal(self.tree, PLACE, f"engine-{n}") for n in range(ENGINES)]
+        self.engines = [
+            Keeper(self.tree, journal, WriteGate(), None, self._now, self._now)
+            for journal in journals
+        ]
+        self.janitor = Janitor(self.tree, "janitor", limits, self._now, self._now)
+
+    def _now(self) -> float:
+        return self.now_s
+
+    def step(self) -> None:
+        """Let five seconds' worth of looking after happen."""
+        for engine in self.engines:
+            engine.beat()
+        began_s = time.process_time()
+        self.janitor.step()
+        self.cpu_s += time.process_time() - began_s
+
+    def serve(self, agent: int, keys: Sequence[BlockKey], prompt: int) -> int:
+        """Return the blocks that hit; what is missing is written."""
+        engine = self.engines[agent % ENGINES]
+        names = [f"{PLACE}/{block_name(key)}.kv" for key in keys]
+        stored = self.tree.blocks
+        hit = next((n for n, name in enumerate(names[:prompt]) if name not in stored), prompt)
+        if hit:
+            engine.used(keys[hit - 1])
+        origin = BlockOrigin(keys[hit - 1] if hit else chain_root())
+        count, _ = engine.admitted(keys[hit:], origin, BLOCK_BYTES)
+        new = keys[hit : hit + count]
+        for name, key, own in zip(names[hit:], new, own_origins(new, origin), strict=False):
+            if name not in stored:
+                self.tree.replace(name, encode_header(key, DIGEST, PAYLOAD, own) + PAYLOAD)
+                stored.add(name)
+        engine.written(new, origin, BLOCK_BYTES)
+        self.written_blocks += count
+        return hit
+
+    def used_bytes(self) -> int:
+        """Count what lies there, by the file system's word."""
+        return sum(info.bytes for info in self.tree.objects(f"{PLACE}/"))
+
+
+def day(trajectories: int, quota_share: int, seed: int, directory: Path | None) -> Table:
+    """Run a day and return what it showed."""
+    turns = list(turns_of_a_day(trajectories, seed))
+    last: dict[int, int] = {}
+    for turn in turns:
+        last[turn.agent] = turn.end
+    chains = {agent: [key_of(agent, n) for n in range(end)] for agent, end in last.items()}
+    written = len({key for keys in chains.values() for key in keys})
+    quota = written // quota_share
+    limits = StorageLimits(quota_bytes=quota * BLOCK_BYTES)
+    ideal, hits, ideal_hits, asked = IdealLru(quota), 0, 0, 0
+    most = 0
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        kept = Kept(Path(folder), limits)
+        kept.step()
+        next_step_s = BEAT_S
+        began_s = time.monotonic()
+        for turn in turns:
+            while turn.time_s >= next_step_s:
+                kept.now_s = next_step_s
+                kept.step()
+                next_step_s += BEAT_S
+            kept.now_s = turn.time_s
+            keys = chains[turn.agent][: turn.end]
+            hits += kept.serve(turn.agent, keys, turn.prompt)
+            most = max(most, len(kept.tree.blocks))
+            ideal_hits += ideal.serve(keys, turn.prompt)
+            asked += turn.prompt
+        kept.step()
+        real_bytes, index = kept.used_bytes(), kept.janitor.index
+        assert index is not None
+        passed_s = time.monotonic() - began_s
+    refused = sum(engine.done.refused_blocks for engine in kept.engines)
+    rows = (
+        ("turns", f"{len(turns):,}"),
+        ("blocks written, of the quota", f"{kept.written_blocks / quota:.1f} x"),
+        ("tokens that hit, of those asked for", f"{hits / asked:.1%}"),
+        ("ideal LRU of that size", f"{ideal_hits / asked:.1%}"),
+        ("hit tokens, of the ideal's", f"{hits / ideal_hits:.3f}"),
+        ("most in storage at any time, of the quota", f"{most / quota:.3f}"),
+        ("new blocks declined for the quota", f"{refused:,}"),
+        ("counted less what lies there at the end", f"{index.used_bytes - real_bytes} bytes"),
+        ("blocks removed", f"{kept.janitor.totals.evicted_blocks:,}"),
+        ("janitor's CPU, of a core", f"{kept.cpu_s / DAY_S:.3%}"),
+        ("took", f"{passed_s:.0f} s"),
+    )
+    title = f"A day of {trajectories} trajectories, quota of {quota:,} blocks, seed {seed}"
+    return Table(title, ("", ""), rows)
+
+
+def start(blocks: int, seed: int, directory: Path | None) -> Table:
+    """Save an index of so many blocks, and time a janitor that begins with it."""
+    rng = np.random.default_rng(seed)
+    index, chain_blocks = ChainIndex(), 500
+    for agent in range(blocks // chain_blocks):
+        parent = chain_root()
+        for key in (rng.bytes(32) for _ in range(chain_blocks)):
+            index.add(PLACE, key, parent, "", BLOCK_BYTES, float(agent))
+            parent = key
+    limits = StorageLimits(quota_bytes=index.used_bytes * 2)
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        tree = PosixObjects(folder)
+        began_s = time.monotonic()
+        index_file.save(tree, 1, 1, index, index_file.Progress({}, surveyed_s=time.time()))
+        saved_s = time.monotonic() - began_s
+        size = sum(info.bytes for info in tree.objects(index_file.SAVED))
+        del index
+        janitor = Janitor(tree, "janitor", limits, time.time, time.monotonic)
+        began_s = time.monotonic()
+        janitor.step()
+        started_s = time.monotonic() - began_s
+        assert janitor.index is not None
+        assert janitor.index.blocks == blocks
+        began_s = time.monotonic()
+        full = StorageLimits(quota_bytes=janitor.index.used_bytes)
+        rows = victims(janitor.index, full, NO_PINS, time.time())
+        planned_s = time.monotonic() - began_s
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    cells = (
+        ("saved", f"{saved_s:.2f} s, {size / 1e6:.0f} MB"),
+        ("started: size known, first step over", f"{started_s:.2f} s"),
+        (f"chosen: {len(rows):,} blocks to remove", f"{planned_s:.2f} s"),
+        ("most memory of the process", f"{peak / 1e6:.0f} MB"),
+    )
+    return Table(f"{blocks:,} blocks in chains of {chain_blocks}", ("", ""), cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("what", choices=("day", "start"))
+    parser.add_argument("--trajectories", type=int, default=200)
+    parser.add_argument("--quota-share", type=int, default=20, help="a quota of 1/N of all blocks")
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--directory", type=Path, help="on the file system to use")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.what == "day":
+        found = day(args.trajectories, args.quota_share, args.seed, args.directory)
+    else:
+        found = start(args.blocks, args.seed, args.directory)
+    print(markdown.table(found))
+
+
+if __name__ == "__main__":
+    main()
