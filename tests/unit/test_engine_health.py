@@ -194,6 +194,6 @@ def test_an_engine_closes_in_one_limit_though_all_reads_hang(
 def test_what_is_wrong_stands_in_the_report() -> None:
     cluster = ToyCluster()
     assert cluster.pe.report().unhealthy is None
-    cluster.pe.manager._health.fail("its pump has ended")
+    cluster.pe.manager._rank.health.fail("its pump has ended")
     assert cluster.pe.report().unhealthy == "its pump has ended"
     cluster.close()

@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -15,10 +16,12 @@ from dualpath.core.errors import StorageError
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.generated import GeneratedBlock, GeneratedBlocks
-from dualpath.engine.hbm_copy import HbmCopier
 from dualpath.engine.lookups import LOOKUP_THREADS, MOST_WAITING, Lookups
 from dualpath.engine.pending_writes import PendingWrites
 from dualpath.engine.persister import Persister
+from dualpath.engine.rank import Rank
+from dualpath.engine.rank_work import RankBoard, RankWork
+from dualpath.engine.ranks import ONE_RANK
 from dualpath.engine.threads import OS_THREADS, OsThreads, TimeLimit
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.steps import Step
@@ -284,9 +287,14 @@ def test_a_generated_block_is_on_its_way_from_its_copy_on(engine: Engine, end: s
     persister = Persister(engine.storage, engine.counters, TraceRecorder(None, "de-0"))
     copies, staging = HeldCopies(), BlockBuffer(GEOMETRY, 2, lambda grant: None)
     copies.hangs = end == "copy hangs"
-    generated = GeneratedBlocks(
-        GEOMETRY, staging, cast(HbmCopier, copies), persister, engine.counters
+    rank = SimpleNamespace(
+        geometry=GEOMETRY,
+        group=ONE_RANK,
+        work=RankWork(RankBoard.alone(2)),
+        copier=copies,
+        counters=engine.counters,
     )
+    generated = GeneratedBlocks(cast(Rank, rank), staging, persister)
     over = threading.Event()
     generated.persist([GeneratedBlock(0, KEYS[0])])
     waits = persister.pending.when_over(KEYS[0], over.set)

@@ -144,7 +144,7 @@ def test_an_engine_whose_data_plane_has_lost_a_thread_ends_its_process(router: R
         member.join(f"http://127.0.0.1:{server.getsockname()[1]}")
         assert isinstance(router.next(), Hello)
         router.welcome()
-        member.manager._health.start("doomed", lambda: [][0])
+        member.manager._rank.health.start("doomed", lambda: [][0])
         assert ended.wait(WAIT_S)
         assert "thread doomed ended by IndexError" in str(member.manager.health())
         member.leave()
@@ -166,7 +166,7 @@ def test_an_engine_that_is_unwell_greets_nobody_before_it_is_well(router: Router
         if next(looks, None) is None:
             looked_twice.set()
 
-    sign = member.manager._health.sign("nothing moves", limit_s=-1.0)
+    sign = member.manager._rank.health.sign("nothing moves", limit_s=-1.0)
     sign.moved()
     with socket.create_server(("127.0.0.1", 0)) as server:
         member.join(f"http://127.0.0.1:{server.getsockname()[1]}", watch)

@@ -250,7 +250,7 @@ def test_a_pump_that_hangs_costs_a_deadline_and_fails_the_pass(story: Story) -> 
 
     def hang(layer: int, stream: LayerStream) -> None:
         if layer == 2:
-            story.cluster.pe.manager._movers.pump.call(lambda: _wait(gate))
+            story.cluster.pe.manager._rank.movers.pump.call(lambda: _wait(gate))
 
     work = [(transfer, prompt_keys(TOKENS, "a"), CHUNK, HBM_OF["a"])]
     failures = story.cluster.forward(work, hang)

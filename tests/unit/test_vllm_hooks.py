@@ -332,7 +332,7 @@ def test_an_engine_whose_keys_would_differ_is_refused(monkeypatch):
         ({"enable_elastic_ep": True}, "size changes; leave --enable-elastic-ep out"),
         ({"decode_context_parallel_size": 2}, r"context parallel sizes \(1, 2\)"),
         ({"prefill_context_parallel_size": 2}, r"context parallel sizes \(2, 1\)"),
-        ({"world_size": 2}, "world size 2"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallel size 2, which spreads"),
     ],
 )
 def test_ranks_that_could_not_be_engines_are_refused(change, message):

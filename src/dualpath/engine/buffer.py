@@ -6,11 +6,23 @@ from dualpath.core.blocks import BlockGeometry
 from dualpath.engine.slots import Grant, SlotPool
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.transport.contract import RegionInfo
-from dualpath.transport.memory import allocate_registered
+from dualpath.transport.memory import RegisteredMemory, allocate_registered
 
 #: Names under which every engine registers its buffer, and where generated blocks leave its HBM.
 BUFFER_REGION = "buffer"
 STAGING_REGION = "staging"
+
+
+def buffer_region(name: str, geometry: BlockGeometry, memory: RegisteredMemory) -> RegionInfo:
+    """Describe memory that is all Full Blocks to a transport."""
+    size_bytes = geometry.full_block_bytes
+    return RegionInfo(
+        name=name,
+        base_address=memory.address,
+        stride_bytes=size_bytes,
+        piece_bytes=size_bytes,
+        pieces=memory.size_bytes // size_bytes,
+    )
 
 
 class BlockBuffer:
@@ -27,12 +39,14 @@ class BlockBuffer:
         slots: int,
         granted: Callable[[Grant], None],
         threads: Threads = OS_THREADS,
+        memory: RegisteredMemory | None = None,
     ) -> None:
         self.geometry = geometry
         self._granted = granted
         self._lock = threads.lock()
         self._pool = SlotPool(slots)
-        self._memory = allocate_registered(max(slots, 1) * geometry.full_block_bytes)
+        size_bytes = max(slots, 1) * geometry.full_block_bytes
+        self._memory = memory or allocate_registered(size_bytes)
         self._view = self._memory.view(0, self._memory.size_bytes)
 
     @property
@@ -53,13 +67,7 @@ class BlockBuffer:
 
     def region(self, name: str = BUFFER_REGION) -> RegionInfo:
         """Describe the buffer to a transport."""
-        return RegionInfo(
-            name=name,
-            base_address=self._memory.address,
-            stride_bytes=self.geometry.full_block_bytes,
-            piece_bytes=self.geometry.full_block_bytes,
-            pieces=max(self.capacity, 1),
-        )
+        return buffer_region(name, self.geometry, self._memory)
 
     def view(self, slot: int) -> memoryview:
         """Return a slot's Full Block as writable bytes."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.control import EngineMessage
 from dualpath.core.errors import TransportError
@@ -16,6 +17,7 @@ from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.counters import Counter
 from dualpath.engine.layer_stream import LayerSettings
 from dualpath.engine.prefill_passes import RELEASED
+from dualpath.engine.settings import EngineSettings
 from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.traffic_manager import TrafficManager
 
@@ -29,6 +31,13 @@ class PromptPart(msgspec.Struct, frozen=True):
     transfer: PrefillTransfer
     chunk: BlockRun
     hbm_blocks: tuple[int, ...]
+
+
+def layer_settings(settings: EngineSettings, geometry: BlockGeometry) -> LayerSettings:
+    """Return how an engine's passes move KV."""
+    return LayerSettings(
+        buffers=settings.layers_in_hbm(geometry.layers), overlap=settings.mode.layerwise
+    )
 
 
 class ForwardPass:
@@ -49,12 +58,8 @@ class ForwardPass:
         self._parts = parts
         self._rejected: dict[str, str] = {}
         chunks = [chunk for part in parts if (chunk := self._chunk(part)) is not None]
-        settings = manager.settings
-        layers = LayerSettings(
-            buffers=settings.layers_in_hbm(manager.geometry.layers),
-            overlap=settings.mode.layerwise,
-        )
-        moves_bytes = settings.mode.moves_bytes
+        layers = layer_settings(manager.settings, manager.geometry)
+        moves_bytes = manager.settings.mode.moves_bytes
         self._stream = manager.begin_prefill(chunks, layers) if moves_bytes else None
 
     def failed(self, request_id: str) -> bool:

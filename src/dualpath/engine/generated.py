@@ -3,16 +3,17 @@
 The HBM is free again as soon as a block is in such a staging slot; the storage takes longer.
 """
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dualpath.core.blocks import BlockGeometry, BlockKey, BlockOrigin
+from dualpath.core.blocks import BlockKey, BlockOrigin
 from dualpath.core.runs import BlockRun
 from dualpath.engine.buffer import BlockBuffer
-from dualpath.engine.counters import Counter, Counters
-from dualpath.engine.hbm_copy import HbmCopier
+from dualpath.engine.counters import Counter
 from dualpath.engine.persister import Persister, WriteTask
+from dualpath.engine.rank import Rank
 from dualpath.plan.movements import PERSIST_GENERATED
 from dualpath.plan.steps import generated_steps, step_of
 
@@ -27,22 +28,24 @@ class GeneratedBlock(NamedTuple):
     parent: BlockKey = b""
 
 
+#: For each block its staging slot and its number in the engine's work, None if it is dropped.
+StagingOrder = tuple[tuple[int, int] | None, ...]
+
+
 class GeneratedBlocks:
     """Persists full blocks of generated tokens; called on the engine's thread."""
 
     def __init__(
         self,
-        geometry: BlockGeometry,
+        rank: Rank,
         staging: BlockBuffer,
-        copier: HbmCopier,
         persister: Persister,
-        counters: Counters,
     ) -> None:
-        self._geometry = geometry
+        self._geometry = rank.geometry
+        self._rank = rank
         self._staging = staging
-        self._copier = copier
         self._persister = persister
-        self._counters = counters
+        self._counters = rank.counters
 
     def persist_keys(self, keys: Sequence[BlockKey]) -> None:
         """Queue blocks of which storage takes the lengths only."""
@@ -55,25 +58,36 @@ class GeneratedBlocks:
         Returns when the HBM is no longer needed.  With all staging slots in use, or a copy that
         stalls, a block is dropped and counted: the next turn recomputes it.
         """
-        for block in blocks:
-            self._persist_one(block)
+        order: StagingOrder = tuple(self._take() for _ in blocks)
+        self._rank.group.broadcast(order)
+        for taken, block in zip(order, blocks, strict=True):
+            if taken is None:
+                self._drop("all staging slots are being written; raise staging_blocks")
+            else:
+                self._persist_one(*taken, block)
 
-    def _persist_one(self, block: GeneratedBlock) -> None:
-        key, slot = block.key, self._staging.take()
-        if slot is None:
-            self._drop("all staging slots are being written; raise staging_blocks")
-            return
+    def _take(self) -> tuple[int, int] | None:
+        slot = self._staging.take()
+        return None if slot is None else (slot, self._rank.work.begin())
+
+    def _persist_one(self, slot: int, number: int, block: GeneratedBlock) -> None:
+        key, work = block.key, self._rank.work
         *copies, persist = generated_steps(self._geometry, slot)
 
         def copied(error: str | None) -> None:
+            work.when_still(number, functools.partial(all_copied, error))
+
+        def all_copied(error: str | None) -> None:
+            if error is None and not work.board.others_staged(slot, number):
+                error = "another rank of this engine could not copy it"
             if error is None:
                 sources = [self._staging.view(slot)]
                 self._persister.add(
                     WriteTask("", persist, [key], sources, over, BlockOrigin(block.parent))
                 )
             else:
-                over()
                 self._drop(error)
+                over()
 
         def over() -> None:
             self._staging.give_back(slot)
@@ -81,7 +95,7 @@ class GeneratedBlocks:
 
         # On its way from here on: a look-up must not come between the copy and the write.
         self._persister.pending.begin([key])
-        if not self._copier.out_of_hbm(copies, block.hbm_block, copied):
+        if not self._rank.copier.out_of_hbm(copies, block.hbm_block, copied):
             self._persister.pending.end([key])
 
     def _drop(self, reason: str) -> None:

@@ -70,6 +70,7 @@ class LayerStream:
         geometry: BlockGeometry,
         movers: Movers,
         counters: Counters,
+        number: int = 0,
     ) -> None:
         threads = movers.threads
         self._chunks = [ChunkTransfers(chunk, geometry, threads) for chunk in chunks]
@@ -93,6 +94,8 @@ class LayerStream:
         #: a GPU this thread runs ahead, and its waits contain computation as well.
         self.waited_ns = 0
         self.failures: dict[str, str] = {}
+        #: The pass's place in what all ranks of the engine do (``engine.rank_work``).
+        self.number = number
 
     @property
     def request_ids(self) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from dualpath.engine.chunk_transfers import BlockHolder
 from dualpath.engine.device import Device
 from dualpath.engine.hbm_layout import HbmLayout
 from dualpath.engine.link import ControlLink
+from dualpath.engine.rank import ALONE, RankPlace
 from dualpath.engine.read_speed import PROBE_MODEL, measure
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.storage_keeping import StorageKeeping, is_kept
@@ -75,6 +76,7 @@ class Membership:
         device: Device | None = None,
         surroundings: Surroundings = LIVE,
         holder: BlockHolder | None = None,
+        place: RankPlace = ALONE,
     ) -> None:
         self.settings = settings
         self.rates = Rates(read_bytes=_bounded(settings.snic_bytes_per_s))
@@ -106,6 +108,7 @@ class Membership:
             surroundings.threads,
             surroundings.is_gone,
             holder,
+            place,
         )
 
     def join(

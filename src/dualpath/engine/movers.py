@@ -1,6 +1,6 @@
 """What moves KV between the memories of engines, as one engine's passes and copies share it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -12,7 +12,7 @@ from dualpath.engine.health import Health
 from dualpath.engine.pump import TransferPump
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.stalls import Patience, StalledAgents
-from dualpath.engine.step_transfers import StepTransfers
+from dualpath.engine.step_transfers import ONLY, Replica, StepTransfers
 from dualpath.engine.threads import Threads
 from dualpath.engine.trace import TraceRecorder
 from dualpath.transport.contract import RegionInfo, Transport
@@ -46,6 +46,8 @@ def open_movers(
     counters: Counters,
     trace: TraceRecorder,
     health: Health,
+    replica: Replica = ONLY,
+    unsettled: Callable[[], None] = lambda: None,
 ) -> Movers:
     """Register an engine's memories and start the threads.
 
@@ -63,10 +65,10 @@ def open_movers(
         if device.copier is not None:
             device.copier.register(view)
     agent = transport.info().agent
-    pump = TransferPump(settings.engine_id, health)
+    pump = TransferPump(settings.engine_id, health, unsettled)
     pump.call(device.enter_thread)
     return Movers(
-        StepTransfers(settings.role, transport, device, counters, agent, hbm),
+        StepTransfers(settings.role, transport, device, counters, agent, hbm, replica),
         pump,
         device,
         EventWaiter(device, settings.engine_id, health),

@@ -79,6 +79,11 @@ class Peers:
             if (engine_id, epoch) not in present:
                 self.down(PeerDown(engine_id, epoch, certain=False))
 
+    def known(self) -> tuple[EngineAddress, ...]:
+        """Return all peers that are here."""
+        with self._lock:
+            return tuple(self._peers.values())
+
     def writers(self) -> tuple[Writer, ...]:
         """Return the prefill engines that may be writing here."""
         with self._lock:

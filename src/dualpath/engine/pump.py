@@ -70,11 +70,18 @@ class TransferPump:
     """Polls transfers in the order they were posted and runs what follows each of them.
 
     ``then`` callbacks run on the pump's thread; they may post further transfers.  Whatever raises
-    is logged and concerns its own transfer only.
+    is logged and concerns its own transfer only.  ``unsettled`` is called for each of which nobody
+    knows whether it still writes.
     """
 
-    def __init__(self, name: str, health: Health | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        health: Health | None = None,
+        unsettled: Callable[[], None] = lambda: None,
+    ) -> None:
         health = health or Health()
+        self._unsettled = unsettled
         self._threads = health.threads
         self._wake = self._threads.condition()
         self._moving: list[Completion] = []
@@ -152,4 +159,6 @@ class TransferPump:
         for completion in moving:
             if completion in over:
                 completion.finish()
+                if not completion.settled:
+                    self._unsettled()
         return True

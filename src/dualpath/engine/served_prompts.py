@@ -8,16 +8,14 @@ that no new block is lost, and nobody has them pinned.
 import functools
 from collections.abc import Callable, Sequence
 
-from dualpath.core.blocks import BlockGeometry
 from dualpath.core.control import EngineMessage, KvInHbm, Persist
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.active_requests import ActiveRequests
 from dualpath.engine.buffer import BlockBuffer
-from dualpath.engine.counters import Counter, Counters
-from dualpath.engine.hbm_copy import HbmCopier
+from dualpath.engine.counters import Counter
 from dualpath.engine.persister import Persister, WriteTask
-from dualpath.engine.trace import TraceRecorder
+from dualpath.engine.rank import Rank
 from dualpath.plan.movements import PERSIST_PROMPT
 from dualpath.plan.steps import PromptLayout, decode_steps, step_of
 
@@ -29,24 +27,21 @@ class ServedPrompts:
 
     def __init__(
         self,
-        geometry: BlockGeometry,
+        rank: Rank,
         active: ActiveRequests,
         buffer: BlockBuffer,
-        copier: HbmCopier,
         persister: Persister,
-        counters: Counters,
-        trace: TraceRecorder,
         send: Callable[[EngineMessage], None],
         *,
         moves_bytes: bool,
     ) -> None:
-        self._geometry = geometry
+        self._geometry = rank.geometry
+        self._rank = rank
         self._active = active
         self._buffer = buffer
-        self._copier = copier
         self._persister = persister
-        self._counters = counters
-        self._trace = trace
+        self._counters = rank.counters
+        self._trace = rank.trace
         self._send = send
         self._moves_bytes = moves_bytes
 
@@ -77,22 +72,28 @@ class ServedPrompts:
         """See ``TrafficManager.fill_hbm``."""
         request_id, slots = decode_transfer.request_id, decode_transfer.slots
         start_ns = self._trace.now_ns()
-
-        def copied(error: str | None) -> None:
-            self._buffer.unpin(slots)
-            if error is None:
-                self._kv_in_hbm(request_id, (self._trace.now_ns() - start_ns) / _NS_PER_S)
-            done(error)
-
         if not self._moves_bytes:
             self._kv_in_hbm(request_id, 0.0)
             done(None)
-        elif not self._buffer.pin_lease(request_id, slots):
+            return
+        number = self._rank.work.begin()
+
+        def over(error: str | None) -> None:
+            self._buffer.unpin(slots)
+            if error is None:
+                self._kv_in_hbm(request_id, (self._trace.now_ns() - start_ns) / _NS_PER_S)
+
+        def copied(error: str | None) -> None:
+            # The engine asks each rank; what another could not copy fails the request there.
+            self._rank.work.when_still(number, functools.partial(over, error))
+            done(error)
+
+        if not self._buffer.pin_lease(request_id, slots):
             self._counters.add(Counter.STALE_TRANSFERS, 1)
             done(f"request {request_id}: its DE buffer slots changed hands")
         else:
             prompt = PromptLayout(self._geometry, decode_transfer.prompt_tokens, de_slots=slots)
-            self._copier.into_hbm(request_id, decode_steps(prompt), hbm_blocks, copied)
+            self._rank.copier.into_hbm(request_id, decode_steps(prompt), hbm_blocks, copied)
 
     def _kv_in_hbm(self, request_id: str, h2d_s: float) -> None:
         self._active.kv_in_hbm(request_id)

@@ -73,6 +73,10 @@ NixlConfig = Annotated[
 ]
 
 
+#: UCX's setting of the network devices that it may use.
+_NET_DEVICES = "NET_DEVICES"
+
+
 class EngineSettings(StorageKeeping, frozen=True, kw_only=True):
     """Settings of one engine; ``nixl_engine_config`` carries the traffic class of KV (§A.1)."""
 
@@ -143,6 +147,14 @@ class EngineSettings(StorageKeeping, frozen=True, kw_only=True):
         Setting("pause of UCX's progress thread; 0 spins a core and is right with RDMA only", ge=0),
     ] = 1000
     nixl_engine_config: NixlConfig = msgspec.field(default_factory=dict)
+    net_devices: Annotated[
+        tuple[str, ...],
+        Setting(
+            "UCX's network device of each rank, such as mlx5_0:1,mlx5_1:1; empty: where an engine "
+            "has several ranks, the RDMA port nearest to the GPU of each",
+            metavar="DEVICE,…",
+        ),
+    ] = ()
     drain_timeout_s: Annotated[
         float,
         Setting("after SIGTERM requests under way may take that long; 0: they end at once", ge=0),
@@ -167,6 +179,23 @@ class EngineSettings(StorageKeeping, frozen=True, kw_only=True):
             if (wrong := unfit_name(getattr(self, key))) is not None:
                 raise ConfigError(f"{{{key}}}: {wrong}")
         check_engine_config(self.nixl_engine_config)
+
+    def of_rank(self, rank: int, nearest: str) -> "EngineSettings":
+        """Return the settings of one rank, with the network device that is its own.
+
+        ``nearest`` is the one to take where none is set, empty to let UCX choose.  Raises
+        ``ConfigError`` if devices are set for other ranks only.
+        """
+        if self.net_devices and rank >= len(self.net_devices):
+            raise ConfigError(
+                f"{{net_devices}} has {len(self.net_devices)} devices, none for rank {rank}; give "
+                "one for each rank"
+            )
+        device = self.net_devices[rank] if self.net_devices else nearest
+        if not device:
+            return self
+        config = {_NET_DEVICES: device, **self.nixl_engine_config}
+        return msgspec.structs.replace(self, nixl_engine_config=config)
 
     @property
     def keeps_storage(self) -> bool:

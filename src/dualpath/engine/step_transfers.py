@@ -50,6 +50,29 @@ class PrefillChunk(msgspec.Struct, frozen=True):
         return PromptLayout(geometry, transfer.prompt_tokens, transfer.hits, transfer.de_slots)
 
 
+class Replica(msgspec.Struct, frozen=True):
+    """Number ``index`` of ``count`` ranks whose HBM holds the same bytes.
+
+    What leaves HBM is sent by one of them, block by block in turn; what comes in comes to each.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def sends(self, step: Step, position: int) -> bool:
+        """Whether block ``position`` of a step that begins in HBM is this rank's to send.
+
+        A generated block has no number of its own: its slot stands for one.
+        """
+        slot = step.slots[position] if step.destination is Place.DE_STAGING else 0
+        return (step.blocks.first + position + slot) % self.count == self.index
+
+
+#: A rank that holds what no other holds.
+ONLY = Replica()
+_HBM = (Place.PE_HBM, Place.DE_HBM)
+
+
 class _End(msgspec.Struct, frozen=True):
     """The pieces at one end of a step, in one region for each part of its layer."""
 
@@ -68,12 +91,14 @@ class StepTransfers:
         counters: Counters,
         agent: str,
         hbm: HbmLayout,
+        replica: Replica = ONLY,
     ) -> None:
         self._side = side
         self._transport = transport
         self._device = device
         self._counters = counters
         self._agent = agent
+        self._replica = replica
         self._hbm_regions = [tuple(part.region.name for part in parts) for parts in hbm.layers]
         self._dram_regions = {
             region: [
@@ -123,8 +148,12 @@ class StepTransfers:
         else:
             posts = self._posts(Direction.READ, destination, source, step, peers)
         transfer = post_together(posts)
-        self._counters.moved(step)
+        self._counters.moved(step, step.bytes * self._copies_of(step))
         return transfer, tuple(events)
+
+    def _copies_of(self, step: Step) -> int:
+        """Return how many ranks move each byte of a step; each engine counts for all of them."""
+        return 1 if step.source in _HBM else self._replica.count
 
     def _posts(
         self, direction: Direction, here: _End, there: _End, step: Step, peers: Sequence[str]
@@ -143,12 +172,17 @@ class StepTransfers:
         ]
 
     def _end(self, place: Place, step: Step, hbm_blocks: Sequence[int]) -> _End:
-        """Return what a step reads or writes at one end."""
+        """Return what this rank reads or writes at one end of a step."""
         assert step.layer is not None, "Full Blocks are moved by storage"
-        if (region := _DRAM_REGIONS.get(place)) is None:
-            blocks = hbm_blocks[step.blocks.first : step.blocks.end]
-            return _End(self._hbm_regions[step.layer], blocks)
-        return _End(self._dram_regions[region][step.layer], step.slots)
+        region = _DRAM_REGIONS.get(place)
+        if region is None:
+            regions = self._hbm_regions[step.layer]
+            pieces = hbm_blocks[step.blocks.first : step.blocks.end]
+        else:
+            regions, pieces = self._dram_regions[region][step.layer], step.slots
+        if self._replica.count > 1 and step.source in _HBM:
+            pieces = [p for i, p in enumerate(pieces) if self._replica.sends(step, i)]
+        return _End(regions, pieces)
 
 
 def _copies(

@@ -9,6 +9,8 @@ framework; the vLLM connector and the emulated engine use it alike.
 import logging
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from dualpath.core.addresses import EngineAddress
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import HostProcess
@@ -36,21 +38,17 @@ from dualpath.core.control import (
 from dualpath.core.errors import BadRequestError, BufferTooSmallError, DualPathError
 from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.active_requests import ActiveRequests
-from dualpath.engine.buffer import STAGING_REGION, BlockBuffer
+from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.chunk_transfers import BlockHolder, NoHolder
-from dualpath.engine.counters import Counters
 from dualpath.engine.device import Device, HostDevice
 from dualpath.engine.generated import GeneratedBlock, GeneratedBlocks
-from dualpath.engine.hbm_copy import HbmCopier
-from dualpath.engine.hbm_layout import HbmLayout, PartViews
-from dualpath.engine.health import Health
+from dualpath.engine.hbm_layout import HbmLayout
 from dualpath.engine.host_process import is_gone
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.lookups import Lookups
-from dualpath.engine.movers import open_movers
-from dualpath.engine.peers import Peers, agent_address
 from dualpath.engine.persister import Persister
 from dualpath.engine.prefill_passes import PrefillPasses
+from dualpath.engine.rank import ALONE, Rank, RankPlace
 from dualpath.engine.read_queue import ReadQueue, ReadTask
 from dualpath.engine.served_prompts import ServedPrompts
 from dualpath.engine.session_doubts import Doubts, SessionDoubts
@@ -58,7 +56,6 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.engine.slots import Grant
 from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.threads import OS_THREADS, Threads, TimeLimit
-from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.steps import read_step
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.remembering import RememberingStorage
@@ -90,68 +87,45 @@ class TrafficManager:
         threads: Threads = OS_THREADS,
         is_gone: Callable[[HostProcess], bool] = is_gone,
         holder: BlockHolder | None = None,
+        place: RankPlace = ALONE,
     ) -> None:
         self.settings = settings
         holder = holder or NoHolder()
-        self._health = Health(threads)
+        self._device = device or HostDevice()
+        self._rank = rank = Rank(
+            *(settings, geometry, transport, hbm, self._device, holder, threads, place)
+        )
         self.geometry = geometry
-        self.counters = Counters(threads)
-        self.trace = TraceRecorder(settings.trace_out or None, settings.engine_id, threads)
+        self.counters = counters = rank.counters
+        self.trace = trace = rank.trace
         self._send = send
         self._threads = threads
         self._storage = storage = RememberingStorage(storage, threads.now_ns)
         self._transport = transport
         self._hbm = hbm
-        self._device = device or HostDevice()
         self._active = ActiveRequests(threads)
-        views = PartViews(geometry, hbm)
-        self._peers = Peers(settings.role, transport, views, threads)
         slots = settings.buffer_bytes // geometry.full_block_bytes
-        self._buffer = BlockBuffer(geometry, slots, self._granted, threads)
-        self._staging = BlockBuffer(geometry, settings.staging_blocks, lambda grant: None, threads)
-        self._movers = open_movers(
-            settings,
-            transport,
-            self._device,
-            (
-                (self._buffer.region(), self._buffer.memory),
-                (self._staging.region(STAGING_REGION), self._staging.memory),
-            ),
-            hbm,
-            views,
-            self.counters,
-            self.trace,
-            self._health,
+        self._buffer = BlockBuffer(geometry, slots, self._granted, threads, rank.memory.buffer)
+        staging = settings.staging_blocks
+        self._staging = BlockBuffer(
+            geometry, staging, lambda grant: None, threads, rank.memory.staging
         )
-        self._copier = HbmCopier(self._movers, holder)
-        self._passes = PrefillPasses(
-            geometry, self._movers, self.counters, self._active, holder, self._release
-        )
-        counters, trace = self.counters, self.trace
+        self._passes = PrefillPasses(rank, self._active, holder, self._release)
         self._reader = ReadQueue(
-            storage, self._buffer, counters, trace, send, settings.parallel_reads, self._health
+            storage, self._buffer, counters, trace, send, settings.parallel_reads, rank.health
         )
         blank = None if settings.mode.moves_bytes else memoryview(bytes(geometry.full_block_bytes))
         self._persister = Persister(
-            storage, counters, trace, blank, settings.parallel_writes, self._health
+            storage, counters, trace, blank, settings.parallel_writes, rank.health
         )
-        self._generated = GeneratedBlocks(
-            geometry, self._staging, self._copier, self._persister, self.counters
-        )
+        self._generated = GeneratedBlocks(rank, self._staging, self._persister)
         self._lookups = Lookups(storage, self._persister.pending, self.counters, send, threads)
         self._prompts = ServedPrompts(
-            geometry,
-            self._active,
-            self._buffer,
-            self._copier,
-            self._persister,
-            counters,
-            trace,
-            send,
+            *(rank, self._active, self._buffer, self._persister, send),
             moves_bytes=settings.mode.moves_bytes,
         )
         self._doubts = SessionDoubts(
-            settings.role, self._active, self._buffer, self._peers, self._reader.cancel
+            settings.role, self._active, self._buffer, rank.peers, self._reader.cancel
         )
         self._is_gone = is_gone
         self._assign_seq = 0
@@ -166,8 +140,10 @@ class TrafficManager:
             engine_id=self.settings.engine_id,
             epoch=epoch,
             role=self.settings.role,
-            agents=(agent_address(self._transport.info()),),
-            process=process or HostProcess(),
+            agents=self._rank.agents,
+            process=msgspec.structs.replace(
+                process or HostProcess(), ranks=self._rank.other_processes
+            ),
         )
 
     @property
@@ -209,13 +185,14 @@ class TrafficManager:
     @property
     def broken(self) -> str | None:
         """Why this engine cannot go on in this process, None if it can."""
-        return self._health.broken
+        return self._rank.health.broken
 
     def health(self) -> str | None:
         """Return why no request should come here now, None if KV moves (``engine.health``)."""
-        if self._movers.stalled.is_shut(self._movers.transfers.own_agent):
-            return "copies within this engine stall"
-        return self._health.complaint()
+        if (complaint := self._rank.complaint()) is not None:
+            return complaint
+        unwell = self._rank.memory.board.unwell()
+        return f"ranks {unwell} of this engine are unwell; see their log" if unwell else None
 
     # ------------------------------------------------------------------ commands from the router
 
@@ -246,7 +223,11 @@ class TrafficManager:
         return self._doubts.named()
 
     def tick(self, now_ns: int) -> None:
-        """Let time pass: reads and look-ups beyond their deadline are answered."""
+        """Let time pass: reads and look-ups beyond their deadline are answered.
+
+        What has waited for the engine's other ranks goes on.
+        """
+        self._rank.look()
         self._reader.expire(now_ns)
         self._lookups.expire(now_ns)
 
@@ -257,7 +238,7 @@ class TrafficManager:
             case PeerUp():
                 self._peer_up(message.address)
             case PeerDown():
-                self._peers.down(message)
+                self._rank.peers.down(message)
             case IsGone():
                 if self._is_gone(message.writer.process):
                     self._send(Gone(message.writer))
@@ -276,16 +257,14 @@ class TrafficManager:
                     self._release(message)
 
     def _begin_session(self, message: Welcome) -> None:
-        self._peers.only(message.peers)
+        self._rank.peers.only(message.peers)
         for peer in message.peers:
             self._peer_up(peer)
         for request_id in self._doubts.settled_since():
             self._send(Released(request_id=request_id))
 
     def _peer_up(self, peer: EngineAddress) -> None:
-        for agent in peer.agents:
-            self._movers.stalled.discard(agent.agent)
-        self._peers.up(peer)
+        self._rank.peer_up(peer)
 
     def _assign(self, message: Assign) -> None:
         if self._active.is_known(message.request_id) or self._buffer.holds(message.request_id):
@@ -333,7 +312,7 @@ class TrafficManager:
 
     def decode_agents(self, engine_id: str, epoch: str) -> tuple[str, ...]:
         """Return a DE's transport agents; raises ``TransportError`` if it is not connected."""
-        return self._peers.agents_of(engine_id, epoch)
+        return self._rank.peers.agents_of(engine_id, epoch)
 
     def begin_prefill(self, chunks: Sequence[PrefillChunk], layers: LayerSettings) -> LayerStream:
         """Start the transfers of one forward pass (PE); ``end_prefill`` must follow.
@@ -382,9 +361,7 @@ class TrafficManager:
     def close(self) -> None:
         """Finish writes, stop all threads and give memory back, in ``CLOSE_S``; idempotent."""
         limit = TimeLimit(self._threads, CLOSE_S)
-        self._health.close()
-        self._movers.after.close(limit)
-        self._movers.pump.close(limit)
+        self._rank.close(limit)
         self._persister.close(limit)
         self._lookups.close(limit)
         self._reader.close(limit)

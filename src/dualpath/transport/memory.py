@@ -1,12 +1,16 @@
 """Page-aligned anonymous memory that can be registered with a transport and read into directly.
 
-Anonymous private mappings, not POSIX shared memory: nothing appears in ``/dev/shm``, and the kernel
-frees the pages when the process dies, however it dies.  Other processes reach the bytes through
-the transport (cross-memory attach or TCP on one machine, RDMA elsewhere).
+Anonymous mappings, not POSIX shared memory: nothing appears in ``/dev/shm``, and the kernel frees
+the pages when the last process that maps them dies, however it dies.  Other engines reach the bytes
+through the transport (cross-memory attach or TCP on one machine, RDMA elsewhere).  The ranks of one
+engine map the same pages, each where it likes: they find them by a path of /proc, which ends when
+all have.
 """
 
 import contextlib
 import mmap
+import os
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +31,11 @@ class RegisteredMemory:
         self.array = array
         self.address = int(array.ctypes.data)
         self.size_bytes = int(array.nbytes)
+
+    def area(self, offset_bytes: int, size_bytes: int) -> "RegisteredMemory":
+        """Return a part of it as memory of its own; raises ``ValueError`` as ``view``."""
+        self.view(offset_bytes, size_bytes)
+        return RegisteredMemory(self.array[offset_bytes : offset_bytes + size_bytes])
 
     def view(self, offset_bytes: int, length_bytes: int) -> memoryview:
         """Return ``[offset, offset + length)`` as a writable memoryview.
@@ -66,6 +75,72 @@ def allocate_registered(size_bytes: int, alignment: int = PAGE_BYTES) -> Registe
     whole: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
     skip_bytes = -int(whole.ctypes.data) % alignment
     return RegisteredMemory(whole[skip_bytes : skip_bytes + size_bytes])
+
+
+@contextlib.contextmanager
+def allocate_shared(size_bytes: int) -> Iterator[tuple[RegisteredMemory, str]]:
+    """Allocate zeroed memory that other processes can map by the path as long as the block lasts.
+
+    The path leads there for processes that see this one in /proc, under its user.  Raises
+    ``ConfigError`` for absurd sizes and when the kernel refuses.
+    """
+    if size_bytes < 1:
+        raise ConfigError(f"buffer of {size_bytes} bytes: at least 1 byte is needed")
+    try:
+        descriptor = os.memfd_create("dualpath", os.MFD_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(
+            f"memory cannot be shared with the engine's other ranks ({error}); allow memfd_create "
+            "in this container"
+        ) from error
+    try:
+        try:
+            os.ftruncate(descriptor, size_bytes)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"buffer of {size_bytes} bytes cannot be allocated ({error}); make the buffer "
+                "smaller"
+            ) from error
+        yield _map(descriptor, size_bytes), f"/proc/{os.getpid()}/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def map_shared(path: str, size_bytes: int) -> RegisteredMemory:
+    """Map what another rank of this engine has allocated.
+
+    Raises ``ConfigError`` if it cannot be reached or has another size.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(
+            f"the memory of this engine's first rank cannot be reached ({error}); ranks of one "
+            "engine need one user, one machine and one space of process numbers (containers: "
+            "--pid=host or one container for all)"
+        ) from error
+    try:
+        found_bytes = os.fstat(descriptor).st_size
+        if found_bytes != size_bytes:
+            raise ConfigError(
+                f"the memory of this engine's first rank has {found_bytes} bytes, expected "
+                f"{size_bytes}; give all ranks the same settings"
+            )
+        return _map(descriptor, size_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _map(descriptor: int, size_bytes: int) -> RegisteredMemory:
+    try:
+        mapping = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED)
+    except (OSError, OverflowError, ValueError) as error:
+        raise ConfigError(
+            f"buffer of {size_bytes} bytes cannot be mapped ({error}); make the buffer smaller"
+        ) from error
+    with contextlib.suppress(OSError):  # a kernel without them
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return RegisteredMemory(np.frombuffer(mapping, dtype=np.uint8))
 
 
 def address_of(view: memoryview) -> int:

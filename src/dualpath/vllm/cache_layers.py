@@ -89,9 +89,19 @@ def _layers_of_index(
     return [(*hooked, *others)]
 
 
-def geometry_of(layers: Sequence[CacheLayer], block_tokens: int) -> BlockGeometry:
-    """Return the shape of the blocks of these layers."""
-    return BlockGeometry(block_tokens, tuple(layer.part_bytes for layer in layers))
+def geometry_of(layers: Sequence[CacheLayer], block_tokens: int, slices: int = 1) -> BlockGeometry:
+    """Return the shape of whole blocks, of which these layers have one of ``slices`` slices."""
+    parts = (tuple(slices * size for size in layer.part_bytes) for layer in layers)
+    return BlockGeometry(block_tokens, tuple(parts))
+
+
+def specs_of(cache: "KVCacheConfig") -> list["KVCacheSpec"]:
+    """Return what vLLM keeps for each KV cache."""
+    return [
+        _spec_of(group.kv_cache_spec, name)
+        for group in cache.kv_cache_groups
+        for name in group.layer_names
+    ]
 
 
 def _spec_of(spec: "KVCacheSpec", name: str) -> "KVCacheSpec":

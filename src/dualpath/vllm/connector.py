@@ -33,6 +33,7 @@ from dualpath.vllm.adapter_identity import adapter_problems
 from dualpath.vllm.cache_checks import KV_LAYOUT, cache_problems
 from dualpath.vllm.cache_layers import cache_layers, geometry_of, hooked_layers
 from dualpath.vllm.data_parallel import engine_id_of_rank, group_problems
+from dualpath.vllm.drain_signal import pass_drain_signal_on
 from dualpath.vllm.engine_arguments import (
     HASH_ALGORITHM,
     PLUGIN,
@@ -46,6 +47,7 @@ from dualpath.vllm.late_blocks import LateBlocksMetadata
 from dualpath.vllm.metadata import StepMetadata, WorkerFacts
 from dualpath.vllm.pass_costs import PassCosts
 from dualpath.vllm.scheduler_side import SchedulerSide
+from dualpath.vllm.tensor_parallel import place_of, slices_of
 from dualpath.vllm.worker_side import WorkerSide
 
 if TYPE_CHECKING:
@@ -77,20 +79,25 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         group = kv_cache_config.kv_cache_groups[0]
+        slices = slices_of(vllm_config, kv_cache_config)
         names = sorted(group.layer_names, key=extract_layer_index)
         geometry = BlockGeometry.uniform(
             layers=len(names),
             block_tokens=group.kv_cache_spec.block_size,
-            layer_block_bytes=group.kv_cache_spec.page_size_bytes,
+            # Blocks are the whole model's; this rank's pages are a slice of them.
+            layer_block_bytes=group.kv_cache_spec.page_size_bytes * slices,
         )
         if role == KVConnectorRole.SCHEDULER:
             # A guess where layers are not alike: vLLM tells its scheduler of one of them.
             self._scheduler = SchedulerSide(self.settings, geometry)
+            if vllm_config.parallel_config.world_size > 1:
+                pass_drain_signal_on()
         else:
             layers = cache_layers(kv_cache_config, hooked_layers(vllm_config))
-            geometry = geometry_of(layers, group.kv_cache_spec.block_size)
+            geometry = geometry_of(layers, group.kv_cache_spec.block_size, slices)
             blocks = kv_cache_config.num_blocks
-            self._worker = WorkerSide(self.settings, vllm_config, geometry, blocks, layers)
+            place = place_of(vllm_config, kv_cache_config)
+            self._worker = WorkerSide(self.settings, vllm_config, geometry, blocks, layers, *place)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -285,8 +292,16 @@ def _model_problems(config: "VllmConfig") -> list[str]:
 
 def _parallel_problems(parallel: "ParallelConfig") -> list[str]:
     problems = []
-    if parallel.world_size != 1:
-        problems.append(f"world size {parallel.world_size}; start one engine per GPU")
+    if parallel.pipeline_parallel_size != 1:
+        problems.append(
+            f"pipeline parallel size {parallel.pipeline_parallel_size}, which spreads a model's "
+            "layers over ranks; leave --pipeline-parallel-size out, or use --tensor-parallel-size"
+        )
+    if parallel.nnodes_within_dp > 1:
+        problems.append(
+            f"{parallel.nnodes_within_dp} nodes for one engine, whose ranks share memory; leave "
+            "--nnodes out"
+        )
     contexts = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
     if contexts != (1, 1):
         problems.append(

@@ -6,17 +6,21 @@ import torch
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.errors import ConfigError
+from dualpath.core.parts import WHOLE, PartSlice
 from dualpath.engine.hbm_layout import HbmLayout, HbmPart
 from dualpath.transport.contract import RegionInfo
 
 
 def hbm_layout(
-    layers: Sequence[Sequence[torch.Tensor]], num_blocks: int, geometry: BlockGeometry
+    layers: Sequence[Sequence[torch.Tensor]],
+    num_blocks: int,
+    geometry: BlockGeometry,
+    kv_slice: PartSlice = WHOLE,
 ) -> HbmLayout:
     """Return the regions of the layers' KV tensors, one per part; layers may share regions.
 
     vLLM's scheduler gives out all ``num_blocks`` but one, its null block: the capacity is what an
-    engine without requests has free.
+    engine without requests has free.  Of each block the tensors hold ``kv_slice``.
     Raises ``ConfigError`` for a tensor in which a block is not one piece of memory.
     """
     regions: dict[int, RegionInfo] = {}
@@ -24,8 +28,9 @@ def hbm_layout(
     for layer, (caches, sizes) in enumerate(zip(layers, geometry.layer_parts, strict=True)):
         parts = []
         for cache, size_bytes in zip(caches, sizes, strict=True):
-            region = _region(f"hbm.{len(regions)}", layer, cache, num_blocks, size_bytes)
-            parts.append(HbmPart(regions.setdefault(region.base_address, region)))
+            page_bytes = size_bytes // kv_slice.count
+            region = _region(f"hbm.{len(regions)}", layer, cache, num_blocks, page_bytes)
+            parts.append(HbmPart(regions.setdefault(region.base_address, region), kv_slice))
         in_order.append(tuple(parts))
     return HbmLayout(
         memories=tuple(regions.values()),

@@ -128,6 +128,7 @@ def _of(
         f"{config.compilation_config.cudagraph_mode}",
         "mode": settings.mode.value,
         "layer_buffers": str(settings.layer_buffers),
+        "ranks": str(config.parallel_config.tensor_parallel_size),
         "max_model_len": str(config.model_config.max_model_len),
         "max_num_batched_tokens": str(config.scheduler_config.max_num_batched_tokens),
     }

@@ -5,6 +5,7 @@ compute behind tokens that count as cached, so that KV need not be right to take
 connector's hooks stand around the attention of every layer and tell its share.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from dualpath.core.errors import ConfigError
+from dualpath.engine.ranks import ONE_RANK, RankGroup
 from dualpath.vllm.metadata import StepMetadata
 from dualpath.vllm.pass_costs import TimedPass
 
@@ -24,6 +26,8 @@ PASS_TOKENS = 512
 #: No further pass is begun after these seconds of measured ones.
 BUDGET_S = 3.0
 _REPEATS = 2
+#: What the first rank says instead of a number of cached tokens.
+NO_MORE_PASSES = -1
 _REQUEST = "dualpath-profile"
 
 
@@ -83,9 +87,14 @@ class PassLimits:
 
 
 def time_passes(
-    runner: PassRunner, stopwatch: AttentionStopwatch, limits: PassLimits
+    runner: PassRunner,
+    stopwatch: AttentionStopwatch,
+    limits: PassLimits,
+    group: RankGroup = ONE_RANK,
 ) -> list[TimedPass]:
     """Return passes of one size behind ever more cached tokens, the best of two runs each.
+
+    How many there are depends on their time, so the other ranks of the engine are told of each.
 
     Fewer than two where no more fit, or none can be computed.  Raises ``ConfigError`` where vLLM
     cannot go on after that.
@@ -94,10 +103,14 @@ def time_passes(
     if not limits.bsz:
         return timed
     try:
+        group.broadcast(0)
         _time(runner, stopwatch, limits, 0)  # The first pass is slower than any other.
         began_s = time.perf_counter()
         for cached in limits.cached():
-            runs = [_time(runner, stopwatch, limits, cached) for _ in range(_REPEATS)]
+            runs = []
+            for _ in range(_REPEATS):
+                group.broadcast(cached)
+                runs.append(_time(runner, stopwatch, limits, cached))
             timed.append(min(runs, key=lambda run: run.pass_s))
             # The next one takes up to twice as long, and so does each of its runs.
             next_s = 2 * _REPEATS * timed[-1].pass_s
@@ -106,6 +119,14 @@ def time_passes(
     except _PassFailedError as error:
         log.warning("%s; passes are timed no further", error)
     return timed
+
+
+def repeat_passes(runner: PassRunner, limits: PassLimits, group: RankGroup) -> None:
+    """Compute what the first rank times, until it says that there is no more."""
+    stopwatch = AttentionStopwatch(lambda: None)
+    while (cached := group.broadcast(NO_MORE_PASSES)) != NO_MORE_PASSES:
+        with contextlib.suppress(_PassFailedError):  # It fails at the first rank as well.
+            _time(runner, stopwatch, limits, cached)
 
 
 class _PassFailedError(Exception):

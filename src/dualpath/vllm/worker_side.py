@@ -1,4 +1,7 @@
-"""The connector inside a vLLM worker: hosts the traffic manager and feeds it layer by layer."""
+"""The connector inside a vLLM worker: hosts the traffic manager and feeds it layer by layer.
+
+An engine of several ranks has a worker each.  The first leads; the others host a ``Follower``.
+"""
 
 import functools
 import logging
@@ -12,9 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
-from dualpath.engine.forward_pass import ForwardPass
+from dualpath.core.parts import PartSlice
+from dualpath.engine.follower import FollowedPass, Follower, open_follower
+from dualpath.engine.forward_pass import ForwardPass, PromptPart
 from dualpath.engine.generated import GeneratedBlock
 from dualpath.engine.membership import Membership, ServedModel
+from dualpath.engine.rank import RankPlace
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.vllm.adapter_identity import adapters_of
@@ -22,14 +28,22 @@ from dualpath.vllm.cache_layers import CacheLayer
 from dualpath.vllm.cpu_adapters import mend_cpu_adapters
 from dualpath.vllm.cuda_device import open_device
 from dualpath.vllm.data_parallel import agree_on_group
-from dualpath.vllm.drain_signal import on_drain_signal
+from dualpath.vllm.drain_signal import ApiServer, on_drain_signal
 from dualpath.vllm.kv_regions import hbm_layout
 from dualpath.vllm.late_blocks import LateBlocks, LateBlocksMetadata
 from dualpath.vllm.metadata import DecodeWork, StepMetadata
 from dualpath.vllm.model_identity import kv_layout, model_fingerprint
 from dualpath.vllm.pass_costs import PassCosts, TimedPass
 from dualpath.vllm.profiling import find_costs, profiles
-from dualpath.vllm.self_profile import AttentionStopwatch, PassLimits, PassRunner, time_passes
+from dualpath.vllm.self_profile import (
+    NO_MORE_PASSES,
+    AttentionStopwatch,
+    PassLimits,
+    PassRunner,
+    repeat_passes,
+    time_passes,
+)
+from dualpath.vllm.tensor_parallel import nearest_nic
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,22 +64,27 @@ class WorkerSide:
         geometry: BlockGeometry,
         num_blocks: int,
         layers: Sequence[CacheLayer],
+        place: RankPlace,
+        kv_slice: PartSlice,
     ) -> None:
         self._settings = settings
         self._config = config
+        self._place = place
+        self._slice = kv_slice
         self._cache_layers = layers
         #: By the names by which vLLM calls.
         self._layers = {layer.names[0]: index for index, layer in enumerate(layers)}
         self._begins_unseen = any(layer.begins_unseen for layer in layers)
         self.geometry = geometry
         self._num_blocks = num_blocks
-        self._parent = os.getppid()
+        self._server = ApiServer()
         self._drain_asked = False
         self._membership: Membership | None = None
+        self._follower: Follower | None = None
         #: What passes cost here, once it is known.
         self.costs: PassCosts | None = None
         self._stopwatch: AttentionStopwatch | None = None
-        self._pass: ForwardPass | None = None
+        self._pass: ForwardPass | FollowedPass | None = None
         self._generated: list[GeneratedBlock] = []
         self._late = LateBlocks()
         self._copied: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
@@ -75,9 +94,20 @@ class WorkerSide:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Register HBM and buffer once, open storage, join the cluster."""
         layers = [[kv_caches[name] for name in layer.names] for layer in self._cache_layers]
-        hbm = hbm_layout(layers, self._num_blocks, self.geometry)
         if self._config.lora_config is not None:
             mend_cpu_adapters()
+        hbm = hbm_layout(layers, self._num_blocks, self.geometry, self._slice)
+        here = layers[0][0].device
+        device = open_device(here, self._settings.device_copies)
+        self._synchronize = torch.cuda.synchronize if layers[0][0].is_cuda else _nothing_queued
+        group = self._place.group
+        self._settings = self._settings.of_rank(group.rank, nearest_nic(here, group.size))
+        if group.rank:
+            self._follower = open_follower(
+                self._settings, self.geometry, hbm, self._late, self._place, device
+            )
+            self._follower.watch(self._watch_parent)
+            return
         model = self._config.model_config
         served = ServedModel(
             served_model_name=_first(model.served_model_name) or model.model,
@@ -85,10 +115,10 @@ class WorkerSide:
             vocab_size=model.get_vocab_size(),
             adapters=adapters_of(self._config, self._settings),
         )
-        device = open_device(layers[0][0].device, self._settings.device_copies)
-        self._synchronize = torch.cuda.synchronize if layers[0][0].is_cuda else _nothing_queued
         self._membership = Membership(
-            self._settings, self._namespace(), served, hbm, device, holder=self._late
+            *(self._settings, self._namespace(), served, hbm, device),
+            holder=self._late,
+            place=self._place,
         )
         on_drain_signal(self._ask_to_drain)
         if profiles(self._settings):
@@ -103,8 +133,14 @@ class WorkerSide:
         """
         if not profiles(self._settings):
             return
+        group = self._place.group
+        if group.rank:
+            repeat_passes(runner, self._pass_limits(), group)
+            return
         self._stopwatch = AttentionStopwatch(self._synchronize)
-        time_them = functools.partial(time_passes, runner, self._stopwatch, self._pass_limits())
+        time_them = functools.partial(
+            time_passes, runner, self._stopwatch, self._pass_limits(), group
+        )
         if self._config.parallel_config.data_parallel_size > 1:
             # How many passes there are depends on their time: ranks in lock step would hang.
             time_them = functools.partial(_no_passes, self._settings.engine_id)
@@ -114,6 +150,7 @@ class WorkerSide:
             )
         finally:
             self._stopwatch = None
+            group.broadcast(NO_MORE_PASSES)
         if found is not None:
             self.costs = found.costs
             self._joined().computes(found.rate)
@@ -131,6 +168,8 @@ class WorkerSide:
         membership, self._membership = self._membership, None
         if membership is not None:
             membership.leave()
+        if self._follower is not None:
+            self._follower.close()
 
     def _namespace(self) -> StoreNamespace:
         return StoreNamespace(
@@ -145,12 +184,12 @@ class WorkerSide:
         self._drain_asked = True  # A signal handler does no more; the link's thread sees it.
 
     def _drained(self) -> None:
-        os.kill(self._parent, signal.SIGINT)
+        self._server.interrupt()
 
     def _watch_parent(self) -> None:
         if self._drain_asked and self._membership is not None:
             self._membership.drain("its server got SIGTERM", self._drained)
-        if os.getppid() != self._parent:
+        if self._server.is_gone:
             # The API server died without ending its engine: nobody can send requests any more,
             # and an engine that keeps reporting would keep getting them assigned.
             log.error("the API server of engine %s is gone", self._settings.engine_id)
@@ -164,26 +203,39 @@ class WorkerSide:
 
     def begin_step(self, step: StepMetadata) -> None:
         """Start this step's transfers; called before the forward pass."""
-        membership = self._joined()
-        manager = membership.manager
-        if step.free_hbm_tokens is not None:
-            manager.set_free_hbm_tokens(step.free_hbm_tokens)
         self._generated = step.generated
-        for request_id, reason in step.rejected.items():
-            membership.send(manager.sent(request_id, reason))
         for vllm_request_id in step.refused:
             self._copied.put((vllm_request_id, NO_TRANSFER))
+        if self._follower is None:
+            self._tell_router(step)
         if step.prefills:
-            self._pass = ForwardPass(manager, membership.send, step.prefills)
+            self._pass = self._begin_pass(step.prefills)
             self._wait_for_unseen(0)
         for work in step.decodes:
-            self._begin_decode(manager, work)
+            self._begin_decode(work)
 
-    def _begin_decode(self, manager: TrafficManager, work: DecodeWork) -> None:
+    def _tell_router(self, step: StepMetadata) -> None:
+        membership = self._joined()
+        if step.free_hbm_tokens is not None:
+            membership.manager.set_free_hbm_tokens(step.free_hbm_tokens)
+        for request_id, reason in step.rejected.items():
+            membership.send(membership.manager.sent(request_id, reason))
+
+    def _begin_pass(self, parts: Sequence[PromptPart]) -> ForwardPass | FollowedPass:
+        if self._follower is not None:
+            return self._follower.begin_pass(parts)
+        membership = self._joined()
+        return ForwardPass(membership.manager, membership.send, parts)
+
+    def _begin_decode(self, work: DecodeWork) -> None:
         def copied(error: str | None) -> None:
             self._copied.put((work.vllm_request_id, error))
 
-        manager.fill_hbm(work.decode_transfer, work.hbm_blocks, copied)
+        self._mover.fill_hbm(work.decode_transfer, work.hbm_blocks, copied)
+
+    @property
+    def _mover(self) -> TrafficManager | Follower:
+        return self._joined().manager if self._follower is None else self._follower
 
     def wait_loaded(self, layer_name: str) -> None:
         """Block until a layer's stored KV is in HBM."""
@@ -210,14 +262,14 @@ class WorkerSide:
 
     def end_step(self) -> None:
         """Finish this step's transfers; called after the forward pass."""
-        membership = self._joined()
         if self._pass is not None:
             self._pass.finish({})
             self._pass = None
         if self._generated:
-            membership.manager.persist_generated(self._generated)
+            self._mover.persist_generated(self._generated)
             self._generated = []
-        membership.changed()
+        if self._membership is not None:
+            self._membership.changed()
 
     def take_copied(self) -> tuple[set[str], set[str]]:
         """Return (requests whose KV is in HBM or failed, those that failed) since last asked."""

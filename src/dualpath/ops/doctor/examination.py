@@ -66,6 +66,8 @@ def _network(wanted: Wanted, node: Node) -> Iterator[Finding]:
     ports = node.rdma_ports()
     has_rdma = any(port.is_active for port in ports)
     yield network.rdma(ports)
+    if has_rdma:
+        yield network.nics_of_gpus(node.nics_of_gpus())
     yield network.ucx_environment(node.environment)
     yield network.kv_lane(node.environment, has_rdma)
     interface = wanted.interface or node.default_interface()

@@ -37,6 +37,19 @@ def rdma(ports: Sequence[RdmaPort]) -> Finding:
     return warning(check, found, needed, remedy)
 
 
+def nics_of_gpus(pairs: Mapping[str, str]) -> Finding:
+    """Which port the KV of each GPU takes where an engine has several (``transport.nic_pairing``).
+
+    ``pairs`` are PCI addresses and ports; GPUs of one port share it.
+    """
+    check, needed = "NIC of each GPU", "a port for each GPU, in engines of several"
+    found = ", ".join(f"{gpu} {port}" for gpu, port in pairs.items()) or "no GPU, or no port"
+    if len(set(pairs.values())) == len(pairs):
+        return ok(check, found, needed)
+    remedy = "GPUs that share a port share its bandwidth; choose others with net_devices"
+    return warning(check, found, needed, remedy)
+
+
 def ucx_environment(environment: Mapping[str, str]) -> Finding:
     """Variables that win over our UCX settings."""
     check = "UCX variables"

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from dualpath.ops.doctor.network import RdmaPort
 from dualpath.ops.doctor.software import VLLM_DISTRIBUTIONS, ProcessOutcome
+from dualpath.transport.nic_pairing import paired_here
 
 #: Importing vLLM on a busy machine takes its time.
 PROCESS_S = 180.0
@@ -103,6 +104,10 @@ class Node:
             )
             for port in ports
         ]
+
+    def nics_of_gpus(self) -> dict[str, str]:
+        """The RDMA port of each GPU, by PCI address."""
+        return paired_here(self._root)
 
     def default_interface(self) -> str:
         """The interface of the default route; empty if there is none."""

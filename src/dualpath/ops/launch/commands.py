@@ -136,6 +136,9 @@ def engine_command(
         "--kv-transfer-config", json.dumps(transfer),
     ]  # fmt: skip
     command += lora_arguments(settings.lora_modules)
+    devices = settings.prefill_tp if role is Role.PREFILL else settings.decode_tp
+    if devices > 1:
+        command += ["--tensor-parallel-size", str(devices)]
     if settings.max_model_len:
         command += ["--max-model-len", str(settings.max_model_len)]
     if settings.enforce_eager:

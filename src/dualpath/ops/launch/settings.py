@@ -40,7 +40,7 @@ from dualpath.vllm.front_end_settings import (
     VllmArgs,
 )
 
-HbmBytes = Annotated[int, Setting("KV memory of an engine", ge=1)]
+HbmBytes = Annotated[int, Setting("KV memory of each device of an engine", ge=1)]
 
 
 class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
@@ -70,6 +70,8 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
         int, Setting("PEs of a data-parallel group, which share experts; 1: no groups", ge=1)
     ] = 1
     decode_dp: Annotated[int, Setting("DEs of a data-parallel group, as prefill_dp", ge=1)] = 1
+    prefill_tp: Annotated[int, Setting("devices of a PE: its tensor parallel size", ge=1)] = 1
+    decode_tp: Annotated[int, Setting("devices of a DE: its tensor parallel size", ge=1)] = 1
     layer_buffers: LayerBuffers = 2
     snic_bytes_per_s: SnicRate = 0.0
     storage_quota: StorageQuota = 0

@@ -1,0 +1,94 @@
+"""The DRAM of one engine: its buffer, its staging slots and, with several ranks, their board.
+
+An engine has it once, whatever number of ranks it has: rank 0 allocates, the others map the same
+pages.  So a Full Block is read, checked and written in one piece by one rank, and each moves its
+slice of it.
+"""
+
+import mmap
+from typing import NamedTuple
+
+from dualpath.core.blocks import BlockGeometry
+from dualpath.core.errors import ConfigError
+from dualpath.engine.rank_work import RankBoard
+from dualpath.engine.ranks import RankGroup
+from dualpath.engine.settings import EngineSettings
+from dualpath.transport.memory import (
+    RegisteredMemory,
+    allocate_registered,
+    allocate_shared,
+    map_shared,
+)
+
+
+class EngineMemory(NamedTuple):
+    """See the module's docstring."""
+
+    buffer: RegisteredMemory
+    staging: RegisteredMemory
+    board: RankBoard
+
+
+class _Sizes(NamedTuple):
+    buffer: int
+    staging: int
+    board: int
+
+
+def open_memory(
+    settings: EngineSettings, geometry: BlockGeometry, group: RankGroup
+) -> EngineMemory:
+    """Allocate the engine's memory, or map what rank 0 has allocated.
+
+    Every rank calls it.  Raises ``ConfigError`` at all of them if one cannot have it.
+    """
+    slots = max(settings.buffer_bytes // geometry.full_block_bytes, 1)
+    sizes = _Sizes(
+        slots * geometry.full_block_bytes,
+        max(settings.staging_blocks, 1) * geometry.full_block_bytes,
+        RankBoard.size_bytes(group.size, settings.staging_blocks),
+    )
+    if group.size == 1:
+        return EngineMemory(
+            allocate_registered(sizes.buffer),
+            allocate_registered(sizes.staging),
+            RankBoard.alone(settings.staging_blocks),
+        )
+    return _areas(_shared(sum(map(_whole_pages, sizes)), group), sizes, group)
+
+
+def _shared(size_bytes: int, group: RankGroup) -> RegisteredMemory:
+    if group.rank == 0:
+        with allocate_shared(size_bytes) as (memory, path):
+            group.broadcast(path)
+            _raise_first(group.gather(""))  # All have it: the path may end.
+            return memory
+    path = group.broadcast("")
+    try:
+        memory = map_shared(path, size_bytes)
+    except ConfigError as error:
+        group.gather(str(error))
+        raise
+    _raise_first(group.gather(""))
+    return memory
+
+
+def _raise_first(errors: list[str]) -> None:
+    for rank, error in enumerate(errors):
+        if error:
+            raise ConfigError(f"rank {rank}: {error}")
+
+
+def _areas(memory: RegisteredMemory, sizes: _Sizes, group: RankGroup) -> EngineMemory:
+    staging_at = _whole_pages(sizes.buffer)
+    board_at = staging_at + _whole_pages(sizes.staging)
+    board = memory.area(board_at, sizes.board)
+    return EngineMemory(
+        memory.area(0, sizes.buffer),
+        memory.area(staging_at, sizes.staging),
+        RankBoard(board.array, group.rank, group.size),
+    )
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

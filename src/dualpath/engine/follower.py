@@ -1,0 +1,243 @@
+"""A rank of an engine that follows: it moves its slice of every block, and nothing else.
+
+It has no link to the router, no storage and no say in who gets which slot.  The engine's steps
+reach it as they reach the leader, and ``prefill_passes`` has what the two say to each other.  A
+rank that cannot go on ends its process, which the engine does not survive.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from dualpath.core.blocks import BlockGeometry
+from dualpath.core.errors import EngineLostError, TransportError
+from dualpath.core.transfers import DecodeTransfer
+from dualpath.engine.chunk_transfers import BlockHolder, ChunkTransfers
+from dualpath.engine.device import Device, HostDevice
+from dualpath.engine.forward_pass import PromptPart, layer_settings
+from dualpath.engine.generated import GeneratedBlock, StagingOrder
+from dualpath.engine.hbm_layout import HbmLayout
+from dualpath.engine.layer_stream import LayerStream
+from dualpath.engine.prefill_passes import PassOrder, begin_stream, end_stream
+from dualpath.engine.rank import Rank, RankPlace
+from dualpath.engine.settings import EngineSettings
+from dualpath.engine.step_transfers import PrefillChunk
+from dualpath.engine.surroundings import LIVE, Surroundings
+from dualpath.engine.threads import OS_THREADS, Threads, TimeLimit
+from dualpath.plan.steps import PromptLayout, decode_steps, generated_steps
+from dualpath.transport.contract import Transport
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+_CLOSE_S = 5.0
+
+
+class Follower:
+    """Made while the leader makes its traffic manager; ``end_process`` ends what it runs in."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        geometry: BlockGeometry,
+        transport: Transport,
+        hbm: HbmLayout,
+        holder: BlockHolder,
+        place: RankPlace,
+        end_process: Callable[[], None],
+        device: Device | None = None,
+        threads: Threads = OS_THREADS,
+    ) -> None:
+        self._settings = settings
+        self._geometry = geometry
+        self._transport = transport
+        self._device = device or HostDevice()
+        self._holder = holder
+        self._end_process = end_process
+        self._threads = threads
+        self.rank = Rank(settings, geometry, transport, hbm, self._device, holder, threads, place)
+        self._closing = threads.event()
+
+    def watch(self, watch: Callable[[], None] = lambda: None) -> None:
+        """Look after this rank, some times a second and on a thread of its own.
+
+        ``watch`` is called there as well, for whatever else may end this process.
+        """
+
+        def run() -> None:
+            while not self._closing.wait(_LOOK_S):
+                watch()
+                self.look()
+
+        self._threads.start(f"{self._settings.engine_id}-rank", run)
+
+    def look(self) -> None:
+        """Say how this rank is; end its process if it cannot go on."""
+        self.rank.look()
+        reason = self.rank.health.broken
+        if reason is not None:
+            log.critical("engine %s ends itself: %s", self._settings.engine_id, reason)
+            self._end_process()
+        self.rank.memory.board.write_unwell(unwell=self.rank.complaint() is not None)
+
+    # ------------------------------------------------------------------ one engine step
+
+    def begin_pass(self, parts: Sequence[PromptPart]) -> "FollowedPass":
+        """Start this rank's transfers of a forward pass; ``finish`` must follow."""
+        if not self._settings.mode.moves_bytes:
+            return FollowedPass(self, None)
+        order: PassOrder = self.rank.group.broadcast(None)
+        self._check_number(self.rank.work.begin(), order.number)
+        if order.peers is not None:
+            self.rank.peers.only(order.peers)
+            for peer in order.peers:
+                self.rank.peer_up(peer)
+        failures: dict[str, str] = {}
+        chunks = []
+        for part in parts:
+            if part.transfer.request_id in order.request_ids:
+                try:
+                    chunks.append(self._chunk(part))
+                except TransportError as error:
+                    failures[part.transfer.request_id] = str(error)
+        layers = layer_settings(self._settings, self._geometry)
+        stream = begin_stream(self.rank, order.number, chunks, layers)
+        stream.failures.update(failures)
+        stream.begin()
+        return FollowedPass(self, stream)
+
+    def end_pass(self, stream: LayerStream) -> None:
+        """Wait for this rank's last transfers, and say what became of them."""
+        outcome, late = end_stream(stream, self._holder)
+        self.rank.group.gather(outcome)
+        left = len(late)
+        lock = self._threads.lock()
+
+        def late_over(chunk: ChunkTransfers) -> None:
+            nonlocal left
+            self._holder.let_go(chunk.chunk.hbm_blocks)
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
+                self.rank.work.ended(stream.number)
+
+        if not late:
+            self.rank.work.ended(stream.number)
+        for chunk in late:
+            chunk.when_still(lambda chunk=chunk: late_over(chunk))  # type: ignore[misc]
+
+    def fill_hbm(
+        self,
+        decode_transfer: DecodeTransfer,
+        hbm_blocks: Sequence[int],
+        done: Callable[[str | None], None],
+    ) -> None:
+        """Copy this rank's slice of a prompt from the buffer, in which the leader keeps it."""
+        if not self._settings.mode.moves_bytes:
+            done(None)
+            return
+        number = self.rank.work.begin()
+
+        def copied(error: str | None) -> None:
+            self.rank.work.ended(number)
+            done(error)
+
+        slots = decode_transfer.slots
+        prompt = PromptLayout(self._geometry, decode_transfer.prompt_tokens, de_slots=slots)
+        steps = decode_steps(prompt)
+        self.rank.copier.into_hbm(decode_transfer.request_id, steps, hbm_blocks, copied)
+
+    def persist_generated(self, blocks: Sequence[GeneratedBlock]) -> None:
+        """Copy this rank's slice of generated blocks out of HBM, to where the leader says."""
+        if not self._settings.mode.moves_bytes:
+            return
+        order: StagingOrder = self.rank.group.broadcast(None)
+        for taken, block in zip(order, blocks, strict=True):
+            if taken is not None:
+                self._stage(*taken, block.hbm_block)
+
+    def _stage(self, slot: int, number: int, hbm_block: int) -> None:
+        work = self.rank.work
+        self._check_number(work.begin(), number)
+
+        def copied(error: str | None) -> None:
+            if error is None:
+                work.staged(number, slot)
+            else:
+                log.warning("a generated block is not persisted: %s", error)
+            work.ended(number)
+
+        copies = generated_steps(self._geometry, slot)[:-1]
+        self.rank.copier.out_of_hbm(copies, hbm_block, copied)
+
+    def _chunk(self, part: PromptPart) -> PrefillChunk:
+        transfer = part.transfer
+        agents = self.rank.peers.agents_of(transfer.decode_engine, transfer.decode_epoch)
+        return PrefillChunk(transfer, part.chunk, part.hbm_blocks[: part.chunk.end], agents)
+
+    def _check_number(self, own: int, leaders: int) -> None:
+        if own != leaders:
+            self.rank.health.fail(f"ranks disagree: work {own} here is {leaders} at the leader")
+            raise EngineLostError("the ranks of this engine do not do the same work")
+
+    def close(self) -> None:
+        """Stop all threads and give memory back; idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self.rank.close(TimeLimit(self._threads, _CLOSE_S))
+        self._transport.close()
+        self._device.close()
+
+
+class FollowedPass:
+    """A follower's share in a forward pass; see ``forward_pass.ForwardPass``."""
+
+    def __init__(self, follower: Follower, stream: LayerStream | None) -> None:
+        self._follower = follower
+        self._stream = stream
+
+    def failed(self, request_id: str) -> bool:
+        """Whether a request's loaded KV is not to be relied on at this rank."""
+        return self._stream is not None and request_id in self._stream.failures
+
+    def wait_loaded(self, layer: int) -> None:
+        """Return when a layer's stored KV is in HBM, or on its way before what is computed next."""
+        if self._stream is not None:
+            self._stream.wait_loaded(layer)
+
+    def computed(self, layer: int) -> None:
+        """A layer's new KV is in HBM, or will be when what was queued so far is over."""
+        if self._stream is not None:
+            self._stream.computed(layer)
+
+    def finish(self, wrong: Mapping[str, str]) -> dict[str, str]:
+        """Wait for this rank's last transfers; return what failed here.
+
+        ``wrong`` are requests whose KV this rank found to be wrong, and why.
+        """
+        if self._stream is None:
+            return dict(wrong)
+        self._stream.failures.update(wrong)
+        self._follower.end_pass(self._stream)
+        return self._stream.failures
+
+
+def open_follower(
+    settings: EngineSettings,
+    geometry: BlockGeometry,
+    hbm: HbmLayout,
+    holder: BlockHolder,
+    place: RankPlace,
+    device: Device,
+    surroundings: Surroundings = LIVE,
+) -> Follower:
+    """Return a follower on a machine's own network, in a process of its own."""
+    agent = f"{settings.engine_id}-{surroundings.new_epoch()}-{place.group.rank}"
+    transport = surroundings.open_transport(agent, settings)
+    return Follower(
+        *(settings, geometry, transport, hbm, holder, place),
+        surroundings.end_process,
+        device,
+        surroundings.threads,
+    )

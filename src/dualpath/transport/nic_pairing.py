@@ -1,0 +1,75 @@
+"""Which RDMA port carries the KV of a GPU: the nearest on the PCI tree (§2.3: a CNIC per GPU).
+
+Sysfs knows every device by its way through the tree, bridge after bridge.  The longer two ways are
+the same, the fewer bridges lie between the devices; a way that parts at the root crosses the
+processors.  Where several ports are as near, GPUs take them in turn.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_NVIDIA = "0x10de"
+#: PCI classes of display controllers, which GPUs without a display are as well.
+_DISPLAY = "0x03"
+
+
+class PciDevice(NamedTuple):
+    """A device, or a port of one, with the bridges on its way from the root."""
+
+    name: str
+    way: tuple[str, ...]
+
+    def shared(self, other: "PciDevice") -> int:
+        """How far two devices have the same way."""
+        same = 0
+        for mine, theirs in zip(self.way, other.way, strict=False):
+            if mine != theirs:
+                break
+            same += 1
+        return same
+
+
+def pair(gpus: Sequence[PciDevice], ports: Sequence[PciDevice]) -> dict[str, str]:
+    """Return the port of each GPU, by their names; empty without ports."""
+    taken: Counter[str] = Counter()
+    found = {}
+    for gpu in gpus if ports else ():
+        nearest = min(ports, key=lambda port: (-gpu.shared(port), taken[port.name], port.name))
+        taken[nearest.name] += 1
+        found[gpu.name] = nearest.name
+    return found
+
+
+def paired_here(root: Path = Path("/")) -> dict[str, str]:
+    """Return the ports of this machine's GPUs, by PCI address, as UCX names them (mlx5_0:1)."""
+    return pair(_gpus(root), _active_ports(root))
+
+
+def _gpus(root: Path) -> list[PciDevice]:
+    folders = sorted((root / "sys/bus/pci/devices").glob("*"))
+    return [
+        PciDevice(folder.name, folder.resolve().parts)
+        for folder in folders
+        if _read(folder / "vendor") == _NVIDIA and _read(folder / "class").startswith(_DISPLAY)
+    ]
+
+
+def _active_ports(root: Path) -> list[PciDevice]:
+    folders = sorted((root / "sys/class/infiniband").glob("*/ports/*"))
+    return [
+        PciDevice(
+            f"{folder.parent.parent.name}:{folder.name}",
+            (folder.parent.parent / "device").resolve().parts,
+        )
+        for folder in folders
+        if "ACTIVE" in _read(folder / "state")
+    ]
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,100 @@
+"""Real engines of two ranks beside engines of one: any of them reads what any other has stored."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
+from tests.e2e.plain_engine import GUARD_S, Answer, Round, Truth, tiny_model, until
+
+from dualpath.core.cluster import Role
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+#: Turns with which the engines of the other kind begin.
+HALF = 2
+
+
+class Talk:
+    """An agent of which one cluster after the other serves some turns."""
+
+    def __init__(self, rounds: list[Round], salt: str) -> None:
+        self._rounds = rounds
+        self._salt = salt
+        self.context: list[int] = []
+        self.answers: list[Answer] = []
+
+    def go_on(self, cluster: EngineCluster, turns: int) -> None:
+        """Play some turns; each waits until what the one before computed is stored."""
+        for append, generate in self._rounds[len(self.answers) :][:turns]:
+            self.context += append
+            answer = cluster.ask(self.context, generate, self._salt)
+            self.answers.append(answer)
+            self.context += answer.token_ids
+            cluster.wait_stored(self.context[:-1], self._salt)
+
+
+@pytest.fixture(scope="module")
+def cluster(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCluster]:
+    """Without engines; ``truth`` only in order to start after the plain engine has ended."""
+    folder = tmp_path_factory.mktemp("tensor_parallel")
+    settings = tiny_cluster_settings(tiny_model(), folder / "storage")
+    with EngineCluster(settings, folder) as cluster:
+        yield cluster
+
+
+def test_engines_of_any_ranks_go_on_with_each_others_blocks(
+    cluster: EngineCluster, agents: list[list[Round]], truth: Truth
+) -> None:
+    talk = Talk(agents[0], "talk")
+    first = [
+        cluster.start_engine(Role.PREFILL, 0, prefill_tp=2),
+        cluster.start_engine(Role.DECODE, 0),
+    ]
+    cluster.wait_for(*first)
+    talk.go_on(cluster, HALF)
+    assert [a.token_ids for a in talk.answers] == truth.turns[0][:HALF]
+    cluster.wait_idle()
+    for name in first:  # they drain: the ranks of an engine end together
+        cluster.supervisor.process(name).terminate()
+    for name in first:
+        assert cluster.supervisor.process(name).wait(GUARD_S) == 0
+    second = [
+        cluster.start_engine(Role.PREFILL, 1),
+        cluster.start_engine(Role.DECODE, 1, decode_tp=2),
+    ]
+    cluster.wait_for(*second)
+    talk.go_on(cluster, len(agents[0]))
+    assert [a.token_ids for a in talk.answers] == truth.turns[0]
+    assert [a.cached_tokens for a in talk.answers] == cluster.expected_hits(agents[0])
+    generated = agents[0][-1].generate
+    prompt = talk.context[:-generated]
+    salted = cluster.ask(prompt, generated, "nothing is stored under it")
+    assert salted.cached_tokens == 0
+    assert salted.token_ids == truth.turns[0][-1]
+    cluster.wait_idle()
+    assert cluster.total("transfer_failures") == cluster.total("persist_dropped_blocks") == 0
+
+
+def test_an_engine_that_loses_a_rank_ends(cluster: EngineCluster) -> None:
+    """The last test of its cluster."""
+    process = cluster.supervisor.process("de-1")
+    os.kill(_rank(process.pid, 1), signal.SIGKILL)
+    assert process.wait(GUARD_S) is not None
+    until(lambda: "de-1" not in cluster.alive(), "the engine is lost")
+    assert "died unexpectedly" in process.output()
+
+
+def _rank(group: int, rank: int) -> int:
+    """Return the process of one rank among those of an engine."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and os.getpgid(int(folder.name)) == group:
+            title = (folder / "cmdline").read_text()
+            if f"Worker_TP{rank}" in title:
+                return int(folder.name)
+    raise AssertionError(f"no rank {rank} in process group {group}")

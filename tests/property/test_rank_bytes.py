@@ -1,0 +1,118 @@
+"""Engines of any number of ranks move every byte of whole blocks, each its own."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engine_harness import GEOMETRY, full_block, kv_bytes, prompt_keys
+from tests.property.test_engine_paths import prompts
+from tests.ranked_harness import Cut, RankedCluster
+from tests.stored_runs import read_run
+
+from dualpath.core.control import KvInHbm, PrefillDone
+from dualpath.core.modes import Mode
+from dualpath.core.runs import BlockRun
+from dualpath.plan.counts import new_full_blocks
+
+Prompt = tuple[int, int, int, tuple[int, ...]]
+
+#: PE and DE of one model, with ranks that divide its heads or are a multiple of them.
+MODELS = st.sampled_from([1, 2, 4]).flatmap(
+    lambda heads: st.tuples(
+        st.builds(Cut, st.sampled_from([1, 2, 4]), st.just(heads)),
+        st.builds(Cut, st.sampled_from([1, 2, 4]), st.just(heads)),
+    )
+)
+
+
+def run_prompt(cluster: RankedCluster, prompt: Prompt) -> None:
+    tokens, pe_hits, de_hits, chunk_ends = prompt
+    keys = prompt_keys(tokens)
+    cluster.store(keys[: pe_hits + de_hits])
+    transfer = cluster.load("r", keys, tokens, pe_hits, de_hits)
+    hbm = list(range(40, 40 + len(keys)))[::-1]
+    first = pe_hits + de_hits
+    for end in chunk_ends:
+        failures = cluster.pass_of([(transfer, keys, BlockRun(first, end - first), hbm)])
+        assert not any(failures), failures
+        first = end
+    assert cluster.pe.answer(PrefillDone, "r").failure is None
+    for block, slot in enumerate(transfer.de_slots):
+        assert cluster.de.slot_bytes(slot) == full_block(keys[block]), block
+    assert not any(cluster.hand_over(transfer, keys, hbm))
+    for rank in range(cluster.serving.cut.ranks):
+        for layer in range(GEOMETRY.layers):
+            for block, key in enumerate(keys):
+                assert cluster.serving.holds(rank, layer, hbm[block], kv_bytes(key, layer))
+    cluster.de.answer(KvInHbm, "r")
+    generated = prompt_keys(2 * GEOMETRY.block_tokens, "generated")
+    cluster.generate([(1, generated[0]), (2, generated[1])])
+    cluster.release("r")
+    full = new_full_blocks(0, tokens, GEOMETRY.block_tokens)
+    check_stored(cluster, [*keys[:full], *generated])
+    for engine in (cluster.pe, cluster.de):
+        assert engine.report().free_buffer_tokens == engine.manager.buffer_tokens
+
+
+def check_stored(cluster: RankedCluster, keys: list[bytes]) -> None:
+    while cluster.serving.manager._staging.free < 4:
+        assert cluster.de.manager.drain(20)
+    assert cluster.de.manager.drain(20)
+    for key in keys:
+        block = bytearray(GEOMETRY.full_block_bytes)
+        assert read_run(cluster.storage, [key], [memoryview(block)]).good_blocks == 1
+        assert bytes(block) == full_block(key)
+
+
+@settings(max_examples=40, deadline=None)
+@given(MODELS, prompts(), st.integers(1, GEOMETRY.layers))
+def test_all_bytes_arrive_at_every_rank(
+    cuts: tuple[Cut, Cut], prompt: Prompt, layer_buffers: int
+) -> None:
+    cluster = RankedCluster(*cuts, layer_buffers=layer_buffers)
+    try:
+        run_prompt(cluster, prompt)
+    finally:
+        cluster.close()
+
+
+@settings(max_examples=5, deadline=None)
+@given(MODELS, prompts())
+def test_all_bytes_arrive_at_every_rank_in_mode_basic(
+    cuts: tuple[Cut, Cut], prompt: Prompt
+) -> None:
+    cluster = RankedCluster(*cuts, mode=Mode.BASIC)
+    try:
+        run_prompt(cluster, prompt)
+    finally:
+        cluster.close()
+
+
+@settings(max_examples=20, deadline=None)
+@given(MODELS, prompts())
+def test_each_rank_moves_its_share_and_the_engine_counts_each_byte_once(
+    cuts: tuple[Cut, Cut], prompt: Prompt
+) -> None:
+    """Per rank, loads are divided by the slices, sends by the ranks."""
+    tokens, pe_hits, de_hits, _ = prompt
+    cluster = RankedCluster(*cuts)
+    try:
+        keys = prompt_keys(tokens)
+        cluster.store(keys[: pe_hits + de_hits])
+        transfer = cluster.load("r", keys, tokens, pe_hits, de_hits)
+        hits, blocks = pe_hits + de_hits, len(keys)
+        work = [(transfer, keys, BlockRun(hits, blocks - hits), range(blocks))]
+        assert not any(cluster.pass_of(work))
+        pe, size = cluster.prefill, GEOMETRY.full_block_bytes
+        counted = pe.report().counters
+        assert counted["h2d_bytes"] == pe_hits * size * pe.cut.replicas
+        assert counted["de_to_pe_bytes"] == de_hits * size * pe.cut.replicas
+        assert counted["pe_to_de_bytes"] == (blocks - de_hits) * size
+        assert sum(sum(t.posted.values()) for t in pe.transports) == sum(
+            counted[name] for name in ("h2d_bytes", "de_to_pe_bytes", "pe_to_de_bytes")
+        )
+        loads = hits * size // pe.cut.slices
+        for transport in pe.transports:
+            sends = sum(transport.posted.values()) - loads
+            even = (blocks - de_hits) * size / pe.cut.ranks
+            assert abs(sends - even) <= 2 * size / pe.cut.slices
+    finally:
+        cluster.close()

@@ -1,0 +1,328 @@
+"""Toy engines of several ranks, whose threads are the ranks, each with its slice of every block.
+
+``RankedCluster`` is a ``ToyCluster`` in which the prefill and the decode engine are cut as a test
+likes: blocks in buffers and storage are whole all the same.
+"""
+
+import functools
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualpath.core.blocks import BlockKey
+from dualpath.core.cluster import Role
+from dualpath.core.control import Message, Persist, Welcome
+from dualpath.core.modes import Mode
+from dualpath.core.parts import PartSlice
+from dualpath.core.runs import BlockRun
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
+from dualpath.engine.device import HostDevice
+from dualpath.engine.follower import FollowedPass, Follower
+from dualpath.engine.forward_pass import ForwardPass, PromptPart
+from dualpath.engine.generated import GeneratedBlock
+from dualpath.engine.hbm_layout import HbmLayout, HbmPart
+from dualpath.engine.rank import RankPlace
+from dualpath.engine.settings import EngineSettings
+from dualpath.engine.step_transfers import Replica
+from dualpath.engine.traffic_manager import TrafficManager
+from dualpath.plan.counts import new_full_blocks
+from dualpath.storage.contract import BlockStorage
+from dualpath.transport.contract import Direction, PieceIndices, RegionInfo
+from dualpath.transport.in_process import InProcessFabric, InProcessTransfer, InProcessTransport
+from dualpath.transport.memory import allocate_registered
+from tests.engine_harness import (
+    GEOMETRY,
+    WAIT_S,
+    HeldBlocks,
+    ToyCluster,
+    ToyEngine,
+    kv_bytes,
+    memory_storage,
+)
+from tests.thread_ranks import ThreadRanks, on_every_rank
+
+HBM_BLOCKS = 64
+LAYER_BYTES = GEOMETRY.bytes_of(0)
+
+
+class Cut(NamedTuple):
+    """An engine of ``ranks`` that share ``heads``; latent KV is one head that nobody shares."""
+
+    ranks: int = 1
+    heads: int = 4
+
+    @property
+    def slices(self) -> int:
+        return min(self.ranks, self.heads)
+
+    @property
+    def replicas(self) -> int:
+        return self.ranks // self.slices
+
+
+class CountingTransport(InProcessTransport):
+    """Counts what it has posted, by the agent at the other end and the direction."""
+
+    def __init__(self, agent: str, fabric: InProcessFabric) -> None:
+        super().__init__(agent, fabric)
+        self.posted: Counter[tuple[str, Direction]] = Counter()
+
+    def post(
+        self,
+        direction: Direction,
+        local_region: str,
+        local_pieces: PieceIndices,
+        agent: str,
+        remote_region: str,
+        remote_pieces: PieceIndices,
+        *,
+        traffic_class: str = "kv",
+    ) -> InProcessTransfer:
+        transfer = super().post(
+            *(direction, local_region, local_pieces, agent, remote_region, remote_pieces),
+            traffic_class=traffic_class,
+        )
+        self.posted[agent, direction] += transfer.bytes
+        return transfer
+
+
+class RankedEngine(ToyEngine):
+    """A leader and its followers; ``ended`` are ranks whose process would have ended itself."""
+
+    def __init__(
+        self,
+        role: Role,
+        fabric: InProcessFabric,
+        storage: BlockStorage,
+        cut: Cut,
+        *,
+        layer_buffers: int = 0,
+        transfer_deadline_s: float = WAIT_S,
+        mode: Mode = Mode.DUALPATH,
+    ) -> None:
+        self.cut = cut
+        self.regions = layer_buffers or GEOMETRY.layers
+        name = "pe-0" if role is Role.PREFILL else "de-0"
+        self.settings = EngineSettings(
+            role=role,
+            engine_id=name,
+            router="tcp://unused:1",
+            api_url="http://unused",
+            storage="memory://toy",
+            mode=mode,
+            buffer_bytes=64 * GEOMETRY.full_block_bytes,
+            staging_blocks=4,
+            layer_buffers=layer_buffers,
+            transfer_deadline_s=transfer_deadline_s,
+        )
+        self.epoch = "epoch-1"
+        self.outbox: queue.Queue[Message] = queue.Queue()
+        self.held = HeldBlocks()
+        self.ended: list[int] = []
+        self.group = ThreadRanks(cut.ranks)
+        self.transports = [
+            CountingTransport(f"{name}-{self.epoch}-{rank}", fabric) for rank in range(cut.ranks)
+        ]
+        self._memories = [
+            allocate_registered(self.regions * HBM_BLOCKS * self.slice_bytes)
+            for _ in range(cut.ranks)
+        ]
+        self.hbms: list[NDArray[np.uint8]] = [
+            memory.array.reshape(self.regions, HBM_BLOCKS, self.slice_bytes)
+            for memory in self._memories
+        ]
+        opened: list[Any] = on_every_rank(
+            [
+                functools.partial(self._leader, storage),
+                *(functools.partial(self._follower, rank) for rank in range(1, cut.ranks)),
+            ]
+        )
+        self.manager: TrafficManager = opened[0]
+        self.followers: list[Follower] = opened[1:]
+        self._kept: list[Message] = []
+        self._seq = 0
+        self._closed = threading.Event()
+        self._ticks = threading.Thread(target=self._tick, daemon=True)
+        self._ticks.start()
+
+    @property
+    def slice_bytes(self) -> int:
+        return LAYER_BYTES // self.cut.slices
+
+    def _tick(self) -> None:
+        while not self._closed.wait(0.002):
+            self.manager.tick(time.monotonic_ns())
+            for follower in self.followers:
+                follower.look()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._ticks.join(WAIT_S)
+        self.manager.close()
+        for follower in self.followers:
+            follower.close()
+
+    def _place(self, rank: int) -> RankPlace:
+        replica = Replica(rank % self.cut.replicas, self.cut.replicas)
+        return RankPlace(self.group.ends[rank], replica)
+
+    def _layout(self, rank: int) -> HbmLayout:
+        base, size = self._memories[rank].address, self.slice_bytes
+        memories = tuple(
+            RegionInfo(f"hbm.{i}", base + i * HBM_BLOCKS * size, size, size, HBM_BLOCKS)
+            for i in range(self.regions)
+        )
+        part = PartSlice(rank // self.cut.replicas, self.cut.slices)
+        layers = tuple(
+            (HbmPart(memories[layer % self.regions], part),) for layer in range(GEOMETRY.layers)
+        )
+        return HbmLayout(memories, layers, HBM_BLOCKS * GEOMETRY.block_tokens)
+
+    def _leader(self, storage: BlockStorage) -> TrafficManager:
+        return TrafficManager(
+            *(self.settings, GEOMETRY, storage, self.transports[0]),
+            *(self._layout(0), self.outbox.put, HostDevice()),
+            holder=self.held,
+            place=self._place(0),
+        )
+
+    def _follower(self, rank: int) -> Follower:
+        return Follower(
+            *(self.settings, GEOMETRY, self.transports[rank], self._layout(rank)),
+            *(self.held, self._place(rank), functools.partial(self._end, rank)),
+        )
+
+    def _end(self, rank: int) -> None:
+        self.ended.append(rank)
+        self.group.lose()
+
+    def slice_of(self, rank: int, content: bytes) -> bytes:
+        """The bytes of a Layer Block that a rank holds."""
+        first = rank // self.cut.replicas * self.slice_bytes
+        return content[first : first + self.slice_bytes]
+
+    def compute(self, rank: int, layer: int, block: int, content: bytes) -> None:
+        """Write a rank's slice of a Layer Block into its HBM."""
+        here = self.hbms[rank][layer % self.regions][block]
+        here[:] = np.frombuffer(self.slice_of(rank, content), np.uint8)
+
+    def holds(self, rank: int, layer: int, block: int, content: bytes) -> bool:
+        """Whether a rank's HBM has its slice of a Layer Block."""
+        here = self.hbms[rank][layer % self.regions][block]
+        return bytes(here.tobytes()) == self.slice_of(rank, content)
+
+    def begin_pass(self, rank: int, parts: Sequence[PromptPart]) -> ForwardPass | FollowedPass:
+        """Begin a pass at one rank, on the thread that is the rank."""
+        if rank:
+            return self.followers[rank - 1].begin_pass(parts)
+        return ForwardPass(self.manager, self.outbox.put, parts)
+
+    def mover(self, rank: int) -> TrafficManager | Follower:
+        """What moves a rank's slices."""
+        return self.followers[rank - 1] if rank else self.manager
+
+    def on_ranks(self, call: Callable[[int], Any]) -> list[Any]:
+        """Call something for each rank, all at the same time."""
+        return on_every_rank([functools.partial(call, rank) for rank in range(self.cut.ranks)])
+
+    def sent_to(self, agent: str) -> int:
+        """Bytes that all ranks have written to an agent."""
+        return sum(t.posted[agent, Direction.WRITE] for t in self.transports)
+
+
+class RankedCluster(ToyCluster):
+    """One PE and one DE, cut as given."""
+
+    def __init__(
+        self,
+        pe: Cut,
+        de: Cut,
+        *,
+        layer_buffers: int = 2,
+        transfer_deadline_s: float = WAIT_S,
+        mode: Mode = Mode.DUALPATH,
+    ) -> None:
+        self.fabric = InProcessFabric()
+        self.geometry = GEOMETRY
+        self.storage = memory_storage()
+        self.prefill = RankedEngine(
+            *(Role.PREFILL, self.fabric, self.storage, pe),
+            layer_buffers=layer_buffers if mode.layerwise else 0,
+            transfer_deadline_s=transfer_deadline_s,
+            mode=mode,
+        )
+        self.serving = RankedEngine(
+            *(Role.DECODE, self.fabric, self.storage, de),
+            transfer_deadline_s=transfer_deadline_s,
+            mode=mode,
+        )
+        self.pe, self.de, self.decode = self.prefill, self.serving, [self.serving]
+        self.pe.command(Welcome(peers=(self.de.manager.address(self.de.epoch),)))
+        self.de.command(Welcome(peers=(self.pe.manager.address(self.pe.epoch),)))
+
+    def close(self) -> None:
+        """Stop both engines."""
+        self.prefill.close()
+        self.serving.close()
+
+    def pass_of(
+        self,
+        work: Sequence[tuple[PrefillTransfer, list[BlockKey], BlockRun, Sequence[int]]],
+        at_layer: Callable[[int, int], None] = lambda rank, layer: None,
+    ) -> list[dict[str, str]]:
+        """Run one forward pass on all ranks; return the failures that each knows of."""
+        parts = [PromptPart(transfer, chunk, tuple(hbm)) for transfer, _, chunk, hbm in work]
+
+        def run(rank: int) -> dict[str, str]:
+            engine = self.prefill
+            stream = engine.begin_pass(rank, parts)
+            for layer in range(GEOMETRY.layers):
+                for _, keys, chunk, hbm in work:
+                    for block in range(chunk.first, chunk.end):
+                        content = kv_bytes(keys[block], layer)
+                        engine.compute(rank, layer, hbm[block], content)
+                stream.wait_loaded(layer)
+                at_layer(rank, layer)
+                for transfer, keys, chunk, hbm in work:
+                    if not stream.failed(transfer.request_id):
+                        for block in range(chunk.first):
+                            content = kv_bytes(keys[block], layer)
+                            assert engine.holds(rank, layer, hbm[block], content), (rank, layer)
+                stream.computed(layer)
+            return stream.finish({})
+
+        return self.prefill.on_ranks(run)
+
+    def hand_over(
+        self, transfer: PrefillTransfer, keys: list[BlockKey], hbm: Sequence[int]
+    ) -> list[str | None]:
+        """Persist the prompt's new blocks and copy all into every rank's HBM; return errors."""
+        full = new_full_blocks(0, transfer.prompt_tokens, GEOMETRY.block_tokens)
+        new = tuple(keys[transfer.hit_blocks : full])
+        self.de.command(Persist(transfer.request_id, transfer.hit_blocks, new))
+        waiting = DecodeTransfer(transfer.request_id, transfer.prompt_tokens, transfer.de_slots)
+
+        def fill(rank: int) -> str | None:
+            over: queue.Queue[str | None] = queue.Queue()
+            self.serving.mover(rank).fill_hbm(waiting, hbm, over.put)
+            return over.get(timeout=WAIT_S)
+
+        return self.serving.on_ranks(fill)
+
+    def generate(self, blocks: Sequence[tuple[int, BlockKey]]) -> None:
+        """Persist generated blocks (HBM block, key), computed by all ranks."""
+
+        def persist(rank: int) -> None:
+            for block, key in blocks:
+                for layer in range(GEOMETRY.layers):
+                    self.serving.compute(rank, layer, block, kv_bytes(key, layer))
+            generated = [GeneratedBlock(block, key) for block, key in blocks]
+            self.serving.mover(rank).persist_generated(generated)
+
+        self.serving.on_ranks(persist)
