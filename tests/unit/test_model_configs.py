@@ -84,6 +84,24 @@ def test_window_layers_are_found_by_their_list_and_by_gemmas_pattern(tmp_path):
     assert (full.layers, window.layers, window.kept_tokens) == (10, 52, 1024)
 
 
+def test_a_window_that_qwen_does_not_use_is_none(tmp_path):
+    qwen = {**keys_of("llama-3.3-70b"), "model_type": "qwen2", "sliding_window": 4096}
+    for said in (None, False):
+        model = load(written(tmp_path / "qwen", qwen, use_sliding_window=said))
+        assert [run.kept_tokens for run in model.attention] == [0]
+    mistral = load(written(tmp_path / "mistral", qwen, model_type="mistral"))
+    assert [run.kept_tokens for run in mistral.attention] == [4096]
+
+
+def test_dense_layers_are_found_by_either_key(tmp_path):
+    kimi = keys_of("kimi-k2")
+    kinds = ["dense"] * 3 + ["sparse"] * 58
+    listed = load(written(tmp_path / "listed", kimi, mlp_layer_types=kinds))
+    counted = load(written(tmp_path / "counted", kimi, first_k_dense_replace=3))
+    assert listed.feed_forward == counted.feed_forward
+    assert [part.layers for part in listed.feed_forward] == [3, 58]
+
+
 def test_fp8_halves_the_kv_of_a_model_in_bf16():
     assert 2 * load("glm-4.6", "fp8").kv_bytes_per_token == load("glm-4.6").kv_bytes_per_token
 
@@ -135,6 +153,8 @@ def test_what_is_not_understood_is_refused_with_its_key(tmp_path):
         (experts, {"n_routed_experts": None}, "there is no n_routed_experts"),
         (experts, {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
         (experts, {"index_topk": 8, "index_topk_freq": 4}, "only some layers have an indexer"),
+        (experts, {"index_topk": 8, "indexer_types": ["full", "shared"]}, "only some layers"),
+        (experts, {"mlp_layer_types": ["sparse", "dense"]}, "not dense layers followed by"),
     ]
     for config, changes, expected in cases:
         text = refusal(tmp_path, config, **changes)

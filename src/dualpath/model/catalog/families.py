@@ -132,10 +132,12 @@ def _latent(config: HubConfig, kv_cache_dtype: KvCacheDtype) -> tuple[Attention,
 def _indexer(config: HubConfig) -> Indexer | None:
     if config.index_topk is None:
         return None
-    if config.index_topk_pattern or (config.index_topk_freq or 1) > 1:
+    some = set(config.indexer_types or ()) - {"full"}
+    if some or config.index_topk_pattern or (config.index_topk_freq or 1) > 1:
         raise ConfigError(
-            "index_topk_freq or index_topk_pattern: only some layers have an indexer, which is not "
-            "understood here; describe the model in a TOML file (docs/reference/models.md)"
+            "indexer_types, index_topk_freq or index_topk_pattern: only some layers have an "
+            "indexer, which is not understood here; describe the model in a TOML file "
+            "(docs/reference/models.md)"
         )
     dim = config.need("index_head_dim")
     return Indexer(
@@ -185,8 +187,7 @@ def _experts_after_dense(config: HubConfig) -> tuple[FeedForward, ...]:
             f"moe_layer_freq is {config.moe_layer_freq}, only 1 is understood here; describe the "
             "model in a TOML file (docs/reference/models.md)"
         )
-    dense = min(config.first_k_dense_replace or 0, config.num_hidden_layers)
-    return _mixed(config, dense, config.need("moe_intermediate_size"))
+    return _mixed(config, config.leading_dense_layers, config.need("moe_intermediate_size"))
 
 
 def _experts_by_step(config: HubConfig) -> tuple[FeedForward, ...]:
@@ -200,16 +201,22 @@ FAMILIES = {
     "llama": _Family(_grouped_query, _dense),
     "mistral": _Family(_grouped_query, _dense),
     "qwen2": _Family(_grouped_query, _dense),
+    "qwen2_5_vl": _Family(_grouped_query, _dense),
+    "qwen2_5_vl_text": _Family(_grouped_query, _dense),
     "qwen3": _Family(_grouped_query, _dense),
+    "qwen3_vl_text": _Family(_grouped_query, _dense),
     "gemma3": _Family(_gemma3, _dense, tied=True),
     "gemma3_text": _Family(_gemma3, _dense, tied=True),
     "mixtral": _Family(_grouped_query, _experts_everywhere),
     "qwen3_moe": _Family(_grouped_query, _experts_by_step),
+    "qwen3_vl_moe_text": _Family(_grouped_query, _experts_by_step),
     "glm4_moe": _Family(_grouped_query, _experts_after_dense),
     "gpt_oss": _Family(_grouped_query, _experts_everywhere),
     "minimax_m2": _Family(_grouped_query, _experts_everywhere),
+    "deepseek_v2": _Family(_latent, _experts_after_dense),
     "deepseek_v3": _Family(_latent, _experts_after_dense),
     "deepseek_v32": _Family(_latent, _experts_after_dense),
+    "glm_moe_dsa": _Family(_latent, _experts_after_dense),
     "kimi_k2": _Family(_latent, _experts_after_dense),
 }
 

@@ -66,6 +66,7 @@ class HubConfig(msgspec.Struct, frozen=True, kw_only=True):
     moe_layer_freq: int | tuple[int, ...] | None = None
     decoder_sparse_step: Layers | None = None
     mlp_only_layers: tuple[int, ...] | None = None
+    mlp_layer_types: tuple[str, ...] | None = None
     n_group: CountOrZero | None = None
     topk_group: CountOrZero | None = None
     # Multi-head latent attention and its indexer.
@@ -77,6 +78,7 @@ class HubConfig(msgspec.Struct, frozen=True, kw_only=True):
     index_n_heads: Count | None = None
     index_head_dim: Count | None = None
     index_topk: Count | None = None
+    indexer_types: tuple[str, ...] | None = None
     index_topk_freq: int | None = None
     index_topk_pattern: str | tuple[Any, ...] | None = None
     # Multi-token prediction.
@@ -130,9 +132,32 @@ class HubConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"use_sliding_window is true, but no layer_types say which layers have the window "
                 f"of {self.sliding_window}; add layer_types"
             )
-        if self.sliding_window and self.use_sliding_window is None:
+        # Qwen gives a window that it does not use unless use_sliding_window says so.
+        if self.sliding_window and self.use_sliding_window is None and not self._is_qwen:
             return self.num_hidden_layers
         return 0
+
+    @property
+    def _is_qwen(self) -> bool:
+        return self.model_type.startswith("qwen")
+
+    @property
+    def leading_dense_layers(self) -> int:
+        """Layers without experts of a model that has them first, by either key.
+
+        Raises ``ConfigError`` where the keys say something else of some layer.
+        """
+        dense, kinds = self.first_k_dense_replace or 0, self.mlp_layer_types
+        if kinds is not None:
+            dense = kinds.count("dense")
+            expected = ("dense",) * dense + ("sparse",) * (self.num_hidden_layers - dense)
+            if kinds != expected:
+                raise ConfigError(
+                    "mlp_layer_types are not dense layers followed by sparse ones, one for each of "
+                    f"{self.num_hidden_layers} layers; describe the model in a TOML file "
+                    "(docs/reference/models.md)"
+                )
+        return min(dense, self.num_hidden_layers)
 
     def _listed_window_layers(self, kinds: Sequence[str]) -> int:
         if len(kinds) != self.num_hidden_layers:
