@@ -38,6 +38,16 @@ def test_pe_path_reads_loads_and_sends_hits_and_misses() -> None:
     assert sum(s.bytes for s in send_steps(prompt, 1, chunk)) == 11 * 1000
 
 
+def test_a_step_of_a_layer_has_the_bytes_of_all_its_parts() -> None:
+    unequal = BlockGeometry(64, ((700, 50), (100,), (30, 20, 10)))
+    prompt = PromptLayout(unequal, 64 * 10 + 5, (HitRun(Role.DECODE, BlockRun(0, 8)),))
+    (read,) = read_steps(prompt)
+    assert read.bytes == 8 * 910
+    loads = [load_steps(prompt, layer, BlockRun(8, 3)) for layer in range(unequal.layers)]
+    assert [[step.bytes for step in steps] for steps in loads] == [[6000], [800], [480]]
+    assert [step.bytes for step in decode_steps(prompt)] == [11 * 750, 11 * 100, 11 * 60]
+
+
 def test_de_path_returns_only_miss_blocks() -> None:
     prompt = layout(HitRun(Role.DECODE, BlockRun(0, 8)))
     chunk = BlockRun(8, 3)
