@@ -90,8 +90,9 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             # A guess where layers are not alike: vLLM tells its scheduler of one of them.
             self._scheduler = SchedulerSide(self.settings, geometry)
-            if vllm_config.parallel_config.world_size > 1:
-                pass_drain_signal_on()
+            parallel = vllm_config.parallel_config
+            if parallel.world_size * parallel.data_parallel_size > 1:
+                pass_drain_signal_on()  # Workers are processes of their own.
         else:
             layers = cache_layers(kv_cache_config, hooked_layers(vllm_config))
             geometry = geometry_of(layers, group.kv_cache_spec.block_size, slices)

@@ -6,8 +6,8 @@ nothing is left to do, it gets its SIGINT.
 
 An engine is two processes: the server that gets the signal, and the engine core with the traffic
 manager, which talks to the router.  ``DRAIN_SIGNAL`` goes from one to the other, SIGINT comes back.
-With several ranks the traffic manager is in a third, a worker of the engine core, which passes the
-signal on.
+With several ranks, or in a data-parallel group, the traffic manager is in a third, a worker of the
+engine core, which passes the signal on.
 """
 
 import asyncio
