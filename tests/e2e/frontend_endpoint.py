@@ -9,8 +9,9 @@ import urllib.request
 from contextlib import closing
 
 import numpy as np
+import torch
 import uvicorn
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
@@ -88,6 +89,8 @@ class ScriptedService:
             tokens = [*self.tokenizer.encode(self.reply, add_special_tokens=False), END_ID]
             for index in range(1 << 30 if self.endless else len(tokens)):
                 await asyncio.sleep(0)
+                if index == 0:
+                    job.payload.prompt_logprobs = self._prompt_logprobs(job)
                 if self.error is not None and index == self.fail_after:
                     raise self.error
                 yield self._event(job, tokens[index % (len(tokens) - 1)], index, len(tokens))
@@ -104,6 +107,18 @@ class ScriptedService:
             finish_reason="stop" if last else reason,
             payload=self._logprobs(job, END_ID if last else token),
             cached_tokens=BLOCK_TOKENS if index == 0 and len(job.keys) > 0 else None,
+        )
+
+    def _prompt_logprobs(self, job):
+        """As an engine's: for all positions of the prompt but the first."""
+        asked, tokens = job.payload.sampling.prompt_logprobs, job.prompt_token_ids[1:]
+        if asked is None or not tokens:
+            return None
+        others = list(range(300, 300 + asked))
+        return LogprobsTensors(
+            torch.tensor([[token, *others] for token in tokens]),
+            torch.tensor([[-0.25, *(-1.0 - n for n in range(asked))] for _ in tokens]),
+            torch.tensor([1 for _ in tokens]),
         )
 
     def _logprobs(self, job, token):

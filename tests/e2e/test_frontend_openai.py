@@ -162,6 +162,17 @@ def test_completion_logprobs(client, service):
     assert len(logprobs.top_logprobs[0]) == 3
 
 
+@pytest.mark.parametrize("prompt", ["x y z", "x"])
+def test_an_echo_has_the_logprobs_of_its_prompt(client, prompt):
+    answer = client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=2, echo=True, logprobs=1
+    )
+    logprobs, echoed = answer.choices[0].logprobs, answer.usage.prompt_tokens
+    assert logprobs.token_logprobs == [None, *[-0.25] * (echoed - 1), -0.5, -0.5]
+    assert "".join(logprobs.tokens) == answer.choices[0].text
+    assert answer.choices[0].text.startswith(prompt)
+
+
 def test_chat_logprobs_streamed(client):
     stream = client.chat.completions.create(
         model="tiny", messages=chat(), max_tokens=3, logprobs=True, top_logprobs=2, stream=True

@@ -132,3 +132,8 @@ def test_sessions_open_and_end_in_turn_at_both_ends(events):
     ):
         turns = [a for event in events for a in on(event) if a in (opens, ends)]
         assert turns == [opens if i % 2 == 0 else ends for i in range(len(turns))]
+
+
+def test_every_event_has_a_row() -> None:
+    """One without a row would be none, and stand in no table of the reference."""
+    assert {row.event for table in (ENGINE_TABLE, ROUTER_TABLE) for row in table} == set(Event)

@@ -30,6 +30,7 @@ from dualpath.router.requests.limits import (
     NoFilesFilter,
     RequestLimits,
     raised_limit,
+    refusal,
 )
 from dualpath.router.settings import RouterSettings
 
@@ -357,3 +358,12 @@ def test_the_limit_rises_as_far_as_it_may_and_never_falls(
     soft: int, hard: int, raised: int
 ) -> None:
     assert raised_limit(soft, hard) == raised
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, "invalid_request_error"), (429, "rate_limit_exceeded"), (503, "ServiceUnavailableError")],
+)  # fmt: skip
+def test_clients_tell_by_the_type_what_may_be_tried_again(status: int, kind: str):
+    start, body = refusal(status, "why")
+    assert (start["status"], msgspec.json.decode(body["body"])["error"]["type"]) == (status, kind)

@@ -132,7 +132,6 @@ class Event(StrEnum):
     # at the engine
     CAN_SERVE = "its HTTP server accepts connections"
     WELCOMED = "`Welcome` to its greeting"
-    WELCOMED_LATE = "any other `Welcome`"
     REFUSED = "`Refused`"
     SENT_AWAY = "`Refused` with `again`"
     UNANSWERED = f"no answer to its greeting for {GREETING_S:g} s"

@@ -111,8 +111,8 @@ class RouterSession:
         if isinstance(message, Refused):
             self._refused(message, current=current, now_s=now_s)
         elif isinstance(message, Welcome):
-            expected = message.greeting == self._greeting
-            self._on(Event.WELCOMED if expected else Event.WELCOMED_LATE, now_s, envelope=envelope)
+            if message.greeting == self._greeting:  # Others answer greetings that are over.
+                self._on(Event.WELCOMED, now_s, envelope=envelope)
         elif current:
             self._on(Event.SPOKEN, now_s, envelope=envelope)
         return self._sent()

@@ -26,7 +26,7 @@ from dualpath.router.requests.bodies import (
     too_large,
 )
 from dualpath.router.settings import RouterSettings
-from dualpath.router.token_api.statuses import LATER, TOO_LARGE, TOO_MANY, status_of
+from dualpath.router.token_api.statuses import LATER, TOO_LARGE, TOO_MANY, UNAVAILABLE, status_of
 
 #: When a client may try again that came while the service was full or about to end: requests end
 #: all the time, and the next router is soon there.
@@ -147,6 +147,8 @@ def _body_bytes(message: Message) -> int:
     return len(message.get("body", b""))
 
 
+#: What clients tell errors by; that of 503 is vLLM's for what may be tried again.
+_ERROR_TYPES = {TOO_MANY: "rate_limit_exceeded", UNAVAILABLE: "ServiceUnavailableError"}
 _RETRY_AFTER = (b"retry-after", str(RETRY_AFTER_S).encode())
 
 
@@ -162,7 +164,7 @@ def _declared_bytes(scope: Message) -> int:
 
 def refusal(status: int, reason: str) -> tuple[Message, Message]:
     """Return the messages of an answer that refuses a call, in the form of the OpenAI API."""
-    kind = "rate_limit_exceeded" if status == TOO_MANY else "invalid_request_error"
+    kind = _ERROR_TYPES.get(status, "invalid_request_error")
     error = {"message": reason, "type": kind, "param": None, "code": status}
     body = msgspec.json.encode({"error": error})
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
