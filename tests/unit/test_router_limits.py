@@ -362,8 +362,12 @@ def test_the_limit_rises_as_far_as_it_may_and_never_falls(
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [(400, "invalid_request_error"), (429, "rate_limit_exceeded"), (503, "ServiceUnavailableError")],
-)  # fmt: skip
+    [
+        (400, "invalid_request_error"),
+        (429, "rate_limit_exceeded"),
+        (503, "ServiceUnavailableError"),
+    ],
+)
 def test_clients_tell_by_the_type_what_may_be_tried_again(status: int, kind: str):
     start, body = refusal(status, "why")
     assert (start["status"], msgspec.json.decode(body["body"])["error"]["type"]) == (status, kind)
