@@ -208,8 +208,13 @@ def test_followers_learn_of_decode_engines_as_the_leader_does(cluster: RankedClu
     cluster.prefill.manager._rank.peer_up(EngineAddress("de-9", "1", Role.DECODE, (agent,)))
     transfer = cluster.load("r", KEYS, TOKENS, 0, 0)
     prefill(cluster, transfer)
-    known = cluster.prefill.followers[0].rank.peers.known()
-    assert [peer.engine_id for peer in known] == ["de-0", "de-9"]
+    follower = cluster.prefill.followers[0].rank
+    assert [peer.engine_id for peer in follower.peers.known()] == ["de-0", "de-9"]
+    follower.movers.stalled.posted(DE_FOLLOWER)
+    follower.movers.stalled.add(DE_FOLLOWER)
+    cluster.prefill.followers[0]._learn(follower.peers.known()[:1])
+    assert [peer.engine_id for peer in follower.peers.known()] == ["de-0"]
+    assert DE_FOLLOWER in follower.movers.stalled
 
 
 def test_a_wait_for_another_rank_that_takes_too_long_breaks_the_engine() -> None:

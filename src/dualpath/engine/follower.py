@@ -8,6 +8,7 @@ rank that cannot go on ends its process, which the engine does not survive.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+from dualpath.core.addresses import EngineAddress
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.core.transfers import DecodeTransfer
@@ -88,9 +89,7 @@ class Follower:
         order: PassOrder = self.rank.group.broadcast(None)
         self._check_number(self.rank.work.begin(), order.number)
         if order.peers is not None:
-            self.rank.peers.only(order.peers)
-            for peer in order.peers:
-                self.rank.peer_up(peer)
+            self._learn(order.peers)
         failures: dict[str, str] = {}
         chunks = []
         for part in parts:
@@ -104,6 +103,14 @@ class Follower:
         stream.failures.update(failures)
         stream.begin()
         return FollowedPass(self, stream)
+
+    def _learn(self, peers: Sequence[EngineAddress]) -> None:
+        """Know these peers and no others; one that was known keeps what is known of it."""
+        self.rank.peers.only(peers)
+        known = self.rank.peers.known()
+        for peer in peers:
+            if peer not in known:
+                self.rank.peer_up(peer)
 
     def end_pass(self, stream: LayerStream) -> None:
         """Wait for this rank's last transfers, and say what became of them."""

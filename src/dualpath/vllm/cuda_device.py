@@ -131,19 +131,23 @@ class CudaCopier:
         destination_pieces: PieceIndices,
         after: DeviceEvent,
     ) -> CudaCopy:
-        """Queue one batch on the stream of its direction; may be called from any thread."""
+        """Queue one batch on the stream of its direction; may be called from any thread.
+
+        Without pieces, as where another rank copies them, only the event is queued.
+        """
         here, there = self._region(source), self._region(destination)
         from_indices, to_indices = check_pair(here, source_pieces, there, destination_pieces)
-        runs = merge_runs(
-            piece_addresses(here, from_indices),
-            piece_addresses(there, to_indices),
-            here.piece_bytes,
-        )
         stream = self._into_hbm if there.memory == "VRAM" else self._out_of_hbm
         with _cuda_errors(f"copy from {source} to {destination}"), torch.cuda.device(self._device):
             if after is not PASSED:
                 stream.wait_event(_event_of(after))
-            self._driver.copy_batch(*runs, stream.cuda_stream)
+            if from_indices.size:
+                runs = merge_runs(
+                    piece_addresses(here, from_indices),
+                    piece_addresses(there, to_indices),
+                    here.piece_bytes,
+                )
+                self._driver.copy_batch(*runs, stream.cuda_stream)
             event = _record(stream)
         return CudaCopy(event, int(from_indices.size) * here.piece_bytes)
 
