@@ -33,7 +33,7 @@ from dualpath.engine.step_transfers import Replica
 from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.plan.counts import new_full_blocks
 from dualpath.storage.contract import BlockStorage
-from dualpath.transport.contract import Direction, PieceIndices, RegionInfo
+from dualpath.transport.contract import Direction, PieceIndices, RegionInfo, Transport
 from dualpath.transport.in_process import InProcessFabric, InProcessTransfer, InProcessTransport
 from dualpath.transport.memory import allocate_registered
 from tests.engine_harness import (
@@ -105,6 +105,7 @@ class RankedEngine(ToyEngine):
         layer_buffers: int = 0,
         transfer_deadline_s: float = WAIT_S,
         mode: Mode = Mode.DUALPATH,
+        open_transport: Callable[[str], Transport] | None = None,
     ) -> None:
         self.cut = cut
         self.regions = layer_buffers or GEOMETRY.layers
@@ -126,9 +127,11 @@ class RankedEngine(ToyEngine):
         self.held = HeldBlocks()
         self.ended: list[int] = []
         self.group = ThreadRanks(cut.ranks)
-        self.transports = [
-            CountingTransport(f"{name}-{self.epoch}-{rank}", fabric) for rank in range(cut.ranks)
-        ]
+        agents = [f"{name}-{self.epoch}-{rank}" for rank in range(cut.ranks)]
+        self.transports = [CountingTransport(agent, fabric) for agent in agents]
+        self._opened: list[Transport] = list(self.transports)
+        if open_transport is not None:
+            self._opened = [open_transport(agent) for agent in agents]
         self._memories = [
             allocate_registered(self.regions * HBM_BLOCKS * self.slice_bytes)
             for _ in range(cut.ranks)
@@ -186,7 +189,7 @@ class RankedEngine(ToyEngine):
 
     def _leader(self, storage: BlockStorage) -> TrafficManager:
         return TrafficManager(
-            *(self.settings, GEOMETRY, storage, self.transports[0]),
+            *(self.settings, GEOMETRY, storage, self._opened[0]),
             *(self._layout(0), self.outbox.put, HostDevice()),
             holder=self.held,
             place=self._place(0),
@@ -194,7 +197,7 @@ class RankedEngine(ToyEngine):
 
     def _follower(self, rank: int) -> Follower:
         return Follower(
-            *(self.settings, GEOMETRY, self.transports[rank], self._layout(rank)),
+            *(self.settings, GEOMETRY, self._opened[rank], self._layout(rank)),
             *(self.held, self._place(rank), functools.partial(self._end, rank)),
         )
 
@@ -247,6 +250,7 @@ class RankedCluster(ToyCluster):
         layer_buffers: int = 2,
         transfer_deadline_s: float = WAIT_S,
         mode: Mode = Mode.DUALPATH,
+        open_transport: Callable[[str], Transport] | None = None,
     ) -> None:
         self.fabric = InProcessFabric()
         self.geometry = GEOMETRY
@@ -256,11 +260,13 @@ class RankedCluster(ToyCluster):
             layer_buffers=layer_buffers if mode.layerwise else 0,
             transfer_deadline_s=transfer_deadline_s,
             mode=mode,
+            open_transport=open_transport,
         )
         self.serving = RankedEngine(
             *(Role.DECODE, self.fabric, self.storage, de),
             transfer_deadline_s=transfer_deadline_s,
             mode=mode,
+            open_transport=open_transport,
         )
         self.pe, self.de, self.decode = self.prefill, self.serving, [self.serving]
         self.pe.command(Welcome(peers=(self.de.manager.address(self.de.epoch),)))

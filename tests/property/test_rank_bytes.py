@@ -1,5 +1,9 @@
 """Engines of any number of ranks move every byte of whole blocks, each its own."""
 
+import itertools
+import os
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import GEOMETRY, full_block, kv_bytes, prompt_keys
@@ -11,6 +15,7 @@ from dualpath.core.control import KvInHbm, PrefillDone
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun
 from dualpath.plan.counts import new_full_blocks
+from dualpath.transport.nixl import NixlTransport
 
 Prompt = tuple[int, int, int, tuple[int, ...]]
 
@@ -82,6 +87,26 @@ def test_all_bytes_arrive_at_every_rank_in_mode_basic(
     cluster = RankedCluster(*cuts, mode=Mode.BASIC)
     try:
         run_prompt(cluster, prompt)
+    finally:
+        cluster.close()
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize(
+    ("pe", "de"),
+    [(Cut(2), Cut(1)), (Cut(1), Cut(2)), (Cut(4), Cut(2)), (Cut(2, heads=1), Cut(2, heads=1))],
+    ids=["PE of 2", "DE of 2", "PE of 4, DE of 2", "latent, 2 each"],
+)
+def test_all_bytes_arrive_over_nixl(pe: Cut, de: Cut) -> None:
+    """Each rank has an agent of its own, and the engine's memory is shared between them."""
+    names = itertools.count()
+
+    def open_transport(agent: str) -> NixlTransport:
+        return NixlTransport(f"{agent}-{os.getpid()}-{next(names)}", tls="tcp")
+
+    cluster = RankedCluster(pe, de, open_transport=open_transport)
+    try:
+        run_prompt(cluster, (30, 2, 3, (7, 8)))
     finally:
         cluster.close()
 
