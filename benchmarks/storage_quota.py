@@ -37,6 +37,7 @@ from dualpath.storage.janitor import Janitor
 from dualpath.storage.journal import Journal
 from dualpath.storage.keeper import BEAT_S, Keeper
 from dualpath.storage.posix_objects import PosixObjects
+from dualpath.storage.sections import Sections
 
 PLACE, DIGEST = "model_0123456789abcdef", "0123456789abcdef"
 PAYLOAD = bytes(512)
@@ -150,7 +151,9 @@ class Kept:
         new = keys[hit : hit + count]
         for name, key, own in zip(names[hit:], new, own_origins(new, origin), strict=False):
             if name not in stored:
-                self.tree.replace(name, encode_header(key, DIGEST, PAYLOAD, own) + PAYLOAD)
+                self.tree.replace(
+                    name, encode_header(key, DIGEST, Sections([PAYLOAD]), own) + PAYLOAD
+                )
                 stored.add(name)
         engine.written(new, origin, BLOCK_BYTES)
         self.written_blocks += count
@@ -172,7 +175,7 @@ def day(trajectories: int, quota_share: int, seed: int, directory: Path | None) 
     quota = written // quota_share
     limits = StorageLimits(quota_bytes=quota * BLOCK_BYTES)
     ideal, hits, ideal_hits, asked = IdealLru(quota), 0, 0, 0
-    most = 0
+    most = most_between = since = 0
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         kept = Kept(Path(folder), limits)
         kept.step()
@@ -183,6 +186,8 @@ def day(trajectories: int, quota_share: int, seed: int, directory: Path | None) 
                 kept.now_s = next_step_s
                 kept.step()
                 next_step_s += BEAT_S
+                most_between = max(most_between, kept.written_blocks - since)
+                since = kept.written_blocks
             kept.now_s = turn.time_s
             keys = chains[turn.agent][: turn.end]
             hits += kept.serve(turn.agent, keys, turn.prompt)
@@ -201,6 +206,7 @@ def day(trajectories: int, quota_share: int, seed: int, directory: Path | None) 
         ("ideal LRU of that size", f"{ideal_hits / asked:.1%}"),
         ("hit tokens, of the ideal's", f"{hits / ideal_hits:.3f}"),
         ("most in storage at any time, of the quota", f"{most / quota:.3f}"),
+        ("most written between two steps, of the quota", f"{most_between / quota:.3f}"),
         ("new blocks declined for the quota", f"{refused:,}"),
         ("counted less what lies there at the end", f"{index.used_bytes - real_bytes} bytes"),
         ("blocks removed", f"{kept.janitor.totals.evicted_blocks:,}"),
@@ -251,7 +257,7 @@ def start(blocks: int, seed: int, directory: Path | None) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("what", choices=("day", "start"))
-    parser.add_argument("--trajectories", type=int, default=200)
+    parser.add_argument("--trajectories", type=int, default=120)
     parser.add_argument("--quota-share", type=int, default=20, help="a quota of 1/N of all blocks")
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--directory", type=Path, help="on the file system to use")

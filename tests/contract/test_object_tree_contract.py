@@ -6,14 +6,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.kept_storage import BLOCK_BYTES, DIGEST, PAYLOAD, PLACE, chain
 from tests.s3_servers import RCLONE, FaultyS3, rclone_s3
 
+from dualpath.core.blocks import BlockOrigin, chain_root
+from dualpath.policy.eviction import StorageLimits
+from dualpath.storage.block_file import encode_header
+from dualpath.storage.checks import own_origins
+from dualpath.storage.directory import block_name
+from dualpath.storage.janitor import Janitor
+from dualpath.storage.journal import Journal
 from dualpath.storage.memory_objects import MemoryObjects
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.posix_objects import PosixObjects
 from dualpath.storage.s3_client import S3Client
 from dualpath.storage.s3_connection import Patience
 from dualpath.storage.s3_objects import S3Objects
+from dualpath.storage.sections import Sections
 
 TREES = [
     *("memory", "posix", "s3"),
@@ -92,3 +101,50 @@ def test_of_many_who_create_one_succeeds(tree: ObjectTree) -> None:
         made = list(pool.map(lambda n: tree.create("janitor/lease/1", b"%d" % n), range(4)))
     assert sum(made) == 1
     assert tree.get("janitor/lease/1") == b"%d" % made.index(True)
+
+
+def test_a_janitor_keeps_any_tree_within_its_quota_and_hands_it_over(tree: ObjectTree) -> None:
+    """Blocks nobody told of, blocks of an engine, two candidates, one after the other."""
+    now_s = [4e9]  # later than any object's own time
+
+    def clock() -> float:
+        return now_s[0]
+
+    def serve(number: int, journal: Journal | None) -> None:
+        keys = chain(number, 4)
+        origins = own_origins(keys, BlockOrigin(chain_root(), "a" * 16))
+        for key, own in zip(keys, origins, strict=True):
+            content = encode_header(key, DIGEST, Sections([PAYLOAD]), own) + PAYLOAD
+            tree.replace(f"{PLACE}/{block_name(key)}.kv", content)
+        if journal is not None:
+            journal.written(keys, origins, BLOCK_BYTES, clock())
+            journal.flush()
+
+    def lying() -> list[int]:
+        stored = {info.name for info in tree.objects(f"{PLACE}/")}
+        return [
+            sum(f"{PLACE}/{block_name(key)}.kv" in stored for key in chain(number, 4))
+            for number in range(4)
+        ]
+
+    limits = StorageLimits(quota_bytes=7 * BLOCK_BYTES, high=1.0, low=1.0, protect_s=0.0)
+    first = Janitor(tree, "first", limits, clock, clock)
+    second = Janitor(tree, "second", limits, clock, clock)
+    serve(0, None)
+    assert [first.step(), second.step()] == [True, False]
+    journal = Journal(tree, PLACE, "engine")
+    for number in (1, 2):
+        now_s[0] += 10
+        serve(number, journal)
+    now_s[0] += 10
+    assert first.step()
+    assert lying() == [0, 3, 4, 0]
+    assert first.index is not None
+    assert first.index.used_by_tenant() == {"a" * 16: 7 * BLOCK_BYTES}
+    first.close()
+    now_s[0] += 10
+    serve(3, journal)
+    now_s[0] += 10
+    assert second.step()
+    assert lying() == [0, 0, 3, 4]
+    assert not first.step()

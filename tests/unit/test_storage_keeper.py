@@ -50,6 +50,7 @@ class Kept:
         journal = Journal(self.tree, "place", "engine-1")
         self.keeper = Keeper(self.tree, journal, gate or WriteGate(), None, now_s, now_s)
         self.storage = KeptStorage(self.inner, self.keeper)
+        self.says(used_blocks=0, quota_blocks=0, seen=0)
 
     def write(self, first: int, end: int, parent: bytes | None = None) -> int:
         before = KEYS[first - 1] if first else chain_root()
@@ -99,6 +100,17 @@ def test_what_is_written_used_and_found_gone_is_told_with_its_chain() -> None:
     ]
     kept.keeper.beat()
     assert len(kept.told()) == 5  # nothing new, no segment
+
+
+def test_where_nobody_listens_no_news_pile_up() -> None:
+    kept = Kept()
+    kept.story.now_s += 4000
+    kept.write(0, 2)
+    assert kept.told() == []
+    kept.story.now_s -= 4000
+    assert kept.told() == []
+    kept.write(2, 3)
+    assert [news.key for news in kept.told()] == KEYS[2:3]
 
 
 def test_what_cannot_be_told_is_told_later() -> None:

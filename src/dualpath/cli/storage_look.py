@@ -39,7 +39,11 @@ def add_actions(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="BYTES/S",
         help="read no faster than that, such as 1GB; 0: as fast as it goes (default: 100MB)",
     )
-    parser.add_argument("--remove", action="store_true", help="remove the blocks that are bad")
+    parser.add_argument(
+        "--remove",
+        action="store_true",
+        help="remove the blocks that are bad, but not those of another format",
+    )
     parser.set_defaults(act=verify)
 
 
@@ -115,6 +119,7 @@ def look(args: argparse.Namespace) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     """Check all blocks and print the bad ones; returns 1 if there are any."""
+    from dualpath.storage.block_file import OTHER_FORMAT
     from dualpath.storage.inventory import Choice, chosen, discard
     from dualpath.storage.inventory import verify as check
 
@@ -130,7 +135,7 @@ def verify(args: argparse.Namespace) -> int:
             print(f"{verdict.namespace}/{verdict.key.hex()}: {verdict.reason}")
         report(number / len(rows))
     if args.remove:
-        discard(tree, bad)
+        discard(tree, [one for one in bad if one.reason != OTHER_FORMAT])
     done = " and removed" if args.remove else ""
     print(f"{len(rows) - missing} blocks, {_size(read_bytes)} read; {len(bad)} bad{done}")
     return _EXIT_BAD if bad else 0

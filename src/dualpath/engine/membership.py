@@ -93,7 +93,8 @@ class Membership:
         storage = surroundings.open_storage(settings, namespace)
         tree = surroundings.open_tree(settings)
         if is_kept(tree, settings):
-            threads, process = surroundings.threads, f"{settings.engine_id}-{self.epoch}"
+            # An engine's id is any text, this one a part of objects' names.
+            threads, process = surroundings.threads, surroundings.new_epoch()
             self._keeping = StorageKeeping(storage, tree, settings, namespace, process, threads)
             storage = self._keeping.storage
         transport = surroundings.open_transport(f"{settings.engine_id}-{self.epoch}", settings)

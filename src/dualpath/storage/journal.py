@@ -139,6 +139,11 @@ class Journal:
             self._unseen_bytes = {n: b for n, b in self._unseen_bytes.items() if n > seen}
             return _bytes(self._news) + sum(self._unseen_bytes.values())
 
+    def forget(self) -> None:
+        """Drop what is new: there is nobody to tell it to."""
+        with self._lock:
+            self._news, self._used = [], {}
+
     def flush(self) -> bool:
         """Write what is new as a segment; return whether it is, or there was nothing.
 

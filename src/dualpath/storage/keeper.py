@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 #: Between two beats.
 BEAT_S = 5.0
+#: A janitor that has said nothing for that long takes in no news; its survey finds what they said.
+_UNHEARD_S = 3600.0
 
 
 class Keeping(msgspec.Struct):
@@ -77,7 +79,7 @@ class Keeper:
 
         Raises ``StorageError``; the next beat goes on.
         """
-        self.journal.flush()
+        self._tell()
         try:
             if self._janitor is not None:
                 self._janitor.step()
@@ -86,7 +88,7 @@ class Keeper:
 
     def close(self) -> None:
         """Tell what is left; another may be janitor at once."""
-        self.journal.flush()
+        self._tell()
         if self._janitor is not None:
             self._janitor.close()
 
@@ -116,6 +118,15 @@ class Keeper:
     def gone(self, key: BlockKey) -> None:
         """A block was not to be had."""
         self.journal.gone(key, self._now_s())
+
+    def _tell(self) -> None:
+        """Write the news, unless nobody has taken them in for long and nobody here could."""
+        if self._janitor is None:
+            self.status = read_status(self._tree)
+            if self.status is None or self._now_s() - self.status.time_s > _UNHEARD_S:
+                self.journal.forget()
+                return
+        self.journal.flush()
 
     def _room_bytes(self) -> int | None:
         status = self.status
