@@ -27,8 +27,8 @@ def with_engines(cluster: dict[str, Any]) -> dict[str, Any]:
     for role in ("prefill", "decode"):
         gpus = fields["gpus_per_node"] if fields.pop(f"{role}_whole_node") else 1
         nodes = fields.pop(f"{role}_group")
-        fields[f"{role}_tensor_parallel_size"] = gpus
-        fields[f"{role}_data_parallel_size"] = nodes * fields["gpus_per_node"] // gpus
+        fields[f"{role}_tp"] = gpus
+        fields[f"{role}_dp"] = nodes * fields["gpus_per_node"] // gpus
     return fields
 
 

@@ -121,9 +121,7 @@ def test_decode_hbm_of_the_papers_clusters_is_what_weights_leave(model, cluster)
 
 def engines_of(gpus: int, **changes: int) -> ClusterSettings:
     """Return the paper's cluster with engines of so many GPUs in both roles."""
-    return msgspec.structs.replace(
-        PAPER, prefill_tensor_parallel_size=gpus, decode_tensor_parallel_size=gpus, **changes
-    )
+    return msgspec.structs.replace(PAPER, prefill_tp=gpus, decode_tp=gpus, **changes)
 
 
 def test_an_engine_of_several_gpus_divides_what_vllm_divides():

@@ -103,22 +103,22 @@ def test_plan_loads_approach_the_equations_as_misses_vanish():
 
 def test_kv_that_every_gpu_of_an_engine_loads_is_counted_for_each(capsys):
     """Kimi-K2's latent on 2 of a node's 8 GPUs: r = 2; GLM-4.6 has heads for each of 8."""
-    latent = ("bounds", "--model", "kimi-k2", "--prefill-tensor-parallel-size", "2")
+    latent = ("bounds", "--model", "kimi-k2", "--prefill-tp", "2")
     text = printed(capsys, *latent)
     assert "r = 2 GPUs of a PE and q = 1 of a DE" in text
     assert "(1 + r) · Bs/g ≤ B" in text
     loads = {bound["link"]: bound for bound in printed_json(capsys, *latent)["link_bounds"]}
     assert loads["pe-cnic-read"]["load_bytes_per_s"] == pytest.approx(3 * 50e9 / 8)
-    heads = ("bounds", "--model", "glm-4.6", "--prefill-tensor-parallel-size", "8")
+    heads = ("bounds", "--model", "glm-4.6", "--prefill-tp", "8")
     assert (
         printed_json(capsys, *heads)["link_bounds"] == printed_json(capsys, "bounds")["link_bounds"]
     )
-    own = printed_json(capsys, "bounds", "--decode-tensor-parallel-size", "8")
+    own = printed_json(capsys, "bounds", "--decode-tp", "8")
     assert own["link_bounds"] == printed_json(capsys, "bounds")["link_bounds"]
 
 
 def test_an_snic_that_no_ratio_can_take_is_said_with_replicas(capsys):
-    text = printed(capsys, "bounds", "--model", "kimi-k2", "--prefill-tensor-parallel-size", "8")
+    text = printed(capsys, "bounds", "--model", "kimi-k2", "--prefill-tp", "8")
     assert "needs an SNIC of at most g/9 · B = 44.4 GB/s" in text
 
 
@@ -130,9 +130,9 @@ def test_an_snic_that_no_ratio_can_take_is_said_with_replicas(capsys):
         (("bounds", "--gpus-per-node", "0"), "--gpus-per-node is 0; it must be between 1"),
         (("bounds", "--snic-bytes-per-s", "-1"), "--snic-bytes-per-s is -1"),
         (("bounds", "--cluster", "mine"), "paper-660b"),
-        (("bounds", "--decode-tensor-parallel-size", "3"), "it must divide --gpus-per-node, 8"),
+        (("bounds", "--decode-tp", "3"), "it must divide --gpus-per-node, 8"),
         (
-            ("bounds", "--model", "smollm2-135m", "--decode-tensor-parallel-size", "2"),
+            ("bounds", "--model", "smollm2-135m", "--decode-tp", "2"),
             "2 GPUs cannot divide the 9 heads and 3 KV heads",
         ),
         (("bounds", "--model", "ds-v3.2", "--kv-cache-dtype", "fp8"), "--kv-cache-dtype is fp8"),

@@ -118,12 +118,12 @@ def test_settings_of_the_cluster_can_be_replaced(files, capsys):
 
 
 def test_engines_of_several_gpus_are_named(files, capsys):
-    engines = ("--gpus-per-node", "8", "--prefill-tensor-parallel-size", "4")
+    engines = ("--gpus-per-node", "8", "--prefill-tp", "4")
     assert simulate("--mode", "dualpath", *engines) == 0
     assert "of 8 GPUs, 4 for a PE and 1 for a DE" in " ".join(capsys.readouterr().out.split())
-    assert simulate(*engines, "--decode-data-parallel-size", "3") == 2
+    assert simulate(*engines, "--decode-dp", "3") == 2
     error = capsys.readouterr().err
-    assert "--decode-data-parallel-size is 3 engines of 1 GPUs" in error
+    assert "--decode-dp is 3 engines of 1 GPUs" in error
 
 
 def test_a_run_can_be_cut_and_says_so(files, capsys):

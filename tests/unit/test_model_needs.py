@@ -19,9 +19,7 @@ HITS, MISSES = 32_721, 429
 
 
 def needs(model: str, prefill: int = 1, decode: int = 1) -> tuple[RoleNeeds, RoleNeeds]:
-    cluster = msgspec.structs.replace(
-        PAPER, prefill_tensor_parallel_size=prefill, decode_tensor_parallel_size=decode
-    )
+    cluster = msgspec.structs.replace(PAPER, prefill_tp=prefill, decode_tp=decode)
     return role_needs(cluster, load_model(model), HOPPER)
 
 
@@ -67,7 +65,7 @@ def planned(capsys: pytest.CaptureFixture[str], *more: str) -> str:
 
 
 def test_a_plan_says_what_the_model_needs_on_the_best_shape(capsys):
-    engines = ("--prefill-tensor-parallel-size", "4", "--decode-tensor-parallel-size", "8")
+    engines = ("--prefill-tp", "4", "--decode-tp", "8")
     text = planned(capsys, *engines)
     assert "GB/PFLOP at 16K" in text
     assert "One GPU of" in text
@@ -90,7 +88,7 @@ def test_weights_that_do_not_fit_are_refused_with_a_remedy(capsys):
     assert main([*arguments, "--trace", "64k", "--hbm-from-weights", "--quiet"]) == 2
     error = capsys.readouterr().err
     assert "leave no HBM for KV at the prefill engines" in error
-    assert "--prefill-tensor-parallel-size" in error
+    assert "--prefill-tp" in error
 
 
 def test_window_layers_are_moved_whole_as_engines_do():

@@ -27,8 +27,8 @@ def parallel(prefill: int = 1, decode: int = 1, replicas: float = 1.0, **changes
     setup = small_setup(
         changes.pop("mode", Mode.BASIC),  # type: ignore[arg-type]  # a mode, if given
         gpus_per_node=4,
-        prefill_tensor_parallel_size=prefill,
-        decode_tensor_parallel_size=decode,
+        prefill_tp=prefill,
+        decode_tp=decode,
         cnic_bytes_per_s=1e6,
         **changes,
     )
@@ -96,19 +96,19 @@ def test_engines_are_numbered_node_by_node_whatever_their_gpus():
 
 
 def test_a_group_of_data_parallel_engines_is_a_part_of_a_node_or_whole_nodes():
-    part = parallel(prefill=2, prefill_data_parallel_size=1, decode_nodes=2).cluster
+    part = parallel(prefill=2, prefill_dp=1, decode_nodes=2).cluster
     assert part.group_engines(Role.PREFILL) == 1
     layout = cluster_layout(part)
     assert layout.prefill_units == (range(1), range(1, 2))
-    whole = parallel(decode=2, decode_nodes=3, decode_data_parallel_size=4).cluster
+    whole = parallel(decode=2, decode_nodes=3, decode_dp=4).cluster
     assert cluster_layout(whole).decode_units == (range(4, 8), range(8, 10))
 
 
 def test_engines_and_groups_that_no_node_has_are_refused():
     refused = [
-        ({"prefill": 3}, "prefill_tensor_parallel_size is 3; it must divide"),
-        ({"decode": 8}, "decode_tensor_parallel_size is 8"),
-        ({"prefill_data_parallel_size": 3}, "3 engines of 1 GPUs"),
+        ({"prefill": 3}, "prefill_tp is 3; it must divide"),
+        ({"decode": 8}, "decode_tp is 8"),
+        ({"prefill_dp": 3}, "3 engines of 1 GPUs"),
         ({"decode": 2, "rebalancing": RebalanceSettings()}, "both roles must have the same"),
     ]
     for changes, expected in refused:

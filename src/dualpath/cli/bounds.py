@@ -53,8 +53,8 @@ class BoundsSettings(Settings, frozen=True, kw_only=True):
 #: What of a cluster file Eq. 1-9 look at.
 _MACHINE = (
     "gpus_per_node",
-    "prefill_tensor_parallel_size",
-    "decode_tensor_parallel_size",
+    "prefill_tp",
+    "decode_tp",
     "cnic_bytes_per_s",
     "snic_bytes_per_s",
     "dram_bytes_per_s",

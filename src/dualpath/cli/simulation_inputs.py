@@ -132,7 +132,7 @@ def _with_hbm_left(args: argparse.Namespace, cluster: "ClusterSettings") -> "Clu
             raise ConfigError(
                 f"the weights of {args.model}, over {shared.engine} GPUs per engine and "
                 f"{shared.experts} for experts, leave no HBM for KV at the {role} engines; give "
-                f"--{role}-tensor-parallel-size more GPUs, or the role larger groups"
+                f"--{role}-tp more GPUs, or the role larger groups"
             )
     return msgspec.structs.replace(
         cluster, prefill_hbm_bytes=left[Role.PREFILL], decode_hbm_bytes=left[Role.DECODE]

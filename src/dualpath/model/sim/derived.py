@@ -38,8 +38,8 @@ def limits(setup: Setup) -> Limits:
     per_token = model.kv_bytes_per_token
     held_per_token = per_token
     # A rank's HBM holds its slice of every token: so many ranks hold a token's KV together.
-    at_prefill = cluster.prefill_tensor_parallel_size / model.prefill_replicas
-    at_decode = cluster.decode_tensor_parallel_size / model.decode_replicas
+    at_prefill = cluster.prefill_tp / model.prefill_replicas
+    at_decode = cluster.decode_tp / model.decode_replicas
     if setup.mode.layerwise:
         held_per_token = per_token / model.layers * min(cluster.layer_buffers, model.layers)
     beta = cluster.beta_tokens or max(int(cluster.beta_s * model.prefill_tokens_per_s), 1)

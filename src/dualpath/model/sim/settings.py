@@ -19,9 +19,9 @@ LARGEST_GROUP = MOST_NODES * 100_000
 class ClusterSettings(Settings, frozen=True, kw_only=True):
     """One cluster, as a TOML file names it; the defaults are the paper's testbed (§7.2, §A.4).
 
-    *Shape.*  An engine has one GPU, or as many as its role's ``tensor_parallel_size``, all of one
-    node.  A group (§6.1) is made of whole nodes, or of ``data_parallel_size`` engines where that is
-    given: a part of a node or whole nodes.  The last group may be smaller.
+    *Shape.*  An engine has one GPU, or as many as its role's tensor parallel size, all of one node.
+    A group (§6.1) is made of whole nodes, or of its role's data parallel size of engines where that
+    is given: a part of a node or whole nodes.  The last group may be smaller.
 
     *Links.*  Bytes/s in either direction; DRAM is half duplex.
 
@@ -45,17 +45,19 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     decode_nodes_per_group: Annotated[
         int, Setting("nodes of a decode group, 0 for all", ge=0, le=MOST_NODES)
     ] = 4
-    prefill_tensor_parallel_size: Annotated[
-        int, Setting("GPUs of a prefill engine", ge=1, le=100_000)
+    prefill_tp: Annotated[
+        int, Setting("GPUs of a PE: its tensor parallel size", ge=1, le=100_000)
     ] = 1
-    decode_tensor_parallel_size: Annotated[
-        int, Setting("GPUs of a decode engine", ge=1, le=100_000)
+    decode_tp: Annotated[
+        int, Setting("GPUs of a DE: its tensor parallel size", ge=1, le=100_000)
     ] = 1
-    prefill_data_parallel_size: Annotated[
-        int, Setting("engines of a prefill group, 0 for those of its nodes", ge=0, le=LARGEST_GROUP)
+    prefill_dp: Annotated[
+        int,
+        Setting("PEs of a data-parallel group, 0 for those of its nodes", ge=0, le=LARGEST_GROUP),
     ] = 0
-    decode_data_parallel_size: Annotated[
-        int, Setting("engines of a decode group, 0 for those of its nodes", ge=0, le=LARGEST_GROUP)
+    decode_dp: Annotated[
+        int,
+        Setting("DEs of a data-parallel group, 0 for those of its nodes", ge=0, le=LARGEST_GROUP),
     ] = 0
     lockstep: Annotated[
         bool, Setting("engines of a group synchronise in every layer (expert parallelism)")
@@ -132,25 +134,25 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
             gpus, engines = self.gpus_per_engine(role), self.group_engines(role)
             if g % gpus:
                 raise ConfigError(
-                    f"{{{role}_tensor_parallel_size}} is {gpus}; it must divide {{gpus_per_node}}, "
+                    f"{{{role}_tp}} is {gpus}; it must divide {{gpus_per_node}}, "
                     f"{g}, as an engine's GPUs are of one node; change one of them"
                 )
             if gpus * engines % g and g % (gpus * engines):
                 raise ConfigError(
-                    f"{{{role}_data_parallel_size}} is {engines} engines of {gpus} GPUs; a group "
+                    f"{{{role}_dp}} is {engines} engines of {gpus} GPUs; a group "
                     f"must be whole nodes of {g} GPUs or an even part of one; change it"
                 )
         if self.rebalancing and not self._alike:
             raise ConfigError(
                 "with a table rebalancing nodes change their role; both roles must have the same "
-                "{prefill_tensor_parallel_size} and no {prefill_data_parallel_size}; leave one out"
+                "{prefill_tp} and no {prefill_dp}; leave one out"
             )
 
     @property
     def _alike(self) -> bool:
         """Whether a node of one role has the engines of a node of the other, groups aside."""
-        same = self.prefill_tensor_parallel_size == self.decode_tensor_parallel_size
-        return same and not (self.prefill_data_parallel_size or self.decode_data_parallel_size)
+        same = self.prefill_tp == self.decode_tp
+        return same and not (self.prefill_dp or self.decode_dp)
 
     @property
     def nodes(self) -> int:
@@ -164,8 +166,8 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     def gpus_per_engine(self, role: Role) -> int:
         """GPUs of an engine of a role, each a rank with its own compute NIC."""
         if role is Role.PREFILL:
-            return self.prefill_tensor_parallel_size
-        return self.decode_tensor_parallel_size
+            return self.prefill_tp
+        return self.decode_tp
 
     def node_engines(self, role: Role) -> int:
         """Engines of a node of a role."""
@@ -174,9 +176,9 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     def group_engines(self, role: Role) -> int:
         """Engines of a group of a role, its last group aside, which may be smaller."""
         if role is Role.PREFILL:
-            engines, nodes = self.prefill_data_parallel_size, self.prefill_nodes_per_group
+            engines, nodes = self.prefill_dp, self.prefill_nodes_per_group
         else:
-            engines, nodes = self.decode_data_parallel_size, self.decode_nodes_per_group
+            engines, nodes = self.decode_dp, self.decode_nodes_per_group
         every = self.nodes_of(role) * self.node_engines(role)
         return min(engines or nodes * self.node_engines(role) or every, every)
 
