@@ -31,6 +31,10 @@ _FOREIGN_ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 
 
+#: Stands in messages to clients where no ``--allowed-media-domains`` are given.
+NO_DOMAIN = "none; send data: URLs"
+
+
 class _Parser(FlexibleArgumentParser):
     """vLLM's parser, except that a wrong argument is a ``ConfigError`` instead of an exit."""
 
@@ -61,6 +65,7 @@ def parse_front_end_arguments(settings: FrontEndSettings) -> argparse.Namespace:
         validate_parsed_serve_args(namespace)
     except (TypeError, ValueError, OSError) as error:
         raise ConfigError(f"front-end arguments: {_one_line(error)}") from error
+    _fetch_nothing(namespace)
     for name, harmless in _FOREIGN_ARGUMENTS.items():
         value = getattr(namespace, name, harmless[0])
         if value not in harmless:
@@ -69,6 +74,17 @@ def parse_front_end_arguments(settings: FrontEndSettings) -> argparse.Namespace:
                 "engine of its own and serves one TCP port; leave it out, or give it to the engines"
             )
     return namespace
+
+
+def _fetch_nothing(namespace: argparse.Namespace) -> None:
+    """Let clients name no place of the cluster's network for the front end to fetch from.
+
+    vLLM fetches images before anything can refuse the request, and keeps them by names that clients
+    may choose.
+    """
+    if not namespace.allowed_media_domains:
+        namespace.allowed_media_domains = [NO_DOMAIN]
+    namespace.mm_processor_cache_gb = 0
 
 
 def adapter_paths(namespace: argparse.Namespace) -> dict[str, str]:

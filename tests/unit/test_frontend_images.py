@@ -1,0 +1,30 @@
+"""What the front end does not do for clients' images unless it is told to."""
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.multimodal.media import MediaConnector
+
+from dualpath.vllm.engine_config import NO_DOMAIN, parse_front_end_arguments
+from dualpath.vllm.front_end_settings import FrontEndSettings
+
+
+def parsed(*vllm_args):
+    return parse_front_end_arguments(FrontEndSettings(model="m", vllm_args=vllm_args))
+
+
+def test_nothing_is_fetched_or_kept():
+    args = parsed()
+    assert args.mm_processor_cache_gb == 0
+    connector = MediaConnector(allowed_media_domains=args.allowed_media_domains)
+    for url in ("http://127.0.0.1/x.png", "https://example.org/x.png"):
+        with pytest.raises(ValueError, match=NO_DOMAIN):
+            connector.fetch_image(url)
+    with pytest.raises((RuntimeError, ValueError)):
+        connector.fetch_image("file:///etc/hostname")
+
+
+def test_an_operator_may_allow_more():
+    args = parsed("--allowed-media-domains", "example.org")
+    assert args.allowed_media_domains == ["example.org"]
