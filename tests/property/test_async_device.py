@@ -8,6 +8,7 @@ computed.
 from collections.abc import Callable, Sequence
 from random import Random
 
+import msgspec
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,7 +32,7 @@ from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.buffer import STAGING_REGION, BlockBuffer
 from dualpath.engine.chunk_transfers import NoHolder
 from dualpath.engine.counters import Counters
-from dualpath.engine.hbm_layout import PartViews, shared_layers
+from dualpath.engine.hbm_layout import NO_BLOCK, PartViews, shared_layers
 from dualpath.engine.layer_stream import LayerSettings
 from dualpath.engine.movers import Movers
 from dualpath.engine.stalls import StalledAgents
@@ -370,6 +371,63 @@ def test_a_generated_block_is_copied_out_as_computed_before_the_next_step_overwr
     for layer in range(GEOMETRY.layers):
         engine.kernel_writes(layer, 5, GARBAGE)
     engine.world.drift(50)
+    engine.world.until(lambda: bool(ended))
+    assert ended == [None]
+    assert engine.staging.view(0).tobytes() == full_block(key)
+
+
+#: Layers 1, 2 and 4 look back over a window, and have block ids of their own.
+GROUP_OF_LAYER = (0, 1, 1, 0, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.booleans(), st.integers(0, 3), st.booleans(), st.integers(0, 2**32))
+def test_layers_with_windows_get_the_blocks_they_look_at_and_no_other_is_touched(
+    own_copier: bool, behind: int, last_is_computed: bool, seed: int
+) -> None:
+    """As at a hybrid decode engine: a group's last blocks, in ids that no other group has."""
+    engine = Engine(seed, GEOMETRY.layers, own_copier)
+    engine.layout = msgspec.structs.replace(engine.layout, group_of_layer=GROUP_OF_LAYER)
+    keys = prompt_keys(4 * GEOMETRY.block_tokens)
+    for slot, key in enumerate(keys):
+        fill(engine.buffer, slot, key)
+    full, window = (6, 1, 4, 0), (7, 2, 3, 5)
+    seen = (NO_BLOCK,) * behind + window[behind:]
+    blocks = list(zip(full, seen, strict=True))
+    there = blocks[:3] if last_is_computed else blocks
+    for layer in range(GEOMETRY.layers):
+        for block in range(HBM_BLOCKS):
+            engine.kernel_writes(layer, block, GARBAGE)
+    ended: list[str | None] = []
+    prompt = PromptLayout(GEOMETRY, 4 * GEOMETRY.block_tokens, de_slots=(0, 1, 2, 3))
+    engine.copier().into_hbm("r", decode_steps(prompt), there, ended.append)
+    engine.world.until(lambda: bool(ended))
+    for layer, group in enumerate(GROUP_OF_LAYER):
+        copied = {ids[group]: keys[row] for row, ids in enumerate(there) if ids[group] != NO_BLOCK}
+        for block in range(HBM_BLOCKS):
+            there_now = block in copied
+            expected = kv_bytes(copied[block], layer) if there_now else GARBAGE.tobytes()
+            engine.kernel_reads(layer, block, expected)
+    engine.drain()
+    assert ended == [None]
+    assert engine.wrong == []
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.booleans(), st.integers(0, 2**32))
+def test_a_block_of_several_groups_leaves_hbm_as_one_full_block(
+    own_copier: bool, seed: int
+) -> None:
+    engine = Engine(seed, GEOMETRY.layers, own_copier)
+    engine.layout = msgspec.structs.replace(engine.layout, group_of_layer=GROUP_OF_LAYER)
+    (key,) = prompt_keys(GEOMETRY.block_tokens)
+    ids = (5, 2)
+    for layer, group in enumerate(GROUP_OF_LAYER):
+        engine.kernel_writes(layer, ids[1 - group], GARBAGE)
+        engine.kernel_writes(layer, ids[group], kv_bytes(key, layer))
+    ended: list[str | None] = []
+    *copies, _ = generated_steps(GEOMETRY, slot=0)
+    engine.copier().out_of_hbm(copies, ids, ended.append)
     engine.world.until(lambda: bool(ended))
     assert ended == [None]
     assert engine.staging.view(0).tobytes() == full_block(key)

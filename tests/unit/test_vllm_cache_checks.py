@@ -33,7 +33,16 @@ def test_several_groups_are_refused_with_the_argument_that_makes_one_of_them():
     assert "add --disable-hybrid-kv-cache-manager" in problem
 
 
-def test_windows_alone_are_refused():
+def test_a_decode_engine_may_have_a_group_for_windows():
+    cache = cache_of(NAMES[:1], full_attention(32), NAMES[1:], sliding_window(32, 64))
+    assert problems(cache, Role.DECODE) == []
+    unequal = cache_of(NAMES[:1], full_attention(32), NAMES[1:], sliding_window(64, 64))
+    (problem,) = problems(unequal, Role.DECODE)
+    assert "with blocks of [32, 64] tokens" in problem
+    assert "add --disable-hybrid-kv-cache-manager" in problem
+
+
+def test_windows_alone_are_refused_at_a_prefill_engine():
     """Their blocks change hands while a request goes on."""
     (problem,) = problems(cache_of(NAMES, sliding_window(32, 64)))
     assert "of the kind SlidingWindowSpec" in problem

@@ -193,7 +193,7 @@ def test_other_layers_are_waited_for_as_late_as_they_can_be():
 
 def test_the_scheduler_checks_transfers_against_the_blocks_that_the_worker_tells_it():
     """vLLM tells its scheduler of one of the two caches, as if all layers had it."""
-    from tests.unit.test_vllm_hooks import SETTINGS
+    from tests.unit.test_vllm_hooks import GROUPS, SETTINGS
 
     from dualpath.core.blocks import BlockGeometry
     from dualpath.vllm.connector import DualPathConnector
@@ -204,7 +204,7 @@ def test_the_scheduler_checks_transfers_against_the_blocks_that_the_worker_tells
     true = BlockGeometry(64, ((MAIN, INDEX),) * LAYERS)
     settings = msgspec.structs.replace(SETTINGS, buffer_bytes=10 * true.full_block_bytes)
     connector = object.__new__(DualPathConnector)
-    connector._scheduler, connector.costs = SchedulerSide(settings, guess), None
+    connector._scheduler, connector.costs = SchedulerSide(settings, guess, GROUPS), None
     assert connector._scheduler._checks._own_slots < 10
     connector.set_xfer_handshake_metadata({0: WorkerFacts(true, None)})
     assert connector._scheduler._checks._own_slots == 10

@@ -36,6 +36,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import PrefillTransfer, to_transfer_params
 from dualpath.engine.settings import EngineSettings
+from dualpath.vllm.cache_layers import CacheGroups
 from dualpath.vllm.connector import DualPathConnector, check_engine_config, settings_of
 from dualpath.vllm.layerwise_worker import LayerwiseWorker, place_in_regions
 from dualpath.vllm.quota_scheduler import QuotaScheduler
@@ -43,6 +44,7 @@ from dualpath.vllm.scheduler_side import SchedulerSide
 
 BLOCK_TOKENS = 16
 GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=BLOCK_TOKENS, layer_block_bytes=1024)
+GROUPS = CacheGroups(BLOCK_TOKENS, (None,), 1024)
 SETTINGS = EngineSettings(
     role=Role.PREFILL, engine_id="pe-0", router="tcp://h:1", api_url="http://h:2", storage="s",
     layer_buffers=0,
@@ -222,7 +224,7 @@ def test_a_request_grants_its_hits_only_under_its_own_keys():
     right = vllm_request(tokens, transfer=_json(to_transfer_params(prefill_transfer(3, keys[2]))))
     wrong = vllm_request(tokens, transfer=_json(to_transfer_params(prefill_transfer(3, keys[1]))))
     for request, hit_tokens in ((right, 3 * BLOCK_TOKENS), (wrong, 0)):
-        side = SchedulerSide(SETTINGS, GEOMETRY)
+        side = SchedulerSide(SETTINGS, GEOMETRY, GROUPS)
         assert side.matched_tokens(request, 0) == (hit_tokens, False)
 
 
@@ -233,7 +235,7 @@ def test_a_transfer_that_cannot_be_meant_grants_nothing_and_fails_at_a_prefill_e
     keys = block_keys(tokens, BLOCK_TOKENS)
     whole = prefill_transfer(5, keys[4])  # the last token has to be computed
     broken = {"dualpath": {"prefill_transfer": {"request_id": 7}}}
-    side = SchedulerSide(msgspec.structs.replace(SETTINGS, role=role), GEOMETRY)
+    side = SchedulerSide(msgspec.structs.replace(SETTINGS, role=role), GEOMETRY, GROUPS)
     for number, params in enumerate((_json(to_transfer_params(whole)), broken)):
         request = vllm_request(tokens, transfer=params)
         request.request_id = f"r{number}"
@@ -254,7 +256,7 @@ class Blocks:
 
 def test_what_reaches_a_prefill_engine_without_a_transfer_is_failed_by_vllm():
     """Its layers share regions, so that a computation would answer garbage with status 200."""
-    side = SchedulerSide(SETTINGS, GEOMETRY)
+    side = SchedulerSide(SETTINGS, GEOMETRY, GROUPS)
     request = vllm_request(range(5 * BLOCK_TOKENS))
     request.skip_reading_prefix_cache = True  # prompt logprobs: vLLM would not heed the promise
     promised, asynchronously = side.matched_tokens(request, 0)
@@ -267,7 +269,7 @@ def test_what_reaches_a_prefill_engine_without_a_transfer_is_failed_by_vllm():
 
 
 def test_a_decode_engine_computes_what_it_is_asked_directly():
-    side = SchedulerSide(msgspec.structs.replace(SETTINGS, role=Role.DECODE), GEOMETRY)
+    side = SchedulerSide(msgspec.structs.replace(SETTINGS, role=Role.DECODE), GEOMETRY, GROUPS)
     request = vllm_request(range(5 * BLOCK_TOKENS))
     assert side.matched_tokens(request, 0) == (0, False)
     side.blocks_allocated(request, Blocks(), 0)

@@ -16,7 +16,7 @@ from dualpath.engine.chunk_transfers import BlockHolder, ChunkTransfers
 from dualpath.engine.device import Device, HostDevice
 from dualpath.engine.forward_pass import PromptPart, layer_settings
 from dualpath.engine.generated import GeneratedBlock, StagingOrder
-from dualpath.engine.hbm_layout import HbmLayout
+from dualpath.engine.hbm_layout import HbmBlock, HbmLayout
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.engine.prefill_passes import PassOrder, begin_stream, end_stream
 from dualpath.engine.rank import Rank, RankPlace
@@ -136,7 +136,7 @@ class Follower:
     def fill_hbm(
         self,
         decode_transfer: DecodeTransfer,
-        hbm_blocks: Sequence[int],
+        hbm_blocks: Sequence[HbmBlock],
         done: Callable[[str | None], None],
     ) -> None:
         """Copy this rank's slice of a prompt from the buffer, in which the leader keeps it."""
@@ -163,7 +163,7 @@ class Follower:
             if taken is not None:
                 self._stage(*taken, block.hbm_block)
 
-    def _stage(self, slot: int, number: int, hbm_block: int) -> None:
+    def _stage(self, slot: int, number: int, hbm_block: HbmBlock) -> None:
         work = self.rank.work
         self._check_number(work.begin(), number)
 

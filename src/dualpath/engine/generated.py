@@ -12,6 +12,7 @@ from dualpath.core.blocks import BlockKey, BlockOrigin
 from dualpath.core.runs import BlockRun
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter
+from dualpath.engine.hbm_layout import HbmBlock
 from dualpath.engine.persister import Persister, WriteTask
 from dualpath.engine.rank import Rank
 from dualpath.plan.movements import PERSIST_GENERATED
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 class GeneratedBlock(NamedTuple):
     """A block of HBM that generated tokens have filled; ``parent`` is empty where not known."""
 
-    hbm_block: int
+    hbm_block: HbmBlock
     key: BlockKey
     parent: BlockKey = b""
 

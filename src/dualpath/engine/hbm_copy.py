@@ -3,13 +3,18 @@
 Their steps have both ends in this engine.  Without a copier of the device they are transfers of the
 engine to itself, the form of the CNIC-assisted copies of §5.2: with an RDMA NIC they are what the
 paper does.
+
+Layers with a sliding window may have block ids of their own, and no block for what lies behind the
+window: of those layers only the blocks that exist are copied.
 """
 
 from collections.abc import Callable, Sequence
 
 from dualpath.core.errors import DualPathError
+from dualpath.core.runs import BlockRun
 from dualpath.engine.chunk_transfers import BlockHolder
 from dualpath.engine.device import DeviceEvent
+from dualpath.engine.hbm_layout import NO_BLOCK, HbmBlock, block_ids
 from dualpath.engine.movers import Movers
 from dualpath.engine.pump import Completion
 from dualpath.engine.stalls import TRIAL_S
@@ -85,25 +90,29 @@ class HbmCopier:
         self,
         request_id: str,
         steps: Sequence[Step],
-        hbm_blocks: Sequence[int],
+        hbm_blocks: Sequence[HbmBlock],
         done: Callable[[str | None], None],
     ) -> None:
-        """Post H2D of all layers; ``done`` gets the first error once all are over."""
+        """Post H2D of all layers; ``done`` gets the first error once all are over.
+
+        ``hbm_blocks`` of the request's blocks 0 and following; blocks behind them are not copied.
+        """
 
         def over(error: str | None, settled: bool) -> None:
             if not settled:
-                self._holder.hold(tuple(hbm_blocks))
+                self._holder.hold(block_ids(hbm_blocks))
             done(error)
 
-        countdown = self._countdown(request_id, steps, over)
+        copies = self._copies(steps, hbm_blocks)
+        countdown = self._countdown(request_id, len(copies), over)
         earlier = self._device.record()
 
         def post(device_error: str | None) -> None:
-            for step in steps:
+            for step, blocks in copies:
                 if device_error is not None:
                     countdown.step_over(step, 0, device_error)
                 else:
-                    self._post(step, hbm_blocks, earlier, countdown)
+                    self._post(step, blocks, earlier, countdown)
 
         if self._device.copier is not None:
             post(None)
@@ -111,7 +120,7 @@ class HbmCopier:
             self._after.call(earlier, post)
 
     def out_of_hbm(
-        self, steps: Sequence[Step], hbm_block: int, done: Callable[[str | None], None]
+        self, steps: Sequence[Step], hbm_block: HbmBlock, done: Callable[[str | None], None]
     ) -> bool:
         """Copy one block to its staging slot; ``done`` gets None or why it failed, once it is over.
 
@@ -137,8 +146,9 @@ class HbmCopier:
         earlier = self._device.record()
         if self._device.copier is None:
             earlier.wait()
-        countdown = self._countdown("", steps, ended)
-        events = [e for s in steps for e in self._post(s, [hbm_block], earlier, countdown)]
+        copies = self._copies(steps, [hbm_block])
+        countdown = self._countdown("", len(copies), ended)
+        events = [e for copy in copies for e in self._post(*copy, earlier, countdown)]
         if self._device.copier is None and not self._wait(over):
             given_up.set()
             self._stalled.add(own_agent)
@@ -146,10 +156,34 @@ class HbmCopier:
             self._device.wait(event)
         return not given_up.is_set()
 
+    def _copies(
+        self, steps: Sequence[Step], hbm_blocks: Sequence[HbmBlock]
+    ) -> list[tuple[Step, list[int]]]:
+        """Return what of each step has blocks in HBM, with their ids by a request's block."""
+        copies = []
+        ids_of_group: dict[int, list[int]] = {}
+        for step in steps:
+            group = self._group_of(step)
+            if group not in ids_of_group:
+                ids_of_group[group] = [b if isinstance(b, int) else b[group] for b in hbm_blocks]
+            ids = ids_of_group[group]
+            end = min(step.blocks.end, len(ids))
+            first = step.blocks.first
+            while first < end and ids[first] == NO_BLOCK:
+                first += 1
+            if first < end:
+                copies.append((step.only(BlockRun(first, end - first)), ids))
+        return copies
+
+    def _group_of(self, step: Step) -> int:
+        assert step.layer is not None, "Full Blocks are moved by storage"
+        groups = self._transfers.group_of_layer
+        return groups[step.layer] if groups else 0
+
     def _countdown(
-        self, request_id: str, steps: Sequence[Step], over: Callable[[str | None, bool], None]
+        self, request_id: str, steps: int, over: Callable[[str | None, bool], None]
     ) -> _Countdown:
-        return _Countdown(request_id, len(steps), self._trace, over, self._threads.lock())
+        return _Countdown(request_id, steps, self._trace, over, self._threads.lock())
 
     def _wait(self, over: Event) -> bool:
         own_agent = self._transfers.own_agent

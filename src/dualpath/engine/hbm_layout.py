@@ -1,7 +1,7 @@
 """Where an engine keeps KV in its HBM, and how it sees Full Blocks in DRAM, its own or a peer's."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -9,6 +9,18 @@ from dualpath.core.blocks import BlockGeometry
 from dualpath.core.errors import ConfigError
 from dualpath.core.parts import WHOLE, PartSlice
 from dualpath.transport.contract import RegionInfo
+
+#: An engine's id of one block of a request in HBM; where groups of layers have block ids of their
+#: own, one for each group.
+HbmBlock = int | tuple[int, ...]
+#: In the place of an id: the group has no such block, as its layers do not look back so far.
+NO_BLOCK = -1
+
+
+def block_ids(blocks: Iterable[HbmBlock]) -> tuple[int, ...]:
+    """Return the ids of all groups, without those that are none."""
+    ids = (block if isinstance(block, tuple) else (block,) for block in blocks)
+    return tuple(i for block in ids for i in block if i != NO_BLOCK)
 
 
 class HbmPart(msgspec.Struct, frozen=True):
@@ -24,11 +36,13 @@ class HbmLayout(msgspec.Struct, frozen=True):
     ``memories`` are what is registered; a part's region is one of them or a view of one.  With
     layerwise prefill several layers share a memory: block ``b`` of each must then lie within the
     same bytes (``engine.chunk_transfers``).  ``capacity_tokens`` of all layers.
+    ``group_of_layer``: whose block ids a layer has, empty where all layers have the same.
     """
 
     memories: tuple[RegionInfo, ...]
     layers: tuple[tuple[HbmPart, ...], ...]
     capacity_tokens: int
+    group_of_layer: tuple[int, ...] = ()
 
     def views(self) -> tuple[RegionInfo, ...]:
         """Return the regions of parts that are no memory of their own."""

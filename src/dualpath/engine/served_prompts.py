@@ -14,6 +14,7 @@ from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.active_requests import ActiveRequests
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter
+from dualpath.engine.hbm_layout import HbmBlock
 from dualpath.engine.persister import Persister, WriteTask
 from dualpath.engine.rank import Rank
 from dualpath.plan.movements import PERSIST_PROMPT
@@ -66,7 +67,7 @@ class ServedPrompts:
     def fill_hbm(
         self,
         decode_transfer: DecodeTransfer,
-        hbm_blocks: Sequence[int],
+        hbm_blocks: Sequence[HbmBlock],
         done: Callable[[str | None], None],
     ) -> None:
         """See ``TrafficManager.fill_hbm``."""

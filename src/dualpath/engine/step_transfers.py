@@ -99,6 +99,8 @@ class StepTransfers:
         self._counters = counters
         self._agent = agent
         self._replica = replica
+        #: See ``HbmLayout``.
+        self.group_of_layer = hbm.group_of_layer
         self._hbm_regions = [tuple(part.region.name for part in parts) for parts in hbm.layers]
         self._dram_regions = {
             region: [

@@ -42,7 +42,7 @@ from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.chunk_transfers import BlockHolder, NoHolder
 from dualpath.engine.device import Device, HostDevice
 from dualpath.engine.generated import GeneratedBlock, GeneratedBlocks
-from dualpath.engine.hbm_layout import HbmLayout
+from dualpath.engine.hbm_layout import HbmBlock, HbmLayout
 from dualpath.engine.host_process import is_gone
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.lookups import Lookups
@@ -338,7 +338,7 @@ class TrafficManager:
     def fill_hbm(
         self,
         decode_transfer: DecodeTransfer,
-        hbm_blocks: Sequence[int],
+        hbm_blocks: Sequence[HbmBlock],
         done: Callable[[str | None], None],
     ) -> None:
         """Copy a prompt's KV from the DE buffer to HBM (labels 8-9), then give the buffer back.

@@ -71,6 +71,16 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: int
     slots: tuple[int, ...] = ()
 
+    def only(self, blocks: BlockRun) -> "Step":
+        """Return the part of it that moves ``blocks``, some of its own."""
+        before = blocks.first - self.blocks.first
+        return msgspec.structs.replace(
+            self,
+            blocks=blocks,
+            bytes=self.bytes // self.blocks.count * blocks.count,
+            slots=self.slots[before : before + blocks.count],
+        )
+
     @property
     def label(self) -> str:
         """Its name in Fig. 4."""

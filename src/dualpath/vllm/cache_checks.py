@@ -22,6 +22,11 @@ KV_LAYOUT = "LBHNC"
 _SAME_FOR_ONE_HEAD = "LBNHC"
 #: Kinds of cache that hold what a layer made of a token, and nothing of what follows it.
 _PER_TOKEN = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+#: At a DE also those of which old blocks are given to others while a request goes on.
+_SERVED = {
+    Role.PREFILL: _PER_TOKEN,
+    Role.DECODE: _PER_TOKEN | {"SlidingWindowSpec"},
+}
 #: Says of which other layer a layer of vLLM reads the KV.
 _SHARES = "kv_sharing_target_layer_name"
 
@@ -32,7 +37,7 @@ def cache_problems(role: Role, config: "VllmConfig", cache: "KVCacheConfig") -> 
     if problems := state_problems(specs) or _group_problems(role, cache.kv_cache_groups):
         return problems
     return [
-        *_kind_problems(specs),
+        *_kind_problems(role, specs),
         *_layout_problems(cache.kv_cache_layout, specs),
         *_sharing_problems(config),
     ]
@@ -50,12 +55,13 @@ def state_problems(specs: Iterable[KVCacheSpec]) -> list[str]:
     ]
 
 
-def _kind_problems(specs: list[KVCacheSpec]) -> list[str]:
+def _kind_problems(role: Role, specs: list[KVCacheSpec]) -> list[str]:
     problems = []
-    if other := _kinds(spec for spec in specs if type(spec).__name__ not in _PER_TOKEN):
+    if other := _kinds(spec for spec in specs if type(spec).__name__ not in _SERVED[role]):
         problems.append(
             f"layers with a cache of the kind {other}, of which it is not known that a block may "
-            f"be taken for another engine's; dualpath serves {' and '.join(sorted(_PER_TOKEN))}"
+            f"be taken for another engine's; a {role} engine serves "
+            + ", ".join(sorted(_SERVED[role]))
         )
     if any(getattr(spec, "non_causal", False) for spec in specs):
         problems.append("layers that attend to what follows, so that KV depends on it")
@@ -63,11 +69,14 @@ def _kind_problems(specs: list[KVCacheSpec]) -> list[str]:
 
 
 def _group_problems(role: Role, groups: "list[KVCacheGroupSpec]") -> list[str]:
-    if len(groups) == 1:
+    sizes = sorted({group.kv_cache_spec.block_size for group in groups})
+    if len(groups) == 1 or (role is Role.DECODE and len(sizes) == 1):
         return []
+    one = "" if role is Role.PREFILL else f" with blocks of {sizes} tokens"
     return [
-        f"{len(groups)} KV cache groups ({_kinds(g.kv_cache_spec for g in groups)}), a {role} "
-        f"engine needs one: add {ONE_CACHE_GROUP}"
+        f"{len(groups)} KV cache groups ({_kinds(g.kv_cache_spec for g in groups)}){one}, a {role} "
+        f"engine needs {'one' if role is Role.PREFILL else 'blocks of one size'}: add "
+        f"{ONE_CACHE_GROUP}"
     ]
 
 

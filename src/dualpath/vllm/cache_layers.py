@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.errors import ConfigError
@@ -22,6 +22,44 @@ from dualpath.core.errors import ConfigError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+
+class CacheGroups(NamedTuple):
+    """vLLM's groups of layers: block ids of their own, all out of one pool.
+
+    ``windows``: for each group how many tokens its layers look back, None for all of them.
+    ``longest_tokens`` of a request.
+    """
+
+    block_tokens: int
+    windows: tuple[int | None, ...]
+    longest_tokens: int
+
+    def tokens_in(self, blocks: int) -> int:
+        """Return how many tokens of the longest requests so many blocks of the pool hold."""
+        rows = -(-self.longest_tokens // self.block_tokens)
+        return blocks * rows * self.block_tokens // sum(self._held(rows, w) for w in self.windows)
+
+    def first_block(self, group: int, tokens: int) -> int:
+        """Return the first block that the group's layers need to compute the token ``tokens``.
+
+        vLLM may have given those before it to another request.
+        """
+        window = self.windows[group]
+        return 0 if window is None else max(tokens - window + 1, 0) // self.block_tokens
+
+    def _held(self, rows: int, window: int | None) -> int:
+        """Blocks of a request of ``rows`` blocks in a group; a window may begin within one."""
+        if window is None:
+            return rows
+        return min(rows, -(-(window - 1) // self.block_tokens) + 1)
+
+
+def cache_groups(cache: "KVCacheConfig", longest_tokens: int) -> CacheGroups:
+    """Return the groups of a cache that ``cache_checks`` let pass."""
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    windows = tuple(s.sliding_window if isinstance(s, SlidingWindowSpec) else None for s in specs)
+    return CacheGroups(specs[0].block_size, windows, longest_tokens)
 
 
 class CacheLayer(NamedTuple):

@@ -31,7 +31,12 @@ from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings
 from dualpath.vllm.adapter_identity import adapter_problems
 from dualpath.vllm.cache_checks import KV_LAYOUT, cache_problems
-from dualpath.vllm.cache_layers import cache_layers, geometry_of, hooked_layers
+from dualpath.vllm.cache_layers import (
+    cache_groups,
+    cache_layers,
+    geometry_of,
+    hooked_layers,
+)
 from dualpath.vllm.data_parallel import engine_id_of_rank, group_problems
 from dualpath.vllm.drain_signal import pass_drain_signal_on
 from dualpath.vllm.engine_arguments import (
@@ -87,9 +92,10 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
             # Blocks are the whole model's; this rank's pages are a slice of them.
             layer_block_bytes=group.kv_cache_spec.page_size_bytes * slices,
         )
+        groups = cache_groups(kv_cache_config, vllm_config.model_config.max_model_len)
         if role == KVConnectorRole.SCHEDULER:
             # A guess where layers are not alike: vLLM tells its scheduler of one of them.
-            self._scheduler = SchedulerSide(self.settings, geometry)
+            self._scheduler = SchedulerSide(self.settings, geometry, groups)
             parallel = vllm_config.parallel_config
             if parallel.world_size * parallel.data_parallel_size > 1:
                 pass_drain_signal_on()  # Workers are processes of their own.
@@ -98,7 +104,9 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
             geometry = geometry_of(layers, group.kv_cache_spec.block_size, slices)
             blocks = kv_cache_config.num_blocks
             place = place_of(vllm_config, kv_cache_config)
-            self._worker = WorkerSide(self.settings, vllm_config, geometry, blocks, layers, *place)
+            self._worker = WorkerSide(
+                self.settings, vllm_config, geometry, blocks, layers, groups, *place
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:

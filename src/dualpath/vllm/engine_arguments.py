@@ -110,18 +110,18 @@ def engine_arguments(settings: EngineSettings) -> tuple[EngineArgument, ...]:
         EngineArgument(
             "shutdown_timeout", 0, SHUTDOWN_TIMEOUT_S, f"--shutdown-timeout {SHUTDOWN_TIMEOUT_S}"
         ),
-        EngineArgument("disable_hybrid_kv_cache_manager", None, True, ONE_CACHE_GROUP),
         EngineArgument("middleware", [], [GUARD_CLASS], f"--middleware {GUARD_CLASS}"),
     )
     if settings.role is Role.DECODE:
         return both
+    one_group = EngineArgument("disable_hybrid_kv_cache_manager", None, True, ONE_CACHE_GROUP)
     scheduler = EngineArgument(
         "scheduler_cls", None, SCHEDULER_CLASS, f"--scheduler-cls {SCHEDULER_CLASS}"
     )
     if not settings.layer_buffers and not settings.mode.compute_quota:
-        return (*both, scheduler)
+        return (*both, one_group, scheduler)
     worker = EngineArgument("worker_cls", "auto", WORKER_CLASS, f"--worker-cls {WORKER_CLASS}")
-    return (*both, scheduler, worker)
+    return (*both, one_group, scheduler, worker)
 
 
 def register() -> None:

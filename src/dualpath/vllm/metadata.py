@@ -11,6 +11,7 @@ from dualpath.core.blocks import BlockGeometry
 from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.forward_pass import PromptPart
 from dualpath.engine.generated import GeneratedBlock
+from dualpath.engine.hbm_layout import HbmBlock
 from dualpath.vllm.pass_costs import PassCosts
 
 
@@ -28,7 +29,7 @@ class DecodeWork:
 
     vllm_request_id: str
     decode_transfer: DecodeTransfer
-    hbm_blocks: tuple[int, ...]
+    hbm_blocks: tuple[HbmBlock, ...]
 
 
 @dataclass

@@ -11,19 +11,22 @@ it must not be computed, as the PE's layers share regions and nothing would take
 """
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dualpath.core.blocks import BlockGeometry, chain_root
+from dualpath.core.blocks import BlockGeometry, chain_root, holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.errors import DualPathError
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.forward_pass import PromptPart
 from dualpath.engine.generated import GeneratedBlock
+from dualpath.engine.hbm_layout import NO_BLOCK, HbmBlock
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.transfer_checks import TransferChecks, with_own_hits
 from dualpath.plan.counts import new_full_blocks
 from dualpath.plan.steps import chunk_of
+from dualpath.vllm.cache_layers import CacheGroups
 from dualpath.vllm.late_blocks import LateBlocksMetadata, apply
 from dualpath.vllm.metadata import DecodeWork, StepMetadata
 
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: In vLLM's lists, in the place of a block that is behind the window.
+_NULL_BLOCK = 0
+
 
 class _Tracked:
     """A request with the transfer it carries; None: one that cannot be meant."""
@@ -45,7 +51,8 @@ class _Tracked:
     ) -> None:
         self.request = request
         self.transfer = transfer
-        self.blocks: list[int] = []
+        #: vLLM's block ids, by group and in order.
+        self.blocks: list[list[int]] = []
         self.persisted_blocks = 0
         self.transferred = False
 
@@ -53,8 +60,11 @@ class _Tracked:
 class SchedulerSide:
     """State of one engine's scheduler process."""
 
-    def __init__(self, settings: EngineSettings, geometry: BlockGeometry) -> None:
+    def __init__(
+        self, settings: EngineSettings, geometry: BlockGeometry, groups: CacheGroups
+    ) -> None:
         self._settings = settings
+        self._groups = groups
         self._role = settings.role
         self._checks = TransferChecks(settings, geometry)
         self._block_tokens = geometry.block_tokens
@@ -91,8 +101,18 @@ class SchedulerSide:
         # Preempted since its KV was copied: the buffer is gone, it is computed again.
         if tracked is None or transfer is None or tracked.transferred:
             return 0, False
-        waiting_tokens = max(transfer.prompt_tokens - computed_tokens, 0)
+        waiting_tokens = max(self._tokens_to_fill(tracked.request, transfer) - computed_tokens, 0)
         return waiting_tokens, waiting_tokens > 0
+
+    def _tokens_to_fill(self, request: "Request", transfer: DecodeTransfer) -> int:
+        """Return how many of a prompt's tokens get their KV from outside.
+
+        Of a whole prompt vLLM computes the last token again, but has given up by then what windows
+        look back to from the token after it.
+        """
+        if any(window is not None for window in self._groups.windows):
+            return min(transfer.prompt_tokens, request.num_tokens - 1)
+        return transfer.prompt_tokens
 
     def blocks_allocated(
         self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int
@@ -104,7 +124,7 @@ class SchedulerSide:
             self._refused.append(request.request_id)
         if tracked is None:
             return
-        tracked.blocks = list(blocks.get_block_ids()[0])
+        tracked.blocks = [list(group) for group in blocks.get_block_ids()]
         if isinstance(transfer, DecodeTransfer) and external_tokens > 0 and not tracked.transferred:
             tracked.transferred = True
             tracked.persisted_blocks = self._full_blocks(transfer.prompt_tokens)
@@ -114,24 +134,21 @@ class SchedulerSide:
         """Describe this step's work to the worker."""
         step = StepMetadata()
         if self._pool is not None:
-            step.free_hbm_tokens = self._pool.get_num_free_blocks() * self._block_tokens
+            step.free_hbm_tokens = self._groups.tokens_in(self._pool.get_num_free_blocks())
         for request_id, start_tokens, new_blocks in _scheduled(output):
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            tracked.blocks.extend(new_blocks)
+            for known, added in zip(tracked.blocks, new_blocks, strict=False):
+                known.extend(added)
             end_tokens = start_tokens + output.num_scheduled_tokens[request_id]
             if isinstance(tracked.transfer, PrefillTransfer):
                 blocks = self._chunk_blocks(start_tokens, end_tokens)
-                hbm_blocks = tuple(tracked.blocks[: blocks.end])
+                hbm_blocks = tuple(tracked.blocks[0][: blocks.end])
                 step.prefills.append(PromptPart(tracked.transfer, blocks, hbm_blocks))
             elif self._role is Role.DECODE:
-                step.generated.extend(self._newly_full(tracked, end_tokens))
-        for request_id in self._new_decode_transfers:
-            tracked = self._tracked[request_id]
-            if isinstance(tracked.transfer, DecodeTransfer):
-                hbm_blocks = tuple(tracked.blocks[: len(tracked.transfer.slots)])
-                step.decodes.append(DecodeWork(request_id, tracked.transfer, hbm_blocks))
+                step.generated.extend(self._newly_full(tracked, start_tokens, end_tokens))
+        step.decodes = [self._decode_work(request_id) for request_id in self._new_decode_transfers]
         self._new_decode_transfers.clear()
         step.rejected, self._rejected = self._rejected, {}
         step.refused, self._refused = self._refused, []
@@ -168,39 +185,61 @@ class SchedulerSide:
     def _full_blocks(self, tokens: int) -> int:
         return new_full_blocks(0, tokens, self._block_tokens)
 
-    def _newly_full(self, tracked: _Tracked, end_tokens: int) -> list[GeneratedBlock]:
+    def _decode_work(self, request_id: str) -> DecodeWork:
+        tracked = self._tracked[request_id]
+        transfer = tracked.transfer
+        assert isinstance(transfer, DecodeTransfer), "a DE's request"
+        filled_tokens = self._tokens_to_fill(tracked.request, transfer)
+        filled = min(holding_blocks(filled_tokens, self._block_tokens), len(transfer.slots))
+        blocks = tuple(self._hbm_block(tracked, row) for row in range(filled))
+        return DecodeWork(request_id, transfer, blocks)
+
+    def _hbm_block(self, tracked: _Tracked, row: int, computed_tokens: int = 0) -> HbmBlock:
+        """Return the ids of one of a request's blocks, as they are after ``computed_tokens``."""
+        if len(self._groups.windows) == 1:
+            return tracked.blocks[0][row]
+        return tuple(
+            ids[row]
+            if ids[row] != _NULL_BLOCK and row >= self._groups.first_block(group, computed_tokens)
+            else NO_BLOCK
+            for group, ids in enumerate(tracked.blocks)
+        )
+
+    def _newly_full(
+        self, tracked: _Tracked, start_tokens: int, end_tokens: int
+    ) -> list[GeneratedBlock]:
         """Return the blocks that this step fills.
 
         With asynchronous scheduling the key of a block can be one step late: it is then picked up
-        in the next one.
+        in the next one.  A block that has left a window by then is not whole any more.
         """
         keys = tracked.request.block_hashes
-        full_blocks = min(self._full_blocks(end_tokens), len(keys), len(tracked.blocks))
+        known = min(map(len, tracked.blocks), default=0)
+        full_blocks = min(self._full_blocks(end_tokens), len(keys), known)
         new = range(tracked.persisted_blocks, full_blocks)
         tracked.persisted_blocks = max(tracked.persisted_blocks, full_blocks)
-        return [
-            GeneratedBlock(
-                tracked.blocks[block],
-                bytes(keys[block]),
-                bytes(keys[block - 1]) if block else chain_root(),
-            )
-            for block in new
-        ]
+        found = []
+        for row in new:
+            block = self._hbm_block(tracked, row, start_tokens)
+            if isinstance(block, tuple) and NO_BLOCK in block:
+                log.warning("block %d of a request left its window and is not persisted", row)
+                continue
+            parent = bytes(keys[row - 1]) if row else chain_root()
+            found.append(GeneratedBlock(block, bytes(keys[row]), parent))
+        return found
 
 
-def _scheduled(output: "SchedulerOutput") -> list[tuple[str, int, list[int]]]:
-    """Return (request, tokens computed before this step, HBM blocks added in it).
+def _scheduled(output: "SchedulerOutput") -> list[tuple[str, int, Sequence[Sequence[int]]]]:
+    """Return (request, tokens computed before this step, HBM blocks added in it, by group).
 
     New requests got their blocks through ``blocks_allocated``; resumed ones as well.
     """
-    rows: list[tuple[str, int, list[int]]] = [
-        (new.req_id, new.num_computed_tokens, []) for new in output.scheduled_new_reqs
+    rows: list[tuple[str, int, Sequence[Sequence[int]]]] = [
+        (new.req_id, new.num_computed_tokens, ()) for new in output.scheduled_new_reqs
     ]
     cached = output.scheduled_cached_reqs
     for index, request_id in enumerate(cached.req_ids):
         added = cached.new_block_ids[index]
         fresh = added is None or request_id in cached.resumed_req_ids
-        rows.append(
-            (request_id, cached.num_computed_tokens[index], [] if fresh else list(added[0]))
-        )
+        rows.append((request_id, cached.num_computed_tokens[index], () if fresh else added))
     return rows

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
@@ -19,12 +20,13 @@ from dualpath.core.parts import PartSlice
 from dualpath.engine.follower import FollowedPass, Follower, open_follower
 from dualpath.engine.forward_pass import ForwardPass, PromptPart
 from dualpath.engine.generated import GeneratedBlock
+from dualpath.engine.hbm_layout import HbmLayout
 from dualpath.engine.membership import Membership, ServedModel
 from dualpath.engine.rank import RankPlace
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.vllm.adapter_identity import adapters_of
-from dualpath.vllm.cache_layers import CacheLayer
+from dualpath.vllm.cache_layers import CacheGroups, CacheLayer
 from dualpath.vllm.cpu_adapters import mend_cpu_adapters
 from dualpath.vllm.cuda_device import open_device
 from dualpath.vllm.data_parallel import agree_on_group
@@ -64,6 +66,7 @@ class WorkerSide:
         geometry: BlockGeometry,
         num_blocks: int,
         layers: Sequence[CacheLayer],
+        groups: CacheGroups,
         place: RankPlace,
         kv_slice: PartSlice,
     ) -> None:
@@ -72,6 +75,7 @@ class WorkerSide:
         self._place = place
         self._slice = kv_slice
         self._cache_layers = layers
+        self._groups = groups
         #: By the names by which vLLM calls.
         self._layers = {layer.names[0]: index for index, layer in enumerate(layers)}
         self._begins_unseen = any(layer.begins_unseen for layer in layers)
@@ -96,7 +100,7 @@ class WorkerSide:
         layers = [[kv_caches[name] for name in layer.names] for layer in self._cache_layers]
         if self._config.lora_config is not None:
             mend_cpu_adapters()
-        hbm = hbm_layout(layers, self._num_blocks, self.geometry, self._slice)
+        hbm = self._in_groups(hbm_layout(layers, self._num_blocks, self.geometry, self._slice))
         here = layers[0][0].device
         device = open_device(here, self._settings.device_copies)
         self._synchronize = torch.cuda.synchronize if layers[0][0].is_cuda else _nothing_queued
@@ -125,6 +129,15 @@ class WorkerSide:
             self._membership.measure_reading()
         dp = agree_on_group(self._settings.engine_id, self._config.parallel_config)
         self._membership.join(self._settings.api_url, self._watch_parent, dp)
+
+    def _in_groups(self, hbm: HbmLayout) -> HbmLayout:
+        if len(self._groups.windows) == 1:
+            return hbm
+        return msgspec.structs.replace(
+            hbm,
+            group_of_layer=tuple(layer.group for layer in self._cache_layers),
+            capacity_tokens=self._groups.tokens_in(self._num_blocks - 1),
+        )
 
     def profile(self, runner: PassRunner) -> None:
         """Learn what passes cost here, and say it when the engine joins.

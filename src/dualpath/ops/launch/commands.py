@@ -130,7 +130,6 @@ def engine_command(
         "--no-async-scheduling",
         "--enable-scale-out",
         "--middleware", GUARD_CLASS,
-        ONE_CACHE_GROUP,
         "--disable-uvicorn-access-log",
         "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S),
         "--kv-transfer-config", json.dumps(transfer),
@@ -152,7 +151,7 @@ def engine_command(
             "--enable-expert-parallel",
         ]  # fmt: skip
     if role is Role.PREFILL:
-        command += ["--scheduler-cls", SCHEDULER_CLASS]
+        command += [ONE_CACHE_GROUP, "--scheduler-cls", SCHEDULER_CLASS]
         if settings.effective_layer_buffers:
             command += ["--worker-cls", WORKER_CLASS]
     return [*command, *settings.vllm_args]

@@ -1,0 +1,141 @@
+"""A decode engine of a model with windows: block ids by group, and none for what is behind them."""
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.unit.test_vllm_hooks import BLOCK_TOKENS, GEOMETRY, SETTINGS, none_hash, vllm_request
+from tests.vllm_caches import cache_of, full_attention, sliding_window
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+from dualpath.core.cluster import Role
+from dualpath.core.transfers import DecodeTransfer, to_transfer_params
+from dualpath.engine.hbm_layout import NO_BLOCK, block_ids
+from dualpath.vllm.cache_layers import CacheGroups, cache_groups
+from dualpath.vllm.scheduler_side import SchedulerSide
+
+__all__ = ["none_hash"]
+
+WINDOW = 2 * BLOCK_TOKENS
+NAMES = ["model.layers.0.attn", "model.layers.1.attn"]
+CACHE = cache_of(
+    NAMES[:1], full_attention(BLOCK_TOKENS), NAMES[1:], sliding_window(BLOCK_TOKENS, WINDOW)
+)
+GROUPS = cache_groups(CACHE, longest_tokens=64 * BLOCK_TOKENS)
+PROMPT = 5 * BLOCK_TOKENS + 3
+
+
+def test_groups_say_what_they_look_back_to():
+    assert CacheGroups(BLOCK_TOKENS, (None, WINDOW), 64 * BLOCK_TOKENS) == GROUPS
+
+
+@pytest.mark.parametrize("window", [1, 2, BLOCK_TOKENS, BLOCK_TOKENS + 1, WINDOW, 1000])
+def test_what_is_behind_a_window_is_what_vllm_frees(window):
+    groups = CacheGroups(BLOCK_TOKENS, (window,), 1024)
+    manager = object.__new__(SlidingWindowManager)
+    manager.sliding_window, manager.extra_retained_tokens = window, 0
+    for tokens in range(6 * BLOCK_TOKENS):
+        freed = manager.get_num_skipped_tokens(tokens) // BLOCK_TOKENS
+        assert groups.first_block(0, tokens) == freed
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, WINDOW), (None, 1), (None, *[WINDOW] * 5)])
+def test_a_pool_holds_the_longest_requests_that_are_said_to_fit(windows):
+    groups = CacheGroups(BLOCK_TOKENS, windows, 64 * BLOCK_TOKENS)
+    held = sum(64 if w is None else (1 if w == 1 else 3) for w in windows)
+    assert groups.tokens_in(10 * held) == 10 * groups.longest_tokens
+    assert CacheGroups(BLOCK_TOKENS, (None,), 1000).tokens_in(7) == 7 * BLOCK_TOKENS
+
+
+class Allocated:
+    """What vLLM gave a request: the null block for what is behind the window."""
+
+    def __init__(self, *groups):
+        self.groups = groups
+
+    def get_block_ids(self):
+        return self.groups
+
+
+def taken_over(tokens=PROMPT, groups=GROUPS, blocks=None):
+    """A decode request in the step in which its KV is to be copied; its side, and that step."""
+    settings = msgspec.structs.replace(SETTINGS, role=Role.DECODE)
+    side = SchedulerSide(settings, GEOMETRY, groups)
+    transfer = DecodeTransfer(request_id="q", prompt_tokens=PROMPT, slots=(0, 1, 2, 3, 4, 5))
+    request = vllm_request(range(tokens), transfer=to_transfer_params(transfer))
+    promised, asynchronously = side.matched_tokens(request, 0)
+    assert asynchronously
+    side.blocks_allocated(
+        request, blocks or Allocated([1, 2, 3, 4, 5, 6], [0, 0, 0, 7, 8, 9]), promised
+    )
+    return side, request, promised, side.build(SchedulerOutput.make_empty())
+
+
+def test_a_prompt_is_copied_where_each_group_has_blocks():
+    _, _, promised, step = taken_over(PROMPT + 1)
+    (work,) = step.decodes
+    assert promised == PROMPT
+    assert work.hbm_blocks == (
+        *((block, NO_BLOCK) for block in (1, 2, 3)),
+        *((4, 7), (5, 8), (6, 9)),
+    )
+    assert block_ids(work.hbm_blocks) == (1, 2, 3, 4, 7, 5, 8, 6, 9)
+
+
+def test_the_last_token_is_not_promised_where_vllm_computes_it_again():
+    """It would have freed what that token looks at and the next one does not."""
+    _, _, promised, step = taken_over(PROMPT)
+    assert promised == PROMPT - 1
+    assert len(step.decodes[0].hbm_blocks) == 6
+    one_group = CacheGroups(BLOCK_TOKENS, (None,), 1024)
+    _, _, promised, step = taken_over(PROMPT, one_group, Allocated([1, 2, 3, 4, 5, 6]))
+    assert promised == PROMPT
+    assert step.decodes[0].hbm_blocks == (1, 2, 3, 4, 5, 6)
+
+
+def generated(side, request, computed, new=1, added=None):
+    step = SchedulerOutput.make_empty()
+    step.scheduled_cached_reqs = CachedRequestData(
+        req_ids=[request.request_id],
+        resumed_req_ids=set(),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[added],
+        num_computed_tokens=[computed],
+        num_output_tokens=[0],
+    )
+    step.num_scheduled_tokens = {request.request_id: new}
+    return side.build(step).generated
+
+
+def test_a_block_that_fills_up_leaves_with_the_ids_of_all_groups():
+    side, request, _, _ = taken_over(PROMPT + 1)
+    request.append_output_token_ids(list(range(2 * BLOCK_TOKENS)))
+    assert generated(side, request, PROMPT) == []
+    (block,) = generated(side, request, 6 * BLOCK_TOKENS - 1)
+    assert block.hbm_block == (6, 9)
+    assert block.key == request.block_hashes[5]
+    assert generated(side, request, 6 * BLOCK_TOKENS, added=([10], [11])) == []
+    (block,) = generated(side, request, 7 * BLOCK_TOKENS - 1)
+    assert (block.hbm_block, block.parent) == ((10, 11), request.block_hashes[5])
+
+
+def test_a_block_that_has_left_a_window_is_not_stored():
+    """vLLM has given it to somebody else, though this list still has its id."""
+    side, request, _, _ = taken_over(PROMPT + 1)
+    request.append_output_token_ids(list(range(6 * BLOCK_TOKENS)))
+    more = ([10, 11, 12, 13, 14], [15, 16, 17, 18, 19])
+    blocks = generated(side, request, 9 * BLOCK_TOKENS, new=BLOCK_TOKENS, added=more)
+    # Computing the first token of block 9 looks back to the second one of block 7.
+    assert [block.hbm_block for block in blocks] == [(11, 16), (12, 17), (13, 18)]
+
+
+def test_free_hbm_counts_what_the_longest_requests_hold_in_all_groups():
+    side, *_ = taken_over(PROMPT + 1)
+    pool = BlockPool(num_gpu_blocks=135, enable_caching=False, hash_block_size=BLOCK_TOKENS)
+    side.bind_block_pool(pool)
+    free = side.build(SchedulerOutput.make_empty()).free_hbm_tokens
+    assert free == 134 * 64 * BLOCK_TOKENS // 67
