@@ -7,6 +7,7 @@ import contextlib
 import random
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,7 @@ from tests.e2e.plain_engine import (
 
 from dualpath.core.cluster import Role
 from dualpath.laboratory.models.tiny import make_tiny_model
+from dualpath.ops.launch.settings import LocalClusterSettings
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -52,15 +54,20 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
         return in_parallel([partial(play_plain, plain.url, agent) for agent in AGENTS])
 
 
+def settings_of(folder: Path, *vllm_args: str) -> LocalClusterSettings:
+    """Engines of the model with experts; prefill holds two layers of KV."""
+    model = make_tiny_model("qwen3_moe")
+    arguments = (*MENDED, *vllm_args)
+    return tiny_cluster_settings(model, folder / "storage", vllm_args=arguments, layer_buffers=2)
+
+
 @contextlib.contextmanager
 def cluster(
     folder_of: pytest.TempPathFactory, prefill: int, decode: int
 ) -> Iterator[EngineCluster]:
-    """A prefill and a decode engine, one of them a group; prefill holds two layers of KV."""
+    """A prefill and a decode engine, one of them a group."""
     folder = folder_of.mktemp("groups")
-    model = make_tiny_model("qwen3_moe")
-    settings = tiny_cluster_settings(model, folder / "storage", vllm_args=MENDED, layer_buffers=2)
-    with EngineCluster(settings, folder) as engines:
+    with EngineCluster(settings_of(folder), folder) as engines:
         names: list[str] = []
         for role, ranks in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
             if ranks > 1:
@@ -122,3 +129,27 @@ def test_a_decode_group_answers_as_one_engine_does(
         whole_prompts_are_right(engines, right)
         assert {note.decode_engine for note in engines.assignments()} == {"de-0-dp0", "de-0-dp1"}
         engines.wait_idle()
+
+
+@pytest.mark.long
+def test_ranks_behind_one_server_are_asked_by_their_number(
+    right: list[list[list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """vLLM's internal load balancing: two engine cores behind one API server."""
+    folder = tmp_path_factory.mktemp("one-server")
+    ranks = ("--data-parallel-size", "2", "--enable-expert-parallel")
+    with EngineCluster(settings_of(folder), folder) as engines:
+        engines.start_engine(Role.PREFILL, 0, vllm_args=(*MENDED, *ranks))
+        engines.start_engine(Role.DECODE, 0)
+        named = {"pe-0-dp0", "pe-0-dp1", "de-0"}
+        until(lambda: engines.alive() == named, "both ranks of one server", START_S)
+        assert len({info.api_url for info in engines.service.engines()}) == 2
+        agents_are_right(engines, right, "one server")
+        assert {note.prefill_engine for note in engines.assignments()} == {"pe-0-dp0", "pe-0-dp1"}
+        engines.wait_idle()
+
+        # SIGTERM drains both ranks of the server, which say goodbye.
+        engines.supervisor.process("pe-0").terminate()
+        assert engines.supervisor.process("pe-0").wait(GUARD_S) is not None
+        states = [engines.service.registry.get(f"pe-0-dp{rank}") for rank in range(2)]
+        until(lambda: all(state is not None and state.left for state in states), "goodbyes")
