@@ -80,7 +80,7 @@ def test_the_default_directory_lies_in_the_cache(tmp_path, monkeypatch):
 
 
 def test_wrong_arguments_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"'gpt'.*qwen2, deepseek_v2"):
+    with pytest.raises(ConfigError, match=r"'gpt'.*qwen2, qwen3_moe, deepseek_v2"):
         make_tiny_model(cast("Any", "gpt"), tmp_path / "model")
     with pytest.raises(ConfigError, match=r"0 layers.*at least 1"):
         make_tiny_model("qwen2", tmp_path / "model", layers=0)
