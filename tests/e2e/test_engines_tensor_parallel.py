@@ -1,5 +1,6 @@
 """Real engines of two ranks beside engines of one: any of them reads what any other has stored."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -10,12 +11,27 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
-from tests.e2e.plain_engine import GUARD_S, Answer, Round, Truth, tiny_model, until
+from tests.e2e.plain_engine import (
+    GUARD_S,
+    Answer,
+    PlainEngine,
+    Round,
+    Truth,
+    play_plain,
+    tiny_model,
+    until,
+)
 
 from dualpath.core.cluster import Role
+from dualpath.laboratory.models.tiny import MLA_COMPILATION_CONFIG, make_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
+#: On a CPU with AMX vLLM would choose a backend that takes no float32.
+LATENT_ARGS = (
+    *("--compilation-config", json.dumps(MLA_COMPILATION_CONFIG)),
+    *("--attention-backend", "CPU_MLA"),
+)
 #: Turns with which the engines of the other kind begin.
 HALF = 2
 
@@ -98,3 +114,33 @@ def _rank(group: int, rank: int) -> int:
             if f"Worker_TP{rank}" in title:
                 return int(folder.name)
     raise AssertionError(f"no rank {rank} in process group {group}")
+
+
+@pytest.mark.long
+def test_ranks_that_hold_the_same_latent_kv_send_it_in_turn(
+    agents: list[list[Round]], tmp_path: Path
+) -> None:
+    """MLA: a prefill engine of two ranks, each with the whole KV of every token."""
+    model, rounds = make_tiny_model("deepseek_v2"), agents[0][:3]
+    settings = tiny_cluster_settings(
+        model,
+        tmp_path / "storage",
+        block_tokens=16,
+        compute_quota_s=0.0,
+        vllm_args=LATENT_ARGS,
+    )
+    plain = PlainEngine(model, tmp_path, 16, *LATENT_ARGS)
+    with EngineCluster(settings, tmp_path) as cluster:
+        names = [
+            cluster.start_engine(Role.PREFILL, 0, prefill_tp=2),
+            cluster.start_engine(Role.DECODE, 0),
+        ]
+        with plain:
+            expected = play_plain(plain.url, rounds)
+        cluster.wait_for(*names)
+        for salt in ("one", "another"):
+            answers = cluster.replay(rounds, salt)
+            assert [a.token_ids for a in answers] == expected
+            assert [a.cached_tokens for a in answers] == cluster.expected_hits(rounds)
+        cluster.wait_idle()
+        assert cluster.total("transfer_failures") == cluster.total("persist_dropped_blocks") == 0
