@@ -147,6 +147,7 @@ def vllm_config(max_model_len=4096):
         model_config=SimpleNamespace(max_model_len=max_model_len),
         compilation_config=SimpleNamespace(mode=0, cudagraph_mode=None),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
 
 

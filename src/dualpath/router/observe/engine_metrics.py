@@ -129,9 +129,9 @@ class EngineCollector:
             labels=[*_ENGINE_LABELS, "group"],
         )
         for engine in engines:
-            if engine.info.dp is not None:
-                waiting = float(self._registry.waiting(engine) is not None)
-                waits.add_metric([*_labels(engine), engine.info.dp.group], waiting)
+            group = engine.info.dp.group if engine.info.dp is not None else ""
+            waiting = float(self._registry.waiting(engine) is not None)
+            waits.add_metric([*_labels(engine), group], waiting)
         yield waits
         now_s = self._clock()
         yield _gauge(
