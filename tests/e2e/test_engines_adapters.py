@@ -25,7 +25,7 @@ from dualpath.laboratory.models.adapter import make_tiny_adapter
 from dualpath.laboratory.models.tiny import make_tiny_model
 from dualpath.vllm.engine_arguments import lora_arguments
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(300)]
 
 BLOCK_TOKENS = 32
 #: A prompt that repeats itself, so that n-grams find something to propose.

@@ -29,7 +29,7 @@ from dualpath.core.cluster import Role
 from dualpath.laboratory.models.tiny import make_tiny_model
 from dualpath.ops.launch.settings import LocalClusterSettings
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
 MENDED = ("--worker-extension-cls", "tests.e2e.cpu_experts.MendedCpuExperts")
 #: Ranks compute in lock step, on a few cores 0.2 s a token: little is asked.
@@ -120,7 +120,6 @@ def test_a_prefill_group_answers_as_one_engine_does_and_is_one_unit_of_failure(
         engines.wait_idle()
 
 
-@pytest.mark.long
 def test_a_decode_group_answers_as_one_engine_does(
     right: list[list[list[int]]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -131,7 +130,6 @@ def test_a_decode_group_answers_as_one_engine_does(
         engines.wait_idle()
 
 
-@pytest.mark.long
 def test_ranks_behind_one_server_are_asked_by_their_number(
     right: list[list[list[int]]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -25,7 +25,7 @@ from tests.e2e.plain_engine import (
 from dualpath.core.cluster import Role
 from dualpath.laboratory.models.tiny import MLA_COMPILATION_CONFIG, make_tiny_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(300)]
 
 #: On a CPU with AMX vLLM would choose a backend that takes no float32.
 LATENT_ARGS = (
@@ -116,7 +116,6 @@ def _rank(group: int, rank: int) -> int:
     raise AssertionError(f"no rank {rank} in process group {group}")
 
 
-@pytest.mark.long
 def test_ranks_that_hold_the_same_latent_kv_send_it_in_turn(
     agents: list[list[Round]], tmp_path: Path
 ) -> None:

@@ -13,12 +13,12 @@ from tests.e2e.plain_engine import PlainEngine, Round, in_parallel, play_plain
 from dualpath.core.cluster import Role
 from dualpath.laboratory.models.tiny import WINDOW_TOKENS, TinyKind, make_tiny_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(300)]
 
 BLOCK_TOKENS = 32
 
 
-@pytest.mark.parametrize("kind", ["gemma3", pytest.param("gpt_oss", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss"])
 def test_agents_of_a_model_with_windows_get_a_plain_engines_tokens(
     kind: TinyKind, agents: list[list[Round]], tmp_path: Path
 ) -> None:
