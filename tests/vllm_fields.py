@@ -5,7 +5,7 @@
 LOOKED_AT = {
     "model_config": {
         "code_revision", "dtype", "hf_config", "hf_text_config", "max_model_len", "model",
-        "model_impl", "model_weights", "revision", "trust_remote_code",
+        "model_impl", "model_weights", "multimodal_config", "revision", "trust_remote_code",
     },
     "cache_config": {"block_size", "cache_dtype", "kv_cache_layout"},
     "attention_config": {"backend", "backend_per_kind"},
@@ -35,7 +35,7 @@ NEUTRAL = {
         "enable_sleep_mode", "enforce_eager", "sleep_mode_backend", "sleep_mode_offload_cudagraph",
         "sleep_preserve_parameter_names",
         # Requests of these kinds are refused.
-        "convert", "enable_prompt_embeds", "multimodal_config", "pooler_config", "runner",
+        "convert", "enable_prompt_embeds", "pooler_config", "runner",
         # Of a draft model.
         "spec_target_max_model_len",
     },

@@ -14,9 +14,11 @@ def parsed(*vllm_args):
     return parse_front_end_arguments(FrontEndSettings(model="m", vllm_args=vllm_args))
 
 
-def test_nothing_is_fetched_or_kept():
+def test_nothing_is_fetched_kept_or_taken_without_limit():
     args = parsed()
+    assert args.limit_mm_per_prompt == {"image": 16, "video": 0, "audio": 0}
     assert args.mm_processor_cache_gb == 0
+    assert args.enable_prefix_caching is False  # With neither, images have names of one request.
     connector = MediaConnector(allowed_media_domains=args.allowed_media_domains)
     for url in ("http://127.0.0.1/x.png", "https://example.org/x.png"):
         with pytest.raises(ValueError, match=NO_DOMAIN):
@@ -26,5 +28,6 @@ def test_nothing_is_fetched_or_kept():
 
 
 def test_an_operator_may_allow_more():
-    args = parsed("--allowed-media-domains", "example.org")
+    args = parsed("--allowed-media-domains", "example.org", "--limit-mm-per-prompt", '{"image": 2}')
     assert args.allowed_media_domains == ["example.org"]
+    assert args.limit_mm_per_prompt == {"image": 2}

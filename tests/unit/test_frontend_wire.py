@@ -266,7 +266,6 @@ def test_prompt_logprobs_ask_for_a_full_computation():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"mm_features": [object()]}, "multimodal"),
         ({"prompt_embeds": object()}, "embeddings"),
         ({"resumable": True}, "streaming inputs"),
         ({"sampling_params": None}, "pooling"),

@@ -21,12 +21,19 @@ import vllm
 from tests.vllm_fields import LOOKED_AT, NEUTRAL, REFUSED
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.config.multimodal import MultiModalConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.models.tiny import make_tiny_model
 from dualpath.vllm import model_identity
-from dualpath.vllm.model_identity import KV_FIELDS, KV_VARIABLES, kv_layout, model_fingerprint
+from dualpath.vllm.model_identity import (
+    IMAGE_FIELDS,
+    KV_FIELDS,
+    KV_VARIABLES,
+    kv_layout,
+    model_fingerprint,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +188,57 @@ def test_a_draft_model_is_in_the_name_if_its_kv_lies_with_the_targets(config: Vl
     ngram, mtp, other = speculating(False), speculating(True), speculating(True, layers=2)
     assert model_fingerprint(ngram) == model_fingerprint(config)
     assert len({model_fingerprint(each) for each in (config, mtp, other)}) == 3
+
+
+# ------------------------------------------------------------------ images
+
+#: Fields of ``MultiModalConfig`` that concern the front end, memory, or rounding.
+NEUTRAL_FOR_IMAGES = {
+    "allow_missing_mm_embeddings", "enable_mm_embeds", "interleave_mm_strings", "limit_per_prompt",
+    "media_io_kwargs", "mm_encoder_attn_backend", "mm_encoder_tp_mode", "mm_hasher_algorithm",
+    "mm_ipc_gpu_memory_gb", "mm_processor_cache_gb", "mm_processor_cache_type",
+    "mm_encoder_fp8_scale_path",  # its file counts
+    "mm_processor_kwargs", "mm_shm_cache_max_object_size_mb", "mm_tensor_ipc",
+    "skip_mm_profiling",
+}  # fmt: skip
+
+
+def seeing(config: VllmConfig, **fields: Any) -> VllmConfig:
+    images = MultiModalConfig()
+    for name, value in fields.items():
+        setattr(images, name, value)
+    return changed(config, "model_config", multimodal_config=images)
+
+
+def test_every_field_of_what_encodes_images_is_decided_about() -> None:
+    fields = {field.name for field in dataclasses.fields(MultiModalConfig)}
+    assert fields - NEUTRAL_FOR_IMAGES - set(IMAGE_FIELDS) == set()
+
+
+@pytest.mark.parametrize("field", IMAGE_FIELDS)
+def test_how_images_are_encoded_is_in_the_name(field: str, config: VllmConfig) -> None:
+    other = seeing(config, **{field: "another"})
+    assert model_fingerprint(other) != model_fingerprint(seeing(config))
+
+
+def test_a_processors_files_are_in_the_name_of_a_model_that_sees(
+    config: VllmConfig, tmp_path: Path
+) -> None:
+    place = folder(tmp_path, model__safetensors=b"w")
+    names = []
+    for content in ("{}", '{"image_mean": [0]}'):
+        (place / "preprocessor_config.json").write_text(content)
+        names.append(model_fingerprint(at(seeing(config), place)))
+        names.append(model_fingerprint(at(config, place)))
+    assert names[0] != names[2]
+    assert names[1] == names[3]
+    scales = tmp_path / "scales.json"
+    for content in ("{}", '{"layer": 1}'):
+        scales.write_text(content)
+        names.append(
+            model_fingerprint(at(seeing(config, mm_encoder_fp8_scale_path=str(scales)), place))
+        )
+    assert len({names[2], *names[4:]}) == 3
 
 
 # ------------------------------------------------------------------ weights

@@ -31,8 +31,10 @@ _FOREIGN_ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 
 
+#: Of one prompt, unless `--limit-mm-per-prompt` says otherwise: each is decoded in the router.
+MOST_IMAGES = 16
 #: Stands in messages to clients where no ``--allowed-media-domains`` are given.
-NO_DOMAIN = "none; send data: URLs"
+NO_DOMAIN = "none; send images as data: URLs"
 
 
 class _Parser(FlexibleArgumentParser):
@@ -65,7 +67,7 @@ def parse_front_end_arguments(settings: FrontEndSettings) -> argparse.Namespace:
         validate_parsed_serve_args(namespace)
     except (TypeError, ValueError, OSError) as error:
         raise ConfigError(f"front-end arguments: {_one_line(error)}") from error
-    _fetch_nothing(namespace)
+    _bound_images(namespace)
     for name, harmless in _FOREIGN_ARGUMENTS.items():
         value = getattr(namespace, name, harmless[0])
         if value not in harmless:
@@ -76,15 +78,17 @@ def parse_front_end_arguments(settings: FrontEndSettings) -> argparse.Namespace:
     return namespace
 
 
-def _fetch_nothing(namespace: argparse.Namespace) -> None:
-    """Let clients name no place of the cluster's network for the front end to fetch from.
+def _bound_images(namespace: argparse.Namespace) -> None:
+    """Let the front end fetch nothing that it was not told to, and keep no images.
 
-    vLLM fetches images before anything can refuse the request, and keeps them by names that clients
-    may choose.
+    Its cache goes by names that clients may choose: one would see what another sent.
     """
+    if not namespace.limit_mm_per_prompt:
+        namespace.limit_mm_per_prompt = {"image": MOST_IMAGES, "video": 0, "audio": 0}
     if not namespace.allowed_media_domains:
         namespace.allowed_media_domains = [NO_DOMAIN]
     namespace.mm_processor_cache_gb = 0
+    namespace.enable_prefix_caching = False
 
 
 def adapter_paths(namespace: argparse.Namespace) -> dict[str, str]:

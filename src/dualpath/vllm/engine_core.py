@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import NoReturn, Protocol
 
@@ -31,6 +32,7 @@ from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.core.key_memory import KeyMemory
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.control.served_adapters import ServedAdapters
+from dualpath.vllm.prompt_images import SentImage, check_fit, sent_images
 from dualpath.vllm.request_job import NO_ADAPTERS, ClientRequest, make_job
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,8 @@ class _Ended:
 class RoutedEngineCore:
     """Runs each request as a task on the router's service and queues its outputs.
 
+    ``encoder_tokens`` are those of images that an engine holds at a time.
+
     ``on_failure(request_id, error)`` is called, in order with the outputs, for a request that
     ends without a finish reason.  Belongs to one event loop; only ``shutdown`` may be called from
     another thread.
@@ -78,6 +82,7 @@ class RoutedEngineCore:
         stateful_sampling: bool,
         on_failure: Callable[[str, Exception], None],
         adapters: ServedAdapters = NO_ADAPTERS,
+        encoder_tokens: int = 0,
     ) -> None:
         self.resources = EngineResources()
         self.engine_ranks_managed = [0]
@@ -86,6 +91,9 @@ class RoutedEngineCore:
         self._memory = KeyMemory(block_tokens)
         self._stateful_sampling = stateful_sampling
         self._adapters = adapters
+        self._encoder_tokens = encoder_tokens
+        #: vLLM has one encoder of images, which is one thread's.
+        self._encoding = ThreadPoolExecutor(1, "images")
         self._on_failure = on_failure
         self._news: deque[EngineCoreOutput | _Failure | _Ended] = deque()
         self._arrived = asyncio.Event()
@@ -146,7 +154,8 @@ class RoutedEngineCore:
     async def _serve(self, request: EngineCoreRequest) -> None:
         queued_at = time.monotonic()
         try:
-            job = make_job(request, self._memory, self._stateful_sampling, self._adapters)
+            images = await self._images(request)
+            job = make_job(request, self._memory, self._stateful_sampling, self._adapters, images)
             first, finished = True, False
             async with aclosing(_generator(self._service.submit(job))) as events:
                 async for event in events:
@@ -169,6 +178,16 @@ class RoutedEngineCore:
         finally:
             if self._tasks.pop(request.request_id, None) is not None:
                 self._queue(_Ended())
+
+    async def _images(self, request: EngineCoreRequest) -> tuple[SentImage, ...]:
+        """Name and encode the request's images, megabytes of them, beside the event loop."""
+        if not request.mm_features:
+            return ()
+        images = await asyncio.get_running_loop().run_in_executor(
+            self._encoding, sent_images, request.mm_features
+        )
+        check_fit(images, self._block_tokens, self._encoder_tokens)
+        return images
 
     def _complete_first(
         self, output: EngineCoreOutput, job: Job, event: TokenEvent, queued_at: float
@@ -203,6 +222,7 @@ class RoutedEngineCore:
         """Stop all requests and wait until the service has let go of them."""
         self._stop_all()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._encoding.shutdown(wait=False)
 
     def dp_engines_running(self) -> bool:
         """Whether any request is under way."""
@@ -213,10 +233,10 @@ class RoutedEngineCore:
         return {}
 
     async def reset_mm_cache_async(self) -> None:
-        """Nothing to reset: multimodal inputs are refused."""
+        """Nothing to reset: the router keeps no images."""
 
     async def reset_encoder_cache_async(self) -> None:
-        """Nothing to reset: multimodal inputs are refused."""
+        """Nothing to reset: the engines encode, each with a cache of its own."""
 
     async def add_lora_async(self, lora_request: LoRARequest) -> bool:
         """Accept an adapter of the router's own list: engines have loaded it, or may not join."""

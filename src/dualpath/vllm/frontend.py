@@ -72,6 +72,7 @@ class DualPathLLM(AsyncLLM):
             stateful_sampling=bool(self.model_config.logits_processors),
             on_failure=self._fail,
             adapters=service.registry.adapters,
+            encoder_tokens=self.input_processor.mm_encoder_cache_size,
         )
         self.logger_manager = _prometheus_only(vllm_config) if log_stats else None
         self.profiler = None

@@ -14,6 +14,7 @@ from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.control.registry import EngineInfo
 from dualpath.router.token_api.client import TokenApiClient, token_event
 from dualpath.router.token_api.wire import GenerateRequest
+from dualpath.vllm.prompt_images import features_on_wire
 from dualpath.vllm.request_job import ClientRequest, can_continue
 from dualpath.vllm.sampling import (
     decode_sampling,
@@ -116,6 +117,7 @@ def _request(
         sampling_params=sampling,
         model=client.adapter.name if client.adapter else None,
         cache_salt=client.engines_salt,
+        features=features_on_wire(client.images),
         kv_transfer_params=to_transfer_params(transfer),
         priority=request.priority,
         reasoning_ended=request.reasoning_ended,

@@ -37,6 +37,19 @@ KV_FIELDS = {
     "cache_config": ("kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill", "swa_bounded_replay"),
     "attention_config": ("hisparse_config", "indexer_kv_dtype", "use_non_causal"),
 }
+#: Fields of the configuration of what encodes images, which change an image's KV.
+IMAGE_FIELDS = (
+    "language_model_only",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_save_margin",
+    "mm_encoder_fp8_scale_save_path",
+    "mm_encoder_only",
+    "video_pruning_method",
+    "video_pruning_rate",
+)
+#: Files by which engines finish what the front end began with an image.
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 #: Variables of vLLM under which other numbers are computed, not the same ones in another order:
 #: activations in fewer bits, simulated routing, another form of attention or of its cache.
 KV_VARIABLES = (
@@ -92,6 +105,7 @@ def model_fingerprint(config: "VllmConfig") -> str:
         "engram": config.engram_config,
         "variables": {name: getattr(envs, name) for name in KV_VARIABLES},
         "draft": _draft(config),
+        "images": _images(config.model_config, config.load_config),
     }
     text = json.dumps(content, sort_keys=True, default=str)
     return f"{_name(model)}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -155,6 +169,19 @@ def _draft(config: "VllmConfig") -> dict[str, Any] | None:
     if speculative is None or not speculative.uses_draft_kv_cache():
         return None
     return _model(speculative.draft_model_config, config.load_config)
+
+
+def _images(model: "ModelConfig", load: "LoadConfig") -> dict[str, Any] | None:
+    """Return what an image's values become KV with, beside weights; None for models of text."""
+    multimodal = model.multimodal_config
+    if multimodal is None:
+        return None
+    folder = _folder(model, load)
+    files = [folder / name for name in _PROCESSOR_FILES] if folder is not None else []
+    if multimodal.mm_encoder_fp8_scale_path:
+        files.append(Path(multimodal.mm_encoder_fp8_scale_path))
+    fields: dict[str, Any] = {field: getattr(multimodal, field) for field in IMAGE_FIELDS}
+    return {**fields, "files": _digest(model, [file for file in files if file.is_file()])}
 
 
 def _weights(model: "ModelConfig", load: "LoadConfig") -> str:

@@ -20,6 +20,7 @@ from dualpath.core.key_memory import KeyMemory
 from dualpath.router.control.engine_calls import Job
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.requests.prompt_limits import check_salt
+from dualpath.vllm.prompt_images import SentImage
 
 #: Entries of ``extra_args`` that belong to the engines' connectors, never to a client.
 TRANSFER_ARGUMENTS = frozenset({"kv_transfer_params", "ec_transfer_params"})
@@ -34,9 +35,15 @@ class ClientRequest:
     the first token is handed to the client.
     """
 
-    def __init__(self, request: EngineCoreRequest, adapter: Adapter | None = None) -> None:
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        adapter: Adapter | None = None,
+        images: tuple[SentImage, ...] = (),
+    ) -> None:
         self.request = request
         self.adapter = adapter
+        self.images = images
         self.prompt_logprobs: LogprobsTensors | None = None
 
     @property
@@ -55,7 +62,10 @@ class ClientRequest:
     def extras(self) -> KeyExtras:
         """Return what enters the keys of this request beside tokens."""
         salt = self.request.cache_salt
-        return self.adapter.extras(salt) if self.adapter else KeyExtras(cache_salt=salt)
+        items = tuple(image.item for image in self.images)
+        if self.adapter:
+            return self.adapter.extras(salt, items)
+        return KeyExtras(cache_salt=salt, items=items)
 
 
 def make_job(
@@ -63,12 +73,14 @@ def make_job(
     memory: KeyMemory,
     stateful_sampling: bool,
     adapters: ServedAdapters = NO_ADAPTERS,
+    images: tuple[SentImage, ...] = (),
 ) -> Job:
     """Return the router's job for ``request``, its keys from ``memory`` as far as it has them.
 
     ``stateful_sampling`` says that the engines run custom logits processors, which may look at
     generated tokens.  Raises ``BadRequestError`` for what the data path cannot carry, and
-    ``DualPathError`` for an adapter that no engine has registered yet.
+    ``DualPathError`` for an adapter that no engine has registered yet.  ``images`` are the
+    request's ``sent_images``.
     """
     _refuse_unsupported(request)
     params = request.sampling_params
@@ -78,9 +90,8 @@ def make_job(
     assert params.max_tokens is not None
     check_salt(request.cache_salt)
     lora = request.lora_request
-    client = ClientRequest(
-        request, adapters.adapter(lora.lora_name, lora.lora_path) if lora else None
-    )
+    adapter = adapters.adapter(lora.lora_name, lora.lora_path) if lora else None
+    client = ClientRequest(request, adapter, images)
     extras = client.extras()
 
     def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
@@ -134,7 +145,6 @@ def _refuse_unsupported(request: EngineCoreRequest) -> None:
     if params is None:
         raise BadRequestError("pooling requests are not served here; use the engine's own server")
     asked = {
-        "multimodal inputs": bool(request.mm_features),
         "prompt embeddings": request.prompt_embeds is not None,
         "streaming inputs": request.resumable,
         "prompt_logprob_token_ids": isinstance(params.prompt_logprob_token_ids, np.ndarray | list),

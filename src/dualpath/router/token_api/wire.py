@@ -27,7 +27,8 @@ class GenerateRequest(msgspec.Struct, Generic[_Sampling], omit_defaults=True):
     """A prompt with its transfer; ``token_ids`` are all of them, at a DE the generated ones too.
 
     ``sampling_params`` are vLLM's as a mapping of JSON values where the router sends them, and
-    what an emulated engine wants of them where it reads them.  ``model`` is an adapter, or none.
+    what an emulated engine wants of them where it reads them.  ``model`` is an adapter, or none;
+    ``features`` are vLLM's of the prompt's images.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class GenerateRequest(msgspec.Struct, Generic[_Sampling], omit_defaults=True):
     model: str | None = None
     stream: bool = False
     cache_salt: str | None = None
+    features: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     priority: int = 0
     reasoning_ended: bool | None = None
