@@ -10,11 +10,12 @@ import argparse
 import time
 from collections.abc import Callable
 
-from dualpath.core.addresses import EngineAddress
+from dualpath.core.addresses import AgentAddress, EngineAddress
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.control import PROTOCOL_VERSION, Hello, Report
 from dualpath.core.runs import BlockRun, HitRun
+from dualpath.core.sessions import Event
 from dualpath.engine.counters import Counter
 from dualpath.policy.events import Assignment
 from dualpath.report import markdown
@@ -145,7 +146,7 @@ def registered() -> Registry:
         role = Role.PREFILL if number % 2 else Role.DECODE
         hello = Hello(
             version=PROTOCOL_VERSION,
-            address=EngineAddress(f"e{number}", "1", role, "", b"", ()),
+            address=EngineAddress(f"e{number}", "1", role, (AgentAddress("a", b"", ()),)),
             namespace=StoreNamespace("m", "bf16", "l", BlockGeometry.uniform(2, BLOCK_TOKENS, 64)),
             api_url="",
             node=f"n{number}",
@@ -154,9 +155,11 @@ def registered() -> Registry:
             hbm_tokens=1000,
             buffer_tokens=1000,
         )
-        info = registry.admit(hello, str(number).encode(), 0.0).info
-        state = registry.get(info.engine_id)
-        assert state is not None
+        admission = registry.admit(hello)
+        assert admission is not None
+        state = admission.engine
+        for event in (admission.event, Event.COMPLETE):
+            state.machine.on(event)
         state.report = Report(1, 1, 0, 0, 0, 1000, 1000, dict.fromkeys(Counter, 1.0))
     return registry
 
