@@ -54,6 +54,9 @@ async def scrape_after_three_turns(directory: Path) -> Scrape:
             await made.stored()
         await made.idle()
         await all_reported(made)
+        await made.arrivals.until(
+            lambda: any(s.report and s.report.storage for s in made.service.registry.all()), GUARD_S
+        )
         async with made.http.get(f"{made.endpoint}/metrics") as response:
             assert response.content_type == "text/plain"
             return Scrape(await response.text())
@@ -68,7 +71,7 @@ async def all_reported(made: Cluster) -> None:
 
     def reported() -> bool:
         states = made.service.registry.all()
-        return any(state.report and state.report.storage for state in states) and all(
+        return all(
             state.report is not None
             and counted[state.info.engine_id] <= state.report.counters.items()
             for state in states
