@@ -32,7 +32,7 @@ from dualpath.report.model import Table
 from dualpath.storage import index_file
 from dualpath.storage.block_file import encode_header
 from dualpath.storage.checks import own_origins
-from dualpath.storage.directory import block_name
+from dualpath.storage.directory import object_name
 from dualpath.storage.janitor import Janitor
 from dualpath.storage.journal import Journal
 from dualpath.storage.keeper import BEAT_S, Keeper
@@ -141,7 +141,7 @@ class Kept:
     def serve(self, agent: int, keys: Sequence[BlockKey], prompt: int) -> int:
         """Return the blocks that hit; what is missing is written."""
         engine = self.engines[agent % ENGINES]
-        names = [f"{PLACE}/{block_name(key)}.kv" for key in keys]
+        names = [object_name(PLACE, key) for key in keys]
         stored = self.tree.blocks
         hit = next((n for n, name in enumerate(names[:prompt]) if name not in stored), prompt)
         if hit:

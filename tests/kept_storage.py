@@ -7,7 +7,7 @@ from dualpath.core.errors import StorageError
 from dualpath.policy.eviction import StorageLimits
 from dualpath.storage.block_file import encode_header
 from dualpath.storage.checks import own_origins
-from dualpath.storage.directory import block_name
+from dualpath.storage.directory import object_name
 from dualpath.storage.janitor import Janitor
 from dualpath.storage.journal import Journal
 from dualpath.storage.memory_objects import MemoryObjects
@@ -114,7 +114,7 @@ class Engine:
         new = keys[first:]
         origins = own_origins(new, origin)
         for key, own in zip(new, origins, strict=True):
-            name = f"{PLACE}/{block_name(key)}.kv"
+            name = object_name(PLACE, key)
             MemoryObjects.create(
                 self._story.tree,
                 name,

@@ -13,7 +13,7 @@ from dualpath.core.blocks import BlockOrigin, chain_root
 from dualpath.policy.eviction import StorageLimits
 from dualpath.storage.block_file import encode_header
 from dualpath.storage.checks import own_origins
-from dualpath.storage.directory import block_name
+from dualpath.storage.directory import object_name
 from dualpath.storage.janitor import Janitor
 from dualpath.storage.journal import Journal
 from dualpath.storage.memory_objects import MemoryObjects
@@ -115,7 +115,7 @@ def test_a_janitor_keeps_any_tree_within_its_quota_and_hands_it_over(tree: Objec
         origins = own_origins(keys, BlockOrigin(chain_root(), "a" * 16))
         for key, own in zip(keys, origins, strict=True):
             content = encode_header(key, DIGEST, Sections([PAYLOAD]), own) + PAYLOAD
-            tree.replace(f"{PLACE}/{block_name(key)}.kv", content)
+            tree.replace(object_name(PLACE, key), content)
         if journal is not None:
             journal.written(keys, origins, BLOCK_BYTES, clock())
             journal.flush()
@@ -123,7 +123,7 @@ def test_a_janitor_keeps_any_tree_within_its_quota_and_hands_it_over(tree: Objec
     def lying() -> list[int]:
         stored = {info.name for info in tree.objects(f"{PLACE}/")}
         return [
-            sum(f"{PLACE}/{block_name(key)}.kv" in stored for key in chain(number, 4))
+            sum(object_name(PLACE, key) in stored for key in chain(number, 4))
             for number in range(4)
         ]
 

@@ -177,7 +177,7 @@ def test_what_nobody_told_is_found_within_a_day() -> None:
 def test_a_chain_in_use_leaves_the_plan_with_all_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(janitor_module, "_BATCH", 2)
+    monkeypatch.setattr(janitor_module, "BATCH", 2)
     story = Story(limits(4, protect_s=30.0))
     janitor, engine = story.janitor(), story.engine()
     janitor.step()

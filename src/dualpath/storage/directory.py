@@ -26,6 +26,11 @@ log = logging.getLogger(__name__)
 _MODEL_CHARACTERS = 80
 #: The umask takes rights away; whoever is neither the user nor in the group never has any.
 _FILE_MODE, _FOLDER_MODE = 0o660, 0o770
+#: What the names of block files end with.
+BLOCK_SUFFIX = ".kv"
+_BLOCK = re.compile(rf".*/([0-9a-f]{{64}}){re.escape(BLOCK_SUFFIX)}")
+#: What file systems say that know no hard links.
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 #: Why a block is bad whose name something else has.
 NOT_A_FILE = "not a file"
 
@@ -43,6 +48,17 @@ def block_name(key: BlockKey) -> str:
     """Return where a block lies within its namespace, without suffix."""
     name = key.hex()
     return f"{name[:3]}/{name[3:5]}/{name}"
+
+
+def object_name(namespace: str, key: BlockKey) -> str:
+    """Return where a block lies within its storage; ``namespace`` is a ``namespace_name``."""
+    return f"{namespace}/{block_name(key)}{BLOCK_SUFFIX}"
+
+
+def key_of(name: str) -> BlockKey | None:
+    """Return the key of the block that an ``object_name`` is of, None for any other name."""
+    found = _BLOCK.fullmatch(name)
+    return None if found is None else bytes.fromhex(found[1])
 
 
 class NamespaceDirectory:
@@ -133,7 +149,7 @@ class NamespaceDirectory:
             os.unlink(temporary)
             return False
         except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            if error.errno not in NO_LINKS:
                 raise
             os.rename(temporary, final)
             return True

@@ -12,10 +12,10 @@ from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.errors import ConfigError
 from dualpath.policy.chain_index import ChainIndex, Rows, chain_uses
 from dualpath.storage import block_file, index_file
-from dualpath.storage.directory import block_name
+from dualpath.storage.directory import object_name
 from dualpath.storage.janitor import take_news
-from dualpath.storage.journal import Journal
 from dualpath.storage.objects import ObjectTree
+from dualpath.storage.removal import BATCH, Removal
 from dualpath.storage.survey import Survey
 from dualpath.storage.throttle import TokenBucket
 
@@ -31,7 +31,6 @@ AGES = (
     (float("inf"), "longer"),
 )
 _DIGEST = re.compile(r"_([0-9a-f]{16})")
-_BATCH = 256
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -133,20 +132,12 @@ def chosen(index: ChainIndex, choice: Choice) -> Rows:
 
 def remove(tree: ObjectTree, index: ChainIndex, rows: Rows, process: str, report: Report) -> int:
     """Remove blocks in order, and tell the janitor; return their bytes."""
-    before_bytes, journals = index.used_bytes, dict[str, Journal]()
-    for start in range(0, len(rows), _BATCH):
-        batch = rows[start : start + _BATCH].tolist()
-        blocks = [index.block(row) for row in batch]
-        tree.remove([f"{place}/{block_name(key)}.kv" for place, key in blocks])
-        for row, (place, key) in zip(batch, blocks, strict=True):
-            writer = f"{process}-{len(journals)}"
-            journal = journals.setdefault(place, Journal(tree, place, writer))
-            journal.gone(key, float(index.tables().times[row]))
-            index.remove(place, key)
-        for journal in journals.values():
-            journal.flush()
-        report(min((start + _BATCH) / len(rows), 1.0))
-    return before_bytes - index.used_bytes
+    removal, removed_bytes = Removal(tree, index, process), 0
+    for start in range(0, len(rows), BATCH):
+        removed_bytes += removal.remove(rows[start : start + BATCH].tolist())
+        removal.tell()
+        report(min((start + BATCH) / len(rows), 1.0))
+    return removed_bytes
 
 
 def verify(
@@ -162,7 +153,7 @@ def verify(
     for row in rows.tolist():
         place, key = index.block(row)
         began_s = steady_s()
-        content = tree.get(f"{place}/{block_name(key)}.kv")
+        content = tree.get(object_name(place, key))
         if content is None:
             yield Verdict(place, key, 0, block_file.MISSING)
             continue
@@ -175,7 +166,7 @@ def verify(
 
 def discard(tree: ObjectTree, verdicts: Sequence[Verdict]) -> None:
     """Remove blocks that were found bad; who needs one computes it again."""
-    tree.remove([f"{bad.namespace}/{block_name(bad.key)}.kv" for bad in verdicts])
+    tree.remove([object_name(bad.namespace, bad.key) for bad in verdicts])
 
 
 def _model(tree: ObjectTree, namespace: str) -> str:

@@ -16,12 +16,12 @@ from dualpath.core.errors import StorageError
 from dualpath.policy.chain_index import ChainIndex
 from dualpath.policy.eviction import StorageLimits, is_over, victims
 from dualpath.storage import index_file
-from dualpath.storage.directory import block_name
 from dualpath.storage.index_file import Progress
-from dualpath.storage.journal import Gone, Journal, News, Used, Written, decode_segment, segments
+from dualpath.storage.journal import Gone, News, Used, Written, decode_segment, segments
 from dualpath.storage.lease import LEASE_S, Lease
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.pins import read_pins
+from dualpath.storage.removal import BATCH, Removal
 from dualpath.storage.status import Status, write_status
 from dualpath.storage.survey import Survey
 
@@ -32,8 +32,6 @@ STEP_BUDGET_S = 0.5
 #: The index is saved that often, and after so many news.
 SAVE_S = 600.0
 SAVE_NEWS = 200_000
-#: Blocks removed between two looks at the lease.
-_BATCH = 256
 #: A plan that finds nothing to remove is not made again before so many times what it took.
 _PATIENCE = 50.0
 #: Limits in time are looked at that often.
@@ -127,7 +125,7 @@ class _Office:
         self.survey = Survey(tree, self.index, now_s, progress.surveyed_s)
         self._taken = dict(progress.taken)
         self._heard_s: dict[str, float] = dict.fromkeys(self._taken, steady_s())
-        self._journals: dict[str, Journal] = {}
+        self._removal = Removal(tree, self.index, f"{lease.holder}-{lease.term}")
         self._plan: deque[int] = deque()
         self._planned: set[int] = set()
         self._plan_again_s = self._check_ttl_s = 0.0
@@ -149,8 +147,7 @@ class _Office:
         self._take_news()
         self.survey.go_on(STEP_BUDGET_S)
         self._remove(self._steady_s() + STEP_BUDGET_S)
-        for journal in self._journals.values():
-            journal.flush()
+        self._removal.tell()
         self._save_if_due()
         self._publish()
 
@@ -210,30 +207,17 @@ class _Office:
             self._plan_again_s = now_s + _PATIENCE * (self._steady_s() - now_s)
 
     def _remove_batch(self) -> None:
-        rows = [self._plan.popleft() for _ in range(min(_BATCH, len(self._plan)))]
-        blocks = [self.index.block(row) for row in rows]
+        rows = [self._plan.popleft() for _ in range(min(BATCH, len(self._plan)))]
         try:
-            self._tree.remove([f"{place}/{block_name(key)}.kv" for place, key in blocks])
+            self._totals.evicted_bytes += self._removal.remove(rows)
         except StorageError:
             self._drop_plan()
             raise
-        before_bytes = self.index.used_bytes
-        for row, (place, key) in zip(rows, blocks, strict=True):
-            # Gone as of its last use: who wrote it again since then is right by any clock.
-            self._journal(place).gone(key, float(self.index.tables().times[row]))
-            self.index.remove(place, key)
         self._planned.difference_update(rows)
         self._totals.evicted_blocks += len(rows)
-        self._totals.evicted_bytes += before_bytes - self.index.used_bytes
 
     def _drop_plan(self) -> None:
         self._plan, self._planned = deque(), set()
-
-    def _journal(self, namespace: str) -> Journal:
-        if namespace not in self._journals:
-            writer = f"{self._lease.holder}-{self._lease.term}-{len(self._journals)}"
-            self._journals[namespace] = Journal(self._tree, namespace, writer)
-        return self._journals[namespace]
 
     # ------------------------------------------------------------------ what is kept
 

@@ -80,9 +80,10 @@ class Keeper:
         Raises ``StorageError``; the next beat goes on.
         """
         self._tell()
+        if self._janitor is None:
+            return
         try:
-            if self._janitor is not None:
-                self._janitor.step()
+            self._janitor.step()
         finally:
             self.status = read_status(self._tree)
 
@@ -120,7 +121,10 @@ class Keeper:
         self.journal.gone(key, self._now_s())
 
     def _tell(self) -> None:
-        """Write the news, unless nobody has taken them in for long and nobody here could."""
+        """Write the news, unless nobody has taken them in for long and nobody here could.
+
+        Who is no candidate hears first how the storage is.
+        """
         if self._janitor is None:
             self.status = read_status(self._tree)
             if self.status is None or self._now_s() - self.status.time_s > _UNHEARD_S:

@@ -30,6 +30,7 @@ from dualpath.storage.block_file import HEADER_BYTES
 from dualpath.storage.checks import check_destination, check_sources, own_origins
 from dualpath.storage.contract import ReadOutcome
 from dualpath.storage.directory import (
+    BLOCK_SUFFIX,
     NOT_A_FILE,
     NamespaceDirectory,
     NotAFileError,
@@ -74,7 +75,7 @@ class PosixStorage:
         self.geometry = namespace.geometry
         self._digest = namespace.digest()
         self._order = FileOrder(namespace.geometry)
-        self._directory = NamespaceDirectory(Path(root), namespace, ".kv")
+        self._directory = NamespaceDirectory(Path(root), namespace, BLOCK_SUFFIX)
         self._sync = sync
         self._direct = self._choose_direct(direct_io)
         self._per_thread = threading.local()

@@ -1,19 +1,17 @@
 """Objects as files below a directory."""
 
 import contextlib
-import errno
 import os
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dualpath.core.errors import StorageError
-from dualpath.storage.directory import NotAFileError, open_regular, private
+from dualpath.storage.directory import NO_LINKS, NotAFileError, open_regular, private
 from dualpath.storage.objects import ObjectInfo
 
 #: Half-written files, apart from the blocks' own.
 _TEMPORARY = "janitor/tmp"
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 _GONE = (FileNotFoundError, NotADirectoryError)
 
 
@@ -33,7 +31,7 @@ class PosixObjects:
             except FileExistsError:
                 return False
             except OSError as error:
-                if error.errno not in _NO_LINKS:
+                if error.errno not in NO_LINKS:
                     raise
                 return self._created_without_links(path, content)
         return True

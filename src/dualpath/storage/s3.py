@@ -24,7 +24,7 @@ from dualpath.storage import block_file
 from dualpath.storage.block_file import HEADER_BYTES
 from dualpath.storage.checks import check_destination, check_sources, own_origins
 from dualpath.storage.contract import ReadOutcome
-from dualpath.storage.directory import block_name, namespace_name
+from dualpath.storage.directory import namespace_name, object_name
 from dualpath.storage.s3_client import S3Client, S3Error
 from dualpath.storage.s3_connection import Patience
 from dualpath.storage.s3_location import S3Location
@@ -69,7 +69,7 @@ class S3Storage:
 
     def object_name(self, key: BlockKey) -> str:
         """Return the name of a block's object, relative to the location."""
-        return f"{self._folder}/{block_name(key)}.kv"
+        return object_name(self._folder, key)
 
     def is_stored(self, key: BlockKey) -> bool:
         """Return whether there is a block's object; see the contract."""

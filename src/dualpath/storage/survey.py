@@ -12,16 +12,15 @@ import msgspec
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey
 from dualpath.policy.chain_index import ChainIndex
 from dualpath.storage import block_file
+from dualpath.storage.directory import key_of
 from dualpath.storage.objects import ObjectInfo, ObjectTree
 
 #: A survey takes that long, but the first one.
 SURVEY_S = 24 * 3600.0
 #: What was written that short a time ago may not be in a listing yet.
 SETTLED_S = 60.0
-_HEADER_BYTES = 4096
 _NAMESPACE = re.compile(r".+_[0-9a-f]{16}[A-Za-z0-9_.-]*")
 _FAN_OUT = re.compile(r"[0-9a-f]{3}")
-_BLOCK = re.compile(r".*/([0-9a-f]{64})\.kv")
 
 
 class Differences(msgspec.Struct):
@@ -113,10 +112,9 @@ class Survey:
         before_s = self._now_s() - SETTLED_S
         found: set[BlockKey] = set()
         for info in self._tree.objects(f"{namespace}/{fan_out:03x}/"):
-            named = _BLOCK.fullmatch(info.name)
-            if named is None:
+            key = key_of(info.name)
+            if key is None:
                 continue
-            key = bytes.fromhex(named[1])
             found.add(key)
             if self._index.row(namespace, key) is None:
                 self._note(namespace, key, info)
@@ -125,7 +123,7 @@ class Survey:
             self.differences.gone_blocks += 1
 
     def _note(self, namespace: str, key: BlockKey, info: ObjectInfo) -> None:
-        header = block_file.decode_header(self._tree.get(info.name, _HEADER_BYTES) or b"")
+        header = block_file.decode_header(self._tree.get(info.name, block_file.HEADER_BYTES) or b"")
         # What has no good header is found bad by who reads it, or goes as the oldest do.
         origin = header.origin if header is not None and header.key == key else UNKNOWN_ORIGIN
         self._index.add(namespace, key, origin.parent, origin.tenant, info.bytes, info.written_s)

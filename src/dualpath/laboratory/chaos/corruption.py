@@ -7,16 +7,15 @@ from pathlib import Path
 
 from dualpath.core.blocks import BlockKey
 from dualpath.laboratory.chaos.matrix import Fault
-from dualpath.storage.directory import block_name
+from dualpath.storage.directory import object_name
 
-_SUFFIX = ".kv"
 _MOST_BITS = 8
 
 
 def block_files(storage: Path, keys: Sequence[BlockKey]) -> list[Path]:
     """Return the files of those blocks that are stored, in any namespace."""
     folders = [path for path in storage.iterdir() if path.is_dir()]
-    paths = (folder / f"{block_name(key)}{_SUFFIX}" for key in keys for folder in folders)
+    paths = (storage / object_name(folder.name, key) for key in keys for folder in folders)
     return [path for path in paths if path.is_file()]
 
 
