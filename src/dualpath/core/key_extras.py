@@ -24,6 +24,10 @@ class PromptItem(msgspec.Struct, frozen=True):
         """The token after its last one."""
         return self.first_token + self.tokens
 
+    def blocks(self, block_tokens: int) -> range:
+        """Return the blocks that it touches."""
+        return range(self.first_token // block_tokens, -(-self.end_token // block_tokens))
+
 
 class KeyExtras(msgspec.Struct, frozen=True):
     """The extra keys of one prompt's blocks, and of whatever continues it.
@@ -48,8 +52,8 @@ class KeyExtras(msgspec.Struct, frozen=True):
         """Return what single blocks from ``begin`` until before ``end`` have beside ``every``."""
         own: dict[int, list[object]] = {}
         for item in self.items:
-            last = (item.end_token - 1) // block_tokens
-            for block in range(max(item.first_token // block_tokens, begin), min(last + 1, end)):
+            touched = item.blocks(block_tokens)
+            for block in range(max(touched.start, begin), min(touched.stop, end)):
                 offset = item.first_token - block * block_tokens
                 own.setdefault(block, []).append(("mm", item.identifier, offset))
         if self.cache_salt and begin == 0 < end:

@@ -14,7 +14,7 @@ from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.chunk_transfers import BlockHolder, ChunkTransfers
 from dualpath.engine.device import Device, HostDevice
-from dualpath.engine.forward_pass import PromptPart, layer_settings
+from dualpath.engine.forward_pass import PromptPart, StreamedPass, layer_settings
 from dualpath.engine.generated import GeneratedBlock, StagingOrder
 from dualpath.engine.hbm_layout import HbmBlock, HbmLayout
 from dualpath.engine.layer_stream import LayerStream
@@ -197,26 +197,12 @@ class Follower:
         self._device.close()
 
 
-class FollowedPass:
+class FollowedPass(StreamedPass):
     """A follower's share in a forward pass; see ``forward_pass.ForwardPass``."""
 
     def __init__(self, follower: Follower, stream: LayerStream | None) -> None:
         self._follower = follower
-        self._stream = stream
-
-    def failed(self, request_id: str) -> bool:
-        """Whether a request's loaded KV is not to be relied on at this rank."""
-        return self._stream is not None and request_id in self._stream.failures
-
-    def wait_loaded(self, layer: int) -> None:
-        """Return when a layer's stored KV is in HBM, or on its way before what is computed next."""
-        if self._stream is not None:
-            self._stream.wait_loaded(layer)
-
-    def computed(self, layer: int) -> None:
-        """A layer's new KV is in HBM, or will be when what was queued so far is over."""
-        if self._stream is not None:
-            self._stream.computed(layer)
+        super().__init__(stream)
 
     def finish(self, wrong: Mapping[str, str]) -> dict[str, str]:
         """Wait for this rank's last transfers; return what failed here.

@@ -15,7 +15,7 @@ from dualpath.core.errors import TransportError
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.counters import Counter
-from dualpath.engine.layer_stream import LayerSettings
+from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.prefill_passes import RELEASED
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.step_transfers import PrefillChunk
@@ -40,7 +40,28 @@ def layer_settings(settings: EngineSettings, geometry: BlockGeometry) -> LayerSe
     )
 
 
-class ForwardPass:
+class StreamedPass:
+    """A rank's transfers around the computation of each layer; none where no bytes move."""
+
+    def __init__(self, stream: LayerStream | None) -> None:
+        self._stream = stream
+
+    def failed(self, request_id: str) -> bool:
+        """Whether a request's loaded KV is not to be relied on."""
+        return self._stream is not None and request_id in self._stream.failures
+
+    def wait_loaded(self, layer: int) -> None:
+        """Return when a layer's stored KV is in HBM, or on its way before what is computed next."""
+        if self._stream is not None:
+            self._stream.wait_loaded(layer)
+
+    def computed(self, layer: int) -> None:
+        """A layer's new KV is in HBM, or will be when what was queued so far is over."""
+        if self._stream is not None:
+            self._stream.computed(layer)
+
+
+class ForwardPass(StreamedPass):
     """Starts the transfers of its parts; used by the engine's thread, ``finish`` must follow.
 
     A part that is too late, since its request was released or its slots went to another one, takes
@@ -60,22 +81,11 @@ class ForwardPass:
         chunks = [chunk for part in parts if (chunk := self._chunk(part)) is not None]
         layers = layer_settings(manager.settings, manager.geometry)
         moves_bytes = manager.settings.mode.moves_bytes
-        self._stream = manager.begin_prefill(chunks, layers) if moves_bytes else None
+        super().__init__(manager.begin_prefill(chunks, layers) if moves_bytes else None)
 
     def failed(self, request_id: str) -> bool:
         """Whether a request's loaded KV is not to be relied on."""
-        in_stream = self._stream is not None and request_id in self._stream.failures
-        return in_stream or request_id in self._rejected
-
-    def wait_loaded(self, layer: int) -> None:
-        """Return when a layer's stored KV is in HBM, or on its way before what is computed next."""
-        if self._stream is not None:
-            self._stream.wait_loaded(layer)
-
-    def computed(self, layer: int) -> None:
-        """A layer's new KV is in HBM, or will be when what was queued so far is over."""
-        if self._stream is not None:
-            self._stream.computed(layer)
+        return super().failed(request_id) or request_id in self._rejected
 
     def finish(self, wrong: Mapping[str, str]) -> dict[str, str]:
         """Wait for the last transfers and report what ended; return failed requests with reasons.

@@ -236,7 +236,7 @@ class TrafficManager:
             case Welcome():
                 self._begin_session(message)
             case PeerUp():
-                self._peer_up(message.address)
+                self._rank.peer_up(message.address)
             case PeerDown():
                 self._rank.peers.down(message)
             case IsGone():
@@ -259,12 +259,9 @@ class TrafficManager:
     def _begin_session(self, message: Welcome) -> None:
         self._rank.peers.only(message.peers)
         for peer in message.peers:
-            self._peer_up(peer)
+            self._rank.peer_up(peer)
         for request_id in self._doubts.settled_since():
             self._send(Released(request_id=request_id))
-
-    def _peer_up(self, peer: EngineAddress) -> None:
-        self._rank.peer_up(peer)
 
     def _assign(self, message: Assign) -> None:
         if self._active.is_known(message.request_id) or self._buffer.holds(message.request_id):

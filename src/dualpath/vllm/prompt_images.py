@@ -66,10 +66,8 @@ def check_fit(images: Sequence[SentImage], block_tokens: int, encoder_tokens: in
     """
     in_block: dict[int, int] = {}
     for image in images:
-        item = image.item
-        last = (item.end_token - 1) // block_tokens
-        for block in range(item.first_token // block_tokens, last + 1):
-            in_block[block] = in_block.get(block, 0) + item.tokens
+        for block in image.item.blocks(block_tokens):
+            in_block[block] = in_block.get(block, 0) + image.item.tokens
     if (most := max(in_block.values(), default=0)) > encoder_tokens:
         raise BadRequestError(
             f"images of {most} tokens touch one block of {block_tokens}, engines hold "

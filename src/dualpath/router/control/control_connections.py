@@ -9,6 +9,7 @@ off connects again, and its session goes on.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import resource
@@ -57,6 +58,7 @@ class ControlConnections:
         on_stranger: Callable[[str], None],
     ) -> None:
         self._listener = listener
+        self._curve = bool(listener.curve_server)
         self._refusals = refusals
         self._on_stranger = on_stranger
         self._most = most_connections()
@@ -81,7 +83,7 @@ class ControlConnections:
         """A frame has reached the router."""
         file = int(frame.get(zmq.SRCFD))
         if file in self._taken:
-            self._taken[file] += wire_bytes(len(frame), curve=bool(self._listener.curve_server))
+            self._taken[file] += wire_bytes(len(frame), curve=self._curve)
 
     def held(self) -> dict[int, int]:
         """Return, by the number of its file, the bytes of each connection that were not taken.
@@ -158,14 +160,18 @@ class ControlConnections:
         with connection:
             yield connection if self._is_ours(connection) else None
 
+    @functools.cached_property
+    def _port(self) -> int:
+        """Of the listener, known once it is bound, as it is when there are connections."""
+        return int(self._listener.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
     def _is_ours(self, connection: socket.socket) -> bool:
-        _, _, port = self._listener.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")
         try:
             connection.getpeername()
             name = connection.getsockname()
         except OSError:
             return False
-        return connection.family in (socket.AF_INET, socket.AF_INET6) and str(name[1]) == port
+        return connection.family in (socket.AF_INET, socket.AF_INET6) and name[1] == self._port
 
 
 def most_connections() -> int:
