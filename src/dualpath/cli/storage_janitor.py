@@ -11,7 +11,7 @@ from dualpath.cli.output import say
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.cli.storage_look import Progress, add_action, open_place
 from dualpath.core.errors import ConfigError, StorageError
-from dualpath.engine.storage_settings import StorageKeeping
+from dualpath.engine.storage_settings import StorageLimitSettings
 
 if TYPE_CHECKING:
     from dualpath.storage.janitor import Janitor
@@ -27,7 +27,7 @@ def add_actions(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         ("gc", "survey a storage and remove what is beyond its limits, once", gc),
     ):
         parser = add_action(actions, name, text)
-        add_settings(parser, StorageKeeping)
+        add_settings(parser, StorageLimitSettings)
         parser.set_defaults(act=act)
 
 
@@ -79,7 +79,7 @@ def gc(args: argparse.Namespace) -> int:
 def _candidate(args: argparse.Namespace) -> "Janitor":
     from dualpath.storage.janitor import Janitor
 
-    limits = flag_settings(args, StorageKeeping).limits
+    limits = flag_settings(args, StorageLimitSettings).limits
     if not limits.any:
         raise ConfigError(
             "there is no limit; give --storage-quota, --storage-namespace-quota, "

@@ -15,7 +15,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.names import unfit_name
 from dualpath.core.settings import Setting, declared, nearest
-from dualpath.engine.storage_settings import StorageKeeping
+from dualpath.engine.storage_settings import StorageLimitSettings
 from dualpath.transport.ucx_config import check_engine_config
 
 #: Measured with ``dualpath lab bench data-plane``: 4 do not keep the device busy.
@@ -77,7 +77,7 @@ NixlConfig = Annotated[
 _NET_DEVICES = "NET_DEVICES"
 
 
-class EngineSettings(StorageKeeping, frozen=True, kw_only=True):
+class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
     """Settings of one engine; ``nixl_engine_config`` carries the traffic class of KV (§A.1)."""
 
     role: Annotated[Role, Setting("PE or DE")]

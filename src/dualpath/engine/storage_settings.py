@@ -29,7 +29,7 @@ StorageTtl = Annotated[
 ]
 
 
-class StorageKeeping(Settings, frozen=True, kw_only=True):
+class StorageLimitSettings(Settings, frozen=True, kw_only=True):
     """How much may lie in a storage, what is removed first, and what is written at all."""
 
     storage_quota: StorageQuota = 0

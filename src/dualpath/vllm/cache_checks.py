@@ -7,9 +7,10 @@ block ids of their own, and chooses one *layout* for all.  Looked at when the co
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 from dualpath.core.cluster import Role
+from dualpath.vllm.cache_layers import specs_of
 from dualpath.vllm.engine_arguments import ONE_CACHE_GROUP
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _SHARES = "kv_sharing_target_layer_name"
 
 def cache_problems(role: Role, config: "VllmConfig", cache: "KVCacheConfig") -> list[str]:
     """Name what of the KV cache cannot be moved, each with the remedy; empty if all can."""
-    specs = [s for g in cache.kv_cache_groups for s in iter_layer_specs(g.kv_cache_spec)]
+    specs = specs_of(cache)
     if problems := state_problems(specs) or _group_problems(role, cache.kv_cache_groups):
         return problems
     return [

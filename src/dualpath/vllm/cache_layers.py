@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    iter_layer_specs,
+)
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.errors import ConfigError
@@ -134,12 +138,8 @@ def geometry_of(layers: Sequence[CacheLayer], block_tokens: int, slices: int = 1
 
 
 def specs_of(cache: "KVCacheConfig") -> list["KVCacheSpec"]:
-    """Return what vLLM keeps for each KV cache."""
-    return [
-        _spec_of(group.kv_cache_spec, name)
-        for group in cache.kv_cache_groups
-        for name in group.layer_names
-    ]
+    """Return what vLLM keeps for its layers; those of a group that are alike have one spec."""
+    return [spec for g in cache.kv_cache_groups for spec in iter_layer_specs(g.kv_cache_spec)]
 
 
 def _spec_of(spec: "KVCacheSpec", name: str) -> "KVCacheSpec":

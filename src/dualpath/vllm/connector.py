@@ -23,7 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.model_executor.models.utils import extract_layer_index
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
@@ -84,17 +83,16 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         group = kv_cache_config.kv_cache_groups[0]
+        # Blocks are the whole model's; this rank's pages are a slice of them.
         slices = slices_of(vllm_config, kv_cache_config)
-        names = sorted(group.layer_names, key=extract_layer_index)
-        geometry = BlockGeometry.uniform(
-            layers=len(names),
-            block_tokens=group.kv_cache_spec.block_size,
-            # Blocks are the whole model's; this rank's pages are a slice of them.
-            layer_block_bytes=group.kv_cache_spec.page_size_bytes * slices,
-        )
         groups = cache_groups(kv_cache_config, vllm_config.model_config.max_model_len)
         if role == KVConnectorRole.SCHEDULER:
             # A guess where layers are not alike: vLLM tells its scheduler of one of them.
+            geometry = BlockGeometry.uniform(
+                layers=len(group.layer_names),
+                block_tokens=group.kv_cache_spec.block_size,
+                layer_block_bytes=group.kv_cache_spec.page_size_bytes * slices,
+            )
             self._scheduler = SchedulerSide(self.settings, geometry, groups)
             parallel = vllm_config.parallel_config
             if parallel.world_size * parallel.data_parallel_size > 1:

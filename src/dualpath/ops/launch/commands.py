@@ -107,17 +107,15 @@ def engine_command(
     ``host`` is where the engine serves and ``router_host`` where it finds the router's control
     port; a local cluster has both on the loopback address.
     """
-    transfer: dict[str, Any] = {
+    name = engine_id(role, index) if dp is None else rank_id(role, index, dp.rank, dp.size)
+    transfer = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_both",
         "kv_connector_extra_config": _extra_config(
-            settings, role, index, f"{host}:{port}", f"{router_host}:{control_port}"
+            settings, role, index, name, f"{host}:{port}", f"{router_host}:{control_port}"
         ),
     }
-    if dp is not None and settings.trace_dir:
-        extra = transfer["kv_connector_extra_config"]
-        extra["trace_out"] = f"{settings.trace_dir}/{rank_id(role, index, dp.rank, dp.size)}.json"
     command = [
         "--model", settings.model,
         "--host", host,
@@ -168,7 +166,7 @@ def router_keys(settings: LocalClusterSettings) -> frozenset[str]:
 def engine_keys(settings: LocalClusterSettings) -> frozenset[str]:
     """Keys of ``EngineSettings`` that ``engine_command`` settles, whatever a file says."""
     roles = (Role.PREFILL, Role.DECODE)
-    keys = {key for role in roles for key in _extra_config(settings, role, 0, "", "")}
+    keys = {key for role in roles for key in _extra_config(settings, role, 0, "", "", "")}
     return frozenset(keys | {"cluster_secret_file"})
 
 
@@ -184,12 +182,17 @@ def rank_id(role: Role, index: int, rank: int, size: int) -> str:
 
 
 def _extra_config(
-    settings: LocalClusterSettings, role: Role, index: int, address: str, control_address: str
+    settings: LocalClusterSettings,
+    role: Role,
+    index: int,
+    name: str,
+    address: str,
+    control_address: str,
 ) -> dict[str, Any]:
-    name = engine_id(role, index)
+    """Return a connector's settings; ``name`` is its own, the id that of all ranks of its group."""
     extra: dict[str, Any] = {
         "role": role.value,
-        "engine_id": name,
+        "engine_id": engine_id(role, index),
         "router": f"tcp://{control_address}",
         "api_url": f"http://{address}",
         "storage": settings.storage,
