@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.router_fakes import FakeEngine
 
-from dualpath.core import control
+from dualpath.core import control, envelopes
 from dualpath.core.addresses import Writer
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.router.control.control_server import ControlServer
@@ -87,7 +87,7 @@ class Group:
             self.server.declare_dead(state.info.writer)
         elif what == "goodbye" and (state := self.registry.get(engine_id)):
             goodbye = control.Goodbye("test")
-            self.server._heard(state, b"", control.outside(goodbye, state.talk.session))
+            self.server._heard(state, b"", envelopes.outside(goodbye, state.talk.session))
         elif what == "silence":
             self.now_s += 2 * TIMEOUT_S
             self.server._checked_s = self.now_s
@@ -105,7 +105,7 @@ class Group:
         self.hear(hello)
 
     def hear(self, hello: control.Hello) -> None:
-        self.server._handle(b"peer", [control.encode(control.outside(hello))])
+        self.server._handle(b"peer", [envelopes.encode(envelopes.outside(hello))])
 
 
 _none: Any = object()

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from tests.control_network import Network
 
-from dualpath.core import addresses, control, transfers
+from dualpath.core import addresses, control, envelopes, transfers
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.cluster import GroupRank, HostProcess, Role
 from dualpath.core.errors import EngineLostError, TransportError
@@ -187,9 +187,9 @@ class FakeEngine:
     def send_raw(self, *frames: bytes) -> None:
         self.connection.send(*frames)
 
-    def _post(self, envelopes: Sequence[control.FromEngine]) -> None:
-        for envelope in envelopes:
-            self.send_raw(control.encode(envelope))
+    def _post(self, posted: Sequence[envelopes.FromEngine]) -> None:
+        for envelope in posted:
+            self.send_raw(envelopes.encode(envelope))
 
     def report(self) -> None:
         self._post(self.session.load(_now_s()))
@@ -221,7 +221,7 @@ class FakeEngine:
 
     async def _receive(self) -> None:
         while True:
-            envelope = control.decode_router_message(await self.connection.receive())
+            envelope = envelopes.decode_router_message(await self.connection.receive())
             if isinstance(envelope.message, control.Refused):
                 self._note(envelope.message)
             self._post(self.session.hear(envelope, _now_s()))

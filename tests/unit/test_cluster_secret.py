@@ -9,7 +9,7 @@ import zmq
 import zmq.asyncio
 from tests.unit.router_fakes import FakeEngine
 
-from dualpath.core import addresses, control
+from dualpath.core import addresses, control, envelopes
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.link import ControlLink
@@ -141,7 +141,7 @@ async def test_knowing_the_routers_public_key_is_not_enough():
         socket.connect(router.server.address)
         hello = FakeEngine("thief", Role.PREFILL, set())
         hello.generation = 1
-        await socket.send(control.encode(control.outside(hello.hello())))
+        await socket.send(envelopes.encode(envelopes.outside(hello.hello())))
         async with asyncio.timeout(GUARD_S):
             assert await router.refused.reasons.get() is ControlRefusal.SECRET
         assert router.joined.empty()

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import Read, decode_router_message, encode, outside
+from dualpath.core.control import Read
+from dualpath.core.envelopes import decode_router_message, encode, outside
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.runs import BlockRun, HitRun
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import FakeEngine, expected, job
 
-from dualpath.core import control
+from dualpath.core import control, envelopes
 from dualpath.core.cluster import Role
 from dualpath.core.errors import IncompatibleError
 from dualpath.laboratory.chaos.fuzz.campaign import Campaign
@@ -37,7 +37,7 @@ FRAMES = st.integers(0, 1 << 32).map(
 @settings(max_examples=300)
 @given(FRAMES)
 def test_a_frame_is_a_message_or_refused_as_incompatible(frame):
-    for decode in (control.decode_engine_message, control.decode_router_message):
+    for decode in (envelopes.decode_engine_message, envelopes.decode_router_message):
         try:
             envelope = decode(frame)
         except IncompatibleError:
@@ -54,7 +54,7 @@ class Stranger(FakeEngine):
             self.send_raw(*parts)
         # Messages are taken in order: after this answer all of them have been.
         self.version = 99
-        self.send_raw(control.encode(control.outside(self.hello())))
+        self.send_raw(envelopes.encode(envelopes.outside(self.hello())))
         await self.saw(control.Refused, lambda refused: "protocol 99" in refused.reason)
 
 
@@ -136,19 +136,19 @@ def test_an_engines_own_nonsense_harms_only_itself():
 )
 def test_noise_is_named_by_its_size(frame):
     with pytest.raises(IncompatibleError, match=f"{len(frame)} bytes"):
-        control.decode_engine_message(frame)
+        envelopes.decode_engine_message(frame)
 
 
 async def test_a_greeting_of_another_versions_shape_is_refused_in_words():
     """A field more than this version knows, as a later one may have."""
     async with cluster(prefill=0, real_sockets=True) as made:
-        hello = control.encode(control.outside(_PROTOTYPE.hello()))
+        hello = envelopes.encode(envelopes.outside(_PROTOTYPE.hello()))
         *head, fields = msgspec.msgpack.decode(hello)
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
         socket.connect(made.service.control_address)
         await socket.send(msgspec.msgpack.encode([*head, {**fields, "colour": "red"}]))
-        refused = control.decode_router_message(await socket.recv()).message
+        refused = envelopes.decode_router_message(await socket.recv()).message
         context.destroy(linger=0)
         assert isinstance(refused, control.Refused)
         assert "unknown field `colour`" in refused.reason
@@ -159,7 +159,7 @@ async def test_a_message_of_several_parts_is_none():
     """An honest end speaks one frame a message; the last of several counted before."""
     async with cluster(prefill=0, real_sockets=True) as made:
         stranger = Stranger("stranger", Role.PREFILL, set())
-        hello = control.encode(control.outside(FakeEngine("two", Role.PREFILL, set()).hello()))
+        hello = envelopes.encode(envelopes.outside(FakeEngine("two", Role.PREFILL, set()).hello()))
         await stranger.noise(made, [[b"", hello], [hello, hello], [hello] * 1000])
         assert "two" not in {engine.engine_id for engine in made.service.engines()}
         assert made.service.server.refusals()[ControlRefusal.MALFORMED] == 3

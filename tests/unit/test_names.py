@@ -6,7 +6,7 @@ import pytest
 from tests.unit.router_cluster import cluster
 from tests.unit.router_fakes import FakeEngine, job
 
-from dualpath.core import control
+from dualpath.core import control, envelopes
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, ConfigError, IncompatibleError
 from dualpath.core.names import LONGEST_NAME_CHARACTERS, in_one_line, unfit_name
@@ -44,14 +44,14 @@ def test_no_such_name_comes_over_the_wire(name):
     ]
     for message in messages:
         with pytest.raises(IncompatibleError) as refused:
-            control.decode_engine_message(control.encode(control.outside(message)))
+            envelopes.decode_engine_message(envelopes.encode(envelopes.outside(message)))
         assert str(refused.value).isprintable()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_other_names_do_also_with_the_number_of_an_attempt(name):
-    message = control.outside(control.Released(request_id=f"{name}.12"))
-    assert control.decode_engine_message(control.encode(message)) == message
+    message = envelopes.outside(control.Released(request_id=f"{name}.12"))
+    assert envelopes.decode_engine_message(envelopes.encode(message)) == message
 
 
 @pytest.mark.virtual_time

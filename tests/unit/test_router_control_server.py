@@ -8,7 +8,7 @@ from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import NAMESPACE, FakeEngine, expected, job
 from tests.unit.scraped_cluster import Scrape
 
-from dualpath.core import addresses, control
+from dualpath.core import addresses, control, envelopes
 from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
@@ -92,9 +92,9 @@ async def test_a_stranger_is_asked_to_greet_first():
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
         socket.connect(made.service.control_address)
-        goodbye = control.outside(control.Goodbye(reason="never joined"), "made up")
-        await socket.send(control.encode(goodbye))
-        envelope = control.decode_router_message(await socket.recv())
+        goodbye = envelopes.outside(control.Goodbye(reason="never joined"), "made up")
+        await socket.send(envelopes.encode(goodbye))
+        envelope = envelopes.decode_router_message(await socket.recv())
         assert isinstance(envelope.message, control.Refused)
         assert envelope.session == "made up"
         assert envelope.message.again
@@ -197,17 +197,17 @@ class Watched:
         return [event[1] for event in self.listener.events if event[0] == "said"]
 
     def greet(self, greeting: int = 1) -> None:
-        self.receive(control.outside(self.engine.hello(greeting)))
+        self.receive(envelopes.outside(self.engine.hello(greeting)))
         state = self.registry.get("p0")
         assert state is not None
         self.talk: Conversation[control.EngineMessage, control.RouterMessage] = Conversation(
             state.talk.session
         )
 
-    def receive(self, envelope: control.FromEngine) -> None:
-        self.server._handle(b"p0", [control.encode(envelope)])
+    def receive(self, envelope: envelopes.FromEngine) -> None:
+        self.server._handle(b"p0", [envelopes.encode(envelope)])
 
-    def say(self, message: control.EngineMessage) -> control.FromEngine:
+    def say(self, message: control.EngineMessage) -> envelopes.FromEngine:
         envelope = self.talk.say(message, self.clock())
         self.receive(envelope)
         return envelope

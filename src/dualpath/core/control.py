@@ -1,8 +1,8 @@
 """Control messages between router and engines.
 
-Messages are msgpack-encoded tagged structs in an ``Envelope``.  An engine opens a session
-(``core.sessions``) with ``Hello`` and is answered with ``Welcome`` or ``Refused``.  Bulk data never
-travels here.
+Messages are msgpack-encoded tagged structs in an envelope (``core.envelopes``).  An engine opens a
+session (``core.sessions``) with ``Hello`` and is answered with ``Welcome`` or ``Refused``.  Bulk
+data never travels here.
 
     router → engine   Welcome Refused Heard PeerUp PeerDown IsGone Lookup Sync Assign Read Persist
                       Release Drained
@@ -17,7 +17,7 @@ Life of a request (Fig. 4 of the paper):
     → KvInHbm (H2D done, DE buffer given back) → tokens → Release at both.
 """
 
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -25,8 +25,7 @@ from dualpath.core.adapters import Adapter
 from dualpath.core.addresses import EngineAddress, Writer
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockOrigin, StoreNamespace
 from dualpath.core.cluster import GroupRank
-from dualpath.core.errors import IncompatibleError
-from dualpath.core.names import Name, in_one_line
+from dualpath.core.names import Name
 from dualpath.core.rates import Rates
 from dualpath.core.runs import HitRun
 
@@ -355,61 +354,3 @@ EngineMessage = (
     | Failed
     | Goodbye
 )
-
-M = TypeVar("M", bound=Message)
-
-
-class Envelope(
-    msgspec.Struct, Generic[M], frozen=True, array_like=True, forbid_unknown_fields=True
-):
-    """A message as it travels, with its place in a session (``core.sessions.Conversation``).
-
-    ``session`` is empty before one has begun.  ``number`` counts the messages of one direction
-    from 1 on, in order; 0 are those that may be lost.  ``received`` is the highest number up to
-    which the sender has got everything of the other direction.
-    """
-
-    session: Name
-    number: Annotated[int, msgspec.Meta(ge=0)]
-    received: Annotated[int, msgspec.Meta(ge=0)]
-    message: M
-
-
-FromRouter = Envelope[RouterMessage]
-FromEngine = Envelope[EngineMessage]
-
-_ENCODER = msgspec.msgpack.Encoder()
-_ROUTER_DECODER: msgspec.msgpack.Decoder[FromRouter] = msgspec.msgpack.Decoder(FromRouter)
-_ENGINE_DECODER: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-_Decoded = TypeVar("_Decoded")
-
-
-def outside(message: M, session: str = "") -> Envelope[M]:
-    """Return a message in an envelope that belongs to no conversation."""
-    return Envelope(session, 0, 0, message)
-
-
-def encode(envelope: Envelope[M]) -> bytes:
-    """Return the wire form of a message in its envelope."""
-    return _ENCODER.encode(envelope)
-
-
-def decode_router_message(frame: bytes) -> FromRouter:
-    """Decode what a router sent; raises ``IncompatibleError`` for anything malformed."""
-    return _decode(_ROUTER_DECODER, frame)
-
-
-def decode_engine_message(frame: bytes) -> FromEngine:
-    """Decode what an engine sent; raises ``IncompatibleError`` for anything malformed."""
-    return _decode(_ENGINE_DECODER, frame)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[_Decoded], frame: bytes) -> _Decoded:
-    try:
-        return decoder.decode(frame)
-    # ValueError: text that is no UTF-8; RecursionError: nested deeper than any message.
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise IncompatibleError(
-            f"control message of {len(frame)} bytes is not of protocol {PROTOCOL_VERSION}: "
-            f"{in_one_line(str(error))}; run the same dualpath version on router and engines"
-        ) from error

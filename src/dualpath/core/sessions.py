@@ -26,7 +26,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from dualpath.core.control import Envelope, Message
+from dualpath.core.control import Message
+from dualpath.core.envelopes import Envelope
 
 #: Heartbeats of both ends; each tells the other how far its messages have come.
 HEARTBEAT_S = 0.5

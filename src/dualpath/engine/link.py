@@ -9,16 +9,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from dualpath.core.control import (
-    EngineMessage,
-    FromEngine,
-    Goodbye,
-    Hello,
-    Report,
-    RouterMessage,
-    decode_router_message,
-    encode,
-)
+from dualpath.core.control import EngineMessage, Goodbye, Hello, Report, RouterMessage
+from dualpath.core.envelopes import FromEngine, decode_router_message, encode
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.sessions import GREETING_S, EngineEnd
 from dualpath.engine.router_connection import RouterConnection

@@ -9,16 +9,14 @@ from collections.abc import Callable, Sequence
 
 from dualpath.core.control import (
     EngineMessage,
-    FromEngine,
-    FromRouter,
     Goodbye,
     Hello,
     Refused,
     Report,
     RouterMessage,
     Welcome,
-    outside,
 )
+from dualpath.core.envelopes import FromEngine, FromRouter, outside
 from dualpath.core.sessions import (
     ENGINE_TABLE,
     GREETING_S,

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from dualpath.core import control
+from dualpath.core import control, envelopes
 from dualpath.core.addresses import Writer
 from dualpath.core.cluster import HostProcess
 from dualpath.core.errors import EngineRefusedError, IncompatibleError
@@ -215,7 +215,7 @@ class ControlServer:
 
     def _handle(self, identity: bytes, frames: Sequence[bytes]) -> None:
         try:
-            envelope = control.decode_engine_message(frames[-1] if frames else b"")
+            envelope = envelopes.decode_engine_message(frames[-1] if frames else b"")
         except IncompatibleError as error:
             self._malformed(identity, error)
             return
@@ -245,7 +245,7 @@ class ControlServer:
             if admission.event is Event.SUCCEEDED:
                 self._ask_witnesses()
 
-    def _heard(self, engine: EngineState, identity: bytes, envelope: control.FromEngine) -> None:
+    def _heard(self, engine: EngineState, identity: bytes, envelope: envelopes.FromEngine) -> None:
         # A connection that was reset comes back as another one; the session goes on.
         engine.identity = identity
         if not engine.alive and isinstance(envelope.message, control.Goodbye):
@@ -372,9 +372,9 @@ class ControlServer:
             self._outside(identity, control.Refused(reason=str(error)))
 
     def _outside(self, identity: bytes, message: control.RouterMessage, session: str = "") -> None:
-        envelope = control.outside(message, session)
-        self._outbox.put_nowait((identity, control.encode(envelope)))
+        envelope = envelopes.outside(message, session)
+        self._outbox.put_nowait((identity, envelopes.encode(envelope)))
 
-    def _post(self, engine: EngineState, envelope: control.FromRouter) -> None:
+    def _post(self, engine: EngineState, envelope: envelopes.FromRouter) -> None:
         engine.spoken_s = self._clock()
-        self._outbox.put_nowait((engine.identity, control.encode(envelope)))
+        self._outbox.put_nowait((engine.identity, envelopes.encode(envelope)))

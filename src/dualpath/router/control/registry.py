@@ -6,7 +6,6 @@ mistaken for its former self, and its *session* one conversation with this route
 """
 
 import itertools
-import math
 from collections import deque
 from enum import StrEnum
 from typing import Any
@@ -16,12 +15,13 @@ import msgspec
 from dualpath.core.addresses import EngineAddress, Writer
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import GroupRank, Role
-from dualpath.core.control import PROTOCOL_VERSION, EngineMessage, Hello, Report, RouterMessage
+from dualpath.core.control import EngineMessage, Hello, Report, RouterMessage
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
 from dualpath.core.rates import Rates
 from dualpath.core.sessions import ROUTER_TABLE, Conversation, Event, Machine, RouterEnd
-from dualpath.router.control.groups import check_rank, started_with, waits_for
+from dualpath.router.control.greeting_checks import check_greeting
+from dualpath.router.control.groups import started_with, waits_for
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.requests.refusals import ControlRefusal
 
@@ -175,7 +175,7 @@ class Registry:
 
         Raises ``EngineRefusedError`` if the engine may not join.
         """
-        self._check(hello)
+        check_greeting(hello, self.namespace, self.mode, self.adapters, self._engines.values())
         self.namespace = hello.namespace
         self.mode = Mode(hello.mode)
         self.adapters.learn(hello.adapters)
@@ -291,71 +291,6 @@ class Registry:
         values = [e.info.limits.get(name) for e in self._engines.values() if e.alive]
         return min((v for v in values if isinstance(v, int)), default=None)
 
-    def _check(self, hello: Hello) -> None:
-        name = f"engine {hello.address.engine_id!r}"
-        self._check_place(name, hello)
-        if hello.version != PROTOCOL_VERSION:
-            raise EngineRefusedError(
-                ControlRefusal.VERSION,
-                f"{name} speaks control protocol {hello.version}, this router "
-                f"{PROTOCOL_VERSION}; run the same dualpath version on router and engines",
-            )
-        modes = [mode.value for mode in Mode]
-        if hello.mode not in modes:
-            raise EngineRefusedError(
-                ControlRefusal.MODE,
-                f"{name} runs in mode {hello.mode!r}, known are {', '.join(modes)}; choose one",
-            )
-        if self.mode is not None and hello.mode != self.mode:
-            raise EngineRefusedError(
-                ControlRefusal.MODE,
-                f"{name} runs in mode {hello.mode!r}, this router in {self.mode.value!r}; "
-                "start the engine in the router's mode, or another router",
-            )
-        if self.namespace is not None and hello.namespace != self.namespace:
-            raise EngineRefusedError(
-                ControlRefusal.NAMESPACE,
-                f"{name} differs in {_differences(hello.namespace, self.namespace)}; start it with "
-                "the model, dtype, layout, block size and --speculative-config of the others, or "
-                "use another router",
-            )
-        if lacking := self.adapters.differences(hello.adapters):
-            raise EngineRefusedError(ControlRefusal.ADAPTERS, f"{name} {'; it '.join(lacking)}")
-
-    def _check_place(self, name: str, hello: Hello) -> None:
-        if hello.hbm_tokens < 1 or hello.buffer_tokens < 0 or (hello.snic_bytes_per_s or 1) <= 0:
-            raise EngineRefusedError(
-                ControlRefusal.SETTINGS,
-                f"{name} has hbm_tokens {hello.hbm_tokens} (at least 1), buffer_tokens "
-                f"{hello.buffer_tokens} (at least 0), snic_bytes_per_s {hello.snic_bytes_per_s} "
-                "(above 0); correct its settings",
-            )
-        for rate in (hello.rates.read_bytes, hello.rates.prefill_tokens):
-            if rate is not None and not 0 < rate.per_s < math.inf:
-                raise EngineRefusedError(
-                    ControlRefusal.SETTINGS,
-                    f"{name} has a {rate.origin} rate of {rate.per_s} per s; it must be above 0 "
-                    "and finite; start it with another {profile}",
-                )
-        for limit, value in hello.limits.items():
-            if isinstance(value, int) and value < 1:
-                raise EngineRefusedError(
-                    ControlRefusal.SETTINGS,
-                    f"{name} has the limit {limit} {value}; it must be at least 1; correct its "
-                    "settings",
-                )
-        check_rank(name, hello, self._engines.values())
-        for other in self.alive():
-            engine_id, role = other.engine_id, other.role
-            if engine_id == hello.address.engine_id:
-                continue
-            if other.group == hello.group and role is not hello.address.role:
-                raise EngineRefusedError(
-                    ControlRefusal.SETTINGS,
-                    f"{name} is a {hello.address.role.value} engine, group {hello.group!r} holds "
-                    f"the {role.value} engine {engine_id!r}; put it into a group of its own role",
-                )
-
 
 def _same_machine(one: Writer, other: Writer) -> bool:
     return bool(one.process.host) and one.process.host == other.process.host
@@ -391,12 +326,4 @@ def _info(hello: Hello, order: int) -> EngineInfo:
         quarantined=hello.quarantined,
         writers=hello.writers,
         dp=hello.dp,
-    )
-
-
-def _differences(theirs: StoreNamespace, ours: StoreNamespace) -> str:
-    return ", ".join(
-        f"{field} = {getattr(theirs, field)!r} where this router has {getattr(ours, field)!r}"
-        for field in StoreNamespace.__struct_fields__
-        if getattr(theirs, field) != getattr(ours, field)
     )

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
-from dualpath.core import addresses, control, transfers
+from dualpath.core import addresses, control, envelopes, transfers
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError, IncompatibleError
@@ -86,8 +86,8 @@ def frame(inputs: Inputs, greeting: control.Hello, session: str = "") -> bytes:
     """Return noise, or an honest message of that engine with something wrong in it."""
     message = inputs.one_of(messages(greeting))
     number = inputs.one_of((0, 0, 1, 2, 3, 1 << 40))
-    envelope = control.Envelope(session, number, inputs.one_of((0, 0, 1, 1 << 40)), message)
-    return inputs.msgpack(msgspec.msgpack.decode(control.encode(envelope)))
+    envelope = envelopes.Envelope(session, number, inputs.one_of((0, 0, 1, 1 << 40)), message)
+    return inputs.msgpack(msgspec.msgpack.decode(envelopes.encode(envelope)))
 
 
 class _NoCalls:
@@ -143,7 +143,7 @@ class FedSocket:
 
     async def send(self, identity: bytes, frame: bytes) -> None:
         """Look at what is sent."""
-        envelope = control.decode_router_message(frame)
+        envelope = envelopes.decode_router_message(frame)
         if isinstance(envelope.message, control.Welcome):
             self.sessions[identity] = envelope.session
 
@@ -193,7 +193,7 @@ class ControlSubject:
         if self._played % _GREETS_EVERY == 0:
             await self._greet()
         try:
-            decoded = control.decode_engine_message(parts[-1] if parts else b"")
+            decoded = envelopes.decode_engine_message(parts[-1] if parts else b"")
         except IncompatibleError:
             outcome = "malformed"
         else:
@@ -221,7 +221,7 @@ class ControlSubject:
             greeting = hello(name, self._greeting)
             address = msgspec.structs.replace(greeting.address, epoch=f"{name}-{self._greeting}")
             anew = msgspec.structs.replace(greeting, address=address)
-            await self._socket.feed(name.encode(), [control.encode(control.outside(anew))])
+            await self._socket.feed(name.encode(), [envelopes.encode(envelopes.outside(anew))])
         await asyncio.sleep(0)
 
 

@@ -10,7 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from dualpath.core.control import decode_engine_message, decode_router_message
+from dualpath.core.envelopes import decode_engine_message, decode_router_message
 from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
 from dualpath.laboratory.chaos.simulation.threads import SimThreads, Waiting
 from dualpath.laboratory.chaos.simulation.world import World

@@ -11,7 +11,8 @@ from unittest import mock
 
 import msgspec
 
-from dualpath.core.control import Envelope, Release
+from dualpath.core.control import Release
+from dualpath.core.envelopes import Envelope
 from dualpath.core.errors import ConfigError
 from dualpath.core.sessions import Conversation
 from dualpath.engine.active_requests import ActiveRequests

@@ -1,0 +1,67 @@
+"""How control messages travel: each in an envelope that says its place in a session."""
+
+from typing import Annotated, Generic, TypeVar
+
+import msgspec
+
+from dualpath.core.control import PROTOCOL_VERSION, EngineMessage, Message, RouterMessage
+from dualpath.core.errors import IncompatibleError
+from dualpath.core.names import Name, in_one_line
+
+M = TypeVar("M", bound=Message)
+
+
+class Envelope(
+    msgspec.Struct, Generic[M], frozen=True, array_like=True, forbid_unknown_fields=True
+):
+    """A message as it travels, with its place in a session (``core.sessions.Conversation``).
+
+    ``session`` is empty before one has begun.  ``number`` counts the messages of one direction
+    from 1 on, in order; 0 are those that may be lost.  ``received`` is the highest number up to
+    which the sender has got everything of the other direction.
+    """
+
+    session: Name
+    number: Annotated[int, msgspec.Meta(ge=0)]
+    received: Annotated[int, msgspec.Meta(ge=0)]
+    message: M
+
+
+FromRouter = Envelope[RouterMessage]
+FromEngine = Envelope[EngineMessage]
+
+_ENCODER = msgspec.msgpack.Encoder()
+_ROUTER_DECODER: msgspec.msgpack.Decoder[FromRouter] = msgspec.msgpack.Decoder(FromRouter)
+_ENGINE_DECODER: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+_Decoded = TypeVar("_Decoded")
+
+
+def outside(message: M, session: str = "") -> Envelope[M]:
+    """Return a message in an envelope that belongs to no conversation."""
+    return Envelope(session, 0, 0, message)
+
+
+def encode(envelope: Envelope[M]) -> bytes:
+    """Return the wire form of a message in its envelope."""
+    return _ENCODER.encode(envelope)
+
+
+def decode_router_message(frame: bytes) -> FromRouter:
+    """Decode what a router sent; raises ``IncompatibleError`` for anything malformed."""
+    return _decode(_ROUTER_DECODER, frame)
+
+
+def decode_engine_message(frame: bytes) -> FromEngine:
+    """Decode what an engine sent; raises ``IncompatibleError`` for anything malformed."""
+    return _decode(_ENGINE_DECODER, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Decoded], frame: bytes) -> _Decoded:
+    try:
+        return decoder.decode(frame)
+    # ValueError: text that is no UTF-8; RecursionError: nested deeper than any message.
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise IncompatibleError(
+            f"control message of {len(frame)} bytes is not of protocol {PROTOCOL_VERSION}: "
+            f"{in_one_line(str(error))}; run the same dualpath version on router and engines"
+        ) from error
