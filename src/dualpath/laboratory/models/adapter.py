@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dualpath.engine.cache_directory import cache_directory
-from dualpath.laboratory.models.prepared import prepare
+from dualpath.laboratory.models.prepared import prepare_random
 
 RANK = 8
 #: What is adapted of each layer's attention: keys and values too, so that KV itself differs.
@@ -28,9 +27,9 @@ def make_tiny_adapter(
         ConfigError: `directory` cannot be used.
     """
     name = f"adapter-{model.name}-seed-{seed}-scale-{scale:g}"
-    stamp: dict[str, str | int] = {"model": name, "generator_version": GENERATOR_VERSION}
-    target = directory or cache_directory() / name
-    return prepare(target, stamp, lambda empty: _write(model, empty, seed, scale))
+    return prepare_random(
+        name, GENERATOR_VERSION, directory, lambda empty: _write(model, empty, seed, scale)
+    )
 
 
 def _write(model: Path, directory: Path, seed: int, scale: float) -> None:

@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from dualpath.engine.cache_directory import cache_directory
-from dualpath.laboratory.models.prepared import prepare
+from dualpath.laboratory.models.prepared import prepare_random
 
 GENERATOR_VERSION = 1
 #: Of the model's configuration, what its draft shares, so that their KV has one shape.
@@ -27,9 +26,9 @@ def make_tiny_draft(model: Path, seed: int = 0, directory: Path | None = None) -
         ConfigError: `directory` cannot be used.
     """
     name = f"draft-{model.name}-seed-{seed}"
-    stamp: dict[str, str | int] = {"model": name, "generator_version": GENERATOR_VERSION}
-    target = directory or cache_directory() / name
-    return prepare(target, stamp, lambda empty: _write(model, empty, seed))
+    return prepare_random(
+        name, GENERATOR_VERSION, directory, lambda empty: _write(model, empty, seed)
+    )
 
 
 def _write(model: Path, directory: Path, seed: int) -> None:

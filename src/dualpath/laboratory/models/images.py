@@ -7,15 +7,8 @@ has one image at most, before its text, which takes `IMAGE_TOKENS` tokens.
 
 from pathlib import Path
 
-from dualpath.engine.cache_directory import cache_directory
-from dualpath.laboratory.models.prepared import prepare
-from dualpath.laboratory.models.tiny import (
-    END_ID,
-    END_OF_TEXT_ID,
-    START_ID,
-    VOCABULARY_TOKENS,
-    train_tokenizer,
-)
+from dualpath.laboratory.models.prepared import prepare_random
+from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS, tiny_config, train_tokenizer
 
 GENERATOR_VERSION = 1
 LAYERS = 4
@@ -37,9 +30,7 @@ def make_tiny_image_model(directory: Path | None = None, seed: int = 0) -> Path:
         ConfigError: `directory` cannot be used.
     """
     name = f"tiny-blip2-{LAYERS}-layers-seed-{seed}"
-    stamp: dict[str, str | int] = {"model": name, "generator_version": GENERATOR_VERSION}
-    target = directory or cache_directory() / name
-    return prepare(target, stamp, lambda empty: _write(empty, seed))
+    return prepare_random(name, GENERATOR_VERSION, directory, lambda empty: _write(empty, seed))
 
 
 def _write(directory: Path, seed: int) -> None:
@@ -50,27 +41,14 @@ def _write(directory: Path, seed: int) -> None:
         Blip2Processor,
         Blip2QFormerConfig,
         Blip2VisionConfig,
-        Qwen2Config,
     )
     from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 
     tokenizer = train_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
-    text = Qwen2Config(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=32768,
-        initializer_range=0.12,
-        vocab_size=VOCABULARY_TOKENS + 16,
-        tie_word_embeddings=False,
-        bos_token_id=START_ID,
-        eos_token_id=END_ID,
-        pad_token_id=END_OF_TEXT_ID,
-        architectures=["Qwen2ForCausalLM"],
-    )
+    text = tiny_config("qwen2", LAYERS)
+    text.vocab_size = VOCABULARY_TOKENS + 16
+    text.architectures = ["Qwen2ForCausalLM"]
     vision = Blip2VisionConfig(
         hidden_size=64,
         intermediate_size=128,

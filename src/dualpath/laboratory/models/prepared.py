@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dualpath.core.errors import ConfigError
+from dualpath.engine.cache_directory import cache_directory
 
 STAMP_FILE = "dualpath-model.json"
 
@@ -46,6 +47,21 @@ def prepare(directory: Path, stamp: Stamp, build: Callable[[Path], None]) -> Pat
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return directory
+
+
+def prepare_random(
+    name: str, generator_version: int, directory: Path | None, build: Callable[[Path], None]
+) -> Path:
+    """Return a model of random weights, made by `build` unless its folder has it already.
+
+    `generator_version` grows when the files that `build` writes change. Without a `directory` it is
+    `name` in `cache_directory()`.
+
+    Raises:
+        ConfigError: as `prepare`.
+    """
+    stamp: Stamp = {"model": name, "generator_version": generator_version}
+    return prepare(directory or cache_directory() / name, stamp, build)
 
 
 def read_stamp(directory: Path) -> dict[str, str | int] | None:

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dualpath.core.errors import ConfigError
-from dualpath.engine.cache_directory import cache_directory
-from dualpath.laboratory.models.prepared import prepare
+from dualpath.laboratory.models.prepared import prepare_random
 from dualpath.laboratory.models.smollm2 import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
@@ -85,9 +84,9 @@ def make_tiny_model(
     if count < 1:
         raise ConfigError(f"a model of {count} layers cannot run: ask for at least 1")
     name = f"tiny-{kind}-{count}-layers-seed-{seed}"
-    stamp: dict[str, str | int] = {"model": name, "generator_version": GENERATOR_VERSION}
-    target = directory or cache_directory() / name
-    return prepare(target, stamp, lambda empty: _write_model(kind, empty, seed, count))
+    return prepare_random(
+        name, GENERATOR_VERSION, directory, lambda empty: _write_model(kind, empty, seed, count)
+    )
 
 
 def _write_model(kind: TinyKind, directory: Path, seed: int, layers: int) -> None:
@@ -95,7 +94,7 @@ def _write_model(kind: TinyKind, directory: Path, seed: int, layers: int) -> Non
     from transformers import AutoModelForCausalLM
 
     tokenizer = train_tokenizer()
-    config = _CONFIGS[kind](layers)
+    config = tiny_config(kind, layers)
     # The caller's random state is its own.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -217,6 +216,11 @@ _CONFIGS: dict[TinyKind, Callable[[int], "PretrainedConfig"]] = {
     "gemma3": _gemma3_config,
     "gpt_oss": _gpt_oss_config,
 }
+
+
+def tiny_config(kind: TinyKind, layers: int) -> "PretrainedConfig":
+    """Return the configuration of a tiny model of this architecture."""
+    return _CONFIGS[kind](layers)
 
 
 def _shared_settings() -> dict[str, Any]:

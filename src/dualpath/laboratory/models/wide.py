@@ -8,8 +8,7 @@ are drawn wide, as in ``models.tiny``, so that the greedy token depends on the w
 
 from pathlib import Path
 
-from dualpath.engine.cache_directory import cache_directory
-from dualpath.laboratory.models.prepared import prepare
+from dualpath.laboratory.models.prepared import prepare_random
 from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS, train_tokenizer
 
 LAYERS = 4
@@ -37,9 +36,9 @@ def make_wide_model(directory: Path | None = None, seed: int = 0) -> Path:
         ConfigError: `directory` cannot be used.
     """
     name = f"{MODEL_NAME}-seed-{seed}"
-    stamp: dict[str, str | int] = {"model": name, "generator_version": GENERATOR_VERSION}
-    target = directory or cache_directory() / name
-    return prepare(target, stamp, lambda empty: _write_model(empty, seed))
+    return prepare_random(
+        name, GENERATOR_VERSION, directory, lambda empty: _write_model(empty, seed)
+    )
 
 
 def _write_model(directory: Path, seed: int) -> None:
