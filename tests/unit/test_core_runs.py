@@ -23,6 +23,8 @@ def test_what_becomes_known_is_added_and_nothing_is_dropped() -> None:
     assert (good.blocks, good.slots) == (BlockRun(3, 2), (7, 5))
     assert reserved.head(9) == reserved
     assert not reserved.head(0).blocks
+    kept = HitRun(Role.DECODE, BlockRun(0, 2), kept=True)
+    assert kept.lying_in([4, 3]).head(1) == HitRun(Role.DECODE, BlockRun(0, 1), (4,), kept=True)
 
 
 def test_only_the_last_block_of_the_hits_can_be_partial() -> None:

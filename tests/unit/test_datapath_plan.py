@@ -69,6 +69,19 @@ def test_a_split_gives_each_run_the_path_of_its_side() -> None:
     ]
 
 
+def test_what_a_buffer_has_kept_is_not_read_but_takes_its_side_s_path() -> None:
+    read = layout(HitRun(Role.DECODE, BlockRun(0, 5)), HitRun(Role.PREFILL, BlockRun(5, 3)))
+    kept = layout(
+        HitRun(Role.DECODE, BlockRun(0, 5), kept=True), HitRun(Role.PREFILL, BlockRun(5, 3))
+    )
+    (step,) = read_steps(kept)
+    assert (step.label, step.blocks) == ("4a.1-2", BlockRun(5, 3))
+    of_storage = set(read_steps(read))
+    assert list(whole_plan(kept)) == [
+        each for each in whole_plan(read) if each not in of_storage or each == step
+    ]
+
+
 def test_a_later_chunk_reloads_what_earlier_chunks_computed_and_sends_hits_once() -> None:
     prompt = layout(HitRun(Role.PREFILL, BlockRun(0, 5)))
     second = BlockRun(8, 3)

@@ -26,11 +26,20 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(r.append_tokens + r.generated_tokens for r in self.rounds)
 
 
+class KeptPrefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine whose DRAM is believed to hold the first ``blocks`` ≥ 1 blocks of a prompt."""
+
+    engine_id: str
+    blocks: int
+
+
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the scheduler needs to know of one turn.
 
     ``prompt_tokens`` ≥ 1, ``hit_tokens`` ≤ ``prompt_tokens`` - 1 are stored,
-    ``max_new_tokens`` ≥ 1 bounds the decode.  ``arrival_seq`` orders requests (FIFO).
+    ``max_new_tokens`` ≥ 1 bounds the decode.  ``arrival_seq`` orders requests (FIFO).  ``kept`` has
+    an engine once at most, with no more blocks than the hit has; that it is stale costs a read,
+    never a wrong byte.
     """
 
     request_id: str
@@ -38,3 +47,4 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hit_tokens: int
     max_new_tokens: int
     arrival_seq: int = 0
+    kept: tuple[KeptPrefix, ...] = ()

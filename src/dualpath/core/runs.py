@@ -1,8 +1,8 @@
 """Runs of consecutive blocks of a prompt, and a run of hits on its way into HBM.
 
-A ``HitRun`` is the same value from the scheduler's assignment (which side reads which blocks) over
-the storage read (into which buffer slots) to the transfers of a forward pass: what becomes known
-is added, nothing is dropped.
+A ``HitRun`` is the same value from the scheduler's assignment (which side has or reads which
+blocks) over the storage read (into which buffer slots) to the transfers of a forward pass: what
+becomes known is added, nothing is dropped.
 """
 
 from collections.abc import Sequence
@@ -29,14 +29,16 @@ class BlockRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HitRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Consecutive hit blocks that are read from storage on one side.
+    """Consecutive hit blocks that one side's DRAM buffer holds, or gets by a read from storage.
 
     ``slots`` are those of that side's DRAM buffer, one per block; empty until they are granted.
+    ``kept``: the blocks lie in that buffer already, from an earlier request; nothing is read.
     """
 
     side: Role
     blocks: BlockRun
     slots: tuple[int, ...] = ()
+    kept: bool = False
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a run that cannot be, in a message for instance."""
@@ -52,8 +54,9 @@ class HitRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     def head(self, blocks: int) -> "HitRun":
         """Return the first ``blocks`` blocks at most, with their slots."""
         count = min(blocks, self.blocks.count)
-        return HitRun(self.side, BlockRun(self.blocks.first, count), self.slots[:count])
+        run = BlockRun(self.blocks.first, count)
+        return msgspec.structs.replace(self, blocks=run, slots=self.slots[:count])
 
     def lying_in(self, slots: Sequence[int]) -> "HitRun":
         """Return the run with its slots, one per block."""
-        return HitRun(self.side, self.blocks, tuple(slots))
+        return msgspec.structs.replace(self, slots=tuple(slots))

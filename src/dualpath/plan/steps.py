@@ -12,7 +12,8 @@ labels are those of the paper's Fig. 4:
 
 3-7 repeat per layer, one layer ahead of the computation; 5-7 carry hit and miss KV on the PE path
 and miss KV alone on the DE path.  A split read (§6.1, future work in the paper) gives every hit
-block the path of the side it was read on.
+block the path of the side it was read on.  A block that a side's buffer has kept since an earlier
+request takes that side's path from its second step on.
 
 The paper draws 8-9 after the whole prompt has arrived: HBM of the DE is allocated only then.
 
@@ -122,7 +123,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PromptLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a plan is made of: the prompt's blocks and the side every hit block is read on.
+    """What a plan is made of: the prompt's blocks and the side every hit block is read or kept on.
 
     ``hits`` are disjoint runs in block order that cover ``[0, hit_blocks)``.  ``de_slots`` are the
     prompt's slots of the DE buffer, empty where none are granted.
@@ -176,8 +177,8 @@ def read_step(geometry: BlockGeometry, run: HitRun) -> Step:
 
 
 def read_steps(layout: PromptLayout) -> tuple[Step, ...]:
-    """Storage reads of the hit blocks, one step per run (labels 1-2)."""
-    return tuple(read_step(layout.geometry, run) for run in layout.hits)
+    """Storage reads of the hit blocks, one step per run (labels 1-2); none for what is kept."""
+    return tuple(read_step(layout.geometry, run) for run in layout.hits if not run.kept)
 
 
 def load_steps(
