@@ -19,9 +19,9 @@ from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.counters import Counter
 from dualpath.engine.health import Health
-from dualpath.engine.host_process import is_gone, this_process
 from dualpath.engine.rank_work import RankBoard, RankWork
 from dualpath.engine.ranks import ONE_RANK, TimedGroup
+from dualpath.storage.host_process import is_gone, this_process
 from dualpath.transport.memory import allocate_shared, map_shared
 
 TOKENS = 4 * GEOMETRY.block_tokens

@@ -19,8 +19,8 @@ from dualpath.core.control import (
     Welcome,
 )
 from dualpath.core.runs import BlockRun
-from dualpath.engine.host_process import is_gone, this_process
 from dualpath.engine.layer_stream import LayerStream
+from dualpath.storage.host_process import is_gone, this_process
 
 TOKENS, BLOCKS = 22, 6
 HBM = [3, 9, 4, 7, 1, 6]

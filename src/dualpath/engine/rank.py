@@ -16,7 +16,6 @@ from dualpath.engine.engine_memory import open_memory
 from dualpath.engine.hbm_copy import HbmCopier
 from dualpath.engine.hbm_layout import HbmLayout, PartViews
 from dualpath.engine.health import Health
-from dualpath.engine.host_process import this_process
 from dualpath.engine.movers import open_movers
 from dualpath.engine.peers import Peers, agent_address
 from dualpath.engine.rank_work import RankWork
@@ -26,6 +25,7 @@ from dualpath.engine.stalls import MOST_TIMES
 from dualpath.engine.step_transfers import ONLY, Replica
 from dualpath.engine.threads import Threads, TimeLimit
 from dualpath.engine.trace import TraceRecorder
+from dualpath.storage.host_process import this_process
 from dualpath.transport.contract import Transport
 
 #: How much longer than the longest forward pass one rank may be behind another.

@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import HostProcess
-from dualpath.engine.host_process import is_gone, this_process
 from dualpath.engine.router_connection import RouterConnection, ZmqRouterConnection
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.factory import open_storage, open_tree
+from dualpath.storage.host_process import is_gone, this_process
 from dualpath.storage.objects import ObjectTree
 from dualpath.transport.cluster_secret import load_secret
 from dualpath.transport.contract import Transport

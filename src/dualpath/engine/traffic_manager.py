@@ -43,7 +43,6 @@ from dualpath.engine.chunk_transfers import BlockHolder, NoHolder
 from dualpath.engine.device import Device, HostDevice
 from dualpath.engine.generated import GeneratedBlock, GeneratedBlocks
 from dualpath.engine.hbm_layout import HbmBlock, HbmLayout
-from dualpath.engine.host_process import is_gone
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.lookups import Lookups
 from dualpath.engine.persister import Persister
@@ -58,6 +57,7 @@ from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.threads import OS_THREADS, Threads, TimeLimit
 from dualpath.plan.steps import read_step
 from dualpath.storage.contract import BlockStorage
+from dualpath.storage.host_process import is_gone
 from dualpath.storage.remembering import RememberingStorage
 from dualpath.transport.contract import Transport
 

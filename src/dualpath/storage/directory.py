@@ -11,7 +11,6 @@ import errno
 import logging
 import os
 import re
-import socket
 import stat
 from itertools import count
 from pathlib import Path
@@ -20,6 +19,7 @@ import msgspec
 
 from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.errors import ConfigError, StorageError
+from dualpath.storage.host_process import is_running, number_space
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class NamespaceDirectory:
         self.temporary = self.path / "tmp"
         self._namespace = namespace
         self._suffix = suffix
-        self._writer = _writer_tag(os.getpid())
+        self._writer = f"{number_space()}-{os.getpid()}"
         try:
             root.mkdir(parents=True, exist_ok=True)
             self._make_folders()
@@ -203,7 +203,7 @@ class NamespaceDirectory:
         for path in self.temporary.iterdir():
             writer = path.name.rpartition("-")[0]
             host, _, pid = writer.rpartition("-")
-            if not pid.isdecimal() or host != _host_tag() or _is_running(int(pid)):
+            if not pid.isdecimal() or host != number_space() or is_running(int(pid)):
                 continue
             try:
                 path.unlink(missing_ok=True)
@@ -235,26 +235,6 @@ def _link(temporary: str, final: str) -> None:
     except FileNotFoundError:
         os.makedirs(os.path.dirname(final), exist_ok=True)
         os.link(temporary, final)
-
-
-def _host_tag() -> str:
-    """Name this host and process-number space; containers may share a host name."""
-    space = os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
-    return f"{socket.gethostname()}-{space}"
-
-
-def _writer_tag(pid: int) -> str:
-    return f"{_host_tag()}-{pid}"
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):  # one that no process of ours can have
-        return True
-    return True
 
 
 def refused(action: str, path: str, needed_bytes: int, error: OSError) -> StorageError:

@@ -17,7 +17,7 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable
 
-from dualpath.engine.host_process import process_stat
+from dualpath.storage.host_process import process_stat
 
 #: Neither vLLM nor UCX uses it.
 DRAIN_SIGNAL = signal.SIGUSR2

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from dualpath.engine.host_process import process_stat
+from dualpath.storage.host_process import process_stat
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STAT = Path("/proc/stat")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from dualpath.engine.host_process import process_stat
 from dualpath.laboratory.lab.machine import NAMESPACE_FOLDER, find_cgroups, lab_folder, prefix
+from dualpath.storage.host_process import process_stat
 
 _MEMORY_FOLDERS = (Path("/dev/shm"),)
 

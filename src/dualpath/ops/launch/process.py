@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from dualpath.core.errors import DeadlineError, EngineLostError
-from dualpath.engine.host_process import ProcessStat, process_stat
+from dualpath.storage.host_process import ProcessStat, process_stat
 
 _PR_SET_PDEATHSIG = 1
 #: Opened once: between fork and exec nothing may be loaded.

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dualpath.core.addresses import Writer
 from dualpath.core.cluster import HostProcess
 from dualpath.core.control import IsGone, RouterMessage
-from dualpath.engine.host_process import is_gone
 from dualpath.router.control.registry import Registry
+from dualpath.storage.host_process import is_gone
 
 
 class Witnesses:

@@ -20,7 +20,6 @@ from dualpath.core.errors import (
     TurnedAwayError,
 )
 from dualpath.core.names import unfit_name
-from dualpath.engine.host_process import is_gone
 from dualpath.router.context import RouterContext
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.control_socket import ControlSocket
@@ -35,6 +34,7 @@ from dualpath.router.observe.tracing import open_tracing
 from dualpath.router.requests.records import RequestRecord
 from dualpath.router.requests.request_life import RequestLife
 from dualpath.router.settings import RouterSettings
+from dualpath.storage.host_process import is_gone
 from dualpath.transport.cluster_secret import load_secret
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,8 @@
 """Processes of this machine, from its own tables: which one this is, and whether another has ended.
 
 A prefill engine's transfers write into other engines' memory.  That its process has ended is the
-proof that they do so no more, and the machine it ran on is the one to give it.
+proof that they do so no more, and the machine it ran on is the one to give it.  What a writer has
+left in a storage is nobody's for the same reason.
 """
 
 import os
@@ -50,17 +51,31 @@ def process_stat(process_id: int) -> ProcessStat | None:
     )
 
 
+def number_space() -> str:
+    """Name this host and its numbering of processes; containers may share a host name."""
+    return f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
 def this_host() -> str:
     """Return the name under which processes of this machine know each other, empty if unknown.
 
-    Containers may share a host name, and numbers of processes are counted anew in each and after
-    each start of the machine: all three are part of it.
+    Numbers of processes are counted anew after each start of the machine: that is part of it.
     """
     try:
-        space = os.stat("/proc/self/ns/pid").st_ino
-        return f"{socket.gethostname()}/{_BOOT_ID.read_text().strip()}/{space}"
+        return f"{number_space()}/{_BOOT_ID.read_text().strip()}"
     except OSError:
         return ""
+
+
+def is_running(process_id: int) -> bool:
+    """Whether this ``number_space`` has such a process; True for numbers that none can have."""
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
 
 
 def this_process() -> HostProcess:
