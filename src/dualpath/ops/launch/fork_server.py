@@ -26,6 +26,9 @@ VLLM_MODULES = (
     "dualpath.vllm.router_process",
 )
 
+#: What the server of this process has imported.
+_preloaded: set[str] = set()
+
 
 class ForkedProcess(ManagedProcess):
     """A command of this installation, run in a fork of the server."""
@@ -43,7 +46,7 @@ class ForkedProcess(ManagedProcess):
         """Run the command ``entry`` ("module:function") with the arguments ``command``.
 
         ``environment`` is added to the process's own, unseen by ``ps`` and ``/proc``.  The server
-        imports the modules ``preload`` of the first process that is started from here.
+        has imported the modules ``preload``, unless one that has not still has processes to run.
         """
         super().__init__(name, log)
         self._process = _context(preload).Process(
@@ -71,7 +74,11 @@ class ForkedProcess(ManagedProcess):
 
 def _context(preload: Sequence[str]) -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
+    # Its processes end with a server, so that one that lacks a module gives way when it has none.
+    if not _preloaded.issuperset(preload) and not multiprocessing.active_children():
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        _preloaded.update(preload)
+        context.set_forkserver_preload(sorted(_preloaded))
     with _environment(ENGINE_ENVIRONMENT):
         forkserver.ensure_running()
     return context

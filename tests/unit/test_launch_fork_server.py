@@ -1,0 +1,49 @@
+"""The server that processes are forked from: what it has imported, and when another takes over."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+#: A program of its own: the server of the tests' process has imported what is dear.
+_STORY = """
+import sys
+from pathlib import Path
+from dualpath.ops.launch.fork_server import ForkedProcess
+
+def forked(name, *preload):
+    return ForkedProcess(name, "tests.unit.test_launch_fork_server:tell", sys.argv[1:2],
+                         Path(sys.argv[1]) / name, preload=preload)
+
+def told(*processes):
+    for process in processes:
+        process.wait_for_line("imported", 30)
+    for process in processes:
+        process.kill()
+        process.wait(30)
+
+told(forked("first", "colorsys"), forked("early", "wave"))
+told(forked("late", "wave"))
+told(forked("last", "colorsys"))
+"""
+
+
+def tell() -> None:
+    """Say what the server had imported, and stay until a signal comes."""
+    print("imported:", *[name for name in ("colorsys", "wave") if name in sys.modules], flush=True)
+    signal.pause()
+
+
+def test_a_server_that_lacks_a_module_gives_way_when_nothing_it_forked_runs(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"}
+    argv = [sys.executable, "-c", _STORY, str(tmp_path)]
+    subprocess.run(argv, env=environment, check=True, timeout=120)
+    said = {path.name: path.read_text().split()[1:] for path in tmp_path.iterdir()}
+    assert said == {
+        "first": ["colorsys"],
+        "early": ["colorsys"],
+        "late": ["colorsys", "wave"],
+        "last": ["colorsys", "wave"],
+    }
