@@ -15,6 +15,7 @@ from dualpath.laboratory.chaos.matrix import (
     cells_of,
     strikes,
 )
+from dualpath.laboratory.chaos.router_back import RouterBack
 from dualpath.laboratory.chaos.strike import Made
 
 CAST = Cast("router", ("pe-0", "pe-1"), ("de-0",))
@@ -98,4 +99,12 @@ def test_an_error_after_one_fault_of_one_engine_is_a_lost_request() -> None:
 
 def test_a_router_is_back_with_the_first_token_of_a_request_sent_after_its_end() -> None:
     turns = [turn(19, 21, Outcome.WELL, 20.5), turn(21, 30, Outcome.WELL, 22.5)]
-    assert account(turns, [KILLED_ROUTER], DEADLINE_S).back_s == (2.5,)
+    (back,) = account(turns, [KILLED_ROUTER], DEADLINE_S).router_backs
+    assert back == RouterBack(answers_s=3, engines_s=3, asked_s=1, token_s=2.5)
+
+
+def test_a_router_that_is_killed_before_it_served_counts_for_the_last_kill() -> None:
+    again = made(Component.ROUTER, Fault.KILL, 24, 25)
+    turns = [turn(23.5, 24, Outcome.CUT), turn(26, 30, Outcome.WELL, 27)]
+    found = account(turns, [KILLED_ROUTER, again, KILLED_PE], DEADLINE_S).router_backs
+    assert [back.token_s for back in found] == [3]

@@ -9,6 +9,7 @@ import msgspec
 from dualpath.laboratory.chaos.ask import Outcome
 from dualpath.laboratory.chaos.load import Turn
 from dualpath.laboratory.chaos.matrix import Component, Fault, Step
+from dualpath.laboratory.chaos.router_back import RouterBack, router_backs
 from dualpath.laboratory.chaos.strike import Made
 
 #: A fault is felt a little longer than it lasts: an engine is missed only after its time-out.
@@ -46,14 +47,13 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     """A whole campaign in numbers.
 
     ``lost_to_one`` are requests that ended badly though they met one fault alone, which ended or
-    stopped one engine; ``back_s`` are the times from the end of a router to the first token of a
-    request sent after it, where it was killed.
+    stopped one engine; ``router_backs`` tell how the next router followed one that was killed.
     """
 
     outcomes: Mapping[Outcome, int]
     cells: Mapping[Cell, CellCount]
     lost_to_one: tuple[str, ...]
-    back_s: tuple[float, ...]
+    router_backs: tuple[RouterBack, ...]
     examples: Mapping[str, int]
 
     @property
@@ -94,7 +94,7 @@ def account(turns: Sequence[Turn], made: Sequence[Made], deadline_s: float) -> A
         outcomes=dict(outcomes),
         cells=cells,
         lost_to_one=tuple(lost),
-        back_s=tuple(_router_back_s(turns, made)),
+        router_backs=tuple(router_backs(turns, made)),
         examples=dict(examples),
     )
 
@@ -145,16 +145,3 @@ def named(fault: Made) -> str:
     """Return component, step and fault in words."""
     strike = fault.strike
     return f"{strike.component.value}, {strike.step.value}, {strike.fault.value}"
-
-
-def _router_back_s(turns: Sequence[Turn], made: Iterable[Made]) -> Iterable[float]:
-    for fault in made:
-        if fault.strike.component is not Component.ROUTER or fault.strike.fault is not Fault.KILL:
-            continue
-        tokens_s = [
-            turn.answer.first_token_s
-            for turn in turns
-            if turn.begin_s > fault.begin_s and turn.answer.first_token_s is not None
-        ]
-        if tokens_s:
-            yield min(tokens_s) - fault.begin_s

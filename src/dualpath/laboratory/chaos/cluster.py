@@ -26,7 +26,7 @@ from dualpath.ops.launch.local_cluster import claim_port
 from dualpath.ops.launch.process import ManagedProcess, Supervisor
 
 ROUTER = "router"
-_POLL_S = 0.1
+_POLL_S = 0.02
 _START_S = 300.0
 _STATUS_S = 2.0
 
@@ -142,7 +142,7 @@ class ChaosCluster:
         process = self.process(name)
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while process.alive and asyncio.get_running_loop().time() < deadline_s:
-            await asyncio.sleep(_POLL_S / 2)
+            await asyncio.sleep(_POLL_S)
         return process.exit_code
 
     def _started(self, name: str) -> ManagedProcess:
@@ -202,11 +202,16 @@ class ChaosCluster:
 
     async def epoch(self, name: str) -> str | None:
         """Return the epoch under which the router knows a live engine."""
-        return live_epochs(await self.status()).get(name)
+        status = await self.status()
+        return None if status is None else live_epochs(status).get(name)
 
     async def joined(self, name: str, old_epoch: str | None, timeout_s: float) -> bool:
         """Wait until an engine is there under another epoch than ``old_epoch``."""
         return await self._until(lambda live: live.get(name) not in (None, old_epoch), timeout_s)
+
+    async def answers(self, timeout_s: float) -> bool:
+        """Wait until a router answers."""
+        return await self._until(lambda live: True, timeout_s)
 
     async def all_there(self, timeout_s: float) -> bool:
         """Wait until the router knows all engines."""
@@ -224,14 +229,13 @@ class ChaosCluster:
 
     async def _until(self, there: Callable[[dict[str, str]], bool], timeout_s: float) -> bool:
         deadline_s = asyncio.get_running_loop().time() + timeout_s
-        while not there(live_epochs(await self.status())):
+        while (status := await self.status()) is None or not there(live_epochs(status)):
             if asyncio.get_running_loop().time() > deadline_s:
                 return False
             await asyncio.sleep(_POLL_S)
         return True
 
 
-def live_epochs(status: Status | None) -> dict[str, str]:
+def live_epochs(status: Status) -> dict[str, str]:
     """Return the live engines of a status with their epochs."""
-    engines = status["engines"] if status else []
-    return {e["engine_id"]: e["epoch"] for e in engines if e["alive"]}
+    return {e["engine_id"]: e["epoch"] for e in status["engines"] if e["alive"]}

@@ -32,7 +32,8 @@ _CONTEXTS_HIT = 4
 class Made(msgspec.Struct, frozen=True):
     """A fault that was made and is over: from its begin until all was back as it should be.
 
-    ``trouble`` says what was not as it should be; times are those of the monotonic clock.
+    ``trouble`` says what was not as it should be; times are those of the monotonic clock, of a kill
+    its own.  ``answered_s`` is when a router answered again after one had ended.
     """
 
     strike: Strike
@@ -40,6 +41,7 @@ class Made(msgspec.Struct, frozen=True):
     end_s: float
     trouble: str = ""
     damaged_blocks: int = 0
+    answered_s: float | None = None
 
 
 class Striker:
@@ -60,7 +62,7 @@ class Striker:
         trouble, damaged = "", 0
         match strike.fault:
             case Fault.KILL | Fault.TERMINATE:
-                trouble = await self._end_and_restart(strike, standing)
+                return await self._end_and_restart(strike, standing)
             case Fault.STOP:
                 trouble = await self._stop(strike, standing)
             case Fault.RESET_CONTROL | Fault.RESET_HTTP | Fault.RESET_CLIENTS:
@@ -72,10 +74,12 @@ class Striker:
                 await self._bad_disk(strike, standing)
         return Made(strike, begin_s, time.monotonic(), trouble, damaged)
 
-    async def _end_and_restart(self, strike: Strike, standing: Standing) -> str:
+    async def _end_and_restart(self, strike: Strike, standing: Standing) -> Made:
         cluster, process = self._cluster, self._cluster.owner_of(standing.pid)
-        name = process.name
-        old_epoch = await cluster.epoch(name)
+        name, ends_router = process.name, strike.component is Component.ROUTER
+        # A router has no epoch, and one that stands still answers nothing.
+        old_epoch = None if ends_router else await cluster.epoch(name)
+        begin_s = time.monotonic()
         if strike.fault is Fault.KILL:
             os.kill(standing.pid, signal.SIGKILL)
         else:
@@ -92,8 +96,12 @@ class Striker:
         trouble = await self._end_siblings(name) or trouble
         for rank in cluster.group(name):
             cluster.start(rank)
-        there = await self._there(strike, old_epoch)
-        return trouble or ("" if there else f"not back {_BACK_S:g} s after its restart")
+        answered_s = None
+        if ends_router and await cluster.answers(_BACK_S):
+            answered_s = time.monotonic()
+        if not await self._there(strike, old_epoch):
+            trouble = trouble or f"not back {_BACK_S:g} s after its restart"
+        return Made(strike, begin_s, time.monotonic(), trouble, answered_s=answered_s)
 
     async def _end_siblings(self, name: str) -> str:
         """Wait for the end of the other ranks of its group; say which did not end by itself."""
