@@ -1,12 +1,14 @@
 """Router and engine over real sockets whose connection is reset: nothing is lost or comes twice."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import pytest
 from tests.unit.router_fakes import FakeEngine
 
 from dualpath.core import addresses, control
 from dualpath.core.cluster import Role
+from dualpath.engine import router_session
 from dualpath.engine.link import ControlLink
 from dualpath.engine.router_connection import ZmqRouterConnection
 from dualpath.laboratory.chaos.proxy import Relay
@@ -48,6 +50,19 @@ class Router:
         return ()
 
 
+def engine_link(address: str, take: Callable[[control.RouterMessage], None]) -> ControlLink:
+    """An idle engine's end, whose load never changes."""
+    return ControlLink(
+        ZmqRouterConnection(f"tcp://{address}"),
+        FakeEngine("p0", Role.PREFILL, set()).hello,
+        lambda: control.Report(1, 0, 0, 0, 0, 1, 1),
+        take,
+        lambda reason: None,
+        lambda now_ns: None,
+        lambda reason: None,
+    )
+
+
 async def test_a_connection_that_is_reset_again_and_again_loses_and_doubles_nothing() -> None:
     router, loop = Router(), asyncio.get_running_loop()
     await router.server.start("127.0.0.1", 0)
@@ -64,15 +79,7 @@ async def test_a_connection_that_is_reset_again_and_again_loses_and_doubles_noth
 
     port = int(router.server.address.rpartition(":")[2])
     async with Relay(port) as relay, asyncio.timeout(GUARD_S):
-        link = ControlLink(
-            ZmqRouterConnection(f"tcp://{relay.address}"),
-            FakeEngine("p0", Role.PREFILL, set()).hello,
-            lambda: control.Report(1, 0, 0, 0, 0, 1, 1),
-            take,
-            lambda reason: None,
-            lambda now_ns: None,
-            lambda reason: None,
-        )
+        link = engine_link(relay.address, take)
         link.start()
         assert await router.events.get() == "joined"
         await welcomed.wait()
@@ -93,3 +100,23 @@ async def test_a_connection_that_is_reset_again_and_again_loses_and_doubles_noth
         await asyncio.to_thread(link.close, control.Goodbye(reason="test"))
     await router.server.stop()
     assert heard == router.heard == [*said, "last"]
+
+
+async def test_an_engine_speaks_to_the_router_that_follows_without_a_heartbeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for never in ("HEARTBEAT_S", "ROUTER_TIMEOUT_S"):
+        monkeypatch.setattr(router_session, never, float("inf"))
+    first = Router()
+    await first.server.start("127.0.0.1", 0)
+    address = first.server.address
+    link = engine_link(address.removeprefix("tcp://"), lambda message: None)
+    link.start()
+    async with asyncio.timeout(GUARD_S):
+        assert await first.events.get() == "joined"
+        await first.server.stop()
+        following = Router()
+        await following.server.start("127.0.0.1", int(address.rpartition(":")[2]))
+        assert await following.events.get() == "joined"
+        await asyncio.to_thread(link.close, control.Goodbye(reason="test"))
+    await following.server.stop()

@@ -98,7 +98,9 @@ class ControlLink:
     def _turn(self) -> None:
         self._say_queued()
         self._send(self._session.due(self._now_s()))
-        self._connection.wait(TICK_S)
+        if self._connection.wait(TICK_S):
+            # A router that does not know the session says so, and is greeted.
+            self._session.load_changed = True
         while (frame := self._connection.receive()) is not None:
             self._hear(frame)
         self._tick(self._threads.now_ns())

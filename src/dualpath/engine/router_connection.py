@@ -14,6 +14,8 @@ from dualpath.core.errors import ConfigError
 from dualpath.transport.cluster_secret import ClusterSecret, check_control_url
 
 _LINGER_MS = 500
+#: Between two tries to connect: the first, doubled each time up to the last.
+_FIRST_RETRY_MS, _LAST_RETRY_MS = 20, 250
 
 
 class RouterConnection(Protocol):
@@ -29,8 +31,11 @@ class RouterConnection(Protocol):
         """Return the next frame, None if none has arrived."""
         ...
 
-    def wait(self, timeout_s: float) -> None:
-        """Return when a frame has arrived, ``wake`` was called or the time is over."""
+    def wait(self, timeout_s: float) -> bool:
+        """Return when a frame has arrived, ``wake`` was called or the time is over.
+
+        At once with True when there is a new connection, perhaps to another router.
+        """
         ...
 
     def wake(self) -> None:
@@ -59,8 +64,11 @@ class ZmqRouterConnection:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _FIRST_RETRY_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LAST_RETRY_MS)
         if secret is not None:
             secret.guard_connection(self._socket)
+        self._connected = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             self._socket.connect(router)
         except zmq.ZMQError as error:
@@ -74,6 +82,7 @@ class ZmqRouterConnection:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_receiver, zmq.POLLIN)
+        self._poller.register(self._connected, zmq.POLLIN)
 
     def send(self, frame: bytes) -> bool:
         """Hand a frame to ZMQ."""
@@ -90,12 +99,19 @@ class ZmqRouterConnection:
         except zmq.Again:
             return None
 
-    def wait(self, timeout_s: float) -> None:
-        """Poll the socket and what ``wake`` writes to."""
-        if self._wake_receiver.fileno() in dict(self._poller.poll(int(timeout_s * 1000))):
+    def wait(self, timeout_s: float) -> bool:
+        """Poll the socket, what ``wake`` writes to, and what libzmq says of its connection."""
+        ready = dict(self._poller.poll(int(timeout_s * 1000)))
+        if self._wake_receiver.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
                 while self._wake_receiver.recv(4096):
                     pass
+        if self._connected not in ready:
+            return False
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._connected.recv_multipart(zmq.NOBLOCK)
+        return True
 
     def wake(self) -> None:
         """Write a byte to ourselves."""
@@ -111,6 +127,8 @@ class ZmqRouterConnection:
 
     def close(self) -> None:
         """Close the socket; frames have ``_LINGER_MS`` to go out."""
+        self._socket.disable_monitor()
+        self._connected.close(linger=0)
         self._socket.close()
         self._context.destroy(linger=_LINGER_MS)
         self._wake_receiver.close()

@@ -105,6 +105,7 @@ class EngineConnection:
         self._inbox: deque[bytes] = deque()
         self._waiting: deque[Waiting] = deque()
         self._woken = False
+        self._anew = False
         self._closed = False
         self.stalled_until_s = 0.0
         self._to_router = Wire(self, self._reach_router)
@@ -124,11 +125,13 @@ class EngineConnection:
         """Return what has arrived first."""
         return self._inbox.popleft() if self._inbox else None
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float) -> bool:
         """Let the thread wait."""
         if not self._inbox and not self._woken:
             self._threads.wait(self._waiting, timeout_s)
+        anew, self._anew = self._anew, False
         self._woken = False
+        return anew
 
     def wake(self) -> None:
         """Wake the thread that waits."""
@@ -177,6 +180,8 @@ class EngineConnection:
         self._identity = self._network.identity()
         router.by_identity[self._identity] = self
         self._flush()
+        self._anew = True
+        self.wake()
 
     def _flush(self) -> None:
         if self._identity is not None:
