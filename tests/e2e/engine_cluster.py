@@ -129,11 +129,12 @@ class EngineCluster:
             self.supervisor.add(ForkedProcess(name, ENGINE_ENTRY, command, log))
         return names
 
-    def restart(self, name: str) -> None:
-        """Start a killed engine as it was, and wait until it has joined again."""
-        role, index, changes = self._started[name]
-        self.start_engine(role, index, **changes)
-        self.wait_for(name)
+    def restart(self, *names: str) -> None:
+        """Start killed engines as they were, and wait until they have joined again."""
+        for name in names:
+            role, index, changes = self._started[name]
+            self.start_engine(role, index, **changes)
+        self.wait_for(*names)
 
     def kill(self, name: str) -> None:
         """Kill an engine and all its processes as an out-of-memory killer would."""
