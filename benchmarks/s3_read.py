@@ -26,7 +26,7 @@ import numpy as np
 from dualpath.laboratory.lab.s3_server import find_s3_server, serve_folder
 from dualpath.report import markdown
 from dualpath.report.model import Table
-from dualpath.storage.block_file import HEADER_BYTES
+from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.s3_client import S3Client
 from dualpath.storage.s3_connection import Patience
 from dualpath.storage.s3_location import parse_location

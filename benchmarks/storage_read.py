@@ -26,6 +26,7 @@ from dualpath.laboratory.experiments.raw_nixl import FileRead, RawFileReader
 from dualpath.report import markdown
 from dualpath.report.model import Table
 from dualpath.storage import block_file
+from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.posix import PosixStorage
 from dualpath.storage.sections import Sections
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
@@ -44,14 +45,13 @@ class Bench:
         self.namespace = StoreNamespace("benchmark", "bfloat16", "NHD", self.geometry)
         self.root = root
         self.keys: list[BlockKey] = block_keys(range(64 * blocks), 64)
-        self.slot_bytes = block_file.HEADER_BYTES + block_bytes
+        self.slot_bytes = HEADER_BYTES + block_bytes
         self.memory: RegisteredMemory = allocate_registered(BATCH_BLOCKS * self.slot_bytes)
         self.headers = [
-            self.memory.view(i * self.slot_bytes, block_file.HEADER_BYTES)
-            for i in range(BATCH_BLOCKS)
+            self.memory.view(i * self.slot_bytes, HEADER_BYTES) for i in range(BATCH_BLOCKS)
         ]
         self.slots = [
-            self.memory.view(i * self.slot_bytes + block_file.HEADER_BYTES, block_bytes)
+            self.memory.view(i * self.slot_bytes + HEADER_BYTES, block_bytes)
             for i in range(BATCH_BLOCKS)
         ]
         self.writer = PosixStorage(root, self.namespace, sync=True)

@@ -31,6 +31,7 @@ from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.wire import EventLines
 from dualpath.storage.factory import open_storage
+from dualpath.storage.key_ring import KeyRing
 
 pytest.importorskip("nixl_cu12")
 pytestmark = pytest.mark.nixl
@@ -55,6 +56,12 @@ ENGINE = (
     # Layers of two parts, a large one, and small ones with a window.
     *("--layer-parts", "192+64*3,512,128@64*2"),
 )
+STORAGE_KEY, KEY = "storage.key", "0123456789abcdef" * 4
+#: Two of the clusters seal what they store.
+SEALED = {
+    Mode.DUALPATH: ("--storage-key-file", STORAGE_KEY),
+    Mode.BASIC: ("--storage-key-file", STORAGE_KEY, "--storage-protection", "authenticated"),
+}
 #: Agents' rounds as (tokens to append, tokens to generate).
 AGENTS = (
     ((150, 40), (33, 20), (5, 30)),
@@ -114,7 +121,8 @@ async def engines(
     with Processes(folder, mode) as started:
         for name in names:
             role = name.partition("-")[0]
-            started.start(f"{mode.value}-{name}", role, control, *ENGINE, "--engine-id", name)
+            more = (*ENGINE, *SEALED.get(mode, ()), "--engine-id", name)
+            started.start(f"{mode.value}-{name}", role, control, *more)
         lines = [await first_line(process) for process in started.processes]
         yield [found[0] for line in lines if (found := re.findall(r"http://[\d.:]+\d", line))]
         assert [await ended(process) for process in started.processes] == [[]] * len(names)
@@ -128,7 +136,8 @@ class Player:
         namespace = service.registry.namespace
         assert namespace is not None
         self.geometry: BlockGeometry = namespace.geometry
-        self._storage = open_storage(folder / "kv", namespace, mode=mode)
+        keys = KeyRing(KEY, STORAGE_KEY)
+        self._storage = open_storage(folder / "kv", namespace, mode=mode, keys=keys)
         # An engine reports what it has stored.
         self._arrivals = Arrivals(service)
 
@@ -189,6 +198,8 @@ async def verified_and_wrong(urls: list[str]) -> tuple[int, int]:
 async def played(folder: Path, mode: Mode, prefill: int, decode: int) -> list[list[list[int]]]:
     """Play all agents on a cluster of its own, check it, return what was generated."""
     folder.mkdir()
+    (folder / STORAGE_KEY).write_text(KEY)
+    (folder / STORAGE_KEY).chmod(0o600)
     async with front_door(RouterSettings(mode=mode), "127.0.0.1", 0) as (endpoint, service):
         address = service.control_address
         async with engines(folder, address, mode, prefill, decode) as urls:

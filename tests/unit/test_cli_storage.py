@@ -5,6 +5,7 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dualpath.cli.main import main
@@ -12,13 +13,16 @@ from dualpath.core.blocks import (
     BlockGeometry,
     BlockKey,
     BlockOrigin,
+    Protection,
     StoreNamespace,
     block_keys,
     chain_root,
     tenant_tag,
 )
+from dualpath.engine.storage_keys import load_storage_keys
 from dualpath.storage.posix import PosixStorage
 from dualpath.storage.posix_objects import PosixObjects
+from dualpath.storage.protection import STORAGE_KEY_VARIABLE
 from dualpath.storage.status import read_status
 
 GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=1, layer_block_bytes=2048)
@@ -161,3 +165,31 @@ def test_a_cleaning_keeps_what_is_pinned_and_the_index_it_made(
     assert run(capsys, "pin", storage.root, *undone) == ""
     assert run(capsys, "gc", storage.root, *limits).startswith("3 blocks")
     assert "janitor alone-" in run(capsys, "ls", storage.root)
+
+
+def test_sealed_blocks_are_listed_as_such_and_verified_with_their_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(STORAGE_KEY_VARIABLE, raising=False)
+    root, file, new = tmp_path / "kv", tmp_path / "storage.key", "1" * 64
+    file.write_text("0" * 64)
+    namespace = msgspec.structs.replace(NAMESPACE, protection=Protection.ENCRYPTED)
+    sealed = PosixStorage(root, namespace, keys=load_storage_keys(str(file)))
+    sealed.write(chain(1), [memoryview(bytes(GEOMETRY.full_block_bytes))] * 4)
+    place, verify = sealed.path.name, ("verify", str(root), "--rate", "0")
+    assert "encrypted" in run(capsys, "ls", str(root))
+    (listed,) = json.loads(run(capsys, "ls", str(root), "--json", "-"))
+    assert (listed["name"], listed["protection"]) == (place, "encrypted")
+
+    assert "4 blocks" in run(capsys, *verify, "--storage-key-file", str(file))
+    damaged = sealed.block_path(chain(1)[3])
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\1")
+    found = run(capsys, *verify, "--storage-key-file", str(file), "--remove", code=1)
+    assert f"{chain(1)[3].hex()}: not authentic" in found
+    file.write_text(new)
+    for keys in ((), ("--storage-key-file", str(file))):
+        found = run(capsys, *verify, *keys, "--remove", code=1)
+        assert found.count(": storage key\n") == 3
+    assert [sealed.is_stored(key) for key in chain(1)] == [True, True, True, False]
+    monkeypatch.setenv(STORAGE_KEY_VARIABLE, f"{new}\n{'0' * 64}\n")
+    assert "3 blocks" in run(capsys, *verify)

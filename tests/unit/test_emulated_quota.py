@@ -8,7 +8,7 @@ from tests.emulated_cluster import GEOMETRY, GUARD_S, Cluster, cluster
 from dualpath.core.modes import Mode
 from dualpath.engine import storage_keeping
 from dualpath.engine.counters import Counter
-from dualpath.storage.block_file import HEADER_BYTES
+from dualpath.storage.block_header import HEADER_BYTES
 
 BLOCK_BYTES = HEADER_BYTES + GEOMETRY.full_block_bytes
 QUOTA_BLOCKS = 24

@@ -2,13 +2,15 @@
 
 import struct
 
+import msgspec
 import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockGeometry, BlockOrigin, tenant_tag
-from dualpath.storage import block_file
+from dualpath.storage import block_file, block_header
+from dualpath.storage.block_file import PlainBlocks
 from dualpath.storage.sections import FileOrder, Sections
 
 KEY = bytes(range(32))
@@ -16,6 +18,7 @@ DIGEST = "0123456789abcdef"
 PAYLOAD = bytes(range(256)) * 16
 TAIL = bytes(range(255, -1, -1))
 ORIGIN = BlockOrigin(bytes(range(1, 33)), tenant_tag("a tenant's salt"))
+FORM = PlainBlocks(DIGEST)
 WHOLE = Sections([PAYLOAD[:1000], PAYLOAD[1000:]], [TAIL])
 
 
@@ -34,17 +37,17 @@ def damaged(content: bytes, position: int, bit: int = 0) -> bytes:
 
 
 def test_a_header_says_what_was_stored() -> None:
-    found = block_file.decode_header(header())
+    found = block_header.decode_header(header())
     assert found is not None
     assert (found.key, found.namespace_digest) == (KEY, DIGEST)
     assert (found.payload_bytes, found.tail_bytes) == (4096 + 256, 256)
     assert found.origin == ORIGIN
-    assert len(header()) == block_file.HEADER_BYTES
+    assert len(header()) == block_header.HEADER_BYTES
     assert defect(WHOLE) is None
 
 
 def test_where_a_block_comes_from_need_not_be_known() -> None:
-    found = block_file.decode_header(block_file.encode_header(KEY, DIGEST, WHOLE))
+    found = block_header.decode_header(block_file.encode_header(KEY, DIGEST, WHOLE))
     assert found is not None
     assert found.origin == UNKNOWN_ORIGIN
 
@@ -88,12 +91,12 @@ def test_an_intact_block_of_another_kind_is_refused(
     assert defect(payload, key, digest) == reason
 
 
-def test_another_format_version_is_told_from_a_bad_header(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = header()
-    monkeypatch.setattr(block_file, "FORMAT_VERSION", 3)
-    assert block_file.decode_header(now) is None
-    assert defect(WHOLE) is None
-    assert block_file.defect(KEY, DIGEST, now, WHOLE) == "format version"
+def test_another_format_version_is_told_from_a_bad_header() -> None:
+    now = block_header.decode_header(header())
+    assert now is not None
+    later = block_header.packed_header(msgspec.structs.replace(now, version=4))
+    assert block_header.decode_header(later) is None
+    assert block_file.defect(KEY, DIGEST, later, WHOLE) == "format version"
 
 
 def version_1(payload: bytes) -> bytes:
@@ -109,20 +112,20 @@ def version_1(payload: bytes) -> bytes:
 def test_version_1_is_told_from_a_bad_header_also_where_it_is_short() -> None:
     old = version_1(PAYLOAD)
     assert block_file.defect(KEY, DIGEST, old, WHOLE) == "format version"
-    assert block_file.defect_of_length(KEY, DIGEST, old, WHOLE, 10) == "format version"
-    assert block_file.defect_of_length(KEY, DIGEST, header(), WHOLE, 10) == "short"
+    assert block_file.defect_of_length(FORM, KEY, old, WHOLE, 10) == "format version"
+    assert block_file.defect_of_length(FORM, KEY, header(), WHOLE, 10) == "short"
     assert block_file.defect(KEY, DIGEST, damaged(old, 20), WHOLE) == "bad header"
 
 
 @given(position=st.integers(0, 4096 + 4096 + 255))
 def test_a_whole_file_is_checked_by_what_its_header_says(position: int) -> None:
     content = header() + PAYLOAD + TAIL
-    assert block_file.defect_of_file(KEY, DIGEST, content) is None
-    reason = block_file.defect_of_file(KEY, DIGEST, damaged(content, position))
+    assert block_file.defect_of_file(FORM, KEY, content) is None
+    reason = block_file.defect_of_file(FORM, KEY, damaged(content, position))
     in_padding = 176 <= position < 4096
     assert reason == (None if in_padding else "bad header" if position < 4096 else "checksum")
-    assert block_file.defect_of_file(KEY, DIGEST, content[:-1]) == "wrong length"
-    assert block_file.defect_of_file(KEY, DIGEST, content[:4097]) == "wrong length"
+    assert block_file.defect_of_file(FORM, KEY, content[:-1]) == "wrong length"
+    assert block_file.defect_of_file(FORM, KEY, content[:4097]) == "wrong length"
 
 
 def test_keys_and_digests_have_fixed_sizes() -> None:

@@ -42,7 +42,13 @@ def add_actions(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--remove",
         action="store_true",
-        help="remove the blocks that are bad, but not those of another format",
+        help="remove the blocks that are bad, but not those of another format or storage key",
+    )
+    parser.add_argument(
+        "--storage-key-file",
+        default="",
+        metavar="FILE",
+        help="as engines have it, for sealed blocks (default: DUALPATH_STORAGE_KEY)",
     )
     parser.set_defaults(act=verify)
 
@@ -119,15 +125,18 @@ def look(args: argparse.Namespace) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     """Check all blocks and print the bad ones; returns 1 if there are any."""
-    from dualpath.storage.block_file import OTHER_FORMAT
+    from dualpath.engine.storage_keys import load_storage_keys
+    from dualpath.storage.block_file import STAYING
     from dualpath.storage.inventory import Choice, chosen, discard
     from dualpath.storage.inventory import verify as check
 
+    keys = load_storage_keys(args.storage_key_file)
     tree, index = opened(args)
     rate = parse_amount("--rate", args.rate)
     rows, report = chosen(index, Choice()), Progress("checked")
     bad, missing, read_bytes = [], 0, 0
-    for number, verdict in enumerate(check(tree, index, rows, rate, time.monotonic, time.sleep)):
+    verdicts = check(tree, index, rows, rate, keys, time.monotonic, time.sleep)
+    for number, verdict in enumerate(verdicts):
         read_bytes += verdict.bytes
         missing += verdict.bytes == 0
         if verdict.reason is not None and verdict.bytes:
@@ -135,7 +144,7 @@ def verify(args: argparse.Namespace) -> int:
             print(f"{verdict.namespace}/{verdict.key.hex()}: {verdict.reason}")
         report(number / len(rows))
     if args.remove:
-        discard(tree, [one for one in bad if one.reason != OTHER_FORMAT])
+        discard(tree, [one for one in bad if one.reason not in STAYING])
     done = " and removed" if args.remove else ""
     print(f"{len(rows) - missing} blocks, {_size(read_bytes)} read; {len(bad)} bad{done}")
     return _EXIT_BAD if bad else 0
@@ -154,7 +163,7 @@ def parse_amount(flag: str, text: str) -> float:
 
 def _table(found: "list[Share]", by: str) -> list[str]:
     heads = {"namespace": "namespace", "tenant": "tenant", "age": "used within"}
-    rows = [(heads[by], "blocks", "size", "tenants", "last use", "model")]
+    rows = [(heads[by], "blocks", "size", "tenants", "last use", "protection", "model")]
     rows += [
         (
             share.name,
@@ -162,16 +171,17 @@ def _table(found: "list[Share]", by: str) -> list[str]:
             _size(share.bytes),
             str(share.tenants),
             datetime.fromtimestamp(share.used_s, UTC).isoformat(" ", "minutes"),
+            share.protection,
             share.model,
         )
         for share in found
     ]
     total = sum(share.bytes for share in found)
-    rows.append(("all", f"{sum(s.blocks for s in found):,}", _size(total), "", "", ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(6)]
+    rows.append(("all", f"{sum(s.blocks for s in found):,}", _size(total), "", "", "", ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(7)]
     return [
         "  ".join(
-            cell.ljust(width) if column in (0, 4, 5) else cell.rjust(width)
+            cell.ljust(width) if column in (0, 4, 5, 6) else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

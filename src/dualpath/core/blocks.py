@@ -14,6 +14,7 @@ extra keys), the very function vLLM calls ``sha256_cbor``.  Equal keys therefore
 prefixes, and router, engines and storage agree on them without talking to each other.
 """
 
+import enum
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
@@ -138,10 +139,20 @@ class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
         return most_hit_blocks(prompt_tokens, self.block_tokens)
 
 
+class Protection(enum.StrEnum):
+    """What stored blocks withstand beyond accidents, for who has no storage key."""
+
+    AUTHENTICATED = "authenticated"
+    """Nobody forges one; who can read the storage reads it."""
+    ENCRYPTED = "encrypted"
+    """Nobody forges or reads one."""
+
+
 class StoreNamespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that must be equal for two engines to exchange stored blocks.
 
-    ``mode`` keeps the length-only blocks of Oracle runs (§7.2) away from real ones.
+    ``mode`` keeps the length-only blocks of Oracle runs (§7.2) away from real ones, and
+    ``protection``, absent for plain blocks, keeps those apart that are believed for other reasons.
     """
 
     model: str
@@ -149,6 +160,8 @@ class StoreNamespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: str
     geometry: BlockGeometry
     mode: str = "kv"
+    # Unset is not encoded: plain namespaces are named as they were before there were others.
+    protection: Protection | msgspec.UnsetType = msgspec.UNSET
 
     def digest(self) -> str:
         """16 hex digits that name this namespace on disk and on the wire."""

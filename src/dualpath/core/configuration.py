@@ -22,7 +22,13 @@ PREFIX = "DUALPATH_"
 
 #: Variables with our prefix that are no setting of a section.
 OTHER_VARIABLES = frozenset(
-    {"DUALPATH_CACHE", "DUALPATH_CLUSTER_SECRET", "DUALPATH_DATA", "DUALPATH_ENGINE_API_KEY"}
+    {
+        "DUALPATH_CACHE",
+        "DUALPATH_CLUSTER_SECRET",
+        "DUALPATH_DATA",
+        "DUALPATH_ENGINE_API_KEY",
+        "DUALPATH_STORAGE_KEY",
+    }
 )
 
 HIDDEN = "(hidden)"

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from dualpath.core.blocks import Protection
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
@@ -37,6 +38,21 @@ SecretFile = Annotated[
         "holds the secret of router and engines; empty: DUALPATH_CLUSTER_SECRET of the "
         "environment; without either both must be on one machine",
         metavar="FILE",
+    ),
+]
+StorageKeyFile = Annotated[
+    str,
+    Setting(
+        "holds the storage keys, one a line, the newest first: it seals what is written, all open "
+        "what is read; empty: DUALPATH_STORAGE_KEY of the environment",
+        metavar="FILE",
+    ),
+]
+StorageProtection = Annotated[
+    Literal["auto", "none", "authenticated", "encrypted"],
+    Setting(
+        "stored blocks withstand forgery (authenticated), and readers as well (encrypted); both "
+        "take a storage key; auto: encrypted where storage_key_file is given, else none"
     ),
 ]
 EngineMode = Annotated[Mode, Setting("how KV is loaded; must equal the router's")]
@@ -94,6 +110,8 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
     ]
     storage: Storage
     cluster_secret_file: SecretFile = ""
+    storage_key_file: StorageKeyFile = ""
+    storage_protection: StorageProtection = "auto"
     mode: EngineMode = Mode.DUALPATH
     node: Annotated[
         str, Setting("engines of one node share a storage NIC; empty: a node of its own")
@@ -202,6 +220,20 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         """Whether this engine says what it stores and reads, and limits what it writes."""
         limited = self.limits.any or self.storage_write_twice or self.storage_write_bytes_per_s > 0
         return limited and self.mode.moves_bytes
+
+    @property
+    def protection(self) -> Protection | msgspec.UnsetType:
+        """How blocks are sealed, as the engine's namespace says; unset where they are plain."""
+        named = self.storage_protection
+        if named == "auto":
+            named = "encrypted" if self.storage_key_file else "none"
+        sealed = named != "none" and self.mode.moves_bytes
+        return Protection(named) if sealed else msgspec.UNSET
+
+    @property
+    def seals_blocks(self) -> bool:
+        """Whether storage keys are needed."""
+        return self.protection is not msgspec.UNSET
 
     @property
     def node_name(self) -> str:

@@ -16,6 +16,7 @@ from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import HostProcess
 from dualpath.engine.router_connection import RouterConnection, ZmqRouterConnection
 from dualpath.engine.settings import EngineSettings
+from dualpath.engine.storage_keys import load_storage_keys
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.factory import open_storage, open_tree
@@ -33,6 +34,7 @@ def _open_storage(settings: EngineSettings, namespace: StoreNamespace) -> BlockS
         namespace,
         mode=settings.mode,
         read_bytes_per_s=settings.snic_bytes_per_s or None,
+        keys=load_storage_keys(settings.storage_key_file) if settings.seals_blocks else None,
     )
 
 

@@ -1,46 +1,28 @@
-"""The bytes of one stored Full Block: a 4 KiB header, then the payload.
-
-Header, little-endian, zero-padded to 4096 bytes so that the payload is aligned for direct I/O:
-
-====== ===== =========================================================
-offset bytes field
-====== ===== =========================================================
-0      8     magic ``DUALPATH``
-8      4     format version
-12     4     bytes of this header (4096)
-16     8     payload length in bytes, head and tail
-24     32    block key
-56     16    namespace digest, ASCII
-72     16    XXH3-128 of the payload's head
-88     32    key of the block before it in its chain, zero if not known
-120    16    tenant tag, ASCII, zero if there is none
-136    8     bytes of the payload's tail
-144    16    XXH3-128 of the payload's tail
-160    16    XXH3-128 of bytes 0..159
-====== ===== =========================================================
+"""The bytes of one stored Full Block: its header, then the payload; and whether they are right.
 
 The payload is the head of the block, then its tail, the window layers (``storage.sections``).
 
-XXH3 finds torn, short and flipped data at memory speed; it is no defence against somebody who
-writes false blocks on purpose.  Everything here is pure.
+A plain block has checksums: XXH3 finds torn, short and flipped data at memory speed, and is no
+defence against somebody who writes false blocks on purpose.  That is what sealed blocks are for
+(``storage.sealed_blocks``).  Everything here is pure.
 """
 
-import struct
 from collections.abc import Sequence
+from typing import Protocol
 
-import msgspec
 import xxhash
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin
+from dualpath.storage.block_header import (
+    HEADER_BYTES,
+    PLAIN_VERSION,
+    VERSIONS,
+    BlockHeader,
+    decode_header,
+    header_version,
+    packed_header,
+)
 from dualpath.storage.sections import Buffer, Sections
-
-HEADER_BYTES = 4096
-FORMAT_VERSION = 2
-_MAGIC = b"DUALPATH"
-_FIELDS = struct.Struct("<8sIIQ32s16s16s32s16sQ16s")
-_CHECKSUM_BYTES = 16
-#: What the checksum of a header of version 1 covered.
-_VERSION_1_BYTES = 88
 
 #: Why a block is not good; these are the reasons a ``ReadOutcome`` carries.
 MISSING = "missing"
@@ -49,22 +31,54 @@ WRONG_KEY = "wrong key"
 WRONG_NAMESPACE = "wrong namespace"
 WRONG_LENGTH = "wrong length"
 BAD_HEADER = "bad header"
-#: A block of another release of this format: nothing is wrong with it, so it stays where it is.
-OTHER_FORMAT = "format version"
 CHECKSUM = "checksum"
+#: A sealed block that is damaged, or that nobody wrote who has its storage key.
+NOT_AUTHENTIC = "not authentic"
+#: A block of another release of this format.
+OTHER_FORMAT = "format version"
+#: A block sealed with a storage key that is not here.
+OTHER_STORAGE_KEY = "storage key"
+#: With these nothing need be wrong: such a block is not read, and stays where it is.
+STAYING = frozenset({OTHER_FORMAT, OTHER_STORAGE_KEY})
 
 
-class BlockHeader(msgspec.Struct, frozen=True):
-    """What a header says about its block; checksums are 16 bytes."""
+class BlockForm(Protocol):
+    """How blocks of one namespace are written, and what makes one believed."""
 
-    version: int
-    key: BlockKey
-    payload_bytes: int
-    tail_bytes: int
-    namespace_digest: str
-    head_checksum: bytes
-    tail_checksum: bytes
-    origin: BlockOrigin
+    def encoded(
+        self, key: BlockKey, payload: Sections, origin: BlockOrigin = UNKNOWN_ORIGIN
+    ) -> list[memoryview]:
+        """Return the file of a whole block: its header, then a buffer for each of ``payload``'s.
+
+        They are good until the same thread calls again; ``origin`` is the block's own.
+        """
+        ...
+
+    def defect(self, key: BlockKey, header: memoryview | bytes, payload: Sections) -> str | None:
+        """Return why the block as read is not the one asked for, or None if it is.
+
+        ``payload`` has the lengths the reader expects; of a tail that was not read nothing is
+        said.  It is writable, and holds the block's own bytes afterwards if nothing is wrong.
+        """
+        ...
+
+
+class PlainBlocks:
+    """See ``BlockForm``: the block as it is, with checksums."""
+
+    def __init__(self, namespace_digest: str) -> None:
+        self._digest = namespace_digest
+
+    def encoded(
+        self, key: BlockKey, payload: Sections, origin: BlockOrigin = UNKNOWN_ORIGIN
+    ) -> list[memoryview]:
+        """Return header and payload."""
+        header = encode_header(key, self._digest, payload, origin)
+        return [memoryview(header), *payload.buffers]
+
+    def defect(self, key: BlockKey, header: memoryview | bytes, payload: Sections) -> str | None:
+        """Compare checksums; the payload may be read-only."""
+        return defect(key, self._digest, header, payload)
 
 
 def checksum(buffers: Sequence[Buffer]) -> bytes:
@@ -83,57 +97,41 @@ def encode_header(
     payload: Sections,
     origin: BlockOrigin = UNKNOWN_ORIGIN,
 ) -> bytes:
-    """Return the 4096 header bytes of a whole block; ``origin`` is its own.
+    """Return the 4096 header bytes of a whole plain block; ``origin`` is its own.
 
     Raises ``ValueError`` unless the key has 32 bytes and the digest 16 characters.
     """
-    digest = namespace_digest.encode("ascii")
-    if len(key) != 32 or len(digest) != 16:
-        raise ValueError(
-            f"key of {len(key)} bytes and digest of {len(digest)} characters: 32 and 16 are needed"
-        )
     tail = payload.tail or ()
-    fields = _FIELDS.pack(
-        *(_MAGIC, FORMAT_VERSION, HEADER_BYTES, payload.size_bytes, key, digest),
-        *(checksum(payload.head), origin.parent, origin.tenant.encode("ascii")),
-        *(Sections(tail).size_bytes, checksum(tail)),
+    sizes = (payload.size_bytes, Sections(tail).size_bytes)
+    sums = (checksum(payload.head), checksum(tail))
+    return packed_header(
+        BlockHeader(PLAIN_VERSION, key, *sizes, namespace_digest, *sums, origin=origin)
     )
-    return (fields + xxhash.xxh3_128_digest(fields)).ljust(HEADER_BYTES, b"\0")
-
-
-def decode_header(header: memoryview | bytes) -> BlockHeader | None:
-    """Return the header's fields, or None if it is no intact header of this format version."""
-    if not _is_intact(header, _FIELDS.size):
-        return None
-    fields = _FIELDS.unpack(bytes(header[: _FIELDS.size]))
-    _, version, header_bytes, length, key, digest, head_sum, parent, tenant, tail, tail_sum = fields
-    if version != FORMAT_VERSION or header_bytes != HEADER_BYTES:
-        return None
-    origin = BlockOrigin(
-        parent if any(parent) else b"", tenant.decode("ascii", "replace") if any(tenant) else ""
-    )
-    digest_text = digest.decode("ascii", "replace")
-    return BlockHeader(version, key, length, tail, digest_text, head_sum, tail_sum, origin)
-
-
-def _is_intact(header: memoryview | bytes, fields_bytes: int) -> bool:
-    """Whether these are fields of that many bytes, and their checksum."""
-    raw = bytes(header[: fields_bytes + _CHECKSUM_BYTES])
-    fields, found = raw[:fields_bytes], raw[fields_bytes:]
-    return fields[: len(_MAGIC)] == _MAGIC and xxhash.xxh3_128_digest(fields) == found
 
 
 def defect(
     key: BlockKey, namespace_digest: str, header: memoryview | bytes, payload: Sections
 ) -> str | None:
-    """Return why the block as read is not the one asked for, or None if it is.
+    """Return ``BlockForm.defect`` of a plain block."""
+    found = header_asked_for(key, namespace_digest, header, payload)
+    if isinstance(found, str):
+        return found
+    if found.version != PLAIN_VERSION:
+        return OTHER_FORMAT
+    if found.head_checksum != checksum(payload.head):
+        return CHECKSUM
+    if payload.tail is not None and found.tail_checksum != checksum(payload.tail):
+        return CHECKSUM
+    return None
 
-    ``payload`` has the lengths the reader expects; of a tail that was not read nothing is said.
-    """
+
+def header_asked_for(
+    key: BlockKey, namespace_digest: str, header: memoryview | bytes, payload: Sections
+) -> BlockHeader | str:
+    """Return the header of the block that is meant, or why it is another one's or none."""
     found = decode_header(header)
     if found is None:
-        is_other = _is_intact(header, _FIELDS.size) or _is_intact(header, _VERSION_1_BYTES)
-        return OTHER_FORMAT if is_other else BAD_HEADER
+        return BAD_HEADER if header_version(header) in (None, *VERSIONS) else OTHER_FORMAT
     if found.key != key:
         return WRONG_KEY
     if found.namespace_digest != namespace_digest:
@@ -141,35 +139,27 @@ def defect(
     head, tail = payload
     tail_bytes = found.tail_bytes if tail is None else Sections(tail).size_bytes
     sizes = (found.payload_bytes - found.tail_bytes, found.tail_bytes)
-    if sizes != (Sections(head).size_bytes, tail_bytes):
-        return WRONG_LENGTH
-    if found.head_checksum != checksum(head):
-        return CHECKSUM
-    if tail is not None and found.tail_checksum != checksum(tail):
-        return CHECKSUM
-    return None
+    return found if sizes == (Sections(head).size_bytes, tail_bytes) else WRONG_LENGTH
 
 
 def defect_of_length(
+    form: BlockForm,
     key: BlockKey,
-    namespace_digest: str,
     header: memoryview | bytes,
     payload: Sections,
     arrived_bytes: int,
 ) -> str | None:
-    """Return the same of a file of which ``arrived_bytes`` of the payload have come."""
+    """Return what is wrong with a file of which ``arrived_bytes`` of the payload have come."""
     if arrived_bytes >= payload.size_bytes:
-        return defect(key, namespace_digest, header, payload)
+        return form.defect(key, header, payload)
     # What says that it is of another format may be shorter than a block of this one.
-    empty = Sections((), ())
-    other = defect(key, namespace_digest, header, empty) == OTHER_FORMAT
-    return OTHER_FORMAT if other else SHORT
+    return OTHER_FORMAT if header_version(header) not in (None, *VERSIONS) else SHORT
 
 
-def defect_of_file(key: BlockKey, namespace_digest: str, content: bytes) -> str | None:
+def defect_of_file(form: BlockForm, key: BlockKey, content: bytes) -> str | None:
     """Return the same of a whole file, by whoever does not know the block's geometry."""
-    header, payload = content[:HEADER_BYTES], memoryview(content)[HEADER_BYTES:]
+    header, payload = content[:HEADER_BYTES], memoryview(bytearray(content[HEADER_BYTES:]))
     found = decode_header(header)
     head_bytes = max(payload.nbytes - (0 if found is None else found.tail_bytes), 0)
     sections = Sections([payload[:head_bytes]], [payload[head_bytes:]])
-    return defect(key, namespace_digest, header, sections)
+    return form.defect(key, header, sections)

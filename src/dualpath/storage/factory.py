@@ -3,6 +3,7 @@
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,6 +25,9 @@ from dualpath.storage.s3_location import parse_location
 from dualpath.storage.s3_objects import S3Objects
 from dualpath.storage.throttle import ThrottledStorage
 
+if TYPE_CHECKING:
+    from dualpath.storage.key_ring import KeyRing
+
 _memory_storages: dict[tuple[str, str], MemoryStorage] = {}
 _memory_trees: dict[str, MemoryObjects] = {}
 _memory_lock = threading.Lock()
@@ -37,6 +41,7 @@ def open_storage(
     read_bytes_per_s: float | None = None,
     direct_io: DirectIo = "auto",
     sync: bool = False,
+    keys: "KeyRing | None" = None,
 ) -> BlockStorage:
     """Open the storage at ``location``: a path, ``file://``, ``s3://`` or ``memory://``.
 
@@ -44,7 +49,7 @@ def open_storage(
     ``memory://name`` is one storage per name within this process, for tests.  ``read_bytes_per_s``
     throttles reads to a SNIC's rate (None: unthrottled).  In ``Mode.ORACLE`` the storage keeps
     lengths only, apart from real blocks, in a directory.  ``direct_io`` and ``sync`` are
-    ``PosixStorage``'s.
+    ``PosixStorage``'s, ``keys`` those of a namespace whose blocks are sealed.
 
     Raises ``ConfigError`` for an unknown scheme, an unusable directory or bucket.
     """
@@ -55,12 +60,12 @@ def open_storage(
         return LengthOnlyStorage(rest, msgspec.structs.replace(namespace, mode=ORACLE))
     storage: BlockStorage
     if scheme == "memory":
-        storage = memory_storage(rest, namespace)
+        storage = memory_storage(rest, namespace, keys)
     elif scheme == "s3":
         place = with_credentials(parse_location(str(location)))
-        storage = S3Storage(place, namespace)
+        storage = S3Storage(place, namespace, keys=keys)
     else:
-        storage = PosixStorage(rest, namespace, direct_io=direct_io, sync=sync)
+        storage = PosixStorage(rest, namespace, direct_io=direct_io, sync=sync, keys=keys)
     return storage if read_bytes_per_s is None else ThrottledStorage(storage, read_bytes_per_s)
 
 
@@ -90,10 +95,12 @@ def open_tree(location: str | Path) -> ObjectTree:
     return PosixObjects(rest)
 
 
-def memory_storage(name: str, namespace: StoreNamespace) -> MemoryStorage:
+def memory_storage(
+    name: str, namespace: StoreNamespace, keys: "KeyRing | None" = None
+) -> MemoryStorage:
     """Return this process's memory storage of that name and namespace, created on first use."""
     with _memory_lock:
         key = (name, namespace.digest())
         if key not in _memory_storages:
-            _memory_storages[key] = MemoryStorage(namespace)
+            _memory_storages[key] = MemoryStorage(namespace, keys=keys)
         return _memory_storages[key]

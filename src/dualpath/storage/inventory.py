@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
@@ -12,12 +12,17 @@ from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.errors import ConfigError
 from dualpath.policy.chain_index import ChainIndex, Rows, chain_uses
 from dualpath.storage import block_file, index_file
+from dualpath.storage.block_file import BlockForm, PlainBlocks
 from dualpath.storage.directory import object_name
 from dualpath.storage.janitor import take_news
 from dualpath.storage.objects import ObjectTree
+from dualpath.storage.protection import block_form
 from dualpath.storage.removal import BATCH, Removal
 from dualpath.storage.survey import Survey
 from dualpath.storage.throttle import TokenBucket
+
+if TYPE_CHECKING:
+    from dualpath.storage.key_ring import KeyRing
 
 Grouping = Literal["namespace", "tenant", "age"]
 Report = Callable[[float], None]
@@ -38,6 +43,7 @@ class Share(msgspec.Struct, frozen=True):
 
     name: str
     model: str
+    protection: str
     blocks: int
     bytes: int
     tenants: int
@@ -92,10 +98,12 @@ def shares(tree: ObjectTree, index: ChainIndex, by: Grouping, now_s: float) -> l
     for number, name in enumerate(names):
         rows = np.flatnonzero(tables.stored & (numbers == number))
         if rows.size:
+            namespace = _namespace(tree, name) if by == "namespace" else None
             found.append(
                 Share(
                     name=name,
-                    model=_model(tree, name) if by == "namespace" else "",
+                    model=namespace.model if namespace else "?" if by == "namespace" else "",
+                    protection=(namespace and namespace.protection) or "",
                     blocks=len(rows),
                     bytes=int(tables.sizes[rows].sum()),
                     tenants=len(np.unique(tables.tenants[rows])),
@@ -145,10 +153,15 @@ def verify(
     index: ChainIndex,
     rows: Rows,
     bytes_per_s: float,
+    keys: "KeyRing | None",
     steady_s: Callable[[], float],
     sleep_s: Callable[[float], None],
 ) -> Iterator[Verdict]:
-    """Read and check blocks at no more than ``bytes_per_s`` (0: as fast as it goes)."""
+    """Read and check blocks at no more than ``bytes_per_s`` (0: as fast as it goes).
+
+    Without their ``keys`` sealed blocks cannot be checked: "storage key".
+    """
+    forms = {name: _form(tree, name, keys) for name in index.namespaces}
     bucket = TokenBucket(bytes_per_s) if bytes_per_s else None
     for row in rows.tolist():
         place, key = index.block(row)
@@ -157,11 +170,11 @@ def verify(
         if content is None:
             yield Verdict(place, key, 0, block_file.MISSING)
             continue
-        digest = (_DIGEST.findall(place) or [""])[-1]
-        reason = block_file.defect_of_file(key, digest, content)
+        form, reason = forms[place], block_file.OTHER_STORAGE_KEY
+        found = reason if form is None else block_file.defect_of_file(form, key, content)
         if bucket is not None:
             sleep_s(max(bucket.pass_at(len(content), began_s) - steady_s(), 0.0))
-        yield Verdict(place, key, len(content), reason)
+        yield Verdict(place, key, len(content), found)
 
 
 def discard(tree: ObjectTree, verdicts: Sequence[Verdict]) -> None:
@@ -169,9 +182,18 @@ def discard(tree: ObjectTree, verdicts: Sequence[Verdict]) -> None:
     tree.remove([object_name(bad.namespace, bad.key) for bad in verdicts])
 
 
-def _model(tree: ObjectTree, namespace: str) -> str:
+def _form(tree: ObjectTree, name: str, keys: "KeyRing | None") -> BlockForm | None:
+    """Return how the blocks of a namespace are written, None if only who has keys can say."""
+    namespace = _namespace(tree, name)
+    if namespace is None:
+        return PlainBlocks((_DIGEST.findall(name) or [""])[-1])
+    sealed = namespace.protection is not msgspec.UNSET
+    return None if sealed and keys is None else block_form(namespace, keys)
+
+
+def _namespace(tree: ObjectTree, name: str) -> StoreNamespace | None:
     try:
-        content = tree.get(f"{namespace}/namespace.json") or b""
-        return msgspec.json.decode(content, type=StoreNamespace).model
+        content = tree.get(f"{name}/namespace.json") or b""
+        return msgspec.json.decode(content, type=StoreNamespace)
     except msgspec.MsgspecError:
-        return "?"
+        return None

@@ -13,7 +13,7 @@ import msgspec
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin
 from dualpath.core.errors import StorageError
 from dualpath.policy.write_gate import Refusal, WriteGate
-from dualpath.storage.block_file import HEADER_BYTES
+from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.checks import own_origins
 from dualpath.storage.contract import BlockStorage, DeclinedError, ReadOutcome
 from dualpath.storage.janitor import Janitor

@@ -6,13 +6,18 @@ found here as it is there.
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.errors import StorageError
 from dualpath.storage import block_file
 from dualpath.storage.checks import check_destination, check_sources, own_origins
 from dualpath.storage.contract import ReadOutcome
+from dualpath.storage.protection import block_form
 from dualpath.storage.sections import FileOrder
+
+if TYPE_CHECKING:
+    from dualpath.storage.key_ring import KeyRing
 
 BeforeRead = Callable[[BlockKey], None]
 
@@ -30,13 +35,14 @@ class MemoryStorage:
         *,
         before_read: BeforeRead | None = None,
         capacity_blocks: int | None = None,
+        keys: "KeyRing | None" = None,
     ) -> None:
         self.parallel_lookups = 1
         self.namespace = namespace
         self.geometry = namespace.geometry
         self.before_read = before_read
         self._capacity_blocks = capacity_blocks
-        self._digest = namespace.digest()
+        self._form = block_form(namespace, keys)
         self._order = FileOrder(namespace.geometry)
         self._lock = threading.Lock()
         self._blocks: dict[BlockKey, tuple[bytes, bytes]] = {}
@@ -63,8 +69,8 @@ class MemoryStorage:
         stored = self._order.of(memoryview(payload), whole=whole)
         for here, there in zip(arrived.buffers, stored.buffers, strict=True):
             here[:] = there
-        reason = block_file.defect(key, self._digest, header, arrived)
-        if reason not in (None, block_file.OTHER_FORMAT):
+        reason = self._form.defect(key, header, arrived)
+        if reason is not None and reason not in block_file.STAYING:
             with self._lock:
                 if self._blocks.get(key) is block:
                     del self._blocks[key]
@@ -80,7 +86,12 @@ class MemoryStorage:
         new_blocks = 0
         flat = check_sources(self.geometry, keys, sources)
         for key, source, own in zip(keys, flat, own_origins(keys, origin), strict=True):
-            header = block_file.encode_header(key, self._digest, self._order.of(source), own)
+            header, *stored = self._form.encoded(key, self._order.of(source), own)
+            payload = bytearray(source.nbytes)
+            for there, part in zip(
+                self._order.of(memoryview(payload)).buffers, stored, strict=True
+            ):
+                there[:] = part
             with self._lock:
                 if key in self._blocks:
                     continue
@@ -88,7 +99,7 @@ class MemoryStorage:
                     raise StorageError(
                         f"storage is full at {self._capacity_blocks} blocks; raise capacity_blocks"
                     )
-                self._blocks[key] = (header, bytes(source))
+                self._blocks[key] = (bytes(header), bytes(payload))
                 new_blocks += 1
         return new_blocks
 

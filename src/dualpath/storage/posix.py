@@ -21,12 +21,12 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.errors import ConfigError
 from dualpath.storage import block_file
-from dualpath.storage.block_file import HEADER_BYTES
+from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.checks import check_destination, check_sources, own_origins
 from dualpath.storage.contract import ReadOutcome
 from dualpath.storage.directory import (
@@ -38,7 +38,11 @@ from dualpath.storage.directory import (
     private,
     refused,
 )
+from dualpath.storage.protection import block_form
 from dualpath.storage.sections import FileOrder
+
+if TYPE_CHECKING:
+    from dualpath.storage.key_ring import KeyRing
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +61,10 @@ class PosixStorage:
     ``root``: a directory, created if absent.  ``direct_io``: bypass the page cache; ``"auto"``
     does where the file system allows it.  ``sync``: ``fsync`` each block before it becomes
     visible; without it a power cut may lose or tear recent blocks, which the checksum then finds.
+    ``keys``: of a namespace whose blocks are sealed.
 
     Raises ``ConfigError`` for an unusable root, a root that holds another namespace under the
-    same name, or ``direct_io=True`` on a file system without it.
+    same name, no keys where it takes some, or ``direct_io=True`` on a file system without it.
     """
 
     def __init__(
@@ -69,11 +74,12 @@ class PosixStorage:
         *,
         direct_io: DirectIo = "auto",
         sync: bool = False,
+        keys: "KeyRing | None" = None,
     ) -> None:
         self.parallel_lookups = 1
         self.namespace = namespace
         self.geometry = namespace.geometry
-        self._digest = namespace.digest()
+        self._form = block_form(namespace, keys)
         self._order = FileOrder(namespace.geometry)
         self._directory = NamespaceDirectory(Path(root), namespace, BLOCK_SUFFIX)
         self._sync = sync
@@ -115,9 +121,9 @@ class PosixStorage:
             logger.warning("read of %s failed: %s", path, error)
             return ReadOutcome(0, f"read error: {error.strerror}")
         payload_bytes = max(length - HEADER_BYTES, 0)
-        reason = block_file.defect_of_length(key, self._digest, header, payload, payload_bytes)
-        if reason == block_file.OTHER_FORMAT:
-            logger.warning("stored block %s has %s and is not read", path, reason)
+        reason = block_file.defect_of_length(self._form, key, header, payload, payload_bytes)
+        if reason in block_file.STAYING:
+            logger.warning("stored block %s is not read (%s) and stays", path, reason)
         elif reason is not None:
             self._directory.discard(path, reason)
         return ReadOutcome(payload_bytes, reason)
@@ -176,9 +182,7 @@ class PosixStorage:
     def _write_one(self, key: BlockKey, source: memoryview, origin: BlockOrigin) -> bool:
         if self._directory.has(key):
             return False
-        payload = self._order.of(source)
-        header = block_file.encode_header(key, self._digest, payload, origin)
-        buffers = [memoryview(header), *payload.buffers]
+        buffers = self._form.encoded(key, self._order.of(source), origin)
         temporary = self._directory.temporary_path()
         try:
             try:

@@ -14,21 +14,25 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage import block_file
-from dualpath.storage.block_file import HEADER_BYTES
+from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.checks import check_destination, check_sources, own_origins
 from dualpath.storage.contract import ReadOutcome
 from dualpath.storage.directory import namespace_name, object_name
+from dualpath.storage.protection import block_form
 from dualpath.storage.s3_client import S3Client, S3Error
 from dualpath.storage.s3_connection import Patience
 from dualpath.storage.s3_location import S3Location
 from dualpath.storage.sections import FileOrder
+
+if TYPE_CHECKING:
+    from dualpath.storage.key_ring import KeyRing
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +50,8 @@ class S3Storage:
     Of a bucket it needs the rights to get, put, delete and list: without the last, S3 calls an
     absent object forbidden.
 
-    Raises ``ConfigError`` if the bucket cannot be used or holds another namespace of this name.
+    Raises ``ConfigError`` if the bucket cannot be used or holds another namespace of this name, or
+    there are no ``keys`` where its blocks are sealed.
     """
 
     def __init__(
@@ -55,11 +60,12 @@ class S3Storage:
         namespace: StoreNamespace,
         *,
         patience: Patience | None = None,
+        keys: "KeyRing | None" = None,
     ) -> None:
         self.parallel_lookups = _PARALLEL_LOOKUPS
         self.namespace = namespace
         self.geometry = namespace.geometry
-        self._digest = namespace.digest()
+        self._form = block_form(namespace, keys)
         self._order = FileOrder(namespace.geometry)
         self._folder = namespace_name(namespace)
         self.client = S3Client(location, patience or Patience())
@@ -97,9 +103,9 @@ class S3Storage:
         if received is None:
             return ReadOutcome(0, block_file.MISSING)
         payload_bytes = max(received - HEADER_BYTES, 0)
-        reason = block_file.defect_of_length(key, self._digest, header, payload, payload_bytes)
-        if reason == block_file.OTHER_FORMAT:
-            logger.warning("stored block %s has %s and is not read", name, reason)
+        reason = block_file.defect_of_length(self._form, key, header, payload, payload_bytes)
+        if reason in block_file.STAYING:
+            logger.warning("stored block %s is not read (%s) and stays", name, reason)
         elif reason is not None:
             self._discard(name, reason)
         return ReadOutcome(payload_bytes, reason)
@@ -142,9 +148,8 @@ class S3Storage:
             try:
                 if self.client.exists(name):
                     return False
-                payload = self._order.of(source)
-                header = block_file.encode_header(key, self._digest, payload, origin)
-                is_new = self.client.put(name, [header, *payload.buffers])
+                content = self._form.encoded(key, self._order.of(source), origin)
+                is_new = self.client.put(name, content)
             except S3Error as error:
                 raise StorageError(
                     f"write of {HEADER_BYTES + source.nbytes} bytes refused: {error}; see the "

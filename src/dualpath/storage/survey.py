@@ -11,7 +11,7 @@ import msgspec
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey
 from dualpath.policy.chain_index import ChainIndex
-from dualpath.storage import block_file
+from dualpath.storage.block_header import HEADER_BYTES, decode_header
 from dualpath.storage.directory import key_of
 from dualpath.storage.objects import ObjectInfo, ObjectTree
 
@@ -123,7 +123,7 @@ class Survey:
             self.differences.gone_blocks += 1
 
     def _note(self, namespace: str, key: BlockKey, info: ObjectInfo) -> None:
-        header = block_file.decode_header(self._tree.get(info.name, block_file.HEADER_BYTES) or b"")
+        header = decode_header(self._tree.get(info.name, HEADER_BYTES) or b"")
         # What has no good header is found bad by who reads it, or goes as the oldest do.
         origin = header.origin if header is not None and header.key == key else UNKNOWN_ORIGIN
         self._index.add(namespace, key, origin.parent, origin.tenant, info.bytes, info.written_s)

@@ -8,12 +8,9 @@ being played again.  Without a secret the connection is plain and stays on the l
 
 import hmac
 import ipaddress
-import logging
 import os
 import secrets
-import stat
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,8 +18,7 @@ import zmq
 from zmq.utils import z85
 
 from dualpath.core.errors import ConfigError
-
-log = logging.getLogger(__name__)
+from dualpath.transport.secret_file import read_secret
 
 SECRET_VARIABLE = "DUALPATH_CLUSTER_SECRET"
 #: 128 bits in hexadecimal digits; the keys are as hard to guess as the secret, not harder.
@@ -79,23 +75,14 @@ def load_secret(file: str, environment: Mapping[str, str] = os.environ) -> Clust
 
     Raises ``ConfigError`` for a file that cannot be read and a secret that could be guessed.
     """
-    if not file:
-        text = environment.get(SECRET_VARIABLE, "").strip()
-        return ClusterSecret(text, SECRET_VARIABLE) if text else None
-    path = Path(file)
-    try:
-        text = path.read_text("utf-8").strip()
-        mode = path.stat().st_mode
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cluster_secret_file {file!r} cannot be read ({error}); {_REMEDY}"
-        ) from error
-    if mode & (stat.S_IROTH | stat.S_IWOTH):
-        log.warning(
-            "cluster_secret_file %r is open to every user of this machine (mode %o); chmod 600",
-            *(file, stat.S_IMODE(mode)),
-        )
-    return ClusterSecret(text, f"cluster_secret_file {file!r}")
+    found = read_secret(
+        file,
+        setting="cluster_secret_file",
+        variable=SECRET_VARIABLE,
+        remedy=_REMEDY,
+        environment=environment,
+    )
+    return None if found is None else ClusterSecret(*found)
 
 
 def check_control_host(host: str, secret: ClusterSecret | None) -> None:

@@ -191,6 +191,7 @@ class WorkerSide:
             layout=kv_layout(self._config, list(self._layers)),
             geometry=self.geometry,
             mode="kv" if self._settings.mode.moves_bytes else "oracle",
+            protection=self._settings.protection,
         )
 
     def _ask_to_drain(self) -> None:

@@ -136,6 +136,7 @@ class EmulatedSettings(EmulatedServer, frozen=True, kw_only=True):
             layout=LAYOUT,
             geometry=self.geometry,
             mode="kv" if self.engine.mode.moves_bytes else "oracle",
+            protection=self.engine.protection,
         )
 
     @property

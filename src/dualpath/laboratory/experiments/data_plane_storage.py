@@ -27,7 +27,7 @@ from dualpath.engine.trace import TraceRecorder
 from dualpath.laboratory.experiments.data_plane_settings import DataPlaneSettings, Rate, Reader
 from dualpath.laboratory.experiments.raw_nixl import FileRead, RawFileReader
 from dualpath.plan.steps import read_step
-from dualpath.storage.block_file import HEADER_BYTES
+from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.posix import PosixStorage
 from dualpath.transport.memory import PAGE_BYTES, allocate_registered
 from dualpath.transport.nixl import NixlTransport

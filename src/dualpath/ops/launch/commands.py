@@ -208,6 +208,10 @@ def _extra_config(
         extra["compute_quota_s"] = settings.effective_compute_quota_s
         extra["quota_flops_per_s"] = settings.quota_flops_per_s
         extra["profile"] = settings.profile
+    if settings.storage_key_file:
+        extra["storage_key_file"] = str(Path(settings.storage_key_file).absolute())
+    if settings.storage_protection != "auto":
+        extra["storage_protection"] = settings.storage_protection
     if settings.nixl_engine_config:
         extra["nixl_engine_config"] = settings.nixl_engine_config
     if settings.trace_dir:

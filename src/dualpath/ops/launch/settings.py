@@ -19,6 +19,8 @@ from dualpath.engine.settings import (
     QuotaFlops,
     SnicRate,
     Storage,
+    StorageKeyFile,
+    StorageProtection,
 )
 from dualpath.engine.storage_settings import (
     NamespaceQuota,
@@ -54,6 +56,8 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
 
     model: Model
     storage: Storage
+    storage_key_file: StorageKeyFile = ""
+    storage_protection: StorageProtection = "auto"
     mode: EngineMode = Mode.DUALPATH
     host: Host = "127.0.0.1"
     port: Port = 8000

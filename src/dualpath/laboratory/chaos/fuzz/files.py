@@ -20,7 +20,8 @@ from dualpath.core.errors import ConfigError, StorageError, TraceError
 from dualpath.engine.settings import EngineSettings, parse_settings, read_settings_file
 from dualpath.laboratory.chaos.fuzz.inputs import Inputs
 from dualpath.laboratory.workload.formats import read_trace
-from dualpath.storage.block_file import HEADER_BYTES, encode_header
+from dualpath.storage.block_file import encode_header
+from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.posix import PosixStorage
 from dualpath.storage.sections import FileOrder
 

@@ -29,7 +29,6 @@ from dualpath.laboratory.chaos.simulation.cluster import GEOMETRIES, Cluster, Cl
 from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.laboratory.emulated.kv_bytes import KvFunction
 from dualpath.router.settings import RouterSettings
-from dualpath.storage import block_file
 
 _MODES = (Mode.DUALPATH, Mode.DUALPATH, Mode.DUALPATH, Mode.SPLIT, Mode.BASIC, Mode.ROUND_ROBIN)
 
@@ -180,7 +179,7 @@ class _Run:
         for storage in self.cluster.shared.stored():
             for key, (header, payload) in storage._blocks.items():
                 sections = storage._order.of(memoryview(payload))
-                rots = block_file.defect(key, storage._digest, header, sections) is not None
+                rots = storage._form.defect(key, header, sections) is not None
                 if not rots and right.get(key) != payload:
                     self.world.problem(f"stored block {key.hex()[:8]} is wrong")
 

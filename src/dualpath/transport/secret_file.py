@@ -1,0 +1,49 @@
+"""Secrets that the parts of a cluster share: from a file, or from the environment."""
+
+import logging
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from dualpath.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class SecretText(NamedTuple):
+    """A secret, and for messages where it is from."""
+
+    text: str
+    origin: str
+
+
+def read_secret(
+    file: str,
+    *,
+    setting: str,
+    variable: str,
+    remedy: str,
+    environment: Mapping[str, str] = os.environ,
+) -> SecretText | None:
+    """Return what stands in ``file``, which ``setting`` names, or else in a variable, or None.
+
+    Raises ``ConfigError`` with the ``remedy`` for a file that cannot be read; one that every user
+    of the machine can read is warned of.
+    """
+    if not file:
+        text = environment.get(variable, "").strip()
+        return SecretText(text, variable) if text else None
+    path = Path(file)
+    try:
+        text = path.read_text("utf-8").strip()
+        mode = path.stat().st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{setting} {file!r} cannot be read ({error}); {remedy}") from error
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        log.warning(
+            "%s %r is open to every user of this machine (mode %o); chmod 600",
+            *(setting, file, stat.S_IMODE(mode)),
+        )
+    return SecretText(text, f"{setting} {file!r}")

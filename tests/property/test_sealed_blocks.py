@@ -1,0 +1,162 @@
+"""What a block's seal vouches for: every bit of it, its place, and who wrote it."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualpath.core.blocks import BlockOrigin, Protection, tenant_tag
+from dualpath.core.errors import ConfigError
+from dualpath.storage.block_file import BlockForm, PlainBlocks, defect_of_file
+from dualpath.storage.block_header import HEADER_BYTES, decode_header, packed_header
+from dualpath.storage.key_ring import KeyRing
+from dualpath.storage.sealed_blocks import SealedBlocks
+from dualpath.storage.sections import Sections
+
+KEY = bytes(range(32))
+DIGEST = "0123456789abcdef"
+HEAD, TAIL = bytes(range(256)) * 4, bytes(range(255, -1, -1))
+ORIGIN = BlockOrigin(bytes(range(1, 33)), tenant_tag("a tenant's salt"))
+OLD, NEW = "0" * 64, "1" * 64
+#: Header fields end here; zeros follow, for which nobody vouches and which nobody reads.
+FIELDS_BYTES = 236
+KINDS = st.sampled_from(list(Protection))
+
+
+def sealing(protection: Protection, keys: str = OLD) -> SealedBlocks:
+    return SealedBlocks(DIGEST, protection, KeyRing(keys, "a test"))
+
+
+def stored(form: BlockForm, origin: BlockOrigin = ORIGIN) -> bytes:
+    payload = Sections([HEAD[:100], HEAD[100:]], [TAIL])
+    return b"".join(form.encoded(KEY, payload, origin))
+
+
+def read(form: BlockForm, file: bytes, *, whole: bool = True) -> tuple[str | None, bytes]:
+    """Return what is wrong, and what lies in memory after the read."""
+    head_end = HEADER_BYTES + len(HEAD)
+    head, tail = bytearray(file[HEADER_BYTES:head_end]), bytearray(file[head_end:])
+    reason = form.defect(
+        KEY,
+        file[:HEADER_BYTES],
+        Sections([memoryview(head)], [memoryview(tail)] if whole else None),
+    )
+    return reason, bytes(head + tail)
+
+
+@given(KINDS)
+def test_who_has_the_key_reads_what_was_written(protection: Protection) -> None:
+    form = sealing(protection)
+    assert read(form, stored(form)) == (None, HEAD + TAIL)
+    reason, memory = read(form, stored(form), whole=False)
+    assert (reason, memory[: len(HEAD)]) == (None, HEAD)
+    assert defect_of_file(form, KEY, stored(form)) is None
+
+
+def test_encrypted_blocks_show_nothing_of_their_payload() -> None:
+    file = stored(sealing(Protection.ENCRYPTED))
+    windows = {(HEAD + TAIL)[i : i + 16] for i in range(len(HEAD + TAIL) - 15)}
+    payload = file[HEADER_BYTES:]
+    assert not any(payload[i : i + 16] in windows for i in range(len(payload) - 15))
+    clear = stored(sealing(Protection.AUTHENTICATED))
+    assert clear[HEADER_BYTES:] == HEAD + TAIL
+
+
+@given(KINDS, st.integers(0, FIELDS_BYTES + len(HEAD + TAIL) - 1), st.integers(0, 7))
+def test_every_flipped_bit_is_found(protection: Protection, place: int, bit: int) -> None:
+    form = sealing(protection)
+    changed = bytearray(stored(form))
+    changed[place if place < FIELDS_BYTES else place - FIELDS_BYTES + HEADER_BYTES] ^= 1 << bit
+    reason, _ = read(form, bytes(changed))
+    assert reason == ("bad header" if place < FIELDS_BYTES else "not authentic")
+
+
+@given(
+    KINDS,
+    st.sampled_from(["parent", "tenant", "salt", "head_checksum", "tail_checksum", "kind"]),
+)
+def test_a_header_made_to_look_intact_is_not_believed(protection: Protection, field: str) -> None:
+    form = sealing(protection)
+    file = stored(form)
+    header = decode_header(file)
+    assert header is not None
+    assert header.seal is not None
+    origin, seal, replace = header.origin, header.seal, msgspec.structs.replace
+    forged = {
+        "parent": replace(header, origin=replace(origin, parent=KEY)),
+        "tenant": replace(header, origin=replace(origin, tenant="")),
+        "salt": replace(header, seal=replace(seal, salt=bytes(32))),
+        "kind": replace(header, seal=replace(seal, kind=3 - seal.kind)),
+        "head_checksum": replace(header, head_checksum=bytes(16)),
+        "tail_checksum": replace(header, tail_checksum=bytes(16)),
+    }[field]
+    reason, _ = read(form, packed_header(forged) + file[HEADER_BYTES:])
+    assert reason == "not authentic"
+
+
+@given(KINDS)
+def test_parts_of_two_writes_do_not_make_a_block(protection: Protection) -> None:
+    form = sealing(protection)
+    one, other = decode_header(stored(form)), stored(form)
+    assert one is not None
+    second = decode_header(other)
+    assert second is not None
+    mixed = msgspec.structs.replace(second, head_checksum=one.head_checksum)
+    assert read(form, packed_header(mixed) + other[HEADER_BYTES:])[0] == "not authentic"
+
+
+@given(KINDS)
+def test_without_the_key_a_block_is_neither_read_nor_forged(protection: Protection) -> None:
+    ours, theirs = sealing(protection, OLD), sealing(protection, NEW)
+    assert read(ours, stored(theirs))[0] == "storage key"
+    assert read(ours, stored(PlainBlocks(DIGEST)))[0] == "not authentic"
+    assert read(PlainBlocks(DIGEST), stored(ours))[0] == "format version"
+    file = stored(theirs)
+    header, mine = decode_header(file), decode_header(stored(ours))
+    assert header is not None
+    assert header.seal is not None
+    assert mine is not None
+    assert mine.seal is not None
+    seal = msgspec.structs.replace(header.seal, key_id=mine.seal.key_id)
+    posing = packed_header(msgspec.structs.replace(header, seal=seal))
+    assert read(ours, posing + file[HEADER_BYTES:])[0] == "not authentic"
+
+
+@given(KINDS)
+def test_a_new_key_writes_and_an_old_one_is_still_read(protection: Protection) -> None:
+    before, both = sealing(protection, OLD), sealing(protection, f"{NEW}  # of today\n{OLD}\n")
+    after = sealing(protection, NEW)
+    assert read(both, stored(before)) == (None, HEAD + TAIL)
+    assert read(after, stored(both)) == (None, HEAD + TAIL)
+    assert read(before, stored(both))[0] == "storage key"
+    assert read(after, stored(before))[0] == "storage key"
+
+
+def test_no_two_writes_share_a_key() -> None:
+    form = sealing(Protection.ENCRYPTED)
+    headers = [decode_header(stored(form)) for _ in range(64)]
+    salts = {header.seal.salt for header in headers if header and header.seal}
+    assert len(salts) == 64
+    key = KeyRing(OLD, "a test").newest
+    asked = [(kind, tenant, salt) for kind in (1, 2) for tenant in ("", "a") for salt in salts]
+    assert len({key.block_key(*one) for one in asked}) == len(asked)
+
+
+def test_writing_leaves_the_payload_as_it_is() -> None:
+    payload = Sections([memoryview(bytearray(HEAD))], [memoryview(bytearray(TAIL))])
+    sealing(Protection.ENCRYPTED).encoded(KEY, Sections(*payload))
+    assert payload == Sections([HEAD], [TAIL])
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "has 0 characters, at least 64"),
+        ("# nothing", "has 0 characters, at least 64"),
+        (f"{OLD}\nshort", "has 5 characters, at least 64"),
+        (f"{OLD}\n{OLD}", "has 2 storage keys, 1 of them different"),
+    ],
+)
+def test_keys_that_are_none_are_refused(text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        KeyRing(text, "a test")
