@@ -125,19 +125,25 @@ async def cluster(
     decode: int = 1,
     *,
     router: RouterSettings | None = None,
+    prefill_tp: int = 1,
+    decode_tp: int = 1,
     **changes: Any,
 ) -> AsyncIterator[Cluster]:
-    """Run a cluster in the block."""
+    """Run a cluster in the block; ``prefill_tp`` and ``decode_tp`` are ranks of an engine."""
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
         settings = router or RouterSettings(mode=mode)
         endpoint, service = await stack.enter_async_context(front_door(settings, "127.0.0.1", 0))
         made = Cluster(endpoint, service, http)
-        for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+        for role, count, ranks in (
+            (Role.PREFILL, prefill, prefill_tp),
+            (Role.DECODE, decode, decode_tp),
+        ):
             for index in range(count):
                 name = f"{role.value}-{index}"
                 chosen = engine_settings(
-                    role, name, service.control_address, storage, mode, **changes
+                    *(role, name, service.control_address, storage, mode),
+                    **(changes | {"tensor_parallel_size": ranks}),
                 )
                 made.engines[name] = await stack.enter_async_context(
                     emulated_engine(chosen, made.surroundings)

@@ -31,6 +31,7 @@ from dualpath.engine.rank import RankPlace
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.step_transfers import Replica
 from dualpath.engine.traffic_manager import TrafficManager
+from dualpath.laboratory.emulated.ranks import ThreadRanks
 from dualpath.plan.counts import new_full_blocks
 from dualpath.storage.contract import BlockStorage
 from dualpath.transport.contract import Direction, PieceIndices, RegionInfo, Transport
@@ -45,7 +46,7 @@ from tests.engine_harness import (
     kv_bytes,
     memory_storage,
 )
-from tests.thread_ranks import ThreadRanks, on_every_rank
+from tests.thread_ranks import on_every_rank
 
 HBM_BLOCKS = 64
 LAYER_BYTES = GEOMETRY.bytes_of(0)

@@ -1,70 +1,12 @@
-"""The ranks of an engine as threads of one process: a small real ``engine.ranks.RankGroup``."""
+"""What the ranks of one engine do at the same time, each on a thread (see ``ThreadRanks``)."""
 
-import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
 GUARD_S = 20.0
-
-
-class RankLostError(Exception):
-    """Another rank is gone, or does not come."""
-
-
-class ThreadRank:
-    """One rank's end."""
-
-    def __init__(self, shared: "ThreadRanks", rank: int) -> None:
-        self._shared = shared
-        self.rank, self.size = rank, shared.size
-
-    def broadcast(self, value: T | None) -> T:
-        if self.rank == 0:
-            for other in range(1, self.size):
-                self._shared.told[other].put(value)
-            assert value is not None
-            return value
-        told: T = self._shared.take(self._shared.told[self.rank])
-        return told
-
-    def gather(self, value: T) -> list[T]:
-        self._shared.given.put((self.rank, value))
-        if self.rank == 0:
-            given = dict(self._shared.take(self._shared.given) for _ in range(self.size))
-            everything = [given[rank] for rank in range(self.size)]
-            for other in range(1, self.size):
-                self._shared.gathered[other].put(everything)
-            return everything
-        received: list[T] = self._shared.take(self._shared.gathered[self.rank])
-        return received
-
-
-class ThreadRanks:
-    """The group; ``lose`` ends it as the death of one rank does."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.told: list[queue.Queue[Any]] = [queue.Queue() for _ in range(size)]
-        self.gathered: list[queue.Queue[Any]] = [queue.Queue() for _ in range(size)]
-        self.given: queue.Queue[Any] = queue.Queue()
-        self.lost = threading.Event()
-        self.ends = [ThreadRank(self, rank) for rank in range(size)]
-
-    def lose(self) -> None:
-        """Let every wait fail from now on."""
-        self.lost.set()
-
-    def take(self, given: "queue.Queue[Any]") -> Any:
-        waited_s = 0.0
-        while not self.lost.is_set() and waited_s < GUARD_S:
-            try:
-                return given.get(timeout=0.05)
-            except queue.Empty:
-                waited_s += 0.05
-        raise RankLostError("a rank is gone")
 
 
 def on_every_rank(calls: Sequence[Callable[[], T]]) -> list[T]:

@@ -99,7 +99,7 @@ def test_one_flipped_byte_is_found_where_every_byte_is_compared(
 ) -> None:
     made = prefix(TOKENS)
     hbm, function, blocks = filled_hbm(made)
-    hbm.layer(2)[0][blocks[1]].view(np.uint8)[3, 7] ^= 1
+    hbm.layer(2)[0][blocks[1]].view(np.uint8)[0, 3, 7] ^= 1
     verifier = Verifier(function, verify, Counters())
     assert verifier.layer_blocks(CheckedAt.DE_HBM, hbm.layer(2), blocks, made.seeds, 2) == found
     assert verifier.counts()[CheckedAt.DE_HBM][1] == len(found)

@@ -74,7 +74,7 @@ def spoil_loads(made: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wait_loaded(stream: LayerStream, layer: int) -> None:
         load(stream, layer)
-        hbm.layer(layer)[0][:, 2, 1] ^= np.uint64(1)
+        hbm.layer(layer)[0][:, 0, 2, 1] ^= np.uint64(1)
 
     monkeypatch.setattr(LayerStream, "wait_loaded", wait_loaded)
 
@@ -98,7 +98,7 @@ def spoil_decode_transfer(made: Cluster, monkeypatch: pytest.MonkeyPatch) -> Non
         decode_transfer: DecodeTransfer, blocks: Sequence[int], done: Callable[[str | None], None]
     ) -> None:
         def copied(error: str | None) -> None:
-            plane.hbm.layer(3)[0][blocks[1], 2, 1] ^= np.uint64(1)
+            plane.hbm.layer(3)[0][blocks[1], 0, 2, 1] ^= np.uint64(1)
             done(error)
 
         fill(decode_transfer, blocks, copied)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from tests.engine_harness import GEOMETRY, full_block, prompt_keys
 from tests.ranked_harness import Cut, RankedCluster
-from tests.thread_ranks import ThreadRanks
 
 from dualpath.core.addresses import AgentAddress, EngineAddress
 from dualpath.core.cluster import Role
@@ -21,6 +20,7 @@ from dualpath.engine.counters import Counter
 from dualpath.engine.health import Health
 from dualpath.engine.rank_work import RankBoard, RankWork
 from dualpath.engine.ranks import ONE_RANK, TimedGroup
+from dualpath.laboratory.emulated.ranks import ThreadRanks
 from dualpath.storage.host_process import is_gone, this_process
 from dualpath.transport.memory import allocate_shared, map_shared
 

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
         from dualpath.laboratory.emulated.process import run_engine
 
-        asyncio.run(run_engine(engine_settings))
+        run_engine(engine_settings)
     return 0
 
 
@@ -148,13 +148,14 @@ def emulated_settings(args: argparse.Namespace) -> "EmulatedSettings":
             f"--model is missing; a {args.role} engine needs it, as a flag, as "
             "DUALPATH_EMULATED_MODEL or as model in [emulated] of a --config file"
         )
-    costs = single_engine_costs(options.model, options.gpu)
+    costs = single_engine_costs(options.model, options.gpu, options.tensor_parallel_size)
     context_limit = options.max_model_len or costs.context_limit_tokens
     bounds = {} if context_limit is None else {"max_model_len": context_limit}
     return EmulatedSettings(
         engine=engine,
         geometry=_geometry(options, costs),
         costs=costs,
+        kv_heads=_kv_heads(options),
         host=options.host,
         port=options.port,
         speedup=options.speedup,
@@ -164,6 +165,7 @@ def emulated_settings(args: argparse.Namespace) -> "EmulatedSettings":
         dp_size=options.dp_size,
         dp_rank=options.dp_rank,
         dp_address=options.dp_address,
+        tensor_parallel_size=options.tensor_parallel_size,
         vocab_size=options.vocab_size,
         **bounds,
     )
@@ -184,4 +186,14 @@ def _geometry(options: "EmulatedOptions", costs: "ModelCosts") -> "BlockGeometry
         costs.layers if layers is None else layers,
         options.block_tokens,
         costs.kv_bytes_per_token if kv_bytes is None else kv_bytes,
+        _kv_heads(options),
     )
+
+
+def _kv_heads(options: "EmulatedOptions") -> int:
+    from dualpath.model.catalog.load import kv_heads
+
+    if options.kv_heads is not None:
+        return options.kv_heads
+    own_sizes = options.layer_parts or options.layers or options.kv_bytes_per_token
+    return 1 if own_sizes else kv_heads(options.model)

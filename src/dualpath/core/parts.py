@@ -37,3 +37,18 @@ class PartSlice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 #: What an engine of one device moves of a part.
 WHOLE = PartSlice()
+
+
+def slices_of(ranks: int, heads: int) -> int:
+    """Return into how many slices ``ranks`` of an engine cut each part, which has so many KV heads.
+
+    With fewer heads than ranks several ranks hold the same slice, as vLLM has it; latent KV is one
+    head.  Raises ``ConfigError`` where neither number divides the other.
+    """
+    slices = min(ranks, heads)
+    if ranks % slices or heads % slices:
+        raise ConfigError(
+            f"{ranks} ranks for {heads} KV heads; one number must divide the other, correct "
+            "--tensor-parallel-size"
+        )
+    return slices

@@ -204,6 +204,12 @@ class FollowedPass(StreamedPass):
         self._follower = follower
         super().__init__(stream)
 
+    def failed(self, request_id: str) -> bool:
+        """Whether a request's loaded KV is not to be relied on: also if it takes no part."""
+        if self._stream is None:
+            return False
+        return super().failed(request_id) or request_id not in self._stream.request_ids
+
     def finish(self, wrong: Mapping[str, str]) -> dict[str, str]:
         """Wait for this rank's last transfers; return what failed here.
 

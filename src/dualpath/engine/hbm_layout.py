@@ -51,12 +51,15 @@ class HbmLayout(msgspec.Struct, frozen=True):
 
 
 def shared_layers(
-    memories: Sequence[RegionInfo], geometry: BlockGeometry, capacity_tokens: int
+    memories: Sequence[RegionInfo],
+    geometry: BlockGeometry,
+    capacity_tokens: int,
+    held: PartSlice = WHOLE,
 ) -> HbmLayout:
-    """Return the layout of whole blocks in which layer ``l`` lies in memory ``l`` mod their number.
+    """Return the layout of blocks in which layer ``l`` lies in memory ``l`` mod their number.
 
     A layer's parts lie one behind the other in each block of the memory, which has room for the
-    largest of its layers.
+    largest of its layers.  ``geometry`` is that of what is held, a slice of whole blocks.
     """
     layers = []
     for layer, sizes in enumerate(geometry.layer_parts):
@@ -67,7 +70,8 @@ def shared_layers(
                 HbmPart(
                     memory
                     if size == memory.piece_bytes
-                    else memory.part(view_name(f"{memory.name}.layer", layer, part), offset, size)
+                    else memory.part(view_name(f"{memory.name}.layer", layer, part), offset, size),
+                    held,
                 )
                 for part, (offset, size) in enumerate(zip(offsets, sizes, strict=False))
             )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from dualpath.core.addresses import AgentAddress, EngineAddress
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import HostProcess
+from dualpath.core.parts import PartSlice
 from dualpath.engine.buffer import BUFFER_REGION, STAGING_REGION, buffer_region
 from dualpath.engine.chunk_transfers import BlockHolder
 from dualpath.engine.counters import Counters
@@ -44,6 +45,16 @@ class RankPlace(NamedTuple):
 
 #: The place of an engine's only rank.
 ALONE = RankPlace()
+
+
+def rank_place(group: RankGroup, slices: int) -> tuple[RankPlace, PartSlice]:
+    """Return the place of a rank whose group cuts KV into ``slices``, and the slice it holds.
+
+    Neighbours hold the same one, as vLLM gives out heads.
+    """
+    replicas = group.size // slices
+    place = RankPlace(group, Replica(group.rank % replicas, replicas))
+    return place, PartSlice(group.rank // replicas, slices)
 
 
 class Rank:

@@ -3,7 +3,8 @@
 Rank 0 *leads*: it talks to the router, owns the buffer's slots, reads and writes storage.  The
 others *follow*: they move their slice of the same blocks.  All compute the same steps, so what they
 say to each other goes with the steps, in one order for all.  The contract has three
-implementations: an engine of one rank, vLLM's tensor parallel group, and threads for tests.
+implementations: an engine of one rank, vLLM's tensor parallel group, and emulated ranks, which are
+processes or threads (``laboratory.emulated``).
 """
 
 from collections.abc import Callable

@@ -48,6 +48,7 @@ from dualpath.engine.lookups import Lookups
 from dualpath.engine.persister import Persister
 from dualpath.engine.prefill_passes import PrefillPasses
 from dualpath.engine.rank import ALONE, Rank, RankPlace
+from dualpath.engine.ranks import RankGroup
 from dualpath.engine.read_queue import ReadQueue, ReadTask
 from dualpath.engine.served_prompts import ServedPrompts
 from dualpath.engine.session_doubts import Doubts, SessionDoubts
@@ -183,9 +184,18 @@ class TrafficManager:
         self._free_hbm_tokens = tokens
 
     @property
+    def ranks(self) -> RankGroup:
+        """The engine's ranks, with a limit for every wait; for the thread that computes."""
+        return self._rank.group
+
+    @property
     def broken(self) -> str | None:
         """Why this engine cannot go on in this process, None if it can."""
         return self._rank.health.broken
+
+    def fail(self, reason: str) -> None:
+        """This engine cannot go on in this process: it is ``broken``; the first reason stays."""
+        self._rank.health.fail(reason)
 
     def health(self) -> str | None:
         """Return why no request should come here now, None if KV moves (``engine.health``)."""

@@ -11,8 +11,8 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.parts import PartSlice
-from dualpath.engine.rank import RankPlace
-from dualpath.engine.step_transfers import Replica
+from dualpath.core.parts import slices_of as cut_into
+from dualpath.engine.rank import RankPlace, rank_place
 from dualpath.transport.nic_pairing import paired_here
 from dualpath.vllm.cache_layers import specs_of
 
@@ -62,22 +62,12 @@ def slices_of(config: "VllmConfig", cache: "KVCacheConfig") -> int:
             "such models are served with --tensor-parallel-size 1 only"
         )
     heads = latent.pop() or config.model_config.get_total_num_kv_heads()
-    slices = min(ranks, heads)
-    if ranks % slices or heads % slices:
-        raise ConfigError(
-            f"{ranks} ranks for {heads} KV heads; one number must divide the other, correct "
-            "--tensor-parallel-size"
-        )
-    return slices
+    return cut_into(ranks, heads)
 
 
 def place_of(config: "VllmConfig", cache: "KVCacheConfig") -> tuple[RankPlace, PartSlice]:
     """Return this rank's place among those of its engine, and the slice that it holds."""
-    group = VllmRanks()
-    slices = slices_of(config, cache)
-    replicas = group.size // slices
-    place = RankPlace(group, Replica(group.rank % replicas, replicas))
-    return place, PartSlice(group.rank // replicas, slices)
+    return rank_place(VllmRanks(), slices_of(config, cache))
 
 
 def nearest_nic(device: torch.device, ranks: int) -> str:

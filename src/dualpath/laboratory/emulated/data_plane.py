@@ -1,59 +1,82 @@
-"""The real half of an emulated engine: a member of the cluster, and HBM whose bytes are checked."""
+"""The real half of an emulated engine's first rank: a member of the cluster."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from dualpath.core.cluster import Role
 from dualpath.core.rates import Rate, RateOrigin
+from dualpath.engine.forward_pass import ForwardPass, PromptPart
 from dualpath.engine.membership import Membership, ServedModel
 from dualpath.engine.surroundings import LIVE, Surroundings
-from dualpath.laboratory.emulated.hbm import EmulatedHbm
-from dualpath.laboratory.emulated.kv_bytes import KvFunction
 from dualpath.laboratory.emulated.prefix import Seeds
-from dualpath.laboratory.emulated.settings import EmulatedSettings, Verify
-from dualpath.laboratory.emulated.verification import CheckedAt, Verifier
+from dualpath.laboratory.emulated.rank_plane import Held, LetGo, RankPlane, wrong_kv
+from dualpath.laboratory.emulated.ranks import LeadingEnd, NoFollowers
+from dualpath.laboratory.emulated.settings import EmulatedSettings
+from dualpath.laboratory.emulated.verification import CheckedAt
 
 log = logging.getLogger(__name__)
 
 
-class DataPlane:
+class DataPlane(RankPlane):
     """HBM, membership and verifier of one engine; methods may be called from any thread.
 
-    Raises ``ConfigError`` for a storage, buffer or transport that cannot be had.
+    ``ranks`` leads to the engine's other ranks.  ``heard`` gets what ranks tell, this one included,
+    except what is about HBM.  Raises ``ConfigError`` for a storage, buffer or transport that cannot
+    be had, ``EngineLostError`` for a rank that did not come up.
     """
 
-    def __init__(self, settings: EmulatedSettings, surroundings: Surroundings = LIVE) -> None:
-        self.settings = settings
-        self.geometry = settings.geometry
-        self.moves_bytes = settings.engine.mode.moves_bytes
-        self.threads = surroundings.threads
-        self.function = KvFunction(settings.geometry)
-        self.hbm = EmulatedHbm(
-            self.function, settings.layer_regions, settings.hbm_bytes, self.threads
-        )
+    def __init__(
+        self,
+        settings: EmulatedSettings,
+        surroundings: Surroundings = LIVE,
+        ranks: LeadingEnd | None = None,
+    ) -> None:
+        self._ranks = ranks or NoFollowers()
+        super().__init__(settings, self._ranks, surroundings.threads)
+        self.heard: Callable[[int, object], None] = lambda rank, news: None
         served = ServedModel(
             served_model_name=settings.namespace.model,
             max_model_len=settings.max_model_len,
             vocab_size=settings.vocab_size,
         )
         self.membership = Membership(
-            settings.engine,
+            self.engine_settings,
             settings.namespace,
             served,
             self.hbm.layout(),
             surroundings=surroundings,
             holder=self.hbm,
+            place=self.place,
         )
         if settings.engine.role is Role.PREFILL:
             tokens_per_s = settings.costs.prefill_tokens_per_s * settings.speedup
             self.membership.computes(Rate(tokens_per_s, RateOrigin.COSTS))
-        self.manager = self.membership.manager
-        verify = settings.verify or Verify.fitting(settings.geometry)
-        self.verifier = Verifier(self.function, verify, self.manager.counters, self.threads)
+        self.manager = self.mover = self.membership.manager
+        self.group = self.manager.ranks
+        self.verifier = self.open_verifier(self.manager.counters)
+        self._ranks.listen(self._hear, self.manager.fail)
 
-    def now_s(self) -> float:
-        """Return the time of the engine's clock."""
-        return self.threads.now_ns() / 1e9
+    def close(self) -> None:
+        """Let the other ranks end, and leave the cluster; idempotent."""
+        self._ranks.end()
+        self.membership.leave()
+
+    def begin_pass(self, parts: Sequence[PromptPart]) -> ForwardPass:
+        """See ``RankPlane``."""
+        return ForwardPass(self.manager, self.membership.send, parts)
+
+    def tell(self, news: object) -> None:
+        """See ``RankPlane``."""
+        self._hear(0, news)
+
+    def _hear(self, rank: int, news: object) -> None:
+        match news:
+            case Held():
+                self.hbm.hold(news.hbm_blocks)
+            case LetGo():
+                self.hbm.let_go(news.hbm_blocks)
+            case _:
+                self.heard(rank, news)
 
     def hbm_changed(self) -> None:
         """The free HBM changed: report it soon."""
@@ -79,31 +102,11 @@ class DataPlane:
                 return None
         finally:
             buffer.unpin(slots)
-        return self._reported(place, request_id, wrong)
+        found = wrong_kv(place.value, request_id, wrong)
+        self.report_wrong([found] if found else [])
+        return found
 
-    def wrong_in_hbm(
-        self,
-        place: CheckedAt,
-        request_id: str,
-        blocks: Sequence[int],
-        seeds: Seeds,
-        layers: Iterable[int],
-    ) -> str | None:
-        """Compare HBM ``blocks`` of these layers with ``seeds``; say what is wrong."""
-        wrong: set[int] = set()
-        for layer in layers:
-            parts = self.hbm.layer(layer)
-            wrong |= set(self.verifier.layer_blocks(place, parts, blocks, seeds, layer))
-        return self._reported(place, request_id, sorted(wrong))
-
-    def _reported(self, place: CheckedAt, request_id: str, wrong: Sequence[int]) -> str | None:
-        """Say loudly that KV was wrong; return the message for whoever asked for it."""
-        if not wrong:
-            return None
-        some = ", ".join(map(str, wrong[:8]))
-        message = (
-            f"request {request_id}: KV of {len(wrong)} prompt blocks ({some}) is wrong in "
-            f"{place.value}; this is a defect of the data path, keep the engines' logs"
-        )
-        log.error("%s", message)
-        return message
+    def report_wrong(self, found: Iterable[str]) -> None:
+        """Say loudly that KV was wrong."""
+        for message in found:
+            log.error("%s", message)

@@ -1,20 +1,34 @@
 """A decode engine without a model: H2D of prompts, then steps that yield a token per request.
 
-One thread is the GPU.  Another carries out decode transfers: it compares the DE buffer, has the
-traffic manager copy it to HBM, compares that, and lets the request join the next step.
+One thread is the GPU of the engine's first rank: it gives steps to all ranks, itself included
+(``decode_steps``).  Another compares the DE buffer before a prompt is copied to HBM, and what was
+copied; a request joins the next step when all ranks have its KV.
 """
 
 import functools
+import itertools
+import logging
 from collections import deque
+from collections.abc import Iterable
 
 from dualpath.core.blocks import chain_root
+from dualpath.core.errors import EngineLostError
 from dualpath.engine.generated import GeneratedBlock
-from dualpath.engine.threads import Thread, Workers
+from dualpath.engine.threads import Thread
 from dualpath.laboratory.emulated.clock import ComputeClock
 from dualpath.laboratory.emulated.data_plane import DataPlane
+from dualpath.laboratory.emulated.decode_steps import (
+    DecodeStep,
+    Fill,
+    Filled,
+    NewToken,
+    RankSteps,
+)
 from dualpath.laboratory.emulated.requests import Answer, DecodeRequest
 from dualpath.laboratory.emulated.verification import CheckedAt
 from dualpath.model.sim.rules import decode_step_s
+
+log = logging.getLogger(__name__)
 
 
 class DecodeEngine:
@@ -27,11 +41,15 @@ class DecodeEngine:
         self._clock = ComputeClock(plane.now_s, plane.threads.sleep)
         self._wake = self._threads.condition()
         self._waiting: deque[DecodeRequest] = deque()
+        self._filling: deque[DecodeRequest] = deque()
+        self._fills: dict[int, _FillUnderWay] = {}
+        self._numbers = itertools.count()
         self._joining: deque[DecodeRequest] = deque()
         self._running: list[DecodeRequest] = []
         self._closing = False
-        self._transfers = Workers(self._threads, "decode-transfer", 1)
+        self._steps = RankSteps(plane)
         self._thread: Thread | None = None
+        plane.heard = self._heard
 
     def start(self) -> None:
         """Begin to serve."""
@@ -44,7 +62,7 @@ class DecodeEngine:
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
-        self._transfers.close()
+        self._steps.close()
 
     def submit(self, request: DecodeRequest) -> None:
         """Queue a prompt for HBM, first come, first served."""
@@ -72,12 +90,12 @@ class DecodeEngine:
                     break
                 request.hbm_blocks = blocks
                 self._waiting.popleft()
-                self._transfers.submit(functools.partial(self._decode_transfer, request))
+                self._steps.soon(functools.partial(self._compare_buffer, request))
         self._plane.hbm_changed()
 
     # ------------------------------------------------------------------ decode transfers
 
-    def _decode_transfer(self, request: DecodeRequest) -> None:
+    def _compare_buffer(self, request: DecodeRequest) -> None:
         if request.aborted:
             self._end(request, Answer(finish_reason="abort"))
             return
@@ -88,26 +106,34 @@ class DecodeEngine:
         if wrong is not None:
             self._end(request, Answer(finish_reason="error", error=wrong))
             return
-        blocks = request.hbm_blocks[: len(transfer.slots)]
-        self._plane.manager.fill_hbm(transfer, blocks, lambda error: self._copied(request, error))
+        with self._wake:
+            self._filling.append(request)
+            self._wake.notify()
 
-    def _copied(self, request: DecodeRequest, error: str | None) -> None:
-        self._transfers.submit(functools.partial(self._join, request, error))
+    def _heard(self, rank: int, news: object) -> None:
+        """A rank has ended its share of a fill: when all have, the request may decode."""
+        assert isinstance(news, Filled)
+        with self._wake:
+            fill = self._fills[news.number]
+            fill.said[rank] = news
+            if len(fill.said) < self._plane.place.group.size:
+                return
+            del self._fills[news.number]
+        self._filled(fill.request, fill.said)
 
-    def _join(self, request: DecodeRequest, error: str | None) -> None:
-        if error is not None:
+    def _filled(self, request: DecodeRequest, said: dict[int, Filled]) -> None:
+        errors = [f"rank {rank}: {said[rank].error}" for rank in sorted(said) if said[rank].error]
+        if errors:
+            # What others found may be another's: the first rank alone knows whose slots they are.
+            log.warning("request %s: %s", request.decode_transfer.request_id, "; ".join(errors))
             self._end(request, Answer(finish_reason="error"))
             return
-        transfer = request.decode_transfer
-        wrong = self._plane.wrong_in_hbm(
-            CheckedAt.DE_HBM,
-            transfer.request_id,
-            request.hbm_blocks[: len(transfer.slots)],
-            request.prefix.seeds,
-            range(self._plane.geometry.layers),
-        )
-        if wrong is not None:
-            self._end(request, Answer(finish_reason="error", error=wrong))
+        for rank, filled in said.items():
+            if rank:
+                self._plane.verifier.add(filled.counts)
+        if found := [said[rank].wrong or "" for rank in sorted(said) if said[rank].wrong]:
+            self._plane.report_wrong(found)
+            self._end(request, Answer(finish_reason="error", error=found[0]))
             return
         for token in request.prior_tokens:
             request.prefix.append(token)
@@ -118,15 +144,18 @@ class DecodeEngine:
     # ------------------------------------------------------------------ the GPU's thread
 
     def _run(self) -> None:
-        while self._gather():
-            if self._running:
-                self._clock.work(self._step_s() / self._plane.settings.speedup)
+        try:
+            while self._gather():
+                if self._running:
+                    self._clock.work(self._step_s() / self._plane.settings.speedup)
                 self._step()
+        except EngineLostError as error:
+            log.error("no more steps: %s", error)  # and the traffic manager is broken
 
     def _gather(self) -> bool:
-        """Wait until there is something to decode; False when the engine closes."""
+        """Wait until there is something to do; False when the engine closes."""
         if not self._running:
-            self._await_joining()
+            self._await_work()
             self._clock.begin()
         with self._wake:
             self._running += self._joining
@@ -138,9 +167,9 @@ class DecodeEngine:
             self._end(request, Answer(finish_reason="abort"))
         return not closing
 
-    def _await_joining(self) -> None:
+    def _await_work(self) -> None:
         with self._wake:
-            self._wake.wait_for(lambda: bool(self._joining) or self._closing)
+            self._wake.wait_for(lambda: bool(self._joining) or bool(self._filling) or self._closing)
 
     def _step_s(self) -> float:
         costs = self._costs
@@ -160,11 +189,11 @@ class DecodeEngine:
 
     def _step(self) -> None:
         """Compute one token of every request; full blocks leave for storage before answers go."""
-        full: list[GeneratedBlock] = []
-        for request in self._running:
-            full += self._compute(request)
-        if full:
-            self._plane.manager.persist_generated(full)
+        tokens = tuple(map(self._token, self._running))
+        full = tuple(block for r in self._running if (block := self._computed(r)) is not None)
+        step = DecodeStep(tokens, full, tuple(self._begin_fills()))
+        self._plane.group.broadcast(step)
+        self._steps.run(step)
         going_on = []
         for request in self._running:
             token = request.prefix.next_token
@@ -178,23 +207,44 @@ class DecodeEngine:
         with self._wake:
             self._running = going_on
 
-    def _compute(self, request: DecodeRequest) -> list[GeneratedBlock]:
-        """Write the KV of a request's next token; return its block if it is full."""
+    def _token(self, request: DecodeRequest) -> NewToken:
+        """Return where the KV of a request's next token goes."""
         block, place = divmod(request.computed_tokens, self._plane.geometry.block_tokens)
-        if self._plane.moves_bytes:
-            self._plane.hbm.write_token(
-                request.hbm_blocks[block], place, request.prefix.seeds[block, place]
-            )
+        return NewToken(request.hbm_blocks[block], place, request.prefix.seeds[block, place])
+
+    def _computed(self, request: DecodeRequest) -> GeneratedBlock | None:
+        """Count a request's next token; return its block if it is full."""
+        block, place = divmod(request.computed_tokens, self._plane.geometry.block_tokens)
         known = request.computed_tokens < request.decode_transfer.prompt_tokens
         request.computed_tokens += 1
         if known or place + 1 < self._plane.geometry.block_tokens:
-            return []
+            return None
         keys = request.prefix.keys
         parent = keys[block - 1] if block else chain_root()
-        return [GeneratedBlock(request.hbm_blocks[block], keys[block], parent)]
+        return GeneratedBlock(request.hbm_blocks[block], keys[block], parent)
+
+    def _begin_fills(self) -> Iterable[Fill]:
+        """Yield the prompts whose copies begin with this step."""
+        with self._wake:
+            requests = list(self._filling)
+            self._filling.clear()
+            numbered = [(next(self._numbers), request) for request in requests]
+            self._fills.update((n, _FillUnderWay(request)) for n, request in numbered)
+        for number, request in numbered:
+            transfer = request.decode_transfer
+            seeds = request.prefix.seeds[: len(transfer.slots)]
+            yield Fill(number, transfer, request.hbm_blocks, seeds)
 
     def _end(self, request: DecodeRequest, answer: Answer) -> None:
         self._plane.hbm.give_back(request.hbm_blocks)
         request.hbm_blocks = ()
         self._place_waiting()
         request.deliver(answer)
+
+
+class _FillUnderWay:
+    """A request whose prompt is being copied, and what ranks have said of it."""
+
+    def __init__(self, request: DecodeRequest) -> None:
+        self.request = request
+        self.said: dict[int, Filled] = {}

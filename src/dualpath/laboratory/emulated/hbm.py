@@ -9,6 +9,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from dualpath.core.errors import ConfigError
+from dualpath.core.parts import WHOLE, PartSlice
 from dualpath.engine.hbm_layout import HbmLayout, shared_layers
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.laboratory.emulated.kv_bytes import KvFunction, Words
@@ -22,7 +23,8 @@ class EmulatedHbm:
     """``regions`` layers of KV for ``hbm_bytes`` of memory; layer l lives in region l mod regions.
 
     A region has room for the largest of its layers: block b of each layer lies within the same
-    bytes, its parts one behind the other.  Blocks are handed out to whole requests; ``take`` and
+    bytes, its parts one behind the other.  Of each the memory has what the function is of: a whole
+    block, or the slice ``held``.  Blocks are handed out to whole requests; ``take`` and
     ``give_back`` may be called from any thread.  Raises ``ConfigError`` if not even one block fits.
     """
 
@@ -32,6 +34,7 @@ class EmulatedHbm:
         regions: int,
         hbm_bytes: int,
         threads: Threads = OS_THREADS,
+        held: PartSlice = WHOLE,
     ) -> None:
         geometry = function.geometry
         layers = range(geometry.layers)
@@ -43,6 +46,7 @@ class EmulatedHbm:
                 f"{max(sizes)} bytes; raise the HBM"
             )
         self._geometry = geometry
+        self._slice = held
         self._function = function
         self._memory = allocate_registered(self.blocks * sum(sizes))
         self._regions = [
@@ -62,21 +66,23 @@ class EmulatedHbm:
     def layout(self) -> HbmLayout:
         """Describe the memory to the traffic manager."""
         capacity_tokens = self.blocks * self._geometry.block_tokens
-        return shared_layers(self._regions, self._geometry, capacity_tokens)
+        return shared_layers(self._regions, self._geometry, capacity_tokens, self._slice)
 
     def _region_of(self, layer: int) -> RegionInfo:
         return self._regions[layer % len(self._regions)]
 
     def _layer(self, layer: int) -> tuple[Words, ...]:
-        """Return the memory [block, token, word] of each part of a layer."""
+        """Return the memory [block, head, token, word] of each part of a layer."""
         region, parts = self._region_of(layer), []
+        heads, tokens = self._function.heads, self._geometry.block_tokens
         first = (region.base_address - self._memory.address) // WORD_BYTES
         words = self._memory.array.view(np.uint64)[first:]
         for part_words in self._function.layer_words[layer]:
-            shape = (self.blocks, self._geometry.block_tokens, part_words)
-            strides = (region.stride_bytes, part_words * WORD_BYTES, WORD_BYTES)
+            shape = (self.blocks, heads, tokens, part_words)
+            token_bytes = part_words * WORD_BYTES
+            strides = (region.stride_bytes, tokens * token_bytes, token_bytes, WORD_BYTES)
             parts.append(as_strided(words, shape, strides))
-            words = words[self._geometry.block_tokens * part_words :]
+            words = words[heads * tokens * part_words :]
         return tuple(parts)
 
     @property
@@ -114,7 +120,7 @@ class EmulatedHbm:
             self.freed()
 
     def layer(self, layer: int) -> tuple[Words, ...]:
-        """Return the memory [block, token, word] in which each part of a layer's KV lies."""
+        """Return the memory [block, head, token, word] in which each part of a layer's KV lies."""
         return self._parts[layer]
 
     def write_blocks(self, layer: int, block_ids: Sequence[int], seeds: Seeds) -> None:
@@ -128,11 +134,11 @@ class EmulatedHbm:
     def write_token(self, block_id: int, place: int, seed: np.uint64) -> None:
         """Compute one token's KV in all layers; every layer needs a region of its own."""
         for words, constants in self._stacks:
-            words[:, block_id, place] = seed ^ constants
+            words[:, block_id, :, place] = seed ^ constants
 
     @cached_property
     def _stacks(self) -> list[tuple[Words, Words]]:
-        """The memory [layer, block, token, word] of parts that are alike, with their constants."""
+        """The memory [layer, block, head, token, word] of parts alike, with their constants."""
         found = []
         for stack in self._function.stacks:
             (first, *_) = parts = [self._parts[layer][stack.part] for layer in stack.layers]

@@ -1,20 +1,23 @@
 """KV whose every byte can be checked: a function of (token prefix, layer, part).
 
-The KV of a token in a part of a layer is some 64-bit words; word ``w`` is the token's seed (a hash
-of the whole prefix) XOR a constant of (layer, part, ``w``).  Every single word thus identifies
-prefix, layer and part, at the cost of one pass over the memory.
+The KV of a token in a head of a part of a layer is some 64-bit words; word ``w`` is the token's
+seed (a hash of the whole prefix) XOR a constant of (layer, part, head, ``w``).  Every single word
+thus identifies prefix, layer, part and head, at the cost of one pass over the memory.  Parts are
+head-major, as those of engines are, so that a rank's heads are one slice of each.
 """
 
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.errors import ConfigError
+from dualpath.core.parts import WHOLE, PartSlice
 from dualpath.laboratory.emulated.prefix import Seeds, mixed
 from dualpath.laboratory.emulated.settings import WORD_BYTES
 
@@ -28,8 +31,8 @@ Words = NDArray[np.uint64]
 class PartStack(NamedTuple):
     """Part ``part`` of ``layers``, which follow each other and are alike: worked on at once.
 
-    ``constants`` [layer, word].  The first of them begins at ``first_word`` of a Full Block, each
-    other ``layer_words`` behind the one before.
+    ``constants`` [layer, head, word].  The first of them begins at ``first_word`` of a Full Block,
+    each other ``layer_words`` behind the one before.
     """
 
     layers: range
@@ -40,60 +43,84 @@ class PartStack(NamedTuple):
 
 
 class KvFunction:
-    """The one right content of Layer Blocks and Full Blocks of a geometry.
+    """The one right content of Layer Blocks and Full Blocks of a geometry with so many KV heads.
 
-    Raises ``ConfigError`` for KV of a token in a part that is no whole number of words.
+    Where only a slice is ``held``, it is that of a rank's part of them: ``geometry`` is the
+    slice's.  ``layer_words`` are those of a token in a head.  Raises ``ConfigError`` for KV of a
+    token in a head that is no whole number of words, and for heads that cannot be cut so.
     """
 
-    def __init__(self, geometry: BlockGeometry) -> None:
-        self.geometry = geometry
+    def __init__(self, geometry: BlockGeometry, heads: int = 1, held: PartSlice = WHOLE) -> None:
+        self.geometry = cut(geometry, held)
+        if heads % held.count:
+            raise ConfigError(f"{heads} KV heads cannot be cut into {held.count} slices")
+        self.heads = heads // held.count
         self.layer_words = [
-            tuple(_token_words(geometry, size) for size in sizes) for sizes in geometry.layer_parts
+            tuple(_token_words(geometry, heads, size) for size in sizes)
+            for sizes in geometry.layer_parts
         ]
-        self.portion_blocks = max(PORTION_BYTES // max(p.size_bytes for p in geometry.parts), 1)
-        numbers = iter(mixed(np.arange(sum(map(sum, self.layer_words)), dtype=np.uint64)))
+        self.portion_blocks = max(
+            PORTION_BYTES // max(p.size_bytes for p in self.geometry.parts), 1
+        )
+        count = heads * sum(map(sum, self.layer_words))
+        numbers = iter(mixed(np.arange(count, dtype=np.uint64)))
+        mine = slice(held.index * self.heads, (held.index + 1) * self.heads)
+
+        def constants(words: int) -> Words:
+            of_part = itertools.islice(numbers, heads * words)
+            return np.fromiter(of_part, np.uint64, heads * words).reshape(heads, words)[mine]
+
         self.constants: list[tuple[Words, ...]] = [
-            tuple(np.fromiter(itertools.islice(numbers, w), np.uint64, w) for w in words)
-            for words in self.layer_words
+            tuple(map(constants, words)) for words in self.layer_words
         ]
         self.stacks = tuple(self._stacks())
 
     def part_blocks(self, seeds: Seeds, layer: int, part: int) -> Words:
-        """Return the content [block, token, word] of blocks with these seeds [block, token]."""
-        content: Words = seeds[:, :, None] ^ self.constants[layer][part]
+        """Return the content [block, head, token, word] of blocks of these seeds [block, token]."""
+        content: Words = seeds[:, None, :, None] ^ self.constants[layer][part][:, None]
         return content
 
     def full_block(self, seeds: Seeds) -> Words:
         """Return the words of the Full Block with these seeds [token]."""
-        parts = (constants for layer in self.constants for constants in layer)
-        return np.concatenate([(seeds[:, None] ^ constants).ravel() for constants in parts])
+        parts = (part for layer in self.constants for part in layer)
+        return np.concatenate([(seeds[:, None] ^ part[:, None]).ravel() for part in parts])
 
     def in_full_block(self, stack: PartStack, full_block: memoryview) -> Words:
-        """Return a stack's words [layer, token, word] in a Full Block's bytes."""
+        """Return a stack's words [layer, head, token, word] in a Full Block's bytes."""
         memory = np.frombuffer(full_block, np.uint64)[stack.first_word :]
-        layers, words = stack.constants.shape
-        shape = (layers, self.geometry.block_tokens, words)
-        strides = (stack.layer_words * WORD_BYTES, words * WORD_BYTES, WORD_BYTES)
-        return as_strided(memory, shape, strides, writeable=False)
+        layers, heads, words = stack.constants.shape
+        tokens = self.geometry.block_tokens
+        shape = (layers, heads, tokens, words)
+        strides = (stack.layer_words, tokens * words, words, 1)
+        return as_strided(memory, shape, [s * WORD_BYTES for s in strides], writeable=False)
 
     def _stacks(self) -> Iterator[PartStack]:
         """Group layers with equal parts that follow each other."""
         tokens, first, first_word = self.geometry.block_tokens, 0, 0
         for words, alike in itertools.groupby(self.layer_words):
             layers = range(first, first + len(list(alike)))
-            layer_words = sum(words) * tokens
+            layer_words = self.heads * sum(words) * tokens
             for part in range(len(words)):
                 constants = np.stack([self.constants[layer][part] for layer in layers])
-                before = first_word + sum(words[:part]) * tokens
+                before = first_word + self.heads * sum(words[:part]) * tokens
                 yield PartStack(layers, part, constants, before, layer_words)
             first, first_word = layers.stop, first_word + len(layers) * layer_words
 
 
-def _token_words(geometry: BlockGeometry, part_bytes: int) -> int:
-    token_bytes, rest = divmod(part_bytes, geometry.block_tokens)
+def cut(geometry: BlockGeometry, held: PartSlice) -> BlockGeometry:
+    """Return the geometry of a slice of blocks; raises ``ConfigError`` if they have no such."""
+    layers: list[tuple[int, ...]] = [() for _ in range(geometry.layers)]
+    for part in geometry.parts:
+        layers[part.layer] += (held.of(part).size_bytes,)
+    return msgspec.structs.replace(geometry, layer_parts=tuple(layers))
+
+
+def _token_words(geometry: BlockGeometry, heads: int, part_bytes: int) -> int:
+    token_bytes, rest = divmod(part_bytes, geometry.block_tokens * heads)
     if rest or token_bytes % WORD_BYTES or token_bytes < WORD_BYTES:
         raise ConfigError(
-            f"a part of {part_bytes} bytes for {geometry.block_tokens} tokens: each token needs a "
-            f"multiple of {WORD_BYTES} bytes per layer and part; change the KV bytes per token"
+            f"a part of {part_bytes} bytes for {geometry.block_tokens} tokens and {heads} heads: "
+            f"each token needs a multiple of {WORD_BYTES} bytes per layer, part and head; change "
+            "the KV bytes per token or the KV heads"
         )
     return token_bytes // WORD_BYTES

@@ -1,22 +1,25 @@
 """A prefill engine without a model: forward passes that wait, compute for a time, write and send.
 
-One thread is the GPU.  Per layer it waits for stored KV, compares it, computes for its share of
-the pass, writes the chunk's new KV and hands the layer to the traffic manager; the transfers are
-those of a vLLM engine (``engine.forward_pass``).
+One thread is the GPU of the engine's first rank.  It decides what is computed and gives it to all
+ranks, itself included (``passes``); the transfers are those of a vLLM engine
+(``engine.forward_pass``).
 """
 
+import logging
 from collections import deque
 
 from dualpath.core.cluster import Role
-from dualpath.core.runs import BlockRun
-from dualpath.engine.forward_pass import ForwardPass, PromptPart
+from dualpath.core.errors import EngineLostError
+from dualpath.engine.forward_pass import PromptPart
 from dualpath.engine.threads import Thread
 from dualpath.laboratory.emulated.batch import Batch, BatchFormer, Chunk
-from dualpath.laboratory.emulated.clock import ComputeClock
 from dualpath.laboratory.emulated.data_plane import DataPlane
+from dualpath.laboratory.emulated.passes import PassPart, PassResult, PassWork, RankPasses
 from dualpath.laboratory.emulated.requests import Answer, PrefillRequest
 from dualpath.laboratory.emulated.verification import CheckedAt
 from dualpath.plan.steps import chunk_of
+
+log = logging.getLogger(__name__)
 
 
 class PrefillEngine:
@@ -27,7 +30,7 @@ class PrefillEngine:
         self._settings = plane.settings
         self._former = BatchFormer(plane.settings, plane.hbm)
         self._threads = plane.threads
-        self._clock = ComputeClock(plane.now_s, plane.threads.sleep)
+        self._passes = RankPasses(plane)
         self._wake = self._threads.condition()
         self._waiting: deque[PrefillRequest] = deque()
         self._in_pass: set[PrefillRequest] = set()
@@ -70,10 +73,11 @@ class PrefillEngine:
     # ------------------------------------------------------------------ the GPU's thread
 
     def _run(self) -> None:
-        while (batch := self._next_batch()) is not None:
-            wrong = self._wrong_in_buffer(batch)
-            failures = self._forward(batch, wrong)
-            self._settle(batch, failures, wrong)
+        try:
+            while (batch := self._next_batch()) is not None:
+                self._settle(batch, self._forward(batch, self._wrong_in_buffer(batch)))
+        except EngineLostError as error:
+            log.error("no more passes: %s", error)  # and the traffic manager is broken
 
     def _next_batch(self) -> Batch | None:
         """Return the next pass; None when the engine closes."""
@@ -103,85 +107,39 @@ class PrefillEngine:
                         wrong[transfer.request_id] = found
         return wrong
 
-    def _forward(self, batch: Batch, wrong: dict[str, str]) -> dict[str, str]:
-        """Run a pass, adding to ``wrong``; return failed requests with reasons."""
-        parts = [
-            PromptPart(
-                chunk.request.prefill_transfer, self._blocks(chunk), chunk.request.hbm_blocks
-            )
-            for chunk in batch.chunks
-        ]
-        forward = ForwardPass(self._plane.manager, self._plane.membership.send, parts)
-        layers = self._plane.geometry.layers
-        layer_s = batch.compute_s / layers / self._settings.speedup
-        self._clock.begin()
-        if self._plane.moves_bytes:
-            for layer in range(layers):
-                self._one_layer(batch.chunks, forward, layer, layer_s, wrong)
-        else:
-            self._clock.work(layer_s * layers)
-        return forward.finish(wrong)
+    def _forward(self, batch: Batch, wrong: dict[str, str]) -> PassResult:
+        """Have all ranks run a pass; return what came of it, with what they have found."""
+        parts = tuple(self._part(chunk) for chunk in batch.chunks)
+        work = PassWork(parts, batch.compute_s / self._settings.speedup, wrong)
+        self._plane.group.broadcast(work)
+        result, findings = self._passes.run(work)
+        for rank, (found, counts) in enumerate(findings):
+            self._plane.report_wrong(found.values())
+            result.wrong.update(found)
+            if rank:
+                self._plane.verifier.add(counts)
+        return result
 
-    def _one_layer(
-        self,
-        chunks: list[Chunk],
-        forward: ForwardPass,
-        layer: int,
-        layer_s: float,
-        wrong: dict[str, str],
-    ) -> None:
-        since_s = self._clock.now()
-        forward.wait_loaded(layer)
-        self._clock.waited(since_s)
-        for chunk in chunks:
-            request_id = chunk.request.prefill_transfer.request_id
-            if request_id not in wrong and not forward.failed(request_id):
-                self._check_loaded(chunk, layer, wrong)
-        self._clock.work(layer_s)
-        for chunk in chunks:
-            self._write_new(chunk, layer)
-        since_s = self._clock.now()
-        forward.computed(layer)
-        self._clock.waited(since_s)
-
-    def _blocks(self, chunk: Chunk) -> BlockRun:
-        return chunk_of(chunk.cached, chunk.bsz, self._plane.geometry.block_tokens)
-
-    def _check_loaded(self, chunk: Chunk, layer: int, wrong: dict[str, str]) -> None:
-        blocks, request = self._blocks(chunk), chunk.request
-        request_id = request.prefill_transfer.request_id
-        found = self._plane.wrong_in_hbm(
-            CheckedAt.PE_HBM,
-            request_id,
-            request.hbm_blocks[: blocks.first],
-            request.prefix.seeds,
-            (layer,),
-        )
-        if found is not None:
-            wrong[request_id] = found
-
-    def _write_new(self, chunk: Chunk, layer: int) -> None:
-        blocks, request = self._blocks(chunk), chunk.request
-        self._plane.hbm.write_blocks(
-            layer,
-            request.hbm_blocks[blocks.first : blocks.end],
-            request.prefix.seeds[blocks.first : blocks.end],
-        )
+    def _part(self, chunk: Chunk) -> PassPart:
+        request = chunk.request
+        blocks = chunk_of(chunk.cached, chunk.bsz, self._plane.geometry.block_tokens)
+        part = PromptPart(request.prefill_transfer, blocks, request.hbm_blocks)
+        return PassPart(part, request.prefix.seeds[: blocks.end])
 
     # ------------------------------------------------------------------ after the pass
 
-    def _settle(self, batch: Batch, failures: dict[str, str], wrong: dict[str, str]) -> None:
+    def _settle(self, batch: Batch, result: PassResult) -> None:
         for request, cached, bsz in batch.chunks:
             request.done_tokens = cached + bsz
             request_id = request.prefill_transfer.request_id
-            failure = failures.get(request_id)
+            failure = result.failures.get(request_id)
             complete = request.done_tokens == request.prefix.tokens
             with self._wake:
                 self._in_pass.discard(request)
                 if failure is None and not complete and not request.aborted:
                     continue
                 self._leave(request)
-            request.deliver(_answer(request, failure, wrong.get(request_id)))
+            request.deliver(_answer(request, failure, result.wrong.get(request_id)))
 
     def _leave(self, request: PrefillRequest) -> None:
         self._waiting.remove(request)

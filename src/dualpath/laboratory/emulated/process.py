@@ -10,9 +10,12 @@ from dualpath.core.cluster import Role
 from dualpath.engine.surroundings import LIVE, Surroundings
 from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.decode import DecodeEngine
+from dualpath.laboratory.emulated.follow import follow, ranks_as_threads
 from dualpath.laboratory.emulated.group import meet
 from dualpath.laboratory.emulated.http_server import serving_app, until_signal
 from dualpath.laboratory.emulated.prefill import PrefillEngine
+from dualpath.laboratory.emulated.rank_processes import rank_processes
+from dualpath.laboratory.emulated.ranks import LeadingEnd
 from dualpath.laboratory.emulated.server import EngineServer
 from dualpath.laboratory.emulated.settings import EmulatedSettings
 from dualpath.router.requests.limits import allow_many_streams
@@ -28,13 +31,22 @@ class EmulatedEngine:
 
 @asynccontextmanager
 async def emulated_engine(
-    settings: EmulatedSettings, surroundings: Surroundings = LIVE
+    settings: EmulatedSettings,
+    surroundings: Surroundings = LIVE,
+    ranks: LeadingEnd | None = None,
 ) -> AsyncIterator[EmulatedEngine]:
     """Run an engine in the block: it has joined nothing yet, but does as soon as it can.
 
-    Raises ``ConfigError`` (value, limit, remedy) if it cannot be started as asked.
+    ``ranks`` leads to its other ranks; without, they are threads of this process.  Raises
+    ``ConfigError`` (value, limit, remedy) if it cannot be started as asked, ``EngineLostError`` if
+    one of its ranks cannot.
     """
-    plane = await asyncio.to_thread(DataPlane, settings, surroundings)
+    leading = ranks or ranks_as_threads(settings, surroundings)
+    try:
+        plane = await asyncio.to_thread(DataPlane, settings, surroundings, leading)
+    except BaseException:
+        leading.end()
+        raise
     prefills = settings.engine.role is Role.PREFILL
     engine: PrefillEngine | DecodeEngine = PrefillEngine(plane) if prefills else DecodeEngine(plane)
     try:
@@ -49,7 +61,7 @@ async def emulated_engine(
             finally:
                 await asyncio.to_thread(engine.close)
     finally:
-        await asyncio.to_thread(plane.membership.leave)
+        await asyncio.to_thread(plane.close)
 
 
 async def drain(plane: DataPlane) -> None:
@@ -65,13 +77,19 @@ async def drain(plane: DataPlane) -> None:
             await drained.wait()
 
 
-async def run_engine(settings: EmulatedSettings) -> None:
+def run_engine(settings: EmulatedSettings) -> None:
     """Run an engine until SIGINT, or until it has drained after SIGTERM.
 
-    Raises ``ConfigError`` as ``emulated_engine``.
+    Its ranks are processes; this one has no thread yet.  Raises as ``emulated_engine``.
     """
+    follower = functools.partial(follow, settings)
+    with rank_processes(settings.tensor_parallel_size, follower) as ranks:
+        asyncio.run(_serve(settings, ranks))
+
+
+async def _serve(settings: EmulatedSettings, ranks: LeadingEnd) -> None:
     allow_many_streams()
-    async with emulated_engine(settings) as engine:
+    async with emulated_engine(settings, ranks=ranks) as engine:
         name, role = settings.engine.engine_id, settings.engine.role.value
         print(
             f"dualpath emulated {role} engine {name}: {engine.api_url}, buffer of "

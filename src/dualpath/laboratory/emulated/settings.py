@@ -6,6 +6,7 @@ from typing import Annotated
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.errors import ConfigError
+from dualpath.core.parts import slices_of
 from dualpath.core.settings import Setting, Settings
 from dualpath.engine.settings import EngineSettings
 from dualpath.model.sim.settings import ModelCosts
@@ -72,6 +73,9 @@ class EmulatedServer(Settings, frozen=True, kw_only=True):
     dp_address: Annotated[
         str, Setting("where the first rank meets the others", metavar="HOST:PORT")
     ] = ""
+    tensor_parallel_size: Annotated[
+        int, Setting("ranks of the engine, each a process with its slice of the KV", ge=1)
+    ] = 1
     vocab_size: Annotated[
         int, Setting("token ids lie between 0 and it; they have 32 bits", ge=2, le=1 << 32)
     ] = 32000
@@ -96,6 +100,14 @@ class EmulatedOptions(EmulatedServer, frozen=True, kw_only=True):
             metavar="PARTS",
         ),
     ] = ""
+    kv_heads: Annotated[
+        int | None,
+        Setting(
+            "KV heads, which ranks share out; none: the model's, but 1 where one of the three "
+            "above is given; 1 is latent KV, whole at every rank",
+            ge=1,
+        ),
+    ] = None
     block_tokens: BlockTokens = 64
     max_model_len: MaxModelLen = None
 
@@ -109,6 +121,7 @@ class EmulatedSettings(EmulatedServer, frozen=True, kw_only=True):
     engine: EngineSettings
     geometry: BlockGeometry
     costs: ModelCosts
+    kv_heads: Annotated[int, Setting("KV heads, which ranks share out", ge=1)] = 1
     max_model_len: Annotated[int, Setting("most tokens of prompt and answer", ge=2)] = 131072
 
     def check(self) -> None:
@@ -120,6 +133,7 @@ class EmulatedSettings(EmulatedServer, frozen=True, kw_only=True):
                 f"{self.dp_address!r}; a rank lies below {{dp_size}}, and the address of a group "
                 "is HOST:PORT"
             )
+        slices_of(self.tensor_parallel_size, self.kv_heads)
         if self.batch_cap_tokens < self.geometry.block_tokens:
             raise ConfigError(
                 f"{{batch_cap_tokens}} is {self.batch_cap_tokens}; it must be at least the block "
@@ -133,7 +147,7 @@ class EmulatedSettings(EmulatedServer, frozen=True, kw_only=True):
         return StoreNamespace(
             model=f"emulated-{self.costs.name}",
             dtype="words",
-            layout=LAYOUT,
+            layout=LAYOUT if self.kv_heads == 1 else f"{LAYOUT}-heads-{self.kv_heads}",
             geometry=self.geometry,
             mode="kv" if self.engine.mode.moves_bytes else "oracle",
             protection=self.engine.protection,
@@ -145,8 +159,10 @@ class EmulatedSettings(EmulatedServer, frozen=True, kw_only=True):
         return self.engine.layers_in_hbm(self.geometry.layers)
 
 
-def block_geometry(layers: int, block_tokens: int, kv_bytes_per_token: float) -> BlockGeometry:
-    """Return blocks of KV of about that size, a whole number of words per token and layer.
+def block_geometry(
+    layers: int, block_tokens: int, kv_bytes_per_token: float, kv_heads: int = 1
+) -> BlockGeometry:
+    """Return blocks of KV of about that size, a whole number of words per token, layer and head.
 
     Raises ``ConfigError`` for sizes that are no sizes.
     """
@@ -155,7 +171,7 @@ def block_geometry(layers: int, block_tokens: int, kv_bytes_per_token: float) ->
             f"{layers} layers of blocks of {block_tokens} tokens with {kv_bytes_per_token:g} bytes "
             "per token; each of the three must be above 0"
         )
-    words = max(round(kv_bytes_per_token / layers / WORD_BYTES), 1)
+    words = max(round(kv_bytes_per_token / layers / WORD_BYTES / kv_heads), 1) * kv_heads
     return BlockGeometry.uniform(layers, block_tokens, block_tokens * words * WORD_BYTES)
 
 

@@ -13,6 +13,8 @@ from dualpath.laboratory.emulated.prefix import Seeds
 from dualpath.laboratory.emulated.settings import Verify
 
 Flags = NDArray[np.bool_]
+#: By place: Layer Blocks compared, of which wrong.
+Counts = dict["CheckedAt", tuple[int, int]]
 
 
 class CheckedAt(enum.StrEnum):
@@ -29,7 +31,11 @@ class CheckedAt(enum.StrEnum):
 
 
 class Verifier:
-    """Checks and counts: by place here, in sum in ``counters``; may be called from any thread."""
+    """Checks and counts: by place here, in sum in ``counters``; may be called from any thread.
+
+    Buffers have whole blocks, which are ``function``'s; HBM has those of ``held``, a slice of them
+    at a rank, which counts as a Layer Block as well.
+    """
 
     def __init__(
         self,
@@ -37,11 +43,14 @@ class Verifier:
         verify: Verify,
         counters: Counters,
         threads: Threads = OS_THREADS,
+        held: KvFunction | None = None,
     ) -> None:
         self._function = function
+        self._held = held or function
         self._verify = verify
         self._lock = threads.lock()
         self._counts = {place: [0, 0] for place in CheckedAt}
+        self._told: Counts = dict.fromkeys(CheckedAt, (0, 0))
         self._totals = counters
         self._count(CheckedAt.PE_BUFFER, 0, 0)
 
@@ -50,10 +59,21 @@ class Verifier:
         """Whether KV is compared at all."""
         return self._verify is not Verify.CHECKSUM
 
-    def counts(self) -> dict[CheckedAt, tuple[int, int]]:
+    def counts(self) -> Counts:
         """Return per place (Layer Blocks compared, of which wrong)."""
         with self._lock:
             return {place: (seen, wrong) for place, (seen, wrong) in self._counts.items()}
+
+    def news(self) -> Counts:
+        """Return what was counted since this was last asked."""
+        now, before = self.counts(), self._told
+        self._told = now
+        return {p: (now[p][0] - before[p][0], now[p][1] - before[p][1]) for p in CheckedAt}
+
+    def add(self, counts: Counts) -> None:
+        """Count what another rank has compared."""
+        for place, (seen, wrong) in counts.items():
+            self._count(place, seen, wrong)
 
     def layer_blocks(
         self,
@@ -68,7 +88,7 @@ class Verifier:
             return []
         ids = np.asarray(block_ids, dtype=np.int64)
         rows = seeds[: len(ids)]
-        portion = self._function.portion_blocks
+        portion = self._held.portion_blocks
         same = np.ones(len(ids), dtype=np.bool_)
         for part, region in enumerate(parts):
             for start in range(0, len(ids), portion):
@@ -97,9 +117,9 @@ class Verifier:
         for stack in self._function.stacks:
             found = self._function.in_full_block(stack, view)
             if self._verify is Verify.FULL:
-                differs = found != seeds[None, :, None] ^ stack.constants[:, None, :]
+                differs = found != seeds[:, None] ^ stack.constants[:, :, None]
             else:
-                differs = found[:, :, 0] != seeds ^ stack.constants[:, :1]
+                differs = found[..., 0] != seeds ^ stack.constants[:, :, :1]
             if differs.any():
                 bad = differs.reshape(len(found), -1).any(axis=1)
                 wrong.update(stack.layers[number] for number in np.flatnonzero(bad))
@@ -109,11 +129,11 @@ class Verifier:
         self, region: Words, ids: NDArray[np.int64], rows: Seeds, layer: int, part: int
     ) -> Flags:
         if self._verify is Verify.FULL:
-            equal = region[ids] == self._function.part_blocks(rows, layer, part)
+            equal = region[ids] == self._held.part_blocks(rows, layer, part)
         else:
-            constants = self._function.constants[layer][part]
-            word = layer % len(constants)
-            equal = region[ids, :, word] == rows ^ constants[word]
+            constants = self._held.constants[layer][part]
+            word = layer % constants.shape[1]
+            equal = region[ids, :, :, word] == rows[:, None] ^ constants[:, word, None]
         same: Flags = equal.reshape(len(ids), -1).all(axis=1)
         return same
 

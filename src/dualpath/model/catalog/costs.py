@@ -50,12 +50,19 @@ def load_model_costs(
     return model_costs(described, load_gpu(gpu), cluster)
 
 
-def single_engine_costs(name_or_path: str | Path, gpu: str | Path) -> ModelCosts:
+def single_engine_costs(name_or_path: str | Path, gpu: str | Path, gpus: int = 1) -> ModelCosts:
     """Return the costs of one engine for itself: without lock-step no other engine matters.
 
-    Takes and raises what ``load_model_costs`` does.
+    It has so many GPUs.  Takes and raises what ``load_model_costs`` does.
     """
-    alone = ClusterSettings(prefill_nodes=1, decode_nodes=1, gpus_per_node=1, lockstep=False)
+    alone = ClusterSettings(
+        prefill_nodes=1,
+        decode_nodes=1,
+        gpus_per_node=gpus,
+        prefill_tp=gpus,
+        decode_tp=gpus,
+        lockstep=False,
+    )
     return load_model_costs(name_or_path, gpu, alone)
 
 

@@ -66,6 +66,19 @@ def load_described(
     return geometry
 
 
+def kv_heads(name_or_path: str | Path) -> int:
+    """Return how many KV heads a model has, which the ranks of an engine share out.
+
+    Latent KV is one; 1 as well where layers differ, and of measured costs, which do not say it.
+    Raises ``ConfigError``.
+    """
+    loaded = load_described(name_or_path)
+    if isinstance(loaded, ModelCosts):
+        return 1
+    heads = {part.slices(part.heads) for part in loaded.attention}
+    return heads.pop() if len(heads) == 1 else 1
+
+
 def _published(file: Traversable, kv_cache_dtype: KvCacheDtype) -> ModelGeometry:
     """Read a ``config.json``; the model is called like its folder, any other file's like it."""
     stem = file.name.removesuffix(".json")

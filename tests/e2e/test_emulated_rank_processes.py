@@ -1,0 +1,78 @@
+"""Emulated engines whose ranks are processes, as an operator starts them."""
+
+import asyncio
+import os
+import re
+import signal
+from pathlib import Path
+
+import aiohttp
+import pytest
+from tests.e2e.test_emulated_cluster import (
+    COSTS,
+    ENGINE,
+    GUARD_S,
+    Player,
+    Processes,
+    ended,
+    first_line,
+    ideal_hits,
+    verified_and_wrong,
+)
+
+from dualpath.core.modes import Mode
+from dualpath.laboratory.emulated.front_door import front_door
+from dualpath.ops.launch.process import ManagedProcess, all_processes
+from dualpath.router.settings import RouterSettings
+from dualpath.storage.host_process import process_stat
+
+pytest.importorskip("nixl_cu12")
+pytestmark = pytest.mark.nixl
+
+MODE = Mode.DUALPATH
+RANKS = ("--kv-heads", "2", "--tensor-parallel-size", "2")
+
+
+def ranks_of(process: ManagedProcess) -> list[int]:
+    """The processes of an engine's ranks that follow."""
+    return [pid for pid, stat in all_processes() if stat.parent == process.pid]
+
+
+async def test_agents_are_served_by_ranks_and_an_engine_ends_with_one_of_them(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "costs.toml").write_text(COSTS)
+    async with front_door(RouterSettings(mode=MODE), "127.0.0.1", 0) as (endpoint, service):
+        with Processes(tmp_path, MODE) as started:
+            engines = [
+                started.start(
+                    *(name, name.partition("-")[0], service.control_address),
+                    *(*ENGINE, *RANKS, "--engine-id", name),
+                )
+                for name in ("prefill-0", "prefill-1", "decode-0")
+            ]
+            lines = [await first_line(process) for process in engines]
+            await service.wait_ready(2, 1, GUARD_S)
+            player = Player(tmp_path, endpoint, service, MODE)
+            agents = await player.play()
+            assert [[hits for _, hits in rounds] for rounds in agents] == ideal_hits(
+                player.geometry
+            )
+            urls = [found for line in lines for found in re.findall(r"http://[\d.:]+\d", line)]
+            verified, wrong = await verified_and_wrong(urls)
+            assert verified > 0
+            assert wrong == 0
+            lost, *others = engines
+            (follower,) = ranks_of(lost)
+            os.kill(follower, signal.SIGKILL)
+            assert await asyncio.to_thread(lost.wait, GUARD_S) == -signal.SIGKILL
+            said = f"prefill-0 ends itself: rank 1 (process {follower}) has ended, by SIGKILL"
+            assert said in lost.output()
+            followers = [pid for process in others for pid in ranks_of(process)]
+            async with aiohttp.ClientSession() as http:
+                body = {"prompt": list(range(7, 90)), "max_tokens": 4}
+                async with http.post(f"{endpoint}/v1/completions", json=body) as response:
+                    assert response.status == 200
+            for process in others:
+                assert await ended(process) == []
+            assert [process_stat(pid) for pid in followers] == [None, None]

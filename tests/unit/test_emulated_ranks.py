@@ -1,0 +1,206 @@
+"""Emulated engines of several ranks: right answers, every slice compared, an end all share."""
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+from tests.emulated_cluster import GEOMETRY, GUARD_S, Cluster, cluster, engine_settings
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError, EngineLostError
+from dualpath.core.modes import Mode
+from dualpath.engine.layer_stream import LayerStream
+from dualpath.engine.surroundings import Surroundings
+from dualpath.laboratory.emulated.data_plane import DataPlane
+from dualpath.laboratory.emulated.rank_plane import FollowerPlane, Held, LetGo
+from dualpath.laboratory.emulated.ranks import ThreadRanks
+from dualpath.laboratory.emulated.verification import CheckedAt
+from dualpath.transport.in_process import InProcessFabric, InProcessTransport
+
+PROMPT = list(range(1, 38))
+AGENTS, LAYERS = 3, GEOMETRY.layers
+
+
+class Ranks(NamedTuple):
+    """Ranks of a PE, of a DE, and the KV heads of their model; latent KV is one."""
+
+    pe: int
+    de: int
+    heads: int
+
+
+SHAPES = [Ranks(2, 1, 2), Ranks(1, 2, 2), Ranks(2, 2, 1), Ranks(4, 2, 2), Ranks(1, 4, 1)]
+
+
+async def two_turns(made: Cluster) -> list[list[int]]:
+    """Play agents whose second turn hits all that is stored; return what was generated."""
+    prompts = [[agent, *PROMPT] for agent in range(AGENTS)]
+    first = await asyncio.gather(*(made.ask(prompt, 9) for prompt in prompts))
+    await made.stored()
+    turns = [[*p, *tokens, 7, 8] for p, (tokens, _) in zip(prompts, first, strict=True)]
+    second = await asyncio.gather(*(made.ask(turn, 3) for turn in turns))
+    assert [hits for _, hits in second] == [44] * AGENTS
+    await made.idle()
+    return [tokens for tokens, _ in (*first, *second)]
+
+
+@pytest.mark.parametrize("ranks", SHAPES, ids=lambda r: f"PE{r.pe} DE{r.de} {r.heads} heads")
+async def test_agents_get_the_answers_of_an_engine_of_one_rank(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    async with cluster(tmp_path / "one", Mode.DUALPATH) as made:
+        right = await two_turns(made)
+    async with cluster(
+        *(tmp_path / "several", Mode.DUALPATH),
+        prefill_tp=ranks.pe,
+        decode_tp=ranks.de,
+        kv_heads=ranks.heads,
+    ) as made:
+        assert await two_turns(made) == right
+        assert made.counts(1) == 0
+        loaded, filled = (
+            made.engines[name].plane.verifier.counts()[place][0]
+            for name, place in (("prefill-0", CheckedAt.PE_HBM), ("decode-0", CheckedAt.DE_HBM))
+        )
+        # Every rank has compared its slice of all prompts, and of all hits before they were used.
+        assert filled == ranks.de * AGENTS * sum(map(GEOMETRY.blocks_for, (38, 49))) * LAYERS
+        assert loaded >= ranks.pe * AGENTS * 11 * LAYERS
+
+
+@pytest.mark.parametrize("mode", [Mode.BASIC, Mode.SPLIT, Mode.ORACLE])
+async def test_ranks_serve_in_every_mode(mode: Mode, tmp_path: Path) -> None:
+    async with cluster(tmp_path, mode, prefill_tp=2, decode_tp=2, kv_heads=2) as made:
+        await two_turns(made)
+        assert made.counts(1) == 0
+        assert (made.counts(0) > 0) == mode.moves_bytes
+
+
+async def test_engines_cut_differently_share_a_storage(tmp_path: Path) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH, prefill_tp=2, kv_heads=2) as made:
+        tokens, _ = await made.ask(PROMPT, 9)
+        await made.stored()
+    async with cluster(tmp_path, Mode.DUALPATH, decode_tp=2, kv_heads=2) as made:
+        assert (await made.ask([*PROMPT, *tokens, 5], 1))[1] == 44
+        assert made.counts(1) == 0
+
+
+@pytest.fixture
+def followers(monkeypatch: pytest.MonkeyPatch) -> list[FollowerPlane]:
+    """The planes of all ranks that follow, as they come up."""
+    found: list[FollowerPlane] = []
+    init = FollowerPlane.__init__
+
+    def noted(plane: FollowerPlane, *args: object) -> None:
+        init(plane, *args)  # type: ignore[arg-type]
+        found.append(plane)
+
+    monkeypatch.setattr(FollowerPlane, "__init__", noted)
+    return found
+
+
+def spoil_loads(plane: FollowerPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = LayerStream.wait_loaded
+
+    def wait_loaded(stream: LayerStream, layer: int) -> None:
+        load(stream, layer)
+        if stream._transfers.own_agent == plane.follower.rank.movers.transfers.own_agent:
+            plane.hbm.layer(layer)[0][:, 0, 2] ^= np.uint64(1)
+
+    monkeypatch.setattr(LayerStream, "wait_loaded", wait_loaded)
+
+
+def spoil_copies(plane: FollowerPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = plane.follower.fill_hbm
+
+    def fill_hbm(transfer, blocks, done):
+        def copied(error: str | None) -> None:
+            plane.hbm.layer(3)[0][blocks[1], 0, 2] ^= np.uint64(1)
+            done(error)
+
+        fill(transfer, blocks, copied)
+
+    monkeypatch.setattr(plane.follower, "fill_hbm", fill_hbm)
+
+
+@pytest.mark.parametrize(
+    ("role", "spoil", "place"),
+    [(Role.PREFILL, spoil_loads, "pe_hbm"), (Role.DECODE, spoil_copies, "de_hbm")],
+)
+async def test_wrong_kv_of_a_rank_that_follows_fails_the_request(
+    role: Role,
+    spoil: Callable[[FollowerPlane, pytest.MonkeyPatch], None],
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    followers: list[FollowerPlane],
+) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH, prefill_tp=2, decode_tp=2, kv_heads=2) as made:
+        await made.ask(PROMPT, 2)
+        await made.stored()
+        (plane,) = (p for p in followers if p.settings.engine.role is role)
+        spoil(plane, monkeypatch)
+        status, body = await made.post(PROMPT, 2)
+        assert status == 400
+        assert f"is wrong in {place} of rank 1" in body["error"]["message"]
+        assert made.counts(1) > 0
+        await made.idle()
+
+
+async def test_what_a_rank_that_follows_cannot_copy_fails_the_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followers: list[FollowerPlane]
+) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH, decode_tp=2, kv_heads=2) as made:
+        agent = followers[0].follower.rank.movers.transfers.own_agent
+        made.fabric.fail_next("injected", agent=agent)
+        assert len((await made.ask(PROMPT, 3))[0]) == 3
+        assert made.service.metrics.retries == 1
+        await made.idle()
+
+
+async def test_hbm_that_another_rank_may_still_write_goes_to_nobody(tmp_path: Path) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH, prefill_tp=2, kv_heads=2) as made:
+        plane = made.engines["prefill-0"].plane
+        (block,) = plane.hbm.take(1) or ()
+        plane._hear(1, Held((block,)))
+        plane.hbm.give_back((block,))
+        assert plane.hbm.free_tokens == plane.manager.hbm_tokens - plane.geometry.block_tokens
+        plane._hear(1, LetGo((block,)))
+        await made.idle()
+
+
+async def test_an_engine_that_loses_a_rank_says_so_and_ends(tmp_path: Path) -> None:
+    """While it waits for work, when no rank asks for another."""
+    ended = threading.Event()
+    async with cluster(tmp_path, Mode.DUALPATH, prefill_tp=2, kv_heads=2) as made:
+        plane = made.engines["prefill-0"].plane
+        plane.membership._surroundings = dataclasses.replace(
+            made.surroundings, end_process=ended.set
+        )
+        leader = plane._ranks
+        leader._shared.lose("rank 1 (process 7) has ended, by SIGKILL")  # type: ignore[attr-defined]
+        assert await asyncio.to_thread(ended.wait, GUARD_S)
+        assert plane.manager.health() == "rank 1 (process 7) has ended, by SIGKILL"
+        assert made.service.status()["engines"][0]["alive"] is False
+
+
+def test_a_rank_that_cannot_come_up_takes_its_engine_with_it(tmp_path: Path) -> None:
+    settings = engine_settings(Role.PREFILL, "pe", "tcp://127.0.0.1:1", tmp_path, Mode.DUALPATH)
+    settings = msgspec.structs.replace(settings, tensor_parallel_size=2, kv_heads=2)
+    fabric, ranks = InProcessFabric(), ThreadRanks(2)
+    surroundings = Surroundings(open_transport=lambda name, _: InProcessTransport(name, fabric))
+    ranks.ended("rank 1 has ended: no device")
+    with pytest.raises(EngineLostError, match="rank 1 has ended: no device"):
+        DataPlane(settings, surroundings, ranks.leader)
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(2, 3), (3, 2)])
+def test_ranks_that_cannot_share_heads_are_refused(ranks: int, heads: int, tmp_path: Path) -> None:
+    settings = engine_settings(Role.PREFILL, "pe", "tcp://127.0.0.1:1", tmp_path, Mode.DUALPATH)
+    with pytest.raises(ConfigError, match=rf"{ranks} ranks for {heads} KV heads"):
+        msgspec.structs.replace(settings, tensor_parallel_size=ranks, kv_heads=heads)
