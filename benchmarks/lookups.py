@@ -1,15 +1,17 @@
 """Count what look-ups ask of a directory, and what they find while blocks are being written.
 
-    python benchmarks/lookups.py [--directory DIR]
+    python benchmarks/lookups.py [--directory DIR] [--stat-s 0.001]
 
 First table: `stat`s of one look-up of 1,000 blocks, cold (the engine has just started) and warm
 (the same again), by how much of the chain is stored.  Second: conversations whose last blocks are
 being written, beside as many that are stored whole, all looked up at once.  Files are empty
 markers; a write takes a set time, one after the other.  Counted, not timed: deadlines decide what
-counts.
+counts.  Third: how long a look-up takes where a `stat` takes ``--stat-s``, which is injected.
 """
 
 import argparse
+import itertools
+import statistics
 import tempfile
 import threading
 import time
@@ -21,7 +23,7 @@ from dualpath.core.control import EngineMessage, Lookup, LookupDone
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.lookups import Lookups
 from dualpath.engine.pending_writes import PendingWrites
-from dualpath.engine.threads import OS_THREADS
+from dualpath.engine.threads import OS_THREADS, TimeLimit
 from dualpath.report import markdown
 from dualpath.report.model import Table
 from dualpath.router.requests.look_up import ENGINE_SHARE
@@ -36,15 +38,29 @@ PENDING_BLOCKS = 6
 #: As in the router, which may ask two engines one after the other.
 DEADLINE_S = ENGINE_SHARE * RouterSettings().lookup_timeout_s / 2
 TICK_S = 0.05
+CLOSE_S = 10.0
+
+
+class SlowDirectory(LengthOnlyStorage):
+    """A directory on a file system of which every question takes ``stat_s``."""
+
+    def __init__(self, root: Path, stat_s: float) -> None:
+        super().__init__(root, NAMESPACE)
+        self._stat_s = stat_s
+
+    def is_stored(self, key: BlockKey) -> bool:
+        """Ask, as late as a server answers."""
+        time.sleep(self._stat_s)
+        return super().is_stored(key)
 
 
 class Engine:
     """The look-ups of one engine over a directory."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, stat_s: float = 0.0) -> None:
         self.counters = Counters()
         self.pending = PendingWrites()
-        self.storage = RememberingStorage(LengthOnlyStorage(root, NAMESPACE), OS_THREADS.now_ns)
+        self.storage = RememberingStorage(SlowDirectory(root, stat_s), OS_THREADS.now_ns)
         self.answers: dict[int, LookupDone] = {}
         self._arrived = threading.Condition()
         self.lookups = Lookups(self.storage, self.pending, self.counters, self._take)
@@ -89,10 +105,36 @@ def count_stats(boundaries: Iterable[int], directory: Path | None) -> Table:
             write(Path(folder), keys[:stored])
             engine = Engine(Path(folder))
             cold, warm = engine.asked(keys, stored), engine.asked(keys, stored)
-            engine.lookups.close()
+            engine.lookups.close(TimeLimit(OS_THREADS, CLOSE_S))
         rows.append((f"{stored:,}", str(cold), str(warm)))
     title = f"stats of a look-up of {CHAIN_BLOCKS:,} blocks"
     return Table(title, ("blocks stored", "cold", "warm"), tuple(rows))
+
+
+def time_slow_stats(
+    boundaries: Iterable[int], stat_s: float, rounds: int, directory: Path | None
+) -> Table:
+    rows = []
+    for stored in boundaries:
+        keys = block_keys(range(CHAIN_BLOCKS), 1, cache_salt=str(stored))
+        took_ms: list[tuple[float, float]] = []
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
+            write(Path(folder), keys[:stored])
+            for _ in range(rounds):
+                engine = Engine(Path(folder), stat_s)
+                times_s = [time.perf_counter()]
+                for _ in ("cold", "warm"):
+                    assert engine.look_up([keys]) == [stored]
+                    times_s.append(time.perf_counter())
+                cold_s, warm_s = (end - start for start, end in itertools.pairwise(times_s))
+                took_ms.append((cold_s * 1e3, warm_s * 1e3))
+                engine.lookups.close(TimeLimit(OS_THREADS, CLOSE_S))
+        cold_ms, warm_ms = zip(*took_ms, strict=True)
+        cells = (statistics.median(cold_ms), max(cold_ms), statistics.median(warm_ms))
+        rows.append((f"{stored:,}", *(f"{cell:.1f}" for cell in cells)))
+    title = f"a look-up of {CHAIN_BLOCKS:,} blocks, {stat_s * 1e3:g} ms per stat, {rounds} times"
+    columns = ("blocks stored", "cold, median ms", "cold, most ms", "warm, median ms")
+    return Table(title, columns, tuple(rows))
 
 
 def find_under_load(conversations: int, write_s: float, directory: Path | None) -> Table:
@@ -122,7 +164,7 @@ def find_under_load(conversations: int, write_s: float, directory: Path | None) 
         found = engine.look_up([*pending, *whole])
         over.set()
         writer.join()
-        engine.lookups.close()
+        engine.lookups.close(TimeLimit(OS_THREADS, CLOSE_S))
     blocks = 100 * conversations
     rows = (
         ("last 6 being written", f"{sum(found[:conversations]) / blocks:.1%}"),
@@ -137,9 +179,12 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="on the file system to ask")
     parser.add_argument("--conversations", type=int, default=64)
     parser.add_argument("--write-s", type=float, default=0.5, help="what a write of a block takes")
+    parser.add_argument("--stat-s", type=float, default=0.001, help="what a stat takes")
+    parser.add_argument("--rounds", type=int, default=21)
     args = parser.parse_args()
     for table in (
         count_stats((0, 1, 250, 500, 700, 999, 1000), args.directory),
+        time_slow_stats((0, 1, 500, 999, 1000), args.stat_s, args.rounds, args.directory),
         find_under_load(args.conversations, args.write_s, args.directory),
     ):
         print(markdown.table(table))

@@ -1,6 +1,7 @@
 """Two S3 servers for tests: one in this process that fails on demand, and rclone's."""
 
 import contextlib
+import re
 import shutil
 import sysconfig
 import threading
@@ -27,14 +28,16 @@ class FaultyS3:
     """Objects in a dict behind HTTP, as much of S3 as storage uses.
 
     ``faults``: for each method what goes wrong with its next requests for blocks, in order; None
-    is no fault.  ``requests`` are those for blocks, as (method, name).  ``conditional``: whether
-    ``If-None-Match`` is honoured.
+    is no fault.  ``requests`` are those for blocks, as (method, name).  ``signers`` are the names
+    of the keys by which requests were signed.  ``conditional``: whether ``If-None-Match`` is
+    honoured.
     """
 
     def __init__(self, conditional: bool = True) -> None:
         self.objects: dict[str, bytes] = {}
         self.faults: dict[str, list[Fault | None]] = {}
         self.requests: list[tuple[str, str]] = []
+        self.signers: list[str] = []
         self.conditional = conditional
         self.page_names = 1000
         self.ended = threading.Event()
@@ -148,6 +151,8 @@ def _handler(server: FaultyS3) -> type[BaseHTTPRequestHandler]:
             elif "Signature=" not in self.headers.get("Authorization", ""):
                 self.answer(403, b"<Error><Code>AccessDenied</Code></Error>")
             else:
+                signer = re.findall(r"Credential=([^/]+)/", self.headers["Authorization"])
+                server.signers.append(signer[0])
                 self.do(name, body, fault)
 
         def do(self, name: str, body: bytes, fault: Fault | None) -> None:

@@ -106,3 +106,62 @@ def test_botocore_itself_reads_a_profile(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("AWS_PROFILE", "none-such")
     with pytest.raises(ConfigError, match="none-such"):
         with_credentials(unsigned())
+
+
+#: What gives keys to botocore: a new pair each time it is run, good for as long as it is told.
+KEY_PROCESS = """
+import datetime, json, pathlib, sys
+count = pathlib.Path(sys.argv[1])
+number = len(count.read_bytes()) + 1
+count.write_bytes(b"x" * number)
+end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=int(sys.argv[2]))
+if count.with_name("broken").exists():
+    sys.exit("the vault is sealed")
+print(json.dumps({"Version": 1, "AccessKeyId": f"key-{number}", "SecretAccessKey": "hush",
+                  "SessionToken": "t", "Expiration": end.isoformat()}))
+"""
+
+
+def process_location(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, url: str, good_s: int
+) -> S3Location:
+    """Return a bucket whose keys are those of a profile with a ``credential_process``."""
+    pytest.importorskip("botocore")
+    program, config = folder / "keys.py", folder / "config"
+    program.write_text(KEY_PROCESS)
+    (folder / "count").write_bytes(b"")
+    command = f"{sys.executable} {program} {folder / 'count'} {good_s}"
+    config.write_text(f"[profile agents]\ncredential_process = {command}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(folder / "none"))
+    monkeypatch.setenv("AWS_PROFILE", "agents")
+    return with_credentials(unsigned(url))
+
+
+def test_keys_of_a_process_are_renewed_before_they_expire(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: FaultyS3
+) -> None:
+    location = process_location(monkeypatch, tmp_path, server.url, good_s=60)
+    client = S3Client(location, Patience(attempts=1))
+    assert client.put("one", [b"bytes"])
+    assert client.get("one") == b"bytes"
+    # So near to their end botocore asks again for every request.
+    assert len({*server.signers}) == 2
+    (tmp_path / "broken").touch()
+    with pytest.raises(S3Error, match=r"S3 keys could not be renewed.*the vault is sealed"):
+        client.get("one")
+    (tmp_path / "broken").unlink()
+    assert client.get("one") == b"bytes"
+    assert len({*server.signers}) == 3
+    client.close()
+
+
+def test_keys_of_a_process_serve_many_requests_while_they_are_good(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: FaultyS3
+) -> None:
+    location = process_location(monkeypatch, tmp_path, server.url, good_s=7200)
+    client = S3Client(location, Patience(attempts=1))
+    assert client.put("one", [b"bytes"])
+    assert client.get("one") == b"bytes"
+    assert server.signers == ["key-1", "key-1"]
+    client.close()
