@@ -1,8 +1,9 @@
-"""An EAGLE draft at both engines: its layer's KV moves with the model's, and changes no token."""
+"""EAGLE and MTP at both engines: the draft's KV moves with the model's, and changes no token."""
 
 import json
 from collections.abc import Iterator
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import Answer, PlainEngine, Round, play_plain
 
 from dualpath.core.cluster import Role
-from dualpath.laboratory.models.draft import make_tiny_draft
+from dualpath.laboratory.models.draft import make_tiny_draft, make_tiny_mtp_model
 from dualpath.laboratory.models.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(400)]
@@ -35,14 +36,24 @@ class Served(NamedTuple):
     plain: list[list[int]]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    model, folder = make_tiny_model("qwen2", layers=LAYERS), tmp_path_factory.mktemp("draft")
-    speculation = {
-        "method": "eagle",
-        "model": str(make_tiny_draft(model)),
-        "num_speculative_tokens": PROPOSED,
-    }
+def eagle() -> tuple[Path, dict[str, Any]]:
+    """A model and a draft beside it."""
+    model = make_tiny_model("qwen2", layers=LAYERS)
+    return model, {"method": "eagle", "model": str(make_tiny_draft(model))}
+
+
+def mtp() -> tuple[Path, dict[str, Any]]:
+    """A model whose last layer is its own draft."""
+    return make_tiny_mtp_model(LAYERS), {"method": "mtp"}
+
+
+@pytest.fixture(scope="module", params=[eagle, mtp])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("draft")
+    model, speculation = request.param()
+    speculation["num_speculative_tokens"] = PROPOSED
     settings = tiny_cluster_settings(model, folder / "storage", block_tokens=BLOCK_TOKENS)
     draft = {"vllm_args": ("--speculative-config", json.dumps(speculation))}
     with EngineCluster(settings, folder) as cluster:
@@ -71,3 +82,11 @@ def test_the_drafts_layer_is_one_of_the_block_and_is_sent_once(served: Served) -
     hits = [hit // BLOCK_TOKENS for hit in cluster.expected_hits(ROUNDS)]
     assert sum(blocks) - sum(hits) <= sent <= sum(blocks)
     assert sent == int(sent)
+
+
+def test_without_hits_the_tokens_are_the_same(served: Served) -> None:
+    """The last test of its cluster: what it sends would count above."""
+    (first, _), (second, generate) = ROUNDS
+    prompt = first + served.plain[0] + second
+    salted = served.cluster.ask(prompt, generate, "nothing is stored under it")
+    assert (salted.token_ids, salted.cached_tokens) == (served.plain[1], 0)

@@ -1,9 +1,19 @@
-"""A tiny EAGLE draft of one layer with random weights, which proposes tokens for a tiny model."""
+"""Tiny drafts of one layer with random weights, which propose tokens for a tiny model.
+
+An EAGLE draft is a model of its own.  A layer for multi-token prediction (MTP) comes with the
+model: here as MiMo's, which is Qwen2's architecture and such a layer.
+"""
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dualpath.laboratory.models.prepared import prepare_random
+from dualpath.laboratory.models.tiny import tiny_config, train_tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig
 
 GENERATOR_VERSION = 1
 #: Of the model's configuration, what its draft shares, so that their KV has one shape.
@@ -54,3 +64,55 @@ def _write(model: Path, directory: Path, seed: int) -> None:
     )
     config.dtype = torch.float32
     config.save_pretrained(directory)
+
+
+def make_tiny_mtp_model(layers: int, seed: int = 0, directory: Path | None = None) -> Path:
+    """Return the folder of a random model of so many layers and one more for MTP.
+
+    Args:
+        layers: of the model itself, at least 1.
+        seed: of the weights; the same seed gives the same bytes.
+        directory: where to write; default: a directory in `cache_directory()`.
+
+    Raises:
+        ConfigError: `directory` cannot be used.
+    """
+    name = f"tiny-mimo-{layers}-layers-seed-{seed}"
+    return prepare_random(
+        name, GENERATOR_VERSION, directory, lambda empty: _write_with_mtp(empty, layers, seed)
+    )
+
+
+def _write_with_mtp(directory: Path, layers: int, seed: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import Qwen2ForCausalLM
+
+    # vLLM goes by the architecture, and transformers knows no MiMo.
+    config = tiny_config("qwen2", layers)
+    config.architectures = ["MiMoForCausalLM"]
+    config.num_nextn_predict_layers = 1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        weights = Qwen2ForCausalLM(config).state_dict() | _mtp_weights(config)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config.dtype = torch.float32
+    config.save_pretrained(directory)
+    train_tokenizer().save_pretrained(directory)
+
+
+def _mtp_weights(config: "PretrainedConfig") -> "dict[str, Tensor]":
+    """A layer as the model's, behind what joins the model's state and the next token."""
+    import torch
+    from transformers import Qwen2Model
+
+    one = type(config)(**{**config.to_dict(), "num_hidden_layers": 1, "layer_types": None})
+    mtp = {
+        name.removeprefix("layers.0."): weight
+        for name, weight in Qwen2Model(one).state_dict().items()
+        if name.startswith("layers.0.")
+    }
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    mtp |= {f"{norm}.weight": torch.ones(config.hidden_size) for norm in norms}
+    mtp["input_proj.weight"] = 0.12 * torch.randn(config.hidden_size, 2 * config.hidden_size)
+    return {f"model.mtp_layers.0.{name}": weight for name, weight in mtp.items()}
