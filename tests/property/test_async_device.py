@@ -381,11 +381,14 @@ GROUP_OF_LAYER = (0, 1, 1, 0, 1)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.booleans(), st.integers(0, 3), st.booleans(), st.integers(0, 2**32))
+@given(st.booleans(), st.integers(0, 3), st.integers(0, 4), st.booleans(), st.integers(0, 2**32))
 def test_layers_with_windows_get_the_blocks_they_look_at_and_no_other_is_touched(
-    own_copier: bool, behind: int, last_is_computed: bool, seed: int
+    own_copier: bool, behind: int, found: int, last_is_computed: bool, seed: int
 ) -> None:
-    """As at a hybrid decode engine: a group's last blocks, in ids that no other group has."""
+    """As at a hybrid decode engine: a group's last blocks, in ids that no other group has.
+
+    What it found in HBM has no ids, in no group.
+    """
     engine = Engine(seed, GEOMETRY.layers, own_copier)
     engine.layout = msgspec.structs.replace(engine.layout, group_of_layer=GROUP_OF_LAYER)
     keys = prompt_keys(4 * GEOMETRY.block_tokens)
@@ -393,7 +396,8 @@ def test_layers_with_windows_get_the_blocks_they_look_at_and_no_other_is_touched
         fill(engine.buffer, slot, key)
     full, window = (6, 1, 4, 0), (7, 2, 3, 5)
     seen = (NO_BLOCK,) * behind + window[behind:]
-    blocks = list(zip(full, seen, strict=True))
+    blocks: list[tuple[int, int] | int] = list(zip(full, seen, strict=True))
+    blocks[:found] = [NO_BLOCK] * found
     there = blocks[:3] if last_is_computed else blocks
     for layer in range(GEOMETRY.layers):
         for block in range(HBM_BLOCKS):
@@ -403,7 +407,8 @@ def test_layers_with_windows_get_the_blocks_they_look_at_and_no_other_is_touched
     engine.copier().into_hbm("r", decode_steps(prompt), there, ended.append)
     engine.world.until(lambda: bool(ended))
     for layer, group in enumerate(GROUP_OF_LAYER):
-        copied = {ids[group]: keys[row] for row, ids in enumerate(there) if ids[group] != NO_BLOCK}
+        ids = [block if isinstance(block, int) else block[group] for block in there]
+        copied = {block: keys[row] for row, block in enumerate(ids) if block != NO_BLOCK}
         for block in range(HBM_BLOCKS):
             there_now = block in copied
             expected = kv_bytes(copied[block], layer) if there_now else GARBAGE.tobytes()

@@ -11,6 +11,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
+from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.transfers import DecodeTransfer, to_transfer_params
 from dualpath.engine.hbm_layout import NO_BLOCK, block_ids
@@ -25,6 +26,7 @@ CACHE = cache_of(
     NAMES[:1], full_attention(BLOCK_TOKENS), NAMES[1:], sliding_window(BLOCK_TOKENS, WINDOW)
 )
 GROUPS = cache_groups(CACHE, longest_tokens=64 * BLOCK_TOKENS)
+ONE_GROUP = CacheGroups(BLOCK_TOKENS, (None,), 1024)
 PROMPT = 5 * BLOCK_TOKENS + 3
 
 
@@ -60,14 +62,15 @@ class Allocated:
         return self.groups
 
 
-def taken_over(tokens=PROMPT, groups=GROUPS, blocks=None):
+def taken_over(tokens=PROMPT, groups=GROUPS, blocks=None, prompt=PROMPT, found=0):
     """A decode request in the step in which its KV is to be copied; its side, and that step."""
     settings = msgspec.structs.replace(SETTINGS, role=Role.DECODE)
     side = SchedulerSide(settings, GEOMETRY, groups)
-    transfer = DecodeTransfer(request_id="q", prompt_tokens=PROMPT, slots=(0, 1, 2, 3, 4, 5))
+    slots = tuple(range(holding_blocks(prompt, BLOCK_TOKENS)))
+    transfer = DecodeTransfer(request_id="q", prompt_tokens=prompt, slots=slots)
     request = vllm_request(range(tokens), transfer=to_transfer_params(transfer))
-    promised, asynchronously = side.matched_tokens(request, 0)
-    assert asynchronously
+    promised, asynchronously = side.matched_tokens(request, found)
+    assert asynchronously is (promised > 0)
     side.blocks_allocated(
         request, blocks or Allocated([1, 2, 3, 4, 5, 6], [0, 0, 0, 7, 8, 9]), promised
     )
@@ -90,10 +93,32 @@ def test_the_last_token_is_not_promised_where_vllm_computes_it_again():
     _, _, promised, step = taken_over(PROMPT)
     assert promised == PROMPT - 1
     assert len(step.decodes[0].hbm_blocks) == 6
-    one_group = CacheGroups(BLOCK_TOKENS, (None,), 1024)
-    _, _, promised, step = taken_over(PROMPT, one_group, Allocated([1, 2, 3, 4, 5, 6]))
+    _, _, promised, step = taken_over(PROMPT, ONE_GROUP, Allocated([1, 2, 3, 4, 5, 6]))
     assert promised == PROMPT
     assert step.decodes[0].hbm_blocks == (1, 2, 3, 4, 5, 6)
+
+
+def test_blocks_that_vllm_finds_in_hbm_are_not_written_to():
+    """With prefix caching other requests may have them too, and be reading them."""
+    found = 2 * BLOCK_TOKENS
+    blocks = Allocated([1, 2, 3, 4, 5, 6])
+    _, _, promised, step = taken_over(PROMPT + 1, ONE_GROUP, blocks, found=found)
+    assert promised == PROMPT - found
+    assert step.decodes[0].hbm_blocks == (NO_BLOCK, NO_BLOCK, 3, 4, 5, 6)
+    _, _, _, step = taken_over(PROMPT + 1, found=found)
+    assert step.decodes[0].hbm_blocks[:3] == (NO_BLOCK, NO_BLOCK, (3, NO_BLOCK))
+
+
+def test_a_prompt_that_vllm_finds_whole_gives_its_buffer_back_and_is_not_stored_again():
+    prompt, blocks = 5 * BLOCK_TOKENS, Allocated([1, 2, 3, 4, 5, 6])
+    side, request, promised, step = taken_over(
+        prompt + 1, ONE_GROUP, blocks, prompt=prompt, found=prompt
+    )
+    assert promised == 0
+    (work,) = step.decodes
+    assert (len(work.hbm_blocks), block_ids(work.hbm_blocks)) == (5, ())
+    assert side.build(SchedulerOutput.make_empty()).decodes == []
+    assert generated(side, request, prompt) == []
 
 
 def generated(side, request, computed, new=1, added=None):

@@ -5,7 +5,8 @@ engine to itself, the form of the CNIC-assisted copies of §5.2: with an RDMA NI
 paper does.
 
 Layers with a sliding window may have block ids of their own, and no block for what lies behind the
-window: of those layers only the blocks that exist are copied.
+window: of those layers only the blocks that exist are copied.  Nor are the first blocks of a prompt
+that an engine keeps in HBM from earlier ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -95,7 +96,8 @@ class HbmCopier:
     ) -> None:
         """Post H2D of all layers; ``done`` gets the first error once all are over.
 
-        ``hbm_blocks`` of the request's blocks 0 and following; blocks behind them are not copied.
+        ``hbm_blocks`` of the request's blocks 0 and following; blocks behind them are not copied,
+        nor those that have no id.
         """
 
         def over(error: str | None, settled: bool) -> None:
@@ -104,6 +106,9 @@ class HbmCopier:
             done(error)
 
         copies = self._copies(steps, hbm_blocks)
+        if not copies:
+            done(None)
+            return
         countdown = self._countdown(request_id, len(copies), over)
         earlier = self._device.record()
 

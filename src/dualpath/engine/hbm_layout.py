@@ -13,7 +13,8 @@ from dualpath.transport.contract import RegionInfo
 #: An engine's id of one block of a request in HBM; where groups of layers have block ids of their
 #: own, one for each group.
 HbmBlock = int | tuple[int, ...]
-#: In the place of an id: the group has no such block, as its layers do not look back so far.
+#: In the place of an id: the group has no such block, as its layers do not look back so far; or
+#: what is in it is there already, and nobody may write to it.
 NO_BLOCK = -1
 
 

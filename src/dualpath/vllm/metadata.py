@@ -25,7 +25,11 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """A prompt whose KV is to be copied into this DE's HBM before the request may run."""
+    """A prompt whose KV is to be copied into this DE's HBM before the request may run.
+
+    ``hbm_blocks`` of its blocks 0 and following; without ids where HBM has had the KV before.  If
+    that is so of all, the request runs already and only the buffer is to be given back.
+    """
 
     vllm_request_id: str
     decode_transfer: DecodeTransfer

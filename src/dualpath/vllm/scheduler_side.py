@@ -54,6 +54,8 @@ class _Tracked:
         #: vLLM's block ids, by group and in order.
         self.blocks: list[list[int]] = []
         self.persisted_blocks = 0
+        #: Of the prompt, whose KV vLLM has found in a DE's HBM, in blocks that others may share.
+        self.found_tokens = 0
         self.transferred = False
 
 
@@ -101,6 +103,7 @@ class SchedulerSide:
         # Preempted since its KV was copied: the buffer is gone, it is computed again.
         if tracked is None or transfer is None or tracked.transferred:
             return 0, False
+        tracked.found_tokens = computed_tokens
         waiting_tokens = max(self._tokens_to_fill(tracked.request, transfer) - computed_tokens, 0)
         return waiting_tokens, waiting_tokens > 0
 
@@ -125,7 +128,11 @@ class SchedulerSide:
         if tracked is None:
             return
         tracked.blocks = [list(group) for group in blocks.get_block_ids()]
-        if isinstance(transfer, DecodeTransfer) and external_tokens > 0 and not tracked.transferred:
+        if tracked.transferred or not isinstance(transfer, DecodeTransfer):
+            return
+        if tracked.found_tokens + external_tokens >= self._tokens_to_fill(
+            tracked.request, transfer
+        ):
             tracked.transferred = True
             tracked.persisted_blocks = self._full_blocks(transfer.prompt_tokens)
             self._new_decode_transfers.append(request.request_id)
@@ -191,8 +198,10 @@ class SchedulerSide:
         assert isinstance(transfer, DecodeTransfer), "a DE's request"
         filled_tokens = self._tokens_to_fill(tracked.request, transfer)
         filled = min(holding_blocks(filled_tokens, self._block_tokens), len(transfer.slots))
-        blocks = tuple(self._hbm_block(tracked, row) for row in range(filled))
-        return DecodeWork(request_id, transfer, blocks)
+        shared = min(self._full_blocks(tracked.found_tokens), filled)
+        # Other requests may be reading those now.
+        new = (self._hbm_block(tracked, row) for row in range(shared, filled))
+        return DecodeWork(request_id, transfer, (*[NO_BLOCK] * shared, *new))
 
     def _hbm_block(self, tracked: _Tracked, row: int, computed_tokens: int = 0) -> HbmBlock:
         """Return the ids of one of a request's blocks, as they are after ``computed_tokens``."""

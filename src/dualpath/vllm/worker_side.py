@@ -20,7 +20,7 @@ from dualpath.core.parts import PartSlice
 from dualpath.engine.follower import FollowedPass, Follower, open_follower
 from dualpath.engine.forward_pass import ForwardPass, PromptPart
 from dualpath.engine.generated import GeneratedBlock
-from dualpath.engine.hbm_layout import HbmLayout
+from dualpath.engine.hbm_layout import HbmLayout, block_ids
 from dualpath.engine.membership import Membership, ServedModel
 from dualpath.engine.rank import RankPlace
 from dualpath.engine.settings import EngineSettings
@@ -242,8 +242,11 @@ class WorkerSide:
         return ForwardPass(membership.manager, membership.send, parts)
 
     def _begin_decode(self, work: DecodeWork) -> None:
+        waits = bool(block_ids(work.hbm_blocks))
+
         def copied(error: str | None) -> None:
-            self._copied.put((work.vllm_request_id, error))
+            if waits:
+                self._copied.put((work.vllm_request_id, error))
 
         self._mover.fill_hbm(work.decode_transfer, work.hbm_blocks, copied)
 
