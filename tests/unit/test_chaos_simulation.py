@@ -1,8 +1,11 @@
 """Simulated threads and clusters: what chance decides, and that a seed gives the same run again."""
 
+import gc
+
 import pytest
 
 from dualpath.core.errors import ConfigError
+from dualpath.laboratory.chaos.simulation.adversary import KINDS
 from dualpath.laboratory.chaos.simulation.plants import planted
 from dualpath.laboratory.chaos.simulation.play import play
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
@@ -117,10 +120,27 @@ def test_a_seed_gives_the_same_run_again() -> None:
         assert play(seed).digest == play(seed).digest
 
 
-@pytest.mark.parametrize("name", ["session-end-keeps", "no-quarantine", "checksum-ignored"])
-def test_planted_bugs_are_found(name: str) -> None:
+def test_a_run_leaves_nothing_in_memory() -> None:
+    play(0)
+    gc.collect()
+    before = len(gc.get_objects())
+    for seed in range(1, 4):
+        play(seed)
+    assert len(gc.get_objects()) - before < 1000  # a world is some thousands
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("session-end-keeps", "stall a control connection"),
+        ("no-quarantine", "hanging transfers"),
+        ("checksum-ignored", "rotting storage"),
+    ],
+)
+def test_planted_bugs_are_found_by_the_faults_they_are_for(name: str, fault: str) -> None:
+    kinds = [kind for kind in KINDS if kind.name == fault]
     with planted(name):
-        assert any(play(seed).problems for seed in range(60))
+        assert any(play(seed, kinds=kinds).problems for seed in range(30))
 
 
 def test_an_unknown_bug_cannot_be_planted() -> None:

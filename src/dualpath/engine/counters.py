@@ -108,8 +108,9 @@ class Counters:
 
     def add(self, name: Counter, amount: float) -> None:
         """Add a non-negative amount."""
+        key = name._value_
         with self._lock:
-            self._totals[name.value] = self._totals.get(name.value, 0) + amount
+            self._totals[key] = self._totals.get(key, 0) + amount
 
     def moved(self, step: Step, moved_bytes: int | None = None) -> None:
         """Count a step that is executed; ``moved_bytes`` if they are not the step's own."""

@@ -5,6 +5,7 @@ A kind of movement says where from, where to, over which links (§4.2) and in wh
 """
 
 import enum
+import functools
 from typing import NamedTuple
 
 import msgspec
@@ -24,7 +25,7 @@ class Place(enum.StrEnum):
     DE_STAGING = "de-staging"
     """DRAM through which generated blocks leave the DE's HBM."""
 
-    @property
+    @functools.cached_property
     def side(self) -> Role | None:
         """Whose memory it is; None for storage."""
         sides = {"pe": Role.PREFILL, "de": Role.DECODE}

@@ -67,7 +67,7 @@ class HttpNetwork:
 
     def delay_s(self) -> float:
         """Return how long something takes to the other end."""
-        return self.world.chance.choice(_DELAYS_S)
+        return self.world.pick(_DELAYS_S)
 
 
 class Call:
@@ -121,7 +121,9 @@ class Call:
         if self._open:
             world = self._network.world
             self._free_s = max(self._free_s, world.now_s + self._network.delay_s())
-            put = functools.partial(self._loop.call_soon, self.arrived.put_nowait, item)
+            put = functools.partial(
+                self._loop.process.step, functools.partial(self.arrived.put_nowait, item)
+            )
             world.at(self._free_s, put)
 
 

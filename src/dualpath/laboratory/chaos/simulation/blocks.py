@@ -92,7 +92,7 @@ class SimStorage:
     def _take_time(self, what: str) -> bool:
         """Wait; return whether it took unusually long."""
         self._world.moment()
-        delay_s = self._world.chance.choice(_DELAYS_S)
+        delay_s = self._world.pick(_DELAYS_S)
         if self._faults.slow and self._world.chance.random() < self._faults.slow:
             delay_s = self._world.chance.uniform(*self._faults.slow_s)
             self._faults.injected += 1

@@ -6,6 +6,7 @@ identity, and what it could not send meanwhile goes out then, be it to the next 
 """
 
 import asyncio
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -88,7 +89,7 @@ class RouterSocket:
 
     def arrive(self, identity: bytes, frame: bytes) -> None:
         """A frame comes from an engine."""
-        self._loop.call_soon(self._arrived.put_nowait, (identity, (frame,)))
+        self._loop.process.step(functools.partial(self._arrived.put_nowait, (identity, (frame,))))
 
 
 class EngineConnection:
@@ -103,7 +104,7 @@ class EngineConnection:
         self._identity: bytes | None = None
         self._outbox: deque[bytes] = deque()
         self._inbox: deque[bytes] = deque()
-        self._waiting: deque[Waiting] = deque()
+        self._waiting: list[Waiting] = []
         self._woken = False
         self._anew = False
         self._closed = False
@@ -137,7 +138,7 @@ class EngineConnection:
         """Wake the thread that waits."""
         self._woken = True
         while self._waiting:
-            self._waiting.popleft().wake()
+            self._waiting.pop(0).wake()
 
     def reconnect(self) -> None:
         """Connect anew."""
@@ -190,18 +191,20 @@ class EngineConnection:
 
     def _reach_router(self, frame: bytes) -> None:
         if self._identity is not None and self._network.router is not None:
-            self._world.detail(self.engine, lambda: f"→ router {_said(frame, engine=True)}")
+            if self._world.telling:
+                self._world.detail(self.engine, lambda: f"→ router {_said(frame, engine=True)}")
             self._network.router.arrive(self._identity, frame)
 
     def _arrive(self, frame: bytes) -> None:
         if self._threads.process.alive:
-            self._world.detail(self.engine, lambda: f"← router {_said(frame, engine=False)}")
+            if self._world.telling:
+                self._world.detail(self.engine, lambda: f"← router {_said(frame, engine=False)}")
             self._inbox.append(frame)
             self.wake()
 
     def delay_s(self) -> float:
         """Return how long the next frame takes."""
-        delay_s = self._world.chance.choice(_DELAYS_S)
+        delay_s = self._world.pick(_DELAYS_S)
         return max(delay_s, self.stalled_until_s - self._world.now_s)
 
     def times(self) -> int:

@@ -7,6 +7,7 @@ Whenever bytes arrive it is checked that their place still belongs to whom they 
 """
 
 import ctypes
+import functools
 from collections.abc import Callable
 
 import msgspec
@@ -21,6 +22,8 @@ OwnerOf = Callable[[str, str, int], str | None]
 _DELAYS_S = (0.0, 0.0001, 0.0005, 0.002, 0.02)
 #: How often a fault that is due takes the next transfer.
 _HIT = 0.3
+#: How late the engine that posted a transfer notices its end.
+_NOTICED_S = (0.0, 0.0, 0.0001, 0.001, 0.02)
 
 
 class TransferFaults:
@@ -58,7 +61,7 @@ class SimTransfer:
 
     def _plan(self, world: World, faults: TransferFaults) -> None:
         chance = world.chance
-        delay_s = chance.choice(_DELAYS_S)
+        delay_s = world.pick(_DELAYS_S)
         if faults.to_stall and chance.random() < _HIT:
             faults.to_stall -= 1
             delay_s = chance.uniform(*faults.stall_s)
@@ -68,10 +71,11 @@ class SimTransfer:
             self._broken = "the adversary broke it"
             world.note("transfer", f"{self} fails after {delay_s:.3f} s")
         world.moment()
-        world.detail("transfer", lambda: f"{self} begins, {delay_s:.4f} s")
-        half = len(self._writes.pieces) // 2
-        world.after(delay_s / 2, lambda: self._move(0, half))
-        world.after(delay_s, lambda: self._land(half))
+        if world.telling:
+            world.detail("transfer", lambda: f"{self} begins, {delay_s:.4f} s")
+        if half := len(self._writes.pieces) // 2:
+            world.after(delay_s / 2, functools.partial(self._move, 0, half))
+        world.after(delay_s, functools.partial(self._land, half))
 
     def __str__(self) -> str:
         memory = self._writes
@@ -127,7 +131,7 @@ class SimTransfer:
 
 
 class SimTransport(InProcessTransport):
-    """One engine's agent."""
+    """One engine's agent; ``noticed`` is called when the end of a transfer is."""
 
     def __init__(
         self,
@@ -136,12 +140,14 @@ class SimTransport(InProcessTransport):
         process: Process,
         faults: TransferFaults,
         owner_of: OwnerOf,
+        noticed: Callable[[], None],
     ) -> None:
         super().__init__(agent, fabric)
         self.process = process
         self.world = process.world
         self.faults = faults
         self._owner_of = owner_of
+        self._noticed = functools.partial(process.step, noticed)
         self._moving: dict[SimTransfer, None] = {}
 
     def owner(self, memory: Memory, piece: int) -> str | None:
@@ -191,6 +197,7 @@ class SimTransport(InProcessTransport):
     def over(self, transfer: SimTransfer) -> None:
         """Nothing of a transfer moves any more."""
         self._moving.pop(transfer, None)
+        self.world.after(self.world.pick(_NOTICED_S), self._noticed)
 
     @property
     def unfinished(self) -> int:

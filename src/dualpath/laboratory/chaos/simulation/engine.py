@@ -151,10 +151,16 @@ class SimEngine:
     def _open_transport(self, agent: str, settings: EngineSettings) -> Transport:
         shared = self._shared
         self.transport = SimTransport(
-            agent, shared.fabric, self.process, shared.transfer_faults, shared.owner_of
+            *(agent, shared.fabric, self.process, shared.transfer_faults, shared.owner_of),
+            self._look_at_transfers,
         )
         shared.agents[agent] = self
         return self.transport
+
+    def _look_at_transfers(self) -> None:
+        """What polls here needs not to do it all the time."""
+        if self.plane is not None:
+            self.plane.manager._rank.movers.pump.call(lambda: None)
 
     def _connect(self, settings: EngineSettings) -> RouterConnection:
         return self._shared.control.connect(self.threads)

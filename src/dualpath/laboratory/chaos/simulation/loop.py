@@ -7,10 +7,15 @@ no ``finally`` of it gives anything back, as with ``kill -9``.
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import Callable, Coroutine
+import functools
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from dualpath.laboratory.chaos.simulation.world import Process
+from dualpath.laboratory.chaos.simulation.world import Process, Timer
+
+#: Of what a loop could run at once, others may come after one in so many.
+_INTERRUPTED_OF = 16
 
 
 class ProcessLoop(asyncio.AbstractEventLoop):
@@ -21,6 +26,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._world = process.world
         # Kept, also when the process is dead: a task that is thrown away runs its ``finally``.
         self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._ready: deque[Handle] = deque()
+        self._turn_is_due = False
         self._world.at_the_end(self._dispose)
 
     def time(self) -> float:
@@ -32,10 +39,13 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         callback: Callable[..., object],
         *args: Any,  # noqa: ANN401
         context: contextvars.Context | None = None,
-    ) -> asyncio.Handle:
+    ) -> "Handle":
         """Run after what is to be run now."""
-        handle = asyncio.Handle(callback, args, self, context)
-        self._world.after(0.0, lambda: self._step(handle))
+        handle = Handle(callback, args, context)
+        self._ready.append(handle)
+        if not self._turn_is_due:
+            self._turn_is_due = True
+            self._world.after(0.0, self._comes_to_turn)
         return handle
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
@@ -46,7 +56,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         callback: Callable[..., object],
         *args: Any,  # noqa: ANN401
         context: contextvars.Context | None = None,
-    ) -> asyncio.TimerHandle:
+    ) -> "Handle":
         """Run so much later."""
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
@@ -56,10 +66,10 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         callback: Callable[..., object],
         *args: Any,  # noqa: ANN401
         context: contextvars.Context | None = None,
-    ) -> asyncio.TimerHandle:
+    ) -> "Handle":
         """Run at a time."""
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
-        self._world.at(when, lambda: self._step(handle))
+        handle = Handle(callback, args, context)
+        handle.timer = self._world.at(when, functools.partial(self._is_time, handle))
         return handle
 
     def create_future(self) -> "asyncio.Future[Any]":
@@ -123,18 +133,66 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         """Once it does not."""
         return not self.process.alive
 
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        pass
+    def _is_time(self, handle: "Handle") -> None:
+        self._ready.append(handle)
+        if not self._turn_is_due:
+            self._turn_is_due = True
+            self._comes_to_turn()
 
-    def _step(self, handle: asyncio.Handle) -> None:
-        if not handle.cancelled():
-            self.process.step(lambda: self._run(handle))
+    def _comes_to_turn(self) -> None:
+        self.process.step(self._turn)
 
-    def _run(self, handle: asyncio.Handle) -> None:
-        if handle.cancelled():
-            return
+    def _turn(self) -> None:
+        """Run what is ready, and what that makes ready."""
+        ready, chance = self._ready, self._world.chance
         asyncio._set_running_loop(self)
         try:
-            handle._run()
+            while ready:
+                self._run(ready.popleft())
+                if chance.random() * _INTERRUPTED_OF < 1:
+                    break
         finally:
             asyncio._set_running_loop(None)
+        self._turn_is_due = bool(ready)
+        if ready:
+            self._world.after(0.0, self._comes_to_turn)
+
+    def _run(self, handle: "Handle") -> None:
+        callback, context = handle.callback, handle.context
+        if callback is None:
+            return
+        try:
+            if context is None:
+                callback(*handle.args)
+            else:
+                context.run(callback, *handle.args)
+        except Exception as error:
+            what = getattr(callback, "__qualname__", callback)
+            self.call_exception_handler({"message": f"{what} fails", "exception": error})
+
+
+class Handle:
+    """What a loop is to run; as much of ``asyncio.Handle`` as asyncio uses, and lighter."""
+
+    __slots__ = ("args", "callback", "context", "timer")
+
+    def __init__(
+        self,
+        callback: Callable[..., object],
+        args: Sequence[object],
+        context: contextvars.Context | None,
+    ) -> None:
+        self.callback: Callable[..., object] | None = callback
+        self.args = args
+        self.context = context
+        self.timer: Timer | None = None
+
+    def cancel(self) -> None:
+        """Let it not be run; idempotent."""
+        self.callback = None
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def cancelled(self) -> bool:
+        """Whether it is not to be run any more."""
+        return self.callback is None

@@ -22,7 +22,7 @@ import msgspec
 from dualpath.core.blocks import BlockKey
 from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import Mode
-from dualpath.engine import pump
+from dualpath.engine import link, pump, router_session
 from dualpath.laboratory.chaos.simulation.adversary import KINDS, Adversary, Kind
 from dualpath.laboratory.chaos.simulation.clients import Asked, Clients
 from dualpath.laboratory.chaos.simulation.cluster import GEOMETRIES, Cluster, ClusterSettings
@@ -32,8 +32,13 @@ from dualpath.router.settings import RouterSettings
 
 _MODES = (Mode.DUALPATH, Mode.DUALPATH, Mode.DUALPATH, Mode.SPLIT, Mode.BASIC, Mode.ROUND_ROBIN)
 
-#: A pump that polls a thousand times a second has a whole core to itself, but not here.
-_POLL_S = 0.02
+#: A pump that polls a thousand times a second has a whole core to itself, but not here, where it is
+#: woken when a transfer ends.
+_POLL_S = 1.0
+#: How often a control link looks whether something is due, of which nobody tells it, and says that
+#: its engine lives: some times within ``engine_timeout_s``.
+_TICK_S = 0.15
+_HEARTBEAT_S = 0.75
 #: An agent's turns can take long one after the other.
 _AGENTS_LIMIT_S = 900.0
 #: After the last fault and the last request everything comes to rest within this time.
@@ -57,12 +62,42 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def play(seed: int, *, story: bool = False, kinds: Sequence[Kind] = KINDS) -> Outcome:
     """Play the run of a seed, with faults of these kinds."""
+    with _collected():
+        return _play(seed, story, kinds)
+
+
+def _play(seed: int, story: bool, kinds: Sequence[Kind]) -> Outcome:
     world = World(seed, telling=story)
-    with _logged(world), mock.patch.object(pump, "_LONGEST_WAIT_S", _POLL_S):
+    with _logged(world), _slow_polls():
         try:
             return _Run(world, kinds).play(story)
         finally:
             world.end()
+
+
+@contextmanager
+def _slow_polls() -> Iterator[None]:
+    with (
+        mock.patch.multiple(pump, _FIRST_WAIT_S=_POLL_S, _LONGEST_WAIT_S=_POLL_S),
+        mock.patch.object(link, "TICK_S", _TICK_S),
+        mock.patch.object(router_session, "HEARTBEAT_S", _HEARTBEAT_S),
+    ):
+        yield
+
+
+@contextmanager
+def _collected() -> Iterator[None]:
+    """Give back all that a run leaves; what is thrown away with its world says nothing."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    gc.disable()
+    try:
+        yield
+    finally:
+        # All of the world is young, as nothing was collected meanwhile, and nobody holds it any
+        # more: what survives here would stay for ever.
+        gc.collect(0)
+        gc.enable()
+        sys.unraisablehook = hook
 
 
 class _Teller(logging.Handler):
@@ -82,20 +117,15 @@ class _Teller(logging.Handler):
 
 @contextmanager
 def _logged(world: World) -> Iterator[None]:
-    """Tell what is logged; what is thrown away at the end of a world says nothing."""
+    """Tell what is logged."""
     logger, teller = logging.getLogger("dualpath"), _Teller(world)
     propagate, logger.propagate = logger.propagate, False
-    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
     logger.addHandler(teller)
-    gc.disable()
     try:
         yield
     finally:
-        gc.collect(0)  # All of this world is young, as nothing was collected meanwhile.
-        gc.enable()
         logger.removeHandler(teller)
         logger.propagate = propagate
-        sys.unraisablehook = hook
 
 
 class _Run:

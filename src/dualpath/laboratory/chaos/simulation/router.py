@@ -109,13 +109,13 @@ class Exchange:
 
     def send(self, reply: Reply) -> None:
         """Send something to the client; what is sent arrives in order."""
-        delay_s = self._world.chance.choice(_DELAYS_S)
+        delay_s = self._world.pick(_DELAYS_S)
         self._free_s = max(self._free_s, self._world.now_s + delay_s)
         self._world.at(self._free_s, lambda: self._left or self._reply(reply))
 
     def _later(self, call: Callable[[], None]) -> None:
         loop = self._router.loop
-        delay_s = self._world.chance.choice(_DELAYS_S)
+        delay_s = self._world.pick(_DELAYS_S)
         self._world.after(delay_s, lambda: loop.call_soon(call))
 
     def _begin(self, job: Job) -> None:

@@ -5,7 +5,6 @@ wake-up; and a thread may lose its turn where it takes or gives back a lock.
 """
 
 import functools
-from collections import deque
 from collections.abc import Callable
 from random import Random
 
@@ -29,7 +28,8 @@ class SimThreads:
         self._chance: Random = self.world.chance
         self.hub = getcurrent()
         self._running: dict[greenlet, SimThread] = {}
-        self._turns_left = 0
+        #: Locks that may still be taken or given back before a thread loses its turn.
+        self.turns_left = 0
         self.world.at_the_end(self._dispose)
 
     def start(self, name: str, work: Callable[[], None]) -> Thread:
@@ -57,11 +57,11 @@ class SimThreads:
 
     def now_ns(self) -> int:
         """Return the world's time."""
-        return round(self.world.now_s * 1e9)
+        return int(self.world.now_s * 1e9)
 
     def sleep(self, seconds: float) -> None:
         """Wait for nothing but time."""
-        self.wait(deque(), seconds)
+        self.wait([], seconds)
 
     # ------------------------------------------------------------------ for what threads wait with
 
@@ -69,7 +69,7 @@ class SimThreads:
         """Whether no thread runs, but the world itself."""
         return getcurrent() is self.hub
 
-    def wait(self, queue: "deque[Waiting]", timeout_s: float | None) -> bool:
+    def wait(self, queue: "list[Waiting]", timeout_s: float | None) -> bool:
         """Let the running thread wait in a queue; False if its time is over first."""
         waiting = Waiting(self, self._running[getcurrent()])
         queue.append(waiting)
@@ -80,19 +80,16 @@ class SimThreads:
             queue.remove(waiting)
         return waiting.woken
 
-    def may_lose_turn(self) -> None:
-        """Let other threads run first, now and then."""
-        self._turns_left -= 1
-        if self._turns_left < 0:
-            self._turns_left = self._chance.randrange(2 * _PREEMPTED_OF)
-            if not self.is_hub() and self.process.alive:
-                self.wake(self._running[getcurrent()])
-                self._switch()
+    def lose_turn(self) -> None:
+        """Let other threads run first."""
+        self.turns_left = int(self._chance.random() * 2 * _PREEMPTED_OF)
+        if not self.is_hub() and self.process.alive:
+            self.wake(self._running[getcurrent()])
+            self._switch()
 
     def wake(self, thread: "SimThread") -> None:
         """Let a thread run again, soon."""
-        delay_s = self._chance.choice(_WAKE_UPS_S)
-        self.world.after(delay_s, functools.partial(self.process.step, thread.greenlet.switch))
+        self.world.after(self.world.pick(_WAKE_UPS_S), thread.goes_on)
 
     def over(self, thread: "SimThread") -> None:
         """A thread has ended."""
@@ -125,6 +122,8 @@ class SimThread:
         self._work = work
         self._over = _SimEvent(threads)
         self.greenlet = greenlet(self._run, threads.hub)
+        #: Lets it run, once its process does.
+        self.goes_on = functools.partial(threads.process.step, self.greenlet.switch)
 
     def is_alive(self) -> bool:
         """Whether its work is not over."""
@@ -171,36 +170,44 @@ class Waiting:
         """It did not come in time."""
         if not self.over:
             self.over = True
-            self._threads.process.step(self._thread.greenlet.switch)
+            self._thread.goes_on()
 
 
-def _wake_first(queue: deque[Waiting], count: int) -> None:
+def _wake_first(queue: list[Waiting], count: int) -> None:
     while queue and count > 0:
-        waiting = queue.popleft()
+        waiting = queue.pop(0)
         if not waiting.over:
             waiting.wake()
             count -= 1
 
 
 class _SimLock:
+    """``turns_left`` is counted in place: nothing is called as often as this."""
+
     def __init__(self, threads: SimThreads) -> None:
         self._threads = threads
         self._held = False
-        self._queue: deque[Waiting] = deque()
+        self._queue: list[Waiting] = []
 
     def __enter__(self) -> bool:
-        self._threads.may_lose_turn()
+        threads = self._threads
+        threads.turns_left -= 1
+        if threads.turns_left < 0:
+            threads.lose_turn()
         if self._held:
             self._queue_up()
         self._held = True
         return True
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._held = False
         if self._queue:
             _wake_first(self._queue, 1)
-        if exc_info[0] is None:
-            self._threads.may_lose_turn()
+        if kind is None:
+            threads = self._threads
+            threads.turns_left -= 1
+            if threads.turns_left < 0:
+                threads.lose_turn()
 
     def _queue_up(self) -> None:
         threads = self._threads
@@ -211,7 +218,7 @@ class _SimLock:
 class _SimCondition(_SimLock):
     def __init__(self, threads: SimThreads) -> None:
         super().__init__(threads)
-        self._waiting: deque[Waiting] = deque()
+        self._waiting: list[Waiting] = []
 
     def wait(self, timeout: float | None = None) -> bool:
         self._held = False
@@ -242,7 +249,7 @@ class _SimEvent:
     def __init__(self, threads: SimThreads) -> None:
         self._threads = threads
         self._set = False
-        self._queue: deque[Waiting] = deque()
+        self._queue: list[Waiting] = []
 
     def is_set(self) -> bool:
         return self._set

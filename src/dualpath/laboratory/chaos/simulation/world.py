@@ -5,15 +5,19 @@ that is left to chance, so it gives the same run again, to the last byte.
 """
 
 import hashlib
-import heapq
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heappop, heappush
 from random import Random
+from typing import TypeVar
+
+T = TypeVar("T")
 
 #: An engine's clock does not start at zero.
 _START_S = 100.0
 #: Far more than any run needs: two ends that wake each other for ever.
 _MOST_EVENTS = 3_000_000
+#: How often it is asked whether what a run waits for is there.
+_LOOK_EVERY_S = 0.05
 
 
 class Timer:
@@ -47,7 +51,7 @@ class World:
         #: Called at moments when a fault would hurt: something begins, arrives or is under way.
         self.moment: Callable[[], None] = lambda: None
         self._queue: list[tuple[float, int, Timer]] = []
-        self._numbers = itertools.count()
+        self._numbered = 0
         self._disposals: list[Callable[[], None]] = []
 
     @property
@@ -58,12 +62,20 @@ class World:
     def at(self, when_s: float, call: Callable[[], object]) -> Timer:
         """Let something happen at a time, after what was to happen then already."""
         timer = Timer(call)
-        heapq.heappush(self._queue, (max(when_s, self.now_s), next(self._numbers), timer))
+        self._numbered += 1
+        heappush(self._queue, (max(when_s, self.now_s), self._numbered, timer))
         return timer
 
     def after(self, delay_s: float, call: Callable[[], object]) -> Timer:
-        """Let something happen so much later."""
-        return self.at(self.now_s + delay_s, call)
+        """Let something happen so much later, at least 0 s."""
+        timer = Timer(call)
+        self._numbered += 1
+        heappush(self._queue, (self.now_s + delay_s, self._numbered, timer))
+        return timer
+
+    def pick(self, options: Sequence[T]) -> T:
+        """Return one of these, each as likely; quicker than ``chance.choice``."""
+        return options[int(self.chance.random() * len(options))]
 
     def note(self, who: str, what: str) -> None:
         """Tell the story."""
@@ -82,20 +94,23 @@ class World:
     def run(self, until: Callable[[], bool], limit_s: float) -> bool:
         """Let things happen until something is true; False if it is not after ``limit_s``."""
         end_s = self.now_s + limit_s
-        queue = self._queue
         while not until():
-            if not queue or queue[0][0] > end_s:
-                self.now_s = end_s
-                return until()
-            self.now_s, _, timer = heapq.heappop(queue)
-            if timer.call is None:
-                continue
-            self.events += 1
+            if self.now_s >= end_s:
+                return False
+            self._run_to(min(self.now_s + _LOOK_EVERY_S, end_s))
             if self.events > _MOST_EVENTS:
                 self.problem(f"more than {_MOST_EVENTS} events: something never comes to rest")
                 return False
-            timer.call()
         return True
+
+    def _run_to(self, end_s: float) -> None:
+        queue = self._queue
+        while queue and queue[0][0] <= end_s and self.events <= _MOST_EVENTS:
+            self.now_s, _, timer = heappop(queue)
+            if (call := timer.call) is not None:
+                self.events += 1
+                call()
+        self.now_s = end_s
 
     def at_the_end(self, dispose: Callable[[], None]) -> None:
         """Call this when the world ends."""
