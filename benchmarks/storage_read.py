@@ -28,8 +28,10 @@ from dualpath.report.model import Table
 from dualpath.storage import block_file
 from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.posix import PosixStorage
+from dualpath.storage.reading import FileReader
 from dualpath.storage.sections import Sections
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
+from dualpath.transport.nixl_storage import NixlReader
 
 BATCH_BLOCKS = 32
 Method = Callable[[], int]
@@ -71,9 +73,9 @@ class Bench:
         """Split the keys into runs that fit the buffer."""
         return [self.keys[i : i + BATCH_BLOCKS] for i in range(0, len(self.keys), BATCH_BLOCKS)]
 
-    def posix(self, *, direct: bool, threads: int) -> Method:
+    def posix(self, *, direct: bool, threads: int, reader: FileReader | None = None) -> Method:
         """Read through ``PosixStorage`` as engines do: ``threads``, each block after block."""
-        storage = PosixStorage(self.root, self.namespace, direct_io=direct)
+        storage = PosixStorage(self.root, self.namespace, direct_io=direct, reader=reader)
 
         def read_every(thread: int) -> int:
             keys = self.keys[thread::threads]
@@ -156,6 +158,11 @@ def main() -> None:
                 for direct in (True, False)
                 for threads in (1, 4, DEFAULT_PARALLEL_READS)
             }
+            threads = DEFAULT_PARALLEL_READS
+            reader = NixlReader("POSIX", {})
+            methods[f"nixl+posix direct x{threads}"] = bench.posix(
+                direct=True, threads=threads, reader=reader
+            )
             methods["nixl aio direct"] = bench.nixl(direct=True)
             methods["nixl aio cached"] = bench.nixl(direct=False)
             measure(bench, methods, arguments.rounds)

@@ -5,6 +5,8 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -30,6 +32,7 @@ from dualpath.storage.remembering import RememberingStorage
 from dualpath.storage.s3 import S3Storage
 from dualpath.storage.throttle import ThrottledStorage
 from dualpath.transport.memory import allocate_registered
+from dualpath.transport.nixl_storage import NixlReader
 
 #: Every other layer is a window layer.
 GEOMETRY = BlockGeometry(16, ((3072,), (1024, 512), (3072,), (4608,)), (0, 32, 0, 32))
@@ -72,6 +75,18 @@ def make_backend(name: str, root: Path, servers: contextlib.ExitStack) -> BlockS
             server = FaultyS3()
             servers.callback(server.close)
             return S3Storage(server.location, ENCRYPTED, keys=KEYS)
+        case "nixl-posix" | "nixl-posix-cached" | "nixl-posix-encrypted":
+            encrypts = name.endswith("encrypted")
+            return PosixStorage(
+                root,
+                ENCRYPTED if encrypts else NAMESPACE,
+                direct_io=False if name.endswith("cached") else "auto",
+                keys=KEYS,
+                reader=NixlReader("POSIX", {}),
+            )
+        case "nixl-obj":
+            location = servers.enter_context(rclone_s3(root))
+            return S3Storage(location, NAMESPACE, open_reader=partial(NixlReader, "OBJ"))
         case "throttled":
             return ThrottledStorage(MemoryStorage(NAMESPACE), 1e12)
         case "remembering":
@@ -95,10 +110,19 @@ def keeper(tree: ObjectTree) -> Keeper:
     return Keeper(tree, journal, WriteGate(), None, time.time, time.monotonic)
 
 
+NIXL = [
+    pytest.mark.nixl,
+    pytest.mark.skipif(not find_spec("nixl_cu12"), reason="NIXL is not here"),
+]
 BYTE_BACKENDS = [
     *("memory", "posix-direct", "posix-cached", "throttled", "remembering", "kept"),
     *("s3", "s3-unconditional"),
     *("memory-encrypted", "posix-authenticated", "posix-encrypted", "s3-encrypted"),
+    *(
+        pytest.param(name, marks=NIXL)
+        for name in ("nixl-posix", "nixl-posix-cached", "nixl-posix-encrypted")
+    ),
+    pytest.param("nixl-obj", marks=[*NIXL, pytest.mark.skipif(not RCLONE, reason="no rclone")]),
     pytest.param("s3-rclone", marks=pytest.mark.skipif(not RCLONE, reason="rclone is not here")),
 ]
 

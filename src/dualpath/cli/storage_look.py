@@ -61,7 +61,9 @@ def add_action(
         name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
     )
     parser.add_argument(
-        "storage", metavar="STORAGE", help="a path, file://PATH or s3://BUCKET/PREFIX"
+        "storage",
+        metavar="STORAGE",
+        help="a path, file://PATH or s3://BUCKET/PREFIX",
     )
     parser.add_argument(
         "--survey",

@@ -28,7 +28,8 @@ PROFILE_AUTO, PROFILE_OFF = "auto", "off"
 Storage = Annotated[
     str,
     Setting(
-        "external KV storage: a path, file://PATH, s3://BUCKET/PREFIX or memory://NAME",
+        "external KV storage: a path, file://PATH, s3://BUCKET/PREFIX, nixl+posix://PATH, "
+        "nixl+obj://BUCKET/PREFIX or memory://NAME",
         metavar="PATH",
     ),
 ]

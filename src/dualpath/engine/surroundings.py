@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -22,6 +22,7 @@ from dualpath.storage.contract import BlockStorage
 from dualpath.storage.factory import open_storage, open_tree
 from dualpath.storage.host_process import is_gone, this_process
 from dualpath.storage.objects import ObjectTree
+from dualpath.storage.reading import PluginReader
 from dualpath.transport.cluster_secret import load_secret
 from dualpath.transport.contract import Transport
 
@@ -35,11 +36,18 @@ def _open_storage(settings: EngineSettings, namespace: StoreNamespace) -> BlockS
         mode=settings.mode,
         read_bytes_per_s=settings.snic_bytes_per_s or None,
         keys=load_storage_keys(settings.storage_key_file) if settings.seals_blocks else None,
+        open_plugin=_open_plugin,
     )
 
 
 def _open_tree(settings: EngineSettings) -> ObjectTree:
     return open_tree(settings.storage)
+
+
+def _open_plugin(plugin: str, parameters: Mapping[str, str]) -> PluginReader:
+    from dualpath.transport.nixl_storage import NixlReader
+
+    return NixlReader(plugin, parameters)
 
 
 def _open_nixl(agent: str, settings: EngineSettings) -> Transport:

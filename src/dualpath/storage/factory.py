@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,16 +13,25 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.lengths import ORACLE, LengthOnlyStorage
+from dualpath.storage.location import (
+    BUCKETS,
+    DIRECTORIES,
+    FILE_PLUGINS,
+    MEMORY,
+    OBJECT_PLUGIN,
+    parted,
+)
 from dualpath.storage.memory import MemoryStorage
 from dualpath.storage.memory_objects import MemoryObjects
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.posix import DirectIo, PosixStorage
 from dualpath.storage.posix_objects import PosixObjects
+from dualpath.storage.reading import OpenPlugin, no_plugins
 from dualpath.storage.s3 import S3Storage
 from dualpath.storage.s3_client import S3Client
 from dualpath.storage.s3_connection import Patience
 from dualpath.storage.s3_credentials import with_credentials
-from dualpath.storage.s3_location import parse_location
+from dualpath.storage.s3_location import S3Location, parse_location
 from dualpath.storage.s3_objects import S3Objects
 from dualpath.storage.throttle import ThrottledStorage
 
@@ -42,43 +52,41 @@ def open_storage(
     direct_io: DirectIo = "auto",
     sync: bool = False,
     keys: "KeyRing | None" = None,
+    open_plugin: OpenPlugin = no_plugins,
 ) -> BlockStorage:
-    """Open the storage at ``location``: a path, ``file://``, ``s3://`` or ``memory://``.
+    """Open the storage at ``location``: a path, ``file://``, ``s3://``, ``nixl+…`` or ``memory://``.
 
     ``s3://bucket/prefix?endpoint_url=…&region=…`` is explained at ``s3_location.parse_location``.
-    ``memory://name`` is one storage per name within this process, for tests.  ``read_bytes_per_s``
-    throttles reads to a SNIC's rate (None: unthrottled).  In ``Mode.ORACLE`` the storage keeps
-    lengths only, apart from real blocks, in a directory.  ``direct_io`` and ``sync`` are
-    ``PosixStorage``'s, ``keys`` those of a namespace whose blocks are sealed.
+    ``nixl+posix://`` and others of ``FILE_PLUGINS`` are directories that a plugin of NIXL reads,
+    ``nixl+obj://`` is such a bucket; ``open_plugin`` opens the plugin.  ``memory://name`` is one
+    storage per name within this process, for tests.  ``read_bytes_per_s`` throttles reads to a
+    SNIC's rate (None: unthrottled).  In ``Mode.ORACLE`` the storage keeps lengths only, apart from
+    real blocks, in a directory.  ``direct_io`` and ``sync`` are ``PosixStorage``'s, ``keys`` those
+    of a namespace whose blocks are sealed.
 
-    Raises ``ConfigError`` for an unknown scheme, an unusable directory or bucket.
+    Raises ``ConfigError`` for an unknown scheme, an unusable directory, bucket or plugin.
     """
-    scheme, rest = _parted(location)
+    scheme, rest = parted(location)
     if mode is Mode.ORACLE:
-        if scheme != "file":
+        if scheme not in DIRECTORIES:
             raise ConfigError(f"storage {location} in mode oracle: give a directory instead")
         return LengthOnlyStorage(rest, msgspec.structs.replace(namespace, mode=ORACLE))
     storage: BlockStorage
-    if scheme == "memory":
+    if scheme == MEMORY:
         storage = memory_storage(rest, namespace, keys)
-    elif scheme == "s3":
-        place = with_credentials(parse_location(str(location)))
-        storage = S3Storage(place, namespace, keys=keys)
+    elif scheme in BUCKETS:
+        open_reader = partial(open_plugin, "OBJ") if scheme == OBJECT_PLUGIN else None
+        storage = S3Storage(_bucket(rest), namespace, keys=keys, open_reader=open_reader)
     else:
-        storage = PosixStorage(rest, namespace, direct_io=direct_io, sync=sync, keys=keys)
+        reader = open_plugin(plugin, {}) if (plugin := FILE_PLUGINS.get(scheme)) else None
+        storage = PosixStorage(
+            rest, namespace, direct_io=direct_io, sync=sync, keys=keys, reader=reader
+        )
     return storage if read_bytes_per_s is None else ThrottledStorage(storage, read_bytes_per_s)
 
 
-def _parted(location: str | Path) -> tuple[str, str]:
-    scheme, separator, rest = str(location).partition("://")
-    if not separator:
-        scheme, rest = "file", str(location)
-    if scheme not in ("file", "memory", "s3") or not rest:
-        raise ConfigError(
-            f"storage location {str(location)!r} is none of PATH, file://PATH, "
-            "s3://BUCKET/PREFIX, memory://NAME"
-        )
-    return scheme, rest
+def _bucket(rest: str) -> S3Location:
+    return with_credentials(parse_location(f"s3://{rest}"))
 
 
 def open_tree(location: str | Path) -> ObjectTree:
@@ -86,10 +94,10 @@ def open_tree(location: str | Path) -> ObjectTree:
 
     Raises ``ConfigError`` for a scheme without one; ``memory://`` has a tree apart from its blocks.
     """
-    scheme, rest = _parted(location)
-    if scheme == "s3":
-        return S3Objects(S3Client(with_credentials(parse_location(str(location))), Patience()))
-    if scheme == "memory":
+    scheme, rest = parted(location)
+    if scheme in BUCKETS:
+        return S3Objects(S3Client(_bucket(rest), Patience()))
+    if scheme == MEMORY:
         with _memory_lock:
             return _memory_trees.setdefault(rest, MemoryObjects(time.time))
     return PosixObjects(rest)

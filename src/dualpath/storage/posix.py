@@ -5,8 +5,9 @@ crash at any point leaves either the whole block or nothing.  Reads go straight 
 (registered) memory with ``preadv``, on the caller's thread; the kernel call and the checksum both
 run without the interpreter lock, so that several threads read at a time.
 
-NIXL's POSIX plugin (libaio) is the alternative: measured side by side it reached 0.93 to 1.00 of
-this rate at the same CPU cost (``benchmarks/storage_read.py``), so the simpler code stayed.
+NIXL's POSIX plugin (libaio) can read instead (``nixl+posix://``): measured side by side it reached
+0.93 to 1.00 of this rate at the same CPU cost (``benchmarks/storage_read.py``), so the simpler code
+is the default.
 
 With direct I/O the page cache is bypassed: KV is larger than DRAM and read once per turn, so
 caching it twice buys nothing.  Blocks that direct I/O cannot serve (unaligned memory or size, a
@@ -39,6 +40,7 @@ from dualpath.storage.directory import (
     refused,
 )
 from dualpath.storage.protection import block_form
+from dualpath.storage.reading import FileReader, KernelReader
 from dualpath.storage.sections import FileOrder
 
 if TYPE_CHECKING:
@@ -51,8 +53,6 @@ DirectIo = bool | Literal["auto"]
 #: What direct I/O needs on most devices: a logical sector.  A Full Block of 61 layers of 42 KiB is
 #: no multiple of 4096.  Where a device wants more, the kernel refuses and the cache is used.
 DIRECT_ALIGNMENT_BYTES = 512
-#: What one call takes (IOV_MAX).
-_MOST_BUFFERS = 1024
 
 
 class PosixStorage:
@@ -61,7 +61,7 @@ class PosixStorage:
     ``root``: a directory, created if absent.  ``direct_io``: bypass the page cache; ``"auto"``
     does where the file system allows it.  ``sync``: ``fsync`` each block before it becomes
     visible; without it a power cut may lose or tear recent blocks, which the checksum then finds.
-    ``keys``: of a namespace whose blocks are sealed.
+    ``keys``: of a namespace whose blocks are sealed.  ``reader``: who reads, closed with this.
 
     Raises ``ConfigError`` for an unusable root, a root that holds another namespace under the
     same name, no keys where it takes some, or ``direct_io=True`` on a file system without it.
@@ -75,6 +75,7 @@ class PosixStorage:
         direct_io: DirectIo = "auto",
         sync: bool = False,
         keys: "KeyRing | None" = None,
+        reader: FileReader | None = None,
     ) -> None:
         self.parallel_lookups = 1
         self.namespace = namespace
@@ -84,6 +85,7 @@ class PosixStorage:
         self._directory = NamespaceDirectory(Path(root), namespace, BLOCK_SUFFIX)
         self._sync = sync
         self._direct = self._choose_direct(direct_io)
+        self._reader = reader or KernelReader()
         self._per_thread = threading.local()
 
     @property
@@ -143,7 +145,8 @@ class PosixStorage:
         """Nothing is removed here."""
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Close the reader."""
+        self._reader.close()
 
     def _choose_direct(self, wanted: DirectIo) -> bool:
         if wanted is False:
@@ -167,11 +170,18 @@ class PosixStorage:
         buffers = [header, *destinations]
         if self._direct and all(map(_is_aligned, destinations)):
             try:
-                return _read_head(path, os.O_RDONLY | os.O_DIRECT, buffers)
+                return self._read_head(path, os.O_RDONLY | os.O_DIRECT, buffers)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-        return _read_head(path, os.O_RDONLY, buffers)
+        return self._read_head(path, os.O_RDONLY, buffers)
+
+    def _read_head(self, path: str, flags: int, buffers: Sequence[memoryview]) -> int:
+        descriptor = open_regular(path, flags)
+        try:
+            return self._reader.fill_from_file(descriptor, buffers)
+        finally:
+            os.close(descriptor)
 
     def _header_buffer(self) -> memoryview:
         buffer: memoryview | None = getattr(self._per_thread, "header", None)
@@ -199,25 +209,6 @@ class PosixStorage:
 def _is_aligned(view: memoryview) -> bool:
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     return address % DIRECT_ALIGNMENT_BYTES == 0 and view.nbytes % DIRECT_ALIGNMENT_BYTES == 0
-
-
-def _read_head(path: str, flags: int, buffers: Sequence[memoryview]) -> int:
-    """Fill buffers with a file's first bytes; return how many, fewer only at end of file."""
-    descriptor = open_regular(path, flags)
-    try:
-        done, left = 0, list(buffers)
-        while left:
-            more = os.preadv(descriptor, left[:_MOST_BUFFERS], done)
-            if more == 0:
-                break
-            done += more
-            while left and more >= left[0].nbytes:
-                more -= left.pop(0).nbytes
-            if more:
-                left[0] = left[0][more:]
-        return done
-    finally:
-        os.close(descriptor)
 
 
 def _write_whole(path: str, buffers: Sequence[memoryview], sync: bool) -> None:

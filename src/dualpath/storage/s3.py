@@ -12,7 +12,7 @@ once less, and it has a deadline on every step.  Who asks is in ``s3_credentials
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,9 +26,11 @@ from dualpath.storage.checks import check_destination, check_sources, own_origin
 from dualpath.storage.contract import ReadOutcome
 from dualpath.storage.directory import namespace_name, object_name
 from dualpath.storage.protection import block_form
+from dualpath.storage.reading import ObjectReader
 from dualpath.storage.s3_client import S3Client, S3Error
 from dualpath.storage.s3_connection import Patience
 from dualpath.storage.s3_location import S3Location
+from dualpath.storage.s3_plugin import Getter, PluginGetter, plugin_parameters
 from dualpath.storage.sections import FileOrder
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ class S3Storage:
     Of a bucket it needs the rights to get, put, delete and list: without the last, S3 calls an
     absent object forbidden.
 
+    ``open_reader``: opens a plugin that reads blocks, given its parameters.
+
     Raises ``ConfigError`` if the bucket cannot be used or holds another namespace of this name, or
     there are no ``keys`` where its blocks are sealed.
     """
@@ -61,6 +65,7 @@ class S3Storage:
         *,
         patience: Patience | None = None,
         keys: "KeyRing | None" = None,
+        open_reader: Callable[[Mapping[str, str]], ObjectReader] | None = None,
     ) -> None:
         self.parallel_lookups = _PARALLEL_LOOKUPS
         self.namespace = namespace
@@ -69,6 +74,9 @@ class S3Storage:
         self._order = FileOrder(namespace.geometry)
         self._folder = namespace_name(namespace)
         self.client = S3Client(location, patience or Patience())
+        self._getter: Getter = self.client
+        if open_reader is not None:
+            self._getter = PluginGetter(self.client, open_reader(plugin_parameters(location)))
         _claim(self.client, f"{self._folder}/namespace.json", namespace)
         self._writing = _Writing()
         self._writers = ThreadPoolExecutor(_PARALLEL_WRITES, "storage-write")
@@ -96,7 +104,7 @@ class S3Storage:
         buffers = [header, *payload.buffers]
         name = self.object_name(key)
         try:
-            received = self.client.get_into(name, buffers, all_of_it=whole)
+            received = self._getter.get_into(name, buffers, all_of_it=whole)
         except S3Error as error:
             logger.warning("read failed: %s", error)
             return ReadOutcome(0, f"read error: {error}")
@@ -133,7 +141,7 @@ class S3Storage:
     def close(self) -> None:
         """Stop the threads after the requests under way; idempotent."""
         self._writers.shutdown(wait=True, cancel_futures=True)
-        self.client.close()
+        self._getter.close()
 
     def _discard(self, name: str, reason: str) -> None:
         logger.warning("stored block %s is bad (%s) and is removed", name, reason)

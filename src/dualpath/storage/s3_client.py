@@ -96,6 +96,19 @@ class S3Client:
         )
         return self._request("GET", "", lambda response: response.read(), query=query)
 
+    def size(self, name: str) -> int | None:
+        """Return the bytes of an object, None without one."""
+
+        def take(response: http.client.HTTPResponse) -> int | None:
+            if response.status == 404:
+                return None
+            length = response.getheader("Content-Length", "")
+            if not length.isdecimal():
+                raise ConnectionError("answer without Content-Length")
+            return int(length)
+
+        return self._request("HEAD", name, take, missing_is_answer=True)
+
     def exists(self, name: str) -> bool:
         """Return whether there is such an object."""
         return self._request("HEAD", name, lambda r: r.status != 404, missing_is_answer=True)

@@ -1,7 +1,6 @@
 """All checks of a node in the order in which a reader wants them."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Literal
 
 from dualpath.core.settings import Setting, Settings
@@ -9,6 +8,7 @@ from dualpath.engine.settings import BufferBytes
 from dualpath.ops.doctor import machine, network, software, storage
 from dualpath.ops.doctor.finding import Finding
 from dualpath.ops.doctor.node import Node
+from dualpath.storage.location import directory_of
 
 VLLM = "vllm"
 NIXL = "nixl"
@@ -85,11 +85,10 @@ def _machine(wanted: Wanted, node: Node) -> Iterator[Finding]:
 
 
 def _storage(wanted: Wanted) -> Iterator[Finding]:
-    scheme, separator, rest = wanted.storage.partition("://")
-    if separator and scheme != "file":
+    folder = directory_of(wanted.storage)
+    if folder is None:
         yield storage.not_measured(wanted.storage)
         return
-    folder = Path(rest if separator else wanted.storage)
     try:
         measured = storage.measure(folder, wanted.storage_bytes)
     except OSError as failure:

@@ -33,6 +33,7 @@ from dualpath.ops.launch.process import ManagedProcess, Supervisor
 from dualpath.ops.launch.restarts import Restarts
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.router.api_keys import client_headers
+from dualpath.storage.location import directory_of
 
 ROUTER = "router"
 STANDBY = "router-standby"
@@ -215,10 +216,9 @@ def _check_model(model: str) -> None:
 
 
 def _check_storage(storage: str) -> None:
-    scheme, separator, rest = storage.partition("://")
-    if separator and scheme != "file":
+    path = directory_of(storage)
+    if path is None:
         return
-    path = Path(rest if separator else storage)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

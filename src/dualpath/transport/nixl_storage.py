@@ -1,0 +1,155 @@
+"""Reading stored bytes by NIXL's storage plugins, into memory that the caller has.
+
+An agent of its own with one plugin: the engine's agent moves KV between engines, and neither's
+settings concern the other.  What is read, and into what, is registered for the read: plugins of
+files keep a table of both, and what a slot is good for ends with the read.
+"""
+
+import contextlib
+import errno
+import itertools
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dualpath.core.errors import ConfigError
+from dualpath.transport.nixl_agent import load_nixl, nixl_errors, open_agent
+
+#: Pause between two looks at a transfer, which also drive it.
+_POLL_S = 0.0002
+#: What a plugin needs that a machine may not have.
+_NEEDS = {
+    "GDS": "NVIDIA's GPUDirect Storage (libcufile, nvidia-fs) and a GPU",
+    "GDS_MT": "NVIDIA's GPUDirect Storage (libcufile, nvidia-fs) and a GPU",
+    "HF3FS": "a build of NIXL with 3FS's client, and a 3FS mount",
+}
+
+Descriptor = tuple[int, int, int]
+
+
+class NixlReader:
+    """What one plugin reaches; for use by several threads.
+
+    Raises ``ConfigError`` if the plugin is not there or refuses its ``parameters``.  Calls block
+    until the transfer is over, however long that takes, as a read of a file does: only then
+    nothing can be written to the memory any more.  They raise ``OSError``; ``EINVAL`` may come of
+    direct I/O that the file system does not know, as NIXL does not say why.
+    """
+
+    def __init__(self, plugin: str, parameters: Mapping[str, str]) -> None:
+        self._plugin = plugin
+        self._errors = nixl_errors(load_nixl())
+        self._agent_name = f"storage-{uuid.uuid4().hex[:12]}"
+        self._nixl: Any = open_agent(self._agent_name, progress_delay_us=None)
+        self._numbers = itertools.count()
+        try:
+            self._nixl.create_backend(plugin, dict(parameters))
+        except self._errors as error:
+            needs = _NEEDS.get(plugin, "its libraries")
+            raise ConfigError(
+                f"NIXL's plugin {plugin} cannot be used on this machine ({error}); it needs "
+                f"{needs}; provide that, or give the storage as a path or s3://BUCKET/PREFIX"
+            ) from error
+
+    def fill_from_file(self, descriptor: int, buffers: Sequence[memoryview]) -> int:
+        """Fill buffers with an open file's first bytes; return how many, fewer at its end only."""
+        available_bytes = os.fstat(descriptor).st_size
+        whole = [(0, available_bytes, descriptor, "")]
+        return self._fill("FILE", descriptor, whole, _first(buffers, available_bytes))
+
+    def fill_from_object(self, name: str, buffers: Sequence[memoryview]) -> int:
+        """Fill buffers with an object's first bytes, of which it has that many; return how many."""
+        number = next(self._numbers)
+        size_bytes = sum(buffer.nbytes for buffer in buffers)
+        return self._fill("OBJ", number, [(0, size_bytes, number, name)], list(buffers))
+
+    def close(self) -> None:
+        """Drop the agent; idempotent."""
+        self._nixl = None
+
+    def _fill(
+        self,
+        kind: str,
+        device: int,
+        source: list[tuple[int, int, int, str]],
+        buffers: Sequence[memoryview],
+    ) -> int:
+        here = [(_address(buffer), buffer.nbytes, 0) for buffer in buffers if buffer.nbytes]
+        ends = list(itertools.accumulate(size_bytes for _, size_bytes, _ in here))
+        there = [(end - one[1], one[1], device) for end, one in zip(ends, here, strict=True)]
+        if not here:
+            return 0
+        try:
+            with (
+                self._registered(source, kind),
+                self._registered([(*one, "") for one in here], "DRAM"),
+            ):
+                failures = self._move(here, there, kind)
+        except self._errors as error:
+            failures = [str(error)]
+        if failures:
+            raise OSError(errno.EINVAL, f"NIXL's plugin {self._plugin}: {failures[0]}")
+        return ends[-1]
+
+    @contextlib.contextmanager
+    def _registered(self, what: Sequence[tuple[int, int, int, str]], kind: str) -> Iterator[None]:
+        descriptors = self._nixl.register_memory(what, kind)
+        try:
+            yield
+        finally:
+            self._nixl.deregister_memory(descriptors)
+
+    def _move(self, here: list[Descriptor], there: list[Descriptor], kind: str) -> list[str]:
+        """Move every piece as a transfer of its own; return what went wrong once all are over.
+
+        A transfer of several that has failed would not say whether the others still move.
+        """
+        handles: list[Any] = []
+        failures: list[str] = []
+        try:
+            for place, origin in zip(here, there, strict=True):
+                places = self._nixl.get_xfer_descs([place], "DRAM")
+                origins = self._nixl.get_xfer_descs([origin], kind)
+                handles.append(
+                    self._nixl.initialize_xfer("READ", places, origins, self._agent_name)
+                )
+            moving, ask = handles, self._nixl.transfer
+            while moving := [one for one in moving if self._is_moving(ask, one, failures)]:
+                ask = self._nixl.check_xfer_state
+                time.sleep(_POLL_S)
+        finally:
+            for handle in handles:
+                handle.release()
+        return failures
+
+    def _is_moving(
+        self,
+        ask: Callable[[Any], str],
+        handle: Any,  # noqa: ANN401 - untyped library
+        failures: list[str],
+    ) -> bool:
+        try:
+            state = ask(handle)
+        except self._errors as error:
+            failures.append(str(error))
+            return False
+        if state not in ("PROC", "DONE"):
+            failures.append(f"state {state}")
+        return state == "PROC"
+
+
+def _first(buffers: Sequence[memoryview], size_bytes: int) -> list[memoryview]:
+    """Return the first ``size_bytes`` of buffers, or all there is."""
+    found, left_bytes = [], size_bytes
+    for buffer in buffers:
+        found.append(buffer[:left_bytes])
+        left_bytes -= found[-1].nbytes
+    return found
+
+
+def _address(buffer: memoryview) -> int:
+    return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
