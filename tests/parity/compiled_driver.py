@@ -48,7 +48,7 @@ class CompiledScheduler:
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._free = list(range(submitted))
-        self._state = tables.new_scheduler(log.begin.settings, self._specs, submitted)
+        self._state = tables.new_scheduler(log.begin.settings, self._specs, submitted, keeps=True)
 
     def set_thresholds(self, thresholds: Thresholds) -> None:
         """The simulator's engines never change, and so do its thresholds: its tables are new."""
@@ -93,6 +93,10 @@ class CompiledScheduler:
         scheduler.submit(
             self._state, number, request.prompt_tokens, request.hit_tokens, request.max_new_tokens
         )
+        blocks = {prefix.engine_id: prefix.blocks for prefix in request.kept}
+        for engine_id, engine in self._engines.items():
+            tokens = min(blocks.get(engine_id, 0) * self._block_tokens, request.hit_tokens)
+            scheduler.keep(self._state, number, engine, tokens)
 
     def fetch(self, group: str) -> list[Assignment]:
         """A group asks for work."""
@@ -127,12 +131,16 @@ class CompiledScheduler:
         number = row[tables.A_REQUEST]
         lengths = self._state.requests[number, tables.LENGTH : tables.LENGTH + 2].tolist()
         head, tail = row[tables.A_PE_READ], row[tables.A_DE_READ]
-        first = holding_blocks(head, self._block_tokens)
-        end = holding_blocks(head + tail, self._block_tokens)
-        runs = (
-            HitRun(Role.PREFILL, BlockRun(0, first)),
-            HitRun(Role.DECODE, BlockRun(first, end - first)),
-        )
+        runs, first = [], 0
+        for side, tokens, kept in (
+            (Role.DECODE, row[tables.A_DE_KEPT], True),
+            (Role.PREFILL, row[tables.A_PE_KEPT], True),
+            (Role.PREFILL, head, False),
+            (Role.DECODE, tail, False),
+        ):
+            count = holding_blocks(tokens, self._block_tokens)
+            runs.append(HitRun(side, BlockRun(first, count), kept=kept))
+            first += count
         return Assignment(
             request_id=self._names[number],
             prefill_engine=self._specs[row[tables.A_PE]].engine_id,

@@ -1,6 +1,7 @@
 """The kernels against readable definitions, and what §6 promises of them."""
 
 from collections import deque
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import numpy as np
@@ -12,12 +13,30 @@ from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.policy.accounts import IntArray
 from dualpath.policy.batching import AttentionGeometry, ComputeQuota, LayerTimeEstimate
-from dualpath.policy.decode import assign_decode, choose_group, upper_bound_set
-from dualpath.policy.events import EngineSpec, SchedulerSettings
+from dualpath.policy.decode import (
+    assign_decode,
+    choose_group,
+    choose_keeping_group,
+    upper_bound_set,
+)
+from dualpath.policy.events import (
+    DE_HIGH_TOKEN,
+    DE_KEPT,
+    DE_LOW_TOKEN,
+    PE_KEPT,
+    PE_LONG_QUEUE,
+    PE_SHORT_QUEUE,
+    EngineSpec,
+    SchedulerSettings,
+)
+from dualpath.policy.kept import NOTHING_KEPT, prefill_worth
 from dualpath.policy.prefill import assign_prefill
 from dualpath.policy.read_side import (
     BOTH_SIDES,
+    NO_READS,
+    PE_READS,
     PE_SIDE,
+    RULES,
     SHORTER_QUEUE,
     Reader,
     Reads,
@@ -30,7 +49,7 @@ tokens = st.integers(0, 1000)
 lengths = st.lists(st.integers(1, 400), max_size=20)
 
 
-def array(values: list[int]) -> IntArray:
+def array(values: Sequence[int | list[int]]) -> IntArray:
     return np.array(values, np.int64)
 
 
@@ -47,7 +66,10 @@ def prefill_groups(draw: st.DrawFn):
 def test_algorithm_1_reads_like_the_paper(group, queue, alpha, beta) -> None:
     tok, node, read_q = group
     before = array(tok)
-    rows, short = assign_prefill(before, array(node), array(read_q), array(queue), alpha, beta)
+    nothing = array([NOTHING_KEPT] * len(queue)), array([]).reshape(0, len(tok))
+    rows, why = assign_prefill(
+        before, array(node), array(read_q), array(queue), *nothing, 1.0, alpha, beta
+    )
 
     expected = []
     load = list(tok)
@@ -60,9 +82,9 @@ def test_algorithm_1_reads_like_the_paper(group, queue, alpha, beta) -> None:
             break
         engine = min(category, key=lambda e: load[e])
         load[engine] += length
-        expected.append((engine, bool(second)))
+        expected.append((engine, PE_SHORT_QUEUE if second else PE_LONG_QUEUE))
 
-    assert list(zip(rows.tolist(), short.tolist(), strict=True)) == expected
+    assert list(zip(rows.tolist(), why.tolist(), strict=True)) == expected
     assert before.tolist() == tok, "the caller's arrays are left alone"
     for engine, at_first in enumerate(tok):
         assert load[engine] <= max(at_first, beta + max(queue, default=0))
@@ -78,7 +100,8 @@ def test_phase_2_reads_like_the_paper_and_never_exceeds_hbm(engines, queue) -> N
     bound = upper_bound_set(array(free), queue)
     assert bound == queue[: len(bound)]
     assert sum(bound) <= sum(max(f, 0) for f in free)
-    rows, low_token = assign_decode(array(tok), array(seq), array(free), array(bound), 1.05)
+    nothing = array([NOTHING_KEPT] * len(bound)), array([]).reshape(0, len(tok))
+    rows, why = assign_decode(array(tok), array(seq), array(free), array(bound), *nothing, 1.05)
 
     z = 1.05 * (sum(bound) + sum(tok)) / len(tok)
     expected = []
@@ -95,8 +118,8 @@ def test_phase_2_reads_like_the_paper_and_never_exceeds_hbm(engines, queue) -> N
         seq[engine] += 1
         free[engine] -= length
         assert free[engine] >= 0
-        expected.append((engine, bool(low)))
-    assert list(zip(rows.tolist(), low_token.tolist(), strict=True)) == expected
+        expected.append((engine, DE_LOW_TOKEN if low else DE_HIGH_TOKEN))
+    assert list(zip(rows.tolist(), why.tolist(), strict=True)) == expected
 
 
 @deterministic
@@ -118,16 +141,112 @@ def test_kernels_compile_and_decide_the_same_compiled() -> None:
         tok, seq, free = (random.integers(0, 1000, engines) for _ in range(3))
         node, read_q = random.integers(0, 3, engines), random.integers(0, 1000, 3)
         queue = random.integers(1, 300, int(random.integers(1, 20)))
+        keeping = random.integers(-1, 4, len(queue)), random.integers(0, 300, (4, engines))
         for kernel, compiled, arguments in (
-            (assign_prefill, compiled_prefill, (tok, node, read_q, queue, 400, 600)),
-            (assign_decode, compiled_decode, (tok, seq, free, queue, 1.05)),
+            (assign_prefill, compiled_prefill, (tok, node, read_q, queue, *keeping, 0.7, 400, 600)),
+            (assign_decode, compiled_decode, (tok, seq, free, queue, *keeping, 1.05)),
         ):
             for plain, fast in zip(kernel(*arguments), compiled(*arguments), strict=True):
                 assert plain.tolist() == fast.tolist()
 
 
+def test_an_engine_is_chosen_for_what_it_keeps_while_that_outweighs_its_queue() -> None:
+    """10,000 tokens are read in 1 s and computed in 2 s: of 1,000 kept the worth is 500."""
+    alpha, beta = 30_000, 25_000
+    worth = prefill_worth(alpha, beta)
+    assert worth == 0.5
+    for ahead, engine, reason in ((499, 1, PE_KEPT), (500, 0, PE_SHORT_QUEUE)):
+        group = array([0, ahead]), array([0, 0]), array([0]), array([2000])
+        rows, why = assign_prefill(*group, array([0]), array([[0, 1000]]), worth, alpha, beta)
+        assert (rows.tolist(), why.tolist()) == ([engine], [reason])
+    # A DE counts a kept token as one less, and so does a group of them.
+    for ahead, engine, reason in ((999, 1, DE_KEPT), (1000, 0, DE_HIGH_TOKEN)):
+        group = array([0, ahead]), array([0, 1]), array([9000, 9000]), array([2000])
+        rows, why = assign_decode(*group, array([0]), array([[0, 1000]]), 1.0)
+        assert (rows.tolist(), why.tolist()) == ([engine], [reason])
+        totals, largest = array([0, ahead]), array([9000, 9000])
+        assert choose_keeping_group(totals, largest, 2000, array([0, 1000]), 0) == engine
+
+
+def test_no_category_is_left_for_what_an_engine_keeps() -> None:
+    kept = array([0]), array([[0, 0, 2000]])
+    # The keeper is overloaded, then on a node that has much to read.
+    for tok, read_q in (([0, 5, 101], [0, 0, 0]), ([0, 5, 0], [0, 0, 101])):
+        group = array(tok), array([0, 1, 2]), array(read_q), array([2000])
+        rows, why = assign_prefill(*group, *kept, 1.0, 100, 100)
+        assert (rows.tolist(), why.tolist()) == ([0], [PE_SHORT_QUEUE])
+    # It has no room, then it is no low-token engine.
+    for tok, free, factor in (
+        ([0, 5, 6], [9000, 9000, 1999], 3.0),
+        ([0, 5, 2000], [9000, 9000, 9000], 2.0),
+    ):
+        group = array(tok), array([0, 1, 2]), array(free), array([2000])
+        rows, why = assign_decode(*group, *kept, factor)
+        assert (rows.tolist(), why.tolist()) == ([0], [DE_LOW_TOKEN])
+    totals, largest = array([0, 5, 6]), array([9000, 9000, 1999])
+    assert choose_keeping_group(totals, largest, 2000, kept[1][0], 0) == 0
+
+
+@deterministic
+@given(prefill_groups(), st.integers(1, 400), st.data(), st.sampled_from([0.1, 1.0, 7.3]))
+def test_no_pe_of_the_category_ends_earlier_than_the_one_chosen(group, length, data, worth) -> None:
+    tok, node, read_q = group
+    kept = data.draw(st.lists(tokens, min_size=len(tok), max_size=len(tok)))
+    one = array(tok), array(node), array(read_q), array([length])
+    rows, why = assign_prefill(*one, array([0]), array([kept]), worth, 500, 900)
+    usual, _ = assign_prefill(*one, array([NOTHING_KEPT]), array([kept]), worth, 500, 900)
+    assert len(rows) == len(usual)
+    for chosen_row, usual_row, reason in zip(rows, usual, why, strict=True):
+        short = read_q[node[usual_row]] <= 500
+        category = [
+            e for e in range(len(tok)) if tok[e] <= 900 and (read_q[node[e]] <= 500) is short
+        ]
+        assert chosen_row in category
+        assert (reason == PE_KEPT) == (chosen_row != usual_row)
+        cost = [tok[e] - int(kept[e] * worth) for e in range(len(tok))]
+        assert cost[chosen_row] == min(cost[e] for e in category)
+        assert tok[chosen_row] - tok[usual_row] <= kept[chosen_row] * worth
+
+
 def chosen(rule: int, prefill: Reader, decode: Reader, hit: int = 1, block: int = 1) -> Reads:
     return choose_reads(rule, PE_SIDE, prefill, decode, hit, block)
+
+
+@deterministic
+@given(
+    st.sampled_from(sorted(RULES.values())),
+    st.tuples(tokens, tokens, st.sampled_from([1.0, 3.0])),
+    st.tuples(tokens, tokens, st.sampled_from([1.0, 0.5])),
+    st.integers(0, 3000),
+    st.sampled_from([1, 16, 64]),
+    st.data(),
+)
+def test_runs_cover_the_hit_in_order_whatever_is_kept(rule, p, d, hit, block, data) -> None:
+    blocks = -(-hit // block)
+    kept = [min(data.draw(st.integers(0, blocks)) * block, hit) for _ in range(2)]
+    prefill = Reader(*p)._replace(kept_tokens=kept[0])
+    decode = Reader(*d)._replace(kept_tokens=kept[1])
+    runs, reason = chosen(rule, prefill, decode, hit, block)
+    if rule == NO_READS:
+        assert runs == ()
+        return
+    assert [run.blocks.first for run in runs] == [0, *(run.blocks.end for run in runs[:-1])][
+        : len(runs)
+    ]
+    assert sum(run.tokens(block, hit) for run in runs) == hit
+    at_decode, at_prefill = (
+        sum(run.tokens(block, hit) for run in runs if run.kept and run.side is side)
+        for side in (Role.DECODE, Role.PREFILL)
+    )
+    assert at_decode == (0 if rule == PE_READS else kept[1])
+    assert at_prefill == max(kept[0] - at_decode, 0)
+    assert [run.kept for run in runs] == sorted((run.kept for run in runs), reverse=True)
+    assert (reason == "kept") == (hit > 0 and all(run.kept for run in runs))
+    # What is not kept is divided as if it were the whole hit.
+    rest, _ = chosen(rule, Reader(*p), Reader(*d), hit - at_decode - at_prefill, block)
+    assert [(run.side, run.blocks.count) for run in runs if not run.kept] == [
+        (run.side, run.blocks.count) for run in rest
+    ]
 
 
 queues = st.tuples(tokens, tokens, st.sampled_from([1.0, 1.0, 0.5, 3.0]))

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.core.request import Request
+from dualpath.core.request import KeptPrefix, Request
 from dualpath.policy.events import Assignment, EngineReport, EngineSpec, SchedulerSettings
 from dualpath.policy.scheduler import RequestScheduler
 
@@ -109,8 +109,10 @@ class Cluster(RuleBasedStateMachine):
         for run in assignment.reads:
             tokens = run.tokens(BLOCK_TOKENS, request.hit_tokens)
             assert run.blocks.first * BLOCK_TOKENS == position
-            assert tokens == read_tokens.pop(run.side) > 0
             position += tokens
+            if run.kept:
+                continue
+            assert tokens == read_tokens.pop(run.side) > 0
             reader = prefill if run.side is Role.PREFILL else decode
             reader.reads[assignment.request_id] = tokens
         assert not any(read_tokens.values())
@@ -128,11 +130,21 @@ class Cluster(RuleBasedStateMachine):
         self.scheduler.submit(request)
 
     @rule(
-        prompt=st.integers(1, LONGEST_PROMPT_TOKENS), share=st.floats(0, 1), new=st.integers(1, 500)
+        prompt=st.integers(1, LONGEST_PROMPT_TOKENS),
+        share=st.floats(0, 1),
+        new=st.integers(1, 500),
+        keepers=st.dictionaries(st.sampled_from(specs()), st.floats(0, 1), max_size=3),
     )
-    def submit(self, prompt: int, share: float, new: int) -> None:
-        hit = int((prompt - 1) * share) // BLOCK_TOKENS * BLOCK_TOKENS
-        self.submit_again(Request(f"r{self.count}", prompt, hit, new, self.count))
+    def submit(self, prompt: int, share: float, new: int, keepers: dict[EngineSpec, float]) -> None:
+        """``keepers``: what share of the hit engines keep, lost ones perhaps among them."""
+        blocks = int((prompt - 1) * share) // BLOCK_TOKENS
+        kept = tuple(
+            KeptPrefix(spec.engine_id, round(part * blocks))
+            for spec, part in keepers.items()
+            if round(part * blocks)
+        )
+        hit = blocks * BLOCK_TOKENS
+        self.submit_again(Request(f"r{self.count}", prompt, hit, new, self.count, kept))
         self.count += 1
 
     @rule(spec=st.sampled_from(specs()))

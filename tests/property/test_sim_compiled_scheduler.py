@@ -1,5 +1,6 @@
 """The compiled scheduler beside the live one: the same events, the same decisions and loads."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -7,9 +8,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.core.request import Request
+from dualpath.core.request import KeptPrefix, Request
 from dualpath.policy.accounts import (
     EXTRA_TOKENS,
     FREE_HBM,
@@ -131,7 +133,7 @@ class Twins(RuleBasedStateMachine):
         self.live = RequestScheduler(rules)
         for spec in self.specs:
             self.live.engine_joined(spec)
-        self.tables = tables.new_scheduler(rules, self.specs, REQUESTS)
+        self.tables = tables.new_scheduler(rules, self.specs, REQUESTS, keeps=True)
         self.numbers = {spec.engine_id: number for number, spec in enumerate(self.specs)}
         self.groups = list(dict.fromkeys(spec.group for spec in self.specs))
         self.engines = {spec.engine_id: Engine(spec) for spec in self.specs}
@@ -147,21 +149,33 @@ class Twins(RuleBasedStateMachine):
                 st.integers(1, LONGEST_PROMPT_TOKENS),
                 st.sampled_from([0.0, 0.5, 0.98, 1.0]),
                 st.integers(1, 300),
+                st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1)), max_size=3),
             ),
             min_size=1,
             max_size=8,
         )
     )
-    def submit_burst(self, burst: list[tuple[int, float, int]]) -> None:
-        for prompt, share, new in burst[: len(self.free)]:
-            self.submit(prompt, share, new)
+    def submit_burst(self, burst: list[tuple[int, float, int, list[tuple[int, float]]]]) -> None:
+        for prompt, share, new, keepers in burst[: len(self.free)]:
+            self.submit(prompt, share, new, keepers)
 
-    def submit(self, prompt: int, share: float, new: int) -> None:
+    def submit(
+        self, prompt: int, share: float, new: int, keepers: Sequence[tuple[int, float]] = ()
+    ) -> None:
+        """``keepers``: places of engines, and which share of the hit each keeps."""
         number, hit = self.free.pop(), int((prompt - 1) * share)
         self.submitted[str(number)] = self.count
         self.count += 1
-        self.live.submit(Request(str(number), prompt, hit, new))
+        blocks = {
+            self.specs[place % len(self.specs)].engine_id: round(kept * holding_blocks(hit, 64))
+            for place, kept in keepers
+        }
+        kept = tuple(KeptPrefix(engine, count) for engine, count in blocks.items() if count)
+        self.live.submit(Request(str(number), prompt, hit, new, kept=kept))
         scheduler.submit(self.tables, number, prompt, hit, new)
+        for engine_id, engine in self.numbers.items():
+            tokens = min(blocks.get(engine_id, 0) * 64, hit)
+            scheduler.keep(self.tables, number, engine, tokens)
 
     @rule(data=st.data())
     def fetch(self, data: st.DataObject) -> None:
@@ -185,12 +199,18 @@ class Twins(RuleBasedStateMachine):
             self.numbers[assignment.decode_engine],
             assignment.prefill_read_tokens,
             assignment.decode_read_tokens,
+            self.kept_tokens(assignment, Role.PREFILL),
+            self.kept_tokens(assignment, Role.DECODE),
             PE_REASONS.index(assignment.pe_reason),
             DE_REASONS.index(assignment.de_reason),
             READ_REASONS.index(assignment.read_reason),
             assignment.prefill_assign_seq,
             assignment.decode_assign_seq,
         ]
+
+    def kept_tokens(self, assignment: Assignment, side: Role) -> int:
+        hit = int(self.tables.requests[int(assignment.request_id), tables.HIT])
+        return sum(r.tokens(64, hit) for r in assignment.reads if r.kept and r.side is side)
 
     def accept(self, assignment: Assignment) -> None:
         request_id = assignment.request_id
@@ -391,12 +411,13 @@ def test_a_long_wait_queue_is_dealt_alike(mode: Mode) -> None:
     twins.live = RequestScheduler(rules)
     for spec in engines:
         twins.live.engine_joined(spec)
-    twins.tables = tables.new_scheduler(rules, engines, 1500)
+    twins.tables = tables.new_scheduler(rules, engines, 1500, keeps=True)
     twins.numbers = {spec.engine_id: number for number, spec in enumerate(engines)}
     twins.groups = list(dict.fromkeys(spec.group for spec in engines))
     twins.engines = {spec.engine_id: Engine(spec) for spec in engines}
     twins.free, twins.submitted, twins.assigned = list(range(1500)), {}, {}
     twins.latest_in_line, twins.count = {}, 0
     for number in range(1500):
-        twins.submit(1 + number * 7919 % 900, 0.9, 50)
+        keepers = [(number * 31 % 24, 0.9)] if number % 3 else []
+        twins.submit(1 + number * 7919 % 900, 0.9, 50, keepers)
     twins.teardown()

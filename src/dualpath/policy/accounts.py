@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 Column = list[int] | IntArray
 """What kernels read by index: lists in Python, arrays where they are compiled."""
+Table = list[list[int]] | NDArray[np.signedinteger]
+"""The same in two dimensions, by row and then by column."""
 Accounts = list[list[int]] | IntArray
 
 #: Columns.  Unfinished tokens and requests (tok_e and seq_e), remaining HBM, which is negative when

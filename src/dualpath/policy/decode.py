@@ -11,19 +11,23 @@ Left open by the paper, decided here:
   the same group.
 - A group in which no engine could ever hold the request is passed over; without any such group
   the request stays in the global queue, behind which nobody waits.
+- What an engine's DRAM keeps of the prompt weighs among its equals: groups that can hold the
+  request, low-token engines, high-token engines (``policy.kept``).
 - Equal request counts go to the engine with fewer tokens, everything else equal to the lowest
   order (groups: the one that joined first).
 """
 
 from collections.abc import Iterable
+from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dualpath.core.cluster import Role
-from dualpath.policy.accounts import FREE_HBM, SEQ, TOK, Column, IntArray
-from dualpath.policy.load import GroupState, Ledger
-from dualpath.policy.placement import Placement, Ticket, WaitQueues
+from dualpath.policy.accounts import FREE_HBM, SEQ, TOK, Column, IntArray, Table
+from dualpath.policy.events import DE_HIGH_TOKEN, DE_KEPT, DE_LOW_TOKEN, DE_REASONS
+from dualpath.policy.kept import DECODE_WORTH, weighed_tokens
+from dualpath.policy.load import GroupState, Ledger, Taking
+from dualpath.policy.placement import Placement, Ticket, WaitQueues, kept_table
 
 
 def choose_group(totals: Column, largest_hbm: Column, length: int) -> int:
@@ -35,6 +39,22 @@ def choose_group(totals: Column, largest_hbm: Column, length: int) -> int:
     for row in range(len(totals)):
         if largest_hbm[row] >= length and (best < 0 or totals[row] < totals[best]):
             best = row
+    return best
+
+
+def choose_keeping_group(
+    totals: Column, largest_hbm: Column, length: int, kept: Column, usual: int
+) -> int:
+    """Phase 1: return the group that takes a request of which something is kept.
+
+    ``kept`` are the most tokens that any engine of a group keeps; ``usual`` is the group of
+    ``choose_group``.
+    """
+    best, least = usual, weighed_tokens(totals[usual], kept[usual], DECODE_WORTH)
+    for row in range(len(totals)):
+        weighed = weighed_tokens(totals[row], kept[row], DECODE_WORTH)
+        if largest_hbm[row] >= length and weighed < least:
+            best, least = row, weighed
     return best
 
 
@@ -59,17 +79,24 @@ def upper_bound_set(free_hbm: Column, lengths: Iterable[int]) -> list[int]:
 
 
 def assign_decode(
-    tok: Column, seq: Column, free_hbm: Column, lengths: Column, threshold_factor: float
-) -> tuple[IntArray, NDArray[np.bool_]]:
-    """Phase 2: return the rows given to the first requests of R, and which were low-token.
+    tok: Column,
+    seq: Column,
+    free_hbm: Column,
+    lengths: Column,
+    kept_rows: Column,
+    kept: Table,
+    threshold_factor: float,
+) -> tuple[IntArray, IntArray]:
+    """Phase 2: return the rows given to the first requests of R, and why (in ``DE_REASONS``).
 
     ``tok``, ``seq`` and ``free_hbm`` have one row per engine of the group in order, ``lengths``
-    holds R.  The result is as long as the number of requests placed.
+    holds R, ``kept_rows`` and ``kept`` are as for ``assign_prefill``.  The result is as long as the
+    number of requests placed.
     """
     tokens, requests, free = tok.copy(), seq.copy(), free_hbm.copy()
     threshold = threshold_factor * (sum(lengths) + sum(tokens)) / len(tokens)
     rows = np.empty(len(lengths), np.int64)
-    low_token = np.empty(len(lengths), np.bool_)
+    why = np.empty(len(lengths), np.int64)
     for position in range(len(lengths)):
         length = lengths[position]
         low = high = -1
@@ -84,13 +111,23 @@ def assign_decode(
                 high = row
         row = low if low >= 0 else high
         if row < 0:
-            return rows[:position], low_token[:position]
+            return rows[:position], why[:position]
+        why[position] = DE_LOW_TOKEN if low >= 0 else DE_HIGH_TOKEN
+        if kept_rows[position] >= 0:
+            of_engine, usual = kept[kept_rows[position]], row
+            least = weighed_tokens(tokens[row], of_engine[row], DECODE_WORTH)
+            for other in range(len(tokens)):
+                if free[other] < length or (low >= 0 and tokens[other] + length > threshold):
+                    continue
+                weighed = weighed_tokens(tokens[other], of_engine[other], DECODE_WORTH)
+                if of_engine[other] > of_engine[usual] and weighed < least:
+                    row, least = other, weighed
+                    why[position] = DE_KEPT
         rows[position] = row
-        low_token[position] = low >= 0
         tokens[row] += length
         requests[row] += 1
         free[row] -= length
-    return rows, low_token
+    return rows, why
 
 
 class TwoPhaseDecodePlacer:
@@ -138,6 +175,9 @@ class TwoPhaseDecodePlacer:
             row = choose_group(totals, largest, ticket.decode_tokens)
             if row < 0:
                 continue
+            if ticket.kept_tokens:
+                kept = [_most_kept(ticket, group) for group in taking]
+                row = choose_keeping_group(totals, largest, ticket.decode_tokens, kept, row)
             totals[row] += ticket.decode_tokens
             name = groups[row].name
             private[name] = private.get(name, 0) + ticket.decode_tokens
@@ -151,21 +191,21 @@ class TwoPhaseDecodePlacer:
         )
         if not lengths:
             return []
-        rows, low_token = assign_decode(
+        bound = list(islice(queue, len(lengths)))
+        rows, why = assign_decode(
             taking.columns[TOK],
             taking.columns[SEQ],
             taking.columns[FREE_HBM],
             lengths,
+            *kept_table(bound, taking),
             self._threshold_factor,
         )
-        tickets = [ticket for ticket, _ in zip(queue, rows, strict=False)]
         placements = []
-        for ticket, row, low in zip(tickets, rows.tolist(), low_token.tolist(), strict=True):
+        for ticket, row, reason in zip(bound, rows.tolist(), why.tolist(), strict=False):
             engine_id = taking.engines[row].spec.engine_id
             self._take(ticket.request_id)
             self._ledger.hold(engine_id, ticket.request_id, ticket.decode_tokens)
-            reason = "low-token min-seq" if low else "high-token min-tok"
-            placements.append(Placement(ticket, engine_id, reason))
+            placements.append(Placement(ticket, engine_id, DE_REASONS[reason]))
         return placements
 
     def _take(self, request_id: str) -> None:
@@ -173,3 +213,8 @@ class TwoPhaseDecodePlacer:
         ticket = self._queues.take(request_id)
         if queue is not None and ticket is not None:
             self._private_tokens[queue] -= ticket.decode_tokens
+
+
+def _most_kept(ticket: Ticket, taking: Taking) -> int:
+    kept = ticket.kept_tokens
+    return max((kept.get(engine.spec.engine_id, 0) for engine in taking.engines), default=0)

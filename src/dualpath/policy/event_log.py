@@ -28,7 +28,7 @@ from dualpath.policy.scheduler import RequestScheduler
 
 #: Raised when logs written before can no longer be read.
 FORMAT = 2
-#: No count, sum or threshold of the scheduler exceeds it (``policy.scheduler.UNLIMITED_TOKENS``).
+#: No count, sum or threshold of the scheduler exceeds it (``policy.events.UNLIMITED_TOKENS``).
 LARGEST_NUMBER = 1 << 60
 
 

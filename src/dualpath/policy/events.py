@@ -9,11 +9,31 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.runs import HitRun
 
+#: The times that α and β stand for (§A.4).
+ALPHA_S = 3.0
+BETA_S = 5.0
+#: α or β that is never exceeded.
+UNLIMITED_TOKENS = 1 << 60
+
 #: Why a request got its PE: categories C2 and C3 of Algorithm 1, or its turn; its DE: phase 2, or
-#: its turn; and why its hits are read where they are (``policy.read_side``).
-PE_REASONS = ("short-queue", "long-queue", "round-robin")
-DE_REASONS = ("low-token min-seq", "high-token min-tok", "round-robin")
-READ_REASONS = ("no-hit", "oracle", "pe-only", "round-robin", "shorter-queue", "tie", "split")
+#: its turn; either: for what its DRAM keeps (``policy.kept``); and why its hits are read where they
+#: are (``policy.read_side``), ``kept`` if nothing is read.
+PE_REASONS = ("short-queue", "long-queue", "round-robin", "kept")
+DE_REASONS = ("low-token min-seq", "high-token min-tok", "round-robin", "kept")
+READ_REASONS = (
+    "no-hit",
+    "oracle",
+    "pe-only",
+    "round-robin",
+    "shorter-queue",
+    "tie",
+    "split",
+    "kept",
+)
+
+#: Their places, as kernels return them.
+PE_SHORT_QUEUE, PE_LONG_QUEUE, PE_IN_TURN, PE_KEPT = range(len(PE_REASONS))
+DE_LOW_TOKEN, DE_HIGH_TOKEN, DE_IN_TURN, DE_KEPT = range(len(DE_REASONS))
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,12 +99,14 @@ class EngineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request's (PE, DE) pair and read side(s), each with its reason.
 
-    ``reads`` is empty without hits and in Oracle mode, has two runs for a split; runs are in
-    block order and cover the hit blocks exactly.
+    ``reads`` is empty without hits and in Oracle mode.  Else its runs are in block order and cover
+    the hit blocks exactly: what the DE's DRAM keeps, what the PE's keeps behind it, and what is
+    read, at the PE, at the DE, or at both.
     Reasons are of ``PE_REASONS``, ``DE_REASONS`` and ``READ_REASONS``.
     ``prefill_tokens`` and ``decode_tokens`` are what the request counts for in tok_e of either
     engine; the DE's figure is also what it takes of HBM.  ``prefill_read_tokens`` and
-    ``decode_read_tokens`` are what it counts for in the reading queues of their nodes.
+    ``decode_read_tokens`` are what it counts for in the reading queues of their nodes, which is
+    what storage has to read.
     """
 
     request_id: str

@@ -1,18 +1,21 @@
 """Requests on their way to an engine: tickets, wait queues, and what a placement rule is."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from dualpath.core.request import Request
+from dualpath.policy.kept import NOTHING_KEPT
+from dualpath.policy.load import Taking
 
 
 class Ticket(msgspec.Struct, frozen=True, eq=False):
     """A submitted request; ``number`` is its place in submission order.
 
-    ``prefill_tokens`` is tokens(r) of Algorithm 1, ``decode_tokens`` len_r of §6.1.
+    ``prefill_tokens`` is tokens(r) of Algorithm 1, ``decode_tokens`` len_r of §6.1,
+    ``kept_tokens`` what is left for it in engines' DRAM, by engine.
     """
 
     request_id: str
@@ -20,6 +23,7 @@ class Ticket(msgspec.Struct, frozen=True, eq=False):
     number: int
     prefill_tokens: int
     decode_tokens: int
+    kept_tokens: Mapping[str, int] = {}
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -28,6 +32,18 @@ class Placement(msgspec.Struct, frozen=True):
     ticket: Ticket
     engine_id: str
     reason: str
+
+
+def kept_table(tickets: Sequence[Ticket], taking: Taking) -> tuple[list[int], list[list[int]]]:
+    """Return, for a kernel, the row of each ticket in a table, and the table: tokens by engine."""
+    rows: list[int] = []
+    table: list[list[int]] = []
+    for ticket in tickets:
+        kept = ticket.kept_tokens
+        rows.append(len(table) if kept else NOTHING_KEPT)
+        if kept:
+            table.append([kept.get(engine.spec.engine_id, 0) for engine in taking.engines])
+    return rows, table
 
 
 class Placer(Protocol):

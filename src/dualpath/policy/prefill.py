@@ -11,6 +11,7 @@ Left open by the paper, decided here:
   that started below β.  Re-evaluating keeps every engine at β plus one request.
 - Reading queues stand still within a fetch: a read is queued only when the DE is known too.
 - Ties go to the lowest order.
+- What an engine's DRAM keeps of the prompt weighs within its category (``policy.kept``).
 """
 
 from collections import OrderedDict
@@ -18,11 +19,12 @@ from collections.abc import Iterable
 from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dualpath.policy.accounts import NODE, TOK, Column, IntArray
+from dualpath.policy.accounts import NODE, TOK, Column, IntArray, Table
+from dualpath.policy.events import PE_KEPT, PE_LONG_QUEUE, PE_REASONS, PE_SHORT_QUEUE
+from dualpath.policy.kept import prefill_worth, weighed_tokens
 from dualpath.policy.load import Ledger
-from dualpath.policy.placement import Placement, Ticket
+from dualpath.policy.placement import Placement, Ticket, kept_table
 
 #: Waiting requests looked at in one kernel call; the fetch goes on while all of them are placed.
 WINDOW_REQUESTS = 64
@@ -33,18 +35,23 @@ def assign_prefill(
     node: Column,
     read_q: Column,
     lengths: Column,
+    kept_rows: Column,
+    kept: Table,
+    worth: float,
     alpha_tokens: int,
     beta_tokens: int,
-) -> tuple[IntArray, NDArray[np.bool_]]:
-    """Return the rows given to the first requests of a queue, and which were in C2.
+) -> tuple[IntArray, IntArray]:
+    """Return the rows given to the first requests of a queue, and why (places in ``PE_REASONS``).
 
     ``tok`` and ``node`` have one row per engine of the group in order, ``read_q`` one per node,
-    ``lengths`` the tokens of the waiting requests, head first.  The result is as long as the
-    number of requests placed.  Compiles with numba as it stands.
+    ``lengths`` the tokens of the waiting requests, head first.  ``kept[kept_rows[i]]`` are the
+    tokens each engine keeps of request i (none where that is ``NOTHING_KEPT``), ``worth`` of them
+    is as ``prefill_worth`` says.  The result is as long as the number of requests placed.  Compiles
+    with numba as it stands.
     """
     load = tok.copy()
     rows = np.empty(len(lengths), np.int64)
-    short = np.empty(len(lengths), np.bool_)
+    why = np.empty(len(lengths), np.int64)
     for position in range(len(lengths)):
         second = third = -1
         for row in range(len(load)):
@@ -57,11 +64,23 @@ def assign_prefill(
                 third = row
         row = second if second >= 0 else third
         if row < 0:
-            return rows[:position], short[:position]
+            return rows[:position], why[:position]
+        why[position] = PE_SHORT_QUEUE if second >= 0 else PE_LONG_QUEUE
+        if kept_rows[position] >= 0:
+            of_engine = kept[kept_rows[position]]
+            least = weighed_tokens(load[row], of_engine[row], worth)
+            for other in range(len(load)):
+                if load[other] > beta_tokens or (
+                    second >= 0 and read_q[node[other]] > alpha_tokens
+                ):
+                    continue
+                weighed = weighed_tokens(load[other], of_engine[other], worth)
+                if weighed < least:
+                    row, least = other, weighed
+                    why[position] = PE_KEPT
         rows[position] = row
-        short[position] = second >= 0
         load[row] += lengths[position]
-    return rows, short
+    return rows, why
 
 
 class FifoPrefillPlacer:
@@ -69,13 +88,13 @@ class FifoPrefillPlacer:
 
     def __init__(self, ledger: Ledger, alpha_tokens: int, beta_tokens: int) -> None:
         self._ledger = ledger
-        self._alpha_tokens = alpha_tokens
-        self._beta_tokens = beta_tokens
+        self.set_thresholds(alpha_tokens, beta_tokens)
         self._queue: OrderedDict[str, Ticket] = OrderedDict()
 
     def set_thresholds(self, alpha_tokens: int, beta_tokens: int) -> None:
         """Go on with another α and β."""
         self._alpha_tokens, self._beta_tokens = alpha_tokens, beta_tokens
+        self._worth = prefill_worth(alpha_tokens, beta_tokens)
 
     def add(self, ticket: Ticket) -> None:
         """Let a ticket wait behind all others."""
@@ -107,19 +126,20 @@ class FifoPrefillPlacer:
 
     def _place(self, group: str, window: list[Ticket]) -> list[Placement]:
         taking = self._ledger.groups[group].taking()
-        rows, short = assign_prefill(
+        rows, why = assign_prefill(
             taking.columns[TOK],
             taking.columns[NODE],
             self._ledger.node_read_q,
             [ticket.prefill_tokens for ticket in window],
+            *kept_table(window, taking),
+            self._worth,
             self._alpha_tokens,
             self._beta_tokens,
         )
         placements = []
-        for ticket, row, is_short in zip(window, rows.tolist(), short.tolist(), strict=False):
+        for ticket, row, reason in zip(window, rows.tolist(), why.tolist(), strict=False):
             engine_id = taking.engines[row].spec.engine_id
             del self._queue[ticket.request_id]
             self._ledger.hold(engine_id, ticket.request_id, ticket.prefill_tokens)
-            reason = "short-queue" if is_short else "long-queue"
-            placements.append(Placement(ticket, engine_id, reason))
+            placements.append(Placement(ticket, engine_id, PE_REASONS[reason]))
         return placements

@@ -6,6 +6,9 @@ go to the node that was given fewer tokens to read so far, and to the PE when th
 On an idle cluster queues are equal nearly always, so the tie decides the balance of the storage
 NICs.
 
+Hits that lie in the DRAM of either engine already are not read.  What the DE keeps comes first: it
+need not be sent there either; then what the PE keeps behind it.  The rule decides on the rest.
+
 A new rule is a constant here, the mode that uses it in ``RULES``, a branch of ``read_tokens``, and
 its reason in ``policy.events``: the live scheduler and both cores of the simulator call
 ``read_tokens``, the compiled one as it stands.
@@ -31,7 +34,7 @@ RULES = {
 }
 
 #: The places of ``READ_REASONS``, as kernels return them.
-NO_HIT, ORACLE, PE_ONLY, IN_TURN, BY_QUEUE, BY_TIE, SPLIT = range(len(READ_REASONS))
+NO_HIT, ORACLE, PE_ONLY, IN_TURN, BY_QUEUE, BY_TIE, SPLIT, KEPT = range(len(READ_REASONS))
 #: Sides as kernels name them.
 PE_SIDE, DE_SIDE = 0, 1
 
@@ -39,24 +42,48 @@ Reads = tuple[tuple[HitRun, ...], str]
 
 
 class Reader(NamedTuple):
-    """A node that could read: its queue, what it was given so far, and its speed (relative)."""
+    """A node that could read: its queue, what it was given so far, and its speed (relative).
+
+    ``kept_tokens`` at the head of the prompt lie in its engine's DRAM.
+    """
 
     queue_tokens: int
     total_tokens: int
     tokens_per_s: float = 1.0
+    kept_tokens: int = 0
 
 
 def choose_reads(
     rule: int, turn: int, prefill: Reader, decode: Reader, hit_tokens: int, block_tokens: int
 ) -> Reads:
     """Return the runs of hit blocks, each with its side, and the reason; see ``read_tokens``."""
-    head, tail, reason = read_tokens(rule, turn, *prefill, *decode, hit_tokens, block_tokens)
-    first = holding_blocks(head, block_tokens)
-    runs = (
-        HitRun(Role.PREFILL, BlockRun(0, first)),
-        HitRun(Role.DECODE, BlockRun(first, holding_blocks(tail, block_tokens))),
-    )
-    return tuple(run for run in runs if run.blocks), READ_REASONS[reason]
+    at_decode, at_prefill = kept_tokens(rule, prefill.kept_tokens, decode.kept_tokens)
+    unread = hit_tokens - at_decode - at_prefill
+    head, tail, reason = read_tokens(rule, turn, *prefill[:3], *decode[:3], unread, block_tokens)
+    runs, first = [], 0
+    for side, tokens, kept in (
+        (Role.DECODE, at_decode, True),
+        (Role.PREFILL, at_prefill, True),
+        (Role.PREFILL, head, False),
+        (Role.DECODE, tail, False),
+    ):
+        blocks = BlockRun(first, holding_blocks(tokens, block_tokens))
+        if blocks:
+            runs.append(HitRun(side, blocks, kept=kept))
+        first = blocks.end
+    return tuple(runs), READ_REASONS[reason if unread or not hit_tokens else KEPT]
+
+
+def kept_tokens(rule: int, pe_kept: int, de_kept: int) -> tuple[int, int]:
+    """Return how many tokens at the head are taken from the DE's DRAM, and behind them the PE's.
+
+    ``*_kept`` tokens at the head of the hit lie there.  A rule that never reads at the DE takes
+    none from it either, and Oracle moves nothing.
+    """
+    if rule == NO_READS:
+        return 0, 0
+    at_decode = 0 if rule == PE_READS else de_kept
+    return at_decode, max(pe_kept - at_decode, 0)
 
 
 def read_tokens(

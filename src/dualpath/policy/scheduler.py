@@ -32,6 +32,7 @@ from dualpath.policy.accounts import NODE, decode_tokens
 from dualpath.policy.baselines import InTurnPlacer, SidesInTurn
 from dualpath.policy.decode import TwoPhaseDecodePlacer
 from dualpath.policy.events import (
+    UNLIMITED_TOKENS,
     Assignment,
     EngineReport,
     EngineSpec,
@@ -42,16 +43,16 @@ from dualpath.policy.load import EngineLoad, Ledger
 from dualpath.policy.placement import Placement, Placer, Ticket
 from dualpath.policy.prefill import FifoPrefillPlacer
 from dualpath.policy.read_side import (
+    NO_READS,
+    PE_READS,
     PE_SIDE,
     RULES,
     SIDES_IN_TURN,
     Reader,
     Reads,
     choose_reads,
+    kept_tokens,
 )
-
-#: α or β that is never exceeded.
-UNLIMITED_TOKENS = 1 << 60
 
 
 class QueueLengths(msgspec.Struct, frozen=True):
@@ -165,6 +166,7 @@ class RequestScheduler:
             number=self._submitted,
             prefill_tokens=request.prompt_tokens,
             decode_tokens=decode_tokens(request.prompt_tokens, request.max_new_tokens, reserve),
+            kept_tokens=self._kept_tokens(request),
         )
         self._check(ticket)
         self._submitted += 1
@@ -266,11 +268,12 @@ class RequestScheduler:
         reads, reason = self._choose_reads(ticket, prefill, decode)
         engines = {Role.PREFILL: prefill.engine_id, Role.DECODE: decode.engine_id}
         read_tokens = dict.fromkeys(Role, 0)
-        for run in reads:
+        read = [run for run in reads if not run.kept]
+        for run in read:
             tokens = run.tokens(self._settings.block_tokens, ticket.request.hit_tokens)
             self._ledger.charge_read(engines[run.side], ticket.request_id, tokens)
             read_tokens[run.side] = tokens
-        flight.reading = tuple(engines[run.side] for run in reads)
+        flight.reading = tuple(engines[run.side] for run in read)
         return Assignment(
             request_id=ticket.request_id,
             prefill_engine=prefill.engine_id,
@@ -289,17 +292,32 @@ class RequestScheduler:
 
     def _choose_reads(self, ticket: Ticket, prefill: Placement, decode: Placement) -> Reads:
         hit_tokens, turn = ticket.request.hit_tokens, PE_SIDE
-        if self._rule == SIDES_IN_TURN and hit_tokens:
+        at_prefill, at_decode = (self._reader(ticket, at.engine_id) for at in (prefill, decode))
+        kept = kept_tokens(self._rule, at_prefill.kept_tokens, at_decode.kept_tokens)
+        if self._rule == SIDES_IN_TURN and hit_tokens > sum(kept):
             turn = self._sides.take(prefill.engine_id, decode.engine_id)
-        readers = self._reader(prefill.engine_id), self._reader(decode.engine_id)
-        return choose_reads(self._rule, turn, *readers, hit_tokens, self._settings.block_tokens)
+        block_tokens = self._settings.block_tokens
+        return choose_reads(self._rule, turn, at_prefill, at_decode, hit_tokens, block_tokens)
 
-    def _reader(self, engine_id: str) -> Reader:
+    def _kept_tokens(self, request: Request) -> dict[str, int]:
+        """Return what joined engines keep of a request's hit and the mode can use, by engine."""
+        if self._rule == NO_READS or not request.kept:
+            return {}
+        engines = self._ledger.engines
+        return {
+            prefix.engine_id: min(prefix.blocks * self._settings.block_tokens, request.hit_tokens)
+            for prefix in request.kept
+            if (engine := engines.get(prefix.engine_id)) is not None
+            and (engine.spec.role is Role.PREFILL or self._rule != PE_READS)
+        }
+
+    def _reader(self, ticket: Ticket, engine_id: str) -> Reader:
         engine = self._ledger.engines[engine_id]
         return Reader(
             queue_tokens=self._ledger.node_read_q[engine.account(NODE)],
             total_tokens=self._ledger.node_read_total[engine.account(NODE)],
             tokens_per_s=engine.spec.snic_tokens_per_s,
+            kept_tokens=ticket.kept_tokens.get(engine_id, 0),
         )
 
     def _end_reads(self, flight: _Flight) -> None:

@@ -10,13 +10,9 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from dualpath.core.rates import Rate, RateOrigin
-from dualpath.policy.events import Thresholds
-from dualpath.policy.scheduler import UNLIMITED_TOKENS
+from dualpath.policy.events import ALPHA_S, BETA_S, UNLIMITED_TOKENS, Thresholds
 from dualpath.router.control.registry import EngineInfo
 from dualpath.router.settings import RouterSettings
-
-ALPHA_S = 3.0
-BETA_S = 5.0
 
 SETTING, DEFAULT = "setting", "default"
 _ORIGINS = {

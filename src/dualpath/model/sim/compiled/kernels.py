@@ -22,11 +22,20 @@ from numba.extending import register_jitable
 from dualpath.core import blocks
 from dualpath.model.sim import derived, result, rules
 from dualpath.plan import counts
-from dualpath.policy import accounts, baselines, batching, decode, events, prefill, read_side
+from dualpath.policy import (
+    accounts,
+    baselines,
+    batching,
+    decode,
+    events,
+    kept,
+    prefill,
+    read_side,
+)
 
 KERNEL_MODULES = (
     *(blocks, counts, rules),
-    *(accounts, baselines, batching, decode, prefill, read_side),
+    *(accounts, baselines, batching, decode, kept, prefill, read_side),
 )
 
 #: Modules whose constants are compiled in.

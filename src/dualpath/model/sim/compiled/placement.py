@@ -5,6 +5,7 @@ order in which the live placer returns it.
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dualpath.model.sim.compiled.jit import compiled, inlined, lean, prefetch
 from dualpath.model.sim.compiled.ledger import hold
@@ -15,12 +16,14 @@ from dualpath.model.sim.compiled.tables import (
     END,
     FAR_BEHIND,
     FIRST,
-    FLAGS,
     HBM,
+    KEPT_ANY,
+    KEPT_ROWS,
     LARGEST_HBM,
     LAST_DEALT,
     LENGTH,
     LENGTHS,
+    MOST_KEPT,
     NONE,
     NUMBER,
     PLACED,
@@ -32,19 +35,19 @@ from dualpath.model.sim.compiled.tables import (
     RING,
     ROWS,
     TOTAL_TOKENS,
+    WHY,
     SchedulerState,
 )
 from dualpath.policy.accounts import FREE_HBM, NODE, SEQ, TOK, IntArray
-from dualpath.policy.decode import assign_decode, choose_group, unfragmented_hbm
-from dualpath.policy.events import DE_REASONS, PE_REASONS
+from dualpath.policy.decode import (
+    assign_decode,
+    choose_group,
+    choose_keeping_group,
+    unfragmented_hbm,
+)
+from dualpath.policy.events import DE_IN_TURN, PE_IN_TURN
+from dualpath.policy.kept import NOTHING_KEPT, prefill_worth
 from dualpath.policy.prefill import assign_prefill
-
-PE_SHORT_QUEUE = PE_REASONS.index("short-queue")
-PE_LONG_QUEUE = PE_REASONS.index("long-queue")
-PE_IN_TURN = PE_REASONS.index("round-robin")
-DE_LOW_TOKEN = DE_REASONS.index("low-token min-seq")
-DE_HIGH_TOKEN = DE_REASONS.index("high-token min-tok")
-DE_IN_TURN = DE_REASONS.index("round-robin")
 
 #: Waiting requests a kernel call of Algorithm 1 looks at: first so many, then ever more.
 FIRST_WINDOW, LAST_WINDOW = 4, 256
@@ -70,10 +73,16 @@ def _look(state: SchedulerState, role: int, queue: int, most: int) -> int:
     request, count = state.queues[queue, QUEUE_FIRST], 0
     while request != NONE and count < most:
         state.work[LENGTHS, count] = state.requests[request, LENGTH + role]
+        state.work[KEPT_ROWS, count] = _kept_row(state, request)
         _fetch_row_far_behind(state, request, role)
         request = state.requests[request, BEHIND + role]
         count += 1
     return count
+
+
+@inlined
+def _kept_row(state: SchedulerState, request: int) -> int:
+    return request if state.requests[request, KEPT_ANY] > 0 else NOTHING_KEPT
 
 
 @inlined
@@ -91,16 +100,17 @@ def _place_window(state: SchedulerState, group: int, window: int, count: int) ->
         state.engines[NODE, first:end],
         state.nodes[READ_Q],
         state.work[LENGTHS, :window],
+        state.work[KEPT_ROWS, :window],
+        state.kept[:, first:end],
         state.rules.alpha_tokens,
         state.rules.beta_tokens,
         state.work[ROWS],
-        state.work[FLAGS],
+        state.work[WHY],
     )
     for position in range(placed):
-        reason = PE_SHORT_QUEUE if state.work[FLAGS, position] else PE_LONG_QUEUE
         request = state.queues[PREFILL, QUEUE_FIRST]
         engine = first + state.work[ROWS, position]
-        _place(state, request, PREFILL, engine, reason, count + position)
+        _place(state, request, PREFILL, engine, state.work[WHY, position], count + position)
     return placed
 
 
@@ -110,15 +120,19 @@ def _prefill_rows(
     node: IntArray,
     read_q: IntArray,
     lengths: IntArray,
+    kept_rows: IntArray,
+    kept: NDArray[np.int32],
     alpha_tokens: int,
     beta_tokens: int,
     rows: IntArray,
-    flags: IntArray,
+    why: IntArray,
 ) -> int:
-    placed, short = assign_prefill(tok, node, read_q, lengths, alpha_tokens, beta_tokens)
-    for position in range(placed.size):
-        rows[position] = placed[position]
-        flags[position] = short[position]
+    worth = prefill_worth(alpha_tokens, beta_tokens)
+    placed, reasons = assign_prefill(
+        tok, node, read_q, lengths, kept_rows, kept, worth, alpha_tokens, beta_tokens
+    )
+    rows[: placed.size] = placed
+    why[: placed.size] = reasons
     return placed.size
 
 
@@ -141,12 +155,14 @@ def place_on_decode(state: SchedulerState, group: int) -> int:
         state.engines[SEQ, first:end],
         state.engines[FREE_HBM, first:end],
         state.work[LENGTHS, :bound],
+        state.work[KEPT_ROWS, :bound],
+        state.kept[:, first:end],
         state.rules.threshold_factor,
         state.work[ROWS],
-        state.work[FLAGS],
+        state.work[WHY],
     )
     for position in range(placed):
-        reason = DE_LOW_TOKEN if state.work[FLAGS, position] else DE_HIGH_TOKEN
+        reason = state.work[WHY, position]
         request = state.queues[queue, QUEUE_FIRST]
         state.groups[PRIVATE_TOKENS, group] -= state.requests[request, LENGTH + DECODE]
         _place(state, request, DECODE, first + state.work[ROWS, position], reason, position)
@@ -159,14 +175,15 @@ def _decode_rows(
     seq: IntArray,
     free_hbm: IntArray,
     lengths: IntArray,
+    kept_rows: IntArray,
+    kept: NDArray[np.int32],
     threshold_factor: float,
     rows: IntArray,
-    flags: IntArray,
+    why: IntArray,
 ) -> int:
-    placed, low_token = assign_decode(tok, seq, free_hbm, lengths, threshold_factor)
-    for position in range(placed.size):
-        rows[position] = placed[position]
-        flags[position] = low_token[position]
+    placed, reasons = assign_decode(tok, seq, free_hbm, lengths, kept_rows, kept, threshold_factor)
+    rows[: placed.size] = placed
+    why[: placed.size] = reasons
     return placed.size
 
 
@@ -185,12 +202,27 @@ def _drain_global_queue(state: SchedulerState) -> None:
         tokens = state.requests[request, LENGTH + DECODE]
         row = choose_group(totals, largest, tokens)
         if row >= 0:
+            if state.requests[request, KEPT_ANY] > 0:
+                _note_most_kept(state, request)
+                kept = groups[MOST_KEPT, first_group:]
+                row = choose_keeping_group(totals, largest, tokens, kept, row)
             group = first_group + row
             groups[TOTAL_TOKENS, group] += tokens
             groups[PRIVATE_TOKENS, group] += tokens
             leave_queue(state, request, DECODE)
             enter_queue(state, request, DECODE, private_queue(groups[FIRST, group]))
         request = behind
+
+
+@inlined
+def _note_most_kept(state: SchedulerState, request: int) -> None:
+    """Write down the most tokens that any engine of each DE group keeps of a request."""
+    groups, first_group = state.groups, state.first_decode_group
+    for group in range(first_group, groups.shape[1]):
+        groups[MOST_KEPT, group] = 0
+        for engine in range(groups[FIRST, group], groups[END, group]):
+            tokens = state.kept[request, engine]
+            groups[MOST_KEPT, group] = max(groups[MOST_KEPT, group], tokens)
 
 
 @inlined
@@ -203,6 +235,7 @@ def _look_at_upper_bound_set(state: SchedulerState, queue: int, left: int) -> in
         if left < 0:
             break
         state.work[LENGTHS, count] = tokens
+        state.work[KEPT_ROWS, count] = _kept_row(state, request)
         _fetch_row_far_behind(state, request, DECODE)
         request = state.requests[request, BEHIND + DECODE]
         count += 1

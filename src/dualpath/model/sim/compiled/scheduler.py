@@ -11,10 +11,12 @@ from dualpath.model.sim.compiled.placement import place_in_turn, place_on_decode
 from dualpath.model.sim.compiled.queues import enter_queue, leave_pending, leave_queue
 from dualpath.model.sim.compiled.tables import (
     A_DE,
+    A_DE_KEPT,
     A_DE_READ,
     A_DE_REASON,
     A_DE_SEQ,
     A_PE,
+    A_PE_KEPT,
     A_PE_READ,
     A_PE_REASON,
     A_PE_SEQ,
@@ -28,6 +30,7 @@ from dualpath.model.sim.compiled.tables import (
     GROUP,
     HIT,
     IN_TURN_PES,
+    KEPT_ANY,
     LENGTH,
     NONE,
     NUMBER,
@@ -45,7 +48,15 @@ from dualpath.model.sim.compiled.tables import (
 )
 from dualpath.policy.accounts import NODE, decode_tokens
 from dualpath.policy.baselines import NO_TURN, first_turn, other_side
-from dualpath.policy.read_side import PE_SIDE, SIDES_IN_TURN, read_tokens
+from dualpath.policy.read_side import (
+    KEPT,
+    NO_READS,
+    PE_READS,
+    PE_SIDE,
+    SIDES_IN_TURN,
+    kept_tokens,
+    read_tokens,
+)
 
 
 @inlined
@@ -56,6 +67,7 @@ def submit(state: SchedulerState, request: int, prompt: int, hit: int, max_new: 
     requests[request, PROMPT] = prompt
     requests[request, HIT] = hit
     requests[request, ASSIGNED] = 0
+    requests[request, KEPT_ANY] = 0
     reserve = state.rules.generated_reserve_tokens
     requests[request, LENGTH + PREFILL] = prompt
     requests[request, LENGTH + DECODE] = decode_tokens(prompt, max_new, reserve)
@@ -64,6 +76,20 @@ def submit(state: SchedulerState, request: int, prompt: int, hit: int, max_new: 
     for role in range(2):
         requests[request, ENGINE + role] = NONE
         enter_queue(state, request, role, role)
+
+
+@inlined
+def keep(state: SchedulerState, request: int, engine: int, tokens: int) -> None:
+    """An engine keeps so many tokens at the head of a request that was just submitted.
+
+    To be said of every engine, also of those that keep nothing, where there is a DRAM tier.
+    """
+    rule = state.rules.read_rule
+    if rule == NO_READS or (rule == PE_READS and engine >= state.first_decode_engine):
+        tokens = 0
+    state.kept[request, engine] = tokens
+    if tokens > 0:
+        state.requests[request, KEPT_ANY] = 1
 
 
 @lean
@@ -155,7 +181,8 @@ def _assign(state: SchedulerState, request: int, row: int) -> None:
     state.counters[UNASSIGNED] -= 1
     assigned[row, A_PE_SEQ] = assign(state, request, PREFILL)
     assigned[row, A_DE_SEQ] = assign(state, request, DECODE)
-    head, tail, reason = _choose_reads(state, request)
+    at_prefill, at_decode = _kept_tokens(state, request)
+    head, tail, reason = _choose_reads(state, request, at_prefill + at_decode)
     if head > 0:
         charge_read(state, request, PREFILL, head)
     if tail > 0:
@@ -165,21 +192,37 @@ def _assign(state: SchedulerState, request: int, row: int) -> None:
     assigned[row, A_DE] = requests[request, ENGINE + DECODE]
     assigned[row, A_PE_READ] = head
     assigned[row, A_DE_READ] = tail
+    assigned[row, A_PE_KEPT] = at_prefill
+    assigned[row, A_DE_KEPT] = at_decode
     assigned[row, A_PE_REASON] = requests[request, REASON + PREFILL]
     assigned[row, A_DE_REASON] = requests[request, REASON + DECODE]
     assigned[row, A_READ_REASON] = reason
 
 
 @inlined
-def _choose_reads(state: SchedulerState, request: int) -> tuple[int, int, int]:
+def _kept_tokens(state: SchedulerState, request: int) -> tuple[int, int]:
+    """Return how many of its hit tokens are taken from the DRAM of its PE, and of its DE."""
+    if state.requests[request, KEPT_ANY] == 0:
+        return 0, 0
+    pe = state.requests[request, ENGINE + PREFILL]
+    de = state.requests[request, ENGINE + DECODE]
+    at_decode, at_prefill = kept_tokens(
+        state.rules.read_rule, state.kept[request, pe], state.kept[request, de]
+    )
+    return at_prefill, at_decode
+
+
+@inlined
+def _choose_reads(state: SchedulerState, request: int, kept: int) -> tuple[int, int, int]:
+    """Return what its PE and its DE read of the hit tokens but ``kept``, and why."""
     nodes, rates, rules = state.nodes, state.snic_tokens_per_s, state.rules
-    hit, turn = state.requests[request, HIT], PE_SIDE
+    hit, turn = state.requests[request, HIT] - kept, PE_SIDE
     pe = state.requests[request, ENGINE + PREFILL]
     de = state.requests[request, ENGINE + DECODE]
     if rules.read_rule == SIDES_IN_TURN and hit > 0:
         turn = _side_in_turn(state, pe, de)
     pe_node, de_node = state.engines[NODE, pe], state.engines[NODE, de]
-    return read_tokens(
+    head, tail, reason = read_tokens(
         rules.read_rule,
         turn,
         nodes[READ_Q, pe_node],
@@ -191,6 +234,7 @@ def _choose_reads(state: SchedulerState, request: int) -> tuple[int, int, int]:
         hit,
         rules.block_tokens,
     )
+    return head, tail, KEPT if kept > 0 and hit == 0 else reason
 
 
 @inlined

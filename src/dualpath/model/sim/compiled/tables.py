@@ -33,8 +33,10 @@ FIRST_PENDING, LAST_PENDING, FIRST_SIDE, GROUP, HBM, RING = range(
 ENGINE_ROWS = ACCOUNT_COLUMNS + 6
 
 #: Rows of ``groups``: engines [FIRST, END), tokens of the private queue, these and the engines'
-#: while the global queue is drained, and the largest engine's HBM.
-FIRST, END, PRIVATE_TOKENS, TOTAL_TOKENS, LARGEST_HBM = range(5)
+#: while the global queue is drained, the largest engine's HBM, and the most that any of its engines
+#: keeps of the request that is being dealt.
+FIRST, END, PRIVATE_TOKENS, TOTAL_TOKENS, LARGEST_HBM, MOST_KEPT = range(6)
+GROUP_ROWS = 6
 
 #: Rows of ``nodes``: reading queue, and tokens given to read so far.
 READ_Q, READ_TOTAL = range(2)
@@ -42,11 +44,12 @@ READ_Q, READ_TOTAL = range(2)
 #: Columns of ``requests``, most in pairs, PE's and DE's.  One cache line for
 #: what is asked of an assigned request: the engine; the assignment number, the tokens of the charge
 #: and of the read (0 when struck); the neighbours in the engine's list of pending requests.  One
-#: for the rest: the tokens it counts for; the wait queue with its neighbours; why it got the
-#: engine; the request that entered the queue STRIDE places behind it.
+#: for the rest: whether any engine keeps any of its hit; the tokens it counts for; the wait queue
+#: with its neighbours; why it got the engine; the request that entered the queue STRIDE places
+#: behind it.
 ASSIGNED = 0
 ENGINE, ASSIGN_SEQ, CHARGE, READ, PENDING_BEFORE, PENDING_AFTER = range(2, 14, 2)
-NUMBER, PROMPT, HIT = range(16, 19)
+NUMBER, PROMPT, HIT, KEPT_ANY = range(16, 20)
 LENGTH, QUEUE, AHEAD, BEHIND, REASON, FAR_BEHIND = range(20, 32, 2)
 REQUEST_COLUMNS = 32
 
@@ -65,8 +68,10 @@ COMMON_QUEUES = 2
 #: that have read in turn.
 SUBMITTED, UNASSIGNED, LAST_DEALT, IN_TURN_PES = 0, 1, 2, 4
 
-#: Rows of ``work``: requests placed by a fetch; lengths a kernel is given, and what it returns.
-PLACED, LENGTHS, ROWS, FLAGS = range(4)
+#: Rows of ``work``: requests placed by a fetch; lengths and rows of ``kept`` that a kernel is
+#: given, and what it returns.
+PLACED, LENGTHS, KEPT_ROWS, ROWS, WHY = range(5)
+WORK_ROWS = 5
 
 #: Columns of ``assigned``; reasons are places of the tuples in ``policy.events``.
 (
@@ -75,13 +80,15 @@ PLACED, LENGTHS, ROWS, FLAGS = range(4)
     A_DE,
     A_PE_READ,
     A_DE_READ,
+    A_PE_KEPT,
+    A_DE_KEPT,
     A_PE_REASON,
     A_DE_REASON,
     A_READ_REASON,
     A_PE_SEQ,
     A_DE_SEQ,
-) = range(10)
-ASSIGNED_COLUMNS = 10
+) = range(12)
+ASSIGNED_COLUMNS = 12
 
 
 class Rules(NamedTuple):
@@ -100,8 +107,9 @@ class SchedulerState(NamedTuple):
     """Tables as described above.
 
     ``snic_tokens_per_s`` of every engine.  ``sides`` is the side of the next read per PE and DE
-    (§7.5's round robin).  ``work`` is room to work in.  ``assigned`` holds the assignments of the
-    latest fetch.
+    (§7.5's round robin).  ``kept`` are the tokens that an engine is believed to keep of a
+    request's hit, with a row for each request where there is a DRAM tier, else one.  ``work`` is
+    room to work in.  ``assigned`` holds the assignments of the latest fetch.
     """
 
     rules: Rules
@@ -112,6 +120,7 @@ class SchedulerState(NamedTuple):
     requests: NDArray[np.int32]
     queues: IntArray
     sides: NDArray[np.int8]
+    kept: NDArray[np.int32]
     counters: IntArray
     work: IntArray
     assigned: IntArray
@@ -120,9 +129,11 @@ class SchedulerState(NamedTuple):
 
 
 def new_scheduler(
-    settings: SchedulerSettings, specs: Sequence[EngineSpec], requests: int
+    settings: SchedulerSettings, specs: Sequence[EngineSpec], requests: int, *, keeps: bool = False
 ) -> SchedulerState:
     """Return the state in which all engines have joined and ``requests`` may be live at once.
+
+    ``keeps``: engines keep KV in their DRAM.
 
     ``specs`` name PEs before DEs, group by group in the order in which groups were joined first,
     each by ascending ``order``; that is how engines and groups are numbered here.
@@ -144,8 +155,9 @@ def new_scheduler(
         requests=table,
         queues=_queues(COMMON_QUEUES + len(specs)),
         sides=np.full((prefill, len(specs) - prefill), NONE, np.int8),
+        kept=np.zeros((requests if keeps else 1, len(specs)), np.int32),
         counters=counters,
-        work=np.zeros((4, requests), np.int64),
+        work=np.zeros((WORK_ROWS, requests), np.int64),
         assigned=np.zeros((requests, ASSIGNED_COLUMNS), np.int64),
         first_decode_engine=prefill,
         first_decode_group=prefill_groups,
@@ -181,7 +193,7 @@ def _queues(count: int) -> IntArray:
 
 
 def _group_table(engines: IntArray, count: int) -> IntArray:
-    groups = np.zeros((5, count), np.int64)
+    groups = np.zeros((GROUP_ROWS, count), np.int64)
     numbers = np.arange(count)
     groups[FIRST] = np.searchsorted(engines[GROUP], numbers)
     groups[END] = np.searchsorted(engines[GROUP], numbers, side="right")
