@@ -39,7 +39,7 @@ clusters = st.fixed_dictionaries(
         "prefill_hbm_bytes": st.sampled_from([4e6, 1e9]),
         "decode_buffer_bytes": st.sampled_from([4e6, 1e9]),
         "prefill_buffer_bytes": st.sampled_from([4e6, 1e9]),
-        "dram_tier_bytes": st.sampled_from([0.0, 2e6]),
+        "dram_tier_bytes": st.sampled_from([None, 0.0, 2e6]),
         "request_overhead_s": st.sampled_from([0.0, 0.02]),
         "read_latency_s": st.sampled_from([0.0, 0.003]),
     }
@@ -93,20 +93,29 @@ def test_storage_nics_carry_the_hits_that_no_tier_holds_and_not_faster_than_they
 @settings(max_examples=100)
 @given(clusters, modes.filter(lambda mode: mode.moves_bytes), tables)
 def test_links_carry_exactly_what_the_plans_of_all_rounds_say(cluster, mode, agents):
-    """Prompts prefilled in one pass; ``whole_plan`` is their plan."""
-    cluster |= {"compute_quota_s": 1e6, "batch_cap_tokens": 1 << 20, "dram_tier_bytes": 0.0}
+    """Prompts prefilled in one pass; ``whole_plan`` is their plan.
+
+    A DRAM tier has room for everything, so that nothing is gone that was believed to be kept.
+    """
+    cluster |= {"compute_quota_s": 1e6, "batch_cap_tokens": 1 << 20}
+    if cluster["dram_tier_bytes"] is not None:
+        cluster |= {"dram_tier_bytes": 1e12}
     cluster |= {"prefill_hbm_bytes": 1e12}
     setup = small_setup(mode, **cluster)
     result = simulate(setup, agents, core="reference", record_decisions=True)
     planned = dict.fromkeys(Link, 0)
     decisions = decisions_of(result)
     for row, r in enumerate(decisions.round.tolist()):
-        head = int(decisions.prefill_read_tokens[row]) // 64
-        tail = int(decisions.decode_read_tokens[row]) // 64
-        runs = [
-            HitRun(Role.PREFILL, BlockRun(0, head)),
-            HitRun(Role.DECODE, BlockRun(head, tail)),
-        ]
+        runs, first = [], 0
+        for side, tokens, kept in (
+            (Role.DECODE, decisions.decode_kept_tokens[row], True),
+            (Role.PREFILL, decisions.prefill_kept_tokens[row], True),
+            (Role.PREFILL, decisions.prefill_read_tokens[row], False),
+            (Role.DECODE, decisions.decode_read_tokens[row], False),
+        ):
+            runs.append(HitRun(side, BlockRun(first, int(tokens) // 64), kept=kept))
+            first += int(tokens) // 64
+        assert first * 64 == (agents.hit_tokens[r] if mode.moves_bytes else 0)
         layout = PromptLayout(
             geometry=BlockGeometry.uniform(layers=10, block_tokens=64, layer_block_bytes=6400),
             prompt_tokens=int(agents.prompt_tokens[r]),

@@ -11,7 +11,7 @@ from tests.unit.evaluation_fakes import FakeInputs, FakeSimulator
 from dualpath.cli.eval import FIGURE_NAMES
 from dualpath.cli.main import main
 from dualpath.core.modes import Mode
-from dualpath.model.evaluation import beyond
+from dualpath.model.evaluation import beyond, dram_tier
 from dualpath.model.evaluation.candidates import MODEL, PATHS, WORKLOADS, capacity, outcome
 from dualpath.model.evaluation.document import document
 from dualpath.model.evaluation.figures import FIGURES
@@ -206,8 +206,16 @@ def test_additions_are_compared_with_dualpath_on_settings_and_traces(tmp_path: P
     assert any("left out: mini-swe" in line for line in report.settings)
     split = 2 + [v.title for v in beyond.VARIANTS].index("split read")
     assert all(row[split].startswith("+") for row in report.tables[0].rows)
-    tier = 2 + [v.title for v in beyond.VARIANTS].index("DRAM 1 GB")
-    assert all(row[tier] == "+0.0%" for row in report.tables[0].rows)
+
+
+def test_a_tier_is_measured_from_none_of_the_working_set_to_all_of_it() -> None:
+    runs, _ = fake_runs()
+    report = dram_tier.build(runs)
+    times, hits = report.tables
+    assert times.columns[2:] == ("no tier", "0%", "25%", "100%", "Oracle")
+    # The fake has no tier: its size makes no difference.
+    assert all(len(set(row[2:6])) == 1 and float(row[2]) > 1 for row in times.rows)
+    assert [row[0] for row in hits.rows] == [row[0] for row in times.rows]
 
 
 def test_the_catalog_gives_the_cluster_with_the_runs_changes() -> None:

@@ -7,6 +7,7 @@ from tests.simulated import agents_of, decisions_of, growing_agent, small_model,
 
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.core.modes import Mode
+from dualpath.model.sim.result import SimulationResult
 from dualpath.model.sim.run import simulate
 from dualpath.policy.events import DE_REASONS, PE_REASONS, READ_REASONS
 
@@ -132,14 +133,63 @@ def test_tool_delays_and_arrivals_are_kept(core):
     assert result.turns.submitted_ns[1] == result.turns.finished_ns[0] + 1_500 * MS
 
 
+def column(result: SimulationResult, name: str) -> dict[int, int]:
+    """Return one column of the decisions by round."""
+    decisions = decisions_of(result)
+    return dict(zip(decisions.round.tolist(), getattr(decisions, name).tolist(), strict=True))
+
+
 def test_a_dram_tier_spares_the_storage_nics(core):
     agents = agents_of(growing_agent(turns=4, first=640, append=64, generated=2))
     without = simulate(small_setup(), agents, core=core)
-    with_tier = simulate(small_setup(dram_tier_bytes=1e7), agents, core=core)
+    with_tier = simulate(small_setup(dram_tier_bytes=0.0), agents, core=core, record_decisions=True)
     assert without.links.snic_read_bytes.sum() > 0
     assert with_tier.links.snic_read_bytes.sum() == 0
     assert with_tier.dram_tier_hit_tokens == agents.hit_tokens.sum()
     assert with_tier.jct_s < without.jct_s
+    # Its DE has all of a context, and hands it to the PE layer by layer.
+    decisions = decisions_of(with_tier)
+    np.testing.assert_array_equal(decisions.decode_kept_tokens, agents.hit_tokens)
+    assert {READ_REASONS[code] for code in decisions.read_reason[1:]} == {"kept"}
+
+
+def test_a_round_comes_back_to_the_engines_that_keep_its_context(core):
+    """Two agents on two PEs and two DEs, each of which would do: nothing is read ever again."""
+    rounds = growing_agent(turns=4, first=640, append=64, generated=2)
+    agents = agents_of(rounds, rounds, start_s=[0.0, 0.3])
+    for groups in (1, 2):
+        setup = small_setup(
+            prefill_nodes=2, decode_nodes=2, decode_nodes_per_group=groups, dram_tier_bytes=0.0
+        )
+        result = simulate(setup, agents, core=core, record_decisions=True)
+        engine = column(result, "decode_engine")
+        assert len({engine[r] for r in range(4)}) == len({engine[r] for r in range(4, 8)}) == 1
+        assert result.links.snic_read_bytes.sum() == 0
+
+
+def test_a_small_buffer_keeps_the_heads_of_contexts_used_last(core):
+    """The buffer holds 15 blocks and a prompt takes 10 to 13: one context and a bit stay."""
+    rounds = growing_agent(turns=3, first=640, append=64, generated=2)
+    agents = agents_of(rounds, rounds, start_s=[0.0, 3.0], delay_s=6.0)
+    setup = small_setup(decode_buffer_bytes=15 * 64e3, dram_tier_bytes=0.0)
+    result = simulate(setup, agents, core=core, record_decisions=True)
+    kept = column(result, "decode_kept_tokens")
+    hits = agents.hit_tokens
+    # The second agent's round came between: of the first's 10 blocks the tail had to go.
+    assert 0 < kept[1] < hits[1]
+    assert 0 < result.links.snic_read_bytes.sum() < hits.sum() * 1000.0
+
+
+def test_what_is_gone_when_the_buffer_is_granted_is_read_after_all(core):
+    """Eight agents' contexts are too many for 60 blocks: while one waits, others take its place."""
+    agents = agents_of(*[growing_agent(3, 320 + 64 * agent, 64, 2) for agent in range(8)])
+    setup = small_setup(decode_buffer_bytes=60 * 64e3, dram_tier_bytes=0.0)
+    result = simulate(setup, agents, core=core, record_decisions=True)
+    decisions = decisions_of(result)
+    believed = decisions.decode_kept_tokens.sum() + decisions.prefill_kept_tokens.sum()
+    assert 0 < result.dram_tier_hit_tokens < believed
+    read = result.links.snic_read_bytes.sum() / 1000.0
+    assert read == pytest.approx(agents.hit_tokens.sum() - result.dram_tier_hit_tokens)
 
 
 def test_a_run_can_be_stopped_early(core):

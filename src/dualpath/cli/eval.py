@@ -32,15 +32,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="reproduce the paper's evaluation in the simulator",
         description="Simulate figures of the paper's evaluation and write, for each, Markdown, "
         "JSON, PNG and HTML with setting, seed, and the paper's own numbers where its text quotes "
-        "them. `beyond` measures what is not in the paper.",
+        "them. `beyond` and `dram-tier` measure what is not in the paper.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "figures",
         nargs="+",
-        choices=[*FIGURE_NAMES, "all", "beyond"],
+        choices=[*FIGURE_NAMES, "all", "beyond", "dram-tier"],
         metavar="FIGURE",
-        help=f"{', '.join(FIGURE_NAMES)}, all (of these), or beyond",
+        help=f"{', '.join(FIGURE_NAMES)}, all (of these), beyond, or dram-tier",
     )
     parser.add_argument("--out", metavar="DIR", help="write the files here")
     parser.add_argument(
@@ -93,12 +93,14 @@ def _chosen(
     names: Sequence[str], traces: Mapping[str, Path]
 ) -> "list[Callable[[Runs], FigureReport]]":
     """Return what builds the reports named, in the order of the paper and each once."""
-    from dualpath.model.evaluation import beyond
+    from dualpath.model.evaluation import beyond, dram_tier
     from dualpath.model.evaluation.figures import FIGURES
 
     chosen = [build for name, build in FIGURES.items() if name in names or "all" in names]
     if "beyond" in names:
         chosen.append(partial(beyond.build, traces=traces))
+    if "dram-tier" in names:
+        chosen.append(dram_tier.build)
     return chosen
 
 

@@ -46,16 +46,6 @@ to +0.8 %), cost 0.8 % online, and in a split read changed nothing. The side wit
 reading queue mostly is the side with the earlier finish; where a PE's own queue is what delays a
 request, either side is early enough.
 
-**A DRAM tier** takes the hits off the storage NICs, which helps only where they bind: DS 27B, 8 to
-17 %, short of Oracle because the PEs bind next and all KV then arrives over the CNICs of DEs. That
-1 GB can beat 10 GB probably has the same cause: some reads then still use the other way. Online it
-loses 1 to 2 %: without a queue a storage NIC is as fast as a CNIC, and the tier always ends on the
-DE side. Sizes beyond 10 GB per node make no difference because agents have no tool delays: they ask
-again at once, their session is the most recently used one, and the model decides on a hit at that
-moment and keeps it however long the request then waits. Read the column as a tier that never
-misses, not as advice on its size: tool delays, and KV pinned for waiting requests, would ask for
-more.
-
 **Best division.** The paper's own is the best one everywhere but for 0.4 % on one trace, within
 noise. More prefill nodes make the PEs faster but leave fewer engines to decode on, with more of the
 weights on each and so less HBM for KV. 1P5D and 5P1D of DS 660B cannot be: its experts do not fit
@@ -71,7 +61,6 @@ nodes where two were right, because every DE of that start holds less KV than on
 which a move does not change in the model. Neither does the model charge for spreading the experts
 of DS 660B anew, so that its rows are upper bounds.
 """
-GIGABYTE = 1e9
 ONLINE_APS = (0.2, 0.4)
 #: How a gain is written.
 _SAVED = "{:+.1%}"
@@ -98,13 +87,7 @@ class Variant(NamedTuple):
         )
 
 
-VARIANTS = (
-    Variant("split read", Mode.SPLIT),
-    *(
-        Variant(f"DRAM {size} GB", Mode.DUALPATH, (("dram_tier_bytes", size * GIGABYTE),))
-        for size in (1, 10, 100)
-    ),
-)
+VARIANTS = (Variant("split read", Mode.SPLIT),)
 #: The core in which nodes can move.
 REFERENCE: Simulate = partial(simulate, core="reference")
 BASE = Variant("DualPath", Mode.DUALPATH)
@@ -153,7 +136,6 @@ def build(
             "Offline: all agents at once, no tool delays; additional agents of a trace are drawn "
             "as in §A.3, and sessions are cut at the model's context limit.",
             f"Online: DS 660B on 2P4D, 64K. {METHOD}",
-            "DRAM: size per node of a cluster-wide cache between storage and buffers.",
             "Division: all nodes of a setting, shared out in every way; HBM for KV is what the "
             "weights leave at the width over which experts are then spread.",
             f"Re-balancing: the reference core with {rebalanced_agents(settings)} agents, a switch "

@@ -57,12 +57,18 @@ def limits(setup: Setup) -> Limits:
 
 
 def buffer_bytes(setup: Setup) -> tuple[float, float]:
-    """Return the buffer of a prefill node and of a decode node."""
+    """Return the buffer of a prefill node and of a decode node, the DRAM tier's share included."""
     cluster = setup.cluster
+    more = cluster.dram_tier_bytes or 0.0
     baseline = setup.mode in (Mode.BASIC, Mode.LAYERWISE)
     if baseline and cluster.baseline_buffer_bytes is not None:
-        return cluster.baseline_buffer_bytes, cluster.baseline_buffer_bytes
-    return cluster.prefill_buffer_bytes, cluster.decode_buffer_bytes
+        return cluster.baseline_buffer_bytes + more, cluster.baseline_buffer_bytes + more
+    return cluster.prefill_buffer_bytes + more, cluster.decode_buffer_bytes + more
+
+
+def keeps(setup: Setup) -> bool:
+    """Return whether buffers keep KV in their unused part: in Oracle there is none."""
+    return setup.cluster.dram_tier_bytes is not None and setup.mode.moves_bytes
 
 
 #: Movements (``plan.movements``) that the machine is charged with, and their places in this order.

@@ -96,10 +96,30 @@ def equal_wait_ns(left_bytes: float, reads: int, bytes_per_s: float) -> int:
 # Memories.
 
 
-def tier_hit_tokens(held_tokens: int, hit_tokens: int, block_tokens: int) -> int:
-    """Return how many hit tokens come from the DRAM tier: whole blocks of what it holds."""
-    both = min(held_tokens, hit_tokens)
-    return both - both % block_tokens
+def room_blocks(free_bytes: float, block_bytes: float) -> int:
+    """Return how many blocks the unused part of a buffer can keep."""
+    return int(max(free_bytes, 0.0) / block_bytes)
+
+
+def adopted_blocks(kept_blocks: int, first: int, count: int) -> int:
+    """Return how many of ``count`` blocks from ``first`` on a request finds among those kept.
+
+    Of an agent's context the first ``kept_blocks`` are kept.
+    """
+    return min(max(kept_blocks - first, 0), count)
+
+
+def extended_blocks(kept_blocks: int, first: int, end: int) -> int:
+    """Return how many are kept once a request gives back blocks [first, end): none without a head.
+
+    Only a run from an agent's first block on is of use to its next round.
+    """
+    return kept_blocks if kept_blocks < first else max(kept_blocks, end)
+
+
+def kept_after_eviction(kept_blocks: int, excess_blocks: int) -> int:
+    """Return what is left of an agent's blocks where so many have to go: tails go first."""
+    return max(kept_blocks - excess_blocks, 0)
 
 
 # Forward passes.

@@ -26,8 +26,9 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     *Links.*  Bytes/s in either direction; DRAM is half duplex.
 
     *Memories.*  ``baseline_buffer_bytes`` is instead of both buffers for Basic and Layerwise, whose
-    DRAM the paper does not limit (§A.4 names DualPath's alone).  The DRAM tier is a cluster-wide
-    cache between storage and buffers, which least recently used sessions leave.
+    DRAM the paper does not limit (§A.4 names DualPath's alone).  With ``dram_tier_bytes`` buffers
+    keep in their unused part what they have read or written, the least recently used agents' tails
+    leaving first; they are larger by so much, which may be nothing.
 
     *Policy.*  α and β as times (§A.4).  With ``rebalancing`` nodes change their role while the
     cluster serves; what one node of a role gets done per second follows from the model's costs
@@ -96,8 +97,13 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
         int, Setting("layers of KV that a layerwise PE holds", ge=1, le=100_000)
     ] = 2
     dram_tier_bytes: Annotated[
-        float, Setting("per node of a DRAM cache before storage, 0 for none", ge=0, le=LARGEST)
-    ] = 0.0
+        float | None,
+        Setting(
+            "a node's DRAM beyond its buffer, whose unused part keeps KV; none: nothing is kept",
+            ge=0,
+            le=LARGEST,
+        ),
+    ] = None
 
     alpha_s: Annotated[float, Setting("alpha as reading time", ge=0, le=LONGEST_S)] = 3.0
     beta_s: Annotated[float, Setting("beta as computing time", ge=0, le=LONGEST_S)] = 5.0

@@ -1,22 +1,31 @@
-"""DRAM buffers of the nodes, granted first come, first served (stage 3 of the model)."""
+"""DRAM buffers of the nodes, granted first come, first served (stage 3 of the model), the tier."""
 
+from dualpath.core.blocks import holding_blocks
 from dualpath.model.sim.compiled.columns import (
-    DE_BLOCKS,
+    DE,
+    DE_KEPT,
+    DIRTY,
     FREE_BYTES,
+    HIT,
     N_HEAD,
     N_TAIL,
     NEXT_WAITING,
     NONE,
-    PARTS_LEFT,
     PE,
     PE_BLOCKS,
+    PE_KEPT,
+    PE_READ,
+    PROMPT,
     PROMPT_BLOCKS,
-    TIER_BLOCKS,
+    READ_TOKENS,
+    TIER_HITS,
 )
 from dualpath.model.sim.compiled.jit import lean, prefetch
 from dualpath.model.sim.compiled.links import node_at
 from dualpath.model.sim.compiled.machine_tables import World
 from dualpath.model.sim.compiled.reading import granted
+from dualpath.model.sim.compiled.tier import adopt, keep, shrink
+from dualpath.model.sim.rules import room_blocks
 
 
 @lean
@@ -27,17 +36,71 @@ def reserve(p: World, node: int, agent: int) -> None:
 
 
 @lean
-def give_back(p: World, engine: int, blocks: int) -> None:
-    """Free blocks at an engine's node and grant what fits then."""
-    c = p.constants
+def give_back_prefill(p: World, agent: int) -> None:
+    """Free a round's blocks at its PE's node and grant what fits then."""
+    flights = p.machine.flights
+    blocks = flights[agent, PE_BLOCKS]
     if blocks == 0:
         return
-    node = node_at(p, engine)
-    p.machine.node_bytes[node, FREE_BYTES] += blocks * c.block_bytes
-    if node < c.prefill_nodes:
-        _grant_prefill(p, node)
-    else:
-        _grant_decode(p, node)
+    node, first = node_at(p, flights[agent, PE]), _first_at_prefill(p, agent)
+    whole = min(blocks, flights[agent, HIT] // p.constants.block_tokens - first)
+    _free(p, node, agent, first, blocks, whole)
+    _grant_prefill(p, node)
+
+
+@lean
+def give_back_decode(p: World, agent: int) -> None:
+    """Free a round's blocks at its DE's node and grant what fits then."""
+    flights = p.machine.flights
+    node = node_at(p, flights[agent, DE])
+    whole = flights[agent, PROMPT] // p.constants.block_tokens
+    _free(p, node, agent, 0, flights[agent, PROMPT_BLOCKS], whole)
+    _grant_decode(p, node)
+
+
+@lean
+def keep_more(p: World, de: int, agent: int, first: int, end: int) -> None:
+    """Keep blocks that were written beyond any reservation: generated ones."""
+    if p.constants.keeps:
+        node = node_at(p, de)
+        keep(p, node, agent, first, end)
+        _shrink(p, node)
+
+
+@lean
+def _free(p: World, node: int, agent: int, first: int, blocks: int, whole: int) -> None:
+    """Give back blocks from ``first`` on, the first ``whole`` full ones, to be kept."""
+    p.machine.node_bytes[node, FREE_BYTES] += blocks * p.constants.block_bytes
+    if p.constants.keeps:
+        keep(p, node, agent, first, first + whole)
+
+
+@lean
+def _shrink(p: World, node: int) -> None:
+    free_bytes = p.machine.node_bytes[node, FREE_BYTES]
+    shrink(p, node, room_blocks(free_bytes, p.constants.block_bytes))
+
+
+@lean
+def _first_at_prefill(p: World, agent: int) -> int:
+    """Return the first block of a round's prompt that its PE holds: what the DE keeps is before."""
+    return holding_blocks(p.machine.flights[agent, DE_KEPT], p.constants.block_tokens)
+
+
+@lean
+def _adopt(p: World, node: int, agent: int, side: int, first: int) -> None:
+    """Take what a side keeps; it reads what it was believed to keep and does not, or not more."""
+    m, block_tokens = p.machine, p.constants.block_tokens
+    flights = m.flights
+    believed = flights[agent, PE_KEPT + side]
+    adopted = adopt(p, node, agent, first, holding_blocks(believed, block_tokens))
+    found = min(adopted * block_tokens, believed)
+    m.counters[TIER_HITS] += found
+    if found < believed:
+        engine = flights[agent, PE + side]
+        flights[agent, PE_READ + side] += believed - found
+        m.engines[engine, READ_TOKENS] += believed - found
+        m.engines[engine, DIRTY] = 1
 
 
 @lean
@@ -68,6 +131,9 @@ def _next_granted(p: World, node: int) -> int:
         return NONE
     node_bytes[node, FREE_BYTES] -= need_bytes
     nodes[node, N_HEAD] = flights[agent, NEXT_WAITING]
+    if p.constants.keeps:
+        _adopt(p, node, agent, int(not at_pe), _first_at_prefill(p, agent) if at_pe else 0)
+        _shrink(p, node)
     return int(agent)
 
 
@@ -76,10 +142,6 @@ def _grant_decode(p: World, node: int) -> None:
     flights = p.machine.flights
     agent = _next_granted(p, node)
     while agent != NONE:
-        if p.constants.tier_tokens and flights[agent, TIER_BLOCKS]:
-            # KV of the DRAM tier arrives in the DE buffer, as if it had been read there.
-            flights[agent, DE_BLOCKS] += flights[agent, TIER_BLOCKS]
-            flights[agent, PARTS_LEFT] += 1
         if flights[agent, PE_BLOCKS]:
             pe_node = node_at(p, flights[agent, PE])
             _wait_at(p, pe_node, agent)

@@ -9,7 +9,6 @@ from dualpath.model.sim.result import TurnTimes
     ARRIVE,
     FETCH,
     READ,
-    TIER_LOADED,
     START_PASS,
     COMPUTED,
     SENT,
@@ -17,7 +16,7 @@ from dualpath.model.sim.result import TurnTimes
     DECODE_END,
     SNIC_END,
     READ_OVER,
-) = range(12)
+) = range(11)
 
 #: Columns of ``heap``: when, and from the highest bit down: number of the push, what it is about
 #: (an agent, a part of its reads, a unit or a node), kind.  So rows compare as (time, number).
@@ -36,13 +35,10 @@ KIND_MASK, SUBJECT_MASK = (1 << KIND_BITS) - 1, (1 << SUBJECT_BITS) - 1
     FINISHED,
     BATCHES,
     DECISIONS,
-    TIER_USED,
-    TIER_OLDEST,
-    TIER_NEWEST,
     TIER_HITS,
     WINDOWS,
-) = range(13)
-COUNTERS = 13
+) = range(10)
+COUNTERS = 10
 
 #: Columns of ``times``.
 (
@@ -59,7 +55,8 @@ COUNTERS = 13
 
 #: Columns of ``flights``, one row per agent: its live round's lengths, engines, tokens read on
 #: either side and blocks; its chunk in the current pass; who waits behind it for a buffer; its last
-#: round.  That is one cache line; the next is only looked at with a DRAM tier.
+#: round.  That is one cache line with the tokens that its engines keep, but for the DE's, which are
+#: only looked at with a DRAM tier.
 (
     PROMPT,
     HIT,
@@ -76,11 +73,9 @@ COUNTERS = 13
     CHUNK_BSZ,
     NEXT_WAITING,
     LAST_ROUND,
-    TIER_BLOCKS,
-    TIER_TOKENS,
-    TIER_OLDER,
-    TIER_NEWER,
-) = range(19)
+    PE_KEPT,
+    DE_KEPT,
+) = range(17)
 FLIGHT_COLUMNS = 32
 
 #: Columns of ``engines``: true loads, the queue of a PE, where the engine is.
@@ -114,9 +109,16 @@ ENGINE_COLUMNS = 8
 UNIT_COLUMNS = 16
 
 #: Columns of ``nodes``: ends of the queue for the buffer; an equal SNIC's root, reads,
-#: number of the push of its next end, time of the last look, reads so far.
-N_HEAD, N_TAIL, N_ROOT, N_READS, N_EXPECTED, N_SINCE, N_COUNT = range(7)
-NODE_COLUMNS = 7
+#: number of the push of its next end, time of the last look, reads so far; blocks kept in all, and
+#: the agents used least and most recently of those that something is kept of.
+N_HEAD, N_TAIL, N_ROOT, N_READS, N_EXPECTED, N_SINCE, N_COUNT, N_KEPT, N_OLDEST, N_NEWEST = range(
+    10
+)
+NODE_COLUMNS = 10
+
+#: Columns of ``kept``: blocks at the head of an agent's context, its neighbours by latest use.
+K_BLOCKS, K_OLDER, K_NEWER = range(3)
+KEPT_COLUMNS = 3
 
 #: Columns of ``node_bytes``: free buffer bytes; bytes every read of an equal SNIC was served.
 FREE_BYTES, SERVED_BYTES = range(2)

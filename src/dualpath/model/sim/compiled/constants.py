@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.sim.derived import limits
+from dualpath.model.sim.derived import keeps, limits
 from dualpath.model.sim.result import IntArray
 from dualpath.model.sim.rules import to_ns
 from dualpath.model.sim.settings import Setup
@@ -44,7 +44,7 @@ class Constants(NamedTuple):
     batch_cap_tokens: int
     prefill_hbm_tokens: int
     affordable_s: float
-    tier_tokens: int
+    keeps: bool
     pair_s: float
     index_pair_s: float
     attention_token_s: float
@@ -78,7 +78,6 @@ def constants(setup: Setup, window_ns: int) -> Constants:
     """Return the numbers of a setup."""
     cluster, derived = setup.cluster, limits(setup)
     prefill, decode = setup.model.prefill, setup.model.decode
-    tier_bytes = cluster.dram_tier_bytes * cluster.nodes
     return Constants(
         cluster_nodes=cluster.nodes,
         prefill_nodes=cluster.prefill_nodes,
@@ -105,7 +104,7 @@ def constants(setup: Setup, window_ns: int) -> Constants:
         prefill_hbm_tokens=derived.prefill_hbm_tokens,
         # As ComputeQuota: one FLOP is one second here.
         affordable_s=(derived.compute_quota_s - prefill.attention_batch_s) * 1.0,
-        tier_tokens=int(tier_bytes / setup.model.kv_bytes_per_token),
+        keeps=keeps(setup),
         pair_s=prefill.pair_s,
         index_pair_s=prefill.index_pair_s,
         attention_token_s=prefill.attention_token_s,

@@ -31,7 +31,6 @@ from dualpath.model.sim.compiled.columns import (
     SUBJECT_MASK,
     SUBMIT,
     TIER_HITS,
-    TIER_LOADED,
     WINDOWS,
 )
 from dualpath.model.sim.compiled.constants import Constants, Rounds, constants, rounds, whole_ns
@@ -48,10 +47,10 @@ from dualpath.model.sim.compiled.machine_tables import (
     new_machine,
 )
 from dualpath.model.sim.compiled.prefilling import computed, sent, start_pass
-from dualpath.model.sim.compiled.reading import part_loaded, part_read, read
+from dualpath.model.sim.compiled.reading import part_read, read
 from dualpath.model.sim.compiled.submitting import arrive, fetch, submit_round
 from dualpath.model.sim.compiled.tables import SchedulerState, new_scheduler
-from dualpath.model.sim.derived import limits
+from dualpath.model.sim.derived import keeps, limits
 from dualpath.model.sim.layout import cluster_layout
 from dualpath.model.sim.result import (
     Batches,
@@ -109,8 +108,6 @@ def run_events(
             part_read(p, subject)
         elif kind == SNIC_END:
             end_equal(p, subject, event >> NUMBER_SHIFT)
-        elif kind == TIER_LOADED:
-            part_loaded(p, subject)
         elif kind == START_PASS:
             start_pass(p, subject)
         elif kind == COMPUTED:
@@ -153,6 +150,7 @@ def run_compiled(
         scheduler_settings(setup, derived),
         engine_specs(setup, derived, layout),
         agents.agents,
+        keeps=keeps(setup),
     )
     machine = new_machine(setup, agents, record_decisions=record_decisions)
     numbers, columns = constants(setup, window_ns), rounds(agents)
@@ -230,5 +228,6 @@ def _mark_unsubmitted(machine: MachineTables, agents: AgentTable) -> None:
 def _decisions(machine: MachineTables) -> Decisions:
     rows = machine.decisions[: int(machine.counters[DECISIONS])]
     wide = [rows[:, column].astype(np.int64) for column in range(5)]
-    narrow = [rows[:, column].astype(np.int8) for column in range(5, 8)]
-    return Decisions(wide[0], wide[1], wide[2], wide[3], wide[4], *narrow)
+    pe, de, read = (rows[:, column].astype(np.int8) for column in range(5, 8))
+    kept = [rows[:, column].astype(np.int64) for column in (8, 9)]
+    return Decisions(wide[0], wide[1], wide[2], wide[3], wide[4], pe, de, read, *kept)

@@ -1,13 +1,12 @@
 """Decode units in virtual token time (stage 8 of the model; the reference's decode)."""
 
-from dualpath.model.sim.compiled.buffers import give_back
+from dualpath.model.sim.compiled.buffers import give_back_decode
 from dualpath.model.sim.compiled.columns import (
     DE,
     DECODE_END,
     GENERATED,
     NOW,
     PROMPT,
-    PROMPT_BLOCKS,
     T_DECODING,
     T_SECOND_TOKEN,
     U_CONTEXT,
@@ -37,9 +36,8 @@ from dualpath.model.sim.rules import (
 @lean
 def filled(p: World, agent: int) -> None:
     """A prompt's KV is in the DE's HBM."""
-    flights = p.machine.flights
     if not p.constants.oracle:
-        give_back(p, flights[agent, DE], flights[agent, PROMPT_BLOCKS])
+        give_back_decode(p, agent)
     _decode(p, agent)
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from dualpath.model.sim.compiled.buffers import keep_more
 from dualpath.model.sim.compiled.columns import (
     DE,
     DIRTY,
@@ -21,7 +22,6 @@ from dualpath.model.sim.compiled.jit import lean
 from dualpath.model.sim.compiled.links import charge_path
 from dualpath.model.sim.compiled.machine_tables import World
 from dualpath.model.sim.compiled.scheduler import finished
-from dualpath.model.sim.compiled.tier import tier_put
 from dualpath.model.sim.derived import PERSIST_GENERATED_PATH
 from dualpath.model.sim.rules import to_ns
 from dualpath.plan.counts import kv_tokens, new_full_blocks
@@ -61,8 +61,8 @@ def finish(p: World, agent: int) -> None:
     if not c.oracle:
         blocks = new_full_blocks(prompt, stored, c.block_tokens)
         persist(p, PERSIST_GENERATED_PATH, agent, de, blocks)
-    if c.tier_tokens:
-        tier_put(p, agent, stored)
+        full = prompt // c.block_tokens
+        keep_more(p, de, agent, full, full + blocks)
     if r < flights[agent, LAST_ROUND]:
         push(m.heap, m.counters, now_ns + _delay_ns(p, r + 1), SUBMIT, agent)
     if p.rounds.waiting_for.size:

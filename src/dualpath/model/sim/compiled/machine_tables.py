@@ -22,10 +22,13 @@ from dualpath.model.sim.compiled.columns import (
     FLIGHT_COLUMNS,
     FREE,
     FREE_BYTES,
+    KEPT_COLUMNS,
     KEY,
     LAST_ROUND,
     LINK_COLUMNS,
     N_HEAD,
+    N_NEWEST,
+    N_OLDEST,
     N_ROOT,
     N_TAIL,
     NODE_COLUMNS,
@@ -34,8 +37,6 @@ from dualpath.model.sim.compiled.columns import (
     QUEUE_TAIL,
     SNIC_WRITE_SERVER,
     SUBJECT_BITS,
-    TIER_NEWEST,
-    TIER_OLDEST,
     U_CHUNK_HEAD,
     U_COUNT,
     U_FIRST,
@@ -47,7 +48,7 @@ from dualpath.model.sim.compiled.columns import (
 )
 from dualpath.model.sim.compiled.constants import Constants, Rounds
 from dualpath.model.sim.compiled.tables import SchedulerState, aligned_rows
-from dualpath.model.sim.derived import CHARGED, Limits, buffer_bytes, copies, limits
+from dualpath.model.sim.derived import CHARGED, Limits, buffer_bytes, copies, keeps, limits
 from dualpath.model.sim.layout import ClusterLayout, cluster_layout
 from dualpath.model.sim.result import FloatArray, IntArray, TurnTimes
 from dualpath.model.sim.settings import Setup
@@ -68,11 +69,12 @@ class MachineTables(NamedTuple):
     agent, when its latest blocks are stored.  ``busy_ns`` per server, in order CNIC read and CNIC
     write of every engine, DRAM, SNIC write and SNIC read of every node; ``use`` bytes per link
     class, window and node; ``paths`` the servers of a kind of step, ``copies`` how often each
-    carries its bytes; ``links`` nodes of the equal SNICs' pairing heaps, two per agent, and
-    ``keys`` their first column as floats.  ``unit_tokens`` virtual time of units; ``wheel`` the
-    ends of rounds per decode unit, ``wheel_blocks`` how many of its places are taken per block;
-    ``ended`` room for the agents whose rounds end together.  ``batches`` and ``attention_s`` of
-    forward passes; ``decisions`` as ``sim.result.Decisions``.
+    carries its bytes; ``kept`` what the buffers of nodes keep, by node and agent; ``links`` nodes
+    of the equal SNICs' pairing heaps, two per agent, and ``keys`` their first column as floats.
+    ``unit_tokens`` virtual time of units; ``wheel`` the ends of rounds per decode unit,
+    ``wheel_blocks`` how many of its places are taken per block; ``ended`` room for the agents whose
+    rounds end together.  ``batches`` and ``attention_s`` of forward passes; ``decisions`` as
+    ``sim.result.Decisions``.
     """
 
     heap: IntArray
@@ -89,6 +91,7 @@ class MachineTables(NamedTuple):
     unit_tokens: FloatArray
     nodes: IntArray
     node_bytes: FloatArray
+    kept: NDArray[np.int32]
     busy_ns: IntArray
     use: FloatArray
     paths: NDArray[np.int8]
@@ -127,7 +130,6 @@ def new_machine(setup: Setup, agents: AgentTable, *, record_decisions: bool) -> 
             f"{MOST_AGENTS} and {np.iinfo(np.int32).max}; run fewer or use the reference core"
         )
     counters = np.zeros(COUNTERS, np.int64)
-    counters[[TIER_OLDEST, TIER_NEWEST]] = NONE
     flights = aligned_rows(count, FLIGHT_COLUMNS)
     flights[:, LAST_ROUND] = agents.first_round[1:] - 1
     # Two rows at least, or numba takes the keys for an array of another layout.
@@ -150,6 +152,7 @@ def new_machine(setup: Setup, agents: AgentTable, *, record_decisions: bool) -> 
         unit_tokens=np.zeros(len(units)),
         nodes=_nodes(nodes),
         node_bytes=_node_bytes(setup),
+        kept=np.zeros((nodes, count, KEPT_COLUMNS) if keeps(setup) else (1, 1, 3), np.int32),
         busy_ns=np.zeros(2 * cluster.engines + 3 * nodes, np.int64),
         use=np.zeros((USE_TABLES, MOST_WINDOWS, nodes)),
         paths=_paths(),
@@ -160,7 +163,7 @@ def new_machine(setup: Setup, agents: AgentTable, *, record_decisions: bool) -> 
         wheel_blocks=np.zeros((len(layout.decode_units), places // WHEEL_BLOCK), np.int32),
         batches=np.zeros((1 << 16, 4), np.int64),
         attention_s=np.zeros((1 << 16, 2)),
-        decisions=np.zeros((agents.rounds if record_decisions else 0, 8), np.int32),
+        decisions=np.zeros((agents.rounds if record_decisions else 0, 10), np.int32),
         ended=np.zeros(count, np.int64),
         prefill_units=len(layout.prefill_units),
         groups=np.array([[g.engines[0], g.engines[-1] + 1] for g in layout.groups], np.int64),
@@ -197,7 +200,7 @@ def _wheel_places(longest_generated_tokens: int) -> int:
 
 def _nodes(count: int) -> IntArray:
     table = np.zeros((count, NODE_COLUMNS), np.int64)
-    table[:, [N_HEAD, N_TAIL, N_ROOT]] = NONE
+    table[:, [N_HEAD, N_TAIL, N_ROOT, N_OLDEST, N_NEWEST]] = NONE
     return table
 
 

@@ -2,7 +2,7 @@
 
 from dualpath.core.blocks import holding_blocks
 from dualpath.model.sim.compiled.batches import form_pass
-from dualpath.model.sim.compiled.buffers import give_back
+from dualpath.model.sim.compiled.buffers import give_back_decode, give_back_prefill
 from dualpath.model.sim.compiled.columns import (
     BATCHES,
     CHUNK_BSZ,
@@ -176,14 +176,14 @@ def _prefilled(p: World, agent: int) -> None:
     prefill_done(p.scheduler, agent)
     count_out(p, pe, prompt, 0)
     if not c.oracle:
-        give_back(p, pe, flights[agent, PE_BLOCKS])
+        give_back_prefill(p, agent)
         new_blocks = new_full_blocks(flights[agent, HIT], prompt, c.block_tokens)
         persist(p, PERSIST_PROMPT_PATH, agent, de, new_blocks)
     if flights[agent, GENERATED] == 1:
         r = m.round_of[agent]
         m.times[r, T_DECODING] = m.times[r, T_SECOND_TOKEN] = m.times[r, T_FIRST_TOKEN]
         if not c.oracle:
-            give_back(p, de, flights[agent, PROMPT_BLOCKS])
+            give_back_decode(p, agent)
         finish(p, agent)
     else:
         filled_ns = m.counters[NOW]

@@ -2,7 +2,6 @@
 
 from dualpath.core.blocks import holding_blocks
 from dualpath.model.sim.compiled.columns import (
-    DE,
     DIRTY,
     DONE,
     HIT,
@@ -18,15 +17,12 @@ from dualpath.model.sim.compiled.columns import (
     START_PASS,
     T_GRANTED,
     T_LOADED,
-    TIER_BLOCKS,
-    TIER_LOADED,
     U_BUSY,
     UNIT,
 )
 from dualpath.model.sim.compiled.events import push
 from dualpath.model.sim.compiled.jit import lean
 from dualpath.model.sim.compiled.links import (
-    charge_cnic,
     charge_path,
     node_at,
     read_equal,
@@ -43,13 +39,11 @@ def granted(p: World, agent: int) -> None:
     m = p.machine
     flights, now_ns = m.flights, m.counters[NOW]
     m.times[m.round_of[agent], T_GRANTED] = now_ns
-    if flights[agent, PARTS_LEFT] == 0:
+    parts = (1 if flights[agent, PE_READ] else 0) + (1 if flights[agent, PE_READ + 1] else 0)
+    flights[agent, PARTS_LEFT] = parts
+    if parts == 0:
         loaded(p, agent)
         return
-    if p.constants.tier_tokens and flights[agent, TIER_BLOCKS]:
-        tier_bytes = flights[agent, TIER_BLOCKS] * p.constants.block_bytes
-        end_ns = charge_cnic(p, flights[agent, DE], 1, tier_bytes)
-        push(m.heap, m.counters, end_ns, TIER_LOADED, agent)
     stored_ns = m.stored_ns[agent]
     for side in range(2):
         if flights[agent, PE_READ + side] == 0:
@@ -83,13 +77,6 @@ def part_read(p: World, part: int) -> None:
     engine = flights[agent, PE + side]
     engines[engine, READ_TOKENS] -= flights[agent, PE_READ + side]
     engines[engine, DIRTY] = 1
-    part_loaded(p, agent)
-
-
-@lean
-def part_loaded(p: World, agent: int) -> None:
-    """One part of a round's KV is in DRAM."""
-    flights = p.machine.flights
     flights[agent, PARTS_LEFT] -= 1
     if flights[agent, PARTS_LEFT] == 0:
         loaded(p, agent)

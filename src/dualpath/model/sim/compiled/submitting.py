@@ -5,7 +5,7 @@ from dualpath.model.sim.compiled.buffers import reserve
 from dualpath.model.sim.compiled.columns import (
     ARRIVE,
     DE,
-    DE_BLOCKS,
+    DE_KEPT,
     DE_READ,
     DECISIONS,
     DIRTY,
@@ -14,11 +14,12 @@ from dualpath.model.sim.compiled.columns import (
     FREE,
     GENERATED,
     HIT,
+    K_BLOCKS,
     NONE,
     NOW,
-    PARTS_LEFT,
     PE,
     PE_BLOCKS,
+    PE_KEPT,
     PE_READ,
     PROMPT,
     PROMPT_BLOCKS,
@@ -27,8 +28,6 @@ from dualpath.model.sim.compiled.columns import (
     T_ASSIGNED,
     T_GRANTED,
     T_SUBMITTED,
-    TIER_BLOCKS,
-    TIER_HITS,
     TOKENS,
 )
 from dualpath.model.sim.compiled.events import push
@@ -38,12 +37,14 @@ from dualpath.model.sim.compiled.links import node_at
 from dualpath.model.sim.compiled.lookahead import fetch_assigned
 from dualpath.model.sim.compiled.machine_tables import World
 from dualpath.model.sim.compiled.reading import loaded
-from dualpath.model.sim.compiled.scheduler import fetch_decode, fetch_prefill, submit
+from dualpath.model.sim.compiled.scheduler import fetch_decode, fetch_prefill, keep, submit
 from dualpath.model.sim.compiled.tables import (
     A_DE,
+    A_DE_KEPT,
     A_DE_READ,
     A_DE_REASON,
     A_PE,
+    A_PE_KEPT,
     A_PE_READ,
     A_PE_REASON,
     A_READ_REASON,
@@ -51,7 +52,6 @@ from dualpath.model.sim.compiled.tables import (
     LENGTH,
     UNASSIGNED,
 )
-from dualpath.model.sim.compiled.tier import tier_hit
 from dualpath.model.sim.rules import first_group, next_multiple_ns
 from dualpath.policy.accounts import LAST_SEQ
 
@@ -82,12 +82,11 @@ def arrive(p: World, agent: int) -> None:
     flights[agent, PROMPT] = prompt
     flights[agent, HIT] = hit
     flights[agent, GENERATED] = generated
-    in_tier = 0
-    if c.tier_tokens:
-        in_tier = tier_hit(p, agent, hit)
-        m.counters[TIER_HITS] += in_tier
-        flights[agent, TIER_BLOCKS] = in_tier // c.block_tokens
-    submit(p.scheduler, agent, prompt, hit - in_tier, generated)
+    submit(p.scheduler, agent, prompt, hit, generated)
+    if c.keeps:
+        for engine in range(m.engines.shape[0]):
+            kept = m.kept[node_at(p, engine), agent, K_BLOCKS]
+            keep(p.scheduler, agent, engine, min(kept * c.block_tokens, hit))
     _expect_fetch(p, m.counters[NOW])
 
 
@@ -152,6 +151,8 @@ def _take(p: World, row: int) -> None:
     pe_tokens, de_tokens = s.requests[agent, LENGTH], s.requests[agent, LENGTH + 1]
     flights[agent, PE], flights[agent, DE] = pe, de
     flights[agent, PE_READ], flights[agent, DE_READ] = pe_read, de_read
+    flights[agent, PE_KEPT] = assigned[row, A_PE_KEPT]
+    flights[agent, DE_KEPT] = assigned[row, A_DE_KEPT]
     for engine, tokens, read in ((pe, pe_tokens, pe_read), (de, de_tokens, de_read)):
         engines[engine, REQUESTS] += 1
         engines[engine, TOKENS] += tokens
@@ -176,6 +177,8 @@ def _record(p: World, row: int) -> None:
     decisions[decision, 5] = assigned[row, A_PE_REASON]
     decisions[decision, 6] = assigned[row, A_DE_REASON]
     decisions[decision, 7] = assigned[row, A_READ_REASON]
+    decisions[decision, 8] = assigned[row, A_PE_KEPT]
+    decisions[decision, 9] = assigned[row, A_DE_KEPT]
 
 
 @lean
@@ -183,10 +186,9 @@ def _assigned(p: World, agent: int) -> None:
     m, c = p.machine, p.constants
     flights, now_ns = m.flights, m.counters[NOW]
     r = m.round_of[agent]
-    pe_read, de_read = flights[agent, PE_READ], flights[agent, DE_READ]
-    flights[agent, PE_BLOCKS] = holding_blocks(pe_read, c.block_tokens)
-    flights[agent, DE_BLOCKS] = holding_blocks(de_read, c.block_tokens)
-    flights[agent, PARTS_LEFT] = (1 if pe_read else 0) + (1 if de_read else 0)
+    for side in range(2):
+        tokens = flights[agent, PE_KEPT + side] + flights[agent, PE_READ + side]
+        flights[agent, PE_BLOCKS + side] = holding_blocks(tokens, c.block_tokens)
     flights[agent, PROMPT_BLOCKS] = holding_blocks(flights[agent, PROMPT], c.block_tokens)
     m.times[r, T_ASSIGNED] = now_ns
     if c.oracle:

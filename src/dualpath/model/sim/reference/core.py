@@ -6,7 +6,6 @@ from itertools import pairwise
 from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.core.runs import HitRun
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.derived import (
     FILL_PATH,
@@ -22,7 +21,7 @@ from dualpath.model.sim.layout import cluster_layout
 from dualpath.model.sim.reference.driver import SchedulerDriver
 from dualpath.model.sim.reference.events import EventQueue
 from dualpath.model.sim.reference.machine import SimulatedMachine
-from dualpath.model.sim.reference.memories import DramTier
+from dualpath.model.sim.reference.memories import Wanted
 from dualpath.model.sim.reference.prefill import Chunk, Pass, PrefillWork
 from dualpath.model.sim.reference.rebalancing import Rebalancing
 from dualpath.model.sim.reference.record import Record
@@ -47,20 +46,34 @@ PROGRESS_EVENTS = 20_000
 class _Flight:
     """An assigned round: its engines, what is read where, and what is still to come."""
 
-    __slots__ = ("assignment", "de", "de_blocks", "parts_left", "pe", "pe_blocks", "prompt_blocks")
+    __slots__ = (
+        *("assignment", "de", "de_blocks", "kept_tokens", "parts_left", "pe", "pe_blocks"),
+        *("pe_first", "prompt_blocks", "read_tokens"),
+    )
 
-    def __init__(self, assignment: Assignment, prompt_blocks: int) -> None:
+    def __init__(self, assignment: Assignment, prompt_blocks: int, kept: dict[Role, int]) -> None:
         self.assignment = assignment
         self.pe = int(assignment.prefill_engine)
         self.de = int(assignment.decode_engine)
         self.prompt_blocks = prompt_blocks
-        self.pe_blocks = self.de_blocks = 0
+        self.pe_first = self.pe_blocks = self.de_blocks = 0
         for run in assignment.reads:
-            if run.side is Role.PREFILL:
-                self.pe_blocks = run.blocks.count
+            if run.side is Role.DECODE:
+                self.de_blocks += run.blocks.count
             else:
-                self.de_blocks = run.blocks.count
-        self.parts_left = len(assignment.reads)
+                # A run that is read follows one that is kept.
+                self.pe_first = run.blocks.first if not self.pe_blocks else self.pe_first
+                self.pe_blocks += run.blocks.count
+        self.kept_tokens = kept
+        self.read_tokens = {
+            Role.PREFILL: assignment.prefill_read_tokens,
+            Role.DECODE: assignment.decode_read_tokens,
+        }
+        self.parts_left = 0
+
+    def engine(self, side: Role) -> int:
+        """Return the engine of a side."""
+        return self.pe if side is Role.PREFILL else self.de
 
 
 class ReferenceCore:
@@ -102,10 +115,6 @@ class ReferenceCore:
                 self._machine,
                 units,
             )
-        tier_bytes = cluster.dram_tier_bytes * cluster.nodes
-        tier_tokens = int(tier_bytes / setup.model.kv_bytes_per_token)
-        self._tier = DramTier(tier_tokens, self._block_tokens) if tier_tokens else None
-        self._tier_tokens: dict[int, int] = {}
         self._tier_hit_tokens = 0
         self._read_columns()
 
@@ -165,78 +174,80 @@ class ReferenceCore:
             self._arrive(r)
 
     def _arrive(self, r: int) -> None:
-        in_tier = 0
-        if self._tier is not None:
-            in_tier = self._tier.hit(self._agent_of[r], self._hit[r])
-            self._tier_tokens[r] = in_tier
-            self._tier_hit_tokens += in_tier
-        self._driver.submit(r, self._hit[r] - in_tier)
+        self._driver.submit(r, self._machine.kept_blocks(self._agent_of[r]))
 
     # 2. Fetch, then 3. buffers.
 
     def _assigned(self, r: int, assignment: Assignment) -> None:
         prompt_blocks = holding_blocks(self._prompt[r], self._block_tokens)
-        flight = _Flight(assignment, prompt_blocks)
-        tier_blocks = self._tier_tokens.get(r, 0) // self._block_tokens
+        kept = dict.fromkeys(Role, 0)
+        for run in assignment.reads:
+            kept[run.side] += run.tokens(self._block_tokens, self._hit[r]) if run.kept else 0
+        flight = _Flight(assignment, prompt_blocks, kept)
         self._flights[r] = flight
-        self._record.assigned(r, assignment, self._events.now_ns)
+        self._record.assigned(r, assignment, kept, self._events.now_ns)
         if self._oracle:
             self._record.granted_ns[r] = self._events.now_ns
             self._loaded(r)
             return
-        machine = self._machine
-        need = flight.prompt_blocks * self._limits.block_bytes
-        machine.buffers[machine.node(flight.de)].reserve(
-            need, lambda: self._de_buffer_granted(r, flight, tier_blocks)
+        kept_blocks = holding_blocks(kept[Role.DECODE], self._block_tokens)
+        self._machine.buffer(flight.de).reserve(
+            Wanted(self._agent_of[r], 0, prompt_blocks, kept_blocks),
+            lambda adopted: self._de_buffer_granted(r, flight, adopted),
         )
 
-    def _de_buffer_granted(self, r: int, flight: _Flight, tier_blocks: int) -> None:
-        # KV of the DRAM tier arrives in the DE buffer, as if it had been read there.
-        flight.de_blocks += tier_blocks
-        flight.parts_left += tier_blocks > 0
+    def _de_buffer_granted(self, r: int, flight: _Flight, adopted_blocks: int) -> None:
+        self._adopted(flight, Role.DECODE, adopted_blocks)
         if flight.pe_blocks:
-            machine = self._machine
-            need = flight.pe_blocks * self._limits.block_bytes
-            machine.buffers[machine.node(flight.pe)].reserve(
-                need, lambda: self._granted(r, flight, tier_blocks)
+            kept_blocks = holding_blocks(flight.kept_tokens[Role.PREFILL], self._block_tokens)
+            self._machine.buffer(flight.pe).reserve(
+                Wanted(self._agent_of[r], flight.pe_first, flight.pe_blocks, kept_blocks),
+                lambda adopted: self._pe_buffer_granted(r, flight, adopted),
             )
         else:
-            self._granted(r, flight, tier_blocks)
+            self._granted(r, flight)
+
+    def _pe_buffer_granted(self, r: int, flight: _Flight, adopted_blocks: int) -> None:
+        self._adopted(flight, Role.PREFILL, adopted_blocks)
+        self._granted(r, flight)
+
+    def _adopted(self, flight: _Flight, side: Role, blocks: int) -> None:
+        """Let a side read what it was believed to keep and does not, or not any more."""
+        believed = flight.kept_tokens[side]
+        found = min(blocks * self._block_tokens, believed)
+        self._tier_hit_tokens += found
+        if found < believed:
+            flight.read_tokens[side] += believed - found
+            self._driver.read_more(flight.engine(side), believed - found)
 
     # 4. Read.
 
-    def _granted(self, r: int, flight: _Flight, tier_blocks: int) -> None:
+    def _granted(self, r: int, flight: _Flight) -> None:
         now_ns = self._events.now_ns
         self._record.granted_ns[r] = now_ns
-        if flight.parts_left == 0:
+        sides = [side for side in Role if flight.read_tokens[side]]
+        flight.parts_left = len(sides)
+        if not sides:
             self._loaded(r)
             return
-        if tier_blocks:
-            end_ns = self._machine.load_from_tier(flight.de, tier_blocks)
-            self._events.at(end_ns, self._part_loaded, r, flight)
         stored_ns = self._stored_ns[self._agent_of[r]]
-        for run in flight.assignment.reads:
+        for side in sides:
             if stored_ns > now_ns:
-                self._events.at(stored_ns, self._read, r, flight, run)
+                self._events.at(stored_ns, self._read, r, flight, side)
             else:
-                self._read(r, flight, run)
+                self._read(r, flight, side)
 
-    def _read(self, r: int, flight: _Flight, run: HitRun) -> None:
-        assignment = flight.assignment
-        engine, tokens = flight.de, assignment.decode_read_tokens
-        if run.side is Role.PREFILL:
-            engine, tokens = flight.pe, assignment.prefill_read_tokens
-        self._machine.charge_read(engine, run.side, run.blocks.count)
+    def _read(self, r: int, flight: _Flight, side: Role) -> None:
+        engine, tokens = flight.engine(side), flight.read_tokens[side]
+        blocks = holding_blocks(tokens, self._block_tokens)
+        self._machine.charge_read(engine, side, blocks)
         self._machine.snic(engine).read(
-            run.blocks.count * self._limits.block_bytes,
+            blocks * self._limits.block_bytes,
             lambda: self._part_read(r, flight, engine, tokens),
         )
 
     def _part_read(self, r: int, flight: _Flight, engine: int, tokens: int) -> None:
         self._driver.part_read(engine, tokens)
-        self._part_loaded(r, flight)
-
-    def _part_loaded(self, r: int, flight: _Flight) -> None:
         flight.parts_left -= 1
         if flight.parts_left == 0:
             self._loaded(r)
@@ -337,7 +348,7 @@ class ReferenceCore:
         flight = self._flights[r]
         self._driver.prefill_done(r, flight.assignment)
         if not self._oracle:
-            self._give_back(flight.pe, flight.pe_blocks)
+            self._give_back_prefill(r, flight)
             new_blocks = new_full_blocks(self._hit[r], self._prompt[r], self._block_tokens)
             self._persist(r, PERSIST_PROMPT_PATH, flight.de, new_blocks)
         if self._generated[r] == 1:
@@ -353,14 +364,14 @@ class ReferenceCore:
         record, first_ns = self._record, self._record.first_token_ns[r]
         record.decoding_ns[r] = record.second_token_ns[r] = first_ns
         if not self._oracle:
-            self._give_back(flight.de, flight.prompt_blocks)
+            self._give_back_decode(r, flight)
         self._finished(r)
 
     # 8. Decode.
 
     def _filled(self, r: int, flight: _Flight) -> None:
         if not self._oracle:
-            self._give_back(flight.de, flight.prompt_blocks)
+            self._give_back_decode(r, flight)
         self._decode(r, flight)
 
     def _decode(self, r: int, flight: _Flight) -> None:
@@ -380,8 +391,8 @@ class ReferenceCore:
         if not self._oracle:
             new_blocks = new_full_blocks(self._prompt[r], stored, self._block_tokens)
             self._persist(r, PERSIST_GENERATED_PATH, flight.de, new_blocks)
-        if self._tier is not None:
-            self._tier.put(agent, stored)
+            full = self._prompt[r] // self._block_tokens
+            self._machine.buffer(flight.de).keep(agent, full, full + new_blocks)
         if r < self._last_round[agent]:
             self._events.at(now_ns + self._delay_ns[r + 1], self._submit, r + 1)
         for child in self._children.get(r, ()):
@@ -394,7 +405,14 @@ class ReferenceCore:
         stored_ns = self._machine.charge(path, de, de, blocks)
         self._stored_ns[agent] = max(self._stored_ns[agent], stored_ns)
 
-    def _give_back(self, engine: int, blocks: int) -> None:
-        if blocks:
-            held = blocks * self._limits.block_bytes
-            self._machine.buffers[self._machine.node(engine)].release(held)
+    def _give_back_prefill(self, r: int, flight: _Flight) -> None:
+        if flight.pe_blocks:
+            first, full = flight.pe_first, self._hit[r] // self._block_tokens
+            whole = min(flight.pe_blocks, full - first)
+            agent = self._agent_of[r]
+            self._machine.buffer(flight.pe).release(agent, first, flight.pe_blocks, whole)
+
+    def _give_back_decode(self, r: int, flight: _Flight) -> None:
+        full = self._prompt[r] // self._block_tokens
+        buffer = self._machine.buffer(flight.de)
+        buffer.release(self._agent_of[r], 0, flight.prompt_blocks, full)

@@ -5,8 +5,9 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
-from dualpath.core.request import Request
+from dualpath.core.request import KeptPrefix, Request
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.derived import Limits
 from dualpath.model.sim.layout import ClusterLayout
@@ -122,17 +123,28 @@ class SchedulerDriver:
             for group in layout.groups
         ]
 
-    def submit(self, round_index: int, stored_tokens: int) -> None:
-        """Let a round wait; ``stored_tokens`` of its prompt have to be read from storage."""
+    def submit(self, round_index: int, kept_blocks: dict[int, int]) -> None:
+        """Let a round wait; ``kept_blocks`` at the head of its context lie in engines' DRAM."""
+        hit_tokens = int(self._agents.hit_tokens[round_index])
+        hit_blocks = holding_blocks(hit_tokens, self._setup.cluster.block_tokens)
         request = Request(
             request_id=str(round_index),
             prompt_tokens=int(self._agents.prompt_tokens[round_index]),
-            hit_tokens=stored_tokens,
+            hit_tokens=hit_tokens,
             max_new_tokens=int(self._agents.generated_tokens[round_index]),
+            kept=tuple(
+                KeptPrefix(str(engine), min(blocks, hit_blocks))
+                for engine, blocks in kept_blocks.items()
+                if hit_blocks
+            ),
         )
         self._scheduler.submit(request)
         self._waiting[round_index] = request
         self._expect_fetch(self._events.now_ns)
+
+    def read_more(self, engine: int, tokens: int) -> None:
+        """An engine has to read what it was believed to keep."""
+        self.part_read(engine, -tokens)
 
     def part_read(self, engine: int, tokens: int) -> None:
         """One part of a request's reads is over."""

@@ -10,6 +10,7 @@ from dualpath.model.sim.derived import (
     Limits,
     buffer_bytes,
     copies,
+    keeps,
 )
 from dualpath.model.sim.layout import node_of
 from dualpath.model.sim.reference.events import EventQueue
@@ -50,13 +51,26 @@ class SimulatedMachine:
         self._paths = [self._path(movement.links) for movement in CHARGED]
         at_prefill, at_decode = buffer_bytes(setup)
         self._buffer_bytes = {Role.PREFILL: at_prefill, Role.DECODE: at_decode}
+        self._keeps = keeps(setup)
         self.buffers = [
-            NodeBuffer(at_prefill if node < cluster.prefill_nodes else at_decode) for node in nodes
+            self._buffer(Role.PREFILL if node < cluster.prefill_nodes else Role.DECODE)
+            for node in nodes
         ]
 
     def change_role(self, node: int, role: Role) -> None:
         """Give a node without work the buffer of another role; its links stay what they are."""
-        self.buffers[node] = NodeBuffer(self._buffer_bytes[role])
+        self.buffers[node] = self._buffer(role)
+
+    def buffer(self, engine: int) -> NodeBuffer:
+        """Return the buffer of an engine's node."""
+        return self.buffers[self.node(engine)]
+
+    def kept_blocks(self, agent: int) -> dict[int, int]:
+        """Return how many blocks at the head of an agent's context each engine's node keeps."""
+        if not self._keeps:
+            return {}
+        engines = range(self._cluster.engines)
+        return {engine: kept for engine in engines if (kept := self.buffer(engine).kept.of(agent))}
 
     def node(self, engine: int) -> int:
         """Return the node of an engine."""
@@ -71,10 +85,6 @@ class SimulatedMachine:
         path = READ_PE_PATH if side is Role.PREFILL else READ_DE_PATH
         self.charge(path, engine, engine, blocks)
 
-    def load_from_tier(self, engine: int, blocks: int) -> int:
-        """Bring blocks of the DRAM tier into a node's buffer; return when they are there."""
-        return self._cnic_write[engine].charge(self._events.now_ns, blocks * self._block_bytes)
-
     def charge(self, path: int, pe: int, de: int, blocks: int) -> int:
         """Let a step of this kind (``derived.CHARGED``) begin now; return when it is over."""
         end_ns = now_ns = self._events.now_ns
@@ -87,6 +97,9 @@ class SimulatedMachine:
             if over_ns > end_ns:
                 end_ns = over_ns
         return end_ns
+
+    def _buffer(self, role: Role) -> NodeBuffer:
+        return NodeBuffer(self._buffer_bytes[role], self._block_bytes, keeps=self._keeps)
 
     def _path(self, links: tuple[Link, ...]) -> _Path:
         """Look up the servers of a kind of step; storage reads have a queue of their own."""

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from dualpath.core.cluster import Role
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.reference.machine import SimulatedMachine
 from dualpath.model.sim.reference.prefill import Pass
@@ -16,7 +17,7 @@ from dualpath.model.sim.result import (
 from dualpath.model.sim.settings import Setup
 from dualpath.policy.events import DE_REASONS, PE_REASONS, READ_REASONS, Assignment
 
-DecisionRow = tuple[int, int, int, int, int, int, int, int]
+DecisionRow = tuple[int, int, int, int, int, int, int, int, int, int]
 
 
 class Record:
@@ -39,8 +40,10 @@ class Record:
         self._batches: list[tuple[int, int, int, int, float, float]] = []
         self.moves: list[RoleMove] = []
 
-    def assigned(self, r: int, assignment: Assignment, now_ns: int) -> None:
-        """Note an assignment."""
+    def assigned(
+        self, r: int, assignment: Assignment, kept_tokens: dict[Role, int], now_ns: int
+    ) -> None:
+        """Note an assignment, and what is taken from the DRAM of its engines."""
         self.assigned_ns[r] = now_ns
         if self._decisions is None:
             return
@@ -54,6 +57,8 @@ class Record:
                 PE_REASONS.index(assignment.pe_reason),
                 DE_REASONS.index(assignment.de_reason),
                 READ_REASONS.index(assignment.read_reason),
+                kept_tokens[Role.PREFILL],
+                kept_tokens[Role.DECODE],
             )
         )
 
@@ -113,10 +118,11 @@ def _batches(rows: list[tuple[int, int, int, int, float, float]]) -> Batches:
 
 
 def _decisions(rows: list[DecisionRow]) -> Decisions:
-    table = np.array(rows, np.int64).reshape(-1, 8)
+    table = np.array(rows, np.int64).reshape(-1, 10)
     rounds, prefill, decode, at_prefill, at_decode = (table[:, i].copy() for i in range(5))
     pe, de, read = (table[:, i].astype(np.int8) for i in range(5, 8))
-    return Decisions(rounds, prefill, decode, at_prefill, at_decode, pe, de, read)
+    kept = (table[:, i].copy() for i in (8, 9))
+    return Decisions(rounds, prefill, decode, at_prefill, at_decode, pe, de, read, *kept)
 
 
 def _link_use(machine: SimulatedMachine, window_ns: int, end_ns: int) -> LinkUse:
