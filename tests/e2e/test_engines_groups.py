@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,7 @@ from tests.e2e.plain_engine import (
 
 from dualpath.core.cluster import Role
 from dualpath.laboratory.models.tiny import make_tiny_model
+from dualpath.ops.launch.local_cluster import claim_port
 from dualpath.ops.launch.settings import LocalClusterSettings
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
@@ -54,20 +56,20 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
         return in_parallel([partial(play_plain, plain.url, agent) for agent in AGENTS])
 
 
-def settings_of(folder: Path, *vllm_args: str) -> LocalClusterSettings:
+def settings_of(folder: Path, **changes: Any) -> LocalClusterSettings:
     """Engines of the model with experts; prefill holds two layers of KV."""
     model = make_tiny_model("qwen3_moe")
-    arguments = (*MENDED, *vllm_args)
-    return tiny_cluster_settings(model, folder / "storage", vllm_args=arguments, layer_buffers=2)
+    changes = {"vllm_args": MENDED, "layer_buffers": 2} | changes
+    return tiny_cluster_settings(model, folder / "storage", **changes)
 
 
 @contextlib.contextmanager
 def cluster(
-    folder_of: pytest.TempPathFactory, prefill: int, decode: int
+    folder_of: pytest.TempPathFactory, prefill: int, decode: int, **changes: Any
 ) -> Iterator[EngineCluster]:
     """A prefill and a decode engine, one of them a group."""
     folder = folder_of.mktemp("groups")
-    with EngineCluster(settings_of(folder), folder) as engines:
+    with EngineCluster(settings_of(folder, **changes), folder) as engines:
         names: list[str] = []
         for role, ranks in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
             if ranks > 1:
@@ -150,4 +152,53 @@ def test_ranks_behind_one_server_are_asked_by_their_number(
         engines.supervisor.process("pe-0").terminate()
         assert engines.supervisor.process("pe-0").wait(GUARD_S) is not None
         states = [engines.service.registry.get(f"pe-0-dp{rank}") for rank in range(2)]
+        until(lambda: all(state is not None and state.left for state in states), "goodbyes")
+
+
+def test_ranks_of_a_group_may_each_have_several_devices(
+    right: list[list[list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Tensor parallelism inside data parallelism: two prefill ranks of two devices each."""
+    with cluster(tmp_path_factory, prefill=2, decode=1, prefill_tp=2) as engines:
+        agents_are_right(engines, right, "two by two")
+        whole_prompts_are_right(engines, right)
+        assert {note.prefill_engine for note in engines.assignments()} == {"pe-0-dp0", "pe-0-dp1"}
+        engines.wait_idle()
+        assert engines.total("transfer_failures") == 0
+
+
+def test_a_group_over_servers_of_one_and_two_ranks_drains_together(
+    right: list[list[list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """External load balancing at one server, hybrid at the other, as on machines of their own."""
+    folder = tmp_path_factory.mktemp("servers")
+    group = (
+        *("--data-parallel-size", "3", "--enable-expert-parallel"),
+        *("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(claim_port())),
+    )
+    one = ("--data-parallel-rank", "0")
+    two = ("--data-parallel-start-rank", "1", "--data-parallel-size-local", "2")
+    with EngineCluster(settings_of(folder), folder) as engines:
+        engines.start_engine(Role.PREFILL, 0, vllm_args=(*MENDED, *group, *one))
+        hybrid = (*group, *two, "--data-parallel-hybrid-lb")
+        engines.start_engine(Role.PREFILL, 1, vllm_args=(*MENDED, *hybrid))
+        engines.start_engine(Role.DECODE, 0)
+        ranks = {"pe-0-dp0", "pe-1-dp1", "pe-1-dp2"}
+        until(lambda: engines.alive() == ranks | {"de-0"}, "all ranks of both servers", START_S)
+        assert len({info.api_url for info in engines.service.engines()}) == 3
+        agents_are_right(engines, right, "servers")
+        assert {note.prefill_engine for note in engines.assignments()} == ranks
+
+        # Both servers get SIGTERM while a request is under way: it ends, and so do they.
+        before = engines.total("pe_to_de_bytes")
+        first, _ = AGENTS[0]
+        request = Completion(engines.url, first.append, GENERATE, "drain")
+        until(lambda: engines.total("pe_to_de_bytes") > before, "a computed chunk")
+        servers = [engines.supervisor.process(name) for name in ("pe-0", "pe-1")]
+        for server in servers:
+            server.terminate()
+        assert request.answer().token_ids == right[0][0]
+        for server in servers:
+            assert server.wait(GUARD_S) is not None
+        states = [engines.service.registry.get(rank) for rank in ranks]
         until(lambda: all(state is not None and state.left for state in states), "goodbyes")
