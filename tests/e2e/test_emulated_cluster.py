@@ -57,9 +57,10 @@ ENGINE = (
     *("--layer-parts", "192+64*3,512,128@64*2"),
 )
 STORAGE_KEY, KEY = "storage.key", "0123456789abcdef" * 4
-#: Two of the clusters seal what they store.
-SEALED = {
+#: Two of the clusters seal what they store, one reads by a plugin of NIXL.
+STORED = {
     Mode.DUALPATH: ("--storage-key-file", STORAGE_KEY),
+    Mode.SPLIT: ("--storage", "nixl+posix://kv"),
     Mode.BASIC: ("--storage-key-file", STORAGE_KEY, "--storage-protection", "authenticated"),
 }
 #: Agents' rounds as (tokens to append, tokens to generate).
@@ -121,7 +122,7 @@ async def engines(
     with Processes(folder, mode) as started:
         for name in names:
             role = name.partition("-")[0]
-            more = (*ENGINE, *SEALED.get(mode, ()), "--engine-id", name)
+            more = (*ENGINE, *STORED.get(mode, ()), "--engine-id", name)
             started.start(f"{mode.value}-{name}", role, control, *more)
         lines = [await first_line(process) for process in started.processes]
         yield [found[0] for line in lines if (found := re.findall(r"http://[\d.:]+\d", line))]

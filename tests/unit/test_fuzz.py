@@ -8,8 +8,10 @@ import pytest
 from dualpath.cli.main import main
 from dualpath.cli.settings import SECTIONS
 from dualpath.laboratory.chaos.fuzz.campaign import Campaign, Subject
-from dualpath.laboratory.chaos.fuzz.files import BlockSubject, SettingsSubject, TraceSubject
+from dualpath.laboratory.chaos.fuzz.files import SettingsSubject, TraceSubject
 from dualpath.laboratory.chaos.fuzz.inputs import Inputs
+from dualpath.laboratory.chaos.fuzz.sealed_blocks import SealedBlockSubject
+from dualpath.laboratory.chaos.fuzz.stored_blocks import BlockSubject
 
 HONEST = {"a": [1, {"b": "text"}], "c": None}
 
@@ -27,8 +29,9 @@ def test_a_seed_and_a_number_give_an_input_again():
         (TraceSubject, {"taken", "refused"}),
         (lambda: SettingsSubject(SECTIONS), {"file refused", "file taken", "variable refused"}),
         (BlockSubject, {"taken", "short", "checksum", "bad header", "wrong key"}),
+        (SealedBlockSubject, {"taken", "short", "not authentic", "bad header", "storage key"}),
     ],
-    ids=["traces", "settings", "blocks"],
+    ids=["traces", "settings", "blocks", "sealed-blocks"],
 )
 async def test_files_are_taken_or_refused(subject: Callable[[], Subject], outcomes: set[str]):
     result = await Campaign("files", subject(), seed=1, count=1500).run()

@@ -18,7 +18,7 @@ _EPILOG = """\
 dualpath chaos fuzz control --count 1000000
 dualpath chaos fuzz http --count 100000 --endpoint http://127.0.0.1:8000 --pid 4711
 """
-_SUBJECTS = ("http", "control", "traces", "settings", "blocks")
+_SUBJECTS = ("http", "control", "traces", "settings", "blocks", "sealed-blocks")
 _EXIT_FOUND = 1
 
 
@@ -37,7 +37,7 @@ def add_action(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         choices=_SUBJECTS,
         metavar="SUBJECT",
         help="http, an endpoint's requests; control, frames at the control address; traces, "
-        "settings and blocks, files",
+        "settings, blocks and sealed-blocks, files",
     )
     parser.add_argument("--count", type=int, default=10_000, metavar="N", help="inputs")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="decides the inputs")
@@ -94,7 +94,15 @@ def _subject(args: argparse.Namespace) -> "Subject":
 
     if args.subject == "settings":
         return files.SettingsSubject(SECTIONS)
-    return files.TraceSubject() if args.subject == "traces" else files.BlockSubject()
+    if args.subject == "traces":
+        return files.TraceSubject()
+    if args.subject == "blocks":
+        from dualpath.laboratory.chaos.fuzz.stored_blocks import BlockSubject
+
+        return BlockSubject()
+    from dualpath.laboratory.chaos.fuzz.sealed_blocks import SealedBlockSubject
+
+    return SealedBlockSubject()
 
 
 def _http(args: argparse.Namespace) -> "Subject":

@@ -14,7 +14,7 @@ for it.
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -39,20 +39,30 @@ _NO_TAG = bytes(CHECKSUM_BYTES)
 
 
 class SealedBlocks:
-    """See ``dualpath.storage.block_file.BlockForm``; ``keys`` need ``cryptography``."""
+    """See ``dualpath.storage.block_file.BlockForm``.
 
-    def __init__(self, namespace_digest: str, protection: Protection, keys: KeyRing) -> None:
+    ``random_bytes``: n bytes that never come again, or two blocks would be sealed with one key.
+    """
+
+    def __init__(
+        self,
+        namespace_digest: str,
+        protection: Protection,
+        keys: KeyRing,
+        random_bytes: Callable[[int], bytes] = os.urandom,
+    ) -> None:
         self._digest = namespace_digest
         self._kind = _KINDS[protection]
         self._encrypts = protection is Protection.ENCRYPTED
         self._keys = keys
+        self._random_bytes = random_bytes
         self._per_thread = threading.local()
 
     def encoded(
         self, key: BlockKey, payload: Sections, origin: BlockOrigin = UNKNOWN_ORIGIN
     ) -> list[memoryview]:
         """Seal; what is encrypted lies in memory of this thread, ``payload`` stays as it is."""
-        seal = Seal(self._kind, self._keys.newest.id, os.urandom(_SALT_BYTES))
+        seal = Seal(self._kind, self._keys.newest.id, self._random_bytes(_SALT_BYTES))
         secret = self._keys.newest.block_key(self._kind, origin.tenant, seal.salt)
         head, tail = payload.head, payload.tail or ()
 

@@ -14,21 +14,16 @@ from typing import Any, Self
 
 import msgspec
 
-from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.configuration import Schema, build, from_environment, from_tables, layered
-from dualpath.core.errors import ConfigError, StorageError, TraceError
+from dualpath.core.errors import ConfigError, TraceError
 from dualpath.engine.settings import EngineSettings, parse_settings, read_settings_file
 from dualpath.laboratory.chaos.fuzz.inputs import Inputs
 from dualpath.laboratory.workload.formats import read_trace
-from dualpath.storage.block_file import encode_header
-from dualpath.storage.block_header import HEADER_BYTES
-from dualpath.storage.posix import PosixStorage
-from dualpath.storage.sections import FileOrder
 
 TAKEN, REFUSED = "taken", "refused"
 
 
-class _InFolder:
+class InFolder:
     """A subject with a folder in memory, if there is one, that is gone afterwards."""
 
     pid: int | None = None
@@ -92,7 +87,7 @@ _TRACE_NAMES = (
 )
 
 
-class TraceSubject(_InFolder):
+class TraceSubject(InFolder):
     """``read_trace``, which must read sessions or raise ``TraceError``."""
 
     def input(self, inputs: Inputs) -> tuple[str, bytes, bool]:
@@ -156,7 +151,7 @@ _ENGINE: dict[str, Any] = {
 }
 
 
-class SettingsSubject(_InFolder):
+class SettingsSubject(InFolder):
     """Files, variables and vLLM's extra configuration: settings, or ``ConfigError``.
 
     ``schema`` are the sections that a file may have.
@@ -221,79 +216,3 @@ def _toml(tables: object) -> bytes:
         for key, value in values.items() if isinstance(values, dict) else ():
             text += msgspec.json.encode(key) + b" = " + msgspec.json.encode(value) + b"\n"
     return text
-
-
-# ---------------------------------------------------------------------- blocks
-
-_NAMESPACE = StoreNamespace(
-    model="fuzzed",
-    dtype="float32",
-    layout="none",
-    geometry=BlockGeometry(4, ((512, 512), (1024,), (2048,)), layer_windows=(0, 8, 0)),
-)
-_ORDER = FileOrder(_NAMESPACE.geometry)
-#: What the header's fields and their checksum cover; zeros follow up to the payload.
-_FIELDS_BYTES = 176
-
-
-class BlockSubject(_InFolder):
-    """Stored blocks: a read is good only where not a byte of the block differs."""
-
-    async def __aenter__(self) -> Self:
-        await super().__aenter__()
-        self._storage = PosixStorage(self._folder, _NAMESPACE)
-        self._into = memoryview(bytearray(_NAMESPACE.geometry.full_block_bytes))
-        return self
-
-    def input(self, inputs: Inputs) -> tuple[bytes, bytes, bytes]:
-        """Return the key asked for, the payload written under it, and the file's bytes."""
-        key = inputs.random.randbytes(32)
-        payload = inputs.random.randbytes(self._into.nbytes)
-        other = inputs.random.randbytes(32) if inputs.chance(0.1) else key
-        digest = "0" * 16 if inputs.chance(0.1) else _NAMESPACE.digest()
-        sections = _ORDER.of(memoryview(payload))
-        stored = b"".join(sections.buffers)
-        whole = encode_header(other, digest, sections) + stored
-        match inputs.random.randrange(4):
-            case 0:
-                fields = inputs.damaged(whole[:_FIELDS_BYTES])
-                whole = fields + whole[len(fields) :]
-            case 1:
-                whole = inputs.damaged(whole)
-            case 2:
-                whole = whole[:HEADER_BYTES] + inputs.damaged(stored)
-        return key, payload, whole
-
-    async def play(self, given: Any) -> str:  # noqa: ANN401 - what ``input`` returns
-        """Store and read it."""
-        key, payload, whole = given
-        path = self._storage.block_path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(whole)
-        self._into[:] = bytes(self._into.nbytes)
-        try:
-            if self._storage.read(key, self._into, whole=False).is_good:
-                arrived, right = (
-                    _ORDER.of(memoryview(block), whole=False).buffers
-                    for block in (self._into, payload)
-                )
-                assert arrived == right, "a wrong block without its window layers is good"
-                outcome = self._storage.read(key, self._into)
-            else:
-                path.write_bytes(whole)
-                outcome = self._storage.read(key, self._into)
-                assert not outcome.is_good, "what is bad in part is good as a whole"
-        except StorageError as error:
-            raise AssertionError("a read raises for no bad block") from error
-        if outcome.is_good:
-            assert bytes(self._into) == payload, "a wrong block was taken for good"
-            path.unlink()
-            return TAKEN
-        assert not path.exists(), "a bad block stays"
-        return str(outcome.reason)
-
-    async def still_works(self) -> None:
-        """A block is written and read."""
-        key, payload = b"k" * 32, bytearray(b"p" * self._into.nbytes)
-        assert self._storage.write([key], [memoryview(payload)]) == 1
-        assert self._storage.read(key, self._into).is_good

@@ -1,0 +1,25 @@
+"""Stored blocks that are not what they should be, sealed ones."""
+
+import msgspec
+
+from dualpath.core.blocks import Protection
+from dualpath.laboratory.chaos.fuzz.inputs import Inputs
+from dualpath.laboratory.chaos.fuzz.stored_blocks import BlockSubject
+from dualpath.storage.block_file import BlockForm
+from dualpath.storage.key_ring import KeyRing
+from dualpath.storage.sealed_blocks import SealedBlocks
+
+_KEYS, _OTHER_KEYS = (KeyRing(digit * 64, "the fuzzer") for digit in "01")
+
+
+class SealedBlockSubject(BlockSubject):
+    """The same of encrypted blocks, some of them sealed with another key."""
+
+    namespace = msgspec.structs.replace(BlockSubject.namespace, protection=Protection.ENCRYPTED)
+    keys = _KEYS
+    fields_bytes = 236
+
+    def form(self, digest: str, inputs: Inputs) -> BlockForm:
+        """Return the same; what is drawn for the seal is part of the input."""
+        keys = _OTHER_KEYS if inputs.chance(0.1) else _KEYS
+        return SealedBlocks(digest, Protection.ENCRYPTED, keys, inputs.random.randbytes)
