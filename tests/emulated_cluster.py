@@ -20,8 +20,9 @@ from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
 from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.transport.contract import Transport
-from dualpath.transport.in_process import InProcessFabric, InProcessTransport
+from dualpath.transport.in_process import InProcessFabric
 from tests.control_network import Arrivals
+from tests.ranked_harness import CountingTransport
 
 GUARD_S = 30.0
 COSTS = ModelCosts(
@@ -46,9 +47,12 @@ class Cluster:
         self.arrivals = Arrivals(service)
         self.http = http
         self.engines: dict[str, EmulatedEngine] = {}
+        #: Those of all ranks, by their agents' names.
+        self.transports: dict[str, CountingTransport] = {}
 
     def _open_transport(self, agent: str, settings: EngineSettings) -> Transport:
-        return InProcessTransport(agent, self.fabric)
+        self.transports[agent] = CountingTransport(agent, self.fabric)
+        return self.transports[agent]
 
     async def post(self, prompt: Sequence[int], tokens: int, **more: Any) -> tuple[int, Any]:
         """Return status and body of a completion."""

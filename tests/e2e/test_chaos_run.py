@@ -30,9 +30,12 @@ def test_a_storage_that_lies_is_found_out_and_nobody_notices(
 def test_engines_are_killed_and_stopped_and_cut_off_and_every_token_is_right(
     tmp_path: Path,
 ) -> None:
-    """The prefill engines are a data-parallel group: one that is killed takes the other with it."""
-    arguments = ("--components", "PE,DE", "--without", "SIGTERM", "--faults", "4")
-    group = ("--prefill", "2", "--prefill-dp", "2")
+    """The prefill engines are a data-parallel group: one that is killed takes the other with it.
+
+    So does a rank of a decode engine with its own.
+    """
+    arguments = ("--components", "PE,DE,DE rank", "--without", "SIGTERM", "--faults", "4")
+    group = ("--prefill", "2", "--prefill-dp", "2", "--decode-tp", "2")
     assert main([*CAMPAIGN, *arguments, *group, "--out", str(tmp_path)]) == 0
     found = msgspec.json.decode((tmp_path / "chaos-run.json").read_bytes())["data"]
     assert sum(cell["made"] for cell in found["matrix"]) == 4

@@ -19,6 +19,7 @@ from dualpath.laboratory.chaos.router_back import RouterBack
 from dualpath.laboratory.chaos.strike import Made
 
 CAST = Cast("router", ("pe-0", "pe-1"), ("de-0",))
+RANKS = Cast("router", ("pe-0",), ("de-0",), ("pe-0/1",), ("de-0/1",))
 DEADLINE_S = 30.0
 
 
@@ -108,3 +109,12 @@ def test_a_router_that_is_killed_before_it_served_counts_for_the_last_kill() -> 
     turns = [turn(23.5, 24, Outcome.CUT), turn(26, 30, Outcome.WELL, 27)]
     found = account(turns, [KILLED_ROUTER, again, KILLED_PE], DEADLINE_S).router_backs
     assert [back.token_s for back in found] == [3]
+
+
+def test_a_rank_is_struck_as_a_process_and_its_engine_ends_with_it() -> None:
+    drawn = islice(strikes(0, RANKS, (Component.PREFILL_RANK, Component.DECODE_RANK)), 50)
+    assert {(s.process, s.engine, s.component.whole) for s in drawn} == {
+        ("pe-0/1", "pe-0", Component.PREFILL),
+        ("de-0/1", "de-0", Component.DECODE),
+    }
+    assert not any(s.component is Component.PREFILL_RANK for s in islice(strikes(0, CAST), 500))

@@ -34,7 +34,7 @@ DATA = [memoryview(bytes([i]) * GEOMETRY.full_block_bytes) for i in range(4)]
 
 
 def test_every_step_of_every_component_is_watched_somewhere() -> None:
-    cast = Cast("router", ("pe",), ("de",))
+    cast = Cast("router", ("pe",), ("de",), ("pe/1",), ("de/1",))
     for component, points in POINTS[EngineKind.EMULATED].items():
         wanted = {step for step in Step if cast.passing(component, step)}
         in_a_file = {Step.PERSISTING} if component is Component.DECODE else set()

@@ -339,3 +339,18 @@ def test_a_process_that_dies_is_an_outcome_and_no_exception(tmp_path, monkeypatc
         "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     )
     assert Node().run_module("dying").ending == "was ended by SIGSEGV"
+
+
+def test_a_node_that_cannot_share_memory_serves_engines_of_one_rank(root, monkeypatch):
+    node = MadeUpNode(root, {})
+    assert node.sharing_refusal(1 << 20) == ""
+    assert "make the buffer smaller" in node.sharing_refusal(1 << 62)
+
+    def refused(name, flags):
+        raise PermissionError("Operation not permitted")
+
+    monkeypatch.setattr("os.memfd_create", refused)
+    found = {f.check: f for f in examine(Wanted(), node)}["Shared memory"]
+    assert found.status is Status.WARNING
+    assert "Operation not permitted" in found.found
+    assert "--tensor-parallel-size 1" in found.remedy

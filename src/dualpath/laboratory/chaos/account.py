@@ -133,8 +133,7 @@ def _cuts_clients(fault: Made) -> bool:
 
 
 def _ends_an_engine(fault: Made) -> bool:
-    engines = (Component.PREFILL, Component.DECODE)
-    return fault.strike.component in engines
+    return fault.strike.component.is_engine
 
 
 def _cell(fault: Made) -> Cell:

@@ -152,7 +152,7 @@ class Campaign:
         while len(self._made) < wanted and not self._over:
             while len(running) < min(self._settings.at_once, wanted - len(self._made)):
                 strike = self._next(drawn, put_back, busy)
-                busy.add(strike.component)
+                busy.add(strike.component.whole)
                 running.add(asyncio.create_task(self._one(strike, busy)))
             over, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in over:
@@ -173,10 +173,10 @@ class Campaign:
         self, drawn: Iterator[Strike], put_back: list[Strike], busy: set[Component]
     ) -> Strike:
         for strike in put_back:
-            if strike.component not in busy:
+            if strike.component.whole not in busy:
                 put_back.remove(strike)
                 return strike
-        while (strike := next(drawn)).component in busy:
+        while (strike := next(drawn)).component.whole in busy:
             put_back.append(strike)
         return strike
 
@@ -184,7 +184,7 @@ class Campaign:
         try:
             made = await self._striker.make(strike)
         finally:
-            busy.discard(strike.component)
+            busy.discard(strike.component.whole)
         if made is None:
             self._missed[f"{strike.component.value}, {strike.step.value}"] += 1
             return

@@ -17,13 +17,13 @@ import msgspec
 from dualpath.core.cluster import Role
 from dualpath.core.errors import DeadlineError
 from dualpath.laboratory.chaos.kinds import EngineAt, Victims, limits_of
-from dualpath.laboratory.chaos.matrix import Cast, Component
+from dualpath.laboratory.chaos.matrix import Cast, Component, rank_name
 from dualpath.laboratory.chaos.proxy import Relay
 from dualpath.laboratory.chaos.settings import ChaosSettings, LoadSettings
 from dualpath.laboratory.chaos.victim import VictimSettings
 from dualpath.ops.launch.commands import DpRank, engine_id
 from dualpath.ops.launch.local_cluster import claim_port
-from dualpath.ops.launch.process import ManagedProcess, Supervisor
+from dualpath.ops.launch.process import ManagedProcess, Supervisor, all_processes
 
 ROUTER = "router"
 _POLL_S = 0.02
@@ -50,6 +50,7 @@ class ChaosCluster:
             ROUTER,
             tuple(engine_id(Role.PREFILL, i) for i in range(settings.prefill)),
             tuple(engine_id(Role.DECODE, i) for i in range(settings.decode)),
+            *(self._ranks(role) for role in Role),
         )
         self.storage = Path(settings.storage or folder / "kv").absolute()
         self.tallies = folder / "tallies"
@@ -133,6 +134,15 @@ class ChaosCluster:
         group = os.getpgid(pid)
         return next(p for p in self._supervisor.processes if p.pid == group)
 
+    async def nothing_left_of(self, group: int, timeout_s: float) -> bool:
+        """Wait until no process of an ended one's group is left, such as a rank of an engine."""
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while any(s.group == group and not s.is_zombie for _, s in all_processes()):
+            if asyncio.get_running_loop().time() > deadline_s:
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True
+
     def log(self, name: str) -> Path:
         """Return the log of all lives of a process."""
         return self._folder / f"{name}.log"
@@ -144,6 +154,15 @@ class ChaosCluster:
         while process.alive and asyncio.get_running_loop().time() < deadline_s:
             await asyncio.sleep(_POLL_S)
         return process.exit_code
+
+    def _ranks(self, role: Role) -> tuple[str, ...]:
+        """Return the names of the ranks of a role's engines, but for their first."""
+        engines = self.settings.prefill if role is Role.PREFILL else self.settings.decode
+        return tuple(
+            rank_name(engine_id(role, i), rank)
+            for i in range(engines)
+            for rank in range(1, self._victims.ranks(role))
+        )
 
     def _started(self, name: str) -> ManagedProcess:
         component = self._component(name)

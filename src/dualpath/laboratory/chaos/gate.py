@@ -79,6 +79,11 @@ class Gate:
         self._connect()
         os.register_at_fork(after_in_child=self._connect)
 
+    def rename(self, process: str) -> None:
+        """This process is another than the one that it was forked from."""
+        self._process = process
+        self._socket.sendall(line(Here(process, os.getpid())))
+
     def reached(self, step: Step) -> None:
         """Wait here if the campaign wants a fault at this step."""
         armed = self._armed

@@ -68,6 +68,10 @@ class Victims(Protocol):
         """What the engines are, in words."""
         ...
 
+    def ranks(self, role: Role) -> int:
+        """Return how many ranks an engine of a role has."""
+        ...
+
     def router(
         self, victim: VictimSettings, port: int, limits: RouterSettings, log: Path
     ) -> ManagedProcess:
@@ -108,8 +112,13 @@ class EmulatedEngines:
             "engines are emulated: their kernels only take time; processes, router, transfers, "
             "files and checksums are real, every byte of KV is compared where it arrives; blocks "
             f"of {own.block_tokens} tokens, {own.layers} layers, {own.kv_bytes_per_token:g} bytes "
-            f"per token; they compute {own.speedup:g} times as fast as the model's"
+            f"per token; they compute {own.speedup:g} times as fast as the model's; a PE has "
+            f"{own.prefill_tp} and a DE {own.decode_tp} ranks"
         )
+
+    def ranks(self, role: Role) -> int:
+        """See ``Victims``."""
+        return self._settings.ranks(role)
 
     def router(
         self, victim: VictimSettings, port: int, limits: RouterSettings, log: Path
@@ -140,6 +149,8 @@ class EmulatedEngines:
             speedup=own.speedup,
             hbm_bytes=memory,
             verify=Verify.FULL,
+            kv_heads=own.kv_heads,
+            tensor_parallel_size=own.ranks(at.role),
             **_place(at.dp),
         )
         role, *flags = arguments(engine, positional=("role",))
@@ -191,6 +202,10 @@ class VllmEngines:
             f"answered is what a rehearsal without faults was answered; blocks of "
             f"{self.block_tokens} tokens"
         )
+
+    def ranks(self, role: Role) -> int:
+        """See ``Victims``: others have no steps of their own here."""
+        return 1
 
     def router(
         self, victim: VictimSettings, port: int, limits: RouterSettings, log: Path

@@ -15,6 +15,24 @@ class Component(enum.StrEnum):
     DECODE = "DE"
     STORAGE = "storage"
     CONNECTION = "connection"
+    PREFILL_RANK = "PE rank"
+    DECODE_RANK = "DE rank"
+
+    @property
+    def whole(self) -> "Component":
+        """What ends with it: a rank's engine, itself otherwise."""
+        return _ENGINE_OF.get(self, self)
+
+    @property
+    def is_engine(self) -> bool:
+        """Whether an engine ends with it."""
+        return self.whole in _ENGINE_OF.values()
+
+
+_ENGINE_OF = {
+    Component.PREFILL_RANK: Component.PREFILL,
+    Component.DECODE_RANK: Component.DECODE,
+}
 
 
 class Step(enum.StrEnum):
@@ -62,6 +80,9 @@ FAULTS_OF = {
         *(Fault.BIT_FLIPS, Fault.TRUNCATED, Fault.SWAPPED, Fault.NO_FILE),
     ),
     Component.CONNECTION: (Fault.RESET_CONTROL, Fault.RESET_HTTP, Fault.RESET_CLIENTS),
+    # SIGTERM is for an engine's first rank, which lets the others end.
+    Component.PREFILL_RANK: (Fault.KILL, Fault.STOP),
+    Component.DECODE_RANK: (Fault.KILL, Fault.STOP),
 }
 #: Faults of a stored block as it lies there.
 CORRUPTIONS = frozenset({Fault.BIT_FLIPS, Fault.TRUNCATED, Fault.SWAPPED, Fault.NO_FILE})
@@ -77,10 +98,14 @@ _PASSED = {
         *(Step.LOOKING_UP, Step.WAITING, Step.RESERVING, Step.READING, Step.HANDING_OVER),
         *(Step.H2D, Step.DECODING, Step.PERSISTING, Step.RELEASING),
     ),
+    Component.PREFILL_RANK: (Step.PREFILLING, Step.HANDING_OVER),
+    Component.DECODE_RANK: (Step.H2D, Step.PERSISTING),
 }
 #: A step is passed often: a fault comes at one of the first so many passes, say at some layer.
 _MOST_PASSES = {Step.READING: 20, Step.PREFILLING: 12, Step.DECODING: 20, Step.PERSISTING: 6}
 _FEW_PASSES = 3
+#: Between the name of an engine and the number of its rank.
+RANK_MARK = "/"
 #: A resumed process has missed heartbeats for less or for more than an engine's time-out.
 _STOP_S = (0.3, 1.5, 6.0)
 _STORAGE_S = (0.3, 1.0, 2.0)
@@ -101,13 +126,20 @@ class Strike(msgspec.Struct, frozen=True, kw_only=True):
     passes: int
     lasts_s: float
 
+    @property
+    def engine(self) -> str:
+        """The engine of its process, where that is a rank of one."""
+        return self.process.partition(RANK_MARK)[0]
+
 
 class Cast(msgspec.Struct, frozen=True):
-    """The processes of a cluster by component."""
+    """The processes of a cluster by component; ranks are those of engines but for the first."""
 
     router: str
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
+    prefill_ranks: tuple[str, ...] = ()
+    decode_ranks: tuple[str, ...] = ()
 
     def passing(self, component: Component, step: Step) -> tuple[str, ...]:
         """Return the processes in which a fault of that component can come at that step."""
@@ -115,9 +147,17 @@ class Cast(msgspec.Struct, frozen=True):
             Component.ROUTER: (self.router,),
             Component.PREFILL: self.prefill,
             Component.DECODE: self.decode,
+            Component.PREFILL_RANK: self.prefill_ranks,
+            Component.DECODE_RANK: self.decode_ranks,
         }
-        users = (component,) if component in by_component else tuple(by_component)[1:]
+        engines = (Component.PREFILL, Component.DECODE)
+        users = (component,) if component in by_component else engines
         return tuple(name for user in users if step in _PASSED[user] for name in by_component[user])
+
+
+def rank_name(engine: str, rank: int) -> str:
+    """Return what the process of an engine's rank is called; the first one is the engine's."""
+    return f"{engine}{RANK_MARK}{rank}" if rank else engine
 
 
 def strikes(
@@ -159,6 +199,6 @@ def _duration_s(fault: Fault, chance: random.Random) -> float:
 
 
 def cells_of(components: Sequence[Component]) -> int:
-    """Return how many cells the matrix of these components has, for engines of both roles."""
+    """Return how many cells the matrix of these components has, for engines of one rank each."""
     cast = Cast("router", ("pe",), ("de",))
     return sum(len(FAULTS_OF[c]) for c in components for step in Step if cast.passing(c, step))

@@ -64,6 +64,14 @@ _DECODE_POINTS = (
     Point(Step.HANDING_OVER, "dualpath.engine.transfer_checks:TransferChecks.check"),
     Point(Step.H2D, "dualpath.engine.traffic_manager:TrafficManager.fill_hbm"),
 )
+_PREFILL_RANK = (
+    Point(Step.PREFILLING, "dualpath.engine.follower:FollowedPass.computed"),
+    Point(Step.HANDING_OVER, "dualpath.engine.follower:Follower.end_pass"),
+)
+_DECODE_RANK = (
+    Point(Step.H2D, "dualpath.engine.follower:Follower.fill_hbm"),
+    Point(Step.PERSISTING, "dualpath.engine.follower:Follower.persist_generated"),
+)
 _EMULATED_PREFILL = (
     Point(Step.WAITING, "dualpath.laboratory.emulated.prefill:PrefillEngine.submit"),
 )
@@ -78,6 +86,8 @@ POINTS: Mapping[EngineKind, Mapping[Component, tuple[Point, ...]]] = {
         Component.ROUTER: _ROUTER_POINTS,
         Component.PREFILL: (*_ENGINE_POINTS, *_PREFILL_POINTS, *_EMULATED_PREFILL),
         Component.DECODE: (*_ENGINE_POINTS, *_DECODE_POINTS, *_EMULATED_DECODE),
+        Component.PREFILL_RANK: _PREFILL_RANK,
+        Component.DECODE_RANK: _DECODE_RANK,
     },
     EngineKind.VLLM: {
         Component.ROUTER: _ROUTER_POINTS,

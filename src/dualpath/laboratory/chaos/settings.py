@@ -38,6 +38,15 @@ class EmulatedVictims(Settings, frozen=True, kw_only=True):
         DEFAULT_PARALLEL_READS
     )
     buffer_blocks: Annotated[int, Setting("of a PE or DE buffer", ge=1)] = 700
+    prefill_tp: Annotated[
+        int, Setting("ranks of a PE, processes that are killed and stopped one by one", ge=1)
+    ] = 1
+    decode_tp: Annotated[int, Setting("ranks of a DE, as prefill_tp", ge=1)] = 1
+    kv_heads: Annotated[int, Setting("KV heads, which ranks share out", ge=1)] = 4
+
+    def ranks(self, role: Role) -> int:
+        """Ranks of an engine of this role."""
+        return self.prefill_tp if role is Role.PREFILL else self.decode_tp
 
 
 class VllmVictims(Settings, frozen=True, kw_only=True):

@@ -93,6 +93,8 @@ class Striker:
             await cluster.ended(name, _END_S)
         elif strike.fault is Fault.TERMINATE and code != 0:
             trouble = f"exit code {code} after SIGTERM"
+        if not await cluster.nothing_left_of(process.pid, _END_S):
+            trouble = trouble or f"processes of {name} outlive it"
         trouble = await self._end_siblings(name) or trouble
         for rank in cluster.group(name):
             cluster.start(rank)
@@ -114,12 +116,16 @@ class Striker:
         return trouble
 
     async def _stop(self, strike: Strike, standing: Standing) -> str:
-        # All of the process: what it has started itself, too.
+        # All of the process: what it has started itself, too; of an engine's ranks one alone.
         group = self._cluster.owner_of(standing.pid).pid
+        one_rank = strike.component.whole is not strike.component
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGSTOP)
-            await asyncio.sleep(strike.lasts_s)
-            os.killpg(group, signal.SIGCONT)
+            for number, wait_s in ((signal.SIGSTOP, strike.lasts_s), (signal.SIGCONT, 0.0)):
+                if one_rank:
+                    os.kill(standing.pid, number)
+                else:
+                    os.killpg(group, number)
+                await asyncio.sleep(wait_s)
         standing.go_on()
         return "" if await self._there(strike) else f"not back {_BACK_S:g} s after SIGCONT"
 
@@ -163,4 +169,4 @@ class Striker:
         """Wait until an engine is known again, under another epoch than that; all, to a router."""
         if strike.component is Component.ROUTER:
             return await self._cluster.all_there(_BACK_S)
-        return await self._cluster.joined(strike.process, old_epoch, _BACK_S)
+        return await self._cluster.joined(strike.engine, old_epoch, _BACK_S)

@@ -6,6 +6,7 @@ python -m dualpath.laboratory.chaos.victim '{"socket": ...}' prefill --model ...
 import os
 import random
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,9 +14,10 @@ import msgspec
 
 from dualpath.laboratory.chaos.bad_disk import BadDisk
 from dualpath.laboratory.chaos.gate import Gate
-from dualpath.laboratory.chaos.matrix import Component
+from dualpath.laboratory.chaos.matrix import Component, rank_name
 from dualpath.laboratory.chaos.points import POINTS, EngineKind, watch_points
 from dualpath.laboratory.chaos.tally import Tally
+from dualpath.laboratory.emulated import rank_processes
 from dualpath.ops.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
 from dualpath.ops.launch.forked_engine import prepare_engine, run_entry
 from dualpath.storage import directory, posix
@@ -48,12 +50,29 @@ class VictimSettings(msgspec.Struct, frozen=True, kw_only=True):
 def prepare(settings: VictimSettings) -> None:
     """Connect to the campaign and let the code of this process be watched."""
     gate = Gate(Path(settings.socket), settings.passes_as)
-    watch_points(POINTS[settings.kind][settings.component], gate.reached)
+    points = POINTS[settings.kind]
+    parts = [component for component in points if component.whole is settings.component]
+    for component in parts:
+        watch_points(points[component], gate.reached)
+    if settings.kind is EngineKind.EMULATED and settings.component.is_engine:
+        _name_ranks(gate, settings.passes_as)
     if settings.component is not Component.ROUTER:
         _count_loads(Tally(Path(settings.tallies) / f"{settings.process}-{os.getpid()}"))
         chance = random.Random(f"{settings.seed} {settings.process}")
         disk = BadDisk(lambda: gate.disk, gate.reached, gate.expects, chance)
         disk.install(posix, directory)
+
+
+def _name_ranks(gate: Gate, engine: str) -> None:
+    begin = rank_processes.FollowingProcess.__init__
+
+    def named(
+        self: rank_processes.FollowingProcess, rank: int, size: int, connection: Connection
+    ) -> None:
+        begin(self, rank, size, connection)
+        gate.rename(rank_name(engine, rank))
+
+    rank_processes.FollowingProcess.__init__ = named  # type: ignore[method-assign]
 
 
 def _count_loads(tally: Tally) -> None:

@@ -78,6 +78,7 @@ def _network(wanted: Wanted, node: Node) -> Iterator[Finding]:
 def _machine(wanted: Wanted, node: Node) -> Iterator[Finding]:
     has_rdma = any(port.is_active for port in node.rdma_ports())
     yield machine.memory(node.available_bytes(), wanted.buffer_bytes)
+    yield machine.shared_memory(node.sharing_refusal(wanted.buffer_bytes), wanted.buffer_bytes)
     yield machine.huge_pages(node.transparent_huge_pages())
     yield machine.locked_memory(node.locked_memory_bytes(), wanted.buffer_bytes, has_rdma)
     yield machine.file_descriptors(*node.file_descriptors())

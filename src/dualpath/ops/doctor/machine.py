@@ -28,8 +28,11 @@ def huge_pages(transparent: str) -> Finding:
 
 
 def locked_memory(limit_bytes: int | None, buffer_bytes: int, has_rdma: bool) -> Finding:
-    """``limit_bytes`` of RLIMIT_MEMLOCK, None for no limit; RDMA pins the whole buffer."""
-    check, needed = "Locked memory", f"buffer of {mebibytes(buffer_bytes)}, with RDMA"
+    """``limit_bytes`` of RLIMIT_MEMLOCK, None for no limit; RDMA pins the whole buffer.
+
+    Every rank of an engine pins all of it, each within a limit of its own.
+    """
+    check, needed = "Locked memory", f"buffer of {mebibytes(buffer_bytes)} per rank, with RDMA"
     if limit_bytes is None:
         return ok(check, "unlimited", needed)
     found = f"limit of {mebibytes(limit_bytes)}"
@@ -39,6 +42,21 @@ def locked_memory(limit_bytes: int | None, buffer_bytes: int, has_rdma: bool) ->
     if has_rdma:
         return error(check, found, needed, remedy)
     return ok(check, f"{found}, not needed without RDMA", needed)
+
+
+def shared_memory(refusal: str, buffer_bytes: int) -> Finding:
+    """``refusal``: why memory of the buffer's size cannot be shared; empty if it can."""
+    check, needed = (
+        "Shared memory",
+        f"buffer of {mebibytes(buffer_bytes)} for engines of several ranks",
+    )
+    if not refusal:
+        return ok(check, "memfd, mapped by a second descriptor", needed)
+    remedy = (
+        "allow memfd_create and /proc/PID/fd in this container, raise ulimit -f and its memory "
+        "limit, or serve with --tensor-parallel-size 1"
+    )
+    return warning(check, refusal, needed, remedy)
 
 
 def file_descriptors(soft: int, hard: int) -> Finding:

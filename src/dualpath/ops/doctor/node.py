@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from dualpath.core.errors import ConfigError
 from dualpath.ops.doctor.network import RdmaPort
 from dualpath.ops.doctor.software import VLLM_DISTRIBUTIONS, ProcessOutcome
+from dualpath.transport.memory import allocate_shared, map_shared
 from dualpath.transport.nic_pairing import paired_here
 
 #: Importing vLLM on a busy machine takes its time.
@@ -72,6 +74,18 @@ class Node:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
         return 0
+
+    def sharing_refusal(self, size_bytes: int) -> str:
+        """Why ranks of an engine could not share a buffer of that size; empty if they could.
+
+        The pages are not touched, so that nothing is allocated.
+        """
+        try:
+            with allocate_shared(size_bytes) as (_, path):
+                map_shared(path, size_bytes)
+        except ConfigError as failure:
+            return str(failure)
+        return ""
 
     def transparent_huge_pages(self) -> str:
         """The kernel's choices, the chosen one in brackets; empty if it has none."""
