@@ -51,6 +51,18 @@ def commands(settings: LabSettings = SETTINGS, machine: LabMachine = MACHINE) ->
     return [describe(step) for step in make_steps(settings, machine)]
 
 
+def test_each_rank_has_a_cnic_in_a_network_of_its_own() -> None:
+    lines = commands(msgspec.structs.replace(SETTINGS, nodes="1P1D", cnics=2, cnic_bytes_per_s=1e8))
+    for host, node in ((10, "pe0"), (11, "de0")):
+        home = f"ip -n dualpath-lab-{node}"
+        assert f"{home} address add 10.77.0.{host}/24 dev cnic" in lines
+        assert f"{home} address add 10.79.0.{host}/24 dev cnic1" in lines
+    links = [line for line in lines if "parent 1: classid 1:1 htb rate 800000000bit" in line]
+    # Both CNICs of both nodes, at the node and at the switch; the loopback leg is as both together.
+    assert len(links) == 8
+    assert len([line for line in lines if "dev lo" in line and "rate 1600000000bit" in line]) >= 2
+
+
 def test_nodes_have_names_and_addresses_of_their_own() -> None:
     found = nodes(SETTINGS)
     assert [node.name for node in found] == ["pe0", "pe1", "de0"]

@@ -7,11 +7,18 @@ import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
+from dualpath.core.parts import slices_of
 from dualpath.core.settings import arguments
 from dualpath.engine.settings import EngineSettings
 from dualpath.laboratory.emulated.settings import EmulatedOptions
 from dualpath.laboratory.experiments.settings import EmulatedNodes
-from dualpath.laboratory.lab.cluster import LabState, lab_head, lab_nodes, link_reports
+from dualpath.laboratory.lab.cluster import (
+    LabState,
+    lab_head,
+    lab_nodes,
+    link_reports,
+    node_cnics,
+)
 from dualpath.laboratory.lab.machine import Node
 from dualpath.laboratory.lab.node_processes import NodeCommand, module_command
 from dualpath.laboratory.lab.settings import LabSettings
@@ -40,7 +47,9 @@ def simulated_setup(nodes: EmulatedNodes, lab: LabSettings, mode: Mode) -> Setup
     cluster = ClusterSettings(
         prefill_nodes=lab.prefill,
         decode_nodes=lab.decode,
-        gpus_per_node=1,
+        gpus_per_node=nodes.prefill_tp,
+        prefill_tp=nodes.prefill_tp,
+        decode_tp=nodes.decode_tp,
         prefill_nodes_per_group=0,
         decode_nodes_per_group=0,
         lockstep=False,
@@ -62,13 +71,15 @@ def simulated_setup(nodes: EmulatedNodes, lab: LabSettings, mode: Mode) -> Setup
 
 def scaled_costs(nodes: EmulatedNodes) -> ModelCosts:
     """Return the costs of the emulated engines: the model's, ``speedup`` times as fast."""
-    costs = single_engine_costs(nodes.model, nodes.gpu)
+    costs = single_engine_costs(nodes.model, nodes.gpu, nodes.prefill_tp)
     return msgspec.structs.replace(
         costs,
         layers=nodes.layers,
         kv_bytes_per_token=nodes.kv_bytes_per_token,
         prefill=_faster(costs.prefill, nodes.speedup),
         decode=_faster(costs.decode, nodes.speedup),
+        prefill_replicas=nodes.prefill_tp / slices_of(nodes.prefill_tp, nodes.kv_heads),
+        decode_replicas=nodes.decode_tp / slices_of(nodes.decode_tp, nodes.kv_heads),
         prefill_tokens_per_s=costs.prefill_tokens_per_s * nodes.speedup,
     )
 
@@ -126,6 +137,7 @@ def _engine_arguments(
         # Shared memory would go past the links of the lab.
         ucx_tls="tcp",
         nixl_engine_config={"TCP_PORT_RANGE": state.settings.kv_ports},
+        net_devices=node_cnics(state),
     )
     options = EmulatedOptions(
         host=node.address,
@@ -134,6 +146,10 @@ def _engine_arguments(
         layers=nodes.layers,
         kv_bytes_per_token=nodes.kv_bytes_per_token,
         block_tokens=nodes.block_tokens,
+        kv_heads=nodes.kv_heads,
+        tensor_parallel_size=(
+            nodes.prefill_tp if node_role(node) is Role.PREFILL else nodes.decode_tp
+        ),
         speedup=nodes.speedup,
         hbm_bytes=nodes.hbm_bytes,
         batch_cap_tokens=nodes.batch_cap_tokens,

@@ -41,7 +41,7 @@ def jobs_of(
     """Run every mode on every shape; raises as ``measure_jct``."""
     jobs = []
     for nodes in settings.nodes:
-        lab = msgspec.structs.replace(settings.lab, nodes=nodes)
+        lab = settings.lab_of(nodes)
         agents = windows(agents_of(settings, lab))
         with LabRun(lab, engines_of(settings), agents, progress) as lab_run:
             runs = _runs(lab_run, settings, progress)
@@ -71,6 +71,11 @@ def setting_lines(settings: JctSettings) -> tuple[str, ...]:
         f"fast; {nodes.layers} layers, Layer Blocks of {nodes.layer_block_bytes:,} bytes, "
         f"{nodes.block_tokens} tokens a block; verification {nodes.verify}."
     )
+    if nodes.prefill_tp > 1:
+        engines += (
+            f" Each has {nodes.prefill_tp} ranks, processes with a CNIC each, which share "
+            f"{nodes.kv_heads} KV heads."
+        )
     return (
         engines if settings.vllm is None else _vllm_line(settings.vllm),
         f"Agents: {settings.agents_per_node} per node, windows of {chosen.turns} turns of "

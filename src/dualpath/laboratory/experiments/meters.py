@@ -9,21 +9,22 @@ import msgspec
 
 from dualpath.laboratory.lab.cluster import LabState
 from dualpath.laboratory.lab.machine import Node
-from dualpath.laboratory.lab.steps import CNIC, SNIC, cgroup_folder
+from dualpath.laboratory.lab.steps import SNIC, cgroup_folder, cnics
 
 SAMPLE_S = 0.1
 
 
 class NodeBytes(msgspec.Struct, frozen=True):
-    """Bytes of a node so far: read from storage, over the CNIC either way, over its loopback leg.
+    """Bytes of a node so far: read from storage, over its CNICs either way, over its loopback leg.
 
-    -1 where this lab cannot count them.
+    ``rails`` has (out, in) of each CNIC.  -1 where this lab cannot count them.
     """
 
     snic: int
     cnic_out: int
     cnic_in: int
     loopback: int
+    rails: tuple[tuple[int, int], ...] = ()
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -72,12 +73,14 @@ class LinkMeter:
 
     def _node(self, node: Node) -> NodeBytes:
         devices = self._devices(node)
-        cnic, loopback = devices.get(CNIC), devices.get("lo")
+        names, loopback = cnics(self._state.settings), devices.get("lo")
+        rails = tuple((devices[c][1], devices[c][0]) for c in names if c in devices)
         return NodeBytes(
             snic=self._read_bytes(node, devices),
-            cnic_out=cnic[1] if cnic else -1,
-            cnic_in=cnic[0] if cnic else -1,
-            loopback=loopback[1] if loopback and cnic else -1,
+            cnic_out=sum(rail[0] for rail in rails) if rails else -1,
+            cnic_in=sum(rail[1] for rail in rails) if rails else -1,
+            loopback=loopback[1] if loopback and rails else -1,
+            rails=rails,
         )
 
     def _devices(self, node: Node) -> dict[str, tuple[int, int]]:

@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
+
 from dualpath.core.cluster import parse_nodes
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.core.parts import slices_of
 from dualpath.core.settings import Setting, Settings
 from dualpath.engine.settings import BufferBytes, ComputeQuota, LayerBuffers
 from dualpath.laboratory.emulated.settings import (
@@ -83,6 +86,13 @@ class EmulatedNodes(Settings, frozen=True, kw_only=True):
     layers: Layers = 8
     block_tokens: BlockTokens = 64
     layer_block_bytes: Annotated[int, Setting("KV of a block in a layer", ge=1)] = 42 << 10
+    prefill_tp: Annotated[
+        int, Setting("ranks of a PE, each with a CNIC of its own; as many as of a DE", ge=1, le=8)
+    ] = 1
+    decode_tp: Annotated[int, Setting("ranks of a DE", ge=1, le=8)] = 1
+    kv_heads: Annotated[
+        int, Setting("KV heads, which ranks share out; 1: latent KV, whole at each", ge=1)
+    ] = 1
     speedup: Speedup = 50.0
     buffer_bytes: BufferBytes = 768 << 20
     hbm_bytes: HbmBytes = 768 << 20
@@ -92,9 +102,20 @@ class EmulatedNodes(Settings, frozen=True, kw_only=True):
     verify: VerifyChoice = Verify.SAMPLED
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for blocks that are not a whole number of words per token."""
+        """Raise ``ConfigError`` for blocks that are not a whole number of words per token.
+
+        Also for ranks that have no partner on their network: CNICs of equal ranks are one.
+        """
         super().check()
-        made = block_geometry(self.layers, self.block_tokens, self.kv_bytes_per_token)
+        if self.prefill_tp != self.decode_tp:
+            raise ConfigError(
+                f"{{prefill_tp}} is {self.prefill_tp} and {{decode_tp}} {self.decode_tp}; on a lab "
+                "the CNICs of equal ranks are a network of their own, make them equal"
+            )
+        slices_of(self.prefill_tp, self.kv_heads)
+        made = block_geometry(
+            self.layers, self.block_tokens, self.kv_bytes_per_token, self.kv_heads
+        )
         if made.bytes_of(0) != self.layer_block_bytes:
             raise ConfigError(
                 f"{{layer_block_bytes}} is {self.layer_block_bytes}, must be a multiple of "
@@ -161,6 +182,11 @@ class JctSettings(Settings, frozen=True, kw_only=True):
     lab: LabSettings = BENCH_LAB
     emulated: EmulatedNodes = EmulatedNodes()
     vllm: VllmNodes | None = None
+
+    def lab_of(self, nodes: str) -> LabSettings:
+        """Return the lab for one cluster, with a CNIC for each rank of an emulated engine."""
+        cnics = max(self.lab.cnics, 1 if self.vllm is not None else self.emulated.prefill_tp)
+        return msgspec.structs.replace(self.lab, nodes=nodes, cnics=cnics)
 
     def check(self) -> None:
         """Raise ``ConfigError`` for what cannot be run."""

@@ -25,6 +25,7 @@ from dualpath.laboratory.lab.steps import (
     RemoveFile,
     Step,
     cgroup_folder,
+    cnics,
     make_steps,
     undo_steps,
 )
@@ -183,7 +184,15 @@ def node_environment(state: LabState) -> dict[str, str]:
     server = state.machine.s3_server
     if server is None:
         return {}
-    return {**client_environment(server), "UCX_NET_DEVICES": f"{CNIC},lo"}
+    # It would win over the device that each of several ranks is given.
+    devices = {} if node_cnics(state) else {"UCX_NET_DEVICES": f"{CNIC},lo"}
+    return {**client_environment(server), **devices}
+
+
+def node_cnics(state: LabState) -> tuple[str, ...]:
+    """Return the network device of each rank of a node's engine; empty where UCX may choose."""
+    several = state.settings.cnics > 1 and state.machine.shaping is not Shaping.TOKEN_BUCKETS
+    return cnics(state.settings) if several else ()
 
 
 def _refuse_second(name: str) -> None:

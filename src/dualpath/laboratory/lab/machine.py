@@ -20,6 +20,8 @@ NAMESPACE_FOLDER = Path("/run/netns")
 _MEMORY_FOLDER = Path("/dev/shm")
 _HEAD_HOST = 1
 _FIRST_HOST = 10
+#: Networks of further CNICs are 10.79.0.0 and so on: 10.78.0.0 is that of a storage server.
+_RAILS = 78
 _COMMAND_DEADLINE_S = 30.0
 
 
@@ -71,6 +73,11 @@ def nodes(settings: LabSettings) -> tuple[Node, ...]:
         Node(name, prefix(settings.name) + name, f"10.77.0.{_FIRST_HOST + index}")
         for index, name in enumerate(names)
     )
+
+
+def rail_address(node: Node, rail: int) -> str:
+    """Return the address of a node's CNIC number ``rail``; 0 is the node's own."""
+    return f"10.{_RAILS + rail}.0.{node.address.rpartition('.')[2]}" if rail else node.address
 
 
 def head_node(settings: LabSettings) -> Node:

@@ -42,7 +42,7 @@ class StorageServer(enum.StrEnum):
 
 
 class LabSettings(NodesSettings, frozen=True, kw_only=True):
-    """One lab.  Rates are those of a node and of either direction.
+    """One lab.  Rates are those of a node, of each of its CNICs, and of either direction.
 
     The defaults are the paper's testbed, where one SNIC serves eight CNICs, at a scale that two
     cores can drive.  The loopback leg is the place of H2D copies.  ``ratio`` and ``kv_ports`` are
@@ -53,10 +53,13 @@ class LabSettings(NodesSettings, frozen=True, kw_only=True):
         str, Setting("unlike that of any lab of this machine; small letters and digits")
     ] = "lab"
     cnic_bytes_per_s: Annotated[
-        float, Setting("of a node to others, either way", ge=1e6, le=12.5e9)
+        float, Setting("of a CNIC to others, either way", ge=1e6, le=12.5e9)
     ] = 400e6
+    cnics: Annotated[
+        int, Setting("CNICs of a node, each of that rate: one for each rank", ge=1, le=8)
+    ] = 1
     loopback_bytes_per_s: Annotated[
-        float, Setting("of a node to itself; 0: as the CNIC", ge=0, le=12.5e9)
+        float, Setting("of a node to itself; 0: as its CNICs together", ge=0, le=12.5e9)
     ] = 0.0
     snic_bytes_per_s: Annotated[float, Setting("storage reads of a node", ge=1e6, le=12.5e9)] = 50e6
     ratio: Ratio = "99:1"
@@ -106,4 +109,4 @@ class LabSettings(NodesSettings, frozen=True, kw_only=True):
     @property
     def loopback_rate_bytes_per_s(self) -> float:
         """Rate of a node to itself."""
-        return self.loopback_bytes_per_s or self.cnic_bytes_per_s
+        return self.loopback_bytes_per_s or self.cnic_bytes_per_s * self.cnics

@@ -5,7 +5,15 @@ from collections.abc import Iterator
 import msgspec
 
 from dualpath.laboratory.lab.leftovers import Leftovers
-from dualpath.laboratory.lab.machine import Cgroups, LabMachine, Node, head_node, nodes, prefix
+from dualpath.laboratory.lab.machine import (
+    Cgroups,
+    LabMachine,
+    Node,
+    head_node,
+    nodes,
+    prefix,
+    rail_address,
+)
 from dualpath.laboratory.lab.s3_server import (
     ADDRESS,
     BUCKET,
@@ -21,6 +29,11 @@ CNIC = "cnic"
 SNIC = "snic"
 BRIDGE = "bridge"
 _NETWORK_BITS = 24
+
+
+def cnics(settings: LabSettings) -> tuple[str, ...]:
+    """Return the devices of a node's CNICs, that of the first rank first."""
+    return (CNIC, *(f"{CNIC}{rail}" for rail in range(1, settings.cnics)))
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -172,21 +185,29 @@ def _network(settings: LabSettings) -> Iterator[Step]:
 
 
 def _node_network(settings: LabSettings, switch: str, node: Node) -> Iterator[Step]:
-    home, port, mtu = node.full_name, node.name, str(settings.mtu_bytes)
+    home = node.full_name
     yield _inside("ip", "netns", "add", home)
+    yield _inside("ip", "-n", home, "link", "set", "lo", "up")
+    for rail, cnic in enumerate(cnics(settings)):
+        yield from _rail(settings, switch, node, rail, cnic)
+    yield from _shape(settings, home, "lo", settings.loopback_rate_bytes_per_s)
+
+
+def _rail(settings: LabSettings, switch: str, node: Node, rail: int, cnic: str) -> Iterator[Step]:
+    """Yield a CNIC of a node; those of one rank are a network of their own on all nodes."""
+    home, mtu = node.full_name, str(settings.mtu_bytes)
+    port = f"{node.name}-{rail}" if rail else node.name
     yield _inside(
-        *("ip", "link", "add", CNIC, "mtu", mtu, "netns", home, "type", "veth"),
+        *("ip", "link", "add", cnic, "mtu", mtu, "netns", home, "type", "veth"),
         *("peer", "name", port, "mtu", mtu, "netns", switch),
     )
     yield _inside("ip", "-n", switch, "link", "set", port, "master", BRIDGE, "up")
-    address = f"{node.address}/{_NETWORK_BITS}"
-    yield _inside("ip", "-n", home, "address", "add", address, "dev", CNIC)
-    yield _inside("ip", "-n", home, "link", "set", "lo", "up")
-    yield _inside("ip", "-n", home, "link", "set", CNIC, "up")
+    address = f"{rail_address(node, rail)}/{_NETWORK_BITS}"
+    yield _inside("ip", "-n", home, "address", "add", address, "dev", cnic)
+    yield _inside("ip", "-n", home, "link", "set", cnic, "up")
     # A link is shaped where bytes enter it: at the node one way, at the switch's port the other.
-    yield from _shape(settings, home, CNIC, settings.cnic_bytes_per_s)
+    yield from _shape(settings, home, cnic, settings.cnic_bytes_per_s)
     yield from _shape(settings, switch, port, settings.cnic_bytes_per_s)
-    yield from _shape(settings, home, "lo", settings.loopback_rate_bytes_per_s)
 
 
 def _shape(
