@@ -8,6 +8,8 @@ from tests.kept_storage import BLOCK_BYTES, PLACE, Story, chain
 from dualpath.core.errors import ConfigError
 from dualpath.policy.eviction import StorageLimits
 from dualpath.storage import janitor as janitor_module
+from dualpath.storage.directory import key_of
+from dualpath.storage.half_written import STALE_S
 from dualpath.storage.journal import JOURNAL
 from dualpath.storage.lease import LEASE_S, TERMS
 from dualpath.storage.pins import pin_name
@@ -53,6 +55,28 @@ def test_what_was_there_before_is_found_with_its_chains_and_tenants() -> None:
     assert story.head(chain(2, 4)) == 4
     assert janitor.index is not None
     assert janitor.index.used_by_tenant() == {TENANT: 2 * BLOCK_BYTES, "": 4 * BLOCK_BYTES}
+
+
+def test_what_dead_writers_have_left_half_written_goes_after_a_day_and_nothing_else() -> None:
+    story = Story(limits(6))
+    tree, janitor = story.tree, story.janitor()
+    left = [f"{PLACE}/tmp/lost-host-4026531836-77-3", "janitor/tmp/0123abcd"]
+    for name in (*left, f"{PLACE}/namespace.json", "somebody-elses/tmp/notes"):
+        tree.create(name, b"half")
+    story.engine().write(chain(1, 2))
+    janitor.step()
+    assert all(tree.get(name) for name in left), "they may still be written"
+    story.now_s += STALE_S + 1.0
+    tree.create(f"{PLACE}/tmp/host-1-2-3", b"begun just now")
+    janitor.step()
+    names = {info.name for info in tree.objects("")}
+    assert names.isdisjoint(left)
+    assert {
+        f"{PLACE}/tmp/host-1-2-3",
+        f"{PLACE}/namespace.json",
+        "somebody-elses/tmp/notes",
+    } <= names
+    assert sum(key_of(name) is not None for name in names) == 2
 
 
 def test_nothing_is_removed_by_one_who_has_not_seen_everything(

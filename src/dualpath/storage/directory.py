@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 _MODEL_CHARACTERS = 80
 #: The umask takes rights away; whoever is neither the user nor in the group never has any.
 _FILE_MODE, _FOLDER_MODE = 0o660, 0o770
+#: Where a namespace's half-written files lie.
+TEMPORARY_FOLDER = "tmp"
 #: What the names of block files end with.
 BLOCK_SUFFIX = ".kv"
 _BLOCK = re.compile(rf".*/([0-9a-f]{{64}}){re.escape(BLOCK_SUFFIX)}")
@@ -70,7 +72,7 @@ class NamespaceDirectory:
 
     def __init__(self, root: Path, namespace: StoreNamespace, suffix: str) -> None:
         self.path = root / namespace_name(namespace)
-        self.temporary = self.path / "tmp"
+        self.temporary = self.path / TEMPORARY_FOLDER
         self._namespace = namespace
         self._suffix = suffix
         self._writer = f"{number_space()}-{os.getpid()}"

@@ -16,6 +16,7 @@ from dualpath.core.errors import StorageError
 from dualpath.policy.chain_index import ChainIndex
 from dualpath.policy.eviction import StorageLimits, is_over, victims
 from dualpath.storage import index_file
+from dualpath.storage.half_written import remove_half_written
 from dualpath.storage.index_file import Progress
 from dualpath.storage.journal import Gone, News, Used, Written, decode_segment, segments
 from dualpath.storage.lease import LEASE_S, Lease
@@ -37,6 +38,8 @@ _PATIENCE = 50.0
 #: Limits in time are looked at that often.
 _TTL_CHECKS = 20
 _WRITER_S = 3600.0
+#: What was left half-written is looked for that often.
+_TIDY_S = 3600.0
 
 
 class Totals(msgspec.Struct):
@@ -129,6 +132,7 @@ class _Office:
         self._plan: deque[int] = deque()
         self._planned: set[int] = set()
         self._plan_again_s = self._check_ttl_s = 0.0
+        self._tidied_s = float("-inf")
         self._saves = 0
         self._saved_s = steady_s()
         self._saved_whole = progress.surveyed_s is not None
@@ -148,6 +152,7 @@ class _Office:
         self.survey.go_on(STEP_BUDGET_S)
         self._remove(self._steady_s() + STEP_BUDGET_S)
         self._removal.tell()
+        self._tidy_if_due()
         self._save_if_due()
         self._publish()
 
@@ -220,6 +225,12 @@ class _Office:
         self._plan, self._planned = deque(), set()
 
     # ------------------------------------------------------------------ what is kept
+
+    def _tidy_if_due(self) -> None:
+        if self._steady_s() - self._tidied_s >= _TIDY_S:
+            self._tidied_s = self._steady_s()
+            if count := remove_half_written(self._tree, self._now_s()):
+                log.info("removed %d files that dead writers have left half-written", count)
 
     def _save_if_due(self) -> None:
         late = self._news and self._steady_s() - self._saved_s >= SAVE_S

@@ -7,11 +7,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dualpath.core.errors import StorageError
-from dualpath.storage.directory import NO_LINKS, NotAFileError, open_regular, private
+from dualpath.storage.directory import (
+    NO_LINKS,
+    TEMPORARY_FOLDER,
+    NotAFileError,
+    open_regular,
+    private,
+)
 from dualpath.storage.objects import ObjectInfo
 
 #: Half-written files, apart from the blocks' own.
-_TEMPORARY = "janitor/tmp"
+_TEMPORARY = f"janitor/{TEMPORARY_FOLDER}"
 _GONE = (FileNotFoundError, NotADirectoryError)
 
 

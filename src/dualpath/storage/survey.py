@@ -23,6 +23,11 @@ _NAMESPACE = re.compile(r".+_[0-9a-f]{16}[A-Za-z0-9_.-]*")
 _FAN_OUT = re.compile(r"[0-9a-f]{3}")
 
 
+def is_namespace(folder: str) -> bool:
+    """Whether a folder of a storage has the name of a namespace; others are not touched."""
+    return _NAMESPACE.fullmatch(folder) is not None
+
+
 class Differences(msgspec.Struct):
     """What surveys found: blocks nobody had told of, and blocks that were gone."""
 
@@ -93,7 +98,7 @@ class Survey:
 
     def _begin(self) -> None:
         self._began_s, self._done = self._now_s(), 0
-        found = [name for name in self._tree.folders("") if _NAMESPACE.fullmatch(name)]
+        found = [name for name in self._tree.folders("") if is_namespace(name)]
         names = sorted({*found, *self._index.used_by_namespace()})
         self._folders = [(name, fan_out) for name in names for fan_out in self._fan_outs(name)]
         if not self._folders:
