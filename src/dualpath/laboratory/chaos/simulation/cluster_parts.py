@@ -40,7 +40,7 @@ class Shared:
 
     def is_gone(self, host: str, asked: HostProcess) -> bool:
         """Whether a machine sees that a process has ended; False for one of another machine."""
-        return asked.host == host and not self._processes[asked].alive
+        return asked.host == host and self._processes[asked].is_gone
 
     def storage(self, namespace: StoreNamespace) -> MemoryStorage:
         """Return the storage of all engines of a namespace."""

@@ -2,7 +2,8 @@
 
 A transfer takes some time, may stall, and may fail after part of it has moved.  What a process had
 posted moves on while it stands still, and when its peer was disconnected: it is MOVING until the
-last byte has arrived, and FAILED then (``transport.contract.Transport.disconnect``).
+last byte has arrived, and FAILED then (``transport.contract.Transport.disconnect``).  What a
+killed process had posted goes on until its machine says that it has ended.
 Whenever bytes arrive it is checked that their place still belongs to whom they are for.
 """
 
@@ -98,9 +99,9 @@ class SimTransfer:
         self._inner.release()
 
     def _may_move(self) -> bool:
-        """Whether bytes of it can still arrive: none do from or to a dead process."""
-        alive = self._transport.process.alive and self._transport.alive(self._writes.agent)
-        return alive and self._inner._state is TransferState.MOVING
+        """Whether bytes of it can still arrive: none do from a process that is gone, or to one."""
+        sent = not self._transport.process.is_gone and self._transport.alive(self._writes.agent)
+        return sent and self._inner._state is TransferState.MOVING
 
     def _move(self, first: int, end: int) -> None:
         if not self._may_move():
@@ -119,7 +120,7 @@ class SimTransfer:
 
     def _land(self, first: int) -> None:
         inner = self._inner
-        if self._broken is None and self._transport.process.alive:
+        if self._broken is None and not self._transport.process.is_gone:
             self._move(first, len(self._writes.pieces))
             if not self._transport.alive(inner._peer):
                 self._doom = self._doom or f"agent {inner._peer!r} is gone"

@@ -16,6 +16,8 @@ T = TypeVar("T")
 _START_S = 100.0
 #: Far more than any run needs: two ends that wake each other for ever.
 _MOST_EVENTS = 3_000_000
+#: How long a killed process takes to end: its memory is given back, its network card forgets it.
+_DYING_S = (0.0, 1e-4, 2e-3, 0.05)
 #: How often it is asked whether what a run waits for is there.
 _LOOK_EVERY_S = 0.05
 
@@ -144,8 +146,15 @@ class Process:
         self.world = world
         self.name = name
         self.alive = True
+        #: When its machine says that it has ended, a while after it was killed.
+        self.gone_s = float("inf")
         self._stopped = False
         self._parked: list[Callable[[], object]] = []
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing is left of it, which its machine can say: until then it is dying."""
+        return self.world.now_s >= self.gone_s
 
     @property
     def runs(self) -> bool:
@@ -173,6 +182,7 @@ class Process:
             self.world.after(0.0, lambda call=call: self.step(call))  # type: ignore[misc]
 
     def kill(self) -> None:
-        """Nothing of it happens any more."""
+        """Nothing of it happens any more, but that what its network card has to send is sent."""
         self.alive = False
+        self.gone_s = self.world.now_s + self.world.pick(_DYING_S)
         self._parked.clear()

@@ -1,0 +1,90 @@
+"""Simulated transfers: when their bytes arrive, and when they cannot any more."""
+
+import numpy as np
+import pytest
+
+from dualpath.laboratory.chaos.simulation.data import SimTransport, TransferFaults
+from dualpath.laboratory.chaos.simulation.world import Process, World
+from dualpath.transport.contract import Direction, RegionInfo
+from dualpath.transport.in_process import InProcessFabric
+
+_PIECES = 4
+
+
+class Pair:
+    """Two engines, each with a region of four pieces; the transfers of both stall for 5 s."""
+
+    def __init__(self) -> None:
+        self.world = World(0)
+        self.owner: str | None = "a request"
+        fabric, faults = InProcessFabric(), TransferFaults()
+        faults.to_stall, faults.stall_s = 1000, (5.0, 5.0)
+        self.processes = {name: Process(self.world, name) for name in ("pe", "de")}
+        self.memory = {name: np.zeros((_PIECES, 8), np.uint8) for name in self.processes}
+        self.transports = {
+            name: SimTransport(
+                *(name, fabric, process, faults, lambda agent, region, piece: self.owner),
+                lambda: None,
+            )
+            for name, process in self.processes.items()
+        }
+        for name, transport in self.transports.items():
+            address = self.memory[name].ctypes.data
+            transport.register(RegionInfo("buffer", address, 8, 8, _PIECES), None)
+        self.transports["pe"].connect(self.transports["de"].info())
+        self.memory["pe"][:] = 7
+
+    def sends(self) -> None:
+        """Let the PE post, until chance makes one of its transfers stall."""
+        pieces = range(_PIECES)
+        while not any("stalls" in what for _, _, what in self.world.story):
+            self.memory["de"][:] = 0
+            self.transports["pe"].post(Direction.WRITE, "buffer", pieces, "de", "buffer", pieces)
+            self.world.run(lambda: False, 0.1)
+
+    def arrived(self) -> int:
+        """Let 10 s pass; return how many pieces have arrived whole at the DE."""
+        self.memory["de"][:] = 0
+        self.world.run(lambda: False, 10.0)
+        return int((self.memory["de"] == 7).all(axis=1).sum())
+
+
+def test_what_a_dying_process_has_posted_arrives_until_its_machine_says_that_it_is_gone() -> None:
+    for dying_s, arrives in ((1.0, 0), (3.0, 2), (6.0, 4)):
+        pair = Pair()
+        pair.sends()
+        process = pair.processes["pe"]
+        process.kill()
+        process.gone_s = pair.world.now_s + dying_s
+        assert pair.arrived() == arrives
+        assert process.is_gone
+        assert not pair.world.problems
+
+
+def test_a_process_is_gone_a_moment_after_it_was_killed() -> None:
+    for seed in range(20):
+        world = World(seed)
+        process = Process(world, "pe")
+        process.kill()
+        assert not process.alive
+        world.run(lambda: False, 0.1)
+        assert process.is_gone
+
+
+def test_bytes_go_on_when_their_peer_is_disconnected_and_nobody_else_may_have_the_memory() -> None:
+    pair = Pair()
+    pair.sends()
+    pair.transports["pe"].disconnect("de")
+    pair.owner = "somebody else"
+    assert pair.arrived() == _PIECES
+    assert "is somebody else's now" in pair.world.problems[0]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_nothing_arrives_at_a_dead_process(dies: bool) -> None:
+    pair = Pair()
+    pair.sends()
+    if dies:
+        pair.processes["de"].kill()
+        pair.transports["de"].close()
+    assert pair.arrived() == (0 if dies else _PIECES)
