@@ -9,6 +9,7 @@ from tests.emulated_cluster import GEOMETRY, GUARD_S, Cluster, cluster
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.modes import Mode
+from dualpath.router.settings import RouterSettings
 
 #: 12 Full Blocks of 4 tokens, and a token.
 PROMPT = list(range(1, 50))
@@ -43,9 +44,10 @@ class Scrape:
 
 
 async def scrape_after_three_turns(directory: Path) -> Scrape:
-    """A new prompt, the same again, and once more with its fourth block damaged."""
+    """A new prompt, the same again, and once more with its fourth block damaged; all is read."""
+    router = RouterSettings(mode=Mode.DUALPATH, dram_tier=False)
     async with cluster(
-        directory, Mode.DUALPATH, snic_bytes_per_s=1e9, storage_quota=1 << 30
+        directory, Mode.DUALPATH, router=router, snic_bytes_per_s=1e9, storage_quota=1 << 30
     ) as made:
         for turn in range(TURNS):
             if turn == TURNS - 1:

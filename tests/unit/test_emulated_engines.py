@@ -19,16 +19,19 @@ from dualpath.laboratory.emulated.metrics import EngineMetrics, layer_blocks
 from dualpath.laboratory.emulated.prefix import Seeds
 from dualpath.laboratory.emulated.process import emulated_engine
 from dualpath.laboratory.emulated.verification import CheckedAt
+from dualpath.router.settings import RouterSettings
 from dualpath.storage.factory import memory_storage
 
 PROMPT = list(range(1, 38))
 
 
+@pytest.mark.parametrize("tier", [True, False], ids=["dram", "storage"])
 @pytest.mark.parametrize("mode", list(Mode))
 async def test_two_turns_of_agents_hit_all_that_is_stored_and_every_byte_is_right(
-    mode: Mode, tmp_path: Path
+    mode: Mode, tier: bool, tmp_path: Path
 ) -> None:
-    async with cluster(tmp_path, mode) as made:
+    router = RouterSettings(mode=mode, dram_tier=tier)
+    async with cluster(tmp_path, mode, router=router) as made:
         prompts = [[agent, *PROMPT] for agent in range(1, 5)]
         first = await asyncio.gather(*(made.ask(prompt, 9) for prompt in prompts))
         assert [hits for _, hits in first] == [0] * 4

@@ -8,6 +8,7 @@ from tests.emulated_cluster import GEOMETRY, GUARD_S, Cluster, cluster
 from dualpath.core.modes import Mode
 from dualpath.engine import storage_keeping
 from dualpath.engine.counters import Counter
+from dualpath.router.settings import RouterSettings
 from dualpath.storage.block_header import HEADER_BYTES
 
 BLOCK_BYTES = HEADER_BYTES + GEOMETRY.full_block_bytes
@@ -57,7 +58,8 @@ async def test_a_cluster_answers_alike_while_its_storage_is_kept_small(tmp_path:
 
 async def test_what_is_removed_behind_a_promise_is_computed_and_counted(tmp_path: Path) -> None:
     storage = tmp_path / "kv"
-    async with cluster(storage, Mode.DUALPATH, storage_quota=1 << 30) as made:
+    router = RouterSettings(mode=Mode.DUALPATH, dram_tier=False)
+    async with cluster(storage, Mode.DUALPATH, router=router, storage_quota=1 << 30) as made:
         first, _ = await made.ask(PROMPTS[0], 8)
         await made.stored()
         known = await made.ask(PROMPTS[0], 8)

@@ -294,7 +294,7 @@ def test_a_generated_block_is_on_its_way_from_its_copy_on(engine: Engine, end: s
         copier=copies,
         counters=engine.counters,
     )
-    generated = GeneratedBlocks(cast(Rank, rank), staging, persister)
+    generated = GeneratedBlocks(cast(Rank, rank), staging, persister, lambda *block: False)
     over = threading.Event()
     generated.persist([GeneratedBlock(0, KEYS[0])])
     waits = persister.pending.when_over(KEYS[0], over.set)

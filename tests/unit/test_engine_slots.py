@@ -1,11 +1,17 @@
-"""Slots are granted FIFO, reused only when nobody can touch them, and never leak."""
+"""Slots are granted FIFO, reused only when nobody can touch them, and never leak.
+
+A whole block stays in its slot, for whoever asks for it next, until the slot is needed.
+"""
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
+from dualpath.core.blocks import chain_root
 from dualpath.core.errors import BufferTooSmallError
-from dualpath.engine.slots import SlotPool
+from dualpath.engine.slots import NOBODY, Grant, SlotPool
+
+ROOT = chain_root()
 
 
 def test_reservations_are_granted_in_order_even_if_a_later_one_would_fit() -> None:
@@ -67,27 +73,205 @@ def test_replaced_slots_return_once_the_late_write_is_over() -> None:
     assert not pool.replace("r", pool.slots_of("r"))
 
 
+KEYS = [bytes([n]) * 32 for n in range(1, 9)]
+
+
+def served(pool: SlotPool, request_id: str, *keys: bytes, more: int = 0) -> tuple[int, ...]:
+    """Let a request come, have its blocks whole, and go; return its slots."""
+    (grant,) = pool.request(request_id, len(keys) + more, keys)
+    pool.whole(request_id, grant.slots[: len(keys)], keys, ROOT)
+    pool.release(request_id)
+    return grant.slots
+
+
+def test_the_next_turn_gets_the_slots_in_which_its_blocks_lie() -> None:
+    pool = SlotPool(6)
+    slots = served(pool, "turn 1", *KEYS[:3], more=1)
+    assert pool.free == 6
+    (grant,) = pool.request("turn 2", 5, KEYS[:4])
+    assert grant.kept == 3
+    assert grant.slots[:3] == slots[:3]
+    assert pool.free == 1
+
+
+def test_requests_share_a_whole_block_and_none_of_them_may_write_to_it() -> None:
+    pool = SlotPool(4)
+    (first,) = pool.request("a", 2)
+    assert pool.may_write("a", first.slots[0])
+    pool.whole("a", first.slots[:1], KEYS[:1], ROOT)
+    (second,) = pool.request("b", 2, KEYS[:2])
+    assert (second.kept, second.slots[0]) == (1, first.slots[0])
+    assert not pool.may_write("a", first.slots[0])
+    assert not pool.may_write("b", first.slots[0])
+    pool.release("a")
+    assert pool.free == 2
+    pool.release("b")
+    assert pool.free == 4
+
+
+def test_what_only_looks_like_the_head_is_not_taken_for_it() -> None:
+    pool = SlotPool(6)
+    served(pool, "a", *KEYS[:3])
+    (grant,) = pool.request("b", 3, (KEYS[7], *KEYS[1:3]))
+    assert grant.kept == 0
+
+
+def test_a_reservation_takes_free_slots_first_and_then_the_tails_of_old_chains() -> None:
+    pool = SlotPool(6)
+    old = served(pool, "old", *KEYS[:2])
+    new = served(pool, "new", *KEYS[2:4])
+    (grant,) = pool.request("r", 3)
+    assert set(grant.slots[:2]).isdisjoint(old + new)
+    assert grant.slots[2] == old[1]
+    (more,) = pool.request("s", 2)
+    assert more.slots == (old[0], new[1])
+
+
+def test_a_chain_that_grew_goes_from_its_end_though_its_head_was_used_before() -> None:
+    pool = SlotPool(4)
+    head = served(pool, "prompt", *KEYS[:2])
+    for key, parent in ((KEYS[2], KEYS[1]), (KEYS[3], KEYS[2])):
+        slot = pool.take()
+        assert slot is not None
+        pool.whole(NOBODY, [slot], [key], parent)
+        pool.give_back(slot)
+    (grant,) = pool.request("other", 3)
+    assert grant.slots[2] == head[1]
+    assert pool.kept.head(KEYS) == [head[0]]
+
+
+def test_a_shared_head_stays_while_any_chain_behind_it_is_in_use() -> None:
+    pool = SlotPool(3)
+    (head, _) = served(pool, "a", KEYS[0], KEYS[1])
+    (grant,) = pool.request("b", 2, [KEYS[0], KEYS[2]])
+    pool.whole("b", grant.slots, [KEYS[0], KEYS[2]], ROOT)
+    pool.release("b")
+    served(pool, "c", more=2)
+    assert pool.kept.head(KEYS[:1]) == [head]
+
+
+def test_a_slot_in_quarantine_never_keeps_a_block() -> None:
+    pool = SlotPool(2)
+    (grant,) = pool.request("r", 2)
+    pool.quarantine("r")
+    pool.whole("r", grant.slots, KEYS[:2], ROOT)
+    pool.end_quarantine("r")
+    assert len(pool.kept) == 0
+    assert pool.free == 2
+
+
+def test_whole_blocks_of_a_request_in_doubt_are_free_as_nobody_writes_to_them() -> None:
+    pool = SlotPool(2)
+    (grant,) = pool.request("r", 2)
+    pool.whole("r", grant.slots[:1], KEYS[:1], ROOT)
+    pool.quarantine("r")
+    assert pool.free == 1
+    assert pool.quarantined == ("r",)
+
+
+def test_a_late_write_never_lands_in_a_kept_block() -> None:
+    pool = SlotPool(3)
+    (grant,) = pool.request("r", 1)
+    pool.pin(grant.slots)
+    assert pool.replace("r", grant.slots)
+    pool.whole("r", grant.slots, KEYS[:1], ROOT)
+    pool.unpin(grant.slots)
+    assert len(pool.kept) == 0
+
+
+def test_a_pool_that_keeps_nothing_forgets_blocks_with_their_leases() -> None:
+    pool = SlotPool(4)
+    served(pool, "a", *KEYS[:2])
+    (held,) = pool.request("b", 2, KEYS[:2])
+    pool.keep(keeps=False)
+    pool.release("b")
+    assert held.kept == 2
+    assert len(pool.kept) == 0
+    served(pool, "c", *KEYS[:2])
+    assert len(pool.kept) == 0
+    assert pool.free == 4
+
+
+def test_news_say_once_what_has_come_and_gone_and_a_new_listener_hears_all() -> None:
+    pool = SlotPool(2)
+    served(pool, "nobody listens", KEYS[0])
+    pool.kept.tell(begin=True)
+    served(pool, "a", KEYS[0], KEYS[1])
+    assert pool.kept.news(1) == (KEYS[:1], [])
+    assert pool.kept.news(8) == (KEYS[1:2], [])
+    assert pool.kept.news(8) == ([], [])
+    served(pool, "b", KEYS[2])
+    assert pool.kept.news(8) == (KEYS[2:3], KEYS[1:2])
+    pool.kept.tell(begin=False)
+    served(pool, "c", KEYS[3])
+    assert pool.kept.news(8) == ([], [])
+    pool.kept.tell(begin=True)
+    assert set(pool.kept.news(8)[0]) == {key for _, key in pool.kept.items()}
+
+
+#: Chains of keys with common heads, as prompts have them.
+CHAINS = ([0, 1, 2, 3, 4], [0, 1, 5, 6], [7, 2], [0])
+SLOTS = 6
+
+
 class SlotPoolMachine(RuleBasedStateMachine):
-    """Whatever happens in whatever order: no slot has two holders, none is lost."""
+    """Whatever happens in whatever order: no slot has two writers, none is lost, none lies.
+
+    ``memory`` is what was last written to a slot: a request writes the blocks of its chain that it
+    did not find, and only where the pool lets it.
+    """
 
     requests: Bundle[str] = Bundle("requests")
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = SlotPool(6)
+        self.pool = SlotPool(SLOTS)
+        self.pool.kept.tell(begin=True)
         self.pins: list[tuple[int, ...]] = []
+        self.late: list[tuple[int, bytes]] = []
+        self.chains: dict[str, list[bytes]] = {}
+        self.memory: dict[int, bytes] = {}
+        self.heard: set[bytes] = set()
         self.number = 0
 
-    @rule(target=requests, count=st.integers(1, 6))
-    def ask(self, count: int) -> str:
+    def granted(self, grants: list[Grant]) -> None:
+        for grant in grants:
+            chain = self.chains[grant.request_id]
+            for slot, key in zip(grant.slots[: grant.kept], chain, strict=False):
+                assert self.memory[slot] == key
+                assert not self.pool.may_write(grant.request_id, slot)
+            for slot in grant.slots[grant.kept :]:
+                assert self.pool.may_write(grant.request_id, slot)
+                self.memory[slot] = grant.request_id.encode()
+
+    @rule(target=requests, count=st.integers(1, SLOTS), chain=st.sampled_from(CHAINS))
+    def ask(self, count: int, chain: list[int]) -> str:
         self.number += 1
-        self.pool.request(f"r{self.number}", count)
-        return f"r{self.number}"
+        request = f"r{self.number}"
+        self.chains[request] = [KEYS[n] for n in chain]
+        self.granted(self.pool.request(request, count, self.chains[request]))
+        return request
+
+    @rule(request=requests, blocks=st.integers(1, SLOTS))
+    def complete(self, request: str, blocks: int) -> None:
+        slots = self.pool.slots_of(request)[:blocks]
+        keys = self.chains[request][: len(slots)]
+        for slot, key in zip(slots, keys, strict=False):
+            if self.pool.may_write(request, slot):
+                self.memory[slot] = key
+        self.pool.whole(request, slots[: len(keys)], keys, ROOT)
+
+    @rule(key=st.integers(1, 7))
+    def generate(self, key: int) -> None:
+        if (slot := self.pool.take()) is not None:
+            self.memory[slot] = KEYS[key]
+            self.pool.whole(NOBODY, [slot], [KEYS[key]], KEYS[key - 1])
+            self.pool.give_back(slot)
 
     @rule(request=requests)
     def release(self, request: str) -> None:
         self.pool.release(request)
-        self.pool.grant()
+        self.granted(self.pool.grant())
 
     @rule(request=requests)
     def pin(self, request: str) -> None:
@@ -99,31 +283,80 @@ class SlotPoolMachine(RuleBasedStateMachine):
     def unpin(self) -> None:
         if self.pins:
             self.pool.unpin(self.pins.pop(0))
-            self.pool.grant()
+            self.granted(self.pool.grant())
 
-    @rule(request=requests)
-    def replace_first(self, request: str) -> None:
-        if self.pool.slots_of(request):
-            self.pool.replace(request, self.pool.slots_of(request)[:1])
+    @rule(request=requests, number=st.integers(0, SLOTS - 1))
+    def replace_one(self, request: str, number: int) -> None:
+        """A read is given up, and ends late."""
+        slots = self.pool.slots_of(request)[number : number + 1]
+        if slots and self.pool.may_write(request, slots[0]):
+            self.pool.pin(slots)
+            if self.pool.replace(request, slots):
+                self.late.append((slots[0], b"late"))
+                fresh = self.pool.slots_of(request)[number]
+                self.memory[fresh] = request.encode()
+            else:
+                self.pool.unpin(slots)
+
+    @rule()
+    def late_write(self) -> None:
+        if self.late:
+            slot, content = self.late.pop(0)
+            self.memory[slot] = content
+            self.pool.unpin([slot])
+            self.granted(self.pool.grant())
 
     @rule(request=requests, back=st.booleans())
     def doubt(self, request: str, back: bool) -> None:
+        """Its writer may still write to what the request could write to."""
+        mine = [s for s in self.pool.slots_of(request) if self.pool.may_write(request, s)]
         self.pool.quarantine(request)
+        self.memory.update(dict.fromkeys(mine, b"doubtful"))
         if back:
             self.pool.end_quarantine(request)
-            self.pool.grant()
+        self.granted(self.pool.grant())
+
+    @rule(keeps=st.booleans())
+    def keep(self, keeps: bool) -> None:
+        self.pool.keep(keeps=keeps)
+        self.granted(self.pool.grant())
+
+    @rule(limit=st.integers(1, 4))
+    def hear(self, limit: int) -> None:
+        added, dropped = self.pool.kept.news(limit)
+        self.heard = self.heard.difference(dropped).union(added)
+        if not self.pool.kept._changed:
+            assert self.heard == {key for _, key in self.pool.kept.items()}
+
+    @invariant()
+    def a_kept_block_is_what_its_key_says(self) -> None:
+        for slot, key in self.pool.kept.items():
+            assert self.memory[slot] == key
+            assert self.pool._holder[slot] is None
 
     @invariant()
     def every_slot_is_in_one_place(self) -> None:
-        held = [s for slots in self.pool._leases.values() for s in slots]
-        held += [s for slots in self.pool._quarantine.values() for s in slots]
-        free = list(self.pool._free)
-        assert len(set(held)) == len(held)
+        pool = self.pool
+        held = {s for slots in pool._leases.values() for s in slots}
+        doubtful = [s for slots in pool._quarantine.values() for s in slots]
+        free = list(pool._free)
+        resting = {s for s, _ in pool.kept.items() if pool.kept.rests(s)}
+        pinned = {s for slots in self.pins for s in slots} | {s for s, _ in self.late}
+        assert len(set(doubtful)) == len(doubtful)
         assert len(set(free)) == len(free)
-        assert not set(held) & set(free)
-        pinned = {s for slots in self.pins for s in slots}
-        assert not pinned & set(free)
-        assert set(held) | set(free) | pinned == set(range(6))
+        assert len(resting) == pool.kept.resting
+        assert len(held) + len(doubtful) == len(held | set(doubtful))
+        assert not (held | set(doubtful) | pinned) & (set(free) | resting)
+        assert not set(free) & resting
+        assert held | set(doubtful) | set(free) | resting | pinned == set(range(SLOTS))
+
+    @invariant()
+    def a_lease_counts_once_for_each_request(self) -> None:
+        for slot in range(SLOTS):
+            leases = [slots.count(slot) for slots in self.pool._leases.values()]
+            doubtful = sum(slots.count(slot) for slots in self.pool._quarantine.values())
+            assert max(leases, default=0) <= 1
+            assert self.pool._leased[slot] == sum(leases) + doubtful
 
 
 TestSlotPool = SlotPoolMachine.TestCase

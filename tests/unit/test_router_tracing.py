@@ -64,7 +64,7 @@ def engine_headers(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 async def ask_traced(directory: Path, traces: Collector, flags: str) -> None:
     """Ask a prompt, then the same again with a client's trace; only the second is traced."""
-    settings = RouterSettings(mode=Mode.DUALPATH, otlp_traces_endpoint=traces.url)
+    settings = RouterSettings(mode=Mode.DUALPATH, otlp_traces_endpoint=traces.url, dram_tier=False)
     # Slow steps: what engines report on the way is there before the request is over.
     cluster = emulated_cluster(directory, Mode.DUALPATH, router=settings, speedup=0.02)
     async with cluster as made:

@@ -6,7 +6,7 @@ data never travels here.
 
     router → engine   Welcome Refused Heard PeerUp PeerDown IsGone Lookup Sync Assign Read Persist
                       Release Drained
-    engine → router   Hello Report Gone LookupDone Synced Reserved ReadDone PrefillDone KvInHbm
+    engine → router   Hello Report Kept Gone LookupDone Synced Reserved ReadDone PrefillDone KvInHbm
                       Released Failed Goodbye
 
 Life of a request (Fig. 4 of the paper):
@@ -30,7 +30,11 @@ from dualpath.core.rates import Rates
 from dualpath.core.runs import HitRun
 
 #: Raised by one whenever a message changes its meaning; both ends must agree.
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
+
+#: Of a key in ``Kept``, and how many of them at a time.
+KEPT_KEY_BYTES = 8
+MOST_KEPT_KEYS = 4096
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -76,11 +80,13 @@ class Hello(Message, frozen=True, tag=True):
 class Welcome(Message, frozen=True, tag=True):
     """Answer to the ``Hello`` with this ``greeting``: the session of its envelope has begun.
 
-    ``peers`` are the engines of the other role.
+    ``peers`` are the engines of the other role.  ``keep_blocks``: whether blocks are to stay in the
+    buffer for later requests.
     """
 
     peers: tuple[EngineAddress, ...]
     greeting: int = 1
+    keep_blocks: bool = True
 
 
 class Refused(Message, frozen=True, tag=True):
@@ -171,34 +177,42 @@ class Assign(Message, frozen=True, tag=True):
 
     ``assign_seq`` grows by one per assignment to this engine; reports echo the last one seen.
     ``reserve_blocks`` > 0 asks for that many Full Block slots of the engine's DRAM buffer, granted
-    FIFO and answered with ``Reserved``.
+    FIFO and answered with ``Reserved``.  ``keys`` name the first of these blocks: of them, as many
+    as the buffer keeps from the first on get the slots they lie in.
     """
 
     assign_seq: int
     request_id: Name
     tokens: int
     reserve_blocks: int
+    keys: tuple[bytes, ...] = ()
 
 
 class Reserved(Message, frozen=True, tag=True):
-    """Buffer slots are granted, in block order; ``wait_s`` is what the request waited for them."""
+    """Buffer slots are granted, in block order; ``wait_s`` is what the request waited for them.
+
+    The first ``kept_blocks`` of them hold their blocks already.  They are to be read only: other
+    requests may have them too.
+    """
 
     request_id: Name
     slots: tuple[int, ...]
     wait_s: float
+    kept_blocks: int = 0
 
 
 class Read(Message, frozen=True, tag=True):
     """Read a run of blocks, whose keys are ``keys``, from storage into its slots.
 
     After ``deadline_s`` (from receipt) the engine gives up and answers with the blocks verified so
-    far.
+    far.  ``parent`` is the key before the first.
     """
 
     request_id: Name
     run: HitRun
     keys: tuple[bytes, ...]
     deadline_s: float
+    parent: bytes = b""
 
 
 class ReadDone(Message, frozen=True, tag=True):
@@ -220,13 +234,15 @@ class ReadDone(Message, frozen=True, tag=True):
 class Persist(Message, frozen=True, tag=True):
     """Write the prompt's blocks from ``first_block`` on to storage under ``keys``.
 
-    ``origin`` has the key before the first of them.
+    ``origin`` has the key before the first of them.  The prompt's KV is complete and nobody writes
+    to it any more; ``hit_keys`` are the keys of its first blocks, which are stored.
     """
 
     request_id: Name
     first_block: int
     keys: tuple[bytes, ...]
     origin: BlockOrigin = UNKNOWN_ORIGIN
+    hit_keys: tuple[bytes, ...] = ()
 
 
 class PrefillDone(Message, frozen=True, tag=True):
@@ -303,6 +319,8 @@ class Report(Message, frozen=True, tag=True):
     ``engine/counters.py``).  ``unhealthy`` says why the data plane cannot go on, if it cannot;
     ``storage`` how full the storage is, where one looks after it;
     ``draining`` why the engine wants nothing new, if so: it goes once it is told ``Drained``.
+    ``kept_buffer_tokens``: how many of the free tokens of the buffer keep their KV for requests to
+    come.
     """
 
     report_seq: int
@@ -316,6 +334,19 @@ class Report(Message, frozen=True, tag=True):
     unhealthy: str | None = None
     storage: StorageUse | None = None
     draining: str | None = None
+    kept_buffer_tokens: int = 0
+
+
+class Kept(Message, frozen=True, tag=True):
+    """Blocks that the engine's buffer keeps since it last said so, and such that are gone.
+
+    By the first ``KEPT_KEY_BYTES`` of their keys.  A session begins with none; at most
+    ``MOST_KEPT_KEYS`` are told at a time.  The router only plans with them: what a request gets
+    stands in ``Reserved``.
+    """
+
+    added: tuple[bytes, ...] = ()
+    dropped: tuple[bytes, ...] = ()
 
 
 class Goodbye(Message, frozen=True, tag=True):
@@ -343,6 +374,7 @@ RouterMessage = (
 EngineMessage = (
     Hello
     | Report
+    | Kept
     | Gone
     | LookupDone
     | Synced

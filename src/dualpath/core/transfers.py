@@ -21,7 +21,8 @@ class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``hit_key_tail`` is the key of the last hit block, empty without hits: the PE compares it
     with its own chain before it trusts any loaded block.  ``de_slots`` has one slot per prompt
-    block, the last possibly partial.
+    block, the last possibly partial; nothing may be written to the first ``shared_blocks`` of them,
+    whose KV other requests use as well.
     """
 
     request_id: Name
@@ -32,6 +33,7 @@ class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_engine: Name
     decode_epoch: Name
     de_slots: tuple[int, ...]
+    shared_blocks: int = 0
 
 
 class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,9 +1,9 @@
 """The PE or DE buffer: registered DRAM divided into Full Block slots (§4.1)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from dualpath.core.blocks import BlockGeometry
-from dualpath.engine.slots import Grant, SlotPool
+from dualpath.core.blocks import BlockGeometry, BlockKey
+from dualpath.engine.slots import NOBODY, Grant, SlotPool
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
@@ -74,16 +74,65 @@ class BlockBuffer:
         size = self.geometry.full_block_bytes
         return self._view[slot * size : (slot + 1) * size]
 
+    @property
+    def resting(self) -> int:
+        """Slots free now that keep a block."""
+        with self._lock:
+            return self._pool.kept.resting
+
+    @property
+    def evicted(self) -> int:
+        """Kept blocks that have given way so far."""
+        with self._lock:
+            return self._pool.kept.evicted
+
     def slots_of(self, request_id: str) -> tuple[int, ...]:
         """Return the slots a request holds, in block order; empty if none."""
         with self._lock:
             return self._pool.slots_of(request_id)
 
-    def request(self, request_id: str, count: int) -> None:
-        """Queue a reservation; raises ``BufferTooSmallError`` if it could never be granted."""
+    def request(self, request_id: str, count: int, keys: Sequence[BlockKey] = ()) -> None:
+        """Queue a reservation whose first blocks have these keys, to get those that are kept.
+
+        Raises ``BufferTooSmallError`` if it could never be granted.
+        """
         with self._lock:
-            grants = self._pool.request(request_id, count)
+            grants = self._pool.request(request_id, count, keys)
         self._announce(grants)
+
+    def whole(
+        self, request_id: str, slots: Sequence[int], keys: Sequence[BlockKey], parent: BlockKey
+    ) -> None:
+        """A request's slots have the whole blocks of these consecutive keys; see ``SlotPool``."""
+        with self._lock:
+            self._pool.whole(request_id, slots, keys, parent)
+
+    def keep_copy(self, key: BlockKey, parent: BlockKey, block: memoryview) -> bool:
+        """Keep a copy of a whole block; False where there is no room, or it is here already."""
+        with self._lock:
+            wanted = self._pool.keeps and not self._pool.kept.has(key)
+            slot = self._pool.take() if wanted else None
+        if slot is None:
+            return False
+        self.view(slot)[:] = block
+        with self._lock:
+            self._pool.whole(NOBODY, [slot], [key], parent)
+        self.give_back(slot)
+        return True
+
+    def keep(self, *, keeps: bool) -> None:
+        """Keep whole blocks for later requests from now on, or none."""
+        self._change(lambda pool: pool.keep(keeps=keeps))
+
+    def tell(self, *, begin: bool) -> None:
+        """Begin to note which blocks come and go, with all that are here; or end it."""
+        with self._lock:
+            self._pool.kept.tell(begin=begin)
+
+    def news(self, limit: int) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Return up to ``limit`` keys of kept blocks that have come and gone since last told."""
+        with self._lock:
+            return self._pool.kept.news(limit)
 
     def take(self) -> int | None:
         """Return one free slot that belongs to no request, None if there is none to spare."""
@@ -135,10 +184,10 @@ class BlockBuffer:
             self._pool.pin(slots)
             return True
 
-    def pin_held(self, request_id: str, slot: int) -> bool:
-        """Pin one slot if the request holds it; False if not."""
+    def pin_to_write(self, request_id: str, slot: int) -> bool:
+        """Pin one slot if the request may write to it; False if not."""
         with self._lock:
-            if not self._pool.is_leased_to(request_id, slot):
+            if not self._pool.may_write(request_id, slot):
                 return False
             self._pool.pin([slot])
             return True

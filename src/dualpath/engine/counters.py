@@ -59,6 +59,15 @@ class Counter(StrEnum):
         "storage_skipped_blocks",
         "New blocks not stored because of the write rate cap or the filter.",
     )
+    DRAM_HIT_BLOCKS = (
+        "dram_hit_blocks",
+        "Blocks that a request found in an engine's buffer, where an earlier one had left them.",
+    )
+    DRAM_HIT_BYTES = "dram_hit_bytes", "Bytes of blocks found in an engine's buffer."
+    DRAM_EVICTED_BLOCKS = (
+        "dram_evicted_blocks",
+        "Blocks kept in an engine's buffer that gave way to others.",
+    )
     READ_DEADLINES = "read_deadlines", "Storage reads given up at their deadline."
     LOOKUPS = "lookups", "Look-ups an engine has begun."
     LOOKUP_PROBES = "lookup_probes", "Questions of look-ups to storage, one block each."

@@ -42,7 +42,7 @@ def open_memory(
 
     Every rank calls it.  Raises ``ConfigError`` at all of them if one cannot have it.
     """
-    slots = max(settings.buffer_bytes // geometry.full_block_bytes, 1)
+    slots = max(settings.buffer_slots(geometry), 1)
     sizes = _Sizes(
         slots * geometry.full_block_bytes,
         max(settings.staging_blocks, 1) * geometry.full_block_bytes,

@@ -115,6 +115,11 @@ class ForwardPass(StreamedPass):
         request_id = transfer.request_id
         if not manager.is_active(request_id):
             raise TransportError(f"request {request_id}: {RELEASED}")
+        if part.chunk.first < transfer.shared_blocks:
+            raise TransportError(
+                f"request {request_id}: block {part.chunk.first} is computed, but its slot at the "
+                f"DE, as those of {transfer.shared_blocks} blocks, is shared with other requests"
+            )
         own_slots = [s for run in transfer.hits if run.side is Role.PREFILL for s in run.slots]
         # After a short read the transfer carries fewer slots than the request holds.
         if manager.buffer.slots_of(request_id)[: len(own_slots)] != tuple(own_slots):

@@ -5,7 +5,7 @@ The HBM is free again as soon as a block is in such a staging slot; the storage 
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dualpath.core.blocks import BlockKey, BlockOrigin
@@ -34,18 +34,23 @@ StagingOrder = tuple[tuple[int, int] | None, ...]
 
 
 class GeneratedBlocks:
-    """Persists full blocks of generated tokens; called on the engine's thread."""
+    """Persists full blocks of generated tokens; called on the engine's thread.
+
+    ``keep`` gets each with its key and the one before, to copy it to where requests find it.
+    """
 
     def __init__(
         self,
         rank: Rank,
         staging: BlockBuffer,
         persister: Persister,
+        keep: Callable[[BlockKey, BlockKey, memoryview], object],
     ) -> None:
         self._geometry = rank.geometry
         self._rank = rank
         self._staging = staging
         self._persister = persister
+        self._keep = keep
         self._counters = rank.counters
 
     def persist_keys(self, keys: Sequence[BlockKey]) -> None:
@@ -84,11 +89,16 @@ class GeneratedBlocks:
             if error is None:
                 sources = [self._staging.view(slot)]
                 self._persister.add(
-                    WriteTask("", persist, [key], sources, over, BlockOrigin(block.parent))
+                    WriteTask("", persist, [key], sources, written, BlockOrigin(block.parent))
                 )
             else:
                 self._drop(error)
                 over()
+
+        def written() -> None:
+            # Before a look-up that waits for the write can say that the block is stored.
+            self._keep(key, block.parent, self._staging.view(slot))
+            over()
 
         def over() -> None:
             self._staging.give_back(slot)

@@ -45,10 +45,12 @@ class ReadTask:
         keys: Sequence[BlockKey],
         received_ns: int,
         deadline_s: float,
+        parent: BlockKey = b"",
     ) -> None:
         self.request_id = request_id
         self.step = step
         self.keys = keys
+        self.parent = parent
         self.received_ns = received_ns
         self.deadline_ns = received_ns + int(deadline_s * _NS_PER_S)
         self.started_ns: int | None = None
@@ -71,6 +73,10 @@ class ReadTask:
         """Whether it can be answered: no more blocks come, and the device writes into no slot."""
         return not self.in_flight and not self.waits
 
+    def key_before(self, position: int) -> BlockKey:
+        """Return the key before that of a block, empty where it is not known."""
+        return self.keys[position - 1] if position else self.parent
+
     def note(self, position: int, outcome: ReadOutcome) -> None:
         """Take in how a block ended; a bad one stops the run."""
         self.in_flight.discard(position)
@@ -84,7 +90,10 @@ class ReadTask:
 
 
 class ReadQueue:
-    """Reads ``parallel_reads`` blocks at a time into a buffer; answers tasks with ``ReadDone``."""
+    """Reads ``parallel_reads`` blocks at a time into a buffer; answers tasks with ``ReadDone``.
+
+    ``keeps``: nobody else writes to the slots of a task, so that the buffer may keep what was read.
+    """
 
     def __init__(
         self,
@@ -95,9 +104,12 @@ class ReadQueue:
         answer: Callable[[ReadDone], None],
         parallel_reads: int,
         health: Health | None = None,
+        *,
+        keeps: bool = False,
     ) -> None:
         self._storage = storage
         self._buffer = buffer
+        self._keeps = keeps
         self._counters = counters
         self._trace = trace
         self._answer = answer
@@ -174,6 +186,9 @@ class ReadQueue:
                 live = not task.over
                 if live:
                     task.note(position, outcome)
+                    if self._keeps and outcome.is_good:
+                        key, before = task.keys[position], task.key_before(position)
+                        self._buffer.whole(task.request_id, [slot], [key], before)
                 settled = live and task.is_settled
                 if settled:
                     self._close_task(task)
@@ -209,7 +224,7 @@ class ReadQueue:
 
     def _pinned_slot(self, task: ReadTask) -> int | None:
         slot = task.step.slots[task.started_blocks]
-        if not self._buffer.pin_held(task.request_id, slot):
+        if not self._buffer.pin_to_write(task.request_id, slot):
             self._close_task(task)  # released meanwhile
             return None
         return slot

@@ -8,6 +8,7 @@ that no new block is lost, and nobody has them pinned.
 import functools
 from collections.abc import Callable, Sequence
 
+from dualpath.core.blocks import chain_root
 from dualpath.core.control import EngineMessage, KvInHbm, Persist
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer
@@ -56,6 +57,7 @@ class ServedPrompts:
             return
         self._buffer.pin(slots)
         self._active.persist_seen(message.request_id)
+        self._keep(message)
         step = step_of(PERSIST_PROMPT, self._geometry, blocks, slots=slots)
         sources = [self._buffer.view(slot) for slot in slots]
         over = functools.partial(self._buffer.unpin, slots)
@@ -63,6 +65,13 @@ class ServedPrompts:
             WriteTask(message.request_id, step, message.keys, sources, over, message.origin)
         )
         self._free_if_served(message.request_id)
+
+    def _keep(self, message: Persist) -> None:
+        """A prompt whose KV is complete: no transfer writes to its full blocks any more."""
+        keys = message.hit_keys + message.keys
+        if self._moves_bytes and len(message.hit_keys) == message.first_block:
+            slots = self._buffer.slots_of(message.request_id)[: len(keys)]
+            self._buffer.whole(message.request_id, slots, keys, chain_root())
 
     def fill_hbm(
         self,

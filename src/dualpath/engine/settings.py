@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from dualpath.core.blocks import Protection
+from dualpath.core.blocks import BlockGeometry, Protection
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
@@ -58,6 +58,14 @@ StorageProtection = Annotated[
 ]
 EngineMode = Annotated[Mode, Setting("how KV is loaded; must equal the router's")]
 BufferBytes = Annotated[int, Setting("PE or DE buffer of an engine (80 GB per node in §A.4)", ge=1)]
+DramBytes = Annotated[
+    int,
+    Setting(
+        "DRAM beyond the buffer's, which is made larger by it: blocks of earlier requests stay in "
+        "what no request holds, and are served from there",
+        ge=0,
+    ),
+]
 LayerBuffers = Annotated[
     int, Setting("layers of KV in a PE's HBM, 0 for all; must be 0 in mode basic", ge=0)
 ]
@@ -121,6 +129,7 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         ""
     )
     buffer_bytes: BufferBytes = 1 << 30
+    dram_bytes: DramBytes = 0
     staging_blocks: Annotated[
         int, Setting("slots that generated blocks pass on their way to storage", ge=1)
     ] = 32
@@ -221,6 +230,10 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         """Whether this engine says what it stores and reads, and limits what it writes."""
         limited = self.limits.any or self.storage_write_twice or self.storage_write_bytes_per_s > 0
         return limited and self.mode.moves_bytes
+
+    def buffer_slots(self, geometry: BlockGeometry) -> int:
+        """Full Blocks that the buffer holds."""
+        return (self.buffer_bytes + self.dram_bytes) // geometry.full_block_bytes
 
     @property
     def protection(self) -> Protection | msgspec.UnsetType:

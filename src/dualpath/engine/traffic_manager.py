@@ -13,7 +13,7 @@ import msgspec
 
 from dualpath.core.addresses import EngineAddress
 from dualpath.core.blocks import BlockGeometry
-from dualpath.core.cluster import HostProcess
+from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.control import (
     Assign,
     EngineMessage,
@@ -41,6 +41,7 @@ from dualpath.engine.active_requests import ActiveRequests
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.chunk_transfers import BlockHolder, NoHolder
 from dualpath.engine.device import Device, HostDevice
+from dualpath.engine.dram_tier import DramTier
 from dualpath.engine.generated import GeneratedBlock, GeneratedBlocks
 from dualpath.engine.hbm_layout import HbmBlock, HbmLayout
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
@@ -105,21 +106,32 @@ class TrafficManager:
         self._transport = transport
         self._hbm = hbm
         self._active = ActiveRequests(threads)
-        slots = settings.buffer_bytes // geometry.full_block_bytes
+        slots = settings.buffer_slots(geometry)
         self._buffer = BlockBuffer(geometry, slots, self._granted, threads, rank.memory.buffer)
         staging = settings.staging_blocks
         self._staging = BlockBuffer(
             geometry, staging, lambda grant: None, threads, rank.memory.staging
         )
+        self._tier = DramTier(self._buffer, counters, send)
         self._passes = PrefillPasses(rank, self._active, holder, self._release)
         self._reader = ReadQueue(
-            storage, self._buffer, counters, trace, send, settings.parallel_reads, rank.health
+            storage,
+            self._buffer,
+            counters,
+            trace,
+            send,
+            settings.parallel_reads,
+            rank.health,
+            # A PE may yet compute again what a DE has read: the DE's slots are whole later.
+            keeps=settings.role is Role.PREFILL,
         )
         blank = None if settings.mode.moves_bytes else memoryview(bytes(geometry.full_block_bytes))
         self._persister = Persister(
             storage, counters, trace, blank, settings.parallel_writes, rank.health
         )
-        self._generated = GeneratedBlocks(rank, self._staging, self._persister)
+        self._generated = GeneratedBlocks(
+            rank, self._staging, self._persister, self._buffer.keep_copy
+        )
         self._lookups = Lookups(storage, self._persister.pending, self.counters, send, threads)
         self._prompts = ServedPrompts(
             *(rank, self._active, self._buffer, self._persister, send),
@@ -175,8 +187,9 @@ class TrafficManager:
             read_queue_tokens=self._reader.tokens(),
             free_hbm_tokens=self._free_hbm_tokens,
             free_buffer_tokens=self._buffer.free * self.geometry.block_tokens,
-            counters=self.counters.snapshot(),
+            counters=self.counters.snapshot() | self._tier.totals(),
             unhealthy=self.health(),
+            kept_buffer_tokens=self._buffer.resting * self.geometry.block_tokens,
         )
 
     def set_free_hbm_tokens(self, tokens: int) -> None:
@@ -224,6 +237,7 @@ class TrafficManager:
 
     def end_session(self, reason: str) -> None:
         """Drop every request: the router has forgotten them, or will (``session_doubts``)."""
+        self._tier.end_session()
         self._doubts.end_session(reason)
         self._lookups.drop()
         self._assign_seq = 0
@@ -235,11 +249,12 @@ class TrafficManager:
     def tick(self, now_ns: int) -> None:
         """Let time pass: reads and look-ups beyond their deadline are answered.
 
-        What has waited for the engine's other ranks goes on.
+        What has waited for the engine's other ranks goes on, and the router hears what is kept.
         """
         self._rank.look()
         self._reader.expire(now_ns)
         self._lookups.expire(now_ns)
+        self._tier.tell()
 
     def _dispatch(self, message: RouterMessage) -> None:
         match message:
@@ -267,6 +282,7 @@ class TrafficManager:
                     self._release(message)
 
     def _begin_session(self, message: Welcome) -> None:
+        self._tier.begin_session(keeps=message.keep_blocks)
         self._rank.peers.only(message.peers)
         for peer in message.peers:
             self._rank.peer_up(peer)
@@ -284,7 +300,7 @@ class TrafficManager:
         if message.reserve_blocks == 0:
             return
         try:
-            self._buffer.request(message.request_id, message.reserve_blocks)
+            self._buffer.request(message.request_id, message.reserve_blocks, message.keys)
         except BufferTooSmallError:
             self._active.drop(message.request_id)
             raise
@@ -295,12 +311,15 @@ class TrafficManager:
             self._buffer.release(grant.request_id)
             return
         wait_s = (self.trace.now_ns() - asked_ns) / _NS_PER_S
-        self._send(Reserved(request_id=grant.request_id, slots=grant.slots, wait_s=wait_s))
+        self._tier.granted(grant)
+        self._send(Reserved(grant.request_id, grant.slots, wait_s, grant.kept))
 
     def _read(self, message: Read) -> None:
         step, now_ns = read_step(self.geometry, message.run), self.trace.now_ns()
         self._reader.add(
-            ReadTask(message.request_id, step, message.keys, now_ns, message.deadline_s)
+            ReadTask(
+                message.request_id, step, message.keys, now_ns, message.deadline_s, message.parent
+            )
         )
 
     def _release(self, message: Release) -> None:

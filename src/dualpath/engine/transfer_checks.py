@@ -29,7 +29,7 @@ class TransferChecks:
         self._role = settings.role
         self._moves_bytes = settings.mode.moves_bytes
         self._geometry = geometry
-        self._own_slots = settings.buffer_bytes // geometry.full_block_bytes
+        self._own_slots = settings.buffer_slots(geometry)
 
     def carried(self, params: dict[str, Any] | None) -> PrefillTransfer | DecodeTransfer | None:
         """Return the transfer in a request's ``kv_transfer_params``, None if there is none.

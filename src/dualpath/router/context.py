@@ -18,6 +18,7 @@ from dualpath.router.control.dispatch import Dispatch
 from dualpath.router.control.engine_calls import EngineCalls
 from dualpath.router.control.event_recorder import EventLogWriter, RecordedScheduler
 from dualpath.router.control.exchange import Exchange
+from dualpath.router.control.kept_blocks import KeptBlocks
 from dualpath.router.control.pauses import Pauses
 from dualpath.router.control.registry import EngineInfo, Registry
 from dualpath.router.control.releases import Releases
@@ -67,6 +68,7 @@ class RouterContext:
         self.admission = asyncio.Semaphore(settings.max_concurrent_requests)
         self.event_log: EventLogWriter | None = None
         self.tracing: Tracing | None = None
+        self.kept = KeptBlocks()
         self.seen_blocks = SeenBlocks()
         self.thresholds = ClusterThresholds()
         #: Which DE writes, or wrote, a block of a prompt.  An agent's next turn extends the last of
@@ -128,6 +130,7 @@ class RouterContext:
                 self._assigned,
                 self.metrics.scheduled,
             )
+        self.kept.engine_joined(info, self.block_tokens)
         self.releases.engine_joined(info)
         self._dispatch.joined(info)
         self.pauses.joined(info)
@@ -136,6 +139,7 @@ class RouterContext:
     def engines_lost(self, lost: Sequence[EngineInfo], reason: str) -> None:
         """Take engines out at once, and end what depends on them."""
         for info in lost:
+            self.kept.engine_lost(info)
             self.releases.engine_lost(info.writer)
             self.exchange.engine_lost(info.engine_id, reason)
         self.dispatch.lost(*(info.engine_id for info in lost))

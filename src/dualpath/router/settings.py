@@ -36,6 +36,13 @@ ApiKeys = Annotated[
 OpenMetrics = Annotated[
     bool, Setting("/metrics asks for no API key, as /health; it names engines and counts requests")
 ]
+DramTier = Annotated[
+    bool,
+    Setting(
+        "blocks that a request has read or written stay in what no other needs of its engine's "
+        "buffer, and requests that follow find them there"
+    ),
+]
 EventLog = Annotated[
     str,
     Setting(
@@ -138,6 +145,7 @@ class RouterSettings(Settings, frozen=True):
     ] = 128
     alpha_tokens: AlphaTokens = None
     beta_tokens: BetaTokens = None
+    dram_tier: DramTier = True
     event_log: EventLog = ""
     otlp_traces_endpoint: Annotated[
         str,

@@ -71,6 +71,7 @@ def router_command(
         event_log=settings.event_log,
         standby_lock=standby_lock,
         open_metrics=settings.open_metrics,
+        dram_tier=settings.dram_tier,
     )
     endpoint = FrontEndSettings(
         model=settings.model,
@@ -160,7 +161,8 @@ def router_keys(settings: LocalClusterSettings) -> frozenset[str]:
     keys = {"control_host", "control_port", "mode", "cluster_secret_file", "api_keys"}
     given = ("open_metrics", "alpha_tokens", "beta_tokens", "event_log")
     lock = {"standby_lock"} if settings.standby else set()
-    return frozenset(keys | lock | {key for key in given if getattr(settings, key)})
+    tier = set() if settings.dram_tier else {"dram_tier"}
+    return frozenset(keys | lock | tier | {key for key in given if getattr(settings, key)})
 
 
 def engine_keys(settings: LocalClusterSettings) -> frozenset[str]:
@@ -200,9 +202,9 @@ def _extra_config(
         "buffer_bytes": settings.buffer_bytes,
         "snic_bytes_per_s": settings.snic_bytes_per_s,
     }
-    for limit in _STORAGE_LIMITS:
-        if value := getattr(settings, limit):
-            extra[limit] = value
+    for name_of_amount in (*_STORAGE_LIMITS, "dram_bytes"):
+        if value := getattr(settings, name_of_amount):
+            extra[name_of_amount] = value
     if role is Role.PREFILL:
         extra["layer_buffers"] = settings.effective_layer_buffers
         extra["compute_quota_s"] = settings.effective_compute_quota_s

@@ -12,6 +12,7 @@ from dualpath.engine.settings import (
     PROFILE_AUTO,
     BufferBytes,
     ComputeQuota,
+    DramBytes,
     EngineMode,
     LayerBuffers,
     NixlConfig,
@@ -28,7 +29,14 @@ from dualpath.engine.storage_settings import (
     StorageTtl,
     TenantQuota,
 )
-from dualpath.router.settings import AlphaTokens, ApiKeys, BetaTokens, EventLog, OpenMetrics
+from dualpath.router.settings import (
+    AlphaTokens,
+    ApiKeys,
+    BetaTokens,
+    DramTier,
+    EventLog,
+    OpenMetrics,
+)
 from dualpath.transport.ucx_config import check_engine_config
 from dualpath.vllm.front_end_settings import (
     BlockTokens,
@@ -70,6 +78,8 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     lora_modules: LoraModules = msgspec.field(default_factory=dict)
     hbm_bytes: HbmBytes = 512 << 20
     buffer_bytes: BufferBytes = 1 << 30
+    dram_bytes: DramBytes = 0
+    dram_tier: DramTier = True
     prefill_dp: Annotated[
         int, Setting("PEs of a data-parallel group, which share experts; 1: no groups", ge=1)
     ] = 1

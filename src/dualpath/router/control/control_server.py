@@ -61,7 +61,8 @@ class ControlServer:
     """Owns the socket and the sessions; the ``Registry`` holds what it learns of engines.
 
     Without ``socket`` it is ZMQ's.  ``epoch`` names this process of the router; by default it is
-    drawn.  ``is_gone`` says whether a process of this machine has ended.
+    drawn.  ``is_gone`` says whether a process of this machine has ended.  ``keep_blocks``: whether
+    engines are to keep blocks in their buffers.
     """
 
     def __init__(
@@ -73,7 +74,10 @@ class ControlServer:
         socket: ControlSocket | None = None,
         epoch: str = "",
         is_gone: Callable[[HostProcess], bool] = is_gone,
+        *,
+        keep_blocks: bool = True,
     ) -> None:
+        self._keep_blocks = keep_blocks
         self._registry = registry
         self._listener = listener
         self._clock = clock
@@ -306,7 +310,7 @@ class ControlServer:
 
     def _welcome(self, engine: EngineState) -> None:
         peers = tuple(peer.address for peer in self._others(engine.info))
-        welcome = control.Welcome(peers=peers, greeting=engine.greeting)
+        welcome = control.Welcome(peers, engine.greeting, self._keep_blocks)
         self._post(engine, engine.talk.mention(welcome))
 
     def _join(self, info: EngineInfo) -> None:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from dualpath.core.blocks import BlockKey
 from dualpath.core.cluster import Role
 from dualpath.core.control import Assign, Report
 from dualpath.core.errors import BadRequestError, EngineLostError, IncompatibleError
@@ -147,7 +148,9 @@ class Dispatch:
         finally:
             self._waiting.pop(request.request_id, None)
 
-    def assign(self, engine_id: str, request_id: str, reserve_blocks: int) -> Assign:
+    def assign(
+        self, engine_id: str, request_id: str, reserve_blocks: int, keys: tuple[BlockKey, ...]
+    ) -> Assign:
         """Return the message that assigns a request to the engine it was placed on.
 
         Raises ``EngineLostError`` if the engine is gone.
@@ -161,6 +164,7 @@ class Dispatch:
             request_id=request_id,
             tokens=tokens,
             reserve_blocks=reserve_blocks,
+            keys=keys,
         )
 
     def reading(self, request_id: str, engine_id: str) -> None:

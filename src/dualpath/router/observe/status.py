@@ -61,6 +61,7 @@ def _counters(registry: Registry, metrics: RouterMetrics) -> dict[str, Any]:
         "bytes": bytes_by_path(registry),
         "snic_read_bytes": _per_engine(registry, Counter.STORAGE_READ_BYTES),
         "snic_write_bytes": _per_engine(registry, Counter.STORAGE_WRITE_BYTES),
+        "dram_hit_bytes": _per_engine(registry, Counter.DRAM_HIT_BYTES),
     }
 
 
@@ -87,6 +88,7 @@ def _engine(engine: EngineState, waits_for: str | None) -> dict[str, Any]:
         "read_queue_tokens": report.read_queue_tokens if report else 0,
         "free_hbm_tokens": report.free_hbm_tokens if report else info.hbm_tokens,
         "free_buffer_tokens": report.free_buffer_tokens if report else info.buffer_tokens,
+        "kept_buffer_tokens": report.kept_buffer_tokens if report else 0,
     }
 
 

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from dualpath.core.blocks import BlockOrigin
+from dualpath.core.blocks import BlockKey, BlockOrigin, chain_root
 from dualpath.core.control import (
     Persist,
     PrefillDone,
@@ -48,11 +48,16 @@ class AttemptSteps:
         self._send_assign(engine, 0)
         await self.synced(engine)
 
-    async def reserve(self, engine: EngineInfo, blocks: int) -> tuple[int, ...]:
-        """Let an engine count the request and grant buffer slots; return them, in block order."""
+    async def reserve(
+        self, engine: EngineInfo, blocks: int, keys: tuple[BlockKey, ...] = ()
+    ) -> Reserved:
+        """Let an engine count the request and grant buffer slots; return them, in block order.
+
+        ``keys`` name the first of the blocks: what of them the engine keeps need not be read.
+        """
         granted = self._channel.expect(Reserved, engine.engine_id)
-        self._send_assign(engine, blocks)
-        return (await granted).slots
+        self._send_assign(engine, blocks, keys)
+        return await granted
 
     async def synced(self, engine: EngineInfo) -> None:
         """Wait until an engine has taken up all it was sent, or is lost.
@@ -68,7 +73,9 @@ class AttemptSteps:
             "(engine_timeout_s); see its log, raise the limit if its machine is overloaded",
         )
 
-    async def read(self, engine: EngineInfo, run: HitRun, keys: tuple[bytes, ...]) -> ReadDone:
+    async def read(
+        self, engine: EngineInfo, run: HitRun, keys: tuple[BlockKey, ...], parent: BlockKey
+    ) -> ReadDone:
         """Return the outcome of a storage read of a run's blocks into its slots.
 
         Raises ``EngineLostError`` if the engine does not even say that its deadline has passed.
@@ -84,6 +91,7 @@ class AttemptSteps:
                 run=run,
                 keys=keys,
                 deadline_s=settings.read_deadline_s,
+                parent=parent,
             ),
         )
         limit_s = settings.read_deadline_s + settings.read_margin_s
@@ -126,9 +134,9 @@ class AttemptSteps:
         self._context.dispatch.prefill_done(self._attempt_id, engine.engine_id)
 
     def persist(
-        self, engine: EngineInfo, first_block: int, keys: tuple[bytes, ...], origin: BlockOrigin
+        self, engine: EngineInfo, hit_blocks: int, keys: tuple[BlockKey, ...], tenant: str
     ) -> None:
-        """Have the DE store the prompt's new full blocks; sent even without any.
+        """Have the DE store those of a prompt's full blocks that are new; sent even without any.
 
         The DE gives the buffer back only when it knows that nothing more is to be stored.
         """
@@ -137,9 +145,10 @@ class AttemptSteps:
             engine.engine_id,
             Persist(
                 request_id=self._attempt_id,
-                first_block=first_block,
-                keys=keys,
-                origin=origin,
+                first_block=hit_blocks,
+                keys=keys[hit_blocks:],
+                origin=BlockOrigin(keys[hit_blocks - 1] if hit_blocks else chain_root(), tenant),
+                hit_keys=keys[:hit_blocks],
             ),
         )
 
@@ -159,9 +168,13 @@ class AttemptSteps:
         if decode.engine_id in self._assigned:
             releases.release_when_safe(decode.engine_id, self._attempt_id, reason)
 
-    def _send_assign(self, engine: EngineInfo, reserve_blocks: int) -> None:
+    def _send_assign(
+        self, engine: EngineInfo, reserve_blocks: int, keys: tuple[BlockKey, ...] = ()
+    ) -> None:
         self._channel.check()
-        message = self._context.dispatch.assign(engine.engine_id, self._attempt_id, reserve_blocks)
+        message = self._context.dispatch.assign(
+            engine.engine_id, self._attempt_id, reserve_blocks, keys
+        )
         self._assigned.add(engine.engine_id)
         self._context.send(engine.engine_id, message)
 

@@ -1,22 +1,23 @@
-"""What the storage reads of one request brought, and which of it counts as hit."""
+"""Where the hits of one request lie or are read, what the reads brought, and what of it counts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from dualpath.core.runs import HitRun
+from dualpath.core.cluster import Role
+from dualpath.core.runs import BlockRun, HitRun
 
 
 class RunRead(msgspec.Struct, frozen=True):
-    """Outcome of one read: of the run ``assigned`` the head ``good`` lies in the reader's buffer.
+    """Outcome of one run: of ``assigned`` the head ``good`` lies in its side's buffer.
 
-    ``slots`` are all slots the request has there now; ``reason`` says why no more was read.
+    ``slots`` are all that the request has there after a read; ``reason`` says why no more was read.
     """
 
     assigned: HitRun
     good: HitRun
-    slots: tuple[int, ...]
-    reason: str
+    slots: tuple[int, ...] = ()
+    reason: str = ""
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -25,6 +26,68 @@ class Loaded(msgspec.Struct, frozen=True):
     hit_blocks: int
     hits: tuple[HitRun, ...]
     de_slots: tuple[int, ...]
+
+    @property
+    def shared_blocks(self) -> int:
+        """Blocks, the prompt's first, whose slots at the DE other requests may have too."""
+        kept = [run.blocks.end for run in side_of(self.hits, Role.DECODE) if run.kept]
+        return max(kept, default=0)
+
+
+def behind(runs: Iterable[HitRun], block: int) -> list[HitRun]:
+    """Return what runs have from ``block`` on, to be read: those that follow each other as one."""
+    left: list[HitRun] = []
+    for run in runs:
+        first = max(run.blocks.first, block)
+        if first < run.blocks.end:
+            _append(left, HitRun(run.side, BlockRun(first, run.blocks.end - first)))
+    return left
+
+
+def lying(runs: Iterable[HitRun], slots: Sequence[int], kept_blocks: int) -> list[HitRun]:
+    """Return runs of one side in its ``slots``, of which the first ``kept_blocks`` are kept.
+
+    A run of which a part is kept becomes two, and what is to be read without a gap becomes one.
+    """
+    placed: list[HitRun] = []
+    for run in runs:
+        own, slots = slots[: run.blocks.count], slots[run.blocks.count :]
+        kept = min(kept_blocks, len(own))
+        kept_blocks -= kept
+        first = run.blocks.first
+        for start, end, is_kept in ((0, kept, True), (kept, len(own), False)):
+            if start < end:
+                part = BlockRun(first + start, end - start)
+                _append(placed, HitRun(run.side, part, tuple(own[start:end]), kept=is_kept))
+    return placed
+
+
+def split_at(runs: Iterable[HitRun], blocks: int) -> tuple[list[HitRun], list[HitRun]]:
+    """Return the runs of the first ``blocks`` blocks of all ``runs``, and of the others."""
+    head: list[HitRun] = []
+    tail: list[HitRun] = []
+    for run in runs:
+        own = run.head(blocks)
+        if own.blocks:
+            head.append(own)
+        tail += behind([run], own.blocks.end)
+        blocks -= own.blocks.count
+    return head, tail
+
+
+def side_of(runs: Iterable[HitRun], side: Role) -> list[HitRun]:
+    """Return the runs of one side."""
+    return [run for run in runs if run.side is side]
+
+
+def _append(runs: list[HitRun], run: HitRun) -> None:
+    last = runs[-1] if runs else None
+    follows = last is not None and last.blocks.end == run.blocks.first
+    if last is None or not follows or (last.side, last.kept) != (run.side, run.kept):
+        runs.append(run)
+        return
+    blocks = BlockRun(last.blocks.first, last.blocks.count + run.blocks.count)
+    runs[-1] = HitRun(run.side, blocks, last.slots + run.slots, kept=run.kept)
 
 
 def good_runs(outcomes: Sequence[RunRead]) -> tuple[tuple[HitRun, ...], int, str | None]:

@@ -4,28 +4,26 @@ Everything an attempt has taken (buffer slots, its place with the scheduler, mod
 back when it ends, however it ends; ``request_life`` decides whether there is another attempt.
 """
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from dualpath.core.blocks import BlockOrigin, chain_root, holding_blocks, most_hit_blocks
-from dualpath.core.cluster import Role
+from dualpath.core.blocks import holding_blocks, most_hit_blocks
 from dualpath.core.control import KvInHbm, PrefillDone
 from dualpath.core.errors import EngineLostError
-from dualpath.core.request import Request
-from dualpath.core.runs import HitRun
+from dualpath.core.request import KeptPrefix, Request
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.policy.events import Assignment
 from dualpath.router.context import RouterContext
 from dualpath.router.control.engine_calls import Job, TokenEvent
-from dualpath.router.control.exchange import AttemptChannel, gather_or_cancel, run_until_broken
+from dualpath.router.control.exchange import AttemptChannel, run_until_broken
 from dualpath.router.control.registry import EngineInfo
 from dualpath.router.observe.tracing import RequestTrace
 from dualpath.router.requests.attempt_steps import AttemptSteps
 from dualpath.router.requests.hit_account import GONE, NOT_CACHEABLE, Found
-from dualpath.router.requests.hits import Loaded, RunRead, good_runs
+from dualpath.router.requests.hits import Loaded, good_runs
+from dualpath.router.requests.loading import Loading
 from dualpath.router.requests.look_up import look_up
 from dualpath.router.requests.records import RequestRecord, Stage
 
@@ -35,7 +33,10 @@ _GIVEN_UP = ("abort", "error")
 
 
 class Attempt:
-    """Runs ``job`` once under the name ``attempt_id``; tokens go to ``emit``."""
+    """Runs ``job`` once under the name ``attempt_id``; tokens go to ``emit``.
+
+    ``kept`` False: its hits are read from storage, whatever buffers keep.
+    """
 
     def __init__(
         self,
@@ -46,8 +47,11 @@ class Attempt:
         record: RequestRecord,
         emit: Callable[[TokenEvent], None],
         trace: RequestTrace | None = None,
+        *,
+        kept: bool = True,
     ) -> None:
         self.attempt_id = attempt_id
+        self._kept = kept and context.settings.dram_tier
         self.placed = False
         #: The engines it was placed on; a failure may be theirs.
         self.engines: tuple[EngineInfo, ...] = ()
@@ -118,6 +122,7 @@ class Attempt:
             hit_tokens=stored_blocks * self._context.block_tokens,
             max_new_tokens=self._job.max_new_tokens,
             arrival_seq=self._arrival_seq,
+            kept=self._kept_prefixes(stored_blocks),
         )
         with self._record.stage(Stage.QUEUE):
             self._assignment: Assignment = await self._context.dispatch.place(request)
@@ -126,68 +131,29 @@ class Attempt:
         self.engines = self._prefill_engine, self._decode_engine
         self.placed = True
 
+    def _kept_prefixes(self, stored_blocks: int) -> tuple[KeptPrefix, ...]:
+        mode = self._context.registry.mode
+        if not self._kept or mode is None:
+            return ()
+        return self._context.kept.prefixes(self._job.keys[:stored_blocks], mode)
+
     async def _load(self, stored_blocks: int) -> Loaded:
         if not self._context.moves_bytes:
             await self._steps.assign(self._decode_engine)
             await self._steps.assign(self._prefill_engine)
             return Loaded(hit_blocks=stored_blocks, hits=(), de_slots=())
         prompt_blocks = holding_blocks(self._job.prompt_tokens, self._context.block_tokens)
-        runs = self._assignment.reads
-        # A PE that gets no slots need not wait for what the DE grants and reads.
-        assigning = asyncio.ensure_future(self._assign_idle_reader(runs))
-        loading = asyncio.ensure_future(self._reserve_and_read(prompt_blocks, runs))
-        await gather_or_cancel(loading, assigning)
-        de_slots, outcomes = loading.result()
+        engines = self._prefill_engine, self._decode_engine
+        loading = Loading(
+            self._context, self._steps, self._record, self._job.keys, *engines, kept=self._kept
+        )
+        brought = await loading.load(self._assignment.reads, prompt_blocks)
         self._context.dispatch.read_done(self.attempt_id)
-        for outcome in outcomes:
-            if outcome.assigned.side is Role.DECODE:
-                de_slots = outcome.slots  # A deadline may have replaced slots.
-        hits, hit_blocks, short = good_runs(outcomes)
+        hits, hit_blocks, short = good_runs(brought.outcomes)
         if short is not None:
             self._short_reason = short
             self._recompute(stored_blocks - hit_blocks, short)
-        return Loaded(hit_blocks=hit_blocks, hits=hits, de_slots=de_slots)
-
-    async def _reserve(self, engine: EngineInfo, blocks: int) -> tuple[int, ...]:
-        with self._record.stage(Stage.BUFFER_WAIT, engine.engine_id):
-            return await self._steps.reserve(engine, blocks)
-
-    async def _reserve_and_read(
-        self, prompt_blocks: int, runs: Sequence[HitRun]
-    ) -> tuple[tuple[int, ...], list[RunRead]]:
-        """Return the DE's slots and what was read.
-
-        DE first, always: what holds PE slots waits for nobody, so nothing can deadlock.
-        """
-        de_slots = await self._reserve(self._decode_engine, prompt_blocks)
-        return de_slots, await gather_or_cancel(*(self._read(run, de_slots) for run in runs))
-
-    async def _assign_idle_reader(self, runs: Sequence[HitRun]) -> None:
-        """Assign the request to its PE if the PE has nothing to read for it."""
-        if not any(run.side is Role.PREFILL for run in runs):
-            await self._steps.assign(self._prefill_engine)
-
-    async def _read(self, run: HitRun, de_slots: tuple[int, ...]) -> RunRead:
-        """Read a run of hits on its side, as much of it as that side's buffer can hold."""
-        if run.side is Role.DECODE:
-            engine = self._decode_engine
-            reserved = run.lying_in(de_slots[run.blocks.first : run.blocks.end])
-        else:
-            engine = self._prefill_engine
-            fitting = run.head(engine.buffer_tokens // self._context.block_tokens)
-            if not fitting.blocks:
-                await self._steps.assign(engine)
-                return RunRead(run, fitting, (), "buffer-too-small")
-            reserved = fitting.lying_in(await self._reserve(engine, fitting.blocks.count))
-        keys = self._job.keys[reserved.blocks.first : reserved.blocks.end]
-        start_s = self._context.clock()
-        with self._record.stage(Stage.READ, engine.engine_id):
-            done = await self._steps.read(engine, reserved, keys)
-        read_s = start_s + done.queue_s
-        self._record.add(Stage.READ_QUEUE, start_s, engine.engine_id, read_s)
-        self._record.add(Stage.STORAGE_READ, read_s, engine.engine_id, read_s + done.read_s)
-        good = reserved.head(done.good_blocks)
-        return RunRead(run, good, done.slots, done.reason or "buffer-too-small")
+        return Loaded(hit_blocks=hit_blocks, hits=hits, de_slots=brought.de_slots)
 
     def _recompute(self, blocks: int, reason: str) -> None:
         tokens = blocks * self._context.block_tokens
@@ -210,6 +176,7 @@ class Attempt:
             decode_engine=self._decode_engine.engine_id,
             decode_epoch=self._decode_engine.epoch,
             de_slots=loaded.de_slots,
+            shared_blocks=loaded.shared_blocks,
         )
         if loaded.de_slots:
             holder = self._decode_engine.engine_id
@@ -272,11 +239,8 @@ class Attempt:
 
     def _persist(self, loaded: Loaded) -> None:
         keys, engine = self._job.keys, self._decode_engine
-        new_keys = keys[loaded.hit_blocks :]
-        parent = keys[loaded.hit_blocks - 1] if loaded.hit_blocks else chain_root()
-        origin = BlockOrigin(parent, self._job.tenant)
-        self._steps.persist(engine, loaded.hit_blocks, new_keys, origin)
-        self._context.writers.note(new_keys or keys[-1:], engine.engine_id)
+        self._steps.persist(engine, loaded.hit_blocks, keys, self._job.tenant)
+        self._context.writers.note(keys[loaded.hit_blocks :] or keys[-1:], engine.engine_id)
 
     async def _decode(self, loaded: Loaded, first: TokenEvent) -> None:
         self._channel.check()

@@ -132,7 +132,15 @@ class RequestLife:
         # Engines never see two attempts under one name: a late answer cannot be mistaken.
         attempt_id = job.request_id if number == 1 else f"{job.request_id}.{number}"
         self._attempt = Attempt(
-            self._context, job, attempt_id, self._arrival_seq, self.record, self._emit, self._trace
+            self._context,
+            job,
+            attempt_id,
+            self._arrival_seq,
+            self.record,
+            self._emit,
+            self._trace,
+            # Whatever failed, it is not tried again with what was shared.
+            kept=number == 1,
         )
         try:
             await self._attempt.run()

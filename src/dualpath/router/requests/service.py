@@ -11,7 +11,7 @@ from typing import Any
 
 from dualpath.core.addresses import Writer
 from dualpath.core.cluster import HostProcess
-from dualpath.core.control import EngineMessage, Released, Report
+from dualpath.core.control import EngineMessage, Kept, Released, Report
 from dualpath.core.errors import (
     BadRequestError,
     DrainingError,
@@ -73,6 +73,7 @@ class RouterService:
             control_socket,
             epoch,
             is_gone,
+            keep_blocks=self.settings.dram_tier,
         )
         self.metrics = RouterMetrics(self.registry, self.server.refusals, clock)
         self.context = RouterContext(
@@ -233,6 +234,8 @@ class RouterService:
             self.context.dispatch.report(info.engine_id, message)
         elif isinstance(message, Released):
             self.context.releases.writer_done(message.request_id, info.writer)
+        elif isinstance(message, Kept):
+            self.context.kept.heard(info.engine_id, message)
         else:
             self.context.exchange.deliver(info.engine_id, message)
 

@@ -2,9 +2,9 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from dualpath.core.blocks import StoreNamespace
+from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.errors import DualPathError
 from dualpath.engine.buffer import BUFFER_REGION, STAGING_REGION
@@ -201,6 +201,13 @@ class SimEngine:
 
         plane.hbm.take = noted_take  # type: ignore[method-assign]
 
+    def kept(self) -> Iterator[tuple[BlockKey, bytes]]:
+        """Yield what its buffer keeps for requests to come."""
+        if self.plane is not None and self.process.alive:
+            buffer = self.plane.manager.buffer
+            for slot, key in buffer._pool.kept.items():
+                yield key, bytes(buffer.view(slot))
+
     def left_over(self) -> list[str]:
         """Return what it still holds though nobody is served."""
         if self.plane is None:
@@ -223,6 +230,9 @@ class SimEngine:
 
 
 def _slot_owner(pool: SlotPool, slot: int) -> str | None:
+    """Return whose bytes may arrive in a slot: nobody's where its block is whole."""
+    if slot in pool.kept:
+        return None
     for held in (pool._leases, pool._quarantine):
         for request_id, slots in held.items():
             if slot in slots:

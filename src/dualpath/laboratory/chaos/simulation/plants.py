@@ -17,6 +17,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.sessions import Conversation
 from dualpath.engine.active_requests import ActiveRequests
 from dualpath.engine.buffer import BlockBuffer
+from dualpath.engine.kept_blocks import KeptBlocks
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.engine.read_queue import ReadQueue
 from dualpath.engine.slots import SlotPool
@@ -82,6 +83,9 @@ def _any_lease(self: BlockBuffer, request_id: str, slots: Sequence[int]) -> bool
     return True
 
 
+#: An attribute that is true whatever it is set to.
+_ALWAYS = property(lambda self: True, lambda self, value: None)
+
 #: By name, in the order of the reference.
 PLANTS: dict[str, Plant] = {
     "no-resend": Plant(
@@ -145,7 +149,7 @@ PLANTS: dict[str, Plant] = {
         lambda: mock.patch.multiple(
             BlockBuffer,
             pin=lambda self, slots: None,
-            pin_held=lambda self, request_id, slot: self._pool.is_leased_to(request_id, slot),
+            pin_to_write=lambda self, request_id, slot: self._pool.may_write(request_id, slot),
             unpin=lambda self, slots: None,
         ),
     ),
@@ -160,6 +164,14 @@ PLANTS: dict[str, Plant] = {
     "slots-unchecked": Plant(
         "a DE does not check that a request still has the slots it is to decode from",
         _instead(BlockBuffer, "pin_lease", _any_lease),
+    ),
+    "keys-ignored": Plant(
+        "a request is granted kept blocks without a look at their keys",
+        _instead(KeptBlocks, "head", lambda self, keys: list(self._blocks)[: len(keys)]),
+    ),
+    "whole-once-read": Plant(
+        "a DE keeps what it has read at once, though the PE may compute it again",
+        lambda: mock.patch.object(ReadQueue, "_keeps", _ALWAYS, create=True),
     ),
     "checksum-ignored": Plant(
         "a stored block's checksum is not compared",

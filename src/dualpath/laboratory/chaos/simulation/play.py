@@ -5,9 +5,9 @@
   run no request may end with an error, but where a transfer hangs for longer than anybody waits:
   without another pair of engines requests then fail, with an error that says so.
 * No byte arrives in memory that belongs to somebody else.
-* No token is wrong, and no stored block.
+* No token is wrong, no stored block, and none that a buffer keeps.
 * Once the faults are over everything comes to rest: no request, slot, block of HBM, transfer or
-  call is left.
+  call is left; slots that keep blocks are free.
 """
 
 import gc
@@ -176,7 +176,7 @@ class _Run:
         self._rest()
         for asked in clients.asked:
             self._check(asked)
-        self._check_stored()
+        self._check_blocks()
         return Outcome(
             seed=world.seed,
             digest=world.digest(),
@@ -200,8 +200,8 @@ class _Run:
         for what in left_over:
             world.problem(f"left over: {what}")
 
-    def _check_stored(self) -> None:
-        """Compare stored blocks with what they have to be, but for those that rot visibly."""
+    def _check_blocks(self) -> None:
+        """Compare stored and kept blocks with what they have to be; some may rot visibly."""
         right: dict[BlockKey, bytes] = {}
         kv = KvFunction(self.cluster.settings.geometry)
         for asked in self.clients.asked:
@@ -212,6 +212,11 @@ class _Run:
                 rots = storage._form.defect(key, header, sections) is not None
                 if not rots and right.get(key) != payload:
                     self.world.problem(f"stored block {key.hex()[:8]} is wrong")
+
+        for engine in self.cluster.engines.values():
+            for key, payload in engine.kept():
+                if right.get(key) != payload:
+                    self.world.problem(f"{engine.name} keeps a wrong block {key.hex()[:8]}")
 
     def _check(self, asked: Asked) -> None:
         took_s = (asked.ended_s or self.world.now_s) - asked.asked_s

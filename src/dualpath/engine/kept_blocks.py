@@ -1,0 +1,171 @@
+"""Blocks that lie whole in slots of a DRAM buffer, and in which order they give way.
+
+A hit begins with a prompt's first block, so of a chain the tail gives way before its head: of the
+blocks that no other one here follows, the least recently used.  A block counts as used when the
+blocks behind it are, which the order of leaving makes true: it is the last one's turn only when
+all behind it are gone, and then at the latest time of them all.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+from dualpath.core.blocks import BlockKey
+
+#: The heap is made anew when it has so many entries for each block that rests, and some more.
+_MOST_STALE = 4
+_SPARE = 64
+
+
+class _Block:
+    def __init__(self, key: BlockKey, parent: BlockKey) -> None:
+        self.key = key
+        self.parent = parent
+        self.used = 0
+        self.rests = False
+
+
+class KeptBlocks:
+    """Whole blocks by slot and key, a key once; owned by one ``SlotPool``.
+
+    A block *rests* while nobody holds its slot: then it may be evicted.  ``telling`` says whether
+    ``news`` are wanted; they are kept only then.
+    """
+
+    def __init__(self) -> None:
+        self.resting = 0
+        self.evicted = 0
+        self._blocks: dict[int, _Block] = {}
+        self._slots: dict[BlockKey, int] = {}
+        #: How many blocks here follow a key, which itself need not be here.
+        self._followers: dict[BlockKey, int] = {}
+        self._uses = 0
+        #: (last use, slot) of resting blocks that nothing follows; of others it has stale entries.
+        self._leaving: list[tuple[int, int]] = []
+        self._telling = False
+        self._changed: dict[BlockKey, None] = {}
+
+    def __len__(self) -> int:
+        """All of them, resting or not."""
+        return len(self._blocks)
+
+    def __contains__(self, slot: int) -> bool:
+        """Whether a slot holds a whole block."""
+        return slot in self._blocks
+
+    def items(self) -> list[tuple[int, BlockKey]]:
+        """Return slots with the keys of their blocks."""
+        return [(slot, block.key) for slot, block in self._blocks.items()]
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether a block is here."""
+        return key in self._slots
+
+    def head(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Return the slots of the blocks at the head of ``keys`` that are here."""
+        slots = []
+        for key in keys:
+            if (slot := self._slots.get(key)) is None:
+                break
+            slots.append(slot)
+        return slots
+
+    def add(self, slot: int, key: BlockKey, parent: BlockKey) -> bool:
+        """A slot that somebody holds has a whole block; False if that block is here already.
+
+        ``parent`` is the key before it, empty where that is not known.
+        """
+        if key in self._slots:
+            return False
+        self._blocks[slot] = _Block(key, parent)
+        self._slots[key] = slot
+        self._followers[parent] = self._followers.get(parent, 0) + 1
+        self._note(key)
+        return True
+
+    def rest(self, slot: int) -> None:
+        """Nobody holds the slot any more: its block was used until now, and may go."""
+        block = self._blocks[slot]
+        self._uses += 1
+        self.resting += not block.rests
+        block.used, block.rests = self._uses, True
+        self._let_leave(slot, block)
+
+    def wake(self, slot: int) -> bool:
+        """Somebody holds the slot; return whether its block has rested."""
+        block = self._blocks[slot]
+        rested, block.rests = block.rests, False
+        self.resting -= rested
+        return rested
+
+    def rests(self, slot: int) -> bool:
+        """Whether a slot's block may be evicted."""
+        return self._blocks[slot].rests
+
+    def evict(self) -> int:
+        """Let the block go whose turn it is; return its slot.  At least one has to rest."""
+        slot = self._next()
+        block = self._blocks[slot]
+        self.evicted += 1
+        self.resting -= 1
+        self._forget(slot, block)
+        parent_slot = self._slots.get(block.parent)
+        if parent_slot is not None:
+            parent = self._blocks[parent_slot]
+            parent.used = max(parent.used, block.used)
+            self._let_leave(parent_slot, parent)
+        return slot
+
+    def clear(self) -> list[int]:
+        """Let all go that rest; return their slots."""
+        return [self.evict() for _ in range(self.resting)]
+
+    def tell(self, *, begin: bool) -> None:
+        """Begin to note news, all that is here first; or end it."""
+        self._telling = begin
+        self._changed = dict.fromkeys(self._slots) if begin else {}
+
+    def news(self, limit: int) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Return up to ``limit`` keys whose blocks have come or gone since last told."""
+        told = [key for key, _ in zip(self._changed, range(limit), strict=False)]
+        for key in told:
+            del self._changed[key]
+        return [k for k in told if k in self._slots], [k for k in told if k not in self._slots]
+
+    def _next(self) -> int:
+        while self._leaving:
+            used, slot = heapq.heappop(self._leaving)
+            block = self._blocks.get(slot)
+            if block is not None and block.used == used and self._may_leave(block):
+                return slot
+        # All that rest are followed by blocks that others hold: rare, as those hold these as well.
+        return min((b.used, slot) for slot, b in self._blocks.items() if b.rests)[1]
+
+    def _may_leave(self, block: _Block) -> bool:
+        return block.rests and block.key not in self._followers
+
+    def _let_leave(self, slot: int, block: _Block) -> None:
+        if self._may_leave(block):
+            heapq.heappush(self._leaving, (block.used, slot))
+            if len(self._leaving) > _MOST_STALE * self.resting + _SPARE:
+                self._leaving = [(b.used, s) for s, b in self._blocks.items() if self._may_leave(b)]
+                heapq.heapify(self._leaving)
+
+    def _forget(self, slot: int, block: _Block) -> None:
+        del self._blocks[slot], self._slots[block.key]
+        left = self._followers[block.parent] - 1
+        if left:
+            self._followers[block.parent] = left
+        else:
+            del self._followers[block.parent]
+        self._note(block.key)
+
+    def _note(self, key: BlockKey) -> None:
+        if self._telling:
+            self._changed[key] = None
+
+
+def with_parents(keys: Iterable[BlockKey], parent: BlockKey) -> Iterable[tuple[BlockKey, BlockKey]]:
+    """Return consecutive keys, each with the one before it; ``parent`` is the first one's."""
+    for key in keys:
+        yield key, parent
+        parent = key

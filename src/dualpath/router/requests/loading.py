@@ -1,0 +1,139 @@
+"""How the hits of one attempt get into DRAM: slots, what they keep already, reads of the rest.
+
+What an engine keeps is known when it has granted its slots; the assignment was made with what was
+heard of it.  So the DE says first what of the prompt's head it keeps, and the runs of the
+assignment hold behind that; then the PE, of the blocks that fall to it.  The rest is read on the
+side that it was assigned to.
+
+Slots that keep blocks are shared and must not be written to.  At a DE they are the prompt's first
+ones and only these: no run before them can turn out short, upon which the PE would compute what
+follows anew and write it there.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from dualpath.core.blocks import BlockKey, chain_root
+from dualpath.core.cluster import Role
+from dualpath.core.control import Reserved
+from dualpath.core.runs import BlockRun, HitRun
+from dualpath.router.context import RouterContext
+from dualpath.router.control.exchange import gather_or_cancel
+from dualpath.router.control.kept_blocks import serves
+from dualpath.router.control.registry import EngineInfo
+from dualpath.router.requests.attempt_steps import AttemptSteps
+from dualpath.router.requests.hits import RunRead, behind, lying, side_of, split_at
+from dualpath.router.requests.records import RequestRecord, Stage
+
+
+class Brought(msgspec.Struct, frozen=True):
+    """What became of every run of hits, in block order, and the DE's slots of the prompt."""
+
+    de_slots: tuple[int, ...]
+    outcomes: tuple[RunRead, ...]
+
+
+class Loading:
+    """Of one attempt on ``prefill`` and ``decode``; ``keys`` are the prompt's.
+
+    ``kept`` False: nothing is taken from what buffers keep.
+    """
+
+    def __init__(
+        self,
+        context: RouterContext,
+        steps: AttemptSteps,
+        record: RequestRecord,
+        keys: tuple[BlockKey, ...],
+        prefill: EngineInfo,
+        decode: EngineInfo,
+        *,
+        kept: bool,
+    ) -> None:
+        self._context = context
+        self._steps = steps
+        self._record = record
+        self._keys = keys
+        self._prefill = prefill
+        self._decode = decode
+        self._kept = kept
+
+    async def load(self, runs: Sequence[HitRun], prompt_blocks: int) -> Brought:
+        """Reserve, and read what is not there; ``runs`` are the assignment's.
+
+        DE first, always: what holds PE slots waits for nobody, so nothing can deadlock.
+        """
+        # A PE that gets no slots need not wait for what the DE grants and reads.
+        idle = not side_of(runs, Role.PREFILL)
+        _, brought = await gather_or_cancel(
+            self._assign_idle(idle), self._reserve_and_read(runs, prompt_blocks, idle)
+        )
+        assert brought is not None
+        return brought
+
+    async def _assign_idle(self, idle: bool) -> None:
+        if idle:
+            await self._steps.assign(self._prefill)
+
+    async def _reserve_and_read(
+        self, runs: Sequence[HitRun], prompt_blocks: int, idle: bool
+    ) -> Brought:
+        hit_blocks = runs[-1].blocks.end if runs else 0
+        hit_run = BlockRun(0, hit_blocks)
+        granted = await self._reserve(self._decode, prompt_blocks, [hit_run])
+        slots, kept = granted.slots, min(granted.kept_blocks, hit_blocks)
+        head = HitRun(Role.DECODE, BlockRun(0, kept), slots[:kept], kept=True)
+        rest = behind(runs, kept)
+        at_decode = [
+            run.lying_in(slots[run.blocks.first : run.blocks.end])
+            for run in side_of(rest, Role.DECODE)
+        ]
+        both = await gather_or_cancel(
+            self._read_all(self._decode, [head, *at_decode] if kept else at_decode),
+            self._at_prefill(side_of(rest, Role.PREFILL), idle),
+        )
+        for outcome in both[0]:
+            slots = outcome.slots or slots  # A deadline may have replaced slots.
+        outcomes = sorted(both[0] + both[1], key=lambda one: one.assigned.blocks.first)
+        return Brought(slots, tuple(outcomes))
+
+    async def _at_prefill(self, runs: list[HitRun], idle: bool) -> list[RunRead]:
+        """Load runs into the PE's buffer, as many blocks of them as it can hold."""
+        engine = self._prefill
+        most = engine.buffer_tokens // self._context.block_tokens
+        fitting, cut = split_at(runs, most)
+        short = [RunRead(run, run.head(0), (), "buffer-too-small") for run in cut]
+        if not fitting:
+            if not idle:
+                await self._steps.assign(engine)
+            return short
+        count = sum(run.blocks.count for run in fitting)
+        granted = await self._reserve(engine, count, [run.blocks for run in fitting])
+        placed = lying(fitting, granted.slots, granted.kept_blocks)
+        return await self._read_all(engine, placed) + short
+
+    async def _reserve(
+        self, engine: EngineInfo, count: int, blocks: Sequence[BlockRun]
+    ) -> Reserved:
+        mode = self._context.registry.mode
+        wanted = self._kept and mode is not None and serves(engine.role, mode)
+        keys = [key for run in blocks for key in self._keys[run.first : run.end]]
+        with self._record.stage(Stage.BUFFER_WAIT, engine.engine_id):
+            return await self._steps.reserve(engine, count, tuple(keys) if wanted else ())
+
+    async def _read_all(self, engine: EngineInfo, runs: Sequence[HitRun]) -> list[RunRead]:
+        """Return what became of runs that lie in an engine's slots, one after the other."""
+        return [RunRead(run, run) if run.kept else await self._read(engine, run) for run in runs]
+
+    async def _read(self, engine: EngineInfo, run: HitRun) -> RunRead:
+        first = run.blocks.first
+        parent = self._keys[first - 1] if first else chain_root()
+        start_s = self._context.clock()
+        with self._record.stage(Stage.READ, engine.engine_id):
+            done = await self._steps.read(engine, run, self._keys[first : run.blocks.end], parent)
+        read_s = start_s + done.queue_s
+        self._record.add(Stage.READ_QUEUE, start_s, engine.engine_id, read_s)
+        self._record.add(Stage.STORAGE_READ, read_s, engine.engine_id, read_s + done.read_s)
+        good = run.head(done.good_blocks)
+        return RunRead(run, good, done.slots, done.reason or "buffer-too-small")

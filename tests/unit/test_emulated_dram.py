@@ -1,0 +1,142 @@
+"""Blocks stay in the engines' buffers: what follows is served from there, every byte right."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tests.emulated_cluster import GEOMETRY, GUARD_S, Cluster, cluster
+
+from dualpath.core.cluster import Role
+from dualpath.core.control import Welcome
+from dualpath.core.modes import Mode
+from dualpath.engine.counters import Counter
+from dualpath.router.settings import RouterSettings
+
+PROMPT = list(range(1, 38))
+#: Of the second turn: 37 and 8 tokens of the first fill 11 blocks of 4.
+HIT_BLOCKS = 11
+
+
+def total(made: Cluster, counter: Counter) -> float:
+    managers = [engine.plane.manager for engine in made.engines.values()]
+    return sum(manager.report().counters[counter.value] for manager in managers)
+
+
+async def heard(made: Cluster) -> None:
+    """Wait until the router knows all that is kept."""
+
+    def said() -> bool:
+        pools = [e.plane.manager.buffer._pool for e in made.engines.values()]
+        return not any(pool.kept._changed for pool in pools)
+
+    await made.arrivals.until(said, GUARD_S)
+
+
+async def two_turns(made: Cluster, salt: str = "one") -> tuple[list[int], list[int], int]:
+    first, _ = await made.ask(PROMPT, 9, cache_salt=salt)
+    await made.stored()
+    second, hits = await made.ask([*PROMPT, *first, 7, 8], 5, cache_salt=salt)
+    await made.stored()
+    await made.idle()
+    return first, second, hits
+
+
+@pytest.mark.parametrize("mode", [Mode.DUALPATH, Mode.SPLIT, Mode.ROUND_ROBIN])
+async def test_a_turn_takes_all_of_its_hits_from_where_the_last_one_left_them(mode: Mode) -> None:
+    async with cluster(
+        f"memory://dram-off-{mode}", mode, router=RouterSettings(dram_tier=False)
+    ) as made:
+        plain = await two_turns(made)
+        assert total(made, Counter.STORAGE_READ_BYTES) == HIT_BLOCKS * GEOMETRY.full_block_bytes
+        assert total(made, Counter.DRAM_HIT_BLOCKS) == 0
+    async with cluster(f"memory://dram-on-{mode}", mode) as made:
+        assert await two_turns(made) == plain
+        assert plain[2] == HIT_BLOCKS * GEOMETRY.block_tokens
+        assert total(made, Counter.STORAGE_READ_BYTES) == 0
+        assert total(made, Counter.DRAM_HIT_BLOCKS) == HIT_BLOCKS
+        assert made.counts(1) == 0
+        assert made.service.metrics.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("mode", [Mode.BASIC, Mode.LAYERWISE])
+async def test_where_a_de_reads_nothing_only_the_pe_serves_what_it_has_read(mode: Mode) -> None:
+    async with cluster(f"memory://dram-pe-{mode}", mode) as made:
+        first, second, _ = await two_turns(made)
+        read_bytes = total(made, Counter.STORAGE_READ_BYTES)
+        assert read_bytes == HIT_BLOCKS * GEOMETRY.full_block_bytes
+        again, _ = await made.ask([*PROMPT, *first, 7, 8], 5, cache_salt="one")
+        assert again == second
+        assert total(made, Counter.STORAGE_READ_BYTES) == read_bytes
+        assert total(made, Counter.DRAM_HIT_BLOCKS) == HIT_BLOCKS
+        await made.idle()
+        assert made.counts(1) == 0
+
+
+async def test_tenants_share_nothing() -> None:
+    async with cluster("memory://dram-tenants", Mode.DUALPATH) as made:
+        one = await two_turns(made)
+        hits = total(made, Counter.DRAM_HIT_BLOCKS)
+        other, found = await made.ask(PROMPT, 9, cache_salt="other")
+        assert (other, found) == (one[0], 0)
+        assert total(made, Counter.DRAM_HIT_BLOCKS) == hits
+
+
+async def test_agents_in_a_buffer_that_holds_two_of_them_push_each_other_out() -> None:
+    blocks = 30
+    async with cluster(
+        "memory://dram-small",
+        Mode.DUALPATH,
+        buffer_bytes=blocks * GEOMETRY.full_block_bytes,
+    ) as made:
+        prompts = [[agent, *PROMPT] for agent in range(1, 6)]
+        for _ in range(3):
+            answers = await asyncio.gather(*(made.ask(prompt, 9) for prompt in prompts))
+            await made.stored()
+            prompts = [[*p, *tokens] for p, (tokens, _) in zip(prompts, answers, strict=True)]
+        await made.idle()
+        assert made.counts(1) == 0
+        assert total(made, Counter.DRAM_EVICTED_BLOCKS) > 0
+        assert made.service.metrics.retries == 0
+        for engine in made.engines.values():
+            report = engine.plane.manager.report()
+            assert report.kept_buffer_tokens <= blocks * GEOMETRY.block_tokens
+
+
+async def test_wrong_bytes_in_a_kept_slot_are_found_where_they_are_compared() -> None:
+    async with cluster("memory://dram-rot", Mode.DUALPATH) as made:
+        first, _ = await made.ask(PROMPT, 9)
+        await made.stored()
+        await made.idle()
+        buffer = made.engines["decode-0"].plane.manager.buffer
+        for slot, _ in buffer._pool.kept.items():
+            buffer.view(slot)[:8] = bytes(8)
+        status, body = await made.post([*PROMPT, *first], 5)
+        assert status != 200
+        assert "is wrong in" in body["error"]["message"]
+
+
+async def test_a_router_that_comes_new_hears_of_all_that_is_kept(tmp_path: Path) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH) as made:
+        await two_turns(made)
+        await heard(made)
+        keys = made.service.context.kept._engines["decode-0"].keys
+        before = set(keys)
+        assert len(before) > HIT_BLOCKS
+        manager = made.engines["decode-0"].plane.manager
+        manager.end_session("the router is gone")
+        keys.clear()
+        manager.handle(Welcome(peers=()))
+        await heard(made)
+        assert made.service.context.kept._engines["decode-0"].keys == before
+
+
+async def test_a_router_that_wants_nothing_kept_gets_an_empty_buffer(tmp_path: Path) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH) as made:
+        await two_turns(made)
+        manager = made.engines["decode-0"].plane.manager
+        assert manager.report().kept_buffer_tokens > 0
+        manager.end_session("the router is gone")
+        manager.handle(Welcome(peers=(), keep_blocks=False))
+        assert manager.report().kept_buffer_tokens == 0
+        assert manager.buffer.free == manager.buffer.capacity
+        assert manager.settings.role is Role.DECODE
