@@ -84,7 +84,9 @@ class EngineCluster:
         listener = bind_listen_socket(args)
         config = make_engine_config(args)
         calls = GenerateClient(config.model_config.max_logprobs)
-        router = RouterSettings(mode=self.settings.mode, engine_wait_s=START_S)
+        router = RouterSettings(
+            mode=self.settings.mode, engine_wait_s=START_S, dram_tier=self.settings.dram_tier
+        )
         self.service = RouterService(router, calls, adapter_paths=adapter_paths(args))
         await self.service.start()
         self.control_port = int(self.service.control_address.rpartition(":")[2])
@@ -252,7 +254,10 @@ class EngineCluster:
 
 
 def tiny_cluster_settings(model: Path, storage: Path, **changes: Any) -> LocalClusterSettings:
-    """Settings of a cluster of float32 engines whose quota cuts prompts after 256 tokens."""
+    """Settings of a cluster of float32 engines whose quota cuts prompts after 256 tokens.
+
+    Every hit is read from storage: that is what most stories are about.
+    """
     settings = LocalClusterSettings(
         model=str(model),
         storage=str(storage),
@@ -264,5 +269,6 @@ def tiny_cluster_settings(model: Path, storage: Path, **changes: Any) -> LocalCl
         compute_quota_s=0.3,
         quota_flops_per_s=1e9,
         served_model_names=(NAME,),
+        dram_tier=False,
     )
     return msgspec.structs.replace(settings, **changes)
