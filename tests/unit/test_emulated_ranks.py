@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import functools
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +12,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import pytest
+from tests import emulated_cluster
 from tests.emulated_cluster import GEOMETRY, GUARD_S, Cluster, cluster, engine_settings
 
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.errors import ConfigError, EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.engine.layer_stream import LayerStream
@@ -172,6 +175,22 @@ async def test_hbm_that_another_rank_may_still_write_goes_to_nobody(tmp_path: Pa
         assert plane.hbm.free_tokens == plane.manager.hbm_tokens - plane.geometry.block_tokens
         plane._hear(1, LetGo((block,)))
         await made.idle()
+
+
+async def test_every_rank_is_the_process_that_its_surroundings_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A simulation has processes of its own; the router is told of those."""
+    numbers = itertools.count(100)
+    monkeypatch.setattr(
+        emulated_cluster,
+        "Surroundings",
+        functools.partial(Surroundings, this_process=lambda: HostProcess("sim", next(numbers))),
+    )
+    async with cluster(tmp_path, Mode.DUALPATH, prefill_tp=2, kv_heads=2) as made:
+        address = made.service.registry.alive(Role.PREFILL)[0].address
+        assert {p.host for p in (address.process, *address.process.ranks)} == {"sim"}
+        assert len(address.process.ranks) == 1
 
 
 async def test_an_engine_that_loses_a_rank_says_so_and_ends(tmp_path: Path) -> None:

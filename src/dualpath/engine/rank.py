@@ -3,6 +3,7 @@
 The leader's traffic manager stands on one; a follower is little more.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from dualpath.core.addresses import AgentAddress, EngineAddress
@@ -37,10 +38,12 @@ class RankPlace(NamedTuple):
     """Whom a rank works with, and which of those that hold the same bytes it is.
 
     Ranks hold the same where there are fewer KV heads than ranks, or where KV is latent.
+    ``this_process`` names the process that the rank is.
     """
 
     group: RankGroup = ONE_RANK
     replica: Replica = ONLY
+    this_process: Callable[[], HostProcess] = this_process
 
 
 #: The place of an engine's only rank.
@@ -106,7 +109,7 @@ class Rank:
             self._nobody_knows if self.group.rank else lambda: None,
         )
         self.copier = HbmCopier(self.movers, holder)
-        told = self.group.gather((agent_address(transport.info()), this_process()))
+        told = self.group.gather((agent_address(transport.info()), place.this_process()))
         #: How others reach the engine's ranks, and the processes of those but the first.
         self.agents: tuple[AgentAddress, ...] = tuple(agent for agent, _ in told)
         self.other_processes: tuple[HostProcess, ...] = tuple(process for _, process in told[1:])

@@ -32,7 +32,7 @@ class DataPlane(RankPlane):
         ranks: LeadingEnd | None = None,
     ) -> None:
         self._ranks = ranks or NoFollowers()
-        super().__init__(settings, self._ranks, surroundings.threads)
+        super().__init__(settings, self._ranks, surroundings)
         self.heard: Callable[[int, object], None] = lambda rank, news: None
         served = ServedModel(
             served_model_name=settings.namespace.model,

@@ -11,7 +11,6 @@ from dualpath.engine.forward_pass import ForwardPass, PromptPart
 from dualpath.engine.rank import rank_place
 from dualpath.engine.ranks import RankGroup
 from dualpath.engine.surroundings import LIVE, Surroundings
-from dualpath.engine.threads import Threads
 from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.laboratory.emulated.hbm import EmulatedHbm
 from dualpath.laboratory.emulated.kv_bytes import KvFunction
@@ -44,16 +43,23 @@ class RankPlane:
     mover: TrafficManager | Follower
     verifier: Verifier
 
-    def __init__(self, settings: EmulatedSettings, end: RankGroup, threads: Threads) -> None:
+    def __init__(
+        self, settings: EmulatedSettings, end: RankGroup, surroundings: Surroundings
+    ) -> None:
         self.settings = settings
         self.geometry = settings.geometry
         self.moves_bytes = settings.engine.mode.moves_bytes
-        self.threads = threads
-        self.place, self.held = rank_place(end, slices_of(end.size, settings.kv_heads))
+        self.threads = surroundings.threads
+        place, self.held = rank_place(end, slices_of(end.size, settings.kv_heads))
+        self.place = place._replace(this_process=surroundings.this_process)
         self.function = KvFunction(settings.geometry, settings.kv_heads)
         self._held_function = KvFunction(settings.geometry, settings.kv_heads, self.held)
         self.hbm = EmulatedHbm(
-            self._held_function, settings.layer_regions, settings.hbm_bytes, threads, self.held
+            self._held_function,
+            settings.layer_regions,
+            settings.hbm_bytes,
+            self.threads,
+            self.held,
         )
         self.engine_settings = settings.engine.of_rank(end.rank, "")
 
@@ -99,7 +105,7 @@ class FollowerPlane(RankPlane):
     def __init__(
         self, settings: EmulatedSettings, end: FollowingEnd, surroundings: Surroundings = LIVE
     ) -> None:
-        super().__init__(settings, end, surroundings.threads)
+        super().__init__(settings, end, surroundings)
         self._end = end
         self.follower = self.mover = open_follower(
             self.engine_settings,
