@@ -136,6 +136,26 @@ def measured(
     )
 
 
+def test_a_report_says_what_each_ranks_cnic_has_moved() -> None:
+    two = msgspec.structs.replace(job(3.0, 1.0, 1.0), lab=LabSettings(nodes="1P1D", cnics=2))
+    nothing = NodeBytes(snic=0, cnic_out=0, cnic_in=0, loopback=0, rails=((0, 0), (5, 5)))
+    moved = msgspec.structs.replace(nothing, snic=9, rails=((2_000_000, 10), (3_000_005, 5)))
+    run = msgspec.structs.replace(
+        measured(Mode.DUALPATH, 1.0, {"pe0": 1e6}),
+        samples=[Sample(0.0, {"pe0": nothing}), Sample(1.0, {"pe0": moved})],
+    )
+    two = msgspec.structs.replace(two, runs={Mode.DUALPATH: [run]})
+    (table,) = (
+        t
+        for t in jct_report("x", "", (), [two]).tables
+        if t.title == "1P1D: bytes over the CNIC of each rank"
+    )
+    assert table.rows == (
+        ("dualpath", "pe0", "0", "0.0", "2.0"),
+        ("dualpath", "pe0", "1", "0.0", "3.0"),
+    )
+
+
 def test_agents_are_met_in_the_middle_of_their_trajectories() -> None:
     chosen = WindowSettings(agents=7, turns=3, scale=0.25)
     found = windows(chosen)

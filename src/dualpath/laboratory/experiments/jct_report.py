@@ -78,7 +78,12 @@ def jct_report(
         title="Job completion time on shaped links",
         command=command,
         settings=(*settings, link_line(jobs[-1].links), *machine_lines(_all_runs(jobs))),
-        tables=(*(_table(job) for job in jobs), _balance_table(jobs), _cost_table(jobs)),
+        tables=(
+            *(_table(job) for job in jobs),
+            _balance_table(jobs),
+            *(_rank_table(job) for job in jobs if job.lab.cnics > 1),
+            _cost_table(jobs),
+        ),
         panels=(_jct_panel(jobs), *_link_panels(jobs[-1])),
         targets=tuple(target for job in jobs for target in _targets(job, ideal_share)),
         data={"jobs": [_data(job) for job in jobs]},
@@ -137,6 +142,22 @@ def _balance_table(jobs: Sequence[Job]) -> Table:
     )
     title = f"Balance of storage NICs: max/avg of bytes read in windows of {WINDOW_S:g} s (Fig. 13)"
     return Table(title, ("cluster", *(mode.value for mode in modes)), rows)
+
+
+def _rank_table(job: Job) -> Table:
+    """Return what came in over each rank's CNIC and went out, by the kernel's counters."""
+    rows = []
+    for mode in job.runs:
+        run = job.typical(mode)
+        assert run is not None
+        first, last = run.samples[0].nodes, run.samples[-1].nodes
+        for node in first if mode.moves_bytes else ():
+            pairs = enumerate(zip(first[node].rails, last[node].rails, strict=True))
+            for rank, (before, after) in pairs:
+                out, into = ((b - a) / 1e6 for a, b in zip(before, after, strict=True))
+                rows.append((mode.value, node, str(rank), f"{into:,.1f}", f"{out:,.1f}"))
+    title = f"{job.lab.nodes}: bytes over the CNIC of each rank"
+    return Table(title, ("mode", "node", "rank", "in, MB", "out, MB"), tuple(rows))
 
 
 def _cost_table(jobs: Sequence[Job]) -> Table:
