@@ -78,5 +78,4 @@ def test_agents_that_push_each_other_out_in_mid_request_get_their_tokens(served:
         assert [[answer.token_ids for answer in each] for each in answers] == turns
     cluster.wait_idle()
     assert cluster.total("dram_evicted_blocks", "de-0") > 0
-    assert cluster.total("storage_read_bytes") > 0
     assert cluster.service.metrics.recomputed_tokens == 0

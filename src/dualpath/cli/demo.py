@@ -150,6 +150,8 @@ def cluster_settings(
         compute_quota_s=COMPUTE_QUOTA_S,
         hbm_bytes=1536 << 20,
         buffer_bytes=2048 << 20,
+        # What the demo shows is reading from storage.
+        dram_tier=False,
         snic_bytes_per_s=demo.snic_bytes_per_s,
         served_model_names=(SERVED_NAME,),
         trace_dir=str(out / "traces" / mode.value),

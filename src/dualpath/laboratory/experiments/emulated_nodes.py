@@ -104,6 +104,7 @@ class EmulatedEngines:
             mode=mode,
             alpha_tokens=derived.alpha_tokens,
             beta_tokens=derived.beta_tokens,
+            dram_tier=self._nodes.dram_tier,
         )
         router = ["emulate", "router", *arguments(options), *arguments(settings)]
         engines = [

@@ -24,6 +24,7 @@ from dualpath.laboratory.emulated.settings import (
 )
 from dualpath.laboratory.lab.settings import LabSettings
 from dualpath.ops.launch.settings import HbmBytes
+from dualpath.router.settings import DramTier
 from dualpath.vllm.front_end_settings import BlockTokens, Dtype, MaxModelLen
 
 #: The ablation of §7.5 in its order, the split read and the bound.
@@ -78,7 +79,7 @@ class EmulatedNodes(Settings, frozen=True, kw_only=True):
 
     ``layers`` and ``layer_block_bytes`` (of ``block_tokens`` tokens) replace the model's: the
     default is a DeepSeek Layer Block of 42 KiB in a few layers, so that blocks have their real
-    size and prompts fit the links.
+    size and prompts fit the links.  Without ``dram_tier`` every hit is read, as in the paper.
     """
 
     model: CostsName = "qwen2.5-32b"
@@ -95,6 +96,7 @@ class EmulatedNodes(Settings, frozen=True, kw_only=True):
     ] = 1
     speedup: Speedup = 50.0
     buffer_bytes: BufferBytes = 768 << 20
+    dram_tier: DramTier = False
     hbm_bytes: HbmBytes = 768 << 20
     layer_buffers: LayerBuffers = 2
     compute_quota_s: ComputeQuota = 0.3
@@ -141,6 +143,7 @@ class VllmNodes(Settings, frozen=True, kw_only=True):
     max_model_len: MaxModelLen = 8192
     hbm_bytes: HbmBytes = 512 << 20
     buffer_bytes: BufferBytes = 512 << 20
+    dram_tier: DramTier = False
     compute_quota_s: ComputeQuota = 4.0
 
     def check(self) -> None:

@@ -54,6 +54,7 @@ class VllmEngines:
             block_tokens=nodes.block_tokens,
             hbm_bytes=nodes.hbm_bytes,
             buffer_bytes=nodes.buffer_bytes,
+            dram_tier=nodes.dram_tier,
             compute_quota_s=nodes.compute_quota_s,
             alpha_tokens=int(seconds * lab.snic_bytes_per_s / nodes.kv_bytes_per_token),
             nixl_engine_config={"TCP_PORT_RANGE": lab.kv_ports},
