@@ -93,6 +93,23 @@ class CountingTransport(InProcessTransport):
         return transfer
 
 
+class ThreadExchange:
+    """``engine.shared_loads.LoadExchange`` between the ranks of a toy engine: bytes by queues."""
+
+    def __init__(self, engine: "RankedEngine", rank: int) -> None:
+        self._engine, self._rank = engine, rank
+
+    def exchange(self, layer: int, blocks: Sequence[Sequence[int]]) -> None:
+        replicas, hbm = self._engine.cut.replicas, self._engine.hbms[self._rank]
+        region = hbm[layer % self._engine.regions]
+        own = region[list(blocks[self._rank % replicas])].copy()
+        given = self._engine.group.ends[self._rank].gather(own)
+        first = self._rank - self._rank % replicas
+        for replica, ids in enumerate(blocks):
+            if first + replica != self._rank:
+                region[list(ids)] = given[first + replica]
+
+
 class RankedEngine(ToyEngine):
     """A leader and its followers; ``ended`` are ranks whose process would have ended itself."""
 
@@ -107,8 +124,10 @@ class RankedEngine(ToyEngine):
         transfer_deadline_s: float = WAIT_S,
         mode: Mode = Mode.DUALPATH,
         open_transport: Callable[[str], Transport] | None = None,
+        share_loads: bool = False,
     ) -> None:
         self.cut = cut
+        self._share_loads = share_loads
         self.regions = layer_buffers or GEOMETRY.layers
         name = "pe-0" if role is Role.PREFILL else "de-0"
         self.settings = EngineSettings(
@@ -174,7 +193,8 @@ class RankedEngine(ToyEngine):
 
     def _place(self, rank: int) -> RankPlace:
         replica = Replica(rank % self.cut.replicas, self.cut.replicas)
-        return RankPlace(self.group.ends[rank], replica)
+        exchange = ThreadExchange(self, rank) if self._share_loads else None
+        return RankPlace(self.group.ends[rank], replica, exchange=exchange)
 
     def _layout(self, rank: int) -> HbmLayout:
         base, size = self._memories[rank].address, self.slice_bytes
@@ -252,6 +272,7 @@ class RankedCluster(ToyCluster):
         transfer_deadline_s: float = WAIT_S,
         mode: Mode = Mode.DUALPATH,
         open_transport: Callable[[str], Transport] | None = None,
+        share_loads: bool = False,
     ) -> None:
         self.fabric = InProcessFabric()
         self.geometry = GEOMETRY
@@ -262,6 +283,7 @@ class RankedCluster(ToyCluster):
             transfer_deadline_s=transfer_deadline_s,
             mode=mode,
             open_transport=open_transport,
+            share_loads=share_loads,
         )
         self.serving = RankedEngine(
             *(Role.DECODE, self.fabric, self.storage, de),
@@ -283,7 +305,11 @@ class RankedCluster(ToyCluster):
         work: Sequence[tuple[PrefillTransfer, list[BlockKey], BlockRun, Sequence[int]]],
         at_layer: Callable[[int, int], None] = lambda rank, layer: None,
     ) -> list[dict[str, str]]:
-        """Run one forward pass on all ranks; return the failures that each knows of."""
+        """Run one forward pass on all ranks; return the failures that each knows of.
+
+        A request whose stored KV a rank did not have when it computed has to be among them.
+        """
+        wrong: list[tuple[str, int, int]] = []
         parts = [PromptPart(transfer, chunk, tuple(hbm)) for transfer, _, chunk, hbm in work]
 
         def run(rank: int) -> dict[str, str]:
@@ -297,14 +323,15 @@ class RankedCluster(ToyCluster):
                 stream.wait_loaded(layer)
                 at_layer(rank, layer)
                 for transfer, keys, chunk, hbm in work:
-                    if not stream.failed(transfer.request_id):
-                        for block in range(chunk.first):
-                            content = kv_bytes(keys[block], layer)
-                            assert engine.holds(rank, layer, hbm[block], content), (rank, layer)
+                    for block in range(chunk.first):
+                        if not engine.holds(rank, layer, hbm[block], kv_bytes(keys[block], layer)):
+                            wrong.append((transfer.request_id, rank, layer))
                 stream.computed(layer)
             return stream.finish({})
 
-        return self.prefill.on_ranks(run)
+        failures: list[dict[str, str]] = self.prefill.on_ranks(run)
+        assert [each for each in wrong if each[0] not in failures[0]] == []
+        return failures
 
     def hand_over(
         self, transfer: PrefillTransfer, keys: list[BlockKey], hbm: Sequence[int]

@@ -119,7 +119,8 @@ def rank_bytes(verbs: dict[str, Link], gpus: tuple[int, int], kv_heads: int) -> 
 
     One block, whole model, is the unit; 2 blocks are computed.
     """
-    replicas = Replicas(*(n / min(n, kv_heads) for n in gpus))
+    prefill, decode = (n / min(n, kv_heads) for n in gpus)
+    replicas = Replicas(prefill, decode)
     hits = (HitRun(Role.PREFILL, BlockRun(0, 3)), HitRun(Role.DECODE, BlockRun(3, 5)))
     layout = PromptLayout(geometry=GEOMETRY, prompt_tokens=10 * GEOMETRY.block_tokens, hits=hits)
     found = {}

@@ -64,6 +64,7 @@ clusters = st.fixed_dictionaries(
         "decode_admission_s": st.sampled_from([0.0, 0.04]),
         "prefill_whole_node": st.booleans(),
         "decode_whole_node": st.booleans(),
+        "share_loads": st.booleans(),
         "prefill_group": st.sampled_from([0, 1, 2]),
         "decode_group": st.sampled_from([0, 1]),
     }

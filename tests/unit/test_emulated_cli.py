@@ -66,6 +66,12 @@ def test_layers_may_have_parts_and_be_unequal() -> None:
         emulate.emulated_settings(parsed(*given, "--layers", "3"))
 
 
+def test_ranks_of_emulated_engines_cannot_share_their_loads() -> None:
+    given = ("prefill", "--model", "qwen2.5-32b", "--storage", "kv", "--share-loads")
+    with pytest.raises(ConfigError, match="share_loads"):
+        emulate.emulated_settings(parsed(*given))
+
+
 def test_a_router_listens_where_engines_connect() -> None:
     arguments = ("router", "--control-port", "5711", "--alpha-tokens", "9")
     settings = emulate.router_settings(parsed(*arguments))

@@ -29,6 +29,8 @@ BLOCKS = 4
 KEYS = prompt_keys(TOKENS)
 PE_FOLLOWER, DE_FOLLOWER = "pe-0-epoch-1-1", "de-0-epoch-1-1"
 GUARD_S = 20.0
+#: Two ranks that hold the same.
+LATENT = Cut(2, heads=1)
 #: Short, since a test waits for it.
 STALL_S = 0.3
 
@@ -79,6 +81,48 @@ def test_a_decode_engine_that_only_a_follower_cannot_reach_fails_the_request(
     failure = cluster.pe.answer(PrefillDone, "r").failure
     assert failure is not None
     assert failure.startswith("rank 1: ")
+
+
+def in_one_pass(cluster: RankedCluster) -> dict[str, PrefillTransfer]:
+    """Two prompts of which two blocks each are hits, on either side, computed together.
+
+    Where a rank computed without its hits the request has failed, or the pass says so.
+    """
+    transfers, work = {}, []
+    for number, name in enumerate(("r", "s")):
+        keys = prompt_keys(TOKENS, name)
+        cluster.store(keys[:2])
+        transfers[name] = cluster.load(name, keys, TOKENS, 1, 1)
+        hbm = range(number * BLOCKS, (number + 1) * BLOCKS)
+        work.append((transfers[name], keys, BlockRun(2, BLOCKS - 2), hbm))
+    cluster.pass_of(work)
+    return transfers
+
+
+def sent_whole(cluster: RankedCluster, transfer: PrefillTransfer) -> bool:
+    keys = prompt_keys(TOKENS, transfer.request_id)
+    slots = zip(keys, transfer.de_slots, strict=True)
+    return all(cluster.de.slot_bytes(slot) == full_block(key) for key, slot in slots)
+
+
+def test_a_load_that_fails_at_a_rank_that_shares_fails_that_request_alone() -> None:
+    """The others would have got from it what it has not."""
+    with contextlib.closing(RankedCluster(LATENT, Cut(1), share_loads=True)) as cluster:
+        cluster.fabric.fail_next("injected", agent=PE_FOLLOWER)
+        transfers = in_one_pass(cluster)
+        failures = {r: cluster.pe.answer(PrefillDone, r).failure for r in transfers}
+        assert sorted(map(str, failures.values())) == ["None", "rank 1: injected"]
+        (served,) = (transfers[r] for r, failure in failures.items() if failure is None)
+        assert sent_whole(cluster, served)
+
+
+def test_a_rank_that_reaches_no_decode_engine_still_gives_others_their_part() -> None:
+    """It moves nothing for the request, but is in every exchange: the others wait for it."""
+    with contextlib.closing(RankedCluster(LATENT, LATENT, share_loads=True)) as cluster:
+        cluster.fabric.kill(DE_FOLLOWER)  # the follower of the PE is who speaks with it
+        transfers = in_one_pass(cluster)
+        for request_id in transfers:
+            assert str(cluster.pe.answer(PrefillDone, request_id).failure).startswith("rank 1: ")
 
 
 def test_late_bytes_of_a_follower_keep_the_request_and_its_hbm(cluster: RankedCluster) -> None:

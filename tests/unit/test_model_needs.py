@@ -18,8 +18,10 @@ PAPER = load_cluster("paper-660b")
 HITS, MISSES = 32_721, 429
 
 
-def needs(model: str, prefill: int = 1, decode: int = 1) -> tuple[RoleNeeds, RoleNeeds]:
-    cluster = msgspec.structs.replace(PAPER, prefill_tp=prefill, decode_tp=decode)
+def needs(
+    model: str, prefill: int = 1, decode: int = 1, **changes: object
+) -> tuple[RoleNeeds, RoleNeeds]:
+    cluster = msgspec.structs.replace(PAPER, prefill_tp=prefill, decode_tp=decode, **changes)
     return role_needs(cluster, load_model(model), HOPPER)
 
 
@@ -44,6 +46,13 @@ def test_every_gpu_of_a_latent_engine_loads_the_whole_prompt():
     sent = (HITS / 3 + MISSES) * per_token
     assert prefill.cnic_read_bytes == pytest.approx(HITS / 3 * per_token + sent / 4)
     assert decode.hbm_tokens == needs("kimi-k2")[1].hbm_tokens
+
+
+def test_gpus_that_share_their_loads_load_a_part_each():
+    per_token = load_model("kimi-k2").kv_bytes_per_token
+    prefill, _ = needs("kimi-k2", prefill=4, decode=8, share_loads=True)
+    assert prefill.replicas == 4
+    assert prefill.cnic_write_bytes == pytest.approx(HITS * per_token / 4)
 
 
 def test_hbm_and_buffers_are_per_gpu():

@@ -62,15 +62,24 @@ def test_kv_that_every_gpu_needs_is_loaded_by_each_and_sent_in_turn():
     assert sent_and_filled_s == pytest.approx(2 * 1.024 / 4)
 
 
+def test_kv_that_gpus_give_each_other_is_loaded_once():
+    setup = parallel(prefill=4, decode=4, replicas=4.0, share_loads=True)
+    loaded_s, sent_and_filled_s = stages_s(setup)
+    assert loaded_s == pytest.approx(0.96 / 4)
+    assert sent_and_filled_s == pytest.approx(2 * 1.024 / 4)
+    # Each holds all of it all the same.
+    assert limits(setup) == limits(parallel(prefill=4, decode=4, replicas=4.0))
+
+
 def test_compute_nics_carry_what_the_plan_sums_up():
     """Basic reads 960 tokens at the PE: r loads from DRAM, sends of 1,024, a fill of 1,024."""
-    for replicas in (1.0, 4.0):
-        setup = parallel(prefill=4, decode=4, replicas=replicas)
+    for replicas, share_loads in ((1.0, False), (4.0, False), (4.0, True)):
+        setup = parallel(prefill=4, decode=4, replicas=replicas, share_loads=share_loads)
         carried = simulate(setup, AGENT, core="reference").links.cnic_bytes.sum(axis=0)
         geometry = BlockGeometry.uniform(10, 64, 6400)
         hits = (HitRun(Role.PREFILL, BlockRun(0, 15)),)
         plan = whole_plan(PromptLayout(geometry=geometry, prompt_tokens=1024, hits=hits))
-        loads = link_bytes(plan, Replicas(prefill=replicas))
+        loads = link_bytes(plan, Replicas(prefill=replicas, shares_loads=share_loads))
         assert carried[0] == pytest.approx(loads[Link.PE_CNIC_READ] + loads[Link.PE_CNIC_WRITE])
         assert carried[1] == pytest.approx(loads[Link.DE_CNIC_READ] + loads[Link.DE_CNIC_WRITE])
 

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if (shape.prefill_replicas, shape.decode_replicas) != (1, 1):
         head += (
-            f"; the same KV is on r = {shape.prefill_replicas:g} GPUs of a PE and "
+            f"; the same KV is loaded by r = {shape.prefill_replicas:g} GPUs of a PE and "
             f"q = {shape.decode_replicas:g} of a DE"
         )
     blocks: list[Block] = [Notes((head,)), *_equations(shape), Notes(tuple(_verdict(shape)))]

@@ -61,7 +61,7 @@ class ClusterShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``prefill_nodes`` P, ``decode_nodes`` D, ``gpus_per_node`` g (one compute NIC each),
     ``cnic_bytes_per_s`` B, ``snic_ratio`` s (a node's storage NIC carries s·B),
     ``dram_bytes_per_s`` M per node.  Beyond the paper, for engines of several GPUs: how many of a
-    PE's and of a DE's GPUs hold the same KV (``plan.movements.Replicas``), r and q in formulas.
+    PE's and of a DE's GPUs load the same KV (``plan.movements.Replicas``), r and q in formulas.
     """
 
     prefill_nodes: int

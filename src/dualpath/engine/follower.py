@@ -91,15 +91,16 @@ class Follower:
         if order.peers is not None:
             self._learn(order.peers)
         failures: dict[str, str] = {}
-        chunks = []
+        chunks, apart = [], []
         for part in parts:
             if part.transfer.request_id in order.request_ids:
                 try:
                     chunks.append(self._chunk(part))
                 except TransportError as error:
                     failures[part.transfer.request_id] = str(error)
+                    apart.append(part.chunk_with(()))
         layers = layer_settings(self._settings, self._geometry)
-        stream = begin_stream(self.rank, order.number, chunks, layers)
+        stream = begin_stream(self.rank, order.number, chunks, layers, apart)
         stream.failures.update(failures)
         stream.begin()
         return FollowedPass(self, stream)
@@ -180,7 +181,7 @@ class Follower:
     def _chunk(self, part: PromptPart) -> PrefillChunk:
         transfer = part.transfer
         agents = self.rank.peers.agents_of(transfer.decode_engine, transfer.decode_epoch)
-        return PrefillChunk(transfer, part.chunk, part.hbm_blocks[: part.chunk.end], agents)
+        return part.chunk_with(agents)
 
     def _check_number(self, own: int, leaders: int) -> None:
         if own != leaders:

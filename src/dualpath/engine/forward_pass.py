@@ -32,6 +32,11 @@ class PromptPart(msgspec.Struct, frozen=True):
     chunk: BlockRun
     hbm_blocks: tuple[int, ...]
 
+    def chunk_with(self, decode_agents: tuple[str, ...]) -> PrefillChunk:
+        """Return what a rank moves for it, which speaks with these agents of the DE."""
+        blocks = self.hbm_blocks[: self.chunk.end]
+        return PrefillChunk(self.transfer, self.chunk, blocks, decode_agents)
+
 
 def layer_settings(settings: EngineSettings, geometry: BlockGeometry) -> LayerSettings:
     """Return how an engine's passes move KV."""
@@ -128,4 +133,4 @@ class ForwardPass(StreamedPass):
         agents: tuple[str, ...] = ()
         if manager.settings.mode.moves_bytes:
             agents = manager.decode_agents(transfer.decode_engine, transfer.decode_epoch)
-        return PrefillChunk(transfer, part.chunk, part.hbm_blocks[: part.chunk.end], agents)
+        return part.chunk_with(agents)

@@ -42,6 +42,7 @@ from dualpath.engine.device import DeviceEvent
 from dualpath.engine.layer_work import POSTING, LayerWork, Share, Stage
 from dualpath.engine.movers import Movers
 from dualpath.engine.pump import Completion
+from dualpath.engine.shared_loads import SharedLoads
 from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.threads import Event
 from dualpath.plan.order import Executed
@@ -71,6 +72,7 @@ class LayerStream:
         movers: Movers,
         counters: Counters,
         number: int = 0,
+        shared: SharedLoads | None = None,
     ) -> None:
         threads = movers.threads
         self._chunks = [ChunkTransfers(chunk, geometry, threads) for chunk in chunks]
@@ -83,6 +85,7 @@ class LayerStream:
         self._trace = movers.trace
         self._patience = movers.patience()
         self._counters = counters
+        self._shared = shared
         self._lock = threads.lock()
         self._loads = [LayerWork(threads) for _ in range(geometry.layers)]
         self._sends = [LayerWork(threads) for _ in range(geometry.layers)]
@@ -134,6 +137,8 @@ class LayerStream:
         self._wait(work.queued, f"load of layer {layer}")
         for event in work.events:
             self._device.wait(event)
+        if self._shared is not None:
+            self._shared.complete(layer)
 
     def computed(self, layer: int) -> None:
         """The engine has queued all of ``layer``: send its KV, make room for the layers ahead.

@@ -48,6 +48,8 @@ def open_movers(
     health: Health,
     replica: Replica = ONLY,
     unsettled: Callable[[], None] = lambda: None,
+    *,
+    shares_loads: bool = False,
 ) -> Movers:
     """Register an engine's memories and start the threads.
 
@@ -68,7 +70,10 @@ def open_movers(
     pump = TransferPump(settings.engine_id, health, unsettled)
     pump.call(device.enter_thread)
     return Movers(
-        StepTransfers(settings.role, transport, device, counters, agent, hbm, replica),
+        StepTransfers(
+            *(settings.role, transport, device, counters, agent, hbm, replica),
+            shares_loads=shares_loads,
+        ),
         pump,
         device,
         EventWaiter(device, settings.engine_id, health),

@@ -39,10 +39,22 @@ class PassOutcome(NamedTuple):
 
 
 def begin_stream(
-    rank: Rank, number: int, chunks: Sequence[PrefillChunk], layers: LayerSettings
+    rank: Rank,
+    number: int,
+    chunks: Sequence[PrefillChunk],
+    layers: LayerSettings,
+    apart: Sequence[PrefillChunk] = (),
 ) -> LayerStream:
-    """Return a rank's share in a pass, which has not begun."""
-    return LayerStream(chunks, layers, rank.geometry, rank.movers, rank.counters, number)
+    """Return a rank's share in a pass, which has not begun.
+
+    ``apart`` are chunks of the pass for which this rank moves nothing.
+    """
+    shared = rank.shared_loads(_in_one_order((*chunks, *apart)), layers.buffers)
+    return LayerStream(chunks, layers, rank.geometry, rank.movers, rank.counters, number, shared)
+
+
+def _in_one_order(chunks: Sequence[PrefillChunk]) -> list[PrefillChunk]:
+    return sorted(chunks, key=lambda chunk: chunk.prefill_transfer.request_id)
 
 
 def end_stream(

@@ -3,7 +3,7 @@
 The leader's traffic manager stands on one; a follower is little more.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dualpath.core.addresses import AgentAddress, EngineAddress
@@ -23,8 +23,9 @@ from dualpath.engine.peers import Peers, agent_address
 from dualpath.engine.rank_work import RankWork
 from dualpath.engine.ranks import ONE_RANK, RankGroup, TimedGroup
 from dualpath.engine.settings import EngineSettings
+from dualpath.engine.shared_loads import LoadExchange, SharedLoads
 from dualpath.engine.stalls import MOST_TIMES
-from dualpath.engine.step_transfers import ONLY, Replica
+from dualpath.engine.step_transfers import ONLY, PrefillChunk, Replica
 from dualpath.engine.threads import Threads, TimeLimit
 from dualpath.engine.trace import TraceRecorder
 from dualpath.storage.host_process import this_process
@@ -38,12 +39,14 @@ class RankPlace(NamedTuple):
     """Whom a rank works with, and which of those that hold the same bytes it is.
 
     Ranks hold the same where there are fewer KV heads than ranks, or where KV is latent.
-    ``this_process`` names the process that the rank is.
+    ``this_process`` names the process that the rank is.  With an ``exchange`` between replicas each
+    loads a part of what comes in (``shared_loads``).
     """
 
     group: RankGroup = ONE_RANK
     replica: Replica = ONLY
     this_process: Callable[[], HostProcess] = this_process
+    exchange: LoadExchange | None = None
 
 
 #: The place of an engine's only rank.
@@ -107,12 +110,25 @@ class Rank:
             self.health,
             place.replica,
             self._nobody_knows if self.group.rank else lambda: None,
+            shares_loads=place.exchange is not None,
         )
         self.copier = HbmCopier(self.movers, holder)
+        self._place = place
         told = self.group.gather((agent_address(transport.info()), place.this_process()))
         #: How others reach the engine's ranks, and the processes of those but the first.
         self.agents: tuple[AgentAddress, ...] = tuple(agent for agent, _ in told)
         self.other_processes: tuple[HostProcess, ...] = tuple(process for _, process in told[1:])
+
+    def shared_loads(self, chunks: Sequence[PrefillChunk], buffers: int) -> SharedLoads | None:
+        """Return what ranks load for each other in a pass of these chunks; None if each loads all.
+
+        ``buffers`` of layers in HBM.
+        """
+        replica, exchange = self._place.replica, self._place.exchange
+        if exchange is None:
+            return None
+        resident = buffers >= self.geometry.layers
+        return SharedLoads(exchange, replica, chunks, self.geometry, resident=resident)
 
     def _nobody_knows(self) -> None:
         """The leader would wait for this follower for ever."""

@@ -166,6 +166,13 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
             "NIC is up"
         ),
     ] = "auto"
+    share_loads: Annotated[
+        bool,
+        Setting(
+            "ranks of a prefill engine that hold the same KV, as of latent attention, load a part "
+            "each and gather the rest on their GPUs"
+        ),
+    ] = False
     ucx_tls: Annotated[
         str,
         Setting("UCX transports, such as tcp; UCX_TLS of the environment wins; empty: UCX chooses"),

@@ -53,19 +53,20 @@ class PrefillChunk(msgspec.Struct, frozen=True):
 class Replica(msgspec.Struct, frozen=True):
     """Number ``index`` of ``count`` ranks whose HBM holds the same bytes.
 
-    What leaves HBM is sent by one of them, block by block in turn; what comes in comes to each.
+    What leaves HBM is sent by one of them, block by block in turn; what comes in comes to each, or
+    at a PE to one of them in turn, which gives it to the others (``shared_loads``).
     """
 
     index: int = 0
     count: int = 1
 
-    def sends(self, step: Step, position: int) -> bool:
-        """Whether block ``position`` of a step that begins in HBM is this rank's to send.
+    def turn(self, step: Step, position: int) -> int:
+        """Return which of the ranks moves block ``position`` of a step that they share.
 
         A generated block has no number of its own: its slot stands for one.
         """
         slot = step.slots[position] if step.destination is Place.DE_STAGING else 0
-        return (step.blocks.first + position + slot) % self.count == self.index
+        return (step.blocks.first + position + slot) % self.count
 
 
 #: A rank that holds what no other holds.
@@ -81,7 +82,10 @@ class _End(msgspec.Struct, frozen=True):
 
 
 class StepTransfers:
-    """Posts the steps of an engine of one side, between Full Blocks and its ``hbm``."""
+    """Posts the steps of an engine of one side, between Full Blocks and its ``hbm``.
+
+    ``shares_loads``: what this rank does not load it gets from another replica.
+    """
 
     def __init__(
         self,
@@ -92,6 +96,8 @@ class StepTransfers:
         agent: str,
         hbm: HbmLayout,
         replica: Replica = ONLY,
+        *,
+        shares_loads: bool = False,
     ) -> None:
         self._side = side
         self._transport = transport
@@ -99,6 +105,7 @@ class StepTransfers:
         self._counters = counters
         self._agent = agent
         self._replica = replica
+        self._shares_loads = shares_loads
         #: See ``HbmLayout``.
         self.group_of_layer = hbm.group_of_layer
         self._hbm_regions = [tuple(part.region.name for part in parts) for parts in hbm.layers]
@@ -155,7 +162,12 @@ class StepTransfers:
 
     def _copies_of(self, step: Step) -> int:
         """Return how many ranks move each byte of a step; each engine counts for all of them."""
-        return 1 if step.source in _HBM else self._replica.count
+        return 1 if self._divided(step) else self._replica.count
+
+    def _divided(self, step: Step) -> bool:
+        """Whether one replica moves each block of a step, not each of them."""
+        loads = self._shares_loads and step.destination is Place.PE_HBM
+        return self._replica.count > 1 and (loads or step.source in _HBM)
 
     def _posts(
         self, direction: Direction, here: _End, there: _End, step: Step, peers: Sequence[str]
@@ -182,8 +194,9 @@ class StepTransfers:
             pieces = hbm_blocks[step.blocks.first : step.blocks.end]
         else:
             regions, pieces = self._dram_regions[region][step.layer], step.slots
-        if self._replica.count > 1 and step.source in _HBM:
-            pieces = [p for i, p in enumerate(pieces) if self._replica.sends(step, i)]
+        if self._divided(step):
+            replica = self._replica
+            pieces = [p for i, p in enumerate(pieces) if replica.turn(step, i) == replica.index]
         return _End(regions, pieces)
 
 

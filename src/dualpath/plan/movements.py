@@ -75,10 +75,11 @@ class Movement(msgspec.Struct, frozen=True):
     def copies(self, replicas: "Replicas") -> float:
         """How often its links carry each of its bytes: what enters HBM enters every replica's.
 
-        Towards DRAM the replicas of an engine take turns, so that it goes once.
+        Towards DRAM the replicas of an engine take turns, so that it goes once; into a PE's HBM as
+        well, if they give each other what they load.
         """
         if self.destination is Place.PE_HBM:
-            return replicas.prefill
+            return replicas.prefill_loads
         return replicas.decode if self.destination is Place.DE_HBM else 1
 
     @property
@@ -98,11 +99,18 @@ class Replicas(NamedTuple):
     """How many ranks of a PE and of a DE hold the same KV, on average over its bytes.
 
     1 where each of an engine's GPUs holds its own heads; with tensor parallelism a of latent
-    attention a, of grouped-query attention with k < a KV heads a/k.
+    attention a, of grouped-query attention with k < a KV heads a/k.  ``shares_loads``: those of a
+    PE load a part each and give it to each other, over links that are not counted.
     """
 
     prefill: float = 1
     decode: float = 1
+    shares_loads: bool = False
+
+    @property
+    def prefill_loads(self) -> float:
+        """How often each byte is loaded by a PE: r in formulas."""
+        return 1 if self.shares_loads else self.prefill
 
 
 # CNIC directions follow §4.2: a host-device copy is an RDMA

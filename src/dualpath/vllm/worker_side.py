@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
+from dualpath.core.cluster import Role
 from dualpath.core.parts import PartSlice
 from dualpath.engine.follower import FollowedPass, Follower, open_follower
 from dualpath.engine.forward_pass import ForwardPass, PromptPart
@@ -33,6 +35,7 @@ from dualpath.vllm.data_parallel import agree_on_group
 from dualpath.vllm.drain_signal import ApiServer, on_drain_signal
 from dualpath.vllm.kv_regions import hbm_layout
 from dualpath.vllm.late_blocks import LateBlocks, LateBlocksMetadata
+from dualpath.vllm.load_exchange import exchanging
 from dualpath.vllm.metadata import DecodeWork, StepMetadata
 from dualpath.vllm.model_identity import kv_layout, model_fingerprint
 from dualpath.vllm.pass_costs import PassCosts, TimedPass
@@ -104,6 +107,8 @@ class WorkerSide:
         here = layers[0][0].device
         device = open_device(here, self._settings.device_copies)
         self._synchronize = torch.cuda.synchronize if layers[0][0].is_cuda else _nothing_queued
+        if self._settings.share_loads and self._settings.role is Role.PREFILL:
+            self._place = exchanging(self._place, get_tp_group(), layers, self._num_blocks)
         group = self._place.group
         self._settings = self._settings.of_rank(group.rank, nearest_nic(here, group.size))
         if group.rank:

@@ -134,6 +134,11 @@ class EmulatedSettings(EmulatedServer, frozen=True, kw_only=True):
                 "is HOST:PORT"
             )
         slices_of(self.tensor_parallel_size, self.kv_heads)
+        if self.engine.share_loads:
+            raise ConfigError(
+                "{share_loads}: ranks of an emulated engine have no links between GPUs to gather "
+                "what others load; leave it out"
+            )
         if self.batch_cap_tokens < self.geometry.block_tokens:
             raise ConfigError(
                 f"{{batch_cap_tokens}} is {self.batch_cap_tokens}; it must be at least the block "

@@ -53,12 +53,12 @@ def replicas_of(cluster: ClusterSettings, model: ModelGeometry | None) -> Replic
     """
     if model is None:
         return Replicas()
-    found = []
-    for role in (Role.PREFILL, Role.DECODE):
+    found = {}
+    for role in Role:
         gpus = cluster.gpus_per_engine(role)
         model.check_gpus_per_engine(gpus)
-        found.append(model.replicas(gpus))
-    return Replicas(*found)
+        found[role] = model.replicas(gpus)
+    return Replicas(found[Role.PREFILL], found[Role.DECODE], cluster.share_loads)
 
 
 def role_needs(

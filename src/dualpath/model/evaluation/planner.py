@@ -156,7 +156,7 @@ def link_shape(cluster: ClusterSettings, replicas: Replicas) -> ClusterShape:
         cnic_bytes_per_s=cluster.cnic_bytes_per_s,
         snic_ratio=cluster.snic_bytes_per_s / cluster.cnic_bytes_per_s,
         dram_bytes_per_s=cluster.dram_bytes_per_s,
-        prefill_replicas=replicas.prefill,
+        prefill_replicas=replicas.prefill_loads,
         decode_replicas=replicas.decode,
     )
 
@@ -212,8 +212,7 @@ class _Search:
         self._progress(f"{prefill_nodes}P{decode_nodes}D")
         try:
             setup = self._setup_for(prefill_nodes, decode_nodes)
-            replicas = Replicas(setup.model.prefill_replicas, setup.model.decode_replicas)
-            links = link_shape(setup.cluster, replicas)
+            links = link_shape(setup.cluster, setup.replicas)
             low, high = self._ratio_range = prefill_to_decode_range(links)
             free = low <= prefill_nodes / decode_nodes <= high
             jct = self._settings.objective == "jct"

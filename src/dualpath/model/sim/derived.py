@@ -100,8 +100,7 @@ CHARGED = (
 
 def copies(setup: Setup) -> tuple[float, ...]:
     """Return how often the links carry the bytes of each kind of step, by ``CHARGED``."""
-    replicas = movements.Replicas(setup.model.prefill_replicas, setup.model.decode_replicas)
-    return tuple(float(movement.copies(replicas)) for movement in CHARGED)
+    return tuple(float(movement.copies(setup.replicas)) for movement in CHARGED)
 
 
 def check(setup: Setup, agents: AgentTable) -> None:

@@ -8,6 +8,7 @@ from dualpath.core.cluster import MOST_NODES, Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting, Settings
+from dualpath.plan.movements import Replicas
 from dualpath.policy.rebalance import RebalanceSettings
 
 #: Rates and times beyond these are typing errors, not machines.
@@ -96,6 +97,9 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     layer_buffers: Annotated[
         int, Setting("layers of KV that a layerwise PE holds", ge=1, le=100_000)
     ] = 2
+    share_loads: Annotated[
+        bool, Setting("GPUs of a PE that hold the same KV load a part each and gather the rest")
+    ] = False
     dram_tier_bytes: Annotated[
         float | None,
         Setting(
@@ -271,3 +275,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     cluster: ClusterSettings
     model: ModelCosts
     mode: Mode
+
+    @property
+    def replicas(self) -> Replicas:
+        """How many GPUs of an engine hold the same KV, and whether each loads all of it."""
+        model = self.model
+        return Replicas(model.prefill_replicas, model.decode_replicas, self.cluster.share_loads)
