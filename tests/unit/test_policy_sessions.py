@@ -1,0 +1,240 @@
+"""What is kept for an agent's next turn, and what is brought back for it."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualpath.core.blocks import BlockKey, block_keys
+from dualpath.core.errors import BadRequestError
+from dualpath.core.session_hints import NO_HINTS, SessionHints, session_hints
+from dualpath.policy.session_warmth import (
+    ASKED,
+    DONE,
+    EXPECTED,
+    RETAIN,
+    DecodeBuffer,
+    Order,
+    SessionWarmth,
+    WarmthSettings,
+)
+
+BUFFERS = {engine: DecodeBuffer(blocks=100, blocks_per_s=10.0) for engine in ("d0", "d1")}
+
+
+def context(agent: int, blocks: int) -> tuple[BlockKey, ...]:
+    return tuple(block_keys([agent] * blocks, 1))
+
+
+class Router:
+    """Plays turns of agents against the policy, at the times that a test says."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.warmth = SessionWarmth(WarmthSettings(**settings))
+
+    def turn(
+        self,
+        agent: int,
+        start_s: float,
+        end_s: float,
+        blocks: int = 10,
+        answer: int = 2,
+        engine: str = "d0",
+        **hints: Any,
+    ) -> list[Order]:
+        keys = context(agent, blocks + answer)
+        said = SessionHints(**hints)
+        name = self.warmth.turn_began("", said, keys[:blocks], start_s)
+        return self.warmth.turn_ended(name, blocks, keys, engine, end_s, BUFFERS)
+
+
+def test_a_session_that_asks_to_be_retained_is_kept_where_it_was_decoded() -> None:
+    router = Router()
+    (order,) = router.turn(1, 0.0, 5.0, session_id="a", retain_s=30.0)
+    assert order == Order("d0", context(1, 12), 30.0, fetch=False, reason=RETAIN)
+
+
+def test_nothing_is_kept_for_a_session_that_asks_for_nothing() -> None:
+    assert Router().turn(1, 0.0, 5.0) == []
+
+
+def test_the_next_turn_is_recognised_by_its_keys_and_expected_after_the_usual_pause() -> None:
+    router = Router()
+    router.turn(1, 0.0, 5.0, blocks=10)
+    router.turn(1, 15.0, 20.0, blocks=12)
+    # 14 blocks take 1.4 s to read; the pause was 10 s.
+    assert router.warmth.next_s() == pytest.approx(20.0 + 10.0 - 1.4)
+    assert router.warmth.due(28.5, BUFFERS) == []
+    (order,) = router.warmth.due(28.7, BUFFERS)
+    assert (order.engine_id, order.keys, order.fetch) == ("d0", context(1, 14), True)
+    assert order.reason == EXPECTED
+    assert order.retain_s == pytest.approx(40.0)
+    assert router.warmth.due(29.0, BUFFERS) == []
+
+
+def test_an_answer_that_comes_back_in_other_tokens_still_continues_its_session() -> None:
+    router = Router()
+    router.turn(1, 0.0, 5.0, blocks=10, answer=2)
+    other = (*context(1, 10), *context(2, 3))
+    router.warmth.turn_began("", NO_HINTS, other, 9.0)
+    assert len(router.warmth) == 1
+
+
+def test_a_client_that_says_when_its_next_turn_comes_is_believed() -> None:
+    router = Router(prefetch=False)
+    router.turn(1, 0.0, 5.0, session_id="a", next_turn_s=60.0)
+    assert router.warmth.next_s() == pytest.approx(5.0 + 60.0 - 1.2)
+
+
+def test_without_prefetching_only_what_clients_ask_for_is_brought_back() -> None:
+    router = Router(prefetch=False)
+    router.turn(1, 0.0, 5.0, session_id="a")
+    router.turn(1, 15.0, 20.0, session_id="a")
+    assert router.warmth.next_s() is None
+    (order,) = router.warmth.hint(("", "a"), SessionHints(next_turn_s=0.0), 21.0, BUFFERS)
+    assert order.fetch
+    assert order.reason == ASKED
+
+
+def test_a_client_may_say_more_while_its_tool_runs() -> None:
+    router = Router()
+    router.turn(1, 0.0, 5.0, session_id="a")
+    (kept,) = router.warmth.hint(
+        ("", "a"), SessionHints(retain_s=9.0, next_turn_s=30.0), 10.0, BUFFERS
+    )
+    assert (kept.retain_s, kept.reason) == (9.0, RETAIN)
+    (order,) = router.warmth.due(10.0 + 30.0 - 1.1, BUFFERS)
+    assert order.fetch
+    (last,) = router.warmth.hint(("", "a"), SessionHints(done=True), 41.0, BUFFERS)
+    assert last.reason == DONE
+
+
+def test_hints_for_a_session_that_nobody_knows_or_that_runs_do_nothing() -> None:
+    router = Router()
+    assert router.warmth.hint(("", "a"), SessionHints(next_turn_s=0.0), 1.0, BUFFERS) == []
+    router.warmth.turn_began("", SessionHints(session_id="a"), (), 2.0)
+    assert router.warmth.hint(("", "a"), SessionHints(next_turn_s=0.0), 3.0, BUFFERS) == []
+
+
+def test_a_client_may_ask_for_no_prefetching() -> None:
+    router = Router()
+    router.turn(1, 0.0, 5.0, session_id="a", prefetch=False)
+    router.turn(1, 15.0, 20.0, session_id="a", prefetch=False)
+    assert router.warmth.next_s() is None
+
+
+def test_a_session_that_is_done_leaves_first() -> None:
+    router = Router()
+    router.turn(1, 0.0, 5.0, session_id="a", retain_s=30.0)
+    (order,) = router.turn(1, 6.0, 8.0, session_id="a", done=True)
+    assert order == Order("d0", context(1, 12), 0.0, fetch=False, reason=DONE)
+    assert len(router.warmth) == 0
+    assert router.warmth.kept_blocks("d0") == 0
+    assert router.warmth.done(("", "a")) == []
+
+
+def test_no_more_is_kept_than_its_share_of_the_buffer() -> None:
+    router = Router()  # 50 of 100 blocks
+    kept = [router.turn(a, 0.0, 5.0, session_id=f"{a}", retain_s=30.0) for a in range(5)]
+    assert [len(orders) for orders in kept] == [1, 1, 1, 1, 0]
+    assert router.warmth.over_budget == 1
+    # Each buffer has its own share, and what was kept long enough makes room.
+    assert router.turn(6, 0.0, 5.0, session_id="6", retain_s=30.0, engine="d1")
+    router.warmth.due(36.0, BUFFERS)
+    assert router.turn(7, 36.0, 37.0, session_id="7", retain_s=30.0)
+
+
+def test_nothing_is_brought_back_to_a_lost_engine() -> None:
+    router = Router()
+    router.turn(1, 0.0, 5.0, session_id="a", retain_s=30.0, next_turn_s=10.0)
+    router.warmth.engine_lost("d0")
+    assert router.warmth.kept_blocks("d0") == 0
+    assert router.warmth.due(100.0, BUFFERS) == []
+    again = SessionHints(next_turn_s=0.0)
+    assert router.warmth.hint(("", "a"), again, 100.0, BUFFERS) == []
+
+
+def test_tenants_do_not_share_names() -> None:
+    warmth = Router().warmth
+    hints = SessionHints(session_id="a")
+    assert warmth.turn_began("t", hints, (), 0.0) != warmth.turn_began("u", hints, (), 0.0)
+
+
+def test_sessions_are_forgotten_beyond_the_bound() -> None:
+    router = Router(most_blocks=40)
+    for agent in range(10):
+        router.turn(agent, 0.0, 5.0)
+    assert len(router.warmth) == 3  # of 12 blocks
+
+
+def test_plans_that_no_longer_hold_are_not_kept() -> None:
+    router = Router()
+    for turn in range(1000):
+        router.turn(1, turn * 10.0, turn * 10.0 + 5.0, session_id="a", retain_s=80_000.0)
+    assert len(router.warmth._agenda) < 100
+
+
+turns = st.tuples(
+    st.integers(0, 3),
+    st.integers(1, 20),
+    st.sampled_from(["d0", "d1"]),
+    st.sampled_from([None, 0.0, 3.0, 50.0]),
+    st.booleans(),
+    st.floats(0.0, 20.0),
+)
+
+
+@given(st.lists(turns, max_size=30))
+def test_what_counts_as_kept_stays_in_its_budget_and_ends(
+    played: list[tuple[int, int, str, float | None, bool, float]],
+) -> None:
+    router, now_s = Router(), 0.0
+    for agent, blocks, engine, retain_s, done, pause_s in played:
+        router.turn(
+            *(agent, now_s, now_s + 1.0, blocks, 1, engine),
+            session_id=str(agent), retain_s=retain_s, done=done,
+        )  # fmt: skip
+        now_s += 1.0 + pause_s
+        router.warmth.due(now_s, BUFFERS)
+        assert all(0 <= router.warmth.kept_blocks(engine_id) <= 50 for engine_id in BUFFERS)
+    for _ in range(3):  # What is due may have to be kept for a while more.
+        now_s += 10_000.0
+        router.warmth.due(now_s, BUFFERS)
+    assert all(router.warmth.kept_blocks(engine_id) == 0 for engine_id in BUFFERS)
+    assert router.warmth.next_s() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hints"),
+    [
+        ({}, NO_HINTS),
+        ({"temperature": 1}, NO_HINTS),
+        ({"session_id": "a", "retain_s": 5}, SessionHints("a", retain_s=5.0)),
+        ({"done": 1, "prefetch": 0}, SessionHints(done=True, prefetch=False)),
+        ({"next_turn_s": 2.5}, SessionHints(next_turn_s=2.5)),
+    ],
+)
+def test_hints_are_among_custom_arguments(arguments: dict[str, Any], hints: SessionHints) -> None:
+    assert session_hints(arguments) == hints
+
+
+def test_a_name_given_otherwise_wins() -> None:
+    assert session_hints({"session_id": "a"}, "b").session_id == "b"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"retain_s": -1},
+        {"retain_s": "long"},
+        {"retain_s": float("nan")},
+        {"next_turn_s": 1e9},
+        {"done": "perhaps"},
+        {"session_id": 7},
+        {"session_id": "a\nb"},
+    ],
+)
+def test_a_hint_that_cannot_be_is_refused_by_name(arguments: dict[str, Any]) -> None:
+    with pytest.raises(BadRequestError, match=next(iter(arguments))):
+        session_hints(arguments)
