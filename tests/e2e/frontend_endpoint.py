@@ -61,6 +61,7 @@ class ScriptedService:
         self.fail_after = 0
         self.endless = False
         self.jobs = []
+        self.hinted = []
         self.closed = threading.Event()
         self.registry.live = set(Role)
         self.registry.mode = Mode.DUALPATH
@@ -73,6 +74,10 @@ class ScriptedService:
 
     def pause_engine(self, engine_id, *, paused):
         return engine_id == "pe-0"
+
+    def hint_session(self, tenant, session_id, hints):
+        self.hinted.append((tenant, session_id, hints))
+        return session_id == "agent-1"
 
     async def drain(self):
         pass

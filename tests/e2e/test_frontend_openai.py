@@ -8,6 +8,7 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
+from typing import Any
 
 import pytest
 
@@ -16,11 +17,14 @@ pytest.importorskip("vllm")
 from openai import APIError, APIStatusError, BadRequestError, NotFoundError, OpenAI
 from tests.e2e.frontend_endpoint import BLOCK_TOKENS, REPLY, Endpoint
 
+from dualpath.core.blocks import tenant_tag
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError as RefusedError
 from dualpath.core.errors import DeadlineError, EngineLostError
 from dualpath.core.modes import Mode
+from dualpath.core.session_hints import SessionHints
 from dualpath.laboratory.models.tiny import make_tiny_model
+from dualpath.vllm.sampling import decode_sampling
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +195,56 @@ def test_sampling_with_state_is_marked_for_the_service(client, service):
     client.completions.create(model="tiny", prompt="x", max_tokens=2, seed=3)
     client.completions.create(model="tiny", prompt="x", max_tokens=2, temperature=0)
     assert [job.first_token_from_pe for job in service.jobs] == [False, True]
+
+
+def test_what_a_client_says_of_its_session_reaches_the_service_by_any_way(client, service):
+    xargs = {"session_id": "agent-1", "retain_s": 30, "prefetch": False, "done": True}
+    ways: list[dict[str, Any]] = [
+        {"extra_body": {"session_id": "agent-1"}},
+        {"extra_headers": {"X-Session-ID": "agent-1"}},
+        {"extra_body": {"vllm_xargs": xargs}},
+    ]
+    for way in ways:
+        client.chat.completions.create(model="tiny", messages=chat(), max_tokens=2, **way)
+    named, headed, hinted = [job.hints for job in service.jobs]
+    assert named == headed == SessionHints(session_id="agent-1")
+    assert hinted == SessionHints("agent-1", retain_s=30.0, prefetch=False, done=True)
+    # A hint is no state of sampling, and is no engine's business.
+    assert all(job.first_token_from_pe for job in service.jobs)
+    sampling = service.jobs[2].payload.sampling
+    sent = decode_sampling(sampling, generated=0, max_tokens=2, max_logprobs=20)
+    assert "extra_args" not in sent
+
+
+def test_a_hint_that_cannot_be_is_a_bad_request(client, service):
+    with pytest.raises(BadRequestError, match="retain_s"):
+        client.completions.create(
+            model="tiny", prompt="x", extra_body={"vllm_xargs": {"retain_s": -1}}
+        )
+    assert service.jobs == []
+
+
+def test_a_client_may_speak_of_its_session_between_two_turns(endpoint, service):
+    assert call(endpoint, "POST", "agent-1", {"next_turn_s": 5}) == 200
+    assert call(endpoint, "DELETE", "agent-1", {"cache_salt": "mine"}) == 200
+    assert call(endpoint, "DELETE", "agent-2", {}) == 404
+    assert call(endpoint, "POST", "agent-1", {"retain_s": "long"}) == 400
+    first, second, _ = service.hinted
+    assert first == ("", "agent-1", SessionHints("agent-1", next_turn_s=5.0))
+    assert second == (tenant_tag("mine"), "agent-1", SessionHints("agent-1", done=True))
+
+
+def call(endpoint, method, session_id, body):
+    request = urllib.request.Request(
+        f"{endpoint.url}/dualpath/v1/sessions/{session_id}",
+        json.dumps(body).encode(),
+        method=method,
+    )
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 @pytest.mark.parametrize(

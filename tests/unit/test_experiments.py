@@ -46,6 +46,7 @@ from dualpath.laboratory.workload.formats import read_trace
 from dualpath.laboratory.workload.replay.machine import ClientMachine
 from dualpath.laboratory.workload.replay.metrics import summarise
 from dualpath.laboratory.workload.replay.result import (
+    HintsGiven,
     Isolation,
     ReplayResult,
     ReplaySetting,
@@ -73,6 +74,7 @@ SETTING = ReplaySetting(
     seed=0,
     tool_delays=ToolDelays.NONE,
     isolation=Isolation.SESSION,
+    session_hints=HintsGiven.NONE,
     max_context_tokens=None,
     max_turns=None,
     scale_append=1.0,

@@ -26,7 +26,7 @@ from dualpath.laboratory.workload.conversation.block_session import (
 from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.replay.client import replay
 from dualpath.laboratory.workload.replay.options import ReplayOptions
-from dualpath.laboratory.workload.replay.result import Isolation, ToolDelays
+from dualpath.laboratory.workload.replay.result import HintsGiven, Isolation, ToolDelays
 
 
 def test_every_prompt_is_what_was_sent_and_generated_plus_the_append():
@@ -155,6 +155,33 @@ def test_recorded_tool_delays_are_waited_for_only_when_asked():
 
     assert without.slept_s == []
     assert with_delays.slept_s == [2.5, 2.5]
+
+
+@pytest.mark.parametrize("given", HintsGiven)
+def test_agents_speak_of_their_sessions_only_when_asked(given: HintsGiven):
+    server, sessions = FakeServer(), [agent("a/1", (8, 1), (4, 1), delay_s=2.5)]
+
+    run(
+        server,
+        sessions,
+        tool_delays=ToolDelays.RECORDED,
+        isolation=Isolation.RUN,
+        run_id="r",
+        session_hints=given,
+    )
+
+    named = given is not HintsGiven.NONE
+    assert [body.get("session_id") for body in server.bodies] == ["a/1" if named else None] * 2
+    pauses = [("POST", "a/1", {"next_turn_s": 2.5, "cache_salt": "r"})] * 2
+    end = [("DELETE", "a/1", {"cache_salt": "r"})]
+    assert server.hints == (pauses if given is HintsGiven.PAUSES else []) + (end if named else [])
+
+
+def test_an_endpoint_that_knows_no_sessions_serves_them_as_well():
+    server = FakeServer(status=False)
+    result = run(server, [agent("a", (8, 1), (4, 1))], session_hints=HintsGiven.NAMES)
+    assert result.summary.turns_failed == 0
+    assert server.hints == []
 
 
 def test_poisson_arrivals_are_seeded_and_spread():

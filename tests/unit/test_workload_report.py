@@ -18,6 +18,7 @@ from dualpath.laboratory.workload.replay.progress import ConsoleProgress, Progre
 from dualpath.laboratory.workload.replay.report import compare
 from dualpath.laboratory.workload.replay.result import (
     SCHEMA,
+    HintsGiven,
     Isolation,
     ReplayResult,
     ReplaySetting,
@@ -49,6 +50,7 @@ SETTING = ReplaySetting(
     seed=3,
     tool_delays=ToolDelays.NONE,
     isolation=Isolation.SESSION,
+    session_hints=HintsGiven.NONE,
     max_context_tokens=4096,
     max_turns=None,
     scale_append=1.0,

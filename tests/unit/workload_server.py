@@ -56,6 +56,7 @@ class FakeServer:
 
     def __init__(self, *, status: bool = True, details: bool = True, fault: Fault | None = None):
         self.bodies: list[dict[str, Any]] = []
+        self.hints: list[tuple[str, str, dict[str, Any]]] = []
         self.stored: set[bytes] = set()
         self.counters: dict[str, Any] = {
             "hit_tokens": 100,
@@ -73,6 +74,7 @@ class FakeServer:
         app.router.add_post("/v1/completions", self.completions)
         if self._status:
             app.router.add_get("/dualpath/v1/status", self.status)
+            app.router.add_route("*", "/dualpath/v1/sessions/{session}", self.session)
         runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -99,6 +101,11 @@ class FakeServer:
                 "engines": [],
             }
         )
+
+    async def session(self, request: web.Request) -> web.Response:
+        name = request.match_info["session"]
+        self.hints.append((request.method, name, json.loads(await request.read())))
+        return web.json_response({"session_id": name})
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -5,7 +5,7 @@ session (``core.sessions``) with ``Hello`` and is answered with ``Welcome`` or `
 data never travels here.
 
     router → engine   Welcome Refused Heard PeerUp PeerDown IsGone Lookup Sync Assign Read Persist
-                      Release Drained
+                      Release Retain Drained
     engine → router   Hello Report Kept Gone LookupDone Synced Reserved ReadDone PrefillDone KvInHbm
                       Released Failed Goodbye
 
@@ -280,6 +280,19 @@ class Release(Message, frozen=True, tag=True):
     writer_certain: bool = True
 
 
+class Retain(Message, frozen=True, tag=True):
+    """Keep blocks in the DRAM buffer of a DE, for a turn that may follow; not answered.
+
+    For ``retain_s`` those of them that no request holds leave after all others that none holds; 0:
+    before all others.  ``fetch``: what is not there is read, when no request waits for storage,
+    into slots that none wants.
+    """
+
+    keys: tuple[bytes, ...]
+    retain_s: float
+    fetch: bool = False
+
+
 class Drained(Message, frozen=True, tag=True):
     """To an engine that drains: nothing of any request is on it, and nothing will be."""
 
@@ -369,6 +382,7 @@ RouterMessage = (
     | Read
     | Persist
     | Release
+    | Retain
     | Drained
 )
 EngineMessage = (

@@ -13,6 +13,7 @@ from dualpath.core.modes import Mode
 from dualpath.core.recent import Recent
 from dualpath.policy.events import Assignment, SchedulerSettings
 from dualpath.policy.scheduler import RequestScheduler
+from dualpath.policy.session_warmth import WarmthSettings
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.dispatch import Dispatch
 from dualpath.router.control.engine_calls import EngineCalls
@@ -22,6 +23,7 @@ from dualpath.router.control.kept_blocks import KeptBlocks
 from dualpath.router.control.pauses import Pauses
 from dualpath.router.control.registry import EngineInfo, Registry
 from dualpath.router.control.releases import Releases
+from dualpath.router.control.session_orders import SessionOrders
 from dualpath.router.control.suspicions import Suspicions
 from dualpath.router.control.thresholds import ClusterThresholds, derive
 from dualpath.router.observe.metrics import RouterMetrics
@@ -64,6 +66,13 @@ class RouterContext:
             self.send,
             lambda engine_id, reason: server.declare_lost(engine_id, reason, certain=False),
             settings.suspect_timeout_s,
+        )
+        self.sessions = SessionOrders(
+            WarmthSettings(budget_share=settings.retain_share, prefetch=settings.prefetch_sessions),
+            registry,
+            self.send,
+            clock,
+            metrics.session_ordered,
         )
         self.admission = asyncio.Semaphore(settings.max_concurrent_requests)
         self.event_log: EventLogWriter | None = None
@@ -134,6 +143,7 @@ class RouterContext:
         self.releases.engine_joined(info)
         self._dispatch.joined(info)
         self.pauses.joined(info)
+        self.sessions.engines_changed()
         self._pulse()
 
     def engines_lost(self, lost: Sequence[EngineInfo], reason: str) -> None:
@@ -143,6 +153,7 @@ class RouterContext:
             self.releases.engine_lost(info.writer)
             self.exchange.engine_lost(info.engine_id, reason)
         self.dispatch.lost(*(info.engine_id for info in lost))
+        self.sessions.engines_changed(lost)
         self._derive_thresholds()
         for info in lost:
             state = self.registry.get(info.engine_id)

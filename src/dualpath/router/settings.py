@@ -143,6 +143,22 @@ class RouterSettings(Settings, frozen=True):
     max_samples: Annotated[
         int, Setting("a larger n gets status 400; VLLM_MAX_N_SEQUENCES wins", ge=1)
     ] = 128
+    prefetch_sessions: Annotated[
+        bool,
+        Setting(
+            "bring an agent's KV back into DRAM when its tool has run as long as it usually does; "
+            "without it only where a client says when its next turn comes"
+        ),
+    ] = True
+    retain_share: Annotated[
+        float,
+        Setting(
+            "of each decode engine's buffer, what may be retained or brought back for agents "
+            "whose tools run",
+            ge=0,
+            le=1,
+        ),
+    ] = 0.5
     alpha_tokens: AlphaTokens = None
     beta_tokens: BetaTokens = None
     dram_tier: DramTier = True

@@ -6,6 +6,7 @@
                               live and the router does not drain; else 503 and why
     GET /metrics              vLLM's request metrics and the router's own
     POST, DELETE /dualpath/v1/engines/ENGINE/pause   nothing new for an engine, or again
+    POST, DELETE /dualpath/v1/sessions/SESSION       hints for an agent's session, or its end
 
 Unknown JSON fields of a request are ignored with a warning, as vLLM does: OpenAI clients send
 extensions freely.
@@ -35,10 +36,12 @@ from dualpath.router.api_keys import ApiKeyGuard, router_keys
 from dualpath.router.asgi import App, Message, Receive, Send
 from dualpath.router.connections import Connections, Progress
 from dualpath.router.control.pauses import PAUSE_PATH, no_such_engine
+from dualpath.router.control.session_orders import SESSION_PATH
 from dualpath.router.observe.dashboard.board import Dashboard
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.observe.status import ORACLE_NOTE
 from dualpath.router.requests.limits import LimitedService, RequestLimits, connection_limits
+from dualpath.router.requests.session_calls import HintedService, session_call
 from dualpath.router.token_api.statuses import NOT_FOUND, api_error, status_of
 from dualpath.router.token_api.wire import ApiError
 from dualpath.vllm.drain_signal import drained_on_sigterm
@@ -49,7 +52,7 @@ from dualpath.vllm.validation import blame_bodies_for_broken_validators
 SHUTDOWN_GRACE_S = 5
 
 
-class ObservedService(ServedEngines, LimitedService, Protocol):
+class ObservedService(ServedEngines, LimitedService, HintedService, Protocol):
     """The router's service as the HTTP application knows it."""
 
     @property
@@ -128,6 +131,7 @@ async def make_app(llm: DualPathLLM, service: ObservedService, args: argparse.Na
     _put_first(app, "/dualpath/v1/status", _status_endpoint(service))
     add_dashboard(app, service)
     add_pauses(app, service)
+    add_sessions(app, service)
     return app
 
 
@@ -184,6 +188,17 @@ def add_pauses(app: FastAPI, service: ObservedService) -> None:
         return _json({"error": ApiError(no_such_engine(engine_id), NOT_FOUND)}, NOT_FOUND)
 
     app.router.routes.insert(0, APIRoute(PAUSE_PATH, pause, methods=["POST", "DELETE"]))
+
+
+def add_sessions(app: FastAPI, service: HintedService) -> None:
+    """Add the calls by which clients speak of their sessions between two turns."""
+
+    async def session(request: Request) -> Response:
+        session_id, over = request.path_params["session_id"], request.method == "DELETE"
+        status, answer = session_call(service, session_id, await request.body(), over=over)
+        return _json(answer, status)
+
+    app.router.routes.insert(0, APIRoute(SESSION_PATH, session, methods=["POST", "DELETE"]))
 
 
 async def serve_app(app: FastAPI, args: argparse.Namespace, listener: socket.socket) -> None:

@@ -17,13 +17,16 @@ from dualpath.core.blocks import tenant_tag
 from dualpath.core.errors import BadRequestError
 from dualpath.core.key_extras import KeyExtras
 from dualpath.core.key_memory import KeyMemory
+from dualpath.core.session_hints import HINT_ARGUMENTS, session_hints
 from dualpath.router.control.engine_calls import Job
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.requests.prompt_limits import check_salt
 from dualpath.vllm.prompt_images import SentImage
 
-#: Entries of ``extra_args`` that belong to the engines' connectors, never to a client.
+#: Entries of ``extra_args`` that belong to the engines' connectors, never to a client, and those
+#: that are the router's: neither goes on to an engine.
 TRANSFER_ARGUMENTS = frozenset({"kv_transfer_params", "ec_transfer_params"})
+KEPT_ARGUMENTS = TRANSFER_ARGUMENTS | HINT_ARGUMENTS
 
 NO_ADAPTERS = ServedAdapters({})
 
@@ -108,6 +111,7 @@ def make_job(
         payload=client,
         trace_headers=request.trace_headers,
         tenant=tenant_tag(request.cache_salt),
+        hints=session_hints(params.extra_args or {}, request.session_id),
     )
 
 
@@ -125,7 +129,7 @@ def can_continue(params: SamplingParams) -> bool:
     False where sampling keeps state over generated tokens that a prompt does not restore: a
     grammar's position, a seeded generator, counts.
     """
-    custom_arguments = set(params.extra_args or {}) - TRANSFER_ARGUMENTS
+    custom_arguments = set(params.extra_args or {}) - KEPT_ARGUMENTS
     return not (
         params.structured_outputs is not None
         or params.presence_penalty != 0.0

@@ -21,7 +21,7 @@ from dualpath.router.token_api.wire import (
     PromptLogprob,
     SampledLogprob,
 )
-from dualpath.vllm.request_job import TRANSFER_ARGUMENTS
+from dualpath.vllm.request_job import KEPT_ARGUMENTS
 
 #: Fields the router's own output processing has already dealt with, or that are vLLM-internal.
 #: ``watermarking`` was resolved against a configuration without watermarks, so it says nothing.
@@ -89,7 +89,7 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
     extra = {
         name: value
         for name, value in (params.extra_args or {}).items()
-        if name not in TRANSFER_ARGUMENTS
+        if name not in KEPT_ARGUMENTS
     }
     kept.pop("extra_args", None)
     if extra:

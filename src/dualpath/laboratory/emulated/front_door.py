@@ -6,6 +6,7 @@ one needs neither vLLM nor a model:
     POST /v1/completions        token ids in, token ids out
     GET  /v1/models             the one model, as the first engine names it
     GET  /dualpath/v1/status    as `dualpath router`
+    POST, DELETE /dualpath/v1/sessions/SESSION   as `dualpath router`
     GET  /dashboard             as `dualpath router`
     GET  /health, /metrics      as `dualpath router`, without vLLM's own metrics
 """
@@ -26,6 +27,7 @@ from dualpath.core.errors import (
 )
 from dualpath.core.key_extras import KeyExtras
 from dualpath.core.key_memory import KeyMemory
+from dualpath.core.session_hints import session_hints
 from dualpath.laboratory.emulated.engine_client import EngineClient
 from dualpath.laboratory.emulated.http_server import (
     api_key_guard,
@@ -42,11 +44,13 @@ from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_
 from dualpath.router.connections import Connections
 from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.control.pauses import PAUSE_PATH, no_such_engine
+from dualpath.router.control.session_orders import SESSION_PATH
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
 from dualpath.router.requests.limits import allow_many_streams, connection_limits
 from dualpath.router.requests.prompt_limits import check_prompt, check_salt, check_token_ids
 from dualpath.router.requests.service import RouterService
+from dualpath.router.requests.session_calls import session_call
 from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.statuses import (
@@ -59,12 +63,15 @@ from dualpath.router.turn import STANDS_BY, Turn
 
 #: W3C trace context, handed on to engines.
 TRACE_HEADERS = ("traceparent", "tracestate")
+#: vLLM's header for the name of a session.
+SESSION_HEADER = "X-Session-ID"
 
 
 class CompletionRequest(msgspec.Struct):
     """A completion of token ids; other fields are ignored, exactly ``max_tokens`` come.
 
-    ``n`` is known in order to refuse what would not be done.
+    ``n`` is known in order to refuse what would not be done, ``session_id`` and ``vllm_xargs`` for
+    the hints of ``core.session_hints``.
     """
 
     prompt: list[int]
@@ -72,6 +79,8 @@ class CompletionRequest(msgspec.Struct):
     max_tokens: int = 16
     cache_salt: str | None = None
     stream: bool = False
+    session_id: str | None = None
+    vllm_xargs: dict[str, Any] = {}
 
 
 class FrontDoor:
@@ -98,6 +107,8 @@ class FrontDoor:
         app.router.add_get("/dualpath/v1/dashboard", self._dashboard)
         app.router.add_post(PAUSE_PATH, self._pause)
         app.router.add_delete(PAUSE_PATH, self._pause)
+        app.router.add_post(SESSION_PATH, self._session)
+        app.router.add_delete(SESSION_PATH, self._session)
         app.router.add_get("/dashboard", self._page)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
@@ -183,6 +194,7 @@ class FrontDoor:
             payload=asked.cache_salt,
             trace_headers={n: headers[n] for n in TRACE_HEADERS if n in headers},
             tenant=tenant_tag(asked.cache_salt),
+            hints=session_hints(asked.vllm_xargs, asked.session_id or headers.get(SESSION_HEADER)),
         )
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -198,6 +210,17 @@ class FrontDoor:
         if self._service.pause_engine(engine_id, paused=paused):
             return json_answer({"engine_id": engine_id, "paused": paused})
         return json_answer({"error": ApiError(no_such_engine(engine_id), NOT_FOUND)}, NOT_FOUND)
+
+    async def _session(self, request: web.Request) -> web.Response:
+        try:
+            body = await read_body(request, self._bodies)
+        except BodyRefusedError as error:
+            return body_refused(error)
+        except DualPathError as error:
+            return error_answer(error)
+        session_id, over = request.match_info["session_id"], request.method == "DELETE"
+        status, answer = session_call(self._service, session_id, body, over=over)
+        return json_answer(answer, status)
 
     async def _dashboard(self, request: web.Request) -> web.Response:
         try:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from dualpath.core.session_hints import NO_HINTS, SessionHints
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.router.control.registry import EngineInfo
 
@@ -44,7 +45,8 @@ class Job(msgspec.Struct, frozen=True):
     streamed.  ``generated_before`` counts the tokens at the end of the prompt that an earlier,
     failed attempt has already streamed.  ``payload`` is the original request, opaque here.
     ``tenant`` is the ``core.blocks.tenant_tag`` of whose blocks these are.
-    ``trace_headers`` are the W3C trace context that calls to engines carry on.
+    ``trace_headers`` are the W3C trace context that calls to engines carry on.  ``hints`` are what
+    the client says of its session.
     """
 
     request_id: str
@@ -58,6 +60,7 @@ class Job(msgspec.Struct, frozen=True):
     payload: object = None
     trace_headers: Mapping[str, str] | None = None
     tenant: str = ""
+    hints: SessionHints = NO_HINTS
 
     @property
     def prompt_tokens(self) -> int:

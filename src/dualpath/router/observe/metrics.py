@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from dualpath.core.cluster import Role
 from dualpath.policy.events import Assignment
+from dualpath.policy.session_warmth import REASONS
 from dualpath.router.control.registry import Registry
 from dualpath.router.observe.engine_metrics import EngineCollector, text_format
 from dualpath.router.requests.hit_account import LOOKUP_FAILURES, HitAccount
@@ -118,6 +119,14 @@ class RouterMetrics:
         for reason in LOOKUP_FAILURES:
             self._lookup_failures.labels(reason)
         self._generated = self._counter("generation_tokens", "Tokens streamed to clients.")
+        self._session_blocks = self._counter(
+            "session_blocks",
+            "Blocks that decode engines were told to keep, bring back or let go for agents' "
+            "sessions, by reason.",
+            "reason",
+        )
+        for reason in REASONS:
+            self._session_blocks.labels(reason)
 
     def _define_scheduling(self) -> None:
         self._assignments = self._counter(
@@ -176,6 +185,10 @@ class RouterMetrics:
     def lookup_failed(self, reason: str) -> None:
         """Count a look-up nobody answered."""
         self._lookup_failures.labels(reason).inc()
+
+    def session_ordered(self, reason: str, blocks: int) -> None:
+        """Count an order for an agent's session."""
+        self._session_blocks.labels(reason).inc(blocks)
 
     def retried(self) -> None:
         """Count a repeated attempt."""

@@ -40,6 +40,8 @@ class RequestLife:
         self.events: asyncio.Queue[TokenEvent | None] = asyncio.Queue()
         self._context = context
         self._arrival_seq = arrival_seq
+        #: The DE of the last attempt.
+        self.decode_engine = ""
         self._generated: list[int] = []
         self._attempt: Attempt | None = None
         self._failed_on: list[tuple[EngineInfo, ...]] = []
@@ -50,6 +52,11 @@ class RequestLife:
     def placed(self) -> bool:
         """Whether the request has its engines at the moment."""
         return self._attempt is not None and self._attempt.placed
+
+    @property
+    def generated(self) -> tuple[int, ...]:
+        """The tokens that were streamed."""
+        return tuple(self._generated)
 
     async def run(self) -> None:
         """Run all attempts within the deadline; raises what the client has to know."""
@@ -148,6 +155,8 @@ class RequestLife:
             self._failed_on.append(self._attempt.engines)
             raise
         finally:
+            if self._attempt.engines:
+                self.decode_engine = self._attempt.engines[1].engine_id
             self._attempt = None
 
     async def _used_up(self) -> bool:

@@ -20,6 +20,8 @@ from dualpath.core.errors import (
     TurnedAwayError,
 )
 from dualpath.core.names import unfit_name
+from dualpath.core.session_hints import SessionHints
+from dualpath.policy.agent_sessions import SessionName
 from dualpath.router.context import RouterContext
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.control_socket import ControlSocket
@@ -116,6 +118,7 @@ class RouterService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self.context.sessions.stop()
         await self.context.suspicions.stop()
         await self.server.stop()
         if self.context.event_log is not None:
@@ -190,6 +193,13 @@ class RouterService:
             self.context.pauses.resume(engine_id, Pause.ASKED)
         return True
 
+    def hint_session(self, tenant: str, session_id: str, hints: SessionHints) -> bool:
+        """Take what a client says of a session while its tool runs; False if nobody knows it.
+
+        ``tenant`` is the ``core.blocks.tenant_tag`` of the session's requests.
+        """
+        return self.context.sessions.hint(tenant, session_id, hints)
+
     def engines(self) -> list[EngineInfo]:
         """Return the live engines, by arrival."""
         return self.registry.alive()
@@ -263,9 +273,10 @@ class RouterService:
         if (error := self.turned_away()) is not None:
             raise error
         life = self._lives[job.request_id] = RequestLife(self.context, job, next(self._arrivals))
+        session = self.context.sessions.began(job)
         task = asyncio.create_task(life.run(), name=f"request {job.request_id}")
         self._tasks.add(task)
-        task.add_done_callback(lambda done: self._over(life, done))
+        task.add_done_callback(lambda done: self._over(life, session, done))
         try:
             while (event := await life.events.get()) is not None:
                 yield event
@@ -283,7 +294,7 @@ class RouterService:
             f"request {job.request_id}: the router stops; send it again when it is back"
         )
 
-    def _over(self, life: RequestLife, task: asyncio.Task[None]) -> None:
+    def _over(self, life: RequestLife, session: SessionName, task: asyncio.Task[None]) -> None:
         # Not in the stream's own clean-up: an impatient client may cancel that as well.
         if not task.cancelled():
             task.exception()  # Marks it as seen: the client may have left before the end.
@@ -293,4 +304,6 @@ class RouterService:
         self._lives.pop(life.job.request_id, None)
         self.records.append(life.record)
         self.dashboard.ended(life.record)
+        if life.record.outcome == "finished":
+            self.context.sessions.ended(session, life.job, life.generated, life.decode_engine)
         life.events.put_nowait(None)

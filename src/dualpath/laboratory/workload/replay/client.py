@@ -137,6 +137,7 @@ def _setting(
         seed=options.seed,
         tool_delays=options.tool_delays,
         isolation=options.isolation,
+        session_hints=options.session_hints,
         max_context_tokens=min(limits) if limits else None,
         max_turns=options.max_turns,
         scale_append=options.scale_append,

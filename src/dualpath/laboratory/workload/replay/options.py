@@ -4,7 +4,7 @@ from typing import Annotated
 
 from dualpath.core.settings import Setting
 from dualpath.laboratory.workload.conversation.session import AgentSettings
-from dualpath.laboratory.workload.replay.result import Isolation, ToolDelays
+from dualpath.laboratory.workload.replay.result import HintsGiven, Isolation, ToolDelays
 
 
 class ReplayOptions(AgentSettings, frozen=True, kw_only=True):
@@ -21,6 +21,13 @@ class ReplayOptions(AgentSettings, frozen=True, kw_only=True):
     tool_delays: Annotated[
         ToolDelays, Setting("wait for the recorded tool times between turns")
     ] = ToolDelays.NONE
+    session_hints: Annotated[
+        HintsGiven,
+        Setting(
+            "what agents say of their sessions: nothing, their names and ends, or also how long "
+            "each tool will run"
+        ),
+    ] = HintsGiven.NONE
     isolation: Annotated[
         Isolation,
         Setting("who may hit whose cache: one session (as in the paper), one run, anybody"),

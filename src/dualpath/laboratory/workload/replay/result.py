@@ -21,6 +21,16 @@ class ToolDelays(enum.StrEnum):
     RECORDED = "recorded"
 
 
+class HintsGiven(enum.StrEnum):
+    """What agents say of their sessions beside the turns (``core.session_hints``)."""
+
+    NONE = "none"
+    NAMES = "names"
+    """Each turn its session's name, and its end."""
+    PAUSES = "pauses"
+    """As a tool begins also how long it will run, as recorded: nobody knows it better."""
+
+
 class Isolation(enum.StrEnum):
     """Who may hit whose blocks, by means of ``cache_salt``.
 
@@ -54,6 +64,7 @@ class ReplaySetting(msgspec.Struct, frozen=True):
     seed: int
     tool_delays: ToolDelays
     isolation: Isolation
+    session_hints: HintsGiven
     max_context_tokens: int | None
     max_turns: int | None
     scale_append: float

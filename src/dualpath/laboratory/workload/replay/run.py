@@ -19,6 +19,7 @@ from dualpath.laboratory.workload.conversation.session import (
     Turn,
 )
 from dualpath.laboratory.workload.conversation.spans import TokenIds
+from dualpath.laboratory.workload.replay.hints import Hinter
 from dualpath.laboratory.workload.replay.progress import Progress, ProgressState
 from dualpath.laboratory.workload.replay.result import (
     Isolation,
@@ -59,6 +60,7 @@ class ReplayRun:
         self._http = http
         self._setting = setting
         self._url = f"{setting.endpoint}/v1/completions"
+        self._hinter = Hinter(http, setting.endpoint, setting.session_hints)
         self._run_id = run_id or uuid.uuid4().hex[:12]
         self._clock = clock
         self._progress = progress
@@ -116,6 +118,8 @@ class ReplayRun:
             while not agent.failed and (turn := conversation.next_turn()) is not None:
                 waits = self._setting.tool_delays is ToolDelays.RECORDED and turn.delay_s > 0
                 if waits:
+                    salt, name = agent.cache_salt, conversation.session_id
+                    helpers.create_task(self._hinter.tool_begins(name, salt, turn.delay_s))
                     await self._clock.sleep(turn.delay_s)
                 generated = await self._one_turn(agent, conversation, index, turn)
                 index += 1
@@ -126,6 +130,8 @@ class ReplayRun:
                 for helper in conversation.spawned():
                     helpers.create_task(self._converse(agent, helper))
             agent.truncated = agent.truncated or conversation.truncated
+        if index:
+            await self._hinter.over(conversation.session_id, agent.cache_salt)
 
     async def _one_turn(
         self, agent: _Agent, conversation: Conversation, index: int, turn: Turn
@@ -134,7 +140,11 @@ class ReplayRun:
         prompt = conversation.tokens(turn.prompt)
         stored_tokens = agent.stored.common_tokens(prompt)
         body = completion_body(
-            self._setting.model, prompt.listed(), turn.generate_tokens, agent.cache_salt
+            self._setting.model,
+            prompt.listed(),
+            turn.generate_tokens,
+            agent.cache_salt,
+            self._hinter.name(conversation.session_id),
         )
         sent_s = self._clock.now()
         record = TurnRecord(

@@ -47,6 +47,7 @@ class CompletionBody(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt: list[int]
     max_tokens: int
     cache_salt: str | None = None
+    session_id: str | None = None
     temperature: float | None = None
     ignore_eos: bool = False
     stream: bool = False
@@ -55,7 +56,11 @@ class CompletionBody(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def completion_body(
-    model: str, prompt: Sequence[int], tokens: int, cache_salt: str | None
+    model: str,
+    prompt: Sequence[int],
+    tokens: int,
+    cache_salt: str | None,
+    session_id: str | None = None,
 ) -> CompletionBody:
     """Return a greedy, streamed request for exactly ``tokens`` tokens."""
     return CompletionBody(
@@ -63,6 +68,7 @@ def completion_body(
         prompt=list(prompt),
         max_tokens=tokens,
         cache_salt=cache_salt,
+        session_id=session_id,
         temperature=0.0,
         ignore_eos=True,
         stream=True,

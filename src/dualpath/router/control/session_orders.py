@@ -1,0 +1,106 @@
+"""Tells decode engines what to keep for agents' next turns, and when to bring it back.
+
+What and when is decided by ``policy.session_warmth``; here are its clock, its view of the decode
+engines, and its messages.  An order that is lost or late costs a read, nothing else.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from dualpath.core.cluster import Role
+from dualpath.core.control import Retain, RouterMessage
+from dualpath.core.session_hints import SessionHints
+from dualpath.policy.agent_sessions import SessionName
+from dualpath.policy.session_warmth import DecodeBuffer, Order, SessionWarmth, WarmthSettings
+from dualpath.router.control.engine_calls import Job
+from dualpath.router.control.registry import EngineInfo, Registry
+
+#: Where a client says more of a session while its tool runs (POST), or that it is over (DELETE).
+SESSION_PATH = "/dualpath/v1/sessions/{session_id}"
+
+
+class SessionOrders:
+    """Agents' sessions of one router; lives in its event loop.
+
+    ``clock`` gives monotonic seconds; ``ordered`` is told each order's reason and its blocks.
+    """
+
+    def __init__(
+        self,
+        settings: WarmthSettings,
+        registry: Registry,
+        send: Callable[[str, RouterMessage], None],
+        clock: Callable[[], float],
+        ordered: Callable[[str, int], None],
+    ) -> None:
+        self._warmth = SessionWarmth(settings)
+        self._registry = registry
+        self._send = send
+        self._clock = clock
+        self._ordered = ordered
+        self._buffers: dict[str, DecodeBuffer] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def began(self, job: Job) -> SessionName:
+        """Note a turn; return its session's name."""
+        return self._warmth.turn_began(job.tenant, job.hints, job.keys, self._clock())
+
+    def ended(
+        self, name: SessionName, job: Job, generated: tuple[int, ...], engine_id: str
+    ) -> None:
+        """Note a turn's answer, decoded at this engine."""
+        # The last token was sampled but never fed back: there is no KV of it.
+        keys = job.keys_for((*job.prompt_token_ids, *generated)[:-1])
+        self._carry_out(
+            self._warmth.turn_ended(
+                name, len(job.keys), keys, engine_id, self._clock(), self._buffers
+            )
+        )
+
+    def hint(self, tenant: str, session_id: str, hints: SessionHints) -> bool:
+        """Take what a client says while its tool runs; False if there is no such session."""
+        name = tenant, session_id
+        if name not in self._warmth:
+            return False
+        self._carry_out(self._warmth.hint(name, hints, self._clock(), self._buffers))
+        return True
+
+    def engines_changed(self, lost: Iterable[EngineInfo] = ()) -> None:
+        """Engines came or went; nothing lies at ``lost`` ones any more."""
+        for info in lost:
+            self._warmth.engine_lost(info.engine_id)
+        self._buffers = {
+            info.engine_id: self._buffer(info) for info in self._registry.alive(Role.DECODE)
+        }
+
+    def stop(self) -> None:
+        """Give no more orders."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _buffer(self, info: EngineInfo) -> DecodeBuffer:
+        assert self._registry.namespace is not None, "an engine that lives has brought it"
+        geometry = self._registry.namespace.geometry
+        read = info.rates.read_bytes
+        return DecodeBuffer(
+            blocks=info.buffer_tokens // geometry.block_tokens,
+            blocks_per_s=read.per_s / geometry.full_block_bytes if read else 0.0,
+        )
+
+    def _due(self) -> None:
+        self._timer = None
+        self._carry_out(self._warmth.due(self._clock(), self._buffers))
+
+    def _carry_out(self, orders: Iterable[Order]) -> None:
+        for order in orders:
+            self._send(order.engine_id, Retain(order.keys, order.retain_s, order.fetch))
+            self._ordered(order.reason, len(order.keys))
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if (next_s := self._warmth.next_s()) is not None:
+            delay_s = max(next_s - self._clock(), 0.0)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._due)
