@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from tests.engine_harness import GEOMETRY, WAIT_S, full_block, memory_storage, prompt_keys
 
-from dualpath.core.blocks import BlockKey
+from dualpath.core.blocks import BlockKey, chain_root
 from dualpath.core.cluster import Role
 from dualpath.core.control import ReadDone
 from dualpath.core.runs import BlockRun, HitRun
@@ -158,3 +158,65 @@ def test_a_run_of_no_blocks_is_answered_at_once(reads: Reads) -> None:
     for key in KEYS[:2]:
         reads.device.let_go(key)
     assert reads.answer().request_id == "a"
+
+
+def fetched(reads: Reads, keys: list[BlockKey]) -> list[bytes]:
+    """End the queue, which waits for what is under way; return the kept blocks at their head."""
+    reads.queue.close(TimeLimit(OS_THREADS, WAIT_S))
+    missing = {*reads.buffer.missing(keys)}
+    reads.buffer.request("looks", len(keys), keys)
+    slots = reads.buffer.slots_of("looks")
+    return [
+        bytes(reads.buffer.view(s)) for s, k in zip(slots, keys, strict=True) if k not in missing
+    ]
+
+
+def test_blocks_are_fetched_before_a_request_asks_for_them(reads: Reads) -> None:
+    reads.queue.fetch(KEYS)
+    reads.began(FULL_BLOCKS)
+    assert fetched(reads, KEYS) == [full_block(key) for key in KEYS]
+    assert reads.counters.snapshot()[Counter.DRAM_FETCHED_BLOCKS.value] == FULL_BLOCKS
+    assert reads.answers.empty()
+
+
+def test_what_is_kept_is_not_fetched_again(reads: Reads) -> None:
+    reads.buffer.keep_copy(KEYS[0], chain_root(), memoryview(full_block(KEYS[0])))
+    reads.queue.fetch(KEYS[:2])
+    assert reads.began(1) == {KEYS[1]}
+    assert len(fetched(reads, KEYS[:2])) == 2
+
+
+def test_a_request_is_read_for_before_anything_is_fetched(reads: Reads) -> None:
+    reads.device.hold(*KEYS[:4])
+    reads.add("a", KEYS[:3])
+    assert reads.began(2) == set(KEYS[:2])
+    reads.queue.fetch(KEYS[3:])
+    reads.device.let_go(KEYS[0])
+    assert reads.began(1) == {KEYS[2]}
+    reads.device.let_go(KEYS[1])
+    assert reads.began(1) == {KEYS[3]}
+    for key in KEYS[2:4]:
+        reads.device.let_go(key)
+    assert reads.answer().good_blocks == 3
+
+
+def test_nothing_is_fetched_into_slots_that_somebody_wants(reads: Reads) -> None:
+    reads.buffer.request("holds", FULL_BLOCKS)
+    assert (slot := reads.buffer.take_for(KEYS[0])) is not None
+    reads.buffer.request("waits", FULL_BLOCKS)
+    assert reads.buffer.take_for(KEYS[1]) is None
+    reads.buffer.release("waits")
+    reads.buffer.keep_taken(slot, KEYS[0], chain_root())
+    assert reads.buffer.take_for(KEYS[0]) is None, "it is there"
+
+
+def test_what_follows_a_block_that_is_not_stored_is_not_fetched(reads: Reads) -> None:
+    reads.device.storage.corrupt(KEYS[0])
+    reads.device.hold(*KEYS[:2])
+    reads.queue.fetch(KEYS)
+    reads.began(2)
+    reads.device.let_go(KEYS[0])
+    reads.add("a", KEYS[2:3])  # the free reader has seen the bad block by then
+    assert reads.answer().good_blocks == 1
+    reads.device.let_go(KEYS[1])
+    assert len(fetched(reads, KEYS)) == 1

@@ -9,6 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from dualpath.core.blocks import chain_root
 from dualpath.core.errors import BufferTooSmallError
+from dualpath.engine.kept_blocks import Rank
 from dualpath.engine.slots import NOBODY, Grant, SlotPool
 
 ROOT = chain_root()
@@ -150,6 +151,41 @@ def test_a_shared_head_stays_while_any_chain_behind_it_is_in_use() -> None:
     assert pool.kept.head(KEYS[:1]) == [head]
 
 
+def test_what_is_retained_gives_way_after_all_others_and_before_a_request_waits() -> None:
+    pool = SlotPool(6)
+    retained = served(pool, "a", *KEYS[:2])
+    pool.kept.retain(KEYS[:2])
+    others = served(pool, "b", *KEYS[2:4]) + served(pool, "c", *KEYS[4:6])
+    (grant,) = pool.request("r", 4)
+    assert set(grant.slots) == set(others)
+    (rest,) = pool.request("s", 2)
+    assert rest.slots == (retained[1], retained[0])
+
+
+def test_what_comes_later_is_retained_as_well_until_its_time_is_over() -> None:
+    pool = SlotPool(4)
+    pool.kept.retain(KEYS[:2])
+    retained = served(pool, "a", *KEYS[:2])
+    other = served(pool, "b", *KEYS[2:4])
+    pool.kept.let_go(KEYS[:2])
+    (grant,) = pool.request("r", 2)
+    assert set(grant.slots) == set(retained), "used before the other"
+    assert set(pool.kept.head(KEYS[2:4])) == set(other)
+
+
+def test_what_nobody_will_ask_for_gives_way_first_but_not_a_head_that_others_share() -> None:
+    pool = SlotPool(5)
+    (head, old) = served(pool, "a", KEYS[0], KEYS[1])
+    (grant,) = pool.request("b", 3, [KEYS[0], KEYS[2], KEYS[3]])
+    pool.whole("b", grant.slots, [KEYS[0], KEYS[2], KEYS[3]], ROOT)
+    pool.release("b")
+    pool.kept.let_go([KEYS[0], KEYS[2], KEYS[3]], Rank.FIRST)
+    served(pool, "more", more=1)  # takes the free slot
+    (taken,) = pool.request("r", 3)
+    assert pool.kept.head(KEYS[:2]) == [head, old]
+    assert set(taken.slots).isdisjoint((head, old))
+
+
 def test_a_slot_in_quarantine_never_keeps_a_block() -> None:
     pool = SlotPool(2)
     (grant,) = pool.request("r", 2)
@@ -272,6 +308,14 @@ class SlotPoolMachine(RuleBasedStateMachine):
     def release(self, request: str) -> None:
         self.pool.release(request)
         self.granted(self.pool.grant())
+
+    @rule(chain=st.sampled_from(CHAINS), rank=st.sampled_from(Rank))
+    def rank(self, chain: list[int], rank: Rank) -> None:
+        keys = [KEYS[n] for n in chain]
+        if rank is Rank.LAST:
+            self.pool.kept.retain(keys)
+        else:
+            self.pool.kept.let_go(keys, rank)
 
     @rule(request=requests)
     def pin(self, request: str) -> None:

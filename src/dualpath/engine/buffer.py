@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from dualpath.core.blocks import BlockGeometry, BlockKey
+from dualpath.engine.kept_blocks import Rank
 from dualpath.engine.slots import NOBODY, Grant, SlotPool
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.transport.contract import RegionInfo
@@ -109,16 +110,38 @@ class BlockBuffer:
 
     def keep_copy(self, key: BlockKey, parent: BlockKey, block: memoryview) -> bool:
         """Keep a copy of a whole block; False where there is no room, or it is here already."""
-        with self._lock:
-            wanted = self._pool.keeps and not self._pool.kept.has(key)
-            slot = self._pool.take() if wanted else None
-        if slot is None:
+        if (slot := self.take_for(key)) is None:
             return False
         self.view(slot)[:] = block
+        self.keep_taken(slot, key, parent)
+        return True
+
+    def missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Return those of these keys whose blocks are not kept here."""
+        with self._lock:
+            return [key for key in keys if not self._pool.kept.has(key)]
+
+    def retain(self, keys: Iterable[BlockKey]) -> None:
+        """Let blocks give way last from now on, those too that are kept later."""
+        with self._lock:
+            self._pool.kept.retain(keys)
+
+    def let_go(self, keys: Iterable[BlockKey], *, first: bool = False) -> None:
+        """Let blocks give way as all others, or ``first``."""
+        with self._lock:
+            self._pool.kept.let_go(keys, Rank.FIRST if first else Rank.USUAL)
+
+    def take_for(self, key: BlockKey) -> int | None:
+        """Return a free slot for a block to be kept; None where none is, or it is kept already."""
+        with self._lock:
+            wanted = self._pool.keeps and not self._pool.kept.has(key)
+            return self._pool.take() if wanted else None
+
+    def keep_taken(self, slot: int, key: BlockKey, parent: BlockKey) -> None:
+        """Keep the whole block in a slot got from ``take_for``, which ends its lease."""
         with self._lock:
             self._pool.whole(NOBODY, [slot], [key], parent)
         self.give_back(slot)
-        return True
 
     def keep(self, *, keeps: bool) -> None:
         """Keep whole blocks for later requests from now on, or none."""

@@ -64,6 +64,10 @@ class Counter(StrEnum):
         "Blocks that a request found in an engine's buffer, where an earlier one had left them.",
     )
     DRAM_HIT_BYTES = "dram_hit_bytes", "Bytes of blocks found in an engine's buffer."
+    DRAM_FETCHED_BLOCKS = (
+        "dram_fetched_blocks",
+        "Blocks read into an engine's buffer before a request has asked for them.",
+    )
     DRAM_EVICTED_BLOCKS = (
         "dram_evicted_blocks",
         "Blocks kept in an engine's buffer that gave way to others.",

@@ -3,11 +3,13 @@
 A hit begins with a prompt's first block, so of a chain the tail gives way before its head: of the
 blocks that no other one here follows, the least recently used.  A block counts as used when the
 blocks behind it are, which the order of leaving makes true: it is the last one's turn only when
-all behind it are gone, and then at the latest time of them all.
+all behind it are gone, and then at the latest time of them all.  Before that comes a block's
+*rank*: what is to be retained for an agent gives way last, what nobody will ask for again first.
 """
 
 import heapq
 from collections.abc import Iterable, Sequence
+from enum import IntEnum
 
 from dualpath.core.blocks import BlockKey
 
@@ -16,11 +18,23 @@ _MOST_STALE = 4
 _SPARE = 64
 
 
+class Rank(IntEnum):
+    """When a block gives way, compared with others."""
+
+    FIRST = 0
+    USUAL = 1
+    LAST = 2
+
+
+#: A block's rank and its last use: the lowest gives way first.
+_Turn = tuple[Rank, int]
+
+
 class _Block:
     def __init__(self, key: BlockKey, parent: BlockKey) -> None:
         self.key = key
         self.parent = parent
-        self.used = 0
+        self.used: _Turn = (Rank.USUAL, 0)
         self.rests = False
 
 
@@ -38,9 +52,11 @@ class KeptBlocks:
         self._slots: dict[BlockKey, int] = {}
         #: How many blocks here follow a key, which itself need not be here.
         self._followers: dict[BlockKey, int] = {}
+        #: Keys whose blocks, here or not, give way last.
+        self._retained: set[BlockKey] = set()
         self._uses = 0
-        #: (last use, slot) of resting blocks that nothing follows; of others it has stale entries.
-        self._leaving: list[tuple[int, int]] = []
+        #: (turn, slot) of resting blocks that nothing follows; of others it has stale entries.
+        self._leaving: list[tuple[_Turn, int]] = []
         self._telling = False
         self._changed: dict[BlockKey, None] = {}
 
@@ -87,8 +103,16 @@ class KeptBlocks:
         block = self._blocks[slot]
         self._uses += 1
         self.resting += not block.rests
-        block.used, block.rests = self._uses, True
+        block.used, block.rests = (self._rank(block.key), self._uses), True
         self._let_leave(slot, block)
+
+    def retain(self, keys: Iterable[BlockKey]) -> None:
+        """Let the blocks of these keys give way last, those too that come later."""
+        self._rerank(keys, Rank.LAST)
+
+    def let_go(self, keys: Iterable[BlockKey], rank: Rank = Rank.USUAL) -> None:
+        """Retain the blocks of these keys no longer; ``rank`` FIRST: those that rest go first."""
+        self._rerank(keys, rank)
 
     def wake(self, slot: int) -> bool:
         """Somebody holds the slot; return whether its block has rested."""
@@ -130,6 +154,20 @@ class KeptBlocks:
         for key in told:
             del self._changed[key]
         return [k for k in told if k in self._slots], [k for k in told if k not in self._slots]
+
+    def _rank(self, key: BlockKey) -> Rank:
+        return Rank.LAST if key in self._retained else Rank.USUAL
+
+    def _rerank(self, keys: Iterable[BlockKey], rank: Rank) -> None:
+        for key in keys:
+            if rank is Rank.LAST:
+                self._retained.add(key)
+            else:
+                self._retained.discard(key)
+            if (slot := self._slots.get(key)) is not None:
+                block = self._blocks[slot]
+                block.used = rank, block.used[1]
+                self._let_leave(slot, block)
 
     def _next(self) -> int:
         while self._leaving:

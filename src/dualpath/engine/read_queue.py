@@ -6,6 +6,9 @@ is through, the next begins, be it of the same task or of the one behind.
 A read has a deadline.  When it passes while the device still writes into some slots, those slots
 are swapped for fresh ones and stay pinned until the device is done, so that the request goes on
 and a late byte cannot reach anybody.
+
+While nothing is to be read for a request, blocks are *fetched* that one may ask for soon, into
+slots that nobody wants, one by one: a request never waits for more than the blocks under way.
 """
 
 import functools
@@ -13,15 +16,19 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from dualpath.core.blocks import BlockKey
+from dualpath.core.blocks import BlockKey, chain_root
+from dualpath.core.cluster import Role
 from dualpath.core.control import ReadDone
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.health import Health
+from dualpath.engine.kept_blocks import with_parents
+from dualpath.engine.slots import NOBODY
 from dualpath.engine.threads import TimeLimit
 from dualpath.engine.trace import STORAGE_TRACK, TraceRecorder
 from dualpath.plan.order import Executed
-from dualpath.plan.steps import Step
+from dualpath.plan.steps import Step, read_step
 from dualpath.storage.contract import BlockStorage, ReadOutcome
 
 log = logging.getLogger(__name__)
@@ -117,6 +124,7 @@ class ReadQueue:
         self._wake = health.threads.condition()
         self._open: dict[ReadTask, None] = {}
         self._to_start: deque[ReadTask] = deque()
+        self._to_fetch: dict[BlockKey, BlockKey] = {}
         self._reading = 0
         self._sign = health.sign("no read from storage has ended", _READ_LIMIT_S)
         self._closing = False
@@ -142,6 +150,18 @@ class ReadQueue:
         with self._wake:
             self._open[task] = None
             self._to_start.append(task)
+            self._wake.notify_all()
+
+    def fetch(self, keys: Sequence[BlockKey]) -> None:
+        """Read the blocks of a chain from its first one, unless they are in the buffer (DE).
+
+        When nothing else is to be read, and as long as the buffer has slots that nobody wants.
+        """
+        missing = {*self._buffer.missing(keys)}
+        wanted = [(k, before) for k, before in with_parents(keys, chain_root()) if k in missing]
+        with self._wake:
+            room = max(self._buffer.capacity - len(self._to_fetch), 0)
+            self._to_fetch.update(wanted[:room])
             self._wake.notify_all()
 
     def cancel(self, request_id: str) -> None:
@@ -177,27 +197,11 @@ class ReadQueue:
         return self._buffer.replace(task.request_id, slots)
 
     def _run(self, track: str) -> None:
-        while (started := self._start()) is not None:
-            task, position, slot = started
-            outcome = self._read(task, position, slot, track)
-            with self._wake:
-                self._reading -= 1
-                self._sign.idle()
-                live = not task.over
-                if live:
-                    task.note(position, outcome)
-                    if self._keeps and outcome.is_good:
-                        key, before = task.keys[position], task.key_before(position)
-                        self._buffer.whole(task.request_id, [slot], [key], before)
-                settled = live and task.is_settled
-                if settled:
-                    self._close_task(task)
-            self._buffer.unpin([slot])
-            if settled:
-                self._finish(task, self._trace.now_ns(), self._complaint(task))
+        while (work := self._start()) is not None:
+            work(track)
 
-    def _start(self) -> tuple[ReadTask, int, int] | None:
-        """Return the next block with its slot, pinned; None when the queue closes."""
+    def _start(self) -> Callable[[str], None] | None:
+        """Return the next block's read, its slot pinned or taken; None when the queue closes."""
         with self._wake:
             while not self._closing:
                 while self._to_start and not self._to_start[0].waits:
@@ -205,22 +209,72 @@ class ReadQueue:
                 if self._to_start:
                     task = self._to_start[0]
                     if (slot := self._pinned_slot(task)) is not None:
-                        return task, self._begin_block(task), slot
-                    continue
-                self._wake.wait()
+                        return functools.partial(self._read_one, task, self._begin(task), slot)
+                elif self._to_fetch:
+                    if (fetch := self._next_fetch()) is not None:
+                        return fetch
+                else:
+                    self._wake.wait()
             return None
 
-    def _begin_block(self, task: ReadTask) -> int:
+    def _read_one(self, task: ReadTask, position: int, slot: int, track: str) -> None:
+        outcome = self._read(task, position, slot, track)
+        with self._wake:
+            self._ended()
+            live = not task.over
+            if live:
+                task.note(position, outcome)
+                if self._keeps and outcome.is_good:
+                    key, before = task.keys[position], task.key_before(position)
+                    self._buffer.whole(task.request_id, [slot], [key], before)
+            settled = live and task.is_settled
+            if settled:
+                self._close_task(task)
+        self._buffer.unpin([slot])
+        if settled:
+            self._finish(task, self._trace.now_ns(), self._complaint(task))
+
+    def _next_fetch(self) -> Callable[[str], None] | None:
+        key = next(iter(self._to_fetch))
+        before = self._to_fetch.pop(key)
+        slot = self._buffer.take_for(key)
+        if slot is None:  # kept meanwhile, or somebody wants the slots
+            return None
+        self._began()
+        return functools.partial(self._fetch_one, key, before, slot)
+
+    def _fetch_one(self, key: BlockKey, before: BlockKey, slot: int, track: str) -> None:
+        run = HitRun(Role.DECODE, BlockRun(0, 1), (slot,))
+        task = ReadTask(NOBODY, read_step(self._storage.geometry, run), [key], 0, 0.0)
+        outcome = self._read(task, 0, slot, track)
+        with self._wake:
+            self._ended()
+            if not outcome.is_good:
+                self._to_fetch.clear()  # What follows a missing block is of no use.
+        if outcome.is_good:
+            self._counters.add(Counter.DRAM_FETCHED_BLOCKS, 1)
+            self._buffer.keep_taken(slot, key, before)
+        else:
+            self._buffer.give_back(slot)
+
+    def _begin(self, task: ReadTask) -> int:
         """Count the task's next block as being read; return its position."""
         position = task.started_blocks
         task.started_blocks += 1
         task.in_flight.add(position)
         if task.started_ns is None:
             task.started_ns = self._trace.now_ns()
+        self._began()
+        return position
+
+    def _began(self) -> None:
         self._reading += 1
         if self._reading == len(self._threads):
             self._sign.moved()
-        return position
+
+    def _ended(self) -> None:
+        self._reading -= 1
+        self._sign.idle()
 
     def _pinned_slot(self, task: ReadTask) -> int | None:
         slot = task.step.slots[task.started_blocks]

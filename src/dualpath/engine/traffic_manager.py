@@ -30,6 +30,7 @@ from dualpath.core.control import (
     Released,
     Report,
     Reserved,
+    Retain,
     RouterMessage,
     Sync,
     Synced,
@@ -51,6 +52,7 @@ from dualpath.engine.prefill_passes import PrefillPasses
 from dualpath.engine.rank import ALONE, Rank, RankPlace
 from dualpath.engine.ranks import RankGroup
 from dualpath.engine.read_queue import ReadQueue, ReadTask
+from dualpath.engine.retention import Retention
 from dualpath.engine.served_prompts import ServedPrompts
 from dualpath.engine.session_doubts import Doubts, SessionDoubts
 from dualpath.engine.settings import EngineSettings
@@ -125,6 +127,7 @@ class TrafficManager:
             # A PE may yet compute again what a DE has read: the DE's slots are whole later.
             keeps=settings.role is Role.PREFILL,
         )
+        self._retention = Retention(self._buffer, self._reader.fetch)
         blank = None if settings.mode.moves_bytes else memoryview(bytes(geometry.full_block_bytes))
         self._persister = Persister(
             storage, counters, trace, blank, settings.parallel_writes, rank.health
@@ -238,6 +241,7 @@ class TrafficManager:
     def end_session(self, reason: str) -> None:
         """Drop every request: the router has forgotten them, or will (``session_doubts``)."""
         self._tier.end_session()
+        self._retention.end_session()
         self._doubts.end_session(reason)
         self._lookups.drop()
         self._assign_seq = 0
@@ -254,6 +258,7 @@ class TrafficManager:
         self._rank.look()
         self._reader.expire(now_ns)
         self._lookups.expire(now_ns)
+        self._retention.expire(now_ns)
         self._tier.tell()
 
     def _dispatch(self, message: RouterMessage) -> None:
@@ -280,6 +285,8 @@ class TrafficManager:
             case Release():
                 if self._active.ask_release(message):
                     self._release(message)
+            case Retain():
+                self._retention.order(message, self.trace.now_ns())
 
     def _begin_session(self, message: Welcome) -> None:
         self._tier.begin_session(keeps=message.keep_blocks)

@@ -1,0 +1,91 @@
+"""Orders to keep blocks for agents: they end, add up to no more than the buffer, and overlap."""
+
+from collections.abc import Sequence
+
+from tests.engine_harness import GEOMETRY, full_block, prompt_keys
+
+from dualpath.core.blocks import BlockKey, chain_root
+from dualpath.core.control import Retain
+from dualpath.engine.buffer import BlockBuffer
+from dualpath.engine.kept_blocks import with_parents
+from dualpath.engine.retention import Retention
+
+KEYS = tuple(prompt_keys(8 * GEOMETRY.block_tokens))
+OLD, NEW = KEYS[:2], KEYS[2:4]
+S = 1_000_000_000
+
+
+class Engine:
+    """A buffer of four slots with two contexts of two blocks, the old one used before the new."""
+
+    def __init__(self) -> None:
+        self.buffer = BlockBuffer(GEOMETRY, 4, lambda grant: None)
+        self.fetched: list[Sequence[BlockKey]] = []
+        self.retention = Retention(self.buffer, self.fetched.append)
+        for context in (OLD, NEW):
+            for key, parent in with_parents(context, chain_root()):
+                self.buffer.keep_copy(key, parent, memoryview(full_block(key)))
+
+    def order(self, keys: tuple[BlockKey, ...], retain_s: float, now_s: int = 0) -> None:
+        self.retention.order(Retain(keys, retain_s), now_s * S)
+
+    def left(self) -> tuple[BlockKey, ...]:
+        """Return what is left when a request takes two slots."""
+        self.buffer.request("r", 2)
+        missing = self.buffer.missing(KEYS)
+        return tuple(key for key in KEYS if key not in missing)
+
+
+def test_without_orders_what_was_used_last_stays() -> None:
+    assert Engine().left() == NEW
+
+
+def test_what_is_retained_stays() -> None:
+    engine = Engine()
+    engine.order(OLD, 30.0)
+    engine.retention.expire(29 * S)
+    assert engine.left() == OLD
+
+
+def test_an_order_ends_by_itself() -> None:
+    engine = Engine()
+    engine.order(OLD, 30.0)
+    engine.retention.expire(30 * S)
+    assert engine.left() == NEW
+
+
+def test_the_later_of_two_ends_counts() -> None:
+    engine = Engine()
+    engine.order(OLD, 30.0)
+    engine.order(OLD, 10.0, now_s=5)
+    engine.retention.expire(20 * S)
+    assert engine.left() == OLD
+
+
+def test_what_is_done_goes_first_also_if_it_was_retained() -> None:
+    engine = Engine()
+    engine.order(NEW, 30.0)
+    engine.order(NEW, 0.0)
+    assert engine.left() == OLD
+
+
+def test_nothing_is_retained_once_the_router_has_forgotten() -> None:
+    engine = Engine()
+    engine.order(OLD, 30.0)
+    engine.retention.end_session()
+    assert engine.left() == NEW
+
+
+def test_orders_are_worth_no_more_than_the_buffer() -> None:
+    engine = Engine()
+    for number in range(100):
+        engine.order(tuple(bytes([number, place] * 16) for place in range(3)), 1e6)
+    assert len(engine.retention._until_ns) == 4
+    engine.order(OLD, 30.0)
+    assert engine.left() == NEW, "no room was left for this order"
+
+
+def test_what_is_to_be_brought_back_is_fetched() -> None:
+    engine = Engine()
+    engine.retention.order(Retain(KEYS[:6], 30.0, fetch=True), 0)
+    assert engine.fetched == [KEYS[:4]]  # no more than the buffer holds
