@@ -202,7 +202,8 @@ def test_a_request_is_read_for_before_anything_is_fetched(reads: Reads) -> None:
 
 def test_nothing_is_fetched_into_slots_that_somebody_wants(reads: Reads) -> None:
     reads.buffer.request("holds", FULL_BLOCKS)
-    assert (slot := reads.buffer.take_for(KEYS[0])) is not None
+    slot = reads.buffer.take_for(KEYS[0])
+    assert slot is not None
     reads.buffer.request("waits", FULL_BLOCKS)
     assert reads.buffer.take_for(KEYS[1]) is None
     reads.buffer.release("waits")

@@ -240,6 +240,7 @@ class ReadQueue:
         slot = self._buffer.take_for(key)
         if slot is None:  # kept meanwhile, or somebody wants the slots
             return None
+        self._buffer.pin([slot])
         self._began()
         return functools.partial(self._fetch_one, key, before, slot)
 
@@ -251,6 +252,7 @@ class ReadQueue:
             self._ended()
             if not outcome.is_good:
                 self._to_fetch.clear()  # What follows a missing block is of no use.
+        self._buffer.unpin([slot])
         if outcome.is_good:
             self._counters.add(Counter.DRAM_FETCHED_BLOCKS, 1)
             self._buffer.keep_taken(slot, key, before)

@@ -19,7 +19,7 @@ from dualpath.router.control.dispatch import Dispatch
 from dualpath.router.control.engine_calls import EngineCalls
 from dualpath.router.control.event_recorder import EventLogWriter, RecordedScheduler
 from dualpath.router.control.exchange import Exchange
-from dualpath.router.control.kept_blocks import KeptBlocks
+from dualpath.router.control.kept_blocks import KeptBlocks, serves
 from dualpath.router.control.pauses import Pauses
 from dualpath.router.control.registry import EngineInfo, Registry
 from dualpath.router.control.releases import Releases
@@ -71,6 +71,7 @@ class RouterContext:
             WarmthSettings(budget_share=settings.retain_share, prefetch=settings.prefetch_sessions),
             registry,
             self.send,
+            lambda: settings.dram_tier and serves(Role.DECODE, registry.mode),
             clock,
             metrics.session_ordered,
         )

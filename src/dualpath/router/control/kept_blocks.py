@@ -65,6 +65,8 @@ class KeptBlocks:
         return tuple(found)
 
 
-def serves(role: Role, mode: Mode) -> bool:
-    """Whether hits can come from the buffers of engines of a role."""
-    return mode.moves_bytes and (role is Role.PREFILL or mode.dual_path)
+def serves(role: Role, mode: Mode | None) -> bool:
+    """Whether hits can come from the buffers of engines of a role; None: no mode is known yet."""
+    if mode is None or not mode.moves_bytes:
+        return False
+    return role is Role.PREFILL or mode.dual_path

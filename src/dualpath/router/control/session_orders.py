@@ -22,7 +22,8 @@ SESSION_PATH = "/dualpath/v1/sessions/{session_id}"
 class SessionOrders:
     """Agents' sessions of one router; lives in its event loop.
 
-    ``clock`` gives monotonic seconds; ``ordered`` is told each order's reason and its blocks.
+    ``wanted`` says whether hits are served from the buffers of decode engines at all.  ``clock``
+    gives monotonic seconds; ``ordered`` is told each order's reason and its blocks.
     """
 
     def __init__(
@@ -30,12 +31,14 @@ class SessionOrders:
         settings: WarmthSettings,
         registry: Registry,
         send: Callable[[str, RouterMessage], None],
+        wanted: Callable[[], bool],
         clock: Callable[[], float],
         ordered: Callable[[str, int], None],
     ) -> None:
         self._warmth = SessionWarmth(settings)
         self._registry = registry
         self._send = send
+        self._wanted = wanted
         self._clock = clock
         self._ordered = ordered
         self._buffers: dict[str, DecodeBuffer] = {}
@@ -49,6 +52,8 @@ class SessionOrders:
         self, name: SessionName, job: Job, generated: tuple[int, ...], engine_id: str
     ) -> None:
         """Note a turn's answer, decoded at this engine."""
+        if not self._wanted():
+            return
         # The last token was sampled but never fed back: there is no KV of it.
         keys = job.keys_for((*job.prompt_token_ids, *generated)[:-1])
         self._carry_out(

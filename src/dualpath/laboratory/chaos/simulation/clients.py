@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dualpath.core.blocks import BlockKey, block_keys
 from dualpath.core.errors import DualPathError
+from dualpath.core.session_hints import NO_HINTS, SessionHints
 from dualpath.laboratory.chaos.simulation.cluster import BLOCK_TOKENS, VOCABULARY, Cluster
 from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
 from dualpath.laboratory.chaos.simulation.router import Exchange, Reply
@@ -16,6 +17,15 @@ from dualpath.router.control.engine_calls import Job, TokenEvent
 
 #: How long an agent waits before it asks again where nobody answered.
 _AGAIN_S = 0.3
+
+#: What clients say of their sessions, which may be wrong.
+_HINTS = (
+    *(NO_HINTS, NO_HINTS),
+    SessionHints(retain_s=2.0),
+    SessionHints(next_turn_s=0.05),
+    SessionHints(session_id="agent", retain_s=0.1, next_turn_s=0.0),
+    SessionHints(session_id="agent", done=True),
+)
 
 
 class Asked:
@@ -118,7 +128,8 @@ class Clients:
             self._end(asked, "reset")
             return asked
         self._world.note(name, f"asks with {len(prompt)} tokens for {count}")
-        asked.exchange = router.ask(_job(asked, count), functools.partial(self._reply, asked))
+        job = _job(asked, count, self._world.chance.choice(_HINTS))
+        asked.exchange = router.ask(job, functools.partial(self._reply, asked))
         while asked.outcome is None:
             self._take(asked, await asked.arrived.get())
         return asked
@@ -153,7 +164,7 @@ class Clients:
         self._world.note(asked.name, f"ends: {outcome}")
 
 
-def _job(asked: Asked, count: int) -> Job:
+def _job(asked: Asked, count: int, hints: SessionHints) -> Job:
     def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
         return block_keys(token_ids, BLOCK_TOKENS)
 
@@ -163,4 +174,5 @@ def _job(asked: Asked, count: int) -> Job:
         max_new_tokens=count,
         keys=tuple(keys_for(asked.prompt)),
         keys_for=keys_for,
+        hints=hints,
     )
