@@ -9,6 +9,7 @@ from tests.emulated_cluster import GEOMETRY, GUARD_S, Cluster, cluster
 from dualpath.core.cluster import Role
 from dualpath.core.control import Welcome
 from dualpath.core.modes import Mode
+from dualpath.core.session_hints import SessionHints
 from dualpath.engine.counters import Counter
 from dualpath.router.settings import RouterSettings
 
@@ -140,3 +141,37 @@ async def test_a_router_that_wants_nothing_kept_gets_an_empty_buffer(tmp_path: P
         assert manager.report().kept_buffer_tokens == 0
         assert manager.buffer.free == manager.buffer.capacity
         assert manager.settings.role is Role.DECODE
+
+
+async def test_what_was_pushed_out_in_a_pause_is_there_again_for_the_next_turn() -> None:
+    async with cluster(
+        "memory://dram-sessions",
+        Mode.DUALPATH,
+        decode=1,
+        buffer_bytes=30 * GEOMETRY.full_block_bytes,
+    ) as made:
+        manager = made.engines["decode-0"].plane.manager
+        first, _ = await made.ask(PROMPT, 9, session_id="paused")
+        await made.stored()
+        for other in range(50, 53):
+            await made.ask([other, *PROMPT], 9)
+            await made.stored()
+        await made.idle()
+        assert total(made, Counter.DRAM_EVICTED_BLOCKS) > 0
+        assert made.service.hint_session("", "paused", SessionHints(next_turn_s=0.0))
+
+        def back() -> bool:
+            return manager.report().counters[Counter.DRAM_FETCHED_BLOCKS.value] == HIT_BLOCKS
+
+        await made.arrivals.until(back, GUARD_S)
+        await heard(made)
+        hits, read_bytes = (
+            total(made, Counter.DRAM_HIT_BLOCKS),
+            total(made, Counter.STORAGE_READ_BYTES),
+        )
+        _, found = await made.ask([*PROMPT, *first, 7, 8], 5)
+        assert found == HIT_BLOCKS * GEOMETRY.block_tokens
+        assert total(made, Counter.DRAM_HIT_BLOCKS) == hits + HIT_BLOCKS
+        assert total(made, Counter.STORAGE_READ_BYTES) == read_bytes
+        await made.idle()
+        assert made.counts(1) == 0
