@@ -124,7 +124,7 @@ class Clients:
         asked = Asked(name, prompt, count, self._world.now_s)
         self.asked.append(asked)
         router = self._cluster.router
-        if not router.process.alive:
+        if not router.serves:
             self._end(asked, "reset")
             return asked
         self._world.note(name, f"asks with {len(prompt)} tokens for {count}")

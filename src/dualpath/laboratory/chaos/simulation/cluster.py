@@ -16,6 +16,7 @@ from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.laboratory.emulated.settings import EmulatedSettings, Verify, part_geometry
 from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
 from dualpath.router.settings import RouterSettings
+from dualpath.router.turn import Turn
 
 LAYERS = 3
 BLOCK_TOKENS = 4
@@ -41,7 +42,8 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     """Size of the cluster, of its memories in blocks, and the router's limits.
 
     ``prefill`` and ``decode`` count data-parallel groups, of ``prefill_ranks`` and ``decode_ranks``
-    engines each; one of a single rank is a plain engine.
+    engines each; one of a single rank is a plain engine.  With ``standby`` a second router waits
+    for its turn.
     """
 
     mode: Mode
@@ -55,6 +57,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     geometry: BlockGeometry
     prefill_ranks: int = 1
     decode_ranks: int = 1
+    standby: bool = False
 
 
 class _Group(msgspec.Struct):
@@ -75,7 +78,7 @@ class _Group(msgspec.Struct):
 
 
 class Cluster:
-    """``engines`` and ``router`` are the processes of now, on ``hosts`` machines in turn."""
+    """``engines`` are the processes of now, on ``hosts`` machines in turn."""
 
     def __init__(self, world: World, settings: ClusterSettings) -> None:
         self.world = world
@@ -85,7 +88,7 @@ class Cluster:
         self._starts: dict[str, int] = {}
         self._hosts: dict[str, str] = {}
         self._groups: dict[str, _Group] = {}
-        self.router = self._start_router()
+        self._routers = [self._start_router() for _ in range(1 + settings.standby)]
         for role, short, count, size in (
             (Role.PREFILL, "pe", settings.prefill, settings.prefill_ranks),
             (Role.DECODE, "de", settings.decode, settings.decode_ranks),
@@ -94,6 +97,13 @@ class Cluster:
                 group = _Group(f"{short}-{index}", role, size)
                 self._groups.update(dict.fromkeys(group.engine_ids, group))
                 self._start_group(group)
+
+    @property
+    def router(self) -> SimRouter:
+        """The router that serves, or will be the next to; a dead one if there is no other."""
+        alive = [router for router in self._routers if router.process.alive]
+        serving = [router for router in alive if router.serves]
+        return (serving or alive or self._routers)[0]
 
     def restart_engine(self, engine_id: str, after_s: float) -> None:
         """Kill an engine's process if it lives, and start the next one a while later.
@@ -148,7 +158,7 @@ class Cluster:
         look()
 
     def restart_router(self, after_s: float) -> None:
-        """Kill the router, and start the next one a while later."""
+        """Kill the router, and start the next one a while later; who stands by serves at once."""
         self.router.kill()
         self.world.after(after_s, self._next_router)
 
@@ -162,11 +172,13 @@ class Cluster:
         return found
 
     def _next_router(self) -> None:
-        self.router = self._start_router()
+        alive = [router for router in self._routers if router.process.alive]
+        self._routers = [*alive, self._start_router()]
 
     def _start_router(self) -> SimRouter:
         return SimRouter(
-            self.shared, self.settings.router, self._start("router"), self._host("router")
+            *(self.shared, self.settings.router, self._start("router"), self._host("router")),
+            self.shared.turn() if self.settings.standby else Turn(""),
         )
 
     def _start_group(self, group: _Group) -> None:

@@ -1,5 +1,6 @@
 """What the processes of a simulated cluster share: networks, storage, and who owns which memory."""
 
+import tempfile
 from typing import TYPE_CHECKING
 
 from dualpath.core.blocks import StoreNamespace
@@ -9,6 +10,7 @@ from dualpath.laboratory.chaos.simulation.blocks import StorageFaults
 from dualpath.laboratory.chaos.simulation.control import ControlNetwork
 from dualpath.laboratory.chaos.simulation.data import TransferFaults
 from dualpath.laboratory.chaos.simulation.world import Process, World
+from dualpath.router.turn import Turn
 from dualpath.storage.memory import MemoryStorage
 from dualpath.transport.in_process import InProcessFabric
 
@@ -29,6 +31,7 @@ class Shared:
         self.agents: dict[str, SimEngine] = {}
         self._storages: dict[str, MemoryStorage] = {}
         self._processes: dict[HostProcess, Process] = {}
+        self._lock_file = ""
 
     def process(self, name: str, host: str) -> tuple[Process, HostProcess]:
         """Start a process on a machine; return it, and how that machine knows it."""
@@ -37,6 +40,14 @@ class Shared:
         known = HostProcess(host=host, pid=number, start_ticks=number)
         self._processes[known] = process
         return process, known
+
+    def turn(self) -> Turn:
+        """Return the next turn of the routers that stand by: those before it go first."""
+        if not self._lock_file:
+            folder = tempfile.TemporaryDirectory(prefix="dualpath-simulated-")
+            self.world.at_the_end(folder.cleanup)
+            self._lock_file = f"{folder.name}/router.lock"
+        return Turn(self._lock_file)
 
     def is_gone(self, host: str, asked: HostProcess) -> bool:
         """Whether a machine sees that a process has ended; False for one of another machine."""

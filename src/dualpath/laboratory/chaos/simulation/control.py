@@ -38,9 +38,8 @@ class ControlNetwork:
         self._numbers = itertools.count(1)
 
     def listen(self, loop: ProcessLoop) -> "RouterSocket":
-        """Return the socket of a new router."""
-        self.router = RouterSocket(self, loop)
-        return self.router
+        """Return the socket of a new router, which listens once it is open."""
+        return RouterSocket(self, loop)
 
     def connect(self, threads: SimThreads) -> "EngineConnection":
         """Return an engine's end of a new connection."""
@@ -72,6 +71,7 @@ class RouterSocket:
         self, host: str, port: int, secret: ClusterSecret | None, refusals: ControlRefusals
     ) -> str:
         """Let engines connect from now on."""
+        self._network.router = self
         return ADDRESS
 
     async def receive(self) -> tuple[bytes, Sequence[bytes]]:

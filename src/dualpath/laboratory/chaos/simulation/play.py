@@ -155,6 +155,7 @@ class _Run:
             geometry=GEOMETRIES[world.seed % len(GEOMETRIES)],
             prefill_ranks=chance.choice((1, 1, 2)),
             decode_ranks=chance.choice((1, 1, 2)),
+            standby=world.seed % 4 == 1,
         )
         world.note(
             "world",

@@ -14,6 +14,7 @@ from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.control.registry import EngineInfo
 from dualpath.router.requests.service import RouterService
 from dualpath.router.settings import RouterSettings
+from dualpath.router.turn import Turn
 
 _DELAYS_S = (0.0001, 0.0005, 0.002)
 
@@ -22,9 +23,13 @@ Reply = TokenEvent | DualPathError | str | None
 
 
 class SimRouter:
-    """A router from the start of its process to its end."""
+    """A router from the start of its process to its end; it serves when its turn comes."""
 
-    def __init__(self, shared: Shared, settings: RouterSettings, start: int, host: str) -> None:
+    def __init__(
+        self, shared: Shared, settings: RouterSettings, start: int, host: str, turn: Turn
+    ) -> None:
+        self.serves = False
+        self._turn = turn
         self.name = f"router#{start}"
         self._shared = shared
         self.process, _ = shared.process(self.name, host)
@@ -41,7 +46,14 @@ class SimRouter:
             epoch=self.name,
             is_gone=functools.partial(shared.is_gone, host),
         )
-        self.loop.call_soon(lambda: self.loop.create_task(self.service.start()))
+        self.loop.call_soon(lambda: self.loop.create_task(self._serve_in_turn()))
+        shared.world.at_the_end(turn.over)
+
+    async def _serve_in_turn(self) -> None:
+        await self._turn.taken()
+        await self._turn.bound(self.service.start)
+        self.serves = True
+        self._shared.world.note(self.name, "serves")
 
     def _called(self, engine: EngineInfo) -> None:
         """Nothing may be asked of a group that has lost a rank: what is left of it is dying."""
@@ -69,7 +81,9 @@ class SimRouter:
         if not self.process.alive:
             return
         self._shared.world.note(self.name, "is dead")
+        self.serves = False
         self.process.kill()
+        self._turn.over()
         self._shared.control.router_died()
         self._shared.http.router_died()
         for exchange in list(self._exchanges):
@@ -77,6 +91,8 @@ class SimRouter:
 
     def left_over(self) -> list[str]:
         """Return what it still holds though nobody is served."""
+        if not self.serves:
+            return [f"{self.name} does not serve"]
         context = self.service.context
         status = self.service.status()
         found = {
