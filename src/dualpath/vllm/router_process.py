@@ -14,6 +14,7 @@ from functools import partial
 import msgspec
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.utils.gc_utils import freeze_gc_heap
 
 from dualpath.core.errors import ConfigError
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
@@ -63,6 +64,9 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
         stack.push_async_callback(llm.aclose)
         app = await make_app(llm, service, args)
         if turn.others:
+            # vLLM looks through the whole heap as it begins to serve, which takes half a second of
+            # CPU. What was looked through before its turn it then passes over.
+            freeze_gc_heap()
             print(STANDS_BY, flush=True)
             await turn.taken()
             listener = await turn.bound(partial(_bind_again, args, stack))
