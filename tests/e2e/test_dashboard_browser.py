@@ -17,7 +17,7 @@ from tests.unit.test_cli_simulate import CLUSTER, COSTS, TRACE
 from tests.unit.test_workload_report import result, turn
 
 from dualpath.cli.main import main
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.modes import Mode
 from dualpath.core.sessions import Event
 from dualpath.laboratory.emulated.front_door import FrontDoor
@@ -110,6 +110,21 @@ async def test_names_of_engines_are_text_whatever_they_are(tab: Tab) -> None:
         assert (await tab.value("document.body.innerText")).count(MARKUP) >= 3
         assert await tab.value("document.images.length") == 0
         assert await tab.value("document.title") == "DualPath"
+
+
+async def test_the_group_of_lost_engines_is_told_where_one_has_any(tab: Tab) -> None:
+    reported = ReportedCluster()
+    alone = reported.join("pe-0", Role.PREFILL)
+    rank = reported.join("de-0", Role.DECODE, dp=GroupRank("rack", "first", 0, 1))
+    shown = "[...document.querySelector('.panel.full:last-of-type').querySelectorAll('th, td')]"
+    words = f"{shown}.map((cell) => cell.innerText)"
+    alone.machine.on(Event.SILENT)
+    async with serving(reported) as url:
+        await live(tab, url)
+        assert "group" not in await tab.value(words)
+        rank.machine.on(Event.SILENT)
+        await tab.until(f"{words}.includes('rack')")
+        assert {"group", "\u2013"} <= {*await tab.value(words)}
 
 
 @pytest.mark.parametrize("width", [1280, 390])

@@ -6,7 +6,7 @@ from typing import Any
 from tests.unit.router_fakes import NAMESPACE
 
 from dualpath.core.addresses import AgentAddress, EngineAddress
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.control import PROTOCOL_VERSION, Hello, Report
 from dualpath.core.sessions import Event
 from dualpath.router.control.assign_log import AssignmentNote
@@ -42,7 +42,14 @@ class ReportedCluster:
     def load(self) -> Load:
         return Load(self.open, waiting=2, running=len(self.open), assignments=self.assignments)
 
-    def join(self, engine_id: str, role: Role, node: str = "", epoch: str = "first") -> EngineState:
+    def join(
+        self,
+        engine_id: str,
+        role: Role,
+        node: str = "",
+        epoch: str = "first",
+        dp: GroupRank | None = None,
+    ) -> EngineState:
         address = EngineAddress(engine_id, epoch, role, (AgentAddress("agent", b"", ()),))
         hello = Hello(
             version=PROTOCOL_VERSION,
@@ -55,6 +62,7 @@ class ReportedCluster:
             hbm_tokens=HBM_TOKENS,
             buffer_tokens=BUFFER_TOKENS,
             snic_bytes_per_s=1e6,
+            dp=dp,
         )
         admission = self.registry.admit(hello)
         assert admission is not None

@@ -235,13 +235,15 @@ function assignmentTable(assignments) {
 }
 
 function lostTable(engines) {
+  const ofGroups = engines.some((engine) => engine.group);
+  const group = (shown) => (ofGroups ? [shown] : []);
   return {
     title: "Lost engines",
     stacked: true,
     empty: "None. Engines that said goodbye are not missed.",
-    columns: [["engine", true], ["role", true], ["group", true], ["node", true],
+    columns: [["engine", true], ["role", true], ...group(["group", true]), ["node", true],
       ["silent for", false]],
-    rows: engines.map((engine) => [{ text: engine.engine_id, alarm: true }, engine.role, engine.group,
-      engine.node, asAge(engine.silent_s)]),
+    rows: engines.map((engine) => [{ text: engine.engine_id, alarm: true }, engine.role,
+      ...group(engine.group || NOTHING), engine.node, asAge(engine.silent_s)]),
   };
 }
