@@ -225,8 +225,11 @@ class ChaosCluster:
         return None if status is None else live_epochs(status).get(name)
 
     async def joined(self, name: str, old_epoch: str | None, timeout_s: float) -> bool:
-        """Wait until an engine is there under another epoch than ``old_epoch``."""
-        return await self._until(lambda live: live.get(name) not in (None, old_epoch), timeout_s)
+        """Wait until an engine is there under another epoch than ``old_epoch``, or has ended."""
+        return await self._until(
+            lambda live: live.get(name) not in (None, old_epoch) or not self.process(name).alive,
+            timeout_s,
+        )
 
     async def answers(self, timeout_s: float) -> bool:
         """Wait until a router answers."""

@@ -103,6 +103,7 @@ class Striker:
             answered_s = time.monotonic()
         if not await self._there(strike, old_epoch):
             trouble = trouble or f"not back {_BACK_S:g} s after its restart"
+        # What has ended meanwhile the campaign starts again, and says so.
         return Made(strike, begin_s, time.monotonic(), trouble, answered_s=answered_s)
 
     async def _end_siblings(self, name: str) -> str:
