@@ -11,7 +11,7 @@ import pytest
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.laboratory.chaos.ask import Listener, Outcome
-from dualpath.laboratory.chaos.bad_disk import BadDisk
+from dualpath.laboratory.chaos.bad_disk import BLOCK_MODULES, BadDisk
 from dualpath.laboratory.chaos.corruption import block_files, corrupt
 from dualpath.laboratory.chaos.gate import Disk, Gate
 from dualpath.laboratory.chaos.kinds import EmulatedEngines
@@ -21,7 +21,7 @@ from dualpath.laboratory.chaos.proxy import Relay
 from dualpath.laboratory.chaos.settings import EmulatedVictims
 from dualpath.laboratory.chaos.tally import Tally, loaded_blocks
 from dualpath.laboratory.chaos.watch import Watch
-from dualpath.storage import directory, posix
+from dualpath.storage import posix
 from dualpath.storage.posix import PosixStorage
 
 GUARD_S = 20.0
@@ -121,12 +121,12 @@ async def until(true: object) -> None:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> list[Disk]:
     """The trouble of this process's storage: its last entry counts."""
-    for module in (posix, directory):
+    for module in BLOCK_MODULES:
         monkeypatch.setattr(module, "os", os)
         monkeypatch.setattr(module, "open", open, raising=False)
     troubles = [Disk()]
     bad = BadDisk(lambda: troubles[-1], lambda step: None, lambda step: False, random.Random(0))
-    bad.install(posix, directory)
+    bad.install(*BLOCK_MODULES)
     return troubles
 
 

@@ -14,7 +14,10 @@ from typing import Any, Self
 
 from dualpath.laboratory.chaos.gate import Disk
 from dualpath.laboratory.chaos.matrix import Fault, Step
+from dualpath.storage import directory, posix, reading
 
+#: The storage's modules that ask the kernel for blocks.
+BLOCK_MODULES = (posix, directory, reading)
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _ON_READ = {Fault.IO_ERROR: errno.EIO}
 _ON_WRITE = {Fault.IO_ERROR: errno.EIO, Fault.FULL: errno.ENOSPC, Fault.READ_ONLY: errno.EROFS}

@@ -17,6 +17,7 @@ from dualpath.laboratory.chaos.matrix import Component, Step
 
 _HANDLE = "dualpath.engine.traffic_manager:TrafficManager.handle"
 _ATTEMPT = "dualpath.router.requests.lifecycle:Attempt"
+_LOADING = "dualpath.router.requests.loading:Loading"
 
 
 class EngineKind(enum.StrEnum):
@@ -40,8 +41,8 @@ class Point(msgspec.Struct, frozen=True):
 _ROUTER_POINTS = (
     Point(Step.LOOKING_UP, f"{_ATTEMPT}._look_up"),
     Point(Step.WAITING, f"{_ATTEMPT}._find_engines"),
-    Point(Step.RESERVING, f"{_ATTEMPT}._reserve"),
-    Point(Step.READING, f"{_ATTEMPT}._read"),
+    Point(Step.RESERVING, f"{_LOADING}._reserve"),
+    Point(Step.READING, f"{_LOADING}._read"),
     Point(Step.PREFILLING, f"{_ATTEMPT}._prefill"),
     Point(Step.HANDING_OVER, f"{_ATTEMPT}._stream_first"),
     Point(Step.PERSISTING, f"{_ATTEMPT}._persist"),

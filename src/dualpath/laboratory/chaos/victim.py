@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import msgspec
 
-from dualpath.laboratory.chaos.bad_disk import BadDisk
+from dualpath.laboratory.chaos.bad_disk import BLOCK_MODULES, BadDisk
 from dualpath.laboratory.chaos.gate import Gate
 from dualpath.laboratory.chaos.matrix import Component, rank_name
 from dualpath.laboratory.chaos.points import POINTS, EngineKind, watch_points
@@ -20,7 +20,7 @@ from dualpath.laboratory.chaos.tally import Tally
 from dualpath.laboratory.emulated import rank_processes
 from dualpath.ops.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
 from dualpath.ops.launch.forked_engine import prepare_engine, run_entry
-from dualpath.storage import directory, posix
+from dualpath.storage import posix
 from dualpath.storage.contract import ReadOutcome
 
 #: As a process is told what to run.
@@ -60,7 +60,7 @@ def prepare(settings: VictimSettings) -> None:
         _count_loads(Tally(Path(settings.tallies) / f"{settings.process}-{os.getpid()}"))
         chance = random.Random(f"{settings.seed} {settings.process}")
         disk = BadDisk(lambda: gate.disk, gate.reached, gate.expects, chance)
-        disk.install(posix, directory)
+        disk.install(*BLOCK_MODULES)
 
 
 def _name_ranks(gate: Gate, engine: str) -> None:
