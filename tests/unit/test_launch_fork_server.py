@@ -1,5 +1,6 @@
 """The server that processes are forked from: what it has imported, and when another takes over."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -31,7 +32,9 @@ told(forked("last", "colorsys"))
 
 def tell() -> None:
     """Say what the server had imported, and stay until a signal comes."""
-    print("imported:", *[name for name in ("colorsys", "wave") if name in sys.modules], flush=True)
+    frozen = ["frozen"] if gc.get_freeze_count() else []
+    found = [name for name in ("colorsys", "wave") if name in sys.modules]
+    print("imported:", *frozen, *found, flush=True)
     signal.pause()
 
 
@@ -42,8 +45,8 @@ def test_a_server_that_lacks_a_module_gives_way_when_nothing_it_forked_runs(tmp_
     subprocess.run(argv, env=environment, check=True, timeout=120)
     said = {path.name: path.read_text().split()[1:] for path in tmp_path.iterdir()}
     assert said == {
-        "first": ["colorsys"],
-        "early": ["colorsys"],
-        "late": ["colorsys", "wave"],
-        "last": ["colorsys", "wave"],
+        "first": ["frozen", "colorsys"],
+        "early": ["frozen", "colorsys"],
+        "late": ["frozen", "colorsys", "wave"],
+        "last": ["frozen", "colorsys", "wave"],
     }

@@ -26,6 +26,7 @@ VLLM_MODULES = (
     "dualpath.vllm.router_process",
 )
 
+_FROZEN_HEAP = "dualpath.ops.launch.frozen_heap"
 #: What the server of this process has imported.
 _preloaded: set[str] = set()
 
@@ -78,7 +79,7 @@ def _context(preload: Sequence[str]) -> ForkServerContext:
     if not _preloaded.issuperset(preload) and not multiprocessing.active_children():
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
         _preloaded.update(preload)
-        context.set_forkserver_preload(sorted(_preloaded))
+        context.set_forkserver_preload([*sorted(_preloaded), _FROZEN_HEAP])
     with _environment(ENGINE_ENVIRONMENT):
         forkserver.ensure_running()
     return context
