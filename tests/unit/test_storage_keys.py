@@ -60,6 +60,12 @@ def test_a_key_file_alone_means_encryption(
     assert protection is None or found.protection is protection
 
 
+def test_a_key_of_the_environment_means_encryption_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STORAGE_KEY_VARIABLE, "0" * 64)
+    assert settings().protection is Protection.ENCRYPTED
+    assert not settings(storage_protection="none").seals_blocks
+
+
 def test_blocks_of_other_protection_lie_elsewhere_and_plain_ones_where_they_did() -> None:
     plain = StoreNamespace("m", "bf16", "none", GEOMETRY)
     named = [

@@ -3,6 +3,7 @@
 The annotated types are the declarations that a cluster on one machine shares with its engines.
 """
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +18,7 @@ from dualpath.core.modes import Mode
 from dualpath.core.names import unfit_name
 from dualpath.core.settings import Setting, declared, nearest
 from dualpath.engine.storage_settings import StorageLimitSettings
+from dualpath.storage.protection import STORAGE_KEY_VARIABLE
 from dualpath.transport.ucx_config import check_engine_config
 
 #: Measured with ``dualpath lab bench data-plane``: 4 do not keep the device busy.
@@ -53,7 +55,7 @@ StorageProtection = Annotated[
     Literal["auto", "none", "authenticated", "encrypted"],
     Setting(
         "stored blocks withstand forgery (authenticated), and readers as well (encrypted); both "
-        "take a storage key; auto: encrypted where storage_key_file is given, else none"
+        "take a storage key; auto: encrypted where there is a storage key, else none"
     ),
 ]
 EngineMode = Annotated[Mode, Setting("how KV is loaded; must equal the router's")]
@@ -247,7 +249,9 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         """How blocks are sealed, as the engine's namespace says; unset where they are plain."""
         named = self.storage_protection
         if named == "auto":
-            named = "encrypted" if self.storage_key_file else "none"
+            # Who has set a key shall not find plain blocks for lack of a second setting.
+            given = self.storage_key_file or os.environ.get(STORAGE_KEY_VARIABLE)
+            named = "encrypted" if given else "none"
         sealed = named != "none" and self.mode.moves_bytes
         return Protection(named) if sealed else msgspec.UNSET
 
