@@ -11,6 +11,15 @@ from dualpath.model.evaluation.settings import DS_27B, DS_660B, QWEN_32B, RunSpe
 from dualpath.report.model import Table
 
 TITLE = "DRAM as a tier"
+DISCUSSION = """\
+Without tool delays an agent asks again at once, so that the unused part of the buffers alone holds
+much of what is asked for. How much time that saves depends on what binds. With DS 660B the PEs do:
+storage is hidden behind them already. With Qwen 32B storage does, and every further hit from DRAM
+counts. DS 27B on 1P1D does not come close to Oracle though nothing is read at all: what a DE keeps
+goes to the PE over the DE's own compute NICs, layer by layer, and a quarter of the working set is
+better than all of it. Taking every kept block is then not the fastest choice: the rule counts what
+a storage NIC is spared, and not what a compute NIC has to carry instead.
+"""
 #: DRAM beyond the buffers, all decode nodes together, as a share of the working set.
 SHARES = (0.0, 0.25, 1.0)
 
@@ -50,7 +59,7 @@ def build(runs: Runs) -> FigureReport:
         ),
         tables=(_times(cases), _hits(cases)),
         panels=(),
-        discussion="",
+        discussion=DISCUSSION,
         data={"shares": SHARES, "cases": cases},
     )
 
