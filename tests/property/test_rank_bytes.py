@@ -4,7 +4,7 @@ import itertools
 import os
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import GEOMETRY, full_block, kv_bytes, prompt_keys
 from tests.property.test_engine_paths import prompts
@@ -18,6 +18,10 @@ from dualpath.plan.counts import new_full_blocks
 from dualpath.transport.nixl import NixlTransport
 
 Prompt = tuple[int, int, int, tuple[int, ...]]
+
+#: Hits at both sides and two chunks, for ranks that all, or two by two, hold the same.
+HITS: Prompt = (30, 2, 3, (7, 8))
+LATENT, TWO_BY_TWO = Cut(2, heads=1), Cut(4, heads=2)
 
 #: PE and DE of one model, with ranks that divide its heads or are a multiple of them.
 MODELS = st.sampled_from([1, 2, 4]).flatmap(
@@ -69,6 +73,8 @@ def check_stored(cluster: RankedCluster, keys: list[bytes]) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(MODELS, prompts(), st.integers(1, GEOMETRY.layers), st.booleans())
+@example(cuts=(LATENT, LATENT), prompt=HITS, layer_buffers=2, share_loads=True)
+@example(cuts=(TWO_BY_TWO, TWO_BY_TWO), prompt=HITS, layer_buffers=1, share_loads=True)
 def test_all_bytes_arrive_at_every_rank(
     cuts: tuple[Cut, Cut], prompt: Prompt, layer_buffers: int, share_loads: bool
 ) -> None:
@@ -81,6 +87,7 @@ def test_all_bytes_arrive_at_every_rank(
 
 @settings(max_examples=5, deadline=None)
 @given(MODELS, prompts(), st.booleans())
+@example(cuts=(LATENT, LATENT), prompt=HITS, share_loads=True)
 def test_all_bytes_arrive_at_every_rank_in_mode_basic(
     cuts: tuple[Cut, Cut], prompt: Prompt, share_loads: bool
 ) -> None:
@@ -94,7 +101,7 @@ def test_all_bytes_arrive_at_every_rank_in_mode_basic(
 @pytest.mark.nixl
 @pytest.mark.parametrize(
     ("pe", "de"),
-    [(Cut(2), Cut(1)), (Cut(1), Cut(2)), (Cut(4), Cut(2)), (Cut(2, heads=1), Cut(2, heads=1))],
+    [(Cut(2), Cut(1)), (Cut(1), Cut(2)), (Cut(4), Cut(2)), (LATENT, LATENT)],
     ids=["PE of 2", "DE of 2", "PE of 4, DE of 2", "latent, 2 each"],
 )
 def test_all_bytes_arrive_over_nixl(pe: Cut, de: Cut) -> None:
@@ -106,13 +113,15 @@ def test_all_bytes_arrive_over_nixl(pe: Cut, de: Cut) -> None:
 
     cluster = RankedCluster(pe, de, open_transport=open_transport)
     try:
-        run_prompt(cluster, (30, 2, 3, (7, 8)))
+        run_prompt(cluster, HITS)
     finally:
         cluster.close()
 
 
 @settings(max_examples=20, deadline=None)
 @given(MODELS, prompts(), st.booleans())
+@example(cuts=(LATENT, LATENT), prompt=HITS, share_loads=True)
+@example(cuts=(TWO_BY_TWO, TWO_BY_TWO), prompt=HITS, share_loads=True)
 def test_each_rank_moves_its_share_and_the_engine_counts_each_byte_once(
     cuts: tuple[Cut, Cut], prompt: Prompt, share_loads: bool
 ) -> None:
