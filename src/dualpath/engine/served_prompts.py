@@ -50,14 +50,16 @@ class ServedPrompts:
     def persist(self, message: Persist) -> None:
         """Store a prompt's new blocks; those of a request that is no longer here are dropped."""
         blocks = BlockRun(message.first_block, len(message.keys))
-        slots = self._buffer.slots_of(message.request_id)[blocks.first : blocks.end]
+        held = self._buffer.slots_of(message.request_id)
+        slots = held[blocks.first : blocks.end]
         complete = len(slots) == len(message.keys) or not self._moves_bytes
         if not complete or not self._active.is_active(message.request_id):
             self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(message.keys))
             return
         self._buffer.pin(slots)
+        self._keep(message, held)
+        # From here on the request's slots go as soon as its KV is in HBM, on another thread.
         self._active.persist_seen(message.request_id)
-        self._keep(message)
         step = step_of(PERSIST_PROMPT, self._geometry, blocks, slots=slots)
         sources = [self._buffer.view(slot) for slot in slots]
         over = functools.partial(self._buffer.unpin, slots)
@@ -66,12 +68,11 @@ class ServedPrompts:
         )
         self._free_if_served(message.request_id)
 
-    def _keep(self, message: Persist) -> None:
+    def _keep(self, message: Persist, held: Sequence[int]) -> None:
         """A prompt whose KV is complete: no transfer writes to its full blocks any more."""
         keys = message.hit_keys + message.keys
         if self._moves_bytes and len(message.hit_keys) == message.first_block:
-            slots = self._buffer.slots_of(message.request_id)[: len(keys)]
-            self._buffer.whole(message.request_id, slots, keys, chain_root())
+            self._buffer.whole(message.request_id, held[: len(keys)], keys, chain_root())
 
     def fill_hbm(
         self,
