@@ -57,6 +57,9 @@ def test_each_rank_has_a_cnic_in_a_network_of_its_own() -> None:
         home = f"ip -n dualpath-lab-{node}"
         assert f"{home} address add 10.77.0.{host}/24 dev cnic" in lines
         assert f"{home} address add 10.79.0.{host}/24 dev cnic1" in lines
+        switch = "ip -n dualpath-lab-switch link set"
+        assert f"{switch} {node} master bridge up" in lines
+        assert f"{switch} {node}-1 master bridge1 up" in lines
     links = [line for line in lines if "parent 1: classid 1:1 htb rate 800000000bit" in line]
     # Both CNICs of both nodes, at the node and at the switch; the loopback leg is as both together.
     assert len(links) == 8

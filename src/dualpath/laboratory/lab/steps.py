@@ -175,8 +175,10 @@ def _network(settings: LabSettings) -> Iterator[Step]:
     switch = head_node(settings).full_name
     mtu = str(settings.mtu_bytes)
     yield _inside("ip", "netns", "add", switch)
-    yield _inside("ip", "-n", switch, "link", "add", BRIDGE, "mtu", mtu, "type", "bridge")
-    yield _inside("ip", "-n", switch, "link", "set", BRIDGE, "up")
+    for rail in range(settings.cnics):
+        bridge = _bridge(rail)
+        yield _inside("ip", "-n", switch, "link", "add", bridge, "mtu", mtu, "type", "bridge")
+        yield _inside("ip", "-n", switch, "link", "set", bridge, "up")
     address = f"{head_node(settings).address}/{_NETWORK_BITS}"
     yield _inside("ip", "-n", switch, "address", "add", address, "dev", BRIDGE)
     yield _inside("ip", "-n", switch, "link", "set", "lo", "up")
@@ -193,15 +195,23 @@ def _node_network(settings: LabSettings, switch: str, node: Node) -> Iterator[St
     yield from _shape(settings, home, "lo", settings.loopback_rate_bytes_per_s)
 
 
+def _bridge(rail: int) -> str:
+    return f"{BRIDGE}{rail}" if rail else BRIDGE
+
+
 def _rail(settings: LabSettings, switch: str, node: Node, rail: int, cnic: str) -> Iterator[Step]:
-    """Yield a CNIC of a node; those of one rank are a network of their own on all nodes."""
+    """Yield a CNIC of a node; those of one rank are a network of their own on all nodes.
+
+    On a bridge of their own as well: where two devices of a node hear a question for an address,
+    either answers it, and bytes for one rank would come in over the other's CNIC.
+    """
     home, mtu = node.full_name, str(settings.mtu_bytes)
     port = f"{node.name}-{rail}" if rail else node.name
     yield _inside(
         *("ip", "link", "add", cnic, "mtu", mtu, "netns", home, "type", "veth"),
         *("peer", "name", port, "mtu", mtu, "netns", switch),
     )
-    yield _inside("ip", "-n", switch, "link", "set", port, "master", BRIDGE, "up")
+    yield _inside("ip", "-n", switch, "link", "set", port, "master", _bridge(rail), "up")
     address = f"{rail_address(node, rail)}/{_NETWORK_BITS}"
     yield _inside("ip", "-n", home, "address", "add", address, "dev", cnic)
     yield _inside("ip", "-n", home, "link", "set", cnic, "up")
