@@ -1,0 +1,54 @@
+"""What a decode engine does with a prompt in its buffer, while other threads are done with it."""
+
+from types import SimpleNamespace
+from typing import cast
+
+from tests.engine_harness import GEOMETRY
+
+from dualpath.core.blocks import block_keys
+from dualpath.core.control import Persist
+from dualpath.engine.active_requests import ActiveRequests
+from dualpath.engine.buffer import BlockBuffer
+from dualpath.engine.persister import Persister, WriteTask
+from dualpath.engine.rank import Rank
+from dualpath.engine.served_prompts import ServedPrompts
+from dualpath.engine.threads import OS_THREADS
+
+
+class FilledMeanwhile(ActiveRequests):
+    """The thread that fills HBM ends just as it is said that the prompt is being stored."""
+
+    buffer: BlockBuffer
+
+    def persist_seen(self, request_id: str) -> bool:
+        seen = super().persist_seen(request_id)
+        self.kv_in_hbm(request_id)
+        if self.done_with_buffer(request_id):
+            self.buffer.release(request_id)
+        return seen
+
+
+def test_a_prompt_is_stored_and_kept_though_its_slots_are_given_back_at_that_moment() -> None:
+    slots = 4
+    buffer, active = BlockBuffer(GEOMETRY, slots, lambda grant: None), FilledMeanwhile()
+    active.buffer = buffer
+    writes: list[WriteTask] = []
+    rank = SimpleNamespace(geometry=GEOMETRY, counters=None, trace=None)
+    prompts = ServedPrompts(
+        *(cast(Rank, rank), active, buffer),
+        cast(Persister, SimpleNamespace(add=writes.append)),
+        lambda message: None,
+        moves_bytes=True,
+    )
+    keys = block_keys(tuple(range(3 * GEOMETRY.block_tokens)), GEOMETRY.block_tokens)
+    active.add("r", 3 * GEOMETRY.block_tokens, OS_THREADS.now_ns())
+    buffer.request("r", 3)
+    prompts.persist(
+        Persist(request_id="r", first_block=1, keys=tuple(keys[1:]), hit_keys=tuple(keys[:1]))
+    )
+    (write,) = writes
+    assert list(write.keys) == list(keys[1:])
+    assert buffer.free < slots, "what is being written stays pinned"
+    write.then()
+    assert buffer.free == slots
+    assert buffer.missing(keys) == []
