@@ -62,6 +62,13 @@ def full_block(key: BlockKey, geometry: BlockGeometry = GEOMETRY) -> bytes:
     return b"".join(kv_bytes(key, layer, geometry.bytes_of(layer)) for layer in layers)
 
 
+def is_seen(geometry: BlockGeometry, layer: int, block: int, next_token: int) -> bool:
+    """Whether attention of a token, or of one after it, looks at a block: token by token."""
+    window = geometry.layer_windows[layer] if geometry.layer_windows else 0
+    tokens = range(block * geometry.block_tokens, (block + 1) * geometry.block_tokens)
+    return not window or any(next_token - token < window for token in tokens)
+
+
 def prompt_keys(tokens: int, salt: str = "s") -> list[BlockKey]:
     """Keys of a prompt's blocks; a partial last block gets one of its own for its content."""
     ids = list(range(tokens))
@@ -288,15 +295,18 @@ class ToyCluster:
         blocks = GEOMETRY.blocks_for(prompt_tokens)
         de.assign(request_id, prompt_tokens, blocks)
         de_slots = de.answer(Reserved, request_id).slots
-        hits = []
+        hits: list[HitRun] = []
+        whole_from = self.geometry.whole_from(pe_hits + de_hits)
         self.pe.assign(request_id, prompt_tokens, pe_hits)
         if pe_hits:
             slots = self.pe.answer(Reserved, request_id).slots
-            hits.append(HitRun(Role.PREFILL, BlockRun(0, pe_hits), slots))
+            run = HitRun(Role.PREFILL, BlockRun(0, pe_hits), slots)
+            hits.append(run.whole_behind(whole_from))
             self._read(self.pe, request_id, hits[-1], keys)
         if de_hits:
             slots = de_slots[pe_hits : pe_hits + de_hits]
-            hits.append(HitRun(Role.DECODE, BlockRun(pe_hits, de_hits), slots))
+            run = HitRun(Role.DECODE, BlockRun(pe_hits, de_hits), slots)
+            hits.append(run.whole_behind(whole_from))
             de_slots = self._read(de, request_id, hits[-1], keys).slots
         hit_blocks = pe_hits + de_hits
         return PrefillTransfer(
@@ -349,7 +359,10 @@ class ToyCluster:
             for prefill_transfer, keys, chunk, hbm in work:
                 if prefill_transfer.request_id in stream.failures:
                     continue
+                next_token = chunk.first * self.geometry.block_tokens
                 for block in range(chunk.first):
+                    if not is_seen(self.geometry, layer, block, next_token):
+                        continue
                     found = region[hbm[block]].tobytes()
                     assert found == kv_bytes(keys[block], layer, size), (layer, block)
             stream.computed(layer)

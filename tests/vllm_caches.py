@@ -1,8 +1,11 @@
 """KV caches as vLLM describes them to a connector, made of its own specs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -36,6 +39,24 @@ def sliding_window(block_tokens: int, window_tokens: int) -> SlidingWindowSpec:
 def state(block_tokens: int) -> MambaSpec:
     """Return a layer that keeps one state per prefix."""
     return MambaSpec(block_size=block_tokens, shapes=((4, 8),), dtypes=(torch.float32,))
+
+
+def attending(window_tokens: int | None) -> Attention:
+    """Return a layer that says what it sees, as vLLM's own does."""
+    layer = object.__new__(Attention)
+    vars(layer).update(sliding_window=window_tokens, use_mm_prefix=False)
+    return layer
+
+
+def loaded_config(
+    layers: Mapping[str, object], prefix_caching: bool = False, lookahead_tokens: int = 0
+) -> Any:
+    """Return the configuration of an engine whose model is loaded."""
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=dict(layers)),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+        num_prefill_lookahead_tokens=lookahead_tokens,
+    )
 
 
 def cache_of(

@@ -10,12 +10,27 @@ pytest.importorskip("vllm")
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import PlainEngine, Round, in_parallel, play_plain
 
+from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.laboratory.models.tiny import WINDOW_TOKENS, TinyKind, make_tiny_model
+from dualpath.plan.steps import run_reads
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(300)]
 
 BLOCK_TOKENS = 32
+#: Which layers have one.
+WINDOWS: dict[TinyKind, list[bool]] = {
+    "gemma3": [True, True, True, True, True, False],
+    "gpt_oss": [True, False, True, False],
+}
+
+
+def hit_bytes(geometry: BlockGeometry, cached_tokens: int) -> int:
+    """What storage reads of a hit, by the plan."""
+    blocks = cached_tokens // BLOCK_TOKENS
+    run = HitRun(Role.DECODE, BlockRun(0, blocks)).whole_behind(geometry.whole_from(blocks))
+    return sum(step.bytes for step in run_reads(geometry, run))
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gpt_oss"])
@@ -47,4 +62,10 @@ def test_agents_of_a_model_with_windows_get_a_plain_engines_tokens(
         assert computed.token_ids == expected[0][-1]
         assert computed.cached_tokens == 0 < hits[0][-1]
         cluster.wait_idle()
+        geometry = cluster.storage.geometry
+        assert [bool(w) for w in geometry.layer_windows] == WINDOWS[kind]
+        read_bytes = cluster.total("storage_read_bytes")
+        assert read_bytes == sum(hit_bytes(geometry, n) for each in hits for n in each)
+        whole_bytes = sum(map(sum, hits)) // BLOCK_TOKENS * geometry.full_block_bytes
+        assert read_bytes < 0.8 * whole_bytes
         assert cluster.total("transfer_failures") == cluster.total("persist_dropped_blocks") == 0

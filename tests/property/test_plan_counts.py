@@ -4,10 +4,10 @@ import hypothesis.strategies as st
 import numba
 from hypothesis import given
 
-from dualpath.core.blocks import holding_blocks
+from dualpath.core.blocks import first_seen_block, holding_blocks
 from dualpath.plan import counts
 
-KERNELS = [holding_blocks] + [
+KERNELS = [holding_blocks, first_seen_block] + [
     getattr(counts, name)
     for name in dir(counts)
     if getattr(getattr(counts, name), "__module__", "") == counts.__name__
@@ -50,16 +50,30 @@ def test_before_every_chunk_all_kv_before_it_is_loaded_or_resident(data, residen
     run, first = data.draw(st.integers(0, 9)), data.draw(st.integers(0, 9))
     hits = run
     first += hits
-    loaded = counts.load_blocks(run, first, hits, resident)
-    reloaded = counts.reload_blocks(first, hits, resident)
-    assert loaded + reloaded == (hits if resident and first == hits else 0 if resident else first)
+    seen_from = data.draw(st.integers(0, first))
+    loaded = counts.load_blocks(0, run, seen_from, first, hits, resident)
+    reloaded = counts.reload_blocks(seen_from, first, hits, resident)
+    brought = {block for block in range(hits if resident else first) if block >= seen_from}
+    assert loaded + reloaded == (0 if resident and first > hits else len(brought))
+
+
+@given(st.integers(0, 90), st.integers(0, 40), st.integers(1, 9))
+def test_a_window_sees_the_blocks_of_its_last_tokens(tokens, window, block_tokens):
+    seen = {t // block_tokens for t in range(tokens + 1) if not window or tokens - t < window}
+    assert first_seen_block(tokens, window, block_tokens) == min(seen)
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 20))
+def test_of_a_run_the_blocks_from_the_first_seen_one_on_are_seen(first, run, seen_from):
+    seen = [block for block in range(first, first + run) if block >= seen_from]
+    assert counts.seen_blocks(first, run, seen_from) == len(seen)
 
 
 @given(st.integers(0, 9), st.lists(st.integers(1, 9), min_size=1, max_size=5))
 def test_hits_read_at_the_pe_are_sent_once(hits, chunks):
     first, sent = hits, 0
     for blocks in chunks:
-        sent += counts.send_hit_blocks(hits, first, hits)
+        sent += counts.send_hit_blocks(0, hits, 0, first, hits)
         first += blocks
     assert sent == hits
 
@@ -75,11 +89,13 @@ def test_the_kernels_compile_as_they_stand():
             counts.new_full_blocks(a, a + c, b),
             counts.kv_tokens(a, c),
             counts.chunk_blocks(a, c, b),
-            counts.load_blocks(a, b, c, flag),
-            counts.reload_blocks(a, b, flag),
-            counts.send_hit_blocks(a, b, c),
+            first_seen_block(a, c, b),
+            counts.seen_blocks(a, b, c),
+            counts.load_blocks(a, b, 1, c, 2, flag),
+            counts.reload_blocks(1, a, b, flag),
+            counts.send_hit_blocks(a, b, 1, c, 2),
         )
 
-    assert len(KERNELS) == 8
+    assert len(KERNELS) == 10
     for flag in (False, True):
         assert all_of_them(200, 64, 70, flag) == all_of_them.py_func(200, 64, 70, flag)

@@ -6,6 +6,7 @@ from collections import Counter as Tally
 from pathlib import Path
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import given, settings
 from tests.engine_harness import GEOMETRY, WAIT_S, ToyCluster, prompt_keys
@@ -26,15 +27,18 @@ from dualpath.plan.steps import PromptLayout, Step, step_of, whole_plan
 MOVEMENTS = {movement.label: movement for movement in movements.MOVEMENTS}
 
 Prompt = tuple[int, int, int, tuple[int, ...]]
+WINDOWED = msgspec.structs.replace(GEOMETRY, layer_windows=(0, 9, 0, 9, 4))
 
 
-def layout_of(prompt: Prompt) -> PromptLayout:
+def layout_of(prompt: Prompt, geometry: BlockGeometry) -> PromptLayout:
     tokens, pe_hits, de_hits, _ = prompt
     runs = (
         HitRun(Role.PREFILL, BlockRun(0, pe_hits)),
         HitRun(Role.DECODE, BlockRun(pe_hits, de_hits)),
     )
-    return PromptLayout(GEOMETRY, tokens, tuple(run for run in runs if run.blocks))
+    whole_from = geometry.whole_from(pe_hits + de_hits)
+    hits = tuple(run.whole_behind(whole_from) for run in runs if run.blocks)
+    return PromptLayout(geometry, tokens, hits)
 
 
 def chunks_of(prompt: Prompt) -> list[BlockRun]:
@@ -43,13 +47,15 @@ def chunks_of(prompt: Prompt) -> list[BlockRun]:
     return [BlockRun(first, end - first) for first, end in zip(firsts, ends, strict=False)]
 
 
-def traced(path: Path) -> list[Executed]:
+def traced(path: Path, geometry: BlockGeometry = GEOMETRY) -> list[Executed]:
     """The steps in a trace, as they were executed."""
     found = []
     for event in json.loads(path.read_text())["traceEvents"]:
         for done in event["args"].get("steps", ()):
             blocks = BlockRun(done["first_block"], done["blocks"])
-            step = step_of(MOVEMENTS[done["label"]], GEOMETRY, blocks, done["layer"])
+            step = step_of(
+                MOVEMENTS[done["label"]], geometry, blocks, done["layer"], whole=done["whole"]
+            )
             assert step.bytes == done["bytes"]
             start_ns = round(done["ts"] * 1000)
             found.append(Executed(step, start_ns, start_ns + round(done["dur"] * 1000)))
@@ -57,14 +63,16 @@ def traced(path: Path) -> list[Executed]:
 
 
 def run_traced(
-    prompt: Prompt, folder: Path, mode: Mode, layer_buffers: int
+    prompt: Prompt, folder: Path, mode: Mode, layer_buffers: int, geometry: BlockGeometry
 ) -> tuple[list[Executed], list[Present], Tally[str]]:
     """Run a prompt; return what was executed, what KV came otherwise, and both engines' counters.
 
     One generated block follows; its steps call it block 0, so they come last and alone.
     """
     tokens, pe_hits, de_hits, _ = prompt
-    cluster = ToyCluster(mode=mode, layer_buffers=layer_buffers, trace_out=str(folder / "trace"))
+    cluster = ToyCluster(
+        mode=mode, layer_buffers=layer_buffers, trace_out=str(folder / "trace"), geometry=geometry
+    )
     now_ns = cluster.pe.manager.trace.now_ns
     keys, hbm = prompt_keys(tokens), list(range(40, 40 + GEOMETRY.blocks_for(tokens)))
     cluster.store(keys[: pe_hits + de_hits])
@@ -83,29 +91,37 @@ def run_traced(
         counters = Tally(cluster.pe.report().counters) + Tally(cluster.de.report().counters)
     finally:
         cluster.close()
-    return traced(folder / "trace") + traced(folder / "trace.de"), present, counters
+    executed = [done for name in ("trace", "trace.de") for done in traced(folder / name, geometry)]
+    return executed, present, counters
 
 
-def layer_blocks(plan: list[Step]) -> Tally[tuple[str, int, int | None]]:
+def layer_blocks(plan: list[Step]) -> Tally[tuple[str, int, int | None, bool]]:
     return Tally(
-        (step.label, block, step.layer)
+        (step.label, block, step.layer, step.whole)
         for step in plan
         for block in range(step.blocks.first, step.blocks.end)
     )
 
 
 @settings(max_examples=50, deadline=None)
-@given(prompts(), st.integers(1, GEOMETRY.layers), st.sampled_from([Mode.DUALPATH, Mode.BASIC]))
+@given(
+    prompts(),
+    st.integers(1, GEOMETRY.layers),
+    st.sampled_from([Mode.DUALPATH, Mode.BASIC]),
+    st.sampled_from([GEOMETRY, WINDOWED]),
+)
 def test_the_plan_is_executed_all_of_it_in_an_order_that_may_be(
-    prompt: Prompt, layer_buffers: int, mode: Mode
+    prompt: Prompt, layer_buffers: int, mode: Mode, geometry: BlockGeometry
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        executed, present, counters = run_traced(prompt, Path(folder), mode, layer_buffers)
+        executed, present, counters = run_traced(
+            prompt, Path(folder), mode, layer_buffers, geometry
+        )
     resident = mode is Mode.BASIC or layer_buffers == GEOMETRY.layers
     sizes = [chunk.count for chunk in chunks_of(prompt)]
-    plan = list(whole_plan(layout_of(prompt), sizes, resident=resident))
+    plan = list(whole_plan(layout_of(prompt, geometry), sizes, resident=resident))
     assert layer_blocks([done.step for done in executed]) == layer_blocks(plan)
-    assert begun_too_early(executed, present, GEOMETRY.layers) == []
+    assert begun_too_early(executed, present, geometry) == []
     counted: Tally[str] = Tally()
     for step in plan:
         for counter in BYTES_OF[step.label]:
@@ -124,7 +140,7 @@ def test_a_generated_block_leaves_hbm_before_it_is_written(tmp_path: Path) -> No
     plan = list(steps.generated_steps(GEOMETRY, slot=0))
     assert layer_blocks([done.step for done in executed]) == layer_blocks(plan)
     present = [Present(Place.DE_HBM, BlockRun(0, 1), None, since_ns)]
-    assert begun_too_early(executed, present, GEOMETRY.layers) == []
+    assert begun_too_early(executed, present, GEOMETRY) == []
 
 
 # ---------------------------------------------------------------- the rule itself
@@ -155,7 +171,7 @@ def test_the_order_of_a_plan_may_be(layout: PromptLayout, chunks: tuple[int, ...
     if not layout.hits:
         chunks = (*chunks, 1) if chunks else ()
     plan = list(whole_plan(layout, chunks))
-    assert begun_too_early(one_by_one(plan), present_from_the_start(layout), SMALL.layers) == []
+    assert begun_too_early(one_by_one(plan), present_from_the_start(layout), SMALL) == []
 
 
 def test_a_step_before_the_one_that_brings_its_kv_is_found() -> None:
@@ -165,7 +181,7 @@ def test_a_step_before_the_one_that_brings_its_kv_is_found() -> None:
         if not waits_for(step, plan):
             continue
         early = [step, *plan[:position], *plan[position + 1 :]]
-        found = begun_too_early(one_by_one(early), present, SMALL.layers)
+        found = begun_too_early(one_by_one(early), present, SMALL)
         assert found, step
         assert found[0].startswith(f"{step.label} moved block")
 

@@ -2,7 +2,8 @@
 
 Engines keep a FIFO buffer whose slots remember what was written to them, and a store of blocks they
 share; the model work checks that every slot holds what the transfer claims.  A slot in two
-hands, or KV of the wrong block, fails the test.
+hands, KV of the wrong block, or a block without the window layers that are looked at, fails the
+test.
 """
 
 import asyncio
@@ -24,11 +25,13 @@ from dualpath.router.control.registry import EngineInfo
 
 M = TypeVar("M", bound=control.Message)
 BLOCK_TOKENS = 4
+#: Of the second layer: of a hit it looks at the last block and at the end of the one before.
+WINDOW_TOKENS = 6
 NAMESPACE = StoreNamespace(
     model="tiny",
     dtype="float32",
     layout="test",
-    geometry=BlockGeometry.uniform(layers=2, block_tokens=BLOCK_TOKENS, layer_block_bytes=64),
+    geometry=BlockGeometry(BLOCK_TOKENS, ((64,), (64,)), layer_windows=(0, WINDOW_TOKENS)),
 )
 #: Longer than any limit of the router; in virtual time it costs nothing.
 GUARD_S = 3600.0
@@ -108,6 +111,7 @@ class FakeEngine:
         self.dead = asyncio.Event()
         self.free = deque(range(self.buffer_blocks))
         self.content: dict[int, bytes] = {}
+        self.windowless: set[int] = set()
         self.leases: dict[str, list[int]] = {}
         self.waiting: deque[tuple[str, int]] = deque()
         self.quarantined = {}
@@ -302,7 +306,10 @@ class FakeEngine:
         for i in range(good):
             assert read.keys[i] in self.stored
             assert read.run.slots[i] in slots
-            self.content[read.run.slots[i]] = read.keys[i]
+            slot = read.run.slots[i]
+            self.content[slot] = read.keys[i]
+            self.windowless -= {slot}
+            self.windowless |= {slot} if i < read.run.windowless else set()
         self.send(
             control.ReadDone(
                 request_id=read.request_id,
@@ -320,6 +327,7 @@ class FakeEngine:
             slots = self.leases[message.request_id][message.first_block :]
             for slot, key in zip(slots, message.keys, strict=False):
                 assert self.content[slot] == key
+                assert slot not in self.windowless
         self.stored.update(message.keys)
         self.persisted.add(message.request_id)
         self._free_if_over(message.request_id)
@@ -401,6 +409,8 @@ class FakeCalls:
         for block, slot in enumerate(prefill_transfer.de_slots):
             assert there.leases[prefill_transfer.request_id][block] == slot
             there.content[slot] = job.keys[block] if block < len(job.keys) else b"partial"
+            if block >= prefill_transfer.hit_blocks:
+                there.windowless -= {slot}
         if self.gives_up_once is not None:
             reason, self.gives_up_once = self.gives_up_once, None
             if self.send_failure is not None:
@@ -463,6 +473,10 @@ class FakeCalls:
             for slot in run.slots:
                 assert slot in side.leases[prefill_transfer.request_id]
                 assert side.content[slot] == job.keys[block]
+                behind = prefill_transfer.hit_blocks - block - 1
+                looked_at = behind * BLOCK_TOKENS + 1 < WINDOW_TOKENS
+                assert not (looked_at and slot in side.windowless)
+                assert block >= run.whole_from or not looked_at
                 block += 1
         if prefill_transfer.de_slots:
             assert block == prefill_transfer.hit_blocks

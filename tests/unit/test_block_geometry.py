@@ -35,6 +35,16 @@ def test_only_layers_with_a_window_are_window_layers() -> None:
     assert not any(map(UNEQUAL.is_window_layer, range(3)))
 
 
+def test_of_a_hit_the_blocks_that_the_longest_window_sees_have_to_be_whole() -> None:
+    windowed = msgspec.structs.replace(UNEQUAL, layer_windows=(0, 4, 9))
+    # Token 40 is computed next: a window of 4 sees 37 to 40, one of 9 sees 32 to 40.
+    assert [windowed.seen_from(layer, 40) for layer in range(3)] == [0, 9, 8]
+    assert windowed.whole_from(10) == 8
+    assert (windowed.whole_from(0), windowed.whole_from(2)) == (0, 0)
+    assert UNEQUAL.whole_from(10) == 0
+    assert (windowed.bytes_of(None, whole=False), UNEQUAL.bytes_of(None, whole=False)) == (750, 910)
+
+
 @pytest.mark.parametrize(
     ("block_tokens", "layer_parts", "layer_windows", "message"),
     [

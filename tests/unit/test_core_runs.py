@@ -27,6 +27,26 @@ def test_what_becomes_known_is_added_and_nothing_is_dropped() -> None:
     assert kept.lying_in([4, 3]).head(1) == HitRun(Role.DECODE, BlockRun(0, 1), (4,), kept=True)
 
 
+def test_a_run_says_which_of_its_blocks_came_without_their_window_layers() -> None:
+    read = RUN.lying_in([7, 5, 9, 1]).whole_behind(5)
+    assert (read.windowless, read.whole_from) == (2, 5)
+    assert [read.head(blocks).windowless for blocks in (1, 2, 3)] == [1, 2, 2]
+    assert read.part(BlockRun(4, 3)) == HitRun(Role.DECODE, BlockRun(4, 3), (5, 9, 1), windowless=1)
+    assert read.part(BlockRun(6, 1)).windowless == 0
+    # Before the run all of it is whole, behind it nothing is.
+    assert [RUN.whole_behind(block).windowless for block in (0, 3, 7, 90)] == [0, 0, 4, 4]
+    kept = HitRun(Role.DECODE, BlockRun(0, 2), kept=True)
+    assert kept.whole_behind(2) == kept
+
+
+@pytest.mark.parametrize(("windowless", "kept"), [(5, False), (-1, False), (1, True)])
+def test_a_run_does_not_lack_windows_of_blocks_it_does_not_read(
+    windowless: int, kept: bool
+) -> None:
+    with pytest.raises(ValueError, match=f"{windowless} blocks without windows in a run of 4"):
+        msgspec.structs.replace(RUN, windowless=windowless, kept=kept)
+
+
 def test_only_the_last_block_of_the_hits_can_be_partial() -> None:
     assert RUN.tokens(block_tokens=64, hit_tokens=1000) == 256
     assert RUN.tokens(block_tokens=64, hit_tokens=400) == 208

@@ -107,6 +107,56 @@ def test_decode_copies_every_block_and_persists_only_new_full_ones() -> None:
     assert persist_steps(layout(HitRun(Role.DECODE, BlockRun(0, 10)))) == ()
 
 
+#: Layers of 700, 100 and 60 bytes; the last two see 100 and 200 tokens: two and four blocks.
+WINDOWED = BlockGeometry(64, ((700,), (100,), (60,)), (0, 100, 200))
+
+
+def windowed(*hits: HitRun, prompt_tokens: int = 64 * 10 + 5) -> PromptLayout:
+    whole_from = WINDOWED.whole_from(hits[-1].blocks.end)
+    return PromptLayout(
+        WINDOWED, prompt_tokens, tuple(run.whole_behind(whole_from) for run in hits)
+    )
+
+
+def test_window_layers_are_read_of_the_last_blocks_of_a_hit_only() -> None:
+    prompt = windowed(HitRun(Role.PREFILL, BlockRun(0, 8)))
+    reads = [(s.blocks, s.whole, s.bytes) for s in read_steps(prompt)]
+    # Token 512 is computed next and sees tokens 313 to 512 at most: from block 4 on.
+    assert reads == [(BlockRun(0, 4), False, 4 * 700), (BlockRun(4, 4), True, 4 * 860)]
+    short = windowed(HitRun(Role.PREFILL, BlockRun(0, 2)))
+    assert [(s.blocks, s.whole) for s in read_steps(short)] == [(BlockRun(0, 2), True)]
+
+
+def test_of_a_window_layer_only_what_is_seen_is_loaded_sent_and_copied() -> None:
+    prompt, chunk = windowed(HitRun(Role.PREFILL, BlockRun(0, 8))), BlockRun(8, 3)
+    loads = [load_steps(prompt, layer, chunk)[0] for layer in range(3)]
+    assert [load.blocks for load in loads] == [BlockRun(0, 8), BlockRun(6, 2), BlockRun(4, 4)]
+    # The DE computes token 644 at the earliest, which sees tokens from 545 and 445 on.
+    sends = [send_steps(prompt, layer, chunk) for layer in range(3)]
+    assert [[step.blocks for step in steps] for steps in sends] == [
+        [BlockRun(0, 8), chunk],
+        [chunk],
+        [BlockRun(6, 2), chunk],
+    ]
+    assert [step.blocks for step in decode_steps(prompt)] == [
+        BlockRun(0, 11),
+        BlockRun(8, 3),
+        BlockRun(6, 5),
+    ]
+    (persist,) = persist_steps(prompt)
+    assert (persist.blocks, persist.whole, persist.bytes) == (BlockRun(8, 2), True, 2 * 860)
+
+
+def test_a_later_chunk_loads_of_a_window_layer_what_it_sees_itself() -> None:
+    prompt = windowed(HitRun(Role.DECODE, BlockRun(0, 4)))
+    loads = [load_steps(prompt, layer, BlockRun(6, 5)) for layer in range(3)]
+    assert [[(s.label, s.blocks) for s in steps] for steps in loads] == [
+        [("4b.3-5", BlockRun(0, 4)), ("chunk.reload", BlockRun(4, 2))],
+        [("chunk.reload", BlockRun(4, 2))],
+        [("4b.3-5", BlockRun(2, 2)), ("chunk.reload", BlockRun(4, 2))],
+    ]
+
+
 def test_without_hits_nothing_is_read_or_loaded() -> None:
     labels = {step.label for step in whole_plan(layout())}
     assert labels == {"miss", "8-9", "persist"}

@@ -11,6 +11,7 @@ from dualpath.core.control import Welcome
 from dualpath.core.modes import Mode
 from dualpath.core.session_hints import SessionHints
 from dualpath.engine.counters import Counter
+from dualpath.laboratory.emulated.settings import part_geometry
 from dualpath.router.settings import RouterSettings
 
 PROMPT = list(range(1, 38))
@@ -71,6 +72,25 @@ async def test_where_a_de_reads_nothing_only_the_pe_serves_what_it_has_read(mode
         assert total(made, Counter.DRAM_HIT_BLOCKS) == HIT_BLOCKS
         await made.idle()
         assert made.counts(1) == 0
+
+
+@pytest.mark.parametrize("mode", [Mode.DUALPATH, Mode.SPLIT, Mode.LAYERWISE])
+async def test_what_was_read_without_its_windows_is_not_kept_for_whole(mode: Mode) -> None:
+    """Its third layer sees six tokens.  A shorter hit has other last blocks, needed whole."""
+    geometry = part_geometry("16*2,16@6,16", GEOMETRY.block_tokens)
+    folder = f"memory://dram-windows-{mode}"
+    off = RouterSettings(dram_tier=False)
+    async with cluster(folder, mode, router=off, geometry=geometry) as made:
+        first, second, _ = await two_turns(made)
+        assert total(made, Counter.STORAGE_READ_BYTES) < HIT_BLOCKS * geometry.full_block_bytes
+    # Other engines, which have nothing but what is stored.
+    async with cluster(folder, mode, geometry=geometry) as made:
+        for tokens in ([*PROMPT, *first, 7, 8, *second, 9], [*PROMPT, *first, 7, 8], PROMPT):
+            await made.ask(tokens, 3, cache_salt="one")
+            await made.stored()
+            await made.idle()
+        assert made.counts(1) == 0
+        assert made.service.metrics.recomputed_tokens == 0
 
 
 async def test_tenants_share_nothing() -> None:

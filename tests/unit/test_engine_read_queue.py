@@ -16,7 +16,7 @@ from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.read_queue import ReadQueue, ReadTask
 from dualpath.engine.threads import OS_THREADS, TimeLimit
 from dualpath.engine.trace import TraceRecorder
-from dualpath.plan.steps import read_step
+from dualpath.plan.steps import run_reads
 
 FULL_BLOCKS = 5
 KEYS = prompt_keys(FULL_BLOCKS * GEOMETRY.block_tokens)
@@ -66,7 +66,7 @@ class Reads:
         self.buffer.request(request_id, len(keys))
         slots = self.buffer.slots_of(request_id)
         run = HitRun(Role.DECODE, BlockRun(0, len(keys)), slots)
-        self.queue.add(ReadTask(request_id, read_step(GEOMETRY, run), keys, 0, WAIT_S))
+        self.queue.add(ReadTask(request_id, run_reads(GEOMETRY, run), keys, 0, WAIT_S))
 
     def began(self, count: int) -> set[BlockKey]:
         return {self.device.began.get(timeout=WAIT_S) for _ in range(count)}
@@ -152,7 +152,7 @@ def test_a_dropped_task_gets_no_answer_and_reads_no_more(reads: Reads, end: str)
 def test_a_run_of_no_blocks_is_answered_at_once(reads: Reads) -> None:
     reads.device.hold(KEYS[0], KEYS[1])
     reads.add("a", KEYS)  # keeps both readers busy
-    nothing = read_step(GEOMETRY, HitRun(Role.DECODE, BlockRun(0, 0)))
+    nothing = run_reads(GEOMETRY, HitRun(Role.DECODE, BlockRun(0, 0)))
     reads.queue.add(ReadTask("b", nothing, [], 0, WAIT_S))
     assert (reads.answer().request_id, reads.began(2)) == ("b", set(KEYS[:2]))
     for key in KEYS[:2]:

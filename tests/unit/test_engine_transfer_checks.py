@@ -33,7 +33,9 @@ PREFILL = PrefillTransfer(
 DECODE = DecodeTransfer(request_id="r", prompt_tokens=TOKENS, slots=(0, 1, 2, 7))
 
 
-def checks(role: Role, mode: Mode = Mode.DUALPATH) -> TransferChecks:
+def checks(
+    role: Role, mode: Mode = Mode.DUALPATH, geometry: BlockGeometry = GEOMETRY
+) -> TransferChecks:
     settings = EngineSettings(
         role=role,
         engine_id="e",
@@ -43,7 +45,7 @@ def checks(role: Role, mode: Mode = Mode.DUALPATH) -> TransferChecks:
         mode=mode,
         buffer_bytes=BUFFER_SLOTS * GEOMETRY.full_block_bytes,
     )
-    return TransferChecks(settings, GEOMETRY)
+    return TransferChecks(settings, geometry)
 
 
 def test_what_the_router_makes_passes() -> None:
@@ -91,6 +93,30 @@ def test_a_prefill_transfer_that_fits_neither_prompt_nor_buffer_is_named(
 ) -> None:
     with pytest.raises(BadRequestError, match=named):
         checks(Role.PREFILL).check(msgspec.structs.replace(PREFILL, **changes), TOKENS)
+
+
+@pytest.mark.parametrize(("window_tokens", "whole_from"), [(1, 3), (4, 2), (6, 1), (100, 0)])
+def test_nothing_is_computed_on_window_layers_that_were_not_read(
+    window_tokens: int, whole_from: int
+) -> None:
+    """Of three hit blocks of 4 tokens; a run may lack the windows of those before them only."""
+    windows = (window_tokens, *[0] * (GEOMETRY.layers - 1))
+    windowed = checks(
+        Role.PREFILL, geometry=msgspec.structs.replace(GEOMETRY, layer_windows=windows)
+    )
+    for block in range(4):
+        hits = tuple(run.whole_behind(block) for run in PREFILL.hits)
+        transfer = msgspec.structs.replace(PREFILL, hits=hits)
+        if block <= whole_from:
+            windowed.check(transfer, TOKENS)
+            continue
+        named = f"block {whole_from} lies in a buffer without .* from block {whole_from} on"
+        with pytest.raises(BadRequestError, match=named):
+            windowed.check(transfer, TOKENS)
+    # Where there are no windows, nobody can have left them out.
+    odd = msgspec.structs.replace(PREFILL, hits=tuple(r.whole_behind(1) for r in PREFILL.hits))
+    with pytest.raises(BadRequestError, match="from block 0 on"):
+        checks(Role.PREFILL).check(odd, TOKENS)
 
 
 @pytest.mark.parametrize("slots", [(), (0, 1, 2), (0, 1, 2, BUFFER_SLOTS), (-1, 0, 1, 2)])

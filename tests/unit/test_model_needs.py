@@ -100,15 +100,16 @@ def test_weights_that_do_not_fit_are_refused_with_a_remedy(capsys):
     assert "--prefill-tp" in error
 
 
-def test_window_layers_are_moved_whole_as_engines_do():
-    """GPT-OSS: 18 of 36 layers have a window; all are parts of every block."""
+def test_of_window_layers_a_prefill_engine_loads_what_they_see():
+    """GPT-OSS: 18 of 36 layers see 128 tokens, 127 of them hits; all are parts of every block."""
     model = load_model("gpt-oss-120b")
     geometry = model.block_geometry(1)
     assert geometry.full_block_bytes == 36 * 1024
     assert sum(geometry.is_window_layer(layer) for layer in range(36)) == 18
     assert set(geometry.layer_windows) == {0, 128}
     assert model_costs(model, HOPPER, PAPER).kv_bytes_per_token == 36 * 1024
-    assert needs("gpt-oss-120b")[0].cnic_write_bytes == pytest.approx(HITS * 36 * 1024)
+    loaded = 18 * 1024 * (HITS + 127)
+    assert needs("gpt-oss-120b")[0].cnic_write_bytes == pytest.approx(loaded)
 
 
 def test_an_indexers_key_is_a_part_of_its_own_block():

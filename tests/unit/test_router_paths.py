@@ -89,6 +89,75 @@ async def test_a_failed_read_shortens_the_hit_and_the_rest_is_stored_anew():
         await made.settled()
 
 
+def reads_of(made: Cluster) -> list[tuple[int, int, int]]:
+    """First block, blocks and blocks without window layers of each read there was."""
+    return [
+        (read.run.blocks.first, read.run.blocks.count, read.run.windowless)
+        for engine in made.engines.values()
+        for read in engine.received
+        if isinstance(read, control.Read)
+    ]
+
+
+async def test_window_layers_are_asked_for_the_last_blocks_of_a_hit_only():
+    async with cluster() as made:
+        stored_blocks(made, 4)
+        await made.run(job("a", PROMPT))
+        assert reads_of(made) == [(0, 4, 2)]
+        await made.settled()
+
+
+async def test_a_hit_that_ends_early_is_read_once_more_where_its_windows_are_now():
+    """Blocks 0 and 1 were read without their window layers, block 2 is bad: block 0 is looked at
+    and has to be whole now, and block 1."""
+    async with cluster() as made:
+        stored_blocks(made, 4)
+        for engine in made.engines.values():
+            engine.read_limit = lambda read: (min(len(read.keys), 2), "checksum: block 2")
+        events = await made.events(job("a", PROMPT))
+        assert [t for e in events for t in e.token_ids] == expected(PROMPT, 6)
+        assert events[0].cached_tokens == 2 * BLOCK_TOKENS
+        assert reads_of(made) == [(0, 4, 2), (0, 2, 0)]
+        assert all(run.windowless == 0 for run in made.calls.transfers[0].hits)
+        assert b'reason="checksum"} 8.0' in made.service.exposition()
+        await made.settled()
+
+
+async def test_a_split_hit_that_ends_early_is_read_once_more_on_the_side_that_has_it():
+    async with cluster(mode="split") as made:
+        stored_blocks(made, 4)
+        third = keys_of(PROMPT)[2]
+        for engine in made.engines.values():
+            engine.read_limit = lambda read: (
+                (0, "missing") if third in read.keys else (len(read.keys), None)
+            )
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+        assert sorted(reads_of(made)) == [(0, 2, 0), (0, 2, 2), (2, 2, 0)]
+        assert made.calls.transfers[0].hit_blocks == 2
+        await made.settled()
+
+
+async def test_without_the_windows_of_where_it_ends_now_a_hit_is_none():
+    async with cluster() as made:
+        stored_blocks(made, 4)
+        first_reads: set[str] = set()
+
+        def limit(read: control.Read) -> tuple[int, str | None]:
+            again = read.request_id in first_reads
+            first_reads.add(read.request_id)
+            return (1, "missing") if again else (2, "checksum")
+
+        for engine in made.engines.values():
+            engine.read_limit = limit
+        events = await made.events(job("a", PROMPT))
+        assert [t for e in events for t in e.token_ids] == expected(PROMPT, 6)
+        assert (events[0].cached_tokens, made.calls.transfers[0].hits) == (0, ())
+        persist = await made.engines["d0"].saw(control.Persist)
+        assert persist.first_block == 0
+        assert b'reason="checksum"} 16.0' in made.service.exposition()
+        await made.settled()
+
+
 async def test_a_prompt_of_whole_blocks_leaves_its_last_block_to_compute():
     async with cluster() as made:
         prompt = PROMPT[:16]

@@ -84,8 +84,9 @@ async def test_an_engine_without_the_others_draft_model_is_told_of_speculation()
     registry = Registry()
     hello = FakeEngine("drafts", Role.DECODE, set()).hello()
     registry.admit(hello)
-    parts = hello.namespace.geometry.layer_parts
-    geometry = msgspec.structs.replace(hello.namespace.geometry, layer_parts=(*parts, parts[-1]))
+    own = hello.namespace.geometry
+    parts, windows = (*own.layer_parts, own.layer_parts[-1]), (*own.layer_windows, 0)
+    geometry = msgspec.structs.replace(own, layer_parts=parts, layer_windows=windows)
     namespace = msgspec.structs.replace(hello.namespace, geometry=geometry)
     without = FakeEngine("drafts-not", Role.PREFILL, set()).hello()
     with pytest.raises(EngineRefusedError, match=r"geometry = .* --speculative-config"):

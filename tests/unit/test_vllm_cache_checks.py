@@ -6,7 +6,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm_caches import cache_of, full_attention, sliding_window, state
+from tests.vllm_caches import (
+    attending,
+    cache_of,
+    full_attention,
+    loaded_config,
+    sliding_window,
+    state,
+)
 
 from dualpath.core.cluster import Role
 from dualpath.vllm.cache_checks import KV_LAYOUT, cache_problems, state_problems
@@ -15,9 +22,8 @@ from dualpath.vllm.connector import DualPathConnector
 NAMES = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
 
 
-def problems(cache, role=Role.PREFILL, **layers):
-    compilation = SimpleNamespace(static_forward_context=layers)
-    return cache_problems(role, SimpleNamespace(compilation_config=compilation), cache)
+def problems(cache, role=Role.PREFILL, *, prefix_caching=False, **layers):
+    return cache_problems(role, loaded_config(layers, prefix_caching), cache)
 
 
 def test_attention_over_all_tokens_in_one_group_is_served():
@@ -40,6 +46,19 @@ def test_a_decode_engine_may_have_a_group_for_windows():
     (problem,) = problems(unequal, Role.DECODE)
     assert "with blocks of [32, 64] tokens" in problem
     assert "add --disable-hybrid-kv-cache-manager" in problem
+
+
+def test_a_prefix_cache_must_know_that_old_blocks_lack_their_windows():
+    """Of a prompt's window layers a decode engine gets the last blocks, whatever has the others."""
+    layers = {NAMES[0]: attending(None), NAMES[1]: attending(64)}
+    together = cache_of(NAMES, full_attention(32))
+    assert problems(together, Role.DECODE, **layers) == []
+    (problem,) = problems(together, Role.DECODE, prefix_caching=True, **layers)
+    assert "leave --disable-hybrid-kv-cache-manager out" in problem
+    without = {name: attending(None) for name in NAMES}
+    assert problems(together, Role.DECODE, prefix_caching=True, **without) == []
+    apart = cache_of(NAMES[:1], full_attention(32), NAMES[1:], sliding_window(32, 64))
+    assert problems(apart, Role.DECODE, prefix_caching=True, **layers) == []
 
 
 def test_windows_alone_are_refused_at_a_prefill_engine():

@@ -1,7 +1,6 @@
 """DeepSeek-V3.2's latent KV and indexer keys: vLLM's own specs, as two parts of every layer."""
 
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -10,14 +9,21 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from tests.vllm_caches import cache_of, full_attention, sliding_window, two_parts
+from tests.vllm_caches import (
+    attending,
+    cache_of,
+    full_attention,
+    loaded_config,
+    sliding_window,
+    two_parts,
+)
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.vllm.cache_checks import cache_problems
-from dualpath.vllm.cache_layers import cache_layers, geometry_of
+from dualpath.vllm.cache_layers import cache_layers, geometry_of, hooked_layers
 from dualpath.vllm.kv_regions import hbm_layout
 from dualpath.vllm.layerwise_worker import place_in_regions, seen_memory
 from dualpath.vllm.worker_side import WorkerSide
@@ -46,8 +52,12 @@ def cache():
     return found
 
 
+def without_windows(names):
+    return dict.fromkeys(names, 0)
+
+
 def is_attention(names):
-    return {name for name in names if name.endswith(".attn")}
+    return without_windows(name for name in names if name.endswith(".attn"))
 
 
 def layers_of(cache):
@@ -66,8 +76,7 @@ def test_vllm_puts_both_into_one_group_and_we_into_one_layer(cache):
     assert all(layer.begins_unseen for layer in layers)
     geometry = geometry_of(layers, 64)
     assert geometry.full_block_bytes == LAYERS * (MAIN + INDEX)
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
-    assert cache_problems(Role.PREFILL, config, cache) == []
+    assert cache_problems(Role.PREFILL, loaded_config({}), cache) == []
 
 
 def test_layers_without_an_indexer_have_one_part():
@@ -123,28 +132,48 @@ def test_blocks_that_hold_all_layers_side_by_side_are_refused():
     groups = kv_cache_utils.get_kv_cache_groups(config, two_parts(LAYERS))
     found = kv_cache_utils.get_kv_cache_config_from_groups(config, groups, MEMORY)
     found.kv_cache_layout = "BLHNC"
-    ours = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
-    (problem,) = cache_problems(Role.DECODE, ours, found)
+    (problem,) = cache_problems(Role.DECODE, loaded_config({}), found)
     assert "layout BLHNC" in problem
 
 
 def test_layers_are_counted_as_the_model_does_whatever_order_vllm_names_them_in():
     names = [f"model.layers.{n}.self_attn.attn" for n in (2, 10, 0, 1)]
-    layers = cache_layers(cache_of(names, full_attention(32)), names)
+    layers = cache_layers(cache_of(names, full_attention(32)), without_windows(names))
     assert [layer.names for layer in layers] == [
         (f"model.layers.{n}.self_attn.attn",) for n in (0, 1, 2, 10)
     ]
     assert not any(layer.begins_unseen for layer in layers)
 
 
+@pytest.mark.parametrize(("lookahead_tokens", "again_tokens"), [(0, 0), (1, 0), (3, 2)])
+def test_both_roles_know_the_windows_that_the_layers_say(lookahead_tokens, again_tokens):
+    """A PE's cache says nothing of them, as all of its layers have one group; a DE's does."""
+    names = [f"model.layers.{n}.self_attn.attn" for n in range(3)]
+    layers = {names[0]: attending(100), names[1]: attending(None), names[2]: attending(100)}
+    images = attending(100)
+    images.use_mm_prefix = True
+    config = loaded_config(layers, lookahead_tokens=lookahead_tokens)
+    apart = cache_of(names[1:2], full_attention(32), names[::2], sliding_window(32, 100))
+    made = [
+        geometry_of(cache_layers(cache, hooked_layers(config)), 32)
+        for cache in (cache_of(names, full_attention(32)), apart)
+    ]
+    window = 100 + again_tokens
+    assert made[0] == made[1]
+    assert made[0].layer_windows == (window, 0, window)
+    everywhere = loaded_config({name: images for name in names})
+    assert hooked_layers(everywhere) == dict.fromkeys(names, 0)
+
+
 def test_a_cache_that_nobody_would_hear_of_is_refused():
     names = ["model.layers.0.attn", "model.layers.1.sparse"]
     with pytest.raises(ConfigError, match=r"no connector around model\.layers\.1\.sparse"):
-        cache_layers(cache_of(names, full_attention(32)), names[:1])
+        cache_layers(cache_of(names, full_attention(32)), without_windows(names[:1]))
     both = ["model.layers.0.attn", "model.layers.0.indexer"]
     with pytest.raises(ConfigError, match="in several groups of blocks"):
         cache_layers(
-            cache_of(both[:1], full_attention(32), both[1:], sliding_window(32, 64)), both[:1]
+            cache_of(both[:1], full_attention(32), both[1:], sliding_window(32, 64)),
+            without_windows(both[:1]),
         )
 
 
@@ -187,7 +216,7 @@ def test_a_layer_whose_indexer_reads_first_is_loaded_before_it_begins(cache):
 
 def test_other_layers_are_waited_for_as_late_as_they_can_be():
     names = [f"model.layers.{n}.self_attn.attn" for n in range(2)]
-    calls = computed_by(cache_layers(cache_of(names, full_attention(32)), names))
+    calls = computed_by(cache_layers(cache_of(names, full_attention(32)), without_windows(names)))
     assert calls == ["read", "loaded 0", "computed 0", "read", "loaded 1", "computed 1"]
 
 

@@ -43,6 +43,17 @@ def most_hit_blocks(prompt_tokens: int, block_tokens: int) -> int:
     return max(prompt_tokens - 1, 0) // block_tokens
 
 
+def first_seen_block(tokens: int, window_tokens: int, block_tokens: int) -> int:
+    """Return the first block that attention of the token behind ``tokens`` others looks at.
+
+    Tokens after it look at no earlier one.  A token sees itself and the ``window_tokens`` - 1
+    before it; with a window of 0 it sees all.
+    """
+    if window_tokens == 0:
+        return 0
+    return max(tokens - window_tokens + 1, 0) // block_tokens
+
+
 class LayerPart(NamedTuple):
     """Part ``part`` of layer ``layer``: ``size_bytes`` of a Full Block from ``offset_bytes`` on."""
 
@@ -101,6 +112,22 @@ class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
         """Whether a layer attends to the last tokens only."""
         return bool(self.layer_windows) and self.layer_windows[layer] > 0
 
+    def seen_from(self, layer: int, tokens: int) -> int:
+        """Return the first block whose KV a layer needs for the token behind ``tokens`` others.
+
+        Those before it are behind the layer's window, and no kernel looks at them.
+        """
+        window = self.layer_windows[layer] if self.layer_windows else 0
+        return first_seen_block(tokens, window, self.block_tokens)
+
+    def whole_from(self, hit_blocks: int) -> int:
+        """Return from which block on a hit of ``hit_blocks`` blocks needs its window layers.
+
+        0 where there are none: all its blocks have to be whole.
+        """
+        hit_tokens = hit_blocks * self.block_tokens
+        return first_seen_block(hit_tokens, max(self.layer_windows, default=0), self.block_tokens)
+
     @cached_property
     def parts(self) -> tuple[LayerPart, ...]:
         """All parts, in the order in which they lie in a Full Block."""
@@ -116,9 +143,17 @@ class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
         """Bytes of one Full Block: all layers of ``block_tokens`` tokens."""
         return sum(sum(sizes) for sizes in self.layer_parts)
 
-    def bytes_of(self, layer: int | None) -> int:
-        """Bytes of a block in one layer, or (None) in all."""
-        return self.full_block_bytes if layer is None else sum(self.layer_parts[layer])
+    @cached_property
+    def windowless_bytes(self) -> int:
+        """Bytes of one Full Block without its window layers."""
+        layers = (n for n in range(self.layers) if not self.is_window_layer(n))
+        return sum(map(self.bytes_of, layers))
+
+    def bytes_of(self, layer: int | None, *, whole: bool = True) -> int:
+        """Bytes of a block in one layer, or (None) in all, those with a window if it is whole."""
+        if layer is not None:
+            return sum(self.layer_parts[layer])
+        return self.full_block_bytes if whole else self.windowless_bytes
 
     def slice_of(self, layer: int) -> slice:
         """Return which bytes of a Full Block are the Layer Block of a layer."""

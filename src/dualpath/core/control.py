@@ -204,6 +204,7 @@ class Reserved(Message, frozen=True, tag=True):
 class Read(Message, frozen=True, tag=True):
     """Read a run of blocks, whose keys are ``keys``, from storage into its slots.
 
+    The first ``run.windowless`` of them without window layers.
     After ``deadline_s`` (from receipt) the engine gives up and answers with the blocks verified so
     far.  ``parent`` is the key before the first.
     """

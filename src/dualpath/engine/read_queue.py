@@ -28,7 +28,7 @@ from dualpath.engine.slots import NOBODY
 from dualpath.engine.threads import TimeLimit
 from dualpath.engine.trace import STORAGE_TRACK, TraceRecorder
 from dualpath.plan.order import Executed
-from dualpath.plan.steps import Step, read_step
+from dualpath.plan.steps import Step, run_reads
 from dualpath.storage.contract import BlockStorage, ReadOutcome
 
 log = logging.getLogger(__name__)
@@ -40,22 +40,24 @@ _READ_LIMIT_S = 60.0
 
 
 class ReadTask:
-    """A read step of one request, with the keys of its blocks; changed under the queue's lock only.
+    """The reads of a run of one request, with the keys of its blocks.
 
-    ``good_blocks`` at its head are read and verified; what is read beyond them waits in ``ahead``.
+    Changed under the queue's lock only.  ``good_blocks`` at its head are read and verified; what is
+    read beyond them waits in ``ahead``.
     """
 
     def __init__(
         self,
         request_id: str,
-        step: Step,
+        reads: Sequence[Step],
         keys: Sequence[BlockKey],
         received_ns: int,
         deadline_s: float,
         parent: BlockKey = b"",
     ) -> None:
         self.request_id = request_id
-        self.step = step
+        self.reads = reads
+        self.slots = tuple(slot for step in reads for slot in step.slots)
         self.keys = keys
         self.parent = parent
         self.received_ns = received_ns
@@ -83,6 +85,14 @@ class ReadTask:
     def key_before(self, position: int) -> BlockKey:
         """Return the key before that of a block, empty where it is not known."""
         return self.keys[position - 1] if position else self.parent
+
+    def step(self, position: int) -> Step:
+        """Return the read of one of its blocks."""
+        for read in self.reads:
+            if position < read.blocks.count:
+                return read.block(position)
+            position -= read.blocks.count
+        raise IndexError(position)
 
     def note(self, position: int, outcome: ReadOutcome) -> None:
         """Take in how a block ended; a bad one stops the run."""
@@ -193,7 +203,7 @@ class ReadQueue:
         self._open.pop(task, None)
 
     def _set_aside(self, task: ReadTask) -> bool:
-        slots = [task.step.slots[position] for position in sorted(task.in_flight)]
+        slots = [task.slots[position] for position in sorted(task.in_flight)]
         return self._buffer.replace(task.request_id, slots)
 
     def _run(self, track: str) -> None:
@@ -224,7 +234,7 @@ class ReadQueue:
             live = not task.over
             if live:
                 task.note(position, outcome)
-                if self._keeps and outcome.is_good:
+                if self._keeps and outcome.is_good and task.step(position).whole:
                     key, before = task.keys[position], task.key_before(position)
                     self._buffer.whole(task.request_id, [slot], [key], before)
             settled = live and task.is_settled
@@ -246,7 +256,7 @@ class ReadQueue:
 
     def _fetch_one(self, key: BlockKey, before: BlockKey, slot: int, track: str) -> None:
         run = HitRun(Role.DECODE, BlockRun(0, 1), (slot,))
-        task = ReadTask(NOBODY, read_step(self._storage.geometry, run), [key], 0, 0.0)
+        task = ReadTask(NOBODY, run_reads(self._storage.geometry, run), [key], 0, 0.0)
         outcome = self._read(task, 0, slot, track)
         with self._wake:
             self._ended()
@@ -279,16 +289,17 @@ class ReadQueue:
         self._sign.idle()
 
     def _pinned_slot(self, task: ReadTask) -> int | None:
-        slot = task.step.slots[task.started_blocks]
+        slot = task.slots[task.started_blocks]
         if not self._buffer.pin_to_write(task.request_id, slot):
             self._close_task(task)  # released meanwhile
             return None
         return slot
 
     def _read(self, task: ReadTask, position: int, slot: int, track: str) -> ReadOutcome:
-        step, start_ns = task.step.block(position), self._trace.now_ns()
+        step, start_ns = task.step(position), self._trace.now_ns()
+        key, memory = task.keys[position], self._buffer.view(slot)
         try:
-            outcome = self._storage.read(task.keys[position], self._buffer.view(slot))
+            outcome = self._storage.read(key, memory, whole=step.whole)
         except Exception:  # a defect must not end a reader; the blocks are recomputed
             log.exception("request %s: reading block %d failed", task.request_id, position)
             outcome = ReadOutcome(bytes_read=0, reason="read error")

@@ -69,10 +69,17 @@ class ServedPrompts:
         self._free_if_served(message.request_id)
 
     def _keep(self, message: Persist, held: Sequence[int]) -> None:
-        """A prompt whose KV is complete: no transfer writes to its full blocks any more."""
-        keys = message.hit_keys + message.keys
-        if self._moves_bytes and len(message.hit_keys) == message.first_block:
-            self._buffer.whole(message.request_id, held[: len(keys)], keys, chain_root())
+        """A prompt whose KV is complete: no transfer writes to its full blocks any more.
+
+        With windows its hits may lack layers here: of those only what was kept before is kept.
+        """
+        hit_keys, first = message.hit_keys, message.first_block
+        if self._moves_bytes and len(hit_keys) == first:
+            keep_from = first if self._geometry.layer_windows else 0
+            keys = (hit_keys + message.keys)[keep_from:]
+            slots = held[keep_from : keep_from + len(keys)]
+            parent = hit_keys[keep_from - 1] if keep_from else chain_root()
+            self._buffer.whole(message.request_id, slots, keys, parent)
 
     def fill_hbm(
         self,

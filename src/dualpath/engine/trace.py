@@ -133,6 +133,7 @@ def _described(request_id: str, done: Executed) -> dict[str, object]:
         "first_block": step.blocks.first,
         "blocks": step.blocks.count,
         "layer": step.layer,
+        "whole": step.whole,
         "bytes": step.bytes,
         "ts": done.start_ns / 1000,
         "dur": (done.end_ns - done.start_ns) / 1000,

@@ -59,7 +59,7 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.engine.slots import Grant
 from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.threads import OS_THREADS, Threads, TimeLimit
-from dualpath.plan.steps import read_step
+from dualpath.plan.steps import run_reads
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.host_process import is_gone
 from dualpath.storage.remembering import RememberingStorage
@@ -322,10 +322,10 @@ class TrafficManager:
         self._send(Reserved(grant.request_id, grant.slots, wait_s, grant.kept))
 
     def _read(self, message: Read) -> None:
-        step, now_ns = read_step(self.geometry, message.run), self.trace.now_ns()
+        reads, now_ns = run_reads(self.geometry, message.run), self.trace.now_ns()
         self._reader.add(
             ReadTask(
-                message.request_id, step, message.keys, now_ns, message.deadline_s, message.parent
+                message.request_id, reads, message.keys, now_ns, message.deadline_s, message.parent
             )
         )
 

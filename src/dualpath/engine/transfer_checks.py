@@ -70,6 +70,7 @@ class TransferChecks:
             )
         if self._moves_bytes:
             _check_hits(transfer, self._own_slots)
+            _check_windows(transfer, self._geometry.whole_from(transfer.hit_blocks))
 
 
 def with_own_hits(transfer: PrefillTransfer, own_keys: Sequence[BlockKey]) -> PrefillTransfer:
@@ -105,6 +106,18 @@ def _check_hits(transfer: PrefillTransfer, own_slots: int) -> None:
             f"request {transfer.request_id}: {block} blocks lie in buffers, "
             f"{transfer.hit_blocks} are hit; send it through the router"
         )
+
+
+def _check_windows(transfer: PrefillTransfer, whole_from: int) -> None:
+    """Let no layer be computed on KV that was never read."""
+    for run in transfer.hits:
+        block = max(run.blocks.first, whole_from)
+        if block < run.whole_from:
+            raise BadRequestError(
+                f"request {transfer.request_id}: block {block} lies in a buffer without its window "
+                f"layers, a hit of {transfer.hit_blocks} blocks needs them from block {whole_from} "
+                "on; send it through the router"
+            )
 
 
 def _check_slots(

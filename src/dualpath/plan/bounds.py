@@ -21,7 +21,7 @@ from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import ClusterShape, Role
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.plan.movements import Link, Replicas
-from dualpath.plan.steps import PromptLayout, Step, whole_plan
+from dualpath.plan.steps import PromptLayout, Step, read_steps, whole_plan
 
 #: Links of a node; all others are of one GPU's CNIC.
 NODE_LINKS = frozenset(
@@ -190,18 +190,15 @@ def plan_bytes_per_s(
     proportion of the nodes.  Loads are per GPU for CNICs and per node for ``NODE_LINKS``.
     """
     prompt_tokens = (hit_blocks + miss_blocks) * geometry.block_tokens
-    read_bytes = hit_blocks * geometry.full_block_bytes
     replicas = Replicas(shape.prefill_replicas, shape.decode_replicas)
     loads: dict[Link, float] = {}
     for side, pair_bytes_per_s in (
         (Role.PREFILL, pe_pair_bytes_per_s(shape)),
         (Role.DECODE, de_pair_bytes_per_s(shape)),
     ):
-        layout = PromptLayout(
-            geometry=geometry,
-            prompt_tokens=prompt_tokens,
-            hits=(HitRun(side, BlockRun(0, hit_blocks)),),
-        )
+        hits = HitRun(side, BlockRun(0, hit_blocks)).whole_behind(geometry.whole_from(hit_blocks))
+        layout = PromptLayout(geometry=geometry, prompt_tokens=prompt_tokens, hits=(hits,))
+        read_bytes = sum(step.bytes for step in read_steps(layout))
         for link, carried in link_bytes(whole_plan(layout), replicas).items():
             load = pair_bytes_per_s * carried / read_bytes * _pairs_sharing(shape, link)
             loads[link] = loads.get(link, 0.0) + load

@@ -4,6 +4,9 @@ The step builders (``plan.steps``) call them, and so do both cores of the simula
 one as they stand: whoever has to know a number of blocks asks here.  A prompt's hits are whole
 blocks (``hit_blocks``), its chunks begin at block boundaries; ``block_tokens`` ≥ 1.  The blocks of
 a whole prompt, in the DE's buffer and HBM, are ``core.blocks.holding_blocks``.
+
+A layer with a sliding window sees of a prompt the blocks from ``seen_from`` on, which is
+``core.blocks.first_seen_block`` for what is computed next; 0 for any other layer.
 """
 
 from dualpath.core.blocks import holding_blocks
@@ -34,20 +37,41 @@ def is_first_chunk(first_block: int, hit_blocks: int) -> bool:
     return first_block <= hit_blocks
 
 
-def load_blocks(run_blocks: int, first_block: int, hit_blocks: int, resident: bool) -> int:
+def seen_blocks(run_first: int, run_blocks: int, seen_from: int) -> int:
+    """Blocks of a run that begins with ``run_first`` which are not before ``seen_from``."""
+    return max(run_first + run_blocks - max(run_first, seen_from), 0)
+
+
+def load_blocks(
+    run_first: int,
+    run_blocks: int,
+    seen_from: int,
+    first_block: int,
+    hit_blocks: int,
+    resident: bool,
+) -> int:
     """Blocks of a run of hits that are loaded into the PE's HBM before a chunk.
 
-    All of them, also before later chunks, as HBM holds a few layers only; with all layers
-    ``resident`` the first chunk leaves them there.
+    All of them that the chunk sees, also before later chunks, as HBM holds a few layers only; with
+    all layers ``resident`` the first chunk leaves them there.
     """
-    return 0 if resident and not is_first_chunk(first_block, hit_blocks) else run_blocks
+    if resident and not is_first_chunk(first_block, hit_blocks):
+        return 0
+    return seen_blocks(run_first, run_blocks, seen_from)
 
 
-def reload_blocks(first_block: int, hit_blocks: int, resident: bool) -> int:
-    """Blocks of earlier chunks that come back from the DE buffer before a chunk."""
-    return 0 if resident else max(first_block - hit_blocks, 0)
+def reload_blocks(seen_from: int, first_block: int, hit_blocks: int, resident: bool) -> int:
+    """Blocks of earlier chunks that come back from the DE buffer before a chunk sees them."""
+    return 0 if resident else seen_blocks(hit_blocks, first_block - hit_blocks, seen_from)
 
 
-def send_hit_blocks(run_blocks: int, first_block: int, hit_blocks: int) -> int:
-    """Blocks of a run of hits, read at the PE, that go to the DE buffer after a chunk."""
-    return run_blocks if is_first_chunk(first_block, hit_blocks) else 0
+def send_hit_blocks(
+    run_first: int, run_blocks: int, seen_from: int, first_block: int, hit_blocks: int
+) -> int:
+    """Blocks of a run of hits, read at the PE, that go to the DE buffer after a chunk.
+
+    Those that the DE will see (``seen_from``): the others nobody reads there.
+    """
+    if not is_first_chunk(first_block, hit_blocks):
+        return 0
+    return seen_blocks(run_first, run_blocks, seen_from)

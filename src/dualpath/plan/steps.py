@@ -21,6 +21,11 @@ Deviation: the paper reads prompts in one forward pass.  Where chunked prefill d
 HBM holds only some layers, every chunk loads all KV before it once more, layer by layer: hit blocks
 from where they were read to, blocks of earlier chunks from the DE buffer, which holds them already.
 
+Of a layer with a sliding window only those blocks of a hit move that what is computed next can see:
+the last ones.  Other blocks of the hit are read without such layers (``whole`` False), are not
+loaded and not sent in them, and what their memory holds there is no KV.  Blocks that a PE computes
+go to the DE in all layers, as the DE stores them.
+
 New KV goes to storage in Full Blocks: the prompt's from the DE buffer, a generated block, once it
 is full, from a staging slot in the DE's DRAM.
 """
@@ -62,6 +67,7 @@ from dualpath.plan.traffic_class import TrafficClass
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One movement of a run of blocks, of one layer or (``layer`` None) of all.
 
+    Of all layers, unless ``whole``, those with a sliding window are left out.
     ``slots`` of the DRAM at one of its ends, one per block, where they are known: an engine's
     plan has them, that of a simulated or planned prompt has none.
     """
@@ -71,6 +77,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layer: int | None
     bytes: int
     slots: tuple[int, ...] = ()
+    whole: bool = True
 
     def only(self, blocks: BlockRun) -> "Step":
         """Return the part of it that moves ``blocks``, some of its own."""
@@ -144,6 +151,10 @@ class PromptLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Blocks of the whole prompt, the last possibly partial."""
         return holding_blocks(self.prompt_tokens, self.geometry.block_tokens)
 
+    def decode_sees_from(self, layer: int) -> int:
+        """Return the first block that the DE needs of a layer: it may compute the last token."""
+        return self.geometry.seen_from(layer, self.prompt_tokens - 1)
+
     def step(self, movement: Movement, blocks: BlockRun, layer: int | None = None) -> "Step":
         """Return the movement of these blocks from or to the DE buffer."""
         slots = self.de_slots[blocks.first : blocks.end]
@@ -166,19 +177,35 @@ def step_of(
     blocks: BlockRun,
     layer: int | None = None,
     slots: tuple[int, ...] = (),
+    *,
+    whole: bool = True,
 ) -> Step:
     """Return a movement of some blocks: the one place where a step gets its bytes."""
-    return Step(movement, blocks, layer, blocks.count * geometry.bytes_of(layer), slots)
+    size_bytes = blocks.count * geometry.bytes_of(layer, whole=whole)
+    return Step(movement, blocks, layer, size_bytes, slots, whole)
 
 
-def read_step(geometry: BlockGeometry, run: HitRun) -> Step:
-    """Storage read of a run of hits into its side's buffer (labels 1-2)."""
-    return step_of(_READS[run.side], geometry, run.blocks, slots=run.slots)
+def run_reads(geometry: BlockGeometry, run: HitRun) -> tuple[Step, ...]:
+    """Storage reads of a run of hits into its side's buffer (labels 1-2).
+
+    One step for its blocks without window layers, one for its whole blocks; none if it is kept.
+    """
+    if run.kept:
+        return ()
+    parts = (
+        (BlockRun(run.blocks.first, run.windowless), False),
+        (BlockRun(run.whole_from, run.blocks.count - run.windowless), True),
+    )
+    return tuple(
+        step_of(_READS[run.side], geometry, part, slots=run.part(part).slots, whole=whole)
+        for part, whole in parts
+        if part
+    )
 
 
 def read_steps(layout: PromptLayout) -> tuple[Step, ...]:
-    """Storage reads of the hit blocks, one step per run (labels 1-2); none for what is kept."""
-    return tuple(read_step(layout.geometry, run) for run in layout.hits if not run.kept)
+    """Storage reads of the hit blocks (labels 1-2)."""
+    return tuple(step for run in layout.hits for step in run_reads(layout.geometry, run))
 
 
 def load_steps(
@@ -190,14 +217,18 @@ def load_steps(
     starts at the first miss block or where the previous chunk ended.  ``resident`` says that HBM
     holds all layers, so that earlier chunks have left everything in place.
     """
-    hits = layout.hit_blocks
-    steps = [
-        step_of(_LOADS[run.side], layout.geometry, run.blocks, layer, run.slots)
-        for run in layout.hits
-        if load_blocks(run.blocks.count, chunk.first, hits, resident)
-    ]
-    if reloaded := reload_blocks(chunk.first, hits, resident):
-        steps.append(layout.step(RELOAD_CHUNK, BlockRun(hits, reloaded), layer))
+    hits, geometry = layout.hit_blocks, layout.geometry
+    seen = geometry.seen_from(layer, chunk.first * geometry.block_tokens)
+    steps = []
+    for run in layout.hits:
+        first, count = run.blocks.first, run.blocks.count
+        loaded = load_blocks(first, count, seen, chunk.first, hits, resident)
+        if loaded:
+            part = run.part(BlockRun(run.blocks.end - loaded, loaded))
+            steps.append(step_of(_LOADS[run.side], geometry, part.blocks, layer, part.slots))
+    if reloaded := reload_blocks(seen, chunk.first, hits, resident):
+        blocks = BlockRun(chunk.first - reloaded, reloaded)
+        steps.append(layout.step(RELOAD_CHUNK, blocks, layer))
     return tuple(steps)
 
 
@@ -206,20 +237,25 @@ def send_steps(layout: PromptLayout, layer: int, chunk: BlockRun) -> tuple[Step,
 
     The first chunk also carries the hit KV that was read on the PE; KV read on the DE is there.
     """
-    steps = [
-        layout.step(SEND_HITS, run.blocks, layer)
-        for run in layout.hits
-        if run.side is Role.PREFILL
-        and send_hit_blocks(run.blocks.count, chunk.first, layout.hit_blocks)
-    ]
+    seen, steps = layout.decode_sees_from(layer), []
+    for run in layout.hits:
+        if run.side is Role.PREFILL:
+            first, count = run.blocks.first, run.blocks.count
+            sent = send_hit_blocks(first, count, seen, chunk.first, layout.hit_blocks)
+            if sent:
+                steps.append(layout.step(SEND_HITS, BlockRun(run.blocks.end - sent, sent), layer))
     steps.append(layout.step(SEND_MISSES, chunk, layer))
     return tuple(steps)
 
 
 def decode_steps(layout: PromptLayout) -> tuple[Step, ...]:
     """H2D of the complete prompt KV once prefill is over (labels 8-9 and 6-7)."""
-    blocks = BlockRun(0, layout.prompt_blocks)
-    return tuple(layout.step(FILL_DE_HBM, blocks, layer) for layer in range(layout.geometry.layers))
+    steps = []
+    for layer in range(layout.geometry.layers):
+        first = layout.decode_sees_from(layer)
+        blocks = BlockRun(first, layout.prompt_blocks - first)
+        steps.append(layout.step(FILL_DE_HBM, blocks, layer))
+    return tuple(steps)
 
 
 def persist_steps(layout: PromptLayout) -> tuple[Step, ...]:

@@ -5,7 +5,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 
-from dualpath.core.blocks import BlockKey
+from dualpath.core.blocks import BlockGeometry, BlockKey
 from dualpath.core.cluster import Role
 from dualpath.core.control import RouterMessage
 from dualpath.core.errors import DeadlineError, EngineLostError
@@ -107,10 +107,15 @@ class RouterContext:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a Full Block; raises ``EngineLostError`` before any engine has joined."""
+        """Tokens of a Full Block; raises as ``geometry``."""
+        return self.geometry.block_tokens
+
+    @property
+    def geometry(self) -> BlockGeometry:
+        """Shape of the engines' blocks; raises ``EngineLostError`` before any engine has joined."""
         if self.registry.namespace is None:
             raise EngineLostError("no engine has registered yet, at least 1P1D is needed; start it")
-        return self.registry.namespace.geometry.block_tokens
+        return self.registry.namespace.geometry
 
     def send(self, engine_id: str, message: RouterMessage) -> None:
         """Send a control message."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 from dualpath.core.cluster import Role
-from dualpath.vllm.cache_layers import specs_of
+from dualpath.vllm.cache_layers import hooked_layers, specs_of
 from dualpath.vllm.engine_arguments import ONE_CACHE_GROUP
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def cache_problems(role: Role, config: "VllmConfig", cache: "KVCacheConfig") -> 
         *_kind_problems(role, specs),
         *_layout_problems(cache.kv_cache_layout, specs),
         *_sharing_problems(config),
+        *_window_problems(role, config, cache),
     ]
 
 
@@ -101,6 +102,23 @@ def _sharing_problems(config: "VllmConfig") -> list[str]:
     return [
         f"{len(shared)} layers that read another layer's KV ({shared[0]}), which a prefill engine "
         "may have moved away by then; serve a model in which each layer has its own"
+    ]
+
+
+def _window_problems(role: Role, config: "VllmConfig", cache: "KVCacheConfig") -> list[str]:
+    """Name a prefix cache that would take blocks for whole whose window layers never came.
+
+    A DE gets of a prompt's window layers the last blocks.  In groups of their own vLLM knows it.
+    """
+    in_one_group = role is Role.DECODE and len(cache.kv_cache_groups) == 1
+    if not (in_one_group and any(hooked_layers(config).values())):
+        return []
+    if not config.cache_config.enable_prefix_caching:
+        return []
+    return [
+        "prefix caching with layers that have a window in one group with the others: a prompt "
+        "that ends earlier would find their old blocks empty; leave "
+        f"{ONE_CACHE_GROUP} out, or add --no-enable-prefix-caching"
     ]
 
 

@@ -7,7 +7,7 @@ the indexer computes before it and reads all earlier keys: such a layer must be 
 begins (``begins_unseen``).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from dualpath.core.blocks import BlockGeometry
+from dualpath.core.blocks import BlockGeometry, first_seen_block
 from dualpath.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ class CacheGroups(NamedTuple):
 
         vLLM may have given those before it to another request.
         """
-        window = self.windows[group]
-        return 0 if window is None else max(tokens - window + 1, 0) // self.block_tokens
+        return first_seen_block(tokens, self.windows[group] or 0, self.block_tokens)
 
     def _held(self, rows: int, window: int | None) -> int:
         """Blocks of a request of ``rows`` blocks in a group; a window may begin within one."""
@@ -69,12 +68,14 @@ def cache_groups(cache: "KVCacheConfig", longest_tokens: int) -> CacheGroups:
 class CacheLayer(NamedTuple):
     """A layer: names and bytes of its parts, the first the one that vLLM calls the connector for.
 
-    ``group`` is vLLM's group of layers whose block ids are its own.
+    ``group`` is vLLM's group of layers whose block ids are its own, ``window_tokens`` how many
+    tokens, itself included, a token sees; 0 for all.
     """
 
     names: tuple[str, ...]
     part_bytes: tuple[int, ...]
     group: int
+    window_tokens: int
 
     @property
     def begins_unseen(self) -> bool:
@@ -82,19 +83,38 @@ class CacheLayer(NamedTuple):
         return len(self.names) > 1
 
 
-def hooked_layers(config: "VllmConfig") -> frozenset[str]:
-    """Return the layers around whose computation vLLM calls the connector; of a loaded model."""
+def hooked_layers(config: "VllmConfig") -> dict[str, int]:
+    """Return the layers around whose computation vLLM calls the connector; of a loaded model.
+
+    Each with its window in tokens, 0 where it has none.  The layer says it: where the hybrid
+    manager is off, all layers have one spec, which has the window of some or of none.
+    """
     layers = config.compilation_config.static_forward_context
     hooked = (Attention, MLAAttention)
-    return frozenset(name for name, layer in layers.items() if isinstance(layer, hooked))
+    # A drafter of several modules may compute that many tokens again.
+    again_tokens = max(config.num_prefill_lookahead_tokens - 1, 0)
+    return {
+        name: window + again_tokens if (window := _window_of(layer)) else 0
+        for name, layer in layers.items()
+        if isinstance(layer, hooked)
+    }
 
 
-def cache_layers(cache: "KVCacheConfig", hooked: Iterable[str]) -> tuple[CacheLayer, ...]:
-    """Return the layers in model order.
+def _window_of(layer: object) -> int:
+    """Return a layer's window, 0 for none, and where it is not known what a token sees.
+
+    Images that are a prefix for themselves are seen by their own tokens whatever the window.
+    """
+    if not isinstance(layer, Attention) or layer.use_mm_prefix:
+        return 0
+    return layer.sliding_window or 0
+
+
+def cache_layers(cache: "KVCacheConfig", hooked: Mapping[str, int]) -> tuple[CacheLayer, ...]:
+    """Return the layers in model order; ``hooked`` as ``hooked_layers`` gives them.
 
     Raises ``ConfigError`` for a cache of which the connector would not hear in time, or at all.
     """
-    seen = frozenset(hooked)
     group_of = {name: i for i, g in enumerate(cache.kv_cache_groups) for name in g.layer_names}
     bytes_of = {
         name: _spec_of(group.kv_cache_spec, name).page_size_bytes
@@ -104,14 +124,14 @@ def cache_layers(cache: "KVCacheConfig", hooked: Iterable[str]) -> tuple[CacheLa
     layers: list[CacheLayer] = []
     in_order = sorted(group_of, key=lambda name: (extract_layer_index(name), name))
     for _, together in groupby(in_order, extract_layer_index):
-        for names in _layers_of_index(list(together), seen.__contains__):
+        for names in _layers_of_index(list(together), hooked.__contains__):
             if len({group_of[name] for name in names}) > 1:
                 raise ConfigError(
                     f"KV caches {', '.join(names)} of one layer lie in several groups of blocks; "
                     "dualpath moves the parts of a layer together: serve another model"
                 )
             sizes = tuple(bytes_of[name] for name in names)
-            layers.append(CacheLayer(names, sizes, group_of[names[0]]))
+            layers.append(CacheLayer(names, sizes, group_of[names[0]], hooked[names[0]]))
     return tuple(layers)
 
 
@@ -134,7 +154,8 @@ def _layers_of_index(
 def geometry_of(layers: Sequence[CacheLayer], block_tokens: int, slices: int = 1) -> BlockGeometry:
     """Return the shape of whole blocks, of which these layers have one of ``slices`` slices."""
     parts = (tuple(slices * size for size in layer.part_bytes) for layer in layers)
-    return BlockGeometry(block_tokens, tuple(parts))
+    windows = tuple(layer.window_tokens for layer in layers)
+    return BlockGeometry(block_tokens, tuple(parts), windows if any(windows) else ())
 
 
 def specs_of(cache: "KVCacheConfig") -> list["KVCacheSpec"]:

@@ -139,15 +139,25 @@ def _failed_loads_end_requests() -> bool:
     return fails and callable(scheduler._handle_failed_recving)
 
 
+#: What a layer says of the tokens that it sees.
+_WINDOW_FIELDS = ("sliding_window", "use_mm_prefix")
+
+
 def _layers_say_what_they_are() -> bool:
     layer = _of("vllm.model_executor.layers.attention.attention", "Attention")
     latent = _of("vllm.model_executor.layers.attention.mla_attention", "MLAAttention")
     cache = _of("vllm.config", "CacheConfig")
     kinds = (layer, latent)
-    return callable(cache.get_resolved_kv_cache_layout) and all(
-        callable(kind.get_attn_backend)
-        and "self.kv_cache_dtype = " in inspect.getsource(kind.__init__)
-        for kind in kinds
+    again = _of("vllm.config", "VllmConfig", "num_prefill_lookahead_tokens")
+    return (
+        isinstance(again, property)
+        and callable(cache.get_resolved_kv_cache_layout)
+        and all(
+            callable(kind.get_attn_backend)
+            and "self.kv_cache_dtype = " in inspect.getsource(kind.__init__)
+            for kind in kinds
+        )
+        and all(f"self.{name} = " in inspect.getsource(layer) for name in _WINDOW_FIELDS)
     )
 
 
@@ -191,7 +201,10 @@ HOOKS: tuple[tuple[str, Callable[[], bool]], ...] = (
     ("route /inference/v1/generate", _token_route),
     ("--middleware stands around vLLM's own", _guard_stands_outermost),
     ("requests whose KV does not arrive are failed", _failed_loads_end_requests),
-    ("attention layers say backend and KV dtype, the cache its layout", _layers_say_what_they_are),
+    (
+        "attention layers say backend, KV dtype and window, the cache its layout",
+        _layers_say_what_they_are,
+    ),
     ("both model runners begin and end a step at the connector", _steps_of_both_runners),
     ("a KV cache says of what kind it is and how it is laid out", _kinds_of_caches),
     ("EngineArgs.from_cli_args and KVConnectorFactory.register_connector", _command_line),

@@ -84,11 +84,17 @@ class DataPlane(RankPlane):
         self.membership.changed()
 
     def wrong_in_buffer(
-        self, place: CheckedAt, request_id: str, slots: Sequence[int], seeds: Seeds
+        self,
+        place: CheckedAt,
+        request_id: str,
+        slots: Sequence[int],
+        seeds: Seeds,
+        there_from: Sequence[int],
     ) -> str | None:
         """Compare the request's ``slots`` of the DRAM buffer with ``seeds``; say what is wrong.
 
-        Slots that the request does not hold (any more) say nothing and are not compared.
+        ``there_from``: for each layer the first of the slots that holds its KV.  Slots that the
+        request does not hold (any more) say nothing and are not compared.
         """
         buffer = self.manager.buffer
         held = buffer.slots_of(request_id)
@@ -96,7 +102,8 @@ class DataPlane(RankPlane):
         if not self.verifier.compares or not buffer.pin_some(request_id, slots):
             return None
         try:
-            wrong = self.verifier.full_blocks(place, [buffer.view(slot) for slot in slots], seeds)
+            views = [buffer.view(slot) for slot in slots]
+            wrong = self.verifier.full_blocks(place, views, seeds, there_from)
             # Released while it was compared: what was found may be another request's.
             if held != buffer.slots_of(request_id):
                 return None

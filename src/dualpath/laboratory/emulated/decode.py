@@ -100,8 +100,13 @@ class DecodeEngine:
             self._end(request, Answer(finish_reason="abort"))
             return
         transfer = request.decode_transfer
+        geometry, last_token = self._plane.geometry, transfer.prompt_tokens - 1
         wrong = self._plane.wrong_in_buffer(
-            CheckedAt.DE_BUFFER, transfer.request_id, transfer.slots, request.prefix.seeds
+            CheckedAt.DE_BUFFER,
+            transfer.request_id,
+            transfer.slots,
+            request.prefix.seeds,
+            [geometry.seen_from(layer, last_token) for layer in range(geometry.layers)],
         )
         if wrong is not None:
             self._end(request, Answer(finish_reason="error", error=wrong))

@@ -93,5 +93,6 @@ class RankSteps:
                 fill.hbm_blocks[: len(transfer.slots)],
                 fill.seeds,
                 range(self._plane.geometry.layers),
+                transfer.prompt_tokens - 1,
             )
         self._plane.tell(Filled(fill.number, error, wrong, self._plane.verifier.news()))

@@ -95,6 +95,7 @@ class RankPasses:
             computed.hbm_blocks[: computed.chunk.first],
             part.seeds,
             (layer,),
+            computed.chunk.first * self._plane.geometry.block_tokens,
         )
         if found is not None:
             wrong[request_id] = found

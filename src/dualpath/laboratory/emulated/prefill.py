@@ -10,6 +10,7 @@ from collections import deque
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError
+from dualpath.core.runs import HitRun
 from dualpath.engine.forward_pass import PromptPart
 from dualpath.engine.threads import Thread
 from dualpath.laboratory.emulated.batch import Batch, BatchFormer, Chunk
@@ -101,11 +102,17 @@ class PrefillEngine:
                 if run.side is Role.PREFILL:
                     seeds = request.prefix.seeds[run.blocks.first :]
                     found = self._plane.wrong_in_buffer(
-                        CheckedAt.PE_BUFFER, transfer.request_id, run.slots, seeds
+                        CheckedAt.PE_BUFFER, transfer.request_id, run.slots, seeds, self._read(run)
                     )
                     if found is not None:
                         wrong[transfer.request_id] = found
         return wrong
+
+    def _read(self, run: HitRun) -> list[int]:
+        """Return for each layer the first block of a run that was read in it."""
+        geometry = self._plane.geometry
+        layers = range(geometry.layers)
+        return [run.windowless if geometry.is_window_layer(n) else 0 for n in layers]
 
     def _forward(self, batch: Batch, wrong: dict[str, str]) -> PassResult:
         """Have all ranks run a pass; return what came of it, with what they have found."""

@@ -87,12 +87,18 @@ class RankPlane:
         blocks: Sequence[int],
         seeds: Seeds,
         layers: Iterable[int],
+        next_token: int,
     ) -> str | None:
-        """Compare this rank's HBM ``blocks`` of these layers with ``seeds``; say what is wrong."""
+        """Compare what the token ``next_token`` sees of this rank's HBM ``blocks`` in these layers.
+
+        ``seeds`` are those of the blocks.  Say what is wrong.
+        """
         wrong: set[int] = set()
         for layer in layers:
-            parts = self.hbm.layer(layer)
-            wrong |= set(self.verifier.layer_blocks(place, parts, blocks, seeds, layer))
+            first, parts = self.geometry.seen_from(layer, next_token), self.hbm.layer(layer)
+            seen, right = blocks[first:], seeds[first:]
+            found = self.verifier.layer_blocks(place, parts, seen, right, layer)
+            wrong.update(first + block for block in found)
         where = place.value
         if self.place.group.size > 1:
             where = f"{where} of rank {self.place.group.rank}"

@@ -98,18 +98,28 @@ class Verifier:
         self._count(place, len(ids), len(wrong))
         return wrong
 
-    def full_blocks(self, place: CheckedAt, views: Sequence[memoryview], seeds: Seeds) -> list[int]:
-        """Compare Full Blocks in DRAM with ``seeds[i]``; return the i that are wrong."""
+    def full_blocks(
+        self,
+        place: CheckedAt,
+        views: Sequence[memoryview],
+        seeds: Seeds,
+        there_from: Sequence[int] = (),
+    ) -> list[int]:
+        """Compare Full Blocks in DRAM with ``seeds[i]``; return the i that are wrong.
+
+        ``there_from``: for each layer the first i that is there in it; none: all of them.
+        """
         if not self.compares:
             return []
+        first = there_from or [0] * self._function.geometry.layers
         wrong: list[int] = []
         wrong_layers = 0
         for index, view in enumerate(views):
-            bad = self._wrong_layers(view, seeds[index])
+            bad = [n for n in self._wrong_layers(view, seeds[index]) if index >= first[n]]
             if bad:
                 wrong.append(index)
                 wrong_layers += len(bad)
-        self._count(place, len(views) * self._function.geometry.layers, wrong_layers)
+        self._count(place, sum(max(len(views) - i, 0) for i in first), wrong_layers)
         return wrong
 
     def _wrong_layers(self, view: memoryview, seeds: Seeds) -> set[int]:

@@ -26,7 +26,7 @@ from dualpath.engine.threads import OS_THREADS, TimeLimit
 from dualpath.engine.trace import TraceRecorder
 from dualpath.laboratory.experiments.data_plane_settings import DataPlaneSettings, Rate, Reader
 from dualpath.laboratory.experiments.raw_nixl import FileRead, RawFileReader
-from dualpath.plan.steps import read_step
+from dualpath.plan.steps import run_reads
 from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.posix import PosixStorage
 from dualpath.transport.memory import PAGE_BYTES, allocate_registered
@@ -206,8 +206,8 @@ def _read_queue(stored: StoredBlocks) -> Iterator[ReadAll]:
     def read_all() -> None:
         for keys in runs:
             run = HitRun(Role.DECODE, BlockRun(0, len(keys)), slots[: len(keys)])
-            step = read_step(settings.geometry, run)
-            reader.add(ReadTask(_REQUEST, step, keys, trace.now_ns(), _DEADLINE_S))
+            reads = run_reads(settings.geometry, run)
+            reader.add(ReadTask(_REQUEST, reads, keys, trace.now_ns(), _DEADLINE_S))
         # A short run may overtake a long one.
         done = [answers.get() for _ in runs]
         good_blocks, reasons = sum(d.good_blocks for d in done), [d.reason for d in done]

@@ -96,9 +96,9 @@ class ModelGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def kv_bytes_per_token_all_layers(self) -> float:
-        """KV of one token over all layers: what engines store and move of every block.
+        """KV of one token over all layers: what engines store of every block.
 
-        Layers with a sliding window are stored and moved whole; the paper's ratios leave them out.
+        Layers with a sliding window are stored like others; the paper's ratios leave them out.
         """
         return sum(part.layers * part.kv_bytes_per_token for part in self.attention)
 

@@ -113,8 +113,8 @@ def _prompt_bytes(
     geometry = model.block_geometry(1)
     total: dict[Link, float] = {}
     for role in Role:
-        runs = (HitRun(role, BlockRun(0, hits)),)
-        layout = PromptLayout(geometry=geometry, prompt_tokens=hits + misses, hits=runs)
+        run = HitRun(role, BlockRun(0, hits)).whole_behind(geometry.whole_from(hits))
+        layout = PromptLayout(geometry=geometry, prompt_tokens=hits + misses, hits=(run,))
         share = cluster.nodes_of(role) / cluster.nodes
         for link, amount in link_bytes(whole_plan(layout), replicas).items():
             total[link] = total.get(link, 0.0) + share * amount

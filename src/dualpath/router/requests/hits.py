@@ -1,5 +1,13 @@
-"""Where the hits of one request lie or are read, what the reads brought, and what of it counts."""
+"""Where the hits of one request lie or are read, what the reads brought, and what of it counts.
 
+Layers with a sliding window are read of the last blocks of a hit only.  A hit that ends earlier
+than was thought has other last blocks, and those were read without such layers: they are read once
+more, whole.  If one of them cannot be had, the hit ends with what buffers have kept, which is
+whole.  Any longer one would again end in blocks that were never whole, and each further round may
+wait for a whole deadline; what is computed is always right.
+"""
+
+import itertools
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -88,6 +96,21 @@ def _append(runs: list[HitRun], run: HitRun) -> None:
         return
     blocks = BlockRun(last.blocks.first, last.blocks.count + run.blocks.count)
     runs[-1] = HitRun(run.side, blocks, last.slots + run.slots, kept=run.kept)
+
+
+def to_read_whole(hits: Sequence[HitRun], whole_from: int) -> tuple[HitRun, ...]:
+    """Return the parts of runs from block ``whole_from`` on that lie there without windows."""
+    parts = (
+        run.part(BlockRun(first, run.whole_from - first))
+        for run in hits
+        if (first := max(run.blocks.first, whole_from)) < run.whole_from
+    )
+    return tuple(part.whole_behind(whole_from) for part in parts)
+
+
+def kept_head(hits: Sequence[HitRun]) -> tuple[HitRun, ...]:
+    """Return the first runs, as long as buffers have kept them."""
+    return tuple(itertools.takewhile(lambda run: run.kept, hits))
 
 
 def good_runs(outcomes: Sequence[RunRead]) -> tuple[tuple[HitRun, ...], int, str | None]:

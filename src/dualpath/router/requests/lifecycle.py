@@ -148,12 +148,14 @@ class Attempt:
             self._context, self._steps, self._record, self._job.keys, *engines, kept=self._kept
         )
         brought = await loading.load(self._assignment.reads, prompt_blocks)
-        self._context.dispatch.read_done(self.attempt_id)
         hits, hit_blocks, short = good_runs(brought.outcomes)
+        loaded = Loaded(hit_blocks=hit_blocks, hits=hits, de_slots=brought.de_slots)
         if short is not None:
+            loaded = await loading.with_windows(loaded)
             self._short_reason = short
-            self._recompute(stored_blocks - hit_blocks, short)
-        return Loaded(hit_blocks=hit_blocks, hits=hits, de_slots=brought.de_slots)
+            self._recompute(stored_blocks - loaded.hit_blocks, short)
+        self._context.dispatch.read_done(self.attempt_id)
+        return loaded
 
     def _recompute(self, blocks: int, reason: str) -> None:
         tokens = blocks * self._context.block_tokens

@@ -23,7 +23,16 @@ from dualpath.router.control.exchange import gather_or_cancel
 from dualpath.router.control.kept_blocks import serves
 from dualpath.router.control.registry import EngineInfo
 from dualpath.router.requests.attempt_steps import AttemptSteps
-from dualpath.router.requests.hits import RunRead, behind, lying, side_of, split_at
+from dualpath.router.requests.hits import (
+    Loaded,
+    RunRead,
+    behind,
+    kept_head,
+    lying,
+    side_of,
+    split_at,
+    to_read_whole,
+)
 from dualpath.router.requests.records import RequestRecord, Stage
 
 
@@ -58,6 +67,7 @@ class Loading:
         self._prefill = prefill
         self._decode = decode
         self._kept = kept
+        self._whole_from = 0
 
     async def load(self, runs: Sequence[HitRun], prompt_blocks: int) -> Brought:
         """Reserve, and read what is not there; ``runs`` are the assignment's.
@@ -81,6 +91,7 @@ class Loading:
     ) -> Brought:
         hit_blocks = runs[-1].blocks.end if runs else 0
         hit_run = BlockRun(0, hit_blocks)
+        self._whole_from = self._context.geometry.whole_from(hit_blocks)
         granted = await self._reserve(self._decode, prompt_blocks, [hit_run])
         slots, kept = granted.slots, min(granted.kept_blocks, hit_blocks)
         head = HitRun(Role.DECODE, BlockRun(0, kept), slots[:kept], kept=True)
@@ -126,8 +137,24 @@ class Loading:
         """Return what became of runs that lie in an engine's slots, one after the other."""
         return [RunRead(run, run) if run.kept else await self._read(engine, run) for run in runs]
 
+    async def with_windows(self, loaded: Loaded) -> Loaded:
+        """Have a hit that ended early whole where it ends now, or end it with what was kept."""
+        self._whole_from = self._context.geometry.whole_from(loaded.hit_blocks)
+        slots, complete = loaded.de_slots, True
+        for run in to_read_whole(loaded.hits, self._whole_from):
+            decode = run.side is Role.DECODE
+            again = await self._read(self._decode if decode else self._prefill, run)
+            if decode:
+                slots = again.slots
+            complete = complete and again.good.blocks == run.blocks
+        if complete:
+            hits = tuple(run.whole_behind(self._whole_from) for run in loaded.hits)
+            return Loaded(loaded.hit_blocks, hits, slots)
+        hits = kept_head(loaded.hits)
+        return Loaded(hits[-1].blocks.end if hits else 0, hits, slots)
+
     async def _read(self, engine: EngineInfo, run: HitRun) -> RunRead:
-        first = run.blocks.first
+        run, first = run.whole_behind(self._whole_from), run.blocks.first
         parent = self._keys[first - 1] if first else chain_root()
         start_s = self._context.clock()
         with self._record.stage(Stage.READ, engine.engine_id):

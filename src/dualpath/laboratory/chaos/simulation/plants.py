@@ -26,9 +26,9 @@ from dualpath.router.control.engine_calls import Job
 from dualpath.router.control.registry import Registry
 from dualpath.router.control.releases import Releases
 from dualpath.router.control.witnesses import Witnesses
-from dualpath.router.requests import request_life
+from dualpath.router.requests import loading, request_life
 from dualpath.router.requests.lifecycle import Attempt
-from dualpath.storage import block_file
+from dualpath.storage.block_file import PlainBlocks
 
 
 class Plant(msgspec.Struct, frozen=True):
@@ -173,9 +173,13 @@ PLANTS: dict[str, Plant] = {
         "a DE keeps what it has read at once, though the PE may compute it again",
         lambda: mock.patch.object(ReadQueue, "_keeps", _ALWAYS, create=True),
     ),
+    "windows-unread": Plant(
+        "a hit that ends early is used without the window layers of its last blocks",
+        _instead(loading, "to_read_whole", lambda hits, whole_from: ()),
+    ),
     "checksum-ignored": Plant(
         "a stored block's checksum is not compared",
-        lambda: mock.patch.object(block_file, "defect", return_value=None),
+        _instead(PlainBlocks, "defect", lambda self, key, header, payload: None),
     ),
 }
 

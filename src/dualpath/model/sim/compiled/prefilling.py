@@ -100,11 +100,11 @@ def _load(p: World, agent: int) -> int:
     flights, resident = p.machine.flights, p.constants.resident
     pe, de = flights[agent, PE], flights[agent, DE]
     first, hits = _blocks_before(p, agent)
-    at_pe = load_blocks(flights[agent, PE_BLOCKS], first, hits, resident)
-    at_de = load_blocks(flights[agent, DE_BLOCKS], first, hits, resident)
+    at_pe = load_blocks(0, flights[agent, PE_BLOCKS], 0, first, hits, resident)
+    at_de = load_blocks(0, flights[agent, DE_BLOCKS], 0, first, hits, resident)
     end_ns = charge_path(p, LOAD_PE_PATH, pe, de, at_pe)
     end_ns = max(end_ns, charge_path(p, LOAD_DE_PATH, pe, de, at_de))
-    reloaded = reload_blocks(first, hits, resident)
+    reloaded = reload_blocks(0, first, hits, resident)
     return max(end_ns, charge_path(p, RELOAD_PATH, pe, de, reloaded))
 
 
@@ -118,7 +118,7 @@ def _send(p: World, unit: int) -> int:
         first, hits = _blocks_before(p, agent)
         cached, bsz = flights[agent, DONE], flights[agent, CHUNK_BSZ]
         blocks = chunk_blocks(cached, bsz, p.constants.block_tokens)
-        blocks += send_hit_blocks(flights[agent, PE_BLOCKS], first, hits)
+        blocks += send_hit_blocks(0, flights[agent, PE_BLOCKS], 0, first, hits)
         sent_ns = charge_path(p, SEND_PATH, flights[agent, PE], flights[agent, DE], blocks)
         end_ns = max(end_ns, sent_ns)
         agent = m.next_chunk[agent]

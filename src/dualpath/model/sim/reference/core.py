@@ -297,12 +297,12 @@ class ReferenceCore:
         flight, charge = self._flights[chunk.work.round], self._machine.charge
         first, hit_blocks = self._blocks_before(chunk)
         pe, de, resident = flight.pe, flight.de, self._resident
-        at_pe = load_blocks(flight.pe_blocks, first, hit_blocks, resident)
-        at_de = load_blocks(flight.de_blocks, first, hit_blocks, resident)
+        at_pe = load_blocks(0, flight.pe_blocks, 0, first, hit_blocks, resident)
+        at_de = load_blocks(0, flight.de_blocks, 0, first, hit_blocks, resident)
         return max(
             charge(LOAD_PE_PATH, pe, de, at_pe),
             charge(LOAD_DE_PATH, pe, de, at_de),
-            charge(RELOAD_PATH, pe, de, reload_blocks(first, hit_blocks, resident)),
+            charge(RELOAD_PATH, pe, de, reload_blocks(0, first, hit_blocks, resident)),
         )
 
     def _send(self, formed: Pass) -> int:
@@ -311,7 +311,7 @@ class ReferenceCore:
             flight = self._flights[chunk.work.round]
             first, hit_blocks = self._blocks_before(chunk)
             blocks = chunk_blocks(chunk.cached, chunk.bsz, self._block_tokens)
-            blocks += send_hit_blocks(flight.pe_blocks, first, hit_blocks)
+            blocks += send_hit_blocks(0, flight.pe_blocks, 0, first, hit_blocks)
             sent_ns = self._machine.charge(SEND_PATH, flight.pe, flight.de, blocks)
             end_ns = max(end_ns, sent_ns)
         return end_ns

@@ -1,0 +1,26 @@
+"""Which blocks of a hit that ended early are read once more, and what is left without them."""
+
+from dualpath.core.cluster import Role
+from dualpath.core.runs import BlockRun, HitRun
+from dualpath.router.requests.hits import kept_head, to_read_whole
+
+KEPT = HitRun(Role.DECODE, BlockRun(0, 2), (10, 11), kept=True)
+AT_PE = HitRun(Role.PREFILL, BlockRun(2, 3), (0, 1, 2), windowless=3)
+AT_DE = HitRun(Role.DECODE, BlockRun(5, 4), (15, 16, 17, 18), windowless=2)
+
+
+def test_blocks_that_came_without_windows_are_read_from_where_they_are_seen() -> None:
+    assert to_read_whole((KEPT, AT_PE, AT_DE), whole_from=7) == ()
+    assert to_read_whole((KEPT, AT_PE, AT_DE), whole_from=3) == (
+        HitRun(Role.PREFILL, BlockRun(3, 2), (1, 2)),
+        HitRun(Role.DECODE, BlockRun(5, 2), (15, 16)),
+    )
+    # What was kept is whole: it is not written to, as others may be reading it.
+    (again, _) = to_read_whole((KEPT, AT_PE, AT_DE), whole_from=0)
+    assert again == HitRun(Role.PREFILL, BlockRun(2, 3), (0, 1, 2))
+
+
+def test_what_was_kept_is_left_where_a_second_read_fails() -> None:
+    at_pe = HitRun(Role.PREFILL, BlockRun(2, 1), (4,), kept=True)
+    assert kept_head((KEPT, at_pe, AT_DE)) == (KEPT, at_pe)
+    assert kept_head((AT_PE, KEPT)) == kept_head(()) == ()
