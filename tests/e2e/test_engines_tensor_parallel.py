@@ -14,6 +14,7 @@ from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import (
     GUARD_S,
     Answer,
+    Completion,
     PlainEngine,
     Round,
     Truth,
@@ -25,7 +26,7 @@ from tests.e2e.plain_engine import (
 from dualpath.core.cluster import Role
 from dualpath.laboratory.models.tiny import MLA_COMPILATION_CONFIG, make_tiny_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
 #: On a CPU with AMX vLLM would choose a backend that takes no float32.
 LATENT_ARGS = (
@@ -34,6 +35,8 @@ LATENT_ARGS = (
 )
 #: Turns with which the engines of the other kind begin.
 HALF = 2
+#: Tokens of an answer during which nothing happens.
+FEW = 20
 
 
 class Talk:
@@ -97,12 +100,42 @@ def test_engines_of_any_ranks_go_on_with_each_others_blocks(
     assert cluster.total("transfer_failures") == cluster.total("persist_dropped_blocks") == 0
 
 
-def test_an_engine_that_loses_a_rank_ends(cluster: EngineCluster) -> None:
-    """The last test of its cluster."""
-    process = cluster.supervisor.process("de-1")
-    os.kill(_rank(process.pid, 1), signal.SIGKILL)
+def test_whichever_rank_is_killed_its_engine_ends_and_the_request_is_answered(
+    cluster: EngineCluster, agents: list[list[Round]], truth: Truth
+) -> None:
+    """Two ranks at both sides; the last test of its cluster."""
+    drained = cluster.supervisor.process("pe-1")
+    drained.terminate()
+    pe, de = cluster.start_engine(Role.PREFILL, 2, prefill_tp=2), "de-1"
+    cluster.wait_for(pe)
+    assert drained.wait(GUARD_S) == 0
+    talk = Talk(agents[1], "two ranks at both sides")
+    talk.go_on(cluster, HALF)
+    for name, rank in ((pe, 0), (pe, 1), (de, 0), (de, 1)):
+        request = computed_in_part(cluster, truth.long_prompt, f"rank {rank} of {name}")
+        lose_rank(cluster, name, rank)
+        cluster.restart(name)
+        assert request.answer().token_ids == truth.long_answer[:FEW]
+    talk.go_on(cluster, len(agents[1]))
+    assert [a.token_ids for a in talk.answers] == truth.turns[1]
+    assert [a.cached_tokens for a in talk.answers] == cluster.expected_hits(agents[1])
+    cluster.wait_idle()
+
+
+def computed_in_part(cluster: EngineCluster, prompt: list[int], salt: str) -> Completion:
+    """Return a request that has begun: a chunk of its prompt has been sent."""
+    before = cluster.total("pe_to_de_bytes")
+    request = Completion(cluster.url, prompt, FEW, salt)
+    until(lambda: cluster.total("pe_to_de_bytes") > before, "a computed chunk")
+    return request
+
+
+def lose_rank(cluster: EngineCluster, name: str, rank: int) -> None:
+    """Kill one rank; the engine says so, ends and is lost to the router."""
+    process = cluster.supervisor.process(name)
+    os.kill(_rank(process.pid, rank), signal.SIGKILL)
     assert process.wait(GUARD_S) is not None
-    until(lambda: "de-1" not in cluster.alive(), "the engine is lost")
+    until(lambda: name not in cluster.alive(), "the engine is lost")
     assert "died unexpectedly" in process.output()
 
 
