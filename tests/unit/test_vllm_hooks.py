@@ -300,6 +300,7 @@ def engine_config(budgets=None, **cache):
         model_config=SimpleNamespace(is_diffusion=False, is_encoder_decoder=False),
         compilation_config=SimpleNamespace(static_forward_context={}),
         weight_transfer_config=None,
+        num_prefill_lookahead_tokens=0,
         lora_config=None,
         kv_transfer_config=KVTransferConfig(kv_connector_extra_config=EXTRA),
         cache_config=SimpleNamespace(**cache),
