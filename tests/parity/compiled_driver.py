@@ -21,6 +21,7 @@ from dualpath.policy.events import (
     EngineSpec,
     Thresholds,
 )
+from dualpath.policy.recompute import weight_tokens
 
 
 def before_losses(log: EventLog) -> EventLog:
@@ -151,10 +152,11 @@ class CompiledScheduler:
             pe_reason=PE_REASONS[row[tables.A_PE_REASON]],
             de_reason=DE_REASONS[row[tables.A_DE_REASON]],
             read_reason=READ_REASONS[row[tables.A_READ_REASON]],
-            prefill_tokens=lengths[tables.PREFILL],
+            prefill_tokens=lengths[tables.PREFILL] + weight_tokens(row[tables.A_RECOMPUTE]),
             decode_tokens=lengths[tables.DECODE],
             prefill_read_tokens=head,
             decode_read_tokens=tail,
+            recompute_tokens=row[tables.A_RECOMPUTE],
         )
 
 

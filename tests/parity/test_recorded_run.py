@@ -159,6 +159,7 @@ OTHER = {
     "decode_tokens": 1,
     "prefill_read_tokens": 1,
     "decode_read_tokens": 1,
+    "recompute_tokens": 1,
 }
 
 

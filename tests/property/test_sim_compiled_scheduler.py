@@ -109,7 +109,7 @@ class Twins(RuleBasedStateMachine):
         interleaved=st.booleans(),
         balanced=st.booleans(),
         alpha_tokens=st.sampled_from([0, 200, 5000]),
-        beta_tokens=st.sampled_from([0, 700, 5000]),
+        beta_tokens=st.sampled_from([0, 700, 5000, 1_000_000]),
     )
     def start(
         self,
@@ -126,6 +126,7 @@ class Twins(RuleBasedStateMachine):
             alpha_tokens=alpha_tokens,
             beta_tokens=beta_tokens,
             generated_reserve_tokens=GENERATED_RESERVE_TOKENS,
+            recompute_limit_s=data.draw(st.sampled_from([0.0, 20.0, 1e4])),
             balanced_baselines=balanced,
         )
         self.by_load = self.mode in BY_LOAD or (balanced and not self.mode.dual_path)
@@ -201,6 +202,7 @@ class Twins(RuleBasedStateMachine):
             assignment.decode_read_tokens,
             self.kept_tokens(assignment, Role.PREFILL),
             self.kept_tokens(assignment, Role.DECODE),
+            assignment.recompute_tokens,
             PE_REASONS.index(assignment.pe_reason),
             DE_REASONS.index(assignment.de_reason),
             READ_REASONS.index(assignment.read_reason),

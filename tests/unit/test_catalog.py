@@ -6,8 +6,6 @@ import pytest
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.model.catalog.costs import (
-    TYPICAL_APPEND_TOKENS,
-    TYPICAL_CONTEXT_TOKENS,
     Sharing,
     exchange_bytes_per_token,
     hbm_for_kv_bytes,
@@ -27,6 +25,7 @@ from dualpath.model.catalog.load import (
 )
 from dualpath.model.catalog.table1 import table1_rows
 from dualpath.model.sim.settings import ClusterSettings, DecodeCosts, ModelCosts, PrefillCosts
+from dualpath.policy.events import TYPICAL_APPEND_TOKENS, TYPICAL_CONTEXT_TOKENS
 
 HOPPER = load_gpu("hopper")
 PAPER = load_cluster("paper-660b")

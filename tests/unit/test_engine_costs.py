@@ -12,11 +12,10 @@ from dualpath.core.rates import RateOrigin
 from dualpath.engine import read_speed
 from dualpath.engine.threads import OS_THREADS
 from dualpath.policy.batching import AttentionGeometry, LayerTimeEstimate
+from dualpath.policy.events import TYPICAL_APPEND_TOKENS, TYPICAL_CONTEXT_TOKENS
 from dualpath.storage.memory import MemoryStorage
 from dualpath.vllm.costs_cache import MAX_AGE_S, CostsCache, Remembered
 from dualpath.vllm.pass_costs import (
-    TYPICAL_APPEND_TOKENS,
-    TYPICAL_CONTEXT_TOKENS,
     PassCosts,
     TimedPass,
     fitted_attention,

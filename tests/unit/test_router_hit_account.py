@@ -1,11 +1,19 @@
 """Every prompt token is a hit or missed for one reason."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualpath.router.requests.hit_account import GONE, NEW, TAIL, Found, SeenBlocks
+from dualpath.router.requests.hit_account import (
+    FASTER,
+    GONE,
+    NEW,
+    TAIL,
+    Found,
+    SeenBlocks,
+)
 
 BLOCK_TOKENS = 4
 
@@ -15,7 +23,7 @@ def keys(*names: int) -> list[bytes]:
 
 
 def account(
-    seen: SeenBlocks, chain: Sequence[bytes], tail_tokens: int, stored: int, hit: int, **why: str
+    seen: SeenBlocks, chain: Sequence[bytes], tail_tokens: int, stored: int, hit: int, **why: Any
 ):
     prompt_tokens = len(chain) * BLOCK_TOKENS + tail_tokens
     return seen.account(chain, prompt_tokens, BLOCK_TOKENS, Found(stored, hit, **why))
@@ -46,6 +54,12 @@ def test_reasons_of_the_look_up_and_of_the_read_are_kept_apart() -> None:
         seen, keys(1, 2, 3, 4), 1, stored=2, hit=1, short_reason="checksum", unstored_reason="late"
     )
     assert found.missed == {"checksum": 4, "late": 8, TAIL: 1}
+
+
+def test_what_was_computed_on_purpose_is_kept_apart_from_what_was_not_loaded() -> None:
+    short = {"short_reason": "deadline", "faster_blocks": 2}
+    found = account(SeenBlocks(), keys(1, 2, 3, 4), 1, stored=4, hit=1, **short)
+    assert found.missed == {"deadline": 4, FASTER: 8, TAIL: 1}
 
 
 def test_blocks_found_in_storage_count_as_computed_before_whoever_did_it() -> None:

@@ -9,6 +9,7 @@ from tests.unit.router_fakes import BLOCK_TOKENS, expected, job, keys_of
 from dualpath.core import control
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
+from dualpath.policy.recompute import weight_tokens
 from dualpath.router.settings import RouterSettings
 
 pytestmark = pytest.mark.virtual_time
@@ -204,6 +205,29 @@ async def test_a_prompt_beyond_the_pe_buffer_is_loaded_as_far_as_it_fits():
         stored_blocks(made, 4)
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
         assert made.calls.transfers[0].hit_blocks == 2
+
+
+@pytest.mark.parametrize(("limit_s", "deadline_s", "loaded"), [(9, 60, 0), (0, 60, 4), (9, 1, 4)])
+async def test_a_hit_is_computed_where_storage_takes_longer(limit_s, deadline_s, loaded):
+    """Storage reads a token in 3 s.  16 tokens take 48 s, and 3 s to compute."""
+    settings = RouterSettings(
+        alpha_tokens=1,
+        beta_tokens=5 * weight_tokens(16) // 3,
+        recompute_limit_s=limit_s,
+        read_deadline_s=deadline_s,
+    )
+    async with cluster(settings=settings) as made:
+        stored_blocks(made, 4)
+        events = await made.events(job("a", PROMPT))
+        assert [t for e in events for t in e.token_ids] == expected(PROMPT, 6)
+        assert events[0].cached_tokens == loaded * BLOCK_TOKENS
+        counters = made.service.status()["counters"]
+        assert counters["recomputed_tokens"] == (4 - loaded) * BLOCK_TOKENS
+        missed = f'missed_tokens_total{{reason="recompute"}} {(4 - loaded) * BLOCK_TOKENS:.1f}'
+        assert (missed.encode() in made.service.exposition()) == (loaded == 0)
+        reason = made.service.context.dispatch.recent[-1].read_reason
+        assert (reason == "recompute") == (loaded == 0)
+        await made.settled()
 
 
 @pytest.mark.parametrize("blocks", [5, 6])

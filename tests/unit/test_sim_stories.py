@@ -192,6 +192,24 @@ def test_what_is_gone_when_the_buffer_is_granted_is_read_after_all(core):
     assert read == pytest.approx(agents.hit_tokens.sum() - result.dram_tier_hit_tokens)
 
 
+def test_hits_behind_a_long_reading_queue_are_computed_again(core):
+    """Storage reads 10 tokens/s: the first round's hit takes a minute, computing it 0.6 s."""
+    agents = agents_of(*[growing_agent(2, 640, 64, 2)] * 3)
+    runs = {}
+    for limit_s in (0.0, 1.0, 60.0):
+        setup = small_setup(recompute_limit_s=limit_s, snic_bytes_per_s=1e4, beta_tokens=500_000)
+        runs[limit_s] = simulate(setup, agents, core=core, record_decisions=True)
+    never, briefly, often = runs.values()
+    assert often.jct_s < 5 < never.jct_s
+    assert often.links.snic_read_bytes.sum() == 0
+    written = {limit_s: run.links.snic_write_bytes.sum() for limit_s, run in runs.items()}
+    assert len(set(written.values())) == 1, "what is stored is not written again"
+    assert "recompute" in {READ_REASONS[code] for code in decisions_of(often).read_reason}
+    # 640 tokens would be 0.5 s of a PE at the mean turn's speed: within the limit of 1 s as well.
+    assert briefly.jct_s == often.jct_s
+    assert int(often.batches.tokens.sum()) == int(agents.prompt_tokens.sum())
+
+
 def test_a_run_can_be_stopped_early(core):
     agents = agents_of(growing_agent(turns=10, first=640, append=64, generated=2))
     result = simulate(small_setup(), agents, core=core, until_s=2.0)

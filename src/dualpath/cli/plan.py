@@ -124,10 +124,10 @@ class _Inputs:
 
     def model_blocks(self, setup: "Setup", needs: "tuple[RoleNeeds, ...]") -> "tuple[Block, ...]":
         """Return the model's row of Table 1, what a shape's engines need, and its links."""
-        from dualpath.model.catalog.costs import TYPICAL_APPEND_TOKENS, TYPICAL_CONTEXT_TOKENS
         from dualpath.model.evaluation.needs import replicas_of
         from dualpath.model.evaluation.planner import link_shape
         from dualpath.plan.bounds import plan_bytes_per_s
+        from dualpath.policy.events import TYPICAL_APPEND_TOKENS, TYPICAL_CONTEXT_TOKENS
 
         if not self._weights:
             return ()

@@ -68,11 +68,15 @@ def hold(accounts: Accounts, row: int, tokens: int) -> None:
     charge(accounts, row, tokens, 1)
 
 
-def assign(accounts: Accounts, row: int, tokens: int) -> int:
-    """Turn a held charge into an assigned one; return its number, counted from 1."""
+def assign(accounts: Accounts, row: int, tokens: int, more_tokens: int) -> int:
+    """Turn a held charge into an assigned one; return its number, counted from 1.
+
+    The request turned out to count for ``more_tokens`` more than it was held for.
+    """
+    charge(accounts, row, more_tokens, 0)
     accounts[HELD_TOKENS][row] -= tokens
     accounts[HELD_REQUESTS][row] -= 1
-    accounts[EXTRA_TOKENS][row] += tokens
+    accounts[EXTRA_TOKENS][row] += tokens + more_tokens
     accounts[EXTRA_REQUESTS][row] += 1
     accounts[LAST_SEQ][row] += 1
     return int(accounts[LAST_SEQ][row])

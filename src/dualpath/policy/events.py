@@ -12,12 +12,16 @@ from dualpath.core.runs import HitRun
 #: The times that α and β stand for (§A.4).
 ALPHA_S = 3.0
 BETA_S = 5.0
+#: The turn at whose speed a PE computes β: the mean of the 64K dataset (§3, Table 2).
+TYPICAL_CONTEXT_TOKENS = 32_721
+TYPICAL_APPEND_TOKENS = 429
 #: α or β that is never exceeded.
 UNLIMITED_TOKENS = 1 << 60
 
 #: Why a request got its PE: categories C2 and C3 of Algorithm 1, or its turn; its DE: phase 2, or
 #: its turn; either: for what its DRAM keeps (``policy.kept``); and why its hits are read where they
-#: are (``policy.read_side``), ``kept`` if nothing is read.
+#: are (``policy.read_side``): ``kept`` if nothing is read, ``recompute`` if a part of them is
+#: computed again (``policy.recompute``).
 PE_REASONS = ("short-queue", "long-queue", "round-robin", "kept")
 DE_REASONS = ("low-token min-seq", "high-token min-tok", "round-robin", "kept")
 READ_REASONS = (
@@ -29,6 +33,7 @@ READ_REASONS = (
     "tie",
     "split",
     "kept",
+    "recompute",
 )
 
 #: Their places, as kernels return them.
@@ -37,13 +42,15 @@ DE_LOW_TOKEN, DE_HIGH_TOKEN, DE_IN_TURN, DE_KEPT = range(len(DE_REASONS))
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Constants of §6.1 and §A.4, all in tokens.
+    """Constants of §6.1 and §A.4, in tokens, and what goes beyond the paper.
 
     ``alpha_tokens`` α, short reading queue threshold (what one node reads in 3 s);
     ``beta_tokens`` β, unfinished token limit (what one GPU prefills in 5 s);
     ``threshold_factor`` the 1.05 of Z; ``block_tokens`` granularity of a split;
     ``generated_reserve_tokens`` how many of a request's generated tokens count into its length
     at the DE, at most (the prompt always counts; 0 reserves the prompt alone);
+    ``recompute_limit_s`` how long hits may take to compute that would take longer to load, 0 to
+    load whatever is stored;
     ``balanced_baselines`` places Basic and Layerwise by token count instead of in turn.
     """
 
@@ -54,6 +61,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     threshold_factor: float = 1.05
     generated_reserve_tokens: int = 256
     balanced_baselines: bool = False
+    recompute_limit_s: float = 0.0
 
 
 class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,8 +108,9 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request's (PE, DE) pair and read side(s), each with its reason.
 
     ``reads`` is empty without hits and in Oracle mode.  Else its runs are in block order and cover
-    the hit blocks exactly: what the DE's DRAM keeps, what the PE's keeps behind it, and what is
-    read, at the PE, at the DE, or at both.
+    the hit blocks exactly, but for the last ``recompute_tokens`` of them, which are computed: what
+    the DE's DRAM keeps, what the PE's keeps behind it, and what is read, at the PE, at the DE,
+    or at both.
     Reasons are of ``PE_REASONS``, ``DE_REASONS`` and ``READ_REASONS``.
     ``prefill_tokens`` and ``decode_tokens`` are what the request counts for in tok_e of either
     engine; the DE's figure is also what it takes of HBM.  ``prefill_read_tokens`` and
@@ -122,3 +131,4 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_tokens: int = 0
     prefill_read_tokens: int = 0
     decode_read_tokens: int = 0
+    recompute_tokens: int = 0

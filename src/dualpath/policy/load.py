@@ -226,12 +226,15 @@ class Ledger:
         engine.held[request_id] = tokens
         accounts.hold(engine.columns, engine.row, tokens)
 
-    def assign(self, engine_id: str, request_id: str) -> int:
-        """Turn a held charge into an assigned one and return its ``assign_seq``, from 1 on."""
+    def assign(self, engine_id: str, request_id: str, more_tokens: int = 0) -> int:
+        """Turn a held charge into an assigned one and return its ``assign_seq``, from 1 on.
+
+        ``more_tokens`` are what it counts for beyond what was held.
+        """
         engine = self.engines[engine_id]
         tokens = engine.held.pop(request_id)
-        seq = accounts.assign(engine.columns, engine.row, tokens)
-        engine.pending[request_id] = _Charge(seq, tokens)
+        seq = accounts.assign(engine.columns, engine.row, tokens, more_tokens)
+        engine.pending[request_id] = _Charge(seq, tokens + more_tokens)
         return seq
 
     def charge_read(self, engine_id: str, request_id: str, tokens: int) -> None:

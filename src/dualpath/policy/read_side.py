@@ -34,7 +34,9 @@ RULES = {
 }
 
 #: The places of ``READ_REASONS``, as kernels return them.
-NO_HIT, ORACLE, PE_ONLY, IN_TURN, BY_QUEUE, BY_TIE, SPLIT, KEPT = range(len(READ_REASONS))
+NO_HIT, ORACLE, PE_ONLY, IN_TURN, BY_QUEUE, BY_TIE, SPLIT, KEPT, RECOMPUTE = range(
+    len(READ_REASONS)
+)
 #: Sides as kernels name them.
 PE_SIDE, DE_SIDE = 0, 1
 

@@ -18,9 +18,12 @@ HBM is older and so has a PE as well, and finishes.  Where engines come or go, r
 only a DE give it back and queue anew, in order, so that this stays true; where an engine is paused,
 those that hold only a PE as well.
 
-*What a request weighs.*  tokens(r) at the PE is its prompt; len_r at the DE its prompt and, at
-most ``generated_reserve_tokens``, what it may generate.
+*What a request weighs.*  tokens(r) at the PE is its prompt, and more from its assignment on if hits
+are computed again (``recompute``); len_r at the DE its prompt and, at most
+``generated_reserve_tokens``, what it may generate.
 """
+
+from collections.abc import Mapping
 
 import msgspec
 
@@ -28,10 +31,11 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
-from dualpath.policy.accounts import NODE, decode_tokens
+from dualpath.policy.accounts import NODE, TOK, decode_tokens
 from dualpath.policy.baselines import InTurnPlacer, SidesInTurn
 from dualpath.policy.decode import TwoPhaseDecodePlacer
 from dualpath.policy.events import (
+    READ_REASONS,
     UNLIMITED_TOKENS,
     Assignment,
     EngineReport,
@@ -46,6 +50,7 @@ from dualpath.policy.read_side import (
     NO_READS,
     PE_READS,
     PE_SIDE,
+    RECOMPUTE,
     RULES,
     SIDES_IN_TURN,
     Reader,
@@ -53,6 +58,7 @@ from dualpath.policy.read_side import (
     choose_reads,
     kept_tokens,
 )
+from dualpath.policy.recompute import recompute_tokens, weight_tokens
 
 
 class QueueLengths(msgspec.Struct, frozen=True):
@@ -263,14 +269,17 @@ class RequestScheduler:
         ticket = flight.ticket
         flight.assigned = True
         self._unassigned -= 1
-        prefill_seq = self._ledger.assign(prefill.engine_id, ticket.request_id)
-        decode_seq = self._ledger.assign(decode.engine_id, ticket.request_id)
-        reads, reason = self._choose_reads(ticket, prefill, decode)
         engines = {Role.PREFILL: prefill.engine_id, Role.DECODE: decode.engine_id}
+        at_prefill, at_decode = (self._reader(ticket, one) for one in engines.values())
+        recomputed = self._recompute_tokens(ticket, prefill.engine_id, at_prefill, at_decode)
+        weight, hit_tokens = weight_tokens(recomputed), ticket.request.hit_tokens - recomputed
+        prefill_seq = self._ledger.assign(prefill.engine_id, ticket.request_id, weight)
+        decode_seq = self._ledger.assign(decode.engine_id, ticket.request_id)
+        reads, reason = self._choose_reads(engines, at_prefill, at_decode, hit_tokens)
         read_tokens = dict.fromkeys(Role, 0)
         read = [run for run in reads if not run.kept]
         for run in read:
-            tokens = run.tokens(self._settings.block_tokens, ticket.request.hit_tokens)
+            tokens = run.tokens(self._settings.block_tokens, hit_tokens)
             self._ledger.charge_read(engines[run.side], ticket.request_id, tokens)
             read_tokens[run.side] = tokens
         flight.reading = tuple(engines[run.side] for run in read)
@@ -283,19 +292,39 @@ class RequestScheduler:
             reads=reads,
             pe_reason=prefill.reason,
             de_reason=decode.reason,
-            read_reason=reason,
-            prefill_tokens=ticket.prefill_tokens,
+            read_reason=READ_REASONS[RECOMPUTE] if recomputed else reason,
+            prefill_tokens=ticket.prefill_tokens + weight,
             decode_tokens=ticket.decode_tokens,
             prefill_read_tokens=read_tokens[Role.PREFILL],
             decode_read_tokens=read_tokens[Role.DECODE],
+            recompute_tokens=recomputed,
         )
 
-    def _choose_reads(self, ticket: Ticket, prefill: Placement, decode: Placement) -> Reads:
-        hit_tokens, turn = ticket.request.hit_tokens, PE_SIDE
-        at_prefill, at_decode = (self._reader(ticket, at.engine_id) for at in (prefill, decode))
+    def _recompute_tokens(
+        self, ticket: Ticket, prefill_engine: str, at_prefill: Reader, at_decode: Reader
+    ) -> int:
+        settings = self._settings
+        kept = kept_tokens(self._rule, at_prefill.kept_tokens, at_decode.kept_tokens)
+        ahead = self._ledger.engines[prefill_engine].account(TOK) - ticket.prefill_tokens
+        return recompute_tokens(
+            self._rule,
+            ticket.request.hit_tokens - sum(kept),
+            ahead,
+            at_prefill.queue_tokens,
+            at_decode.queue_tokens,
+            settings.alpha_tokens,
+            settings.beta_tokens,
+            settings.recompute_limit_s,
+            settings.block_tokens,
+        )
+
+    def _choose_reads(
+        self, engines: Mapping[Role, str], at_prefill: Reader, at_decode: Reader, hit_tokens: int
+    ) -> Reads:
+        turn = PE_SIDE
         kept = kept_tokens(self._rule, at_prefill.kept_tokens, at_decode.kept_tokens)
         if self._rule == SIDES_IN_TURN and hit_tokens > sum(kept):
-            turn = self._sides.take(prefill.engine_id, decode.engine_id)
+            turn = self._sides.take(engines[Role.PREFILL], engines[Role.DECODE])
         block_tokens = self._settings.block_tokens
         return choose_reads(self._rule, turn, at_prefill, at_decode, hit_tokens, block_tokens)
 

@@ -226,6 +226,7 @@ class RouterContext:
             alpha_tokens=thresholds.alpha_tokens,
             beta_tokens=thresholds.beta_tokens,
             block_tokens=block_tokens,
+            recompute_limit_s=min(self.settings.recompute_limit_s, self.settings.read_deadline_s),
         )
 
     def _derive_thresholds(self) -> None:

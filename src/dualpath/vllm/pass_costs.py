@@ -11,10 +11,7 @@ import msgspec
 
 from dualpath.core.errors import ConfigError
 from dualpath.policy.batching import AttentionGeometry, LayerTimeEstimate, fit
-
-#: The turn for which tokens per second are stated: the means of Table 2 at 64K, as the catalog has.
-TYPICAL_CONTEXT_TOKENS = 32_721
-TYPICAL_APPEND_TOKENS = 429
+from dualpath.policy.events import TYPICAL_APPEND_TOKENS, TYPICAL_CONTEXT_TOKENS
 
 
 class TimedPass(msgspec.Struct, frozen=True):

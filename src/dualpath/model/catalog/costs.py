@@ -21,10 +21,7 @@ from dualpath.model.catalog.gpu import AttentionRates, GpuRates, PrefillRates
 from dualpath.model.catalog.layers import Attention, LatentAttention
 from dualpath.model.catalog.load import load_described, load_gpu
 from dualpath.model.sim.settings import ClusterSettings, DecodeCosts, ModelCosts, PrefillCosts
-
-#: The request whose throughput gives β (§A.4): the mean of the 64K dataset (§3, Table 2).
-TYPICAL_CONTEXT_TOKENS = 32_721
-TYPICAL_APPEND_TOKENS = 429
+from dualpath.policy.events import TYPICAL_APPEND_TOKENS, TYPICAL_CONTEXT_TOKENS
 
 DEFAULT_GPU = "hopper"
 #: After attention and after the feed-forward layer.

@@ -8,18 +8,14 @@ import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.model.catalog.costs import (
-    TYPICAL_APPEND_TOKENS,
-    TYPICAL_CONTEXT_TOKENS,
-    hbm_for_kv_bytes,
-    sharing,
-)
+from dualpath.model.catalog.costs import hbm_for_kv_bytes, sharing
 from dualpath.model.catalog.geometry import ModelGeometry
 from dualpath.model.catalog.gpu import GpuRates
 from dualpath.model.sim.settings import ClusterSettings
 from dualpath.plan.bounds import link_bytes
 from dualpath.plan.movements import Link, Replicas
 from dualpath.plan.steps import PromptLayout, whole_plan
+from dualpath.policy.events import TYPICAL_APPEND_TOKENS, TYPICAL_CONTEXT_TOKENS
 
 
 class RoleNeeds(msgspec.Struct, frozen=True, kw_only=True):

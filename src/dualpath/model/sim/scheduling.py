@@ -16,6 +16,7 @@ def scheduler_settings(setup: Setup, limits: Limits) -> SchedulerSettings:
         block_tokens=cluster.block_tokens,
         threshold_factor=cluster.threshold_factor,
         generated_reserve_tokens=cluster.generated_reserve_tokens,
+        recompute_limit_s=cluster.recompute_limit_s,
     )
 
 

@@ -134,6 +134,15 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     decode_admission_s: Annotated[
         float, Setting("from a prompt's KV in HBM to its first decode step", ge=0, le=LONGEST_S)
     ] = 0.0
+    recompute_limit_s: Annotated[
+        float,
+        Setting(
+            "hits that take longer to load are computed, where that takes no longer than this; "
+            "0: all are loaded",
+            ge=0,
+            le=LONGEST_S,
+        ),
+    ] = 0.0
     rebalancing: RebalanceSettings | None = None
 
     def check(self) -> None:

@@ -19,6 +19,8 @@ TAIL = "tail"
 #: Computed before, but not stored (any more, or not yet).
 GONE = "gone"
 NOT_CACHEABLE = "not-cacheable"
+#: Stored, but computed sooner than loaded (``policy.recompute``).
+FASTER = "recompute"
 #: Why nobody said what is stored.
 LOOKUP_FAILURES = (TIMEOUT, ENGINE_LOST) = ("timeout", "engine-lost")
 
@@ -42,14 +44,15 @@ class HitAccount(msgspec.Struct, frozen=True):
 class Found(msgspec.Struct, frozen=True):
     """Outcome of one attempt at a prompt, in blocks: found in storage, of these loaded.
 
-    ``unstored_reason`` says why blocks beyond ``stored_blocks`` were not found, ``short_reason``
-    why fewer than ``stored_blocks`` were loaded.
+    ``unstored_reason`` says why blocks beyond ``stored_blocks`` were not found.  ``faster_blocks``
+    at the end of those found were not to be loaded, ``short_reason`` says why others were not.
     """
 
     stored_blocks: int
     hit_blocks: int
     unstored_reason: str = GONE
     short_reason: str = ""
+    faster_blocks: int = 0
 
 
 class SeenBlocks:
@@ -71,7 +74,8 @@ class SeenBlocks:
             ideal_blocks += 1
         self._seen.note(map(hash, keys[found.stored_blocks :]), None)
         missed_blocks = {
-            found.short_reason: found.stored_blocks - found.hit_blocks,
+            found.short_reason: found.stored_blocks - found.faster_blocks - found.hit_blocks,
+            FASTER: found.faster_blocks,
             found.unstored_reason: ideal_blocks - found.stored_blocks,
             NEW: usable_blocks - ideal_blocks,
         }

@@ -21,7 +21,7 @@ from dualpath.router.control.exchange import AttemptChannel, run_until_broken
 from dualpath.router.control.registry import EngineInfo
 from dualpath.router.observe.tracing import RequestTrace
 from dualpath.router.requests.attempt_steps import AttemptSteps
-from dualpath.router.requests.hit_account import GONE, NOT_CACHEABLE, Found
+from dualpath.router.requests.hit_account import FASTER, GONE, NOT_CACHEABLE, Found
 from dualpath.router.requests.hits import Loaded, good_runs
 from dualpath.router.requests.loading import Loading
 from dualpath.router.requests.look_up import look_up
@@ -88,10 +88,10 @@ class Attempt:
 
     async def _life(self) -> None:
         stored_blocks = await self._look_up()  # 2: longest stored prefix
-        await self._find_engines(stored_blocks)  # 3: PE, DE and read side
-        loaded = await self._load(stored_blocks)  # 4: reserve, read (labels 1-2 of Fig. 4)
+        wanted_blocks = await self._find_engines(stored_blocks)  # 3: PE, DE and read side
+        loaded = await self._load(wanted_blocks)  # 4: reserve, read (labels 1-2 of Fig. 4)
         first = await self._prefill(loaded)  # 5: layer by layer, KV to the DE buffer
-        self._account(stored_blocks, loaded.hit_blocks)
+        self._account(stored_blocks, wanted_blocks, loaded.hit_blocks)
         over = self._stream_first(first)  # 6: the PE's token
         self._persist(loaded)  # 7: the prompt's new blocks
         if not over:
@@ -115,7 +115,8 @@ class Attempt:
             self._unstored_reason = f"lookup-{found.failure}"
         return found.stored_blocks
 
-    async def _find_engines(self, stored_blocks: int) -> None:
+    async def _find_engines(self, stored_blocks: int) -> int:
+        """Return how many of the stored blocks are to be loaded; the rest is faster computed."""
         request = Request(
             request_id=self.attempt_id,
             prompt_tokens=self._job.prompt_tokens,
@@ -130,6 +131,10 @@ class Attempt:
         self._decode_engine = self._context.engine(self._assignment.decode_engine)
         self.engines = self._prefill_engine, self._decode_engine
         self.placed = True
+        recomputed = self._assignment.recompute_tokens
+        if recomputed:
+            self._count_recomputed(recomputed, FASTER)
+        return stored_blocks - recomputed // self._context.block_tokens
 
     def _kept_prefixes(self, stored_blocks: int) -> tuple[KeptPrefix, ...]:
         mode = self._context.registry.mode
@@ -137,11 +142,11 @@ class Attempt:
             return ()
         return self._context.kept.prefixes(self._job.keys[:stored_blocks], mode)
 
-    async def _load(self, stored_blocks: int) -> Loaded:
+    async def _load(self, wanted_blocks: int) -> Loaded:
         if not self._context.moves_bytes:
             await self._steps.assign(self._decode_engine)
             await self._steps.assign(self._prefill_engine)
-            return Loaded(hit_blocks=stored_blocks, hits=(), de_slots=())
+            return Loaded(hit_blocks=wanted_blocks, hits=(), de_slots=())
         prompt_blocks = holding_blocks(self._job.prompt_tokens, self._context.block_tokens)
         engines = self._prefill_engine, self._decode_engine
         loading = Loading(
@@ -153,7 +158,7 @@ class Attempt:
         if short is not None:
             loaded = await loading.with_windows(loaded)
             self._short_reason = short
-            self._recompute(stored_blocks - loaded.hit_blocks, short)
+            self._recompute(wanted_blocks - loaded.hit_blocks, short)
         self._context.dispatch.read_done(self.attempt_id)
         return loaded
 
@@ -162,6 +167,9 @@ class Attempt:
         logger.warning(
             "request %s: %d stored tokens are recomputed: %s", self.attempt_id, tokens, reason
         )
+        self._count_recomputed(tokens, reason)
+
+    def _count_recomputed(self, tokens: int, reason: str) -> None:
         self._context.metrics.recomputed(tokens, reason)
         recomputed = self._record.recomputed
         recomputed[reason] = recomputed.get(reason, 0) + tokens
@@ -215,11 +223,17 @@ class Attempt:
             self._record.add(Stage.FORWARD, end_s - done.forward_s, where, end_s)
             self._record.add(Stage.TRANSFER, end_s - done.transfer_s, where, end_s)
 
-    def _account(self, stored_blocks: int, hit_blocks: int) -> None:
+    def _account(self, stored_blocks: int, wanted_blocks: int, hit_blocks: int) -> None:
         """Count the prompt's tokens as hit or missed, once per request."""
         if self._record.prefilled:
             return
-        found = Found(stored_blocks, hit_blocks, self._unstored_reason, self._short_reason)
+        found = Found(
+            stored_blocks,
+            hit_blocks,
+            self._unstored_reason,
+            self._short_reason,
+            faster_blocks=stored_blocks - wanted_blocks,
+        )
         account = self._context.seen_blocks.account(
             self._job.keys, self._job.prompt_tokens, self._context.block_tokens, found
         )

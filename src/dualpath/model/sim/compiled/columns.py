@@ -55,8 +55,8 @@ COUNTERS = 10
 
 #: Columns of ``flights``, one row per agent: its live round's lengths, engines, tokens read on
 #: either side and blocks; its chunk in the current pass; who waits behind it for a buffer; its last
-#: round.  That is one cache line with the tokens that its engines keep, but for the DE's, which are
-#: only looked at with a DRAM tier.
+#: round.  That is one cache line with the tokens that its PE keeps; in the next are those that its
+#: DE keeps, and those hit tokens that are computed again.
 (
     PROMPT,
     HIT,
@@ -75,7 +75,8 @@ COUNTERS = 10
     LAST_ROUND,
     PE_KEPT,
     DE_KEPT,
-) = range(17)
+    RECOMPUTED,
+) = range(18)
 FLIGHT_COLUMNS = 32
 
 #: Columns of ``engines``: true loads, the queue of a PE, where the engine is.

@@ -31,11 +31,12 @@ from dualpath.policy import (
     kept,
     prefill,
     read_side,
+    recompute,
 )
 
 KERNEL_MODULES = (
     *(blocks, counts, rules),
-    *(accounts, baselines, batching, decode, kept, prefill, read_side),
+    *(accounts, baselines, batching, decode, kept, prefill, read_side, recompute),
 )
 
 #: Modules whose constants are compiled in.

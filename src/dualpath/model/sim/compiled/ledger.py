@@ -83,13 +83,13 @@ def hold(state: SchedulerState, request: int, role: int, engine: int) -> None:
 
 
 @inlined
-def assign(state: SchedulerState, request: int, role: int) -> int:
+def assign(state: SchedulerState, request: int, role: int, more_tokens: int) -> int:
     """Turn a held charge into an assigned one and return its number."""
     requests = state.requests
     engine, tokens = requests[request, ENGINE + role], requests[request, LENGTH + role]
-    seq = accounts.assign(state.engines, engine, tokens)
+    seq = accounts.assign(state.engines, engine, tokens, more_tokens)
     requests[request, ASSIGN_SEQ + role] = seq
-    requests[request, CHARGE + role] = tokens
+    requests[request, CHARGE + role] = tokens + more_tokens
     requests[request, READ + role] = 0
     enter_pending(state, request, role)
     return seq

@@ -20,6 +20,7 @@ from dualpath.model.sim.compiled.columns import (
     PROMPT,
     PROMPT_BLOCKS,
     QUEUE_HEAD,
+    RECOMPUTED,
     SENT,
     T_DECODING,
     T_FIRST_TOKEN,
@@ -51,6 +52,7 @@ from dualpath.plan.counts import (
     reload_blocks,
     send_hit_blocks,
 )
+from dualpath.policy.recompute import weight_tokens
 
 
 @lean
@@ -173,11 +175,12 @@ def _prefilled(p: World, agent: int) -> None:
     m, c = p.machine, p.constants
     flights = m.flights
     pe, de, prompt = flights[agent, PE], flights[agent, DE], flights[agent, PROMPT]
+    recomputed = flights[agent, RECOMPUTED]
     prefill_done(p.scheduler, agent)
-    count_out(p, pe, prompt, 0)
+    count_out(p, pe, prompt + weight_tokens(recomputed), 0)
     if not c.oracle:
         give_back_prefill(p, agent)
-        new_blocks = new_full_blocks(flights[agent, HIT], prompt, c.block_tokens)
+        new_blocks = new_full_blocks(flights[agent, HIT] + recomputed, prompt, c.block_tokens)
         persist(p, PERSIST_PROMPT_PATH, agent, de, new_blocks)
     if flights[agent, GENERATED] == 1:
         r = m.round_of[agent]

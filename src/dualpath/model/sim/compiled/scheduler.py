@@ -21,6 +21,7 @@ from dualpath.model.sim.compiled.tables import (
     A_PE_REASON,
     A_PE_SEQ,
     A_READ_REASON,
+    A_RECOMPUTE,
     A_REQUEST,
     ASSIGNED,
     COMMON_QUEUES,
@@ -46,17 +47,19 @@ from dualpath.model.sim.compiled.tables import (
     UNASSIGNED,
     SchedulerState,
 )
-from dualpath.policy.accounts import NODE, decode_tokens
+from dualpath.policy.accounts import NODE, TOK, decode_tokens
 from dualpath.policy.baselines import NO_TURN, first_turn, other_side
 from dualpath.policy.read_side import (
     KEPT,
     NO_READS,
     PE_READS,
     PE_SIDE,
+    RECOMPUTE,
     SIDES_IN_TURN,
     kept_tokens,
     read_tokens,
 )
+from dualpath.policy.recompute import recompute_tokens, weight_tokens
 
 
 @inlined
@@ -179,9 +182,11 @@ def _assign(state: SchedulerState, request: int, row: int) -> None:
     requests, assigned = state.requests, state.assigned
     requests[request, ASSIGNED] = 1
     state.counters[UNASSIGNED] -= 1
-    assigned[row, A_PE_SEQ] = assign(state, request, PREFILL)
-    assigned[row, A_DE_SEQ] = assign(state, request, DECODE)
     at_prefill, at_decode = _kept_tokens(state, request)
+    recomputed = _recompute_tokens(state, request, at_prefill + at_decode)
+    requests[request, HIT] -= recomputed
+    assigned[row, A_PE_SEQ] = assign(state, request, PREFILL, weight_tokens(recomputed))
+    assigned[row, A_DE_SEQ] = assign(state, request, DECODE, 0)
     head, tail, reason = _choose_reads(state, request, at_prefill + at_decode)
     if head > 0:
         charge_read(state, request, PREFILL, head)
@@ -196,7 +201,8 @@ def _assign(state: SchedulerState, request: int, row: int) -> None:
     assigned[row, A_DE_KEPT] = at_decode
     assigned[row, A_PE_REASON] = requests[request, REASON + PREFILL]
     assigned[row, A_DE_REASON] = requests[request, REASON + DECODE]
-    assigned[row, A_READ_REASON] = reason
+    assigned[row, A_READ_REASON] = RECOMPUTE if recomputed else reason
+    assigned[row, A_RECOMPUTE] = recomputed
 
 
 @inlined
@@ -210,6 +216,24 @@ def _kept_tokens(state: SchedulerState, request: int) -> tuple[int, int]:
         state.rules.read_rule, state.kept[request, pe], state.kept[request, de]
     )
     return at_prefill, at_decode
+
+
+@inlined
+def _recompute_tokens(state: SchedulerState, request: int, kept: int) -> int:
+    """Return how many of its hit tokens but ``kept`` are computed again."""
+    rules, requests, read_q = state.rules, state.requests, state.nodes[READ_Q]
+    pe, de = requests[request, ENGINE + PREFILL], requests[request, ENGINE + DECODE]
+    return recompute_tokens(
+        rules.read_rule,
+        requests[request, HIT] - kept,
+        state.engines[TOK, pe] - requests[request, LENGTH + PREFILL],
+        read_q[state.engines[NODE, pe]],
+        read_q[state.engines[NODE, de]],
+        rules.alpha_tokens,
+        rules.beta_tokens,
+        rules.recompute_limit_s,
+        rules.block_tokens,
+    )
 
 
 @inlined

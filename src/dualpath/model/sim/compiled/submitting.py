@@ -24,6 +24,7 @@ from dualpath.model.sim.compiled.columns import (
     PROMPT,
     PROMPT_BLOCKS,
     READ_TOKENS,
+    RECOMPUTED,
     REQUESTS,
     T_ASSIGNED,
     T_GRANTED,
@@ -48,12 +49,14 @@ from dualpath.model.sim.compiled.tables import (
     A_PE_READ,
     A_PE_REASON,
     A_READ_REASON,
+    A_RECOMPUTE,
     A_REQUEST,
     LENGTH,
     UNASSIGNED,
 )
 from dualpath.model.sim.rules import first_group, next_multiple_ns
 from dualpath.policy.accounts import LAST_SEQ
+from dualpath.policy.recompute import weight_tokens
 
 
 @lean
@@ -149,6 +152,9 @@ def _take(p: World, row: int) -> None:
     pe, de = assigned[row, A_PE], assigned[row, A_DE]
     pe_read, de_read = assigned[row, A_PE_READ], assigned[row, A_DE_READ]
     pe_tokens, de_tokens = s.requests[agent, LENGTH], s.requests[agent, LENGTH + 1]
+    recomputed = assigned[row, A_RECOMPUTE]
+    flights[agent, RECOMPUTED] = recomputed
+    flights[agent, HIT] -= recomputed
     flights[agent, PE], flights[agent, DE] = pe, de
     flights[agent, PE_READ], flights[agent, DE_READ] = pe_read, de_read
     flights[agent, PE_KEPT] = assigned[row, A_PE_KEPT]
@@ -158,6 +164,7 @@ def _take(p: World, row: int) -> None:
         engines[engine, TOKENS] += tokens
         engines[engine, READ_TOKENS] += read
         engines[engine, DIRTY] = 1
+    engines[pe, TOKENS] += weight_tokens(recomputed)
     engines[de, FREE] -= de_tokens
     if m.decisions.shape[0]:
         _record(p, row)

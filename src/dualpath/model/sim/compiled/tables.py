@@ -82,13 +82,14 @@ WORK_ROWS = 5
     A_DE_READ,
     A_PE_KEPT,
     A_DE_KEPT,
+    A_RECOMPUTE,
     A_PE_REASON,
     A_DE_REASON,
     A_READ_REASON,
     A_PE_SEQ,
     A_DE_SEQ,
-) = range(12)
-ASSIGNED_COLUMNS = 12
+) = range(13)
+ASSIGNED_COLUMNS = 13
 
 
 class Rules(NamedTuple):
@@ -101,6 +102,7 @@ class Rules(NamedTuple):
     threshold_factor: float
     block_tokens: int
     generated_reserve_tokens: int
+    recompute_limit_s: float
 
 
 class SchedulerState(NamedTuple):
@@ -211,4 +213,5 @@ def _rules(settings: SchedulerSettings) -> Rules:
         threshold_factor=float(settings.threshold_factor),
         block_tokens=settings.block_tokens,
         generated_reserve_tokens=settings.generated_reserve_tokens,
+        recompute_limit_s=float(settings.recompute_limit_s),
     )

@@ -179,6 +179,7 @@ class ReferenceCore:
     # 2. Fetch, then 3. buffers.
 
     def _assigned(self, r: int, assignment: Assignment) -> None:
+        self._hit[r] -= assignment.recompute_tokens
         prompt_blocks = holding_blocks(self._prompt[r], self._block_tokens)
         kept = dict.fromkeys(Role, 0)
         for run in assignment.reads:
@@ -349,7 +350,8 @@ class ReferenceCore:
         self._driver.prefill_done(r, flight.assignment)
         if not self._oracle:
             self._give_back_prefill(r, flight)
-            new_blocks = new_full_blocks(self._hit[r], self._prompt[r], self._block_tokens)
+            stored = self._hit[r] + flight.assignment.recompute_tokens
+            new_blocks = new_full_blocks(stored, self._prompt[r], self._block_tokens)
             self._persist(r, PERSIST_PROMPT_PATH, flight.de, new_blocks)
         if self._generated[r] == 1:
             self._end_without_decode(r, flight)
