@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.simulated import agents_of, growing_agent, small_model, small_setup
+from tests.simulated import agents_of, decisions_of, growing_agent, small_model, small_setup
 
 from dualpath.core.modes import Mode
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.result import SimulationResult
 from dualpath.model.sim.run import simulate
 from dualpath.model.sim.settings import DecodeCosts, PrefillCosts, Setup
+from dualpath.policy.read_side import RECOMPUTE
 
 pytest.importorskip("numba")
 
@@ -178,6 +179,24 @@ def test_both_cores_agree_when_many_agents_crowd_a_cluster(mode, sharing):
     )
     result = assert_same(setup, agents_of(*rows, start_s=[0.01 * i for i in range(120)]))
     assert (result.turns.finished_ns > 0).all()
+
+
+@pytest.mark.parametrize("mode", [Mode.DUALPATH, Mode.SPLIT])
+def test_both_cores_agree_when_hits_behind_slow_storage_are_computed_again(mode):
+    setup = small_setup(
+        mode,
+        prefill_nodes=2,
+        decode_nodes=3,
+        gpus_per_node=2,
+        snic_bytes_per_s=1e5,
+        beta_tokens=100_000,
+        dram_tier_bytes=1e6,
+        recompute_limit_s=100.0,
+    )
+    agents = agents_of(*[growing_agent(6, 300 + 7 * agent, 40, 9) for agent in range(60)])
+    result = assert_same(setup, agents)
+    reasons = decisions_of(result).read_reason.tolist()
+    assert 0 < reasons.count(RECOMPUTE) < len(reasons)
 
 
 def test_one_compilation_serves_every_setup():
