@@ -6,7 +6,6 @@ python -m dualpath.laboratory.chaos.victim '{"socket": ...}' prefill --model ...
 import os
 import random
 import sys
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,7 +16,7 @@ from dualpath.laboratory.chaos.gate import Gate
 from dualpath.laboratory.chaos.matrix import Component, rank_name
 from dualpath.laboratory.chaos.points import POINTS, EngineKind, watch_points
 from dualpath.laboratory.chaos.tally import Tally
-from dualpath.laboratory.emulated import rank_processes
+from dualpath.laboratory.emulated.rank_connections import ConnectedFollower, Connection
 from dualpath.ops.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
 from dualpath.ops.launch.forked_engine import prepare_engine, run_entry
 from dualpath.storage import posix
@@ -64,15 +63,13 @@ def prepare(settings: VictimSettings) -> None:
 
 
 def _name_ranks(gate: Gate, engine: str) -> None:
-    begin = rank_processes.FollowingProcess.__init__
+    begin = ConnectedFollower.__init__
 
-    def named(
-        self: rank_processes.FollowingProcess, rank: int, size: int, connection: Connection
-    ) -> None:
+    def named(self: ConnectedFollower, rank: int, size: int, connection: Connection) -> None:
         begin(self, rank, size, connection)
         gate.rename(rank_name(engine, rank))
 
-    rank_processes.FollowingProcess.__init__ = named  # type: ignore[method-assign]
+    ConnectedFollower.__init__ = named  # type: ignore[assignment, method-assign]
 
 
 def _count_loads(tally: Tally) -> None:

@@ -22,8 +22,12 @@ def follow(
     Raises ``ConfigError`` for what this rank cannot have, ``EngineLostError`` if another rank is
     gone.
     """
-    plane = FollowerPlane(settings, end, surroundings)
-    prefills = settings.engine.role is Role.PREFILL
+    follow_with(FollowerPlane(settings, end, surroundings), end)
+
+
+def follow_with(plane: FollowerPlane, end: FollowingEnd) -> None:
+    """Follow with what a rank has; see ``follow``."""
+    prefills = plane.settings.engine.role is Role.PREFILL
     share: RankPasses | RankSteps = RankPasses(plane) if prefills else RankSteps(plane)
     plane.follower.watch()
     try:
