@@ -7,6 +7,7 @@ import msgspec
 
 from dualpath.laboratory.chaos.simulation.clients import Clients
 from dualpath.laboratory.chaos.simulation.cluster import Cluster
+from dualpath.laboratory.chaos.simulation.ranks import SimFollower
 from dualpath.laboratory.chaos.simulation.world import Process, World
 
 #: Faults begin within this time.
@@ -19,14 +20,18 @@ _HANG_S = (32.0, 50.0)
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """One kind of fault; ``begin`` returns what ends it, if anything has to."""
+    """One kind of fault; ``begin`` returns what ends it, if anything has to.
+
+    One ``of_a_rank`` needs engines that have several.
+    """
 
     name: str
     begin: Callable[["Adversary"], Callable[[], None] | None]
+    of_a_rank: bool = False
 
 
 class Adversary:
-    """Begins ``faults`` faults of some kinds and ends each after a while."""
+    """Begins ``faults`` faults of some kinds, if there are any, and ends each after a while."""
 
     def __init__(
         self,
@@ -39,10 +44,10 @@ class Adversary:
         self.world = world
         self.cluster = cluster
         self.clients = clients
-        self._under_way = faults
         #: Whether a transfer takes longer than anybody waits: requests without another way fail.
         self.hung = False
-        self._waiting = [world.chance.choice(kinds) for _ in range(faults)]
+        self._waiting = [world.chance.choice(kinds) for _ in range(faults)] if kinds else []
+        self._under_way = len(self._waiting)
         world.moment = self._moment
         for _ in range(faults):
             world.after(world.chance.uniform(0.1, FAULTS_WITHIN_S), self._strike)
@@ -96,6 +101,16 @@ class Adversary:
     def stop_engine(self) -> Callable[[], None]:
         """SIGSTOP, later SIGCONT."""
         return self._stop(self.cluster.engines[self._some_engine()].process)
+
+    def kill_rank(self) -> None:
+        """SIGKILL of one that follows: its engine ends, and the supervisor starts the next."""
+        if (follower := self._some_follower()) is not None:
+            self.cluster.kill_follower(follower, self._pause_s())
+
+    def stop_rank(self) -> Callable[[], None] | None:
+        """SIGSTOP of one that follows, later SIGCONT."""
+        follower = self._some_follower()
+        return None if follower is None else self._stop(follower.process)
 
     def kill_router(self) -> None:
         """SIGKILL; the supervisor starts the next process."""
@@ -193,6 +208,12 @@ class Adversary:
     def _some_engine(self) -> str:
         return self.world.chance.choice(sorted(self.cluster.engines))
 
+    def _some_follower(self) -> SimFollower | None:
+        """Return a rank that lives and follows one that lives."""
+        living = [e for _, e in sorted(self.cluster.engines.items()) if e.process.alive]
+        alive = [f for engine in living for f in engine.followers if f.process.alive]
+        return self.world.chance.choice(alive) if alive else None
+
     def _pause_s(self) -> float:
         return self.world.chance.choice((0.05, 0.3, 1.0, 2.5))
 
@@ -202,6 +223,8 @@ KINDS = (
     Kind("lose an engine", Adversary.lose_engine),
     Kind("terminate an engine", Adversary.terminate_engine),
     Kind("stop an engine", Adversary.stop_engine),
+    Kind("kill a rank", Adversary.kill_rank, of_a_rank=True),
+    Kind("stop a rank", Adversary.stop_rank, of_a_rank=True),
     Kind("kill the router", Adversary.kill_router),
     Kind("stop the router", Adversary.stop_router),
     Kind("reset a control connection", Adversary.reset_control),

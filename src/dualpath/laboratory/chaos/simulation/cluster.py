@@ -8,9 +8,11 @@ import msgspec
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.modes import Mode
+from dualpath.core.parts import slices_of
 from dualpath.engine.settings import EngineSettings
 from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
 from dualpath.laboratory.chaos.simulation.engine import SimEngine
+from dualpath.laboratory.chaos.simulation.ranks import SimFollower
 from dualpath.laboratory.chaos.simulation.router import SimRouter
 from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.laboratory.emulated.settings import EmulatedSettings, Verify, part_geometry
@@ -28,14 +30,43 @@ COSTS = ModelCosts(
     decode=DecodeCosts(step_s=1e-2),
     prefill_tokens_per_s=1e4,
 )
-#: Equal layers, layers of two parts, and layers of which each is another, one a window layer.
-GEOMETRIES = tuple(part_geometry(parts, BLOCK_TOKENS) for parts in ("8*3", "16+8*3", "24,8+8@6,8"))
+#: By KV heads: equal layers, layers of two parts, and layers of which each is another, one a window
+#: layer.
+_LAYER_PARTS = {
+    1: ("8*3", "16+8*3", "24,8+8@6,8"),
+    2: ("16*3", "32+16*3", "48,16+16@6,16"),
+}
+GEOMETRIES = {
+    heads: tuple(part_geometry(parts, BLOCK_TOKENS) for parts in layers)
+    for heads, layers in _LAYER_PARTS.items()
+}
 VOCABULARY = 1000
 
 #: Until a rank notices that another one of its group has ended.
 _SIBLING_ENDS_S = (0.01, 0.2, 1.0, 4.0)
 #: Until somebody notices that an engine was started while it still ran.
 _TWO_OF_A_NAME_S = 3.0
+#: An engine that has lost a rank has ended within it: longer than it may stand still.
+_ENDS_WITHIN_S = 10.0
+
+
+class TensorParallel(msgspec.Struct, frozen=True):
+    """How many ranks each engine of a role has; they share out so many KV heads."""
+
+    prefill: int = 1
+    decode: int = 1
+    kv_heads: int = 1
+
+    def ranks(self, role: Role) -> int:
+        """Ranks of an engine of a role."""
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    def __str__(self) -> str:
+        return f"{self.prefill} and {self.decode} ranks for {self.kv_heads} KV heads"
+
+
+#: Engines of one rank.
+ONE_RANK = TensorParallel()
 
 
 class ClusterSettings(msgspec.Struct, frozen=True):
@@ -58,6 +89,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     prefill_ranks: int = 1
     decode_ranks: int = 1
     standby: bool = False
+    tensor_parallel: TensorParallel = ONE_RANK
 
 
 class _Group(msgspec.Struct):
@@ -87,6 +119,7 @@ class Cluster:
         self.engines: dict[str, SimEngine] = {}
         self._starts: dict[str, int] = {}
         self._hosts: dict[str, str] = {}
+        self._followers: list[SimFollower] = []
         self._groups: dict[str, _Group] = {}
         self._routers = [self._start_router() for _ in range(1 + settings.standby)]
         for role, short, count, size in (
@@ -118,6 +151,18 @@ class Cluster:
         self.world.after(
             self._siblings_end(engine_id) + after_s, functools.partial(self._start_group, group)
         )
+
+    def kill_follower(self, follower: SimFollower, after_s: float) -> None:
+        """Kill a rank that follows; start the next process of its engine once that has ended."""
+        engine = follower.engine
+
+        def ended() -> None:
+            if engine.process.alive:
+                self.world.problem(f"{engine.name} lives on without {follower.name}")
+
+        follower.kill()
+        self.world.after(_ENDS_WITHIN_S, ended)
+        self.replace_ended_engine(engine.engine_id, after_s)
 
     def lose_engine(self, engine_id: str) -> bool:
         """Kill an engine's group for good where another of its role, and a witness, live on."""
@@ -167,6 +212,11 @@ class Cluster:
         found = self.router.left_over()
         for engine in self.engines.values():
             found += engine.left_over()
+        for follower in self._followers:
+            if follower.process.alive != follower.engine.process.alive:
+                found.append(
+                    f"one of {follower.engine.name} and {follower.name} has outlived the other"
+                )
         if self.shared.http.calls:
             found.append(f"{len(self.shared.http.calls)} calls to engines are open")
         return found
@@ -199,6 +249,7 @@ class Cluster:
         settings = _engine_settings(self.settings, role, engine_id, api_url)
         engine = SimEngine(self.shared, settings, start, self._host(engine_id), dp)
         self.engines[engine_id] = engine
+        self._followers += engine.followers
         self.shared.http.servers[settings.engine.api_url] = engine
 
     def _host(self, name: str) -> str:
@@ -225,11 +276,15 @@ def _engine_settings(
         parallel_reads=2,
         drain_timeout_s=30.0,
     )
+    ranks, heads = cluster.tensor_parallel.ranks(role), cluster.tensor_parallel.kv_heads
+    hbm_bytes = cluster.hbm_blocks * cluster.geometry.full_block_bytes
     return EmulatedSettings(
         engine=engine,
         geometry=cluster.geometry,
         costs=COSTS,
-        hbm_bytes=cluster.hbm_blocks * cluster.geometry.full_block_bytes,
+        tensor_parallel_size=ranks,
+        kv_heads=heads,
+        hbm_bytes=hbm_bytes // slices_of(ranks, heads),
         batch_cap_tokens=16,
         max_model_len=160,
         verify=Verify.FULL,

@@ -30,7 +30,7 @@ class Shared:
         self.storage_faults = StorageFaults()
         self.agents: dict[str, SimEngine] = {}
         self._storages: dict[str, MemoryStorage] = {}
-        self._processes: dict[HostProcess, Process] = {}
+        self._processes: dict[int, Process] = {}
         self._lock_file = ""
 
     def process(self, name: str, host: str) -> tuple[Process, HostProcess]:
@@ -38,7 +38,7 @@ class Shared:
         process = Process(self.world, name)
         number = len(self._processes) + 1
         known = HostProcess(host=host, pid=number, start_ticks=number)
-        self._processes[known] = process
+        self._processes[number] = process
         return process, known
 
     def turn(self) -> Turn:
@@ -50,8 +50,12 @@ class Shared:
         return Turn(self._lock_file)
 
     def is_gone(self, host: str, asked: HostProcess) -> bool:
-        """Whether a machine sees that a process has ended; False for one of another machine."""
-        return asked.host == host and self._processes[asked].is_gone
+        """Whether a machine sees that a process has ended, and the ranks it works with.
+
+        False for one of another machine.
+        """
+        ended = asked.host == host and self._processes[asked.pid].is_gone
+        return ended and all(self.is_gone(host, rank) for rank in asked.ranks)
 
     def storage(self, namespace: StoreNamespace) -> MemoryStorage:
         """Return the storage of all engines of a namespace."""

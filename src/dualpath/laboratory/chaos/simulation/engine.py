@@ -1,4 +1,4 @@
-"""One process of an emulated engine in a simulated cluster, with everything real but time."""
+"""An emulated engine in a simulated cluster, with everything real but time."""
 
 import functools
 import itertools
@@ -6,21 +6,24 @@ from collections.abc import Callable, Iterator
 
 from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.cluster import GroupRank, Role
-from dualpath.core.errors import DualPathError
+from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.engine.buffer import BUFFER_REGION, STAGING_REGION
 from dualpath.engine.router_connection import RouterConnection
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.slots import SlotPool
 from dualpath.engine.surroundings import Surroundings
+from dualpath.engine.threads import TimeLimit
 from dualpath.laboratory.chaos.simulation.api import Call
 from dualpath.laboratory.chaos.simulation.blocks import SimStorage
 from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
 from dualpath.laboratory.chaos.simulation.data import SimTransport
+from dualpath.laboratory.chaos.simulation.ranks import SimFollower
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
 from dualpath.laboratory.emulated.admission import Admission
 from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.decode import DecodeEngine
 from dualpath.laboratory.emulated.prefill import PrefillEngine
+from dualpath.laboratory.emulated.rank_connections import ConnectedLeader
 from dualpath.laboratory.emulated.requests import Sampling
 from dualpath.laboratory.emulated.settings import EmulatedSettings
 from dualpath.router.token_api.wire import GenerateRequest, decode_body
@@ -28,9 +31,16 @@ from dualpath.storage.contract import BlockStorage
 from dualpath.transport.contract import Transport
 from dualpath.transport.memory import address_of
 
+#: Ranks without work have ended within it, or are killed.
+_RANKS_END_S = 10.0
+_LOOK_S = 0.05
+
 
 class SimEngine:
-    """An engine from the start of its process to its end; ``name`` says which start it is."""
+    """An engine from the start of its process to its end; ``name`` says which start it is.
+
+    Its first rank runs in ``process``, the others, if there are any, are ``followers``.
+    """
 
     def __init__(
         self,
@@ -42,9 +52,9 @@ class SimEngine:
     ) -> None:
         self.settings = settings
         self._dp = dp
+        self.shared = shared
         self.engine_id = settings.engine.engine_id
         self.name = f"{self.engine_id}#{start}"
-        self._shared = shared
         self.host = host
         self.process, self._known = shared.process(self.name, host)
         self.threads = SimThreads(self.process)
@@ -56,6 +66,8 @@ class SimEngine:
         self._leaving = False
         self._hbm_owners: dict[int, str] = {}
         shared.world.note(self.name, "starts")
+        others = range(1, settings.tensor_parallel_size)
+        self.followers = tuple(SimFollower(self, rank) for rank in others)
         self.threads.start("main", self._main)
 
     # ------------------------------------------------------------------ the life of the process
@@ -69,9 +81,15 @@ class SimEngine:
             listens=lambda url: self.serves,
             new_epoch=lambda: self.name,
             this_process=lambda: self._known,
-            is_gone=functools.partial(self._shared.is_gone, self.host),
+            is_gone=functools.partial(self.shared.is_gone, self.host),
+            end_process=self._exit,
         )
-        plane = DataPlane(self.settings, surroundings)
+        try:
+            plane = DataPlane(self.settings, surroundings, self._lead())
+        except EngineLostError as error:
+            self.shared.world.note(self.name, f"ends: {error}")
+            self.kill()
+            return
         self._watch_hbm(plane)
         self.plane = plane
         prefills = self.settings.engine.role is Role.PREFILL
@@ -80,12 +98,18 @@ class SimEngine:
         self._admission = Admission(plane, self._engine)
         plane.membership.join(self.settings.engine.api_url, dp=self._dp)
 
+    def _lead(self) -> ConnectedLeader | None:
+        """Return what leads to the other ranks; None if there are none."""
+        if not self.followers:
+            return None
+        return ConnectedLeader([follower.tie() for follower in self.followers], self.threads)
+
     def terminate(self) -> None:
         """End as after SIGTERM: it drains, then HTTP ends, then the engine, then it leaves."""
         if self._ending or self._engine is None:
             return
         self._ending = True
-        self._shared.world.note(self.name, "is asked to end")
+        self.shared.world.note(self.name, "is asked to end")
         self._on_a_thread("sigterm", self._end)
 
     def _end(self) -> None:
@@ -94,23 +118,33 @@ class SimEngine:
         drained = self.threads.event()
         self.plane.membership.drain("its process got SIGTERM", drained.set)
         drained.wait(self.settings.engine.drain_timeout_s)
-        self._shared.world.note(self.name, "has drained" if drained.is_set() else "ends undrained")
+        self.shared.world.note(self.name, "has drained" if drained.is_set() else "ends undrained")
         self._leaving = True
-        self._shared.http.server_died(self)
+        self.shared.http.server_died(self)
         self._engine.close()
-        self.plane.membership.leave()
-        self._shared.world.note(self.name, "ends")
-        self._shared.world.after(0.0, self.kill)
+        self.plane.close()
+        limit = TimeLimit(self.threads, _RANKS_END_S)
+        while any(f.process.alive for f in self.followers) and limit.left_s():
+            self.threads.sleep(_LOOK_S)
+        self.shared.world.note(self.name, "ends")
+        self.shared.world.after(0.0, self.kill)
+
+    def _exit(self) -> None:
+        """End at once: whoever calls this never goes on."""
+        self.kill()
+        self.threads.sleep(0.0)
 
     def kill(self) -> None:
-        """End as after SIGKILL."""
+        """End as after SIGKILL; ranks that follow end a while later."""
         if not self.process.alive:
             return
-        self._shared.world.note(self.name, "is dead")
+        self.shared.world.note(self.name, "is dead")
         self.process.kill()
-        self._shared.http.server_died(self)
+        self.shared.http.server_died(self)
         if self.transport is not None:
-            self._shared.fabric.kill(self.transport.agent)
+            self.shared.fabric.kill(self.transport.agent)
+        for follower in self.followers:
+            follower.leader_died()
 
     # ------------------------------------------------------------------ its HTTP server
 
@@ -137,7 +171,7 @@ class SimEngine:
             transfer = self._admission.transfer(asked)
             prefix = self._admission.prefix(asked, transfer)
         except DualPathError as error:
-            self._shared.world.note(self.name, f"refuses {asked.request_id}: {error}")
+            self.shared.world.note(self.name, f"refuses {asked.request_id}: {error}")
             call.deliver(error)
             return
         call.begun(self._admission.submit(asked, transfer, prefix, call.deliver))
@@ -145,11 +179,11 @@ class SimEngine:
     # ------------------------------------------------------------------ its surroundings
 
     def _open_storage(self, settings: EngineSettings, namespace: StoreNamespace) -> BlockStorage:
-        faults = self._shared.storage_faults
-        return SimStorage(self._shared.storage(namespace), self.threads, faults, self._check_read)
+        faults = self.shared.storage_faults
+        return SimStorage(self.shared.storage(namespace), self.threads, faults, self._check_read)
 
     def _open_transport(self, agent: str, settings: EngineSettings) -> Transport:
-        shared = self._shared
+        shared = self.shared
         self.transport = SimTransport(
             *(agent, shared.fabric, self.process, shared.transfer_faults, shared.owner_of),
             self._look_at_transfers,
@@ -163,7 +197,7 @@ class SimEngine:
             self.plane.manager._rank.movers.pump.call(lambda: None)
 
     def _connect(self, settings: EngineSettings) -> RouterConnection:
-        return self._shared.control.connect(self.threads)
+        return self.shared.control.connect(self.threads)
 
     # ------------------------------------------------------------------ whose memory is what
 
@@ -188,7 +222,7 @@ class SimEngine:
         offset = address_of(destination) - buffer._memory.address
         slot = offset // buffer.geometry.full_block_bytes
         if buffer._pool._pins[slot] < 1:
-            self._shared.world.problem(f"{self.name}: a read ends in slot {slot}, pinned by nobody")
+            self.shared.world.problem(f"{self.name}: a read ends in slot {slot}, pinned by nobody")
 
     def _watch_hbm(self, plane: DataPlane) -> None:
         take, numbers = plane.hbm.take, itertools.count()
@@ -214,13 +248,14 @@ class SimEngine:
             return [f"{self.name} has not come up"]
         manager = self.plane.manager
         report = manager.report()
+        transports = (self.transport, *(follower.transport for follower in self.followers))
         counts = {
             "requests": (report.unfinished_requests, 0),
             "tokens to read": (report.read_queue_tokens, 0),
             "free buffer": (report.free_buffer_tokens, manager.buffer_tokens),
             "free HBM": (self.plane.hbm.free_tokens, manager.hbm_tokens),
             "free staging": (manager._staging.free, manager._staging.capacity),
-            "transfers": (self.transport.unfinished if self.transport else 0, 0),
+            "transfers": (sum(t.unfinished for t in transports if t is not None), 0),
         }
         return [
             f"{self.name}: {what} {found}, not {right}"

@@ -15,10 +15,14 @@ from dualpath.core.control import Release
 from dualpath.core.envelopes import Envelope
 from dualpath.core.errors import ConfigError
 from dualpath.core.sessions import Conversation
+from dualpath.engine import follower
 from dualpath.engine.active_requests import ActiveRequests
 from dualpath.engine.buffer import BlockBuffer
+from dualpath.engine.chunk_transfers import BlockHolder, ChunkTransfers
 from dualpath.engine.kept_blocks import KeptBlocks
 from dualpath.engine.layer_stream import LayerStream
+from dualpath.engine.prefill_passes import PassOutcome
+from dualpath.engine.rank import Rank
 from dualpath.engine.read_queue import ReadQueue
 from dualpath.engine.slots import SlotPool
 from dualpath.engine.traffic_manager import TrafficManager
@@ -83,6 +87,17 @@ def _any_lease(self: BlockBuffer, request_id: str, slots: Sequence[int]) -> bool
     return True
 
 
+def _over_at_once(
+    stream: LayerStream, holder: BlockHolder
+) -> tuple[PassOutcome, list[ChunkTransfers]]:
+    """``end_stream`` that waits for nothing; without overlap it sends all the same."""
+    if not stream._settings.overlap:
+        stream.finish()
+    return PassOutcome(dict(stream.failures), ()), []
+
+
+#: An attribute that is empty whatever it is set to.
+_NONE = property(lambda self: (), lambda self, value: None)
 #: An attribute that is true whatever it is set to.
 _ALWAYS = property(lambda self: True, lambda self, value: None)
 
@@ -139,6 +154,14 @@ PLANTS: dict[str, Plant] = {
     "released-in-pass": Plant(
         "a request is released at its PE while a forward pass moves its KV",
         _instead(ActiveRequests, "ask_release", lambda self, release: True),
+    ),
+    "rank-unawaited": Plant(
+        "a PE has sent a prompt's KV when its first rank has, though others still send",
+        _instead(follower, "end_stream", _over_at_once),
+    ),
+    "ranks-unnamed": Plant(
+        "a lost engine is gone when its first rank is",
+        lambda: mock.patch.object(Rank, "other_processes", _NONE, create=True),
     ),
     "load-before-send": Plant(
         "a layer is computed before the one that used its region has left",

@@ -15,6 +15,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from random import Random
 from unittest import mock
 
 import msgspec
@@ -22,21 +23,33 @@ import msgspec
 from dualpath.core.blocks import BlockKey
 from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import Mode
-from dualpath.engine import link, pump, router_session
+from dualpath.engine import follower, link, pump, router_session
 from dualpath.laboratory.chaos.simulation.adversary import KINDS, Adversary, Kind
 from dualpath.laboratory.chaos.simulation.clients import Asked, Clients
-from dualpath.laboratory.chaos.simulation.cluster import GEOMETRIES, Cluster, ClusterSettings
+from dualpath.laboratory.chaos.simulation.cluster import (
+    GEOMETRIES,
+    ONE_RANK,
+    Cluster,
+    ClusterSettings,
+    TensorParallel,
+)
 from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.laboratory.emulated.kv_bytes import KvFunction
 from dualpath.router.settings import RouterSettings
 
 _MODES = (Mode.DUALPATH, Mode.DUALPATH, Mode.DUALPATH, Mode.SPLIT, Mode.BASIC, Mode.ROUND_ROBIN)
+#: What engines of several ranks there are in a cluster that has some.
+_TENSOR_PARALLEL = tuple(
+    TensorParallel(prefill, decode, heads)
+    for prefill, decode in ((2, 1), (1, 2), (2, 2))
+    for heads in (1, 2)
+)
 
 #: A pump that polls a thousand times a second has a whole core to itself, but not here, where it is
 #: woken when a transfer ends.
 _POLL_S = 1.0
-#: How often a control link looks whether something is due, of which nobody tells it, and says that
-#: its engine lives: some times within ``engine_timeout_s``.
+#: How often a control link looks whether something is due, of which nobody tells it, as a rank that
+#: follows does, and says that its engine lives: some times within ``engine_timeout_s``.
 _TICK_S = 0.15
 _HEARTBEAT_S = 0.75
 #: An agent's turns can take long one after the other.
@@ -81,6 +94,7 @@ def _slow_polls() -> Iterator[None]:
         mock.patch.multiple(pump, _FIRST_WAIT_S=_POLL_S, _LONGEST_WAIT_S=_POLL_S),
         mock.patch.object(link, "TICK_S", _TICK_S),
         mock.patch.object(router_session, "HEARTBEAT_S", _HEARTBEAT_S),
+        mock.patch.object(follower, "_LOOK_S", _TICK_S),
     ):
         yield
 
@@ -143,6 +157,8 @@ class _Run:
             request_deadline_s=_REQUEST_DEADLINE_S,
             max_attempts=3 if self.faults <= 1 else 1 + 2 * self.faults,
         )
+        tensor_parallel = _tensor_parallel(world.seed)
+        geometries = GEOMETRIES[tensor_parallel.kv_heads]
         settings = ClusterSettings(
             mode=chance.choice(_MODES),
             prefill=chance.choice((1, 2)),
@@ -152,22 +168,26 @@ class _Run:
             layer_buffers=chance.choice((0, 1, 2)),
             router=router,
             hosts=chance.choice((1, 1, 2)),
-            geometry=GEOMETRIES[world.seed % len(GEOMETRIES)],
+            geometry=geometries[world.seed % len(geometries)],
             prefill_ranks=chance.choice((1, 1, 2)),
             decode_ranks=chance.choice((1, 1, 2)),
             standby=world.seed % 4 == 1,
+            tensor_parallel=tensor_parallel,
         )
         world.note(
             "world",
             f"seed {world.seed}: {settings.mode}, {settings.prefill}x{settings.prefill_ranks} P "
             f"{settings.decode}x{settings.decode_ranks} D",
         )
+        if tensor_parallel != ONE_RANK:
+            world.note("world", f"engines of {tensor_parallel}")
         self.world = world
         self.cluster = Cluster(world, settings)
         self.clients = Clients(
             world, self.cluster, chance.choice((2, 3, 4)), chance.choice((1, 2, 3))
         )
-        self.adversary = Adversary(world, self.cluster, self.clients, self.faults, kinds)
+        possible = [k for k in kinds if tensor_parallel != ONE_RANK or not k.of_a_rank]
+        self.adversary = Adversary(world, self.cluster, self.clients, self.faults, possible)
 
     def play(self, story: bool) -> Outcome:
         world, clients = self.world, self.clients
@@ -204,7 +224,8 @@ class _Run:
     def _check_blocks(self) -> None:
         """Compare stored and kept blocks with what they have to be; some may rot visibly."""
         right: dict[BlockKey, bytes] = {}
-        kv = KvFunction(self.cluster.settings.geometry)
+        settings = self.cluster.settings
+        kv = KvFunction(settings.geometry, settings.tensor_parallel.kv_heads)
         for asked in self.clients.asked:
             right.update(asked.blocks(kv))
         for storage in self.cluster.shared.stored():
@@ -226,3 +247,8 @@ class _Run:
         explained = self.adversary.hung and isinstance(asked.error, EngineLostError)
         if asked.outcome not in ("answered", "left", "reset", None) and not explained:
             self.world.problem(f"{asked.name} ended badly: {asked.outcome}")
+
+
+def _tensor_parallel(seed: int) -> TensorParallel:
+    """Let engines of every fourth cluster have ranks; what others play does not depend on it."""
+    return Random(f"ranks of {seed}").choice(_TENSOR_PARALLEL) if seed % 4 == 2 else ONE_RANK

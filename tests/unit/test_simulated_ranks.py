@@ -1,0 +1,148 @@
+"""Simulated engines of several ranks: one end for all, nothing late, and pipes between them."""
+
+import re
+
+import pytest
+
+from dualpath.core.cluster import HostProcess
+from dualpath.laboratory.chaos.simulation.adversary import KINDS, Kind
+from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
+from dualpath.laboratory.chaos.simulation.plants import planted
+from dualpath.laboratory.chaos.simulation.play import Outcome, play
+from dualpath.laboratory.chaos.simulation.rank_pipes import RankPipe
+from dualpath.laboratory.chaos.simulation.threads import SimThreads
+from dualpath.laboratory.chaos.simulation.world import Process, World
+
+#: Every fourth cluster has engines of two ranks.
+SEEDS = range(2, 122, 4)
+
+
+def of(*names: str) -> list[Kind]:
+    """Return these kinds of faults."""
+    return [kind for kind in KINDS if kind.name in names]
+
+
+def told(outcome: Outcome, pattern: str) -> list[str]:
+    """Return the lines of a story that have this."""
+    return [line for line in outcome.story if re.search(pattern, line)]
+
+
+def test_an_engine_that_loses_a_rank_says_so_and_ends_as_one() -> None:
+    ended = {"pe": 0, "de": 0}
+    for seed in SEEDS:
+        outcome = play(seed, story=True, kinds=of("kill a rank"))
+        assert not outcome.problems, "\n".join(outcome.story)
+        for role in ended:
+            word = rf"engine ({role}\S*) ends itself: rank 1 \(process \1#\d+\.1\) has ended"
+            ended[role] += len(told(outcome, word))
+    assert min(ended.values()) > 5
+
+
+def test_ranks_die_and_stand_still_before_their_engine_is_up_and_in_the_midst_of_work() -> None:
+    kinds = of("kill a rank", "stop a rank", "kill an engine", "lose an engine", "kill the router")
+    stories: list[str] = []
+    for seed in SEEDS:
+        outcome = play(seed, story=True, kinds=kinds)
+        assert not outcome.problems, "\n".join(outcome.story)
+        stories += outcome.story
+    for what in (r"#\d+\.1 +stands still", r"#\d+\.1 +ends: the engine's first rank has ended"):
+        assert any(re.search(what, line) for line in stories), what
+
+
+def test_ranks_of_one_kv_head_and_of_several_are_played() -> None:
+    worlds = [told(play(seed, story=True, kinds=of()), "engines of")[0] for seed in SEEDS]
+    assert {re.sub(".*engines of ", "", line) for line in worlds} == {
+        f"{ranks} ranks for {heads} KV heads"
+        for ranks in ("2 and 1", "1 and 2", "2 and 2")
+        for heads in (1, 2)
+    }
+
+
+def test_a_seed_with_ranks_gives_the_same_run_again() -> None:
+    for seed in SEEDS[:4]:
+        assert play(seed).digest == play(seed).digest
+
+
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [
+        ("rank-unawaited", ["stalling transfers"]),
+        ("ranks-unnamed", ["stalling transfers", "kill an engine"]),
+    ],
+)
+def test_planted_bugs_of_ranks_are_found(name: str, faults: list[str]) -> None:
+    with planted(name):
+        assert any(play(seed, kinds=of(*faults)).problems for seed in SEEDS)
+
+
+class Pipe:
+    """Two processes, and what the second reads out of their pipe."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.world = World(seed)
+        self.first, self.second = (Process(self.world, name) for name in ("first", "second"))
+        self.threads = SimThreads(self.second)
+        self.mine, self.theirs = RankPipe.pair(SimThreads(self.first), self.threads)
+        self.read: list[object] = []
+
+    def reads(self) -> list[object]:
+        """Let the second read until the end."""
+
+        def read() -> None:
+            try:
+                while True:
+                    self.read.append(self.theirs.recv())
+            except EOFError:
+                self.read.append("end")
+
+        self.threads.start("reads", read)
+        self.world.run(lambda: False, 1.0)
+        return self.read
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_all_that_was_sent_comes_in_order_before_the_end(seed: int) -> None:
+    pipe = Pipe(seed)
+    for number in range(5):
+        pipe.mine.send(number)
+    pipe.mine.cut()
+    assert pipe.reads() == [0, 1, 2, 3, 4, "end"]
+
+
+def test_what_is_sent_is_a_copy() -> None:
+    pipe, value = Pipe(), [1]
+    pipe.mine.send(value)
+    value.append(2)
+    assert pipe.reads() == [[1]]
+
+
+def test_a_process_that_stands_still_reads_when_it_goes_on() -> None:
+    pipe = Pipe()
+    pipe.second.stop()
+    pipe.mine.send("late")
+    assert pipe.reads() == []
+    pipe.second.go_on()
+    pipe.world.run(lambda: False, 1.0)
+    assert pipe.read == ["late"]
+
+
+def test_nothing_is_sent_to_a_process_that_is_known_to_be_gone() -> None:
+    pipe = Pipe()
+    pipe.theirs.cut()
+    pipe.world.run(lambda: False, 1.0)
+    with pytest.raises(BrokenPipeError):
+        pipe.mine.send("nobody reads")
+
+
+def test_an_engine_is_gone_when_all_its_ranks_are() -> None:
+    world = World(0)
+    shared = Shared(world)
+    (first, known), (second, other) = (shared.process(n, "host-0") for n in ("first", "second"))
+    engine = HostProcess(known.host, known.pid, known.start_ticks, ranks=(other,))
+    first.kill()
+    world.run(lambda: False, 1.0)
+    assert not shared.is_gone("host-0", engine)
+    second.kill()
+    world.run(lambda: False, 1.0)
+    assert shared.is_gone("host-0", engine)
+    assert not shared.is_gone("host-1", engine)
