@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dualpath.laboratory.chaos.simulation.engine import SimEngine
 
 #: Until a rank that lives on alone is killed: it has lost the process that had started it.
-_ORPHAN_S = (0.0, 0.01, 0.2, 1.0)
+_ORPHAN_S = (0.0, 0.01, 0.2, 1.0, 4.0)
 
 
 class SimFollower:
