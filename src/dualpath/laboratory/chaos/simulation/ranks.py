@@ -33,6 +33,7 @@ class SimFollower:
         self._threads = SimThreads(self.process)
         self._plane: FollowerPlane | None = None
         self._own, self._leaders = RankPipe.pair(self._threads, engine.threads)
+        self._shared.world.note(self.name, "starts")
         self._threads.start("main", self._main)
 
     def tie(self) -> Tie:
