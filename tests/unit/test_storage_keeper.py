@@ -150,6 +150,22 @@ def test_beyond_the_quota_nothing_is_written_what_is_on_its_way_included() -> No
     assert kept.write(8, 9) == 1
 
 
+def test_what_is_just_being_told_still_counts_against_the_quota() -> None:
+    kept = Kept()
+    kept.says(used_blocks=0, quota_blocks=3, seen=0)
+    admitted: list[int] = []
+    telling = kept.tree.replace
+
+    def meanwhile(name: str, content: bytes) -> None:
+        admitted.append(kept.keeper.admitted(KEYS[2:5], ORIGIN, kept.block_bytes)[0])
+        telling(name, content)
+
+    kept.write(0, 2)
+    kept.tree.replace = meanwhile  # type: ignore[method-assign]
+    kept.keeper.beat()
+    assert admitted == [1]
+
+
 def test_what_was_declined_is_not_believed_to_be_stored() -> None:
     kept = Kept()
     kept.says(used_blocks=10, quota_blocks=12, seen=0)

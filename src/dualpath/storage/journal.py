@@ -151,9 +151,11 @@ class Journal:
         """
         with self._lock:
             news, used = self._news, self._used
+            if not news and not used:
+                return True
             self._news, self._used = [], {}
-        if not news and not used:
-            return True
+            # Counted all the while: a quota that forgot them for a moment would be overrun.
+            self._unseen_bytes[self._number + 1] = _bytes(news)
         every = (*news, *(Used(time_s, key) for key, time_s in used.items()))
         content = encode_segment(Segment(self._namespace, every))
         try:
@@ -161,12 +163,12 @@ class Journal:
         except StorageError as error:
             log.warning("news for the storage's janitor is kept for later: %s", error)
             with self._lock:
+                self._unseen_bytes.pop(self._number + 1, None)
                 self._news[:0] = news
                 self._used = used | self._used
             return False
         with self._lock:
             self._number += 1
-            self._unseen_bytes[self._number] = _bytes(news)
         return True
 
 
