@@ -14,7 +14,7 @@ from dualpath.core.modes import Mode
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.result import SimulationResult
 from dualpath.model.sim.run import simulate
-from dualpath.model.sim.settings import DecodeCosts, PrefillCosts, Setup
+from dualpath.model.sim.settings import DecodeCosts, PrefillCosts, Setup, WindowLayers
 from dualpath.policy.read_side import RECOMPUTE
 
 pytest.importorskip("numba")
@@ -75,6 +75,16 @@ models = st.builds(
     small_model,
     prefill_replicas=st.sampled_from([1.0, 2.0]),
     decode_replicas=st.sampled_from([1.0, 1.5]),
+    window_layers=st.sampled_from(
+        [
+            (),
+            (WindowLayers(window_tokens=100, kv_bytes_per_token=333.3),),
+            (
+                WindowLayers(window_tokens=300, kv_bytes_per_token=250.0),
+                WindowLayers(window_tokens=64, kv_bytes_per_token=500.0),
+            ),
+        ]
+    ),
     prefill=st.builds(
         PrefillCosts,
         batch_s=st.sampled_from([0.0, 0.002]),
@@ -177,6 +187,8 @@ def test_both_cores_agree_when_many_agents_crowd_a_cluster(mode, sharing):
         compute_quota_s=0.5,
         dram_tier_bytes=1e6,
     )
+    windows = (WindowLayers(window_tokens=150, kv_bytes_per_token=600.0),)
+    setup = msgspec.structs.replace(setup, model=small_model(window_layers=windows))
     result = assert_same(setup, agents_of(*rows, start_s=[0.01 * i for i in range(120)]))
     assert (result.turns.finished_ns > 0).all()
 

@@ -1,15 +1,17 @@
 """What must hold in every simulated run, whatever the cluster, the mode and the agents."""
 
+import msgspec
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.simulated import agents_of, decisions_of, growing_agent, small_setup
+from tests.simulated import agents_of, decisions_of, growing_agent, small_model, small_setup
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.model.sim.run import simulate
+from dualpath.model.sim.settings import WindowLayers
 from dualpath.plan.bounds import link_bytes
 from dualpath.plan.movements import Link
 from dualpath.plan.steps import PromptLayout, whole_plan
@@ -45,6 +47,14 @@ clusters = st.fixed_dictionaries(
     }
 )
 modes = st.sampled_from(list(Mode))
+
+
+def with_windows(windows: tuple[int, ...]) -> BlockGeometry:
+    """Return ten equal layers, three for each window and the others without."""
+    whole = BlockGeometry.uniform(layers=10, block_tokens=64, layer_block_bytes=6400)
+    layers = [window for window in windows for _ in range(3)]
+    layer_windows = (*layers, *[0] * (10 - len(layers)))
+    return msgspec.structs.replace(whole, layer_windows=layer_windows if windows else ())
 
 
 @settings(max_examples=150)
@@ -91,9 +101,16 @@ def test_storage_nics_carry_the_hits_that_no_tier_holds_and_not_faster_than_they
 
 
 @settings(max_examples=100)
-@given(clusters, modes.filter(lambda mode: mode.moves_bytes), tables)
-def test_links_carry_exactly_what_the_plans_of_all_rounds_say(cluster, mode, agents):
+@given(
+    clusters,
+    modes.filter(lambda mode: mode.moves_bytes),
+    tables,
+    st.sampled_from([(), (64,), (200,), (64, 200)]),
+)
+def test_links_carry_exactly_what_the_plans_of_all_rounds_say(cluster, mode, agents, windows):
     """Prompts prefilled in one pass; ``whole_plan`` is their plan.
+
+    Some of the ten layers may see the last tokens only, three for each of ``windows``.
 
     A DRAM tier has room for everything, so that nothing is gone that was believed to be kept.
     """
@@ -101,7 +118,13 @@ def test_links_carry_exactly_what_the_plans_of_all_rounds_say(cluster, mode, age
     if cluster["dram_tier_bytes"] is not None:
         cluster |= {"dram_tier_bytes": 1e12}
     cluster |= {"prefill_hbm_bytes": 1e12}
-    setup = small_setup(mode, **cluster)
+    window_layers = tuple(
+        WindowLayers(window_tokens=window, kv_bytes_per_token=300.0) for window in windows
+    )
+    setup = msgspec.structs.replace(
+        small_setup(mode, **cluster), model=small_model(window_layers=window_layers)
+    )
+    geometry = with_windows(windows)
     result = simulate(setup, agents, core="reference", record_decisions=True)
     planned = dict.fromkeys(Link, 0)
     decisions = decisions_of(result)
@@ -116,10 +139,11 @@ def test_links_carry_exactly_what_the_plans_of_all_rounds_say(cluster, mode, age
             runs.append(HitRun(side, BlockRun(first, int(tokens) // 64), kept=kept))
             first += int(tokens) // 64
         assert first * 64 == (agents.hit_tokens[r] if mode.moves_bytes else 0)
+        whole_from = geometry.whole_from(first)
         layout = PromptLayout(
-            geometry=BlockGeometry.uniform(layers=10, block_tokens=64, layer_block_bytes=6400),
+            geometry=geometry,
             prompt_tokens=int(agents.prompt_tokens[r]),
-            hits=tuple(run for run in runs if run.blocks),
+            hits=tuple(run.whole_behind(whole_from) for run in runs if run.blocks),
         )
         decoded = agents.generated_tokens[r] > 1
         for link, carried in link_bytes(

@@ -186,6 +186,13 @@ def measured() -> ModelCosts:
     )
 
 
+def test_layers_with_windows_are_costed_apart():
+    """18 of GPT-OSS-120B's 36 equal layers see 128 tokens; an indexer's choice is no window."""
+    (windows,) = load_model_costs("gpt-oss-120b", "hopper", PAPER).window_layers
+    assert (windows.window_tokens, windows.kv_bytes_per_token) == (128, 18_432)
+    assert load_model_costs("ds-v3.2", "hopper", PAPER).window_layers == ()
+
+
 def test_a_file_of_measured_costs_is_taken_as_it_is(tmp_path):
     file = tmp_path / "costs.toml"
     file.write_text(
@@ -238,6 +245,16 @@ def test_unknown_names_list_the_known_ones(tmp_path):
     [
         ("prefill_tokens_per_s = 0.0", "prefill_tokens_per_s is 0"),
         ("prefill_tokens_per_s = 1.0\nprefill = {pair_s = -1.0}", "pair_s is -1"),
+        (
+            "prefill_tokens_per_s = 1.0\n"
+            "window_layers = [{window_tokens = 9, kv_bytes_per_token = 2.0}]",
+            "window_layers take 2 of 1 bytes",
+        ),
+        (
+            "prefill_tokens_per_s = 1.0\n"
+            "window_layers = [{window_tokens = 0, kv_bytes_per_token = 0.5}]",
+            "each needs window_tokens and bytes above 0",
+        ),
     ],
 )
 def test_measured_costs_that_cannot_be_are_refused(tmp_path, line, message):

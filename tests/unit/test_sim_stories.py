@@ -9,6 +9,7 @@ from dualpath.core.errors import ConfigError, TraceError
 from dualpath.core.modes import Mode
 from dualpath.model.sim.result import SimulationResult
 from dualpath.model.sim.run import simulate
+from dualpath.model.sim.settings import Setup, WindowLayers
 from dualpath.policy.events import DE_REASONS, PE_REASONS, READ_REASONS
 
 MS = 1_000_000
@@ -60,6 +61,43 @@ def test_split_reads_one_round_on_both_sides_at_once(core):
     decisions = decisions_of(result)
     assert decisions.prefill_read_tokens[0] == decisions.decode_read_tokens[0] == 320
     assert READ_REASONS[decisions.read_reason[0]] == "split"
+
+
+def windowed(setup: Setup) -> Setup:
+    """Let 800 of the 1,000 bytes of a token lie in layers that see its last 128 tokens only."""
+    windows = (WindowLayers(window_tokens=128, kv_bytes_per_token=800.0),)
+    return msgspec.structs.replace(setup, model=small_model(window_layers=windows))
+
+
+def test_of_layers_with_a_window_only_what_is_seen_is_read_and_moved(core):
+    agents = agents_of([(1000, 640, 2)])
+    turns = simulate(windowed(small_setup(Mode.BASIC)), agents, core=core).turns
+    # 200 bytes of each of 640 tokens, and 800 of those in the last two blocks.
+    read_ns = (128_000 + 102_400) * 1_000
+    assert turns.loaded_ns[0] == read_ns
+    load_ns = 128_000 + 102_400
+    assert turns.first_token_ns[0] == read_ns + load_ns + 360 * MS
+    # All of the computed blocks goes to the DE, hits without windows: the last token sees none.
+    send_ns = 6 * 64_000 + 10 * 12_800
+    # Into its HBM what the last token sees: blocks 13 to 15, that of token 872 up to the last.
+    fill_ns = 16 * 12_800 + 3 * 51_200
+    assert turns.decoding_ns[0] == turns.first_token_ns[0] + send_ns + fill_ns
+
+
+def test_a_split_read_has_the_window_at_the_side_of_the_tail(core):
+    setup, agents = windowed(small_setup(Mode.SPLIT)), agents_of([(1000, 640, 1)])
+    result = simulate(setup, agents, core=core)
+    assert result.links.snic_read_bytes.sum(axis=0).tolist() == [64_000.0, 64_000.0 + 102_400.0]
+
+
+def test_a_dram_tier_keeps_no_block_that_was_read_without_its_windows(core):
+    """An agent hits what it has never computed: only what it computes is whole behind a gap."""
+    rounds = [(1000, 640, 2), (1100, 960, 2)]
+    for setup, found in ((small_setup(), 960), (windowed(small_setup()), 0)):
+        cluster = msgspec.structs.replace(setup.cluster, dram_tier_bytes=0.0)
+        setup = msgspec.structs.replace(setup, cluster=cluster)
+        result = simulate(setup, agents_of(rounds), core=core)
+        assert result.dram_tier_hit_tokens == found
 
 
 def test_oracle_neither_reads_nor_transfers(core):

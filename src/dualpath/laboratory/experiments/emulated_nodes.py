@@ -76,6 +76,7 @@ def scaled_costs(nodes: EmulatedNodes) -> ModelCosts:
         costs,
         layers=nodes.layers,
         kv_bytes_per_token=nodes.kv_bytes_per_token,
+        window_layers=(),
         prefill=_faster(costs.prefill, nodes.speedup),
         decode=_faster(costs.decode, nodes.speedup),
         prefill_replicas=nodes.prefill_tp / slices_of(nodes.prefill_tp, nodes.kv_heads),

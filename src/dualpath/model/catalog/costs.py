@@ -20,7 +20,13 @@ from dualpath.model.catalog.geometry import FLOP_PER_PARAMETER, ModelGeometry
 from dualpath.model.catalog.gpu import AttentionRates, GpuRates, PrefillRates
 from dualpath.model.catalog.layers import Attention, LatentAttention
 from dualpath.model.catalog.load import load_described, load_gpu
-from dualpath.model.sim.settings import ClusterSettings, DecodeCosts, ModelCosts, PrefillCosts
+from dualpath.model.sim.settings import (
+    ClusterSettings,
+    DecodeCosts,
+    ModelCosts,
+    PrefillCosts,
+    WindowLayers,
+)
 from dualpath.policy.events import TYPICAL_APPEND_TOKENS, TYPICAL_CONTEXT_TOKENS
 
 DEFAULT_GPU = "hopper"
@@ -81,6 +87,19 @@ def model_costs(geometry: ModelGeometry, gpu: GpuRates, cluster: ClusterSettings
         context_limit_tokens=geometry.context_limit_tokens,
         prefill_replicas=geometry.replicas(cluster.gpus_per_engine(Role.PREFILL)),
         decode_replicas=geometry.replicas(cluster.gpus_per_engine(Role.DECODE)),
+        window_layers=_window_layers(geometry),
+    )
+
+
+def _window_layers(geometry: ModelGeometry) -> tuple[WindowLayers, ...]:
+    by_window: dict[int, float] = {}
+    for part in geometry.attention:
+        if window := part.kept_tokens:
+            held = part.layers * part.kv_bytes_per_token
+            by_window[window] = by_window.get(window, 0.0) + held
+    return tuple(
+        WindowLayers(window_tokens=window, kv_bytes_per_token=held)
+        for window, held in sorted(by_window.items())
     )
 
 
@@ -297,6 +316,15 @@ def _check_measured(file: str, costs: ModelCosts) -> None:
     for name, value in positive.items():
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{file}: {name} is {value}, must be above 0; profile again")
+    windowed = sum(run.kv_bytes_per_token for run in costs.window_layers)
+    if windowed > costs.kv_bytes_per_token or not all(
+        run.window_tokens > 0 and run.kv_bytes_per_token > 0 for run in costs.window_layers
+    ):
+        raise ConfigError(
+            f"{file}: window_layers take {windowed:g} of {costs.kv_bytes_per_token:g} bytes per "
+            "token; each needs window_tokens and bytes above 0, all together no more than those; "
+            "correct the file"
+        )
     for part in (costs.prefill, costs.decode):
         for field in msgspec.structs.fields(part):
             value = getattr(part, field.name)

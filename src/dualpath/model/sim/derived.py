@@ -56,6 +56,15 @@ def limits(setup: Setup) -> Limits:
     )
 
 
+def layer_kinds(setup: Setup) -> list[list[float]]:
+    """Return windows and bytes of a block by kind of layers (``carried.LayerKinds``)."""
+    model, block_tokens = setup.model, setup.cluster.block_tokens
+    by_window = sorted((run.window_tokens, run.kv_bytes_per_token) for run in model.window_layers)
+    unwindowed = model.kv_bytes_per_token - sum(per_token for _, per_token in by_window)
+    kinds = [(0, unwindowed), *by_window]
+    return [[float(window), per_token * block_tokens] for window, per_token in kinds]
+
+
 def buffer_bytes(setup: Setup) -> tuple[float, float]:
     """Return the buffer of a prefill node and of a decode node, the DRAM tier's share included."""
     cluster = setup.cluster

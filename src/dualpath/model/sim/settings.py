@@ -257,10 +257,18 @@ class DecodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     window_tokens: int = 0
 
 
+class WindowLayers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """KV of one token over all layers that attend to the last ``window_tokens`` ≥ 1 only."""
+
+    window_tokens: int
+    kv_bytes_per_token: float
+
+
 class ModelCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the simulator knows of a model on a GPU: KV size and times.
 
-    ``kv_bytes_per_token`` over all ``layers``.  ``prefill_tokens_per_s`` is what one PE gets done
+    ``kv_bytes_per_token`` over all ``layers``; ``window_layers`` names those of them that move of
+    hits only what they see.  ``prefill_tokens_per_s`` is what one PE gets done
     in prompt tokens, hits included; β is ``beta_s`` of it (§A.4).
     ``context_limit_tokens`` bounds prompt plus generation, None for no bound.  Of an engine's GPUs
     ``prefill_replicas`` or ``decode_replicas`` hold the same KV (``plan.movements.Replicas``); the
@@ -276,6 +284,7 @@ class ModelCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     context_limit_tokens: int | None = None
     prefill_replicas: float = 1.0
     decode_replicas: float = 1.0
+    window_layers: tuple[WindowLayers, ...] = ()
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,9 +1,9 @@
 """DRAM buffers of the nodes, granted first come, first served (stage 3 of the model), the tier."""
 
 from dualpath.core.blocks import holding_blocks
+from dualpath.model.sim.carried import whole_at_decode, whole_at_prefill
 from dualpath.model.sim.compiled.columns import (
     DE,
-    DE_KEPT,
     DIRTY,
     FREE_BYTES,
     HIT,
@@ -20,6 +20,7 @@ from dualpath.model.sim.compiled.columns import (
     READ_TOKENS,
     TIER_HITS,
 )
+from dualpath.model.sim.compiled.hits import first_at_prefill, found_blocks
 from dualpath.model.sim.compiled.jit import lean, prefetch
 from dualpath.model.sim.compiled.links import node_at
 from dualpath.model.sim.compiled.machine_tables import World
@@ -38,12 +39,13 @@ def reserve(p: World, node: int, agent: int) -> None:
 @lean
 def give_back_prefill(p: World, agent: int) -> None:
     """Free a round's blocks at its PE's node and grant what fits then."""
-    flights = p.machine.flights
+    flights, c = p.machine.flights, p.constants
     blocks = flights[agent, PE_BLOCKS]
     if blocks == 0:
         return
-    node, first = node_at(p, flights[agent, PE]), _first_at_prefill(p, agent)
-    whole = min(blocks, flights[agent, HIT] // p.constants.block_tokens - first)
+    node, first = node_at(p, flights[agent, PE]), first_at_prefill(p, agent)
+    found, hit = found_blocks(p, agent, 0), flights[agent, HIT]
+    whole = whole_at_prefill(c.layer_kinds, found, first, blocks, hit, c.block_tokens)
     _free(p, node, agent, first, blocks, whole)
     _grant_prefill(p, node)
 
@@ -51,9 +53,17 @@ def give_back_prefill(p: World, agent: int) -> None:
 @lean
 def give_back_decode(p: World, agent: int) -> None:
     """Free a round's blocks at its DE's node and grant what fits then."""
-    flights = p.machine.flights
+    flights, c = p.machine.flights, p.constants
     node = node_at(p, flights[agent, DE])
-    whole = flights[agent, PROMPT] // p.constants.block_tokens
+    whole = whole_at_decode(
+        c.layer_kinds,
+        found_blocks(p, agent, 1),
+        first_at_prefill(p, agent),
+        flights[agent, PE_BLOCKS],
+        flights[agent, HIT],
+        flights[agent, PROMPT],
+        c.block_tokens,
+    )
     _free(p, node, agent, 0, flights[agent, PROMPT_BLOCKS], whole)
     _grant_decode(p, node)
 
@@ -79,12 +89,6 @@ def _free(p: World, node: int, agent: int, first: int, blocks: int, whole: int) 
 def _shrink(p: World, node: int) -> None:
     free_bytes = p.machine.node_bytes[node, FREE_BYTES]
     shrink(p, node, room_blocks(free_bytes, p.constants.block_bytes))
-
-
-@lean
-def _first_at_prefill(p: World, agent: int) -> int:
-    """Return the first block of a round's prompt that its PE holds: what the DE keeps is before."""
-    return holding_blocks(p.machine.flights[agent, DE_KEPT], p.constants.block_tokens)
 
 
 @lean
@@ -132,7 +136,7 @@ def _next_granted(p: World, node: int) -> int:
     node_bytes[node, FREE_BYTES] -= need_bytes
     nodes[node, N_HEAD] = flights[agent, NEXT_WAITING]
     if p.constants.keeps:
-        _adopt(p, node, agent, int(not at_pe), _first_at_prefill(p, agent) if at_pe else 0)
+        _adopt(p, node, agent, int(not at_pe), first_at_prefill(p, agent) if at_pe else 0)
         _shrink(p, node)
     return int(agent)
 

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.sim.derived import keeps, limits
-from dualpath.model.sim.result import IntArray
+from dualpath.model.sim.derived import keeps, layer_kinds, limits
+from dualpath.model.sim.result import FloatArray, IntArray
 from dualpath.model.sim.rules import to_ns
 from dualpath.model.sim.settings import Setup
 from dualpath.policy.batching import UNBOUNDED_TOKENS
@@ -18,7 +18,7 @@ Number = TypeVar("Number", np.int32, np.int64, np.float32)
 
 
 class Constants(NamedTuple):
-    """Numbers of a setup that do not change during a run."""
+    """Numbers of a setup that do not change during a run; ``layer_kinds`` as ``sim.carried``."""
 
     cluster_nodes: int
     prefill_nodes: int
@@ -27,6 +27,7 @@ class Constants(NamedTuple):
     decode_node_engines: int
     block_tokens: int
     block_bytes: float
+    layer_kinds: FloatArray
     layers: int
     oracle: bool
     resident: bool
@@ -86,6 +87,7 @@ def constants(setup: Setup, window_ns: int) -> Constants:
         decode_node_engines=cluster.node_engines(Role.DECODE),
         block_tokens=cluster.block_tokens,
         block_bytes=derived.block_bytes,
+        layer_kinds=np.array(layer_kinds(setup)),
         layers=setup.model.layers,
         oracle=setup.mode is Mode.ORACLE,
         resident=not setup.mode.layerwise,

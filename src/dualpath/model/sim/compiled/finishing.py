@@ -41,7 +41,7 @@ def count_out(p: World, engine: int, tokens: int, hbm_tokens: int) -> None:
 @lean
 def persist(p: World, path: int, agent: int, de: int, blocks: int) -> None:
     """Let an agent's new blocks start on their way to storage."""
-    stored_ns = charge_path(p, path, de, de, blocks)
+    stored_ns = charge_path(p, path, de, de, blocks * p.constants.block_bytes)
     p.machine.stored_ns[agent] = max(p.machine.stored_ns[agent], stored_ns)
 
 

@@ -20,7 +20,7 @@ import numba
 from numba.extending import register_jitable
 
 from dualpath.core import blocks
-from dualpath.model.sim import derived, result, rules
+from dualpath.model.sim import carried, derived, result, rules
 from dualpath.plan import counts
 from dualpath.policy import (
     accounts,
@@ -35,7 +35,7 @@ from dualpath.policy import (
 )
 
 KERNEL_MODULES = (
-    *(blocks, counts, rules),
+    *(blocks, counts, carried, rules),
     *(accounts, baselines, batching, decode, kept, prefill, read_side, recompute),
 )
 

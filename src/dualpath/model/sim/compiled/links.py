@@ -98,12 +98,12 @@ def _charge_snic_write(p: World, node: int, transfer_bytes: float) -> int:
 
 
 @lean
-def charge_path(p: World, path: int, pe: int, de: int, blocks: int) -> int:
+def charge_path(p: World, path: int, pe: int, de: int, step_bytes: float) -> int:
     """Charge a kind of step at all its servers and return when the last is through."""
     paths, end_ns = p.machine.paths, p.machine.counters[NOW]
-    if blocks <= 0:
+    if step_bytes <= 0:
         return end_ns
-    step_bytes = blocks * p.constants.block_bytes * p.machine.copies[path]
+    step_bytes *= p.machine.copies[path]
     place = 0
     while paths[path, place] != NO_SERVER:
         kind, engine = paths[path, place], pe

@@ -1,6 +1,6 @@
 """Forward passes and the first token (stages 6 and 7 of the model)."""
 
-from dualpath.core.blocks import holding_blocks
+from dualpath.model.sim.carried import fill_bytes, load_bytes, send_bytes
 from dualpath.model.sim.compiled.batches import form_pass
 from dualpath.model.sim.compiled.buffers import give_back_decode, give_back_prefill
 from dualpath.model.sim.compiled.columns import (
@@ -8,7 +8,6 @@ from dualpath.model.sim.compiled.columns import (
     CHUNK_BSZ,
     COMPUTED,
     DE,
-    DE_BLOCKS,
     DONE,
     FILLED,
     GENERATED,
@@ -18,7 +17,6 @@ from dualpath.model.sim.compiled.columns import (
     PE,
     PE_BLOCKS,
     PROMPT,
-    PROMPT_BLOCKS,
     QUEUE_HEAD,
     RECOMPUTED,
     SENT,
@@ -31,6 +29,7 @@ from dualpath.model.sim.compiled.columns import (
 )
 from dualpath.model.sim.compiled.events import push
 from dualpath.model.sim.compiled.finishing import count_out, finish, persist
+from dualpath.model.sim.compiled.hits import first_at_prefill, hit_blocks
 from dualpath.model.sim.compiled.jit import lean
 from dualpath.model.sim.compiled.links import charge_path
 from dualpath.model.sim.compiled.lookahead import fetch_chunks
@@ -45,13 +44,7 @@ from dualpath.model.sim.derived import (
     SEND_PATH,
 )
 from dualpath.model.sim.rules import pass_end_ns, to_ns
-from dualpath.plan.counts import (
-    chunk_blocks,
-    load_blocks,
-    new_full_blocks,
-    reload_blocks,
-    send_hit_blocks,
-)
+from dualpath.plan.counts import chunk_blocks, new_full_blocks
 from dualpath.policy.recompute import weight_tokens
 
 
@@ -99,39 +92,44 @@ def _pass_end(p: World, unit: int, compute_ns: int) -> int:
 
 @lean
 def _load(p: World, agent: int) -> int:
-    flights, resident = p.machine.flights, p.constants.resident
+    flights, c = p.machine.flights, p.constants
     pe, de = flights[agent, PE], flights[agent, DE]
-    first, hits = _blocks_before(p, agent)
-    at_pe = load_blocks(0, flights[agent, PE_BLOCKS], 0, first, hits, resident)
-    at_de = load_blocks(0, flights[agent, DE_BLOCKS], 0, first, hits, resident)
+    at_pe, at_de, reloaded = load_bytes(
+        c.layer_kinds,
+        flights[agent, DONE] // c.block_tokens,
+        first_at_prefill(p, agent),
+        flights[agent, PE_BLOCKS],
+        hit_blocks(p, agent),
+        c.block_tokens,
+        c.resident,
+    )
     end_ns = charge_path(p, LOAD_PE_PATH, pe, de, at_pe)
     end_ns = max(end_ns, charge_path(p, LOAD_DE_PATH, pe, de, at_de))
-    reloaded = reload_blocks(0, first, hits, resident)
     return max(end_ns, charge_path(p, RELOAD_PATH, pe, de, reloaded))
 
 
 @lean
 def _send(p: World, unit: int) -> int:
     """Charge the transfers to the DEs, before the chunks count as done."""
-    m = p.machine
+    m, c = p.machine, p.constants
     flights, end_ns = m.flights, m.counters[NOW]
     agent = m.units[unit, U_CHUNK_HEAD]
     while agent != NONE:
-        first, hits = _blocks_before(p, agent)
-        cached, bsz = flights[agent, DONE], flights[agent, CHUNK_BSZ]
-        blocks = chunk_blocks(cached, bsz, p.constants.block_tokens)
-        blocks += send_hit_blocks(0, flights[agent, PE_BLOCKS], 0, first, hits)
-        sent_ns = charge_path(p, SEND_PATH, flights[agent, PE], flights[agent, DE], blocks)
+        cached = flights[agent, DONE]
+        chunk_bytes = send_bytes(
+            c.layer_kinds,
+            chunk_blocks(cached, flights[agent, CHUNK_BSZ], c.block_tokens),
+            cached // c.block_tokens,
+            first_at_prefill(p, agent),
+            flights[agent, PE_BLOCKS],
+            hit_blocks(p, agent),
+            flights[agent, PROMPT],
+            c.block_tokens,
+        )
+        sent_ns = charge_path(p, SEND_PATH, flights[agent, PE], flights[agent, DE], chunk_bytes)
         end_ns = max(end_ns, sent_ns)
         agent = m.next_chunk[agent]
     return end_ns
-
-
-@lean
-def _blocks_before(p: World, agent: int) -> tuple[int, int]:
-    """Return the first block of an agent's chunk, and how many blocks of its prompt are hits."""
-    flights, block_tokens = p.machine.flights, p.constants.block_tokens
-    return flights[agent, DONE] // block_tokens, holding_blocks(flights[agent, HIT], block_tokens)
 
 
 @lean
@@ -191,5 +189,6 @@ def _prefilled(p: World, agent: int) -> None:
     else:
         filled_ns = m.counters[NOW]
         if not c.oracle:
-            filled_ns = charge_path(p, FILL_PATH, de, de, flights[agent, PROMPT_BLOCKS])
+            prompt_bytes = fill_bytes(c.layer_kinds, prompt, c.block_tokens)
+            filled_ns = charge_path(p, FILL_PATH, de, de, prompt_bytes)
         push(m.heap, m.counters, filled_ns + c.admission_ns, FILLED, agent)

@@ -1,6 +1,6 @@
 """A round's reads, until all its KV is in DRAM and it waits at its PE (stage 4 of the model)."""
 
-from dualpath.core.blocks import holding_blocks
+from dualpath.model.sim.carried import read_bytes
 from dualpath.model.sim.compiled.columns import (
     DIRTY,
     DONE,
@@ -9,6 +9,7 @@ from dualpath.model.sim.compiled.columns import (
     NOW,
     PARTS_LEFT,
     PE,
+    PE_BLOCKS,
     PE_READ,
     QUEUE_HEAD,
     QUEUE_TAIL,
@@ -21,6 +22,7 @@ from dualpath.model.sim.compiled.columns import (
     UNIT,
 )
 from dualpath.model.sim.compiled.events import push
+from dualpath.model.sim.compiled.hits import first_at_prefill, found_blocks, hit_blocks
 from dualpath.model.sim.compiled.jit import lean
 from dualpath.model.sim.compiled.links import (
     charge_path,
@@ -60,13 +62,21 @@ def read(p: World, part: int) -> None:
     c, flights = p.constants, p.machine.flights
     agent, side = part >> 1, part & 1
     engine = flights[agent, PE + side]
-    blocks = holding_blocks(flights[agent, PE_READ + side], c.block_tokens)
-    charge_path(p, READ_DE_PATH if side else READ_PE_PATH, engine, engine, blocks)
+    part_bytes = read_bytes(
+        c.layer_kinds,
+        side == 1,
+        found_blocks(p, agent, side),
+        first_at_prefill(p, agent),
+        flights[agent, PE_BLOCKS],
+        hit_blocks(p, agent),
+        c.block_tokens,
+    )
+    charge_path(p, READ_DE_PATH if side else READ_PE_PATH, engine, engine, part_bytes)
     node = node_at(p, engine)
     if c.equal_snic:
-        read_equal(p, node, part, blocks * c.block_bytes)
+        read_equal(p, node, part, part_bytes)
     else:
-        read_fifo(p, node, part, blocks * c.block_bytes)
+        read_fifo(p, node, part, part_bytes)
 
 
 @lean

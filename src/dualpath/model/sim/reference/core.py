@@ -15,11 +15,13 @@ from dualpath.model.sim.derived import (
     PERSIST_PROMPT_PATH,
     RELOAD_PATH,
     SEND_PATH,
+    layer_kinds,
     limits,
 )
 from dualpath.model.sim.layout import cluster_layout
 from dualpath.model.sim.reference.driver import SchedulerDriver
 from dualpath.model.sim.reference.events import EventQueue
+from dualpath.model.sim.reference.flights import Flight
 from dualpath.model.sim.reference.machine import SimulatedMachine
 from dualpath.model.sim.reference.memories import Wanted
 from dualpath.model.sim.reference.prefill import Chunk, Pass, PrefillWork
@@ -29,51 +31,11 @@ from dualpath.model.sim.reference.units import Units
 from dualpath.model.sim.result import Progress, SimulationResult
 from dualpath.model.sim.rules import pass_end_ns, to_ns
 from dualpath.model.sim.settings import Setup
-from dualpath.plan.counts import (
-    chunk_blocks,
-    kv_tokens,
-    load_blocks,
-    new_full_blocks,
-    reload_blocks,
-    send_hit_blocks,
-)
+from dualpath.plan.counts import kv_tokens, new_full_blocks
 from dualpath.policy.events import Assignment
 
 #: Progress is reported every so many events.
 PROGRESS_EVENTS = 20_000
-
-
-class _Flight:
-    """An assigned round: its engines, what is read where, and what is still to come."""
-
-    __slots__ = (
-        *("assignment", "de", "de_blocks", "kept_tokens", "parts_left", "pe", "pe_blocks"),
-        *("pe_first", "prompt_blocks", "read_tokens"),
-    )
-
-    def __init__(self, assignment: Assignment, prompt_blocks: int, kept: dict[Role, int]) -> None:
-        self.assignment = assignment
-        self.pe = int(assignment.prefill_engine)
-        self.de = int(assignment.decode_engine)
-        self.prompt_blocks = prompt_blocks
-        self.pe_first = self.pe_blocks = self.de_blocks = 0
-        for run in assignment.reads:
-            if run.side is Role.DECODE:
-                self.de_blocks += run.blocks.count
-            else:
-                # A run that is read follows one that is kept.
-                self.pe_first = run.blocks.first if not self.pe_blocks else self.pe_first
-                self.pe_blocks += run.blocks.count
-        self.kept_tokens = kept
-        self.read_tokens = {
-            Role.PREFILL: assignment.prefill_read_tokens,
-            Role.DECODE: assignment.decode_read_tokens,
-        }
-        self.parts_left = 0
-
-    def engine(self, side: Role) -> int:
-        """Return the engine of a side."""
-        return self.pe if side is Role.PREFILL else self.de
 
 
 class ReferenceCore:
@@ -87,6 +49,7 @@ class ReferenceCore:
         cluster = setup.cluster
         self._limits = limits(setup)
         self._block_tokens = cluster.block_tokens
+        self._kinds = layer_kinds(setup)
         self._oracle = setup.mode is Mode.ORACLE
         self._resident = not setup.mode.layerwise
         self._layers = setup.model.layers
@@ -132,7 +95,7 @@ class ReferenceCore:
             self._agent_of += [agent] * (end - first)
             self._last_round.append(end - 1)
         self._stored_ns = [0] * agents.agents
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, Flight] = {}
         self._children: dict[int, list[int]] = defaultdict(list)
 
     def run(self, until_ns: int | None, progress: Progress | None) -> SimulationResult:
@@ -180,12 +143,9 @@ class ReferenceCore:
 
     def _assigned(self, r: int, assignment: Assignment) -> None:
         self._hit[r] -= assignment.recompute_tokens
-        prompt_blocks = holding_blocks(self._prompt[r], self._block_tokens)
-        kept = dict.fromkeys(Role, 0)
-        for run in assignment.reads:
-            kept[run.side] += run.tokens(self._block_tokens, self._hit[r]) if run.kept else 0
-        flight = _Flight(assignment, prompt_blocks, kept)
-        self._flights[r] = flight
+        hit, prompt = self._hit[r], self._prompt[r]
+        flight = Flight(assignment, hit, prompt, self._kinds, self._block_tokens)
+        self._flights[r], kept = flight, flight.kept_tokens
         self._record.assigned(r, assignment, kept, self._events.now_ns)
         if self._oracle:
             self._record.granted_ns[r] = self._events.now_ns
@@ -193,11 +153,11 @@ class ReferenceCore:
             return
         kept_blocks = holding_blocks(kept[Role.DECODE], self._block_tokens)
         self._machine.buffer(flight.de).reserve(
-            Wanted(self._agent_of[r], 0, prompt_blocks, kept_blocks),
+            Wanted(self._agent_of[r], 0, flight.prompt_blocks, kept_blocks),
             lambda adopted: self._de_buffer_granted(r, flight, adopted),
         )
 
-    def _de_buffer_granted(self, r: int, flight: _Flight, adopted_blocks: int) -> None:
+    def _de_buffer_granted(self, r: int, flight: Flight, adopted_blocks: int) -> None:
         self._adopted(flight, Role.DECODE, adopted_blocks)
         if flight.pe_blocks:
             kept_blocks = holding_blocks(flight.kept_tokens[Role.PREFILL], self._block_tokens)
@@ -208,11 +168,11 @@ class ReferenceCore:
         else:
             self._granted(r, flight)
 
-    def _pe_buffer_granted(self, r: int, flight: _Flight, adopted_blocks: int) -> None:
+    def _pe_buffer_granted(self, r: int, flight: Flight, adopted_blocks: int) -> None:
         self._adopted(flight, Role.PREFILL, adopted_blocks)
         self._granted(r, flight)
 
-    def _adopted(self, flight: _Flight, side: Role, blocks: int) -> None:
+    def _adopted(self, flight: Flight, side: Role, blocks: int) -> None:
         """Let a side read what it was believed to keep and does not, or not any more."""
         believed = flight.kept_tokens[side]
         found = min(blocks * self._block_tokens, believed)
@@ -223,7 +183,7 @@ class ReferenceCore:
 
     # 4. Read.
 
-    def _granted(self, r: int, flight: _Flight) -> None:
+    def _granted(self, r: int, flight: Flight) -> None:
         now_ns = self._events.now_ns
         self._record.granted_ns[r] = now_ns
         sides = [side for side in Role if flight.read_tokens[side]]
@@ -238,16 +198,16 @@ class ReferenceCore:
             else:
                 self._read(r, flight, side)
 
-    def _read(self, r: int, flight: _Flight, side: Role) -> None:
+    def _read(self, r: int, flight: Flight, side: Role) -> None:
         engine, tokens = flight.engine(side), flight.read_tokens[side]
-        blocks = holding_blocks(tokens, self._block_tokens)
-        self._machine.charge_read(engine, side, blocks)
+        part_bytes = flight.read_bytes(side)
+        self._machine.charge_read(engine, side, part_bytes)
         self._machine.snic(engine).read(
-            blocks * self._limits.block_bytes,
+            part_bytes,
             lambda: self._part_read(r, flight, engine, tokens),
         )
 
-    def _part_read(self, r: int, flight: _Flight, engine: int, tokens: int) -> None:
+    def _part_read(self, r: int, flight: Flight, engine: int, tokens: int) -> None:
         self._driver.part_read(engine, tokens)
         flight.parts_left -= 1
         if flight.parts_left == 0:
@@ -296,31 +256,22 @@ class ReferenceCore:
 
     def _load(self, chunk: Chunk) -> int:
         flight, charge = self._flights[chunk.work.round], self._machine.charge
-        first, hit_blocks = self._blocks_before(chunk)
-        pe, de, resident = flight.pe, flight.de, self._resident
-        at_pe = load_blocks(0, flight.pe_blocks, 0, first, hit_blocks, resident)
-        at_de = load_blocks(0, flight.de_blocks, 0, first, hit_blocks, resident)
+        pe, de = flight.pe, flight.de
+        at_pe, at_de, reloaded = flight.load_bytes(chunk, resident=self._resident)
         return max(
             charge(LOAD_PE_PATH, pe, de, at_pe),
             charge(LOAD_DE_PATH, pe, de, at_de),
-            charge(RELOAD_PATH, pe, de, reload_blocks(0, first, hit_blocks, resident)),
+            charge(RELOAD_PATH, pe, de, reloaded),
         )
 
     def _send(self, formed: Pass) -> int:
         end_ns = self._events.now_ns
         for chunk in formed.chunks:
             flight = self._flights[chunk.work.round]
-            first, hit_blocks = self._blocks_before(chunk)
-            blocks = chunk_blocks(chunk.cached, chunk.bsz, self._block_tokens)
-            blocks += send_hit_blocks(0, flight.pe_blocks, 0, first, hit_blocks)
-            sent_ns = self._machine.charge(SEND_PATH, flight.pe, flight.de, blocks)
+            sent_bytes = flight.send_bytes(chunk)
+            sent_ns = self._machine.charge(SEND_PATH, flight.pe, flight.de, sent_bytes)
             end_ns = max(end_ns, sent_ns)
         return end_ns
-
-    def _blocks_before(self, chunk: Chunk) -> tuple[int, int]:
-        """Return the first block of a chunk, and how many blocks of its prompt are hits."""
-        hit_blocks = holding_blocks(chunk.work.hit_tokens, self._block_tokens)
-        return chunk.cached // self._block_tokens, hit_blocks
 
     # 7. First token.
 
@@ -358,11 +309,11 @@ class ReferenceCore:
         else:
             filled_ns = self._events.now_ns
             if not self._oracle:
-                de = flight.de
-                filled_ns = self._machine.charge(FILL_PATH, de, de, flight.prompt_blocks)
+                de, filled_bytes = flight.de, flight.fill_bytes()
+                filled_ns = self._machine.charge(FILL_PATH, de, de, filled_bytes)
             self._events.at(filled_ns + self._admission_ns, self._filled, r, flight)
 
-    def _end_without_decode(self, r: int, flight: _Flight) -> None:
+    def _end_without_decode(self, r: int, flight: Flight) -> None:
         record, first_ns = self._record, self._record.first_token_ns[r]
         record.decoding_ns[r] = record.second_token_ns[r] = first_ns
         if not self._oracle:
@@ -371,12 +322,12 @@ class ReferenceCore:
 
     # 8. Decode.
 
-    def _filled(self, r: int, flight: _Flight) -> None:
+    def _filled(self, r: int, flight: Flight) -> None:
         if not self._oracle:
             self._give_back_decode(r, flight)
         self._decode(r, flight)
 
-    def _decode(self, r: int, flight: _Flight) -> None:
+    def _decode(self, r: int, flight: Flight) -> None:
         self._record.decoding_ns[r] = self._events.now_ns
         unit = self._decode_units[self._decode_unit_of[flight.de]]
         second_ns = unit.join(r, self._prompt[r], self._generated[r])
@@ -404,17 +355,16 @@ class ReferenceCore:
 
     def _persist(self, r: int, path: int, de: int, blocks: int) -> None:
         agent = self._agent_of[r]
-        stored_ns = self._machine.charge(path, de, de, blocks)
+        stored_ns = self._machine.charge(path, de, de, blocks * self._limits.block_bytes)
         self._stored_ns[agent] = max(self._stored_ns[agent], stored_ns)
 
-    def _give_back_prefill(self, r: int, flight: _Flight) -> None:
+    def _give_back_prefill(self, r: int, flight: Flight) -> None:
         if flight.pe_blocks:
-            first, full = flight.pe_first, self._hit[r] // self._block_tokens
-            whole = min(flight.pe_blocks, full - first)
-            agent = self._agent_of[r]
-            self._machine.buffer(flight.pe).release(agent, first, flight.pe_blocks, whole)
+            agent, whole = self._agent_of[r], flight.whole_at_prefill()
+            buffer = self._machine.buffer(flight.pe)
+            buffer.release(agent, flight.pe_first, flight.pe_blocks, whole)
 
-    def _give_back_decode(self, r: int, flight: _Flight) -> None:
-        full = self._prompt[r] // self._block_tokens
+    def _give_back_decode(self, r: int, flight: Flight) -> None:
+        agent, whole = self._agent_of[r], flight.whole_at_decode()
         buffer = self._machine.buffer(flight.de)
-        buffer.release(self._agent_of[r], 0, flight.prompt_blocks, full)
+        buffer.release(agent, 0, flight.prompt_blocks, whole)

@@ -80,17 +80,17 @@ class SimulatedMachine:
         """Return the storage NIC of an engine's node."""
         return self._snics[self.node(engine)]
 
-    def charge_read(self, engine: int, side: Role, blocks: int) -> None:
+    def charge_read(self, engine: int, side: Role, read_bytes: float) -> None:
         """Charge what a storage read loads besides its SNIC."""
         path = READ_PE_PATH if side is Role.PREFILL else READ_DE_PATH
-        self.charge(path, engine, engine, blocks)
+        self.charge(path, engine, engine, read_bytes)
 
-    def charge(self, path: int, pe: int, de: int, blocks: int) -> int:
+    def charge(self, path: int, pe: int, de: int, step_bytes: float) -> int:
         """Let a step of this kind (``derived.CHARGED``) begin now; return when it is over."""
         end_ns = now_ns = self._events.now_ns
-        if blocks <= 0:
+        if step_bytes <= 0:
             return now_ns
-        step_bytes = blocks * self._block_bytes * self._copies[path]
+        step_bytes *= self._copies[path]
         servers = self._paths[path]
         for server in (*servers.at_pe[pe], *servers.at_de[de]):
             over_ns = server.charge(now_ns, step_bytes)
