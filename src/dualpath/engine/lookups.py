@@ -66,7 +66,8 @@ class Lookups:
         self._send = send
         self._threads = threads
         self._lock = threads.lock()
-        self._open: set[_Lookup] = set()
+        #: In the order of asking: those that are late at one moment are answered in it.
+        self._open: dict[_Lookup, None] = {}
         self._waiting = 0
         self._workers = Workers(threads, "lookup", LOOKUP_THREADS)
 
@@ -75,7 +76,7 @@ class Lookups:
         lookup = _Lookup(message, self._threads.now_ns(), self._storage.parallel_lookups)
         lookup.known_before = self._storage.known_head(lookup.keys)
         with self._lock:
-            self._open.add(lookup)
+            self._open[lookup] = None
         self._counters.add(Counter.LOOKUPS, 1)
         self._go_on(lookup)
 
@@ -154,7 +155,7 @@ class Lookups:
             if lookup.over:
                 return
             lookup.over = True
-            self._open.discard(lookup)
+            self._open.pop(lookup, None)
             stored = lookup.search.stored
             # What still waits for it, perhaps for ever, must not hold its keys.
             keys, lookup.keys = lookup.keys, ()
