@@ -62,11 +62,11 @@ class Allocated:
         return self.groups
 
 
-def taken_over(tokens=PROMPT, groups=GROUPS, blocks=None, prompt=PROMPT, found=0):
+def taken_over(tokens=PROMPT, groups=GROUPS, blocks=None, prompt=PROMPT, found=0, moves=True):
     """A decode request in the step in which its KV is to be copied; its side, and that step."""
     settings = msgspec.structs.replace(SETTINGS, role=Role.DECODE)
     side = SchedulerSide(settings, GEOMETRY, groups)
-    slots = tuple(range(holding_blocks(prompt, BLOCK_TOKENS)))
+    slots = tuple(range(holding_blocks(prompt, BLOCK_TOKENS))) if moves else ()
     transfer = DecodeTransfer(request_id="q", prompt_tokens=prompt, slots=slots)
     request = vllm_request(range(tokens), transfer=to_transfer_params(transfer))
     promised, asynchronously = side.matched_tokens(request, found)
@@ -86,6 +86,13 @@ def test_a_prompt_is_copied_where_each_group_has_blocks():
         *((4, 7), (5, 8), (6, 9)),
     )
     assert block_ids(work.hbm_blocks) == (1, 2, 3, 4, 7, 5, 8, 6, 9)
+
+
+def test_a_request_waits_for_its_copy_also_where_nothing_is_moved():
+    """In mode Oracle nobody has slots, and vLLM waits for the word all the same."""
+    _, _, promised, step = taken_over(PROMPT + 1, moves=False)
+    (work,) = step.decodes
+    assert (promised, work.hbm_blocks, work.waits) == (PROMPT, (), True)
 
 
 def test_the_last_token_is_not_promised_where_vllm_computes_it_again():
@@ -117,6 +124,7 @@ def test_a_prompt_that_vllm_finds_whole_gives_its_buffer_back_and_is_not_stored_
     assert promised == 0
     (work,) = step.decodes
     assert (len(work.hbm_blocks), block_ids(work.hbm_blocks)) == (5, ())
+    assert not work.waits
     assert side.build(SchedulerOutput.make_empty()).decodes == []
     assert generated(side, request, prompt) == []
 

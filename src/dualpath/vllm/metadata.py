@@ -27,13 +27,16 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
 class DecodeWork:
     """A prompt whose KV is to be copied into this DE's HBM before the request may run.
 
-    ``hbm_blocks`` of its blocks 0 and following; without ids where HBM has had the KV before.  If
-    that is so of all, the request runs already and only the buffer is to be given back.
+    ``hbm_blocks`` of its blocks 0 and following; without ids where HBM has had the KV before.
+    ``waits``: the request does not run before vLLM hears that the copy is over, also where nothing
+    is copied, as in mode Oracle.  Without it the request runs already, as HBM has had all of it,
+    and only the buffer is to be given back.
     """
 
     vllm_request_id: str
     decode_transfer: DecodeTransfer
     hbm_blocks: tuple[HbmBlock, ...]
+    waits: bool = True
 
 
 @dataclass

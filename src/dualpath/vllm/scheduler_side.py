@@ -56,6 +56,8 @@ class _Tracked:
         self.persisted_blocks = 0
         #: Of the prompt, whose KV vLLM has found in a DE's HBM, in blocks that others may share.
         self.found_tokens = 0
+        #: Whether vLLM waits for a DE's copy of the rest.
+        self.waits = False
         self.transferred = False
 
 
@@ -133,7 +135,7 @@ class SchedulerSide:
         if tracked.found_tokens + external_tokens >= self._tokens_to_fill(
             tracked.request, transfer
         ):
-            tracked.transferred = True
+            tracked.transferred, tracked.waits = True, external_tokens > 0
             tracked.persisted_blocks = self._full_blocks(transfer.prompt_tokens)
             self._new_decode_transfers.append(request.request_id)
 
@@ -201,7 +203,7 @@ class SchedulerSide:
         shared = min(self._full_blocks(tracked.found_tokens), filled)
         # Other requests may be reading those now.
         new = (self._hbm_block(tracked, row) for row in range(shared, filled))
-        return DecodeWork(request_id, transfer, (*[NO_BLOCK] * shared, *new))
+        return DecodeWork(request_id, transfer, (*[NO_BLOCK] * shared, *new), tracked.waits)
 
     def _hbm_block(self, tracked: _Tracked, row: int, computed_tokens: int = 0) -> HbmBlock:
         """Return the ids of one of a request's blocks, as they are after ``computed_tokens``."""

@@ -22,7 +22,7 @@ from dualpath.core.parts import PartSlice
 from dualpath.engine.follower import FollowedPass, Follower, open_follower
 from dualpath.engine.forward_pass import ForwardPass, PromptPart
 from dualpath.engine.generated import GeneratedBlock
-from dualpath.engine.hbm_layout import HbmLayout, block_ids
+from dualpath.engine.hbm_layout import HbmLayout
 from dualpath.engine.membership import Membership, ServedModel
 from dualpath.engine.rank import RankPlace
 from dualpath.engine.settings import EngineSettings
@@ -247,10 +247,8 @@ class WorkerSide:
         return ForwardPass(membership.manager, membership.send, parts)
 
     def _begin_decode(self, work: DecodeWork) -> None:
-        waits = bool(block_ids(work.hbm_blocks))
-
         def copied(error: str | None) -> None:
-            if waits:
+            if work.waits:
                 self._copied.put((work.vllm_request_id, error))
 
         self._mover.fill_hbm(work.decode_transfer, work.hbm_blocks, copied)
