@@ -13,6 +13,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
 from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
 from dualpath.core.transfers import DecodeTransfer, to_transfer_params
 from dualpath.engine.hbm_layout import NO_BLOCK, block_ids
 from dualpath.vllm.cache_layers import CacheGroups, cache_groups
@@ -64,7 +65,8 @@ class Allocated:
 
 def taken_over(tokens=PROMPT, groups=GROUPS, blocks=None, prompt=PROMPT, found=0, moves=True):
     """A decode request in the step in which its KV is to be copied; its side, and that step."""
-    settings = msgspec.structs.replace(SETTINGS, role=Role.DECODE)
+    mode = Mode.DUALPATH if moves else Mode.ORACLE
+    settings = msgspec.structs.replace(SETTINGS, role=Role.DECODE, mode=mode)
     side = SchedulerSide(settings, GEOMETRY, groups)
     slots = tuple(range(holding_blocks(prompt, BLOCK_TOKENS))) if moves else ()
     transfer = DecodeTransfer(request_id="q", prompt_tokens=prompt, slots=slots)
