@@ -26,7 +26,7 @@ from dualpath.engine.pending_writes import PendingWrites
 from dualpath.engine.threads import OS_THREADS, TimeLimit
 from dualpath.report import markdown
 from dualpath.report.model import Table
-from dualpath.router.requests.look_up import ENGINE_SHARE
+from dualpath.router.attempts.look_up import ENGINE_SHARE
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.lengths import ORACLE, LengthOnlyStorage
 from dualpath.storage.remembering import RememberingStorage

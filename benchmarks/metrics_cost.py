@@ -20,12 +20,13 @@ from dualpath.engine.counters import Counter
 from dualpath.policy.events import Assignment
 from dualpath.report import markdown
 from dualpath.report.model import Table
-from dualpath.router.control.engine_calls import Job
+from dualpath.router.attempts.hit_account import Found, SeenBlocks
 from dualpath.router.control.registry import Registry
+from dualpath.router.engine_calls import Job
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.observe.tracing import Tracing
-from dualpath.router.requests.hit_account import Found, SeenBlocks
-from dualpath.router.requests.records import RequestRecord, Stage
+from dualpath.router.requests.records import RequestRecord
+from dualpath.router.stages import Stage
 
 BLOCKS, BLOCK_TOKENS, NEW_BLOCKS = 1000, 64, 20
 ENGINES = 100

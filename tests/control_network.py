@@ -15,9 +15,9 @@ import zmq
 import zmq.asyncio
 
 from dualpath.core.control import EngineMessage, Message
-from dualpath.router.control.registry import EngineInfo
+from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.refusals import ControlRefusals
-from dualpath.router.requests.service import RouterService
+from dualpath.router.service import RouterService
 from dualpath.transport.cluster_secret import ClusterSecret
 
 T = TypeVar("T")
@@ -168,9 +168,10 @@ class Arrivals:
     def __init__(self, service: RouterService) -> None:
         self.messages: list[Message] = []
         self._changed = asyncio.Event()
-        self._on_message, self._on_lost = service.on_message, service.on_lost
-        service.on_message = self._message  # type: ignore[method-assign]
-        service.on_lost = self._lost  # type: ignore[method-assign]
+        scheduler = service.scheduler
+        self._on_message, self._on_lost = scheduler.on_message, scheduler.on_lost
+        scheduler.on_message = self._message  # type: ignore[method-assign]
+        scheduler.on_lost = self._lost  # type: ignore[method-assign]
 
     async def until(self, true: Callable[[], bool], limit_s: float) -> None:
         """Return when it is true, or becomes so with a message that comes."""

@@ -17,7 +17,7 @@ from dualpath.laboratory.emulated.front_door import front_door
 from dualpath.laboratory.emulated.process import EmulatedEngine, emulated_engine
 from dualpath.laboratory.emulated.settings import EmulatedSettings, block_geometry
 from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
-from dualpath.router.requests.service import RouterService
+from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.transport.contract import Transport
 from dualpath.transport.in_process import InProcessFabric

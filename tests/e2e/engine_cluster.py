@@ -31,7 +31,7 @@ from dualpath.ops.launch.local_cluster import claim_port
 from dualpath.ops.launch.process import Supervisor
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.router.control.assign_log import AssignmentNote
-from dualpath.router.requests.service import RouterService
+from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.posix import PosixStorage
 from dualpath.vllm.app import make_app

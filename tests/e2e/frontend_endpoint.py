@@ -16,8 +16,8 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.laboratory.models.tiny import END_ID
-from dualpath.router.control.engine_calls import TokenEvent
 from dualpath.router.control.registry import Registry, missing_engines
+from dualpath.router.engine_calls import TokenEvent
 from dualpath.router.observe.dashboard.board import Dashboard, Load
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.settings import RouterSettings
@@ -75,7 +75,7 @@ class ScriptedService:
     def pause_engine(self, engine_id, *, paused):
         return engine_id == "pe-0"
 
-    def hint_session(self, tenant, session_id, hints):
+    async def hint_session(self, tenant, session_id, hints):
         self.hinted.append((tenant, session_id, hints))
         return session_id == "agent-1"
 

@@ -13,7 +13,8 @@ from dualpath.engine.link import ControlLink
 from dualpath.engine.router_connection import ZmqRouterConnection
 from dualpath.laboratory.chaos.proxy import Relay
 from dualpath.router.control.control_server import ControlServer
-from dualpath.router.control.registry import EngineInfo, Registry
+from dualpath.router.control.registry import Registry
+from dualpath.router.engines import EngineInfo
 
 GUARD_S = 60.0
 RESETS = 5

@@ -27,7 +27,7 @@ from dualpath.laboratory.workload.replay.stream import (
 )
 from dualpath.ops.launch.process import ManagedProcess, SpawnedProcess, Supervisor
 from dualpath.plan.counts import new_full_blocks
-from dualpath.router.requests.service import RouterService
+from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.wire import EventLines
 from dualpath.storage.factory import open_storage

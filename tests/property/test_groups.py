@@ -12,7 +12,8 @@ from dualpath.core import control, envelopes
 from dualpath.core.addresses import Writer
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.router.control.control_server import ControlServer
-from dualpath.router.control.registry import EngineInfo, Registry
+from dualpath.router.control.registry import Registry
+from dualpath.router.engines import EngineInfo
 
 SIZE = 3
 TIMEOUT_S = 2.0

@@ -9,8 +9,8 @@ from tests.unit.router_fakes import GUARD_S, FakeCalls, FakeEngine
 
 from dualpath.core import control
 from dualpath.core.cluster import Role
-from dualpath.router.control.engine_calls import EngineCalls, Job, TokenEvent
-from dualpath.router.requests.service import RouterService
+from dualpath.router.engine_calls import EngineCalls, Job, TokenEvent
+from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 
 
@@ -25,7 +25,7 @@ class WatchedService(RouterService):
 
     def kill(self) -> None:
         """End as SIGKILL does: nothing more is said to engines, streams end."""
-        for task in (*self.server._tasks, *self._tasks):
+        for task in (*self.server._tasks, *self.front_end._tasks):
             task.cancel()
 
     async def saw_loss(self, engine_id: str) -> None:

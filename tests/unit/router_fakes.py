@@ -20,8 +20,8 @@ from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.core.rates import Rates
 from dualpath.core.sessions import HELLO_GAP_S
 from dualpath.engine.router_session import RouterSession
-from dualpath.router.control.engine_calls import Job, TokenEvent
-from dualpath.router.control.registry import EngineInfo
+from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.engines import EngineInfo
 
 M = TypeVar("M", bound=control.Message)
 BLOCK_TOKENS = 4

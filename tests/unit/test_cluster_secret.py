@@ -15,7 +15,8 @@ from dualpath.core.errors import ConfigError
 from dualpath.engine.link import ControlLink
 from dualpath.engine.router_connection import ZmqRouterConnection
 from dualpath.router.control.control_server import ControlServer
-from dualpath.router.control.registry import EngineInfo, Registry
+from dualpath.router.control.registry import Registry
+from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.refusals import ControlRefusal, ControlRefusals
 from dualpath.transport.cluster_secret import (
     LEAST_CHARACTERS,

@@ -19,8 +19,8 @@ from dualpath.policy.events import SchedulerSettings
 from dualpath.router.control.registry import Registry
 from dualpath.router.observe.engine_metrics import MOVEMENTS
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.requests.records import Stage
 from dualpath.router.settings import RouterSettings
+from dualpath.router.stages import Stage
 from dualpath.vllm.front_end_settings import FrontEndSettings
 
 ROOT = Path(__file__).parents[2]

@@ -178,7 +178,7 @@ async def test_what_was_pushed_out_in_a_pause_is_there_again_for_the_next_turn()
             await made.stored()
         await made.idle()
         assert total(made, Counter.DRAM_EVICTED_BLOCKS) > 0
-        assert made.service.hint_session("", "paused", SessionHints(next_turn_s=0.0))
+        assert await made.service.hint_session("", "paused", SessionHints(next_turn_s=0.0))
 
         def back() -> bool:
             return manager.report().counters[Counter.DRAM_FETCHED_BLOCKS.value] == HIT_BLOCKS

@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreRequest
 from dualpath.core.errors import BadRequestError
 from dualpath.core.key_memory import KeyMemory
 from dualpath.core.modes import Mode
-from dualpath.router.requests.service import RouterService
+from dualpath.router.service import RouterService
 from dualpath.vllm.generate_client import GenerateClient
 from dualpath.vllm.request_job import make_job
 
@@ -41,7 +41,7 @@ async def test_vllms_front_end_gets_what_the_light_one_gets(tmp_path: Path) -> N
     try:
         async with cluster(tmp_path, Mode.DUALPATH) as made:
             light, _ = await made.ask(PROMPT, 9)
-            made.service.context.calls = calls
+            made.service.front_end.context.calls = calls
             assert await ask(made.service, "a", None) == light
             assert await ask(made.service, "b", "salt") == light
             # With a seed the DE samples the first token as well.
@@ -57,7 +57,7 @@ async def test_wrong_kv_is_final_for_it_too(
     calls = GenerateClient(max_logprobs=20)
     try:
         async with cluster(tmp_path, Mode.DUALPATH) as made:
-            made.service.context.calls = calls
+            made.service.front_end.context.calls = calls
             hbm = made.engines["prefill-0"].plane.hbm
             monkeypatch.setattr(hbm, "write_blocks", lambda *_: None)
             with pytest.raises(BadRequestError, match="is wrong in de_buffer"):

@@ -24,7 +24,7 @@ async def test_under_load_an_engine_drains_and_no_request_is_tried_again(
     async with cluster(tmp_path, Mode.DUALPATH, prefill=2, decode=2, speedup=1.0) as made:
         engine = made.engines[f"{role.value}-0"]
         asked = [asyncio.create_task(made.ask([n, *PROMPT], 40)) for n in range(1, 9)]
-        placed = lambda: made.service._counts()[1] >= 4  # noqa: E731
+        placed = lambda: made.service.front_end.counts()[1] >= 4  # noqa: E731
         await made.arrivals.until(placed, GUARD_S)
         draining = asyncio.create_task(drain(engine.plane))
         asked += [asyncio.create_task(made.ask([n, *PROMPT], 4)) for n in range(9, 13)]

@@ -10,7 +10,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from dualpath.core.errors import BadRequestError, EngineLostError
-from dualpath.router.control.engine_calls import TokenEvent
+from dualpath.router.engine_calls import TokenEvent
 from dualpath.vllm.engine_core import RoutedEngineCore
 
 

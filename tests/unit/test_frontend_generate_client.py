@@ -22,7 +22,7 @@ from dualpath.core.errors import (
 )
 from dualpath.core.key_memory import KeyMemory
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, from_transfer_params
-from dualpath.router.control.registry import EngineInfo
+from dualpath.router.engines import EngineInfo
 from dualpath.router.token_api.client import RANK_HEADER
 from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath.vllm.generate_client import GenerateClient

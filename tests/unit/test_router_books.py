@@ -8,8 +8,8 @@ from dualpath.core import control
 from dualpath.core.addresses import AgentAddress, EngineAddress, Writer
 from dualpath.core.cluster import Role
 from dualpath.router.control.assign_log import AssignLog
-from dualpath.router.control.registry import EngineInfo
 from dualpath.router.control.releases import Releases
+from dualpath.router.engines import EngineInfo
 
 
 def report(assign_seq: int, requests: int, tokens: int, read_queue: int = 0) -> control.Report:

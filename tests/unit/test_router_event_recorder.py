@@ -38,7 +38,7 @@ from dualpath.policy.event_log import (
 from dualpath.policy.events import EngineSpec, SchedulerSettings
 from dualpath.policy.scheduler import RequestScheduler
 from dualpath.router.control.event_recorder import EventLogWriter, RecordedScheduler, read_event_log
-from dualpath.router.requests.service import RouterService
+from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 
 SETTINGS = SchedulerSettings(mode=Mode.DUALPATH, alpha_tokens=1000, beta_tokens=5000)

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualpath.router.requests.hit_account import (
+from dualpath.router.attempts.hit_account import (
     FASTER,
     GONE,
     NEW,

@@ -2,7 +2,7 @@
 
 from dualpath.core.cluster import Role
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.router.requests.hits import kept_head, to_read_whole
+from dualpath.router.attempts.hits import kept_head, to_read_whole
 
 KEPT = HitRun(Role.DECODE, BlockRun(0, 2), (10, 11), kept=True)
 AT_PE = HitRun(Role.PREFILL, BlockRun(2, 3), (0, 1, 2), windowless=3)

@@ -76,7 +76,7 @@ async def test_a_full_router_says_when_to_come_again(tmp_path: Path) -> None:
             running.close()
         await made.idle()
         async with asyncio.timeout(GUARD_S):
-            await asyncio.gather(*made.service._tasks, return_exceptions=True)
+            await asyncio.gather(*made.service.front_end._tasks, return_exceptions=True)
         assert made.service.turned_away() is None
         assert (await made.post(PROMPT, 1))[0] == 200
 

@@ -15,9 +15,9 @@ from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun
 from dualpath.engine.link import ControlLink
 from dualpath.engine.router_connection import ZmqRouterConnection
-from dualpath.router.control.engine_calls import Job, TokenEvent
-from dualpath.router.control.registry import EngineInfo
-from dualpath.router.requests.service import RouterService
+from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.engines import EngineInfo
+from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 
 GUARD_S = 30.0

@@ -57,10 +57,10 @@ async def test_a_session_is_retained_as_its_client_wishes_and_ends_with_its_word
         context = await turn(made, "r0", PROMPT, session_id="a", retain_s=30.0)
         keys = keys_of(context[:-1])
         assert orders(decode) == [control.Retain(keys, 30.0, fetch=False)]
-        assert session_call(made.service, "a", b"", over=True)[0] == 200
+        assert (await session_call(made.service, "a", b"", over=True))[0] == 200
         await asyncio.sleep(0.1)
         assert orders(decode)[1:] == [control.Retain(keys, 0.0, fetch=False)]
-        assert session_call(made.service, "a", b"", over=True)[0] == 404
+        assert (await session_call(made.service, "a", b"", over=True))[0] == 404
 
 
 @pytest.mark.virtual_time
@@ -69,7 +69,7 @@ async def test_a_client_may_ask_for_its_kv_while_its_tool_runs():
     async with cluster(settings=settings) as made:
         await turn(made, "r0", PROMPT, session_id="a")
         body = json.dumps({"next_turn_s": 20}).encode()
-        assert session_call(made.service, "a", body, over=False)[0] == 200
+        assert (await session_call(made.service, "a", body, over=False))[0] == 200
         await asyncio.sleep(19)
         assert orders(made.engines["d0"]) == []
         await asyncio.sleep(2)
@@ -92,9 +92,9 @@ async def test_nothing_is_said_of_a_lost_engine_and_nothing_of_failed_turns():
 async def test_another_tenant_cannot_end_a_session():
     async with cluster() as made:
         await turn(made, "r0", PROMPT, session_id="a")
-        status, _ = session_call(made.service, "a", b'{"cache_salt": "mine"}', over=True)
+        status, _ = await session_call(made.service, "a", b'{"cache_salt": "mine"}', over=True)
         assert status == 404
-        assert session_call(made.service, "a", b"", over=True)[0] == 200
+        assert (await session_call(made.service, "a", b"", over=True))[0] == 200
 
 
 @pytest.mark.virtual_time
@@ -102,6 +102,6 @@ async def test_another_tenant_cannot_end_a_session():
 async def test_a_call_that_cannot_be_is_refused(body: bytes):
     async with cluster() as made:
         await turn(made, "r0", PROMPT, session_id="a")
-        status, answer = session_call(made.service, "a", body, over=False)
+        status, answer = await session_call(made.service, "a", body, over=False)
         assert status == 400
         assert isinstance(answer, dict)

@@ -195,7 +195,7 @@ def add_sessions(app: FastAPI, service: HintedService) -> None:
 
     async def session(request: Request) -> Response:
         session_id, over = request.path_params["session_id"], request.method == "DELETE"
-        status, answer = session_call(service, session_id, await request.body(), over=over)
+        status, answer = await session_call(service, session_id, await request.body(), over=over)
         return _json(answer, status)
 
     app.router.routes.insert(0, APIRoute(SESSION_PATH, session, methods=["POST", "DELETE"]))

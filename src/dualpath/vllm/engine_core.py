@@ -30,8 +30,8 @@ from vllm.v1.outputs import LogprobsLists
 
 from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.core.key_memory import KeyMemory
-from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.control.served_adapters import ServedAdapters
+from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.vllm.prompt_images import SentImage, check_fit, sent_images
 from dualpath.vllm.request_job import NO_ADAPTERS, ClientRequest, make_job
 

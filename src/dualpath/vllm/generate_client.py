@@ -10,8 +10,8 @@ from typing import Any
 
 from dualpath.core.errors import DualPathError
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
-from dualpath.router.control.engine_calls import Job, TokenEvent
-from dualpath.router.control.registry import EngineInfo
+from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.engines import EngineInfo
 from dualpath.router.token_api.client import TokenApiClient, token_event
 from dualpath.router.token_api.wire import GenerateRequest
 from dualpath.vllm.prompt_images import features_on_wire

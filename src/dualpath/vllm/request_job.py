@@ -18,8 +18,8 @@ from dualpath.core.errors import BadRequestError
 from dualpath.core.key_extras import KeyExtras
 from dualpath.core.key_memory import KeyMemory
 from dualpath.core.session_hints import HINT_ARGUMENTS, session_hints
-from dualpath.router.control.engine_calls import Job
 from dualpath.router.control.served_adapters import ServedAdapters
+from dualpath.router.engine_calls import Job
 from dualpath.router.requests.prompt_limits import check_salt
 from dualpath.vllm.prompt_images import SentImage
 

@@ -19,7 +19,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from dualpath.core.errors import ConfigError
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
 from dualpath.router.requests.limits import allow_many_streams
-from dualpath.router.requests.service import RouterService
+from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.router.turn import STANDS_BY, Turn
 from dualpath.vllm.app import make_app, serve_app

@@ -17,7 +17,8 @@ from dualpath.laboratory.chaos.matrix import Component, Step
 
 _HANDLE = "dualpath.engine.traffic_manager:TrafficManager.handle"
 _ATTEMPT = "dualpath.router.requests.lifecycle:Attempt"
-_LOADING = "dualpath.router.requests.loading:Loading"
+_AT_ENGINES = "dualpath.router.attempts.engine_attempt:EngineAttempt"
+_LOADING = "dualpath.router.attempts.loading:Loading"
 
 
 class EngineKind(enum.StrEnum):
@@ -39,15 +40,15 @@ class Point(msgspec.Struct, frozen=True):
 
 
 _ROUTER_POINTS = (
-    Point(Step.LOOKING_UP, f"{_ATTEMPT}._look_up"),
-    Point(Step.WAITING, f"{_ATTEMPT}._find_engines"),
+    Point(Step.LOOKING_UP, f"{_AT_ENGINES}._look_up"),
+    Point(Step.WAITING, f"{_AT_ENGINES}._find_engines"),
     Point(Step.RESERVING, f"{_LOADING}._reserve"),
     Point(Step.READING, f"{_LOADING}._read"),
     Point(Step.PREFILLING, f"{_ATTEMPT}._prefill"),
     Point(Step.HANDING_OVER, f"{_ATTEMPT}._stream_first"),
-    Point(Step.PERSISTING, f"{_ATTEMPT}._persist"),
+    Point(Step.PERSISTING, f"{_AT_ENGINES}._persist"),
     Point(Step.DECODING, f"{_ATTEMPT}._decode"),
-    Point(Step.H2D, f"{_ATTEMPT}._kv_in_hbm"),
+    Point(Step.H2D, f"{_AT_ENGINES}._kv_in_hbm"),
     Point(Step.RELEASING, f"{_ATTEMPT}._give_back"),
 )
 #: PERSISTING of engines is in the middle of a file: ``bad_disk``.

@@ -5,8 +5,8 @@ from contextlib import aclosing
 
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.laboratory.emulated.requests import Sampling
-from dualpath.router.control.engine_calls import Job, TokenEvent
-from dualpath.router.control.registry import EngineInfo
+from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.engines import EngineInfo
 from dualpath.router.token_api.client import TokenApi, token_event
 from dualpath.router.token_api.wire import GenerateRequest
 

@@ -42,15 +42,15 @@ from dualpath.laboratory.emulated.http_server import (
 )
 from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
 from dualpath.router.connections import Connections
-from dualpath.router.control.engine_calls import Job, TokenEvent
 from dualpath.router.control.pauses import PAUSE_PATH, no_such_engine
 from dualpath.router.control.session_orders import SESSION_PATH
+from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
 from dualpath.router.requests.limits import allow_many_streams, connection_limits
 from dualpath.router.requests.prompt_limits import check_prompt, check_salt, check_token_ids
-from dualpath.router.requests.service import RouterService
 from dualpath.router.requests.session_calls import session_call
+from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.statuses import (
@@ -219,7 +219,7 @@ class FrontDoor:
         except DualPathError as error:
             return error_answer(error)
         session_id, over = request.match_info["session_id"], request.method == "DELETE"
-        status, answer = session_call(self._service, session_id, body, over=over)
+        status, answer = await session_call(self._service, session_id, body, over=over)
         return json_answer(answer, status)
 
     async def _dashboard(self, request: web.Request) -> web.Response:

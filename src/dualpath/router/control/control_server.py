@@ -21,8 +21,9 @@ from dualpath.core.errors import EngineRefusedError, IncompatibleError
 from dualpath.core.names import in_one_line
 from dualpath.core.sessions import HEARTBEAT_S, Action, Event
 from dualpath.router.control.control_socket import ControlSocket, ZmqControlSocket
-from dualpath.router.control.registry import EngineInfo, EngineState, Registry
+from dualpath.router.control.registry import EngineState, Registry
 from dualpath.router.control.witnesses import Witnesses
+from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.refusals import ControlRefusal, ControlRefusals
 from dualpath.storage.host_process import is_gone
 from dualpath.transport.cluster_secret import ClusterSecret

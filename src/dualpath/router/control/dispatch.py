@@ -21,7 +21,7 @@ from dualpath.policy.events import Assignment, EngineSpec, Thresholds
 from dualpath.policy.scheduler import RequestScheduler
 from dualpath.router.control.assign_log import AssignLog, AssignmentNote
 from dualpath.router.control.event_recorder import RecordedScheduler
-from dualpath.router.control.registry import EngineInfo
+from dualpath.router.engines import EngineInfo
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ that ends the attempt wherever it stands.
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from dualpath.core import control
 from dualpath.core.errors import BadRequestError, EngineLostError
@@ -140,35 +140,3 @@ class Exchange:
                 future.set_result(None)
         for channel in list(self._channels.values()):
             channel.engine_lost(engine_id, reason)
-
-
-async def run_until_broken(work: Awaitable[T], broken: "asyncio.Future[None]") -> T:
-    """Return what ``work`` returns, or cancel it and raise what ``broken`` carries.
-
-    The cancelled work has ended when this returns, so that nothing of it is left to answer.
-    """
-    task = asyncio.ensure_future(work)
-    watched: set[asyncio.Future[Any]] = {task, broken}
-    try:
-        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-            if not task.cancelled():
-                task.exception()  # Marks it as seen: whoever cancels us does not want it.
-    if task.cancelled() and broken.done():
-        broken.result()
-    return task.result()
-
-
-async def gather_or_cancel(*works: Awaitable[T]) -> list[T]:
-    """Return all results; if one fails the others are cancelled, so that none is left behind."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)

@@ -12,7 +12,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.control import KEPT_KEY_BYTES, MOST_KEPT_KEYS, Kept
 from dualpath.core.modes import Mode
 from dualpath.core.request import KeptPrefix
-from dualpath.router.control.registry import EngineInfo
+from dualpath.router.engines import EngineInfo
 
 
 class _Engine:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dualpath.core.control import Drained, Report, RouterMessage
 from dualpath.router.control.dispatch import Dispatch
 from dualpath.router.control.exchange import Exchange
-from dualpath.router.control.registry import EngineInfo, EngineState, Pause, Registry
+from dualpath.router.control.registry import EngineState, Pause, Registry
+from dualpath.router.engines import EngineInfo
 
 #: Where an operator pauses an engine (POST) and lets it go on (DELETE).
 PAUSE_PATH = "/dualpath/v1/engines/{engine_id}/pause"

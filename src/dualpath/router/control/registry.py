@@ -8,52 +8,21 @@ mistaken for its former self, and its *session* one conversation with this route
 import itertools
 from collections import deque
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 
-from dualpath.core.addresses import EngineAddress, Writer
+from dualpath.core.addresses import Writer
 from dualpath.core.blocks import StoreNamespace
-from dualpath.core.cluster import GroupRank, Role
+from dualpath.core.cluster import Role
 from dualpath.core.control import EngineMessage, Hello, Report, RouterMessage
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
-from dualpath.core.rates import Rates
 from dualpath.core.sessions import ROUTER_TABLE, Conversation, Event, Machine, RouterEnd
 from dualpath.router.control.greeting_checks import check_greeting
 from dualpath.router.control.groups import started_with, waits_for
 from dualpath.router.control.served_adapters import ServedAdapters
+from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.refusals import ControlRefusal
-
-
-class EngineInfo(msgspec.Struct, frozen=True):
-    """What an engine said of itself in ``Hello``; ``order`` is its rank of first arrival.
-
-    ``unsettled``, ``quarantined`` and ``writers`` are what its sessions before left in doubt.
-    """
-
-    engine_id: str
-    epoch: str
-    role: Role
-    node: str
-    group: str
-    api_url: str
-    address: EngineAddress
-    order: int
-    hbm_tokens: int
-    buffer_tokens: int
-    snic_bytes_per_s: float | None = None
-    limits: dict[str, Any] = {}
-    rates: Rates = Rates()
-    unsettled: tuple[str, ...] = ()
-    quarantined: tuple[str, ...] = ()
-    writers: tuple[Writer, ...] = ()
-    dp: GroupRank | None = None
-
-    @property
-    def writer(self) -> Writer:
-        """This process as one that may write into others' buffers."""
-        return self.address.writer
 
 
 class Pause(StrEnum):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 
 from dualpath.core.addresses import Writer
 from dualpath.core.control import Release, RouterMessage
-from dualpath.router.control.registry import EngineInfo
+from dualpath.router.engines import EngineInfo
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ from dualpath.core.control import Retain, RouterMessage
 from dualpath.core.session_hints import SessionHints
 from dualpath.policy.agent_sessions import SessionName
 from dualpath.policy.session_warmth import DecodeBuffer, Order, SessionWarmth, WarmthSettings
-from dualpath.router.control.engine_calls import Job
-from dualpath.router.control.registry import EngineInfo, Registry
+from dualpath.router.control.registry import Registry
+from dualpath.router.engines import EngineInfo
+from dualpath.router.scheduling import Answered, RequestOrder
 
 #: Where a client says more of a session while its tool runs (POST), or that it is over (DELETE).
 SESSION_PATH = "/dualpath/v1/sessions/{session_id}"
@@ -44,21 +45,27 @@ class SessionOrders:
         self._buffers: dict[str, DecodeBuffer] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def began(self, job: Job) -> SessionName:
-        """Note a turn; return its session's name."""
-        return self._warmth.turn_began(job.tenant, job.hints, job.keys, self._clock())
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is kept for next turns."""
+        return self._wanted()
 
-    def ended(
-        self, name: SessionName, job: Job, generated: tuple[int, ...], engine_id: str
-    ) -> None:
-        """Note a turn's answer, decoded at this engine."""
+    def began(self, order: RequestOrder) -> SessionName:
+        """Note a turn; return its session's name."""
+        return self._warmth.turn_began(order.tenant, order.hints, order.keys, self._clock())
+
+    def ended(self, name: SessionName, answered: Answered) -> None:
+        """Note a turn's answer."""
         if not self._wanted():
             return
-        # The last token was sampled but never fed back: there is no KV of it.
-        keys = job.keys_for((*job.prompt_token_ids, *generated)[:-1])
         self._carry_out(
             self._warmth.turn_ended(
-                name, len(job.keys), keys, engine_id, self._clock(), self._buffers
+                name,
+                answered.prompt_blocks,
+                answered.keys,
+                answered.decode_engine,
+                self._clock(),
+                self._buffers,
             )
         )
 

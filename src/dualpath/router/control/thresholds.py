@@ -11,7 +11,7 @@ import msgspec
 
 from dualpath.core.rates import Rate, RateOrigin
 from dualpath.policy.events import ALPHA_S, BETA_S, UNLIMITED_TOKENS, Thresholds
-from dualpath.router.control.registry import EngineInfo
+from dualpath.router.engines import EngineInfo
 from dualpath.router.settings import RouterSettings
 
 SETTING, DEFAULT = "setting", "default"

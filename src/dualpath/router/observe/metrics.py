@@ -14,11 +14,12 @@ from prometheus_client.registry import Collector
 from dualpath.core.cluster import Role
 from dualpath.policy.events import Assignment
 from dualpath.policy.session_warmth import REASONS
+from dualpath.router.attempts.hit_account import LOOKUP_FAILURES, HitAccount
 from dualpath.router.control.registry import Registry
 from dualpath.router.observe.engine_metrics import EngineCollector, text_format
-from dualpath.router.requests.hit_account import LOOKUP_FAILURES, HitAccount
-from dualpath.router.requests.records import OUTCOMES, RequestRecord, Stage
+from dualpath.router.requests.records import OUTCOMES, RequestRecord
 from dualpath.router.requests.refusals import ControlRefusal, HttpRefusal, http_refusal
+from dualpath.router.stages import Stage
 
 _STAGE_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5)

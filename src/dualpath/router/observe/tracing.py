@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from dualpath.core.errors import ConfigError
-from dualpath.router.control.engine_calls import Job
-from dualpath.router.requests.records import RequestRecord, Stage, StageTime
+from dualpath.router.engine_calls import Job
+from dualpath.router.requests.records import RequestRecord
+from dualpath.router.stages import Stage, StageTime
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 
 from dualpath.core.errors import BadRequestError, PromptTooLongError
-from dualpath.router.control.registry import Registry
+from dualpath.router.engines import KnownEngines
 from dualpath.router.settings import RouterSettings
 
 #: As in vLLM.
 LARGEST_SALT_CHARACTERS = 128
 
 
-def check_prompt(prompt_tokens: int, settings: RouterSettings, registry: Registry) -> None:
+def check_prompt(prompt_tokens: int, settings: RouterSettings, engines: KnownEngines) -> None:
     """Raise ``PromptTooLongError`` for one longer than the settings or the engines allow."""
     limits = {
         "max_prompt_tokens": settings.max_prompt_tokens,
-        "the model's context": registry.limit("max_model_len"),
+        "the model's context": engines.limit("max_model_len"),
     }
     for name, limit in limits.items():
         if limit is not None and prompt_tokens > limit:
@@ -41,9 +41,9 @@ def check_salt(salt: str | None) -> None:
         raise BadRequestError(f"cache_salt is no text: {error}; send valid Unicode") from error
 
 
-def check_token_ids(token_ids: Sequence[int], registry: Registry) -> None:
+def check_token_ids(token_ids: Sequence[int], engines: KnownEngines) -> None:
     """Raise ``BadRequestError`` for a number that is no token of the model."""
-    vocab_size = registry.limit("vocab_size")
+    vocab_size = engines.limit("vocab_size")
     if not token_ids or vocab_size is None:
         return
     for token in (min(token_ids), max(token_ids)):

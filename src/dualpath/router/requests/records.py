@@ -1,54 +1,14 @@
 """What happened to a request, stage by stage: the source of metrics and traces."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from enum import StrEnum
+from collections.abc import Callable
 
-import msgspec
-
-
-class Stage(StrEnum):
-    """Where a request's time goes, in the order of a request's life."""
-
-    ADMISSION = "admission"
-    """Waiting for ``max_concurrent_requests`` and for a live engine of each role."""
-    LOOKUP = "lookup"
-    QUEUE = "queue"
-    """Waiting for the scheduler's assignment."""
-    BUFFER_WAIT = "buffer_wait"
-    READ = "read"
-    """The storage read with its wait in the engine's read queue."""
-    READ_QUEUE = "read_queue"
-    """The wait alone, as the engine measured it."""
-    STORAGE_READ = "storage_read"
-    """The rest of the read, as the engine measured it."""
-    PREFILL = "prefill"
-    FORWARD = "forward"
-    """The PE's forward passes, without the wait for the first and for the PE's answer."""
-    TRANSFER = "transfer"
-    """What the forward passes waited for KV transfers: those that computation did not hide."""
-    HANDOVER = "handover"
-    """From the call of the DE until it has the prompt's KV in its HBM."""
-    H2D = "h2d"
-    """The copy to HBM alone, as the DE measured it."""
-    DECODE = "decode"
-
+from dualpath.router.stages import Stages, StageTime
 
 #: What can become of a request.
 OUTCOMES = ("finished", "bad_request", "deadline", "engine_lost", "cancelled", "error")
 
 
-class StageTime(msgspec.Struct, frozen=True):
-    """One stage of one attempt, on the router's clock; ``where`` names the engine, if any."""
-
-    stage: Stage
-    attempt: int
-    start_s: float
-    end_s: float
-    where: str = ""
-
-
-class RequestRecord:
+class RequestRecord(Stages):
     """Filled in while a request lives; complete when ``outcome`` is set.
 
     ``hit_tokens`` were loaded, ``recomputed`` maps a reason to stored tokens that were not.
@@ -56,12 +16,13 @@ class RequestRecord:
     """
 
     def __init__(self, request_id: str, prompt_tokens: int, clock: Callable[[], float]) -> None:
+        self.stages: list[StageTime] = []
+        super().__init__(clock, self.stages.append)
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
         self.hit_tokens = 0
         self.recomputed: dict[str, int] = {}
         self.generated_tokens = 0
-        self.attempts = 0
         self.failures: list[str] = []
         self.prefilled = False
         self.start_s = clock()
@@ -70,8 +31,6 @@ class RequestRecord:
         self.last_token_s: float | None = None
         self.end_s: float | None = None
         self.outcome: str | None = None
-        self.stages: list[StageTime] = []
-        self._clock = clock
 
     @property
     def ttft_s(self) -> float | None:
@@ -105,29 +64,6 @@ class RequestRecord:
             self.first_token_s = now_s
         if self.second_token_s is None and self.generated_tokens >= 2:
             self.second_token_s = now_s
-
-    @contextmanager
-    def stage(self, stage: Stage, where: str = "") -> Iterator[None]:
-        """Measure a block of the life as a stage, also if it ends in an exception."""
-        start_s = self._clock()
-        try:
-            yield
-        finally:
-            self.add(stage, start_s, where)
-
-    def add(
-        self, stage: Stage, start_s: float, where: str = "", end_s: float | None = None
-    ) -> None:
-        """Note a stage; without ``end_s`` it ends now."""
-        self.stages.append(
-            StageTime(
-                stage=stage,
-                attempt=self.attempts,
-                start_s=start_s,
-                end_s=self._clock() if end_s is None else end_s,
-                where=where,
-            )
-        )
 
     def close(self, outcome: str) -> None:
         """The request is over."""

@@ -19,13 +19,15 @@ from dualpath.core.errors import (
     PromptTooLongError,
     TransportError,
 )
-from dualpath.router.context import RouterContext
-from dualpath.router.control.engine_calls import Job, TokenEvent
-from dualpath.router.control.registry import EngineInfo
+from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.engines import EngineInfo, is_alive
 from dualpath.router.observe.tracing import RequestTrace
+from dualpath.router.requests.context import FrontEndContext
 from dualpath.router.requests.lifecycle import Attempt
 from dualpath.router.requests.prompt_limits import check_prompt
-from dualpath.router.requests.records import RequestRecord, Stage
+from dualpath.router.requests.records import RequestRecord
+from dualpath.router.scheduling import ScheduledRequest
+from dualpath.router.stages import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +35,14 @@ logger = logging.getLogger(__name__)
 class RequestLife:
     """Runs a job to its end; ``events`` gets its tokens and, from the service, None at the end."""
 
-    def __init__(self, context: RouterContext, job: Job, arrival_seq: int) -> None:
+    def __init__(self, context: FrontEndContext, job: Job, scheduled: ScheduledRequest) -> None:
         self.job = job
         self.record = RequestRecord(job.request_id, job.prompt_tokens, context.clock)
         # Unbounded: a request has at most max_new_tokens events.
         self.events: asyncio.Queue[TokenEvent | None] = asyncio.Queue()
         self._context = context
-        self._arrival_seq = arrival_seq
+        self._scheduling = context.scheduling
+        self._scheduled = scheduled
         #: The DE of the last attempt.
         self.decode_engine = ""
         self._generated: list[int] = []
@@ -142,7 +145,7 @@ class RequestLife:
             self._context,
             job,
             attempt_id,
-            self._arrival_seq,
+            self._scheduled,
             self.record,
             self._emit,
             self._trace,
@@ -167,35 +170,35 @@ class RequestLife:
         """
         most = self._context.settings.max_attempts
         if self._most_of_a_kind() >= most:
-            await self._context.suspicions.settled(
-                e for engines in self._failed_on for e in engines
-            )
+            await self._scheduling.settled(e for engines in self._failed_on for e in engines)
         return self._most_of_a_kind() >= most
 
     def _most_of_a_kind(self) -> int:
-        alive = self._context.is_alive
-        with_an_engine = sum(not all(map(alive, engines)) for engines in self._failed_on)
+        known = self._scheduling.engines
+        with_an_engine = sum(
+            not all(is_alive(known, engine) for engine in engines) for engines in self._failed_on
+        )
         return max(with_an_engine, len(self._failed_on) - with_an_engine)
 
     async def _engines_there(self) -> None:
         wait_s = self._context.settings.engine_wait_s
         with self.record.stage(Stage.ADMISSION):
             try:
-                await self._context.engines_present(1, 1, wait_s)
+                await self._scheduling.engines_present(1, 1, wait_s)
             except DeadlineError as error:
                 raise EngineLostError(f"request {self.job.request_id}: {error}") from error
         self._check()
 
     def _check(self) -> None:
-        job, registry = self.job, self._context.registry
+        job, engines = self.job, self._scheduling.engines
         name = f"request {job.request_id}"
         if job.prompt_tokens < 1 or job.max_new_tokens < 1:
             raise BadRequestError(
                 f"{name} has {job.prompt_tokens} prompt tokens and max_new_tokens "
                 f"{job.max_new_tokens}; both must be at least 1"
             )
-        check_prompt(job.prompt_tokens, self._context.settings, registry)
-        wanted, limit = job.prompt_tokens + job.max_new_tokens, registry.limit("max_model_len")
+        check_prompt(job.prompt_tokens, self._context.settings, engines)
+        wanted, limit = job.prompt_tokens + job.max_new_tokens, engines.limit("max_model_len")
         if limit is not None and wanted > limit:
             raise BadRequestError(
                 f"{name} needs {wanted} tokens ({job.prompt_tokens} prompt, {job.max_new_tokens} "
@@ -208,7 +211,7 @@ class RequestLife:
         moves_bytes = self._context.moves_bytes
         blocks = holding_blocks(job.prompt_tokens, block_tokens) if moves_bytes else 0
         largest = max(
-            (e.buffer_tokens // block_tokens for e in self._context.registry.alive(Role.DECODE)),
+            (e.buffer_tokens // block_tokens for e in self._scheduling.engines.alive(Role.DECODE)),
             default=0,
         )
         if blocks > largest:

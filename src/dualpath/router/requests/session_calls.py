@@ -15,12 +15,12 @@ from dualpath.router.token_api.wire import ApiError, decode_body
 class HintedService(Protocol):
     """The router's service as far as it takes hints."""
 
-    def hint_session(self, tenant: str, session_id: str, hints: SessionHints) -> bool:
+    async def hint_session(self, tenant: str, session_id: str, hints: SessionHints) -> bool:
         """Take what a client says of a session while its tool runs; False if nobody knows it."""
         ...
 
 
-def session_call(
+async def session_call(
     service: HintedService, session_id: str, body: bytes, *, over: bool
 ) -> tuple[int, object]:
     """Carry out a call of ``SESSION_PATH``; return the answer's status and JSON.
@@ -39,7 +39,7 @@ def session_call(
         return status_of(error), {"error": api_error(error)}
     if over:
         hints = msgspec.structs.replace(hints, done=True)
-    if not service.hint_session(tenant_tag(salt), session_id, hints):
+    if not await service.hint_session(tenant_tag(salt), session_id, hints):
         message = (
             f"no session {session_id[:80]!r} is known here; it begins with a request that has this "
             "session_id, and the same cache_salt"

@@ -12,8 +12,8 @@ import aiohttp
 import msgspec
 
 from dualpath.core.errors import BadRequestError, EngineLostError, IncompatibleError
-from dualpath.router.control.engine_calls import Job, TokenEvent
-from dualpath.router.control.registry import EngineInfo
+from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.engines import EngineInfo
 from dualpath.router.token_api.statuses import engine_error
 from dualpath.router.token_api.wire import (
     GENERATE_PATH,

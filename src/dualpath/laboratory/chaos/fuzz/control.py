@@ -17,10 +17,10 @@ from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError, IncompatibleError
 from dualpath.laboratory.chaos.fuzz.inputs import Inputs
-from dualpath.router.control.engine_calls import Job, TokenEvent
-from dualpath.router.control.registry import EngineInfo
+from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.refusals import ControlRefusals
-from dualpath.router.requests.service import RouterService
+from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.transport.cluster_secret import ClusterSecret
 

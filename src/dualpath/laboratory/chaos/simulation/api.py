@@ -15,8 +15,8 @@ from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
 from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.laboratory.emulated.requests import Answer
-from dualpath.router.control.engine_calls import Job
-from dualpath.router.control.registry import EngineInfo
+from dualpath.router.engine_calls import Job
+from dualpath.router.engines import EngineInfo
 from dualpath.router.token_api.statuses import BAD_REQUEST, UNPROCESSABLE, engine_error
 from dualpath.router.token_api.wire import Choice, GenerateAnswer, GenerateRequest
 

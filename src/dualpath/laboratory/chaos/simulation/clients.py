@@ -13,7 +13,7 @@ from dualpath.laboratory.chaos.simulation.router import Exchange, Reply
 from dualpath.laboratory.chaos.simulation.world import Process, World
 from dualpath.laboratory.emulated.kv_bytes import KvFunction
 from dualpath.laboratory.emulated.prefix import TokenPrefix
-from dualpath.router.control.engine_calls import Job, TokenEvent
+from dualpath.router.engine_calls import Job, TokenEvent
 
 #: How long an agent waits before it asks again where nobody answered.
 _AGAIN_S = 0.3

@@ -26,11 +26,12 @@ from dualpath.engine.rank import Rank
 from dualpath.engine.read_queue import ReadQueue
 from dualpath.engine.slots import SlotPool
 from dualpath.engine.traffic_manager import TrafficManager
-from dualpath.router.control.engine_calls import Job
+from dualpath.router.attempts import loading
 from dualpath.router.control.registry import Registry
 from dualpath.router.control.releases import Releases
 from dualpath.router.control.witnesses import Witnesses
-from dualpath.router.requests import loading, request_life
+from dualpath.router.engine_calls import Job
+from dualpath.router.requests import request_life
 from dualpath.router.requests.lifecycle import Attempt
 from dualpath.storage.block_file import PlainBlocks
 
@@ -67,7 +68,7 @@ def _same_name(self: request_life.RequestLife, job: Job) -> Any:  # noqa: ANN401
         self._context,
         job,
         job.request_id,
-        self._arrival_seq,
+        self._scheduled,
         self.record,
         self._emit,
         self._trace,

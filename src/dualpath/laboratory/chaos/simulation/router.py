@@ -10,9 +10,9 @@ from dualpath.laboratory.chaos.simulation.api import SimTokenApi
 from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
 from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
 from dualpath.laboratory.emulated.engine_client import EngineClient
-from dualpath.router.control.engine_calls import Job, TokenEvent
-from dualpath.router.control.registry import EngineInfo
-from dualpath.router.requests.service import RouterService
+from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.engines import EngineInfo
+from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.router.turn import Turn
 

@@ -18,12 +18,8 @@ from dualpath.core.blocks import BlockKey, chain_root
 from dualpath.core.cluster import Role
 from dualpath.core.control import Reserved
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.router.context import RouterContext
-from dualpath.router.control.exchange import gather_or_cancel
-from dualpath.router.control.kept_blocks import serves
-from dualpath.router.control.registry import EngineInfo
-from dualpath.router.requests.attempt_steps import AttemptSteps
-from dualpath.router.requests.hits import (
+from dualpath.router.attempts.attempt_steps import AttemptSteps
+from dualpath.router.attempts.hits import (
     Loaded,
     RunRead,
     behind,
@@ -33,7 +29,11 @@ from dualpath.router.requests.hits import (
     split_at,
     to_read_whole,
 )
-from dualpath.router.requests.records import RequestRecord, Stage
+from dualpath.router.control.context import SchedulerContext
+from dualpath.router.control.kept_blocks import serves
+from dualpath.router.engines import EngineInfo
+from dualpath.router.stages import Stage, Stages
+from dualpath.router.waits import gather_or_cancel
 
 
 class Brought(msgspec.Struct, frozen=True):
@@ -51,9 +51,9 @@ class Loading:
 
     def __init__(
         self,
-        context: RouterContext,
+        context: SchedulerContext,
         steps: AttemptSteps,
-        record: RequestRecord,
+        stages: Stages,
         keys: tuple[BlockKey, ...],
         prefill: EngineInfo,
         decode: EngineInfo,
@@ -62,7 +62,7 @@ class Loading:
     ) -> None:
         self._context = context
         self._steps = steps
-        self._record = record
+        self._stages = stages
         self._keys = keys
         self._prefill = prefill
         self._decode = decode
@@ -130,7 +130,7 @@ class Loading:
         mode = self._context.registry.mode
         wanted = self._kept and mode is not None and serves(engine.role, mode)
         keys = [key for run in blocks for key in self._keys[run.first : run.end]]
-        with self._record.stage(Stage.BUFFER_WAIT, engine.engine_id):
+        with self._stages.stage(Stage.BUFFER_WAIT, engine.engine_id):
             return await self._steps.reserve(engine, count, tuple(keys) if wanted else ())
 
     async def _read_all(self, engine: EngineInfo, runs: Sequence[HitRun]) -> list[RunRead]:
@@ -157,10 +157,10 @@ class Loading:
         run, first = run.whole_behind(self._whole_from), run.blocks.first
         parent = self._keys[first - 1] if first else chain_root()
         start_s = self._context.clock()
-        with self._record.stage(Stage.READ, engine.engine_id):
+        with self._stages.stage(Stage.READ, engine.engine_id):
             done = await self._steps.read(engine, run, self._keys[first : run.blocks.end], parent)
         read_s = start_s + done.queue_s
-        self._record.add(Stage.READ_QUEUE, start_s, engine.engine_id, read_s)
-        self._record.add(Stage.STORAGE_READ, read_s, engine.engine_id, read_s + done.read_s)
+        self._stages.add(Stage.READ_QUEUE, start_s, engine.engine_id, read_s)
+        self._stages.add(Stage.STORAGE_READ, read_s, engine.engine_id, read_s + done.read_s)
         good = run.head(done.good_blocks)
         return RunRead(run, good, done.slots, done.reason or "buffer-too-small")

@@ -1,6 +1,5 @@
-"""What the lives of all requests share: the engines, the scheduler and the way to talk to them."""
+"""What all attempts share: the engines, the scheduler and the way to talk to them."""
 
-import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -8,27 +7,27 @@ from collections.abc import Callable, Sequence
 from dualpath.core.blocks import BlockGeometry, BlockKey
 from dualpath.core.cluster import Role
 from dualpath.core.control import RouterMessage
-from dualpath.core.errors import DeadlineError, EngineLostError
+from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.core.recent import Recent
 from dualpath.policy.events import Assignment, SchedulerSettings
 from dualpath.policy.scheduler import RequestScheduler
 from dualpath.policy.session_warmth import WarmthSettings
+from dualpath.router.attempts.hit_account import SeenBlocks
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.dispatch import Dispatch
-from dualpath.router.control.engine_calls import EngineCalls
 from dualpath.router.control.event_recorder import EventLogWriter, RecordedScheduler
 from dualpath.router.control.exchange import Exchange
 from dualpath.router.control.kept_blocks import KeptBlocks, serves
 from dualpath.router.control.pauses import Pauses
-from dualpath.router.control.registry import EngineInfo, Registry
+from dualpath.router.control.registry import Registry
 from dualpath.router.control.releases import Releases
 from dualpath.router.control.session_orders import SessionOrders
 from dualpath.router.control.suspicions import Suspicions
 from dualpath.router.control.thresholds import ClusterThresholds, derive
+from dualpath.router.engine_calls import EngineCalls
+from dualpath.router.engines import EngineInfo, Presence, geometry
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.observe.tracing import Tracing
-from dualpath.router.requests.hit_account import SeenBlocks
 from dualpath.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -37,8 +36,8 @@ logger = logging.getLogger(__name__)
 _MOST_WRITTEN = 1 << 17
 
 
-class RouterContext:
-    """Holds the router's parts together; created by the service, used by every request."""
+class SchedulerContext:
+    """Holds the scheduler's parts together; used by every attempt."""
 
     def __init__(
         self,
@@ -53,7 +52,6 @@ class RouterContext:
         self.registry = registry
         self.server = server
         self.metrics = metrics
-        self.calls = calls
         self.clock = clock
         self.exchange = Exchange()
         self.releases = Releases(self.send, settings.release_wait_s, registry.is_dead)
@@ -75,9 +73,7 @@ class RouterContext:
             clock,
             metrics.session_ordered,
         )
-        self.admission = asyncio.Semaphore(settings.max_concurrent_requests)
         self.event_log: EventLogWriter | None = None
-        self.tracing: Tracing | None = None
         self.kept = KeptBlocks()
         self.seen_blocks = SeenBlocks()
         self.thresholds = ClusterThresholds()
@@ -85,7 +81,7 @@ class RouterContext:
         #: them, so that blocks the DE generates need no keys of their own here.
         self.writers: Recent[BlockKey, str] = Recent(_MOST_WRITTEN)
         self._dispatch: Dispatch | None = None
-        self._changed = asyncio.Event()
+        self.presence = Presence(registry)
         self._turns = itertools.count()
 
     @property
@@ -113,9 +109,7 @@ class RouterContext:
     @property
     def geometry(self) -> BlockGeometry:
         """Shape of the engines' blocks; raises ``EngineLostError`` before any engine has joined."""
-        if self.registry.namespace is None:
-            raise EngineLostError("no engine has registered yet, at least 1P1D is needed; start it")
-        return self.registry.namespace.geometry
+        return geometry(self.registry)
 
     def send(self, engine_id: str, message: RouterMessage) -> None:
         """Send a control message."""
@@ -150,7 +144,7 @@ class RouterContext:
         self._dispatch.joined(info)
         self.pauses.joined(info)
         self.sessions.engines_changed()
-        self._pulse()
+        self.presence.changed()
 
     def engines_lost(self, lost: Sequence[EngineInfo], reason: str) -> None:
         """Take engines out at once, and end what depends on them."""
@@ -165,7 +159,7 @@ class RouterContext:
             state = self.registry.get(info.engine_id)
             if state is None or not state.left:
                 self.metrics.engine_lost(info.role)
-        self._pulse()
+        self.presence.changed()
 
     def lookup_candidates(self, keys: Sequence[BlockKey]) -> list[EngineInfo]:
         """Live engines in the order to ask for a look-up of a chain of ``keys``.
@@ -183,32 +177,11 @@ class RouterContext:
         writer = self.writers.last(keys)
         return sorted(candidates, key=lambda engine: engine.engine_id != writer)
 
-    async def engines_present(self, prefill: int, decode: int, timeout_s: float) -> None:
-        """Wait for live engines; raises ``DeadlineError`` with what is missing."""
-        wanted = {Role.PREFILL: prefill, Role.DECODE: decode}
-        try:
-            async with asyncio.timeout(timeout_s):
-                while any(len(self.registry.alive(r)) < n for r, n in wanted.items()):
-                    await self._changed.wait()
-        except TimeoutError:
-            there = ", ".join(
-                f"{len(self.registry.alive(role))} of {count} {role.value}"
-                for role, count in wanted.items()
-            )
-            raise DeadlineError(
-                f"live engines after {timeout_s:g} s: {there}; start the missing ones with the "
-                f"router's control address {self.server.address}"
-            ) from None
-
     def _assigned(self, assignment: Assignment) -> None:
         self.metrics.assigned(assignment)
         # At the moment of decision: an engine may be lost before the request's task wakes up.
         if (channel := self.exchange.get(assignment.request_id)) is not None:
             channel.depends_on(assignment.prefill_engine, assignment.decode_engine)
-
-    def _pulse(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     def _bytes_per_token(self) -> int:
         namespace = self.registry.namespace

@@ -11,9 +11,9 @@ import msgspec
 
 from dualpath.core.blocks import BlockKey
 from dualpath.core.control import Lookup, LookupDone
-from dualpath.router.context import RouterContext
-from dualpath.router.control.registry import EngineInfo
-from dualpath.router.requests.hit_account import ENGINE_LOST, TIMEOUT
+from dualpath.router.attempts.hit_account import ENGINE_LOST, TIMEOUT
+from dualpath.router.control.context import SchedulerContext
+from dualpath.router.engines import EngineInfo
 
 _TRIES = 2
 #: Of the router's patience with an engine, what the engine may use; the rest is for the way.
@@ -27,7 +27,7 @@ class LookedUp(msgspec.Struct, frozen=True):
     failure: str | None = None
 
 
-async def look_up(context: RouterContext, keys: tuple[BlockKey, ...]) -> LookedUp:
+async def look_up(context: SchedulerContext, keys: tuple[BlockKey, ...]) -> LookedUp:
     """Ask up to two engines, and return after ``lookup_timeout_s`` at the latest."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + context.settings.lookup_timeout_s
@@ -48,7 +48,7 @@ async def look_up(context: RouterContext, keys: tuple[BlockKey, ...]) -> LookedU
 
 
 async def _ask(
-    context: RouterContext, engine: EngineInfo, keys: tuple[BlockKey, ...], deadline_s: float
+    context: SchedulerContext, engine: EngineInfo, keys: tuple[BlockKey, ...], deadline_s: float
 ) -> LookupDone | None:
     """Return an engine's answer, None if it is lost."""
     if not context.is_alive(engine):

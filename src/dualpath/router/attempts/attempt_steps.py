@@ -19,9 +19,9 @@ from dualpath.core.control import (
 )
 from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.core.runs import HitRun
-from dualpath.router.context import RouterContext
+from dualpath.router.control.context import SchedulerContext
 from dualpath.router.control.exchange import AttemptChannel, CallAnswer
-from dualpath.router.control.registry import EngineInfo
+from dualpath.router.engines import EngineInfo
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class AttemptSteps:
     gives no answer in time is suspect from then on.
     """
 
-    def __init__(self, context: RouterContext, channel: AttemptChannel) -> None:
+    def __init__(self, context: SchedulerContext, channel: AttemptChannel) -> None:
         self._context = context
         self._channel = channel
         self._attempt_id = channel.attempt_id
@@ -151,14 +151,6 @@ class AttemptSteps:
                 hit_keys=keys[:hit_blocks],
             ),
         )
-
-    async def model_work(self, engine: EngineInfo, work: Awaitable[T]) -> T:
-        """Return what an engine's call returns; an engine whose call fails is suspect."""
-        try:
-            return await work
-        except (EngineLostError, TransportError) as error:
-            self._context.suspicions.suspect(engine, str(error), call_failed=True)
-            raise
 
     def release(self, prefill: EngineInfo, decode: EngineInfo, reason: str) -> None:
         """Give back what the attempt still has at its engines."""

@@ -13,7 +13,7 @@ import msgspec
 
 from dualpath.core.session_hints import NO_HINTS, SessionHints
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
-from dualpath.router.control.registry import EngineInfo
+from dualpath.router.engines import EngineInfo
 
 KeysFor = Callable[[Sequence[int]], Sequence[bytes]]
 

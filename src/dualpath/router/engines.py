@@ -1,0 +1,114 @@
+"""Which engines there are, as far as the life of a request has to know."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from dualpath.core.addresses import EngineAddress, Writer
+from dualpath.core.blocks import BlockGeometry, StoreNamespace
+from dualpath.core.cluster import GroupRank, Role
+from dualpath.core.errors import DeadlineError, EngineLostError
+from dualpath.core.modes import Mode
+from dualpath.core.rates import Rates
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What an engine said of itself in ``Hello``; ``order`` is its rank of first arrival.
+
+    ``unsettled``, ``quarantined`` and ``writers`` are what its sessions before left in doubt.
+    """
+
+    engine_id: str
+    epoch: str
+    role: Role
+    node: str
+    group: str
+    api_url: str
+    address: EngineAddress
+    order: int
+    hbm_tokens: int
+    buffer_tokens: int
+    snic_bytes_per_s: float | None = None
+    limits: dict[str, Any] = {}
+    rates: Rates = Rates()
+    unsettled: tuple[str, ...] = ()
+    quarantined: tuple[str, ...] = ()
+    writers: tuple[Writer, ...] = ()
+    dp: GroupRank | None = None
+
+    @property
+    def writer(self) -> Writer:
+        """This process as one that may write into others' buffers."""
+        return self.address.writer
+
+
+class KnownEngines(Protocol):
+    """The engines of a cluster at the moment."""
+
+    @property
+    def mode(self) -> Mode | None:
+        """What they run in; None before any has joined."""
+        ...
+
+    @property
+    def namespace(self) -> StoreNamespace | None:
+        """Whose KV they hold; None before any has joined."""
+        ...
+
+    def alive(self, role: Role | None = None) -> Sequence[EngineInfo]:
+        """Return the live engines (of one role), by arrival."""
+        ...
+
+    def limit(self, name: str) -> int | None:
+        """Return the smallest value of an integer limit over live engines, None if unstated."""
+        ...
+
+
+def is_alive(engines: KnownEngines, info: EngineInfo) -> bool:
+    """Whether this process of an engine has a session."""
+    return any(
+        one.engine_id == info.engine_id and one.epoch == info.epoch
+        for one in engines.alive(info.role)
+    )
+
+
+def geometry(engines: KnownEngines) -> BlockGeometry:
+    """Return the shape of the engines' blocks; raises ``EngineLostError`` before any has joined."""
+    if engines.namespace is None:
+        raise EngineLostError("no engine has registered yet, at least 1P1D is needed; start it")
+    return engines.namespace.geometry
+
+
+class Presence:
+    """Wakes who waits for engines; ``changed`` whenever one came or went."""
+
+    def __init__(self, engines: KnownEngines) -> None:
+        self._engines = engines
+        self._changed = asyncio.Event()
+
+    def changed(self) -> None:
+        """Let those look again who wait."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait(self, prefill: int, decode: int, timeout_s: float, address: str) -> None:
+        """Wait for live engines; raises ``DeadlineError`` with what is missing.
+
+        ``address`` is where the missing ones would have to greet.
+        """
+        wanted = {Role.PREFILL: prefill, Role.DECODE: decode}
+        try:
+            async with asyncio.timeout(timeout_s):
+                while any(len(self._engines.alive(r)) < n for r, n in wanted.items()):
+                    await self._changed.wait()
+        except TimeoutError:
+            there = ", ".join(
+                f"{len(self._engines.alive(role))} of {count} {role.value}"
+                for role, count in wanted.items()
+            )
+            raise DeadlineError(
+                f"live engines after {timeout_s:g} s: {there}; start the missing ones with the "
+                f"router's control address {address}"
+            ) from None

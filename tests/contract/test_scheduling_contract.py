@@ -1,0 +1,215 @@
+"""What front ends and the scheduler may expect of each other, for each way they are connected.
+
+The front end of these tests is written out: it calls the interface and does the model work by hand.
+``as data`` sends every value through its wire form, so that nothing but data can pass.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+from tests.unit.router_cluster import Cluster, cluster
+from tests.unit.router_fakes import GUARD_S, job, keys_of
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import BadRequestError, EngineLostError
+from dualpath.core.transfers import DecodeTransfer
+from dualpath.router.engines import EngineInfo
+from dualpath.router.scheduling import (
+    Answered,
+    Arrived,
+    AttemptEvent,
+    AttemptListener,
+    AttemptOrder,
+    Placed,
+    RequestOrder,
+    ScheduledAttempt,
+    ScheduledRequest,
+    Scheduling,
+)
+
+PROMPT = list(range(1, 18))
+T = TypeVar("T")
+
+
+def through_wire(value: T, form: Any = None) -> T:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=form or type(value))
+
+
+class AsData:
+    """A ``Scheduling`` and its parts, with every argument and result sent through its wire form."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def begin(self, order: RequestOrder) -> "AsData":
+        return AsData(self._inner.begin(through_wire(order)))
+
+    def attempt(self, order: AttemptOrder, listener: AttemptListener) -> "AsData":
+        return AsData(self._inner.attempt(through_wire(order), Decoded(listener)))
+
+    async def prepare(self) -> Any:
+        return through_wire(await self._inner.prepare())
+
+    async def prefilled(self) -> Any:
+        return through_wire(await self._inner.prefilled())
+
+    def end(self, answered: Answered | None = None) -> None:
+        self._inner.end(None if answered is None else through_wire(answered))
+
+    def suspect(self, engine: EngineInfo, why: str, *, call_failed: bool = False) -> None:
+        self._inner.suspect(through_wire(engine), why, call_failed=call_failed)
+
+
+class Decoded:
+    def __init__(self, listener: AttemptListener) -> None:
+        self._listener = listener
+
+    def heard(self, event: AttemptEvent) -> None:
+        self._listener.heard(through_wire(event, AttemptEvent))
+
+
+Connect = Callable[[Scheduling], Scheduling]
+CONNECTIONS: dict[str, Connect] = {"direct": lambda scheduling: scheduling, "as data": AsData}  # type: ignore[dict-item]
+
+
+class HandMade:
+    """A front end that does what a test tells it to."""
+
+    def __init__(self, made: Cluster, scheduling: Scheduling) -> None:
+        self.made, self.scheduling = made, scheduling
+        self.events: list[AttemptEvent] = []
+
+    def heard(self, event: AttemptEvent) -> None:
+        self.events.append(event)
+
+    def begins(self, name: str) -> ScheduledRequest:
+        return self.scheduling.begin(RequestOrder(name, keys_of(PROMPT)))
+
+    def attempt(self, request: ScheduledRequest, name: str) -> ScheduledAttempt:
+        order = AttemptOrder(name, 1, len(PROMPT), 6, keys_of(PROMPT))
+        return request.attempt(order, self)
+
+    def placed(self) -> Placed:
+        (placed,) = (event for event in self.events if isinstance(event, Placed))
+        return placed
+
+    async def prefill(self, attempt: ScheduledAttempt, name: str) -> DecodeTransfer:
+        """Have the PE do its part of an attempt; return what the DE has to be told."""
+        transfer = await attempt.prepare()
+        await self.made.calls.prefill(self.placed().prefill, job(name, PROMPT), transfer)
+        done = await attempt.prefilled()
+        assert done.account.prompt_tokens == len(PROMPT)
+        return DecodeTransfer(name, transfer.prompt_tokens, transfer.de_slots)
+
+    async def decode(self, attempt: ScheduledAttempt, name: str, transfer: DecodeTransfer) -> None:
+        decode = self.made.calls.decode(self.placed().decode, job(name, PROMPT), transfer, ())
+        async for _ in decode:
+            attempt.tokens_came()
+        await attempt.decoded()
+
+    async def everything_is_free(self) -> None:
+        await self.made.settled()
+        context = self.made.service.context
+        assert context.releases.held == 0
+        assert context.dispatch.idle()
+
+
+@pytest.fixture(params=list(CONNECTIONS))
+def connect(request: pytest.FixtureRequest) -> Connect:
+    return CONNECTIONS[request.param]
+
+
+@contextlib.asynccontextmanager
+async def front_end(connect: Connect, **options: Any) -> AsyncIterator[HandMade]:
+    async with cluster(**options) as made, asyncio.timeout(GUARD_S):
+        yield HandMade(made, connect(made.service.scheduler))
+
+
+async def test_an_attempt_is_five_calls_and_leaves_nothing_behind(connect: Connect) -> None:
+    async with front_end(connect) as own:
+        request = own.begins("a")
+        attempt = own.attempt(request, "a")
+        await own.decode(attempt, "a", await own.prefill(attempt, "a"))
+        assert any(isinstance(event, Arrived) for event in own.events)
+        attempt.over("finished")
+        request.end()
+        await own.everything_is_free()
+        assert own.made.stored >= set(keys_of(PROMPT)), "the prompt's blocks are stored"
+
+
+async def test_what_was_stored_is_loaded_by_the_next_attempt(connect: Connect) -> None:
+    async with front_end(connect) as own:
+        own.made.stored.update(keys_of(PROMPT))
+        attempt = own.attempt(own.begins("a"), "a")
+        assert (await attempt.prepare()).hit_blocks == 4
+        attempt.over("cancelled")
+        await own.everything_is_free()
+
+
+@pytest.mark.parametrize("lost", ["p0", "d0"])
+async def test_a_lost_engine_breaks_the_attempt_that_needs_it(connect: Connect, lost: str) -> None:
+    async with front_end(connect) as own:
+        attempt = own.attempt(own.begins("a"), "a")
+        await attempt.prepare()
+        own.made.lose(lost)
+        with pytest.raises(EngineLostError, match=f"engine {lost} is lost"):
+            await asyncio.wait_for(asyncio.shield(attempt.broken), 1.0)
+        with pytest.raises(EngineLostError, match=f"engine {lost} is lost"):
+            attempt.check()
+        attempt.over("failed")
+        await own.everything_is_free()
+
+
+async def test_to_be_over_twice_or_before_anything_began_harms_nobody(connect: Connect) -> None:
+    async with front_end(connect) as own:
+        request = own.begins("a")
+        own.attempt(request, "a").over("cancelled")
+        first = own.attempt(request, "a")
+        first.over("cancelled")
+        second = own.attempt(request, "a")
+        first.over("said again, late")
+        await own.decode(second, "a", await own.prefill(second, "a"))
+        second.over("finished")
+        second.over("finished")
+        request.end()
+        request.end()
+        await own.everything_is_free()
+
+
+async def test_two_attempts_of_one_name_are_never_under_way(connect: Connect) -> None:
+    async with front_end(connect) as own:
+        attempt = own.attempt(own.begins("a"), "a")
+        with pytest.raises(BadRequestError, match="in use by a running request"):
+            own.attempt(own.begins("b"), "a")
+        attempt.over("cancelled")
+
+
+async def test_what_waits_for_engines_ends_when_it_is_cancelled(connect: Connect) -> None:
+    async with front_end(connect, decode=0) as own:
+        attempt = own.attempt(own.begins("a"), "a")
+        waiting = asyncio.ensure_future(attempt.prepare())
+        while not own.made.service.context.dispatch.waiting:
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        attempt.over("cancelled")
+        assert own.made.service.context.dispatch.waiting == 0
+        await own.everything_is_free()
+
+
+async def test_an_engine_that_a_call_failed_on_is_paused_until_it_answers(connect: Connect) -> None:
+    async with front_end(connect, prefill=2) as own:
+        suspected = own.scheduling.engines.alive(Role.PREFILL)[0]
+        own.scheduling.suspect(suspected, "no route")
+        state = own.made.service.registry.get(suspected.engine_id)
+        assert state is not None
+        assert state.pauses
+        await own.scheduling.settled([suspected])
+        assert suspected in own.scheduling.engines.alive(Role.PREFILL)
