@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 from tests.unit.router_cluster import Cluster, cluster
-from tests.unit.router_fakes import GUARD_S, job, keys_of
+from tests.unit.router_fakes import job, keys_of
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, EngineLostError
@@ -31,7 +31,11 @@ from dualpath.router.scheduling import (
     Scheduling,
 )
 
+pytestmark = pytest.mark.virtual_time
+
 PROMPT = list(range(1, 18))
+#: Of virtual time, for all of a test.
+LIMIT_S = 60.0
 T = TypeVar("T")
 
 
@@ -76,7 +80,7 @@ class Decoded:
 
 
 Connect = Callable[[Scheduling], Scheduling]
-CONNECTIONS: dict[str, Connect] = {"direct": lambda scheduling: scheduling, "as data": AsData}  # type: ignore[dict-item]
+CONNECTIONS: dict[str, Connect] = {"direct": lambda scheduling: scheduling, "as data": AsData}
 
 
 class HandMade:
@@ -128,7 +132,7 @@ def connect(request: pytest.FixtureRequest) -> Connect:
 
 @contextlib.asynccontextmanager
 async def front_end(connect: Connect, **options: Any) -> AsyncIterator[HandMade]:
-    async with cluster(**options) as made, asyncio.timeout(GUARD_S):
+    async with cluster(**options) as made, asyncio.timeout(LIMIT_S):
         yield HandMade(made, connect(made.service.scheduler))
 
 
