@@ -175,6 +175,15 @@ class Rebalancer:
         self._streak = 0
         self._rest_s = 0.0
 
+    def retune(self, settings: RebalanceSettings) -> None:
+        """Go on with other settings: rates and the time of a switch, as measured meanwhile.
+
+        Raises as the constructor does.
+        """
+        for role in Role:
+            settings.node_tokens_per_s(role)
+        self._settings = settings
+
     def observe(self, observation: ClusterObservation) -> Decision:
         """Return what to do after one more interval; the caller carries a ``Move`` out.
 

@@ -17,6 +17,7 @@ from dualpath.model.sim.scheduling import engine_specs, scheduler_settings
 from dualpath.model.sim.settings import Setup
 from dualpath.policy.accounts import decode_tokens
 from dualpath.policy.events import Assignment, EngineReport
+from dualpath.policy.role_loads import RoleQueue
 from dualpath.policy.scheduler import RequestScheduler
 
 
@@ -70,18 +71,6 @@ class RoundWatch(Protocol):
 
     def finished(self, round_index: int, assignment: Assignment) -> None:
         """A round is over."""
-
-
-class RoleQueue(NamedTuple):
-    """What the engines of a role have and what waits for them, in the tokens tok_e counts.
-
-    ``placed_tokens`` are of requests that have an engine of the role (HBM held, for DEs);
-    ``waiting`` requests of ``waiting_tokens`` have none yet.
-    """
-
-    placed_tokens: int
-    waiting: int
-    waiting_tokens: int
 
 
 class _Group(NamedTuple):

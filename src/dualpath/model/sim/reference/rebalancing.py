@@ -1,15 +1,7 @@
 """Nodes that change their role while the cluster serves (§8.1 leaves it to future work).
 
-Every ``interval_s`` the policy (``policy.rebalance``) observes how both roles fare.  What waits
-counts where it is held up:
-
-- a loaded prompt at its PE waits for prefill; one whose read is under way waits for storage, which
-  no move makes faster;
-- requests without an engine of a role wait for what those before them wait for: they count in
-  full if at least half of the tokens placed at the role are loaded (PE) or past their first token
-  (DE), less as this share falls to none;
-- a DE holds a request's HBM from its assignment on, also while it is read and prefilled, so that
-  the HBM held is the DE's load by the same share.
+Every ``interval_s`` the policy (``policy.rebalance``) observes how both roles fare, by the rule
+that the live router goes by as well (``policy.role_loads``).
 
 A ``Move`` takes the serving node of the giving role that has the fewest unfinished tokens, since
 it is empty soonest; of equals the one with the highest number.  It gets no new requests, finishes
@@ -37,17 +29,8 @@ from dualpath.policy.rebalance import (
     Move,
     Rebalancer,
     RebalanceSettings,
-    RoleLoad,
 )
-
-
-class _Interval:
-    """What happened since the policy last looked."""
-
-    def __init__(self) -> None:
-        self.prompt_tokens = 0
-        self.ttft_s: list[float] = []
-        self.tpot_s: list[float] = []
+from dualpath.policy.role_loads import RoleNodes, RoleWatch, soonest_empty
 
 
 class Rebalancing:
@@ -86,9 +69,9 @@ class Rebalancing:
         }
         self._joining: set[int] = set()
         self._draining: int | None = None
-        self._loaded_tokens = 0
-        self._decoding_tokens = 0
-        self._interval = _Interval()
+        self._watch = RoleWatch()
+        self._ttft_s: list[float] = []
+        self._tpot_s: list[float] = []
         driver.watch = self
         events.at(to_ns(settings.interval_s), self._look)
 
@@ -96,80 +79,58 @@ class Rebalancing:
 
     def loaded(self, round_index: int) -> None:
         """A prompt waits for its PE."""
-        self._loaded_tokens += int(self._agents.prompt_tokens[round_index])
+        self._watch.loaded(str(round_index), int(self._agents.prompt_tokens[round_index]))
 
     def prefilled(self, round_index: int, assignment: Assignment) -> None:
         """A PE is through with a prompt."""
         r, record = round_index, self._record
-        self._loaded_tokens -= assignment.prefill_tokens
-        self._decoding_tokens += assignment.decode_tokens
-        self._interval.prompt_tokens += assignment.prefill_tokens
+        self._watch.prefilled(str(r), assignment.decode_tokens)
         waited_ns = record.first_token_ns[r] - record.submitted_ns[r]
-        self._interval.ttft_s.append(waited_ns / NS_PER_S)
+        self._ttft_s.append(waited_ns / NS_PER_S)
         self._leave_if_empty()
 
     def finished(self, round_index: int, assignment: Assignment) -> None:
         """A DE is through with a round."""
         r, record = round_index, self._record
-        self._decoding_tokens -= assignment.decode_tokens
+        self._watch.over(str(r))
         later = int(self._agents.generated_tokens[r]) - 1
         if later:
             took_ns = record.finished_ns[r] - record.first_token_ns[r]
-            self._interval.tpot_s.append(took_ns / later / NS_PER_S)
+            self._tpot_s.append(took_ns / later / NS_PER_S)
         self._leave_if_empty()
 
     # Looking.
 
     def _look(self) -> None:
+        observation = self._observation()
         if self._draining is None:
-            decision = self._policy.observe(self._observation())
+            decision = self._policy.observe(observation)
             if isinstance(decision, Move):
                 self._begin(decision)
-        self._interval = _Interval()
+        self._ttft_s, self._tpot_s = [], []
         # Without anything else to come the run is over.
         if self._events.next_ns() is not None:
             next_ns = self._events.now_ns + to_ns(self._settings.interval_s)
             self._events.at(next_ns, self._look)
 
     def _observation(self) -> ClusterObservation:
-        return ClusterObservation(
-            interval_s=self._settings.interval_s,
-            prefill=self._prefill_load(),
-            decode=self._decode_load(),
-        )
-
-    def _prefill_load(self) -> RoleLoad:
-        nodes, queue = len(self._nodes[Role.PREFILL]), self._driver.queue(Role.PREFILL)
-        settings = self._settings
-        capacity = settings.node_tokens_per_s(Role.PREFILL) * nodes * settings.interval_s
-        share = _share(2 * self._loaded_tokens, queue.placed_tokens)
-        return RoleLoad(
-            nodes=nodes,
-            utilisation=min(self._interval.prompt_tokens / capacity, 1.0),
-            waiting_requests=int(share * queue.waiting),
-            waiting_tokens=self._loaded_tokens + int(share * queue.waiting_tokens),
-            latency_s=_mean(self._interval.ttft_s),
-        )
-
-    def _decode_load(self) -> RoleLoad:
-        nodes, queue = len(self._nodes[Role.DECODE]), self._driver.queue(Role.DECODE)
-        share = _share(2 * self._decoding_tokens, queue.placed_tokens)
-        return RoleLoad(
-            nodes=nodes,
-            utilisation=share * _share(queue.placed_tokens, self._decode_node_tokens * nodes),
-            waiting_requests=int(share * queue.waiting),
-            waiting_tokens=int(share * queue.waiting_tokens),
-            latency_s=_mean(self._interval.tpot_s),
+        prefill, decode = len(self._nodes[Role.PREFILL]), len(self._nodes[Role.DECODE])
+        return self._watch.look(
+            self._settings,
+            RoleNodes(prefill, decode, self._decode_node_tokens * decode),
+            {role: self._driver.queue(role) for role in Role},
+            self._ttft_s,
+            self._tpot_s,
         )
 
     # Moving.
 
     def _begin(self, move: Move) -> None:
-        serving = [node for node in self._nodes[move.from_role] if node not in self._joining]
+        serving = sorted(set(self._nodes[move.from_role]) - self._joining)
         if len(serving) < 2:
             # The only other node of the role is still on its way into it.
             return
-        node = min(serving, key=lambda n: (self._driver.unfinished(self._engines(n))[0], -n))
+        node = soonest_empty({n: self._driver.unfinished(self._engines(n))[0] for n in serving})
         self._nodes[move.from_role].remove(node)
         self._nodes[move.to_role].append(node)
         self._record.moves.append(
@@ -237,11 +198,3 @@ def decode_node_tokens_per_s(setup: Setup, limits: Limits, agents: AgentTable) -
     stay_s = max(generated - 1, 1.0) * step_s
     per_engine = context / stay_s if stay_s else LARGEST
     return min(per_engine * setup.cluster.node_engines(Role.DECODE), LARGEST)
-
-
-def _share(part: float, whole: float) -> float:
-    return min(part / whole, 1.0) if whole else 0.0
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
