@@ -57,6 +57,49 @@ def test_a_prefill_is_confirmed_with_its_last_chunk(cluster: ToyCluster) -> None
     assert moved_bytes(cluster) == BLOCKS * GEOMETRY.full_block_bytes
 
 
+def pass_with_silence(
+    cluster: ToyCluster, *parts: PromptPart, unwaited: Sequence[int] = (), silent: Sequence[int]
+) -> dict[str, str]:
+    """Run a pass of a model that says nothing of some layers, or not that it will read them."""
+    forward = ForwardPass(cluster.pe.manager, lambda message: None, parts)
+    for layer in range(GEOMETRY.layers):
+        if layer not in (*unwaited, *silent):
+            forward.wait_loaded(layer)
+        if layer not in silent:
+            forward.computed(layer)
+    return forward.finish({})
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 0])
+def test_a_layer_that_did_not_wait_for_its_kv_fails_the_pass_and_is_not_sent(buffers: int) -> None:
+    """Its attention may have read whatever was in HBM; nothing of it may reach anybody."""
+    cluster = ToyCluster(layer_buffers=buffers)
+    keys = prompt_keys(TOKENS)
+    cluster.store(keys[:2])
+    transfer = cluster.load("r", keys, TOKENS, 2, 0)
+    failures = pass_with_silence(cluster, part(transfer, BlockRun(2, 1)), unwaited=[1], silent=[])
+    assert "layer 1 is computed without a wait" in failures["r"]
+    assert moved_bytes(cluster) <= BLOCKS * GEOMETRY.bytes_of(0)
+    again = cluster.load("s", keys, TOKENS, 2, 0)
+    assert run(cluster, part(again, BlockRun(2, 1))) == ({}, ["s"])
+    cluster.close()
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 0])
+@pytest.mark.parametrize("silent", [[0], [1], [GEOMETRY.layers - 1], range(GEOMETRY.layers)])
+def test_a_model_that_keeps_silent_about_a_layer_fails_its_passes_and_none_hangs(
+    silent: Sequence[int], buffers: int
+) -> None:
+    """Loads and sends of other layers wait for the region of one that nobody says is computed."""
+    cluster = ToyCluster(layer_buffers=buffers)
+    keys = prompt_keys(TOKENS)
+    cluster.store(keys[:2])
+    transfer = cluster.load("r", keys, TOKENS, 2, 0)
+    failures = pass_with_silence(cluster, part(transfer, BlockRun(2, 1)), silent=silent)
+    assert f"layer {silent[0]} is computed without" in failures["r"]
+    cluster.close()
+
+
 @pytest.mark.parametrize("mode", [Mode.DUALPATH, Mode.BASIC])
 @pytest.mark.parametrize("draft_layers", [1, 2])
 @pytest.mark.parametrize("tokens_proposed", [1, 2, 5])

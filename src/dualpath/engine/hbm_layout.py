@@ -38,12 +38,18 @@ class HbmLayout(msgspec.Struct, frozen=True):
     layerwise prefill several layers share a memory: block ``b`` of each must then lie within the
     same bytes (``engine.chunk_transfers``).  ``capacity_tokens`` of all layers.
     ``group_of_layer``: whose block ids a layer has, empty where all layers have the same.
+    ``layer_names`` are what the engine calls its layers, empty where they have numbers only.
     """
 
     memories: tuple[RegionInfo, ...]
     layers: tuple[tuple[HbmPart, ...], ...]
     capacity_tokens: int
     group_of_layer: tuple[int, ...] = ()
+    layer_names: tuple[str, ...] = ()
+
+    def name_of(self, layer: int) -> str:
+        """Return what a person would call a layer."""
+        return self.layer_names[layer] if self.layer_names else f"layer {layer}"
 
     def views(self) -> tuple[RegionInfo, ...]:
         """Return the regions of parts that are no memory of their own."""

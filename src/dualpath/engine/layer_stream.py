@@ -20,6 +20,11 @@ device; one that a transport moves is seen over by the host, which then queues t
 Without overlap (mode Basic) all layers have a region of their own: everything is loaded before
 the first layer and sent after the last.
 
+With overlap all of this rests on the engine's word for each layer.  A layer computed without
+``wait_loaded`` may have read what was in HBM before, and one without ``computed`` would be waited
+for without end by the layers that need its region.  A pass that leaves either out has failed with
+all of its chunks: from there on nothing is sent, and what was sent belongs to failed requests.
+
 When transfers with an agent stall (``engine.stalls``) the chunks that need it are given up, once:
 no more of their steps are posted, and nobody waits for those that are under way.  They count as
 over for the two rules above, so that the other chunks go on; what a late byte may still hit is
@@ -89,6 +94,7 @@ class LayerStream:
         self._lock = threads.lock()
         self._loads = [LayerWork(threads) for _ in range(geometry.layers)]
         self._sends = [LayerWork(threads) for _ in range(geometry.layers)]
+        self._waited: set[int] = set()
         self._computed: set[int] = set()
         self._layer_start_ns = 0
         self._begin_ns = 0
@@ -133,6 +139,8 @@ class LayerStream:
 
         Blocks for what the transport loads; for the device's own copies the device waits.
         """
+        self._must_be_computed(layer - self._settings.buffers)
+        self._waited.add(layer)
         work = self._loads[layer]
         self._wait(work.queued, f"load of layer {layer}")
         for event in work.events:
@@ -149,12 +157,15 @@ class LayerStream:
         if layer in self._computed:
             return
         self._computed.add(layer)
+        if layer not in self._waited:
+            self._unannounced(layer, "without a wait for its stored KV")
         now_ns = self._trace.now_ns()
         self._trace.record(f"compute L{layer}", "compute", self._layer_start_ns, now_ns)
         if self._settings.overlap:
             self._send(layer, self._device.record())
             leaving = layer + 1 - self._settings.buffers
             if leaving >= 0:
+                self._must_be_computed(leaving)
                 self._wait(self._sends[leaving].over, f"send of layer {leaving}")
         self._layer_start_ns = self._trace.now_ns()
 
@@ -165,9 +176,28 @@ class LayerStream:
             for layer in range(self._geometry.layers):
                 self._send(layer, computed)
         for layer in range(self._geometry.layers):
+            self._must_be_computed(layer)
             self._wait(self._loads[layer].over, f"load of layer {layer}")
             self._wait(self._sends[layer].over, f"send of layer {layer}")
         self._end_ns = self._trace.now_ns()
+
+    def _must_be_computed(self, layer: int) -> None:
+        """Fail the pass if the engine has kept silent about a layer (< 0: none), and go on."""
+        if self._settings.overlap and layer >= 0 and layer not in self._computed:
+            self._unannounced(layer, "without a word that its KV is there")
+            self._waited.add(layer)
+            self.computed(layer)
+
+    def _unannounced(self, layer: int, how: str) -> None:
+        reason = (
+            f"{self._transfers.layer_name(layer)} is computed {how}, so that its KV cannot be "
+            "relied on: its attention does not call the connector; serve another model, or this "
+            "one without dualpath"
+        )
+        if not self.failures:
+            log.error("%s", reason)
+        for number in range(len(self._chunks)):
+            self._give_up(number, reason)
 
     def _load(self, layer: int, device_error: str | None = None) -> None:
         resident = self._settings.buffers >= self._geometry.layers

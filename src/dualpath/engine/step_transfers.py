@@ -108,6 +108,7 @@ class StepTransfers:
         self._shares_loads = shares_loads
         #: See ``HbmLayout``.
         self.group_of_layer = hbm.group_of_layer
+        self.layer_name = hbm.name_of
         self._hbm_regions = [tuple(part.region.name for part in parts) for parts in hbm.layers]
         self._dram_regions = {
             region: [

@@ -104,6 +104,7 @@ class WorkerSide:
         if self._config.lora_config is not None:
             mend_cpu_adapters()
         hbm = self._in_groups(hbm_layout(layers, self._num_blocks, self.geometry, self._slice))
+        hbm = msgspec.structs.replace(hbm, layer_names=tuple(self._layers))
         here = layers[0][0].device
         device = open_device(here, self._settings.device_copies)
         self._synchronize = torch.cuda.synchronize if layers[0][0].is_cuda else _nothing_queued
