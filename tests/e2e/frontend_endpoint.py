@@ -17,6 +17,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.laboratory.models.tiny import END_ID
 from dualpath.router.control.registry import Registry, missing_engines
+from dualpath.router.control.roles import Roles
 from dualpath.router.engine_calls import TokenEvent
 from dualpath.router.observe.dashboard.board import Dashboard, Load
 from dualpath.router.observe.metrics import RouterMetrics
@@ -71,6 +72,10 @@ class ScriptedService:
 
     def unready(self):
         return missing_engines(self.registry)
+
+    @property
+    def roles(self):
+        return Roles(Registry(), time.monotonic, 1.0)
 
     def pause_engine(self, engine_id, *, paused):
         return engine_id == "pe-0"

@@ -3,6 +3,7 @@
 import signal
 
 from dualpath.ops.launch.restarts import (
+    DRAIN_GUARD_S,
     FIRST_PAUSE_S,
     LAST_PAUSE_S,
     LONG_LIFE_S,
@@ -102,3 +103,20 @@ def test_a_rank_that_does_not_end_with_the_others_is_killed() -> None:
     assert not ranks[0].alive
     restarts.turn(ranks, LONG_LIFE_S + OTHERS_END_S + 1.0)
     assert started[-1] == "pe-0"
+
+
+def test_what_was_asked_to_end_is_started_at_once_and_that_is_no_fault() -> None:
+    story = Story()
+    story.restarts.ask("pe-0", 0.0)
+    assert story.dies_after(2.0) == 0
+    assert story.said == ["pe-0 has ended as it was asked to and is started again at once"]
+    assert story.dies_after(2.0) == FIRST_PAUSE_S
+
+
+def test_what_was_asked_to_end_and_does_not_is_killed() -> None:
+    story = Story()
+    story.restarts.ask("pe-0", 0.0)
+    story.restarts.turn([story.process], DRAIN_GUARD_S - 1)
+    assert story.process.alive
+    story.restarts.turn([story.process], DRAIN_GUARD_S)
+    assert not story.process.alive

@@ -29,6 +29,7 @@ EXIT_INTERRUPTED = 130
 SUBCOMMANDS = (
     ("serve", "start router, prefill and decode engines on this machine"),
     ("router", "start the router alone; engines register themselves with it"),
+    ("roles", "which engines prefill and which decode, and change it while they serve"),
     ("replay", "replay agent trajectories against an endpoint"),
     ("report", "turn replay results into a table and an HTML page"),
     ("demo", "compare Basic, DualPath and Oracle on real sessions, on this machine"),

@@ -20,6 +20,7 @@ from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.control_socket import ControlSocket
 from dualpath.router.control.event_recorder import EventLogWriter
 from dualpath.router.control.registry import Pause, Registry
+from dualpath.router.control.roles import Roles
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engine_calls import EngineCalls
 from dualpath.router.engines import EngineInfo
@@ -60,6 +61,9 @@ class Scheduler:
             keep_blocks=settings.dram_tier,
         )
         self.metrics = RouterMetrics(self.registry, self.server.refusals, clock)
+        self.roles = Roles(
+            self.registry, clock, settings.role_switch_timeout_s, self.metrics.role_switched
+        )
         self.context = SchedulerContext(
             settings, self.registry, self.server, self.metrics, engine_calls, clock
         )
@@ -132,10 +136,12 @@ class Scheduler:
     def on_joined(self, info: EngineInfo) -> None:
         """Called by the control server."""
         self.context.engine_joined(info)
+        self.roles.look()
 
     def on_lost(self, lost: Sequence[EngineInfo], reason: str) -> None:
         """Called by the control server."""
         self.context.engines_lost(lost, reason)
+        self.roles.look()
 
     def on_dead(self, writer: Writer) -> None:
         """Called by the control server."""
@@ -150,6 +156,7 @@ class Scheduler:
         if isinstance(message, Report):
             self.context.pauses.reported(info, message)
             self.context.dispatch.report(info.engine_id, message)
+            self.roles.look()
         elif isinstance(message, Released):
             self.context.releases.writer_done(message.request_id, info.writer)
         elif isinstance(message, Kept):

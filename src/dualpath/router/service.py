@@ -14,6 +14,7 @@ from dualpath.core.errors import TurnedAwayError
 from dualpath.core.session_hints import SessionHints
 from dualpath.router.control.control_socket import ControlSocket
 from dualpath.router.control.registry import missing_engines
+from dualpath.router.control.roles import Roles
 from dualpath.router.engine_calls import EngineCalls, Job, TokenEvent
 from dualpath.router.engines import EngineInfo
 from dualpath.router.observe.dashboard.board import Dashboard, Load
@@ -119,6 +120,11 @@ class RouterService:
         """Return why no further request is taken, None if one is."""
         return self.front_end.turned_away()
 
+    @property
+    def roles(self) -> Roles:
+        """Engines that change their role."""
+        return self.scheduler.roles
+
     def pause_engine(self, engine_id: str, *, paused: bool) -> bool:
         """As ``Scheduler.pause_engine``."""
         return self.scheduler.pause_engine(engine_id, paused=paused)
@@ -144,6 +150,7 @@ class RouterService:
             running=running,
             thresholds=self.context.thresholds,
             assignments=self.context.dispatch.recent if self.context.has_dispatch else (),
+            roles=self.roles.report(),
         )
 
     def exposition(self) -> bytes:

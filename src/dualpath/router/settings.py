@@ -110,6 +110,12 @@ class RouterSettings(Settings, frozen=True):
         float,
         Setting("after SIGTERM requests under way may take that long; 0: they end at once", ge=0),
     ] = 600.0
+    role_switch_timeout_s: Annotated[
+        float,
+        Setting(
+            "an engine that changes its role, drain and start included, is lost after it", gt=0
+        ),
+    ] = 900.0
     standby_lock: Annotated[
         str,
         Setting(

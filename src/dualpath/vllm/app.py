@@ -36,6 +36,7 @@ from dualpath.router.api_keys import ApiKeyGuard, router_keys
 from dualpath.router.asgi import App, Message, Receive, Send
 from dualpath.router.connections import Connections, Progress
 from dualpath.router.control.pauses import PAUSE_PATH, no_such_engine
+from dualpath.router.control.role_calls import ROLES_PATH, RoledService, roles_call
 from dualpath.router.control.session_orders import SESSION_PATH
 from dualpath.router.observe.dashboard.board import Dashboard
 from dualpath.router.observe.dashboard.page_file import dashboard_page
@@ -52,7 +53,7 @@ from dualpath.vllm.validation import blame_bodies_for_broken_validators
 SHUTDOWN_GRACE_S = 5
 
 
-class ObservedService(ServedEngines, LimitedService, HintedService, Protocol):
+class ObservedService(ServedEngines, LimitedService, HintedService, RoledService, Protocol):
     """The router's service as the HTTP application knows it."""
 
     @property
@@ -131,6 +132,7 @@ async def make_app(llm: DualPathLLM, service: ObservedService, args: argparse.Na
     _put_first(app, "/dualpath/v1/status", _status_endpoint(service))
     add_dashboard(app, service)
     add_pauses(app, service)
+    add_roles(app, service)
     add_sessions(app, service)
     return app
 
@@ -188,6 +190,17 @@ def add_pauses(app: FastAPI, service: ObservedService) -> None:
         return _json({"error": ApiError(no_such_engine(engine_id), NOT_FOUND)}, NOT_FOUND)
 
     app.router.routes.insert(0, APIRoute(PAUSE_PATH, pause, methods=["POST", "DELETE"]))
+
+
+def add_roles(app: FastAPI, service: RoledService) -> None:
+    """Add the calls by which engines change their role."""
+
+    async def roles(request: Request) -> Response:
+        body = await request.body() if request.method == "POST" else None
+        status, answer = roles_call(service, body)
+        return _json(answer, status)
+
+    app.router.routes.insert(0, APIRoute(ROLES_PATH, roles, methods=["GET", "POST"]))
 
 
 def add_sessions(app: FastAPI, service: HintedService) -> None:

@@ -7,6 +7,7 @@ one needs neither vLLM nor a model:
     GET  /v1/models             the one model, as the first engine names it
     GET  /dualpath/v1/status    as `dualpath router`
     POST, DELETE /dualpath/v1/sessions/SESSION   as `dualpath router`
+    GET, POST /dualpath/v1/roles   as `dualpath router`
     GET  /dashboard             as `dualpath router`
     GET  /health, /metrics      as `dualpath router`, without vLLM's own metrics
 """
@@ -43,6 +44,7 @@ from dualpath.laboratory.emulated.http_server import (
 from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
 from dualpath.router.connections import Connections
 from dualpath.router.control.pauses import PAUSE_PATH, no_such_engine
+from dualpath.router.control.role_calls import ROLES_PATH, roles_call
 from dualpath.router.control.session_orders import SESSION_PATH
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.observe.dashboard.page_file import dashboard_page
@@ -107,6 +109,8 @@ class FrontDoor:
         app.router.add_get("/dualpath/v1/dashboard", self._dashboard)
         app.router.add_post(PAUSE_PATH, self._pause)
         app.router.add_delete(PAUSE_PATH, self._pause)
+        app.router.add_get(ROLES_PATH, self._roles)
+        app.router.add_post(ROLES_PATH, self._roles)
         app.router.add_post(SESSION_PATH, self._session)
         app.router.add_delete(SESSION_PATH, self._session)
         app.router.add_get("/dashboard", self._page)
@@ -210,6 +214,16 @@ class FrontDoor:
         if self._service.pause_engine(engine_id, paused=paused):
             return json_answer({"engine_id": engine_id, "paused": paused})
         return json_answer({"error": ApiError(no_such_engine(engine_id), NOT_FOUND)}, NOT_FOUND)
+
+    async def _roles(self, request: web.Request) -> web.Response:
+        try:
+            body = await read_body(request, self._bodies) if request.method == "POST" else None
+        except BodyRefusedError as error:
+            return body_refused(error)
+        except DualPathError as error:
+            return error_answer(error)
+        status, answer = roles_call(self._service, body)
+        return json_answer(answer, status)
 
     async def _session(self, request: web.Request) -> web.Response:
         try:

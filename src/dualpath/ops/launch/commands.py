@@ -100,21 +100,24 @@ def engine_command(
     host: str = LOOPBACK,
     router_host: str = LOOPBACK,
     dp: DpRank | None = None,
+    named_as: Role | None = None,
 ) -> list[str]:
     """Arguments of vLLM's API server that make it a PE or DE; the first two name the model.
 
     ``dp`` makes it a rank of a data-parallel group, with a server of its own.
 
+    ``named_as`` is the role that its name is of, where it has changed since.
     ``host`` is where the engine serves and ``router_host`` where it finds the router's control
     port; a local cluster has both on the loopback address.
     """
-    name = engine_id(role, index) if dp is None else rank_id(role, index, dp.rank, dp.size)
+    unit = engine_id(named_as or role, index)
+    name = rank_id(named_as or role, index, dp.rank, dp.size) if dp is not None else unit
     transfer = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_both",
         "kv_connector_extra_config": _extra_config(
-            settings, role, index, name, f"{host}:{port}", f"{router_host}:{control_port}"
+            settings, role, unit, name, f"{host}:{port}", f"{router_host}:{control_port}"
         ),
     }
     command = [
@@ -168,7 +171,7 @@ def router_keys(settings: LocalClusterSettings) -> frozenset[str]:
 def engine_keys(settings: LocalClusterSettings) -> frozenset[str]:
     """Keys of ``EngineSettings`` that ``engine_command`` settles, whatever a file says."""
     roles = (Role.PREFILL, Role.DECODE)
-    keys = {key for role in roles for key in _extra_config(settings, role, 0, "", "", "")}
+    keys = {key for role in roles for key in _extra_config(settings, role, "", "", "", "")}
     return frozenset(keys | {"cluster_secret_file"})
 
 
@@ -186,7 +189,7 @@ def rank_id(role: Role, index: int, rank: int, size: int) -> str:
 def _extra_config(
     settings: LocalClusterSettings,
     role: Role,
-    index: int,
+    unit: str,
     name: str,
     address: str,
     control_address: str,
@@ -194,7 +197,7 @@ def _extra_config(
     """Return a connector's settings; ``name`` is its own, the id that of all ranks of its group."""
     extra: dict[str, Any] = {
         "role": role.value,
-        "engine_id": engine_id(role, index),
+        "engine_id": unit,
         "router": f"tcp://{control_address}",
         "api_url": f"http://{address}",
         "storage": settings.storage,

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from dualpath.core.cluster import Role
-from dualpath.core.errors import ConfigError, EngineLostError
+from dualpath.core.errors import ConfigError, DualPathError, EngineLostError
 from dualpath.ops.launch.cluster_keys import ClusterKeys
 from dualpath.ops.launch.commands import (
     ENGINE_ENTRY,
@@ -30,15 +30,15 @@ from dualpath.ops.launch.commands import (
 )
 from dualpath.ops.launch.fork_server import ForkedProcess
 from dualpath.ops.launch.process import ManagedProcess, Supervisor
-from dualpath.ops.launch.restarts import Restarts
+from dualpath.ops.launch.restarts import DRAIN_GUARD_S, Restarts
+from dualpath.ops.launch.role_wishes import RoleWishes
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.router.api_keys import client_headers
+from dualpath.router.control.roles_client import call_roles
 from dualpath.storage.location import directory_of
 
 ROUTER = "router"
 STANDBY = "router-standby"
-#: Longer than any request may take that a draining router lets end.
-DRAIN_GUARD_S = 3600.0
 _POLL_S = 0.05
 
 
@@ -59,6 +59,9 @@ class LocalCluster:
         self._starts: dict[str, Callable[[], None]] = {}
         #: Which engines end and start together, by the name of a process.
         self._units: dict[str, str] = {}
+        #: What each unit of engines is, or becomes when it has drained.
+        self._roles: dict[str, Role] = {}
+        self._restarts = Restarts(lambda unit: self._starts[unit](), progress, self._units)
         self._own_logs: str | None = None
         self._keys = ClusterKeys(self.settings)
         self.endpoint = ""
@@ -121,6 +124,7 @@ class LocalCluster:
         They are one, or the ranks of a data-parallel group, which are started together only.
         """
         size, unit = self.settings.ranks(role), engine_id(role, index)
+        now_role = self._roles.setdefault(unit, role)
         self._starts[unit] = functools.partial(self.start_engines, role, index)
         rpc_port = claim_port() if size > 1 else 0
         for rank in range(size):
@@ -128,7 +132,10 @@ class LocalCluster:
             self._units[name] = unit
             dp = DpRank(rank, size, rpc_port) if size > 1 else None
             command = engine_command(
-                self.settings, role, index, claim_port(), self.control_port, dp=dp
+                self.settings,
+                *(now_role, index, claim_port(), self.control_port),
+                dp=dp,
+                named_as=role,
             )
             environment = self._keys.engine_environment()
             self._spawn(name, ENGINE_ENTRY, command, self._log_dir(), environment)
@@ -154,10 +161,33 @@ class LocalCluster:
 
     def watch(self) -> None:
         """Start again whatever ends, and say so; never returns."""
-        restarts = Restarts(lambda unit: self._starts[unit](), self._progress, self._units)
+        wishes = RoleWishes(self._ask_roles, self._units, self._roles, self.change_role)
         while True:
-            restarts.turn(self.processes, time.monotonic())
+            self._restarts.turn(self.processes, time.monotonic())
+            wishes.turn(time.monotonic())
             time.sleep(_POLL_S)
+
+    def change_role(self, unit: str, role: Role) -> None:
+        """Let a unit of engines drain; it is started again in ``role``, under its old name."""
+        here, there = self.settings.ranks(self._roles[unit]), self.settings.ranks(role)
+        if here != there:
+            self._progress(
+                f"{unit} keeps its role: its group has {here} ranks, one of the other role "
+                f"{there}; give --prefill-dp and --decode-dp one value"
+            )
+            return
+        self._progress(f"{unit} drains and becomes {role.value}")
+        self._roles[unit] = role
+        self._restarts.ask(unit, time.monotonic())
+        for process in self.processes:
+            if self._units.get(process.name) == unit and process.alive:
+                process.terminate()
+
+    def _ask_roles(self) -> dict[str, Any] | None:
+        try:
+            return call_roles(self.endpoint, client_headers(self.settings.api_keys))
+        except DualPathError:
+            return None  # the router is lost or new; what is under way here goes on
 
     def status(self) -> dict[str, Any]:
         """Return the router's ``/dualpath/v1/status``."""

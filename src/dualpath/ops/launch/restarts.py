@@ -16,6 +16,8 @@ from typing import Protocol
 LONG_LIFE_S = 60.0
 #: Pauses after shorter lives: the first, doubled each time up to the last.
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
+#: Longer than a drain may take.
+DRAIN_GUARD_S = 3600.0
 #: The others of a unit may take so long to end, then they are killed.
 OTHERS_END_S = 15.0
 
@@ -65,6 +67,11 @@ class Restarts:
         self._since_s: dict[str, float] = {}
         self._pause_s: dict[str, float] = {}
         self._due_s: dict[str, float] = {}
+        self._asked_s: dict[str, float] = {}
+
+    def ask(self, unit: str, now_s: float) -> None:
+        """A unit is to end: its next end is no fault, and it starts at once."""
+        self._asked_s[unit] = now_s
 
     def turn(self, processes: Iterable[Ending], now_s: float) -> None:
         """Look at all processes; call it often."""
@@ -73,6 +80,8 @@ class Restarts:
             by_unit.setdefault(self._units.get(process.name, process.name), []).append(process)
         for unit, together in by_unit.items():
             ended = next((process for process in together if not process.alive), None)
+            if now_s >= self._asked_s.get(unit, now_s) + DRAIN_GUARD_S:
+                self._kill(together)
             if ended is None:
                 self._since_s.setdefault(unit, now_s)
             elif unit not in self._due_s:
@@ -88,7 +97,12 @@ class Restarts:
             del self._due_s[unit]
             self._start(unit)
         elif now_s >= self._due_s[unit] + OTHERS_END_S:
-            for process in alive:
+            self._kill(alive)
+
+    @staticmethod
+    def _kill(together: Sequence[Ending]) -> None:
+        for process in together:
+            if process.alive:
                 process.kill()
 
     def _end_others(self, together: Sequence[Ending]) -> None:
@@ -98,6 +112,10 @@ class Restarts:
 
     def _ended(self, unit: str, process: Ending, now_s: float) -> None:
         lived_s = now_s - self._since_s.pop(unit, now_s)
+        if self._asked_s.pop(unit, None) is not None:
+            self._due_s[unit] = now_s
+            self._say(f"{unit} has ended as it was asked to and is started again at once")
+            return
         before_s = self._pause_s.get(unit, 0.0)
         pause_s = min(max(2 * before_s, FIRST_PAUSE_S), LAST_PAUSE_S)
         self._pause_s[unit] = pause_s = 0.0 if lived_s >= LONG_LIFE_S else pause_s

@@ -16,6 +16,7 @@ from dualpath.policy.events import Assignment
 from dualpath.policy.session_warmth import REASONS
 from dualpath.router.attempts.hit_account import LOOKUP_FAILURES, HitAccount
 from dualpath.router.control.registry import Registry
+from dualpath.router.control.roles import Switch, SwitchState
 from dualpath.router.observe.engine_metrics import EngineCollector, text_format
 from dualpath.router.requests.records import OUTCOMES, RequestRecord
 from dualpath.router.requests.refusals import ControlRefusal, HttpRefusal, http_refusal
@@ -69,6 +70,18 @@ class RouterMetrics:
         )
         for role in Role:
             self._engine_losses.labels(role.value)
+        self._role_switches = self._counter(
+            "role_switches",
+            "Engines and groups that were to change their role, by what became of it.",
+            "to_role",
+            "reason",
+            "outcome",
+        )
+        self._role_switch = self._histogram(
+            "role_switch_seconds",
+            "Time from the wish for another role until the engine serves in it.",
+            _STAGE_BUCKETS_S,
+        )
         stages = self._histogram(
             "stage_seconds", "Time of requests in each stage.", _STAGE_BUCKETS_S, "stage"
         )
@@ -214,6 +227,12 @@ class RouterMetrics:
         ):
             if seconds is not None:
                 histogram.observe(seconds)
+
+    def role_switched(self, switch: Switch) -> None:
+        """Count a change of role that is over."""
+        self._role_switches.labels(switch.to_role.value, switch.reason, switch.state.value).inc()
+        if switch.state is SwitchState.JOINED and switch.took_s is not None:
+            self._role_switch.observe(switch.took_s)
 
     def answered(self, status: int, body: bytes) -> None:
         """Count an HTTP request if this answer, or the part of it in ``body``, refuses it."""

@@ -24,6 +24,7 @@ def status_report(
     running: int,
     thresholds: ClusterThresholds,
     assignments: Iterable[AssignmentNote],
+    roles: dict[str, Any],
 ) -> dict[str, Any]:
     """Return everything an operator or the replay client may want to know, JSON-safe.
 
@@ -46,6 +47,7 @@ def status_report(
         "beta": msgspec.to_builtins(thresholds.beta),
         "counters": _counters(registry, metrics),
         "engines": [_engine(engine, registry.waiting(engine)) for engine in engines],
+        "roles": roles,
         "waiting": waiting,
         "running": running,
         "assignments": [msgspec.to_builtins(note) for note in assignments],

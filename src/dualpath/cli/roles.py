@@ -1,0 +1,141 @@
+"""`dualpath roles`: which engines prefill and which decode, and changes while they serve."""
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+
+from dualpath.cli.output import add_json_argument, require_json_writable, wrote_json
+from dualpath.cli.settings import add_settings, flag_settings
+from dualpath.core.cluster import Role, nodes_text, parse_nodes
+from dualpath.core.errors import BadRequestError, ConfigError, DeadlineError, EngineLostError
+from dualpath.core.settings import Setting, Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_POLL_S = 0.5
+_DESCRIPTION = """Print the roles of a cluster's engines, or change them. An engine drains, is
+started again in its other role by who supervises it, and joins; no request fails. One engine at a
+time changes, the last of a role never does. By schedule: have cron or a timer run it with --nodes.
+VLLM_API_KEY holds the API key, if there is one."""
+
+
+class RolesSettings(Settings, frozen=True, kw_only=True):
+    """Which router, and what is to change."""
+
+    endpoint: Annotated[str, Setting("http://host:port of the router", metavar="URL")] = (
+        "http://127.0.0.1:8000"
+    )
+    set: Annotated[
+        dict[str, Role], Setting("engines and their new roles", metavar="ENGINE=ROLE,…")
+    ] = msgspec.field(default_factory=dict)
+    nodes: Annotated[
+        str, Setting("engines change their role until it is so; empty: none", metavar="xPyD")
+    ] = ""
+    wait_s: Annotated[float, Setting("for each change, then it is given up on", gt=0)] = 900.0
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for nodes that no cluster has."""
+        super().check()
+        if self.nodes:
+            parse_nodes(self.nodes)
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the parser of `dualpath roles`."""
+    parser = subparsers.add_parser(
+        "roles",
+        help="which engines prefill and which decode, and change it while they serve",
+        description=_DESCRIPTION,
+        allow_abbrev=False,
+    )
+    add_json_argument(parser)
+    add_settings(parser, RolesSettings)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Change what is asked for, then print; returns 0.
+
+    Raises:
+        ConfigError: the router refuses a change, or nodes are not the cluster's.
+        EngineLostError: the router does not answer, or an engine is not back in time.
+        DeadlineError: a change is not over within ``wait_s``.
+    """
+    require_json_writable(args)
+    settings = flag_settings(args, RolesSettings)
+    call = _caller(settings.endpoint)
+    for engine_id, role in settings.set.items():
+        _change(call, {"engine_id": engine_id, "role": role.value}, settings.wait_s)
+    if settings.nodes:
+        _divide(call, settings.nodes, settings.wait_s)
+    report = call(None)
+    if not wrote_json(args, report):
+        print("\n".join(lines(report)))
+    return 0
+
+
+def lines(report: dict[str, Any]) -> list[str]:
+    """Return what is printed: the division, the switch under way, those before."""
+    shown = [nodes_text(report["prefill"], report["decode"])]
+    if report["cost_s"] is not None:
+        shown.append(f"a switch takes {report['cost_s']:.1f} s (median of those below)")
+    for switch in [*([report["switch"]] if report["switch"] else []), *reversed(report["past"])]:
+        took = "" if switch["took_s"] is None else f" after {switch['took_s']:.1f} s"
+        note = f": {switch['note']}" if switch["note"] else ""
+        names = ", ".join(switch["engines"])
+        shown.append(
+            f"{names} to {switch['to_role']} ({switch['reason']}): {switch['state']}{took}{note}"
+        )
+    return shown
+
+
+def _divide(call: "Callable[[object], dict[str, Any]]", nodes: str, wait_s: float) -> None:
+    prefill, decode = parse_nodes(nodes)
+    report = call(None)
+    if prefill + decode != report["prefill"] + report["decode"]:
+        raise ConfigError(
+            f"{{nodes}} is {nodes}, the cluster serves as "
+            f"{nodes_text(report['prefill'], report['decode'])}; name as many nodes as serve"
+        )
+    more = prefill - report["prefill"]
+    role = Role.PREFILL if more > 0 else Role.DECODE
+    for _ in range(abs(more)):
+        _change(call, {"role": role.value}, wait_s)
+
+
+def _change(
+    call: "Callable[[object], dict[str, Any]]", wish: dict[str, str], wait_s: float
+) -> None:
+    asked = call(wish)
+    deadline_s = time.monotonic() + wait_s
+    while (report := call(None))["switch"] is not None:
+        if time.monotonic() > deadline_s:
+            raise DeadlineError(
+                f"{', '.join(asked['engines'])} is {report['switch']['state']} after {wait_s:g} s; "
+                "look again with `dualpath roles`, or wait longer with {wait_s}"
+            )
+        time.sleep(_POLL_S)
+    ended = next((s for s in reversed(report["past"]) if s["engines"] == asked["engines"]), None)
+    if ended is None:
+        raise EngineLostError(
+            f"the router was started anew while {', '.join(asked['engines'])} changed its role; "
+            "look with `dualpath roles`"
+        )
+    if ended["state"] != "joined":
+        raise EngineLostError(f"{', '.join(ended['engines'])}: {ended['note']}")
+
+
+def _caller(endpoint: str) -> "Callable[[object], dict[str, Any]]":
+    """Return what GETs the roles (None) or POSTs a wish, with the environment's API key."""
+    from dualpath.router.api_keys import client_headers
+    from dualpath.router.control.roles_client import call_roles
+
+    def call(wish: object) -> dict[str, Any]:
+        try:
+            return call_roles(endpoint, client_headers(()), wish)
+        except BadRequestError as error:
+            raise ConfigError(str(error)) from error
+
+    return call

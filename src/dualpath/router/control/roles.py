@@ -1,0 +1,200 @@
+"""Engines that change their role: what was asked for, how far it is, and what it took.
+
+A role decides an engine's worker, scheduler and KV layout, so that a switch is a new process: the
+engine drains, ends, and is started again in its other role under its old ``engine_id``.  The router
+starts no processes.  It keeps the *wish*; who supervises the engine reads it, and from then on owns
+the switch: a router that is lost meanwhile forgets the wish, not the switch.  A wish that nobody
+takes up, or that can no longer be carried out, ends by itself.  Stored KV does not notice.
+
+One switch at a time; the ranks of a data-parallel group switch together.
+"""
+
+import logging
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import BadRequestError
+from dualpath.policy.role_loads import soonest_empty
+from dualpath.router.control.registry import EngineState, Pause, Registry
+from dualpath.router.engines import EngineInfo
+
+#: Who supervises engines asks every second; a wish that old is nobody's.
+TAKE_UP_S = 30.0
+_REMEMBERED = 16
+
+logger = logging.getLogger(__name__)
+
+
+class SwitchState(StrEnum):
+    """How far a switch is; the last three are ends."""
+
+    ASKED = "asked"
+    DRAINING = "draining"
+    STARTING = "starting"
+    JOINED = "joined"
+    CANCELLED = "cancelled"
+    LOST = "lost"
+
+
+class Switch(msgspec.Struct):
+    """One switch; ``reason`` is "asked" or that of ``policy.rebalance.Move``.
+
+    Seconds count from the asking: until the last old process was gone, and until the end.
+    ``note`` says of a switch that failed why, and what to do.
+    """
+
+    engines: tuple[str, ...]
+    from_role: Role
+    to_role: Role
+    reason: str
+    state: SwitchState = SwitchState.ASKED
+    drained_after_s: float | None = None
+    took_s: float | None = None
+    note: str = ""
+
+
+class Roles:
+    """The switches of a cluster; ``look`` whenever something may have changed.
+
+    ``ended`` is told of every switch that is over.  A switch that takes longer than ``timeout_s``
+    has lost its engine.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        clock: Callable[[], float],
+        timeout_s: float,
+        ended: Callable[[Switch], None] = lambda switch: None,
+    ) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._ended = ended
+        self._asked_s = 0.0
+        self._epochs: dict[str, str] = {}
+        self.under_way: Switch | None = None
+        self.past: deque[Switch] = deque(maxlen=_REMEMBERED)
+
+    @property
+    def cost_s(self) -> float | None:
+        """What a switch takes from the asking on: the median of the last ones, None before any."""
+        took = [s.took_s for s in self.past if s.state is SwitchState.JOINED and s.took_s]
+        return statistics.median(took) if took else None
+
+    def nodes(self, role: Role) -> list[tuple[EngineState, ...]]:
+        """Return what switches as one: live engines that do not leave, ranks of groups together."""
+        found: dict[str, tuple[EngineState, ...]] = {}
+        for state in self._registry.all():
+            if state.alive and state.info.role is role and Pause.DRAINING not in state.pauses:
+                ranks = tuple(r for r in self._registry.group(state.info) if r.alive)
+                found.setdefault(ranks[0].info.engine_id, ranks)
+        return list(found.values())
+
+    def ask(self, role: Role, engine_id: str | None, reason: str = "asked") -> Switch:
+        """Ask for an engine in another role; without a name for the one that is empty soonest.
+
+        Raises ``BadRequestError`` if that cannot be.
+        """
+        self.look()
+        if self.under_way is not None:
+            raise BadRequestError(
+                f"{', '.join(self.under_way.engines)} changes its role to "
+                f"{self.under_way.to_role.value} at present, one engine at a time does; ask again "
+                "when GET /dualpath/v1/roles shows no switch"
+            )
+        giver = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+        nodes = self.nodes(giver)
+        chosen = self._chosen(nodes, giver, engine_id)
+        if len(nodes) < 2:
+            raise BadRequestError(
+                f"there is one {giver.value} engine or group, at least 1 has to stay; start "
+                "another before this one changes its role"
+            )
+        self._asked_s = self._clock()
+        self._epochs = {rank.info.engine_id: rank.info.epoch for rank in chosen}
+        self.under_way = Switch(tuple(self._epochs), giver, role, reason)
+        logger.warning("%s shall become %s: %s", ", ".join(self._epochs), role.value, reason)
+        return self.under_way
+
+    def _chosen(
+        self, nodes: Sequence[tuple[EngineState, ...]], giver: Role, engine_id: str | None
+    ) -> tuple[EngineState, ...]:
+        if engine_id is None and nodes:
+            return nodes[soonest_empty({i: _unfinished(n) for i, n in enumerate(nodes)})]
+        for node in nodes:
+            if any(rank.info.engine_id == engine_id for rank in node):
+                return node
+        raise BadRequestError(
+            f"no {giver.value} engine {(engine_id or '')[:80]!r} serves here; GET "
+            "/dualpath/v1/status names those that do"
+        )
+
+    def look(self) -> None:
+        """See how far the switch is."""
+        if (switch := self.under_way) is None:
+            return
+        states = [s for e in switch.engines if (s := self._registry.get(e)) is not None]
+        old = [s for s in states if s.alive and s.info.epoch == self._epochs[s.info.engine_id]]
+        new = [s.info for s in states if s.alive and s not in old]
+        after_s = self._clock() - self._asked_s
+        if not old and switch.drained_after_s is None:
+            switch.state, switch.drained_after_s = SwitchState.STARTING, after_s
+        if len(new) == len(switch.engines):
+            self._back(switch, new, after_s)
+        elif switch.state is SwitchState.ASKED:
+            self._not_begun(switch, old, after_s)
+        elif after_s > self._timeout_s:
+            note = f"it is not back after {after_s:.0f} s, role_switch_timeout_s is "
+            note += f"{self._timeout_s:g}; see its log, or allow more with --role-switch-timeout-s"
+            self._end(switch, SwitchState.LOST, after_s, note)
+
+    def _not_begun(self, switch: Switch, old: Sequence[EngineState], after_s: float) -> None:
+        if any(Pause.DRAINING in state.pauses for state in old):
+            switch.state = SwitchState.DRAINING
+        elif len(self.nodes(switch.from_role)) < 2:
+            note = f"it is the last {switch.from_role.value} engine by now; start another first"
+            self._end(switch, SwitchState.CANCELLED, after_s, note)
+        elif after_s > TAKE_UP_S:
+            note = (
+                f"nobody took it up within {TAKE_UP_S:g} s; `dualpath serve` does for its engines"
+            )
+            self._end(switch, SwitchState.CANCELLED, after_s, note)
+
+    def _back(self, switch: Switch, new: Sequence[EngineInfo], after_s: float) -> None:
+        if all(info.role is switch.to_role for info in new):
+            self._end(switch, SwitchState.JOINED, after_s, "")
+        else:
+            note = f"it was started as {new[0].role.value} again; ask once more"
+            self._end(switch, SwitchState.CANCELLED, after_s, note)
+
+    def _end(self, switch: Switch, state: SwitchState, after_s: float, note: str) -> None:
+        switch.state, switch.took_s, switch.note = state, after_s, note
+        self.under_way = None
+        self.past.append(switch)
+        logger.warning(
+            "%s to %s: %s after %.1f s %s",
+            *(", ".join(switch.engines), switch.to_role.value, state.value, after_s, note),
+        )
+        self._ended(switch)
+
+    def report(self) -> dict[str, Any]:
+        """Return the answer of ``GET /dualpath/v1/roles``, JSON-safe."""
+        self.look()
+        return {
+            "prefill": len(self.nodes(Role.PREFILL)),
+            "decode": len(self.nodes(Role.DECODE)),
+            "switch": msgspec.to_builtins(self.under_way),
+            "cost_s": self.cost_s,
+            "past": [msgspec.to_builtins(switch) for switch in self.past],
+        }
+
+
+def _unfinished(node: Sequence[EngineState]) -> int:
+    return sum(state.report.unfinished_tokens for state in node if state.report is not None)

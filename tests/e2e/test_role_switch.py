@@ -1,0 +1,119 @@
+"""Engines change their role under agents, asked by a call; no request fails, no byte is wrong."""
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.test_emulated_cluster import COSTS, ENGINE, Processes
+from tests.e2e.test_rolling_restart import (
+    AGENTS,
+    ENGINES,
+    Cluster,
+    all_there,
+    epoch_of,
+    under_load,
+    until,
+    well_after,
+)
+
+from dualpath.cli.main import main
+from dualpath.core.cluster import Role
+from dualpath.core.errors import DualPathError
+from dualpath.core.modes import Mode
+from dualpath.ops.launch.process import ManagedProcess
+from dualpath.ops.launch.restarts import Restarts
+from dualpath.ops.launch.role_wishes import RoleWishes
+from dualpath.router.control.roles_client import call_roles
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Supervised(Cluster):
+    """A cluster whose engines are started again in the role that the router wishes."""
+
+    def __init__(self, folder: Path, processes: Processes) -> None:
+        super().__init__(folder, processes)
+        self.roles = {name: Role(name.partition("-")[0]) for name in ENGINES}
+        self.said: list[str] = []
+        self._restarts = Restarts(self._start_again, self.said.append)
+        units = {name: name for name in ENGINES}
+        self._wishes = RoleWishes(self._ask, units, self.roles, self._change)
+
+    def start(self, name: str) -> ManagedProcess:
+        if name not in self.roles:
+            return super().start(name)
+        role = self.roles[name].value
+        return self._processes.start(name, role, self._control, *ENGINE, "--engine-id", name)
+
+    def _start_again(self, name: str) -> None:
+        self.start(name)
+
+    def _ask(self) -> dict[str, Any] | None:
+        try:
+            return call_roles(self.endpoint, {})
+        except DualPathError:
+            return None
+
+    def _change(self, name: str, role: Role) -> None:
+        self.roles[name] = role
+        self._restarts.ask(name, time.monotonic())
+        self._processes.process(name).terminate()
+
+    @contextlib.asynccontextmanager
+    async def supervised(self) -> AsyncIterator[None]:
+        """Watch the engines in the block, as ``dualpath serve`` does."""
+
+        async def watch() -> None:
+            while True:
+                engines = [self._processes.process(name) for name in ENGINES]
+                self._restarts.turn(engines, time.monotonic())
+                self._wishes.turn(time.monotonic())
+                await asyncio.sleep(0.05)
+
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    (tmp_path / "costs.toml").write_text(COSTS)
+    with Processes(tmp_path, Mode.DUALPATH) as processes:
+        yield processes
+
+
+async def test_no_request_fails_while_engines_change_their_role_and_back(
+    tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Supervised(tmp_path, processes)
+    async with under_load(made) as (http, agents), made.supervised():
+        await well_after(agents, 2 * AGENTS)
+        epoch = await epoch_of(http, made.endpoint, "prefill-1")
+        command = ["roles", "--endpoint", made.endpoint]
+        assert await asyncio.to_thread(main, [*command, "--set", "prefill-1=decode"]) == 0
+        assert capsys.readouterr().out.startswith("1P3D\n")
+        await until(functools.partial(all_there, http, made.endpoint, {epoch}))
+        await well_after(agents, 2 * AGENTS)
+        # The last prefill engine stays.
+        assert await asyncio.to_thread(main, [*command, "--set", "prefill-0=decode"]) == 2
+        assert await asyncio.to_thread(main, [*command, "--nodes", "2P2D"]) == 0
+        said = capsys.readouterr()
+        assert said.out.startswith("2P2D\n")
+        assert "at least 1 has to stay" in said.err
+        await well_after(agents, 2 * AGENTS)
+        async with http.get(f"{made.endpoint}/metrics") as answer:
+            counted = await answer.text()
+    assert set(agents.ends) == {"well"}, agents.ends
+    assert 'outcome="joined",reason="asked",to_role="decode"} 1.0' in counted
+    restarted = "prefill-1 has ended as it was asked to and is started again at once"
+    assert made.said[0] == restarted
+    assert len(made.said) == 2  # and nothing ended by itself
+    print(dict(agents.ends), said.out)
