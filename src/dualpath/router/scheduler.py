@@ -20,6 +20,7 @@ from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.control_socket import ControlSocket
 from dualpath.router.control.event_recorder import EventLogWriter
 from dualpath.router.control.registry import Pause, Registry
+from dualpath.router.control.role_policy import RolePolicy, rebalance_settings
 from dualpath.router.control.roles import Roles
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engine_calls import EngineCalls
@@ -63,6 +64,11 @@ class Scheduler:
         self.metrics = RouterMetrics(self.registry, self.server.refusals, clock)
         self.roles = Roles(
             self.registry, clock, settings.role_switch_timeout_s, self.metrics.role_switched
+        )
+        self.role_policy = (
+            RolePolicy(rebalance_settings(settings.rebalance_options), self.roles, clock)
+            if settings.rebalance
+            else None
         )
         self.context = SchedulerContext(
             settings, self.registry, self.server, self.metrics, engine_calls, clock
@@ -136,6 +142,7 @@ class Scheduler:
     def on_joined(self, info: EngineInfo) -> None:
         """Called by the control server."""
         self.context.engine_joined(info)
+        self.context.dispatch.watch = self.role_policy
         self.roles.look()
 
     def on_lost(self, lost: Sequence[EngineInfo], reason: str) -> None:
@@ -157,6 +164,8 @@ class Scheduler:
             self.context.pauses.reported(info, message)
             self.context.dispatch.report(info.engine_id, message)
             self.roles.look()
+            if self.role_policy is not None:
+                self.role_policy.turn(self.context.dispatch.queue)
         elif isinstance(message, Released):
             self.context.releases.writer_done(message.request_id, info.writer)
         elif isinstance(message, Kept):

@@ -5,9 +5,13 @@ The annotated types are the declarations that a cluster on one machine shares wi
 
 from typing import Annotated
 
+import msgspec
+
+from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting, Settings
 from dualpath.engine.settings import SecretFile
+from dualpath.policy.rebalance import RebalanceSettings
 
 AlphaTokens = Annotated[
     int | None,
@@ -116,6 +120,13 @@ class RouterSettings(Settings, frozen=True):
             "an engine that changes its role, drain and start included, is lost after it", gt=0
         ),
     ] = 900.0
+    rebalance: Annotated[
+        bool, Setting("engines change their role when the policy of re-balancing says that it pays")
+    ] = False
+    rebalance_options: Annotated[
+        dict[str, float],
+        Setting("settings of that policy, such as interval_s=30,horizon_s=600"),
+    ] = msgspec.field(default_factory=dict)
     standby_lock: Annotated[
         str,
         Setting(
@@ -183,3 +194,16 @@ class RouterSettings(Settings, frozen=True):
             "OpenTelemetry collector that gets a trace of every request; empty: none", metavar="URL"
         ),
     ] = ""
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for settings that cannot be."""
+        super().check()
+        try:
+            policy = msgspec.convert(self.rebalance_options, RebalanceSettings, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{{rebalance_options}}: {error}; correct it") from error
+        if policy.ttft_slo_s is not None or policy.tpot_slo_s is not None:
+            raise ConfigError(
+                "{rebalance_options} has a ttft_slo_s or tpot_slo_s, which the simulator's policy "
+                "knows and the router's does not; leave it out"
+            )

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from dualpath.core.blocks import BlockKey
 from dualpath.core.cluster import Role
@@ -18,6 +19,7 @@ from dualpath.core.control import Assign, Report
 from dualpath.core.errors import BadRequestError, EngineLostError, IncompatibleError
 from dualpath.core.request import Request
 from dualpath.policy.events import Assignment, EngineSpec, Thresholds
+from dualpath.policy.role_loads import RoleQueue
 from dualpath.policy.scheduler import RequestScheduler
 from dualpath.router.control.assign_log import AssignLog, AssignmentNote
 from dualpath.router.control.event_recorder import RecordedScheduler
@@ -26,6 +28,19 @@ from dualpath.router.engines import EngineInfo
 logger = logging.getLogger(__name__)
 
 _ASSIGNMENTS_KEPT = 256
+
+
+class RequestWatch(Protocol):
+    """Told how far requests are, right after the scheduler was."""
+
+    def loaded(self, request_id: str, prefill_tokens: int) -> None:
+        """All reads of a request are over."""
+
+    def prefilled(self, request_id: str, decode_tokens: int) -> None:
+        """The PE is done with a request."""
+
+    def over(self, request_id: str) -> None:
+        """A request has ended; told also of those that never had an engine, and twice."""
 
 
 class _Placement:
@@ -57,12 +72,27 @@ class Dispatch:
         self._bytes_per_token = bytes_per_token
         self._block_tokens = block_tokens
         self._usual_snic: float | None = None
+        self.watch: RequestWatch | None = None
+        self._assigned: dict[str, Assignment] = {}
         self.recent: deque[AssignmentNote] = deque(maxlen=_ASSIGNMENTS_KEPT)
 
     @property
     def waiting(self) -> int:
         """Requests without an assignment."""
         return len(self._waiting)
+
+    def queue(self, role: Role) -> RoleQueue:
+        """Return what a role has and what waits for it; requests that wait count as their mean.
+
+        Deviation: at a DE they count for their prompts alone, without what they may generate.
+        """
+        lengths = self._scheduler.queue_lengths()
+        count = lengths.prefill if role is Role.PREFILL else lengths.decode
+        waiting = [p.request.prompt_tokens for p in self._waiting.values() if not p.decided.done()]
+        mean = sum(waiting) // len(waiting) if waiting else 0
+        loads = self._scheduler.loads()
+        placed = sum(load.unfinished_tokens for load in loads if load.role is role)
+        return RoleQueue(placed, count, count * mean)
 
     def idle(self) -> bool:
         """Whether no request waits or counts anywhere."""
@@ -182,6 +212,8 @@ class Dispatch:
         for log in self._logs.values():
             log.read_done(request_id)
         self._scheduler.read_done(request_id)
+        if self.watch is not None and (known := self._assigned.get(request_id)) is not None:
+            self.watch.loaded(request_id, known.prefill_tokens)
         self.answer_fetches()
 
     def prefill_done(self, request_id: str, engine_id: str) -> None:
@@ -189,6 +221,8 @@ class Dispatch:
         if (log := self._logs.get(engine_id)) is not None:
             log.over(request_id)
         self._scheduler.prefill_done(request_id)
+        if self.watch is not None and (known := self._assigned.get(request_id)) is not None:
+            self.watch.prefilled(request_id, known.decode_tokens)
         self.answer_fetches()
 
     def over(self, request_id: str) -> None:
@@ -196,6 +230,9 @@ class Dispatch:
         for log in self._logs.values():
             log.over(request_id)
         self._scheduler.finished(request_id)
+        self._assigned.pop(request_id, None)
+        if self.watch is not None:
+            self.watch.over(request_id)
         self.answer_fetches()
 
     def answer_fetches(self) -> None:
@@ -230,6 +267,7 @@ class Dispatch:
         note = _note(placement.request, assignment, self._block_tokens)
         self.recent.append(note)
         logger.debug("assigned %s", note)
+        self._assigned[assignment.request_id] = assignment
         self._on_assigned(assignment)
         if not placement.decided.done():
             placement.decided.set_result(assignment)

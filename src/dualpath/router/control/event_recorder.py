@@ -42,7 +42,8 @@ from dualpath.policy.events import (
     SchedulerSettings,
     Thresholds,
 )
-from dualpath.policy.scheduler import RequestScheduler
+from dualpath.policy.load import EngineLoad
+from dualpath.policy.scheduler import QueueLengths, RequestScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +171,14 @@ class RecordedScheduler:
     def waiting(self) -> int:
         """Requests submitted and not assigned yet."""
         return self._scheduler.waiting()
+
+    def queue_lengths(self) -> QueueLengths:
+        """How many requests wait for what."""
+        return self._scheduler.queue_lengths()
+
+    def loads(self) -> tuple[EngineLoad, ...]:
+        """The load of every engine."""
+        return self._scheduler.loads()
 
     def unplaceable(self) -> list[str]:
         """Requests that no joined DE can ever hold."""

@@ -80,6 +80,8 @@ class Roles:
         self._asked_s = 0.0
         self._epochs: dict[str, str] = {}
         self.under_way: Switch | None = None
+        #: The reason of the policy's last decision; None without a policy.
+        self.policy_says: str | None = None
         self.past: deque[Switch] = deque(maxlen=_REMEMBERED)
 
     @property
@@ -192,6 +194,7 @@ class Roles:
             "decode": len(self.nodes(Role.DECODE)),
             "switch": msgspec.to_builtins(self.under_way),
             "cost_s": self.cost_s,
+            "policy": self.policy_says,
             "past": [msgspec.to_builtins(switch) for switch in self.past],
         }
 
