@@ -2,9 +2,10 @@
 
 Mostly a layer of the model has one KV cache, by whose name vLLM calls the connector around the
 attention that uses it.  A layer of DeepSeek-V3.2 has two: latent KV and the keys of its indexer.
-They are two *parts* of one layer.  vLLM calls the connector around the latent attention only, but
+They are two *parts* of one layer.  Where the connector is called around the latent attention only,
 the indexer computes before it and reads all earlier keys: such a layer must be in HBM before it
-begins (``begins_unseen``).
+begins (``begins_unseen``).  Layers that vLLM's own classes for the model compute at one place are
+called for in time (``sparse_attention``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from dualpath.core.blocks import BlockGeometry, first_seen_block
 from dualpath.core.errors import ConfigError
+from dualpath.vllm.sparse_attention import announces_whole_layer, calls_connector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,12 +81,12 @@ class CacheLayer(NamedTuple):
 
     @property
     def begins_unseen(self) -> bool:
-        """Whether part of it is read before the connector is called."""
+        """Whether part of it is read before the connector is called around attention."""
         return len(self.names) > 1
 
 
 def hooked_layers(config: "VllmConfig") -> dict[str, int]:
-    """Return the layers around whose computation vLLM calls the connector; of a loaded model.
+    """Return the layers around whose computation the connector is called; of a loaded model.
 
     Each with its window in tokens, 0 where it has none.  The layer says it: where the hybrid
     manager is off, all layers have one spec, which has the window of some or of none.
@@ -96,8 +98,17 @@ def hooked_layers(config: "VllmConfig") -> dict[str, int]:
     return {
         name: window + again_tokens if (window := _window_of(layer)) else 0
         for name, layer in layers.items()
-        if isinstance(layer, hooked)
+        if isinstance(layer, hooked) and calls_connector(type(layer))
     }
+
+
+def begins_unseen(config: "VllmConfig", layers: Sequence[CacheLayer]) -> bool:
+    """Whether a layer of a loaded model is read in part before the connector is called for it."""
+    kinds = config.compilation_config.static_forward_context
+    return any(
+        layer.begins_unseen and not announces_whole_layer(type(kinds[layer.names[0]]))
+        for layer in layers
+    )
 
 
 def _window_of(layer: object) -> int:

@@ -51,6 +51,7 @@ from dualpath.vllm.late_blocks import LateBlocksMetadata
 from dualpath.vllm.metadata import StepMetadata, WorkerFacts
 from dualpath.vllm.pass_costs import PassCosts
 from dualpath.vllm.scheduler_side import SchedulerSide
+from dualpath.vllm.sparse_attention import announce_sparse_layers
 from dualpath.vllm.tensor_parallel import place_of, slices_of
 from dualpath.vllm.worker_side import WorkerSide
 
@@ -98,6 +99,7 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
             if parallel.world_size * parallel.data_parallel_size > 1:
                 pass_drain_signal_on()  # Workers are processes of their own.
         else:
+            announce_sparse_layers(vllm_config)
             layers = cache_layers(kv_cache_config, hooked_layers(vllm_config))
             geometry = geometry_of(layers, group.kv_cache_spec.block_size, slices)
             blocks = kv_cache_config.num_blocks

@@ -161,6 +161,13 @@ def _layers_say_what_they_are() -> bool:
     )
 
 
+def _sparse_attention() -> bool:
+    """Else engines of DeepSeek-V3.2 refuse to start; of other models they do not care."""
+    ours = import_module("dualpath.vllm.sparse_attention")
+    kind = _of("vllm.models.deepseek_v32.attention", "DeepseekV32Attention")
+    return bool(ours.calls_connector(kind) or ours.reads_at_one_place(kind))
+
+
 def _steps_of_both_runners() -> bool:
     """Model Runner V2 calls a connector through a class of its own, V1 through a mixin."""
     second = _of("vllm.v1.worker.gpu.kv_connector", "ActiveKVConnector")
@@ -205,6 +212,7 @@ HOOKS: tuple[tuple[str, Callable[[], bool]], ...] = (
         "attention layers say backend, KV dtype and window, the cache its layout",
         _layers_say_what_they_are,
     ),
+    ("sparse attention reads all KV of a layer in one function", _sparse_attention),
     ("both model runners begin and end a step at the connector", _steps_of_both_runners),
     ("a KV cache says of what kind it is and how it is laid out", _kinds_of_caches),
     ("EngineArgs.from_cli_args and KVConnectorFactory.register_connector", _command_line),

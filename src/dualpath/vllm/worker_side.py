@@ -28,7 +28,7 @@ from dualpath.engine.rank import RankPlace
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.vllm.adapter_identity import adapters_of
-from dualpath.vllm.cache_layers import CacheGroups, CacheLayer
+from dualpath.vllm.cache_layers import CacheGroups, CacheLayer, begins_unseen
 from dualpath.vllm.cpu_adapters import mend_cpu_adapters
 from dualpath.vllm.cuda_device import open_device
 from dualpath.vllm.data_parallel import agree_on_group
@@ -81,7 +81,7 @@ class WorkerSide:
         self._groups = groups
         #: By the names by which vLLM calls.
         self._layers = {layer.names[0]: index for index, layer in enumerate(layers)}
-        self._begins_unseen = any(layer.begins_unseen for layer in layers)
+        self._begins_unseen = begins_unseen(config, layers)
         self.geometry = geometry
         self._num_blocks = num_blocks
         self._server = ApiServer()
