@@ -85,6 +85,19 @@ def served(pool: SlotPool, request_id: str, *keys: bytes, more: int = 0) -> tupl
     return grant.slots
 
 
+def _chain(agent: int, blocks: int) -> tuple[bytes, ...]:
+    return tuple(bytes([200, agent, block]) * 11 for block in range(blocks))
+
+
+def _turn(pool: SlotPool, agent: int, blocks: int) -> int:
+    """Serve an agent's turn over the same chain again; return how much of it was kept."""
+    chain = _chain(agent, blocks)
+    (grant,) = pool.request("turn", blocks, chain)
+    pool.whole("turn", grant.slots, chain, ROOT)
+    pool.release("turn")
+    return grant.kept
+
+
 def test_the_next_turn_gets_the_slots_in_which_its_blocks_lie() -> None:
     pool = SlotPool(6)
     slots = served(pool, "turn 1", *KEYS[:3], more=1)
@@ -108,6 +121,26 @@ def test_requests_share_a_whole_block_and_none_of_them_may_write_to_it() -> None
     assert pool.free == 2
     pool.release("b")
     assert pool.free == 4
+
+
+def test_agents_in_turn_find_as_much_as_there_is_room_for() -> None:
+    """Four chains of two blocks come in turn, five slots: the least recently used is the next."""
+    pool = SlotPool(5)
+    found = [_turn(pool, turn % 4, 2) for turn in range(64)]
+    assert sum(found[:8]) == 0, "nothing is known of them yet"
+    for start in range(32, 64, 4):
+        assert sum(found[start : start + 4]) >= 2, "of three slots beside the one request's"
+
+
+def test_a_chain_that_is_asked_for_no_more_gives_way_to_those_that_are() -> None:
+    pool = SlotPool(5)
+    for turn in range(64):
+        _turn(pool, turn % 4, 2)
+    kept_by = {agent for agent in range(4) if pool.kept.has(_chain(agent, 2)[0])}
+    for turn in range(64):
+        _turn(pool, 4 + turn % 4, 2)
+    assert kept_by
+    assert not any(pool.kept.has(key) for agent in kept_by for key in _chain(agent, 2))
 
 
 def test_what_only_looks_like_the_head_is_not_taken_for_it() -> None:

@@ -1,10 +1,15 @@
 """Blocks that lie whole in slots of a DRAM buffer, and in which order they give way.
 
 A hit begins with a prompt's first block, so of a chain the tail gives way before its head: of the
-blocks that no other one here follows, the least recently used.  A block counts as used when the
-blocks behind it are, which the order of leaving makes true: it is the last one's turn only when
-all behind it are gone, and then at the latest time of them all.  Before that comes a block's
-*rank*: what is to be retained for an agent gives way last, what nobody will ask for again first.
+blocks that no other one here follows, the one whose next use is farthest, or the least recently
+used where that cannot be told (``policy.reuse``).  A block counts as used when the blocks behind it
+are, which the order of leaving makes true: it is the last one's turn only when all behind it are
+gone, and then at the latest time of them all.  Before that comes a block's *rank*: what is to be
+retained for an agent gives way last, what nobody will ask for again first.
+
+Uses are counted in blocks.  Those of a block that has left are remembered for a while, so that
+intervals longer than a block stays are learned as well; a block that is new has the interval of the
+one before it.
 """
 
 import heapq
@@ -12,8 +17,11 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 from dualpath.core.blocks import BlockKey
+from dualpath.policy.reuse import ReuseForecast
 
-#: The heap is made anew when it has so many entries for each block that rests, and some more.
+#: The uses of so many blocks that have left are remembered, for each slot.
+_REMEMBERED = 4
+#: The heaps are made anew when one has so many entries for each block that rests, and some more.
 _MOST_STALE = 4
 _SPARE = 64
 
@@ -28,6 +36,8 @@ class Rank(IntEnum):
 
 #: A block's rank and its last use: the lowest gives way first.
 _Turn = tuple[Rank, int]
+#: A block's rank, its next use and its last, both negative: the lowest gives way first.
+_Forecast = tuple[Rank, int, int]
 
 
 class _Block:
@@ -35,6 +45,8 @@ class _Block:
         self.key = key
         self.parent = parent
         self.used: _Turn = (Rank.USUAL, 0)
+        #: Between its last two uses; 0: not known.
+        self.interval = 0
         self.rests = False
 
 
@@ -42,10 +54,10 @@ class KeptBlocks:
     """Whole blocks by slot and key, a key once; owned by one ``SlotPool``.
 
     A block *rests* while nobody holds its slot: then it may be evicted.  ``telling`` says whether
-    ``news`` are wanted; they are kept only then.
+    ``news`` are wanted; they are kept only then.  There are ``capacity`` slots.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int) -> None:
         self.resting = 0
         self.evicted = 0
         self._blocks: dict[int, _Block] = {}
@@ -57,6 +69,12 @@ class KeptBlocks:
         self._uses = 0
         #: (turn, slot) of resting blocks that nothing follows; of others it has stale entries.
         self._leaving: list[tuple[_Turn, int]] = []
+        #: The same blocks by their next use.
+        self._farthest: list[tuple[_Forecast, int]] = []
+        self._reuse = ReuseForecast(max(capacity, 1))
+        #: Last use and interval of blocks that have left, the latest last.
+        self._left: dict[BlockKey, tuple[int, int]] = {}
+        self._most_left = _REMEMBERED * capacity
         self._telling = False
         self._changed: dict[BlockKey, None] = {}
 
@@ -92,7 +110,9 @@ class KeptBlocks:
         """
         if key in self._slots:
             return False
-        self._blocks[slot] = _Block(key, parent)
+        block = self._blocks[slot] = _Block(key, parent)
+        last_use, block.interval = self._left.pop(key, (0, 0))
+        block.used = Rank.USUAL, last_use
         self._slots[key] = slot
         self._followers[parent] = self._followers.get(parent, 0) + 1
         self._note(key)
@@ -102,7 +122,9 @@ class KeptBlocks:
         """Nobody holds the slot any more: its block was used until now, and may go."""
         block = self._blocks[slot]
         self._uses += 1
-        self.resting += not block.rests
+        if not block.rests:
+            self.resting += 1
+            self._learn(block)
         block.used, block.rests = (self._rank(block.key), self._uses), True
         self._let_leave(slot, block)
 
@@ -169,14 +191,39 @@ class KeptBlocks:
                 block.used = rank, block.used[1]
                 self._let_leave(slot, block)
 
+    def _learn(self, block: _Block) -> None:
+        last_use = block.used[1]
+        if last_use:
+            interval = self._uses - last_use
+            self._reuse.learn(interval, block.interval)
+            block.interval = interval
+        elif (slot := self._slots.get(block.parent)) is not None:
+            block.interval = self._blocks[slot].interval
+
     def _next(self) -> int:
-        while self._leaving:
-            used, slot = heapq.heappop(self._leaving)
-            block = self._blocks.get(slot)
-            if block is not None and block.used == used and self._may_leave(block):
+        while self._leaving and not self._waits(self._leaving[0][0], self._leaving[0][1]):
+            heapq.heappop(self._leaving)
+        if not self._leaving:
+            # All that rest are followed by blocks that others hold, who mostly hold these as well.
+            return min((b.used, slot) for slot, b in self._blocks.items() if b.rests)[1]
+        slot = self._leaving[0][1]
+        age, interval = self._uses - self._blocks[slot].used[1], self._blocks[slot].interval
+        if not self._reuse.believed or self._reuse.given_up(age, interval):
+            return slot
+        while True:
+            (rank, _, used), slot = self._farthest[0]
+            if self._waits((rank, -used), slot):
                 return slot
-        # All that rest are followed by blocks that others hold: rare, as those hold these as well.
-        return min((b.used, slot) for slot, b in self._blocks.items() if b.rests)[1]
+            heapq.heappop(self._farthest)
+
+    def _waits(self, turn: _Turn, slot: int) -> bool:
+        """Whether it is still so that a slot's block may leave, and this its turn."""
+        block = self._blocks.get(slot)
+        return block is not None and block.used == turn and self._may_leave(block)
+
+    def _forecast(self, block: _Block) -> _Forecast:
+        rank, used = block.used
+        return rank, -used - self._reuse.expected(block.interval), -used
 
     def _may_leave(self, block: _Block) -> bool:
         return block.rests and block.key not in self._followers
@@ -184,12 +231,23 @@ class KeptBlocks:
     def _let_leave(self, slot: int, block: _Block) -> None:
         if self._may_leave(block):
             heapq.heappush(self._leaving, (block.used, slot))
-            if len(self._leaving) > _MOST_STALE * self.resting + _SPARE:
-                self._leaving = [(b.used, s) for s, b in self._blocks.items() if self._may_leave(b)]
-                heapq.heapify(self._leaving)
+            heapq.heappush(self._farthest, (self._forecast(block), slot))
+            longest = max(len(self._leaving), len(self._farthest))
+            if longest > _MOST_STALE * self.resting + _SPARE:
+                self._make_heaps_anew()
+
+    def _make_heaps_anew(self) -> None:
+        leaving = [(slot, b) for slot, b in self._blocks.items() if self._may_leave(b)]
+        self._leaving = [(b.used, slot) for slot, b in leaving]
+        self._farthest = [(self._forecast(b), slot) for slot, b in leaving]
+        heapq.heapify(self._leaving)
+        heapq.heapify(self._farthest)
 
     def _forget(self, slot: int, block: _Block) -> None:
         del self._blocks[slot], self._slots[block.key]
+        self._left[block.key] = block.used[1], block.interval
+        if len(self._left) > self._most_left:
+            del self._left[next(iter(self._left))]
         left = self._followers[block.parent] - 1
         if left:
             self._followers[block.parent] = left

@@ -49,7 +49,7 @@ class SlotPool:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.keeps = True
-        self.kept = KeptBlocks()
+        self.kept = KeptBlocks(capacity)
         self._free: deque[int] = deque(range(capacity))
         self._pins = [0] * capacity
         self._leased = [0] * capacity

@@ -95,6 +95,9 @@ def equal_wait_ns(left_bytes: float, reads: int, bytes_per_s: float) -> int:
 
 # Memories.
 
+#: A node's intervals between uses of an agent's KV fade over so many uses (``policy.reuse``).
+REUSE_WINDOW = 64
+
 
 def room_blocks(free_bytes: float, block_bytes: float) -> int:
     """Return how many blocks the unused part of a buffer can keep."""

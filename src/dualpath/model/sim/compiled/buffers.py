@@ -25,7 +25,7 @@ from dualpath.model.sim.compiled.jit import lean, prefetch
 from dualpath.model.sim.compiled.links import node_at
 from dualpath.model.sim.compiled.machine_tables import World
 from dualpath.model.sim.compiled.reading import granted
-from dualpath.model.sim.compiled.tier import adopt, keep, shrink
+from dualpath.model.sim.compiled.tier import adopt, keep, shrink, use
 from dualpath.model.sim.rules import room_blocks
 
 
@@ -137,6 +137,7 @@ def _next_granted(p: World, node: int) -> int:
     nodes[node, N_HEAD] = flights[agent, NEXT_WAITING]
     if p.constants.keeps:
         _adopt(p, node, agent, int(not at_pe), first_at_prefill(p, agent) if at_pe else 0)
+        use(p, node, agent)
         _shrink(p, node)
     return int(agent)
 

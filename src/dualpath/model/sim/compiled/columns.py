@@ -111,15 +111,18 @@ UNIT_COLUMNS = 16
 
 #: Columns of ``nodes``: ends of the queue for the buffer; an equal SNIC's root, reads,
 #: number of the push of its next end, time of the last look, reads so far; blocks kept in all, and
-#: the agents used least and most recently of those that something is kept of.
+#: the agents used least and most recently of those that something is kept of; uses so far, and the
+#: sums of intervals and errors of ``policy.reuse``.
 N_HEAD, N_TAIL, N_ROOT, N_READS, N_EXPECTED, N_SINCE, N_COUNT, N_KEPT, N_OLDEST, N_NEWEST = range(
     10
 )
-NODE_COLUMNS = 10
+N_USES, N_INTERVALS, N_ERRORS = range(10, 13)
+NODE_COLUMNS = 13
 
-#: Columns of ``kept``: blocks at the head of an agent's context, its neighbours by latest use.
-K_BLOCKS, K_OLDER, K_NEWER = range(3)
-KEPT_COLUMNS = 3
+#: Columns of ``kept``: blocks at the head of an agent's context, its neighbours by latest use; its
+#: latest use and the interval before it (0: none).
+K_BLOCKS, K_OLDER, K_NEWER, K_USED, K_INTERVAL = range(5)
+KEPT_COLUMNS = 5
 
 #: Columns of ``node_bytes``: free buffer bytes; bytes every read of an equal SNIC was served.
 FREE_BYTES, SERVED_BYTES = range(2)

@@ -32,11 +32,12 @@ from dualpath.policy import (
     prefill,
     read_side,
     recompute,
+    reuse,
 )
 
 KERNEL_MODULES = (
     *(blocks, counts, carried, rules),
-    *(accounts, baselines, batching, decode, kept, prefill, read_side, recompute),
+    *(accounts, baselines, batching, decode, kept, prefill, read_side, recompute, reuse),
 )
 
 #: Modules whose constants are compiled in.

@@ -152,7 +152,7 @@ def new_machine(setup: Setup, agents: AgentTable, *, record_decisions: bool) -> 
         unit_tokens=np.zeros(len(units)),
         nodes=_nodes(nodes),
         node_bytes=_node_bytes(setup),
-        kept=np.zeros((nodes, count, KEPT_COLUMNS) if keeps(setup) else (1, 1, 3), np.int32),
+        kept=np.zeros(((nodes, count) if keeps(setup) else (1, 1)) + (KEPT_COLUMNS,), np.int32),
         busy_ns=np.zeros(2 * cluster.engines + 3 * nodes, np.int64),
         use=np.zeros((USE_TABLES, MOST_WINDOWS, nodes)),
         paths=_paths(),

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dualpath.model.sim.rules import (
+    REUSE_WINDOW,
     adopted_blocks,
     extended_blocks,
     kept_after_eviction,
     room_blocks,
 )
+from dualpath.policy.reuse import ReuseForecast
 
 Granted = Callable[[int], None]
 """Called with the number of blocks that were kept and are the request's now."""
@@ -33,6 +35,10 @@ class KeptRuns:
     def __init__(self) -> None:
         self.total_blocks = 0
         self._blocks: OrderedDict[int, int] = OrderedDict()
+        self._reuse = ReuseForecast(REUSE_WINDOW)
+        self._uses = 0
+        self._used: dict[int, int] = {}
+        self._interval: dict[int, int] = {}
 
     def of(self, agent: int) -> int:
         """Return how many blocks at the head of an agent's context are kept."""
@@ -45,6 +51,15 @@ class KeptRuns:
             self._set(wanted.agent, wanted.first)
         return adopted
 
+    def use(self, agent: int) -> None:
+        """Note that an agent's next request has come, whether anything is kept for it or not."""
+        self._uses += 1
+        if agent in self._used:
+            interval = self._uses - self._used[agent]
+            self._reuse.learn(interval, self._interval.get(agent, 0))
+            self._interval[agent] = interval
+        self._used[agent] = self._uses
+
     def keep(self, agent: int, first: int, end: int) -> None:
         """Keep blocks [first, end) that a request has given back, if their head is kept as well."""
         blocks = extended_blocks(self.of(agent), first, end)
@@ -53,10 +68,21 @@ class KeptRuns:
             self._blocks.move_to_end(agent)
 
     def shrink(self, most_blocks: int) -> None:
-        """Evict, the least recently used agent's tail first, until no more are kept."""
+        """Evict until no more are kept, the tail first of an agent's (``policy.reuse``)."""
         while self.total_blocks > most_blocks:
-            agent, blocks = next(iter(self._blocks.items()))
-            self._set(agent, kept_after_eviction(blocks, self.total_blocks - most_blocks))
+            agent = self._next_to_leave()
+            excess = self.total_blocks - most_blocks
+            self._set(agent, kept_after_eviction(self.of(agent), excess))
+
+    def _next_to_leave(self) -> int:
+        oldest, reuse = next(iter(self._blocks)), self._reuse
+        age = self._uses - self._used[oldest]
+        if not reuse.believed or reuse.given_up(age, self._interval.get(oldest, 0)):
+            return oldest
+        return max(reversed(self._blocks), key=self._next_use)
+
+    def _next_use(self, agent: int) -> int:
+        return self._used[agent] + self._reuse.expected(self._interval.get(agent, 0))
 
     def _set(self, agent: int, blocks: int) -> None:
         self.total_blocks += blocks - self.of(agent)
@@ -104,6 +130,7 @@ class NodeBuffer:
             self._free_bytes -= need_bytes
             adopted = self.kept.adopt(wanted)
             if self._keeps:
+                self.kept.use(wanted.agent)
                 self._shrink()
             granted(adopted)
 
