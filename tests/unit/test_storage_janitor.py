@@ -5,12 +5,12 @@ from collections.abc import Callable
 import pytest
 from tests.kept_storage import BLOCK_BYTES, PLACE, Story, chain
 
-from dualpath.core.errors import ConfigError
+from dualpath.core.errors import ConfigError, StorageError
 from dualpath.policy.eviction import StorageLimits
 from dualpath.storage import janitor as janitor_module
 from dualpath.storage.directory import key_of
 from dualpath.storage.half_written import STALE_S
-from dualpath.storage.journal import JOURNAL
+from dualpath.storage.journal import JOURNAL, segment_name
 from dualpath.storage.lease import LEASE_S, TERMS
 from dualpath.storage.pins import pin_name
 from dualpath.storage.status import read_status
@@ -126,6 +126,32 @@ def test_a_restart_knows_what_was_saved_and_what_was_told_since(
     engine.journal.flush()
     successor.step()
     assert [story.head(chain(n, 4)) for n in (1, 2, 3)] == [4, 0, 4]
+
+
+def test_news_that_cannot_be_read_at_once_are_taken_in_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    story = Story(limits(8))
+    janitor, first, second = story.janitor(), story.engine(), story.engine()
+    janitor.step()
+    first.write(chain(1, 4))
+    second.write(chain(2, 4))
+    first.journal.flush()
+    second.journal.flush()
+    get, broken = story.tree.get, segment_name(second.journal.writer, 1)
+
+    def refusing(name: str, most_bytes: int | None = None) -> bytes | None:
+        if name == broken:
+            raise StorageError("the device refuses; see it")
+        return get(name, most_bytes)
+
+    monkeypatch.setattr(story.tree, "get", refusing)
+    with pytest.raises(StorageError, match="the device refuses"):
+        janitor.step()
+    monkeypatch.setattr(story.tree, "get", get)
+    janitor.step()
+    assert janitor.index is not None
+    assert janitor.index.blocks == 8
 
 
 def _noting(

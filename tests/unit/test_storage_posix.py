@@ -281,6 +281,24 @@ def test_without_hard_links_a_block_still_appears_whole(
     assert temporary_files(storage) == []
 
 
+def test_a_temporary_name_that_stays_is_removed_with_the_next(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "unlink", refusing)
+        assert storage.write(KEYS[:1], DATA[:1]) == 1
+        broken.setattr(os, "write", refusing)
+        with pytest.raises(StorageError, match="Input/output error"):
+            storage.write(KEYS[1:2], DATA[1:2])
+    assert stored_head(storage, KEYS) == 1
+    assert len(temporary_files(storage)) == 2
+    assert storage.write(KEYS, DATA) == 3
+    assert temporary_files(storage) == []
+
+
 def test_a_read_error_ends_the_run_and_keeps_the_file(
     storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

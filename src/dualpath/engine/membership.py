@@ -95,7 +95,9 @@ class Membership:
         if is_kept(tree, settings):
             # An engine's id is any text, this one a part of objects' names.
             threads, process = surroundings.threads, surroundings.new_epoch()
-            self._keeping = StorageKeeping(storage, tree, settings, namespace, process, threads)
+            self._keeping = StorageKeeping(
+                *(storage, tree, settings, namespace, process, threads), surroundings.now_s
+            )
             storage = self._keeping.storage
         transport = surroundings.open_transport(f"{settings.engine_id}-{self.epoch}", settings)
         self.manager = TrafficManager(

@@ -16,6 +16,7 @@ from dualpath.storage.directory import namespace_name
 from dualpath.storage.janitor import Janitor
 from dualpath.storage.journal import Journal
 from dualpath.storage.keeper import BEAT_S, Keeper, KeptStorage
+from dualpath.storage.lease import LEASE_S
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.status import read_status
 
@@ -40,7 +41,7 @@ def is_kept(tree: ObjectTree, settings: EngineSettings) -> bool:
 class StorageKeeping:
     """``storage`` stands before ``inner``; ``process`` is a name that no process had before.
 
-    ``tree`` has everything that lies in the same storage.
+    ``tree`` has everything that lies in the same storage; ``now_s`` is Unix time.
     """
 
     def __init__(
@@ -51,17 +52,19 @@ class StorageKeeping:
         namespace: StoreNamespace,
         process: str,
         threads: Threads,
+        now_s: Callable[[], float] = time.time,
     ) -> None:
         def steady_s() -> float:
             return threads.now_ns() / _NS_PER_S
 
         limits = settings.limits
-        janitor = Janitor(tree, process, limits, time.time, steady_s) if limits.any else None
+        candidate = (tree, process, limits, now_s, steady_s, LEASE_S)
+        janitor = Janitor(*candidate) if limits.any else None
         journal = Journal(tree, namespace_name(namespace), process)
         gate = WriteGate(settings.storage_write_bytes_per_s, twice=settings.storage_write_twice)
-        self.keeper = Keeper(tree, journal, gate, janitor, time.time, steady_s)
+        self.keeper = Keeper(tree, journal, gate, janitor, now_s, steady_s)
         self.storage = KeptStorage(inner, self.keeper)
-        self._threads = threads
+        self._now_s = now_s
         self._closing = threads.event()
         self._thread: Thread | None = threads.start("storage-keeper", self._run)
 
@@ -84,7 +87,7 @@ class StorageKeeping:
             used_bytes=status.used_bytes,
             quota_bytes=status.limits.quota_bytes,
             blocks=status.blocks,
-            age_s=max(time.time() - status.time_s, 0.0),
+            age_s=max(self._now_s() - status.time_s, 0.0),
             surveyed=status.surveyed_s is not None,
         )
 

@@ -7,6 +7,7 @@ an engine that its seed did not decide.
 import os
 import signal
 import socket
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -87,13 +88,14 @@ def _end_process() -> None:
 class Surroundings:
     """Each has its live form as default; those that open something raise ``ConfigError``.
 
-    ``open_transport`` gets the name of its agent.  ``listens`` says whether a server accepts
-    connections at a URL.  ``new_epoch`` names a process start as no other is named.  ``is_gone``
-    says whether a process of this machine, named as ``this_process`` does, has ended.
-    ``end_process`` ends this one, whatever its threads do.
+    ``now_s`` is Unix time.  ``open_transport`` gets the name of its agent.  ``listens`` says if
+    a server accepts connections at a URL.  ``new_epoch`` names a process start as no other is
+    named.  ``is_gone`` says whether a process of this machine, named as ``this_process`` does, has
+    ended.  ``end_process`` ends this one, whatever its threads do.
     """
 
     threads: Threads = OS_THREADS
+    now_s: Callable[[], float] = time.time
     open_storage: Callable[[EngineSettings, StoreNamespace], BlockStorage] = _open_storage
     open_tree: Callable[[EngineSettings], ObjectTree] = _open_tree
     open_transport: Callable[[str, EngineSettings], Transport] = _open_nixl

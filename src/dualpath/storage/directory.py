@@ -7,12 +7,12 @@ their writer, and are linked to their final name only when whole; what dead writ
 left there is removed at the next start.
 """
 
+import contextlib
 import errno
 import logging
 import os
 import re
 import stat
-from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -20,12 +20,21 @@ import msgspec
 from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage.host_process import is_running, number_space
+from dualpath.storage.system_calls import (
+    KERNEL,
+    NOT_A_FILE,
+    SystemCalls,
+    create_file,
+    read_content,
+)
 
 log = logging.getLogger(__name__)
 
 _MODEL_CHARACTERS = 80
-#: The umask takes rights away; whoever is neither the user nor in the group never has any.
-_FILE_MODE, _FOLDER_MODE = 0o660, 0o770
+#: As the mode of files, for the user and the group.
+_FOLDER_MODE = 0o770
+#: Of temporary names that could not be removed so many are tried again at a time.
+_TRIED_AGAIN = 8
 #: Where a namespace's half-written files lie.
 TEMPORARY_FOLDER = "tmp"
 #: What the names of block files end with.
@@ -33,11 +42,6 @@ BLOCK_SUFFIX = ".kv"
 _BLOCK = re.compile(rf".*/([0-9a-f]{{64}}){re.escape(BLOCK_SUFFIX)}")
 #: What file systems say that know no hard links.
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
-#: Why a block is bad whose name something else has.
-NOT_A_FILE = "not a file"
-
-#: Numbers temporary files; shared by all directories a process has open, also of one namespace.
-_numbers = count()
 
 
 def namespace_name(namespace: StoreNamespace) -> str:
@@ -70,16 +74,26 @@ class NamespaceDirectory:
     name.
     """
 
-    def __init__(self, root: Path, namespace: StoreNamespace, suffix: str) -> None:
+    def __init__(
+        self,
+        root: Path,
+        namespace: StoreNamespace,
+        suffix: str,
+        calls: SystemCalls = KERNEL,
+    ) -> None:
         self.path = root / namespace_name(namespace)
         self.temporary = self.path / TEMPORARY_FOLDER
         self._namespace = namespace
         self._suffix = suffix
-        self._writer = f"{number_space()}-{os.getpid()}"
+        self._calls = calls
+        #: Temporary names that could not be removed.
+        self._refused: dict[str, None] = {}
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            self._host = number_space(calls)
+            self._writer = f"{self._host}-{calls.getpid()}"
+            calls.makedirs(str(root), exist_ok=True)
             self._make_folders()
-            self._device = root.stat().st_dev
+            self._device = calls.stat(str(root)).st_dev
             self._claim(namespace)
         except OSError as error:
             raise ConfigError(
@@ -101,7 +115,7 @@ class NamespaceDirectory:
         """Return whether there is a file of a block; raises ``StorageError`` if nobody can say."""
         path = self.block_path(key)
         try:
-            return stat.S_ISREG(os.stat(path).st_mode)
+            return stat.S_ISREG(self._calls.stat(path).st_mode)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
@@ -112,7 +126,7 @@ class NamespaceDirectory:
 
     def temporary_path(self) -> str:
         """Return a path for a half-written file that no other writer uses."""
-        return f"{self.temporary}/{self._writer}-{next(_numbers)}"
+        return f"{self.temporary}/{self._writer}-{self._calls.urandom(8).hex()}"
 
     def restore(self) -> None:
         """Make the directory again that somebody has removed.
@@ -120,8 +134,8 @@ class NamespaceDirectory:
         Raises ``FileNotFoundError`` where its root is gone, or another file system lies there (a
         mount is lost, and what is under its name must not fill up instead).
         """
-        root = self.path.parent
-        if root.stat().st_dev != self._device:
+        root = str(self.path.parent)
+        if self._calls.stat(root).st_dev != self._device:
             raise FileNotFoundError(errno.ENOENT, "the file system of the storage is gone", root)
         self._make_folders()
         self._claim(self._namespace)
@@ -130,10 +144,10 @@ class NamespaceDirectory:
         """Remove what lies at a block's name and is none; a directory only if it is empty."""
         log.warning("stored block %s is bad (%s) and is removed", path, reason)
         try:
-            if os.path.isdir(path) and not os.path.islink(path):
-                os.rmdir(path)
+            if stat.S_ISDIR(self._calls.lstat(path).st_mode):
+                self._calls.rmdir(path)
             else:
-                os.unlink(path)
+                self._calls.unlink(path)
         except OSError as error:
             log.warning("bad block %s cannot be removed: %s; remove it by hand", path, error)
 
@@ -141,44 +155,69 @@ class NamespaceDirectory:
         """Give a whole file its final name; return False if the name was taken already.
 
         A hard link, because it fails where the name exists; a rename where the file system knows
-        no hard links.  What is no file but has the name makes way.  ``temporary`` is gone
-        afterwards.
+        no hard links.  What is no file but has the name makes way.  ``temporary`` is removed.
         """
         final = self.block_path(key)
         try:
             self._link(temporary, final, key)
         except FileExistsError:
-            os.unlink(temporary)
+            self.remove_temporary(temporary)
             return False
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-            os.rename(temporary, final)
+            self._calls.rename(temporary, final)
             return True
-        os.unlink(temporary)
+        self.remove_temporary(temporary)
         return True
+
+    def remove_temporary(self, temporary: str) -> None:
+        """Remove a temporary name if there is one; what is refused is tried again with the next."""
+        for path in (temporary, *tuple(self._refused)[:_TRIED_AGAIN]):
+            try:
+                self._unlink(path)
+            except OSError as error:
+                if path not in self._refused:
+                    log.warning("%s is not removed, later maybe: %s", path, error)
+                self._refused[path] = None
+            else:
+                self._refused.pop(path, None)
+
+    def _unlink(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._calls.unlink(path)
 
     def _link(self, temporary: str, final: str, key: BlockKey) -> None:
         try:
-            _link(temporary, final)
+            self._link_once(temporary, final)
         except FileExistsError:
             if self.has(key):
                 raise
             self.discard(final, NOT_A_FILE)
-            _link(temporary, final)
+            self._link_once(temporary, final)
+
+    def _link_once(self, temporary: str, final: str) -> None:
+        try:
+            self._calls.link(temporary, final)
+        except FileNotFoundError:
+            self._calls.makedirs(os.path.dirname(final), exist_ok=True)
+            self._calls.link(temporary, final)
 
     def _make_folders(self) -> None:
         for folder in (self.path, self.temporary):
-            folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+            try:
+                self._calls.mkdir(str(folder), _FOLDER_MODE)
+            except FileExistsError:
+                if not stat.S_ISDIR(self._calls.stat(str(folder)).st_mode):
+                    raise
 
     def _claim(self, namespace: StoreNamespace) -> None:
-        path = self.name_file
+        path = str(self.name_file)
         # What is claimed already can be read, also where the disk takes nothing more.
-        if not path.exists():
+        if not self._exists(path):
             self._write_name(namespace)
         try:
-            with open(open_regular(str(path), os.O_RDONLY), "rb") as file:
-                found = msgspec.json.decode(file.read(), type=StoreNamespace)
+            found = msgspec.json.decode(read_content(path, calls=self._calls), type=StoreNamespace)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(
                 f"{path} is not readable as a namespace ({error}); "
@@ -194,56 +233,41 @@ class NamespaceDirectory:
         content = msgspec.json.format(msgspec.json.encode(namespace), indent=2)
         temporary = self.temporary_path()
         try:
-            with open(temporary, "xb", opener=private) as file:
-                file.write(content)
-            if not self.name_file.exists():
-                os.rename(temporary, self.name_file)
+            create_file(temporary, [memoryview(content)], self._calls)
+            if not self._exists(str(self.name_file)):
+                self._calls.rename(temporary, str(self.name_file))
         finally:
-            Path(temporary).unlink(missing_ok=True)
+            self.remove_temporary(temporary)
+
+    def _exists(self, path: str) -> bool:
+        try:
+            self._calls.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def _remove_stale(self) -> None:
-        for path in self.temporary.iterdir():
-            writer = path.name.rpartition("-")[0]
-            host, _, pid = writer.rpartition("-")
-            if not pid.isdecimal() or host != number_space() or is_running(int(pid)):
+        with self._calls.scandir(str(self.temporary)) as entries:
+            found = [entry.name for entry in entries]
+        for name in found:
+            host, _, pid = name.rpartition("-")[0].rpartition("-")
+            ours = pid.isdecimal() and host == self._host
+            if not ours or is_running(int(pid), self._calls):
                 continue
             try:
-                path.unlink(missing_ok=True)
+                self._unlink(f"{self.temporary}/{name}")
             except OSError as error:  # no file of ours
-                log.warning("%s is left where it is: %s", path, error)
+                log.warning("%s/%s is left where it is: %s", self.temporary, name, error)
 
 
-class NotAFileError(OSError):
-    """Something else than a file has the name of one: a directory, a FIFO, a device."""
-
-
-def open_regular(path: str, flags: int) -> int:
-    """Open a file for reading; raises ``NotAFileError``, and never waits, for anything else."""
-    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise NotAFileError(errno.EBADF, NOT_A_FILE, path)
-
-
-def private(path: str, flags: int) -> int:
-    """Open as ``open`` does, for the user and the group: KV tells what was in a prompt."""
-    return os.open(path, flags, _FILE_MODE)
-
-
-def _link(temporary: str, final: str) -> None:
-    try:
-        os.link(temporary, final)
-    except FileNotFoundError:
-        os.makedirs(os.path.dirname(final), exist_ok=True)
-        os.link(temporary, final)
-
-
-def refused(action: str, path: str, needed_bytes: int, error: OSError) -> StorageError:
+def refused(
+    action: str, path: str, needed_bytes: int, error: OSError, calls: SystemCalls = KERNEL
+) -> StorageError:
     """Return the error for a device that refuses a write, with what is free and what to do."""
     folder = os.path.dirname(path)
     try:
-        free: object = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+        space = calls.statvfs(folder)
+        free: object = space.f_bavail * space.f_frsize
     except OSError:
         free = "unknown"
     return StorageError(

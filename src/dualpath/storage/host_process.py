@@ -6,11 +6,11 @@ left in a storage is nobody's for the same reason.
 """
 
 import os
-import socket
 from pathlib import Path
 from typing import NamedTuple
 
 from dualpath.core.cluster import HostProcess
+from dualpath.storage.system_calls import KERNEL, SystemCalls
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ENDED = "ZX"
@@ -51,9 +51,9 @@ def process_stat(process_id: int) -> ProcessStat | None:
     )
 
 
-def number_space() -> str:
+def number_space(calls: SystemCalls = KERNEL) -> str:
     """Name this host and its numbering of processes; containers may share a host name."""
-    return f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{calls.uname().nodename}-{calls.stat('/proc/self/ns/pid').st_ino}"
 
 
 def this_host() -> str:
@@ -67,10 +67,10 @@ def this_host() -> str:
         return ""
 
 
-def is_running(process_id: int) -> bool:
+def is_running(process_id: int, calls: SystemCalls = KERNEL) -> bool:
     """Whether this ``number_space`` has such a process; True for numbers that none can have."""
     try:
-        os.kill(process_id, 0)
+        calls.kill(process_id, 0)
     except ProcessLookupError:
         return False
     except (PermissionError, OverflowError):

@@ -257,11 +257,12 @@ def take_news(tree: ObjectTree, index: ChainIndex, taken: dict[str, int]) -> tup
     """Take in all news behind ``taken``, which is brought forward.
 
     Returns the rows of blocks written or used, those before new ones included, and how many news
-    there were.
+    there were.  Raises ``StorageError`` where not all can be read; then none is taken in.
     """
     news: list[tuple[str, News]] = []
+    heard = dict(taken)
     for writer, number, name in segments(tree):
-        if number <= taken.get(writer, 0):
+        if number <= heard.get(writer, 0):
             continue
         content = tree.get(name)
         segment = None if content is None else decode_segment(content)
@@ -269,7 +270,8 @@ def take_news(tree: ObjectTree, index: ChainIndex, taken: dict[str, int]) -> tup
             log.warning("news %s cannot be read; the survey finds what they said", name)
         else:
             news += [(segment.namespace, item) for item in segment.news]
-        taken[writer] = number
+        heard[writer] = number
+    taken.update(heard)
     news.sort(key=lambda item: item[1].time_s)
     touched: set[int] = set()
     for namespace, item in news:

@@ -13,7 +13,8 @@ from dualpath.core.errors import ConfigError
 from dualpath.storage import block_file
 from dualpath.storage.checks import check_destination, check_sources
 from dualpath.storage.contract import ReadOutcome
-from dualpath.storage.directory import NamespaceDirectory, private, refused
+from dualpath.storage.directory import NamespaceDirectory, refused
+from dualpath.storage.system_calls import create_file
 
 ORACLE = "oracle"
 
@@ -65,7 +66,7 @@ class LengthOnlyStorage:
         path = self._directory.block_path(key)
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            os.close(private(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            create_file(path, [])
         except FileExistsError:
             return False
         except OSError as error:

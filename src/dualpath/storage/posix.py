@@ -19,7 +19,6 @@ import errno
 import logging
 import mmap
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -30,18 +29,18 @@ from dualpath.storage import block_file
 from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.checks import check_destination, check_sources, own_origins
 from dualpath.storage.contract import ReadOutcome
-from dualpath.storage.directory import (
-    BLOCK_SUFFIX,
-    NOT_A_FILE,
-    NamespaceDirectory,
-    NotAFileError,
-    open_regular,
-    private,
-    refused,
-)
+from dualpath.storage.directory import BLOCK_SUFFIX, NamespaceDirectory, refused
 from dualpath.storage.protection import block_form
 from dualpath.storage.reading import FileReader, KernelReader
-from dualpath.storage.sections import FileOrder
+from dualpath.storage.sections import FileOrder, Sections
+from dualpath.storage.system_calls import (
+    KERNEL,
+    NOT_A_FILE,
+    NotAFileError,
+    SystemCalls,
+    create_file,
+    open_regular,
+)
 
 if TYPE_CHECKING:
     from dualpath.storage.key_ring import KeyRing
@@ -62,6 +61,7 @@ class PosixStorage:
     does where the file system allows it.  ``sync``: ``fsync`` each block before it becomes
     visible; without it a power cut may lose or tear recent blocks, which the checksum then finds.
     ``keys``: of a namespace whose blocks are sealed.  ``reader``: who reads, closed with this.
+    ``calls``: of the machine.
 
     Raises ``ConfigError`` for an unusable root, a root that holds another namespace under the
     same name, no keys where it takes some, or ``direct_io=True`` on a file system without it.
@@ -76,17 +76,20 @@ class PosixStorage:
         sync: bool = False,
         keys: "KeyRing | None" = None,
         reader: FileReader | None = None,
+        calls: SystemCalls = KERNEL,
     ) -> None:
         self.parallel_lookups = 1
         self.namespace = namespace
         self.geometry = namespace.geometry
         self._form = block_form(namespace, keys)
         self._order = FileOrder(namespace.geometry)
-        self._directory = NamespaceDirectory(Path(root), namespace, BLOCK_SUFFIX)
+        self._directory = NamespaceDirectory(Path(root), namespace, BLOCK_SUFFIX, calls)
+        self._calls = calls
         self._sync = sync
         self._direct = self._choose_direct(direct_io)
-        self._reader = reader or KernelReader()
-        self._per_thread = threading.local()
+        self._reader = reader or KernelReader(calls)
+        # As many as reads were ever under way at a time.
+        self._headers: list[memoryview] = []
 
     @property
     def path(self) -> Path:
@@ -109,9 +112,14 @@ class PosixStorage:
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Read and verify a block; one found bad is removed so it can be written anew."""
         flat = check_destination(self.geometry, destination)
-        payload = self._order.of(flat, whole=whole)
+        header = self._headers.pop() if self._headers else _header_buffer()
+        try:
+            return self._read(key, header, self._order.of(flat, whole=whole))
+        finally:
+            self._headers.append(header)
+
+    def _read(self, key: BlockKey, header: memoryview, payload: Sections) -> ReadOutcome:
         path = self._directory.block_path(key)
-        header = self._header_buffer()
         try:
             length = self._read_file(path, header, payload.buffers)
         except (FileNotFoundError, NotADirectoryError):
@@ -155,10 +163,10 @@ class PosixStorage:
         if possible:
             probe = str(self._directory.name_file)
             try:
-                os.close(open_regular(probe, os.O_RDONLY | os.O_DIRECT))
+                self._calls.close(open_regular(probe, os.O_RDONLY | os.O_DIRECT, self._calls))
             except OSError as error:
                 if error.errno != errno.EINVAL:
-                    raise refused("reading", probe, 0, error) from error
+                    raise refused("reading", probe, 0, error, self._calls) from error
                 possible = False
         if wanted is True and not possible:
             raise ConfigError(
@@ -177,17 +185,11 @@ class PosixStorage:
         return self._read_head(path, os.O_RDONLY, buffers)
 
     def _read_head(self, path: str, flags: int, buffers: Sequence[memoryview]) -> int:
-        descriptor = open_regular(path, flags)
+        descriptor = open_regular(path, flags, self._calls)
         try:
             return self._reader.fill_from_file(descriptor, buffers)
         finally:
-            os.close(descriptor)
-
-    def _header_buffer(self) -> memoryview:
-        buffer: memoryview | None = getattr(self._per_thread, "header", None)
-        if buffer is None:
-            buffer = self._per_thread.header = memoryview(mmap.mmap(-1, HEADER_BYTES))
-        return buffer
+            self._calls.close(descriptor)
 
     def _write_one(self, key: BlockKey, source: memoryview, origin: BlockOrigin) -> bool:
         if self._directory.has(key):
@@ -196,14 +198,15 @@ class PosixStorage:
         temporary = self._directory.temporary_path()
         try:
             try:
-                _write_whole(temporary, buffers, self._sync)
+                create_file(temporary, buffers, self._calls, sync=self._sync)
             except FileNotFoundError:
                 self._directory.restore()
-                _write_whole(temporary, buffers, self._sync)
+                create_file(temporary, buffers, self._calls, sync=self._sync)
             return self._directory.publish(temporary, key)
         except OSError as error:
-            Path(temporary).unlink(missing_ok=True)
-            raise refused("write", temporary, HEADER_BYTES + source.nbytes, error) from error
+            self._directory.remove_temporary(temporary)
+            needed_bytes = HEADER_BYTES + source.nbytes
+            raise refused("write", temporary, needed_bytes, error, self._calls) from error
 
 
 def _is_aligned(view: memoryview) -> bool:
@@ -211,11 +214,6 @@ def _is_aligned(view: memoryview) -> bool:
     return address % DIRECT_ALIGNMENT_BYTES == 0 and view.nbytes % DIRECT_ALIGNMENT_BYTES == 0
 
 
-def _write_whole(path: str, buffers: Sequence[memoryview], sync: bool) -> None:
-    with open(path, "xb", buffering=0, opener=private) as file:
-        for part in buffers:
-            done = 0
-            while done < part.nbytes:
-                done += file.write(part[done:])
-        if sync:
-            os.fsync(file.fileno())
+def _header_buffer() -> memoryview:
+    """Return memory for a header that direct I/O may read into."""
+    return memoryview(mmap.mmap(-1, HEADER_BYTES))

@@ -2,19 +2,19 @@
 
 import contextlib
 import os
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dualpath.core.errors import StorageError
-from dualpath.storage.directory import (
-    NO_LINKS,
-    TEMPORARY_FOLDER,
-    NotAFileError,
-    open_regular,
-    private,
-)
+from dualpath.storage.directory import NO_LINKS, TEMPORARY_FOLDER
 from dualpath.storage.objects import ObjectInfo
+from dualpath.storage.system_calls import (
+    KERNEL,
+    NotAFileError,
+    SystemCalls,
+    create_file,
+    read_content,
+)
 
 #: Half-written files, apart from the blocks' own.
 _TEMPORARY = f"janitor/{TEMPORARY_FOLDER}"
@@ -24,16 +24,17 @@ _GONE = (FileNotFoundError, NotADirectoryError)
 class PosixObjects:
     """See ``dualpath.storage.objects.ObjectTree``; ``root`` need not exist."""
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, calls: SystemCalls = KERNEL) -> None:
         self._root = str(root)
+        self._calls = calls
 
     def create(self, name: str, content: bytes) -> bool:
         """Link a whole file to its name, which fails where the name exists."""
         path = self._path(name)
         with self._said("create", path), self._written(content) as temporary:
-            os.makedirs(os.path.dirname(path), mode=0o770, exist_ok=True)
+            self._calls.makedirs(os.path.dirname(path), mode=0o770, exist_ok=True)
             try:
-                os.link(temporary, path)
+                self._calls.link(temporary, path)
             except FileExistsError:
                 return False
             except OSError as error:
@@ -46,16 +47,15 @@ class PosixObjects:
         """Rename a whole file to its name."""
         path = self._path(name)
         with self._said("replace", path), self._written(content) as temporary:
-            os.makedirs(os.path.dirname(path), mode=0o770, exist_ok=True)
-            os.rename(temporary, path)
+            self._calls.makedirs(os.path.dirname(path), mode=0o770, exist_ok=True)
+            self._calls.rename(temporary, path)
 
     def get(self, name: str, most_bytes: int | None = None) -> bytes | None:
         """Read a file."""
         path = self._path(name)
         with self._said("read", path):
             try:
-                with open(open_regular(path, os.O_RDONLY), "rb", buffering=0) as file:
-                    return file.read(-1 if most_bytes is None else most_bytes)
+                return read_content(path, most_bytes, self._calls)
             except (*_GONE, NotAFileError):
                 return None
 
@@ -65,7 +65,7 @@ class PosixObjects:
         for name in names:
             path = self._path(name)
             with self._said("remove", path), contextlib.suppress(*_GONE):
-                os.unlink(path)
+                self._calls.unlink(path)
                 removed += 1
         return removed
 
@@ -74,7 +74,7 @@ class PosixObjects:
         path = self._path(prefix)
         with self._said("list", path):
             try:
-                with os.scandir(path) as entries:
+                with self._calls.scandir(path) as entries:
                     return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
             except _GONE:
                 return []
@@ -84,7 +84,7 @@ class PosixObjects:
         path = self._path(prefix)
         with self._said("list", path):
             try:
-                with os.scandir(path) as scan:
+                with self._calls.scandir(path) as scan:
                     entries = list(scan)
             except _GONE:
                 return
@@ -106,21 +106,19 @@ class PosixObjects:
     @contextlib.contextmanager
     def _written(self, content: bytes) -> Iterator[str]:
         folder = self._path(_TEMPORARY)
-        os.makedirs(folder, mode=0o770, exist_ok=True)
-        temporary = f"{folder}/{uuid.uuid4().hex}"
+        self._calls.makedirs(folder, mode=0o770, exist_ok=True)
+        temporary = f"{folder}/{self._calls.urandom(16).hex()}"
         try:
-            with open(temporary, "xb", opener=private) as file:
-                file.write(content)
+            create_file(temporary, [memoryview(content)], self._calls)
             yield temporary
         finally:
             with contextlib.suppress(OSError):
-                os.unlink(temporary)
+                self._calls.unlink(temporary)
 
     def _created_without_links(self, path: str, content: bytes) -> bool:
         """Create where there are no hard links: the name comes first, then what it holds."""
         try:
-            with open(path, "xb", opener=private) as file:
-                file.write(content)
+            create_file(path, [memoryview(content)], self._calls)
         except FileExistsError:
             return False
         return True

@@ -3,11 +3,11 @@
 Names, look-ups, writes and what makes a block believed are the same for all of them.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from dualpath.core.errors import ConfigError
+from dualpath.storage.system_calls import KERNEL, SystemCalls
 
 #: What one call takes (IOV_MAX).
 _MOST_BUFFERS = 1024
@@ -64,11 +64,14 @@ def no_plugins(plugin: str, parameters: Mapping[str, str]) -> PluginReader:
 class KernelReader:
     """See ``FileReader``: ``preadv``, which runs without the interpreter's lock."""
 
+    def __init__(self, calls: SystemCalls = KERNEL) -> None:
+        self._calls = calls
+
     def fill_from_file(self, descriptor: int, buffers: Sequence[memoryview]) -> int:
         """Read, several buffers a call."""
         done, left = 0, list(buffers)
         while left:
-            more = os.preadv(descriptor, left[:_MOST_BUFFERS], done)
+            more = self._calls.preadv(descriptor, left[:_MOST_BUFFERS], done)
             if more == 0:
                 break
             done += more

@@ -1,72 +1,79 @@
-"""The storage of a simulated cluster: shared, slow at times, and not to be relied on."""
+"""The storage of a simulated cluster: real files on a simulated disk, not to be relied on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin
-from dualpath.core.errors import StorageError
+from dualpath.laboratory.chaos.simulation.calls import StorageFaults
+from dualpath.laboratory.chaos.simulation.disk import Disk
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
+from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.checks import own_origins
 from dualpath.storage.contract import ReadOutcome
-from dualpath.storage.memory import MemoryStorage
+from dualpath.storage.objects import ObjectInfo, ObjectTree
+from dualpath.storage.posix import PosixStorage
 
 _DELAYS_S = (0.0002, 0.0005, 0.001, 0.003)
-#: How often what takes unusually long fails in the end, having written something all the same.
+#: How often a read that takes unusually long fails in the end, having written something all the
+#: same.
 _SLOW_FAIL = 0.5
 
 
-class StorageFaults:
-    """How often an operation on the storage goes wrong now."""
+class Pace:
+    """How long operations of one process on the storage take."""
 
-    def __init__(self) -> None:
-        self.slow = 0.0
-        self.slow_s = (0.1, 6.0)
-        self.failing = 0.0
-        self.full = False
-        self.corrupting = 0.0
-        self.injected = 0
+    def __init__(self, threads: SimThreads, faults: StorageFaults) -> None:
+        self.world = threads.world
+        self.faults = faults
+        self._threads = threads
+
+    def take_time(self, what: str) -> bool:
+        """Wait; return whether it took unusually long."""
+        self.world.moment()
+        delay_s = self.world.pick(_DELAYS_S)
+        if self.faults.slow and self.world.chance.random() < self.faults.slow:
+            delay_s = self.world.chance.uniform(*self.faults.slow_s)
+            self.faults.injected += 1
+            self.world.note(self._threads.process.name, f"{what} takes {delay_s:.3f} s")
+        self._threads.sleep(delay_s)
+        return delay_s >= self.faults.slow_s[0]
+
+    def happens(self, how_often: float, what: str) -> bool:
+        """Whether something that happens so often happens now."""
+        if not how_often or self.world.chance.random() >= how_often:
+            return False
+        self.faults.injected += 1
+        self.world.note(self._threads.process.name, what)
+        return True
 
 
 class SimStorage:
     """One engine's access to the storage of all: ``storage.contract.BlockStorage``."""
 
     def __init__(
-        self,
-        shared: MemoryStorage,
-        threads: SimThreads,
-        faults: StorageFaults,
-        check: Callable[[memoryview], None],
+        self, inner: PosixStorage, disk: Disk, pace: Pace, check: Callable[[memoryview], None]
     ) -> None:
-        self.geometry = shared.geometry
+        self.geometry = inner.geometry
         self.parallel_lookups = 2
-        self._shared = shared
-        self._threads = threads
-        self._world = threads.world
-        self._faults = faults
+        self._inner = inner
+        self._disk = disk
+        self._pace = pace
         self._check = check
 
     def is_stored(self, key: BlockKey) -> bool:
-        """Look up, which takes a while; raises ``StorageError`` when the storage fails."""
-        self._take_time("look-up")
-        if self._happens(self._faults.failing, "look-up fails"):
-            raise StorageError("the adversary fails the look-up")
-        return self._shared.is_stored(key)
+        """Look up, which takes a while."""
+        self._pace.take_time("look-up")
+        return self._inner.is_stored(key)
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Read, with bytes that arrive late, or broken, or not at all."""
-        slow = self._take_time("read")
+        slow = self._pace.take_time("read")
         self._check(destination)
-        failing = _SLOW_FAIL if slow else self._faults.failing
-        if self._happens(failing, "read fails"):
+        if slow and self._pace.happens(_SLOW_FAIL, "read fails"):
             destination[: len(destination) // 2] = bytes(len(destination) // 2)
             return ReadOutcome(0, "read error: the adversary")
-        if self._happens(self._faults.corrupting, f"block {key.hex()[:8]} rots"):
-            try:
-                self._shared.corrupt(
-                    key, offset_bytes=self._world.chance.randrange(len(destination))
-                )
-            except KeyError:
-                return ReadOutcome(0, "missing")
-        return self._shared.read(key, destination, whole=whole)
+        if self._pace.happens(self._pace.faults.corrupting, f"block {key.hex()[:8]} rots"):
+            self._rot(key)
+        return self._inner.read(key, destination, whole=whole)
 
     def write(
         self,
@@ -77,32 +84,57 @@ class SimStorage:
         """Write one block after the other, each taking a while."""
         new = 0
         for key, source, own in zip(keys, sources, own_origins(keys, origin), strict=True):
-            self._take_time("write")
-            if self._faults.full or self._happens(self._faults.failing, "write fails"):
-                raise StorageError("the adversary fails the write")
-            new += self._shared.write([key], [source], own)
+            self._pace.take_time("write")
+            new += self._inner.write([key], [source], own)
         return new
 
     def used(self, key: BlockKey) -> None:
         """Nothing is removed here."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Close the files."""
+        self._inner.close()
 
-    def _take_time(self, what: str) -> bool:
-        """Wait; return whether it took unusually long."""
-        self._world.moment()
-        delay_s = self._world.pick(_DELAYS_S)
-        if self._faults.slow and self._world.chance.random() < self._faults.slow:
-            delay_s = self._world.chance.uniform(*self._faults.slow_s)
-            self._faults.injected += 1
-            self._world.note(self._threads.process.name, f"{what} takes {delay_s:.3f} s")
-        self._threads.sleep(delay_s)
-        return delay_s >= self._faults.slow_s[0]
+    def _rot(self, key: BlockKey) -> None:
+        file = self._disk.files.get(str(self._inner.block_path(key)))
+        if file is not None:
+            file.rotten = True
+            file.content[self._pace.world.chance.randrange(HEADER_BYTES, len(file.content))] ^= 1
 
-    def _happens(self, how_often: float, what: str) -> bool:
-        if not how_often or self._world.chance.random() >= how_often:
-            return False
-        self._faults.injected += 1
-        self._world.note(self._threads.process.name, what)
-        return True
+
+class SimTree:
+    """One engine's access to what is not blocks: ``storage.objects.ObjectTree``, at a pace."""
+
+    def __init__(self, inner: ObjectTree, pace: Pace) -> None:
+        self._inner = inner
+        self._pace = pace
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Take a while, then create."""
+        self._pace.take_time("creating an object")
+        return self._inner.create(name, content)
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Take a while, then replace."""
+        self._pace.take_time("replacing an object")
+        self._inner.replace(name, content)
+
+    def get(self, name: str, most_bytes: int | None = None) -> bytes | None:
+        """Get it; most of the time this is quick."""
+        return self._inner.get(name, most_bytes)
+
+    def remove(self, names: Sequence[str]) -> int:
+        """Remove one after the other, each taking a while."""
+        removed = 0
+        for name in names:
+            self._pace.take_time("removing an object")
+            removed += self._inner.remove([name])
+        return removed
+
+    def folders(self, prefix: str) -> list[str]:
+        """List folders."""
+        return self._inner.folders(prefix)
+
+    def objects(self, prefix: str) -> Iterator[ObjectInfo]:
+        """List objects."""
+        return self._inner.objects(prefix)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dualpath.core.blocks import BlockKey, block_keys
 from dualpath.core.errors import DualPathError
 from dualpath.core.session_hints import NO_HINTS, SessionHints
-from dualpath.laboratory.chaos.simulation.cluster import BLOCK_TOKENS, VOCABULARY, Cluster
+from dualpath.laboratory.chaos.simulation.cluster import Cluster
+from dualpath.laboratory.chaos.simulation.cluster_settings import BLOCK_TOKENS, VOCABULARY
 from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
 from dualpath.laboratory.chaos.simulation.router import Exchange, Reply
 from dualpath.laboratory.chaos.simulation.world import Process, World

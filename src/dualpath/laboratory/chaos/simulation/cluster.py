@@ -5,91 +5,31 @@ from collections.abc import Callable
 
 import msgspec
 
-from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import GroupRank, Role
-from dualpath.core.modes import Mode
-from dualpath.core.parts import slices_of
-from dualpath.engine.settings import EngineSettings
 from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
+from dualpath.laboratory.chaos.simulation.cluster_settings import (
+    PROTECT_S,
+    ClusterSettings,
+    engine_settings,
+    stored_bytes,
+)
+from dualpath.laboratory.chaos.simulation.disk import object_path
 from dualpath.laboratory.chaos.simulation.engine import SimEngine
 from dualpath.laboratory.chaos.simulation.ranks import SimFollower
 from dualpath.laboratory.chaos.simulation.router import SimRouter
 from dualpath.laboratory.chaos.simulation.world import World
-from dualpath.laboratory.emulated.settings import EmulatedSettings, Verify, part_geometry
-from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
-from dualpath.router.settings import RouterSettings
+from dualpath.policy.eviction import StorageLimits
 from dualpath.router.turn import Turn
-
-LAYERS = 3
-BLOCK_TOKENS = 4
-COSTS = ModelCosts(
-    name="small",
-    layers=LAYERS,
-    kv_bytes_per_token=LAYERS * 8.0,
-    prefill=PrefillCosts(batch_s=1e-2, attention_token_s=2e-4, pair_s=1e-6),
-    decode=DecodeCosts(step_s=1e-2),
-    prefill_tokens_per_s=1e4,
-)
-#: By KV heads: equal layers, layers of two parts, and layers of which each is another, one a window
-#: layer.
-_LAYER_PARTS = {
-    1: ("8*3", "16+8*3", "24,8+8@6,8"),
-    2: ("16*3", "32+16*3", "48,16+16@6,16"),
-}
-GEOMETRIES = {
-    heads: tuple(part_geometry(parts, BLOCK_TOKENS) for parts in layers)
-    for heads, layers in _LAYER_PARTS.items()
-}
-VOCABULARY = 1000
+from dualpath.storage.status import STATUS, Status
 
 #: Until a rank notices that another one of its group has ended.
 _SIBLING_ENDS_S = (0.01, 0.2, 1.0, 4.0)
 #: Until somebody notices that an engine was started while it still ran.
 _TWO_OF_A_NAME_S = 3.0
+#: Who is the janitor says how the storage is at least that often, once nothing goes wrong.
+_SAYS_S = 1.0
 #: An engine that has lost a rank has ended within it: longer than it may stand still.
 _ENDS_WITHIN_S = 10.0
-
-
-class TensorParallel(msgspec.Struct, frozen=True):
-    """How many ranks each engine of a role has; they share out so many KV heads."""
-
-    prefill: int = 1
-    decode: int = 1
-    kv_heads: int = 1
-
-    def ranks(self, role: Role) -> int:
-        """Ranks of an engine of a role."""
-        return self.prefill if role is Role.PREFILL else self.decode
-
-    def __str__(self) -> str:
-        return f"{self.prefill} and {self.decode} ranks for {self.kv_heads} KV heads"
-
-
-#: Engines of one rank.
-ONE_RANK = TensorParallel()
-
-
-class ClusterSettings(msgspec.Struct, frozen=True):
-    """Size of the cluster, of its memories in blocks, and the router's limits.
-
-    ``prefill`` and ``decode`` count data-parallel groups, of ``prefill_ranks`` and ``decode_ranks``
-    engines each; one of a single rank is a plain engine.  With ``standby`` a second router waits
-    for its turn.
-    """
-
-    mode: Mode
-    prefill: int
-    decode: int
-    buffer_blocks: int
-    hbm_blocks: int
-    layer_buffers: int
-    router: RouterSettings
-    hosts: int
-    geometry: BlockGeometry
-    prefill_ranks: int = 1
-    decode_ranks: int = 1
-    standby: bool = False
-    tensor_parallel: TensorParallel = ONE_RANK
 
 
 class _Group(msgspec.Struct):
@@ -115,7 +55,7 @@ class Cluster:
     def __init__(self, world: World, settings: ClusterSettings) -> None:
         self.world = world
         self.settings = settings
-        self.shared = Shared(world)
+        self.shared = Shared(world, links=settings.links, protect_s=PROTECT_S)
         self.engines: dict[str, SimEngine] = {}
         self._starts: dict[str, int] = {}
         self._hosts: dict[str, str] = {}
@@ -219,7 +159,26 @@ class Cluster:
                 )
         if self.shared.http.calls:
             found.append(f"{len(self.shared.http.calls)} calls to engines are open")
-        return found
+        return found + self._kept_badly()
+
+    @property
+    def limits(self) -> StorageLimits:
+        """How much may lie in the storage."""
+        return next(iter(self.engines.values())).settings.engine.limits
+
+    def _kept_badly(self) -> list[str]:
+        """Return what a janitor should have done by now."""
+        if not self.settings.quota_blocks:
+            return []
+        file = self.shared.disk.files.get(object_path(STATUS))
+        if file is None:
+            return ["the storage has had no janitor"]
+        status = msgspec.json.decode(file.content, type=Status)
+        if self.world.now_s - status.time_s > _SAYS_S:
+            return [f"nobody looks after the storage since {status}"]
+        pinned_bytes = len(self.shared.watch.pinned) * stored_bytes(self.settings.geometry)
+        over_bytes = status.used_bytes - self.limits.high * self.limits.quota_bytes
+        return [f"the storage is above its quota: {status}"] if over_bytes > pinned_bytes else []
 
     def _next_router(self) -> None:
         alive = [router for router in self._routers if router.process.alive]
@@ -246,7 +205,7 @@ class Cluster:
             # a server of its own.
             api_url += f"-{start}"
             self.world.after(_TWO_OF_A_NAME_S, former.kill)
-        settings = _engine_settings(self.settings, role, engine_id, api_url)
+        settings = engine_settings(self.settings, role, engine_id, api_url)
         engine = SimEngine(self.shared, settings, start, self._host(engine_id), dp)
         self.engines[engine_id] = engine
         self._followers += engine.followers
@@ -258,38 +217,6 @@ class Cluster:
     def _start(self, name: str) -> int:
         self._starts[name] = self._starts.get(name, 0) + 1
         return self._starts[name]
-
-
-def _engine_settings(
-    cluster: ClusterSettings, role: Role, engine_id: str, api_url: str
-) -> EmulatedSettings:
-    engine = EngineSettings(
-        role=role,
-        engine_id=engine_id,
-        router="tcp://127.0.0.1:5700",
-        api_url=api_url,
-        storage="memory://simulated",
-        mode=cluster.mode,
-        buffer_bytes=cluster.buffer_blocks * cluster.geometry.full_block_bytes,
-        staging_blocks=4,
-        layer_buffers=cluster.layer_buffers,
-        parallel_reads=2,
-        drain_timeout_s=30.0,
-    )
-    ranks, heads = cluster.tensor_parallel.ranks(role), cluster.tensor_parallel.kv_heads
-    hbm_bytes = cluster.hbm_blocks * cluster.geometry.full_block_bytes
-    return EmulatedSettings(
-        engine=engine,
-        geometry=cluster.geometry,
-        costs=COSTS,
-        tensor_parallel_size=ranks,
-        kv_heads=heads,
-        hbm_bytes=hbm_bytes // slices_of(ranks, heads),
-        batch_cap_tokens=16,
-        max_model_len=160,
-        verify=Verify.FULL,
-        vocab_size=VOCABULARY,
-    )
 
 
 #: Something the adversary does to a cluster, at a moment.

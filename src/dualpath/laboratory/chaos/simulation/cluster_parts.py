@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import HostProcess
 from dualpath.laboratory.chaos.simulation.api import HttpNetwork
-from dualpath.laboratory.chaos.simulation.blocks import StorageFaults
+from dualpath.laboratory.chaos.simulation.calls import StorageFaults
 from dualpath.laboratory.chaos.simulation.control import ControlNetwork
 from dualpath.laboratory.chaos.simulation.data import TransferFaults
+from dualpath.laboratory.chaos.simulation.disk import Disk
+from dualpath.laboratory.chaos.simulation.storage_watch import StorageWatch
 from dualpath.laboratory.chaos.simulation.world import Process, World
 from dualpath.router.turn import Turn
-from dualpath.storage.memory import MemoryStorage
 from dualpath.transport.in_process import InProcessFabric
 
 if TYPE_CHECKING:
@@ -19,9 +20,13 @@ if TYPE_CHECKING:
 
 
 class Shared:
-    """One of each; ``agents`` are engines by the name of their transport's agent."""
+    """One of each; ``agents`` are engines by the name of their transport's agent.
 
-    def __init__(self, world: World) -> None:
+    The storage's file system may know no hard ``links``; its janitor spares what was used in the
+    last ``protect_s``.
+    """
+
+    def __init__(self, world: World, *, links: bool, protect_s: float) -> None:
         self.world = world
         self.control = ControlNetwork(world)
         self.http = HttpNetwork(world)
@@ -29,7 +34,10 @@ class Shared:
         self.transfer_faults = TransferFaults()
         self.storage_faults = StorageFaults()
         self.agents: dict[str, SimEngine] = {}
-        self._storages: dict[str, MemoryStorage] = {}
+        self.disk = Disk(links=links)
+        self.watch = StorageWatch(world, self.disk, protect_s)
+        #: Of all blocks that are stored.
+        self.namespaces: dict[StoreNamespace, None] = {}
         self._processes: dict[int, Process] = {}
         self._lock_file = ""
 
@@ -57,14 +65,11 @@ class Shared:
         ended = asked.host == host and self._processes[asked.pid].is_gone
         return ended and all(self.is_gone(host, rank) for rank in asked.ranks)
 
-    def storage(self, namespace: StoreNamespace) -> MemoryStorage:
-        """Return the storage of all engines of a namespace."""
-        return self._storages.setdefault(namespace.digest(), MemoryStorage(namespace))
+    def runs(self, process_id: int) -> bool:
+        """Whether a process has this number."""
+        process = self._processes.get(process_id)
+        return process is not None and not process.is_gone
 
     def owner_of(self, agent: str, region: str, piece: int) -> str | None:
         """Return who owns a piece of an agent's memory."""
         return self.agents[agent].owner_of(region, piece)
-
-    def stored(self) -> list[MemoryStorage]:
-        """Return all storages."""
-        return list(self._storages.values())

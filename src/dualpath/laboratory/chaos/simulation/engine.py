@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 
-from dualpath.core.blocks import BlockKey, StoreNamespace
+from dualpath.core.blocks import BlockKey
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.engine.buffer import BUFFER_REGION, STAGING_REGION
@@ -14,9 +14,9 @@ from dualpath.engine.slots import SlotPool
 from dualpath.engine.surroundings import Surroundings
 from dualpath.engine.threads import TimeLimit
 from dualpath.laboratory.chaos.simulation.api import Call
-from dualpath.laboratory.chaos.simulation.blocks import SimStorage
 from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
 from dualpath.laboratory.chaos.simulation.data import SimTransport
+from dualpath.laboratory.chaos.simulation.engine_files import EngineFiles
 from dualpath.laboratory.chaos.simulation.ranks import SimFollower
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
 from dualpath.laboratory.emulated.admission import Admission
@@ -27,7 +27,6 @@ from dualpath.laboratory.emulated.rank_connections import ConnectedLeader
 from dualpath.laboratory.emulated.requests import Sampling
 from dualpath.laboratory.emulated.settings import EmulatedSettings
 from dualpath.router.token_api.wire import GenerateRequest, decode_body
-from dualpath.storage.contract import BlockStorage
 from dualpath.transport.contract import Transport
 from dualpath.transport.memory import address_of
 
@@ -65,6 +64,7 @@ class SimEngine:
         self._ending = False
         self._leaving = False
         self._hbm_owners: dict[int, str] = {}
+        self._files = EngineFiles(shared, self.threads, self._known, self._check_read)
         shared.world.note(self.name, "starts")
         others = range(1, settings.tensor_parallel_size)
         self.followers = tuple(SimFollower(self, rank) for rank in others)
@@ -75,7 +75,9 @@ class SimEngine:
     def _main(self) -> None:
         surroundings = Surroundings(
             threads=self.threads,
-            open_storage=self._open_storage,
+            open_storage=self._files.open_storage,
+            open_tree=self._files.open_tree,
+            now_s=lambda: self.shared.world.now_s,
             open_transport=self._open_transport,
             connect=self._connect,
             listens=lambda url: self.serves,
@@ -178,10 +180,6 @@ class SimEngine:
 
     # ------------------------------------------------------------------ its surroundings
 
-    def _open_storage(self, settings: EngineSettings, namespace: StoreNamespace) -> BlockStorage:
-        faults = self.shared.storage_faults
-        return SimStorage(self.shared.storage(namespace), self.threads, faults, self._check_read)
-
     def _open_transport(self, agent: str, settings: EngineSettings) -> Transport:
         shared = self.shared
         self.transport = SimTransport(
@@ -256,6 +254,8 @@ class SimEngine:
             "free HBM": (self.plane.hbm.free_tokens, manager.hbm_tokens),
             "free staging": (manager._staging.free, manager._staging.capacity),
             "transfers": (sum(t.unfinished for t in transports if t is not None), 0),
+            "open files": (self._files.open, 0),
+            "half-written files": (len(self.shared.disk.left_by(self.name)), 0),
         }
         return [
             f"{self.name}: {what} {found}, not {right}"

@@ -6,10 +6,12 @@
   without another pair of engines requests then fail, with an error that says so.
 * No byte arrives in memory that belongs to somebody else.
 * No token is wrong, no stored block, and none that a buffer keeps.
+* The storage is as ``storage_watch`` and ``afterwards`` say.
 * Once the faults are over everything comes to rest: no request, slot, block of HBM, transfer or
   call is left; slots that keep blocks are free.
 """
 
+import functools
 import gc
 import logging
 import sys
@@ -23,19 +25,22 @@ import msgspec
 from dualpath.core.blocks import BlockKey
 from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import Mode
-from dualpath.engine import follower, link, pump, router_session
+from dualpath.engine import follower, link, pump, router_session, storage_keeping
 from dualpath.laboratory.chaos.simulation.adversary import KINDS, Adversary, Kind
+from dualpath.laboratory.chaos.simulation.afterwards import storage_problems
 from dualpath.laboratory.chaos.simulation.clients import Asked, Clients
-from dualpath.laboratory.chaos.simulation.cluster import (
+from dualpath.laboratory.chaos.simulation.cluster import Cluster
+from dualpath.laboratory.chaos.simulation.cluster_settings import (
     GEOMETRIES,
     ONE_RANK,
-    Cluster,
     ClusterSettings,
     TensorParallel,
 )
+from dualpath.laboratory.chaos.simulation.operator import pin_some
 from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.laboratory.emulated.kv_bytes import KvFunction
 from dualpath.router.settings import RouterSettings
+from dualpath.storage import janitor, lease, survey
 
 _MODES = (Mode.DUALPATH, Mode.DUALPATH, Mode.DUALPATH, Mode.SPLIT, Mode.BASIC, Mode.ROUND_ROBIN)
 #: What engines of several ranks there are in a cluster that has some.
@@ -52,6 +57,13 @@ _POLL_S = 1.0
 #: follows does, and says that its engine lives: some times within ``engine_timeout_s``.
 _TICK_S = 0.15
 _HEARTBEAT_S = 0.75
+#: Of the storage's janitor: how often it looks, how long one that says nothing stays it, how often
+#: it saves its index.  A run is over before the times of live ones have passed.
+_KEEPER_S = 0.25
+_LEASE_S = 1.5
+_SAVE_S = 1.0
+#: When a chain is pinned, if it is.
+_PINNED_S = (0.5, 3.0)
 #: An agent's turns can take long one after the other.
 _AGENTS_LIMIT_S = 900.0
 #: After the last fault and the last request everything comes to rest within this time.
@@ -95,6 +107,10 @@ def _slow_polls() -> Iterator[None]:
         mock.patch.object(link, "TICK_S", _TICK_S),
         mock.patch.object(router_session, "HEARTBEAT_S", _HEARTBEAT_S),
         mock.patch.object(follower, "_LOOK_S", _TICK_S),
+        mock.patch.multiple(storage_keeping, BEAT_S=_KEEPER_S, LEASE_S=_LEASE_S),
+        mock.patch.object(lease, "BEAT_S", _KEEPER_S),
+        mock.patch.object(janitor, "SAVE_S", _SAVE_S),
+        mock.patch.object(survey, "SETTLED_S", _SAVE_S),
     ):
         yield
 
@@ -173,6 +189,8 @@ class _Run:
             decode_ranks=chance.choice((1, 1, 2)),
             standby=world.seed % 4 == 1,
             tensor_parallel=tensor_parallel,
+            quota_blocks=_quota_blocks(world.seed),
+            links=world.seed % 5 != 0,
         )
         world.note(
             "world",
@@ -181,8 +199,12 @@ class _Run:
         )
         if tensor_parallel != ONE_RANK:
             world.note("world", f"engines of {tensor_parallel}")
+        if settings.quota_blocks:
+            world.note("world", f"a quota of {settings.quota_blocks} blocks")
         self.world = world
         self.cluster = Cluster(world, settings)
+        if settings.quota_blocks and world.seed % 2:
+            world.after(chance.uniform(*_PINNED_S), functools.partial(pin_some, self.cluster))
         self.clients = Clients(
             world, self.cluster, chance.choice((2, 3, 4)), chance.choice((1, 2, 3))
         )
@@ -228,13 +250,8 @@ class _Run:
         kv = KvFunction(settings.geometry, settings.tensor_parallel.kv_heads)
         for asked in self.clients.asked:
             right.update(asked.blocks(kv))
-        for storage in self.cluster.shared.stored():
-            for key, (header, payload) in storage._blocks.items():
-                sections = storage._order.of(memoryview(payload))
-                rots = storage._form.defect(key, header, sections) is not None
-                if not rots and right.get(key) != payload:
-                    self.world.problem(f"stored block {key.hex()[:8]} is wrong")
-
+        for what in storage_problems(self.cluster, right):
+            self.world.problem(what)
         for engine in self.cluster.engines.values():
             for key, payload in engine.kept():
                 if right.get(key) != payload:
@@ -252,3 +269,8 @@ class _Run:
 def _tensor_parallel(seed: int) -> TensorParallel:
     """Let engines of every fourth cluster have ranks; what others play does not depend on it."""
     return Random(f"ranks of {seed}").choice(_TENSOR_PARALLEL) if seed % 4 == 2 else ONE_RANK
+
+
+def _quota_blocks(seed: int) -> int:
+    """Let every third cluster have a storage with a quota; 0 is none."""
+    return Random(f"quota of {seed}").choice((8, 16, 32)) if seed % 3 == 0 else 0

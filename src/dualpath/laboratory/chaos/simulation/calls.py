@@ -1,0 +1,265 @@
+"""System calls of simulated processes: each is a point where one may lose its turn, end or fail."""
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from greenlet import GreenletExit
+
+from dualpath.core.cluster import HostProcess
+from dualpath.laboratory.chaos.simulation.disk import Disk, File, Listing
+from dualpath.laboratory.chaos.simulation.threads import SimThreads
+from dualpath.laboratory.chaos.simulation.world import World
+
+#: A thread loses its turn at one of so many changes of files.
+_PREEMPTED = 0.2
+#: Of operations that fail so many do at each call: an operation has several.
+_FAILS_AT_CALL = 0.2
+#: How often the kernel takes or gives less than it was asked to.
+_SHORT = 0.2
+_INODE = 4026531836
+
+
+class StorageFaults:
+    """How often an operation on the storage goes wrong now."""
+
+    def __init__(self) -> None:
+        self.slow = 0.0
+        self.slow_s = (0.1, 6.0)
+        self.failing = 0.0
+        self.full = False
+        self.corrupting = 0.0
+        self.injected = 0
+
+
+class Uname(NamedTuple):
+    """See ``storage.system_calls.Host``."""
+
+    nodename: str
+
+
+class Space(NamedTuple):
+    """See ``storage.system_calls.FileSpace``."""
+
+    f_bavail: int = 0
+    f_frsize: int = 4096
+
+
+class DiskCalls:
+    """See ``storage.system_calls.SystemCalls``: of a process to which nothing ever happens.
+
+    ``runs`` says of a number whether a process has it.
+    """
+
+    def __init__(
+        self, disk: Disk, world: World, known: HostProcess, runs: Callable[[int], bool]
+    ) -> None:
+        self.disk = disk
+        self.world = world
+        self._known = known
+        self._runs = runs
+        self._open: dict[int, File] = {}
+        self._opened = 2
+
+    @property
+    def descriptors(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+    def open(self, path: str, flags: int, mode: int = 0o777, /) -> int:
+        """Create, or open what is there."""
+        if flags & os.O_CREAT:
+            self._step(changes=True)
+            file = File(self.writer, self.world.now_s)
+            self.disk.create(path, file)
+        else:
+            self._step()
+            file = self.disk.file(path)
+        self._opened += 1
+        self._open[self._opened] = file
+        return self._opened
+
+    @property
+    def writer(self) -> str:
+        """Who writes what is written by these calls."""
+        return "nobody"
+
+    def close(self, descriptor: int, /) -> None:
+        """Forget the descriptor."""
+        del self._open[descriptor]
+
+    def write(self, descriptor: int, content: memoryview, /) -> int:
+        """Append."""
+        self._step(changes=True)
+        self._open[descriptor].content += content
+        return len(content)
+
+    def read(self, descriptor: int, most_bytes: int, /) -> bytes:
+        """Read all at once: what is read like this is read once."""
+        self._step()
+        return bytes(self._open[descriptor].content[:most_bytes])
+
+    def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int, /) -> int:
+        """Fill buffers."""
+        self._step()
+        return self._filled(descriptor, buffers, offset)
+
+    def _filled(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        content, done = memoryview(self._open[descriptor].content), offset
+        for buffer in buffers:
+            part = content[done : done + buffer.nbytes]
+            buffer[: len(part)] = part
+            done += len(part)
+        return done - offset
+
+    def fsync(self, descriptor: int, /) -> None:
+        """No machine ends here."""
+
+    def fstat(self, descriptor: int, /) -> os.stat_result:
+        """Look."""
+        return self._open[descriptor].status()
+
+    def stat(self, path: str, /) -> os.stat_result:
+        """Look."""
+        if path.startswith("/proc/"):
+            return os.stat_result((0, _INODE, 0, 1, 0, 0, 0, 0, 0, 0))
+        self._step()
+        return self.disk.status(path)
+
+    lstat = stat
+
+    def link(self, source: str, target: str, /) -> None:
+        """Give a file another name."""
+        self._step(changes=True)
+        self.disk.link(source, target)
+
+    def rename(self, source: str, target: str, /) -> None:
+        """Rename."""
+        self._step(changes=True)
+        self.disk.rename(source, target)
+
+    def unlink(self, path: str, /) -> None:
+        """Take a name away."""
+        self._step(changes=True)
+        self.disk.unlink(path)
+
+    def mkdir(self, path: str, mode: int = 0o777, /) -> None:
+        """Make a folder."""
+        self._step(changes=True)
+        self.disk.mkdir(path)
+
+    def makedirs(self, path: str, mode: int = 0o777, exist_ok: bool = False) -> None:
+        """Make folders, as the module ``os`` does: one after the other."""
+        if path in self.disk.folders:
+            if not exist_ok:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            return
+        if path.count("/") > 1:
+            self.makedirs(path.rpartition("/")[0], exist_ok=True)
+        try:
+            self.mkdir(path)
+        except FileExistsError:
+            if not exist_ok or path not in self.disk.folders:
+                raise
+
+    def rmdir(self, path: str, /) -> None:
+        """Remove an empty folder."""
+        self._step(changes=True)
+        self.disk.rmdir(path)
+
+    def scandir(self, path: str, /) -> Listing:
+        """List a folder, which may change afterwards."""
+        self._step()
+        folder = path.rstrip("/")
+        return Listing(self.disk, folder, self.disk.names(folder))
+
+    def statvfs(self, path: str, /) -> Space:
+        """Nobody says how much is free."""
+        return Space()
+
+    def uname(self) -> Uname:
+        """Name the machine."""
+        return Uname(self._known.host)
+
+    def getpid(self) -> int:
+        """Return the process's number."""
+        return self._known.pid
+
+    def kill(self, process_id: int, number: int, /) -> None:
+        """Ask whether there is such a process, as signal 0 does."""
+        if not self._runs(process_id):
+            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+
+    def urandom(self, count: int, /) -> bytes:
+        """Draw from the seed."""
+        return self.world.chance.randbytes(count)
+
+    def _step(self, *, changes: bool = False) -> None:
+        """Let happen what may happen between two calls."""
+
+
+class SimCalls(DiskCalls):
+    """Those of a simulated process, while ``reliable`` is not set with what the adversary does."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        threads: SimThreads,
+        faults: StorageFaults,
+        known: HostProcess,
+        runs: Callable[[int], bool],
+    ) -> None:
+        super().__init__(disk, threads.world, known, runs)
+        self.reliable = False
+        self._threads = threads
+        self._faults = faults
+
+    @property
+    def writer(self) -> str:
+        """The process."""
+        return self._threads.process.name
+
+    def write(self, descriptor: int, content: memoryview, /) -> int:
+        """Append, less than was asked for at times; a full disk takes the first half."""
+        self._step(changes=True)
+        file, half = self._open[descriptor].content, len(content) // 2
+        if self._faults.full and not self.reliable and (file or not half):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        short = self._faults.full or self.world.chance.random() < _SHORT
+        count = half if half and short else len(content)
+        file += content[:count]
+        return count
+
+    def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int, /) -> int:
+        """Fill buffers, not all at times; what fails has filled the first."""
+        try:
+            self._step()
+        except OSError:
+            self._filled(descriptor, buffers[:1], offset)
+            raise
+        short = len(buffers) > 1 and self.world.chance.random() < _SHORT
+        return self._filled(descriptor, buffers[:1] if short else buffers, offset)
+
+    def unlink(self, path: str, /) -> None:
+        """Take a name away, unless the adversary refuses."""
+        try:
+            self._step(changes=True)
+        except OSError:
+            self.disk.kept_by_force.add(path)
+            raise
+        self.disk.unlink(path)
+
+    def _step(self, *, changes: bool = False) -> None:
+        if not self._threads.process.alive:
+            raise GreenletExit
+        chance = self.world.chance
+        if changes:
+            self.world.moment()
+            if chance.random() < _PREEMPTED:
+                self._threads.lose_turn()
+        failing = self._faults.failing
+        if failing and not self.reliable and chance.random() < failing * _FAILS_AT_CALL:
+            self._faults.injected += 1
+            self.world.note(self.writer, "a system call fails")
+            raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -1,0 +1,122 @@
+"""What a simulated cluster is like: its size, its memories, the limits of router and storage."""
+
+import msgspec
+
+from dualpath.core.blocks import BlockGeometry
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
+from dualpath.core.parts import slices_of
+from dualpath.engine.settings import EngineSettings
+from dualpath.laboratory.emulated.settings import EmulatedSettings, Verify, part_geometry
+from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
+from dualpath.router.settings import RouterSettings
+from dualpath.storage.block_header import HEADER_BYTES
+
+LAYERS = 3
+BLOCK_TOKENS = 4
+COSTS = ModelCosts(
+    name="small",
+    layers=LAYERS,
+    kv_bytes_per_token=LAYERS * 8.0,
+    prefill=PrefillCosts(batch_s=1e-2, attention_token_s=2e-4, pair_s=1e-6),
+    decode=DecodeCosts(step_s=1e-2),
+    prefill_tokens_per_s=1e4,
+)
+#: By KV heads: equal layers, layers of two parts, and layers of which each is another, one a window
+#: layer.
+_LAYER_PARTS = {
+    1: ("8*3", "16+8*3", "24,8+8@6,8"),
+    2: ("16*3", "32+16*3", "48,16+16@6,16"),
+}
+GEOMETRIES = {
+    heads: tuple(part_geometry(parts, BLOCK_TOKENS) for parts in layers)
+    for heads, layers in _LAYER_PARTS.items()
+}
+VOCABULARY = 1000
+#: What was used that short a time ago stays stored: less than a request may take.
+PROTECT_S = 0.5
+
+
+class TensorParallel(msgspec.Struct, frozen=True):
+    """How many ranks each engine of a role has; they share out so many KV heads."""
+
+    prefill: int = 1
+    decode: int = 1
+    kv_heads: int = 1
+
+    def ranks(self, role: Role) -> int:
+        """Ranks of an engine of a role."""
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    def __str__(self) -> str:
+        return f"{self.prefill} and {self.decode} ranks for {self.kv_heads} KV heads"
+
+
+#: Engines of one rank.
+ONE_RANK = TensorParallel()
+
+
+class ClusterSettings(msgspec.Struct, frozen=True):
+    """Size of the cluster, of its memories in blocks, and the router's limits.
+
+    ``prefill`` and ``decode`` count data-parallel groups, of ``prefill_ranks`` and ``decode_ranks``
+    engines each; one of a single rank is a plain engine.  With ``standby`` a second router waits
+    for its turn.  ``quota_blocks`` above 0 bounds the storage: every engine may be its janitor.
+    Its file system knows hard ``links``, or none.
+    """
+
+    mode: Mode
+    prefill: int
+    decode: int
+    buffer_blocks: int
+    hbm_blocks: int
+    layer_buffers: int
+    router: RouterSettings
+    hosts: int
+    geometry: BlockGeometry
+    prefill_ranks: int = 1
+    decode_ranks: int = 1
+    standby: bool = False
+    tensor_parallel: TensorParallel = ONE_RANK
+    quota_blocks: int = 0
+    links: bool = True
+
+
+def engine_settings(
+    cluster: ClusterSettings, role: Role, engine_id: str, api_url: str
+) -> EmulatedSettings:
+    """Return the settings of one engine."""
+    engine = EngineSettings(
+        role=role,
+        engine_id=engine_id,
+        router="tcp://127.0.0.1:5700",
+        api_url=api_url,
+        storage="memory://simulated",
+        mode=cluster.mode,
+        buffer_bytes=cluster.buffer_blocks * cluster.geometry.full_block_bytes,
+        staging_blocks=4,
+        layer_buffers=cluster.layer_buffers,
+        parallel_reads=2,
+        drain_timeout_s=30.0,
+        storage_quota=cluster.quota_blocks * stored_bytes(cluster.geometry),
+        storage_protect_s=PROTECT_S,
+    )
+    ranks, heads = cluster.tensor_parallel.ranks(role), cluster.tensor_parallel.kv_heads
+    hbm_bytes = cluster.hbm_blocks * cluster.geometry.full_block_bytes
+    return EmulatedSettings(
+        engine=engine,
+        geometry=cluster.geometry,
+        costs=COSTS,
+        tensor_parallel_size=ranks,
+        kv_heads=heads,
+        hbm_bytes=hbm_bytes // slices_of(ranks, heads),
+        batch_cap_tokens=16,
+        max_model_len=160,
+        verify=Verify.FULL,
+        vocab_size=VOCABULARY,
+    )
+
+
+def stored_bytes(geometry: BlockGeometry) -> int:
+    """Return what a stored block takes."""
+    return HEADER_BYTES + geometry.full_block_bytes

@@ -1,0 +1,52 @@
+"""One simulated engine's access to the storage: the real code for files, on the simulated disk."""
+
+from collections.abc import Callable
+
+from dualpath.core.blocks import StoreNamespace
+from dualpath.core.cluster import HostProcess
+from dualpath.engine.settings import EngineSettings
+from dualpath.laboratory.chaos.simulation.blocks import Pace, SimStorage, SimTree
+from dualpath.laboratory.chaos.simulation.calls import SimCalls
+from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
+from dualpath.laboratory.chaos.simulation.disk import ROOT
+from dualpath.laboratory.chaos.simulation.storage_watch import WatchedCalls
+from dualpath.laboratory.chaos.simulation.threads import SimThreads
+from dualpath.storage.contract import BlockStorage
+from dualpath.storage.objects import ObjectTree
+from dualpath.storage.posix import PosixStorage
+from dualpath.storage.posix_objects import PosixObjects
+
+
+class EngineFiles:
+    """``check`` hears of the memory that a block is about to be read into."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        threads: SimThreads,
+        known: HostProcess,
+        check: Callable[[memoryview], None],
+    ) -> None:
+        calls = (shared.disk, threads, shared.storage_faults, known, shared.runs)
+        self._shared = shared
+        self._block_calls = SimCalls(*calls)
+        self._object_calls = WatchedCalls(shared.watch, *calls)
+        self._pace = Pace(threads, shared.storage_faults)
+        self._check = check
+
+    @property
+    def open(self) -> int:
+        """How many files are open."""
+        return self._block_calls.descriptors + self._object_calls.descriptors
+
+    def open_storage(self, settings: EngineSettings, namespace: StoreNamespace) -> BlockStorage:
+        """Open it; no call fails meanwhile, as the engine would only end and be started again."""
+        self._shared.namespaces[namespace] = None
+        self._block_calls.reliable = True
+        inner = PosixStorage(ROOT, namespace, direct_io=False, calls=self._block_calls)
+        self._block_calls.reliable = False
+        return SimStorage(inner, self._shared.disk, self._pace, self._check)
+
+    def open_tree(self, settings: EngineSettings) -> ObjectTree:
+        """Open what lies beside the blocks."""
+        return SimTree(PosixObjects(ROOT, self._object_calls), self._pace)

@@ -1,0 +1,174 @@
+"""Storage of simulated engines: the real code for files, on a disk where everything may fail."""
+
+import errno
+import os
+from collections.abc import Callable
+
+import pytest
+
+from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
+from dualpath.core.cluster import HostProcess
+from dualpath.core.errors import StorageError
+from dualpath.laboratory.chaos.simulation.adversary import KINDS
+from dualpath.laboratory.chaos.simulation.calls import DiskCalls, SimCalls, StorageFaults
+from dualpath.laboratory.chaos.simulation.disk import ROOT, Disk
+from dualpath.laboratory.chaos.simulation.plants import planted
+from dualpath.laboratory.chaos.simulation.play import play
+from dualpath.laboratory.chaos.simulation.storage_watch import StorageWatch
+from dualpath.laboratory.chaos.simulation.threads import SimThreads
+from dualpath.laboratory.chaos.simulation.world import Process, World
+from dualpath.storage.posix import PosixStorage
+from dualpath.storage.posix_objects import PosixObjects
+
+GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=32)
+NAMESPACE = StoreNamespace("model", "uint8", "raw", GEOMETRY)
+KEYS = block_keys(range(16), 4)
+PAYLOAD = memoryview(bytes(range(GEOMETRY.full_block_bytes)))
+
+
+class Machine:
+    """A process with storage on a disk; what it does runs on a simulated thread."""
+
+    def __init__(self, seed: int = 0, *, links: bool = True) -> None:
+        self.world = World(seed)
+        self.disk = Disk(links=links)
+        self.faults = StorageFaults()
+        self.process = Process(self.world, "process")
+        self.threads = SimThreads(self.process)
+        known = HostProcess(host="host", pid=1, start_ticks=1)
+        self.calls = SimCalls(
+            self.disk, self.threads, self.faults, known, lambda pid: self.process.alive
+        )
+
+    def open(self) -> PosixStorage:
+        return PosixStorage(ROOT, NAMESPACE, direct_io=False, calls=self.calls)
+
+    def writes(self) -> None:
+        storage = self.open()
+        for key in KEYS:
+            storage.write([key], [PAYLOAD])
+
+    def next_process(self) -> PosixStorage:
+        known = HostProcess(host="host", pid=2, start_ticks=2)
+        calls = DiskCalls(self.disk, self.world, known, lambda pid: pid == 2)
+        return PosixStorage(ROOT, NAMESPACE, direct_io=False, calls=calls)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_process_that_is_killed_at_any_change_leaves_whole_blocks(links: bool) -> None:
+    left_half_written = 0
+    for changes in range(60):
+        machine = Machine(links=links)
+        machine.calls._step = _kills_after(machine, changes)  # type: ignore[method-assign]
+        machine.threads.start("writes", machine.writes)
+        machine.world.run(lambda: False, 1.0)
+        left_half_written += sum(1 for _ in machine.disk.half_written())
+        storage = machine.next_process()
+        assert not list(machine.disk.half_written())
+        for key in KEYS:
+            into = memoryview(bytearray(GEOMETRY.full_block_bytes))
+            stored, outcome = storage.is_stored(key), storage.read(key, into)
+            assert outcome.is_good is stored
+            assert not stored or into == PAYLOAD
+        machine.world.end()
+    assert left_half_written > 10
+
+
+def _kills_after(machine: Machine, before: int) -> Callable[..., None]:
+    left = [before]
+    step = machine.calls._step
+
+    def kills(*, changes: bool = False) -> None:
+        left[0] -= changes
+        if left[0] < 0 and machine.process.alive:
+            machine.process.kill()
+        step(changes=changes)
+
+    return kills
+
+
+def test_a_full_disk_takes_a_part_and_nothing_of_it_is_ever_a_block() -> None:
+    machine = Machine()
+    refused: list[str] = []
+
+    def writes() -> None:
+        storage = machine.open()
+        machine.faults.full = True
+        with pytest.raises(StorageError, match="No space left"):
+            storage.write(KEYS[:1], [PAYLOAD])
+        refused.append("first")
+        assert not storage.is_stored(KEYS[0])
+        machine.faults.full = False
+        assert storage.write(KEYS[:1], [PAYLOAD]) == 1
+
+    machine.threads.start("writes", writes)
+    machine.world.run(lambda: False, 1.0)
+    assert refused == ["first"]
+    assert not machine.world.problems
+    assert len(list(machine.disk.blocks())) == 1
+    assert not list(machine.disk.half_written())
+
+
+def test_the_disk_refuses_as_a_kernel_does() -> None:
+    machine = Machine(links=False)
+    calls = DiskCalls(machine.disk, machine.world, HostProcess(), lambda pid: False)
+    calls.makedirs(f"{ROOT}/folder")
+    calls.close(calls.open(f"{ROOT}/file", os.O_CREAT | os.O_EXCL))
+    for error, refused in (
+        (FileExistsError, lambda: calls.open(f"{ROOT}/file", os.O_CREAT | os.O_EXCL)),
+        (FileExistsError, lambda: calls.mkdir(f"{ROOT}/folder")),
+        (FileNotFoundError, lambda: calls.link(f"{ROOT}/file", f"{ROOT}/none/file")),
+        (FileExistsError, lambda: calls.link(f"{ROOT}/file", f"{ROOT}/folder")),
+        (PermissionError, lambda: calls.link(f"{ROOT}/file", f"{ROOT}/other")),
+        (FileNotFoundError, lambda: calls.stat(f"{ROOT}/none")),
+        (NotADirectoryError, lambda: calls.stat(f"{ROOT}/file/below")),
+        (IsADirectoryError, lambda: calls.unlink(f"{ROOT}/folder")),
+        (ProcessLookupError, lambda: calls.kill(5, 0)),
+    ):
+        with pytest.raises(error):
+            refused()
+    calls.close(calls.open(f"{ROOT}/folder/file", os.O_CREAT | os.O_EXCL))
+    with pytest.raises(OSError) as full:  # noqa: PT011 - the number says it
+        calls.rmdir(f"{ROOT}/folder")
+    assert full.value.errno == errno.ENOTEMPTY
+
+
+def test_objects_on_the_disk_are_those_of_any_tree() -> None:
+    machine = Machine()
+    tree = PosixObjects(
+        ROOT, DiskCalls(machine.disk, machine.world, HostProcess(), lambda pid: False)
+    )
+    assert tree.create("janitor/lease/1", b"a")
+    assert not tree.create("janitor/lease/1", b"b")
+    tree.replace("janitor/status", b"status")
+    assert {info.name for info in tree.objects("janitor/")} == {"janitor/lease/1", "janitor/status"}
+    assert tree.get("janitor/status", 3) == b"sta"
+    assert tree.folders("janitor/") == ["lease", "tmp"]
+    assert tree.remove(["janitor/lease/1", "janitor/lease/2"]) == 1
+
+
+def test_a_janitor_that_removes_what_it_knows_to_be_used_is_a_problem() -> None:
+    world = World(0)
+    watch = StorageWatch(world, Disk(links=True), protect_s=1.0)
+    watch._parents[KEYS[1]] = KEYS[0]
+    watch._used(KEYS[1], (world.now_s, world.now_s))
+    watch.goes(KEYS[0], "janitor", news_s=world.now_s, pins_s=0.0)
+    assert not world.problems, "it was told after the janitor looked"
+    watch.goes(KEYS[0], "janitor", news_s=world.now_s + 0.1, pins_s=0.0)
+    assert len(world.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("stale-stays", "kill an engine"),
+        ("unlink-forgotten", "slow storage"),
+        ("janitor-dead", "kill an engine"),
+        ("unprotected", "slow storage"),
+        ("pins-unheard", "slow storage"),
+    ],
+)
+def test_planted_bugs_of_the_storage_are_found(name: str, fault: str) -> None:
+    kinds = [kind for kind in KINDS if kind.name == fault]
+    with planted(name):
+        assert any(play(seed, kinds=kinds).problems for seed in range(3, 90, 6))
