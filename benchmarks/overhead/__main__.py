@@ -39,6 +39,11 @@ def main() -> None:
     router.add_argument("--idle-s", type=float, default=2.0, help="to measure the idle CPU")
     router.add_argument("--plain", action="store_true", help="a vLLM server's front end as well")
     router.add_argument("--rounds", type=int, default=3)
+    router.add_argument("--ids", action="store_true", help="prompts of token ids, not of words")
+    router.add_argument("--max-model-len", type=int, default=4096, help="for longer prompts")
+    router.add_argument(
+        "--stream-interval", type=int, default=1, help="vLLM's: tokens that come as one chunk"
+    )
 
     streams = what.add_parser("streams", help="many streams at once")
     streams.set_defaults(measure=many_streams.measure)

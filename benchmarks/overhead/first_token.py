@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from benchmarks.overhead.client import Answer, Load
 from benchmarks.overhead.measure import Phase, middle, print_table, run_phase
-from benchmarks.overhead.servers import Server, plain_server, real_cluster
+from benchmarks.overhead.servers import Server, Shape, plain_server, real_cluster
 
 from dualpath.laboratory.models.tiny import make_tiny_model
 
@@ -37,7 +37,7 @@ def measure(args: argparse.Namespace) -> None:
     found: Rounds = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         servers = [
-            stack.enter_context(plain_server(model, Path(folder))),
+            stack.enter_context(plain_server(model, Path(folder), Shape())),
             stack.enter_context(real_cluster(model, Path(folder))),
         ]
         for server in servers:

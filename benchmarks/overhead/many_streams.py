@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.overhead.client import Answer, Load
 from benchmarks.overhead.measure import Phase, print_table, run_phase
-from benchmarks.overhead.servers import Pace, paced_cluster
+from benchmarks.overhead.servers import Pace, Shape, paced_cluster
 
 from dualpath.laboratory.models.tiny import make_tiny_model
 from dualpath.router.requests.limits import allow_many_streams
@@ -28,7 +28,9 @@ def measure(args: argparse.Namespace) -> None:
     for front in args.fronts:
         with (
             tempfile.TemporaryDirectory() as folder,
-            paced_cluster(model, Path(folder) / "cluster", pace, light=front == LIGHT) as server,
+            paced_cluster(
+                model, Path(folder) / "cluster", pace, Shape(), light=front == LIGHT
+            ) as server,
         ):
             # Not before the servers have started: they have to see to their own limits.
             allow_many_streams()

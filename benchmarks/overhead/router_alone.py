@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.overhead.client import Load
+from benchmarks.overhead.client import Chat, Load, TokenIds
 from benchmarks.overhead.measure import Phase, idle_share, middle, print_table, run_phase
-from benchmarks.overhead.servers import Pace, Server, paced_cluster, plain_server
+from benchmarks.overhead.servers import Pace, Server, Shape, paced_cluster, plain_server
 
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.models.tiny import make_tiny_model
@@ -51,15 +51,16 @@ def measure(args: argparse.Namespace) -> None:
     """Measure and print the table."""
     model = make_tiny_model("qwen2")
     pace = Pace(prefill_s=args.prefill_ms / 1e3, step_s=args.step_ms / 1e3)
+    shape = Shape(args.max_model_len, args.stream_interval, TokenIds() if args.ids else Chat())
     found: dict[tuple[str, int], list[Round]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         servers = [
-            stack.enter_context(paced_cluster(model, folder / "full", pace, light=False)),
-            stack.enter_context(paced_cluster(model, folder / "light", pace, light=True)),
+            stack.enter_context(paced_cluster(model, folder / "full", pace, shape)),
+            stack.enter_context(paced_cluster(model, folder / "light", pace, shape, light=True)),
         ]
         if args.plain:
-            servers.append(stack.enter_context(plain_server(model, folder)))
+            servers.append(stack.enter_context(plain_server(model, folder, shape)))
         for server in servers:
             run_phase(server, _WARM_UP, "warm-up")
         for number in range(args.rounds):

@@ -62,6 +62,22 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
 
 
+class Shape(NamedTuple):
+    """What a front end serves: contexts up to a length, chunks of tokens, words or token ids.
+
+    ``stream_interval`` is vLLM's; the light front door streams what it gets.
+    """
+
+    max_model_len: int = MAX_MODEL_LEN
+    stream_interval: int = 1
+    api: Api = Chat()
+
+    @property
+    def vllm_arguments(self) -> tuple[str, ...]:
+        """For vLLM's own parser."""
+        return ("--disable-uvicorn-access-log", "--stream-interval", str(self.stream_interval))
+
+
 def cpu_s(pid: int) -> float:
     """Return the CPU time of a process, not of its children."""
     return time.clock_gettime((~pid << 3) | _PROCESS_CLOCK)
@@ -81,22 +97,22 @@ def metrics(url: str) -> dict[str, float]:
 
 
 @contextmanager
-def plain_server(model: Path, folder: Path) -> Iterator[Server]:
+def plain_server(model: Path, folder: Path, shape: Shape) -> Iterator[Server]:
     """One vLLM server with the arguments of the cluster's engines, without a connector."""
     port = claim_port()
     command = [
         "--model", str(model), "--served-model-name", NAME, "--host", "127.0.0.1",
         "--port", str(port), "--dtype", "float32", "--block-size", str(BLOCK_TOKENS),
-        "--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", str(HBM_BYTES),
+        "--max-model-len", str(shape.max_model_len), "--kv-cache-memory-bytes", str(HBM_BYTES),
         "--no-enable-prefix-caching", "--no-async-scheduling", "--enforce-eager",
-        "--disable-uvicorn-access-log",
+        *shape.vllm_arguments,
     ]  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     with Supervisor() as servers:
         process = _start(servers, "vllm", ENGINE_ENTRY, command, folder)
         _wait_ready(url, servers)
         pids = _groups([process.pid])
-        yield Server("vLLM alone", url, Chat(), process.pid, pids, {"engine": url})
+        yield Server("vLLM alone", url, shape.api, process.pid, pids, {"engine": url})
 
 
 @contextmanager
@@ -125,7 +141,9 @@ def real_cluster(model: Path, folder: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def paced_cluster(model: Path, folder: Path, pace: Pace, *, light: bool) -> Iterator[Server]:
+def paced_cluster(
+    model: Path, folder: Path, pace: Pace, shape: Shape, *, light: bool = False
+) -> Iterator[Server]:
     """A router before emulated engines that take their time and hardly any CPU.
 
     ``light``: the front door for token ids instead of `dualpath router`.
@@ -142,13 +160,13 @@ def paced_cluster(model: Path, folder: Path, pace: Pace, *, light: bool) -> Iter
         command = [
             "router", str(model), "--port", str(port), "--control-port", str(control_port),
             "--served-model-names", NAME, "--block-tokens", str(BLOCK_TOKENS),
-            "--max-model-len", str(MAX_MODEL_LEN), "--dtype", "float32",
-            "--vllm-args", "--disable-uvicorn-access-log",
+            "--max-model-len", str(shape.max_model_len), "--dtype", "float32",
+            "--vllm-args", *shape.vllm_arguments,
         ]  # fmt: skip
     engine = [
         "--router", control, "--model", str(costs), "--storage", str(folder / "storage"),
         "--block-tokens", str(BLOCK_TOKENS), "--vocab-size", str(VOCABULARY_TOKENS),
-        "--max-model-len", str(MAX_MODEL_LEN), "--verify", "checksum",
+        "--max-model-len", str(shape.max_model_len), "--verify", "checksum",
         "--hbm-bytes", "256MiB", "--buffer-bytes", "256MiB",
     ]  # fmt: skip
     with Supervisor() as servers:
@@ -157,7 +175,7 @@ def paced_cluster(model: Path, folder: Path, pace: Pace, *, light: bool) -> Iter
             words = ["emulate", role.value, "--engine-id", role.value, *engine]
             _start(servers, role.value, ROUTER_ENTRY, words, folder)
         _wait_ready(url, servers)
-        name, api = ("light front door", TokenIds()) if light else ("router", Chat())
+        name, api = ("light front door", TokenIds()) if light else ("router", shape.api)
         pids = tuple(process.pid for process in servers.processes)
         yield Server(name, url, api, router.pid, pids, {"router": url})
 

@@ -21,6 +21,12 @@ PROMPT = list(range(1, 38))
 
 
 async def ask(service: RouterService, name: str, salt: str | None, **sampling) -> list[int]:
+    return [token for ids in await events(service, name, salt, **sampling) for token in ids]
+
+
+async def events(
+    service: RouterService, name: str, salt: str | None, **sampling
+) -> list[tuple[int, ...]]:
     request = EngineCoreRequest(
         request_id=name,
         prompt_token_ids=PROMPT,
@@ -33,7 +39,7 @@ async def ask(service: RouterService, name: str, salt: str | None, **sampling) -
         data_parallel_rank=None,
     )
     job = make_job(request, KeyMemory(GEOMETRY.block_tokens), stateful_sampling=False)
-    return [token async for event in service.submit(job) for token in event.token_ids]
+    return [event.token_ids async for event in service.submit(job)]
 
 
 async def test_vllms_front_end_gets_what_the_light_one_gets(tmp_path: Path) -> None:
@@ -46,6 +52,11 @@ async def test_vllms_front_end_gets_what_the_light_one_gets(tmp_path: Path) -> N
             assert await ask(made.service, "b", "salt") == light
             # With a seed the DE samples the first token as well.
             assert await ask(made.service, "c", None, seed=1) == light
+            # The PE's token, the DE's first one, four together, and what is left.
+            chunks = await events(made.service, "d", None, stream_interval=4)
+            assert [token for chunk in chunks for token in chunk] == light
+            assert len(chunks[0]) == 1
+            assert len(chunks) <= 4
             await made.idle()
     finally:
         await calls.aclose()

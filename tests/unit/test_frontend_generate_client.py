@@ -205,13 +205,27 @@ async def test_decode_goes_on_after_the_first_token(engine, calls):
     ]
     job = job_of(trace_headers={"traceparent": "00-1-2-03"})
     events = await collect(calls.decode(engine.info, job, DECODE_TRANSFER, (42,)))
-    assert [event.token_ids for event in events] == [(5,), (6, 7), (8,)]
+    # How many tokens an event has depends on what arrives together.
+    assert [token for event in events for token in event.token_ids] == [5, 6, 7, 8]
+    assert events[-1].token_ids == (8,)
     assert (events[-1].finish_reason, events[-1].stop_reason) == ("stop", 8)
     (body,) = engine.bodies
     assert body["token_ids"] == [*PROMPT, 42]
     assert body["sampling_params"]["max_tokens"] == 7
     assert from_transfer_params(body["kv_transfer_params"]) == DECODE_TRANSFER
     assert engine.headers[0]["traceparent"] == "00-1-2-03"
+
+
+@pytest.mark.parametrize(("own", "asked"), [(1, None), (8, 8)])
+async def test_a_router_that_streams_chunks_asks_engines_for_chunks(engine, own, asked):
+    engine.chunks = [chunk_of(9, finish_reason="length"), "[DONE]"]
+    calls = GenerateClient(max_logprobs=20, stream_interval=own)
+    await collect(calls.decode(engine.info, job_of(), DECODE_TRANSFER, (42,)))
+    await calls.prefill(engine.info, job_of(), PREFILL_TRANSFER)
+    await calls.aclose()
+    decode, prefill = engine.bodies
+    assert decode["sampling_params"].get("stream_interval") == asked
+    assert "stream_interval" not in prefill["sampling_params"]
 
 
 async def test_a_retried_job_asks_for_what_is_left(engine, calls):

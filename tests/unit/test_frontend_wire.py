@@ -93,7 +93,21 @@ def test_text_stays_at_the_router():
     fields = decode_sampling(
         SamplingParams(max_tokens=4, **ROUTER_SIDE), generated=0, max_tokens=4, max_logprobs=20
     )
+    assert fields.pop("stream_interval") == ROUTER_SIDE["stream_interval"]
     assert fields == {"max_tokens": 4, "min_tokens": 0, "detokenize": False, "n": 1}
+
+
+@pytest.mark.parametrize(
+    ("clients", "routers", "engines"), [(None, 1, 1), (4, 1, 4), (None, 8, 8), (4, 8, 8)]
+)
+def test_tokens_wait_for_each_other_at_the_engine_as_long_as_at_the_router(
+    clients, routers, engines
+):
+    sent = SamplingParams(max_tokens=16, stream_interval=clients)
+    fields = decode_sampling(
+        sent, generated=0, max_tokens=16, max_logprobs=20, stream_interval=routers
+    )
+    assert (at_the_engine(fields).stream_interval or 1) == engines
 
 
 def test_a_client_cannot_send_transfer_parameters_to_an_engine():

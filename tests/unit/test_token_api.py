@@ -15,8 +15,15 @@ from dualpath.core.errors import (
     PromptTooLongError,
     TransportError,
 )
+from dualpath.router.token_api.client import joined
 from dualpath.router.token_api.statuses import api_error, engine_error, status_of
-from dualpath.router.token_api.wire import GenerateAnswer, GenerateRequest, decode_body
+from dualpath.router.token_api.wire import (
+    Choice,
+    ChoiceLogprobs,
+    GenerateAnswer,
+    GenerateRequest,
+    decode_body,
+)
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
@@ -71,3 +78,27 @@ def test_vllms_bodies_are_read_and_what_is_not_used_of_them_is_ignored():
     assert answer.choices[0].token_ids == [7]
     with pytest.raises(BadRequestError, match="missing required field `token_ids`"):
         decode_body(b'{"request_id": "r"}', GenerateRequest[dict[str, Any]])
+
+
+def test_tokens_that_are_ready_together_become_one_choice():
+    end = Choice([4], "stop", 4)
+    assert list(joined([Choice([1]), Choice([2, 3]), end])) == [Choice([1, 2, 3]), end]
+    assert list(joined([Choice([1])])) == [Choice([1])]
+    assert list(joined([])) == []
+
+
+def test_tokens_with_logprobs_stay_apart_and_in_order():
+    told = Choice([2], logprobs=ChoiceLogprobs([]))
+    assert list(joined([Choice([1]), told, Choice([3])])) == [Choice([1]), told, Choice([3])]
+
+
+def test_tokens_before_an_error_come_before_it():
+    def broken():
+        yield Choice([1])
+        yield Choice([2])
+        raise EngineLostError("KV load failed")
+
+    choices = joined(broken())
+    assert next(choices) == Choice([1, 2])
+    with pytest.raises(EngineLostError, match="KV load failed"):
+        next(choices)

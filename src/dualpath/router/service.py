@@ -6,7 +6,7 @@ HTTP servers sit on top of it.
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from dualpath.core.cluster import HostProcess
@@ -94,7 +94,7 @@ class RouterService:
         """Wait for that many live engines; raises ``DeadlineError`` naming what is missing."""
         await self.scheduler.engines_present(prefill, decode, timeout_s)
 
-    def submit(self, job: Job) -> AsyncIterator[TokenEvent]:
+    def submit(self, job: Job) -> AsyncGenerator[TokenEvent, None]:
         """Return the job's tokens as they come; the last event has a ``finish_reason``.
 
         Closing the iterator (or cancelling who waits on it) aborts the request everywhere.

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import NoReturn, Protocol
@@ -43,7 +43,7 @@ _FINISH_REASONS = {str(reason): reason for reason in FinishReason}
 class TokenSource(Protocol):
     """The part of the router's service that runs requests."""
 
-    def submit(self, job: Job) -> AsyncIterator[TokenEvent]:
+    def submit(self, job: Job) -> AsyncGenerator[TokenEvent, None]:
         """Run ``job``; closing the iterator aborts it."""
         ...
 
@@ -157,7 +157,7 @@ class RoutedEngineCore:
             images = await self._images(request)
             job = make_job(request, self._memory, self._stateful_sampling, self._adapters, images)
             first, finished = True, False
-            async with aclosing(_generator(self._service.submit(job))) as events:
+            async with aclosing(self._service.submit(job)) as events:
                 async for event in events:
                     output = _output(request.request_id, event)
                     if first:
@@ -263,17 +263,6 @@ class RoutedEngineCore:
             )
 
         return refuse
-
-
-async def _generator(events: AsyncIterator[TokenEvent]) -> AsyncGenerator[TokenEvent, None]:
-    """Make an iterator of any kind closable."""
-    try:
-        async for event in events:
-            yield event
-    finally:
-        close = getattr(events, "aclose", None)
-        if close is not None:
-            await close()
 
 
 def _output(request_id: str, event: TokenEvent) -> EngineCoreOutput:

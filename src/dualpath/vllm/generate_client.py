@@ -27,9 +27,18 @@ from dualpath.vllm.sampling import (
 class GenerateClient:
     """``router.control.engine_calls.EngineCalls``; one per router, ``aclose`` at the end."""
 
-    def __init__(self, max_logprobs: int, headers: Mapping[str, str] | None = None) -> None:
-        """Take the engines' ``--max-logprobs`` and headers that go with every call."""
+    def __init__(
+        self,
+        max_logprobs: int,
+        headers: Mapping[str, str] | None = None,
+        stream_interval: int = 1,
+    ) -> None:
+        """Take the engines' ``--max-logprobs`` and headers that go with every call.
+
+        ``stream_interval`` is the router's: the tokens that come as one chunk, at least 1.
+        """
         self._max_logprobs = max_logprobs
+        self._stream_interval = stream_interval
         self._api = TokenApiClient(headers)
 
     async def prefill(
@@ -73,6 +82,7 @@ class GenerateClient:
             generated=job.generated_before + len(prior_tokens),
             max_tokens=job.max_new_tokens - len(prior_tokens),
             max_logprobs=self._max_logprobs,
+            stream_interval=self._stream_interval,
         )
         tokens = (*job.prompt_token_ids, *prior_tokens)
         request = _request(client, decode_transfer, tokens, sampling)

@@ -56,7 +56,11 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
         else:
             listener = _bind(args, stack)
         config = make_engine_config(args)
-        calls = GenerateClient(config.model_config.max_logprobs, engine_headers())
+        calls = GenerateClient(
+            config.model_config.max_logprobs,
+            engine_headers(),
+            config.scheduler_config.stream_interval,
+        )
         stack.push_async_callback(calls.aclose)
         service = RouterService(settings, calls, adapter_paths=adapter_paths(args))
         stack.push_async_callback(service.stop)

@@ -1,7 +1,7 @@
 """vLLM's sampling parameters and logprobs as the token API carries them.
 
 What the router's output processor does (detokenising, stop
-strings, special tokens, batching of stream chunks) is taken out of the parameters; everything
+strings, special tokens) is taken out of the parameters; everything
 that shapes the tokens themselves goes through unchanged.
 """
 
@@ -24,6 +24,7 @@ from dualpath.router.token_api.wire import (
 from dualpath.vllm.request_job import KEPT_ARGUMENTS
 
 #: Fields the router's own output processing has already dealt with, or that are vLLM-internal.
+#: ``stream_interval`` is said to the decode engine apart: the router's own counts as well.
 #: ``watermarking`` was resolved against a configuration without watermarks, so it says nothing.
 ROUTER_SIDE_FIELDS = frozenset(
     {
@@ -46,19 +47,30 @@ ROUTER_SIDE_FIELDS = frozenset(
 
 
 def decode_sampling(
-    params: SamplingParams, *, generated: int, max_tokens: int, max_logprobs: int
+    params: SamplingParams,
+    *,
+    generated: int,
+    max_tokens: int,
+    max_logprobs: int,
+    stream_interval: int = 1,
 ) -> dict[str, Any]:
     """Return the JSON form of ``params`` for a decode engine.
 
     ``generated`` tokens are part of its prompt already; ``max_tokens`` ≥ 1 more may follow.  The
     latter is always sent, since the server fills it in where a client leaves it out.  Prompt
     logprobs are the prefill engine's business.
+
+    ``stream_interval`` is the router's own: where it, or the client's, lets tokens wait for each
+    other at the router, they wait at the engine, and come as one event.  A stop string is then seen
+    up to so many tokens late, by the engine alone.
     """
     fields = _fields(params)
     fields.pop("prompt_logprobs", None)
     fields.pop("skip_reading_prefix_cache", None)
     fields["max_tokens"] = max_tokens
     fields["min_tokens"] = max(params.min_tokens - generated, 0)
+    if (interval := max(params.stream_interval or 1, stream_interval)) > 1:
+        fields["stream_interval"] = interval
     _ask_logprobs(fields, max_logprobs)
     return fields
 

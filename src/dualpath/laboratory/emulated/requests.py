@@ -9,9 +9,13 @@ from dualpath.laboratory.emulated.prefix import TokenPrefix
 
 
 class Sampling(msgspec.Struct):
-    """Sampling parameters of the token API; an emulated token depends on the prefix alone."""
+    """Sampling parameters of the token API; an emulated token depends on the prefix alone.
+
+    A stream's first token comes at once, the others ``stream_interval`` ≥ 1 at a time, as vLLM's.
+    """
 
     max_tokens: int = 16
+    stream_interval: int = 1
 
 
 class Answer:

@@ -118,7 +118,7 @@ class EngineServer:
         abort = self._admission.submit(asked, transfer, prefix, self._bridge.into(answers))
         try:
             if asked.stream:
-                return await self._stream(request, asked.request_id, answers)
+                return await self._stream(request, asked, answers)
             return await self._whole(asked.request_id, answers)
         finally:
             abort()
@@ -135,16 +135,27 @@ class EngineServer:
                 return json_answer(GenerateAnswer(request_id, [choice]))
 
     async def _stream(
-        self, request: web.Request, request_id: str, answers: "asyncio.Queue[Answer]"
+        self,
+        request: web.Request,
+        asked: GenerateRequest[Sampling],
+        answers: "asyncio.Queue[Answer]",
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        held: tuple[int, ...] = ()
+        least_tokens = 1  # Of the first event; nobody waits for company there.
         while True:
             answer = await answers.get()
-            await response.write(server_event(_event(request_id, answer)))
-            if answer.error is not None or answer.finish_reason is not None:
+            held += answer.token_ids
+            ended = answer.error is not None or answer.finish_reason is not None
+            if not ended and len(held) < least_tokens:
+                continue
+            ready = Answer(held, answer.finish_reason, answer.error)
+            await response.write(server_event(_event(asked.request_id, ready)))
+            if ended:
                 await response.write(STREAM_END)
                 return response
+            held, least_tokens = (), asked.sampling_params.stream_interval
 
 
 def _event(request_id: str, answer: Answer) -> GenerateAnswer:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from dualpath.core.errors import (
     BadRequestError,
@@ -59,7 +59,7 @@ class FrontEnd:
         if self.context.tracing is not None:
             await asyncio.to_thread(self.context.tracing.close)
 
-    def submit(self, job: Job) -> AsyncIterator[TokenEvent]:
+    def submit(self, job: Job) -> AsyncGenerator[TokenEvent, None]:
         """Return the job's tokens as they come; as ``RouterService.submit``."""
         return self._stream(job)
 
@@ -112,7 +112,7 @@ class FrontEnd:
             "send it again later, or raise --max-concurrent-requests or --max-waiting-requests"
         )
 
-    async def _stream(self, job: Job) -> AsyncIterator[TokenEvent]:
+    async def _stream(self, job: Job) -> AsyncGenerator[TokenEvent, None]:
         if (wrong := unfit_name(job.request_id)) is not None:
             raise BadRequestError(f"request id {wrong}")
         if job.request_id in self._lives:

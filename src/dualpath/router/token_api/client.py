@@ -4,14 +4,19 @@ Cancelling a call or closing a stream closes its HTTP response, on which the eng
 request.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 import aiohttp
 import msgspec
 
-from dualpath.core.errors import BadRequestError, EngineLostError, IncompatibleError
+from dualpath.core.errors import (
+    BadRequestError,
+    DualPathError,
+    EngineLostError,
+    IncompatibleError,
+)
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.engines import EngineInfo
 from dualpath.router.token_api.statuses import engine_error
@@ -85,13 +90,13 @@ class TokenApiClient:
     async def stream(
         self, engine: EngineInfo, job: Job, request: GenerateRequest[Any]
     ) -> AsyncGenerator[Choice, None]:
-        """Yield what comes; ends after the choice with a ``finish_reason``."""
+        """Yield what comes, ``joined``; ends after the choice with a ``finish_reason``."""
         request.stream = True
         lines = EventLines()
         async with self._post(engine, job, request) as response:
             async for received in response.content.iter_any():
-                for payload in lines.feed(received):
-                    choice = checked_answer(engine, payload).choices[0]
+                payloads = lines.feed(received)
+                for choice in joined(checked_answer(engine, one).choices[0] for one in payloads):
                     yield choice
                     if choice.finish_reason is not None:
                         return
@@ -152,6 +157,30 @@ class TokenApiClient:
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             )
         return self._session
+
+
+def joined(choices: Iterable[Choice]) -> Iterator[Choice]:
+    """Yield tokens that are ready together as one choice, so that a late router catches up.
+
+    A choice that ends the stream, or has logprobs, stays alone.  An error that ``choices`` raise
+    comes after the tokens before it.
+    """
+    ready: list[int] = []
+    try:
+        for choice in choices:
+            if choice.finish_reason is None and choice.logprobs is None:
+                ready += choice.token_ids or ()
+                continue
+            if ready:
+                yield Choice(ready)
+                ready = []
+            yield choice
+    except DualPathError:
+        if ready:
+            yield Choice(ready)
+        raise
+    if ready:
+        yield Choice(ready)
 
 
 def token_event(choice: Choice, payload: object = None) -> TokenEvent:

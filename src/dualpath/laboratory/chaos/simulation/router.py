@@ -2,8 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Callable
-from typing import cast
+from collections.abc import Callable
 
 from dualpath.core.errors import DualPathError
 from dualpath.laboratory.chaos.simulation.api import SimTokenApi
@@ -145,7 +144,7 @@ class Exchange:
             self._task.cancel()
 
     async def _serve(self, job: Job) -> None:
-        stream = cast(AsyncGenerator[TokenEvent, None], self._router.service.submit(job))
+        stream = self._router.service.submit(job)
         try:
             async for event in stream:
                 self.send(event)
