@@ -26,7 +26,7 @@ class Shared:
     last ``protect_s``.
     """
 
-    def __init__(self, world: World, *, links: bool, protect_s: float) -> None:
+    def __init__(self, world: World, *, links: bool = True, protect_s: float = 0.0) -> None:
         self.world = world
         self.control = ControlNetwork(world)
         self.http = HttpNetwork(world)
