@@ -14,12 +14,12 @@ TITLE = "DRAM as a tier"
 DISCUSSION = """\
 Without tool delays an agent asks again at once, so that the unused part of the buffers alone holds
 much of what is asked for. How much time that saves depends on what binds. With DS 660B the PEs do:
-storage is hidden behind them already. With Qwen 32B storage does, and every further hit from DRAM
-counts. DS 27B on 1P1D does not come close to Oracle though nothing is read at all, and a quarter of
-the working set is better than all of it. What a DE keeps goes to the PE over the DE's own compute
-NICs, layer by layer; that these bind then is likely and has not been measured. If they do, taking
-every kept block is not the fastest choice: the rule counts what a storage NIC is spared, and not
-what a compute NIC has to carry instead.
+storage is hidden behind them already. With Qwen 32B most hits from DRAM save little time; why has
+not been found out. DS 27B on 1P1D does not come close to Oracle though nothing is read at all, and
+a quarter of the working set is better than all of it. What a DE keeps goes to the PE over the DE's
+own compute NICs, layer by layer; that these bind then is likely and has not been measured. If they
+do, taking every kept block is not the fastest choice: the rule counts what a storage NIC is spared,
+and not what a compute NIC has to carry instead.
 """
 #: DRAM beyond the buffers, all decode nodes together, as a share of the working set.
 SHARES = (0.0, 0.25, 1.0)
