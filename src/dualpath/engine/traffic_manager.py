@@ -1,9 +1,9 @@
 """The traffic manager of one engine (§4, §5): every KV byte in or out of it passes here.
 
-It owns the PE or DE buffer and its reservations, the storage reader and writer, and the transfers.
-Commands come from the router as control messages (``handle``), work comes from the engine
-(``begin_prefill``, ``fill_hbm``, ``persist_generated``).  It knows no model and no engine
-framework; the vLLM connector and the emulated engine use it alike.
+It owns the PE or DE buffer with its reservations and reads (``engine.assigned_requests``), the
+storage writer, and the transfers.  Commands come from the router as control messages (``handle``),
+work comes from the engine (``begin_prefill``, ``fill_hbm``, ``persist_generated``).  It knows no
+model and no engine framework; the vLLM connector and the emulated engine use it alike.
 """
 
 import logging
@@ -13,7 +13,7 @@ import msgspec
 
 from dualpath.core.addresses import EngineAddress
 from dualpath.core.blocks import BlockGeometry
-from dualpath.core.cluster import HostProcess, Role
+from dualpath.core.cluster import HostProcess
 from dualpath.core.control import (
     Assign,
     EngineMessage,
@@ -27,22 +27,19 @@ from dualpath.core.control import (
     PrefillDone,
     Read,
     Release,
-    Released,
     Report,
-    Reserved,
     Retain,
     RouterMessage,
     Sync,
     Synced,
     Welcome,
 )
-from dualpath.core.errors import BadRequestError, BufferTooSmallError, DualPathError
+from dualpath.core.errors import DualPathError
 from dualpath.core.transfers import DecodeTransfer
-from dualpath.engine.active_requests import ActiveRequests
+from dualpath.engine.assigned_requests import AssignedRequests
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.chunk_transfers import BlockHolder, NoHolder
 from dualpath.engine.device import Device, HostDevice
-from dualpath.engine.dram_tier import DramTier
 from dualpath.engine.generated import GeneratedBlock, GeneratedBlocks
 from dualpath.engine.hbm_layout import HbmBlock, HbmLayout
 from dualpath.engine.layer_stream import LayerSettings, LayerStream
@@ -51,15 +48,11 @@ from dualpath.engine.persister import Persister
 from dualpath.engine.prefill_passes import PrefillPasses
 from dualpath.engine.rank import ALONE, Rank, RankPlace
 from dualpath.engine.ranks import RankGroup
-from dualpath.engine.read_queue import ReadQueue, ReadTask
-from dualpath.engine.retention import Retention
 from dualpath.engine.served_prompts import ServedPrompts
-from dualpath.engine.session_doubts import Doubts, SessionDoubts
+from dualpath.engine.session_doubts import Doubts
 from dualpath.engine.settings import EngineSettings
-from dualpath.engine.slots import Grant
 from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.threads import OS_THREADS, Threads, TimeLimit
-from dualpath.plan.steps import run_reads
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.host_process import is_gone
 from dualpath.storage.remembering import RememberingStorage
@@ -107,27 +100,13 @@ class TrafficManager:
         self._storage = storage = RememberingStorage(storage, threads.now_ns)
         self._transport = transport
         self._hbm = hbm
-        self._active = ActiveRequests(threads)
-        slots = settings.buffer_slots(geometry)
-        self._buffer = BlockBuffer(geometry, slots, self._granted, threads, rank.memory.buffer)
+        self._requests = requests = AssignedRequests(settings, rank, storage, threads, send)
+        self._buffer = requests.buffer
         staging = settings.staging_blocks
         self._staging = BlockBuffer(
             geometry, staging, lambda grant: None, threads, rank.memory.staging
         )
-        self._tier = DramTier(self._buffer, counters, send)
-        self._passes = PrefillPasses(rank, self._active, holder, self._release)
-        self._reader = ReadQueue(
-            storage,
-            self._buffer,
-            counters,
-            trace,
-            send,
-            settings.parallel_reads,
-            rank.health,
-            # A PE may yet compute again what a DE has read: the DE's slots are whole later.
-            keeps=settings.role is Role.PREFILL,
-        )
-        self._retention = Retention(self._buffer, self._reader.fetch)
+        self._passes = PrefillPasses(rank, requests.active, holder, requests.release)
         blank = None if settings.mode.moves_bytes else memoryview(bytes(geometry.full_block_bytes))
         self._persister = Persister(
             storage, counters, trace, blank, settings.parallel_writes, rank.health
@@ -137,14 +116,10 @@ class TrafficManager:
         )
         self._lookups = Lookups(storage, self._persister.pending, self.counters, send, threads)
         self._prompts = ServedPrompts(
-            *(rank, self._active, self._buffer, self._persister, send),
+            *(rank, requests.active, self._buffer, self._persister, send),
             moves_bytes=settings.mode.moves_bytes,
         )
-        self._doubts = SessionDoubts(
-            settings.role, self._active, self._buffer, rank.peers, self._reader.cancel
-        )
         self._is_gone = is_gone
-        self._assign_seq = 0
         self._report_seq = 0
         self._free_hbm_tokens = hbm.capacity_tokens
 
@@ -180,17 +155,17 @@ class TrafficManager:
     def report(self) -> Report:
         """Return the current load (§6.1)."""
         self._report_seq += 1
-        assign_seq = self._assign_seq
-        unfinished_requests, unfinished_tokens = self._active.load()
+        assign_seq = self._requests.assign_seq
+        unfinished_requests, unfinished_tokens = self._requests.active.load()
         return Report(
             report_seq=self._report_seq,
             assign_seq=assign_seq,
             unfinished_requests=unfinished_requests,
             unfinished_tokens=unfinished_tokens,
-            read_queue_tokens=self._reader.tokens(),
+            read_queue_tokens=self._requests.read_queue_tokens(),
             free_hbm_tokens=self._free_hbm_tokens,
             free_buffer_tokens=self._buffer.free * self.geometry.block_tokens,
-            counters=self.counters.snapshot() | self._tier.totals(),
+            counters=self.counters.snapshot() | self._requests.totals(),
             unhealthy=self.health(),
             kept_buffer_tokens=self._buffer.resting * self.geometry.block_tokens,
         )
@@ -240,15 +215,12 @@ class TrafficManager:
 
     def end_session(self, reason: str) -> None:
         """Drop every request: the router has forgotten them, or will (``session_doubts``)."""
-        self._tier.end_session()
-        self._retention.end_session()
-        self._doubts.end_session(reason)
+        self._requests.end_session(reason)
         self._lookups.drop()
-        self._assign_seq = 0
 
     def doubts(self) -> Doubts:
         """Return what sessions before have left in doubt, for the next ``Hello``."""
-        return self._doubts.named()
+        return self._requests.doubts()
 
     def tick(self, now_ns: int) -> None:
         """Let time pass: reads and look-ups beyond their deadline are answered.
@@ -256,10 +228,9 @@ class TrafficManager:
         What has waited for the engine's other ranks goes on, and the router hears what is kept.
         """
         self._rank.look()
-        self._reader.expire(now_ns)
+        self._requests.expire(now_ns)
         self._lookups.expire(now_ns)
-        self._retention.expire(now_ns)
-        self._tier.tell()
+        self._requests.tell_kept()
 
     def _dispatch(self, message: RouterMessage) -> None:
         match message:
@@ -277,71 +248,28 @@ class TrafficManager:
             case Sync():
                 self._send(Synced(call_id=message.call_id))
             case Assign():
-                self._assign(message)
+                self._requests.assign(message)
             case Read():
-                self._read(message)
+                self._requests.read(message)
             case Persist():
                 self._prompts.persist(message)
             case Release():
-                if self._active.ask_release(message):
-                    self._release(message)
+                self._requests.ask_release(message)
             case Retain():
-                self._retention.order(message, self.trace.now_ns())
+                self._requests.retain(message)
 
     def _begin_session(self, message: Welcome) -> None:
-        self._tier.begin_session(keeps=message.keep_blocks)
+        self._requests.begin_session(keeps=message.keep_blocks)
         self._rank.peers.only(message.peers)
         for peer in message.peers:
             self._rank.peer_up(peer)
-        for request_id in self._doubts.settled_since():
-            self._send(Released(request_id=request_id))
+        self._requests.tell_settled()
 
-    def _assign(self, message: Assign) -> None:
-        if self._active.is_known(message.request_id) or self._buffer.holds(message.request_id):
-            raise BadRequestError(
-                f"request {message.request_id}: an earlier request of this name has not left the "
-                "engine; send it under another id"
-            )
-        self._active.add(message.request_id, message.tokens, self.trace.now_ns())
-        self._assign_seq = max(self._assign_seq, message.assign_seq)
-        if message.reserve_blocks == 0:
-            return
-        try:
-            self._buffer.request(message.request_id, message.reserve_blocks, message.keys)
-        except BufferTooSmallError:
-            self._active.drop(message.request_id)
-            raise
-
-    def _granted(self, grant: Grant) -> None:
-        asked_ns = self._active.asked_ns(grant.request_id)
-        if asked_ns is None:  # released while waiting
-            self._buffer.release(grant.request_id)
-            return
-        wait_s = (self.trace.now_ns() - asked_ns) / _NS_PER_S
-        self._tier.granted(grant)
-        self._send(Reserved(grant.request_id, grant.slots, wait_s, grant.kept))
-
-    def _read(self, message: Read) -> None:
-        reads, now_ns = run_reads(self.geometry, message.run), self.trace.now_ns()
-        self._reader.add(
-            ReadTask(
-                message.request_id, reads, message.keys, now_ns, message.deadline_s, message.parent
-            )
-        )
-
-    def _release(self, message: Release) -> None:
-        self._reader.cancel(message.request_id)
-        self._active.drop(message.request_id)
-        if message.writer_certain:
-            self._buffer.end_quarantine(message.request_id)
-        else:
-            self._buffer.quarantine(message.request_id)
-        self._buffer.release(message.request_id)
-        self._send(Released(request_id=message.request_id))
+    # ------------------------------------------------------------------ work from the engine
 
     def is_active(self, request_id: str) -> bool:
         """Whether a request is assigned to this engine and not about to leave it."""
-        return self._active.is_active(request_id)
+        return self._requests.active.is_active(request_id)
 
     def decode_agents(self, engine_id: str, epoch: str) -> tuple[str, ...]:
         """Return a DE's transport agents; raises ``TransportError`` if it is not connected."""
@@ -360,7 +288,7 @@ class TrafficManager:
 
     def sent(self, request_id: str, failure: str | None) -> PrefillDone:
         """Return the message that ends a prefill, with the times of its forward passes."""
-        pass_ns, waited_ns = self._active.pass_times_ns(request_id)
+        pass_ns, waited_ns = self._requests.active.pass_times_ns(request_id)
         return PrefillDone(
             request_id=request_id,
             failure=failure,
@@ -397,7 +325,7 @@ class TrafficManager:
         self._rank.close(limit)
         self._persister.close(limit)
         self._lookups.close(limit)
-        self._reader.close(limit)
+        self._requests.close(limit)
         self._transport.close()
         self._device.close()
         self._storage.close()
