@@ -6,7 +6,6 @@ work comes from the engine (``begin_prefill``, ``fill_hbm``, ``persist_generated
 model and no engine framework; the vLLM connector and the emulated engine use it alike.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -14,27 +13,7 @@ import msgspec
 from dualpath.core.addresses import EngineAddress
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import HostProcess
-from dualpath.core.control import (
-    Assign,
-    EngineMessage,
-    Failed,
-    Gone,
-    IsGone,
-    Lookup,
-    PeerDown,
-    PeerUp,
-    Persist,
-    PrefillDone,
-    Read,
-    Release,
-    Report,
-    Retain,
-    RouterMessage,
-    Sync,
-    Synced,
-    Welcome,
-)
-from dualpath.core.errors import DualPathError
+from dualpath.core.control import EngineMessage, PrefillDone, Report, RouterMessage
 from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.assigned_requests import AssignedRequests
 from dualpath.engine.buffer import BlockBuffer
@@ -48,6 +27,7 @@ from dualpath.engine.persister import Persister
 from dualpath.engine.prefill_passes import PrefillPasses
 from dualpath.engine.rank import ALONE, Rank, RankPlace
 from dualpath.engine.ranks import RankGroup
+from dualpath.engine.router_commands import RouterCommands
 from dualpath.engine.served_prompts import ServedPrompts
 from dualpath.engine.session_doubts import Doubts
 from dualpath.engine.settings import EngineSettings
@@ -57,9 +37,6 @@ from dualpath.storage.contract import BlockStorage
 from dualpath.storage.host_process import is_gone
 from dualpath.storage.remembering import RememberingStorage
 from dualpath.transport.contract import Transport
-
-log = logging.getLogger(__name__)
-
 
 _NS_PER_S = 1_000_000_000
 #: Longest that ``close`` waits for what is under way, all in all.
@@ -95,7 +72,6 @@ class TrafficManager:
         self.geometry = geometry
         self.counters = counters = rank.counters
         self.trace = trace = rank.trace
-        self._send = send
         self._threads = threads
         self._storage = storage = RememberingStorage(storage, threads.now_ns)
         self._transport = transport
@@ -119,7 +95,9 @@ class TrafficManager:
             *(rank, requests.active, self._buffer, self._persister, send),
             moves_bytes=settings.mode.moves_bytes,
         )
-        self._is_gone = is_gone
+        self._commands = RouterCommands(
+            *(rank, requests, self._prompts, self._lookups, send, is_gone)
+        )
         self._report_seq = 0
         self._free_hbm_tokens = hbm.capacity_tokens
 
@@ -199,19 +177,7 @@ class TrafficManager:
 
     def handle(self, message: RouterMessage) -> None:
         """Carry out a command; answers go through ``send``.  Never raises for a bad command."""
-        request_id = getattr(message, "request_id", "")
-        try:
-            self._dispatch(message)
-        except DualPathError as error:
-            log.warning("%s %s failed: %s", type(message).__name__, request_id, error)
-            reason = str(error)
-        except Exception as error:  # a defect in one command must not take the others down
-            log.exception("%s %s failed", type(message).__name__, request_id)
-            reason = repr(error)
-        else:
-            return
-        if request_id:
-            self._send(Failed(request_id=request_id, reason=reason))
+        self._commands.handle(message)
 
     def end_session(self, reason: str) -> None:
         """Drop every request: the router has forgotten them, or will (``session_doubts``)."""
@@ -231,39 +197,6 @@ class TrafficManager:
         self._requests.expire(now_ns)
         self._lookups.expire(now_ns)
         self._requests.tell_kept()
-
-    def _dispatch(self, message: RouterMessage) -> None:
-        match message:
-            case Welcome():
-                self._begin_session(message)
-            case PeerUp():
-                self._rank.peer_up(message.address)
-            case PeerDown():
-                self._rank.peers.down(message)
-            case IsGone():
-                if self._is_gone(message.writer.process):
-                    self._send(Gone(message.writer))
-            case Lookup():
-                self._lookups.begin(message)
-            case Sync():
-                self._send(Synced(call_id=message.call_id))
-            case Assign():
-                self._requests.assign(message)
-            case Read():
-                self._requests.read(message)
-            case Persist():
-                self._prompts.persist(message)
-            case Release():
-                self._requests.ask_release(message)
-            case Retain():
-                self._requests.retain(message)
-
-    def _begin_session(self, message: Welcome) -> None:
-        self._requests.begin_session(keeps=message.keep_blocks)
-        self._rank.peers.only(message.peers)
-        for peer in message.peers:
-            self._rank.peer_up(peer)
-        self._requests.tell_settled()
 
     # ------------------------------------------------------------------ work from the engine
 
