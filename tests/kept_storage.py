@@ -12,6 +12,7 @@ from dualpath.storage.janitor import Janitor
 from dualpath.storage.journal import Journal
 from dualpath.storage.memory_objects import MemoryObjects
 from dualpath.storage.objects import ObjectInfo
+from dualpath.storage.pins import PINS
 from dualpath.storage.sections import Sections
 
 PLACE = "model_0123456789abcdef"
@@ -25,13 +26,18 @@ class EndedError(Exception):
 
 
 class FailingTree(MemoryObjects):
-    """``steps_left`` changes pass; the one after ends the process, or fails if ``refuses``."""
+    """``steps_left`` changes pass; the one after ends the process, or fails if ``refuses``.
+
+    To name the pins takes ``pins_take_s``.
+    """
 
     def __init__(self, story: "Story") -> None:
         super().__init__(lambda: story.now_s)
+        self._story = story
         self.steps_left: int | None = None
         self.refuses = False
         self.changes = 0
+        self.pins_take_s = 0.0
 
     def create(self, name: str, content: bytes) -> bool:
         self._change()
@@ -45,6 +51,8 @@ class FailingTree(MemoryObjects):
         return sum(self._remove_one(name) for name in names)
 
     def objects(self, prefix: str) -> Iterator[ObjectInfo]:
+        if prefix == PINS:
+            self._story.now_s += self.pins_take_s
         return super().objects(prefix)
 
     def _remove_one(self, name: str) -> int:

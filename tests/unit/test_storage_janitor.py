@@ -79,6 +79,19 @@ def test_what_dead_writers_have_left_half_written_goes_after_a_day_and_nothing_e
     assert sum(key_of(name) is not None for name in names) == 2
 
 
+def test_a_storage_that_was_slow_to_name_its_pins_is_looked_at_again_at_once() -> None:
+    story = Story(limits(2, protect_s=10.0))
+    janitor, engine = story.janitor(), story.engine()
+    story.tree.pins_take_s = 6.0
+    engine.write(chain(1, 4))
+    janitor.step()
+    assert story.head(chain(1, 4)) == 4, "it was written a moment ago"
+    story.tree.pins_take_s = 0.0
+    story.now_s += 11
+    janitor.step()
+    assert story.head(chain(1, 4)) == 2
+
+
 def test_nothing_is_removed_by_one_who_has_not_seen_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -206,10 +206,15 @@ class _Office:
         if not (full or (whole and (late or is_over(self.index, self._limits)))):
             return
         self._check_ttl_s = now_s + max(self._limits.ttl_s / _TTL_CHECKS, 1.0)
-        rows = victims(self.index, self._limits, read_pins(self._tree), self._now_s()).tolist()
+        pins = read_pins(self._tree)
+        # Only what the plan itself takes counts: a storage that is slow to name its pins would
+        # otherwise stay above its quota for many times as long as it was slow.
+        begun_s = self._steady_s()
+        rows = victims(self.index, self._limits, pins, self._now_s()).tolist()
         self._plan, self._planned = deque(rows), set(rows)
         if not rows:
-            self._plan_again_s = now_s + _PATIENCE * (self._steady_s() - now_s)
+            ended_s = self._steady_s()
+            self._plan_again_s = ended_s + _PATIENCE * (ended_s - begun_s)
 
     def _remove_batch(self) -> None:
         rows = [self._plan.popleft() for _ in range(min(BATCH, len(self._plan)))]
