@@ -14,9 +14,8 @@ What the driver (router or simulator) has to do:
 *Order.*  First come, first served by ``submit``, in both queues; ``arrival_seq`` is a label.  A
 request submitted again after a loss queues at the end.  This is what keeps the two queues free of
 deadlock: whenever a request holds a PE and waits for HBM at a DE, everything that holds that
-HBM is older and so has a PE as well, and finishes.  Where engines come or go, requests that hold
-only a DE give it back and queue anew, in order, so that this stays true; where an engine is paused,
-those that hold only a PE as well.
+HBM is older and so has a PE as well, and finishes.  What is given back where engines come, go or
+are paused, so that this stays true, is in ``policy.flights``.
 
 *What a request weighs.*  tokens(r) at the PE is its prompt, and more from its assignment on if hits
 are computed again (``recompute``); len_r at the DE its prompt and, at most
@@ -43,6 +42,7 @@ from dualpath.policy.events import (
     SchedulerSettings,
     Thresholds,
 )
+from dualpath.policy.flights import Flight, Flights
 from dualpath.policy.load import EngineLoad, Ledger
 from dualpath.policy.placement import Placement, Placer, Ticket
 from dualpath.policy.prefill import FifoPrefillPlacer
@@ -69,20 +69,6 @@ class QueueLengths(msgspec.Struct, frozen=True):
     total: int
 
 
-class _Flight:
-    """A live request: where it is placed, and whether the driver knows."""
-
-    __slots__ = ("assigned", "decode", "prefill", "prefilled", "reading", "ticket")
-
-    def __init__(self, ticket: Ticket) -> None:
-        self.ticket = ticket
-        self.prefill: Placement | None = None
-        self.decode: Placement | None = None
-        self.assigned = False
-        self.prefilled = False
-        self.reading: tuple[str, ...] = ()
-
-
 class RequestScheduler:
     """Queues, ledger and rules of one cluster; not thread-safe, one owner calls it."""
 
@@ -92,11 +78,8 @@ class RequestScheduler:
         self._placers = _placers(settings, self._ledger)
         self._rule = RULES[settings.mode]
         self._sides = SidesInTurn()
-        self._flights: dict[str, _Flight] = {}
-        self._decode_only: dict[str, _Flight] = {}
-        self._placed: dict[str, dict[str, None]] = {}
+        self._flights = Flights(self._ledger, self._placers)
         self._submitted = 0
-        self._unassigned = 0
 
     def set_thresholds(self, thresholds: Thresholds) -> None:
         """Go on with another α and β; what is placed stays where it is."""
@@ -115,9 +98,7 @@ class RequestScheduler:
 
         Raises ``ConfigError`` for an id or order in use or a group of the other role.
         """
-        self._ledger.join(spec)
-        self._placed[spec.engine_id] = {}
-        self._recall(spec.role)
+        self._flights.engine_joined(spec)
 
     def engine_lost(self, engine_id: str) -> list[str]:
         """Count an engine out and return the unfinished requests it had, oldest first.
@@ -127,13 +108,7 @@ class RequestScheduler:
         even for this very engine, stay and are placed elsewhere.
         Raises ``EngineLostError`` if the engine has not joined.
         """
-        spec = self._ledger.leave(engine_id)
-        hit = [self._flights[request_id] for request_id in self._placed.pop(engine_id)]
-        lost = [f for f in hit if spec.role is Role.PREFILL or f.prefill is not None]
-        for flight in lost:
-            self._forget(flight)
-        self._recall(spec.role)
-        return [f.ticket.request_id for f in sorted(lost, key=lambda f: f.ticket.number)]
+        return self._flights.engine_lost(engine_id)
 
     def engine_paused(self, engine_id: str) -> None:
         """Give an engine nothing new; what it was assigned goes on, and so does its account.
@@ -141,15 +116,14 @@ class RequestScheduler:
         Requests with only half an assignment give it back, wherever it is, and queue anew in
         order.  Raises ``EngineLostError`` if the engine has not joined.
         """
-        self._ledger.pause(engine_id, paused=True)
-        self._recall_halves()
+        self._flights.engine_paused(engine_id)
 
     def engine_resumed(self, engine_id: str) -> None:
         """Let a paused engine get requests again; raises ``EngineLostError`` as ``engine_paused``.
 
         An engine that joins is not paused.
         """
-        self._recall(self._ledger.pause(engine_id, paused=False).role)
+        self._flights.engine_resumed(engine_id)
 
     def report(self, report: EngineReport) -> None:
         """Take over an engine's load.
@@ -176,10 +150,7 @@ class RequestScheduler:
         )
         self._check(ticket)
         self._submitted += 1
-        self._unassigned += 1
-        self._flights[request.request_id] = _Flight(ticket)
-        for placer in self._placers.values():
-            placer.add(ticket)
+        self._flights.submit(ticket)
 
     def fetch(self, group: str) -> list[Assignment]:
         """Serve a group; return the assignments whose second engine was found in this call.
@@ -192,31 +163,28 @@ class RequestScheduler:
             return []
         assignments = []
         for placement in self._placers[state.role].fetch(group):
-            flight = self._place(state.role, placement)
+            flight = self._flights.place(state.role, placement)
             if flight.prefill is not None and flight.decode is not None:
                 assignments.append(self._assign(flight, flight.prefill, flight.decode))
         return assignments
 
     def read_done(self, request_id: str) -> None:
         """All storage reads of a request are over; unknown requests are ignored."""
-        flight = self._flights.get(request_id)
+        flight = self._flights.live.get(request_id)
         if flight is not None:
-            self._end_reads(flight)
+            self._flights.end_reads(flight)
 
     def prefill_done(self, request_id: str) -> None:
         """The PE is through with an assigned request; any other is ignored."""
-        flight = self._flights.get(request_id)
-        if flight is None or flight.prefill is None or not flight.assigned or flight.prefilled:
-            return
-        flight.prefilled = True
-        self._ledger.release(flight.prefill.engine_id, request_id)
-        self._placed[flight.prefill.engine_id].pop(request_id, None)
+        flight = self._flights.live.get(request_id)
+        if flight is not None:
+            self._flights.end_prefill(flight)
 
     def finished(self, request_id: str) -> None:
         """A request is over, well or not; unknown requests are ignored."""
-        flight = self._flights.get(request_id)
+        flight = self._flights.live.get(request_id)
         if flight is not None:
-            self._forget(flight)
+            self._flights.forget(flight)
 
     def cancel(self, request_id: str) -> None:
         """Drop a request in whatever state; unknown requests are ignored."""
@@ -224,14 +192,14 @@ class RequestScheduler:
 
     def waiting(self) -> int:
         """Requests submitted and not assigned yet."""
-        return self._unassigned
+        return self._flights.unassigned
 
     def queue_lengths(self) -> QueueLengths:
         """How many requests wait for what."""
         return QueueLengths(
             prefill=self._placers[Role.PREFILL].waiting(),
             decode=self._placers[Role.DECODE].waiting(),
-            total=self._unassigned,
+            total=self._flights.unassigned,
         )
 
     def loads(self) -> tuple[EngineLoad, ...]:
@@ -244,31 +212,11 @@ class RequestScheduler:
         They appear when an engine is lost or none was known at ``submit``, and wait for a larger
         one to join, others behind them; a live driver refuses them.  Empty while no DE has joined.
         """
-        largest = self._ledger.largest_decode_hbm_tokens
-        if not largest or not self._unassigned:
-            return []
-        return [
-            request_id
-            for request_id, flight in self._flights.items()
-            if flight.decode is None and flight.ticket.decode_tokens > largest
-        ]
+        return self._flights.unplaceable()
 
-    def _place(self, role: Role, placement: Placement) -> _Flight:
-        flight = self._flights[placement.ticket.request_id]
-        if role is Role.PREFILL:
-            flight.prefill = placement
-            self._decode_only.pop(placement.ticket.request_id, None)
-        else:
-            flight.decode = placement
-            if flight.prefill is None:
-                self._decode_only[placement.ticket.request_id] = flight
-        self._placed[placement.engine_id][placement.ticket.request_id] = None
-        return flight
-
-    def _assign(self, flight: _Flight, prefill: Placement, decode: Placement) -> Assignment:
+    def _assign(self, flight: Flight, prefill: Placement, decode: Placement) -> Assignment:
         ticket = flight.ticket
-        flight.assigned = True
-        self._unassigned -= 1
+        self._flights.assign(flight)
         engines = {Role.PREFILL: prefill.engine_id, Role.DECODE: decode.engine_id}
         at_prefill, at_decode = (self._reader(ticket, one) for one in engines.values())
         recomputed = self._recompute_tokens(ticket, prefill.engine_id, at_prefill, at_decode)
@@ -349,53 +297,9 @@ class RequestScheduler:
             kept_tokens=ticket.kept_tokens.get(engine_id, 0),
         )
 
-    def _end_reads(self, flight: _Flight) -> None:
-        for engine_id in flight.reading:
-            self._ledger.release_read(engine_id, flight.ticket.request_id)
-        flight.reading = ()
-
-    def _forget(self, flight: _Flight) -> None:
-        request_id = flight.ticket.request_id
-        del self._flights[request_id]
-        self._decode_only.pop(request_id, None)
-        if not flight.assigned:
-            self._unassigned -= 1
-            for placer in self._placers.values():
-                placer.discard(request_id)
-        self._end_reads(flight)
-        for placement in (flight.prefill, flight.decode):
-            if placement is not None:
-                self._ledger.release(placement.engine_id, request_id)
-                self._placed.get(placement.engine_id, {}).pop(request_id, None)
-
-    def _recall(self, role: Role) -> None:
-        """Let waiting requests of a role queue anew after its engines changed."""
-        tickets = []
-        if role is Role.DECODE:
-            for request_id, flight in self._decode_only.items():
-                if flight.decode is not None:
-                    self._ledger.release(flight.decode.engine_id, request_id)
-                    self._placed.get(flight.decode.engine_id, {}).pop(request_id, None)
-                flight.decode = None
-                tickets.append(flight.ticket)
-            self._decode_only.clear()
-        self._placers[role].recall(tickets)
-
-    def _recall_halves(self) -> None:
-        """Let all waiting requests queue anew for both of their engines."""
-        tickets = []
-        for request_id, flight in self._flights.items():
-            if flight.prefill is not None and not flight.assigned:
-                self._ledger.release(flight.prefill.engine_id, request_id)
-                self._placed[flight.prefill.engine_id].pop(request_id, None)
-                flight.prefill = None
-                tickets.append(flight.ticket)
-        self._placers[Role.PREFILL].recall(tickets)
-        self._recall(Role.DECODE)
-
     def _check(self, ticket: Ticket) -> None:
         request = ticket.request
-        if request.request_id in self._flights:
+        if request.request_id in self._flights.live:
             raise BadRequestError(
                 f"request id {request.request_id!r} is in use by a live request; "
                 "submit it under another id or cancel the first"
