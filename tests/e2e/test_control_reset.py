@@ -38,6 +38,9 @@ class Router:
     def on_lost(self, lost: Sequence[EngineInfo], reason: str) -> None:
         self.events.put_nowait(f"lost: {reason}")
 
+    def on_missed(self, missed: Sequence[EngineInfo]) -> None:
+        self.events.put_nowait("missed")
+
     def on_dead(self, writer: addresses.Writer) -> None:
         self.events.put_nowait("dead")
 

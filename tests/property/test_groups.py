@@ -27,6 +27,7 @@ steps = st.one_of(
     st.tuples(st.just("lose"), ranks),
     st.tuples(st.just("dead"), ranks),
     st.tuples(st.just("goodbye"), ranks),
+    st.tuples(st.just("drained"), ranks),
     st.tuples(st.just("silence"), st.just(0)),
 )
 
@@ -45,6 +46,9 @@ class Told:
         for info in lost:
             assert self.live.pop(info.engine_id).epoch == info.epoch
         assert not self.live, f"{sorted(self.live)} live on without {[i.engine_id for i in lost]}"
+
+    def on_missed(self, missed: Sequence[EngineInfo]) -> None:
+        assert not {info.engine_id for info in missed} & set(self.live)
 
     def on_dead(self, writer: Writer) -> None:
         pass
@@ -89,6 +93,8 @@ class Group:
         elif what == "goodbye" and (state := self.registry.get(engine_id)):
             goodbye = control.Goodbye("test")
             self.server._heard(state, b"", envelopes.outside(goodbye, state.talk.session))
+        elif what == "drained" and (state := self.registry.get(engine_id)):
+            state.drained = state.alive
         elif what == "silence":
             self.now_s += 2 * TIMEOUT_S
             self.server._checked_s = self.now_s

@@ -10,7 +10,8 @@ from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.control import PROTOCOL_VERSION, Hello, Report
 from dualpath.core.sessions import Event
 from dualpath.router.control.assign_log import AssignmentNote
-from dualpath.router.control.registry import EngineState, Registry
+from dualpath.router.control.engine_state import EngineState
+from dualpath.router.control.registry import Registry
 from dualpath.router.observe.dashboard.board import Dashboard, Load
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.requests.records import RequestRecord

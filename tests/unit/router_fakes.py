@@ -168,6 +168,11 @@ class FakeEngine:
             if not task.cancelled():
                 task.result()
 
+    async def leave(self) -> None:
+        """End in good order: a goodbye, if there is a session to say it in."""
+        self._post(self.session.leave(control.Goodbye(reason="it shuts down"), _now_s()))
+        await self.kill()
+
     async def saw(self, kind: type[M], wanted: Callable[[M], bool] | None = None) -> M:
         """Wait for a message from the router, received already or yet to come."""
         async with asyncio.timeout(GUARD_S):

@@ -69,6 +69,9 @@ class Router:
     def on_lost(self, lost: Sequence[EngineInfo], reason: str) -> None:
         pass
 
+    def on_missed(self, missed: Sequence[EngineInfo]) -> None:
+        pass
+
     def on_dead(self, writer: addresses.Writer) -> None:
         pass
 

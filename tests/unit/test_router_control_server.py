@@ -159,6 +159,9 @@ class Listener:
     def on_lost(self, lost, reason):
         self.events += [("lost", info.engine_id) for info in lost]
 
+    def on_missed(self, missed):
+        self.events += [("missed", info.engine_id) for info in missed]
+
     def on_dead(self, writer):
         self.events.append(("dead", *writer.id))
 

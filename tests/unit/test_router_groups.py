@@ -5,6 +5,7 @@ tried again must not go to one of them.
 """
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -14,7 +15,7 @@ from tests.unit.router_fakes import FakeEngine, expected, job
 from dualpath.core import control
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.errors import EngineLostError
-from dualpath.router.control.registry import Pause
+from dualpath.router.control.engine_state import Pause
 from dualpath.router.settings import RouterSettings
 
 pytestmark = pytest.mark.virtual_time
@@ -179,6 +180,129 @@ async def test_a_group_drains_as_one_and_goes_when_nothing_is_left_on_any_rank()
         assert sorted(alive(made)) == ["d0", "other"]
         assert made.service.status()["counters"]["retries"] == 0
         assert not [m for m in second.received if isinstance(m, control.Drained)]
+
+
+async def drains_and_leaves(engine: FakeEngine) -> None:
+    """Its server gets SIGTERM: it hears that nothing is left, and goes."""
+    engine.draining = "SIGTERM"
+    engine.report()
+    await engine.saw(control.Drained)
+    await engine.leave()
+
+
+def have_left(made: Cluster) -> dict[str, bool]:
+    """Return of each engine that has no part any more whether it left on purpose."""
+    return {e.info.engine_id: e.left for e in made.service.registry.all() if not e.alive}
+
+
+def losses(made: Cluster) -> float:
+    """Return how many prefill engines the router counts as lost."""
+    name = 'dualpath:engine_losses_total{role="prefill"} '
+    lines = made.service.exposition().decode().splitlines()
+    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+async def test_a_drained_group_leaves_as_one_in_whatever_order_its_ranks_go(
+    order: Sequence[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Servers of one group get SIGTERM and end each in its own time; no rank is lost by that."""
+    async with cluster(prefill=0) as made:
+        engines = await add_group(made, "p", Role.PREFILL, size=3)
+        for rank in order:
+            await drains_and_leaves(engines[rank])
+            await made.service.saw_loss(f"p{rank}")
+            assert alive(made) == ["d0"]
+            await asyncio.sleep(2.0)  # the others go on speaking, and are not sent away
+        assert have_left(made) == {"p0": True, "p1": True, "p2": True}
+        assert losses(made) == 0
+        assert "lost" not in caplog.text
+        # Each has said itself that it is through, so nobody waits for proof of its end.
+        states = [made.service.registry.get(engine.engine_id) for engine in engines]
+        assert all(s is not None and made.service.registry.is_dead(s.info.writer) for s in states)
+
+
+async def test_a_rank_whose_server_ends_may_be_the_first_to_leave_a_drained_group() -> None:
+    """A server ends when the first of its ranks has drained; the others may not have said so."""
+    async with cluster(prefill=0) as made:
+        first, second = await add_group(made, "p", Role.PREFILL)
+        first.draining = "SIGTERM"
+        first.report()
+        await first.saw(control.Drained)
+        await second.leave()
+        await made.service.saw_loss("p1")
+        await asyncio.sleep(2.0)
+        await first.leave()
+        await asyncio.sleep(20.0)
+        assert have_left(made) == {"p0": True, "p1": True}
+        assert losses(made) == 0
+
+
+async def test_ranks_of_which_one_dies_while_their_drained_group_leaves_are_lost_as_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with cluster(prefill=0) as made:
+        first, second, _ = await add_group(made, "p", Role.PREFILL, size=3)
+        await drains_and_leaves(first)
+        await second.kill()
+        await made.service.saw_loss("p0")
+        assert (losses(made), have_left(made)["p1"]) == (0, True)
+        await asyncio.sleep(5.0)
+        assert losses(made) == 0, "it may still be about to say goodbye"
+        await asyncio.sleep(7.0)
+        assert have_left(made) == {"p0": True, "p1": False, "p2": False}
+        assert losses(made) == 2
+        assert "p1 lost: silent for more than" in caplog.text
+        assert "p2 lost: rank p1 of its group is lost: silent for more than" in caplog.text
+        assert "p0 lost" not in caplog.text
+
+
+async def test_a_rank_that_dies_while_its_group_drains_takes_the_others_with_it() -> None:
+    """One leaves later in good order: that makes nothing of the loss undone."""
+    async with cluster(prefill=0) as made:
+        first, second = await add_group(made, "p", Role.PREFILL)
+        first.draining = "SIGTERM"
+        first.report()
+        await first.saw(control.Drained)
+        await second.kill()
+        made.lose("p1")
+        await first.leave()
+        await made.service.arrivals.until(lambda: have_left(made)["p0"], 30.0)
+        assert losses(made) == 2
+        assert have_left(made) == {"p0": True, "p1": False}
+
+
+async def test_a_rank_that_stays_when_its_drained_group_has_left_is_seen_to_wait(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Only one of two servers got SIGTERM, and an idle rank may not notice that its group ends."""
+    async with cluster(prefill=0) as made:
+        first, _ = await add_group(made, "p", Role.PREFILL)
+        await drains_and_leaves(first)
+        await asyncio.sleep(5.0)
+        assert (losses(made), waits(made)) == (0, [])
+        await asyncio.sleep(10.0)
+        assert (losses(made), waits(made)) == (1, ["p1"])
+        assert "p1 lost: its group has left" in caplog.text
+
+
+async def test_a_rank_that_leaves_while_its_group_works_takes_the_others_with_it() -> None:
+    async with cluster(prefill=0) as made:
+        first, _ = await add_group(made, "p", Role.PREFILL)
+        await made.add("other", Role.PREFILL)
+        made.calls.gates["prefill"] = asyncio.Event()
+        runs = [asyncio.create_task(made.run(job(f"r{i}", PROMPT))) for i in range(2)]
+        while len(made.calls.prefills) < 2:
+            await asyncio.sleep(0.01)
+        first.draining = "SIGTERM"
+        first.report()
+        await first.leave()  # it was given no time to drain
+        await made.service.saw_loss("p0")
+        assert sorted(alive(made)) == ["d0", "other"]
+        assert (have_left(made), losses(made)) == ({"p0": True, "p1": False}, 1)
+        made.calls.gates["prefill"].set()
+        assert await asyncio.gather(*runs) == [expected(PROMPT, 6)] * 2
+        assert made.calls.prefills[2:] == ["other", "other"]
 
 
 async def test_a_rank_that_another_engine_has_is_refused() -> None:

@@ -9,7 +9,7 @@ from tests.unit.router_fakes import expected, job
 
 from dualpath.core import control
 from dualpath.core.errors import EngineLostError, TransportError
-from dualpath.router.control.registry import Pause
+from dualpath.router.control.engine_state import Pause
 from dualpath.router.settings import RouterSettings
 
 pytestmark = pytest.mark.virtual_time

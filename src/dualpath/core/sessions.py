@@ -13,7 +13,9 @@ at either end; ending the session needs none, and costs attempts that are made a
 
 Ranks of a data-parallel group compute in lock step: one that ends takes the others with it.  So
 their sessions begin together, when all ranks of one start of the group have greeted, and end
-together; an engine in no group is complete by itself.
+together; an engine in no group is complete by itself.  Where nothing is left on a group, though,
+the first goodbye ends no more than the group's part in the cluster: the others may still talk, so
+that each can say itself that it is through, in whatever order they go.
 
 The life of a session is two tables, one for each end.  ``engine.router_session`` and
 ``router.control.control_server`` execute them, ``docs/generate_control_protocol.py`` prints them.
@@ -123,6 +125,7 @@ class RouterEnd(StrEnum):
     UNKNOWN = "unknown"
     GREETED = "greeted"
     LIVE = "live"
+    LEAVING = "leaving"
     LOST = "lost"
     DEAD = "dead"
 
@@ -146,9 +149,12 @@ class Event(StrEnum):
     SUCCEEDED = "`Hello` of a new process on the machine of the former one, which may live"
     COMPLETE = "all ranks of its group have greeted, or it is in none"
     SIBLING_LOST = "another rank of its group is lost"
+    SIBLING_LEFT = "another rank of its group, on which nothing is left, says `Goodbye`"
     SILENT = "nothing from the engine for `engine_timeout_s`"
     FAILED = "it does not answer, or says that it is unhealthy"
-    GOODBYE = "`Goodbye`"
+    STAYS = "it does not drain within `engine_timeout_s` after its group has left"
+    GOODBYE = "`Goodbye`, `settled`"
+    UNSETTLED = "`Goodbye`, not `settled`"
     DIED = "proof that its process is gone"
     # at both
     SPOKEN = "a message of the session"
@@ -169,6 +175,7 @@ class Action(StrEnum):
     WELCOME = "says `Welcome` again"
     JOIN = "lets it take part, tells peers `PeerUp`"
     LOSE = "breaks its attempts, tells peers `PeerDown`"
+    MISS = "reports it as lost, and the ranks that leave with it"
     BURY = "lets go what its process could have written to"
     SEND_AWAY = "answers `Refused` with `again`"
     # at both
@@ -205,7 +212,7 @@ def _engine_rows() -> Sequence[Row[EngineEnd]]:
 
 
 def _router_rows() -> Sequence[Row[RouterEnd]]:
-    unknown, greeted, live, lost, dead = RouterEnd
+    unknown, greeted, live, leaving, lost, dead = RouterEnd
     gather = (Action.GATHER,)
     return (
         Row(unknown, Event.GREETS, greeted, gather),
@@ -224,8 +231,22 @@ def _router_rows() -> Sequence[Row[RouterEnd]]:
         Row(live, Event.SILENT, lost, (Action.LOSE,)),
         Row(live, Event.FAILED, lost, (Action.LOSE,)),
         Row(live, Event.SIBLING_LOST, lost, (Action.LOSE,)),
+        Row(live, Event.SIBLING_LEFT, leaving, (Action.LOSE,)),
+        Row(live, Event.UNSETTLED, lost, (Action.LOSE,)),
         Row(live, Event.GOODBYE, dead, (Action.LOSE, Action.BURY)),
         Row(live, Event.DIED, dead, (Action.LOSE, Action.BURY)),
+        Row(leaving, Event.GREETS_AGAIN, leaving, (Action.WELCOME,)),
+        Row(leaving, Event.GREETS_ANEW, greeted, (Action.MISS, *gather)),
+        Row(leaving, Event.RESTARTED, greeted, (Action.MISS, Action.BURY, *gather)),
+        Row(leaving, Event.SUCCEEDED, greeted, (Action.MISS, *gather)),
+        Row(leaving, Event.SPOKEN, leaving, (Action.TAKE,)),
+        Row(leaving, Event.SILENT, lost, (Action.MISS,)),
+        Row(leaving, Event.FAILED, lost, (Action.MISS,)),
+        Row(leaving, Event.STAYS, lost, (Action.MISS,)),
+        Row(leaving, Event.SIBLING_LOST, lost, (Action.MISS,)),
+        Row(leaving, Event.UNSETTLED, lost),
+        Row(leaving, Event.GOODBYE, dead, (Action.BURY,)),
+        Row(leaving, Event.DIED, dead, (Action.MISS, Action.BURY)),
         Row(lost, Event.GREETS_AGAIN, lost, (Action.SEND_AWAY,)),
         Row(lost, Event.GREETS_ANEW, greeted, gather),
         Row(lost, Event.RESTARTED, greeted, (Action.BURY, *gather)),

@@ -18,8 +18,9 @@ from dualpath.router.attempts.engine_attempt import EngineAttempt
 from dualpath.router.control.context import SchedulerContext
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.control_socket import ControlSocket
+from dualpath.router.control.engine_state import Pause
 from dualpath.router.control.event_recorder import EventLogWriter
-from dualpath.router.control.registry import Pause, Registry
+from dualpath.router.control.registry import Registry
 from dualpath.router.control.role_policy import RolePolicy, rebalance_settings
 from dualpath.router.control.roles import Roles
 from dualpath.router.control.served_adapters import ServedAdapters
@@ -149,6 +150,10 @@ class Scheduler:
         """Called by the control server."""
         self.context.engines_lost(lost, reason)
         self.roles.look()
+
+    def on_missed(self, missed: Sequence[EngineInfo]) -> None:
+        """Called by the control server."""
+        self.context.count_losses(missed)
 
     def on_dead(self, writer: Writer) -> None:
         """Called by the control server."""

@@ -155,11 +155,15 @@ class SchedulerContext:
         self.dispatch.lost(*(info.engine_id for info in lost))
         self.sessions.engines_changed(lost)
         self._derive_thresholds()
-        for info in lost:
+        self.count_losses(lost)
+        self.presence.changed()
+
+    def count_losses(self, gone: Sequence[EngineInfo]) -> None:
+        """Count the engines that have not left on purpose."""
+        for info in gone:
             state = self.registry.get(info.engine_id)
             if state is None or not state.left:
                 self.metrics.engine_lost(info.role)
-        self.presence.changed()
 
     def lookup_candidates(self, keys: Sequence[BlockKey]) -> list[EngineInfo]:
         """Live engines in the order to ask for a look-up of a chain of ``keys``.

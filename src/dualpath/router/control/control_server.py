@@ -21,7 +21,9 @@ from dualpath.core.errors import EngineRefusedError, IncompatibleError
 from dualpath.core.names import in_one_line
 from dualpath.core.sessions import HEARTBEAT_S, Action, Event
 from dualpath.router.control.control_socket import ControlSocket, ZmqControlSocket
-from dualpath.router.control.registry import EngineState, Registry
+from dualpath.router.control.endings import Endings
+from dualpath.router.control.engine_state import EngineState
+from dualpath.router.control.registry import Registry
 from dualpath.router.control.witnesses import Witnesses
 from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.refusals import ControlRefusal, ControlRefusals
@@ -32,7 +34,10 @@ logger = logging.getLogger(__name__)
 
 #: How soon an engine learns that its messages have come, if the router has nothing else to say.
 _ACKNOWLEDGE_S = 0.1
-_LOST = (Event.SILENT, Event.FAILED, Event.GREETS_ANEW, Event.SUCCEEDED)
+#: After these a process may live on.
+_LOST = (Event.SILENT, Event.FAILED, Event.GREETS_ANEW, Event.SUCCEEDED, Event.UNSETTLED)
+
+_GOODBYES = (Event.GOODBYE, Event.UNSETTLED)
 
 
 class ControlListener(Protocol):
@@ -47,6 +52,9 @@ class ControlListener(Protocol):
         They are one engine, or the ranks of a data-parallel group: nothing may be tried again on
         one of them.
         """
+
+    def on_missed(self, missed: Sequence[EngineInfo]) -> None:
+        """Engines that were to leave with their group, and were named in ``on_lost``, did not."""
 
     def on_dead(self, writer: Writer) -> None:
         """A process is proven to be gone, or to have ended its transfers for good."""
@@ -92,6 +100,7 @@ class ControlServer:
         self._epoch = epoch or uuid.uuid4().hex
         self._sessions = itertools.count(1)
         self._witnesses = Witnesses(registry, self.send, is_gone)
+        self._endings = Endings(registry, listener, self.send, self._gone, clock)
         self.address = ""
 
     async def start(self, host: str, port: int, secret: ClusterSecret | None = None) -> None:
@@ -133,13 +142,13 @@ class ControlServer:
         Nothing is said to an engine without a session: it drops all it has at the next greeting.
         """
         engine = self._registry.get(engine_id)
-        if engine is not None and engine.alive:
+        if engine is not None and engine.talks:
             self._post(engine, engine.talk.say(message, self._clock()))
 
     def declare_lost(self, engine_id: str, reason: str, certain: bool) -> None:
         """End an engine's session; does nothing for one without."""
         engine = self._registry.get(engine_id)
-        if engine is not None and engine.alive:
+        if engine is not None and engine.talks:
             self._on(engine, Event.DIED if certain else Event.FAILED, reason)
 
     def declare_dead(self, writer: Writer) -> None:
@@ -148,7 +157,7 @@ class ControlServer:
         if engine is not None and engine.info.epoch == writer.epoch:
             self._on(engine, Event.DIED, "its process has ended")
         elif engine is not None and engine.forgets(writer):
-            self._bury(engine.info, writer)
+            self._endings.bury(engine.info, writer)
         else:
             self._listener.on_dead(writer)
 
@@ -176,6 +185,9 @@ class ControlServer:
                 engine.heard_s = min(engine.heard_s + late_s, now_s)
         for silent in self._registry.silent(now_s, self._timeout_s):
             self._on(silent, Event.SILENT, f"silent for more than {self._timeout_s:g} s")
+        for late in self._registry.staying(now_s, self._timeout_s):
+            why = f"its group has left, and it does not drain within {self._timeout_s:g} s"
+            self._on(late, Event.STAYS, f"{why}; end its process, ranks start together")
         self._ask_witnesses()
 
     def _ask_witnesses(self) -> None:
@@ -198,7 +210,7 @@ class ControlServer:
             now_s = self._clock()
             for engine in self._registry.all():
                 silent_s = now_s - engine.spoken_s
-                if engine.alive and (engine.talk.owes_acknowledgement or silent_s >= HEARTBEAT_S):
+                if engine.talks and (engine.talk.owes_acknowledgement or silent_s >= HEARTBEAT_S):
                     self._post(engine, engine.talk.mention(control.Heard()))
 
     async def _send_all(self) -> None:
@@ -253,7 +265,7 @@ class ControlServer:
     def _heard(self, engine: EngineState, identity: bytes, envelope: envelopes.FromEngine) -> None:
         # A connection that was reset comes back as another one; the session goes on.
         engine.identity = identity
-        if not engine.alive and isinstance(envelope.message, control.Goodbye):
+        if not engine.talks and isinstance(envelope.message, control.Goodbye):
             self._goodbye(engine, envelope.message)
         elif Action.TAKE in self._on(engine, Event.SPOKEN):
             engine.heard_s = self._clock()
@@ -280,7 +292,7 @@ class ControlServer:
 
     def _goodbye(self, engine: EngineState, goodbye: control.Goodbye) -> None:
         engine.left = True
-        event = Event.GOODBYE if goodbye.settled else Event.FAILED
+        event = Event.GOODBYE if goodbye.settled else Event.UNSETTLED
         self._on(engine, event, f"left: {in_one_line(goodbye.reason)}")
 
     def _on(
@@ -292,11 +304,13 @@ class ControlServer:
         for action in actions:
             match action:
                 case Action.LOSE:
-                    self._lost(lost, reason, certain=event not in _LOST)
+                    self._endings.lost(lost, reason, event)
+                case Action.MISS:
+                    self._endings.missed(engine, lost, reason)
                 case Action.GATHER:
                     self._gather(engine)
                 case Action.BURY:
-                    self._bury(lost, lost.writer)
+                    self._endings.bury(lost, lost.writer)
                 case Action.OPEN:
                     session = f"{self._epoch}-{next(self._sessions):08}"
                     engine.open(session, engine.identity, self._clock())
@@ -310,13 +324,13 @@ class ControlServer:
         return actions
 
     def _welcome(self, engine: EngineState) -> None:
-        peers = tuple(peer.address for peer in self._others(engine.info))
+        peers = tuple(peer.address for peer in self._registry.peers(engine.info))
         welcome = control.Welcome(peers, engine.greeting, self._keep_blocks)
         self._post(engine, engine.talk.mention(welcome))
 
     def _join(self, info: EngineInfo) -> None:
         logger.info("%s engine %s joined (epoch %s)", info.role.value, info.engine_id, info.epoch)
-        for peer in self._others(info):
+        for peer in self._registry.peers(info):
             self.send(peer.engine_id, control.PeerUp(address=info.address))
         self._listener.on_joined(info)
 
@@ -328,30 +342,8 @@ class ControlServer:
         for rank in self._registry.group(engine.info):
             self._on(rank, Event.COMPLETE)
 
-    def _lost(self, info: EngineInfo, reason: str, certain: bool) -> None:
-        """An engine is lost, and with it all ranks of its group, before anybody hears of it."""
-        group = self._registry.group(info) if info.dp else []
-        siblings = [r.info for r in group if Action.LOSE in r.machine.on(Event.SIBLING_LOST)]
-        for one in (info, *siblings):
-            why = reason if one is info else f"rank {info.engine_id} of its group is lost: {reason}"
-            logger.warning("%s engine %s lost: %s", one.role.value, one.engine_id, why)
-            self._notify_peers_down(one, one.writer, certain=certain and one is info)
-            self._resolve_proofs(one.engine_id, alive=False)
-        told = f"{info.engine_id}, of the same group: {reason}" if siblings else reason
-        self._listener.on_lost((info, *siblings), told)
-
-    def _bury(self, info: EngineInfo, writer: Writer) -> None:
-        """A process of this engine, the one of now or a former one, is gone."""
-        self._notify_peers_down(info, writer, certain=True)
-        self._listener.on_dead(writer)
-
-    def _notify_peers_down(self, info: EngineInfo, writer: Writer, *, certain: bool) -> None:
-        down = control.PeerDown(writer.engine_id, writer.epoch, certain)
-        for peer in self._others(info):
-            self.send(peer.engine_id, down)
-
-    def _others(self, info: EngineInfo) -> list[EngineInfo]:
-        return [peer for peer in self._registry.alive() if peer.role is not info.role]
+    def _gone(self, engine_id: str) -> None:
+        self._resolve_proofs(engine_id, alive=False)
 
     def _resolve_proofs(self, engine_id: str, *, alive: bool) -> None:
         for future in self._proofs.pop(engine_id, ()):

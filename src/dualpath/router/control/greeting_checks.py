@@ -13,7 +13,7 @@ from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.requests.refusals import ControlRefusal
 
 if TYPE_CHECKING:
-    from dualpath.router.control.registry import EngineState
+    from dualpath.router.control.engine_state import EngineState
 
 
 def check_greeting(

@@ -15,7 +15,7 @@ from dualpath.core.sessions import RouterEnd
 from dualpath.router.requests.refusals import ControlRefusal
 
 if TYPE_CHECKING:
-    from dualpath.router.control.registry import EngineState
+    from dualpath.router.control.engine_state import EngineState
 
 _MOST_NAMED = 16
 #: Who greets is looked for rank by rank: a stranger's number must not take the router's time.

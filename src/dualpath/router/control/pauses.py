@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from dualpath.core.control import Drained, Report, RouterMessage
 from dualpath.router.control.dispatch import Dispatch
+from dualpath.router.control.engine_state import EngineState, Pause
 from dualpath.router.control.exchange import Exchange
-from dualpath.router.control.registry import EngineState, Pause, Registry
+from dualpath.router.control.registry import Registry
 from dualpath.router.engines import EngineInfo
 
 #: Where an operator pauses an engine (POST) and lets it go on (DELETE).
@@ -37,22 +38,20 @@ class Pauses:
         self._exchange = exchange
         self._send = send
         self._dispatch = dispatch
-        self._told: set[str] = set()
 
     def joined(self, info: EngineInfo) -> None:
         """An engine begins a session; an operator's wish holds on."""
-        self._told.discard(info.engine_id)
         state = self._registry.get(info.engine_id)
         if state is not None and state.pauses:
             self._dispatch().paused(info.engine_id)
 
     def reported(self, info: EngineInfo, report: Report) -> None:
         """An engine says whether it drains; it is told when nothing is left on its group, once."""
-        group = [rank for rank in self._registry.group(info) if rank.alive]
+        group = [rank for rank in self._registry.group(info) if rank.talks]
         leaving = [r for r in group if r.report is not None and r.report.draining is not None]
         if not leaving:
             for rank in group:
-                self._told.discard(rank.info.engine_id)
+                rank.drained = False
                 self.resume(rank.info.engine_id, Pause.DRAINING)
             return
         for rank in group:
@@ -61,13 +60,13 @@ class Pauses:
                 logger.warning("engine %s drains: %s", rank.info.engine_id, why)
         if not any(self._exchange.depends_on(rank.info.engine_id) for rank in group):
             for rank in leaving:
-                self._tell(rank.info.engine_id)
+                self._tell(rank)
 
-    def _tell(self, engine_id: str) -> None:
-        if engine_id not in self._told:
-            self._told.add(engine_id)
-            logger.warning("engine %s has drained", engine_id)
-            self._send(engine_id, Drained())
+    def _tell(self, engine: EngineState) -> None:
+        if not engine.drained:
+            engine.drained = True
+            logger.warning("engine %s has drained", engine.info.engine_id)
+            self._send(engine.info.engine_id, Drained())
 
     def pause(self, engine_id: str, why: Pause) -> bool:
         """Give a live engine nothing new; return whether that is news."""

@@ -6,119 +6,27 @@ mistaken for its former self, and its *session* one conversation with this route
 """
 
 import itertools
-from collections import deque
-from enum import StrEnum
 
 import msgspec
 
 from dualpath.core.addresses import Writer
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
-from dualpath.core.control import EngineMessage, Hello, Report, RouterMessage
+from dualpath.core.control import Hello
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
-from dualpath.core.sessions import ROUTER_TABLE, Conversation, Event, Machine, RouterEnd
+from dualpath.core.sessions import Event, RouterEnd
+from dualpath.router.control.engine_state import EngineState, same_machine
 from dualpath.router.control.greeting_checks import check_greeting
 from dualpath.router.control.groups import started_with, waits_for
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.refusals import ControlRefusal
 
-
-class Pause(StrEnum):
-    """Why an engine that lives gets nothing new."""
-
-    DRAINING = "draining"
-    ASKED = "asked"
-    SUSPECT = "suspect"
-
-
-#: So many former processes of an engine are remembered; an older one that still runs would be
-#: taken for a new one, and the one in its place for dead.
-_EPOCHS_KEPT = 1024
 #: Engines with a session, or waiting for one, at a time.
 MOST_ENGINES = 4096
 #: So many others are remembered; of one that is forgotten nothing is taken for dead.
 MOST_FORMER_ENGINES = 1024
-
-
-class EngineState:
-    """An engine that has greeted: its info, its session and its last report.
-
-    ``left`` if it went with a goodbye; ``pauses`` say why it gets nothing new, if so.
-    """
-
-    def __init__(self, info: EngineInfo) -> None:
-        self.info = info
-        self.identity = b""
-        self.talk: Conversation[RouterMessage, EngineMessage] = Conversation("")
-        self.machine = Machine(ROUTER_TABLE, RouterEnd.UNKNOWN)
-        self.greeting = 0
-        self.heard_s = self.spoken_s = float("-inf")
-        self.left = False
-        self.former_epochs: deque[str] = deque(maxlen=_EPOCHS_KEPT)
-        #: Former processes on the machine of their successor that nobody has seen end.
-        self.unproven: dict[str, Writer] = {}
-        self.report: Report | None = None
-        self.pauses: set[Pause] = set()
-        self._former_totals: dict[str, float] = {}
-
-    @property
-    def alive(self) -> bool:
-        """Whether it has a session."""
-        return self.machine.state is RouterEnd.LIVE
-
-    @property
-    def here(self) -> bool:
-        """Whether it has a session, or waits for one with its group."""
-        return self.machine.state in (RouterEnd.LIVE, RouterEnd.GREETED)
-
-    def open(self, session: str, identity: bytes, now_s: float) -> None:
-        """Begin a session."""
-        self.talk = Conversation(session)
-        self.identity, self.heard_s, self.left = identity, now_s, False
-        self.pauses &= {Pause.ASKED}
-
-    def greeted(self, identity: bytes, now_s: float) -> None:
-        """It greets on a connection; while it waits for its group this is its sign of life."""
-        self.identity = identity
-        if self.machine.state is not RouterEnd.LIVE:
-            # What it says of a former session, or a former process of its, is over.
-            self.talk, self.heard_s = Conversation(""), now_s
-
-    def totals(self) -> dict[str, float]:
-        """Return the engine's counters, monotonic over its restarts."""
-        totals = dict(self._former_totals)
-        for name, value in (self.report.counters if self.report else {}).items():
-            totals[name] = totals.get(name, 0) + value
-        return totals
-
-    def forgets(self, writer: Writer) -> bool:
-        """A former process is gone; whether that was not known."""
-        return self.unproven.pop(writer.epoch, None) is not None
-
-    def restart(self, info: EngineInfo) -> None:
-        """Take over another process's info; what the former one counted is kept.
-
-        A new process speaks for the end of the one before, unless both are on one machine, which
-        can be asked.  One that was here before, and had been replaced, speaks for nobody.
-        """
-        dead = self.machine.state is RouterEnd.DEAD
-        returns = info.epoch in self.former_epochs
-        if not dead and (returns or _same_machine(self.info.writer, info.writer)):
-            self.unproven[self.info.epoch] = self.info.writer
-        if returns:
-            self.former_epochs.remove(info.epoch)
-            self.unproven.pop(info.epoch, None)
-        self._former_totals = self.totals()
-        self.report = None
-        self.pauses.clear()
-        self.former_epochs.append(self.info.epoch)
-        if len(self.unproven) > _EPOCHS_KEPT:
-            # Nor is one that is forgotten of the two taken for dead, as it is on the same machine.
-            known = set(self.former_epochs)
-            self.unproven = {e: w for e, w in self.unproven.items() if e in known}
-        self.info = info
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -222,7 +130,7 @@ class Registry:
             return engine.machine.state is RouterEnd.DEAD
         if writer.epoch in engine.former_epochs:
             return writer.epoch not in engine.unproven
-        return not _same_machine(writer, engine.info.writer)
+        return not same_machine(writer, engine.info.writer)
 
     def unproven(self) -> list[Writer]:
         """Return former processes whose machine can be asked whether they have ended."""
@@ -236,9 +144,23 @@ class Registry:
         """Return the live engines (of one role), by arrival."""
         return [e.info for e in self._engines.values() if e.alive and role in (None, e.info.role)]
 
+    def peers(self, info: EngineInfo) -> list[EngineInfo]:
+        """Return the live engines of the other role, by arrival."""
+        return [peer for peer in self.alive() if peer.role is not info.role]
+
     def silent(self, now_s: float, timeout_s: float) -> list[EngineState]:
         """Return engines that live, or wait for their group, not heard of for ``timeout_s``."""
         return [e for e in self._engines.values() if e.here and now_s - e.heard_s > timeout_s]
+
+    def staying(self, now_s: float, timeout_s: float) -> list[EngineState]:
+        """Return engines whose drained group left ``timeout_s`` ago, and that do not drain."""
+        return [
+            e
+            for e in self._engines.values()
+            if e.machine.state is RouterEnd.LEAVING
+            and now_s - e.group_left_s > timeout_s
+            and (e.report is None or e.report.draining is None)
+        ]
 
     def group(self, info: EngineInfo) -> list[EngineState]:
         """Return the engines of its start of a group, by rank; itself if it is in none."""
@@ -259,10 +181,6 @@ class Registry:
         """Return the smallest value of an integer limit over live engines, None if unstated."""
         values = [e.info.limits.get(name) for e in self._engines.values() if e.alive]
         return min((v for v in values if isinstance(v, int)), default=None)
-
-
-def _same_machine(one: Writer, other: Writer) -> bool:
-    return bool(one.process.host) and one.process.host == other.process.host
 
 
 def missing_engines(registry: Registry) -> str | None:

@@ -22,7 +22,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.policy.rebalance import Move, Rebalancer, RebalanceSettings
 from dualpath.policy.role_loads import RoleNodes, RoleQueue, RoleWatch
-from dualpath.router.control.registry import EngineState
+from dualpath.router.control.engine_state import EngineState
 from dualpath.router.control.roles import Roles
 
 logger = logging.getLogger(__name__)

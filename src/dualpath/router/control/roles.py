@@ -21,7 +21,8 @@ import msgspec
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.policy.role_loads import soonest_empty
-from dualpath.router.control.registry import EngineState, Pause, Registry
+from dualpath.router.control.engine_state import EngineState, Pause
+from dualpath.router.control.registry import Registry
 from dualpath.router.engines import EngineInfo
 
 #: Who supervises engines asks every second; a wish that old is nobody's.

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from dualpath.core.control import RouterMessage, Sync
 from dualpath.core.errors import EngineLostError
+from dualpath.router.control.engine_state import Pause
 from dualpath.router.control.exchange import Exchange
 from dualpath.router.control.pauses import Pauses
-from dualpath.router.control.registry import Pause, Registry
+from dualpath.router.control.registry import Registry
 from dualpath.router.engine_calls import EngineCalls
 from dualpath.router.engines import EngineInfo
 from dualpath.router.waits import gather_or_cancel

@@ -10,7 +10,8 @@ from dualpath.core.cluster import Role
 from dualpath.engine.counters import BYTES_OF, Counter
 from dualpath.plan import movements
 from dualpath.plan.traffic_class import TrafficClass
-from dualpath.router.control.registry import EngineState, Registry
+from dualpath.router.control.engine_state import EngineState
+from dualpath.router.control.registry import Registry
 
 #: Path as in ``GET /dualpath/v1/status`` → counters of prefill and of decode engines.
 PATH_COUNTERS: dict[str, tuple[tuple[Role, Counter], ...]] = {

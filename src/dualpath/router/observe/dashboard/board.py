@@ -16,7 +16,8 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.router.control.assign_log import AssignmentNote
-from dualpath.router.control.registry import EngineState, Registry
+from dualpath.router.control.engine_state import EngineState
+from dualpath.router.control.registry import Registry
 from dualpath.router.observe.dashboard.engine_window import EngineWindow
 from dualpath.router.observe.dashboard.history import History, Sample, median_and_p90
 from dualpath.router.observe.dashboard.nodes import nodes, steps

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 
-from dualpath.router.control.registry import EngineState
+from dualpath.router.control.engine_state import EngineState
 
 
 class _Seen:

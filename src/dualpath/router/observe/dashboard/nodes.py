@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dualpath.core.cluster import Role
-from dualpath.router.control.registry import EngineState
+from dualpath.router.control.engine_state import EngineState
 from dualpath.router.observe.dashboard.engine_window import EngineWindow
 from dualpath.router.observe.engine_metrics import MOVEMENTS
 
