@@ -168,9 +168,10 @@ class FakeEngine:
             if not task.cancelled():
                 task.result()
 
-    async def leave(self) -> None:
+    async def leave(self, *, settled: bool = True) -> None:
         """End in good order: a goodbye, if there is a session to say it in."""
-        self._post(self.session.leave(control.Goodbye(reason="it shuts down"), _now_s()))
+        goodbye = control.Goodbye(reason="it shuts down", settled=settled)
+        self._post(self.session.leave(goodbye, _now_s()))
         await self.kill()
 
     async def saw(self, kind: type[M], wanted: Callable[[M], bool] | None = None) -> M:

@@ -222,20 +222,26 @@ async def test_a_drained_group_leaves_as_one_in_whatever_order_its_ranks_go(
         assert all(s is not None and made.service.registry.is_dead(s.info.writer) for s in states)
 
 
-async def test_a_rank_whose_server_ends_may_be_the_first_to_leave_a_drained_group() -> None:
+@pytest.mark.parametrize("settled", [True, False])
+async def test_a_rank_whose_server_ends_may_be_the_first_to_leave_a_drained_group(
+    *, settled: bool
+) -> None:
     """A server ends when the first of its ranks has drained; the others may not have said so."""
     async with cluster(prefill=0) as made:
         first, second = await add_group(made, "p", Role.PREFILL)
         first.draining = "SIGTERM"
         first.report()
         await first.saw(control.Drained)
-        await second.leave()
+        await second.leave(settled=settled)
         await made.service.saw_loss("p1")
         await asyncio.sleep(2.0)
-        await first.leave()
+        await first.leave(settled=settled)
         await asyncio.sleep(20.0)
         assert have_left(made) == {"p0": True, "p1": True}
         assert losses(made) == 0
+        states = [made.service.registry.get(engine_id) for engine_id in ("p0", "p1")]
+        dead = [s is not None and made.service.registry.is_dead(s.info.writer) for s in states]
+        assert dead == [settled] * 2  # a transfer that may go on is no end, the process's end is
 
 
 async def test_ranks_of_which_one_dies_while_their_drained_group_leaves_are_lost_as_one(
