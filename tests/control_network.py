@@ -14,7 +14,8 @@ from typing import Generic, TypeVar
 import zmq
 import zmq.asyncio
 
-from dualpath.core.control import EngineMessage, Message
+from dualpath.core.control import EngineMessage
+from dualpath.core.message import Message
 from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.refusals import ControlRefusals
 from dualpath.router.service import RouterService

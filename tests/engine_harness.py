@@ -16,20 +16,18 @@ import numpy as np
 
 from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
 from dualpath.core.cluster import Role
-from dualpath.core.control import (
+from dualpath.core.control import Report, RouterMessage, Welcome
+from dualpath.core.message import Message
+from dualpath.core.modes import Mode
+from dualpath.core.request_messages import (
     Assign,
-    Message,
     Persist,
     Read,
     ReadDone,
     Release,
     Released,
-    Report,
     Reserved,
-    RouterMessage,
-    Welcome,
 )
-from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.hbm_layout import shared_layers

@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 
 from dualpath.core.blocks import BlockKey
 from dualpath.core.cluster import Role
-from dualpath.core.control import Message, Persist, Welcome
+from dualpath.core.control import Welcome
+from dualpath.core.message import Message
 from dualpath.core.modes import Mode
 from dualpath.core.parts import PartSlice
+from dualpath.core.request_messages import Persist
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.device import HostDevice

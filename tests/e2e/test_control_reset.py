@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 from tests.unit.router_fakes import FakeEngine
 
-from dualpath.core import addresses, control
+from dualpath.core import addresses, control, request_messages
 from dualpath.core.cluster import Role
 from dualpath.engine import router_session
 from dualpath.engine.link import ControlLink
@@ -45,7 +45,7 @@ class Router:
         self.events.put_nowait("dead")
 
     def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
-        if isinstance(message, control.Released):
+        if isinstance(message, request_messages.Released):
             self.heard.append(message.request_id)
             if message.request_id == "last":
                 self.events.put_nowait("last")
@@ -76,7 +76,7 @@ async def test_a_connection_that_is_reset_again_and_again_loses_and_doubles_noth
     def take(message: control.RouterMessage) -> None:
         if isinstance(message, control.Welcome):
             loop.call_soon_threadsafe(welcomed.set)
-        if isinstance(message, control.Release):
+        if isinstance(message, request_messages.Release):
             heard.append(message.request_id)
             if message.request_id == "last":
                 loop.call_soon_threadsafe(over.set)
@@ -91,14 +91,14 @@ async def test_a_connection_that_is_reset_again_and_again_loses_and_doubles_noth
         for reset in range(RESETS + 1):
             for number in range(MESSAGES):
                 said.append(f"{reset}.{number}")
-                router.server.send("p0", control.Release(said[-1], "test"))
-                link.send(control.Released(said[-1]))
+                router.server.send("p0", request_messages.Release(said[-1], "test"))
+                link.send(request_messages.Released(said[-1]))
                 await asyncio.sleep(0)
             if reset < RESETS:
                 while not relay.reset():  # the connection before has not come back yet
                     await asyncio.sleep(0.01)
-        router.server.send("p0", control.Release("last", "test"))
-        link.send(control.Released("last"))
+        router.server.send("p0", request_messages.Release("last", "test"))
+        link.send(request_messages.Released("last"))
         assert await router.events.get() == "last"
         await over.wait()
         await asyncio.to_thread(link.close, control.Goodbye(reason="test"))

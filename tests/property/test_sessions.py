@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualpath.core.control import EngineMessage, Released, RouterMessage, Sync
+from dualpath.core.control import EngineMessage, RouterMessage, Sync
 from dualpath.core.envelopes import FromEngine, FromRouter
+from dualpath.core.request_messages import Released
 from dualpath.core.sessions import (
     ENGINE_TABLE,
     REPEAT_AFTER_S,

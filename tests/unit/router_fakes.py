@@ -13,17 +13,18 @@ from typing import TypeVar
 
 from tests.control_network import Network
 
-from dualpath.core import addresses, control, envelopes, transfers
+from dualpath.core import addresses, control, envelopes, request_messages, transfers
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.cluster import GroupRank, HostProcess, Role
 from dualpath.core.errors import EngineLostError, TransportError
+from dualpath.core.message import Message
 from dualpath.core.rates import Rates
 from dualpath.core.sessions import HELLO_GAP_S
 from dualpath.engine.router_session import RouterSession
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.engines import EngineInfo
 
-M = TypeVar("M", bound=control.Message)
+M = TypeVar("M", bound=Message)
 BLOCK_TOKENS = 4
 #: Of the second layer: of a hit it looks at the last block and at the end of the one before.
 WINDOW_TOKENS = 6
@@ -85,7 +86,7 @@ class FakeEngine:
         self.limits = {"max_model_len": 1000, "vocab_size": 1009} | (limits or {})
         self.version = control.PROTOCOL_VERSION
         self.generation = 0
-        self.read_limit: Callable[[control.Read], tuple[int, str | None]] = lambda read: (
+        self.read_limit: Callable[[request_messages.Read], tuple[int, str | None]] = lambda read: (
             len(read.keys),
             None,
         )
@@ -107,7 +108,7 @@ class FakeEngine:
 
     async def start(self, network: Network) -> "FakeEngine":
         self.generation += 1
-        self.received: list[control.Message] = []
+        self.received: list[Message] = []
         self.dead = asyncio.Event()
         self.free = deque(range(self.buffer_blocks))
         self.content: dict[int, bytes] = {}
@@ -117,7 +118,7 @@ class FakeEngine:
         self.quarantined = {}
         self.tenants: dict[str, int] = {}
         self.kv_in_hbm: set[str] = set()
-        self.withheld: deque[control.KvInHbm] = deque()
+        self.withheld: deque[request_messages.KvInHbm] = deque()
         self.persisted: set[str] = set()
         self.assign_seq = self.report_seq = 0
         self.writers = {}
@@ -257,7 +258,7 @@ class FakeEngine:
         self.tenants.clear()
         self.assign_seq = 0
 
-    def answer(self, message: control.Message) -> None:
+    def answer(self, message: Message) -> None:
         match message:
             case control.Lookup():
                 hit = 0
@@ -267,24 +268,26 @@ class FakeEngine:
             case control.Sync():
                 self._say_withheld()
                 self.send(control.Synced(call_id=message.call_id))
-            case control.Assign():
+            case request_messages.Assign():
                 assert message.assign_seq == self.assign_seq + 1
                 self.assign_seq = message.assign_seq
                 self.tenants[message.request_id] = message.tokens
                 if message.reserve_blocks > self.buffer_blocks:
                     del self.tenants[message.request_id]
                     self.send(
-                        control.Failed(request_id=message.request_id, reason="it would never fit")
+                        request_messages.Failed(
+                            request_id=message.request_id, reason="it would never fit"
+                        )
                     )
                 elif message.reserve_blocks:
                     self.waiting.append((message.request_id, message.reserve_blocks))
                     self._grant()
                 self.report()
-            case control.Read():
+            case request_messages.Read():
                 self._read(message)
-            case control.Persist():
+            case request_messages.Persist():
                 self._persist(message)
-            case control.Release():
+            case request_messages.Release():
                 self._release(message)
             case control.Welcome():
                 for peer in message.peers:
@@ -302,9 +305,11 @@ class FakeEngine:
             for slot in slots:
                 self.content.pop(slot, None)
             self.leases[request_id] = slots
-            self.send(control.Reserved(request_id=request_id, slots=tuple(slots), wait_s=0.0))
+            self.send(
+                request_messages.Reserved(request_id=request_id, slots=tuple(slots), wait_s=0.0)
+            )
 
-    def _read(self, read: control.Read) -> None:
+    def _read(self, read: request_messages.Read) -> None:
         slots = self.leases.get(read.request_id)
         if slots is None:
             return
@@ -317,7 +322,7 @@ class FakeEngine:
             self.windowless -= {slot}
             self.windowless |= {slot} if i < read.run.windowless else set()
         self.send(
-            control.ReadDone(
+            request_messages.ReadDone(
                 request_id=read.request_id,
                 good_blocks=good,
                 reason=reason,
@@ -328,7 +333,7 @@ class FakeEngine:
             )
         )
 
-    def _persist(self, message: control.Persist) -> None:
+    def _persist(self, message: request_messages.Persist) -> None:
         if self.mode != "oracle":
             slots = self.leases[message.request_id][message.first_block :]
             for slot, key in zip(slots, message.keys, strict=False):
@@ -341,7 +346,7 @@ class FakeEngine:
     def decode_transfer(self, request_id: str) -> None:
         """The KV is in HBM."""
         self.kv_in_hbm.add(request_id)
-        self.withheld.append(control.KvInHbm(request_id=request_id, h2d_s=0.0))
+        self.withheld.append(request_messages.KvInHbm(request_id=request_id, h2d_s=0.0))
         if not self.tokens_come_first:
             self._say_withheld()
         self._free_if_over(request_id)
@@ -359,7 +364,7 @@ class FakeEngine:
         assert len(set(self.free)) == len(self.free)
         self._grant()
 
-    def _release(self, message: control.Release) -> None:
+    def _release(self, message: request_messages.Release) -> None:
         self.tenants.pop(message.request_id, None)
         self.waiting = deque(w for w in self.waiting if w[0] != message.request_id)
         if message.writer_certain:
@@ -367,7 +372,7 @@ class FakeEngine:
             self._free(message.request_id)
         elif message.request_id in self.leases:
             self.quarantined[message.request_id] = self.leases.pop(message.request_id)
-        self.send(control.Released(request_id=message.request_id))
+        self.send(request_messages.Released(request_id=message.request_id))
         self.report()
 
 
@@ -429,7 +434,7 @@ class FakeCalls:
         )
 
     def _prefill_done(self, here: FakeEngine, transfer: transfers.PrefillTransfer) -> None:
-        here.send(control.PrefillDone(transfer.request_id, failure=self.send_failure))
+        here.send(request_messages.PrefillDone(transfer.request_id, failure=self.send_failure))
         self.send_failure = None
 
     async def decode(

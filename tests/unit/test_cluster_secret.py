@@ -12,6 +12,7 @@ from tests.unit.router_fakes import FakeEngine
 from dualpath.core import addresses, control, envelopes
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
+from dualpath.core.message import Message
 from dualpath.engine.link import ControlLink
 from dualpath.engine.router_connection import ZmqRouterConnection
 from dualpath.router.control.control_server import ControlServer
@@ -88,7 +89,7 @@ class Engine(FakeEngine):
     def __init__(self, name: str, router: str, secret: ClusterSecret | None) -> None:
         super().__init__(name, Role.PREFILL, set())
         self.loop = asyncio.get_running_loop()
-        self.arrived: asyncio.Queue[control.Message] = asyncio.Queue()
+        self.arrived: asyncio.Queue[Message] = asyncio.Queue()
         self.link = ControlLink(
             ZmqRouterConnection(router, secret),
             self.hello,
@@ -99,7 +100,7 @@ class Engine(FakeEngine):
             lambda reason: None,
         )
 
-    def receive(self, message: control.Message) -> None:
+    def receive(self, message: Message) -> None:
         self.loop.call_soon_threadsafe(self.arrived.put_nowait, message)
 
     async def __aenter__(self) -> "Engine":

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 from tests.engine_harness import GEOMETRY, ToyCluster, prompt_keys
 
-from dualpath.core.control import Message, PrefillDone, Release
+from dualpath.core.message import Message
 from dualpath.core.modes import Mode
+from dualpath.core.request_messages import PrefillDone, Release
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.counters import Counter

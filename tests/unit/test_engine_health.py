@@ -9,7 +9,7 @@ from tests.engine_harness import GEOMETRY, WAIT_S, ToyCluster, memory_storage, p
 from tests.passed_waits import PassedWaits
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import Read, Reserved
+from dualpath.core.request_messages import Read, Reserved
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine import traffic_manager
 from dualpath.engine.health import Health

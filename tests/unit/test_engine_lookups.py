@@ -11,8 +11,9 @@ import pytest
 from tests.engine_harness import GEOMETRY, WAIT_S, full_block, memory_storage, prompt_keys
 
 from dualpath.core.blocks import BlockKey, StoreNamespace
-from dualpath.core.control import Lookup, LookupDone, Message
+from dualpath.core.control import Lookup, LookupDone
 from dualpath.core.errors import StorageError
+from dualpath.core.message import Message
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.generated import GeneratedBlock, GeneratedBlocks

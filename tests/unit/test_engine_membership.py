@@ -10,8 +10,9 @@ from tests.engine_harness import GEOMETRY, WAIT_S
 
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
-from dualpath.core.control import EngineMessage, Goodbye, Hello, Released, Report, Welcome
+from dualpath.core.control import EngineMessage, Goodbye, Hello, Report, Welcome
 from dualpath.core.envelopes import decode_engine_message, encode, outside
+from dualpath.core.request_messages import Released
 from dualpath.engine.hbm_layout import shared_layers
 from dualpath.engine.membership import Membership, ServedModel
 from dualpath.engine.settings import EngineSettings

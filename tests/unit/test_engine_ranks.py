@@ -12,8 +12,8 @@ from tests.ranked_harness import Cut, RankedCluster
 
 from dualpath.core.addresses import AgentAddress, EngineAddress
 from dualpath.core.cluster import Role
-from dualpath.core.control import KvInHbm, Persist, PrefillDone, Release, Released
 from dualpath.core.errors import ConfigError, EngineLostError
+from dualpath.core.request_messages import KvInHbm, Persist, PrefillDone, Release, Released
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.counters import Counter

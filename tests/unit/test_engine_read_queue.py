@@ -9,7 +9,7 @@ from tests.engine_harness import GEOMETRY, WAIT_S, full_block, memory_storage, p
 
 from dualpath.core.blocks import BlockKey, chain_root
 from dualpath.core.cluster import Role
-from dualpath.core.control import ReadDone
+from dualpath.core.request_messages import ReadDone
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters

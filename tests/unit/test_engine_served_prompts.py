@@ -6,7 +6,7 @@ from typing import cast
 from tests.engine_harness import GEOMETRY
 
 from dualpath.core.blocks import block_keys
-from dualpath.core.control import Persist
+from dualpath.core.request_messages import Persist
 from dualpath.engine.active_requests import ActiveRequests
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.persister import Persister, WriteTask

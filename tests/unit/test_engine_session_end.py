@@ -7,17 +7,8 @@ from tests.engine_harness import GEOMETRY, ToyCluster, prompt_keys
 
 from dualpath.core.addresses import AgentAddress, EngineAddress, Writer
 from dualpath.core.cluster import HostProcess, Role
-from dualpath.core.control import (
-    Assign,
-    Failed,
-    Gone,
-    IsGone,
-    PeerUp,
-    Release,
-    Released,
-    Reserved,
-    Welcome,
-)
+from dualpath.core.control import Gone, IsGone, PeerUp, Welcome
+from dualpath.core.request_messages import Assign, Failed, Release, Released, Reserved
 from dualpath.core.runs import BlockRun
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.storage.host_process import is_gone, this_process

@@ -8,7 +8,8 @@ import pytest
 from tests.engine_harness import GEOMETRY, WAIT_S, ToyCluster, full_block, kv_bytes, prompt_keys
 from tests.passed_waits import PassedWaits
 
-from dualpath.core.control import PeerUp, Release, Released
+from dualpath.core.control import PeerUp
+from dualpath.core.request_messages import Release, Released
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.counters import Counter

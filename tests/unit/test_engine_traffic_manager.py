@@ -18,22 +18,18 @@ from tests.stored_runs import read_run, stored_head
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockOrigin
 from dualpath.core.cluster import Role
-from dualpath.core.control import (
+from dualpath.core.control import Lookup, LookupDone, PeerDown, Sync, Synced
+from dualpath.core.errors import ConfigError, TransportError
+from dualpath.core.modes import Mode
+from dualpath.core.request_messages import (
     Failed,
-    Lookup,
-    LookupDone,
-    PeerDown,
     Persist,
     Read,
     ReadDone,
     Release,
     Released,
     Reserved,
-    Sync,
-    Synced,
 )
-from dualpath.core.errors import ConfigError, TransportError
-from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.counters import Counter

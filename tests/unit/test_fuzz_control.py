@@ -14,6 +14,7 @@ from tests.unit.router_fakes import FakeEngine, expected, job
 from dualpath.core import control, envelopes
 from dualpath.core.cluster import Role
 from dualpath.core.errors import IncompatibleError
+from dualpath.core.message import Message
 from dualpath.laboratory.chaos.fuzz.campaign import Campaign
 from dualpath.laboratory.chaos.fuzz.control import ControlSubject
 from dualpath.laboratory.chaos.fuzz.control import frame as fuzzed_frame
@@ -42,7 +43,7 @@ def test_a_frame_is_a_message_or_refused_as_incompatible(frame):
             envelope = decode(frame)
         except IncompatibleError:
             continue
-        assert isinstance(envelope.message, control.Message)
+        assert isinstance(envelope.message, Message)
 
 
 class Stranger(FakeEngine):

@@ -6,7 +6,7 @@ import pytest
 from tests.unit.router_cluster import cluster
 from tests.unit.router_fakes import FakeEngine, job
 
-from dualpath.core import control, envelopes
+from dualpath.core import envelopes, request_messages
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, ConfigError, IncompatibleError
 from dualpath.core.names import LONGEST_NAME_CHARACTERS, in_one_line, unfit_name
@@ -39,8 +39,8 @@ def test_anything_else_is_refused_and_shown_harmlessly(name):
 def test_no_such_name_comes_over_the_wire(name):
     messages = [
         FakeEngine(name, Role.DECODE, set()).hello(),
-        control.Released(request_id=name),
-        control.Failed(request_id=name, reason="no"),
+        request_messages.Released(request_id=name),
+        request_messages.Failed(request_id=name, reason="no"),
     ]
     for message in messages:
         with pytest.raises(IncompatibleError) as refused:
@@ -50,7 +50,7 @@ def test_no_such_name_comes_over_the_wire(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_other_names_do_also_with_the_number_of_an_attempt(name):
-    message = envelopes.outside(control.Released(request_id=f"{name}.12"))
+    message = envelopes.outside(request_messages.Released(request_id=f"{name}.12"))
     assert envelopes.decode_engine_message(envelopes.encode(message)) == message
 
 

@@ -9,7 +9,8 @@ from tests.control_network import ControlNetwork
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import GUARD_S, expected, job
 
-from dualpath.core import control
+from dualpath.core import control, request_messages
+from dualpath.core.message import Message
 from dualpath.laboratory.chaos.virtual_time import VirtualTimeLoop
 from dualpath.router.settings import RouterSettings
 
@@ -58,14 +59,14 @@ async def disturb(
         case "fail":
             if engine.tenants:
                 request_id = chance.choice(sorted(engine.tenants))
-                engine.send(control.Failed(request_id=request_id, reason="chaos"))
+                engine.send(request_messages.Failed(request_id=request_id, reason="chaos"))
         case "short":
             engine.read_limit = lambda read: (chance.randrange(len(read.keys) + 1), "chaos: short")
         case "malformed":
             engine.send_raw(chance.randbytes(8))
 
 
-async def play(seed: int) -> list[control.Message]:
+async def play(seed: int) -> list[Message]:
     """Play the story of a seed; return all that the router got from its engines."""
     chance = random.Random(seed)
     mode = MODES[seed % len(MODES)]

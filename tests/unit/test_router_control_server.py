@@ -8,7 +8,7 @@ from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import NAMESPACE, FakeEngine, expected, job
 from tests.unit.scraped_cluster import Scrape
 
-from dualpath.core import addresses, control, envelopes
+from dualpath.core import addresses, control, envelopes, request_messages
 from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
@@ -293,7 +293,7 @@ async def test_a_repeated_greeting_changes_nothing(watched: Watched):
 
 
 async def test_a_message_that_comes_twice_or_too_early_is_taken_up_once_in_order(watched: Watched):
-    first, second = (control.Released(request_id=name) for name in ("a", "b"))
+    first, second = (request_messages.Released(request_id=name) for name in ("a", "b"))
     early = watched.talk.say(first, 0.0), watched.talk.say(second, 0.0)
     for envelope in (early[1], early[0], early[0], early[1], early[1]):
         watched.receive(envelope)

@@ -8,7 +8,7 @@ from tests.control_network import ControlNetwork
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import GUARD_S, expected, job, keys_of
 
-from dualpath.core import control
+from dualpath.core import control, request_messages
 from dualpath.core.cluster import Role
 from dualpath.core.errors import (
     BadRequestError,
@@ -17,6 +17,7 @@ from dualpath.core.errors import (
     PromptTooLongError,
     TransportError,
 )
+from dualpath.core.message import Message
 from dualpath.core.sessions import ROUTER_TIMEOUT_S
 from dualpath.router.settings import RouterSettings
 
@@ -27,8 +28,8 @@ PROMPT = list(range(100, 118))
 PATIENT = RouterSettings(engine_timeout_s=GUARD_S)
 
 
-def releases(made: Cluster, engine_id: str) -> list[control.Release]:
-    return [m for m in made.engines[engine_id].received if isinstance(m, control.Release)]
+def releases(made: Cluster, engine_id: str) -> list[request_messages.Release]:
+    return [m for m in made.engines[engine_id].received if isinstance(m, request_messages.Release)]
 
 
 async def test_a_pe_lost_in_prefill_is_replaced_by_another():
@@ -73,7 +74,7 @@ async def test_a_pe_that_said_goodbye_leaves_nothing_in_quarantine():
         (lost,) = made.calls.prefills
         made.engines[lost].send(control.Goodbye(reason="test"))
         other = "p1" if lost == "p0" else "p0"
-        await made.engines[other].saw(control.Assign)
+        await made.engines[other].saw(request_messages.Assign)
         made.calls.gates["prefill"].set()
         assert await run == expected(PROMPT, 6)
         assert all(release.writer_certain for release in releases(made, "d0"))
@@ -87,7 +88,7 @@ async def test_a_de_lost_while_decoding_is_replaced_and_the_stream_goes_on(decod
         run = asyncio.create_task(made.events(job("a", PROMPT, max_new_tokens=8)))
         await made.arrives("decode")
         (lost,) = made.calls.decodes
-        await made.engines[lost].saw(control.Persist)
+        await made.engines[lost].saw(request_messages.Persist)
         await made.engines[lost].kill()
         made.calls.gate_after_tokens = 0
         made.calls.gates["decode"].set()
@@ -175,8 +176,8 @@ async def test_a_failed_command_is_tried_again():
         made.calls.gates["prefill"] = asyncio.Event()
         run = asyncio.create_task(made.run(job("a", PROMPT)))
         await made.arrives("prefill")
-        made.engines["d0"].send(control.Failed(request_id="a", reason="transfer failed"))
-        await made.engines["d0"].saw(control.Release)
+        made.engines["d0"].send(request_messages.Failed(request_id="a", reason="transfer failed"))
+        await made.engines["d0"].saw(request_messages.Release)
         made.calls.gates["prefill"].set()
         assert await run == expected(PROMPT, 6)
         await made.settled()
@@ -186,7 +187,7 @@ async def test_attempts_are_counted_and_the_last_failure_is_named():
     async with cluster(settings=RouterSettings(max_attempts=2)) as made:
         made.calls.errors.extend([TransportError("first fault"), TransportError("second fault")])
         run = asyncio.create_task(made.run(job("a", PROMPT)))
-        await made.engines["p0"].saw(control.Release)
+        await made.engines["p0"].saw(request_messages.Release)
         made.engines["p0"].report()  # it lives after all and is welcomed back
         with pytest.raises(EngineLostError, match=r"failed 2 times, at most 2.*second fault"):
             await run
@@ -225,10 +226,12 @@ async def test_an_unanswered_read_makes_its_engine_suspicious():
     async with cluster(prefill=2, mode="basic", settings=PATIENT) as made:
         made.stored.update(keys_of(PROMPT))
         for name in ("p0", "p1"):
-            made.engines[name].unanswered |= {control.Read, control.Sync}
+            made.engines[name].unanswered |= {request_messages.Read, control.Sync}
             made.engines[name].heartbeats = False
         run = asyncio.create_task(made.run(job("a", PROMPT)))
-        waits = [asyncio.create_task(made.engines[p].saw(control.Read)) for p in ("p0", "p1")]
+        waits = [
+            asyncio.create_task(made.engines[p].saw(request_messages.Read)) for p in ("p0", "p1")
+        ]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         silent = "p0" if waits[0].done() else "p1"
         made.engines["p1" if silent == "p0" else "p0"].unanswered.clear()
@@ -248,7 +251,7 @@ async def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(stage):
         made.stored.update(keys_of(PROMPT))
         p0, d0 = made.engines["p0"], made.engines["d0"]
         kept = list(d0.free)
-        kinds: dict[str, type[control.Message]] = {"lookup": control.Lookup, "read": control.Read}
+        kinds: dict[str, type[Message]] = {"lookup": control.Lookup, "read": request_messages.Read}
         kind = kinds.get(stage)
         if stage == "buffer":
             d0.free.clear()
@@ -261,14 +264,14 @@ async def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(stage):
         if kind is not None:
             await (d0 if stage == "lookup" else p0).saw(kind)
         elif stage == "buffer":
-            await d0.saw(control.Assign)
+            await d0.saw(request_messages.Assign)
         else:
             await made.arrives(stage)
         run.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await run
         if stage == "buffer":
-            await d0.saw(control.Release)
+            await d0.saw(request_messages.Release)
             d0.free.extend(kept)
         p0.unanswered.clear()
         d0.unanswered.clear()
@@ -285,15 +288,15 @@ async def test_the_de_keeps_its_slots_until_the_pe_has_confirmed():
     async with cluster() as made:
         p0, d0 = made.engines["p0"], made.engines["d0"]
         made.calls.gates["prefill"] = asyncio.Event()
-        p0.unanswered.add(control.Release)
+        p0.unanswered.add(request_messages.Release)
         run = asyncio.create_task(made.run(job("a", PROMPT)))
         await made.arrives("prefill")
         run.cancel()
-        release = await p0.saw(control.Release)
+        release = await p0.saw(request_messages.Release)
         assert made.service.context.releases.held == 1
         assert not releases(made, "d0")
         p0.answer(release)
-        assert (await d0.saw(control.Release)).writer_certain
+        assert (await d0.saw(request_messages.Release)).writer_certain
         await made.settled()
 
 
@@ -301,14 +304,14 @@ async def test_a_pe_that_never_confirms_puts_the_slots_into_quarantine():
     async with cluster() as made:
         p0, d0 = made.engines["p0"], made.engines["d0"]
         made.calls.gates["prefill"] = asyncio.Event()
-        p0.unanswered.add(control.Release)
+        p0.unanswered.add(request_messages.Release)
         run = asyncio.create_task(made.run(job("a", PROMPT)))
         await made.arrives("prefill")
         run.cancel()
-        release = await d0.saw(control.Release)
+        release = await d0.saw(request_messages.Release)
         assert not release.writer_certain
         p0.answer(releases(made, "p0")[0])
-        await d0.saw(control.Release, lambda m: m.writer_certain)
+        await d0.saw(request_messages.Release, lambda m: m.writer_certain)
 
 
 async def test_stopping_the_router_ends_running_requests():

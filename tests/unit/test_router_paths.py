@@ -6,7 +6,7 @@ import pytest
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import BLOCK_TOKENS, expected, job, keys_of
 
-from dualpath.core import control
+from dualpath.core import control, request_messages
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.policy.recompute import weight_tokens
@@ -39,7 +39,7 @@ async def test_basic_mode_reads_on_the_prefill_side():
         assert events[0].cached_tokens == 3 * BLOCK_TOKENS
         (run,) = made.calls.transfers[0].hits
         assert (run.side, len(run.slots)) == (Role.PREFILL, 3)
-        persist = await made.engines["d0"].saw(control.Persist)
+        persist = await made.engines["d0"].saw(request_messages.Persist)
         assert (persist.first_block, persist.keys) == (3, keys_of(PROMPT)[3:])
         await made.settled()
 
@@ -84,7 +84,7 @@ async def test_a_failed_read_shortens_the_hit_and_the_rest_is_stored_anew():
         events = await made.events(job("a", PROMPT))
         assert [t for e in events for t in e.token_ids] == expected(PROMPT, 6)
         assert events[0].cached_tokens == BLOCK_TOKENS
-        persist = await made.engines["d0"].saw(control.Persist)
+        persist = await made.engines["d0"].saw(request_messages.Persist)
         assert persist.first_block == 1
         assert b'reason="checksum"} 12.0' in made.service.exposition()
         await made.settled()
@@ -96,7 +96,7 @@ def reads_of(made: Cluster) -> list[tuple[int, int, int]]:
         (read.run.blocks.first, read.run.blocks.count, read.run.windowless)
         for engine in made.engines.values()
         for read in engine.received
-        if isinstance(read, control.Read)
+        if isinstance(read, request_messages.Read)
     ]
 
 
@@ -143,7 +143,7 @@ async def test_without_the_windows_of_where_it_ends_now_a_hit_is_none():
         stored_blocks(made, 4)
         first_reads: set[str] = set()
 
-        def limit(read: control.Read) -> tuple[int, str | None]:
+        def limit(read: request_messages.Read) -> tuple[int, str | None]:
             again = read.request_id in first_reads
             first_reads.add(read.request_id)
             return (1, "missing") if again else (2, "checksum")
@@ -153,7 +153,7 @@ async def test_without_the_windows_of_where_it_ends_now_a_hit_is_none():
         events = await made.events(job("a", PROMPT))
         assert [t for e in events for t in e.token_ids] == expected(PROMPT, 6)
         assert (events[0].cached_tokens, made.calls.transfers[0].hits) == (0, ())
-        persist = await made.engines["d0"].saw(control.Persist)
+        persist = await made.engines["d0"].saw(request_messages.Persist)
         assert persist.first_block == 0
         assert b'reason="checksum"} 16.0' in made.service.exposition()
         await made.settled()
@@ -192,8 +192,10 @@ async def test_oracle_reserves_and_reads_nothing_but_records_keys():
             (),
         )
         received = [m for e in made.engines.values() for m in e.received]
-        assert not any(isinstance(m, control.Read) for m in received)
-        assert all(m.reserve_blocks == 0 for m in received if isinstance(m, control.Assign))
+        assert not any(isinstance(m, request_messages.Read) for m in received)
+        assert all(
+            m.reserve_blocks == 0 for m in received if isinstance(m, request_messages.Assign)
+        )
         await made.settled()
         assert set(keys_of(PROMPT)) <= made.stored
         assert "meaningless" in made.service.status()["mode_note"]
@@ -310,7 +312,7 @@ async def test_status_and_records_say_what_happened():
         stored_blocks(made, 2)
         made.calls.gates["decode"], made.calls.gate_after_tokens = asyncio.Event(), 1
         run = asyncio.create_task(made.run(job("a", PROMPT)))
-        await made.service.saw(control.KvInHbm)
+        await made.service.saw(request_messages.KvInHbm)
         made.calls.gates["decode"].set()
         await run
         await made.settled()

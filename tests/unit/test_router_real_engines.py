@@ -8,7 +8,7 @@ import pytest
 from tests.engine_harness import GEOMETRY, ToyCluster, ToyEngine, kv_bytes
 from tests.unit.router_cluster import WatchedService
 
-from dualpath.core import control, transfers
+from dualpath.core import control, request_messages, transfers
 from dualpath.core.blocks import StoreNamespace, block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
@@ -99,7 +99,9 @@ class ToyCalls:
                 self._toys.forward, [(prefill_transfer, keys, chunk, range(len(keys)))]
             )
         assert not failures
-        self._toys.pe.outbox.put(control.PrefillDone(request_id=prefill_transfer.request_id))
+        self._toys.pe.outbox.put(
+            request_messages.PrefillDone(request_id=prefill_transfer.request_id)
+        )
         return TokenEvent(token_ids=(1,), finish_reason="length")
 
     async def answers(self, engine: EngineInfo) -> None:

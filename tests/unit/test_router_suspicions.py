@@ -7,7 +7,7 @@ import pytest
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import expected, job
 
-from dualpath.core import control
+from dualpath.core import control, request_messages
 from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.router.control.engine_state import Pause
 from dualpath.router.settings import RouterSettings
@@ -101,7 +101,7 @@ async def test_a_draining_engine_ends_what_it_has_and_is_told_when_nothing_is_le
         p0.report()
         await until(made, lambda: paused(made) == {"p0": ["draining"]})
         new = asyncio.create_task(made.run(job("new", PROMPT)))
-        await made.engines["p1"].saw(control.Assign)
+        await made.engines["p1"].saw(request_messages.Assign)
         assert not [m for m in p0.received if isinstance(m, control.Drained)]
 
         made.calls.gates["prefill"].set()

@@ -9,12 +9,7 @@ data never travels here.
     engine → router   Hello Report Kept Gone LookupDone Synced Reserved ReadDone PrefillDone KvInHbm
                       Released Failed Goodbye
 
-Life of a request (Fig. 4 of the paper):
-
-    Assign(DE, reserve whole prompt) → Reserved → Assign(PE) and Read on the chosen side(s)
-    → ReadDone → vLLM request at the PE carrying a ``PrefillTransfer`` → first token and PrefillDone
-    → Persist(DE, the prompt's new blocks) and vLLM request at the DE carrying a ``DecodeTransfer``
-    → KvInHbm (H2D done, DE buffer given back) → tokens → Release at both.
+Those about one request are in ``core.request_messages``, which has their order.
 """
 
 from typing import Any
@@ -23,11 +18,23 @@ import msgspec
 
 from dualpath.core.adapters import Adapter
 from dualpath.core.addresses import EngineAddress, Writer
-from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockOrigin, StoreNamespace
+from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import GroupRank
+from dualpath.core.message import Message
 from dualpath.core.names import Name
 from dualpath.core.rates import Rates
-from dualpath.core.runs import HitRun
+from dualpath.core.request_messages import (
+    Assign,
+    Failed,
+    KvInHbm,
+    Persist,
+    PrefillDone,
+    Read,
+    ReadDone,
+    Release,
+    Released,
+    Reserved,
+)
 
 #: Raised by one whenever a message changes its meaning; both ends must agree.
 PROTOCOL_VERSION = 6
@@ -35,10 +42,6 @@ PROTOCOL_VERSION = 6
 #: Of a key in ``Kept``, and how many of them at a time.
 KEPT_KEY_BYTES = 8
 MOST_KEPT_KEYS = 4096
-
-
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Base of all control messages."""
 
 
 class Hello(Message, frozen=True, tag=True):
@@ -67,7 +70,7 @@ class Hello(Message, frozen=True, tag=True):
     hbm_tokens: int
     buffer_tokens: int
     snic_bytes_per_s: float | None = None
-    limits: dict[str, Any] = {}
+    limits: dict[str, Any] = msgspec.field(default_factory=dict)
     rates: Rates = Rates()
     greeting: int = 1
     unsettled: tuple[str, ...] = ()
@@ -172,115 +175,6 @@ class Synced(Message, frozen=True, tag=True):
     call_id: int
 
 
-class Assign(Message, frozen=True, tag=True):
-    """A request now counts against this engine's load.
-
-    ``assign_seq`` grows by one per assignment to this engine; reports echo the last one seen.
-    ``reserve_blocks`` > 0 asks for that many Full Block slots of the engine's DRAM buffer, granted
-    FIFO and answered with ``Reserved``.  ``keys`` name the first of these blocks: of them, as many
-    as the buffer keeps from the first on get the slots they lie in.
-    """
-
-    assign_seq: int
-    request_id: Name
-    tokens: int
-    reserve_blocks: int
-    keys: tuple[bytes, ...] = ()
-
-
-class Reserved(Message, frozen=True, tag=True):
-    """Buffer slots are granted, in block order; ``wait_s`` is what the request waited for them.
-
-    The first ``kept_blocks`` of them hold their blocks already.  They are to be read only: other
-    requests may have them too.
-    """
-
-    request_id: Name
-    slots: tuple[int, ...]
-    wait_s: float
-    kept_blocks: int = 0
-
-
-class Read(Message, frozen=True, tag=True):
-    """Read a run of blocks, whose keys are ``keys``, from storage into its slots.
-
-    The first ``run.windowless`` of them without window layers.
-    After ``deadline_s`` (from receipt) the engine gives up and answers with the blocks verified so
-    far.  ``parent`` is the key before the first.
-    """
-
-    request_id: Name
-    run: HitRun
-    keys: tuple[bytes, ...]
-    deadline_s: float
-    parent: bytes = b""
-
-
-class ReadDone(Message, frozen=True, tag=True):
-    """Outcome of ``Read``: its first ``good_blocks`` are in the buffer and verified.
-
-    ``slots`` are all of the request's slots as they are *now*: after a deadline the engine may have
-    replaced slots that a late read could still write to.
-    """
-
-    request_id: Name
-    good_blocks: int
-    reason: str | None
-    bytes_read: int
-    queue_s: float
-    read_s: float
-    slots: tuple[int, ...]
-
-
-class Persist(Message, frozen=True, tag=True):
-    """Write the prompt's blocks from ``first_block`` on to storage under ``keys``.
-
-    ``origin`` has the key before the first of them.  The prompt's KV is complete and nobody writes
-    to it any more; ``hit_keys`` are the keys of its first blocks, which are stored.
-    """
-
-    request_id: Name
-    first_block: int
-    keys: tuple[bytes, ...]
-    origin: BlockOrigin = UNKNOWN_ORIGIN
-    hit_keys: tuple[bytes, ...] = ()
-
-
-class PrefillDone(Message, frozen=True, tag=True):
-    """The PE's last transfer for the request is over; the DE buffer is complete iff no failure.
-
-    The router takes a prefill as done only with this message: the engine's own answer says that
-    the first token was computed, not that the KV arrived.
-
-    For metrics: ``forward_s`` is what the request's forward passes took, ``transfer_s`` what of it
-    they waited for transfers that computation did not hide; 0 where no bytes move.
-    """
-
-    request_id: Name
-    failure: str | None = None
-    forward_s: float = 0.0
-    transfer_s: float = 0.0
-
-
-class KvInHbm(Message, frozen=True, tag=True):
-    """The DE has copied the prompt's KV to its HBM and given the buffer back."""
-
-    request_id: Name
-    h2d_s: float
-
-
-class Release(Message, frozen=True, tag=True):
-    """The request is over on this engine; slots are freed once nothing can write to them.
-
-    ``writer_certain`` is False while a prefill engine may still write into the slots: they then
-    stay in quarantine until another ``Release`` of the request says that none does.
-    """
-
-    request_id: Name
-    reason: str
-    writer_certain: bool = True
-
-
 class Retain(Message, frozen=True, tag=True):
     """Keep blocks in the DRAM buffer of a DE, for a turn that may follow; not answered.
 
@@ -296,19 +190,6 @@ class Retain(Message, frozen=True, tag=True):
 
 class Drained(Message, frozen=True, tag=True):
     """To an engine that drains: nothing of any request is on it, and nothing will be."""
-
-
-class Released(Message, frozen=True, tag=True):
-    """All of the request's slots are free again."""
-
-    request_id: Name
-
-
-class Failed(Message, frozen=True, tag=True):
-    """A command for a request could not be carried out; ``reason`` is complete."""
-
-    request_id: Name
-    reason: str
 
 
 class StorageUse(msgspec.Struct, frozen=True):
@@ -344,7 +225,7 @@ class Report(Message, frozen=True, tag=True):
     read_queue_tokens: int
     free_hbm_tokens: int
     free_buffer_tokens: int
-    counters: dict[str, float] = {}
+    counters: dict[str, float] = msgspec.field(default_factory=dict)
     unhealthy: str | None = None
     storage: StorageUse | None = None
     draining: str | None = None

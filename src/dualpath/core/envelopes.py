@@ -4,8 +4,9 @@ from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
-from dualpath.core.control import PROTOCOL_VERSION, EngineMessage, Message, RouterMessage
+from dualpath.core.control import PROTOCOL_VERSION, EngineMessage, RouterMessage
 from dualpath.core.errors import IncompatibleError
+from dualpath.core.message import Message
 from dualpath.core.names import Name, in_one_line
 
 M = TypeVar("M", bound=Message)

@@ -28,8 +28,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from dualpath.core.control import Message
 from dualpath.core.envelopes import Envelope
+from dualpath.core.message import Message
 
 #: Heartbeats of both ends; each tells the other how far its messages have come.
 HEARTBEAT_S = 0.5

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from dualpath.core.control import Release
+from dualpath.core.request_messages import Release
 from dualpath.engine.threads import OS_THREADS, Threads
 
 

@@ -8,8 +8,9 @@ leaves, and its slots are free once nothing can write to them.
 from collections.abc import Callable
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import Assign, EngineMessage, Read, Release, Released, Reserved, Retain
+from dualpath.core.control import EngineMessage, Retain
 from dualpath.core.errors import BadRequestError, BufferTooSmallError
+from dualpath.core.request_messages import Assign, Read, Release, Released, Reserved
 from dualpath.engine.active_requests import ActiveRequests
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.dram_tier import DramTier

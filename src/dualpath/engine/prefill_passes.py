@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from typing import NamedTuple
 
 from dualpath.core.addresses import EngineAddress
-from dualpath.core.control import Release
+from dualpath.core.request_messages import Release
 from dualpath.engine.active_requests import ActiveRequests
 from dualpath.engine.chunk_transfers import BlockHolder, ChunkTransfers
 from dualpath.engine.layer_stream import LayerSettings, LayerStream

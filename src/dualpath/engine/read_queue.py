@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from dualpath.core.blocks import BlockKey, chain_root
 from dualpath.core.cluster import Role
-from dualpath.core.control import ReadDone
+from dualpath.core.request_messages import ReadDone
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters

@@ -5,17 +5,12 @@ from collections.abc import Callable
 
 from dualpath.core.cluster import HostProcess
 from dualpath.core.control import (
-    Assign,
     EngineMessage,
-    Failed,
     Gone,
     IsGone,
     Lookup,
     PeerDown,
     PeerUp,
-    Persist,
-    Read,
-    Release,
     Retain,
     RouterMessage,
     Sync,
@@ -23,6 +18,7 @@ from dualpath.core.control import (
     Welcome,
 )
 from dualpath.core.errors import DualPathError
+from dualpath.core.request_messages import Assign, Failed, Persist, Read, Release
 from dualpath.engine.assigned_requests import AssignedRequests
 from dualpath.engine.lookups import Lookups
 from dualpath.engine.rank import Rank

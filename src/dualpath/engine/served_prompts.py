@@ -9,7 +9,8 @@ import functools
 from collections.abc import Callable, Sequence
 
 from dualpath.core.blocks import chain_root
-from dualpath.core.control import EngineMessage, KvInHbm, Persist
+from dualpath.core.control import EngineMessage
+from dualpath.core.request_messages import KvInHbm, Persist
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.active_requests import ActiveRequests

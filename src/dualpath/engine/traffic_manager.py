@@ -13,7 +13,8 @@ import msgspec
 from dualpath.core.addresses import EngineAddress
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import HostProcess
-from dualpath.core.control import EngineMessage, PrefillDone, Report, RouterMessage
+from dualpath.core.control import EngineMessage, Report, RouterMessage
+from dualpath.core.request_messages import PrefillDone
 from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.assigned_requests import AssignedRequests
 from dualpath.engine.buffer import BlockBuffer

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from dualpath.core.addresses import Writer
 from dualpath.core.cluster import HostProcess
-from dualpath.core.control import EngineMessage, Kept, Released, Report
+from dualpath.core.control import EngineMessage, Kept, Report
+from dualpath.core.request_messages import Released
 from dualpath.core.session_hints import SessionHints
 from dualpath.policy.agent_sessions import SessionName
 from dualpath.router.attempts.engine_attempt import EngineAttempt

@@ -103,7 +103,7 @@ class AttemptListener(Protocol):
 class Prefilled(msgspec.Struct, frozen=True):
     """The prompt's KV is complete in the DE's buffer, and its new blocks are being stored.
 
-    ``forward_s`` and ``transfer_s`` are those of ``core.control.PrefillDone``.
+    ``forward_s`` and ``transfer_s`` are those of ``core.request_messages.PrefillDone``.
     """
 
     account: HitAccount

@@ -18,8 +18,10 @@ import numpy as np
 from dualpath.core.addresses import EngineAddress
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
-from dualpath.core.control import Assign, Message, PeerUp, Reserved
+from dualpath.core.control import PeerUp
 from dualpath.core.errors import EngineLostError, TransportError
+from dualpath.core.message import Message
+from dualpath.core.request_messages import Assign, Reserved
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.hbm_layout import shared_layers

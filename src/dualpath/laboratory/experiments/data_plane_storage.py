@@ -16,8 +16,8 @@ import numpy as np
 
 from dualpath.core.blocks import BlockKey, StoreNamespace, block_keys
 from dualpath.core.cluster import Role
-from dualpath.core.control import ReadDone
 from dualpath.core.errors import ConfigError, StorageError
+from dualpath.core.request_messages import ReadDone
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counters

@@ -8,8 +8,8 @@ import asyncio
 import logging
 
 from dualpath.core.blocks import holding_blocks, most_hit_blocks
-from dualpath.core.control import KvInHbm, PrefillDone
 from dualpath.core.request import KeptPrefix, Request
+from dualpath.core.request_messages import KvInHbm, PrefillDone
 from dualpath.core.transfers import PrefillTransfer
 from dualpath.router.attempts.attempt_steps import AttemptSteps
 from dualpath.router.attempts.hit_account import FASTER, GONE, NOT_CACHEABLE, Found, HitAccount

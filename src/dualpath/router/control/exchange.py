@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Callable
 from typing import TypeVar
 
-from dualpath.core import control
+from dualpath.core import control, request_messages
 from dualpath.core.errors import BadRequestError, EngineLostError
 
-Answer = control.Reserved | control.ReadDone | control.PrefillDone
+Answer = request_messages.Reserved | request_messages.ReadDone | request_messages.PrefillDone
 CallAnswer = control.LookupDone | control.Synced
 T = TypeVar("T")
 
@@ -24,7 +24,9 @@ class AttemptChannel:
     ``kv_in_hbm`` is called with the DE's ``KvInHbm``.
     """
 
-    def __init__(self, attempt_id: str, kv_in_hbm: Callable[[control.KvInHbm], None]) -> None:
+    def __init__(
+        self, attempt_id: str, kv_in_hbm: Callable[[request_messages.KvInHbm], None]
+    ) -> None:
         self.attempt_id = attempt_id
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._engines: set[str] = set()
@@ -60,9 +62,9 @@ class AttemptChannel:
 
     def deliver(self, engine_id: str, message: control.EngineMessage) -> None:
         """Take a message about this attempt; one nobody expects is dropped."""
-        if isinstance(message, control.Failed):
+        if isinstance(message, request_messages.Failed):
             self.break_off(f"engine {engine_id} could not serve it: {message.reason}")
-        elif isinstance(message, control.KvInHbm):
+        elif isinstance(message, request_messages.KvInHbm):
             self._kv_in_hbm(message)
         elif isinstance(message, Answer):
             future = self._expected.pop((type(message), engine_id), None)
@@ -128,7 +130,7 @@ class Exchange:
             asked, future = self._calls.get(message.call_id, ("", None))
             if future is not None and asked == engine_id and not future.done():
                 future.set_result(message)
-        elif isinstance(message, Answer | control.KvInHbm | control.Failed):
+        elif isinstance(message, Answer | request_messages.KvInHbm | request_messages.Failed):
             channel = self._channels.get(message.request_id)
             if channel is not None:
                 channel.deliver(engine_id, message)

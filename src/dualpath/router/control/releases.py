@@ -18,7 +18,8 @@ import logging
 from collections.abc import Callable, Iterable
 
 from dualpath.core.addresses import Writer
-from dualpath.core.control import Release, RouterMessage
+from dualpath.core.control import RouterMessage
+from dualpath.core.request_messages import Release
 from dualpath.router.engines import EngineInfo
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
-from dualpath.core import addresses, control, envelopes, transfers
+from dualpath.core import addresses, control, envelopes, request_messages, transfers
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError, IncompatibleError
@@ -72,12 +72,12 @@ def messages(greeting: control.Hello) -> list[control.EngineMessage]:
         control.Gone(writer=greeting.address.writer),
         control.LookupDone(call_id=1, hit_blocks=2),
         control.Synced(call_id=1),
-        control.Reserved(request_id="a", slots=(0, 1), wait_s=0.0),
-        control.ReadDone("a", 1, None, 64, 0.0, 0.0, (0, 1)),
-        control.PrefillDone(request_id="a"),
-        control.KvInHbm(request_id="a", h2d_s=0.0),
-        control.Released(request_id="a"),
-        control.Failed(request_id="a", reason="no"),
+        request_messages.Reserved(request_id="a", slots=(0, 1), wait_s=0.0),
+        request_messages.ReadDone("a", 1, None, 64, 0.0, 0.0, (0, 1)),
+        request_messages.PrefillDone(request_id="a"),
+        request_messages.KvInHbm(request_id="a", h2d_s=0.0),
+        request_messages.Released(request_id="a"),
+        request_messages.Failed(request_id="a", reason="no"),
         control.Goodbye(reason="bye"),
     ]
 

@@ -13,9 +13,9 @@ from unittest import mock
 import msgspec
 
 from dualpath.core.blocks import BlockKey, BlockOrigin
-from dualpath.core.control import Release
 from dualpath.core.envelopes import Envelope
 from dualpath.core.errors import ConfigError, StorageError
+from dualpath.core.request_messages import Release
 from dualpath.core.sessions import Conversation
 from dualpath.engine import follower
 from dualpath.engine.active_requests import ActiveRequests
