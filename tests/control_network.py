@@ -17,7 +17,7 @@ import zmq.asyncio
 from dualpath.core.control import EngineMessage
 from dualpath.core.message import Message
 from dualpath.router.engines import EngineInfo
-from dualpath.router.requests.refusals import ControlRefusals
+from dualpath.router.refusals import ControlRefusals
 from dualpath.router.service import RouterService
 from dualpath.transport.cluster_secret import ClusterSecret
 

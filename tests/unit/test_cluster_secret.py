@@ -18,7 +18,7 @@ from dualpath.engine.router_connection import ZmqRouterConnection
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.registry import Registry
 from dualpath.router.engines import EngineInfo
-from dualpath.router.requests.refusals import ControlRefusal, ControlRefusals
+from dualpath.router.refusals import ControlRefusal, ControlRefusals
 from dualpath.transport.cluster_secret import (
     LEAST_CHARACTERS,
     SECRET_VARIABLE,

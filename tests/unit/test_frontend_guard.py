@@ -30,7 +30,7 @@ from dualpath.router.api_keys import ApiKeyGuard, ApiKeys, router_keys
 from dualpath.router.connections import ConnectionLimits, Connections
 from dualpath.router.control.registry import Registry
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.requests.refusals import HttpRefusal
+from dualpath.router.refusals import HttpRefusal
 from dualpath.router.settings import RouterSettings
 from dualpath.vllm.app import guarded_protocol, layer_names
 from dualpath.vllm.engine_config import parse_front_end_arguments

@@ -19,7 +19,7 @@ from dualpath.laboratory.chaos.fuzz.campaign import Campaign
 from dualpath.laboratory.chaos.fuzz.control import ControlSubject
 from dualpath.laboratory.chaos.fuzz.control import frame as fuzzed_frame
 from dualpath.laboratory.chaos.fuzz.inputs import Inputs
-from dualpath.router.requests.refusals import ControlRefusal
+from dualpath.router.refusals import ControlRefusal
 
 EXAMPLES = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 

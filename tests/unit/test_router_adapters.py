@@ -9,7 +9,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, DualPathError, EngineRefusedError
 from dualpath.router.control.registry import Registry
 from dualpath.router.control.served_adapters import ServedAdapters
-from dualpath.router.requests.refusals import ControlRefusal
+from dualpath.router.refusals import ControlRefusal
 
 SQL = Adapter("sql", "/adapters/sql", "a" * 64)
 CHAT = Adapter("chat", "/adapters/chat", "b" * 64)

@@ -17,7 +17,7 @@ from dualpath.router.control.control_connections import (
     ControlConnections,
 )
 from dualpath.router.control.control_socket import ZmqControlSocket
-from dualpath.router.requests.refusals import ControlRefusal, ControlRefusals
+from dualpath.router.refusals import ControlRefusal, ControlRefusals
 from dualpath.transport.cluster_secret import ClusterSecret
 
 GUARD_S = 60.0

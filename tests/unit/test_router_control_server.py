@@ -15,7 +15,7 @@ from dualpath.core.modes import Mode
 from dualpath.core.sessions import Conversation
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.registry import Registry
-from dualpath.router.requests.refusals import ControlRefusal
+from dualpath.router.refusals import ControlRefusal
 from dualpath.router.settings import RouterSettings
 
 

@@ -8,7 +8,7 @@ from tests.unit.scraped_cluster import Scrape
 
 from dualpath.core.errors import OverloadedError
 from dualpath.core.modes import Mode
-from dualpath.router.requests.refusals import (
+from dualpath.router.refusals import (
     ControlRefusal,
     ControlRefusals,
     HttpRefusal,

@@ -21,7 +21,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
 from dualpath.core.errors import DualPathError, PromptTooLongError
 from dualpath.router.control.registry import Registry, missing_engines
-from dualpath.router.requests.refusals import PROMPT_PARAMETER
+from dualpath.router.refusals import PROMPT_PARAMETER
 from dualpath.router.token_api.statuses import BAD_REQUEST, status_of
 from dualpath.vllm.engine_core import RoutedEngineCore, TokenSource
 

@@ -21,7 +21,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from dualpath.router.requests.refusals import ControlRefusal, ControlRefusals
+from dualpath.router.refusals import ControlRefusal, ControlRefusals
 
 logger = logging.getLogger(__name__)
 

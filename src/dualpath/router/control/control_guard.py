@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from dualpath.router.requests.refusals import ControlRefusal, ControlRefusals
+from dualpath.router.refusals import ControlRefusal, ControlRefusals
 from dualpath.transport.cluster_secret import SECRET_VARIABLE, ClusterSecret
 
 logger = logging.getLogger(__name__)

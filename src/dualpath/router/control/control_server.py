@@ -26,7 +26,7 @@ from dualpath.router.control.engine_state import EngineState
 from dualpath.router.control.registry import Registry
 from dualpath.router.control.witnesses import Witnesses
 from dualpath.router.engines import EngineInfo
-from dualpath.router.requests.refusals import ControlRefusal, ControlRefusals
+from dualpath.router.refusals import ControlRefusal, ControlRefusals
 from dualpath.storage.host_process import is_gone
 from dualpath.transport.cluster_secret import ClusterSecret
 

@@ -14,7 +14,7 @@ import zmq.asyncio
 from dualpath.core.errors import ConfigError
 from dualpath.router.control.control_connections import LARGEST_FRAME_BYTES, ControlConnections
 from dualpath.router.control.control_guard import ControlGuard
-from dualpath.router.requests.refusals import ControlRefusals
+from dualpath.router.refusals import ControlRefusals
 from dualpath.transport.cluster_secret import ClusterSecret, check_control_host
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
 from dualpath.router.control.groups import check_rank
 from dualpath.router.control.served_adapters import ServedAdapters
-from dualpath.router.requests.refusals import ControlRefusal
+from dualpath.router.refusals import ControlRefusal
 
 if TYPE_CHECKING:
     from dualpath.router.control.engine_state import EngineState

@@ -12,7 +12,7 @@ from dualpath.core.cluster import GroupRank
 from dualpath.core.control import Hello
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.sessions import RouterEnd
-from dualpath.router.requests.refusals import ControlRefusal
+from dualpath.router.refusals import ControlRefusal
 
 if TYPE_CHECKING:
     from dualpath.router.control.engine_state import EngineState

@@ -21,7 +21,7 @@ from dualpath.router.control.greeting_checks import check_greeting
 from dualpath.router.control.groups import started_with, waits_for
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engines import EngineInfo
-from dualpath.router.requests.refusals import ControlRefusal
+from dualpath.router.refusals import ControlRefusal
 
 #: Engines with a session, or waiting for one, at a time.
 MOST_ENGINES = 4096

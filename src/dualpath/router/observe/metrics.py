@@ -18,8 +18,8 @@ from dualpath.router.attempts.hit_account import LOOKUP_FAILURES, HitAccount
 from dualpath.router.control.registry import Registry
 from dualpath.router.control.roles import Switch, SwitchState
 from dualpath.router.observe.engine_metrics import EngineCollector, text_format
+from dualpath.router.refusals import ControlRefusal, HttpRefusal, http_refusal
 from dualpath.router.requests.records import OUTCOMES, RequestRecord
-from dualpath.router.requests.refusals import ControlRefusal, HttpRefusal, http_refusal
 from dualpath.router.stages import Stage
 
 _STAGE_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

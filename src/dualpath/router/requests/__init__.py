@@ -1,1 +1,1 @@
-"""The life of a request: admission, attempts, refusals, what became of it."""
+"""The life of a request: admission, attempts, what became of it."""

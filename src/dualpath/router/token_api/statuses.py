@@ -27,7 +27,7 @@ from dualpath.core.errors import (
     PromptTooLongError,
 )
 from dualpath.router.api_keys import ENGINE_KEY_VARIABLE
-from dualpath.router.requests.refusals import PROMPT_PARAMETER
+from dualpath.router.refusals import PROMPT_PARAMETER
 from dualpath.router.token_api.wire import ApiError
 
 BAD_REQUEST = 400

@@ -19,7 +19,7 @@ from dualpath.core.errors import EngineLostError, IncompatibleError
 from dualpath.laboratory.chaos.fuzz.inputs import Inputs
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.engines import EngineInfo
-from dualpath.router.requests.refusals import ControlRefusals
+from dualpath.router.refusals import ControlRefusals
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.transport.cluster_secret import ClusterSecret

@@ -15,7 +15,7 @@ from dualpath.core.envelopes import decode_engine_message, decode_router_message
 from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
 from dualpath.laboratory.chaos.simulation.threads import SimThreads, Waiting
 from dualpath.laboratory.chaos.simulation.world import World
-from dualpath.router.requests.refusals import ControlRefusals
+from dualpath.router.refusals import ControlRefusals
 from dualpath.transport.cluster_secret import ClusterSecret
 
 ADDRESS = "tcp://127.0.0.1:5700"
