@@ -24,7 +24,7 @@ from tests.e2e.plain_engine import (
 )
 
 from dualpath.core.cluster import Role
-from dualpath.policy import scheduler
+from dualpath.policy import hit_sources
 from dualpath.policy.read_side import DE_SIDE, PE_READS, SIDES_IN_TURN, choose_reads
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -71,7 +71,7 @@ def test_agents_on_all_paths_get_a_plain_engines_tokens(
     truth: Truth,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler, "choose_reads", PATHS[path])
+    monkeypatch.setattr(hit_sources, "choose_reads", PATHS[path])
     engines.forget_assignments()
     at_pe = engines.total("storage_read_bytes", "pe-0", "pe-1")
     at_de = engines.total("storage_read_bytes", "de-0", "de-1")
@@ -108,7 +108,7 @@ def test_every_path_stores_the_same_bytes_as_a_computation_without_hits(
     stored: dict[str, list[bytes]] = {}
     context: list[int] = []
     for path, choose in PATHS.items():
-        monkeypatch.setattr(scheduler, "choose_reads", choose)
+        monkeypatch.setattr(hit_sources, "choose_reads", choose)
         # One request at a time: equal batches make equal roundings.
         answers = engines.replay(rounds, f"bytes {path}")
         assert [a.cached_tokens for a in answers] == engines.expected_hits(rounds)

@@ -22,19 +22,16 @@ are computed again (``recompute``); len_r at the DE its prompt and, at most
 ``generated_reserve_tokens``, what it may generate.
 """
 
-from collections.abc import Mapping
-
 import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
-from dualpath.policy.accounts import NODE, TOK, decode_tokens
-from dualpath.policy.baselines import InTurnPlacer, SidesInTurn
+from dualpath.policy.accounts import decode_tokens
+from dualpath.policy.baselines import InTurnPlacer
 from dualpath.policy.decode import TwoPhaseDecodePlacer
 from dualpath.policy.events import (
-    READ_REASONS,
     UNLIMITED_TOKENS,
     Assignment,
     EngineReport,
@@ -43,22 +40,11 @@ from dualpath.policy.events import (
     Thresholds,
 )
 from dualpath.policy.flights import Flight, Flights
+from dualpath.policy.hit_sources import HitSources
 from dualpath.policy.load import EngineLoad, Ledger
 from dualpath.policy.placement import Placement, Placer, Ticket
 from dualpath.policy.prefill import FifoPrefillPlacer
-from dualpath.policy.read_side import (
-    NO_READS,
-    PE_READS,
-    PE_SIDE,
-    RECOMPUTE,
-    RULES,
-    SIDES_IN_TURN,
-    Reader,
-    Reads,
-    choose_reads,
-    kept_tokens,
-)
-from dualpath.policy.recompute import recompute_tokens, weight_tokens
+from dualpath.policy.recompute import weight_tokens
 
 
 class QueueLengths(msgspec.Struct, frozen=True):
@@ -76,8 +62,7 @@ class RequestScheduler:
         self._settings = settings
         self._ledger = Ledger()
         self._placers = _placers(settings, self._ledger)
-        self._rule = RULES[settings.mode]
-        self._sides = SidesInTurn()
+        self._hits = HitSources(settings, self._ledger)
         self._flights = Flights(self._ledger, self._placers)
         self._submitted = 0
 
@@ -88,6 +73,7 @@ class RequestScheduler:
             alpha_tokens=thresholds.alpha_tokens,
             beta_tokens=thresholds.beta_tokens,
         )
+        self._hits.settings = self._settings
         placer = self._placers[Role.PREFILL]
         if isinstance(placer, FifoPrefillPlacer):
             alpha_tokens = effective_alpha_tokens(self._settings)
@@ -146,7 +132,7 @@ class RequestScheduler:
             number=self._submitted,
             prefill_tokens=request.prompt_tokens,
             decode_tokens=decode_tokens(request.prompt_tokens, request.max_new_tokens, reserve),
-            kept_tokens=self._kept_tokens(request),
+            kept_tokens=self._hits.kept_tokens(request),
         )
         self._check(ticket)
         self._submitted += 1
@@ -218,14 +204,13 @@ class RequestScheduler:
         ticket = flight.ticket
         self._flights.assign(flight)
         engines = {Role.PREFILL: prefill.engine_id, Role.DECODE: decode.engine_id}
-        at_prefill, at_decode = (self._reader(ticket, one) for one in engines.values())
-        recomputed = self._recompute_tokens(ticket, prefill.engine_id, at_prefill, at_decode)
+        source = self._hits.choose(ticket, engines)
+        recomputed = source.recompute_tokens
         weight, hit_tokens = weight_tokens(recomputed), ticket.request.hit_tokens - recomputed
         prefill_seq = self._ledger.assign(prefill.engine_id, ticket.request_id, weight)
         decode_seq = self._ledger.assign(decode.engine_id, ticket.request_id)
-        reads, reason = self._choose_reads(engines, at_prefill, at_decode, hit_tokens)
         read_tokens = dict.fromkeys(Role, 0)
-        read = [run for run in reads if not run.kept]
+        read = [run for run in source.runs if not run.kept]
         for run in read:
             tokens = run.tokens(self._settings.block_tokens, hit_tokens)
             self._ledger.charge_read(engines[run.side], ticket.request_id, tokens)
@@ -237,64 +222,15 @@ class RequestScheduler:
             decode_engine=decode.engine_id,
             prefill_assign_seq=prefill_seq,
             decode_assign_seq=decode_seq,
-            reads=reads,
+            reads=source.runs,
             pe_reason=prefill.reason,
             de_reason=decode.reason,
-            read_reason=READ_REASONS[RECOMPUTE] if recomputed else reason,
+            read_reason=source.reason,
             prefill_tokens=ticket.prefill_tokens + weight,
             decode_tokens=ticket.decode_tokens,
             prefill_read_tokens=read_tokens[Role.PREFILL],
             decode_read_tokens=read_tokens[Role.DECODE],
             recompute_tokens=recomputed,
-        )
-
-    def _recompute_tokens(
-        self, ticket: Ticket, prefill_engine: str, at_prefill: Reader, at_decode: Reader
-    ) -> int:
-        settings = self._settings
-        kept = kept_tokens(self._rule, at_prefill.kept_tokens, at_decode.kept_tokens)
-        ahead = self._ledger.engines[prefill_engine].account(TOK) - ticket.prefill_tokens
-        return recompute_tokens(
-            self._rule,
-            ticket.request.hit_tokens - sum(kept),
-            ahead,
-            at_prefill.queue_tokens,
-            at_decode.queue_tokens,
-            settings.alpha_tokens,
-            settings.beta_tokens,
-            settings.recompute_limit_s,
-            settings.block_tokens,
-        )
-
-    def _choose_reads(
-        self, engines: Mapping[Role, str], at_prefill: Reader, at_decode: Reader, hit_tokens: int
-    ) -> Reads:
-        turn = PE_SIDE
-        kept = kept_tokens(self._rule, at_prefill.kept_tokens, at_decode.kept_tokens)
-        if self._rule == SIDES_IN_TURN and hit_tokens > sum(kept):
-            turn = self._sides.take(engines[Role.PREFILL], engines[Role.DECODE])
-        block_tokens = self._settings.block_tokens
-        return choose_reads(self._rule, turn, at_prefill, at_decode, hit_tokens, block_tokens)
-
-    def _kept_tokens(self, request: Request) -> dict[str, int]:
-        """Return what joined engines keep of a request's hit and the mode can use, by engine."""
-        if self._rule == NO_READS or not request.kept:
-            return {}
-        engines = self._ledger.engines
-        return {
-            prefix.engine_id: min(prefix.blocks * self._settings.block_tokens, request.hit_tokens)
-            for prefix in request.kept
-            if (engine := engines.get(prefix.engine_id)) is not None
-            and (engine.spec.role is Role.PREFILL or self._rule != PE_READS)
-        }
-
-    def _reader(self, ticket: Ticket, engine_id: str) -> Reader:
-        engine = self._ledger.engines[engine_id]
-        return Reader(
-            queue_tokens=self._ledger.node_read_q[engine.account(NODE)],
-            total_tokens=self._ledger.node_read_total[engine.account(NODE)],
-            tokens_per_s=engine.spec.snic_tokens_per_s,
-            kept_tokens=ticket.kept_tokens.get(engine_id, 0),
         )
 
     def _check(self, ticket: Ticket) -> None:

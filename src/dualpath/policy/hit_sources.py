@@ -1,0 +1,109 @@
+"""Where the hit of a placed request comes from, as the ledger stands at its assignment.
+
+Blocks that its engines keep in DRAM are there (``kept``), the rest is read at either side
+(``read_side``), but for the end that is computed again (``recompute``).
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from dualpath.core.cluster import Role
+from dualpath.core.request import Request
+from dualpath.core.runs import HitRun
+from dualpath.policy.accounts import NODE, TOK
+from dualpath.policy.baselines import SidesInTurn
+from dualpath.policy.events import READ_REASONS, SchedulerSettings
+from dualpath.policy.load import Ledger
+from dualpath.policy.placement import Ticket
+from dualpath.policy.read_side import (
+    NO_READS,
+    PE_READS,
+    PE_SIDE,
+    RECOMPUTE,
+    RULES,
+    SIDES_IN_TURN,
+    Reader,
+    Reads,
+    choose_reads,
+    kept_tokens,
+)
+from dualpath.policy.recompute import recompute_tokens
+
+
+class HitSource(NamedTuple):
+    """The runs of a hit and why it is these; its last ``recompute_tokens`` are in none of them."""
+
+    runs: tuple[HitRun, ...]
+    reason: str
+    recompute_tokens: int
+
+
+class HitSources:
+    """Decides by the rule of a mode and charges nothing; sides take turns where the rule has any.
+
+    ``settings`` may be replaced by such with other thresholds.
+    """
+
+    def __init__(self, settings: SchedulerSettings, ledger: Ledger) -> None:
+        self.settings = settings
+        self._ledger = ledger
+        self._rule = RULES[settings.mode]
+        self._sides = SidesInTurn()
+
+    def kept_tokens(self, request: Request) -> dict[str, int]:
+        """Return what joined engines keep of a request's hit and the mode can use, by engine."""
+        if self._rule == NO_READS or not request.kept:
+            return {}
+        engines = self._ledger.engines
+        return {
+            prefix.engine_id: min(prefix.blocks * self.settings.block_tokens, request.hit_tokens)
+            for prefix in request.kept
+            if (engine := engines.get(prefix.engine_id)) is not None
+            and (engine.spec.role is Role.PREFILL or self._rule != PE_READS)
+        }
+
+    def choose(self, ticket: Ticket, engines: Mapping[Role, str]) -> HitSource:
+        """Decide for a request that the ledger holds at both of its ``engines``, once."""
+        at_prefill = self._reader(ticket, engines[Role.PREFILL])
+        at_decode = self._reader(ticket, engines[Role.DECODE])
+        recomputed = self._recompute_tokens(ticket, engines[Role.PREFILL], at_prefill, at_decode)
+        hit_tokens = ticket.request.hit_tokens - recomputed
+        runs, reason = self._choose_reads(engines, at_prefill, at_decode, hit_tokens)
+        return HitSource(runs, READ_REASONS[RECOMPUTE] if recomputed else reason, recomputed)
+
+    def _recompute_tokens(
+        self, ticket: Ticket, prefill_engine: str, at_prefill: Reader, at_decode: Reader
+    ) -> int:
+        settings = self.settings
+        kept = kept_tokens(self._rule, at_prefill.kept_tokens, at_decode.kept_tokens)
+        ahead = self._ledger.engines[prefill_engine].account(TOK) - ticket.prefill_tokens
+        return recompute_tokens(
+            self._rule,
+            ticket.request.hit_tokens - sum(kept),
+            ahead,
+            at_prefill.queue_tokens,
+            at_decode.queue_tokens,
+            settings.alpha_tokens,
+            settings.beta_tokens,
+            settings.recompute_limit_s,
+            settings.block_tokens,
+        )
+
+    def _choose_reads(
+        self, engines: Mapping[Role, str], at_prefill: Reader, at_decode: Reader, hit_tokens: int
+    ) -> Reads:
+        turn = PE_SIDE
+        kept = kept_tokens(self._rule, at_prefill.kept_tokens, at_decode.kept_tokens)
+        if self._rule == SIDES_IN_TURN and hit_tokens > sum(kept):
+            turn = self._sides.take(engines[Role.PREFILL], engines[Role.DECODE])
+        block_tokens = self.settings.block_tokens
+        return choose_reads(self._rule, turn, at_prefill, at_decode, hit_tokens, block_tokens)
+
+    def _reader(self, ticket: Ticket, engine_id: str) -> Reader:
+        engine = self._ledger.engines[engine_id]
+        return Reader(
+            queue_tokens=self._ledger.node_read_q[engine.account(NODE)],
+            total_tokens=self._ledger.node_read_total[engine.account(NODE)],
+            tokens_per_s=engine.spec.snic_tokens_per_s,
+            kept_tokens=ticket.kept_tokens.get(engine_id, 0),
+        )
