@@ -64,15 +64,17 @@ def test_a_seed_with_ranks_gives_the_same_run_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "faults"),
+    ("name", "faults", "seeds"),
     [
-        ("rank-unawaited", ["stalling transfers"]),
-        ("ranks-unnamed", ["stalling transfers", "kill an engine"]),
+        ("rank-unawaited", ["stalling transfers"], SEEDS),
+        # One seed in some 150 finds it.  The search begins at one, and goes on from there when what
+        # is played has changed.
+        ("ranks-unnamed", ["stalling transfers", "kill an engine"], range(786, 4786, 4)),
     ],
 )
-def test_planted_bugs_of_ranks_are_found(name: str, faults: list[str]) -> None:
+def test_planted_bugs_of_ranks_are_found(name: str, faults: list[str], seeds: range) -> None:
     with planted(name):
-        assert any(play(seed, kinds=of(*faults)).problems for seed in SEEDS)
+        assert any(play(seed, kinds=of(*faults)).problems for seed in seeds)
 
 
 class Pipe:
