@@ -11,7 +11,7 @@ import pytest
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.laboratory.chaos.ask import Listener, Outcome
-from dualpath.laboratory.chaos.bad_disk import BLOCK_MODULES, BadDisk
+from dualpath.laboratory.chaos.bad_disk import BadDisk
 from dualpath.laboratory.chaos.corruption import block_files, corrupt
 from dualpath.laboratory.chaos.gate import Disk, Gate
 from dualpath.laboratory.chaos.kinds import EmulatedEngines
@@ -21,7 +21,7 @@ from dualpath.laboratory.chaos.proxy import Relay
 from dualpath.laboratory.chaos.settings import EmulatedVictims
 from dualpath.laboratory.chaos.tally import Tally, loaded_blocks
 from dualpath.laboratory.chaos.watch import Watch
-from dualpath.storage import posix
+from dualpath.storage import factory
 from dualpath.storage.posix import PosixStorage
 
 GUARD_S = 20.0
@@ -121,18 +121,22 @@ async def until(true: object) -> None:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> list[Disk]:
     """The trouble of this process's storage: its last entry counts."""
-    for module in BLOCK_MODULES:
-        monkeypatch.setattr(module, "os", os)
-        monkeypatch.setattr(module, "open", open, raising=False)
     troubles = [Disk()]
-    bad = BadDisk(lambda: troubles[-1], lambda step: None, lambda step: False, random.Random(0))
-    bad.install(*BLOCK_MODULES)
+    monkeypatch.setattr(factory, "PosixStorage", PosixStorage)
+    BadDisk(lambda: troubles[-1], lambda step: None, lambda step: False, random.Random(0)).install()
     return troubles
 
 
 @pytest.fixture
 def storage(tmp_path: Path, disk: list[Disk]) -> PosixStorage:
-    return PosixStorage(tmp_path / "kv", StoreNamespace("m", "f", "l", GEOMETRY))
+    return opened(tmp_path)
+
+
+def opened(folder: Path) -> PosixStorage:
+    """Open the storage under a folder as an engine does."""
+    storage = factory.open_storage(folder / "kv", StoreNamespace("m", "f", "l", GEOMETRY))
+    assert isinstance(storage, PosixStorage)
+    return storage
 
 
 def read(storage: PosixStorage, place: int) -> str | None:
@@ -166,12 +170,11 @@ def test_an_engine_starts_on_a_disk_that_takes_nothing_and_reads_what_is_there(
 ) -> None:
     storage.write(KEYS, DATA)
     disk.append(Disk(fault))
-    again = PosixStorage(storage.path.parent, storage.namespace)
-    assert read(again, 0) is None
+    assert read(opened(storage.path.parent.parent), 0) is None
 
 
 def test_a_process_may_die_when_half_of_a_block_is_written(
-    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, disk: list[Disk]
 ) -> None:
     sizes: list[int] = []
 
@@ -179,7 +182,10 @@ def test_a_process_may_die_when_half_of_a_block_is_written(
         (half,) = (storage.path / "tmp").iterdir()
         sizes.append(half.stat().st_size)
 
-    BadDisk(Disk, look, lambda step: step is Step.PERSISTING, random.Random(0)).install(posix)
+    expected: list[Step] = []
+    BadDisk(Disk, look, expected.__contains__, random.Random(0)).install()
+    storage = opened(tmp_path)
+    expected.append(Step.PERSISTING)
     assert storage.write(KEYS[:1], DATA[:1]) == 1
     assert min(sizes) < 4096 < max(sizes) < 4096 + GEOMETRY.full_block_bytes
     assert read(storage, 0) is None

@@ -1,4 +1,4 @@
-"""``os`` and ``open`` as the storage's modules see them in a process under test: a bad disk.
+"""The calls of the kernel that the storage makes in a process under test: those of a bad disk.
 
 The code of the storage runs as it is; its calls of the kernel fail as those of a disk that is full,
 broken, slow or read-only, in as many cases as the campaign says.
@@ -9,29 +9,28 @@ import os
 import random
 import time
 from collections.abc import Callable
-from types import ModuleType, TracebackType
-from typing import Any, Self
+from functools import partial
+from typing import Any
 
 from dualpath.laboratory.chaos.gate import Disk
 from dualpath.laboratory.chaos.matrix import Fault, Step
-from dualpath.storage import directory, posix, reading
+from dualpath.storage import factory
+from dualpath.storage.posix import PosixStorage
 
-#: The storage's modules that ask the kernel for blocks.
-BLOCK_MODULES = (posix, directory, reading)
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _ON_READ = {Fault.IO_ERROR: errno.EIO}
 _ON_WRITE = {Fault.IO_ERROR: errno.EIO, Fault.FULL: errno.ENOSPC, Fault.READ_ONLY: errno.EROFS}
 _ON_CHANGE = {Fault.FULL: errno.ENOSPC, Fault.READ_ONLY: errno.EROFS}
 #: Calls that fail as a change of a directory does.
-_CHANGES = ("link", "rename", "unlink", "mkdir", "makedirs")
-_READS = ("preadv", "pread", "readv", "read")
-_WRITES = ("write", "pwrite", "writev", "fsync")
+_CHANGES = ("link", "rename", "unlink")
+_FOLDERS = ("mkdir", "makedirs")
+_READS = ("preadv", "read")
 
 Errors = dict[Fault, int]
 
 
 class BadDisk:
-    """Stands for the module ``os``: everything that is not troubled is the real thing.
+    """``SystemCalls`` of which everything that is not troubled is the real thing.
 
     ``trouble`` says what is wrong at the moment, ``reached`` and ``expects`` are those of a
     ``Gate``; ``chance`` decides which calls fail.
@@ -48,18 +47,18 @@ class BadDisk:
         self._reached = reached
         self._expects = expects
         self._chance = chance
-        for names, errors in ((_READS, _ON_READ), (_WRITES, _ON_WRITE), (_CHANGES, _ON_CHANGE)):
+        for names, errors in ((_READS, _ON_READ), (("fsync",), _ON_WRITE), (_CHANGES, _ON_CHANGE)):
             for name in names:
                 setattr(self, name, self._troubled(getattr(os, name), errors))
+        for name in _FOLDERS:
+            setattr(self, name, self._new_folder(getattr(os, name)))
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the module has
         return getattr(os, name)
 
-    def install(self, *modules: ModuleType) -> None:
-        """Let these modules see this disk and no other."""
-        for module in modules:
-            vars(module)["os"] = self
-            vars(module)["open"] = self.open_file
+    def install(self) -> None:
+        """Let the blocks that this process stores in files lie on this disk."""
+        vars(factory)["PosixStorage"] = partial(PosixStorage, calls=self)
 
     def open(self, path: str, flags: int, mode: int = 0o777, **more: int | None) -> int:
         """As ``os.open``."""
@@ -67,23 +66,16 @@ class BadDisk:
             self._suffer(_ON_CHANGE)
         return os.open(path, flags, mode, **more)
 
-    def open_file(self, path: str, mode: str = "r", **more: Any) -> Any:  # noqa: ANN401 - a file
-        """As ``open``; what is written without a buffer may fail half-way."""
-        if "r" not in mode:
-            self._suffer(_ON_CHANGE)
-        file = open(path, mode, **more)  # noqa: SIM115 - the caller closes it
-        return _File(file, self._write) if more.get("buffering") == 0 else file
-
-    def _write(self, write: Callable[[memoryview], int], content: memoryview) -> int:
+    def write(self, descriptor: int, content: memoryview) -> int:
         """Write, perhaps only half of it: that is when a full disk says so and a process dies."""
         fault = self._trouble().fault
         if len(content) > 1 and (fault is Fault.FULL or self._expects(Step.PERSISTING)):
-            half = write(content[: len(content) // 2])
+            half = os.write(descriptor, content[: len(content) // 2])
             self._reached(Step.PERSISTING)
             self._suffer(_ON_WRITE)
             return half
         self._suffer(_ON_WRITE)
-        return write(content)
+        return os.write(descriptor, content)
 
     def _troubled(self, call: Callable[..., Any], errors: Errors) -> Callable[..., Any]:
         def troubled(*args: Any, **named: Any) -> Any:  # noqa: ANN401 - as the call itself
@@ -91,6 +83,14 @@ class BadDisk:
             return call(*args, **named)
 
         return troubled
+
+    def _new_folder(self, make: Callable[..., None]) -> Callable[..., None]:
+        def made(path: str, *args: Any, **named: Any) -> None:  # noqa: ANN401 - as the call itself
+            if not os.path.lexists(path):  # of one that is there, also a bad disk says so
+                self._suffer(_ON_CHANGE)
+            make(path, *args, **named)
+
+        return made
 
     def _suffer(self, errors: Errors) -> None:
         trouble = self._trouble()
@@ -100,33 +100,3 @@ class BadDisk:
             time.sleep(trouble.delay_s)
         elif (code := errors.get(trouble.fault)) is not None:
             raise OSError(code, os.strerror(code))
-
-
-class _File:
-    """An unbuffered file whose writes go through ``write``."""
-
-    def __init__(
-        self,
-        file: Any,  # noqa: ANN401 - what ``open`` returns
-        write: Callable[[Callable[[memoryview], int], memoryview], int],
-    ) -> None:
-        self._file = file
-        self._through = write
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._file.close()
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the file has
-        return getattr(self._file, name)
-
-    def write(self, content: memoryview) -> int:
-        """As a file's ``write``."""
-        return self._through(self._file.write, memoryview(content))

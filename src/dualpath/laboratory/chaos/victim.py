@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import msgspec
 
-from dualpath.laboratory.chaos.bad_disk import BLOCK_MODULES, BadDisk
+from dualpath.laboratory.chaos.bad_disk import BadDisk
 from dualpath.laboratory.chaos.gate import Gate
 from dualpath.laboratory.chaos.matrix import Component, rank_name
 from dualpath.laboratory.chaos.points import POINTS, EngineKind, watch_points
@@ -58,8 +58,7 @@ def prepare(settings: VictimSettings) -> None:
     if settings.component is not Component.ROUTER:
         _count_loads(Tally(Path(settings.tallies) / f"{settings.process}-{os.getpid()}"))
         chance = random.Random(f"{settings.seed} {settings.process}")
-        disk = BadDisk(lambda: gate.disk, gate.reached, gate.expects, chance)
-        disk.install(*BLOCK_MODULES)
+        BadDisk(lambda: gate.disk, gate.reached, gate.expects, chance).install()
 
 
 def _name_ranks(gate: Gate, engine: str) -> None:

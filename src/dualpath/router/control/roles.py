@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class SwitchState(StrEnum):
-    """How far a switch is; the last three are ends."""
+    """How far a switch is."""
 
     ASKED = "asked"
     DRAINING = "draining"
@@ -43,8 +43,14 @@ class SwitchState(StrEnum):
     LOST = "lost"
 
 
+#: A switch that has come to one of these is over.
+SWITCH_ENDS = (SwitchState.JOINED, SwitchState.CANCELLED, SwitchState.LOST)
+#: The reason of a switch that somebody asked for.
+ASKED = "asked"
+
+
 class Switch(msgspec.Struct):
-    """One switch; ``reason`` is "asked" or that of ``policy.rebalance.Move``.
+    """One switch; ``reason`` is ``ASKED`` or that of ``policy.rebalance.Move``.
 
     Seconds count from the asking: until the last old process was gone, and until the end.
     ``note`` says of a switch that failed why, and what to do.
@@ -100,7 +106,7 @@ class Roles:
                 found.setdefault(ranks[0].info.engine_id, ranks)
         return list(found.values())
 
-    def ask(self, role: Role, engine_id: str | None, reason: str = "asked") -> Switch:
+    def ask(self, role: Role, engine_id: str | None, reason: str = ASKED) -> Switch:
         """Ask for an engine in another role; without a name for the one that is empty soonest.
 
         Raises ``BadRequestError`` if that cannot be.

@@ -16,7 +16,7 @@ from dualpath.policy.events import Assignment
 from dualpath.policy.session_warmth import REASONS
 from dualpath.router.attempts.hit_account import LOOKUP_FAILURES, HitAccount
 from dualpath.router.control.registry import Registry
-from dualpath.router.control.roles import Switch, SwitchState
+from dualpath.router.control.roles import ASKED, SWITCH_ENDS, Switch, SwitchState
 from dualpath.router.observe.engine_metrics import EngineCollector, text_format
 from dualpath.router.refusals import ControlRefusal, HttpRefusal, http_refusal
 from dualpath.router.requests.records import OUTCOMES, RequestRecord
@@ -77,6 +77,9 @@ class RouterMetrics:
             "reason",
             "outcome",
         )
+        for role in Role:
+            for end in SWITCH_ENDS:
+                self._role_switches.labels(role.value, ASKED, end.value)
         self._role_switch = self._histogram(
             "role_switch_seconds",
             "Time from the wish for another role until the engine serves in it.",
