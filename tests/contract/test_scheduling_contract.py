@@ -11,13 +11,16 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
+from tests.front_end_links import door
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import job, keys_of
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, EngineLostError
+from dualpath.core.session_hints import NO_HINTS
 from dualpath.core.transfers import DecodeTransfer
 from dualpath.router.engines import EngineInfo
+from dualpath.router.scheduler import Scheduler
 from dualpath.router.scheduling import (
     Answered,
     Arrived,
@@ -79,8 +82,26 @@ class Decoded:
         self._listener.heard(through_wire(event, AttemptEvent))
 
 
-Connect = Callable[[Scheduling], Scheduling]
-CONNECTIONS: dict[str, Connect] = {"direct": lambda scheduling: scheduling, "as data": AsData}
+Connect = Callable[[Scheduler], contextlib.AbstractAsyncContextManager[Scheduling]]
+
+
+@contextlib.asynccontextmanager
+async def direct(scheduler: Scheduler) -> AsyncIterator[Scheduling]:
+    yield scheduler
+
+
+@contextlib.asynccontextmanager
+async def as_data(scheduler: Scheduler) -> AsyncIterator[Scheduling]:
+    yield AsData(scheduler)
+
+
+@contextlib.asynccontextmanager
+async def remote(scheduler: Scheduler) -> AsyncIterator[Scheduling]:
+    async with door(scheduler) as opened, opened.link("f") as link:
+        yield link
+
+
+CONNECTIONS: dict[str, Connect] = {"direct": direct, "as data": as_data, "remote": remote}
 
 
 class HandMade:
@@ -119,6 +140,8 @@ class HandMade:
         await attempt.decoded()
 
     async def everything_is_free(self) -> None:
+        # What was said before has been taken up when this is answered.
+        assert not await self.scheduling.hint_session("", "nobody", NO_HINTS)
         await self.made.settled()
         context = self.made.service.context
         assert context.releases.held == 0
@@ -132,8 +155,12 @@ def connect(request: pytest.FixtureRequest) -> Connect:
 
 @contextlib.asynccontextmanager
 async def front_end(connect: Connect, **options: Any) -> AsyncIterator[HandMade]:
-    async with cluster(**options) as made, asyncio.timeout(LIMIT_S):
-        yield HandMade(made, connect(made.service.scheduler))
+    async with (
+        cluster(**options) as made,
+        asyncio.timeout(LIMIT_S),
+        connect(made.service.scheduler) as scheduling,
+    ):
+        yield HandMade(made, scheduling)
 
 
 async def test_an_attempt_is_five_calls_and_leaves_nothing_behind(connect: Connect) -> None:
@@ -204,16 +231,16 @@ async def test_what_waits_for_engines_ends_when_it_is_cancelled(connect: Connect
         waiting.cancel()
         await asyncio.wait({waiting})
         attempt.over("cancelled")
-        assert own.made.service.context.dispatch.waiting == 0
         await own.everything_is_free()
+        assert own.made.service.context.dispatch.waiting == 0
 
 
-async def test_an_engine_that_a_call_failed_on_is_paused_until_it_answers(connect: Connect) -> None:
+async def test_an_engine_that_a_call_failed_on_answers_and_rests(connect: Connect) -> None:
     async with front_end(connect, prefill=2) as own:
         suspected = own.scheduling.engines.alive(Role.PREFILL)[0]
         own.scheduling.suspect(suspected, "no route")
+        await own.scheduling.settled([suspected])
         state = own.made.service.registry.get(suspected.engine_id)
         assert state is not None
-        assert state.pauses
-        await own.scheduling.settled([suspected])
+        assert state.pauses, "it rests for a while, as another one takes requests"
         assert suspected in own.scheduling.engines.alive(Role.PREFILL)

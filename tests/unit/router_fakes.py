@@ -123,7 +123,9 @@ class FakeEngine:
         self.assign_seq = self.report_seq = 0
         self.writers = {}
         self.connection = network.connect()
-        self.session = RouterSession(self.hello, self.load, self._take, self._end)
+        self.session: RouterSession[control.EngineMessage, control.RouterMessage] = RouterSession(
+            self.hello, self.load, self._take, self._end
+        )
         self.tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._tick)]
         self._post(self.session.due(_now_s()))
         return self

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualpath.cli import emulate, router, serve
+from dualpath.cli import emulate, frontend, router, serve
 from dualpath.cli.main import main
 from dualpath.cli.settings import SECTIONS, add_settings, flag_settings, outer_layers
 from dualpath.core.configuration import (
@@ -232,7 +232,9 @@ def parsed(command, *arguments):
     [
         (serve, ["m", "--storage", "kv"], {"MODEL", "--storage"}),
         (router, ["m", "--max-model-len", "9"], {"MODEL", "--max-model-len"}),
+        (frontend, ["m", "--scheduler", "tcp://s:1"], {"MODEL", "--scheduler"}),
         (emulate, ["router"], set()),
+        (emulate, ["frontend", "--scheduler", "tcp://s:1"], {"--scheduler"}),
         (
             emulate,
             ["decode", "--model", "ds-27b", "--storage", "k"],

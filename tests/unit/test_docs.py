@@ -17,6 +17,7 @@ from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT, engine_command, rou
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.policy.events import SchedulerSettings
 from dualpath.router.control.registry import Registry
+from dualpath.router.links.settings import LinkSettings
 from dualpath.router.observe.engine_metrics import MOVEMENTS
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.settings import RouterSettings
@@ -153,6 +154,7 @@ def test_every_stage_and_movement_of_kv_is_in_the_metrics_reference() -> None:
         ("Engine: `kv_connector_extra_config`", EngineSettings),
         ("Router", RouterSettings),
         ("Router's front end", FrontEndSettings),
+        ("Front end of its own process", LinkSettings),
         ("Cluster on one machine", LocalClusterSettings),
         ("Emulated engine", EmulatedOptions),
     ],

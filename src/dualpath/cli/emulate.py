@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from dualpath.cli.settings import (
     EMULATED,
     ENGINE,
+    FRONT_END_OF_ROUTER,
+    FRONTEND,
+    LINK,
     ROUTER,
     Configuration,
     Part,
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from dualpath.core.blocks import BlockGeometry
     from dualpath.laboratory.emulated.settings import EmulatedOptions, EmulatedSettings
     from dualpath.model.sim.settings import ModelCosts
+    from dualpath.router.links.settings import LinkSettings
     from dualpath.router.settings import RouterSettings
 
 #: Of NIXL's progress thread: it wakes on events too, and a hundred engines may share a machine.
@@ -43,11 +47,13 @@ _ROUTER_PARTS = (
     Part(EMULATED, "HTTP server"),
     Part(ROUTER, "router", defaults={"control_port": 5700, "mode": Mode.DUALPATH}),
 )
+_FRONT_END_PARTS = (Part(EMULATED, "HTTP server"), LINK, FRONT_END_OF_ROUTER)
 
-_DESCRIPTION = """Start one emulated engine, or a router for such engines. Everything is real but
-the kernels: scheduler, storage, buffers, transfers and checksums are those of a vLLM engine; a
-forward pass takes the time that the simulator's cost model says, and KV bytes are a function of
-token prefix and layer, compared wherever they arrive. Neither vLLM nor a model is needed."""
+_DESCRIPTION = """Start one emulated engine, a router for such engines, or one more front end of it.
+Everything is real but the kernels: scheduler, storage, buffers, transfers and checksums are those
+of a vLLM engine; a forward pass takes the time that the simulator's cost model says, and KV bytes
+are a function of token prefix and layer, compared wherever they arrive. Neither vLLM nor a model is
+needed."""
 _EPILOG = """\
 dualpath emulate router  --port 8000 --control-port 5700
 dualpath emulate prefill --model qwen2.5-32b --storage kv --router tcp://127.0.0.1:5700
@@ -66,8 +72,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("role", choices=[*(role.value for role in Role), ROUTER])
-    add_parts(parser, (*_ENGINE_PARTS, *_ROUTER_PARTS))
+    parser.add_argument("role", choices=[*(role.value for role in Role), ROUTER, FRONTEND])
+    add_parts(parser, (*_ENGINE_PARTS, *_ROUTER_PARTS, LINK))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,9 +89,15 @@ def run(args: argparse.Namespace) -> int:
     if args.role == ROUTER:
         settings = router_settings(args)
 
-        from dualpath.laboratory.emulated.front_door import run_front_door
+        from dualpath.laboratory.emulated.front_door_process import run_front_door
 
         asyncio.run(run_front_door(settings, *http_address(args)))
+    elif args.role == FRONTEND:
+        settings, link = router_settings(args), link_settings(args)
+
+        from dualpath.laboratory.emulated.front_door_process import run_linked_front_door
+
+        asyncio.run(run_linked_front_door(settings, link, *http_address(args)))
     else:
         engine_settings = emulated_settings(args)
 
@@ -99,6 +111,8 @@ def layers(args: argparse.Namespace) -> Configuration:
     """Return what flags, environment and file say; raises ``ConfigError``."""
     if args.role == ROUTER:
         return configuration(args, _ROUTER_PARTS)
+    if args.role == FRONTEND:
+        return configuration(args, _FRONT_END_PARTS)
     name = f"{args.role}-{os.getpid()}"
     return configuration(
         args,
@@ -114,6 +128,9 @@ def checked_layers(args: argparse.Namespace) -> Configuration:
     """Return the same after the settings were made of them."""
     if args.role == ROUTER:
         router_settings(args)
+    elif args.role == FRONTEND:
+        router_settings(args)
+        link_settings(args)
     else:
         emulated_settings(args)
     return layers(args)
@@ -132,6 +149,13 @@ def router_settings(args: argparse.Namespace) -> "RouterSettings":
     from dualpath.router.settings import RouterSettings
 
     return layers(args).settings(ROUTER, RouterSettings)
+
+
+def link_settings(args: argparse.Namespace) -> "LinkSettings":
+    """Return a front end's settings; raises ``ConfigError``."""
+    from dualpath.router.links.settings import LinkSettings
+
+    return layers(args).settings(FRONTEND, LinkSettings)
 
 
 def emulated_settings(args: argparse.Namespace) -> "EmulatedSettings":

@@ -29,6 +29,7 @@ EXIT_INTERRUPTED = 130
 SUBCOMMANDS = (
     ("serve", "start router, prefill and decode engines on this machine"),
     ("router", "start the router alone; engines register themselves with it"),
+    ("frontend", "start one more front end of a router; N of them share its engines"),
     ("roles", "which engines prefill and which decode, and change it while they serve"),
     ("replay", "replay agent trajectories against an endpoint"),
     ("report", "turn replay results into a table and an HTML page"),

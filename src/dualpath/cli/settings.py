@@ -31,6 +31,7 @@ T = TypeVar("T", bound=Settings)
 CLUSTER = "cluster"
 ROUTER = "router"
 ENDPOINT = "endpoint"
+FRONTEND = "frontend"
 ENGINE = "engine"
 EMULATED = "emulated"
 LAB = "lab"
@@ -40,6 +41,7 @@ _SECTIONS = {
     CLUSTER: "dualpath.ops.launch.settings:LocalClusterSettings",
     ROUTER: "dualpath.router.settings:RouterSettings",
     ENDPOINT: "dualpath.vllm.front_end_settings:FrontEndSettings",
+    FRONTEND: "dualpath.router.links.settings:LinkSettings",
     ENGINE: "dualpath.engine.settings:EngineSettings",
     EMULATED: "dualpath.laboratory.emulated.settings:EmulatedOptions",
     LAB: "dualpath.laboratory.lab.settings:LabSettings",
@@ -76,6 +78,18 @@ class Part(NamedTuple):
     positional: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = {}
+
+
+#: What a front end has of the router's settings, whose scheduler has the others.
+SCHEDULERS_OWN = (
+    *("control_host", "control_port", "front_ends_port", "mode", "standby_lock", "event_log"),
+    *("engine_timeout_s", "suspect_timeout_s", "lookup_timeout_s", "release_wait_s"),
+    *("read_deadline_s", "read_margin_s", "recompute_limit_s", "alpha_tokens", "beta_tokens"),
+    *("dram_tier", "prefetch_sessions", "retain_share"),
+    *("rebalance", "rebalance_options", "role_switch_timeout_s"),
+)
+FRONT_END_OF_ROUTER = Part(ROUTER, "clients", without=SCHEDULERS_OWN)
+LINK = Part(FRONTEND, "scheduler")
 
 
 class SettingAction(argparse.Action):

@@ -28,13 +28,14 @@ class Envelope(
     message: M
 
 
+_Decoded = TypeVar("_Decoded")
+
 FromRouter = Envelope[RouterMessage]
 FromEngine = Envelope[EngineMessage]
 
 _ENCODER = msgspec.msgpack.Encoder()
 _ROUTER_DECODER: msgspec.msgpack.Decoder[FromRouter] = msgspec.msgpack.Decoder(FromRouter)
 _ENGINE_DECODER: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-_Decoded = TypeVar("_Decoded")
 
 
 def outside(message: M, session: str = "") -> Envelope[M]:
@@ -49,15 +50,16 @@ def encode(envelope: Envelope[M]) -> bytes:
 
 def decode_router_message(frame: bytes) -> FromRouter:
     """Decode what a router sent; raises ``IncompatibleError`` for anything malformed."""
-    return _decode(_ROUTER_DECODER, frame)
+    return decode_with(_ROUTER_DECODER, frame)
 
 
 def decode_engine_message(frame: bytes) -> FromEngine:
     """Decode what an engine sent; raises ``IncompatibleError`` for anything malformed."""
-    return _decode(_ENGINE_DECODER, frame)
+    return decode_with(_ENGINE_DECODER, frame)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_Decoded], frame: bytes) -> _Decoded:
+def decode_with(decoder: msgspec.msgpack.Decoder[_Decoded], frame: bytes) -> _Decoded:
+    """Decode a frame of other messages; raises ``IncompatibleError`` for anything malformed."""
     try:
         return decoder.decode(frame)
     # ValueError: text that is no UTF-8; RecursionError: nested deeper than any message.

@@ -45,7 +45,9 @@ class ControlLink:
     ) -> None:
         self._connection = connection
         self._threads = threads
-        self._session = RouterSession(hello, report, handle, end)
+        self._session: RouterSession[EngineMessage, RouterMessage] = RouterSession(
+            hello, report, handle, end
+        )
         self._tick = tick
         self._failed = failed
         self._outgoing: deque[EngineMessage] = deque()

@@ -6,17 +6,11 @@ happens when stands in ``core.sessions.ENGINE_TABLE``, which this executes.
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
-from dualpath.core.control import (
-    EngineMessage,
-    Goodbye,
-    Hello,
-    Refused,
-    Report,
-    RouterMessage,
-    Welcome,
-)
-from dualpath.core.envelopes import FromEngine, FromRouter, outside
+from dualpath.core.control import Refused, Welcome
+from dualpath.core.envelopes import Envelope, outside
+from dualpath.core.message import Message
 from dualpath.core.sessions import (
     ENGINE_TABLE,
     GREETING_S,
@@ -36,8 +30,11 @@ log = logging.getLogger(__name__)
 REPORT_GAP_S = 0.01
 _NEVER = float("-inf")
 
+M = TypeVar("M", bound=Message)
+R = TypeVar("R", bound=Message)
 
-class RouterSession:
+
+class RouterSession(Generic[M, R]):
     """Not thread-safe; one owner calls it, with times in seconds of one clock.
 
     ``hello`` builds a registration with the number of its greeting, or is None-valued as long as
@@ -47,9 +44,9 @@ class RouterSession:
 
     def __init__(
         self,
-        hello: Callable[[int], Hello | None],
-        report: Callable[[], Report],
-        handle: Callable[[RouterMessage], None],
+        hello: Callable[[int], M | None],
+        report: Callable[[], M],
+        handle: Callable[[R], None],
         end: Callable[[str], None],
     ) -> None:
         self._hello = hello
@@ -57,12 +54,12 @@ class RouterSession:
         self._handle = handle
         self._end = end
         self._machine = Machine(ENGINE_TABLE, EngineEnd.AWAY)
-        self._talk: Conversation[EngineMessage, RouterMessage] = Conversation("")
+        self._talk: Conversation[M, R] = Conversation("")
         self._greeting = 0
         self._greeting_s = _NEVER
         self._asked_s = self._reported_s = self._heard_s = _NEVER
         self._complaint = ""
-        self._outbox: list[FromEngine] = []
+        self._outbox: list[Envelope[M]] = []
         #: Set it, from any thread, to have the load reported soon.
         self.load_changed = False
 
@@ -76,11 +73,16 @@ class RouterSession:
         """Whether a session is open."""
         return self._machine.state is EngineEnd.JOINED
 
-    def say(self, message: EngineMessage, now_s: float) -> Sequence[FromEngine]:
+    @property
+    def session(self) -> str:
+        """The name of the session that is open, empty without one."""
+        return self._talk.session if self.joined else ""
+
+    def say(self, message: M, now_s: float) -> Sequence[Envelope[M]]:
         """Return what to send for a message; nothing outside a session, where nobody expects it."""
         return [self._talk.say(message, now_s)] if self.joined else []
 
-    def due(self, now_s: float) -> Sequence[FromEngine]:
+    def due(self, now_s: float) -> Sequence[Envelope[M]]:
         """Return what it is time for: a greeting, or a report."""
         if self.joined and now_s - self._heard_s > ROUTER_TIMEOUT_S:
             self._on(
@@ -95,7 +97,7 @@ class RouterSession:
             self._outbox += self.load(now_s)
         return self._sent()
 
-    def load(self, now_s: float) -> Sequence[FromEngine]:
+    def load(self, now_s: float) -> Sequence[Envelope[M]]:
         """Return a report; nothing outside a session."""
         if not self.joined:
             return []
@@ -103,7 +105,7 @@ class RouterSession:
         self._reported_s = now_s
         return [self._talk.mention(self._report())]
 
-    def hear(self, envelope: FromRouter, now_s: float) -> Sequence[FromEngine]:
+    def hear(self, envelope: Envelope[R], now_s: float) -> Sequence[Envelope[M]]:
         """Take up what came from the router; return what to send at once."""
         message, current = envelope.message, envelope.session == self._talk.session
         if isinstance(message, Refused):
@@ -115,7 +117,7 @@ class RouterSession:
             self._on(Event.SPOKEN, now_s, envelope=envelope)
         return self._sent()
 
-    def leave(self, goodbye: Goodbye, now_s: float) -> Sequence[FromEngine]:
+    def leave(self, goodbye: M, now_s: float) -> Sequence[Envelope[M]]:
         """Return the goodbye, if there is somebody to hear it; nothing is heard any more."""
         if Action.SAY_GOODBYE in self._machine.on(Event.LEAVES):
             return [self._talk.say(goodbye, now_s)]
@@ -141,7 +143,7 @@ class RouterSession:
         self._outbox.append(outside(hello))
 
     def _on(
-        self, event: Event, now_s: float, reason: str = "", envelope: FromRouter | None = None
+        self, event: Event, now_s: float, reason: str = "", envelope: Envelope[R] | None = None
     ) -> None:
         for action in self._machine.on(event):
             if action is Action.BEGIN and envelope is not None:
@@ -156,18 +158,18 @@ class RouterSession:
             elif action is Action.TAKE and envelope is not None:
                 self._take(envelope, now_s)
 
-    def _begin(self, envelope: FromRouter, now_s: float) -> None:
+    def _begin(self, envelope: Envelope[R], now_s: float) -> None:
         self._talk = Conversation(envelope.session)
         self._heard_s, self._reported_s = now_s, _NEVER
         self._handle(envelope.message)
 
-    def _take(self, envelope: FromRouter, now_s: float) -> None:
+    def _take(self, envelope: Envelope[R], now_s: float) -> None:
         self._heard_s = now_s
         message, again = self._talk.hear(envelope, now_s)
         self._outbox += again
         if message is not None:
             self._handle(message)
 
-    def _sent(self) -> list[FromEngine]:
+    def _sent(self) -> list[Envelope[M]]:
         out, self._outbox = self._outbox, []
         return out

@@ -1,7 +1,7 @@
 """Which engines there are, as far as the life of a request has to know."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -65,6 +65,21 @@ class KnownEngines(Protocol):
         """Return the smallest value of an integer limit over live engines, None if unstated."""
         ...
 
+    def waits(self) -> Iterable[str]:
+        """Say what those wait for that are not live, once each."""
+        ...
+
+
+def missing_engines(engines: KnownEngines) -> str | None:
+    """Return why no request can be served at present, None if one can."""
+    missing = [role.value for role in Role if not engines.alive(role)]
+    if not missing:
+        return None
+    said = (
+        f"no live {' and no live '.join(missing)} engine; start one that registers with the router"
+    )
+    return "; ".join((said, *engines.waits()))
+
 
 def is_alive(engines: KnownEngines, info: EngineInfo) -> bool:
     """Whether this process of an engine has a session."""
@@ -87,9 +102,13 @@ class Presence:
     def __init__(self, engines: KnownEngines) -> None:
         self._engines = engines
         self._changed = asyncio.Event()
+        #: Are told of each change.
+        self.listeners: list[Callable[[], None]] = []
 
     def changed(self) -> None:
         """Let those look again who wait."""
+        for listener in self.listeners:
+            listener()
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -63,6 +63,15 @@ class RouterSettings(Settings, frozen=True):
     control_port: Annotated[
         int, Setting("where engines register; 0: any free port", ge=0, le=65535)
     ] = 0
+    front_ends_port: Annotated[
+        int | None,
+        Setting(
+            "where front ends come in that are processes of their own, at control_host; 0: any "
+            "free port; none: there are none",
+            ge=0,
+            le=65535,
+        ),
+    ] = None
     cluster_secret_file: SecretFile = ""
     mode: Annotated[Mode | None, Setting("how KV is loaded; none: the first engine's")] = None
     engine_timeout_s: Annotated[

@@ -53,13 +53,8 @@ from dualpath.vllm.validation import blame_bodies_for_broken_validators
 SHUTDOWN_GRACE_S = 5
 
 
-class ObservedService(ServedEngines, LimitedService, HintedService, RoledService, Protocol):
-    """The router's service as the HTTP application knows it."""
-
-    @property
-    def dashboard(self) -> Dashboard:
-        """What the live page shows."""
-        ...
+class FrontEndOfClients(ServedEngines, LimitedService, HintedService, Protocol):
+    """A front end's service as the HTTP application knows it, wherever its scheduler is."""
 
     def unready(self) -> str | None:
         """Return why clients had better go elsewhere at present, None if all is well."""
@@ -69,16 +64,25 @@ class ObservedService(ServedEngines, LimitedService, HintedService, RoledService
         """Take no new requests; return when those under way have ended, or a limit is over."""
         ...
 
-    def pause_engine(self, engine_id: str, *, paused: bool) -> bool:
-        """Let a live engine get nothing new, or something again; False if there is no such one."""
-        ...
-
     def status(self) -> object:
         """Return a JSON-encodable description of engines, queues and decisions."""
         ...
 
     def exposition(self) -> bytes:
         """Return the router's metrics in the Prometheus text format."""
+        ...
+
+
+class ClusterService(RoledService, Protocol):
+    """The service of the scheduler's own process: what is asked of the whole cluster."""
+
+    @property
+    def dashboard(self) -> Dashboard:
+        """What the live page shows."""
+        ...
+
+    def pause_engine(self, engine_id: str, *, paused: bool) -> bool:
+        """Let a live engine get nothing new, or something again; False if there is no such one."""
         ...
 
 
@@ -115,7 +119,9 @@ def _mode_headers(mode: Mode | None) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-async def make_app(llm: DualPathLLM, service: ObservedService, args: argparse.Namespace) -> FastAPI:
+async def make_app(
+    llm: DualPathLLM, service: FrontEndOfClients, args: argparse.Namespace
+) -> FastAPI:
     """Return the application for vLLM's ``args``; ``llm`` and ``service`` outlive it."""
     tasks = await llm.get_supported_tasks()
     args.middleware = [*args.middleware, *layer_names()]
@@ -130,11 +136,15 @@ async def make_app(llm: DualPathLLM, service: ObservedService, args: argparse.Na
     _put_first(app, "/health", _health_endpoint(service))
     _put_first(app, "/metrics", _metrics_endpoint(service))
     _put_first(app, "/dualpath/v1/status", _status_endpoint(service))
+    add_sessions(app, service)
+    return app
+
+
+def add_cluster_calls(app: FastAPI, service: ClusterService) -> None:
+    """Add what the scheduler's own process answers alone: the live page, pauses and roles."""
     add_dashboard(app, service)
     add_pauses(app, service)
     add_roles(app, service)
-    add_sessions(app, service)
-    return app
 
 
 def layer_names() -> list[str]:
@@ -146,7 +156,7 @@ def layer_names() -> list[str]:
     return [f"{layer.__module__}.{layer.__name__}" for layer in layers]
 
 
-def add_dashboard(app: FastAPI, service: ObservedService) -> None:
+def add_dashboard(app: FastAPI, service: ClusterService) -> None:
     """Add the live page and its data."""
 
     async def data(request: Request) -> Response:
@@ -179,7 +189,7 @@ def _progress(protocol: asyncio.Protocol) -> Progress:
     return Progress(cycle, cycle is not None and not cycle.response_complete)
 
 
-def add_pauses(app: FastAPI, service: ObservedService) -> None:
+def add_pauses(app: FastAPI, service: ClusterService) -> None:
     """Add the calls that pause an engine and let it go on."""
 
     async def pause(request: Request) -> Response:
@@ -222,7 +232,7 @@ async def serve_app(app: FastAPI, args: argparse.Namespace, listener: socket.soc
     """
     drained_on_sigterm(app.state.dualpath_service.drain)
     log_config = get_uvicorn_log_config(args)
-    service: ObservedService = app.state.dualpath_service
+    service: FrontEndOfClients = app.state.dualpath_service
     connections = Connections(connection_limits(service.settings), service.metrics)
     try:
         shutdown: Awaitable[None] = await serve_http(
@@ -252,7 +262,7 @@ def _put_first(app: FastAPI, path: str, endpoint: Callable[..., Awaitable[Respon
     app.router.routes.insert(0, APIRoute(path, endpoint, methods=["GET"]))
 
 
-def _health_endpoint(service: ObservedService) -> Callable[[Request], Awaitable[Response]]:
+def _health_endpoint(service: FrontEndOfClients) -> Callable[[Request], Awaitable[Response]]:
     async def health(request: Request) -> Response:
         reason = service.unready()
         if reason is None and not request.app.state.engine_client.errored:
@@ -262,7 +272,7 @@ def _health_endpoint(service: ObservedService) -> Callable[[Request], Awaitable[
     return health
 
 
-def _metrics_endpoint(service: ObservedService) -> Callable[[Request], Awaitable[Response]]:
+def _metrics_endpoint(service: FrontEndOfClients) -> Callable[[Request], Awaitable[Response]]:
     async def metrics(request: Request) -> Response:
         body = generate_latest(get_prometheus_registry()) + service.exposition()
         return Response(body, headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -270,7 +280,7 @@ def _metrics_endpoint(service: ObservedService) -> Callable[[Request], Awaitable
     return metrics
 
 
-def _status_endpoint(service: ObservedService) -> Callable[[Request], Awaitable[Response]]:
+def _status_endpoint(service: FrontEndOfClients) -> Callable[[Request], Awaitable[Response]]:
     async def status(request: Request) -> Response:
         return _json(service.status(), 200)
 

@@ -20,18 +20,28 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
 from dualpath.core.errors import DualPathError, PromptTooLongError
-from dualpath.router.control.registry import Registry, missing_engines
+from dualpath.router.control.served_adapters import ServedAdapters
+from dualpath.router.engines import KnownEngines, missing_engines
 from dualpath.router.refusals import PROMPT_PARAMETER
 from dualpath.router.token_api.statuses import BAD_REQUEST, status_of
 from dualpath.vllm.engine_core import RoutedEngineCore, TokenSource
+
+
+class EnginesServed(KnownEngines, Protocol):
+    """The engines, and the adapters that they serve."""
+
+    @property
+    def adapters(self) -> ServedAdapters:
+        """Those that clients may name."""
+        ...
 
 
 class ServedEngines(TokenSource, Protocol):
     """The router's service as the front end knows it."""
 
     @property
-    def registry(self) -> Registry:
-        """All engines that ever registered."""
+    def registry(self) -> EnginesServed:
+        """The engines that there are."""
         ...
 
 

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 import msgspec
+from fastapi import FastAPI
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.utils.gc_utils import freeze_gc_heap
@@ -22,7 +23,7 @@ from dualpath.router.requests.limits import allow_many_streams
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.router.turn import STANDS_BY, Turn
-from dualpath.vllm.app import make_app, serve_app
+from dualpath.vllm.app import FrontEndOfClients, add_cluster_calls, make_app, serve_app
 from dualpath.vllm.engine_arguments import join_vllm_logging
 from dualpath.vllm.engine_config import (
     adapter_paths,
@@ -40,33 +41,21 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
 
     Raises ``ConfigError`` (value, limit, remedy) if it cannot be started as asked.
     """
-    join_vllm_logging()
-    allow_many_streams()
-    limit_samples(settings.max_samples)
-    refuse_guessable_request_ids()
-    args = parse_front_end_arguments(front_end)
-    guard_clients(args, settings)
-    warn_if_open(args.host or "", ApiKeys(args.api_key or ()))
-    settings = _with_tracing(settings, args)
+    args = client_arguments(settings, front_end)
+    settings = with_tracing(settings, args)
     async with AsyncExitStack() as stack:
         turn = Turn(settings.standby_lock)
         stack.callback(turn.over)
         if turn.others:
             _refuse_chance_ports(settings, args)
         else:
-            listener = _bind(args, stack)
+            listener = bind_clients(args, stack)
         config = make_engine_config(args)
-        calls = GenerateClient(
-            config.model_config.max_logprobs,
-            engine_headers(),
-            config.scheduler_config.stream_interval,
-        )
-        stack.push_async_callback(calls.aclose)
+        calls = engine_client(config, stack)
         service = RouterService(settings, calls, adapter_paths=adapter_paths(args))
         stack.push_async_callback(service.stop)
-        llm = _make_llm(config, service, front_end, args)
-        stack.push_async_callback(llm.aclose)
-        app = await make_app(llm, service, args)
+        app = await client_app(config, service, front_end, args, stack)
+        add_cluster_calls(app, service)
         if turn.others:
             # vLLM looks through the whole heap as it begins to serve, which takes half a second of
             # CPU. What was looked through before its turn it then passes over.
@@ -78,13 +67,57 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
         listener.listen()
         print(
             f"dualpath router: OpenAI endpoint http://{args.host}:{args.port}/v1, "
-            f"engines register at {service.control_address}",
+            f"engines register at {service.control_address}{_front_ends(service)}",
             flush=True,
         )
         await serve_app(app, args, listener)
 
 
-def _bind(args: Namespace, stack: AsyncExitStack) -> socket.socket:
+def _front_ends(service: RouterService) -> str:
+    address = service.front_ends_address
+    return f", front ends at {address}" if address else ""
+
+
+def client_arguments(settings: RouterSettings, front_end: FrontEndSettings) -> Namespace:
+    """Return vLLM's arguments, after this process was made fit to serve clients.
+
+    Raises ``ConfigError`` for what cannot be.
+    """
+    join_vllm_logging()
+    allow_many_streams()
+    limit_samples(settings.max_samples)
+    refuse_guessable_request_ids()
+    args = parse_front_end_arguments(front_end)
+    guard_clients(args, settings)
+    warn_if_open(args.host or "", ApiKeys(args.api_key or ()))
+    return args
+
+
+def engine_client(config: VllmConfig, stack: AsyncExitStack) -> GenerateClient:
+    """Return what calls engines, which is closed at the end."""
+    calls = GenerateClient(
+        config.model_config.max_logprobs,
+        engine_headers(),
+        config.scheduler_config.stream_interval,
+    )
+    stack.push_async_callback(calls.aclose)
+    return calls
+
+
+async def client_app(
+    config: VllmConfig,
+    service: FrontEndOfClients,
+    front_end: FrontEndSettings,
+    args: Namespace,
+    stack: AsyncExitStack,
+) -> FastAPI:
+    """Return the OpenAI application over a service; what it needs of vLLM ends with ``stack``."""
+    llm = _make_llm(config, service, front_end, args)
+    stack.push_async_callback(llm.aclose)
+    return await make_app(llm, service, args)
+
+
+def bind_clients(args: Namespace, stack: AsyncExitStack) -> socket.socket:
     """Return the bound socket, which is closed at the end."""
     listener = bind_listen_socket(args)
     stack.callback(listener.close)
@@ -93,11 +126,16 @@ def _bind(args: Namespace, stack: AsyncExitStack) -> socket.socket:
 
 
 async def _bind_again(args: Namespace, stack: AsyncExitStack) -> socket.socket:
-    return _bind(args, stack)
+    return bind_clients(args, stack)
 
 
 def _refuse_chance_ports(settings: RouterSettings, args: Namespace) -> None:
     """Raise ``ConfigError`` if clients or engines could not find the next router."""
+    if settings.front_ends_port == 0:
+        raise ConfigError(
+            "{front_ends_port} is 0; routers that take turns ({standby_lock}) need the same one, "
+            "give a number above 0"
+        )
     if not (args.port and settings.control_port):
         raise ConfigError(
             f"{{port}} is {args.port} and {{control_port}} {settings.control_port}; routers that "
@@ -105,7 +143,7 @@ def _refuse_chance_ports(settings: RouterSettings, args: Namespace) -> None:
         )
 
 
-def _with_tracing(settings: RouterSettings, args: Namespace) -> RouterSettings:
+def with_tracing(settings: RouterSettings, args: Namespace) -> RouterSettings:
     """Let either side's endpoint count for both: vLLM drops trace headers if it has none."""
     endpoint = settings.otlp_traces_endpoint or args.otlp_traces_endpoint or ""
     args.otlp_traces_endpoint = endpoint or None
@@ -137,7 +175,7 @@ def refuse_guessable_request_ids() -> None:
 
 
 def _make_llm(
-    config: VllmConfig, service: RouterService, front_end: FrontEndSettings, args: Namespace
+    config: VllmConfig, service: FrontEndOfClients, front_end: FrontEndSettings, args: Namespace
 ) -> DualPathLLM:
     try:
         return DualPathLLM(

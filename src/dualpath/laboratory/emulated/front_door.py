@@ -29,6 +29,7 @@ from dualpath.core.errors import (
 from dualpath.core.key_extras import KeyExtras
 from dualpath.core.key_memory import KeyMemory
 from dualpath.core.session_hints import session_hints
+from dualpath.laboratory.emulated.cluster_calls import ClusterCalls
 from dualpath.laboratory.emulated.engine_client import EngineClient
 from dualpath.laboratory.emulated.http_server import (
     api_key_guard,
@@ -39,28 +40,21 @@ from dualpath.laboratory.emulated.http_server import (
     refusal_count,
     serving_app,
     until_client_leaves,
-    until_signal,
 )
 from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
 from dualpath.router.connections import Connections
-from dualpath.router.control.pauses import PAUSE_PATH, no_such_engine
-from dualpath.router.control.role_calls import ROLES_PATH, roles_call
 from dualpath.router.control.session_orders import SESSION_PATH
 from dualpath.router.engine_calls import Job, TokenEvent
-from dualpath.router.observe.dashboard.page_file import dashboard_page
+from dualpath.router.links.service import LinkedFrontEnd
 from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
-from dualpath.router.requests.limits import allow_many_streams, connection_limits
+from dualpath.router.requests.limits import connection_limits
 from dualpath.router.requests.prompt_limits import check_prompt, check_salt, check_token_ids
 from dualpath.router.requests.session_calls import session_call
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.client import TokenApiClient
-from dualpath.router.token_api.statuses import (
-    NOT_FOUND,
-    UNAVAILABLE,
-    api_error,
-)
-from dualpath.router.token_api.wire import STREAM_END, ApiError, decode_body, server_event
+from dualpath.router.token_api.statuses import UNAVAILABLE, api_error
+from dualpath.router.token_api.wire import STREAM_END, decode_body, server_event
 from dualpath.router.turn import STANDS_BY, Turn
 
 #: W3C trace context, handed on to engines.
@@ -86,9 +80,12 @@ class CompletionRequest(msgspec.Struct):
 
 
 class FrontDoor:
-    """HTTP application over a ``RouterService``; both live in one event loop."""
+    """HTTP application over a service; both live in one event loop.
 
-    def __init__(self, service: RouterService) -> None:
+    One over a ``RouterService`` answers what is asked of the cluster as well.
+    """
+
+    def __init__(self, service: RouterService | LinkedFrontEnd) -> None:
         self._service = service
         self._bodies = ArrivingBodies(service.settings)
         self._memory: KeyMemory | None = None
@@ -106,16 +103,12 @@ class FrontDoor:
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/dualpath/v1/status", self._status)
-        app.router.add_get("/dualpath/v1/dashboard", self._dashboard)
-        app.router.add_post(PAUSE_PATH, self._pause)
-        app.router.add_delete(PAUSE_PATH, self._pause)
-        app.router.add_get(ROLES_PATH, self._roles)
-        app.router.add_post(ROLES_PATH, self._roles)
         app.router.add_post(SESSION_PATH, self._session)
         app.router.add_delete(SESSION_PATH, self._session)
-        app.router.add_get("/dashboard", self._page)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
+        if isinstance(self._service, RouterService):
+            ClusterCalls(self._service, self._bodies).add_to(app)
         return app
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
@@ -209,22 +202,6 @@ class FrontDoor:
     async def _status(self, request: web.Request) -> web.Response:
         return json_answer(self._service.status())
 
-    async def _pause(self, request: web.Request) -> web.Response:
-        engine_id, paused = request.match_info["engine_id"], request.method == "POST"
-        if self._service.pause_engine(engine_id, paused=paused):
-            return json_answer({"engine_id": engine_id, "paused": paused})
-        return json_answer({"error": ApiError(no_such_engine(engine_id), NOT_FOUND)}, NOT_FOUND)
-
-    async def _roles(self, request: web.Request) -> web.Response:
-        try:
-            body = await read_body(request, self._bodies) if request.method == "POST" else None
-        except BodyRefusedError as error:
-            return body_refused(error)
-        except DualPathError as error:
-            return error_answer(error)
-        status, answer = roles_call(self._service, body)
-        return json_answer(answer, status)
-
     async def _session(self, request: web.Request) -> web.Response:
         try:
             body = await read_body(request, self._bodies)
@@ -235,16 +212,6 @@ class FrontDoor:
         session_id, over = request.match_info["session_id"], request.method == "DELETE"
         status, answer = await session_call(self._service, session_id, body, over=over)
         return json_answer(answer, status)
-
-    async def _dashboard(self, request: web.Request) -> web.Response:
-        try:
-            return json_answer(self._service.dashboard.report(request.query.get("since", "0")))
-        except BadRequestError as error:
-            return error_answer(error)
-
-    async def _page(self, request: web.Request) -> web.Response:
-        page = dashboard_page()
-        return web.Response(body=page.body, headers=page.headers)
 
     async def _health(self, request: web.Request) -> web.Response:
         if (reason := self._service.unready()) is None:
@@ -277,29 +244,21 @@ async def front_door(
         await turn.taken()
         stack.push_async_callback(service.stop)
         await turn.bound(service.start)
-        connections = Connections(connection_limits(settings), service.metrics)
 
-        async def serve() -> int:
-            return await stack.enter_async_context(
-                serving_app(FrontDoor(service).app(), host, port, connections)
-            )
+        async def serve() -> str:
+            return await served(service, host, port, stack)
 
-        yield f"http://{host}:{await turn.bound(serve)}", service
+        yield await turn.bound(serve), service
 
 
-async def run_front_door(settings: RouterSettings, host: str, port: int) -> None:
-    """Run a front door until SIGINT, or until it has drained after SIGTERM.
-
-    Raises ``ConfigError`` as ``front_door``.
-    """
-    allow_many_streams()
-    async with front_door(settings, host, port) as (endpoint, service):
-        print(
-            f"dualpath front door: token ids at {endpoint}/v1, engines register at "
-            f"{service.control_address}",
-            flush=True,
-        )
-        await until_signal(service.drain)
+async def served(
+    service: RouterService | LinkedFrontEnd, host: str, port: int, stack: AsyncExitStack
+) -> str:
+    """Serve clients until the stack's end; return the endpoint."""
+    connections = Connections(connection_limits(service.settings), service.metrics)
+    app = FrontDoor(service).app()
+    bound = await stack.enter_async_context(serving_app(app, host, port, connections))
+    return f"http://{host}:{bound}"
 
 
 def _chunk(event: TokenEvent) -> dict[str, Any]:

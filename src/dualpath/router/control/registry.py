@@ -177,21 +177,14 @@ class Registry:
         greeted = engine.machine.state is RouterEnd.GREETED
         return self.waits_for(engine.info) if greeted else None
 
+    def waits(self) -> list[str]:
+        """Say what those wait for that are not live, once for each group."""
+        return list(dict.fromkeys(why for e in self.all() if (why := self.waiting(e)) is not None))
+
     def limit(self, name: str) -> int | None:
         """Return the smallest value of an integer limit over live engines, None if unstated."""
         values = [e.info.limits.get(name) for e in self._engines.values() if e.alive]
         return min((v for v in values if isinstance(v, int)), default=None)
-
-
-def missing_engines(registry: Registry) -> str | None:
-    """Return why no request can be served at present, None if one can."""
-    missing = [role.value for role in Role if not registry.alive(role)]
-    if not missing:
-        return None
-    # One reason for each group: its ranks wait for the same others.
-    waits = dict.fromkeys(why for e in registry.all() if (why := registry.waiting(e)) is not None)
-    said = f"no live {' and no live '.join(missing)} engine; start one that registers here"
-    return "; ".join((said, *waits))
 
 
 def _info(hello: Hello, order: int) -> EngineInfo:

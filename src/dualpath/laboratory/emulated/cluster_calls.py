@@ -1,0 +1,61 @@
+"""What the light front door answers of the whole cluster: the live page, pauses and roles."""
+
+from aiohttp import web
+
+from dualpath.core.errors import BadRequestError, DualPathError
+from dualpath.laboratory.emulated.http_server import (
+    body_refused,
+    error_answer,
+    json_answer,
+    read_body,
+)
+from dualpath.router.control.pauses import PAUSE_PATH, no_such_engine
+from dualpath.router.control.role_calls import ROLES_PATH, roles_call
+from dualpath.router.observe.dashboard.page_file import dashboard_page
+from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
+from dualpath.router.service import RouterService
+from dualpath.router.token_api.statuses import NOT_FOUND
+from dualpath.router.token_api.wire import ApiError
+
+
+class ClusterCalls:
+    """Handlers over the service of the scheduler's own process."""
+
+    def __init__(self, service: RouterService, bodies: ArrivingBodies) -> None:
+        self._service = service
+        self._bodies = bodies
+
+    def add_to(self, app: web.Application) -> None:
+        """Add the routes."""
+        app.router.add_get("/dashboard", self._page)
+        app.router.add_get("/dualpath/v1/dashboard", self._dashboard)
+        app.router.add_post(PAUSE_PATH, self._pause)
+        app.router.add_delete(PAUSE_PATH, self._pause)
+        app.router.add_get(ROLES_PATH, self._roles)
+        app.router.add_post(ROLES_PATH, self._roles)
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        engine_id, paused = request.match_info["engine_id"], request.method == "POST"
+        if self._service.pause_engine(engine_id, paused=paused):
+            return json_answer({"engine_id": engine_id, "paused": paused})
+        return json_answer({"error": ApiError(no_such_engine(engine_id), NOT_FOUND)}, NOT_FOUND)
+
+    async def _roles(self, request: web.Request) -> web.Response:
+        try:
+            body = await read_body(request, self._bodies) if request.method == "POST" else None
+        except BodyRefusedError as error:
+            return body_refused(error)
+        except DualPathError as error:
+            return error_answer(error)
+        status, answer = roles_call(self._service, body)
+        return json_answer(answer, status)
+
+    async def _dashboard(self, request: web.Request) -> web.Response:
+        try:
+            return json_answer(self._service.dashboard.report(request.query.get("since", "0")))
+        except BadRequestError as error:
+            return error_answer(error)
+
+    async def _page(self, request: web.Request) -> web.Response:
+        page = dashboard_page()
+        return web.Response(body=page.body, headers=page.headers)

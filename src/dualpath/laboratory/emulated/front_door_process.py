@@ -1,0 +1,67 @@
+"""The processes of light front doors: one with its router, one with its scheduler behind a link."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from dualpath.laboratory.emulated.engine_client import EngineClient
+from dualpath.laboratory.emulated.front_door import front_door, served
+from dualpath.laboratory.emulated.http_server import until_signal
+from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
+from dualpath.router.links.service import LinkedFrontEnd
+from dualpath.router.links.settings import LinkSettings
+from dualpath.router.requests.limits import allow_many_streams
+from dualpath.router.service import RouterService
+from dualpath.router.settings import RouterSettings
+from dualpath.router.token_api.client import TokenApiClient
+
+
+@asynccontextmanager
+async def linked_front_door(
+    settings: RouterSettings, link: LinkSettings, host: str, port: int
+) -> AsyncIterator[tuple[str, LinkedFrontEnd]]:
+    """Serve in the block with the scheduler behind a link; yields the endpoint and the service.
+
+    Raises ``ConfigError`` for an address that is taken or cannot be.
+    """
+    warn_if_open(host, ApiKeys(settings.api_keys))
+    async with AsyncExitStack() as stack:
+        calls = EngineClient(TokenApiClient(engine_headers()))
+        stack.push_async_callback(calls.aclose)
+        service = LinkedFrontEnd(settings, link, calls)
+        stack.push_async_callback(service.stop)
+        await service.start()
+        yield await served(service, host, port, stack), service
+
+
+async def run_front_door(settings: RouterSettings, host: str, port: int) -> None:
+    """Run a front door until SIGINT, or until it has drained after SIGTERM.
+
+    Raises ``ConfigError`` as ``front_door``.
+    """
+    allow_many_streams()
+    async with front_door(settings, host, port) as (endpoint, service):
+        print(
+            f"dualpath front door: token ids at {endpoint}/v1, engines register at "
+            f"{service.control_address}{_front_ends(service)}",
+            flush=True,
+        )
+        await until_signal(service.drain)
+
+
+async def run_linked_front_door(
+    settings: RouterSettings, link: LinkSettings, host: str, port: int
+) -> None:
+    """As ``run_front_door``, with the scheduler behind a link."""
+    allow_many_streams()
+    async with linked_front_door(settings, link, host, port) as (endpoint, service):
+        print(
+            f"dualpath front door: token ids at {endpoint}/v1, the scheduler is looked for at "
+            f"{service.scheduler_address}",
+            flush=True,
+        )
+        await until_signal(service.drain)
+
+
+def _front_ends(service: RouterService) -> str:
+    address = service.front_ends_address
+    return f", front ends at {address}" if address else ""

@@ -1,0 +1,1 @@
+"""Front ends that are processes of their own: ``scheduling`` over a control connection."""

@@ -1,0 +1,251 @@
+"""Where front ends that are processes of their own come in at the scheduler.
+
+One session for each, by the table of engines' sessions (``core.sessions.ROUTER_TABLE``).  When one
+ends, all its attempts are over: what they have at engines is released, as if clients had left.
+"""
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import Callable
+
+import msgspec
+
+from dualpath.core.control import Goodbye, Heard, Refused, Welcome
+from dualpath.core.envelopes import Envelope, decode_with, encode, outside
+from dualpath.core.errors import IncompatibleError
+from dualpath.core.sessions import (
+    ROUTER_TABLE,
+    Action,
+    Conversation,
+    Event,
+    Machine,
+    RouterEnd,
+)
+from dualpath.router.control.control_socket import ControlSocket
+from dualpath.router.links import messages as m
+from dualpath.router.links.guest import Guest
+from dualpath.router.refusals import ControlRefusal, ControlRefusals
+from dualpath.router.scheduler import Scheduler
+from dualpath.transport.cluster_secret import ClusterSecret
+
+logger = logging.getLogger(__name__)
+
+_DECODER: msgspec.msgpack.Decoder[m.FromFrontEnd] = msgspec.msgpack.Decoder(m.FromFrontEnd)
+_ACKNOWLEDGE_S = 0.1
+#: Known by name at a time.
+MOST_FRONT_ENDS = 1024
+
+
+class _FrontEnd:
+    """What is known of one front end: its process, its session and what it has under way."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.epoch, self.greeting, self.identity = "", 0, b""
+        self.heard_s = float("-inf")
+        self.machine = Machine(ROUTER_TABLE, RouterEnd.UNKNOWN)
+        self.talk: Conversation[m.SchedulerMessage, m.FrontEndMessage] = Conversation("")
+        self.guest: Guest | None = None
+
+    @property
+    def live(self) -> bool:
+        return self.machine.state is RouterEnd.LIVE
+
+    def greeted(self, hello: m.FrontEndHello) -> Event | None:
+        """Take down a greeting; return what it means, None if it is older than the last one."""
+        if not self.epoch:
+            event = Event.GREETS
+        elif hello.epoch != self.epoch:
+            event = Event.RESTARTED
+        elif hello.greeting == self.greeting:
+            event = Event.GREETS_AGAIN
+        elif hello.greeting > self.greeting:
+            event = Event.GREETS_ANEW
+        else:
+            return None
+        self.epoch, self.greeting = hello.epoch, hello.greeting
+        return event
+
+
+class FrontEndDoor:
+    """Sessions with front ends over a ``ControlSocket``; ``timeout_s`` of silence ends one."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        socket: ControlSocket,
+        clock: Callable[[], float],
+        timeout_s: float,
+        epoch: str = "",
+    ) -> None:
+        self._scheduler = scheduler
+        self._socket = socket
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._epoch = epoch or uuid.uuid4().hex
+        self._sessions = itertools.count(1)
+        self._front_ends: dict[str, _FrontEnd] = {}
+        self._outbox: asyncio.Queue[tuple[bytes, bytes]] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.refusals = ControlRefusals()
+        self.address = ""
+
+    async def start(self, host: str, port: int, secret: ClusterSecret | None = None) -> None:
+        """Bind and serve, unless it does; raises ``ConfigError`` as ``ControlServer.start``."""
+        if self._tasks:
+            return
+        self.address = await self._socket.open(host, port, secret, self.refusals)
+        self._scheduler.context.presence.listeners.append(self._engines_changed)
+        loops = self._receive, self._send_all, self._watch
+        self._tasks = [asyncio.create_task(loop()) for loop in loops]
+
+    async def stop(self) -> None:
+        """End all sessions, then close; idempotent."""
+        if not self._tasks:
+            return
+        self._scheduler.context.presence.listeners.remove(self._engines_changed)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        for front_end in self._front_ends.values():
+            self._lose(front_end, "the scheduler ends")
+        await self._socket.close()
+
+    def _engines_changed(self) -> None:
+        now = self._engines_now()
+        for front_end in self._front_ends.values():
+            self._say(front_end, now)
+
+    def _engines_now(self) -> m.EnginesNow:
+        registry = self._scheduler.registry
+        return m.EnginesNow(
+            registry.mode,
+            registry.namespace,
+            tuple(registry.alive()),
+            self._scheduler.keeps_answers,
+        )
+
+    def _say(self, front_end: _FrontEnd, message: m.SchedulerMessage) -> None:
+        if front_end.live:
+            self._post(front_end, front_end.talk.say(message, self._clock()))
+
+    def _post(self, front_end: _FrontEnd, envelope: Envelope[m.SchedulerMessage]) -> None:
+        self._outbox.put_nowait((front_end.identity, encode(envelope)))
+
+    async def _send_all(self) -> None:
+        while True:
+            await self._socket.send(*await self._outbox.get())
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_ACKNOWLEDGE_S)
+            for front_end in self._front_ends.values():
+                if front_end.live and self._clock() - front_end.heard_s > self._timeout_s:
+                    self._on(front_end, Event.SILENT, f"silent for {self._timeout_s:g} s")
+                elif front_end.live:
+                    self._post(front_end, front_end.talk.mention(Heard()))
+
+    async def _receive(self) -> None:
+        while True:
+            identity, frames = await self._socket.receive()
+            try:
+                self._handle(identity, decode_with(_DECODER, frames[-1] if frames else b""))
+            except IncompatibleError as error:
+                self._malformed(identity, error)
+            except Exception:
+                # One message must never take the scheduler down with it.
+                logger.exception("message of a front end on %s failed", identity.hex())
+
+    def _malformed(self, identity: bytes, error: IncompatibleError) -> None:
+        self.refusals.count(ControlRefusal.MALFORMED)
+        if self.refusals.complain(identity, self._clock()):
+            logger.warning("refused, further times are only counted: %s", error)
+        self._outbox.put_nowait((identity, encode(outside(Refused(str(error))))))
+
+    def _handle(self, identity: bytes, envelope: m.FromFrontEnd) -> None:
+        message = envelope.message
+        if isinstance(message, m.FrontEndHello):
+            self._hello(identity, message)
+            return
+        known = (f for f in self._front_ends.values() if f.talk.session == envelope.session)
+        front_end = next(known, None) if envelope.session else None
+        if front_end is None:
+            self._send_away(identity, envelope.session)
+            return
+        front_end.identity = identity
+        if Action.TAKE in self._on(front_end, Event.SPOKEN):
+            front_end.heard_s = self._clock()
+            taken, repeated = front_end.talk.hear(envelope, front_end.heard_s)
+            for one in repeated:
+                self._post(front_end, one)
+            if isinstance(taken, Goodbye):
+                self._on(front_end, Event.GOODBYE, f"left: {taken.reason}")
+            elif taken is not None and front_end.guest is not None:
+                front_end.guest.take(taken)
+
+    def _hello(self, identity: bytes, hello: m.FrontEndHello) -> None:
+        if (reason := self._unwelcome(hello)) is not None:
+            self._outbox.put_nowait((identity, encode(outside(Refused(reason)))))
+            return
+        front_end = self._front_ends.setdefault(hello.name, _FrontEnd(hello.name))
+        if (event := front_end.greeted(hello)) is not None:
+            front_end.identity = identity
+            self._on(front_end, event, "it has begun anew")
+
+    def _unwelcome(self, hello: m.FrontEndHello) -> str | None:
+        if hello.version != m.LINK_VERSION:
+            return (
+                f"front end {hello.name!r} speaks version {hello.version}, this scheduler "
+                f"{m.LINK_VERSION}; run the same dualpath version on both"
+            )
+        if hello.name in self._front_ends or len(self._front_ends) < MOST_FRONT_ENDS:
+            return None
+        # Names cost who makes them up nothing: those that are gone are forgotten.
+        self._front_ends = {n: f for n, f in self._front_ends.items() if f.live}
+        if len(self._front_ends) < MOST_FRONT_ENDS:
+            return None
+        return (
+            f"front end {hello.name!r} would be one more than {MOST_FRONT_ENDS}; stop some, or "
+            "start another scheduler for them"
+        )
+
+    def _on(self, front_end: _FrontEnd, event: Event, reason: str = "") -> tuple[Action, ...]:
+        actions = front_end.machine.on(event)
+        for action in actions:
+            match action:
+                case Action.LOSE:
+                    self._lose(front_end, reason)
+                case Action.GATHER:
+                    self._on(front_end, Event.COMPLETE)
+                case Action.OPEN:
+                    front_end.talk = Conversation(f"{self._epoch}-{next(self._sessions):08}")
+                    front_end.heard_s = self._clock()
+                    self._welcome(front_end)
+                case Action.WELCOME:
+                    self._welcome(front_end)
+                case Action.JOIN:
+                    self._join(front_end)
+                case Action.SEND_AWAY:
+                    self._send_away(front_end.identity, front_end.talk.session)
+        return actions
+
+    def _send_away(self, identity: bytes, session: str) -> None:
+        again = outside(Refused("no such session", again=True), session)
+        self._outbox.put_nowait((identity, encode(again)))
+
+    def _welcome(self, front_end: _FrontEnd) -> None:
+        self._post(front_end, front_end.talk.mention(Welcome((), front_end.greeting)))
+
+    def _join(self, front_end: _FrontEnd) -> None:
+        logger.info("front end %s joined (epoch %s)", front_end.name, front_end.epoch)
+        front_end.guest = Guest(self._scheduler, lambda message: self._say(front_end, message))
+        self._say(front_end, self._engines_now())
+
+    def _lose(self, front_end: _FrontEnd, reason: str) -> None:
+        guest, front_end.guest = front_end.guest, None
+        if guest is not None:
+            logger.warning("front end %s is lost: %s", front_end.name, reason)
+            guest.leave(reason)

@@ -1,0 +1,199 @@
+"""What a front end and the scheduler send each other, in the envelopes of ``core.envelopes``.
+
+    front end → scheduler   FrontEndHello Beat Begin Try Ask TokensCame Over End Suspect Settle Hint
+                            Goodbye
+    scheduler → front end   Welcome Refused Heard EnginesNow Happened Broken Answer Failure
+
+Sessions are those of engines (``core.sessions``): numbered messages, acknowledged and said again,
+an epoch for each end, nothing carried over from one session to the next but what is begun anew.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from dualpath.core import errors
+from dualpath.core.blocks import StoreNamespace
+from dualpath.core.control import Goodbye, Heard, Refused, Welcome
+from dualpath.core.envelopes import Envelope
+from dualpath.core.message import Message
+from dualpath.core.modes import Mode
+from dualpath.core.names import Name
+from dualpath.core.session_hints import SessionHints
+from dualpath.router.engines import EngineInfo
+from dualpath.router.scheduling import Answered, AttemptEvent, AttemptOrder, RequestOrder
+
+#: Raised by one whenever a message changes its meaning; both ends must agree.
+LINK_VERSION = 1
+
+
+class FrontEndHello(Message, frozen=True, tag=True):
+    """Asks for a session; ``greeting`` as in ``core.control.Hello``."""
+
+    version: int
+    name: Name
+    epoch: Name
+    greeting: int = 1
+
+
+class Beat(Message, frozen=True, tag=True):
+    """The front end lives."""
+
+
+class Begin(Message, frozen=True, tag=True):
+    """A request has arrived."""
+
+    order: RequestOrder
+
+
+class Try(Message, frozen=True, tag=True):
+    """An attempt begins; ``Ask`` goes on with it.
+
+    ``namespace`` is the one that the front end has made its keys for: to engines of another model
+    they would be names of other KV.
+    """
+
+    request_id: Name
+    order: AttemptOrder
+    namespace: StoreNamespace | None
+
+
+class Step(StrEnum):
+    """Calls of a ``ScheduledAttempt`` that are answered."""
+
+    PREPARE = "prepare"
+    PREFILLED = "prefilled"
+    GIVEN_UP = "given_up"
+    DECODED = "decoded"
+
+
+class Ask(Message, frozen=True, tag=True):
+    """Answered with ``Answer`` or ``Failure``, unless the attempt is over before."""
+
+    call_id: int
+    attempt_id: Name
+    step: Step
+
+
+class TokensCame(Message, frozen=True, tag=True):
+    """The DE generates."""
+
+    attempt_id: Name
+
+
+class Over(Message, frozen=True, tag=True):
+    """An attempt is over."""
+
+    attempt_id: Name
+    reason: str
+
+
+class End(Message, frozen=True, tag=True):
+    """A request is over."""
+
+    request_id: Name
+    answered: Answered | None = None
+
+
+class Suspect(Message, frozen=True, tag=True):
+    """Something failed on this process of an engine."""
+
+    engine_id: Name
+    epoch: Name
+    why: str
+    call_failed: bool = False
+
+
+class Settle(Message, frozen=True, tag=True):
+    """Answered when it is known which of these processes of engines live."""
+
+    call_id: int
+    engines: tuple[tuple[str, str], ...]
+
+
+class Hint(Message, frozen=True, tag=True):
+    """Answered with whether anybody knows the session."""
+
+    call_id: int
+    tenant: str
+    session_id: str
+    hints: SessionHints
+
+
+class EnginesNow(Message, frozen=True, tag=True):
+    """The live engines, by arrival; follows ``Welcome`` and each change."""
+
+    mode: Mode | None
+    namespace: StoreNamespace | None
+    engines: tuple[EngineInfo, ...]
+    keeps_answers: bool
+
+
+class Happened(Message, frozen=True, tag=True):
+    """An attempt's listener is to hear this."""
+
+    attempt_id: Name
+    event: AttemptEvent
+
+
+class Broken(Message, frozen=True, tag=True):
+    """An engine is lost that the attempt needs."""
+
+    attempt_id: Name
+    reason: str
+
+
+class Answer(Message, frozen=True, tag=True):
+    """What a call returns; its type follows from the call."""
+
+    call_id: int
+    result: msgspec.Raw
+
+
+class Failure(Message, frozen=True, tag=True):
+    """What a call raises: the name of an error of ``core.errors`` and its text."""
+
+    call_id: int
+    error: str
+    text: str
+
+
+FrontEndMessage = (
+    FrontEndHello
+    | Beat
+    | Begin
+    | Try
+    | Ask
+    | TokensCame
+    | Over
+    | End
+    | Suspect
+    | Settle
+    | Hint
+    | Goodbye
+)
+SchedulerMessage = Welcome | Refused | Heard | EnginesNow | Happened | Broken | Answer | Failure
+FromFrontEnd = Envelope[FrontEndMessage]
+FromScheduler = Envelope[SchedulerMessage]
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        errors.BadRequestError,
+        errors.DeadlineError,
+        errors.EngineLostError,
+        errors.PromptTooLongError,
+        errors.TransportError,
+    )
+}
+
+
+def failure(call_id: int, error: Exception) -> Failure:
+    """Return the wire form of what a call raises; what the other end does not know is a loss."""
+    name = type(error).__name__
+    return Failure(call_id, name if name in _KINDS else "EngineLostError", str(error))
+
+
+def raised(said: Failure) -> errors.DualPathError:
+    """Return the error of a ``Failure``."""
+    return _KINDS.get(said.error, errors.EngineLostError)(said.text)

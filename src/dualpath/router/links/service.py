@@ -1,0 +1,88 @@
+"""A front end that is a process of its own: its link to the scheduler, and its requests.
+
+What belongs to the cluster (engines' states, decisions, the live page, pauses and roles) is asked
+of the router whose scheduler it is.
+"""
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from dualpath.router.control.registry import Registry
+from dualpath.router.engine_calls import EngineCalls
+from dualpath.router.front_end_service import FrontEndService
+from dualpath.router.links.remote import EnginesView, RemoteScheduling
+from dualpath.router.links.settings import LinkSettings
+from dualpath.router.links.zmq_link import ZmqLinkConnection
+from dualpath.router.observe.metrics import RouterMetrics
+from dualpath.router.requests.records import RequestRecord
+from dualpath.router.settings import RouterSettings
+from dualpath.transport.cluster_secret import load_secret
+
+
+class LinkedFrontEnd(FrontEndService):
+    """As ``RouterService``, without the cluster; ``start`` greets the scheduler.
+
+    Raises ``ConfigError`` for an address that cannot be, or one of another machine without a
+    cluster secret.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        link: LinkSettings,
+        engine_calls: EngineCalls,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler_address = link.scheduler
+        self.name = link.front_end_name or f"{socket.gethostname()}-{os.getpid()}"
+        connection = ZmqLinkConnection(link.scheduler, load_secret(settings.cluster_secret_file))
+        self.link = RemoteScheduling(
+            connection, self.name, uuid.uuid4().hex, clock, self.scheduler_address
+        )
+        # It has no engines of its own to report of, and nobody greets it.
+        metrics = RouterMetrics(Registry(), dict, clock)
+        super().__init__(settings, self.link, metrics, engine_calls, clock, _kept_nowhere)
+
+    @property
+    def registry(self) -> EnginesView:
+        """The engines that the scheduler tells of."""
+        return self.link.engines
+
+    async def start(self) -> None:
+        """Open the traces, if they are kept, and greet until the scheduler answers."""
+        self.front_end.start()
+        self.link.start()
+
+    async def stop(self) -> None:
+        """End all requests (their streams raise ``EngineLostError``) and leave; idempotent."""
+        await self.front_end.stop()
+        await self.link.stop()
+        await self.front_end.close()
+
+    def status(self) -> dict[str, Any]:
+        """Return the body of this front end's ``GET /dualpath/v1/status``."""
+        engines, (waiting, running) = self.registry, self.front_end.counts()
+        names = (engine.limits.get("served_model_name") for engine in engines.alive())
+        namespace = engines.namespace
+        return {
+            "front_end": self.name,
+            "scheduler": self.scheduler_address,
+            "scheduler_missing": self.registry.away or None,
+            "mode": engines.mode.value if engines.mode else None,
+            "model": next(filter(None, names), None) or (namespace.model if namespace else None),
+            "max_model_len": engines.limit("max_model_len"),
+            "engines": [
+                {"engine_id": engine.engine_id, "role": engine.role.value}
+                for engine in engines.alive()
+            ],
+            "waiting": waiting,
+            "running": running,
+        }
+
+
+def _kept_nowhere(record: RequestRecord) -> None:
+    """The live page is the router's."""

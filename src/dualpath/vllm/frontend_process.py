@@ -1,0 +1,48 @@
+"""A front end's process: the OpenAI endpoint with its scheduler behind a link."""
+
+from contextlib import AsyncExitStack
+
+from dualpath.core.errors import ConfigError
+from dualpath.router.links.service import LinkedFrontEnd
+from dualpath.router.links.settings import LinkSettings
+from dualpath.router.settings import RouterSettings
+from dualpath.vllm.app import serve_app
+from dualpath.vllm.engine_config import adapter_paths, make_engine_config
+from dualpath.vllm.front_end_settings import FrontEndSettings
+from dualpath.vllm.router_process import (
+    bind_clients,
+    client_app,
+    client_arguments,
+    engine_client,
+    with_tracing,
+)
+
+
+async def run_front_end(
+    settings: RouterSettings, front_end: FrontEndSettings, link: LinkSettings
+) -> None:
+    """Run a front end until SIGINT or SIGTERM; the scheduler may come and go meanwhile.
+
+    Raises ``ConfigError`` (value, limit, remedy) if it cannot be started as asked.
+    """
+    args = client_arguments(settings, front_end)
+    if adapters := adapter_paths(args):
+        raise ConfigError(
+            f"adapters {', '.join(adapters)} cannot be served by a front end that is a process of "
+            "its own; leave out --lora-modules here, and let clients that name them ask the router"
+        )
+    settings = with_tracing(settings, args)
+    async with AsyncExitStack() as stack:
+        listener = bind_clients(args, stack)
+        config = make_engine_config(args)
+        service = LinkedFrontEnd(settings, link, engine_client(config, stack))
+        stack.push_async_callback(service.stop)
+        app = await client_app(config, service, front_end, args, stack)
+        await service.start()
+        listener.listen()
+        print(
+            f"dualpath frontend: OpenAI endpoint http://{args.host}:{args.port}/v1, the scheduler "
+            f"is looked for at {link.scheduler}",
+            flush=True,
+        )
+        await serve_app(app, args, listener)

@@ -1,0 +1,65 @@
+"""Links of front ends to a scheduler, over connections in memory."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+
+from dualpath.router.links.door import FrontEndDoor
+from dualpath.router.links.remote import RemoteScheduling
+from dualpath.router.scheduler import Scheduler
+from tests.control_network import Connection, ControlNetwork
+
+_epochs = itertools.count(1)
+#: As ``engine_timeout_s`` by default.
+TIMEOUT_S = 10.0
+
+
+class Link(RemoteScheduling):
+    """A front end's link whose connection a test may reset, and which may die."""
+
+    def __init__(self, connection: Connection, name: str) -> None:
+        clock = asyncio.get_running_loop().time
+        super().__init__(connection, name, f"epoch {next(_epochs)}", clock, "memory")
+        self.connection = connection
+
+    async def kill(self) -> None:
+        """End without a word, as SIGKILL does."""
+        self.connection.close()
+        self._post = lambda envelopes: None  # type: ignore[method-assign]
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+
+
+class Door:
+    """A scheduler's door and the network before it."""
+
+    def __init__(self, scheduler: Scheduler, network: ControlNetwork) -> None:
+        clock = asyncio.get_running_loop().time
+        self.network = network
+        self.door = FrontEndDoor(scheduler, network, clock, TIMEOUT_S)
+
+    @contextlib.asynccontextmanager
+    async def link(self, name: str) -> AsyncIterator[Link]:
+        """A front end with a session."""
+        link = Link(self.network.connect(), name)
+        link.start()
+        while not link.session or link.engines.namespace is None:
+            await asyncio.sleep(0.01)
+        try:
+            yield link
+        finally:
+            await link.stop()
+
+
+@contextlib.asynccontextmanager
+async def door(scheduler: Scheduler, network: ControlNetwork | None = None) -> AsyncIterator[Door]:
+    """Open the door of a scheduler whose engines are there."""
+    made = Door(scheduler, network or ControlNetwork())
+    await made.door.start("memory", 0)
+    try:
+        yield made
+    finally:
+        await made.door.stop()

@@ -1,0 +1,170 @@
+"""Several front ends of one scheduler: each its requests, and what the loss of either end costs."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+from tests.control_network import ControlNetwork
+from tests.front_end_links import TIMEOUT_S, Door, Link, door
+from tests.unit.router_cluster import Cluster, cluster
+from tests.unit.router_fakes import expected, job, keys_of
+
+from dualpath.core.errors import EngineLostError
+from dualpath.router.control.registry import Registry
+from dualpath.router.engines import missing_engines
+from dualpath.router.observe.metrics import RouterMetrics
+from dualpath.router.requests.context import FrontEndContext
+from dualpath.router.requests.front_end import FrontEnd
+
+pytestmark = pytest.mark.virtual_time
+PROMPT = list(range(1, 18))
+#: Of virtual time, for one request.
+LIMIT_S = 120.0
+
+
+class Far:
+    """A front end behind a link, with lives of requests as a router has them."""
+
+    def __init__(self, made: Cluster, link: Link) -> None:
+        clock = asyncio.get_running_loop().time
+        self.link = link
+        metrics = RouterMetrics(Registry(), dict, clock)
+        context = FrontEndContext(made.service.settings, link, metrics, made.calls, clock)
+        self.front_end = FrontEnd(context, lambda record: None)
+
+    async def run(self, name: str, tokens: int = 6) -> list[int]:
+        async with asyncio.timeout(LIMIT_S):
+            events = [event async for event in self.front_end.submit(job(name, PROMPT, tokens))]
+        return [token for event in events for token in event.token_ids]
+
+    async def kill(self) -> None:
+        await self.link.kill()
+        for task in self.front_end._tasks:
+            task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def far(made: Cluster, opened: Door, name: str) -> AsyncIterator[Far]:
+    async with opened.link(name) as link:
+        one = Far(made, link)
+        yield one
+        await one.front_end.stop()
+
+
+@contextlib.asynccontextmanager
+async def both_of_two(
+    network: ControlNetwork | None = None, *, prefill: int = 1, decode: int = 1
+) -> AsyncIterator[tuple[Cluster, Far, Far]]:
+    async with (
+        cluster(prefill, decode) as made,
+        door(made.service.scheduler, network) as opened,
+        far(made, opened, "f") as one,
+        far(made, opened, "g") as other,
+    ):
+        yield made, one, other
+
+
+async def nothing_is_left(made: Cluster) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        await made.settled()
+    assert made.service.context.releases.held == 0
+    assert made.service.context.dispatch.idle()
+
+
+async def test_front_ends_share_the_engines_and_what_is_stored() -> None:
+    async with both_of_two() as (made, one, other):
+        assert await one.run("a") == expected(PROMPT, 6)
+        assert await other.run("b") == expected(PROMPT, 6)
+        assert other.front_end.records[0].hit_tokens == 16
+        await nothing_is_left(made)
+
+
+async def test_many_requests_at_once_over_links_that_are_slow_and_reset() -> None:
+    chance = random.Random(7)
+    network = ControlNetwork(lambda: chance.choice((0.0, 0.01, 0.2)))
+    async with both_of_two(network, prefill=2, decode=2) as (made, one, other):
+        fronts = [one, other] * 4
+        runs = [asyncio.create_task(f.run(f"{n}")) for n, f in enumerate(fronts)]
+        for number in range(10):
+            await asyncio.sleep(0.3)
+            (one, other)[number % 2].link.connection.reset()
+        assert await asyncio.gather(*runs) == [expected(PROMPT, 6)] * 8
+        await nothing_is_left(made)
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+async def test_a_killed_front_end_costs_its_own_streams_only(stage: str) -> None:
+    async with both_of_two() as (made, one, other):
+        made.calls.gates[stage] = asyncio.Event()
+        dies = asyncio.create_task(one.run("a"))
+        await made.arrives(stage)
+        lives = asyncio.create_task(other.run("b"))
+        await one.kill()
+        with pytest.raises(Exception, match="router stops"):
+            await dies
+        await asyncio.sleep(TIMEOUT_S + 1)  # nobody says that it has died
+        made.calls.gates.pop(stage).set()
+        assert await lives == expected(PROMPT, 6)
+        await nothing_is_left(made)
+
+
+async def test_a_scheduler_that_is_lost_costs_what_does_not_decode_yet_another_attempt() -> None:
+    network = ControlNetwork()
+    async with cluster() as made:
+        async with door(made.service.scheduler, network):
+            link = Link(network.connect(), "f")
+            link.start()
+            one = Far(made, link)
+            made.calls.gates["prefill"] = asyncio.Event()
+            run = asyncio.create_task(one.run("a"))
+            await made.arrives("prefill")
+        made.calls.gates.pop("prefill").set()
+        async with door(made.service.scheduler, network):
+            assert await run == expected(PROMPT, 6)
+            assert one.front_end.records[0].attempts == 2
+            await one.front_end.stop()
+            await link.stop()
+            await nothing_is_left(made)
+
+
+async def test_a_scheduler_of_another_model_gets_no_keys_of_the_one_before() -> None:
+    network = ControlNetwork()
+    async with (
+        cluster() as made,
+        door(made.service.scheduler, network) as opened,
+        far(made, opened, "f") as one,
+    ):
+        registry = made.service.registry
+        assert registry.namespace is not None
+        registry.namespace = msgspec.structs.replace(registry.namespace, model="another")
+        # It has not been told yet, and asks with the keys that it has made.
+        with pytest.raises(EngineLostError, match="of another model"):
+            await one.run("a")
+        opened.door._engines_changed()
+        await asyncio.sleep(1.0)
+        assert "of another model" in (missing_engines(one.link.engines) or "")
+        await nothing_is_left(made)
+
+
+async def test_tokens_go_on_while_the_scheduler_is_away() -> None:
+    network = ControlNetwork()
+    async with cluster() as made, door(made.service.scheduler, network):
+        link = Link(network.connect(), "f")
+        link.start()
+        one = Far(made, link)
+        made.calls.gate_after_tokens = 2
+        made.calls.gates["decode"] = asyncio.Event()
+        run = asyncio.create_task(one.run("a"))
+        await made.arrives("decode")
+        link.connection.reset()
+        link._ended("the test says so")
+        made.calls.gates.pop("decode").set()
+        assert await run == expected(PROMPT, 6)
+        assert one.front_end.records[0].attempts == 1
+        await one.front_end.stop()
+        await link.stop()
+        await nothing_is_left(made)
+    assert made.stored >= set(keys_of(PROMPT))

@@ -1,0 +1,51 @@
+"""Links of front ends over real sockets, with and without the cluster secret."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from tests.unit.router_cluster import cluster
+
+from dualpath.core.errors import ConfigError
+from dualpath.router.control.control_socket import ZmqControlSocket
+from dualpath.router.links.door import FrontEndDoor
+from dualpath.router.links.remote import RemoteScheduling
+from dualpath.router.links.zmq_link import ZmqLinkConnection
+from dualpath.transport.cluster_secret import ClusterSecret, load_secret
+
+LIMIT_S = 20.0
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> ClusterSecret:
+    file = tmp_path / "secret"
+    file.write_text("a secret of at least thirty-two characters, for tests")
+    file.chmod(0o600)
+    loaded = load_secret(str(file))
+    assert loaded is not None
+    return loaded
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+async def test_a_front_end_learns_which_engines_there_are(
+    guarded: bool, secret: ClusterSecret
+) -> None:
+    key = secret if guarded else None
+    async with cluster(real_sockets=True) as made, asyncio.timeout(LIMIT_S):
+        door = FrontEndDoor(made.service.scheduler, ZmqControlSocket(), time.monotonic, 10.0)
+        await door.start("127.0.0.1", 0, key)
+        connection = ZmqLinkConnection(door.address, key)
+        link = RemoteScheduling(connection, "f", "1", time.monotonic, door.address)
+        link.start()
+        try:
+            await link.engines_present(1, 1, LIMIT_S)
+            assert {engine.engine_id for engine in link.engines.alive()} == {"p0", "d0"}
+        finally:
+            await link.stop()
+            await door.stop()
+
+
+def test_a_scheduler_on_another_machine_needs_a_secret() -> None:
+    with pytest.raises(ConfigError, match="secret"):
+        ZmqLinkConnection("tcp://192.0.2.1:5701")
