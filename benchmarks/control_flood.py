@@ -16,7 +16,7 @@ import socket
 import time
 
 from dualpath.router.control.control_socket import ZmqControlSocket
-from dualpath.router.requests.refusals import ControlRefusals
+from dualpath.router.refusals import ControlRefusals
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY_BODY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
