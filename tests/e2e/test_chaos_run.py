@@ -17,10 +17,10 @@ def test_a_storage_that_lies_is_found_out_and_nobody_notices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without = "full,EIO,slow,read-only,removed"
-    arguments = (*CAMPAIGN, "--components", "storage", "--without", without, "--faults", "6")
+    arguments = (*CAMPAIGN, "--components", "storage", "--without", without, "--faults", "20")
     assert main([*arguments, "--out", str(tmp_path), "--leave-share", "0"]) == 0
     found = msgspec.json.decode((tmp_path / "chaos-run.json").read_bytes())["data"]
-    assert found["faults"] == 6
+    assert found["faults"] == 20
     assert set(found["outcomes"]) == {"well"}
     assert found["loaded_blocks"] > 0 < found["damaged_blocks"]
     assert "KV found wrong where it arrived" in (tmp_path / "chaos-run.md").read_text()
