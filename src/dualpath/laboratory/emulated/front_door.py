@@ -107,7 +107,7 @@ class FrontDoor:
         app.router.add_delete(SESSION_PATH, self._session)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
-        if isinstance(self._service, RouterService):
+        if not isinstance(self._service, LinkedFrontEnd):
             ClusterCalls(self._service, self._bodies).add_to(app)
         return app
 
