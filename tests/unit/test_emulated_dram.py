@@ -147,8 +147,9 @@ async def test_a_router_that_comes_new_hears_of_all_that_is_kept(tmp_path: Path)
         manager.end_session("the router is gone")
         keys.clear()
         manager.handle(Welcome(peers=()))
-        await heard(made)
-        assert made.service.context.kept._engines["decode-0"].keys == before
+        # What an engine has said is under way until the router's loop has taken it.
+        kept = made.service.context.kept._engines
+        await made.arrivals.until(lambda: kept["decode-0"].keys == before, GUARD_S)
 
 
 async def test_a_router_that_wants_nothing_kept_gets_an_empty_buffer(tmp_path: Path) -> None:
