@@ -2,12 +2,12 @@
 
 import argparse
 import shlex
-import signal
 import sys
 from pathlib import Path
 
 from dualpath.cli.output import say
 from dualpath.cli.settings import add_settings, flag_settings
+from dualpath.cli.termination import ended_by_sigterm
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.chaos.points import EngineKind
 from dualpath.laboratory.chaos.settings import (
@@ -73,21 +73,14 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="dualpath-chaos-") as dropped:
         folder = _new_folder(args.logs) if args.logs else Path(dropped)
         # An end by signal is an exception, after which nothing is left running.
-        previous = signal.signal(signal.SIGTERM, _interrupt)
-        try:
+        with ended_by_sigterm():
             result = asyncio.run(Campaign(settings, load, victims, folder, say).run())
-        finally:
-            signal.signal(signal.SIGTERM, previous)
     report = chaos_report(result, args.name, _command_line())
     print_report(as_report(report))
     if args.out:
         for path in write_experiment(report, Path(args.out)):
             say(f"wrote {path}")
     return 0 if result.is_clean else _EXIT_UNCLEAN
-
-
-def _interrupt(signal_number: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _new_folder(path: str) -> Path:

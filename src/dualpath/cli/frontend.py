@@ -1,7 +1,6 @@
 """`dualpath frontend`: an OpenAI endpoint of its own process, before a router's scheduler."""
 
 import argparse
-import signal
 from typing import TYPE_CHECKING
 
 from dualpath.cli.settings import (
@@ -15,6 +14,7 @@ from dualpath.cli.settings import (
     add_parts,
     configuration,
 )
+from dualpath.cli.termination import ended_by_sigterm
 
 if TYPE_CHECKING:
     from dualpath.router.links.settings import LinkSettings
@@ -59,11 +59,8 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.vllm.frontend_process import run_front_end
 
     # A signal before the server handles it ends the start.
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    try:
+    with ended_by_sigterm():
         uvloop.run(run_front_end(*settings))
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     return 0
 
 
@@ -91,7 +88,3 @@ def _settings(
         found.settings(ENDPOINT, FrontEndSettings),
         found.settings(FRONTEND, LinkSettings),
     )
-
-
-def _interrupt(signal_number: int, frame: object) -> None:
-    raise KeyboardInterrupt

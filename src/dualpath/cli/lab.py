@@ -1,7 +1,6 @@
 """`dualpath lab`: a cluster on this machine, each node with shaped links."""
 
 import argparse
-import signal
 from typing import TYPE_CHECKING
 
 from dualpath.cli.lab_experiments import (
@@ -11,6 +10,7 @@ from dualpath.cli.lab_experiments import (
 )
 from dualpath.cli.output import add_json_argument, say, wrote_json
 from dualpath.cli.settings import LAB, Part, add_parts, add_settings, configuration, flag_settings
+from dualpath.cli.termination import ended_by_sigterm
 from dualpath.laboratory.lab.settings import LabSettings
 from dualpath.report.model import Notes, Table
 
@@ -96,11 +96,8 @@ def _up(settings: LabSettings, args: argparse.Namespace) -> int:
             print(describe(step))
         return 0
     # An end by signal is an exception, which undoes what has been made.
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    try:
+    with ended_by_sigterm():
         state = lab_up(settings)
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     _print(state, args)
     return 0
 
@@ -138,7 +135,3 @@ def _print(state: "LabState", args: argparse.Namespace) -> None:
 
 def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e6:,.0f} MB/s = {bytes_per_s * 8 / 1e9:g} Gbit/s"
-
-
-def _interrupt(signal_number: int, frame: object) -> None:
-    raise KeyboardInterrupt

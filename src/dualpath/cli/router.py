@@ -1,7 +1,6 @@
 """`dualpath router`: the OpenAI endpoint and the central scheduler; engines register with it."""
 
 import argparse
-import signal
 from typing import TYPE_CHECKING
 
 from dualpath.cli.settings import (
@@ -12,6 +11,7 @@ from dualpath.cli.settings import (
     add_parts,
     configuration,
 )
+from dualpath.cli.termination import ended_by_sigterm
 
 if TYPE_CHECKING:
     from dualpath.router.settings import RouterSettings
@@ -53,11 +53,8 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.vllm.router_process import run_router
 
     # A signal before the server handles it ends the start.
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    try:
+    with ended_by_sigterm():
         uvloop.run(run_router(router_settings, front_end_settings))
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     return 0
 
 
@@ -78,7 +75,3 @@ def _settings(args: argparse.Namespace) -> "tuple[RouterSettings, FrontEndSettin
 
     found = layers(args)
     return found.settings(ROUTER, RouterSettings), found.settings(ENDPOINT, FrontEndSettings)
-
-
-def _interrupt(signal_number: int, frame: object) -> None:
-    raise KeyboardInterrupt

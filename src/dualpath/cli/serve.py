@@ -13,6 +13,7 @@ from dualpath.cli.settings import (
     add_parts,
     configuration,
 )
+from dualpath.cli.termination import ended_by_sigterm, interrupt
 from dualpath.core.configuration import Given, Origin
 from dualpath.core.errors import ConfigError
 from dualpath.ops.launch.settings import LocalClusterSettings
@@ -87,21 +88,19 @@ def run(args: argparse.Namespace) -> int:
 
     from dualpath.ops.launch.local_cluster import LocalCluster
 
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        with LocalCluster(settings, _say) as cluster:
-            signal.signal(signal.SIGTERM, _drain)
-            _say(f"endpoint {cluster.endpoint}/v1 (Ctrl-C ends it)")
-            try:
-                cluster.watch()
-            except _DrainError:
-                signal.signal(signal.SIGTERM, _interrupt)
-                _say("ends when the requests under way have ended")
-                cluster.drain()
-    except KeyboardInterrupt:
-        _say("stopped")
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    with ended_by_sigterm():
+        try:
+            with LocalCluster(settings, _say) as cluster:
+                signal.signal(signal.SIGTERM, _drain)
+                _say(f"endpoint {cluster.endpoint}/v1 (Ctrl-C ends it)")
+                try:
+                    cluster.watch()
+                except _DrainError:
+                    signal.signal(signal.SIGTERM, interrupt)
+                    _say("ends when the requests under way have ended")
+                    cluster.drain()
+        except KeyboardInterrupt:
+            _say("stopped")
     return 0
 
 
@@ -144,7 +143,3 @@ class _DrainError(Exception):
 
 def _drain(signal_number: int, frame: object) -> None:
     raise _DrainError
-
-
-def _interrupt(signal_number: int, frame: object) -> None:
-    raise KeyboardInterrupt
