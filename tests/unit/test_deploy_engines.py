@@ -1,0 +1,59 @@
+"""vLLM's own parser takes the engines' commands of deploy/, and our plugin completes them."""
+
+import shlex
+
+import pytest
+from tests.unit.test_deploy_compose import FOLDER, services
+from tests.unit.test_deploy_units import DEPLOY, keys
+
+from dualpath.core.cluster import Role
+from dualpath.vllm import engine_arguments
+from dualpath.vllm.engine_arguments import GUARD_CLASS, SCHEDULER_CLASS
+from dualpath.vllm.engine_settings import engine_settings
+
+VARIABLES = {
+    "DUALPATH_ENGINE_ROUTER": "tcp://127.0.0.1:5700",
+    "DUALPATH_ENGINE_STORAGE": "kv",
+}
+
+
+@pytest.fixture(scope="module")
+def parse():
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    return lambda command: parser.parse_args(command[command.index("--model") :])
+
+
+def completed(parse, command, environment, monkeypatch):
+    """The server's arguments and the engine's settings, once the plugin has seen them."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    args = parse(command)
+    engine_arguments.complete(args)
+    extra = args.kv_transfer_config.kv_connector_extra_config
+    return args, engine_settings(extra, environment)
+
+
+@pytest.mark.parametrize(("name", "role"), [("pe-0", Role.PREFILL), ("de-0", Role.DECODE)])
+def test_engines_of_the_compose_file_are_complete(name, role, parse, monkeypatch):
+    service = services(FOLDER / "vllm.yaml")[name]
+    command = shlex.split(service["command"])
+    args, settings = completed(parse, command, service["environment"], monkeypatch)
+    assert (settings.role, settings.engine_id) == (role, name)
+    assert settings.api_url == f"http://{name}:8000"
+    assert GUARD_CLASS in args.middleware
+    assert (args.scheduler_cls == SCHEDULER_CLASS) == (role is Role.PREFILL)
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_engines_of_the_unit_are_complete(role, parse, monkeypatch):
+    (line,) = keys(DEPLOY / "systemd" / "dualpath-engine@.service")["ExecStart"]
+    given = {"${MODEL}": "m", "${PORT}": "8001", "$ARGUMENTS": "--max-model-len=64"}
+    command = [given.get(word, word) for word in shlex.split(line)]
+    own = {"DUALPATH_ENGINE_ROLE": role.value, "DUALPATH_ENGINE_ENGINE_ID": "pe-0"}
+    args, settings = completed(parse, command, VARIABLES | own, monkeypatch)
+    assert (settings.role, settings.engine_id) == (role, "pe-0")
+    assert settings.api_url == "http://127.0.0.1:8001"
+    assert GUARD_CLASS in args.middleware

@@ -1,0 +1,175 @@
+"""The Helm chart renders what Kubernetes accepts and what commands of this version take.
+
+`helm` is no Python package: the binary on the PATH, or the one that HELM names. Schemas of
+Kubernetes' API are those of `kubernetes-validate`.
+"""
+
+import os
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.unit.test_docs_snippets import refused
+
+from dualpath.cli.settings import SECTIONS
+from dualpath.core.configuration import OTHER_VARIABLES, from_environment
+
+CHART = Path(__file__).parents[2] / "deploy" / "helm" / "dualpath"
+HELM = os.environ.get("HELM") or shutil.which("helm") or ""
+pytestmark = pytest.mark.skipif(not HELM, reason="needs helm on the PATH, or its file in HELM")
+
+#: Settings of clusters that differ in what is rendered, by name.
+CLUSTERS = {
+    "plain": ["model.name=big", "model.existingClaim=models"],
+    "emulated, front ends": [
+        *("kind=emulated", "model.name=qwen2.5-32b", "frontEnds.replicas=2"),
+        *("prefill.deviceResource=", "decode.deviceResource=", "prefill.tensorParallel=2"),
+    ],
+    "groups, object storage, monitoring": [
+        *("model.name=org/experts", "storage.url=s3://kv/x", "storage.s3.existingSecret=s3"),
+        *("prefill.workload=LeaderWorkerSet", "prefill.dataParallel=4", "prefill.tensorParallel=2"),
+        *("decode.dataParallel=8", "secrets.existing=mine", "secrets.clients=keys"),
+        *("monitoring.serviceMonitor.enabled=true", "monitoring.alerts.enabled=true"),
+        *("monitoring.dashboard.enabled=true", "storage.key.existingSecret=sealed"),
+    ],
+    "file of settings": ["model.name=big", "config=[router]\nengine_wait_s = 30.0\n"],
+}
+#: Kinds of other projects, of which kubernetes-validate has no schema.
+ELSEWHERE = {"LeaderWorkerSet", "ServiceMonitor", "PrometheusRule"}
+
+
+def helm(*words):
+    return subprocess.run([HELM, *words], capture_output=True, text=True, timeout=60, check=False)
+
+
+def rendered(*settings):
+    """The objects of a release of these settings."""
+    assigned = [word for setting in settings for word in ("--set", setting.replace(",", "\\,"))]
+    run = helm("template", "dp", str(CHART), *assigned)
+    assert run.returncode == 0, run.stderr
+    return [found for found in yaml.safe_load_all(run.stdout) if found]
+
+
+def pods(objects):
+    """Name of each workload with the pod that it makes."""
+    for found in objects:
+        spec = found.get("spec", {})
+        if pod := spec.get("template") or spec.get("leaderWorkerTemplate", {}).get(
+            "workerTemplate"
+        ):
+            yield found["metadata"]["name"], pod["spec"]
+
+
+def container(pod):
+    (only,) = pod["containers"]
+    return only
+
+
+@pytest.fixture(params=CLUSTERS, scope="module")
+def objects(request):
+    return rendered(*CLUSTERS[request.param])
+
+
+def test_the_chart_has_nothing_to_mend():
+    run = helm("lint", "--strict", str(CHART), "--set", "model.name=big")
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_every_object_fits_the_schema_of_its_kind(objects):
+    validate = pytest.importorskip("kubernetes_validate").validate
+    for found in objects:
+        if found["kind"] not in ELSEWHERE:
+            validate(found, "1.30", strict=True)
+
+
+def test_every_command_is_accepted_by_its_parser(objects):
+    commands = {name: container(pod)["args"] for name, pod in pods(objects)}
+    assert {"dp-dualpath-router", "dp-dualpath-prefill", "dp-dualpath-decode"} <= set(commands)
+    for words in commands.values():
+        assert words[0] != "dualpath" or not refused(words), words
+
+
+def test_every_variable_is_a_setting_of_this_version(objects):
+    for _, pod in pods(objects):
+        names = {variable["name"] for variable in container(pod)["env"]}
+        ours = {name for name in names if name.startswith("DUALPATH_")} - OTHER_VARIABLES
+        text = {"DUALPATH_ENGINE_ROLE": "prefill", "DUALPATH_ENGINE_DRAIN_TIMEOUT_S": "600"}
+        given = {name: text.get(name, "1") for name in ours}
+        assert len(from_environment(SECTIONS, given)) == len(ours)
+
+
+def test_no_pod_gets_variables_of_services_which_look_like_settings(objects):
+    for name, pod in pods(objects):
+        assert pod["enableServiceLinks"] is False, name
+
+
+def test_no_pod_runs_as_root_or_is_killed_while_it_drains(objects):
+    for name, pod in pods(objects):
+        assert pod["securityContext"]["runAsNonRoot"], name
+        assert pod["terminationGracePeriodSeconds"] > 600, name
+
+
+def test_the_router_is_reached_before_it_is_ready():
+    services = {
+        found["metadata"]["name"]: found["spec"]
+        for found in rendered("model.name=big")
+        if found["kind"] == "Service"
+    }
+    # Engines make it ready; one that had to wait for it to be ready would wait for ever.
+    assert services["dp-dualpath-router"]["publishNotReadyAddresses"]
+    assert services["dp-dualpath-prefill"]["publishNotReadyAddresses"]
+
+
+def test_clients_are_sent_to_front_ends_where_there_are_any():
+    def front(*settings):
+        found = [f for f in rendered("model.name=big", *settings) if f["kind"] == "Service"]
+        (spec,) = [f["spec"] for f in found if f["metadata"]["name"] == "dp-dualpath"]
+        return spec["selector"]["app.kubernetes.io/component"]
+
+    assert front() == "router"
+    assert front("frontEnds.replicas=3") == "frontend"
+
+
+def test_a_rank_of_a_group_in_pods_asks_for_its_own_devices_alone():
+    devices = {
+        name: container(pod)["resources"]["limits"]["nvidia.com/gpu"]
+        for name, pod in pods(rendered(*CLUSTERS["groups, object storage, monitoring"]))
+        if "limits" in container(pod)["resources"]
+    }
+    assert devices == {"dp-dualpath-prefill": "2", "dp-dualpath-decode": "8"}
+
+
+def test_alerts_and_dashboard_are_those_of_the_package():
+    found = rendered(*CLUSTERS["groups, object storage, monitoring"])
+    source = CHART.parents[2] / "src" / "dualpath" / "router" / "observe" / "monitoring"
+    (rule,) = [f for f in found if f["kind"] == "PrometheusRule"]
+    assert rule["spec"] == yaml.safe_load((source / "alerts.yaml").read_text())
+    (board,) = [f["data"] for f in found if f["metadata"]["name"] == "dp-dualpath-dashboard"]
+    assert board["dualpath.json"] == (source / "grafana.json").read_text()
+
+
+def test_a_file_of_settings_reaches_every_process():
+    found = rendered(*CLUSTERS["file of settings"])
+    (file,) = [f["data"]["config.toml"] for f in found if f["kind"] == "ConfigMap"]
+    assert tomllib.loads(file) == {"router": {"engine_wait_s": 30.0}}
+    for name, pod in pods(found):
+        assert any("/etc/dualpath/config.toml" in word for word in container(pod)["args"]), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ((), "model.name is empty"),
+        (("model.name=m", "kind=real"), "kind"),
+        (("model.name=m", "prefill.tensorParallel=0"), "tensorParallel"),
+        (("model.name=m", "prefill.replica=2"), "replica"),
+        (("model.name=m", "kind=emulated", "decode.dataParallel=2"), "decode.dataParallel is 2"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_its_name(settings, said):
+    run = helm("template", "dp", str(CHART), *(w for s in settings for w in ("--set", s)))
+    assert run.returncode != 0
+    assert said in run.stderr
