@@ -19,7 +19,7 @@ uv_environment = VIRTUAL_ENV="$(abspath $(VENV))" \
 	$(if $(2),UV_DEFAULT_INDEX='$(2)') \
 	$(if $(3),SSL_CERT_FILE='$(3)')
 
-.PHONY: demo test test-all install lint format docs clients clean
+.PHONY: demo test test-all install lint format docs dist version clients clean
 
 demo: $(STAMP)
 	@$(BIN)/dualpath demo
@@ -55,6 +55,20 @@ $(VENV)/.docs: pyproject.toml constraints/runtime.txt constraints/docs.txt | $(B
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/runtime.txt \
 		-c constraints/docs.txt -e '.[docs]'
 	@touch $@
+
+# The wheel and the source distribution, from a clean folder, with their metadata checked.
+dist: $(VENV)/.release
+	rm -rf build dist
+	@$(BIN)/python -m build --outdir dist .
+	@$(BIN)/python -m twine check --strict dist/*
+
+$(VENV)/.release: pyproject.toml constraints/release.txt | $(BIN)/python
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/release.txt \
+		build twine
+	@touch $@
+
+version:
+	@sed -n 's/^__version__ = "\(.*\)"$$/\1/p' src/dualpath/__init__.py
 
 # Real clients, each in an environment of its own under .cache/, against a small cluster.
 clients: $(STAMP)

@@ -1,11 +1,12 @@
 """Does the simulator, set to the demo's own parameters, predict the demo?
 
 Run: ``python benchmarks/simulated_demo.py``, which prints predicted and measured figures side by
-side for every recorded run of `make demo`, then how far the prediction moves when a parameter is
-wrong.  Agents are made from the very sessions the demo replays; ``--recorded`` takes the lengths
-recorded with the run instead and needs neither sessions nor tokenizer.  All agents start at once
-and chance decides who comes first, so that a prediction is the median over random orders of the
-agents, printed with its range.
+side for every recorded run, then how far the prediction moves when a parameter is wrong, then what
+the demo as it is comes to on machines of several speeds.  The recorded runs are of an earlier demo,
+whose agents began with their first turns at a fixed storage rate; their lengths were recorded with
+them.  The demo as it is takes its own sessions, by approximate token counts.  All agents start at
+once and chance decides who comes first, so that a prediction is the median over random orders of
+the agents, printed with its range.
 
 ``python benchmarks/simulated_demo.py record RUN [RUN ...]`` makes the recorded figures from the
 folders that `dualpath demo --out RUN` has written.  ``demo_prediction/`` holds what goes in:
@@ -14,11 +15,9 @@ and ``measured.json``; nothing in them was fitted to the demo's completion times
 """
 
 import argparse
-import importlib.util
 import json
 import statistics
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dualpath.cli import demo
 from dualpath.core.errors import TraceError
 from dualpath.core.modes import Mode
+from dualpath.laboratory.demo.rate import LOAD_SHARE
+from dualpath.laboratory.demo.sessions import demo_agents as midway_agents
+from dualpath.laboratory.demo.settings import DemoSettings, cluster_settings
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.laboratory.workload.columns.from_sessions import (
     WorkloadSettings,
     agents_from_sessions,
 )
+from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary
+from dualpath.laboratory.workload.conversation.text_encoder import approximate_encode
 from dualpath.laboratory.workload.replay.machine import ClientMachine
 from dualpath.laboratory.workload.replay.result import ReplayResult, read_result
 from dualpath.model.catalog.costs import load_model_costs
@@ -50,6 +53,7 @@ MODES = (Mode.BASIC, Mode.DUALPATH, Mode.ORACLE)
 
 #: Largest error allowed of the ratio of completion times Basic : DualPath.
 TARGET_ERROR = 0.15
+BLOCK_TOKENS = 64
 #: Random orders of the agents, and fewer of them where only their median counts.
 ORDERS, FEW_ORDERS = 60, 24
 
@@ -105,6 +109,13 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         """The median over the orders."""
         return statistics.median(self.ratios)
 
+    @property
+    def share(self) -> float:
+        """Of Basic's waiting for loads, what DualPath takes away; the median over the orders."""
+        basic, dualpath, oracle = (self.values(mode, "jct_s") for mode in MODES)
+        runs = zip(basic, dualpath, oracle, strict=True)
+        return statistics.median((b_s - d_s) / (b_s - o_s) for b_s, d_s, o_s in runs)
+
 
 def read_recorded(path: Path = MEASURED) -> list[RecordedRun]:
     """Return the recorded runs."""
@@ -147,13 +158,6 @@ def _reordered(agents: AgentTable, order: NDArray[np.int64]) -> AgentTable:
     )
 
 
-def _lengths(agents: AgentTable) -> list[list[list[int]]]:
-    """Return every agent's rounds, whatever the order of the agents."""
-    columns = (agents.prompt_tokens, agents.hit_tokens, agents.generated_tokens)
-    rows = np.stack(columns, axis=1).tolist()
-    return sorted(rows[first:end] for first, end in pairwise(agents.first_round.tolist()))
-
-
 def recorded_agents(run: RecordedRun) -> AgentTable:
     """Return agents with the lengths that were recorded."""
     rows = np.array([row for rounds in run.rounds.values() for row in rounds], np.int32)
@@ -169,30 +173,66 @@ def recorded_agents(run: RecordedRun) -> AgentTable:
     )
 
 
-def demo_agents(run: RecordedRun) -> AgentTable | None:
-    """Return agents made from the sessions the demo replays, None if the run had others."""
-    from dualpath.laboratory.models.smollm2 import prepare_smollm2
-    from dualpath.laboratory.workload.conversation.text_encoder import load_encoder
-
-    if run.trace != demo.SESSIONS_PACKAGE or not importlib.util.find_spec(demo.SESSIONS_PACKAGE):
-        return None
-    sessions, _ = demo.sessions_of("")
-    model, given = prepare_smollm2(), demo_settings()
+def demo_agents(encode: Callable[[str], Sequence[int]]) -> AgentTable:
+    """Return the agents of the demo as it is, each with its history stored."""
+    given = DemoSettings()
+    agents, _ = midway_agents(given, encode)
     settings = WorkloadSettings(
         agents=given.agents,
         seed=given.seed,
-        max_turns=given.max_turns,
         max_context_tokens=given.max_context_tokens,
         scale_generate=given.scale_generate,
     )
-    # The demo's own choice of sessions, so that this stays the demo's.
-    fitting = demo.fitting_sessions(sessions, model, given)
-    return agents_from_sessions(fitting, settings, encode=load_encoder(model))
+    table = agents_from_sessions([agent.rest for agent in agents], settings, encode=encode)
+    hit_tokens = table.hit_tokens.copy()
+    for agent, first in zip(agents, table.first_round[:-1], strict=True):
+        contents = Contents(Vocabulary(seed=given.seed, encode=encode))
+        history = agent.history.start(settings, contents).next_turn()
+        assert history is not None, "it has one prompt"
+        hit_tokens[first] = history.prompt.tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    return table._replace(hit_tokens=hit_tokens)
 
 
-def demo_settings() -> demo.DemoSettings:
-    """Return the defaults of `dualpath demo`."""
-    return demo.DemoSettings()
+def predict_demo(
+    cluster: ClusterSettings,
+    model: ModelCosts,
+    agents: AgentTable,
+    *,
+    pace: float = 1.0,
+    orders: int = FEW_ORDERS,
+) -> Prediction:
+    """Simulate the demo as it is: its memories, and the storage rate that Oracle's run gives.
+
+    The machine takes ``pace`` times as long for all it does itself: computing, copying, writing.
+    """
+    model = slower(model, pace)
+    memories = cluster_settings(Mode.DUALPATH, DemoSettings(), Path(), "", Path(), 0.0)
+    load_bytes = int(agents.hit_tokens.sum()) * model.kv_bytes_per_token
+    setup = Setup(cluster=cluster, model=model, mode=Mode.ORACLE)
+    oracle_jct_s = simulate(setup, agents, core="reference").jct_s
+    demo_cluster = msgspec.structs.replace(
+        cluster,
+        snic_bytes_per_s=load_bytes / (LOAD_SHARE * oracle_jct_s * cluster.prefill_nodes),
+        snic_write_bytes_per_s=cluster.snic_write_bytes_per_s / pace,
+        cnic_bytes_per_s=cluster.cnic_bytes_per_s / pace,
+        dram_bytes_per_s=cluster.dram_bytes_per_s / pace,
+        prefill_buffer_bytes=memories.buffer_bytes,
+        decode_buffer_bytes=memories.buffer_bytes,
+        prefill_hbm_bytes=memories.hbm_bytes,
+        decode_hbm_bytes=memories.hbm_bytes,
+    )
+    return predict(demo_cluster, model, agents, orders)
+
+
+def demo_table(cluster: ClusterSettings, model: ModelCosts, agents: AgentTable) -> Table:
+    """Return what the demo comes to on machines of several speeds."""
+    rows = []
+    for pace in (0.25, 1.0, 4.0):
+        predicted = predict_demo(cluster, model, agents, pace=pace)
+        seconds = (f"{statistics.median(predicted.values(m, 'jct_s')):.1f}" for m in MODES)
+        rows.append((f"{pace:g}", *seconds, f"{predicted.ratio:.2f}", f"{predicted.share:.0%}"))
+    columns = ("times as long as here", "Basic, s", "DualPath, s", "Oracle, s", "speed-up", "share")
+    return Table("The demo as it is, simulated", columns, tuple(rows))
 
 
 def _figures(result: SimulationResult) -> Figures:
@@ -268,7 +308,7 @@ def _covered_s(events: Iterable[dict[str, Any]], track: str) -> float:
     return covered / 1e6
 
 
-def comparison(run: RecordedRun, predicted: Prediction, source: str) -> Table:
+def comparison(run: RecordedRun, predicted: Prediction) -> Table:
     """Return predicted beside measured, with relative errors."""
     title = f"{run.trace}: {len(run.rounds)} agents, {sum(map(len, run.rounds.values()))} turns"
     names = Figures.__struct_fields__
@@ -285,7 +325,7 @@ def comparison(run: RecordedRun, predicted: Prediction, source: str) -> Table:
     rows.append(_row("JCT basic : dualpath", predicted.ratios, run.ratio, 3))
     rules = tuple(len(MODES) * (index + 1) for index in range(len(names)))
     columns = ("", "simulated", "(range)", "measured", "error")
-    return Table(f"{title}, {source}", columns, tuple(rows), rules=rules)
+    return Table(title, columns, tuple(rows), rules=rules)
 
 
 def sensitivity(runs: Sequence[RecordedRun], cluster: ClusterSettings, model: ModelCosts) -> Table:
@@ -357,7 +397,6 @@ def _error(found: float, wanted: float) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Predict the demo, beside what was measured.")
-    parser.add_argument("--recorded", action="store_true", help="take the recorded lengths")
     actions = parser.add_subparsers(dest="action")
     recorder = actions.add_parser("record", help="make measured.json of demo runs")
     recorder.add_argument("runs", nargs="+", type=Path)
@@ -370,15 +409,11 @@ def main() -> int:
     cluster, model = read_setting()
     tables, errors = [], []
     for run in runs:
-        agents, then = None if args.recorded else demo_agents(run), recorded_agents(run)
-        source = "recorded lengths"
-        if agents is not None:
-            same = _lengths(agents) == _lengths(then)
-            source = f"from the sessions, lengths {'equal' if same else 'DIFFER FROM'} the recorded"
-        predicted = predict(cluster, model, then if agents is None else agents)
-        tables.append(comparison(run, predicted, source))
+        predicted = predict(cluster, model, recorded_agents(run))
+        tables.append(comparison(run, predicted))
         errors.append(abs(predicted.ratio / run.ratio - 1))
-    print_blocks(*tables, sensitivity(runs, cluster, model))
+    now = demo_table(cluster, model, demo_agents(approximate_encode))
+    print_blocks(*tables, sensitivity(runs, cluster, model), now)
     print(f"largest error of the ratio {max(errors):.1%}, target {TARGET_ERROR:.0%}")
     return int(max(errors) > TARGET_ERROR)
 

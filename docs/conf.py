@@ -33,6 +33,8 @@ myst_enable_extensions = ["html_image"]
 suppress_warnings = ["misc.highlighting_failure"]
 
 html_theme = "furo"
+html_static_path = ["site"]
+html_css_files = ["narrow.css"]
 html_show_sphinx = False
 html_copy_source = False
 html_show_sourcelink = False
@@ -46,6 +48,7 @@ NAVIGATION = {
         "docs/measured",
         "docs/evaluation/lab/*",
         "docs/evaluation",
+        "docs/evaluation/*",
         "docs/simulator",
         "docs/beyond",
         "benchmarks/README",

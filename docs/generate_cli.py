@@ -61,11 +61,15 @@ def _settings_table(found: re.Match[str]) -> str:
     return found[1] + "\n".join([*head, *rows]) + "\n"
 
 
+def _default_cell(default: object) -> str:
+    """Return a default as it is read; two bare backticks would be no word at all."""
+    if default in (None, ()):
+        return "none"
+    return f"`{default}`" if str(default) else "empty"
+
+
 def _setting_row(field: Declared) -> str:
-    if field.required:
-        default = "required"
-    else:
-        default = "none" if field.default in (None, ()) else f"`{field.default}`"
+    default = "required" if field.required else _default_cell(field.default)
     values = ", ".join(f"`{choice}`" for choice in field.choices)
     several = f"list of {values}" if field.is_list and values else "list" if field.is_list else ""
     limits = ", ".join(filter(None, (field.unit, field.limits, several or values)))

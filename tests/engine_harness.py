@@ -383,6 +383,10 @@ class ToyCluster:
             prompt_tokens=prefill_transfer.prompt_tokens,
             slots=prefill_transfer.de_slots,
         )
+        return self.fill(decode_transfer, hbm)
+
+    def fill(self, decode_transfer: DecodeTransfer, hbm: Sequence[int]) -> str | None:
+        """Copy everything to the DE's HBM; return why it failed."""
         over = threading.Event()
         errors: list[str | None] = []
 

@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
+from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.links.door import FrontEndDoor
 from dualpath.router.links.remote import RemoteScheduling
 from dualpath.router.scheduler import Scheduler
@@ -18,9 +19,12 @@ TIMEOUT_S = 10.0
 class Link(RemoteScheduling):
     """A front end's link whose connection a test may reset, and which may die."""
 
-    def __init__(self, connection: Connection, name: str) -> None:
+    def __init__(
+        self, connection: Connection, name: str, adapters: Mapping[str, str] | None = None
+    ) -> None:
         clock = asyncio.get_running_loop().time
-        super().__init__(connection, name, f"epoch {next(_epochs)}", clock, "memory")
+        served = ServedAdapters(adapters or {})
+        super().__init__(connection, name, f"epoch {next(_epochs)}", clock, "memory", served)
         self.connection = connection
 
     async def kill(self) -> None:
@@ -37,14 +41,20 @@ class Door:
     """A scheduler's door and the network before it."""
 
     def __init__(self, scheduler: Scheduler, network: ControlNetwork) -> None:
-        clock = asyncio.get_running_loop().time
         self.network = network
-        self.door = FrontEndDoor(scheduler, network, clock, TIMEOUT_S)
+        #: By so much its clock is ahead, as after a stall of the scheduler's process alone.
+        self.ahead_s = 0.0
+        self.door = FrontEndDoor(scheduler, network, self._now_s, TIMEOUT_S)
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time() + self.ahead_s
 
     @contextlib.asynccontextmanager
-    async def link(self, name: str) -> AsyncIterator[Link]:
-        """A front end with a session."""
-        link = Link(self.network.connect(), name)
+    async def link(
+        self, name: str, adapters: Mapping[str, str] | None = None
+    ) -> AsyncIterator[Link]:
+        """A front end with a session, and paths of adapters that its clients may name."""
+        link = Link(self.network.connect(), name, adapters)
         link.start()
         while not link.session or link.engines.namespace is None:
             await asyncio.sleep(0.01)

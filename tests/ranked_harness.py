@@ -37,7 +37,8 @@ from dualpath.laboratory.emulated.ranks import ThreadRanks
 from dualpath.plan.counts import new_full_blocks
 from dualpath.storage.contract import BlockStorage
 from dualpath.transport.contract import Direction, PieceIndices, RegionInfo, Transport
-from dualpath.transport.in_process import InProcessFabric, InProcessTransfer, InProcessTransport
+from dualpath.transport.copying import CopyTransfer
+from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 from dualpath.transport.memory import allocate_registered
 from tests.engine_harness import (
     GEOMETRY,
@@ -86,7 +87,7 @@ class CountingTransport(InProcessTransport):
         remote_pieces: PieceIndices,
         *,
         traffic_class: str = "kv",
-    ) -> InProcessTransfer:
+    ) -> CopyTransfer:
         transfer = super().post(
             *(direction, local_region, local_pieces, agent, remote_region, remote_pieces),
             traffic_class=traffic_class,

@@ -1,16 +1,19 @@
-"""What the router and the hand-over cost: ``python -m benchmarks.overhead {ttft,router,streams}``.
+"""What router, hand-over and the ends of passes cost: ``python -m benchmarks.overhead WHAT``.
 
     ttft      TTFT through router, PE and hand-over against one vLLM server: real engines
     router    CPU of the router per request and per token, and its own part of TTFT: paced engines
     streams   many streams at once: paced engines
+    passes    what a PE's GPU waits for between forward passes: emulated engines, no lab
+    traces    the same, from traces of emulated engines on a lab
 
 Paced engines are emulated: real control messages, transfers and HTTP, and a clock in the place of
 kernels.  Figures go to stdout; see README.md beside this folder.
 """
 
 import argparse
+from pathlib import Path
 
-from benchmarks.overhead import first_token, many_streams, router_alone
+from benchmarks.overhead import between_passes, first_token, many_streams, passes_run, router_alone
 from benchmarks.overhead.round_trip import idle_round_trip_s
 
 
@@ -56,9 +59,23 @@ def main() -> None:
     )  # fmt: skip
     streams.add_argument("--ramp-s", type=float, default=20.0, help="within which streams start")
 
+    passes = what.add_parser("passes", help="what a PE's GPU waits for between two passes")
+    passes.set_defaults(measure=passes_run.measure)
+    passes.add_argument("--seed", type=int, default=0)
+    passes.add_argument("--prompts", type=int, default=24, help="at once")
+    passes.add_argument("--prompt", type=int, default=2048, help="tokens stored before")
+    passes.add_argument("--append", type=int, default=512, help="new tokens in each round")
+    passes.add_argument("--rounds", type=int, default=3)
+
+    traces = what.add_parser("traces", help="the same, from traces of PEs on a lab")
+    traces.set_defaults(measure=between_passes.measure)
+    traces.add_argument("traces", type=Path, nargs="+", metavar="TRACE.json")
+    traces.add_argument("--layer-buffers", type=int, default=2, help="layers of KV in HBM")
+
     args = parser.parse_args()
     print(" ".join(f"{k}={v}" for k, v in vars(args).items() if k != "measure"), flush=True)
-    print(f"one byte between two idle processes and back: {idle_round_trip_s() * 1e3:.2f} ms")
+    if args.what != "traces":  # those were measured elsewhere
+        print(f"one byte between two idle processes and back: {idle_round_trip_s() * 1e3:.2f} ms")
     args.measure(args)
 
 

@@ -16,7 +16,8 @@ from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS
 from dualpath.ops.launch.cluster_keys import LOOPBACK_DEVICES
 from dualpath.ops.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
 from dualpath.ops.launch.fork_server import ForkedProcess
-from dualpath.ops.launch.local_cluster import LocalCluster, claim_port
+from dualpath.ops.launch.local_cluster import LocalCluster
+from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import Supervisor, all_processes
 from dualpath.ops.launch.settings import LocalClusterSettings
 
@@ -110,7 +111,7 @@ def plain_server(model: Path, folder: Path, shape: Shape) -> Iterator[Server]:
     url = f"http://127.0.0.1:{port}"
     with Supervisor() as servers:
         process = _start(servers, "vllm", ENGINE_ENTRY, command, folder)
-        _wait_ready(url, servers)
+        wait_ready(url, servers)
         pids = _groups([process.pid])
         yield Server("vLLM alone", url, shape.api, process.pid, pids, {"engine": url})
 
@@ -174,7 +175,7 @@ def paced_cluster(
         for role in Role:
             words = ["emulate", role.value, "--engine-id", role.value, *engine]
             _start(servers, role.value, ROUTER_ENTRY, words, folder)
-        _wait_ready(url, servers)
+        wait_ready(url, servers)
         name, api = ("light front door", TokenIds()) if light else ("router", shape.api)
         pids = tuple(process.pid for process in servers.processes)
         yield Server(name, url, api, router.pid, pids, {"router": url})
@@ -187,7 +188,8 @@ def _start(
     return servers.add(process, ends_last=name == "router")
 
 
-def _wait_ready(url: str, servers: Supervisor) -> None:
+def wait_ready(url: str, servers: Supervisor) -> None:
+    """Wait until the endpoint answers; raises what the supervisor does if a server ends."""
     servers.wait_until_ready(lambda: "" if _healthy(url) else f"{url} is not up", _START_S)
 
 

@@ -148,7 +148,14 @@ def _bytes_table(found: Sequence[Stack]) -> Table:
 
 def _panels(found: Sequence[Stack]) -> tuple[Panel, ...]:
     nodes = tuple(found[0].typical.snic_bytes)
-    jct = tuple(Series(stack.label, ("all agents",), (stack.jct_s,)) for stack in found)
+    jct = tuple(
+        Series(
+            *(stack.label, ("all agents",), (stack.jct_s,)),
+            low=(min(run.jct_s for run in stack.runs),),
+            high=(max(run.jct_s for run in stack.runs),),
+        )
+        for stack in found
+    )
     read = tuple(
         Series(stack.label, nodes, tuple(stack.typical.snic_bytes[n] / 1e6 for n in nodes))
         for stack in found

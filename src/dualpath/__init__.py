@@ -1,3 +1,3 @@
-"""DualPath: dual-path KV-cache loading for agentic LLM inference (arXiv 2602.21548)."""
+"""Dual-path KV-cache loading for agentic LLM inference (SIGCOMM 2026, arXiv 2602.21548)."""
 
 __version__ = "0.1.0"

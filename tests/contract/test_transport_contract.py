@@ -16,7 +16,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from dualpath.core.cluster import HostProcess
 from dualpath.core.errors import ConfigError, PeerLostError, TransportError
+from dualpath.storage.host_process import is_gone, this_process
 from dualpath.transport.contract import (
     AgentInfo,
     Direction,
@@ -28,6 +30,7 @@ from dualpath.transport.contract import (
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
 from dualpath.transport.nixl import NixlTransport
+from dualpath.transport.process_memory import ProcessMemoryTransport
 
 PIECES = 12
 PIECE_BYTES = 5000
@@ -38,18 +41,32 @@ OpenTransport = Callable[[str], Transport]
 _names = itertools.count()
 
 
-@pytest.fixture(params=["in-process", pytest.param("nixl", marks=pytest.mark.nixl)])
+def open_in_process(agent: str, fabric: InProcessFabric) -> Transport:
+    return InProcessTransport(agent, fabric)
+
+
+def open_process_memory(agent: str, fabric: InProcessFabric) -> Transport:
+    return ProcessMemoryTransport(agent, this_process(), is_gone)
+
+
+def open_nixl(agent: str, fabric: InProcessFabric) -> Transport:
+    return NixlTransport(agent)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(open_in_process, id="in-process"),
+        pytest.param(open_process_memory, id="process-memory"),
+        pytest.param(open_nixl, id="nixl", marks=pytest.mark.nixl),
+    ]
+)
 def open_transport(request: pytest.FixtureRequest) -> Iterator[OpenTransport]:
     fabric = InProcessFabric()
     opened: list[Transport] = []
 
     def open_one(name: str) -> Transport:
         agent = f"{name}-{next(_names)}"
-        transport: Transport = (
-            InProcessTransport(agent, fabric)
-            if request.param == "in-process"
-            else NixlTransport(agent)
-        )
+        transport: Transport = request.param(agent, fabric)
         opened.append(transport)
         return transport
 
@@ -325,14 +342,17 @@ def test_close_is_idempotent_and_ends_everything(engines: tuple[Engine, Engine])
         prefill.transport.post(Direction.WRITE, "kv", [0], decode.agent, "kv", [0])
 
 
-# --- a second process, NIXL only -----------------------------------------------------------------
+# --- a second process -----------------------------------------------------------------------------
 
 ALL_PIECES = list(range(PIECES))
 
 
-def serve_peer(name: str, control: Connection) -> None:
+OpenAgent = Callable[[str, InProcessFabric], Transport]
+
+
+def serve_peer(name: str, control: Connection, open_agent: OpenAgent) -> None:
     """Own one region, hand out its address, answer what its pieces hold; runs in a child."""
-    engine = Engine(NixlTransport(name), 7)
+    engine = Engine(open_agent(name, InProcessFabric()), 7)
     control.send(engine.transport.info())
     while (index := control.recv()) is not None:
         control.send(engine.piece(index))
@@ -342,11 +362,12 @@ def serve_peer(name: str, control: Connection) -> None:
 class Peer:
     """A child process that serves one engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_agent: OpenAgent = open_nixl) -> None:
         spawn = multiprocessing.get_context("spawn")
         self.agent = f"de-{next(_names)}-{os.getpid()}"
         self._control, there = spawn.Pipe()
-        self.process = spawn.Process(target=serve_peer, args=(self.agent, there), daemon=True)
+        arguments = (self.agent, there, open_agent)
+        self.process = spawn.Process(target=serve_peer, args=arguments, daemon=True)
         self.process.start()
         there.close()
         self.info: AgentInfo = self._receive()
@@ -485,3 +506,88 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_fails_it(engine: Engine) -> N
     peer.signal(signal.SIGKILL)
     assert finish(read) is TransferState.FAILED
     read.release()
+
+
+@pytest.fixture
+def attached() -> Iterator[tuple[Engine, Peer]]:
+    """An engine that reaches another process's memory through the kernel."""
+    here, peer = Engine(open_process_memory("pe", InProcessFabric()), 1), Peer(open_process_memory)
+    here.transport.connect(peer.info)
+    yield here, peer
+    peer.stop()
+    here.transport.close()
+
+
+def test_memory_of_a_process_is_written_and_read_while_it_hangs(
+    attached: tuple[Engine, Peer],
+) -> None:
+    here, peer = attached
+    theirs = peer.piece(3)
+    peer.signal(signal.SIGSTOP)
+    written = here.transport.post(
+        Direction.WRITE, "kv", [0] * 1500, peer.agent, "kv", [index % 2 for index in range(1500)]
+    )
+    assert finish(written) is TransferState.DONE
+    read = here.transport.post(Direction.READ, "kv", [5], peer.agent, "kv", [3])
+    assert finish(read) is TransferState.DONE
+    peer.signal(signal.SIGCONT)
+    assert here.piece(5) == theirs
+    assert [peer.piece(0), peer.piece(1)] == [here.piece(0)] * 2
+    assert peer.piece(3) == theirs
+
+
+def test_memory_of_a_process_that_was_killed_is_out_of_reach(attached: tuple[Engine, Peer]) -> None:
+    here, peer = attached
+    moving = here.transport.post(Direction.READ, "kv", ALL_PIECES, peer.agent, "kv", ALL_PIECES)
+    before = here.piece(0)
+    peer.signal(signal.SIGKILL)
+    assert moving.poll() is TransferState.FAILED
+    assert f"agent {peer.agent!r} is gone" in (moving.error() or "")
+    assert here.piece(0) == before
+    with pytest.raises(PeerLostError, match="not connected"):
+        here.transport.post(Direction.READ, "kv", [0], peer.agent, "kv", [0])
+
+
+def test_a_process_that_has_the_number_of_a_former_one_is_not_touched(
+    attached: tuple[Engine, Peer],
+) -> None:
+    here, peer = attached
+    process = msgspec.msgpack.decode(peer.info.metadata, type=HostProcess)
+    former = msgspec.structs.replace(process, start_ticks=process.start_ticks - 1)
+    former_agent = AgentInfo("former", msgspec.msgpack.encode(former), peer.info.regions)
+    with pytest.raises(PeerLostError, match="'former' is gone"):
+        here.transport.connect(former_agent)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        (msgspec.msgpack.encode(HostProcess("elsewhere", 1, 1)), "is on another machine"),
+        (b"\xff NIXL's own", "has another transport"),
+    ],
+)
+def test_agents_that_no_kernel_call_reaches_are_refused(metadata: bytes, said: str) -> None:
+    here = Engine(open_process_memory("pe", InProcessFabric()), 1)
+    with pytest.raises(PeerLostError, match=said):
+        here.transport.connect(AgentInfo("de", metadata, ()))
+
+
+def test_an_address_that_a_process_does_not_have_fails_the_transfer_and_not_the_process(
+    attached: tuple[Engine, Peer],
+) -> None:
+    here, peer = attached
+    nowhere = RegionInfo("nowhere", 4096, PIECE_BYTES, PIECE_BYTES, 1)
+    with pytest.raises(PeerLostError, match="Bad address"):
+        here.transport.connect(msgspec.structs.replace(peer.info, regions=(nowhere,)))
+    here.transport.connect(
+        msgspec.structs.replace(peer.info, regions=(*peer.info.regions, nowhere))
+    )
+    lost = here.transport.post(Direction.WRITE, "kv", [0], peer.agent, "nowhere", [0])
+    assert lost.poll() is TransferState.FAILED
+    assert "Bad address" in (lost.error() or "")
+
+
+def test_memory_of_a_device_is_not_a_processes() -> None:
+    transport = open_process_memory("pe", InProcessFabric())
+    with pytest.raises(ConfigError, match="lies in VRAM"):
+        transport.register(RegionInfo("hbm", 1, 1, 1, 1, memory="VRAM"), None)

@@ -22,10 +22,10 @@ from tests.unit.test_workload_report import result, turn
 
 from dualpath.core.modes import Mode
 from dualpath.laboratory.emulated.front_door import FrontDoor
-from dualpath.laboratory.emulated.http_server import serving_app
 from dualpath.laboratory.emulated.settings import block_geometry
 from dualpath.laboratory.workload.replay.result import write_result
 from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
+from dualpath.router.http.server import serving_app
 
 WIDTHS = (1280, 390)
 THEMES = ("light", "dark")
@@ -94,12 +94,13 @@ def made_up_replay(path: Path) -> None:
 async def run(folder: Path, seconds: float, devtools: str, storage: Path) -> None:
     """Take all pictures."""
     options: dict[str, Any] = {
+        # Settings are checked one by one, and a batch has to hold the blocks of the geometry.
+        "batch_cap_tokens": 512,
         "costs": COSTS,
         "geometry": GEOMETRY,
         "buffer_bytes": 512 * GEOMETRY.full_block_bytes,
         "hbm_bytes": 512 * GEOMETRY.full_block_bytes,
         "max_model_len": 4096,
-        "batch_cap_tokens": 512,
         "speedup": 1.0,
         "snic_bytes_per_s": 12e6,
     }

@@ -27,7 +27,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.ops.launch.commands import ENGINE_ENTRY, DpRank, engine_command, engine_id, rank_id
 from dualpath.ops.launch.fork_server import ForkedProcess
-from dualpath.ops.launch.local_cluster import claim_port
+from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import Supervisor
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.router.control.assign_log import AssignmentNote

@@ -18,7 +18,7 @@ from dualpath.laboratory.workload.conversation.text_session import TextSession
 from dualpath.laboratory.workload.formats import read_trace
 from dualpath.ops.launch.commands import ENGINE_ENTRY
 from dualpath.ops.launch.fork_server import ForkedProcess
-from dualpath.ops.launch.local_cluster import claim_port
+from dualpath.ops.launch.ports import claim_port
 
 MAX_MODEL_LEN = 4096
 

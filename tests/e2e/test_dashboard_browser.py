@@ -21,7 +21,7 @@ from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.modes import Mode
 from dualpath.core.sessions import Event
 from dualpath.laboratory.emulated.front_door import FrontDoor
-from dualpath.laboratory.emulated.http_server import serving_app
+from dualpath.router.http.server import serving_app
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.settings import RouterSettings
 
@@ -64,7 +64,9 @@ async def live(tab: Tab, url: str) -> None:
 async def test_a_served_request_is_seen_and_then_that_the_router_is_gone(
     tab: Tab, tmp_path: Path
 ) -> None:
-    async with cluster(tmp_path, Mode.DUALPATH, prefill=2, decode=2) as made:
+    # Without DRAM as a tier the second request is read from storage.
+    settings = RouterSettings(mode=Mode.DUALPATH, dram_tier=False)
+    async with cluster(tmp_path, Mode.DUALPATH, prefill=2, decode=2, router=settings) as made:
         await live(tab, f"{made.endpoint}/dashboard")
         # From here on all that is read counts: a dashboard knows nothing of the time before.
         await all_reported(made)

@@ -28,7 +28,7 @@ from tests.e2e.plain_engine import (
 
 from dualpath.core.cluster import Role
 from dualpath.laboratory.models.tiny import make_tiny_model
-from dualpath.ops.launch.local_cluster import claim_port
+from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.settings import LocalClusterSettings
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]

@@ -25,7 +25,7 @@ from dualpath.core.modes import Mode
 from dualpath.core.transfers import PrefillTransfer, to_transfer_params
 from dualpath.ops.launch.commands import ENGINE_ENTRY
 from dualpath.ops.launch.fork_server import ForkedProcess
-from dualpath.ops.launch.local_cluster import claim_port
+from dualpath.ops.launch.ports import claim_port
 from dualpath.router.token_api.wire import GENERATE_PATH
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

@@ -9,7 +9,6 @@ from tests.emulated_cluster import GEOMETRY, GUARD_S, cluster
 
 pytest.importorskip("vllm")
 
-from dualpath.cli.main import main
 from dualpath.core.modes import Mode
 from dualpath.laboratory.models.tiny import make_tiny_model
 from dualpath.ops.launch.fork_server import ForkedProcess
@@ -59,9 +58,3 @@ async def test_it_answers_as_the_router_does_and_leaves_the_cluster_to_it(
             assert await asyncio.to_thread(process.wait, GUARD_S) == 0, process.log_tail()
         finally:
             process.kill()
-
-
-def test_adapters_are_left_to_the_router(model: str, capfd: pytest.CaptureFixture[str]) -> None:
-    more = ("--vllm-args", "--enable-lora", "--lora-modules", "a=/nowhere")
-    assert main(command(model, "tcp://127.0.0.1:1", *more)) == 2
-    assert "adapters a cannot be served by a front end" in capfd.readouterr().err

@@ -4,6 +4,8 @@ import json
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -142,3 +144,19 @@ def test_a_router_without_engines_says_so_and_ends_cleanly(model, tmp_path):
     assert code == 0
     assert [status for status, _ in outcome] == [503]
     assert "shutting down" in outcome[0][1]
+
+
+def test_what_a_router_logs_has_time_and_level_however_it_was_started(model):
+    """vLLM has no handlers before its arguments are parsed; a process that forks had some."""
+    typed = (
+        "import logging; from dualpath.router.settings import RouterSettings; "
+        "from dualpath.vllm.front_end_settings import FrontEndSettings; "
+        "from dualpath.vllm.router_process import client_arguments; "
+        f"client_arguments(RouterSettings(), FrontEndSettings(model={model!r})); "
+        "logging.getLogger('dualpath.router.control').info('engine pe-0 joined')"
+    )
+    ended = subprocess.run([sys.executable, "-c", typed], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(
+        r"INFO \d\d-\d\d \d\d:\d\d:\d\d .*engine pe-0 joined", ended.stdout + ended.stderr
+    )

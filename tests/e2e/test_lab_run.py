@@ -16,6 +16,7 @@ from dualpath.core.cluster import nodes_text
 from dualpath.core.errors import ConfigError, EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.laboratory.emulated.settings import Verify
+from dualpath.laboratory.experiments.dram_tier_report import dram_share
 from dualpath.laboratory.experiments.emulated_nodes import EmulatedEngines
 from dualpath.laboratory.experiments.jct import measure_jct
 from dualpath.laboratory.experiments.report import write_experiment
@@ -92,6 +93,30 @@ def test_one_prefill_and_one_decode_node_read_over_both_paths() -> None:
     assert all(last[node].cnic_out > first[node].cnic_out for node in ("pe0", "de0"))
     # Both runs began with the same storage: the same tokens were there.
     assert again.client.replay.summary.hit_tokens == hits
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_engines_of_one_lab_keep_what_was_asked_for_before_or_seal_what_they_store() -> None:
+    replace = msgspec.structs.replace
+    nodes = replace(NODES, dram_tier=True, dram_bytes=48 << 20)
+    without = EmulatedEngines(replace(nodes, dram_tier=False))
+    sealed = EmulatedEngines(replace(nodes, dram_tier=False, storage_protection="encrypted"))
+    lab = LabRun(LAB, EmulatedEngines(nodes), windows(WINDOWS), warm=True, busy_limit=ANY_LOAD)
+    with lab as made:
+        kept = made.run(Mode.DUALPATH, ReplayOptions())
+        others = [
+            made.run(Mode.DUALPATH, ReplayOptions(), engines) for engines in (without, sealed)
+        ]
+    # The only DE has had every history; nothing is read again.
+    assert kept.storage_bytes == 0
+    assert dram_share(kept) == 1.0
+    hits = kept.client.replay.summary.hit_tokens
+    assert hits
+    for run in (kept, *others):
+        assert run.client.replay.summary.hit_tokens == hits
+        assert run.client.verified["de_hbm"] > 0
+        assert not any(run.client.wrong.values())
+    assert all(run.storage_bytes > 0 and dram_share(run) == 0.0 for run in others)
 
 
 @pytest.mark.usefixtures("nothing_left")

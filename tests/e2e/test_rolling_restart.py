@@ -15,7 +15,7 @@ from tests.e2e.test_emulated_cluster import COSTS, ENGINE, Processes
 
 from dualpath.core.modes import Mode
 from dualpath.ops.launch.process import ManagedProcess
-from dualpath.router.turn import STANDS_BY
+from dualpath.router.standby.turn import STANDS_BY
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 from hypothesis import given, settings
@@ -11,12 +10,12 @@ from hypothesis import strategies as st
 from dualpath.core.errors import ConfigError
 from dualpath.model.catalog.costs import model_costs
 from dualpath.model.catalog.families import FAMILIES
-from dualpath.model.catalog.load import MODELS, find, load_cluster, load_gpu, load_model
+from dualpath.model.catalog.load import MODELS, find, load_cluster, load_gpu, load_model, names
 
-CONFIGS = Path(__file__).parents[1] / "data" / "configs"
-PUBLISHED = [json.loads(file.read_text()) for file in sorted(CONFIGS.glob("*.json"))] + [
-    json.loads(find(MODELS, name).read_bytes())
-    for name in ("qwen3-coder-480b", "glm-4.6", "kimi-k2", "minimax-m2", "llama-3.3-70b")
+PUBLISHED = [
+    json.loads(file.read_bytes())
+    for file in (find(MODELS, name) for name in names(MODELS))
+    if file.name.endswith(".json")
 ]
 KEYS = sorted({key for config in PUBLISHED for key in config} | {"layer_types", "text_config"})
 SIZES = ["hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"]

@@ -43,7 +43,7 @@ from dualpath.plan.steps import PromptLayout, decode_steps, generated_steps
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import allocate_registered
 
-HBM_BLOCKS = 8
+HBM_BLOCKS, SLOTS = 8, 10
 #: Two looks of a wait.
 DEADLINE_S = 0.5
 SIZE = GEOMETRY.bytes_of(0)
@@ -77,8 +77,8 @@ class Engine:
         self.layer_region = [i % regions for i in range(GEOMETRY.layers)]
         self.layout = shared_layers(hbm, geometry, HBM_BLOCKS * geometry.block_tokens)
         views = PartViews(geometry, self.layout)
-        self.buffer, self.staging, self.de_buffer = buffer(HBM_BLOCKS), buffer(1), buffer(8)
-        self.other_de_buffer = buffer(8)
+        self.buffer, self.staging, self.de_buffer = buffer(SLOTS), buffer(1), buffer(SLOTS)
+        self.other_de_buffer = buffer(SLOTS)
         own = [
             *hbm,
             *self.layout.views(),
@@ -98,9 +98,14 @@ class Engine:
         self.stalled = StalledAgents()
         self.wrong: list[str] = []
 
-    def stream(self, chunks: Sequence[PrefillChunk], layers: LayerSettings) -> WorldLayerStream:
+    def stream(
+        self,
+        chunks: Sequence[PrefillChunk],
+        layers: LayerSettings,
+        before: WorldLayerStream | None = None,
+    ) -> WorldLayerStream:
         movers = self.movers(Role.PREFILL)
-        stream = WorldLayerStream(chunks, layers, self.geometry, movers, Counters())
+        stream = WorldLayerStream(chunks, layers, self.geometry, movers, Counters(), before=before)
         stream.world = self.world
         return stream
 
@@ -161,22 +166,28 @@ class Engine:
         if begins_unseen:
             stream.wait_loaded(0)
         for layer in range(GEOMETRY.layers):
-            self.world.drift(8)
             at_layer(layer)
-            for chunk, keys in work:
-                for block in range(chunk.chunk.first, chunk.chunk.end):
-                    self.kernel_writes(layer, chunk.hbm_blocks[block], kv_bytes(keys[block], layer))
-            if begins_unseen:
-                self.attention(stream, work, layer)
-            stream.wait_loaded(layer)
-            for _ in range(2):  # a kernel reads for a while
-                self.attention(stream, work, layer)
-            self.world.drift(8)
-            stream.computed(layer)
-            if begins_unseen and layer + 1 < GEOMETRY.layers:
-                stream.wait_loaded(layer + 1)
+            self.one_layer(stream, work, layer, begins_unseen)
         stream.finish()
         return stream
+
+    def one_layer(
+        self, stream: WorldLayerStream, work: Batch, layer: int, begins_unseen: bool = False
+    ) -> None:
+        """Queue one layer of a pass."""
+        self.world.drift(8)
+        for chunk, keys in work:
+            for block in range(chunk.chunk.first, chunk.chunk.end):
+                self.kernel_writes(layer, chunk.hbm_blocks[block], kv_bytes(keys[block], layer))
+        if begins_unseen:
+            self.attention(stream, work, layer)
+        stream.wait_loaded(layer)
+        for _ in range(2):  # a kernel reads for a while
+            self.attention(stream, work, layer)
+        self.world.drift(8)
+        stream.computed(layer)
+        if begins_unseen and layer + 1 < GEOMETRY.layers:
+            stream.wait_loaded(layer + 1)
 
     def attention(self, stream: WorldLayerStream, work: Batch, layer: int) -> None:
         """Read the KV of requests that have not failed."""
@@ -252,6 +263,114 @@ def test_kv_is_there_when_attention_reads_it_and_is_sent_as_computed(
     assert engine.wrong == []
     for block, key in enumerate(keys):
         assert engine.de_buffer.view(block).tobytes() == full_block(key), block
+
+
+def chunk_of(
+    engine: Engine,
+    name: str,
+    chunk: BlockRun,
+    hits: tuple[int, int],
+    hbm_blocks: Sequence[int],
+    first_slot: int,
+    blocks: int,
+) -> tuple[PrefillChunk, list[bytes]]:
+    """A chunk of a prompt of ``blocks``, with so many hits here and there in their places.
+
+    Its slots begin with ``first_slot``, here and at the DE.
+    """
+    keys = prompt_keys(blocks * GEOMETRY.block_tokens, name)
+    here, there = BlockRun(0, hits[0]), BlockRun(hits[0], hits[1])
+    slots = tuple(range(first_slot, first_slot + blocks))
+    for run, buffer in ((here, engine.buffer), (there, engine.de_buffer)):
+        for block in range(run.first, run.end):
+            fill(buffer, slots[block], keys[block])
+    runs = (
+        HitRun(Role.PREFILL, here, slots[: here.end]),
+        HitRun(Role.DECODE, there, slots[there.first : there.end]),
+    )
+    transfer = PrefillTransfer(
+        request_id=name,
+        prompt_tokens=blocks * GEOMETRY.block_tokens,
+        hit_blocks=sum(hits),
+        hit_key_tail=b"",
+        hits=tuple(run for run in runs if run.slots),
+        decode_engine="de",
+        decode_epoch="e",
+        de_slots=slots,
+    )
+    return PrefillChunk(transfer, chunk, tuple(hbm_blocks), ("de",)), keys
+
+
+#: Layers of a pass before which the next one begins; the last: when all of it is queued.
+AHEAD = st.integers(0, GEOMETRY.layers)
+#: Layers of a pass before which the one before it is ended; the last: when all of it is queued.
+ENDS = st.integers(0, GEOMETRY.layers)
+
+
+def run_overlapping(
+    engine: Engine, passes: Sequence[Batch], layers: LayerSettings, ahead: int, ends: int
+) -> list[WorldLayerStream]:
+    """Run passes, each begun before layer ``ahead`` of the one before, ended at ``ends`` of it."""
+    streams = [engine.stream([chunk for chunk, _ in passes[0]], layers)]
+    streams[0].begin()
+
+    def begin_next(number: int) -> None:
+        if number < len(passes):
+            chunks = [chunk for chunk, _ in passes[number]]
+            streams.append(engine.stream(chunks, layers, streams[-1]))
+            streams[-1].begin()
+
+    for number, work in enumerate(passes):
+        stream = streams[number]
+        engine.world.drift(8)
+        stream.enter()
+        for layer in range(GEOMETRY.layers):
+            if layer == ahead:
+                begin_next(number + 1)
+            if layer == ends and number:
+                streams[number - 1].finish()
+            engine.one_layer(stream, work, layer)
+        if ahead == GEOMETRY.layers:
+            begin_next(number + 1)
+        if ends == GEOMETRY.layers and number:
+            streams[number - 1].finish()
+    streams[-1].finish()
+    return streams
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, GEOMETRY.layers - 1),
+    st.booleans(),
+    AHEAD,
+    ENDS,
+    st.tuples(st.integers(0, 1), st.integers(0, 1)),
+    st.integers(0, 2**32),
+)
+def test_a_pass_begins_in_the_one_before_and_no_region_has_two_users(
+    layer_buffers: int, own_copier: bool, ahead: int, ends: int, hits: tuple[int, int], seed: int
+) -> None:
+    """A prompt's chunks in all three passes, and others in HBM blocks that the next pass reuses."""
+    layers = LayerSettings(buffers=layer_buffers, overlap=True)
+    engine = Engine(seed, layer_buffers, own_copier)
+    engine.hbm[:] = GARBAGE
+    first = sum(hits)
+    long = [
+        chunk_of(engine, "long", BlockRun(first + n, 1), hits, range(first + n + 1), 0, first + 3)
+        for n in range(3)
+    ]
+    others = [
+        chunk_of(engine, name, BlockRun(1, 1), (1, 0), hbm_blocks, 5 + 2 * n, 2)
+        for n, (name, hbm_blocks) in enumerate((("one", (5, 6)), ("other", (6, 5))))
+    ]
+    passes = [[long[0], others[0]], [others[1], long[1]], [long[2]]]
+    streams = run_overlapping(engine, passes, layers, ahead, ends)
+    engine.drain()
+    assert engine.wrong == []
+    assert [stream.failures for stream in streams] == [{}] * 3
+    for chunk, keys in (long[2], *others):
+        for slot, key in zip(chunk.prefill_transfer.de_slots, keys, strict=True):
+            assert engine.de_buffer.view(slot).tobytes() == full_block(key), slot
 
 
 STALLED = "other-de"

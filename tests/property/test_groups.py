@@ -97,7 +97,7 @@ class Group:
             state.drained = state.alive
         elif what == "silence":
             self.now_s += 2 * TIMEOUT_S
-            self.server._checked_s = self.now_s
+            self.server._stalls.late_s(self.now_s)
             self.server.check_liveness()
 
     def restart(self, rank: int, start: int) -> None:

@@ -171,3 +171,35 @@ def test_equal_inputs_give_equal_outputs(cluster, mode, agents):
         strict=True,
     ):
         np.testing.assert_array_equal(left, right)
+
+
+lone_rounds = st.lists(
+    st.builds(
+        lambda first, new: [(first, first * 2 // 3 // 64 * 64, new)],
+        first=st.integers(1, 900),
+        new=st.integers(1, 40),
+    ),
+    min_size=1,
+    max_size=8,
+).map(lambda rounds: agents_of(*rounds))
+
+
+@settings(max_examples=100)
+@given(clusters, modes.filter(lambda mode: mode.moves_bytes), lone_rounds)
+def test_a_tier_that_finds_nothing_decides_as_if_there_were_none(cluster, mode, agents):
+    """Contexts that come once: a tier is full of what nobody asks for, and nothing else changes."""
+    runs = [
+        simulate(
+            small_setup(mode, **cluster | {"dram_tier_bytes": tier_bytes}),
+            agents,
+            core="reference",
+            record_decisions=True,
+        )
+        for tier_bytes in (None, 0.0)
+    ]
+    without, with_tier = runs
+    assert with_tier.dram_tier_hit_tokens == 0
+    for one, other in zip(decisions_of(without), decisions_of(with_tier), strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(without.links.snic_read_bytes, with_tier.links.snic_read_bytes)
+    np.testing.assert_array_equal(without.links.cnic_bytes, with_tier.links.cnic_bytes)

@@ -25,7 +25,7 @@ class WatchedService(RouterService):
 
     def kill(self) -> None:
         """End as SIGKILL does: nothing more is said to engines, streams end."""
-        for task in (*self.server._tasks, *self.front_end._tasks):
+        for task in (*self.server.loops.tasks, *self.front_end._tasks):
             task.cancel()
 
     async def saw_loss(self, engine_id: str) -> None:

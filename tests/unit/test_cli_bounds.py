@@ -171,7 +171,26 @@ def test_the_papers_working_sets_imply_these_completion_times(capsys):
 
 def test_gaps_enlarge_the_working_set_with_their_square(capsys):
     arguments = ("workingset", "--agents-per-s", "0.45", "--jct-s", "1352", "--gap-factor", "3")
-    sizes = [case["working_set_bytes"] for case in printed_json(capsys, *arguments)["cases"]]
+    (model,) = printed_json(capsys, *arguments)["models"]
+    sizes = [case["working_set_bytes"] for case in model["cases"]]
     assert sizes[0] == pytest.approx(681e9, rel=0.001)
     assert sizes[1:] == pytest.approx([3 * sizes[0], 9 * sizes[0]])
     assert "grows 9-fold" in printed(capsys, *arguments)
+
+
+def test_each_model_has_a_row_of_sizes_and_a_working_set(capsys):
+    arguments = (
+        "workingset",
+        "--model",
+        "glm-4.6,kimi-k2",
+        "--agents-per-s",
+        "1",
+        "--jct-s",
+        "100",
+    )
+    first, second = printed_json(capsys, *arguments)["models"]
+    assert (first["model"], second["model"]) == ("glm-4.6", "kimi-k2")
+    for model in (first, second):
+        half_done = model["agent_bytes"] / 2
+        assert model["cases"][0]["working_set_bytes"] == pytest.approx(100 * half_done)
+    assert printed(capsys, *arguments).count("kimi-k2") == 2

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import runpy
 from pathlib import Path
 
 import msgspec
@@ -10,8 +9,6 @@ import pytest
 
 from dualpath.cli.main import main
 from dualpath.core.modes import Mode
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 CLUSTER = """
 prefill_nodes = 1
@@ -218,11 +215,3 @@ def test_a_capacity_has_no_number_of_agents(files, capsys):
     plan += ["--trace", "t.jsonl", "--agents", "6", "--core", "reference"]
     assert main([*plan, "--objective", "capacity"]) == 2
     assert "leave --agents out" in capsys.readouterr().err
-
-
-def test_the_example_simulates_from_python(capsys):
-    text = (EXAMPLES / "simulate_in_five_lines.py").read_text()
-    code = [line for line in text.splitlines() if line and not line.startswith(("from", '"', "#"))]
-    assert len(code) == 5
-    runpy.run_path(str(EXAMPLES / "simulate_in_five_lines.py"))
-    assert "simulated: JCT" in capsys.readouterr().out

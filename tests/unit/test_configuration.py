@@ -337,7 +337,7 @@ def test_config_check_refuses_in_one_line(file, capsys, monkeypatch):
         capsys.readouterr().err
     )
     assert main(["config", "check", "replay"]) == 2
-    assert "serve, router, emulate" in capsys.readouterr().err
+    assert "serve, router, scheduler, frontend, emulate" in capsys.readouterr().err
     assert main(["config", "check", "--config", "none.toml"]) == 2
     assert "none.toml" in capsys.readouterr().err
 

@@ -210,7 +210,7 @@ def test_a_machine_without_driver_or_bindings_is_told_what_to_set(monkeypatch):
     with pytest.raises(ConfigError, match=r"libcuda.*device_copies to nixl"):
         CudaDriver(SimpleNamespace(cuDriverGetVersion=no_driver))
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    with pytest.raises(ConfigError, match=r"dualpath\[gpu\].*device_copies to nixl"):
+    with pytest.raises(ConfigError, match=r"pip install 'cuda-bindings.*device_copies to nixl"):
         CudaDriver()
 
 

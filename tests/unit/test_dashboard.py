@@ -14,7 +14,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.core.sessions import Event
 from dualpath.laboratory.emulated.front_door import FrontDoor
-from dualpath.laboratory.emulated.http_server import serving_app
+from dualpath.router.http.server import serving_app
 from dualpath.router.observe.dashboard.board import SCHEMA
 from dualpath.router.observe.dashboard.history import SAMPLES_KEPT, Sample
 from dualpath.router.observe.dashboard.page_file import SCRIPTS, dashboard_page

@@ -1,13 +1,13 @@
 """The simulator, set to the demo's own parameters, predicts what the demo measured."""
 
 import statistics
-from pathlib import Path
 
 import pytest
 from benchmarks import simulated_demo
 
-from dualpath.cli import demo
 from dualpath.core.modes import Mode
+from dualpath.laboratory.demo.settings import COMPUTE_QUOTA_S
+from dualpath.laboratory.workload.conversation.text_encoder import approximate_encode
 from dualpath.policy.batching import AttentionGeometry
 
 #: What a CPU engine assumes (``vllm.quota_scheduler``, which needs vLLM) and SmolLM2-135M.
@@ -38,16 +38,18 @@ def test_rates_of_the_cluster_file_are_those_that_were_measured(run):
 
 def test_quota_of_the_cluster_file_admits_the_pairs_that_the_demo_admits():
     cluster, model = simulated_demo.read_setting()
-    pairs = demo.COMPUTE_QUOTA_S * ASSUMED_FLOPS_PER_S / ATTENTION.pair_flops
+    pairs = COMPUTE_QUOTA_S * ASSUMED_FLOPS_PER_S / ATTENTION.pair_flops
     assert cluster.compute_quota_s / model.prefill.pair_s == pytest.approx(pairs, rel=0.01)
 
 
-def test_memories_of_the_cluster_file_are_those_of_the_demo():
-    given = simulated_demo.demo_settings()
-    settings = demo.cluster_settings(Mode.DUALPATH, given, Path("model"), "storage", Path("runs"))
-    cluster, _ = simulated_demo.read_setting()
-    assert cluster.prefill_hbm_bytes == cluster.decode_hbm_bytes == settings.hbm_bytes
-    assert cluster.prefill_buffer_bytes == cluster.decode_buffer_bytes == settings.buffer_bytes
-    assert cluster.snic_bytes_per_s == settings.snic_bytes_per_s
-    assert cluster.layer_buffers == settings.layer_buffers
-    assert cluster.block_tokens == settings.block_tokens
+@pytest.mark.parametrize("pace", [0.25, 1.0, 4.0])
+def test_the_demo_convinces_on_quick_and_on_slow_machines(pace):
+    pytest.importorskip("agentperf_local", reason="the demo's sessions are not installed")
+    cluster, model = simulated_demo.read_setting()
+    agents = simulated_demo.demo_agents(approximate_encode)
+    assert agents.hit_tokens.sum() >= 0.9 * agents.prompt_tokens.sum()
+
+    predicted = simulated_demo.predict_demo(cluster, model, agents, pace=pace, orders=8)
+
+    assert predicted.ratio >= 1.7
+    assert predicted.share >= 0.6

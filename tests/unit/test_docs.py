@@ -1,5 +1,6 @@
 """The documentation keeps up with the code: links, command line, metrics, settings, messages."""
 
+import importlib
 import re
 import runpy
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT, engine_command, rou
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.policy.events import SchedulerSettings
 from dualpath.router.control.registry import Registry
+from dualpath.router.http.settings import SchedulerAddress
 from dualpath.router.links.settings import LinkSettings
 from dualpath.router.observe.engine_metrics import MOVEMENTS
 from dualpath.router.observe.metrics import RouterMetrics
@@ -72,8 +74,9 @@ def test_no_page_names_a_place_on_somebodys_machine(path: Path) -> None:
     assert first_components <= NEUTRAL_PATHS
 
 
-def test_files_named_in_the_architecture_exist() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["architecture.md", "reference/paper.md"])
+def test_files_named_in_the_text_exist(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
     names = re.findall(r"`((?:\w+/)*\w+\.py)`", text)
     folder = ""
     for name in names:
@@ -83,6 +86,22 @@ def test_files_named_in_the_architecture_exist() -> None:
         full = name if "/" in name else f"{folder}/{name}"
         assert (ROOT / "src" / "dualpath" / full).exists() or (ROOT / full).exists(), name
     assert names
+
+
+def test_symbols_of_the_paper_have_the_names_of_the_code() -> None:
+    section = page("paper.md").split("## Words and symbols\n", 1)[1].split("\n## ", 1)[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if ".py`" in line]
+    assert len(rows) > 20
+    for _, _, names, _, file in rows:
+        words = set(re.findall(r"\w+", (ROOT / "src" / "dualpath" / file.strip("`")).read_text()))
+        assert set(re.findall(r"`(\w+)`", names)) <= words, file
+
+
+def test_names_of_the_python_api_can_be_imported_and_say_what_they_do() -> None:
+    names = re.findall(r"`(dualpath(?:\.\w+)+)\.(\w+)`", page("python-api.md"))
+    assert len(names) > 20
+    for module, name in names:
+        assert getattr(importlib.import_module(module), name).__doc__, f"{module}.{name}"
 
 
 def test_the_indexes_list_every_page() -> None:
@@ -154,6 +173,7 @@ def test_every_stage_and_movement_of_kv_is_in_the_metrics_reference() -> None:
         ("Engine: `kv_connector_extra_config`", EngineSettings),
         ("Router", RouterSettings),
         ("Router's front end", FrontEndSettings),
+        ("Scheduler of its own process", SchedulerAddress),
         ("Front end of its own process", LinkSettings),
         ("Cluster on one machine", LocalClusterSettings),
         ("Emulated engine", EmulatedOptions),
@@ -187,7 +207,7 @@ def shown(value: Any) -> str:
         return "required"
     if value in (None, ()):
         return "none"
-    return f"`{value}`"
+    return "empty" if value == "" else f"`{value}`"
 
 
 def test_the_tables_of_a_session_are_those_that_are_executed() -> None:

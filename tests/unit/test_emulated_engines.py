@@ -15,7 +15,10 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.engine.layer_stream import LayerStream
+from dualpath.laboratory.emulated.batch import Batch
 from dualpath.laboratory.emulated.metrics import EngineMetrics, layer_blocks
+from dualpath.laboratory.emulated.passes import RankPasses, RunningPass
+from dualpath.laboratory.emulated.prefill import GivenPass, PrefillEngine
 from dualpath.laboratory.emulated.prefix import Seeds
 from dualpath.laboratory.emulated.process import emulated_engine
 from dualpath.laboratory.emulated.verification import CheckedAt
@@ -134,6 +137,39 @@ async def test_kv_that_goes_wrong_is_found_where_it_does_and_fails_the_request(
         assert {p for c in counts for p, (_, wrong) in c.items() if wrong} == {place}
         await made.idle()
         assert made.service.metrics.retries == 0
+
+
+@pytest.mark.parametrize("mode", [Mode.LAYERWISE, Mode.DUALPATH, Mode.ORACLE, Mode.BASIC])
+async def test_the_next_pass_begins_in_the_last_layers_of_the_one_before(
+    mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with the next chunk of the same prompt; mode Basic ends each pass before the next."""
+    computed, begun_in_pass = RankPasses.compute, []
+    begin, now = PrefillEngine._begin, set[RunningPass]()
+
+    def compute(
+        self: RankPasses, running: RunningPass, late: Callable[[], None], *, was_idle: bool
+    ) -> None:
+        now.add(running)
+        computed(self, running, late, was_idle=was_idle)
+        now.remove(running)
+
+    def begin_noted(self: PrefillEngine, batch: Batch, before: GivenPass | None) -> GivenPass:
+        begun_in_pass.append(bool(now))
+        return begin(self, batch, before)
+
+    monkeypatch.setattr(RankPasses, "compute", compute)
+    monkeypatch.setattr(PrefillEngine, "_begin", begin_noted)
+    async with cluster(tmp_path, mode, compute_quota_s=1e-4, layer_buffers=2) as made:
+        prompts = [[agent, *PROMPT] for agent in range(1, 5)]
+        first = await asyncio.gather(*(made.ask(prompt, 9) for prompt in prompts))
+        await made.stored()
+        turns = [[*p, *tokens, *PROMPT] for p, (tokens, _) in zip(prompts, first, strict=True)]
+        await asyncio.gather(*(made.ask(turn, 1) for turn in turns))
+        await made.idle()
+        assert made.counts(1) == 0
+        assert len(begun_in_pass) > len(prompts)
+        assert any(begun_in_pass) == (mode is not Mode.BASIC)
 
 
 async def test_a_client_that_leaves_gives_everything_back(tmp_path: Path) -> None:

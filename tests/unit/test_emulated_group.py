@@ -16,7 +16,7 @@ from dualpath.laboratory.chaos.points import EngineKind
 from dualpath.laboratory.chaos.settings import ChaosSettings, EmulatedVictims, LoadSettings
 from dualpath.laboratory.emulated import group
 from dualpath.laboratory.emulated.settings import EmulatedSettings
-from dualpath.ops.launch.local_cluster import claim_port
+from dualpath.ops.launch.ports import claim_port
 
 GUARD_S = 20.0
 

@@ -157,6 +157,83 @@ def test_kv_that_the_engine_found_wrong_fails_the_request_in_any_chunk(cluster: 
     )
 
 
+def compute(forward: ForwardPass, layers: Sequence[int]) -> None:
+    for layer in layers:
+        forward.wait_loaded(layer)
+        forward.computed(layer)
+
+
+def test_a_pass_begins_in_the_one_before_and_both_are_confirmed_in_their_order() -> None:
+    cluster = ToyCluster(layer_buffers=2)
+    try:
+        sent: list[Message] = []
+        keys = prompt_keys(TOKENS), prompt_keys(TOKENS, "other")
+        cluster.store(keys[1][:2])
+        one = cluster.load("one", keys[0], TOKENS, 0, 0)
+        other = cluster.load("other", keys[1], TOKENS, 2, 0)
+        layers = range(GEOMETRY.layers)
+        first = ForwardPass(cluster.pe.manager, sent.append, [part(one, BlockRun(0, 2))])
+        compute(first, layers[:-2])
+        parts = [part(one, BlockRun(2, 1)), part(other, BlockRun(2, 1), 1)]
+        second = ForwardPass(cluster.pe.manager, sent.append, parts, first)
+        compute(first, layers[-2:])
+        second.enter()
+        compute(second, layers[:2])
+        assert first.finish({}) == {}
+        assert sent == []
+        compute(second, layers[2:])
+        assert second.finish({}) == {}
+        confirmed = [(d.request_id, d.failure) for d in sent if isinstance(d, PrefillDone)]
+        assert confirmed == [("one", None), ("other", None)]
+        assert moved_bytes(cluster) == 2 * BLOCKS * GEOMETRY.full_block_bytes
+    finally:
+        cluster.close()
+
+
+def test_what_failed_in_the_pass_before_has_failed_in_the_next_and_is_reported_once() -> None:
+    """A transfer of the first chunk fails; the next one had begun and cannot be right."""
+    cluster = ToyCluster(layer_buffers=2)
+    try:
+        sent: list[Message] = []
+        lost = cluster.load("lost", prompt_keys(TOKENS), TOKENS, 0, 0)
+        well = cluster.load("well", prompt_keys(TOKENS, "other"), TOKENS, 0, 0)
+        layers = range(GEOMETRY.layers)
+        first = ForwardPass(cluster.pe.manager, sent.append, [part(lost, BlockRun(0, 2))])
+        parts = [part(lost, BlockRun(2, 1)), part(well, BlockRun(0, BLOCKS), 1)]
+        second = ForwardPass(cluster.pe.manager, sent.append, parts, first)
+        cluster.fabric.fail_next("lost on the way")
+        compute(first, layers)
+        second.enter()
+        compute(second, layers)
+        failed = first.finish({})
+        assert set(failed) == {"lost"}
+        assert second.finish({}) == failed
+        done = [(d.request_id, bool(d.failure)) for d in sent if isinstance(d, PrefillDone)]
+        assert done == [("lost", True), ("well", False)]
+    finally:
+        cluster.close()
+
+
+def test_a_pass_of_a_silent_model_ends_though_the_next_one_has_begun() -> None:
+    """The next pass waits for a layer of which nobody will say that it is computed."""
+    cluster = ToyCluster(layer_buffers=2)
+    try:
+        one = cluster.load("one", prompt_keys(TOKENS), TOKENS, 0, 0)
+        other = cluster.load("other", prompt_keys(TOKENS, "other"), TOKENS, 0, 0)
+        whole, layers = BlockRun(0, BLOCKS), range(GEOMETRY.layers)
+        first = ForwardPass(cluster.pe.manager, lambda message: None, [part(one, whole)])
+        second = ForwardPass(
+            cluster.pe.manager, lambda message: None, [part(other, whole, 1)], first
+        )
+        compute(first, layers[:-1])
+        second.enter()
+        compute(second, layers)
+        assert f"layer {layers[-1]} is computed without" in first.finish({})["one"]
+        assert second.finish({}) == {}
+    finally:
+        cluster.close()
+
+
 def test_without_bytes_to_move_a_pass_only_confirms() -> None:
     cluster = ToyCluster(mode=Mode.ORACLE)
     try:

@@ -10,6 +10,7 @@ from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.control import Gone, IsGone, PeerUp, Welcome
 from dualpath.core.request_messages import Assign, Failed, Release, Released, Reserved
 from dualpath.core.runs import BlockRun
+from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.storage.host_process import is_gone, this_process
 
@@ -43,6 +44,38 @@ def test_a_request_that_only_waits_leaves_nothing(cluster: ToyCluster) -> None:
     assert cluster.de.report().unfinished_requests == 0
     assert cluster.de.manager.doubts().quarantined == ("first",)
     cluster.de.command(Release(request_id="first", reason="no writer is left"))
+    assert whole(cluster) == [True, True]
+
+
+def test_a_request_that_decodes_goes_on_and_counts_until_it_ends(cluster: ToyCluster) -> None:
+    manager = cluster.de.manager
+    cluster.de.assign("r", TOKENS, BLOCKS)
+    slots = cluster.de.answer(Reserved, "r").slots
+    transfer = DecodeTransfer(request_id="r", prompt_tokens=TOKENS, slots=slots)
+    assert cluster.fill(transfer, HBM) is None
+    for _ in range(2):  # the second scheduler is lost as well
+        manager.end_session(OVER)
+        assert manager.decodes_alone
+        report = cluster.de.report()
+        assert (report.unfinished_requests, report.unfinished_tokens) == (1, TOKENS)
+        assert report.free_buffer_tokens == manager.buffer_tokens
+        assert manager.doubts()[:2] == ((), ())
+        cluster.de.command(Welcome(peers=()))
+    manager.decode_ended("r")
+    assert not manager.decodes_alone
+    assert whole(cluster) == [True, True]
+
+
+def test_a_request_that_has_ended_is_not_taken_for_one_that_decodes(cluster: ToyCluster) -> None:
+    manager = cluster.de.manager
+    cluster.de.assign("r", TOKENS, BLOCKS)
+    slots = cluster.de.answer(Reserved, "r").slots
+    transfer = DecodeTransfer(request_id="r", prompt_tokens=TOKENS, slots=slots)
+    assert cluster.fill(transfer, HBM) is None
+    manager.decode_ended("r")
+    assert cluster.de.report().unfinished_requests == 1  # until the router lets it go
+    manager.end_session(OVER)
+    assert not manager.decodes_alone
     assert whole(cluster) == [True, True]
 
 

@@ -12,10 +12,13 @@ from dualpath.cli.eval import FIGURE_NAMES
 from dualpath.cli.main import main
 from dualpath.core.modes import Mode
 from dualpath.model.evaluation import beyond, dram_tier
+from dualpath.model.evaluation.calibration import AS_WRITTEN, AT_48K
 from dualpath.model.evaluation.candidates import MODEL, PATHS, WORKLOADS, capacity, outcome
 from dualpath.model.evaluation.document import document
 from dualpath.model.evaluation.figures import FIGURES
+from dualpath.model.evaluation.figures.fig3 import pass_s
 from dualpath.model.evaluation.inputs import CatalogInputs
+from dualpath.model.evaluation.largescale import large_spec, small_spec
 from dualpath.model.evaluation.paper import FITTED, QUOTED
 from dualpath.model.evaluation.report import (
     Compared,
@@ -28,6 +31,7 @@ from dualpath.model.evaluation.residuals import REASONS, missed
 from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.settings import DS_27B, DS_660B, EvaluationSettings, RunSpec
 from dualpath.model.evaluation.write import figure_json, write_document, write_figure
+from dualpath.model.sim.settings import PrefillCosts
 from dualpath.report import markdown
 from dualpath.report.model import Table
 
@@ -168,7 +172,7 @@ def test_the_page_begins_with_the_error_table_and_names_every_number(
 def test_the_page_names_the_command_that_makes_it(reports: list[FigureReport]) -> None:
     options = "--docs docs/evaluation.md --seed 3 --quick`"
     assert f"`dualpath eval all {options}" in markdown.page(document(reports))
-    assert f"`dualpath eval fig7 fig8 {options}" in markdown.page(document(reports[:2]))
+    assert f"`dualpath eval fig3 fig7 {options}" in markdown.page(document(reports[:2]))
 
 
 def test_rows_are_judged_by_what_the_paper_claims() -> None:
@@ -181,10 +185,57 @@ def test_rows_are_judged_by_what_the_paper_claims() -> None:
             Compared("fig8.dualpath_2p1d_1p2d", None),
         ]
     ).rows
-    assert [row[5] for row in rows] == ["yes", "no", "-", "below", "no"]
+    assert [row[5] for row in rows] == ["yes", "no", "yes", "below", "no"]
     assert rows[0][2:5] == ("3,294 s", "3,167 s", "+4.0%")
     assert rows[3][3] == "< 10.00 cores"
     assert rows[4][2:5] == ("-", "≈ 1.00x", "-")
+
+
+def test_online_numbers_have_a_target_of_their_own() -> None:
+    assert Compared("fig10.660b.capacity", 2.25 * 1.14).within_target
+    assert not Compared("fig10.660b.capacity", 2.25 * 1.16).within_target
+    assert not Compared("fig7.660b.speedup_max", 1.87 * 1.06).within_target
+
+
+def test_the_second_calibration_has_columns_of_its_own() -> None:
+    first = [Compared("table3.2p4d.jct", 3167.0), Compared("fig8.speedup_max", 2.46)]
+    table = comparison_table(first, at_48k=[Compared("table3.2p4d.jct", 3167.0 * 1.1)])
+    assert table.columns[-3:] == ("at 48K: model", "error", "within target")
+    assert [row[-3:] for row in table.rows] == [("3,484 s", "+10.0%", "no"), ("-", "-", "no")]
+    assert len(table.columns) == len(comparison_table(first).columns) + 3
+
+
+def test_the_second_calibration_changes_machine_and_length_of_table_3() -> None:
+    spec = RunSpec(system=DS_660B, mode=Mode.DUALPATH)
+    written, second = (CatalogInputs(calibration=c).setup(spec) for c in (AS_WRITTEN, AT_48K))
+    assert second.cluster.snic_bytes_per_s == 32e9 < written.cluster.snic_bytes_per_s
+    # Kernels alone are slower; what a pass costs whatever is in it stays.
+    share = written.model.prefill.pair_s / second.model.prefill.pair_s
+    assert share == pytest.approx(0.625)
+    assert second.model.prefill.batch_s == written.model.prefill.batch_s
+    runs = Runs(QUICK, FakeInputs(), FakeSimulator(), calibration=AT_48K)
+    assert (small_spec(runs).workload, large_spec(runs).workload) == ("48K", "48K")
+    changed = msgspec.structs.replace(spec, overrides=(("snic_bytes_per_s", 1e9),))
+    assert CatalogInputs(calibration=AT_48K).setup(changed).cluster.snic_bytes_per_s == 1e9
+
+
+def test_the_io_compute_ratio_falls_as_the_paper_says(reports: list[FigureReport]) -> None:
+    fig3 = next(report for report in reports if report.name == "fig3")
+    (statement,) = fig3.statements
+    assert statement.holds
+    assert statement.evidence == "14.4x: 28.8x the FLOP, 2.0x the NIC"
+    ratios = [float(row[-1]) for row in fig3.tables[0].rows]
+    assert ratios == [80.1, 25.3, 5.6]
+
+
+def test_a_batch_shares_what_a_pass_costs() -> None:
+    costs = PrefillCosts(batch_s=0.1, pair_s=1e-9, index_pair_s=1e-10, window_tokens=2_000)
+    one, many = pass_s(costs, 1), pass_s(costs, 10)
+    per_request_s = 300 * (2_000 * 1e-9 + 30_000 * 1e-10)
+    assert one == pytest.approx(0.1 + per_request_s)
+    assert many == pytest.approx(0.1 + 10 * per_request_s)
+    both = PrefillCosts(feed_forward_token_s=1e-3, exchange_token_s=2e-3, interleaved=True)
+    assert pass_s(both, 1) == pytest.approx(300 * 2e-3)
 
 
 def test_quantities_have_the_digits_that_the_paper_quotes() -> None:
@@ -212,9 +263,9 @@ def test_a_tier_is_measured_from_none_of_the_working_set_to_all_of_it() -> None:
     runs, _ = fake_runs()
     report = dram_tier.build(runs)
     times, hits = report.tables
-    assert times.columns[2:] == ("no tier", "0%", "25%", "100%", "Oracle")
-    # The fake has no tier: its size makes no difference.
-    assert all(len(set(row[2:6])) == 1 and float(row[2]) > 1 for row in times.rows)
+    assert times.columns[2:] == ("no tier", "0%", "25%", "100%", "100%, CNICs x 2", "Oracle")
+    # The fake has neither tier nor links: their sizes make no difference.
+    assert all(len(set(row[2:7])) == 1 and float(row[2]) > 1 for row in times.rows)
     assert [row[0] for row in hits.rows] == [row[0] for row in times.rows]
 
 
@@ -235,14 +286,14 @@ def test_offline_numbers_beyond_the_target_are_listed_with_their_reason() -> Non
     found = missed(
         [
             Compared("table3.2p4d.jct", 3167.0 * 1.04),
-            Compared("fig8.speedup_max", 2.9),
+            Compared("fig8.speedup_mean", 1.85),
             Compared("table3.48p96d.jct", 3201.0 * 1.06),
             Compared("fig10.660b.capacity", 9.0),
         ]
     )
     assert found is not None
     assert [row[1:] for row in found.rows] == [
-        ("+17.9%", REASONS["fig8.speedup_max"]),
+        ("+12.8%", REASONS["fig8.speedup_mean"]),
         ("+6.0%", "Not explained."),
     ]
     assert missed([Compared("fig10.660b.capacity", 9.0)]) is None

@@ -1,5 +1,6 @@
 """What the experiments on a lab compute from what was measured."""
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -167,6 +168,27 @@ def test_agents_are_met_in_the_middle_of_their_trajectories() -> None:
     for window in found:
         assert len(window.trajectory.rounds) == 3
         assert 0 < window.history_tokens < window.trajectory.rounds[0].append_tokens
+
+
+def test_windows_are_taken_from_a_trace_of_block_ids_as_well(tmp_path: Path) -> None:
+    # 64-token blocks: the second turn goes on, the third keeps one block of it.
+    requests = [
+        {"in": 128, "out": 20, "hash_ids": [1, 2]},
+        {"in": 200, "out": 8, "hash_ids": [1, 2, 3]},
+        {"in": 100, "out": 5, "hash_ids": [1]},
+        {"in": 150, "out": 7, "hash_ids": [1, 9]},
+    ]
+    path = tmp_path / "weka.jsonl"
+    path.write_text(json.dumps({"id": "w", "block_size": 64, "requests": requests}))
+
+    (window,) = windows(WindowSettings(trace=str(path), agents=1, turns=3, scale=1.0))
+
+    assert window.history_tokens == 128 + 20
+    assert [(r.append_tokens, r.generated_tokens) for r in window.trajectory.rounds] == [
+        (200, 8),
+        (100 - 64, 5),
+        (150 - 105, 7),
+    ]
 
 
 def test_the_stored_history_is_what_the_first_prompt_begins_with(tmp_path: Path) -> None:

@@ -72,6 +72,15 @@ def test_alpha_and_beta_reach_the_router() -> None:
     assert "--alpha-tokens" not in router_command(settings(), 8000, 5700)
 
 
+def test_front_ends_reach_the_router_and_do_without_a_standby() -> None:
+    router = router_command(settings(front_ends=3), 8000, 5700, cluster_port=8001)
+    assert router[router.index("--front-ends") + 1] == "3"
+    assert router[router.index("--cluster-port") + 1] == "8001"
+    assert "--front-ends" not in router_command(settings(), 8000, 5700)
+    with pytest.raises(ConfigError, match=r"front_ends.* is 3 and .*standby.* is on"):
+        settings(front_ends=3, standby=True)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

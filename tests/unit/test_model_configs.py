@@ -10,9 +10,9 @@ from dualpath.core.errors import ConfigError
 from dualpath.model.catalog.load import MODELS, find
 from dualpath.model.catalog.load import load_model as load
 
-CONFIGS = Path(__file__).parents[1] / "data" / "configs"
-GPT_OSS = CONFIGS / "gpt-oss-120b.json"
-DEEPSEEK = CONFIGS / "deepseek-v3.2.json"
+#: As published; `gpt-oss-120b` and `ds-v3.2` are the same models as the paper counts them.
+GPT_OSS = "gpt-oss-120b-published"
+DEEPSEEK = "deepseek-v3.2"
 
 
 def keys_of(name: str) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """What a model asks of a cluster's GPUs, and `dualpath plan` with it."""
 
 import json
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,7 +9,7 @@ from dualpath.cli.main import main
 from dualpath.core.cluster import Role
 from dualpath.model.catalog.costs import model_costs
 from dualpath.model.catalog.load import load_cluster, load_gpu, load_model
-from dualpath.model.evaluation.needs import RoleNeeds, role_needs
+from dualpath.model.evaluation.needs import ModelSizes, RoleNeeds, model_sizes, role_needs
 
 HOPPER = load_gpu("hopper")
 PAPER = load_cluster("paper-660b")
@@ -113,6 +112,40 @@ def test_of_window_layers_a_prefill_engine_loads_what_they_see():
 
 
 def test_an_indexers_key_is_a_part_of_its_own_block():
-    config = Path(__file__).parents[1] / "data" / "configs" / "deepseek-v3.2.json"
-    geometry = load_model(config, "fp8").block_geometry(64)
+    geometry = load_model("deepseek-v3.2", "fp8").block_geometry(64)
     assert geometry.layer_parts == ((41_984, 8_448),) * 61
+
+
+def sizes(model: str, prompt_tokens: int) -> ModelSizes:
+    return model_sizes(
+        load_model(model),
+        prompt_tokens=prompt_tokens,
+        total_tokens=50_000,
+        block_tokens=64,
+        layer_buffers=2,
+    )
+
+
+def test_a_prompt_takes_whole_blocks_and_two_of_its_layers_lie_in_hbm():
+    glm = sizes("glm-4.6", 1_000)
+    per_token = 92 * 2 * 8 * 128 * 2
+    assert glm.kv_bytes_per_token == per_token
+    assert glm.full_block_bytes == 64 * per_token
+    assert glm.prompt_bytes == 16 * 64 * per_token
+    assert glm.pass_bytes * 92 == glm.prompt_bytes * 2
+    assert glm.agent_bytes == 50_000 * per_token
+
+
+def test_of_a_prompt_all_but_a_typical_append_is_read_and_leaves_the_pe_with_it():
+    per_token = sizes("glm-4.6", 1_000).kv_bytes_per_token
+    glm = sizes("glm-4.6", 1_000)
+    assert glm.read_bytes == (1_000 - MISSES) * per_token
+    # In by the PE's own NIC, which reads DRAM for it, and out with what was computed.
+    assert glm.pe_cnic_bytes == glm.read_bytes + 1_000 * per_token
+    assert sizes("glm-4.6", 2).read_bytes == per_token
+
+
+def test_of_layers_with_a_window_what_it_sees_is_read_and_all_is_stored():
+    gpt = sizes("gpt-oss-120b", 60_000)
+    assert gpt.prompt_bytes == -(-60_000 // 64) * 64 * 36 * 1024
+    assert gpt.read_bytes == 18 * 1024 * (60_000 - MISSES + 127)

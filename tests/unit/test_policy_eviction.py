@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from dualpath.core.blocks import BlockKey, block_keys, chain_root
 from dualpath.policy.chain_index import ChainIndex
-from dualpath.policy.eviction import NO_PINS, Pins, StorageLimits, is_over, victims
+from dualpath.policy.eviction import (
+    NO_PINS,
+    Pins,
+    StorageLimits,
+    is_over,
+    pinned_ends,
+    victims,
+)
 from dualpath.storage.index_file import Progress, decode, encode
 
 PLACE = "model_0123456789abcdef"
@@ -87,6 +94,19 @@ def test_what_is_in_use_or_pinned_stays_whatever_the_quota() -> None:
     assert sorted(found) == sorted([used[2], pinned[2], *other])
     for pins in (Pins(namespaces=frozenset({PLACE})), Pins(tenants=frozenset({""}))):
         assert gone(index, quota(1), 10.0, pins) == []
+
+
+def test_a_pinned_chain_stays_while_its_last_block_was_bad_and_is_not_stored_again() -> None:
+    index, pinned, other = ChainIndex(), chain(1, 3), chain(2, 3)
+    for keys in (pinned, other):
+        add(index, keys, 1.0)
+    index.remove(PLACE, pinned[2])
+    pins = Pins(chains=frozenset({(PLACE, pinned[2]), (PLACE, chain(3, 1)[0])}))
+    assert sorted(gone(index, quota(1), 10.0, pins)) == sorted(other)
+    index.compact(5.0, pinned_ends(index, pins))
+    assert sorted(gone(index, quota(1), 10.0, pins)) == sorted(other)
+    index.compact(5.0)
+    assert len(gone(index, quota(1), 10.0, pins)) > len(other)
 
 
 def test_a_prefix_that_nobody_asks_for_is_too_old_one_day() -> None:

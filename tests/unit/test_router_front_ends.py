@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import msgspec
 import pytest
@@ -12,8 +12,10 @@ from tests.front_end_links import TIMEOUT_S, Door, Link, door
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import expected, job, keys_of
 
-from dualpath.core.errors import EngineLostError
+from dualpath.core.adapters import Adapter
+from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.router.control.registry import Registry
+from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engines import missing_engines
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.requests.context import FrontEndContext
@@ -47,8 +49,10 @@ class Far:
 
 
 @contextlib.asynccontextmanager
-async def far(made: Cluster, opened: Door, name: str) -> AsyncIterator[Far]:
-    async with opened.link(name) as link:
+async def far(
+    made: Cluster, opened: Door, name: str, adapters: Mapping[str, str] | None = None
+) -> AsyncIterator[Far]:
+    async with opened.link(name, adapters) as link:
         one = Far(made, link)
         yield one
         await one.front_end.stop()
@@ -130,6 +134,53 @@ async def test_a_scheduler_that_is_lost_costs_what_does_not_decode_yet_another_a
             await nothing_is_left(made)
 
 
+@contextlib.asynccontextmanager
+async def decoding_when_the_scheduler_is_lost() -> AsyncIterator[
+    tuple[Cluster, Far, asyncio.Task[list[int]]]
+]:
+    """A stream that has tokens of its DE, and the next scheduler."""
+    network = ControlNetwork()
+    async with cluster() as made:
+        calls = made.calls
+        async with door(made.service.scheduler, network):
+            link = Link(network.connect(), "f")
+            link.start()
+            one = Far(made, link)
+            calls.gate_after_tokens, calls.gates["decode"] = 2, asyncio.Event()
+            run = asyncio.create_task(one.run("a"))
+            await made.arrives("decode")
+            former = link.session
+            made.service.kill()
+        await made.restart_router()
+        async with door(made.service.scheduler, network):
+            while link.session in ("", former):
+                await asyncio.sleep(0.1)
+            yield made, one, run
+            await one.front_end.stop()
+            await link.stop()
+            await nothing_is_left(made)
+
+
+async def test_a_stream_that_decodes_outlives_its_scheduler() -> None:
+    async with decoding_when_the_scheduler_is_lost() as (made, one, run):
+        await one.link.engines_present(1, 1, LIMIT_S)
+        made.calls.gates.pop("decode").set()
+        assert await run == expected(PROMPT, 6)
+        assert one.front_end.records[0].attempts == 1
+        # What it has stored is found.
+        assert await one.run("b") == expected(PROMPT, 6)
+        assert one.front_end.records[-1].hit_tokens == 16
+
+
+async def test_such_a_stream_is_tried_again_when_the_next_scheduler_loses_its_engine() -> None:
+    async with decoding_when_the_scheduler_is_lost() as (made, one, run):
+        await one.link.engines_present(1, 1, LIMIT_S)
+        made.calls.gates.clear()  # of the next attempt; the first one still waits at it
+        made.lose("d0")
+        assert await run == expected(PROMPT, 6)
+        assert one.front_end.records[0].attempts == 2
+
+
 async def test_a_scheduler_of_another_model_gets_no_keys_of_the_one_before() -> None:
     network = ControlNetwork()
     async with (
@@ -168,3 +219,78 @@ async def test_tokens_go_on_while_the_scheduler_is_away() -> None:
         await link.stop()
         await nothing_is_left(made)
     assert made.stored >= set(keys_of(PROMPT))
+
+
+async def test_a_stall_of_the_schedulers_own_loop_is_nobodys_silence() -> None:
+    async with (
+        cluster() as made,
+        door(made.service.scheduler) as opened,
+        far(made, opened, "f") as one,
+    ):
+        made.calls.gates["prefill"] = asyncio.Event()
+        run = asyncio.create_task(one.run("a"))
+        await made.arrives("prefill")
+        opened.ahead_s = 3 * TIMEOUT_S
+        opened.door._look()  # before what it said meanwhile is read, as may be after SIGSTOP
+        await asyncio.sleep(2.0)
+        made.calls.gates.pop("prefill").set()
+        assert await run == expected(PROMPT, 6)
+        assert one.front_end.records[0].attempts == 1
+        await nothing_is_left(made)
+
+
+SQL, CHAT = Adapter("sql", "/adapters/sql", "a" * 64), Adapter("chat", "/adapters/chat", "b" * 64)
+
+
+@contextlib.asynccontextmanager
+async def with_adapters(
+    listed: Mapping[str, str],
+) -> AsyncIterator[tuple[ServedAdapters, Door, Far]]:
+    """A scheduler whose engines have both, and a front end that lists some."""
+    async with cluster() as made:
+        made.service.registry.adapters = served = ServedAdapters(
+            {adapter.name: adapter.path for adapter in (SQL, CHAT)}
+        )
+        served.learn([SQL, CHAT])
+        async with (
+            door(made.service.scheduler) as opened,
+            far(made, opened, "f", listed) as one,
+        ):
+            yield served, opened, one
+
+
+async def test_a_front_end_learns_the_weights_of_the_adapters_that_it_lists() -> None:
+    async with with_adapters({"sql": SQL.path, "chat": "/elsewhere"}) as (_, _, one):
+        assert one.link.engines.adapters.adapter("sql", SQL.path) == SQL
+        # Keys hold the path, and engines have another: it is not served.
+        with pytest.raises(DualPathError, match="no engine with adapter 'chat'"):
+            one.link.engines.adapters.adapter("chat", "/elsewhere")
+        assert await one.run("a") == expected(PROMPT, 6)
+
+
+async def test_other_weights_of_an_adapter_get_no_keys_of_the_ones_before() -> None:
+    async with with_adapters({"sql": SQL.path}) as (served, opened, one):
+        served._known["sql"] = msgspec.structs.replace(SQL, digest="c" * 64)
+        # It has not been told yet, and asks with the keys that it has made.
+        with pytest.raises(EngineLostError, match="other weights of adapter 'sql'"):
+            await one.run("a")
+        opened.door._engines_changed()
+        await asyncio.sleep(1.0)
+        assert "no adapter 'sql', or other weights of it" in (
+            missing_engines(one.link.engines) or ""
+        )
+        assert one.link.engines.adapters.adapter("sql", SQL.path) == SQL
+
+
+async def test_an_adapter_that_the_next_scheduler_does_not_serve_may_be_any() -> None:
+    async with with_adapters({"sql": SQL.path}) as (served, _, one):
+        del served._known["sql"]
+        with pytest.raises(EngineLostError, match="other weights of adapter 'sql'"):
+            await one.run("a")
+
+
+async def test_an_adapter_that_a_front_end_does_not_serve_may_change() -> None:
+    async with with_adapters({"sql": SQL.path}) as (served, opened, one):
+        served._known["chat"] = msgspec.structs.replace(CHAT, digest="c" * 64)
+        opened.door._engines_changed()
+        assert await one.run("a") == expected(PROMPT, 6)

@@ -6,6 +6,7 @@ tried again must not go to one of them.
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Sequence
 
 import pytest
@@ -325,3 +326,17 @@ async def test_a_rank_that_another_engine_has_is_refused() -> None:
         third.dp = GroupRank("q", "q 1", 0, 1 << 60)
         await third.saw(control.Refused, lambda m: "at most 4096" in m.reason)
         assert "third" not in alive(made)
+
+
+@pytest.mark.parametrize("settled", [True, False])
+async def test_an_engine_that_says_goodbye_is_said_to_leave_and_not_to_be_lost(
+    caplog: pytest.LogCaptureFixture, *, settled: bool
+) -> None:
+    """Stopped without draining: its requests are tried elsewhere, and nobody need look for it."""
+    caplog.set_level(logging.INFO)
+    async with cluster() as made:
+        await made.engines["d0"].leave(settled=settled)
+        await made.service.saw_loss("d0")
+    told = [(r.levelname, r.getMessage()) for r in caplog.records if " d0 " in r.getMessage()]
+    assert ("INFO", "decode engine d0 leaves: it shuts down") in told
+    assert "lost" not in caplog.text

@@ -230,6 +230,38 @@ def test_what_is_gone_when_the_buffer_is_granted_is_read_after_all(core):
     assert read == pytest.approx(agents.hit_tokens.sum() - result.dram_tier_hit_tokens)
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("buffer_blocks", [28, 36])
+def test_buffers_with_room_for_little_more_than_what_runs_never_cost_a_read(
+    seed, buffer_blocks, core
+):
+    """Nine agents on 1P2D: neither all storage NICs nor the busiest read more than without a tier.
+
+    What a scheduler believes to be kept and finds gone is read where it was believed, whatever the
+    queues: that must not be worth more than what is found.
+    """
+    rng = np.random.default_rng(seed)
+    agents = agents_of(
+        *[
+            growing_agent(6, int(rng.integers(320, 960)), int(rng.integers(32, 160)), 2)
+            for _ in range(9)
+        ]
+    )
+    buffers = {
+        "prefill_buffer_bytes": buffer_blocks * 64e3,
+        "decode_buffer_bytes": buffer_blocks * 64e3,
+    }
+    runs = [
+        simulate(small_setup(decode_nodes=2, dram_tier_bytes=tier, **buffers), agents, core=core)
+        for tier in (None, 0.0)
+    ]
+    without, with_tier = (run.links.snic_read_bytes.sum(axis=0) for run in runs)
+    found = runs[1].dram_tier_hit_tokens
+    assert 0 < found < agents.hit_tokens.sum() / 3
+    assert with_tier.sum() == pytest.approx(without.sum() - found * 1000.0)
+    assert with_tier.max() <= without.max()
+
+
 def test_hits_behind_a_long_reading_queue_are_computed_again(core):
     """Storage reads 10 tokens/s: the first round's hit takes a minute, computing it 0.6 s."""
     agents = agents_of(*[growing_agent(2, 640, 64, 2)] * 3)

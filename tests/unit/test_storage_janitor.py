@@ -8,7 +8,7 @@ from tests.kept_storage import BLOCK_BYTES, PLACE, Story, chain
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.policy.eviction import StorageLimits
 from dualpath.storage import janitor as janitor_module
-from dualpath.storage.directory import key_of
+from dualpath.storage.directory import key_of, object_name
 from dualpath.storage.half_written import STALE_S
 from dualpath.storage.journal import JOURNAL, segment_name
 from dualpath.storage.lease import LEASE_S, TERMS
@@ -276,6 +276,26 @@ def test_pins_hold_whatever_is_asked_for() -> None:
     assert [story.head(chain(number, 3)) for number in range(3)] == [2, 3, 0]
     with pytest.raises(ConfigError, match="cannot be pinned"):
         pin_name("tenant", "../../secrets")
+
+
+def test_a_pinned_chain_outlives_its_last_block_and_the_janitor_who_knew_it() -> None:
+    story = Story(limits(1))
+    janitor, engine = story.janitor(), story.engine()
+    engine.write(chain(0, 3))
+    engine.journal.flush()
+    last = chain(0, 3)[2]
+    story.tree.replace(pin_name("chain", PLACE, last.hex()), b"")
+    story.now_s += 10
+    janitor.step()
+    story.tree.remove([object_name(PLACE, last)])
+    engine.journal.gone(last, story.now_s)
+    engine.journal.flush()
+    story.now_s += 7200
+    janitor.step()
+    janitor.close()
+    successor = story.janitor()
+    successor.step()
+    assert story.head(chain(0, 3)) == 2
 
 
 def test_a_prefix_goes_when_its_time_is_over() -> None:

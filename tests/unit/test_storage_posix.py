@@ -299,6 +299,29 @@ def test_a_temporary_name_that_stays_is_removed_with_the_next(
     assert temporary_files(storage) == []
 
 
+def test_a_block_of_which_nobody_can_say_whether_it_is_there_leaves_nothing_half_written(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine has written it meanwhile, and the disk fails as this one looks."""
+    real_stat, failing = os.stat, [False]
+
+    def taken(*_: object) -> None:
+        failing[0] = True
+        raise FileExistsError(17, "File exists")
+
+    def stat(path: str, *rest: object, **more: object) -> os.stat_result:
+        if failing[0] and str(path).endswith(".kv"):
+            raise OSError(5, "Input/output error")
+        return real_stat(path, *rest, **more)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "link", taken)
+        broken.setattr(os, "stat", stat)
+        with pytest.raises(StorageError, match="nobody can say"):
+            storage.write(KEYS[:1], DATA[:1])
+    assert temporary_files(storage) == []
+
+
 def test_a_read_error_ends_the_run_and_keeps_the_file(
     storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

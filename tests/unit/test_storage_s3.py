@@ -13,7 +13,7 @@ from tests.stored_runs import read_run, stored_head
 from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.core.modes import Mode
-from dualpath.ops.launch.local_cluster import claim_port
+from dualpath.ops.launch.ports import claim_port
 from dualpath.storage.factory import open_storage
 from dualpath.storage.s3 import S3Storage
 from dualpath.storage.s3_client import S3Client

@@ -90,7 +90,7 @@ def test_a_profile_without_botocore_is_refused_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install(monkeypatch, None)
-    with pytest.raises(ConfigError, match=r"AWS_PROFILE is set.*dualpath\[s3\]"):
+    with pytest.raises(ConfigError, match=r"AWS_PROFILE is set.*pip install 'botocore>=1.40'"):
         with_credentials(unsigned(), {"AWS_PROFILE": "agents"})
 
 

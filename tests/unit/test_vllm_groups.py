@@ -174,3 +174,12 @@ def test_free_hbm_counts_what_the_longest_requests_hold_in_all_groups():
     side.bind_block_pool(pool)
     free = side.build(SchedulerOutput.make_empty()).free_hbm_tokens
     assert free == 134 * 64 * BLOCK_TOKENS // 67
+
+
+def test_the_worker_hears_once_that_a_decode_is_over_by_the_name_of_its_transfer():
+    side, request, _, step = taken_over()
+    assert step.ended == []
+    side.finished(request)
+    side.finished(request)
+    assert side.build(SchedulerOutput.make_empty()).ended == ["q"]
+    assert side.build(SchedulerOutput.make_empty()).ended == []

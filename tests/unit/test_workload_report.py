@@ -31,7 +31,7 @@ from dualpath.laboratory.workload.replay.result import (
 )
 from dualpath.report import html
 from dualpath.report.files import write_page
-from dualpath.report.model import NOTHING, Notes, Table
+from dualpath.report.model import NOTHING, Notes, Plots, Table
 from dualpath.report.text import print_report
 
 SETTING = ReplaySetting(
@@ -102,8 +102,7 @@ RUNS = [result("basic", 10.0), result("dualpath", 5.0), result("oracle", 4.0)]
 
 
 def figures(runs: list[ReplayResult]) -> Table:
-    table = compare(runs).blocks[0]
-    assert isinstance(table, Table)
+    (table,) = (block for block in compare(runs).blocks if isinstance(block, Table))
     return table
 
 
@@ -118,6 +117,38 @@ def test_modes_are_set_against_basic_and_oracle():
     assert row(RUNS, "PE path, MB") == ["2.0"] * 3
     assert row(RUNS, "SNIC de-0 read, MB") == ["1.5"] * 3
     assert row(RUNS, "hit rate") == ["83.2%"] * 3
+
+
+def test_the_headline_is_speed_up_ceiling_and_share():
+    first, ceiling, share = compare(RUNS).headline
+    assert first == "DualPath is 2.00 times as fast as Basic: 1 agent done in 5.0 s, not 10.0 s."
+    assert ceiling.startswith("The ceiling is 2.50 times")
+    assert share.startswith("DualPath takes away 83% of Basic's waiting for loads")
+
+
+def test_the_headline_names_the_modes_that_are_missing():
+    basic, dualpath, oracle = RUNS
+    assert (
+        compare([basic, dualpath]).headline[0].endswith("Oracle is missing: no ceiling, no share.")
+    )
+    (line,) = compare([dualpath, oracle]).headline
+    assert line.endswith(
+        "1.25 times as long as Oracle, which loads nothing. Basic is missing: no speed-up."
+    )
+    assert compare([basic]).headline == ()
+    assert compare([basic, result("dualpath", 5.0, turn(0, error="x")), oracle]).headline == ()
+
+
+def test_without_waiting_for_loads_there_is_nothing_to_gain():
+    runs = [result("basic", 4.0), result("dualpath", 4.0), result("oracle", 4.0)]
+    assert compare(runs).headline[-1].endswith("there was nothing to gain.")
+
+
+def test_where_a_turns_time_goes_stands_last_and_adds_up():
+    last = [block for block in compare(RUNS).blocks if isinstance(block, Plots)][-1].panels[-1]
+    assert last.title == "Where the time of a turn goes"
+    parts = [series.y[0] for series in last.series]
+    assert parts == pytest.approx([0.2, 0.05, 0.03])
 
 
 def test_ratios_need_their_base_and_rows_without_figures_are_left_out():
@@ -152,6 +183,15 @@ def test_runs_that_cannot_be_compared_and_failures_are_warned_of():
 
     assert "the runs differ in seed: 3, 4" in warnings
     assert "dualpath: 1 turns failed, the first: HTTP 400: no" in warnings
+
+
+def test_the_throttle_of_a_run_that_reads_nothing_is_no_difference():
+    oracle = result("oracle", 4.0, snic_bytes_per_s=None)
+    assert compare([RUNS[0], RUNS[1], oracle]).warnings == ()
+    other = result("dualpath", 5.0, snic_bytes_per_s=None)
+    assert compare([RUNS[0], other]).warnings == (
+        "the runs differ in snic_bytes_per_s: 50000000.0, None",
+    )
 
 
 def test_equal_labels_are_set_apart():
@@ -254,7 +294,7 @@ def test_the_page_is_whole_and_needs_nothing_else():
 def test_plots_follow_the_pages_colour_and_width():
     drawings = re.findall(r"<svg.*?</svg>", html.page(compare(RUNS)), flags=re.DOTALL)
 
-    assert len(drawings) == 6
+    assert len(drawings) == 7
     for drawing in drawings:
         svg = ET.fromstring(drawing)
         assert "width" not in svg.attrib
@@ -276,7 +316,7 @@ def test_equal_runs_make_equal_pages():
 def test_plots_without_data_are_left_out():
     run = msgspec.structs.replace(RUNS[0], server=None)
 
-    assert html.page(compare([run])).count("<svg") == 4
+    assert html.page(compare([run])).count("<svg") == 5
 
 
 def state(elapsed_s: float, turns: int) -> ProgressState:

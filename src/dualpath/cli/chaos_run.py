@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from dualpath.cli.output import say
+from dualpath.cli.output import say, say_if_undrawn
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.cli.termination import ended_by_sigterm
 from dualpath.core.errors import ConfigError
@@ -58,11 +58,9 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.laboratory.chaos.kinds import EmulatedEngines, Victims, VllmEngines
     from dualpath.laboratory.chaos.report import chaos_report
     from dualpath.laboratory.experiments.report import as_report, write_experiment
-    from dualpath.report.files import require_extra
     from dualpath.report.text import print_report
 
-    if args.out:
-        require_extra("--out")
+    say_if_undrawn(args.out)
     settings = flag_settings(args, ChaosSettings)
     load = flag_settings(args, LoadSettings)
     victims: Victims

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dualpath.core.configuration import Given, Layers, Schema
 
 #: Commands that read settings; the function ``checked_layers`` of each returns what it would take.
-_COMMANDS = ("serve", "router", "emulate")
+_COMMANDS = ("serve", "router", "scheduler", "frontend", "emulate")
 #: Longer values are cut in the table; JSON has them whole.
 _WIDTH = 60
 

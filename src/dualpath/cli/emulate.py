@@ -4,6 +4,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
+from dualpath.cli.scaled_router import FrontEndWords, run_scaled_router
 from dualpath.cli.settings import (
     EMULATED,
     ENGINE,
@@ -20,6 +21,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.configuration import Given, Origin
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.core.settings import arguments
 
 if TYPE_CHECKING:
     from dualpath.core.blocks import BlockGeometry
@@ -88,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if args.role == ROUTER:
         settings = router_settings(args)
+        if settings.front_ends:
+            return run_scaled_router(settings, *http_address(args), _front_end_words(args))
 
         from dualpath.laboratory.emulated.front_door_process import run_front_door
 
@@ -105,6 +109,16 @@ def run(args: argparse.Namespace) -> int:
 
         run_engine(engine_settings)
     return 0
+
+
+def _front_end_words(args: argparse.Namespace) -> FrontEndWords:
+    host, _ = http_address(args)
+
+    def words(own: "RouterSettings", link: "LinkSettings", port: int) -> list[str]:
+        address = ["--host", host, "--port", str(port)]
+        return ["emulate", FRONTEND, *address, *arguments(own), *arguments(link)]
+
+    return words
 
 
 def layers(args: argparse.Namespace) -> Configuration:
@@ -187,6 +201,7 @@ def emulated_settings(args: argparse.Namespace) -> "EmulatedSettings":
         batch_cap_tokens=options.batch_cap_tokens,
         verify=options.verify,
         dp_size=options.dp_size,
+        transport=options.transport,
         dp_rank=options.dp_rank,
         dp_address=options.dp_address,
         tensor_parallel_size=options.tensor_parallel_size,

@@ -8,17 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualpath.cli.output import say_if_undrawn
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.cli.simulation_inputs import CoreSettings, checked_core
 from dualpath.model.evaluation.settings import EvaluationSettings
 
 if TYPE_CHECKING:
+    from dualpath.model.evaluation.calibration import Calibration
     from dualpath.model.evaluation.report import FigureReport
     from dualpath.model.evaluation.runs import Runs
     from dualpath.model.evaluation.settings import RunSpec
     from dualpath.model.sim.run import Core
 
 FIGURE_NAMES = (
+    "fig3",
     *(f"fig{number}" for number in range(7, 16)),
     "table3",
     "candidates",
@@ -60,22 +63,30 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ``ConfigError`` for settings that do not fit and files that cannot be written.
     """
+    import msgspec
+
     from dualpath.model.evaluation.beyond import existing_traces
+    from dualpath.model.evaluation.calibration import AS_WRITTEN, AT_48K
     from dualpath.model.evaluation.report import as_report, comparison_table
     from dualpath.model.evaluation.write import write_document, write_figure
     from dualpath.report import markdown
-    from dualpath.report.files import require_extra
+    from dualpath.report.files import require_plots
 
-    for flag, wanted in (("--out", args.out), ("--docs", args.docs)):
-        if wanted:
-            require_extra(flag)
+    say_if_undrawn(args.out)
+    if args.docs:
+        require_plots("--docs")
 
     settings = flag_settings(args, EvaluationSettings)
     traces = existing_traces(Path(args.traces)) if args.traces else {}
-    runs = _runs(settings, checked_core(args), traces)
+    core = checked_core(args)
+    runs = _runs(settings, core, traces, AS_WRITTEN)
+    second = _runs(settings, core, traces, AT_48K)
     reports = []
     for build in _chosen(args.figures, traces):
         report = build(runs)
+        if report.compared:
+            compared = build(second).compared
+            report = msgspec.structs.replace(report, compared_at_48k=compared)
         reports.append(report)
         if args.out:
             write_figure(report, Path(args.out))
@@ -83,9 +94,11 @@ def run(args: argparse.Namespace) -> int:
             print(markdown.page(as_report(report)))
     if args.docs:
         write_document(reports, Path(args.docs))
-    compared = [one for report in reports for one in report.compared]
-    if compared and args.out:
-        print(markdown.table(comparison_table(compared, quick=settings.quick)))
+    all_compared = [one for report in reports for one in report.compared]
+    at_48k = [one for report in reports for one in report.compared_at_48k]
+    if all_compared and args.out:
+        table = comparison_table(all_compared, quick=settings.quick, at_48k=at_48k)
+        print(markdown.table(table))
     return 0
 
 
@@ -104,16 +117,22 @@ def _chosen(
     return chosen
 
 
-def _runs(settings: "EvaluationSettings", core: "Core", traces: Mapping[str, Path]) -> "Runs":
+def _runs(
+    settings: "EvaluationSettings",
+    core: "Core",
+    traces: Mapping[str, Path],
+    calibration: "Calibration",
+) -> "Runs":
     from dualpath.model.evaluation.inputs import CatalogInputs
     from dualpath.model.evaluation.runs import Runs
     from dualpath.model.sim.run import simulate
 
     return Runs(
         settings,
-        CatalogInputs(settings.tail, traces),
+        CatalogInputs(settings.tail, traces, calibration),
         partial(simulate, core=core),
         _Progress(),
+        calibration,
     )
 
 

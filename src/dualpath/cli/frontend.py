@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dualpath.vllm.front_end_settings import FrontEndSettings
 
 PARTS = (
-    Part(ENDPOINT, "endpoint", positional=("model",), without=("lora_modules",)),
+    Part(ENDPOINT, "endpoint", positional=("model",)),
     LINK,
     FRONT_END_OF_ROUTER,
 )

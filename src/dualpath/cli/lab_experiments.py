@@ -2,11 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualpath.cli.output import say
+from dualpath.cli.output import say, say_if_undrawn
 from dualpath.cli.settings import (
     LAB,
     Part,
@@ -16,6 +16,7 @@ from dualpath.cli.settings import (
     flag_settings,
 )
 from dualpath.core.modes import Mode
+from dualpath.core.settings import Settings, declared
 from dualpath.laboratory.experiments.settings import (
     BENCH_LAB,
     EmulatedNodes,
@@ -24,6 +25,7 @@ from dualpath.laboratory.experiments.settings import (
     VllmNodes,
     WindowSettings,
 )
+from dualpath.laboratory.experiments.tier_settings import TierSettings
 from dualpath.laboratory.lab.settings import LabSettings
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ _SIMULATOR = {
     "nodes": ("1P1D", "1P2D"),
     "mode": (Mode.BASIC, Mode.DUALPATH, Mode.SPLIT, Mode.ORACLE),
 }
+_SEALED = {"name": "sealed", "nodes": ("1P2D",), "mode": (Mode.DUALPATH,)}
 #: Settings of `isolation` and `data-plane` that experimenters change; the rest is what it is.
 _ISOLATION = ("nodes", "link_bytes_per_s", "message_bytes", "load", "rounds", "legs", "repeat")
 _DATA_PLANE = ("storage", "repeat")
@@ -106,20 +109,60 @@ def add_bench_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParse
         description="Storage to DRAM beside fio and raw NIXL; Layer Blocks between two engines "
         "beside raw NIXL; cost of a descriptor.",
     )
-    for parser in (jct, online, simulator, isolation, data_plane):
+    dram = experiments.add_parser(
+        "dram",
+        help="the same agents without and with KV kept in DRAM, by how much of it fits",
+        description="Job completion time and TTFT without and with a DRAM tier and in Oracle, by "
+        "how much of the working set fits.",
+    )
+    sealed = experiments.add_parser(
+        "sealed",
+        help="job completion time with authenticated and encrypted blocks beside plain ones",
+        description="Job completion time and processor time with plain, authenticated and "
+        "encrypted blocks.",
+    )
+    for parser in (jct, online, simulator, dram, sealed, isolation, data_plane):
         _add_out(parser)
     add_settings(online, OnlineSettings)
-    defaults: tuple[Mapping[str, Any], ...] = ({}, _ONLINE, _SIMULATOR)
-    for parser, own in zip((jct, online, simulator), defaults, strict=True):
+    defaults: tuple[Mapping[str, Any], ...] = ({}, _ONLINE, _SIMULATOR, _SEALED)
+    for parser, own in zip((jct, online, simulator, sealed), defaults, strict=True):
         add_settings(parser, JctSettings, defaults=own)
-        _add_common(parser, _BENCH_LAB)
+        compared = ("storage_protection",) if parser is sealed else ()
+        _add_common(parser, _BENCH_LAB, compared)
+    _add_dram(dram)
     add_settings(isolation, IsolationSettings, only=_ISOLATION)
     add_settings(data_plane, DataPlaneSettings, only=_DATA_PLANE)
 
 
-def _add_common(parser: argparse.ArgumentParser, lab: Part) -> None:
+def _add_dram(parser: argparse.ArgumentParser) -> None:
+    base = _dram_base()
+    add_settings(parser, TierSettings)
+    add_settings(parser, JctSettings, without=("mode",), defaults=_values(base))
+    add_settings(parser, WindowSettings, title="agents", defaults=_values(base.windows))
+    sizes = ("dram_bytes", "dram_tier")
+    defaults = _values(base.emulated)
+    add_settings(parser, EmulatedNodes, title="emulated engines", without=sizes, defaults=defaults)
+    add_parts(parser, (_dram_lab(),))
+
+
+def _dram_base() -> JctSettings:
+    return TierSettings().jct
+
+
+def _dram_lab() -> Part:
+    defaults = {name: getattr(_dram_base().lab, name) for name in _BENCH}
+    return Part(LAB, "lab", without=("name", "nodes"), defaults=defaults)
+
+
+def _values(settings: Settings) -> dict[str, Any]:
+    """Return what may be set, by name, as an experiment's own defaults."""
+    return {field.name: getattr(settings, field.name) for field in declared(type(settings))}
+
+
+def _add_common(parser: argparse.ArgumentParser, lab: Part, compared: Sequence[str] = ()) -> None:
+    """Add what most experiments have; settings of engines that are ``compared`` are no flags."""
     add_settings(parser, WindowSettings, title="agents")
-    add_settings(parser, EmulatedNodes, title="emulated engines")
+    add_settings(parser, EmulatedNodes, title="emulated engines", without=compared)
     add_parts(parser, (lab,))
 
 
@@ -142,11 +185,9 @@ def run_experiment(args: argparse.Namespace) -> int:
     Raises ``ConfigError`` and ``EngineLostError`` after the lab is removed.
     """
     from dualpath.laboratory.experiments.report import as_report, write_experiment
-    from dualpath.report.files import require_extra
     from dualpath.report.text import print_report
 
-    if args.out:
-        require_extra("--out")
+    say_if_undrawn(args.out)
     report = _measured(args)
     print_report(as_report(report))
     if args.out:
@@ -159,10 +200,12 @@ def _measured(args: argparse.Namespace) -> "ExperimentReport":
     from dualpath.laboratory.experiments.against_simulator import compare_with_simulator
     from dualpath.laboratory.experiments.data_plane import measure_data_plane
     from dualpath.laboratory.experiments.data_plane_settings import DataPlaneSettings
+    from dualpath.laboratory.experiments.dram_tier import measure_dram_tier
     from dualpath.laboratory.experiments.isolation import measure_isolation
     from dualpath.laboratory.experiments.isolation_settings import IsolationSettings
     from dualpath.laboratory.experiments.jct import measure_jct
     from dualpath.laboratory.experiments.online import measure_online
+    from dualpath.laboratory.experiments.sealed_blocks import measure_sealed_blocks
 
     command = command_line()
     match "run" if args.action == "run" else args.experiment:
@@ -170,6 +213,19 @@ def _measured(args: argparse.Namespace) -> "ExperimentReport":
             return measure_jct(_jct_settings(args, _RUN_LAB, _RUN), command, say)
         case "jct":
             return measure_jct(_jct_settings(args, _BENCH_LAB, {}), command, say)
+        case "dram":
+            base = _dram_base()
+            jct = _jct_settings(
+                args,
+                _dram_lab(),
+                _values(base),
+                windows=_values(base.windows),
+                emulated=_values(base.emulated),
+            )
+            return measure_dram_tier(flag_settings(args, TierSettings, jct=jct), command, say)
+        case "sealed":
+            settings = _jct_settings(args, _BENCH_LAB, _SEALED)
+            return measure_sealed_blocks(settings, command, say)
         case "simulator":
             settings = _jct_settings(args, _BENCH_LAB, _SIMULATOR)
             return compare_with_simulator(settings, command, say)
@@ -182,17 +238,24 @@ def _measured(args: argparse.Namespace) -> "ExperimentReport":
             return measure_data_plane(flag_settings(args, DataPlaneSettings), command)
 
 
-def _jct_settings(args: argparse.Namespace, part: Part, defaults: Mapping[str, Any]) -> JctSettings:
+def _jct_settings(
+    args: argparse.Namespace,
+    part: Part,
+    defaults: Mapping[str, Any],
+    *,
+    windows: Mapping[str, Any] = {},
+    emulated: Mapping[str, Any] = {},
+) -> JctSettings:
+    """Return the settings; ``windows`` and ``emulated`` are the experiment's own defaults."""
     lab = configuration(args, (part,)).settings(LAB, LabSettings)
-    windows = flag_settings(args, WindowSettings)
     own = {"name": defaults["name"], "nodes": (lab.nodes,)} if part is _RUN_LAB else {}
     return flag_settings(
         args,
         JctSettings,
         defaults=defaults,
-        windows=windows,
+        windows=flag_settings(args, WindowSettings, defaults=windows),
         lab=lab,
-        emulated=flag_settings(args, EmulatedNodes),
+        emulated=flag_settings(args, EmulatedNodes, defaults=emulated),
         vllm=VllmNodes(model=args.vllm) if getattr(args, "vllm", None) else None,
         **own,
     )

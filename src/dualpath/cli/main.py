@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from dualpath import __version__
+from dualpath.cli.packages import not_installed
 from dualpath.core.errors import DualPathError
 
 EXIT_DEFECT = 1
@@ -29,15 +30,20 @@ EXIT_INTERRUPTED = 130
 SUBCOMMANDS = (
     ("serve", "start router, prefill and decode engines on this machine"),
     ("router", "start the router alone; engines register themselves with it"),
+    ("scheduler", "start the scheduler alone; engines and front ends register with it"),
     ("frontend", "start one more front end of a router; N of them share its engines"),
     ("roles", "which engines prefill and which decode, and change it while they serve"),
     ("replay", "replay agent trajectories against an endpoint"),
+    ("record", "write live traffic as a trace: lengths, times and numbered blocks, no text"),
     ("report", "turn replay results into a table and an HTML page"),
     ("demo", "compare Basic, DualPath and Oracle on real sessions, on this machine"),
     ("model", "prepare a small model: SmolLM2 from its package, or a random tiny one"),
     ("table1", "print the paper's Table 1 from model geometry, beside the paper's figures"),
     ("bounds", "print Eq. 1-9 for a cluster, the bottleneck-free P/D range and what binds"),
-    ("workingset", "print the KV-cache that agents in flight keep alive"),
+    (
+        "workingset",
+        "print the bytes of KV that prompts, agents and all in flight take, model by model",
+    ),
     ("simulate", "what the modes would bring on a modelled cluster, model and trace"),
     ("eval", "reproduce the paper's evaluation in the simulator"),
     ("plan", "the best division of nodes into prefill and decode, and its capacity"),
@@ -59,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: by argparse, for `--help`, `--version` and arguments that do not parse (2).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = _chosen_subcommand(arguments)
     try:
-        chosen = _chosen_subcommand(arguments)
         if chosen is None:
             # Nothing to run: argparse prints the help or names the unknown subcommand.
             _overview_parser().parse_args(arguments or ["--help"])
@@ -70,6 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(str(error))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except ModuleNotFoundError as error:
+        if (missing := not_installed(error)) is None:
+            traceback.print_exc()
+            return EXIT_DEFECT
+        return _refuse(f"`dualpath {chosen}` needs {missing}")
     except Exception:
         traceback.print_exc()
         return EXIT_DEFECT

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from dualpath.report.files import as_json, require_writable, write_file
+from dualpath.report.files import as_json, require_writable, undrawn, write_file
 
 _STANDARD_OUTPUT = "-"
 
@@ -38,6 +38,12 @@ def wrote_json(args: argparse.Namespace, document: object) -> bool:
 def say(text: str) -> None:
     """Report progress on standard error, where it is in no result's way."""
     print(f"dualpath: {text}", file=sys.stderr, flush=True)
+
+
+def say_if_undrawn(path: object) -> None:
+    """Say before a long run that what is written to ``path`` will lack its plots, if so."""
+    if path and (why := undrawn()):
+        say(f"{path}: {why}")
 
 
 def percent(share: float, digits: int = 1) -> str:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from dualpath.cli.output import say
 from dualpath.cli.settings import add_settings, flag_settings
-from dualpath.core.errors import ConfigError
 from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT
 from dualpath.report.files import require_writable
 from dualpath.vllm.profile_settings import ProfileSettings
@@ -63,13 +62,8 @@ def _measure(settings: ProfileSettings) -> "Measurement":
     for name, value in {**ENGINE_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"}.items():
         os.environ.setdefault(name, value)
     say(f"starting vLLM with {settings.model}")
-    try:
-        from dualpath.vllm.profiler import measure
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"profiling needs vLLM, but {error.name} is missing; pip install 'dualpath[engine]', "
-            "or vLLM by its own instructions on a GPU machine"
-        ) from error
+    from dualpath.vllm.profiler import measure
+
     return measure(settings, lambda done, total, what: say(f"{done}/{total} {what}"))
 
 

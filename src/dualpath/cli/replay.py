@@ -6,7 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from dualpath.cli.output import add_json_argument, require_json_writable, wrote_json
+from dualpath.cli.output import (
+    add_json_argument,
+    require_json_writable,
+    say_if_undrawn,
+    wrote_json,
+)
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.cli.simulation_inputs import TraceSettings
 from dualpath.core.settings import Setting, Settings
@@ -57,13 +62,12 @@ def run(args: argparse.Namespace) -> int:
 
     from dualpath.laboratory.workload.formats import detect_format, read_trace
     from dualpath.laboratory.workload.replay.report import compare
-    from dualpath.report.files import require_extra, require_writable, write_page
+    from dualpath.report.files import require_writable, write_page
     from dualpath.report.text import print_report
 
     asked = flag_settings(args, ReplaySettings)
     trace = flag_settings(args, TraceSettings, positional=("trace",))
-    if args.html:
-        require_extra("--html")
+    say_if_undrawn(args.html)
     require_writable("--html", args.html)
     require_json_writable(args)
     form = detect_format(trace.trace) if trace.trace_format == AUTO else trace.trace_format

@@ -21,13 +21,13 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ``ConfigError`` for a file that is no replay result or cannot be written.
     """
+    from dualpath.cli.output import say_if_undrawn
     from dualpath.laboratory.workload.replay.report import compare
     from dualpath.laboratory.workload.replay.result import read_result
-    from dualpath.report.files import require_extra, write_page
+    from dualpath.report.files import write_page
     from dualpath.report.text import print_report
 
-    if args.html:
-        require_extra("--html")
+    say_if_undrawn(args.html)
     report = compare([read_result(path) for path in args.runs], args.title)
     if args.html:
         write_page(report, args.html)

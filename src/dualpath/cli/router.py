@@ -3,8 +3,10 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from dualpath.cli.scaled_router import run_scaled_router
 from dualpath.cli.settings import (
     ENDPOINT,
+    FRONTEND,
     ROUTER,
     Configuration,
     Part,
@@ -14,6 +16,7 @@ from dualpath.cli.settings import (
 from dualpath.cli.termination import ended_by_sigterm
 
 if TYPE_CHECKING:
+    from dualpath.router.links.settings import LinkSettings
     from dualpath.router.settings import RouterSettings
     from dualpath.vllm.front_end_settings import FrontEndSettings
 
@@ -47,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: a setting is wrong or an address taken; nothing is left running.
     """
     router_settings, front_end_settings = _settings(args)
+    if router_settings.front_ends:
+        return _run_several(router_settings, front_end_settings)
 
     import uvloop
 
@@ -56,6 +61,19 @@ def run(args: argparse.Namespace) -> int:
     with ended_by_sigterm():
         uvloop.run(run_router(router_settings, front_end_settings))
     return 0
+
+
+def _run_several(router: "RouterSettings", endpoint: "FrontEndSettings") -> int:
+    import msgspec
+
+    from dualpath.core.settings import arguments
+
+    def front_end(own: "RouterSettings", link: "LinkSettings", port: int) -> list[str]:
+        endpoint_there = msgspec.structs.replace(endpoint, port=port)
+        model, *rest = arguments(endpoint_there, positional=("model",))
+        return [FRONTEND, model, *arguments(own), *arguments(link), *rest]
+
+    return run_scaled_router(router, endpoint.host, endpoint.port, front_end, endpoint.lora_modules)
 
 
 def layers(args: argparse.Namespace) -> Configuration:

@@ -1,8 +1,8 @@
 """`dualpath serve`: router, prefill and decode engines on this machine."""
 
 import argparse
-import signal
 
+from dualpath.cli.packages import require_packages
 from dualpath.cli.settings import (
     CLUSTER,
     ENDPOINT,
@@ -13,15 +13,12 @@ from dualpath.cli.settings import (
     add_parts,
     configuration,
 )
-from dualpath.cli.termination import ended_by_sigterm, interrupt
+from dualpath.cli.termination import ended_by_sigterm, watch_until_ended
 from dualpath.core.configuration import Given, Origin
 from dualpath.core.errors import ConfigError
 from dualpath.ops.launch.settings import LocalClusterSettings
 
 PARTS = (Part(CLUSTER, positional=("model",)),)
-
-#: Works with every build; the `vllm` command does not find itself in the CPU build.
-ENGINE_MODULE = "vllm.entrypoints.openai.api_server"
 
 _EPILOG = """\
 The parts also start one by one, on any machine that reaches the others: `dualpath router MODEL`,
@@ -86,19 +83,14 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _print_commands(settings)
 
+    require_packages("vllm", *(["nixl_cu12"] if settings.mode.moves_bytes else []))
     from dualpath.ops.launch.local_cluster import LocalCluster
 
     with ended_by_sigterm():
         try:
             with LocalCluster(settings, _say) as cluster:
-                signal.signal(signal.SIGTERM, _drain)
                 _say(f"endpoint {cluster.endpoint}/v1 (Ctrl-C ends it)")
-                try:
-                    cluster.watch()
-                except _DrainError:
-                    signal.signal(signal.SIGTERM, interrupt)
-                    _say("ends when the requests under way have ended")
-                    cluster.drain()
+                watch_until_ended(cluster, _say)
         except KeyboardInterrupt:
             _say("stopped")
     return 0
@@ -110,16 +102,22 @@ def _print_commands(settings: LocalClusterSettings) -> int:
 
     from dualpath.core.cluster import Role
     from dualpath.ops.launch.commands import (
+        ENGINE_ENTRY,
         ENGINE_ENVIRONMENT,
         DpRank,
         engine_command,
         router_command,
     )
+    from dualpath.ops.launch.devices import DevicePlan, usable_devices
+    from dualpath.ops.launch.start_checks import check_settings
 
+    check_settings(settings)
+    plan = DevicePlan(settings, usable_devices(settings.devices))
+    # Works with every build; the `vllm` command does not find itself in the CPU build.
+    module = ENGINE_ENTRY.partition(":")[0]
     control_port = 5700
     rpc_ports = itertools.count(29550)  # from vLLM's default on, one for each group
     print("dualpath " + shlex.join(router_command(settings, settings.port, control_port)))
-    environment = " ".join(f"{name}={value}" for name, value in ENGINE_ENVIRONMENT.items())
     port = settings.port
     for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
         size = settings.ranks(role)
@@ -128,18 +126,14 @@ def _print_commands(settings: LocalClusterSettings) -> int:
             for rank in range(size):
                 port += 1
                 dp = DpRank(rank, size, rpc_port) if size > 1 else None
-                command = engine_command(settings, role, index, port, control_port, dp=dp)
-                print(f"{environment} python -m {ENGINE_MODULE} {shlex.join(command)}")
+                command = engine_command(
+                    settings, role, index, port, control_port, dp=dp, on_cpus=plan.on_cpus
+                )
+                own = ENGINE_ENVIRONMENT if plan.on_cpus else plan.environment(role, index, rank)
+                environment = " ".join(f"{name}={value}" for name, value in own.items())
+                print(f"{environment} python -m {module} {shlex.join(command)}")
     return 0
 
 
 def _say(text: str) -> None:
     print(f"dualpath: {text}", flush=True)
-
-
-class _DrainError(Exception):
-    """Leaves the loop that watches the cluster."""
-
-
-def _drain(signal_number: int, frame: object) -> None:
-    raise _DrainError

@@ -25,6 +25,7 @@ from dualpath.core.configuration import (
     layered,
 )
 from dualpath.core.settings import Declared, Settings, declared, option
+from dualpath.router.setting_owners import FRONT_ENDS_OWN, SCHEDULERS_OWN
 
 T = TypeVar("T", bound=Settings)
 
@@ -32,6 +33,7 @@ CLUSTER = "cluster"
 ROUTER = "router"
 ENDPOINT = "endpoint"
 FRONTEND = "frontend"
+SCHEDULER = "scheduler"
 ENGINE = "engine"
 EMULATED = "emulated"
 LAB = "lab"
@@ -41,6 +43,7 @@ _SECTIONS = {
     CLUSTER: "dualpath.ops.launch.settings:LocalClusterSettings",
     ROUTER: "dualpath.router.settings:RouterSettings",
     ENDPOINT: "dualpath.vllm.front_end_settings:FrontEndSettings",
+    SCHEDULER: "dualpath.router.http.settings:SchedulerAddress",
     FRONTEND: "dualpath.router.links.settings:LinkSettings",
     ENGINE: "dualpath.engine.settings:EngineSettings",
     EMULATED: "dualpath.laboratory.emulated.settings:EmulatedOptions",
@@ -81,15 +84,9 @@ class Part(NamedTuple):
 
 
 #: What a front end has of the router's settings, whose scheduler has the others.
-SCHEDULERS_OWN = (
-    *("control_host", "control_port", "front_ends_port", "mode", "standby_lock", "event_log"),
-    *("engine_timeout_s", "suspect_timeout_s", "lookup_timeout_s", "release_wait_s"),
-    *("read_deadline_s", "read_margin_s", "recompute_limit_s", "alpha_tokens", "beta_tokens"),
-    *("dram_tier", "prefetch_sessions", "retain_share"),
-    *("rebalance", "rebalance_options", "role_switch_timeout_s"),
-)
 FRONT_END_OF_ROUTER = Part(ROUTER, "clients", without=SCHEDULERS_OWN)
 LINK = Part(FRONTEND, "scheduler")
+SCHEDULER_OF_ROUTER = Part(ROUTER, "engines and scheduling", without=FRONT_ENDS_OWN)
 
 
 class SettingAction(argparse.Action):

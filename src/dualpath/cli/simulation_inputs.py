@@ -10,6 +10,7 @@ from dualpath.cli.model_choice import KvDtype
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.cluster import NodesSettings, Role
 from dualpath.core.errors import ConfigError
+from dualpath.core.extras import extra
 from dualpath.core.settings import Setting, Settings, declared
 from dualpath.laboratory.emulated.settings import CostsName, GpuName
 from dualpath.laboratory.workload.columns.from_sessions import WorkloadSettings
@@ -224,7 +225,7 @@ def checked_core(args: argparse.Namespace) -> Core:
     core = flag_settings(args, CoreSettings).core
     if core == "compiled" and importlib.util.find_spec("numba") is None:
         raise ConfigError(
-            "the compiled core needs numba; pip install 'dualpath[simulate]' or give "
+            f"the compiled core needs numba; {extra('simulate').remedy}, or give "
             "--core reference, which is slower and gives the same numbers"
         )
     return core

@@ -1,4 +1,4 @@
-"""`dualpath workingset`: KV-cache that agents in flight keep alive (paper §8.2)."""
+"""`dualpath workingset`: bytes of KV of a prompt, an agent and all agents in flight (§8.2)."""
 
 import argparse
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dualpath.model.catalog.geometry import ModelGeometry
+    from dualpath.model.evaluation.needs import ModelSizes
 
 #: Table 2, 64K: mean tokens of a trajectory.
 PAPER_TOTAL_TOKENS = 55_958.0
@@ -45,11 +46,19 @@ class WorkingSetSettings(Settings, frozen=True, kw_only=True):
     total_tokens: Annotated[
         float, Setting("mean of an agent when it is done; Table 2, 64K", ge=1, le=1e12)
     ] = PAPER_TOTAL_TOKENS
-    model: Annotated[str, Setting("of the catalog, or a file", metavar=MODEL_METAVAR)] = PAPER_MODEL
+    model: Annotated[
+        tuple[str, ...], Setting("of the catalog, or files", metavar=f"{MODEL_METAVAR},…")
+    ] = (PAPER_MODEL,)
     kv_cache_dtype: KvDtype = "auto"
     gap_factor: Annotated[
         float, Setting("tool calls and pauses make the JCT so many times as long", ge=1, le=1e12)
     ] = 1.0
+    prompt_tokens: Annotated[int, Setting("of the longest prompt", ge=2, le=1 << 24)] = 1 << 16
+    block_tokens: Annotated[int, Setting("of a block", ge=1, le=1 << 16)] = 64
+    layer_buffers: Annotated[
+        int, Setting("layers of KV in the HBM of a prefill engine", ge=1, le=1 << 10)
+    ] = 2
+    snic_bytes_per_s: Annotated[float, Setting("a node's storage NIC", ge=1, le=1e15)] = 50e9
 
     def check(self) -> None:
         """Raise ``ConfigError`` if only one of rate and JCT is given."""
@@ -64,17 +73,18 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the parser of `dualpath workingset`."""
     parser = subparsers.add_parser(
         "workingset",
-        help="print the KV-cache that agents in flight keep alive",
-        description="The working set of §8.2: agents per second x mean job completion time x half "
+        help="print the bytes of KV that prompts, agents and all in flight take, model by model",
+        description="What one prompt and one agent of a model take in buffers, HBM, links and "
+        "storage, and the working set of §8.2: agents per second x mean job completion time x half "
         "of an agent's tokens x KV bytes per token. Without --agents-per-s and --jct-s "
-        "it prints what the paper's own figures imply.",
+        "the working set is what the paper's own figures imply.",
     )
     add_json_argument(parser)
     add_settings(parser, WorkingSetSettings)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the working set; return 0.
+    """Print the sizes and the working set; return 0.
 
     Raises:
         ConfigError: a number out of range, a rate or JCT without the other, an unknown model.
@@ -83,33 +93,78 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.report.text import print_blocks
 
     asked = flag_settings(args, WorkingSetSettings)
-    model = load_model(asked.model, asked.kv_cache_dtype)
+    models = [load_model(name, asked.kv_cache_dtype) for name in asked.model]
     paper_bytes = load_model(PAPER_MODEL).kv_bytes_per_token_all_layers
-    if wrote_json(args, _document(asked, model.kv_bytes_per_token_all_layers, paper_bytes)):
+    sizes = [_sizes(asked, model) for model in models]
+    if wrote_json(args, _document(asked, models, sizes, paper_bytes)):
         return 0
-    own = () if asked.agents_per_s is None else _own(asked, model)
-    print_blocks(*(*own, *_paper(paper_bytes)))
+    own = () if asked.agents_per_s is None else _own(asked, models)
+    print_blocks(_size_table(asked, models, sizes), *own, *_paper(paper_bytes))
     return 0
 
 
-def _own(asked: WorkingSetSettings, model: "ModelGeometry") -> "Sequence[Block]":
+def _sizes(asked: WorkingSetSettings, model: "ModelGeometry") -> "ModelSizes":
+    from dualpath.model.evaluation.needs import model_sizes
+
+    return model_sizes(
+        model,
+        prompt_tokens=asked.prompt_tokens,
+        total_tokens=asked.total_tokens,
+        block_tokens=asked.block_tokens,
+        layer_buffers=asked.layer_buffers,
+    )
+
+
+def _size_table(
+    asked: WorkingSetSettings,
+    models: "Sequence[ModelGeometry]",
+    sizes: "Sequence[ModelSizes]",
+) -> Table:
+    rows = tuple(
+        (
+            model.title,
+            gigabytes(size.weight_bytes),
+            f"{size.kv_bytes_per_token:,.0f}",
+            f"{size.full_block_bytes / 1e6:,.2f}",
+            gigabytes(size.prompt_bytes),
+            gigabytes(size.pass_bytes),
+            gigabytes(size.read_bytes),
+            f"{size.read_bytes / asked.snic_bytes_per_s:.2g}",
+            gigabytes(size.pe_cnic_bytes),
+            gigabytes(size.agent_bytes),
+        )
+        for model, size in zip(models, sizes, strict=True)
+    )
+    title = (
+        f"A prompt of {asked.prompt_tokens:,} tokens, an agent of {asked.total_tokens:,.0f}; "
+        f"storage NICs of {gigabytes(asked.snic_bytes_per_s)} GB/s; GB, s"
+    )
+    columns = (
+        *("model", "weights", "KV (bytes/token)", "Full Block (MB)"),
+        *("prompt: DE buffer", "PE HBM", "SNIC", "SNIC (s)", "PE CNICs", "agent: storage"),
+    )
+    return Table(title, columns, rows)
+
+
+def _own(asked: WorkingSetSettings, models: "Sequence[ModelGeometry]") -> "Sequence[Block]":
     rows = []
-    for name, agents_per_s, jct_s in _cases(asked):
-        size = working_set_bytes(
-            agents_per_s, jct_s, asked.total_tokens, model.kv_bytes_per_token_all_layers
-        )
-        rows.append(
-            (
-                name,
-                f"{agents_per_s:g}",
-                f"{jct_s:,.0f}",
-                f"{agents_per_s * jct_s:,.0f}",
-                gigabytes(size),
+    for model in models:
+        for name, agents_per_s, jct_s in _cases(asked):
+            size = working_set_bytes(
+                agents_per_s, jct_s, asked.total_tokens, model.kv_bytes_per_token_all_layers
             )
-        )
-    title = f"{model.title}, {model.kv_bytes_per_token_all_layers:,.0f} KV bytes per token"
-    columns = ("case", "agents/s", "mean JCT (s)", "agents in flight", "KV (GB)")
-    table = Table(title, columns, tuple(rows))
+            rows.append(
+                (
+                    model.title,
+                    name,
+                    f"{agents_per_s:g}",
+                    f"{jct_s:,.0f}",
+                    f"{agents_per_s * jct_s:,.0f}",
+                    gigabytes(size),
+                )
+            )
+    columns = ("model", "case", "agents/s", "mean JCT (s)", "agents in flight", "KV (GB)")
+    table = Table("Working set (§8.2)", columns, tuple(rows), align="llrrrr")
     if asked.gap_factor <= 1:
         return (table,)
     gaps = (
@@ -155,25 +210,42 @@ def _implied_jct_s(quoted: Quoted, kv_bytes_per_token: float) -> float:
 
 
 def _document(
-    asked: WorkingSetSettings, kv_bytes_per_token: float, paper_bytes_per_token: float
+    asked: WorkingSetSettings,
+    models: "Sequence[ModelGeometry]",
+    sizes: "Sequence[ModelSizes]",
+    paper_bytes_per_token: float,
 ) -> dict[str, Any]:
+    import msgspec
+
     return {
-        "model": asked.model,
-        "kv_bytes_per_token": kv_bytes_per_token,
+        "prompt_tokens": asked.prompt_tokens,
         "total_tokens": asked.total_tokens,
-        "cases": [
+        "block_tokens": asked.block_tokens,
+        "layer_buffers": asked.layer_buffers,
+        "models": [
             {
-                "case": name,
-                "agents_per_s": agents_per_s,
-                "jct_s": jct_s,
-                "working_set_bytes": working_set_bytes(
-                    agents_per_s, jct_s, asked.total_tokens, kv_bytes_per_token
-                ),
+                "model": model.name,
+                **msgspec.to_builtins(size),
+                "cases": _case_documents(asked, size.kv_bytes_per_token),
             }
-            for name, agents_per_s, jct_s in _cases(asked)
+            for model, size in zip(models, sizes, strict=True)
         ],
         "paper": [
             {**quoted._asdict(), "implied_jct_s": _implied_jct_s(quoted, paper_bytes_per_token)}
             for quoted in PAPER
         ],
     }
+
+
+def _case_documents(asked: WorkingSetSettings, kv_bytes_per_token: float) -> list[dict[str, Any]]:
+    return [
+        {
+            "case": name,
+            "agents_per_s": agents_per_s,
+            "jct_s": jct_s,
+            "working_set_bytes": working_set_bytes(
+                agents_per_s, jct_s, asked.total_tokens, kv_bytes_per_token
+            ),
+        }
+        for name, agents_per_s, jct_s in _cases(asked)
+    ]

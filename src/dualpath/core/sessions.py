@@ -5,6 +5,8 @@ nothing under way: no request counts at the engine, no slot is held for one.  It
 its connection: messages are numbered, kept until the other end has acknowledged them, and said
 again.  It ends when either end dies, falls silent or says so; everything of it is then over at
 both ends, and what transfers may still write to stays in quarantine (``router.control.releases``).
+A request that decodes has nothing in the session any more, no slot and no transfer: it is a matter
+between the engine and whoever listens to its tokens, and ends with them.
 
 So there are two mechanisms and no third one: within a session nothing is lost, doubled or out of
 order; between sessions nothing is carried over but the names of what is in doubt (``Hello``).
@@ -166,7 +168,7 @@ class Action(StrEnum):
     # at the engine
     GREET = "begins a greeting, says `Hello` every 0.25 s"
     BEGIN = "begins the session, connects to peers"
-    END = "ends the session: drops all requests, doubtful slots go into quarantine"
+    END = "ends the session: drops what does not decode yet, doubtful slots go into quarantine"
     COMPLAIN = "logs the reason, goes on greeting"
     SAY_GOODBYE = "says `Goodbye`"
     # at the router

@@ -11,6 +11,9 @@ class _Request:
         self.tokens = tokens
         self.asked_ns = asked_ns
         self.kv_in_hbm = False
+        #: Its session is over and it decodes on; what ends it is the end of its HTTP call.
+        self.alone = False
+        self.ended = False
         self.persist_seen = False
         self.streams = 0
         self.pass_ns = 0
@@ -37,18 +40,36 @@ class ActiveRequests:
     def end_session(self, reason: str) -> dict[str, bool]:
         """Forget all requests but those in a forward pass, which are released when it is over.
 
-        Return those forgotten, and whether each still expected KV from elsewhere: a request whose
-        prompt is to be persisted has all of it.
+        Return those that have to give back what they have of the buffer, and whether each still
+        expected KV from elsewhere: a request whose prompt is to be persisted has all of it.  One
+        that decodes needs no buffer and no router: it counts until the engine says that it ended.
         """
         forgotten = {}
         with self._lock:
             for request_id, request in list(self._active.items()):
                 if request.streams:
                     request.release = request.release or Release(request_id, reason)
-                else:
-                    forgotten[request_id] = not (request.persist_seen or request.kv_in_hbm)
+                    continue
+                forgotten[request_id] = not (request.persist_seen or request.kv_in_hbm)
+                request.alone = request.kv_in_hbm and not request.ended
+                if not request.alone:
                     del self._active[request_id]
         return forgotten
+
+    def ended(self, request_id: str) -> None:
+        """The engine's own request is over; one without a session is forgotten with it."""
+        with self._lock:
+            if (request := self._active.get(request_id)) is None:
+                return
+            request.ended = True
+            if request.alone:
+                del self._active[request_id]
+
+    @property
+    def any_alone(self) -> bool:
+        """Whether requests decode on whose session is over."""
+        with self._lock:
+            return any(request.alone for request in self._active.values())
 
     def unsettled(self) -> tuple[str, ...]:
         """Return the requests that are to leave and whose forward pass still needs them."""

@@ -86,7 +86,7 @@ class AssignedRequests:
             self._send(Released(request_id=request_id))
 
     def end_session(self, reason: str) -> None:
-        """Drop every request: the router has forgotten them, or will (``session_doubts``)."""
+        """Drop what is not decoding yet (``session_doubts``)."""
         self._tier.end_session()
         self._retention.end_session()
         self._doubts.end_session(reason)

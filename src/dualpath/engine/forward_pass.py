@@ -1,7 +1,8 @@
 """A forward pass of a prefill engine, between the engine that computes and the traffic manager.
 
-Engines of all kinds call the same four things: begin, then for each layer wait for stored KV and
-hand new KV over, then finish.
+Engines of all kinds call the same things: begin, then for each layer wait for stored KV and hand
+new KV over, then finish.  One that begins a pass while the one before it is still computed says
+when it ``enter``s it; passes end in the order in which they began.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +56,11 @@ class StreamedPass:
         """Whether a request's loaded KV is not to be relied on."""
         return self._stream is not None and request_id in self._stream.failures
 
+    def enter(self) -> None:
+        """The pass before is computed: return when this one's new KV may be written."""
+        if self._stream is not None:
+            self._stream.enter()
+
     def wait_loaded(self, layer: int) -> None:
         """Return when a layer's stored KV is in HBM, or on its way before what is computed next."""
         if self._stream is not None:
@@ -71,6 +77,7 @@ class ForwardPass(StreamedPass):
 
     A part that is too late, since its request was released or its slots went to another one, takes
     no part in transfers; the engine may compute it all the same.  ``send`` reports to the router.
+    ``before`` is a pass that may not be over, of which a request may have an earlier chunk.
     """
 
     def __init__(
@@ -78,35 +85,56 @@ class ForwardPass(StreamedPass):
         manager: TrafficManager,
         send: Callable[[EngineMessage], None],
         parts: Sequence[PromptPart],
+        before: "ForwardPass | None" = None,
     ) -> None:
+        self._before = before
+        #: Of this pass and those before it that its requests took part in; complete at its end.
+        self.failures: dict[str, str] = {}
         self._manager = manager
         self._send = send
         self._parts = parts
         self._rejected: dict[str, str] = {}
+        start_ns = manager.trace.now_ns()
         chunks = [chunk for part in parts if (chunk := self._chunk(part)) is not None]
         layers = layer_settings(manager.settings, manager.geometry)
         moves_bytes = manager.settings.mode.moves_bytes
-        super().__init__(manager.begin_prefill(chunks, layers) if moves_bytes else None)
+        stream_before = before._stream if before is not None else None
+        super().__init__(
+            manager.begin_prefill(chunks, layers, stream_before) if moves_bytes else None
+        )
+        manager.trace.record("begin", "pass", start_ns, manager.trace.now_ns())
 
     def failed(self, request_id: str) -> bool:
         """Whether a request's loaded KV is not to be relied on."""
-        return super().failed(request_id) or request_id in self._rejected
+        before = self._before
+        return (
+            super().failed(request_id)
+            or request_id in self._rejected
+            or request_id in self.failures
+            or (before is not None and before.failed(request_id))
+        )
 
     def finish(self, wrong: Mapping[str, str]) -> dict[str, str]:
         """Wait for the last transfers and report what ended; return failed requests with reasons.
 
-        A request ends with its last block, or when it failed.  ``wrong`` are those whose KV the
-        engine found to be wrong, and why.
+        A request ends with its last block, or when it failed: in the pass before, of which that
+        has been reported, or in this one.  ``wrong`` are those whose KV the engine found to be
+        wrong, and why.
         """
+        earlier = self._before.failures if self._before is not None else {}
         transfers = self._manager.end_prefill(self._stream) if self._stream is not None else {}
-        failures = {**self._rejected, **transfers, **wrong}
+        found = {**self._rejected, **transfers, **wrong}
         for part in self._parts:
             request_id = part.transfer.request_id
             blocks = self._manager.geometry.blocks_for(part.transfer.prompt_tokens)
-            failure = failures.get(request_id)
-            if failure is not None or part.chunk.end == blocks:
+            failure = earlier.get(request_id, found.get(request_id))
+            if failure is not None:
+                self.failures[request_id] = failure
+            ends = failure is not None or part.chunk.end == blocks
+            if ends and request_id not in earlier:
                 self._send(self._manager.sent(request_id, failure))
-        return failures
+        self._before = None  # what failed there and is part of this pass is known here now
+        return self.failures
 
     def _chunk(self, part: PromptPart) -> PrefillChunk | None:
         try:

@@ -82,6 +82,11 @@ class KeptBlocks:
         """All of them, resting or not."""
         return len(self._blocks)
 
+    @property
+    def forecasts(self) -> bool:
+        """Whether intervals repeat, so that the chain expected last gives way."""
+        return self._reuse.believed
+
     def __contains__(self, slot: int) -> bool:
         """Whether a slot holds a whole block."""
         return slot in self._blocks
@@ -208,7 +213,7 @@ class KeptBlocks:
             return min((b.used, slot) for slot, b in self._blocks.items() if b.rests)[1]
         slot = self._leaving[0][1]
         age, interval = self._uses - self._blocks[slot].used[1], self._blocks[slot].interval
-        if not self._reuse.believed or self._reuse.given_up(age, interval):
+        if not self.forecasts or self._reuse.given_up(age, interval):
             return slot
         while True:
             (rank, _, used), slot = self._farthest[0]

@@ -12,6 +12,13 @@ Two rules keep the regions correct, for any number of buffers:
 * computation of layer L+1, which writes new KV into its region before anything is waited for,
   starts when the send of layer L+1-``buffers`` is over: ``computed(L)`` waits for that.
 
+Both hold across passes, so that nothing waits between two of them: a pass that begins while the one
+``before`` it is still computed loads its first layers when the last users of their regions have
+been sent, and ``enter``, then ``computed``, wait for those before its own layers are computed.  The
+last sends of a pass end behind the first layers of the next.  No rule asks which blocks a pass
+has: a request may be in both, with the chunk that follows, whose reloads find in the DE buffer what
+the first has sent, as a region's last user is sent after all others.
+
 On a GPU the engine's thread runs ahead of the computation.  So a send is posted after the *event*
 (``engine.device``) at which its layer is computed, also when it has nothing to send, as the next
 load into the region depends on it.  A load that the device copies itself is waited for on the
@@ -32,7 +39,7 @@ computation has no limit here: a device that hangs is seen by the engine itself 
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -43,12 +50,15 @@ from dualpath.engine.device import DeviceEvent
 from dualpath.engine.layer_work import Stage
 from dualpath.engine.movers import Movers
 from dualpath.engine.pass_transfers import PassTransfers
+from dualpath.engine.region_handover import RegionHandover
 from dualpath.engine.shared_loads import SharedLoads
 from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.threads import Event
 
 log = logging.getLogger(__name__)
 
+#: Where a trace shows what a pass waited for: between layers, and in ``finish``.
+WAIT_TRACK, FINISH_TRACK = "wait", "finish"
 #: How often a wait looks whether it goes on; what it takes off an agent's patience each time.
 _LOOK_S = 0.25
 
@@ -72,6 +82,7 @@ class LayerStream:
         counters: Counters,
         number: int = 0,
         shared: SharedLoads | None = None,
+        before: "LayerStream | None" = None,
     ) -> None:
         self._moves = PassTransfers(chunks, geometry, movers, counters)
         self._settings = settings
@@ -82,6 +93,13 @@ class LayerStream:
         self._trace = movers.trace
         self._patience = self._moves.patience
         self._shared = shared
+        self._before = before
+        self._regions = min(settings.buffers, geometry.layers)
+        self._handover = RegionHandover(movers.threads)
+        self._closing = movers.threads.lock()
+        self._entered = False
+        self._finishing = False
+        self._finished = False
         self._waited: set[int] = set()
         self._computed: set[int] = set()
         self._layer_start_ns = 0
@@ -110,24 +128,57 @@ class LayerStream:
         return self._end_ns - self._begin_ns
 
     def begin(self) -> None:
-        """Post the loads of the first layers; without overlap wait for all of them."""
-        self._begin_ns = self._trace.now_ns()
+        """Post the loads of the first layers, each when its region is free.
+
+        Behind a pass ``before`` that may still be computed, ``enter`` must follow that pass.
+        Without one the computation begins now; without overlap when all loads are over.
+        """
         self._moves.give_up_stalled()
-        ahead = min(self._settings.buffers, self._geometry.layers)
+        if self._before is not None:
+            for layer in range(self._regions):
+                self._before.when_left(layer, functools.partial(self._load, layer))
+            return
+        self._begin_ns = self._trace.now_ns()
         earlier = self._device.record()  # passes before may still use the blocks
-        for layer in range(ahead):
+        for layer in range(self._regions):
             self._after.call(earlier, functools.partial(self._load, layer))
+        self.enter()
+
+    def enter(self) -> None:
+        """The engine is through with the pass before: return when it may write layer 0's KV."""
+        if self._entered:
+            return
+        self._entered = True
+        self._begin_ns = self._begin_ns or self._trace.now_ns()
+        self._make_room(0)
         if not self._settings.overlap:
-            for layer in range(ahead):
+            for layer in range(self._regions):
                 self.wait_loaded(layer)
         self._layer_start_ns = self._trace.now_ns()
+
+    def when_left(self, region: int, then: Callable[[], None]) -> None:
+        """Call ``then`` when this pass has left a region for good, on whatever thread sees it."""
+        self._handover.when_left(region, then)
+
+    def leave(self, region: int) -> str:
+        """Return when the last user of a region has been sent, with what was waited for.
+
+        For the pass that follows; the engine has computed all of this one.
+        """
+        self._all_computed()
+        last = self._geometry.layers - 1
+        last -= (last - region) % self._regions
+        what = f"send of layer {last}"
+        self._until(self._moves.sends[last].over, what, follows=True)
+        return what
 
     def wait_loaded(self, layer: int) -> None:
         """Let computation queued from now on find the KV before the chunk in ``layer``'s HBM.
 
         Blocks for what the transport loads; for the device's own copies the device waits.
         """
-        self._must_be_computed(layer - self._settings.buffers)
+        self.enter()
+        self._must_be_computed(layer - self._regions)
         self._waited.add(layer)
         work = self._moves.loads[layer]
         self._wait(work.queued, f"load of layer {layer}")
@@ -151,23 +202,55 @@ class LayerStream:
         self._trace.record(f"compute L{layer}", "compute", self._layer_start_ns, now_ns)
         if self._settings.overlap:
             self._send(layer, self._device.record())
-            leaving = layer + 1 - self._settings.buffers
-            if leaving >= 0:
-                self._must_be_computed(leaving)
-                self._wait(self._moves.sends[leaving].over, f"send of layer {leaving}")
+            if layer + 1 < self._geometry.layers:
+                self._make_room(layer + 1)
         self._layer_start_ns = self._trace.now_ns()
 
     def finish(self) -> None:
-        """Block until everything is in the DE buffer; ``failures`` is complete afterwards."""
+        """Block until everything is in the DE buffer; ``failures`` is complete afterwards.
+
+        The pass before ends first: a request that has failed there has failed in this one.
+        """
+        if self._finished:
+            return
+        if self._before is not None:
+            self._before.finish()
+        self._finishing = True
         if not self._settings.overlap:
             computed = self._device.record()
             for layer in range(self._geometry.layers):
                 self._send(layer, computed)
+        self._all_computed()
         for layer in range(self._geometry.layers):
-            self._must_be_computed(layer)
             self._wait(self._moves.loads[layer].over, f"load of layer {layer}")
             self._wait(self._moves.sends[layer].over, f"send of layer {layer}")
         self._end_ns = self._trace.now_ns()
+        before, self._before = self._before, None
+        earlier = {} if before is None else before.failures
+        for request_id in earlier.keys() & set(self.request_ids):
+            self.failures.setdefault(request_id, earlier[request_id])
+        self._finished = True
+
+    def _all_computed(self) -> None:
+        """The engine says no more of this pass; whoever waits for it first looks what is missing.
+
+        That may be the pass that follows or the thread that ends this one.
+        """
+        if len(self._computed) == self._geometry.layers:
+            return
+        with self._closing:
+            for layer in range(self._geometry.layers):
+                self._must_be_computed(layer)
+
+    def _make_room(self, layer: int) -> None:
+        """Return when the one that used ``layer``'s region before has left it."""
+        leaving = layer - self._regions
+        if leaving >= 0:
+            self._must_be_computed(leaving)
+            self._wait(self._moves.sends[leaving].over, f"send of layer {leaving}")
+        elif self._before is not None:
+            start_ns = self._trace.now_ns()
+            self._note_wait(self._before.leave(layer), start_ns)
 
     def _must_be_computed(self, layer: int) -> None:
         """Fail the pass if the engine has kept silent about a layer (< 0: none), and go on."""
@@ -191,22 +274,37 @@ class LayerStream:
         self._moves.load(layer, device_error, resident=resident)
 
     def _send(self, layer: int, computed: DeviceEvent) -> None:
-        following = layer + self._settings.buffers
+        following = layer + self._regions
 
-        def load_next() -> None:
-            if self._settings.overlap and following < self._geometry.layers:
+        def hand_on() -> None:
+            if following < self._geometry.layers:
                 self._load(following)
+            else:
+                self._handover.left(layer % self._regions)
 
-        self._after.call(computed, self._moves.sending(layer, load_next))
+        self._after.call(computed, self._moves.sending(layer, hand_on))
 
     def _wait(self, stage: Stage, what: str) -> None:
-        if stage.reached.is_set():
-            return
-        start_ns = self._trace.now_ns()
-        while not self._block(stage.reached):
-            for agent in self._patience.waited(stage.agents(), _LOOK_S):
-                self._moves.stalled(agent, what)
-        self.waited_ns += self._trace.now_ns() - start_ns
+        if not stage.reached.is_set():
+            start_ns = self._trace.now_ns()
+            self._until(stage, what)
+            self._note_wait(what, start_ns)
+
+    def _note_wait(self, what: str, start_ns: int) -> None:
+        end_ns = self._trace.now_ns()
+        self.waited_ns += end_ns - start_ns
+        track = FINISH_TRACK if self._finishing else WAIT_TRACK
+        self._trace.record(what, track, start_ns, end_ns)
+
+    def _until(self, stage: Stage, what: str, *, follows: bool = False) -> None:
+        """Wait, and give up who stalls.
+
+        The pass that ``follows`` leaves that to the thread that ends this one, if it does.
+        """
+        while not stage.reached.is_set() and not self._block(stage.reached):
+            if not (follows and self._finishing):
+                for agent in self._patience.waited(stage.agents(), _LOOK_S):
+                    self._moves.stalled(agent, what)
 
     def _block(self, event: Event) -> bool:
         return event.wait(_LOOK_S)

@@ -197,7 +197,8 @@ class Membership:
         """Ask the router for nothing new; what is here goes on.  Any but the first call is void.
 
         ``drained`` is called once when nothing is left: the router has said so, or there is none
-        with which this engine has a session.  Then it is time to ``leave``.
+        with which this engine has a session, and what decodes without one is over.  Then it is time
+        to ``leave``.
         """
         if self._drained is not None:
             return
@@ -234,7 +235,9 @@ class Membership:
     def _go_if_drained(self) -> None:
         """Called on the link's thread, which alone knows when a session is over."""
         link, drained = self._link, self._drained
-        if drained is not None and link is not None and (self._empty or link.away):
+        if drained is None or link is None or self.manager.decodes_alone:
+            return
+        if self._empty or link.away:
             self._drained = _nothing
             drained()
 

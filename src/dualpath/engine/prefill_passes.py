@@ -44,13 +44,17 @@ def begin_stream(
     chunks: Sequence[PrefillChunk],
     layers: LayerSettings,
     apart: Sequence[PrefillChunk] = (),
+    before: LayerStream | None = None,
 ) -> LayerStream:
     """Return a rank's share in a pass, which has not begun.
 
-    ``apart`` are chunks of the pass for which this rank moves nothing.
+    ``apart`` are chunks of the pass for which this rank moves nothing; ``before`` is a pass that
+    may not be over.
     """
     shared = rank.shared_loads(_in_one_order((*chunks, *apart)), layers.buffers)
-    return LayerStream(chunks, layers, rank.geometry, rank.movers, rank.counters, number, shared)
+    return LayerStream(
+        chunks, layers, rank.geometry, rank.movers, rank.counters, number, shared, before
+    )
 
 
 def _in_one_order(chunks: Sequence[PrefillChunk]) -> list[PrefillChunk]:
@@ -91,12 +95,20 @@ class PrefillPasses:
         self._release = release
         self._told: tuple[EngineAddress, ...] = ()
 
-    def begin(self, chunks: Sequence[PrefillChunk], layers: LayerSettings) -> LayerStream:
-        """Start the transfers of a pass; requests released by now take no part and have failed."""
+    def begin(
+        self,
+        chunks: Sequence[PrefillChunk],
+        layers: LayerSettings,
+        before: LayerStream | None = None,
+    ) -> LayerStream:
+        """Start the transfers of a pass; requests released by now take no part and have failed.
+
+        ``before`` is a pass that may not be over; passes end in the order in which they began.
+        """
         refused = self._active.enter_stream(chunk.prefill_transfer.request_id for chunk in chunks)
         taking_part = [c for c in chunks if c.prefill_transfer.request_id not in refused]
         number = self._rank.work.begin()
-        stream = begin_stream(self._rank, number, taking_part, layers)
+        stream = begin_stream(self._rank, number, taking_part, layers, before=before)
         stream.failures.update(dict.fromkeys(refused, RELEASED))
         self._rank.group.broadcast(PassOrder(number, stream.request_ids, self._news()))
         stream.begin()

@@ -10,12 +10,8 @@ from typing import Protocol
 
 import zmq
 
-from dualpath.core.errors import ConfigError
+from dualpath.engine.dealer import LINGER_MS, connect_dealer, prepare_dealer
 from dualpath.transport.cluster_secret import ClusterSecret, check_control_url
-
-_LINGER_MS = 500
-#: Between two tries to connect: the first, doubled each time up to the last.
-_FIRST_RETRY_MS, _LAST_RETRY_MS = 20, 250
 
 
 class RouterConnection(Protocol):
@@ -63,19 +59,9 @@ class ZmqRouterConnection:
         self.router = router
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, _FIRST_RETRY_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LAST_RETRY_MS)
-        if secret is not None:
-            secret.guard_connection(self._socket)
+        prepare_dealer(self._socket, secret)
         self._connected = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        try:
-            self._socket.connect(router)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise ConfigError(
-                f"router address {router!r}: {error}; use the form tcp://host:port"
-            ) from error
+        connect_dealer(self._socket, router, "router")
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
@@ -126,10 +112,10 @@ class ZmqRouterConnection:
         self._socket.connect(self.router)
 
     def close(self) -> None:
-        """Close the socket; frames have ``_LINGER_MS`` to go out."""
+        """Close the socket; frames have ``LINGER_MS`` to go out."""
         self._socket.disable_monitor()
         self._connected.close(linger=0)
         self._socket.close()
-        self._context.destroy(linger=_LINGER_MS)
+        self._context.destroy(linger=LINGER_MS)
         self._wake_receiver.close()
         self._wake_sender.close()

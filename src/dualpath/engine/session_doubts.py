@@ -40,7 +40,7 @@ class SessionDoubts:
         self._said_unsettled: set[str] = set()
 
     def end_session(self, reason: str) -> None:
-        """Forget all requests.
+        """Forget all requests but those that decode, which have nothing here any more.
 
         What their transfers may still write to is kept: a DE's slots in quarantine, until a router
         says that no writer is left, a PE's requests in a forward pass until that is over.

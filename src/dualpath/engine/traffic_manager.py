@@ -181,7 +181,11 @@ class TrafficManager:
         self._commands.handle(message)
 
     def end_session(self, reason: str) -> None:
-        """Drop every request: the router has forgotten them, or will (``session_doubts``)."""
+        """Drop what is not decoding yet: the router has forgotten it, or will (``session_doubts``).
+
+        A request whose KV is in HBM needs nothing of the router any more.  It goes on for as long
+        as whoever called for it listens, and counts in the load until ``decode_ended``.
+        """
         self._requests.end_session(reason)
         self._lookups.drop()
 
@@ -209,12 +213,18 @@ class TrafficManager:
         """Return a DE's transport agents; raises ``TransportError`` if it is not connected."""
         return self._rank.peers.agents_of(engine_id, epoch)
 
-    def begin_prefill(self, chunks: Sequence[PrefillChunk], layers: LayerSettings) -> LayerStream:
+    def begin_prefill(
+        self,
+        chunks: Sequence[PrefillChunk],
+        layers: LayerSettings,
+        before: LayerStream | None = None,
+    ) -> LayerStream:
         """Start the transfers of one forward pass (PE); ``end_prefill`` must follow.
 
         Requests released by now take no part: nothing is moved for them and they count as failed.
+        ``before`` is a pass that may not be over (``engine.layer_stream``).
         """
-        return self._passes.begin(chunks, layers)
+        return self._passes.begin(chunks, layers, before)
 
     def end_prefill(self, stream: LayerStream) -> dict[str, str]:
         """Wait for the last transfers of a forward pass; return failed requests with reasons."""
@@ -241,6 +251,15 @@ class TrafficManager:
         ``done`` gets None or why it failed, on whatever thread ends the copy.
         """
         self._prompts.fill_hbm(decode_transfer, hbm_blocks, done)
+
+    def decode_ended(self, request_id: str) -> None:
+        """The engine's own request is over, well or not (DE); called for each of them."""
+        self._requests.active.ended(request_id)
+
+    @property
+    def decodes_alone(self) -> bool:
+        """Whether requests decode on whose session is over; the router knows nothing of them."""
+        return self._requests.active.any_alone
 
     def persist_generated(self, blocks: Sequence[GeneratedBlock]) -> None:
         """Store full blocks; returns when their HBM is not needed."""

@@ -76,9 +76,13 @@ class ChainIndex:
 
     def row(self, namespace: str, key: BlockKey) -> int | None:
         """Return the row of a stored block, None without one."""
-        number = self._numbers.get(namespace)
-        row = None if number is None else self._rows.get(_name(number, key))
+        row = self.place(namespace, key)
         return row if row is not None and self._tables.stored[row] else None
+
+    def place(self, namespace: str, key: BlockKey) -> int | None:
+        """Return the row of a block, stored or not, None where nothing is known of it."""
+        number = self._numbers.get(namespace)
+        return None if number is None else self._rows.get(_name(number, key))
 
     def block(self, row: int) -> tuple[str, BlockKey]:
         """Return namespace and key of a row."""
@@ -157,10 +161,11 @@ class ChainIndex:
         own = tables.stored & (tables.namespaces == number)
         return [int(head) for head in np.unique(_heads(tables)[own])]
 
-    def compact(self, before_s: float) -> None:
-        """Drop rows without a stored block, child or use since ``before_s``."""
+    def compact(self, before_s: float, also: Sequence[int] = ()) -> None:
+        """Drop rows without a stored block, child or use since ``before_s``; ``also`` ones stay."""
         tables = self.tables()
         needed = tables.stored | (tables.times >= before_s)
+        needed[list(also)] = True
         behind = np.flatnonzero(needed)
         while behind.size:
             above = tables.parents[behind]

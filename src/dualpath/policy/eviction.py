@@ -85,6 +85,15 @@ def victims(index: ChainIndex, limits: StorageLimits, pins: Pins, now_s: float) 
     return chosen
 
 
+def pinned_ends(index: ChainIndex, pins: Pins) -> list[int]:
+    """Return the rows of the last blocks of pinned chains, of those not stored at present too.
+
+    A block that was bad is stored again when it is asked for next; until then all before it stays.
+    """
+    rows = (index.place(namespace, key) for namespace, key in pins.chains)
+    return [row for row in rows if row is not None]
+
+
 def _with_pins(index: ChainIndex, pins: Pins) -> NDArray[np.float64]:
     """Return the times of use, with pinned rows used at the end of time."""
     tables = index.tables()
@@ -95,9 +104,7 @@ def _with_pins(index: ChainIndex, pins: Pins) -> NDArray[np.float64]:
     ):
         for number in [n for n, name in enumerate(names) if name in pinned]:
             times[numbers == number] = math.inf
-    for namespace, key in pins.chains:
-        if (row := index.row(namespace, key)) is not None:
-            times[row] = math.inf
+    times[pinned_ends(index, pins)] = math.inf
     return times
 
 

@@ -7,15 +7,22 @@ from pathlib import Path
 import msgspec
 
 from dualpath.core.errors import ConfigError
+from dualpath.core.extras import extra
 from dualpath.report import markdown
 from dualpath.report.model import Report
 
 
-def require_extra(purpose: str) -> None:
-    """Raise ``ConfigError`` if what draws plots and pages is not installed."""
-    for package in ("jinja2", "markdown_it", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{purpose} needs {package}; pip install 'dualpath[report]'")
+def undrawn() -> str:
+    """Say that plots are left out, and what to install; empty if they are drawn."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        return ""
+    return f"plots are left out, they need matplotlib: {extra('report').remedy}"
+
+
+def require_plots(purpose: str) -> None:
+    """Raise ``ConfigError`` if no plot can be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(f"{purpose} needs matplotlib; {extra('report').remedy}")
 
 
 def require_writable(flag: str, path: str | None) -> None:
@@ -34,14 +41,17 @@ def write_report(report: Report, data: bytes, folder: Path, *, html: bool = Fals
     """Write ``<name>.md``, ``.json``, ``.png`` where it has plots, ``.html`` if wanted.
 
     Returns the paths; raises ``ConfigError`` for a folder that cannot be written. ``data`` is the
-    JSON: the numbers behind tables and plots. Needs the extra ``report`` for plots and pages.
+    JSON: the numbers behind tables and plots. Without matplotlib there is no picture, and Markdown
+    and page say why.
     """
-    files = {f"{report.name}.json": data, f"{report.name}.md": markdown.page(report).encode()}
-    files |= drawn(report)
+    why_not = undrawn()
+    text = markdown.page(report, undrawn=why_not)
+    files = {f"{report.name}.json": data, f"{report.name}.md": text.encode()}
+    files |= {} if why_not else drawn(report)
     if html:
         from dualpath.report.html import page
 
-        files[f"{report.name}.html"] = page(report).encode()
+        files[f"{report.name}.html"] = page(report, undrawn=why_not).encode()
     paths = [folder / name for name in sorted(files)]
     for path in paths:
         write_file(path, files[path.name], folders=True)
@@ -52,7 +62,7 @@ def write_page(report: Report, path: str | Path) -> None:
     """Write one HTML page into a folder that is there; raises ``ConfigError`` where it is not."""
     from dualpath.report.html import page
 
-    write_file(path, page(report).encode())
+    write_file(path, page(report, undrawn=undrawn()).encode())
 
 
 def drawn(report: Report) -> dict[str, bytes]:

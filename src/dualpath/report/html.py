@@ -1,6 +1,6 @@
 """Reports as one self-contained HTML page each: no scripts, no links, light or dark.
 
-Needs the extra ``report``: matplotlib draws plots, markdown-it reads prose, and jinja2 fills in
+matplotlib draws plots, where it is installed; markdown-it reads prose, and jinja2 fills in
 ``page.html.jinja``.
 """
 
@@ -11,12 +11,15 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 from dualpath.report.model import Notes, Panel, Plots, Report, Table, Text
-from dualpath.report.pictures import svg
 
 
-def page(report: Report) -> str:
-    """Return the page, its parts below each other; the same bytes for the same report."""
-    return _TEMPLATES.get_template("page.html.jinja").render(reports=list(_flat(report)))
+def page(report: Report, undrawn: str = "") -> str:
+    """Return the page, its parts below each other; the same bytes for the same report.
+
+    ``undrawn`` stands in the place of plots, if it is given.
+    """
+    reports = list(_flat(report))
+    return _TEMPLATES.get_template("page.html.jinja").render(reports=reports, undrawn=undrawn)
 
 
 def _flat(report: Report) -> Iterator[Report]:
@@ -31,6 +34,8 @@ def _prose(text: str) -> Markup:
 
 
 def _drawing(panel: Panel, name: str) -> Markup:
+    from dualpath.report.pictures import svg
+
     # What matplotlib writes is escaped already.
     return Markup(svg(panel, name))
 

@@ -2,18 +2,25 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from dualpath.report.model import Block, Notes, Plots, Report, Table, Text
 
 
-def page(report: Report, folder: str = "", level: int = 1) -> str:
+def page(report: Report, folder: str = "", level: int = 1, undrawn: str = "") -> str:
     """Return a whole report; its pictures are addressed as PNG files in ``folder``, with ``/``.
 
-    ``level`` is that of its heading.
+    ``level`` is that of its heading.  ``undrawn`` stands in the place of pictures, if it is given.
     """
     parts = ["#" * level + f" {report.title}"]
+    if report.headline:
+        parts.append(" ".join([f"**{report.headline[0]}**", *report.headline[1:]]))
     parts += [f"**Warning: {warning}**" for warning in report.warnings]
-    parts += [_block(block, f"{folder}{report.name}.png", level + 1) for block in report.blocks]
-    parts += [page(part, folder, level + 1).strip("\n") for part in report.parts]
+    names = (name for name, _ in msgspec.structs.replace(report, parts=()).pictures())
+    for block in report.blocks:
+        picture = f"{folder}{next(names)}.png" if isinstance(block, Plots) else ""
+        parts.append(_block(block, picture, level + 1, undrawn))
+    parts += [page(part, folder, level + 1, undrawn).strip("\n") for part in report.parts]
     return "\n\n".join(parts) + "\n"
 
 
@@ -31,7 +38,7 @@ def table(content: Table, level: int = 3) -> str:
     return "\n".join([*_heading(content.title, level), *lines])
 
 
-def _block(block: Block, picture: str, level: int) -> str:
+def _block(block: Block, picture: str, level: int, undrawn: str) -> str:
     match block:
         case Table():
             return table(block, level)
@@ -40,7 +47,7 @@ def _block(block: Block, picture: str, level: int) -> str:
         case Notes():
             return "\n".join(f"- {line}" for line in block.lines)
         case Plots():
-            return f"![{block.caption}]({picture})"
+            return f"{block.caption}: {undrawn}" if undrawn else f"![{block.caption}]({picture})"
 
 
 def _heading(text: str, level: int) -> list[str]:

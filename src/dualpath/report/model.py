@@ -45,7 +45,7 @@ class Table(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Series(msgspec.Struct, frozen=True):
-    """One curve, or one colour of bars; ``low`` and ``high`` bound the shadow around a curve."""
+    """One curve, or one colour of bars; ``low`` and ``high`` bound each point's spread."""
 
     name: str
     x: tuple[float | str, ...]
@@ -97,20 +97,22 @@ Block = Table | Text | Notes | Plots
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A titled sequence of blocks, and of ``parts`` with titles of their own after them.
 
-    ``name`` names its files. ``warnings`` are what spoils a run or forbids a comparison.
+    ``name`` names its files. ``headline`` is what it all comes to, in lines that stand first.
+    ``warnings`` are what spoils a run or forbids a comparison.
     """
 
     name: str
     title: str
     blocks: tuple[Block, ...]
+    headline: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     parts: tuple["Report", ...] = ()
 
     def pictures(self) -> Iterator[tuple[str, Plots]]:
         """Yield the name of the picture's file, without its ending, and the plots on it."""
-        for block in self.blocks:
-            if isinstance(block, Plots):
-                yield self.name, block
+        drawn = [block for block in self.blocks if isinstance(block, Plots)]
+        for number, plots in enumerate(drawn, start=1):
+            yield self.name if number == 1 else f"{self.name}-{number}", plots
         for part in self.parts:
             yield from part.pictures()
 

@@ -14,18 +14,28 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
 from dualpath.report.model import Panel
-from dualpath.report.style import looks
+from dualpath.report.style import Look, looks
 
 _PANEL_INCHES = (5.6, 3.6)
 _COLUMNS = 3
 _DOTS_PER_INCH = 90
 _PAD_INCHES = 0.12
-_LEGEND_CHARACTERS = 72
+_LEGEND_CHARACTERS = 60
 #: More names than this below bars would run into each other.
 _MOST_NAMES = 10
+#: More bars than this have no room for their values.
+_MOST_VALUES = 24
+#: Values from here on are written with a prefix: 100M, not 1e8 at the corner.
+_LARGE = 1e5
+#: A limit is drawn at this part of the height; what is higher by far is cut, and says so.
+_LIMIT_HEIGHT, _MOST_LIMITS = 1.5, 3.0
+#: More curves than this are drawn thin and without marks.
+_FEW_CURVES = 4
 #: More points than this are not marked.
 _MOST_MARKS = 30
 #: Stands for ``currentColor``, which matplotlib cannot draw in.
@@ -101,11 +111,15 @@ def _draw(axes: Axes, panel: Panel) -> None:
         case "grouped" | "stacked":
             _bars(axes, panel)
     if panel.from_zero:
-        room = 1.12 if _single_group(panel) else 1.05
+        room = 1.15 if _shows_values(panel) else 1.05
         axes.set_ylim(0, room * axes.dataLim.y1 or 1)
     if panel.limit_y is not None:
         axes.axhline(panel.limit_y, color=_PAGE_COLOUR, linewidth=1, linestyle=":")
-        axes.set_ylim(top=panel.limit_y * 1.5)
+        top = max(_LIMIT_HEIGHT * panel.limit_y, 1.15 * axes.dataLim.y1)
+        axes.set_ylim(top=min(top, _MOST_LIMITS * panel.limit_y))
+    if axes.get_ylim()[1] >= _LARGE:
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    _mark_cut(axes, panel)
     if panel.kind == "steps":
         axes.set_xlim(left=0)
     axes.set_xlabel(panel.x_label)
@@ -115,9 +129,24 @@ def _draw(axes: Axes, panel: Panel) -> None:
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns, fontsize=10)
 
 
-def _single_group(panel: Panel) -> bool:
+def _shows_values(panel: Panel) -> bool:
     """Whether bars are few enough to be labelled with their values."""
-    return panel.kind == "grouped" and len(panel.series[0].x) == 1
+    if panel.kind not in ("grouped", "stacked"):
+        return False
+    bars = len(panel.series[0].x) * (len(panel.series) if panel.kind == "grouped" else 1)
+    return bars <= _MOST_VALUES
+
+
+def _mark_cut(axes: Axes, panel: Panel) -> None:
+    """Write above a bar that ends beyond the axes how high it is."""
+    if panel.kind not in ("grouped", "stacked"):
+        return
+    top = axes.get_ylim()[1]
+    for bar in axes.patches:
+        if isinstance(bar, Rectangle) and bar.get_y() + bar.get_height() > top:
+            words = f"▲{bar.get_y() + bar.get_height():,.3g}"
+            middle = bar.get_x() + bar.get_width() / 2
+            axes.text(middle, top, words, ha="center", va="top", fontsize=8)
 
 
 def _legend_columns(panel: Panel) -> int:
@@ -132,6 +161,7 @@ def _legend_rows(panel: Panel) -> int:
 
 def _lines(axes: Axes, panel: Panel) -> None:
     steps = panel.kind == "steps"
+    few = len(panel.series) <= _FEW_CURVES
     for series, look in zip(panel.series, looks([s.name for s in panel.series]), strict=True):
         x, y = _numbers(series.x), _numbers(series.y)
         axes.plot(
@@ -140,7 +170,8 @@ def _lines(axes: Axes, panel: Panel) -> None:
             label=series.name,
             color=look.colour,
             linestyle=look.line,
-            marker="" if steps or len(x) > _MOST_MARKS else "o",
+            linewidth=2.0 if few else 1.2,
+            marker="o" if few and not steps and len(x) <= _MOST_MARKS else "",
             drawstyle="steps-post" if steps else "default",
         )
         if series.low and series.high:
@@ -151,21 +182,60 @@ def _lines(axes: Axes, panel: Panel) -> None:
 def _bars(axes: Axes, panel: Panel) -> None:
     names = [str(name) for name in panel.series[0].x]
     places = np.arange(len(names))
-    bottom = np.zeros(len(names))
-    width = 0.7 if panel.kind == "stacked" else 0.8 / len(panel.series)
     found = looks([series.name for series in panel.series])
-    for index, (series, look) in enumerate(zip(panel.series, found, strict=True)):
-        heights = _numbers(series.y)
-        if panel.kind == "stacked":
-            axes.bar(places, heights, width, bottom=bottom, label=series.name, color=look.colour)
-            bottom += heights
-        else:
-            shift = (index - (len(panel.series) - 1) / 2) * width
-            bars = axes.bar(places + shift, heights, width, label=series.name, color=look.colour)
-            if _single_group(panel):
-                axes.bar_label(bars, fmt="{:,.4g}", padding=2)
+    (_stacked if panel.kind == "stacked" else _grouped)(axes, panel, places, found)
     every = math.ceil(len(names) / _MOST_NAMES)
     axes.set_xticks(range(0, len(names), every), names[::every])
+
+
+def _stacked(axes: Axes, panel: Panel, places: NDArray[np.int64], found: Sequence[Look]) -> None:
+    bottom = np.zeros(len(places))
+    for series, look in zip(panel.series, found, strict=True):
+        heights = _numbers(series.y)
+        axes.bar(places, heights, 0.7, bottom=bottom, label=series.name, color=look.colour)
+        bottom += np.nan_to_num(heights)
+    if _shows_values(panel):
+        for place, height in zip(places, bottom, strict=True):
+            _say(axes, place, height, height, _value_size(len(places)))
+
+
+def _grouped(axes: Axes, panel: Panel, places: NDArray[np.int64], found: Sequence[Look]) -> None:
+    """Draw bars side by side, with the spread of what they are medians of as a thin line."""
+    width = 0.8 / len(panel.series)
+    size = _value_size(len(places) * len(panel.series))
+    for index, (series, look) in enumerate(zip(panel.series, found, strict=True)):
+        heights = _numbers(series.y)
+        shift = (index - (len(panel.series) - 1) / 2) * width
+        axes.bar(places + shift, heights, width, label=series.name, color=look.colour)
+        if series.low and series.high:
+            spread = np.abs(np.stack([_numbers(series.low), _numbers(series.high)]) - heights)
+            axes.errorbar(
+                places + shift, heights, spread, fmt="none", ecolor=_PAGE_COLOUR, elinewidth=1,
+                capsize=2,
+            )  # fmt: skip
+        if _shows_values(panel):
+            tops = np.fmax(heights, _numbers(series.high)) if series.high else heights
+            for place, top, height in zip(places + shift, tops, heights, strict=True):
+                _say(axes, place, top, height, size)
+
+
+def _say(axes: Axes, place: float, top: float, value: float, size: float) -> None:
+    """Write a value above what ends at ``top``, where that is within the axes."""
+    axes.annotate(
+        _value(value), (place, top), (0, 3), textcoords="offset points", ha="center",
+        fontsize=size, annotation_clip=True,
+    )  # fmt: skip
+
+
+def _value(height: float) -> str:
+    """Return three significant digits, all digits before the point."""
+    if math.isnan(height):
+        return ""
+    return f"{height:,.0f}" if abs(height) >= 100 else f"{height:.3g}"
+
+
+def _value_size(bars: int) -> float:
+    return 11.0 if bars <= 4 else 9.0 if bars <= 8 else 7.0
 
 
 def _numbers(values: tuple[Any, ...]) -> NDArray[np.float64]:

@@ -1,4 +1,8 @@
-"""How modes are called and drawn: one title, colour and line each, whoever draws them."""
+"""How modes are called and drawn: one title, colour and line each, whoever draws them.
+
+Demo, lab, evaluation and the comparison with other stacks draw by this one table.  A colour of a
+mode means nothing else: paths, nodes, engines and other stacks have colours of their own.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +17,7 @@ class Look(NamedTuple):
     line: str | tuple[int, tuple[int, ...]]
 
 
-#: Mid-tones that stand out on white and on near-black.
+#: Of modes: mid-tones that stand out on white and on near-black.
 LOOKS = (
     Look("#3f86c6", "-"),
     Look("#dd7a30", "--"),
@@ -21,6 +25,15 @@ LOOKS = (
     Look("#9a6cc7", ":"),
     Look("#cf4f63", (0, (5, 1))),
     Look("#8a8f2e", (0, (3, 1, 1, 1))),
+)
+#: Of everything else, in the order in which names appear.
+OTHER_LOOKS = (
+    Look("#6f7b8a", "-"),
+    Look("#2fa3a8", "--"),
+    Look("#c08a14", "-."),
+    Look("#c565a3", ":"),
+    Look("#8a6244", (0, (5, 1))),
+    Look("#6470d8", (0, (3, 1, 1, 1))),
 )
 
 
@@ -39,15 +52,14 @@ MODE_STYLES = {
     Mode.SPLIT: ModeStyle("DualPath, split read", LOOKS[5]),
     Mode.ORACLE: ModeStyle("Oracle", LOOKS[2]),
 }
-_BY_NAME = {mode.value: style.look for mode, style in MODE_STYLES.items()}
+_BY_NAME = {
+    name: style.look for mode, style in MODE_STYLES.items() for name in (mode.value, style.title)
+}
 
 
 def looks(names: Sequence[str]) -> list[Look]:
-    """Return how each series is drawn: a mode by its name always alike, others in what is left."""
-    taken = {_BY_NAME[name] for name in names if name in _BY_NAME}
-    free = [look for look in LOOKS if look not in taken] or list(LOOKS)
+    """Return how each series is drawn: a mode, by value or title, always alike, others in turn."""
     others = [name for name in names if name not in _BY_NAME]
     return [
-        _BY_NAME[name] if name in _BY_NAME else free[others.index(name) % len(free)]
-        for name in names
+        _BY_NAME.get(name) or OTHER_LOOKS[others.index(name) % len(OTHER_LOOKS)] for name in names
     ]

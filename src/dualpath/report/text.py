@@ -20,6 +20,10 @@ def terminal() -> Console:
 def print_report(report: Report, console: Console | None = None) -> None:
     """Print a report without its title: whoever typed the command knows what it is."""
     console = console or terminal()
+    for line in report.headline:
+        console.print(Text(line, style="bold"), soft_wrap=True)
+    if report.headline:
+        console.print()
     print_blocks(*report.blocks, console=console)
     for warning in report.warnings:
         console.print(Text(f"warning: {warning}", style="bold"))

@@ -81,7 +81,15 @@ class Job(msgspec.Struct, frozen=True):
         )
 
 
-class EngineCalls(Protocol):
+class EngineHealth(Protocol):
+    """Whether engines' HTTP servers answer."""
+
+    async def answers(self, engine: EngineInfo) -> None:
+        """Return if the engine's server says that it is well; raises ``EngineLostError`` if not."""
+        ...
+
+
+class EngineCalls(EngineHealth, Protocol):
     """Model work on an engine.
 
     ``prefill`` and ``decode`` raise ``EngineLostError`` or ``TransportError`` if the engine cannot
@@ -112,8 +120,4 @@ class EngineCalls(Protocol):
         Yields ``job.max_new_tokens - len(prior_tokens)`` tokens at most; the last event carries
         a ``finish_reason``.
         """
-        ...
-
-    async def answers(self, engine: EngineInfo) -> None:
-        """Return if the engine's HTTP server answers that it is well; raises as the others."""
         ...

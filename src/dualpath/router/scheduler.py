@@ -25,7 +25,7 @@ from dualpath.router.control.registry import Registry
 from dualpath.router.control.role_policy import RolePolicy, rebalance_settings
 from dualpath.router.control.roles import Roles
 from dualpath.router.control.served_adapters import ServedAdapters
-from dualpath.router.engine_calls import EngineCalls
+from dualpath.router.engine_calls import EngineHealth
 from dualpath.router.engines import EngineInfo
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.scheduling import Answered, AttemptListener, AttemptOrder, RequestOrder
@@ -44,7 +44,7 @@ class Scheduler:
     def __init__(
         self,
         settings: RouterSettings,
-        engine_calls: EngineCalls,
+        engine_calls: EngineHealth,
         clock: Callable[[], float],
         control_socket: ControlSocket | None = None,
         epoch: str = "",

@@ -55,6 +55,15 @@ EventLog = Annotated[
     ),
 ]
 
+FrontEnds = Annotated[
+    int,
+    Setting(
+        "processes of this machine that serve clients, all at one port, with the scheduler in "
+        "another one; 0: one process is all of it",
+        ge=0,
+    ),
+]
+
 
 class RouterSettings(Settings, frozen=True):
     """Everything an operator may choose of the router."""
@@ -72,6 +81,16 @@ class RouterSettings(Settings, frozen=True):
             le=65535,
         ),
     ] = None
+    front_ends: FrontEnds = 0
+    cluster_port: Annotated[
+        int,
+        Setting(
+            "with front_ends: where the scheduler answers what is asked of the cluster "
+            "(/dashboard, status, /metrics, roles); 0: any free port",
+            ge=0,
+            le=65535,
+        ),
+    ] = 0
     cluster_secret_file: SecretFile = ""
     mode: Annotated[Mode | None, Setting("how KV is loaded; none: the first engine's")] = None
     engine_timeout_s: Annotated[
@@ -144,6 +163,14 @@ class RouterSettings(Settings, frozen=True):
             metavar="FILE",
         ),
     ] = ""
+    standby_lease: Annotated[
+        str,
+        Setting(
+            "as standby_lock for routers of several machines, by a lease in a store: "
+            "etcd://HOST:PORT/NAME or, in a pod, kubernetes://NAMESPACE/NAME; empty: no others",
+            metavar="URL",
+        ),
+    ] = ""
     max_attempts: Annotated[int, Setting("attempts at a request before it fails", ge=1)] = 3
     max_concurrent_requests: Annotated[
         int, Setting("requests beyond it wait, first come first served", ge=1)
@@ -207,6 +234,17 @@ class RouterSettings(Settings, frozen=True):
     def check(self) -> None:
         """Raise ``ConfigError`` for settings that cannot be."""
         super().check()
+        if self.standby_lease and self.standby_lock:
+            raise ConfigError(
+                f"{{standby_lease}} is {self.standby_lease!r} and {{standby_lock}} is given; leave "
+                "out one of them"
+            )
+        if self.front_ends and (self.standby_lock or self.standby_lease):
+            raise ConfigError(
+                f"{{front_ends}} is {self.front_ends} and {{standby_lock}} or {{standby_lease}} is "
+                "given; the scheduler of front ends is started again by itself, leave them out, or "
+                "start `dualpath scheduler` with them and `dualpath frontend`"
+            )
         try:
             policy = msgspec.convert(self.rebalance_options, RebalanceSettings, strict=False)
         except msgspec.ValidationError as error:

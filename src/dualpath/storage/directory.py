@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -37,6 +38,8 @@ _FOLDER_MODE = 0o770
 _TRIED_AGAIN = 8
 #: Where a namespace's half-written files lie.
 TEMPORARY_FOLDER = "tmp"
+#: What says in clear what a namespace is.
+_NAME_FILE = "namespace.json"
 #: What the names of block files end with.
 BLOCK_SUFFIX = ".kv"
 _BLOCK = re.compile(rf".*/([0-9a-f]{{64}}){re.escape(BLOCK_SUFFIX)}")
@@ -65,6 +68,20 @@ def key_of(name: str) -> BlockKey | None:
     """Return the key of the block that an ``object_name`` is of, None for any other name."""
     found = _BLOCK.fullmatch(name)
     return None if found is None else bytes.fromhex(found[1])
+
+
+def namespaces_in(root: Path) -> Iterator[tuple[Path, StoreNamespace]]:
+    """Yield the folder and the namespace of each that lies in a directory, by name.
+
+    Raises ``ConfigError`` for one that cannot be read.
+    """
+    for path in sorted(root.glob(f"*/{_NAME_FILE}")):
+        try:
+            yield path.parent, msgspec.json.decode(path.read_bytes(), type=StoreNamespace)
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(
+                f"{path} is not readable as a namespace ({error}); give a storage's directory"
+            ) from error
 
 
 class NamespaceDirectory:
@@ -105,7 +122,7 @@ class NamespaceDirectory:
     @property
     def name_file(self) -> Path:
         """The file that says in clear what the namespace is."""
-        return self.path / "namespace.json"
+        return self.path / _NAME_FILE
 
     def block_path(self, key: BlockKey) -> str:
         """Return the final path of a block (str: this is on the look-up path)."""

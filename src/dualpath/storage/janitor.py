@@ -14,7 +14,7 @@ import msgspec
 
 from dualpath.core.errors import StorageError
 from dualpath.policy.chain_index import ChainIndex
-from dualpath.policy.eviction import StorageLimits, is_over, victims
+from dualpath.policy.eviction import StorageLimits, is_over, pinned_ends, victims
 from dualpath.storage import index_file
 from dualpath.storage.half_written import remove_half_written
 from dualpath.storage.index_file import Progress
@@ -159,7 +159,8 @@ class _Office:
     def save(self) -> None:
         """Save the index; news that are in it are needed no more."""
         self._drop_plan()
-        self.index.compact(self._now_s() - _WRITER_S)
+        ends = pinned_ends(self.index, read_pins(self._tree))
+        self.index.compact(self._now_s() - _WRITER_S, ends)
         now_s = self._steady_s()
         for writer in [w for w, heard_s in self._heard_s.items() if now_s - heard_s > _WRITER_S]:
             del self._taken[writer], self._heard_s[writer]

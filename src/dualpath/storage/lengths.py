@@ -8,15 +8,41 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.errors import ConfigError
 from dualpath.storage import block_file
 from dualpath.storage.checks import check_destination, check_sources
 from dualpath.storage.contract import ReadOutcome
-from dualpath.storage.directory import NamespaceDirectory, refused
+from dualpath.storage.directory import (
+    BLOCK_SUFFIX,
+    NamespaceDirectory,
+    key_of,
+    namespaces_in,
+    refused,
+)
 from dualpath.storage.system_calls import create_file
 
 ORACLE = "oracle"
+
+
+def copy_lengths(source: str | Path, root: str | Path) -> int:
+    """Mark under ``root`` what a directory of real blocks holds, for Oracle to hit it too.
+
+    Returns how many blocks were marked.  Raises ``ConfigError`` for an unusable ``root`` and for
+    a ``source`` without readable namespaces.
+    """
+    marked = 0
+    for folder, namespace in namespaces_in(Path(source)):
+        if namespace.mode == ORACLE:
+            continue
+        storage = LengthOnlyStorage(root, msgspec.structs.replace(namespace, mode=ORACLE))
+        blank = memoryview(bytes(namespace.geometry.full_block_bytes))
+        for block in folder.rglob(f"*{BLOCK_SUFFIX}"):
+            if key := key_of(block.as_posix()):
+                marked += storage.write([key], [blank])
+    return marked
 
 
 class LengthOnlyStorage:

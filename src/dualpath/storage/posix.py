@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
-from dualpath.core.errors import ConfigError
+from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage import block_file
 from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.checks import check_destination, check_sources, own_origins
@@ -203,6 +203,9 @@ class PosixStorage:
                 self._directory.restore()
                 create_file(temporary, buffers, self._calls, sync=self._sync)
             return self._directory.publish(temporary, key)
+        except StorageError:  # nobody can say what has the block's name
+            self._directory.remove_temporary(temporary)
+            raise
         except OSError as error:
             self._directory.remove_temporary(temporary)
             needed_bytes = HEADER_BYTES + source.nbytes

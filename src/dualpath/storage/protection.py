@@ -7,6 +7,7 @@ import msgspec
 
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.errors import ConfigError
+from dualpath.core.extras import extra
 from dualpath.storage.block_file import BlockForm, PlainBlocks
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ def key_ring(text: str, origin: str) -> "KeyRing":
         importlib.import_module("cryptography")
     except ImportError as error:
         raise ConfigError(
-            f"storage keys need the package cryptography ({error}); `pip install "
-            "'dualpath[sealed]'`, or give no storage key"
+            f"storage keys need the package cryptography ({error}); "
+            f"{extra('sealed').remedy}, or give no storage key"
         ) from error
     from dualpath.storage.key_ring import KeyRing
 

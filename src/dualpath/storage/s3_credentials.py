@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from dualpath.core.errors import ConfigError
+from dualpath.core.extras import extra
 from dualpath.storage.s3_location import S3Location
 from dualpath.storage.s3_signature import Credentials
 
@@ -41,8 +42,8 @@ def with_credentials(
         named = [name for name in _SOURCES if environment.get(name)]
         if named:
             raise ConfigError(
-                f"{named[0]} is set, and taking S3 keys from there needs botocore; `pip install "
-                "'dualpath[s3]'`, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+                f"{named[0]} is set, and taking S3 keys from there needs botocore; "
+                f"{extra('s3').remedy}, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             ) from error
         return location
     try:

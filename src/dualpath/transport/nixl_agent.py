@@ -17,6 +17,7 @@ import threading
 from typing import Any
 
 from dualpath.core.errors import ConfigError
+from dualpath.core.extras import extra
 
 _creation_lock = threading.Lock()
 
@@ -28,7 +29,8 @@ def load_nixl() -> Any:  # noqa: ANN401 - the library carries no types
         from nixl_cu12 import _api
     except ImportError as error:
         raise ConfigError(
-            f"NIXL cannot be imported ({error}); install nixl-cu12 or choose another transport"
+            f"NIXL cannot be imported ({error}); {extra('nixl').remedy}, or let emulated engines "
+            "of one machine do without: --transport memory"
         ) from error
     return _api
 

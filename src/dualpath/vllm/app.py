@@ -38,7 +38,7 @@ from dualpath.router.connections import Connections, Progress
 from dualpath.router.control.pauses import PAUSE_PATH, no_such_engine
 from dualpath.router.control.role_calls import ROLES_PATH, RoledService, roles_call
 from dualpath.router.control.session_orders import SESSION_PATH
-from dualpath.router.observe.dashboard.board import Dashboard
+from dualpath.router.http.cluster_calls import ClusterService
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.observe.status import ORACLE_NOTE
 from dualpath.router.requests.limits import LimitedService, RequestLimits, connection_limits
@@ -70,19 +70,6 @@ class FrontEndOfClients(ServedEngines, LimitedService, HintedService, Protocol):
 
     def exposition(self) -> bytes:
         """Return the router's metrics in the Prometheus text format."""
-        ...
-
-
-class ClusterService(RoledService, Protocol):
-    """The service of the scheduler's own process: what is asked of the whole cluster."""
-
-    @property
-    def dashboard(self) -> Dashboard:
-        """What the live page shows."""
-        ...
-
-    def pause_engine(self, engine_id: str, *, paused: bool) -> bool:
-        """Let a live engine get nothing new, or something again; False if there is no such one."""
         ...
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.errors import ConfigError, TransportError
+from dualpath.core.extras import extra
 
 
 class CudaDriver:
@@ -29,8 +30,8 @@ class CudaDriver:
             self._cuda.cuDriverGetVersion()
         except ImportError as error:
             raise ConfigError(
-                f"device_copies needs NVIDIA's cuda-bindings ({error}); `pip install "
-                "'dualpath[gpu]'`, or set device_copies to nixl"
+                f"device_copies needs NVIDIA's cuda-bindings ({error}); "
+                f"{extra('gpu').remedy}, or set device_copies to nixl"
             ) from error
         except RuntimeError as error:
             raise ConfigError(

@@ -244,7 +244,10 @@ def _address_towards(router: str) -> str:
 
 
 def join_vllm_logging() -> None:
-    """Give the ``dualpath`` logger vLLM's handlers and level; idempotent."""
+    """Give the ``dualpath`` logger vLLM's handlers and level; idempotent.
+
+    vLLM has them once its server's arguments are parsed, not when it is imported.
+    """
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("dualpath")
     ours.handlers = list(theirs.handlers)
     ours.setLevel(theirs.level or logging.INFO)

@@ -110,13 +110,15 @@ def make_engine_config(namespace: argparse.Namespace) -> VllmConfig:
         ) from error
 
 
-def bind_listen_socket(namespace: argparse.Namespace) -> socket.socket:
+def bind_listen_socket(namespace: argparse.Namespace, *, share_port: bool = False) -> socket.socket:
     """Return the bound socket, so that a taken port is noticed before any work.
+
+    ``share_port``: others of this user that say so may have the same one.
 
     Raises ``ConfigError`` naming the port, or the unknown tool or reasoning parser.
     """
     try:
-        _, listener = setup_server(namespace, reuse_port=False)
+        _, listener = setup_server(namespace, reuse_port=share_port)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {namespace.host}:{namespace.port}: {error.strerror or error}; "

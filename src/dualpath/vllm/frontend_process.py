@@ -2,7 +2,6 @@
 
 from contextlib import AsyncExitStack
 
-from dualpath.core.errors import ConfigError
 from dualpath.router.links.service import LinkedFrontEnd
 from dualpath.router.links.settings import LinkSettings
 from dualpath.router.settings import RouterSettings
@@ -26,16 +25,13 @@ async def run_front_end(
     Raises ``ConfigError`` (value, limit, remedy) if it cannot be started as asked.
     """
     args = client_arguments(settings, front_end)
-    if adapters := adapter_paths(args):
-        raise ConfigError(
-            f"adapters {', '.join(adapters)} cannot be served by a front end that is a process of "
-            "its own; leave out --lora-modules here, and let clients that name them ask the router"
-        )
     settings = with_tracing(settings, args)
     async with AsyncExitStack() as stack:
-        listener = bind_clients(args, stack)
+        listener = bind_clients(args, stack, share_port=link.share_port)
         config = make_engine_config(args)
-        service = LinkedFrontEnd(settings, link, engine_client(config, stack))
+        service = LinkedFrontEnd(
+            settings, link, engine_client(config, stack), adapter_paths=adapter_paths(args)
+        )
         stack.push_async_callback(service.stop)
         app = await client_app(config, service, front_end, args, stack)
         await service.start()

@@ -45,6 +45,7 @@ class StepMetadata(KVConnectorMetadata):
 
     ``rejected`` are prefill transfers for which nothing can be moved, and why, by the request id
     of the transfer.  ``refused`` are requests of vLLM that this engine must not compute, by its id.
+    ``ended`` are decode transfers whose requests are over, by the request id of the transfer.
     """
 
     prefills: list[PromptPart] = field(default_factory=list)
@@ -52,4 +53,5 @@ class StepMetadata(KVConnectorMetadata):
     rejected: dict[str, str] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     generated: list[GeneratedBlock] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
     free_hbm_tokens: int | None = None

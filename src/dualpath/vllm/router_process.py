@@ -2,7 +2,7 @@
 
 The order matters: a wrong setting or a taken address ends the start before anything else exists,
 and at the end requests are failed first, so that nobody waits for engines nobody listens to.  A
-router that stands by (``router.turn``) loads everything, and binds its addresses at its turn.
+router that stands by (``router.standby``) loads everything, and binds its addresses at its turn.
 """
 
 import os
@@ -15,6 +15,7 @@ import msgspec
 from fastapi import FastAPI
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.logger import configure_logging_from_args
 from vllm.utils.gc_utils import freeze_gc_heap
 
 from dualpath.core.errors import ConfigError
@@ -22,7 +23,8 @@ from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
 from dualpath.router.requests.limits import allow_many_streams
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
-from dualpath.router.turn import STANDS_BY, Turn
+from dualpath.router.standby.open_turn import open_turn
+from dualpath.router.standby.turn import STANDS_BY, bound, ended_when_lost
 from dualpath.vllm.app import FrontEndOfClients, add_cluster_calls, make_app, serve_app
 from dualpath.vllm.engine_arguments import join_vllm_logging
 from dualpath.vllm.engine_config import (
@@ -44,8 +46,8 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
     args = client_arguments(settings, front_end)
     settings = with_tracing(settings, args)
     async with AsyncExitStack() as stack:
-        turn = Turn(settings.standby_lock)
-        stack.callback(turn.over)
+        turn = open_turn(settings)
+        stack.push_async_callback(turn.over)
         if turn.others:
             _refuse_chance_ports(settings, args)
         else:
@@ -62,8 +64,10 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
             freeze_gc_heap()
             print(STANDS_BY, flush=True)
             await turn.taken()
-            listener = await turn.bound(partial(_bind_again, args, stack))
-        await turn.bound(service.start)
+            service.cluster.fence(lambda: turn.held)
+            await ended_when_lost(turn, stack)
+            listener = await bound(turn, partial(_bind_again, args, stack))
+        await bound(turn, service.start)
         listener.listen()
         print(
             f"dualpath router: OpenAI endpoint http://{args.host}:{args.port}/v1, "
@@ -83,11 +87,12 @@ def client_arguments(settings: RouterSettings, front_end: FrontEndSettings) -> N
 
     Raises ``ConfigError`` for what cannot be.
     """
-    join_vllm_logging()
     allow_many_streams()
     limit_samples(settings.max_samples)
     refuse_guessable_request_ids()
     args = parse_front_end_arguments(front_end)
+    configure_logging_from_args(args)
+    join_vllm_logging()
     guard_clients(args, settings)
     warn_if_open(args.host or "", ApiKeys(args.api_key or ()))
     return args
@@ -117,9 +122,11 @@ async def client_app(
     return await make_app(llm, service, args)
 
 
-def bind_clients(args: Namespace, stack: AsyncExitStack) -> socket.socket:
+def bind_clients(
+    args: Namespace, stack: AsyncExitStack, *, share_port: bool = False
+) -> socket.socket:
     """Return the bound socket, which is closed at the end."""
-    listener = bind_listen_socket(args)
+    listener = bind_listen_socket(args, share_port=share_port)
     stack.callback(listener.close)
     args.port = listener.getsockname()[1]
     return listener
@@ -133,13 +140,14 @@ def _refuse_chance_ports(settings: RouterSettings, args: Namespace) -> None:
     """Raise ``ConfigError`` if clients or engines could not find the next router."""
     if settings.front_ends_port == 0:
         raise ConfigError(
-            "{front_ends_port} is 0; routers that take turns ({standby_lock}) need the same one, "
-            "give a number above 0"
+            "{front_ends_port} is 0; routers that take turns ({standby_lock}, {standby_lease}) "
+            "need the same one, give a number above 0"
         )
     if not (args.port and settings.control_port):
         raise ConfigError(
             f"{{port}} is {args.port} and {{control_port}} {settings.control_port}; routers that "
-            "take turns ({standby_lock}) need the same ones, give each a number above 0"
+            "take turns ({standby_lock}, {standby_lease}) need the same ones, give each a number "
+            "above 0"
         )
 
 

@@ -76,6 +76,7 @@ class SchedulerSide:
         self._rejected: dict[str, str] = {}
         self._new_decode_transfers: list[str] = []
         self._refused: list[str] = []
+        self._ended: list[str] = []
         self._pool: BlockPool | None = None
 
     def learn_geometry(self, geometry: BlockGeometry) -> None:
@@ -161,11 +162,14 @@ class SchedulerSide:
         self._new_decode_transfers.clear()
         step.rejected, self._rejected = self._rejected, {}
         step.refused, self._refused = self._refused, []
+        step.ended, self._ended = self._ended, []
         return step
 
     def finished(self, request: "Request") -> None:
         """A request has finished or was aborted."""
-        self._tracked.pop(request.request_id, None)
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is not None and isinstance(tracked.transfer, DecodeTransfer):
+            self._ended.append(tracked.transfer.request_id)
 
     def _track(self, request: "Request") -> _Tracked | None:
         if (known := self._tracked.get(request.request_id)) is not None:

@@ -22,7 +22,7 @@ from dualpath.laboratory.chaos.proxy import Relay
 from dualpath.laboratory.chaos.settings import ChaosSettings, LoadSettings
 from dualpath.laboratory.chaos.victim import VictimSettings
 from dualpath.ops.launch.commands import DpRank, engine_id
-from dualpath.ops.launch.local_cluster import claim_port
+from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import ManagedProcess, Supervisor, all_processes
 
 ROUTER = "router"

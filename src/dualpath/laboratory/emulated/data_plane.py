@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from dualpath.core.cluster import Role
 from dualpath.core.rates import Rate, RateOrigin
+from dualpath.engine.follower import FollowedPass
 from dualpath.engine.forward_pass import ForwardPass, PromptPart
 from dualpath.engine.membership import Membership, ServedModel
 from dualpath.engine.surroundings import LIVE, Surroundings
@@ -61,9 +62,12 @@ class DataPlane(RankPlane):
         self._ranks.end()
         self.membership.leave()
 
-    def begin_pass(self, parts: Sequence[PromptPart]) -> ForwardPass:
+    def begin_pass(
+        self, parts: Sequence[PromptPart], before: ForwardPass | FollowedPass | None = None
+    ) -> ForwardPass:
         """See ``RankPlane``."""
-        return ForwardPass(self.manager, self.membership.send, parts)
+        assert before is None or isinstance(before, ForwardPass)
+        return ForwardPass(self.manager, self.membership.send, parts, before)
 
     def tell(self, news: object) -> None:
         """See ``RankPlane``."""

@@ -29,9 +29,13 @@ from dualpath.core.errors import (
 from dualpath.core.key_extras import KeyExtras
 from dualpath.core.key_memory import KeyMemory
 from dualpath.core.session_hints import session_hints
-from dualpath.laboratory.emulated.cluster_calls import ClusterCalls
 from dualpath.laboratory.emulated.engine_client import EngineClient
-from dualpath.laboratory.emulated.http_server import (
+from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
+from dualpath.router.connections import Connections
+from dualpath.router.control.session_orders import SESSION_PATH
+from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.http.cluster_calls import ClusterCalls
+from dualpath.router.http.server import (
     api_key_guard,
     body_refused,
     error_answer,
@@ -41,10 +45,6 @@ from dualpath.laboratory.emulated.http_server import (
     serving_app,
     until_client_leaves,
 )
-from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
-from dualpath.router.connections import Connections
-from dualpath.router.control.session_orders import SESSION_PATH
-from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.links.service import LinkedFrontEnd
 from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
 from dualpath.router.requests.limits import connection_limits
@@ -52,10 +52,11 @@ from dualpath.router.requests.prompt_limits import check_prompt, check_salt, che
 from dualpath.router.requests.session_calls import session_call
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
+from dualpath.router.standby.open_turn import open_turn
+from dualpath.router.standby.turn import STANDS_BY, bound, ended_when_lost
 from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.statuses import UNAVAILABLE, api_error
 from dualpath.router.token_api.wire import STREAM_END, decode_body, server_event
-from dualpath.router.turn import STANDS_BY, Turn
 
 #: W3C trace context, handed on to engines.
 TRACE_HEADERS = ("traceparent", "tracestate")
@@ -234,31 +235,39 @@ async def front_door(
     """
     warn_if_open(host, ApiKeys(settings.api_keys))
     async with AsyncExitStack() as stack:
-        turn = Turn(settings.standby_lock)
-        stack.callback(turn.over)
+        turn = open_turn(settings)
+        stack.push_async_callback(turn.over)
         calls = EngineClient(TokenApiClient(engine_headers()))
         stack.push_async_callback(calls.aclose)
         service = RouterService(settings, calls)
         if turn.others:
             print(STANDS_BY, flush=True)
         await turn.taken()
+        service.cluster.fence(lambda: turn.held)
+        await ended_when_lost(turn, stack)
         stack.push_async_callback(service.stop)
-        await turn.bound(service.start)
+        await bound(turn, service.start)
 
         async def serve() -> str:
             return await served(service, host, port, stack)
 
-        yield await turn.bound(serve), service
+        yield await bound(turn, serve), service
 
 
 async def served(
-    service: RouterService | LinkedFrontEnd, host: str, port: int, stack: AsyncExitStack
+    service: RouterService | LinkedFrontEnd,
+    host: str,
+    port: int,
+    stack: AsyncExitStack,
+    *,
+    share_port: bool = False,
 ) -> str:
     """Serve clients until the stack's end; return the endpoint."""
     connections = Connections(connection_limits(service.settings), service.metrics)
     app = FrontDoor(service).app()
-    bound = await stack.enter_async_context(serving_app(app, host, port, connections))
-    return f"http://{host}:{bound}"
+    server = serving_app(app, host, port, connections, share_port=share_port)
+    at = await stack.enter_async_context(server)
+    return f"http://{host}:{at}"
 
 
 def _chunk(event: TokenEvent) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from dualpath.laboratory.emulated.engine_client import EngineClient
 from dualpath.laboratory.emulated.front_door import front_door, served
-from dualpath.laboratory.emulated.http_server import until_signal
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
+from dualpath.router.http.server import until_signal
 from dualpath.router.links.service import LinkedFrontEnd
 from dualpath.router.links.settings import LinkSettings
 from dualpath.router.requests.limits import allow_many_streams
@@ -30,7 +30,8 @@ async def linked_front_door(
         service = LinkedFrontEnd(settings, link, calls)
         stack.push_async_callback(service.stop)
         await service.start()
-        yield await served(service, host, port, stack), service
+        endpoint = await served(service, host, port, stack, share_port=link.share_port)
+        yield endpoint, service
 
 
 async def run_front_door(settings: RouterSettings, host: str, port: int) -> None:

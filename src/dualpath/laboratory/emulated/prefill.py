@@ -5,8 +5,12 @@ ranks, itself included (``passes``); the transfers are those of a vLLM engine
 (``engine.forward_pass``).
 """
 
+import contextlib
+import functools
 import logging
 from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError
@@ -15,16 +19,37 @@ from dualpath.engine.forward_pass import PromptPart
 from dualpath.engine.threads import Thread
 from dualpath.laboratory.emulated.batch import Batch, BatchFormer, Chunk
 from dualpath.laboratory.emulated.data_plane import DataPlane
-from dualpath.laboratory.emulated.passes import PassPart, PassResult, PassWork, RankPasses
+from dualpath.laboratory.emulated.passes import (
+    PassPart,
+    PassResult,
+    PassWork,
+    RankPasses,
+    RunningPass,
+)
 from dualpath.laboratory.emulated.requests import Answer, PrefillRequest
 from dualpath.laboratory.emulated.verification import CheckedAt
 from dualpath.plan.steps import chunk_of
 
 log = logging.getLogger(__name__)
 
+#: Where a trace shows what the thread that is the GPU does for passes.
+ENGINE_TRACK = "engine"
+
+
+class GivenPass(NamedTuple):
+    """A pass that has begun: what was packed into it, and its transfers."""
+
+    batch: Batch
+    running: RunningPass
+
 
 class PrefillEngine:
-    """Takes prompts and answers with one token each; ``submit`` and ``abort`` from any thread."""
+    """Takes prompts and answers with one token each; ``submit`` and ``abort`` from any thread.
+
+    Where KV moves layer by layer the next pass begins in the last layers of the one before, if
+    requests wait by then, and a second thread ends passes, in their order: the GPU waits for
+    neither.  An engine of several ranks ends each pass before the next, as its ranks agree on that.
+    """
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
@@ -32,24 +57,32 @@ class PrefillEngine:
         self._former = BatchFormer(plane.settings, plane.hbm)
         self._threads = plane.threads
         self._passes = RankPasses(plane)
+        mode = plane.settings.engine.mode
+        streams = mode.layerwise or not mode.moves_bytes
+        self._begins_ahead = streams and plane.settings.tensor_parallel_size == 1
         self._wake = self._threads.condition()
         self._waiting: deque[PrefillRequest] = deque()
-        self._in_pass: set[PrefillRequest] = set()
+        self._computed: deque[GivenPass] = deque()
+        self._ending = 0
         self._closing = False
+        self._gpu_ended = False
         self._thread: Thread | None = None
+        self._ender: Thread | None = None
         plane.hbm.freed = self._hbm_freed
 
     def start(self) -> None:
         """Begin to serve."""
         self._thread = self._threads.start("prefill", self._run)
+        self._ender = self._threads.start("prefill-ends", self._end_passes)
 
     def close(self) -> None:
-        """Stop after the pass under way; requests that wait are not answered."""
+        """Stop after the passes under way; requests that wait are not answered."""
         with self._wake:
             self._closing = True
-            self._wake.notify()
-        if self._thread is not None:
-            self._thread.join()
+            self._wake.notify_all()
+        for thread in (self._thread, self._ender):
+            if thread is not None:
+                thread.join()
 
     def submit(self, request: PrefillRequest) -> None:
         """Queue a prompt, whose hits are known to be its own."""
@@ -57,39 +90,107 @@ class PrefillEngine:
         request.done_tokens = hit_blocks * self._plane.geometry.block_tokens
         with self._wake:
             self._waiting.append(request)
-            self._wake.notify()
+            self._wake.notify_all()
 
     def abort(self, request: PrefillRequest) -> None:
-        """The client left: drop the request, after the pass it is in."""
+        """The client left: drop the request, after the passes it is in."""
         with self._wake:
             request.aborted = True
-            if request not in self._in_pass and request in self._waiting:
-                self._leave(request)
+            if request in self._waiting:
+                self._waiting.remove(request)
+                if not request.passes:
+                    self._leave(request)
 
     def _hbm_freed(self) -> None:
         with self._wake:
-            self._wake.notify()
+            self._wake.notify_all()
         self._plane.hbm_changed()
 
     # ------------------------------------------------------------------ the GPU's thread
 
     def _run(self) -> None:
         try:
-            while (batch := self._next_batch()) is not None:
-                self._settle(batch, self._forward(batch, self._wrong_in_buffer(batch)))
+            self._compute_passes()
         except EngineLostError as error:
             log.error("no more passes: %s", error)  # and the traffic manager is broken
+        except Exception as error:  # a defect: an engine that only looks alive would hold everybody
+            self._defect(error)
+        with self._wake:
+            self._gpu_ended = True
+            self._wake.notify_all()
+
+    def _compute_passes(self) -> None:
+        before: GivenPass | None = None
+        given: GivenPass | None = None
+        while True:
+            if was_idle := given is None:
+                if (batch := self._next_batch()) is None:
+                    return
+                given = self._begin(batch, before)
+            assert given is not None
+            following: list[GivenPass] = []
+            with self._timed("pass", compute_s=given.running.work.compute_s, was_idle=was_idle):
+                late = functools.partial(self._begin_ahead, given, following)
+                self._passes.compute(given.running, late, was_idle=was_idle)
+            self._hand_over(given)
+            before = given if self._begins_ahead else None
+            given = following[0] if following else None
 
     def _next_batch(self) -> Batch | None:
         """Return the next pass; None when the engine closes."""
         with self._wake:
             while not self._closing:
-                if (batch := self._former.form(self._waiting)) is not None:
-                    self._in_pass = {chunk.request for chunk in batch.chunks}
-                    self._plane.hbm_changed()
+                if (batch := self._form()) is not None:
                     return batch
                 self._wake.wait()
         return None
+
+    def _form(self) -> Batch | None:
+        if (batch := self._former.form(self._waiting)) is None:
+            return None
+        for request, cached, bsz in batch.chunks:
+            request.passes += 1
+            request.done_tokens = cached + bsz
+            if request.done_tokens == request.prefix.tokens:
+                self._waiting.remove(request)
+        return batch
+
+    def _begin_ahead(self, before: GivenPass, following: list[GivenPass]) -> None:
+        """Begin the pass that follows while this one is computed, if there is work for it."""
+        if not self._begins_ahead or following:
+            return
+        with self._wake:
+            batch = None if self._closing else self._form()
+        if batch is not None:
+            following.append(self._begin(batch, before))
+
+    def _begin(self, batch: Batch, before: GivenPass | None) -> GivenPass:
+        """Have all ranks begin a pass, behind the one ``before`` if that may not be over."""
+        self._plane.hbm_changed()
+        with self._timed("compare"):
+            wrong = self._wrong_in_buffer(batch)
+        parts = tuple(self._part(chunk) for chunk in batch.chunks)
+        work = PassWork(parts, batch.compute_s / self._settings.speedup, wrong)
+        self._plane.group.broadcast(work)
+        running = self._passes.begin(work, None if before is None else before.running)
+        return GivenPass(batch, running)
+
+    def _hand_over(self, given: GivenPass) -> None:
+        """Let the other thread end a pass; wait for it if no other may begin before."""
+        with self._wake:
+            self._computed.append(given)
+            self._ending += 1
+            self._wake.notify_all()
+            if not self._begins_ahead:
+                self._wake.wait_for(lambda: not self._ending or self._closing)
+
+    @contextlib.contextmanager
+    def _timed(self, what: str, **args: object) -> Iterator[None]:
+        """Show in the trace what this thread does, be it beside the computation or not."""
+        trace = self._plane.manager.trace
+        start_ns = trace.now_ns()
+        yield
+        trace.record(what, ENGINE_TRACK, start_ns, trace.now_ns(), **args)
 
     def _wrong_in_buffer(self, batch: Batch) -> dict[str, str]:
         """Compare what the PE has read from storage, once per request; return what is wrong."""
@@ -114,12 +215,42 @@ class PrefillEngine:
         layers = range(geometry.layers)
         return [run.windowless if geometry.is_window_layer(n) else 0 for n in layers]
 
-    def _forward(self, batch: Batch, wrong: dict[str, str]) -> PassResult:
-        """Have all ranks run a pass; return what came of it, with what they have found."""
-        parts = tuple(self._part(chunk) for chunk in batch.chunks)
-        work = PassWork(parts, batch.compute_s / self._settings.speedup, wrong)
-        self._plane.group.broadcast(work)
-        result, findings = self._passes.run(work)
+    def _part(self, chunk: Chunk) -> PassPart:
+        request = chunk.request
+        blocks = chunk_of(chunk.cached, chunk.bsz, self._plane.geometry.block_tokens)
+        part = PromptPart(request.prefill_transfer, blocks, request.hbm_blocks)
+        return PassPart(part, request.prefix.seeds[: blocks.end])
+
+    # ------------------------------------------------------------------ the thread that ends passes
+
+    def _end_passes(self) -> None:
+        try:
+            while (given := self._next_computed()) is not None:
+                self._settle(given.batch, self._end(given.running))
+                with self._wake:
+                    self._ending -= 1
+                    self._wake.notify_all()
+            return
+        except EngineLostError as error:
+            log.error("no more passes: %s", error)  # and the traffic manager is broken
+        except Exception as error:  # as above
+            self._defect(error)
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+
+    def _defect(self, error: Exception) -> None:
+        log.exception("no more passes")
+        self._plane.manager.fail(f"forward passes have ended: {error}")
+
+    def _next_computed(self) -> GivenPass | None:
+        with self._wake:
+            self._wake.wait_for(lambda: bool(self._computed) or self._gpu_ended)
+            return self._computed.popleft() if self._computed else None
+
+    def _end(self, running: RunningPass) -> PassResult:
+        """Return what came of a pass at all ranks, with what they have found."""
+        result, findings = self._passes.end(running)
         for rank, (found, counts) in enumerate(findings):
             self._plane.report_wrong(found.values())
             result.wrong.update(found)
@@ -127,37 +258,30 @@ class PrefillEngine:
                 self._plane.verifier.add(counts)
         return result
 
-    def _part(self, chunk: Chunk) -> PassPart:
-        request = chunk.request
-        blocks = chunk_of(chunk.cached, chunk.bsz, self._plane.geometry.block_tokens)
-        part = PromptPart(request.prefill_transfer, blocks, request.hbm_blocks)
-        return PassPart(part, request.prefix.seeds[: blocks.end])
-
-    # ------------------------------------------------------------------ after the pass
-
     def _settle(self, batch: Batch, result: PassResult) -> None:
         for request, cached, bsz in batch.chunks:
-            request.done_tokens = cached + bsz
             request_id = request.prefill_transfer.request_id
-            failure = result.failures.get(request_id)
-            complete = request.done_tokens == request.prefix.tokens
             with self._wake:
-                self._in_pass.discard(request)
-                if failure is None and not complete and not request.aborted:
+                request.passes -= 1
+                request.failure = request.failure or result.failures.get(request_id)
+                request.wrong = request.wrong or result.wrong.get(request_id)
+                fails = request.failure is not None or request.aborted
+                if fails and request in self._waiting:
+                    self._waiting.remove(request)
+                if request.passes or not (fails or cached + bsz == request.prefix.tokens):
                     continue
                 self._leave(request)
-            request.deliver(_answer(request, failure, result.wrong.get(request_id)))
+            request.deliver(_answer(request))
 
     def _leave(self, request: PrefillRequest) -> None:
-        self._waiting.remove(request)
         if request.hbm_blocks:
             self._plane.hbm.give_back(request.hbm_blocks)
             request.hbm_blocks = ()
-            self._wake.notify()  # one that waits for HBM may have it
+            self._wake.notify_all()  # one that waits for HBM may have it
         self._plane.hbm_changed()
 
 
-def _answer(request: PrefillRequest, failure: str | None, wrong: str | None) -> Answer:
-    if failure is None:
+def _answer(request: PrefillRequest) -> Answer:
+    if request.failure is None:
         return Answer((request.prefix.next_token,), "length")
-    return Answer(finish_reason="error", error=wrong)
+    return Answer(finish_reason="error", error=request.wrong)

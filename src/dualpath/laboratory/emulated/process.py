@@ -12,13 +12,14 @@ from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.decode import DecodeEngine
 from dualpath.laboratory.emulated.follow import follow, ranks_as_threads
 from dualpath.laboratory.emulated.group import meet
-from dualpath.laboratory.emulated.http_server import serving_app, until_signal
 from dualpath.laboratory.emulated.prefill import PrefillEngine
 from dualpath.laboratory.emulated.rank_processes import rank_processes
 from dualpath.laboratory.emulated.ranks import LeadingEnd
 from dualpath.laboratory.emulated.server import EngineServer
 from dualpath.laboratory.emulated.settings import EmulatedSettings
+from dualpath.router.http.server import serving_app, until_signal
 from dualpath.router.requests.limits import allow_many_streams
+from dualpath.transport.process_memory import ProcessMemoryTransport
 
 
 class EmulatedEngine:
@@ -82,14 +83,21 @@ def run_engine(settings: EmulatedSettings) -> None:
 
     Its ranks are processes; this one has no thread yet.  Raises as ``emulated_engine``.
     """
-    follower = functools.partial(follow, settings)
+    surroundings = LIVE
+    if settings.transport == "memory":
+        surroundings = Surroundings(
+            open_transport=lambda agent, _: ProcessMemoryTransport(
+                agent, LIVE.this_process(), LIVE.is_gone
+            )
+        )
+    follower = functools.partial(follow, settings, surroundings=surroundings)
     with rank_processes(settings.tensor_parallel_size, follower) as ranks:
-        asyncio.run(_serve(settings, ranks))
+        asyncio.run(_serve(settings, surroundings, ranks))
 
 
-async def _serve(settings: EmulatedSettings, ranks: LeadingEnd) -> None:
+async def _serve(settings: EmulatedSettings, surroundings: Surroundings, ranks: LeadingEnd) -> None:
     allow_many_streams()
-    async with emulated_engine(settings, ranks=ranks) as engine:
+    async with emulated_engine(settings, surroundings, ranks) as engine:
         name, role = settings.engine.engine_id, settings.engine.role.value
         print(
             f"dualpath emulated {role} engine {name}: {engine.api_url}, buffer of "

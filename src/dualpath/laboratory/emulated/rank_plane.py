@@ -63,8 +63,10 @@ class RankPlane:
         )
         self.engine_settings = settings.engine.of_rank(end.rank, "")
 
-    def begin_pass(self, parts: Sequence[PromptPart]) -> ForwardPass | FollowedPass:
-        """Start this rank's transfers of a forward pass."""
+    def begin_pass(
+        self, parts: Sequence[PromptPart], before: ForwardPass | FollowedPass | None = None
+    ) -> ForwardPass | FollowedPass:
+        """Start this rank's transfers of a forward pass; ``before`` may not be over."""
         raise NotImplementedError
 
     def tell(self, news: object) -> None:
@@ -125,8 +127,11 @@ class FollowerPlane(RankPlane):
         self.group = self.follower.rank.group
         self.verifier = self.open_verifier(self.follower.rank.counters)
 
-    def begin_pass(self, parts: Sequence[PromptPart]) -> FollowedPass:
-        """See ``RankPlane``."""
+    def begin_pass(
+        self, parts: Sequence[PromptPart], before: ForwardPass | FollowedPass | None = None
+    ) -> FollowedPass:
+        """See ``RankPlane``; a rank that follows ends one pass before it begins another."""
+        assert before is None
         return self.follower.begin_pass(parts)
 
     def tell(self, news: object) -> None:

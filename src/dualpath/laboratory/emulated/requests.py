@@ -50,7 +50,12 @@ class PrefillRequest:
         self.prefix = prefix
         self.prefill_transfer = prefill_transfer
         self.deliver = deliver
+        #: Of its prompt, those that are stored or have been given to a pass.
         self.done_tokens = 0
+        #: Passes under way that compute a part of it.
+        self.passes = 0
+        self.failure: str | None = None
+        self.wrong: str | None = None
         self.hbm_blocks: tuple[int, ...] = ()
         self.aborted = False
 

@@ -16,13 +16,6 @@ from dualpath.core.errors import DualPathError
 from dualpath.laboratory.emulated.admission import Admission
 from dualpath.laboratory.emulated.data_plane import DataPlane
 from dualpath.laboratory.emulated.decode import DecodeEngine
-from dualpath.laboratory.emulated.http_server import (
-    api_key_guard,
-    body_refused,
-    json_answer,
-    read_body,
-    until_client_leaves,
-)
 from dualpath.laboratory.emulated.metrics import EngineMetrics
 from dualpath.laboratory.emulated.prefill import PrefillEngine
 from dualpath.laboratory.emulated.requests import (
@@ -31,6 +24,13 @@ from dualpath.laboratory.emulated.requests import (
     Sampling,
 )
 from dualpath.router.api_keys import engine_keys
+from dualpath.router.http.server import (
+    api_key_guard,
+    body_refused,
+    json_answer,
+    read_body,
+    until_client_leaves,
+)
 from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
 from dualpath.router.token_api.statuses import BAD_REQUEST, UNPROCESSABLE
 from dualpath.router.token_api.wire import (

@@ -2,7 +2,7 @@
 
 import enum
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.errors import ConfigError
@@ -76,6 +76,13 @@ class EmulatedServer(Settings, frozen=True, kw_only=True):
     tensor_parallel_size: Annotated[
         int, Setting("ranks of the engine, each a process with its slice of the KV", ge=1)
     ] = 1
+    transport: Annotated[
+        Literal["nixl", "memory"],
+        Setting(
+            "how KV gets from engine to engine: NIXL, or by the kernel between processes of one "
+            "machine, which needs nothing installed; the same for all engines"
+        ),
+    ] = "nixl"
     vocab_size: Annotated[
         int, Setting("token ids lie between 0 and it; they have 32 bits", ge=2, le=1 << 32)
     ] = 32000

@@ -1,7 +1,8 @@
 """The client of a run, a process on the lab's head node: waits, replays, asks what was verified.
 
-It answers in a ``Dialogue``: ``READY`` when the engines are up; it is then sent a line to begin,
-and answers ``DONE`` when the last agent has its answer, and ``ClientResult``.
+It answers in a ``Dialogue``: ``READY`` when the engines are up, and have been asked for what is to
+lie in their DRAM; it is then sent a line to begin, and answers ``DONE`` when the last agent has its
+answer, and ``ClientResult``.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from dualpath.laboratory.experiments.dialogue import begin, reply
 from dualpath.laboratory.workload.formats import read_trace
 from dualpath.laboratory.workload.replay.client import replay
 from dualpath.laboratory.workload.replay.options import ReplayOptions
-from dualpath.laboratory.workload.replay.result import ReplayResult
+from dualpath.laboratory.workload.replay.result import HintsGiven, ReplayResult, ToolDelays
 from dualpath.laboratory.workload.replay.server import status
 from dualpath.router.api_keys import client_headers
 
@@ -29,19 +30,27 @@ READY, DONE = "ready", "done"
 
 
 class ClientTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do: wait for ``engines`` engines, replay ``trace``.
+    """What to do: wait for ``engines`` engines, replay ``before`` unless empty, then ``trace``.
 
-    Each of ``ready_urls`` has to answer 200 before, too.  ``engine_metrics``: whether engines
-    report at /metrics what they verified.
+    The first replay takes ``before_timeout_s`` at most and is not measured.  Each of
+    ``ready_urls`` has to answer 200 before, too.  ``engine_metrics``: whether engines report at
+    /metrics what they verified.
     """
 
     endpoint: str
     engines: int
     trace: str
     options: ReplayOptions
+    before: str = ""
     ready_urls: tuple[str, ...] = ()
     engine_metrics: bool = True
     start_timeout_s: float = 60.0
+    before_timeout_s: float = 600.0
+
+    @property
+    def ready_within_s(self) -> float:
+        """How long it may take until a run can be measured."""
+        return self.start_timeout_s + (self.before_timeout_s if self.before else 0.0)
 
 
 class ClientResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,11 +62,16 @@ class ClientResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def run_client(task: ClientTask) -> ClientResult:
-    """Carry out a task.  Raises ``EngineLostError`` if the engines do not come up in time."""
+    """Carry out a task.
+
+    Raises ``EngineLostError`` if the engines do not come up in time, or fail before the run.
+    """
     sessions = read_trace(task.trace)
     timeout = aiohttp.ClientTimeout(total=_METRIC_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout, headers=client_headers()) as http:
         await _ready(http, task)
+        if task.before:
+            await _replay_before(task)
         reply(READY)
         sys.stdin.readline()
         found = await replay(sessions, task.endpoint, task.options)
@@ -70,6 +84,23 @@ async def run_client(task: ClientTask) -> ClientResult:
                 verified.update(counts[0])
                 wrong.update(counts[1])
     return ClientResult(replay=found, verified=dict(verified), wrong=dict(wrong))
+
+
+async def _replay_before(task: ClientTask) -> None:
+    options = msgspec.structs.replace(
+        task.options, agents_per_s=None, session_hints=HintsGiven.NONE, tool_delays=ToolDelays.NONE
+    )
+    try:
+        async with asyncio.timeout(task.before_timeout_s):
+            found = await replay(read_trace(task.before), task.endpoint, options)
+    except TimeoutError as error:
+        raise EngineLostError(
+            f"the turns before the run took longer than {task.before_timeout_s:g} s; replay "
+            "shorter histories ({scale})"
+        ) from error
+    if found.failed:
+        errors = [turn.error for turn in found.turns if turn.error]
+        raise EngineLostError(f"{len(errors)} turns before the run failed: {errors[:1]}")
 
 
 async def _ready(http: aiohttp.ClientSession, task: ClientTask) -> None:

@@ -32,9 +32,12 @@ from dualpath.model.sim.settings import (
     Setup,
 )
 from dualpath.router.settings import RouterSettings
+from dualpath.storage.protection import STORAGE_KEY_VARIABLE
 
 CLI_MODULE = "dualpath.cli.main"
 ROUTER_PORT, CONTROL_PORT = 8000, 5700
+#: The same in all runs of a lab, so that histories are stored once.  It protects nothing.
+_STORAGE_KEY = bytes(range(32)).hex()
 _Costs = TypeVar("_Costs", PrefillCosts, DecodeCosts)
 
 
@@ -57,8 +60,9 @@ def simulated_setup(nodes: EmulatedNodes, lab: LabSettings, mode: Mode) -> Setup
         # Writes are not throttled in the lab.
         snic_write_bytes_per_s=100 * lab.snic_bytes_per_s,
         cnic_bytes_per_s=lab.cnic_bytes_per_s,
-        prefill_buffer_bytes=nodes.buffer_bytes,
-        decode_buffer_bytes=nodes.buffer_bytes,
+        prefill_buffer_bytes=nodes.buffer_bytes + nodes.dram_bytes,
+        decode_buffer_bytes=nodes.buffer_bytes + nodes.dram_bytes,
+        dram_tier_bytes=0.0 if nodes.dram_tier else None,
         prefill_hbm_bytes=nodes.hbm_bytes,
         decode_hbm_bytes=nodes.hbm_bytes,
         layer_buffers=nodes.layer_buffers,
@@ -93,6 +97,12 @@ class EmulatedEngines:
     def __init__(self, nodes: EmulatedNodes) -> None:
         self._nodes = nodes
 
+    def stored_kind(self, mode: Mode) -> str:
+        """Return a name of the blocks they store."""
+        if not mode.moves_bytes:
+            return "lengths"
+        return "kv" if not self._nodes.seals_blocks else f"kv-{self._nodes.storage_protection}"
+
     def commands(self, state: LabState, mode: Mode, storage: str) -> Sequence[NodeCommand]:
         """Return the router, then the engines."""
         derived = limits(simulated_setup(self._nodes, state.settings, mode))
@@ -114,6 +124,7 @@ class EmulatedEngines:
                 node,
                 CLI_MODULE,
                 _engine_arguments(self._nodes, state, node, mode, storage, control),
+                {STORAGE_KEY_VARIABLE: _STORAGE_KEY} if self._nodes.seals_blocks else {},
             )
             for node in lab_nodes(state)
         ]
@@ -133,6 +144,8 @@ def _engine_arguments(
         mode=mode,
         node=node.name,
         buffer_bytes=nodes.buffer_bytes,
+        dram_bytes=nodes.dram_bytes,
+        storage_protection=nodes.storage_protection,
         layer_buffers=nodes.layer_buffers,
         compute_quota_s=nodes.compute_quota_s,
         snic_bytes_per_s=0.0 if throttled else state.settings.snic_bytes_per_s,
@@ -140,6 +153,7 @@ def _engine_arguments(
         ucx_tls="tcp",
         nixl_engine_config={"TCP_PORT_RANGE": state.settings.kv_ports},
         net_devices=node_cnics(state),
+        trace_out=nodes.trace_dir and f"{nodes.trace_dir}/{mode.value}-{node.name}.json",
     )
     options = EmulatedOptions(
         host=node.address,

@@ -7,6 +7,7 @@ import msgspec
 
 from dualpath.core.modes import Mode
 from dualpath.laboratory.experiments.emulated_nodes import EmulatedEngines
+from dualpath.laboratory.experiments.in_turns import Variant, run_in_turns
 from dualpath.laboratory.experiments.jct_report import (
     IDEAL_SHARE,
     REAL_IDEAL_SHARE,
@@ -15,9 +16,14 @@ from dualpath.laboratory.experiments.jct_report import (
 )
 from dualpath.laboratory.experiments.report import ExperimentReport
 from dualpath.laboratory.experiments.runs import Engines, LabRun, Measured
-from dualpath.laboratory.experiments.settings import JctSettings, VllmNodes, WindowSettings
+from dualpath.laboratory.experiments.settings import (
+    History,
+    JctSettings,
+    VllmNodes,
+    WindowSettings,
+)
 from dualpath.laboratory.experiments.vllm_nodes import VllmEngines
-from dualpath.laboratory.experiments.workload import windows
+from dualpath.laboratory.experiments.workload import Window, windows
 from dualpath.laboratory.lab.settings import LabSettings
 from dualpath.laboratory.workload.replay.options import ReplayOptions
 
@@ -32,7 +38,8 @@ def measure_jct(
     """
     jobs = jobs_of(settings, progress)
     share = IDEAL_SHARE if settings.vllm is None else REAL_IDEAL_SHARE
-    return jct_report(settings.name, command, setting_lines(settings), jobs, share)
+    lines = setting_lines(settings, _missing(settings.mode))
+    return jct_report(settings.name, command, lines, jobs, share)
 
 
 def jobs_of(
@@ -43,12 +50,24 @@ def jobs_of(
     for nodes in settings.nodes:
         lab = settings.lab_of(nodes)
         agents = windows(agents_of(settings, lab))
-        with LabRun(lab, engines_of(settings), agents, progress) as lab_run:
+        with lab_run_of(settings, lab, agents, progress) as lab_run:
             runs = _runs(lab_run, settings, progress)
             jobs.append(
                 Job(lab=lab_run.state.settings, links=lab_run.links, agents=agents, runs=runs)
             )
     return jobs
+
+
+def lab_run_of(
+    settings: JctSettings,
+    lab: LabSettings,
+    agents: Sequence[Window],
+    progress: Callable[[str], None],
+) -> LabRun:
+    """Return the lab for agents whose histories lie where the settings say."""
+    warm = settings.windows.history is History.DRAM
+    engines, limit = engines_of(settings), settings.busy_limit
+    return LabRun(lab, engines, agents, progress, warm=warm, busy_limit=limit)
 
 
 def engines_of(settings: JctSettings) -> Engines:
@@ -63,8 +82,8 @@ def agents_of(settings: JctSettings, lab: LabSettings) -> WindowSettings:
     return msgspec.structs.replace(settings.windows, agents=agents, seed=settings.seed)
 
 
-def setting_lines(settings: JctSettings) -> tuple[str, ...]:
-    """Say what was measured on what."""
+def setting_lines(settings: JctSettings, besides: str = "") -> tuple[str, ...]:
+    """Say what was measured on what; ``besides`` follows how often it was."""
     nodes, chosen = settings.emulated, settings.windows
     engines = (
         f"Emulated engines: times of {nodes.model} on {nodes.gpu}, {nodes.speedup:g} times as "
@@ -81,10 +100,16 @@ def setting_lines(settings: JctSettings) -> tuple[str, ...]:
         f"Agents: {settings.agents_per_node} per node, windows of {chosen.turns} turns of "
         f"{Path(chosen.trace).name}{', all alike' if chosen.even else ''}, token counts times "
         f"{chosen.scale:g}, those of turns besides times {chosen.scale_append:g} (append) and "
-        f"{chosen.scale_generate:g} (generate); what was before a window is stored. "
+        f"{chosen.scale_generate:g} (generate); {chosen.history.words}. "
         f"Seed {settings.seed}.",
-        f"Every mode {settings.repeat} times, in turns; medians.",
+        f"Every mode {settings.repeat} times, in turns; medians.{besides}",
     )
+
+
+def _missing(modes: Sequence[Mode]) -> str:
+    """Name those of the paper's three systems that were not run."""
+    missing = [m.value for m in (Mode.BASIC, Mode.DUALPATH, Mode.ORACLE) if m not in modes]
+    return f" Not run: {', '.join(missing)}." if missing else ""
 
 
 def _vllm_line(vllm: VllmNodes) -> str:
@@ -97,13 +122,7 @@ def _vllm_line(vllm: VllmNodes) -> str:
 def _runs(
     lab_run: LabRun, settings: JctSettings, progress: Callable[[str], None]
 ) -> Mapping[Mode, Sequence[Measured]]:
-    runs: dict[Mode, list[Measured]] = {mode: [] for mode in settings.mode}
-    for repetition in range(settings.repeat):
-        for mode, done in runs.items():
-            measured = lab_run.run(mode, ReplayOptions(seed=settings.seed))
-            done.append(measured)
-            progress(
-                f"{lab_run.settings.nodes} {repetition + 1}/{settings.repeat} {mode.value}: "
-                f"{measured.jct_s:.1f} s, machine {measured.busy:.0%} busy"
-            )
-    return runs
+    kinds = [Variant(mode.value, mode, engines_of(settings)) for mode in settings.mode]
+    options = ReplayOptions(seed=settings.seed)
+    runs = run_in_turns(lab_run, kinds, settings.repeat, options, progress)
+    return {Mode(name): done for name, done in runs.items()}

@@ -1,7 +1,7 @@
 """The report on job completion times: ratios, use of links, balance, targets."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -9,7 +9,13 @@ import msgspec
 from dualpath.core.modes import Mode
 from dualpath.laboratory.experiments.meters import NodeBytes
 from dualpath.laboratory.experiments.report import ExperimentReport, Target
-from dualpath.laboratory.experiments.run_lines import link_line, machine_lines, too_busy
+from dualpath.laboratory.experiments.run_lines import (
+    engine_cpu_s,
+    link_line,
+    machine_lines,
+    run_data,
+    too_busy,
+)
 from dualpath.laboratory.experiments.runs import Measured
 from dualpath.laboratory.experiments.workload import Window
 from dualpath.laboratory.lab.cluster import LinkReport
@@ -166,17 +172,11 @@ def _cost_table(jobs: Sequence[Job]) -> Table:
         for mode, runs in job.runs.items():
             if not mode.moves_bytes:
                 continue
-            engines = statistics.median(
-                _engine_cpu_s(run) / run.storage_bytes * 1e9 for run in runs
-            )
+            engines = statistics.median(engine_cpu_s(run) / run.storage_bytes * 1e9 for run in runs)
             router = statistics.median(run.cpu_s["router"] for run in runs)
             rows.append((job.lab.nodes, mode.value, f"{engines:.2f}", f"{router:.2f}"))
     columns = ("cluster", "mode", "engines, CPU-s per GB read", "router, CPU-s")
     return Table("Processor time, verification of every block included", columns, tuple(rows))
-
-
-def _engine_cpu_s(run: Measured) -> float:
-    return sum(cpu for name, cpu in run.cpu_s.items() if name[:2] in ("pe", "de"))
 
 
 def _targets(job: Job, ideal_share: float) -> list[Target]:
@@ -204,8 +204,19 @@ def _targets(job: Job, ideal_share: float) -> list[Target]:
 
 def _jct_panel(jobs: Sequence[Job]) -> Panel:
     shapes = tuple(job.lab.nodes for job in jobs)
+
+    def bound(mode: Mode, least_or_most: Callable[[Iterable[float]], float]) -> tuple[float, ...]:
+        return tuple(least_or_most(run.jct_s for run in job.runs[mode]) for job in jobs)
+
     series = tuple(
-        Series(mode.value, shapes, tuple(job.jct_s(mode) for job in jobs)) for mode in jobs[0].runs
+        Series(
+            mode.value,
+            shapes,
+            tuple(job.jct_s(mode) for job in jobs),
+            low=bound(mode, min),
+            high=bound(mode, max),
+        )
+        for mode in jobs[0].runs
     )
     return Panel("Job completion time", "grouped", "cluster", "JCT (s)", series)
 
@@ -261,14 +272,4 @@ def _data(job: Job) -> dict[str, Any]:
 
 
 def _run_data(run: Measured) -> dict[str, Any]:
-    return {
-        "jct_s": run.jct_s,
-        "busy": run.busy,
-        "rejected": run.rejected,
-        "cpu_s": run.cpu_s,
-        "storage_bytes": run.storage_bytes,
-        "snic_balance": run.snic_balance(window_s(run)),
-        "verified": run.client.verified,
-        "wrong": run.client.wrong,
-        "summary": run.client.replay.summary,
-    }
+    return {**run_data(run), "snic_balance": run.snic_balance(window_s(run))}

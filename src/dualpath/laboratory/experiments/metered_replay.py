@@ -74,7 +74,7 @@ def replay_metered(
     nodes, servers = lab_nodes(state), processes.processes
     client = Dialogue(processes, name, lab_head(state), "client", task)
     # Within its own limit the client says itself what it has waited for.
-    assert client.receive(str, task.start_timeout_s + ANSWER_DEADLINE_S) == READY
+    assert client.receive(str, task.ready_within_s + ANSWER_DEADLINE_S) == READY
     metered = (*servers, client.process)
     cpu_before = {p.name: process_cpu_s(p.pid) for p in metered}
     meter = LinkMeter(state, {node.name: processes.process(node.name).pid for node in nodes}, nodes)

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from dualpath.core.modes import Mode
-from dualpath.laboratory.experiments.jct import agents_of, engines_of, setting_lines
+from dualpath.laboratory.experiments.jct import agents_of, lab_run_of, setting_lines
 from dualpath.laboratory.experiments.report import ExperimentReport
 from dualpath.laboratory.experiments.run_lines import link_line, machine_lines, too_busy
-from dualpath.laboratory.experiments.runs import LabRun, Measured
+from dualpath.laboratory.experiments.runs import Measured
 from dualpath.laboratory.experiments.settings import OnlineSettings
 from dualpath.laboratory.experiments.workload import windows
 from dualpath.laboratory.workload.replay.metrics import distribution
@@ -50,7 +50,7 @@ def measure_online(
     chosen = msgspec.structs.replace(agents_of(settings.jct, lab), agents=most)
     points: list[Point] = []
     runs: list[Measured] = []
-    with LabRun(lab, engines_of(settings.jct), windows(chosen), progress) as lab_run:
+    with lab_run_of(settings.jct, lab, windows(chosen), progress) as lab_run:
         for mode in settings.jct.mode:
             for rate in settings.agents_per_s:
                 run = lab_run.run(mode, _options(settings, rate))

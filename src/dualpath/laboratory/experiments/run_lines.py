@@ -1,7 +1,7 @@
 """What every report on runs says of links, machine and verification."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from dualpath.core.modes import Mode
 from dualpath.laboratory.experiments.machine_load import BUSY_LIMIT
@@ -36,6 +36,25 @@ def machine_lines(runs: Sequence[Measured]) -> tuple[str, ...]:
         f"{BUSY_LIMIT:.0%}{spoilt}).{warning}",
         _verified(runs),
     )
+
+
+def engine_cpu_s(run: Measured) -> float:
+    """Return the processor time of all engines of a run."""
+    return sum(cpu for name, cpu in run.cpu_s.items() if name[:2] in ("pe", "de"))
+
+
+def run_data(run: Measured) -> dict[str, Any]:
+    """Return what every experiment says of a run in its JSON."""
+    return {
+        "jct_s": run.jct_s,
+        "busy": run.busy,
+        "rejected": run.rejected,
+        "cpu_s": run.cpu_s,
+        "storage_bytes": run.storage_bytes,
+        "verified": run.client.verified,
+        "wrong": run.client.wrong,
+        "summary": run.client.replay.summary,
+    }
 
 
 def too_busy(runs: Iterable[_Run]) -> bool:

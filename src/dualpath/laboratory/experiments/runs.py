@@ -40,6 +40,9 @@ class Engines(Protocol):
 
     verifies: bool
 
+    def stored_kind(self, mode: Mode) -> str:
+        """Return a name, fit for a folder, of the blocks they store; equal ones can be shared."""
+
     def commands(self, state: LabState, mode: Mode, storage: str) -> Sequence[NodeCommand]:
         """Return the router, at ``ROUTER_PORT`` of the head node, then engines called as nodes."""
 
@@ -54,6 +57,9 @@ class Measured(Metered, frozen=True, kw_only=True):
 class LabRun:
     """A lab that is up, with agents' histories in its storage; a context manager.
 
+    ``engines`` are those of runs that do not name others.  ``warm``: before a run is measured, its
+    engines are asked for every history once, so that what they keep in DRAM lies there.
+
     ``progress`` is called with what happens, in words.  Leaving removes the lab with everything in
     it, as ``temporary_lab`` does.
     """
@@ -65,6 +71,7 @@ class LabRun:
         agents: Sequence[Window],
         progress: Callable[[str], None] = lambda text: None,
         *,
+        warm: bool = False,
         busy_limit: float = BUSY_LIMIT,
         attempts: int = 3,
     ) -> None:
@@ -72,10 +79,11 @@ class LabRun:
         self._engines = engines
         self._agents = agents
         self._progress = progress
+        self._warm = warm
         self._busy_limit = busy_limit
         self._attempts = attempts
         self._state: LabState | None = None
-        self._warm: set[bool] = set()
+        self._stored: set[str] = set()
         self._objects = 0
 
     def __enter__(self) -> "LabRun":
@@ -107,17 +115,19 @@ class LabRun:
         """How its links are shaped, and by whom."""
         return link_reports(self.state)
 
-    def run(self, mode: Mode, options: ReplayOptions) -> Measured:
+    def run(self, mode: Mode, options: ReplayOptions, engines: Engines | None = None) -> Measured:
         """Replay all agents in a mode and return what was measured.
 
         A run that uses links on a machine busier than the limit is repeated, at most ``attempts``
         times in all; the last is returned whatever it is.  Raises ``EngineLostError`` if a process
         or turn fails.
         """
+        chosen = engines or self._engines
 
         def once(rejected: int) -> Measured:
-            storage = self._storage_with_histories(mode, options.seed)
-            metered = self._once(mode, options, self._trace, storage)
+            storage = self._storage_with_histories(mode, options.seed, chosen)
+            before = self._history_trace if self._warm and mode.moves_bytes else None
+            metered = self._once(mode, options, self._trace, storage, chosen, before)
             return Measured(mode=mode, rejected=rejected, **msgspec.structs.asdict(metered))
 
         def spoilt(measured: Measured) -> bool:
@@ -130,32 +140,46 @@ class LabRun:
 
         return repeat_while_busy(once, spoilt, self._attempts)
 
-    def _storage_with_histories(self, mode: Mode, seed: int) -> str:
+    def _storage_with_histories(self, mode: Mode, seed: int, engines: Engines) -> str:
         """Return a storage that holds the agents' histories and nothing else.
 
-        On a file system they are computed once per kind of storage and linked for every run: a
+        On a file system they are computed once per kind of blocks and linked for every run: a
         stored block never changes.  A server of objects has no links; there every run computes.
         """
         if not mode.moves_bytes or self.state.machine.s3_server is None:
-            stored = self._folder("histories" if mode.moves_bytes else "histories-lengths")
-            if mode.moves_bytes not in self._warm:
-                self._store_histories(mode, seed, str(stored))
-                self._warm.add(mode.moves_bytes)
+            kind = engines.stored_kind(mode)
+            stored = self._folder(f"histories-{kind}")
+            if kind not in self._stored:
+                self._store_histories(mode, seed, str(stored), engines)
+                self._stored.add(kind)
             folder = self._folder("run")
             shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(stored, folder, copy_function=_link)
+            if stored.exists():
+                shutil.copytree(stored, folder, copy_function=_link)
+            else:
+                folder.mkdir()
             return str(folder)
         self._objects += 1
         storage = storage_url(self.state, f"run-{self._objects}")
-        self._store_histories(mode, seed, storage)
+        self._store_histories(mode, seed, storage, engines)
         return storage
 
-    def _store_histories(self, mode: Mode, seed: int, storage: str) -> None:
+    def _store_histories(self, mode: Mode, seed: int, storage: str, engines: Engines) -> None:
+        if not any(window.history_tokens for window in self._agents):
+            return
         self._progress("storing the agents' histories")
-        warm_mode = Mode.DUALPATH if mode.moves_bytes else mode
-        self._once(warm_mode, ReplayOptions(seed=seed), self._history_trace, storage)
+        storing = Mode.DUALPATH if mode.moves_bytes else mode
+        self._once(storing, ReplayOptions(seed=seed), self._history_trace, storage, engines)
 
-    def _once(self, mode: Mode, options: ReplayOptions, trace: Path, storage: str) -> Metered:
+    def _once(
+        self,
+        mode: Mode,
+        options: ReplayOptions,
+        trace: Path,
+        storage: str,
+        engines: Engines,
+        before: Path | None = None,
+    ) -> Metered:
         logs = self._work / "logs"
         shutil.rmtree(logs, ignore_errors=True)
         logs.mkdir()
@@ -163,12 +187,13 @@ class LabRun:
             endpoint=f"http://{lab_head(self.state).address}:{ROUTER_PORT}",
             engines=len(lab_nodes(self.state)),
             trace=str(trace),
+            before=str(before) if before else "",
             options=msgspec.structs.replace(options, run_id=RUN_ID),
-            engine_metrics=self._engines.verifies,
+            engine_metrics=engines.verifies,
             start_timeout_s=START_TIMEOUT_S,
         )
         with NodeProcesses(self.state, logs) as processes:
-            for command in self._engines.commands(self.state, mode, storage):
+            for command in engines.commands(self.state, mode, storage):
                 processes.start(command)
             deadline_s = options.read_timeout_s * 10
             metered = replay_metered(processes, self.state, "client", task, deadline_s)

@@ -1,5 +1,6 @@
 """What the experiments on agents are asked to do; importing it costs nothing heavy."""
 
+import enum
 import json
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,13 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.parts import slices_of
 from dualpath.core.settings import Setting, Settings
-from dualpath.engine.settings import BufferBytes, ComputeQuota, LayerBuffers
+from dualpath.engine.settings import (
+    BufferBytes,
+    ComputeQuota,
+    DramBytes,
+    LayerBuffers,
+    StorageProtection,
+)
 from dualpath.laboratory.emulated.settings import (
     BatchCap,
     CostsName,
@@ -22,6 +29,7 @@ from dualpath.laboratory.emulated.settings import (
     VerifyChoice,
     block_geometry,
 )
+from dualpath.laboratory.experiments.machine_load import BUSY_LIMIT
 from dualpath.laboratory.lab.settings import LabSettings
 from dualpath.ops.launch.settings import HbmBytes
 from dualpath.router.settings import DramTier
@@ -49,15 +57,41 @@ Repeat = Annotated[int, Setting("times, in turns", ge=1, le=100)]
 Seed = Annotated[int, Setting("of lengths, tokens and arrivals", ge=0, lt=2**63)]
 
 
+class History(enum.StrEnum):
+    """Where the KV of what agents did before their windows lies as a run begins."""
+
+    STORED = "stored"
+    """In the storage alone."""
+    DRAM = "dram"
+    """In the storage, and of the histories asked for last as much in DRAM as stays there."""
+    NONE = "none"
+    """Nowhere: agents begin with the first turns of their trajectories."""
+
+    @property
+    def words(self) -> str:
+        """Say it."""
+        return {
+            History.STORED: "what was before a window is stored",
+            History.DRAM: "what was before a window is stored, and was asked for once, unmeasured, "
+            "so that what DRAM keeps of it lies there",
+            History.NONE: "windows are the first turns, nothing is stored before",
+        }[self]
+
+
 class WindowSettings(Settings, frozen=True, kw_only=True):
     """``agents`` windows of ``turns`` turns of long trajectories.
 
-    ``even`` generates without spread, so that no agent is the last for long.
+    ``even`` generates without spread, so that no agent is the last for long.  ``longest_pause_s``
+    cuts recorded tool times, of which a few would be most of a run; they are waited for only where
+    a replay is asked to.
     """
 
     trace: Annotated[
         str,
-        Setting("32K, 48K or 64K (generated after Table 2), or a file of rounds", metavar="NAME"),
+        Setting(
+            "32K, 48K or 64K (generated after Table 2), or a trace that `dualpath replay` reads",
+            metavar="NAME",
+        ),
     ] = "32K"
     agents: Annotated[int, Setting("windows", ge=1, le=100_000, flag=False)] = 16
     turns: Annotated[
@@ -71,6 +105,16 @@ class WindowSettings(Settings, frozen=True, kw_only=True):
         float, Setting("multiplies what replayed turns generate (Fig. 9)", ge=1e-4, le=100)
     ] = 1.0
     even: Annotated[bool, Setting("trajectories and turns that are all alike")] = False
+    history: Annotated[
+        History,
+        Setting(
+            "the KV of what was before a window lies in the storage, also in DRAM as far as that "
+            "keeps it, or nowhere (windows begin with trajectories)"
+        ),
+    ] = History.STORED
+    longest_pause_s: Annotated[
+        float, Setting("recorded tool times count as so long at most", gt=0, le=86400)
+    ] = 20.0
     seed: Seed = 0
 
 
@@ -96,12 +140,17 @@ class EmulatedNodes(Settings, frozen=True, kw_only=True):
     ] = 1
     speedup: Speedup = 50.0
     buffer_bytes: BufferBytes = 768 << 20
+    dram_bytes: DramBytes = 0
     dram_tier: DramTier = False
+    storage_protection: StorageProtection = "none"
     hbm_bytes: HbmBytes = 768 << 20
     layer_buffers: LayerBuffers = 2
     compute_quota_s: ComputeQuota = 0.3
     batch_cap_tokens: BatchCap = 1024
     verify: VerifyChoice = Verify.SAMPLED
+    trace_dir: Annotated[
+        str, Setting("folder for a Chrome trace of each engine in a mode's last run; empty: none")
+    ] = ""
 
     def check(self) -> None:
         """Raise ``ConfigError`` for blocks that are not a whole number of words per token.
@@ -124,6 +173,11 @@ class EmulatedNodes(Settings, frozen=True, kw_only=True):
                 f"{made.bytes_of(0) // self.block_tokens * self.block_tokens or 8} for "
                 f"{self.block_tokens} tokens; correct it"
             )
+
+    @property
+    def seals_blocks(self) -> bool:
+        """Whether stored blocks are authenticated or encrypted."""
+        return self.storage_protection in ("authenticated", "encrypted")
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -181,6 +235,15 @@ class JctSettings(Settings, frozen=True, kw_only=True):
     repeat: Repeat = 3
     agents_per_node: Annotated[int, Setting("agents per node of the cluster", ge=1)] = 8
     seed: Seed = 0
+    busy_limit: Annotated[
+        float,
+        Setting(
+            "runs that use links are repeated where more of the machine was busy; the report says "
+            "what that spoils in any case",
+            gt=0,
+            le=1,
+        ),
+    ] = BUSY_LIMIT
     windows: WindowSettings = WindowSettings()
     lab: LabSettings = BENCH_LAB
     emulated: EmulatedNodes = EmulatedNodes()

@@ -31,6 +31,10 @@ class VllmEngines:
     def __init__(self, nodes: VllmNodes) -> None:
         self._nodes = nodes
 
+    def stored_kind(self, mode: Mode) -> str:
+        """Return a name of the blocks they store."""
+        return "kv" if mode.moves_bytes else "lengths"
+
     def commands(self, state: LabState, mode: Mode, storage: str) -> Sequence[NodeCommand]:
         """Return the router, then the engines."""
         head = lab_head(state)

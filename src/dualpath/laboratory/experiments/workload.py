@@ -2,11 +2,15 @@
 
 An agent of a lab is met in the middle of its trajectory: the KV of what it did before is stored
 before the run begins, and its next turns are replayed.  So a short run has the context lengths and
-hit rates of the whole trace, which the first turns of every trajectory have not.
+hit rates of the whole trace, which the first turns of every trajectory have not.  Where agents are
+to begin with nothing (``History.NONE``), windows are the first turns all the same.
+
+Traces of every format are taken as lengths.  What a window's own turns drop of their context
+(compactions, edits) is not dropped here: they append, as generated trajectories do.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice, pairwise, starmap
 from pathlib import Path
 
 import msgspec
@@ -14,15 +18,17 @@ import numpy as np
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.request import Round, Trajectory
-from dualpath.laboratory.experiments.settings import WindowSettings
+from dualpath.laboratory.experiments.settings import History, WindowSettings
 from dualpath.laboratory.workload.columns.generator import DATASETS, GeneratorSettings
 from dualpath.laboratory.workload.columns.generator import generate as generate_rounds
+from dualpath.laboratory.workload.columns.lengths import as_lengths
+from dualpath.laboratory.workload.conversation.session import AgentSettings
 from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.formats import read_trace
 
 
 class Window(msgspec.Struct, frozen=True):
-    """What one agent replays: the first ``history_tokens`` of its first prompt are stored."""
+    """What one agent replays: the first ``history_tokens`` ≥ 0 of its first prompt are stored."""
 
     history_tokens: int
     trajectory: Trajectory
@@ -34,7 +40,8 @@ def windows(settings: WindowSettings) -> list[Window]:
     Where in its trajectory an agent is met is drawn evenly; equal settings give equal windows.
     Raises ``ConfigError`` if no trajectory is long enough.
     """
-    long_enough = [t for t in _trajectories(settings) if len(t.rounds) > settings.turns]
+    fitting = (s for s in _sessions(settings) if s.turns > settings.turns)
+    long_enough = list(islice(fitting, settings.agents))
     if not long_enough:
         raise ConfigError(
             f"no trajectory of {settings.trace!r} has more than {settings.turns} turns; take fewer"
@@ -42,46 +49,63 @@ def windows(settings: WindowSettings) -> list[Window]:
     rng = np.random.default_rng([settings.seed, 7])
     found: list[Window] = []
     for index in range(settings.agents):
-        trajectory = long_enough[index % len(long_enough)]
-        start = int(rng.integers(1, len(trajectory.rounds) - settings.turns + 1))
-        found.append(_window(trajectory, index, start, settings))
+        session = long_enough[index % len(long_enough)]
+        start = int(rng.integers(1, session.turns - settings.turns + 1))
+        begin = 0 if settings.history is History.NONE else start
+        found.append(_window(session, index, begin, settings))
     return found
 
 
+def working_set_tokens(found: Sequence[Window]) -> int:
+    """Return the context tokens of all agents after their last turn."""
+    return sum(window.trajectory.total_tokens for window in found)
+
+
 def write_rounds(found: Sequence[Window], path: Path) -> None:
-    """Write what agents replay in the form of §A.3, for ``dualpath replay``."""
-    _write(path, {w.trajectory.session_id: _pairs(w.trajectory) for w in found})
+    """Write what agents replay in the form of §A.3, with tool times, for ``dualpath replay``."""
+    _write(path, {w.trajectory.session_id: _rounds(w.trajectory) for w in found})
 
 
 def write_histories(found: Sequence[Window], path: Path) -> None:
     """Write a trace that stores every agent's history: one prompt, which its first one begins with.
 
-    A session's tokens are drawn one after the other, so the shorter prompt is a prefix.
+    A session's tokens are drawn one after the other, so the shorter prompt is a prefix.  Agents
+    without a history are left out.
     """
-    _write(path, {w.trajectory.session_id: [(w.history_tokens, 1)] for w in found})
+    with_one = [w for w in found if w.history_tokens]
+    _write(path, {w.trajectory.session_id: [(w.history_tokens, 1)] for w in with_one})
 
 
-def _pairs(trajectory: Trajectory) -> list[tuple[int, int]]:
-    return [(r.append_tokens, r.generated_tokens) for r in trajectory.rounds]
+def _rounds(trajectory: Trajectory) -> list[object]:
+    rounds: list[object] = []
+    context = 0
+    for r in trajectory.rounds:
+        rounds.append(
+            {
+                "prompt": context + r.append_tokens,
+                "append": r.append_tokens,
+                "context": context,
+                "gen": r.generated_tokens,
+                "think_s": r.delay_s,
+            }
+            if r.delay_s
+            else (r.append_tokens, r.generated_tokens)
+        )
+        context += r.append_tokens + r.generated_tokens
+    return rounds
 
 
-def _write(path: Path, rounds: Mapping[str, list[tuple[int, int]]]) -> None:
+def _write(path: Path, rounds: Mapping[str, Sequence[object]]) -> None:
     lines = [
-        msgspec.json.encode({"session_id": name, "rounds": pairs}) for name, pairs in rounds.items()
+        msgspec.json.encode({"session_id": name, "rounds": listed})
+        for name, listed in rounds.items()
     ]
     path.write_bytes(b"\n".join(lines) + b"\n")
 
 
-def _trajectories(settings: WindowSettings) -> list[Trajectory]:
+def _sessions(settings: WindowSettings) -> Iterable[TokenSession]:
     if settings.trace not in DATASETS:
-        sessions = read_trace(settings.trace)
-        lengths = [s.trajectory for s in sessions if isinstance(s, TokenSession)]
-        if not lengths:
-            raise ConfigError(
-                f"{settings.trace!r} holds no rounds of token counts; give such a file, or one of "
-                f"{', '.join(DATASETS)}"
-            )
-        return lengths
+        return as_lengths(read_trace(settings.trace))
     spread = GeneratorSettings(trajectories=max(settings.agents, 10))
     if settings.even:
         spread = msgspec.structs.replace(
@@ -93,20 +117,27 @@ def _trajectories(settings: WindowSettings) -> list[Trajectory]:
     )
     bounds = columns.first_round.tolist()
     return [
-        Trajectory(f"{settings.trace}-{index}", tuple(Round(*pair) for pair in pairs[start:end]))
+        TokenSession(
+            Trajectory(f"{settings.trace}-{index}", tuple(starmap(Round, pairs[start:end])))
+        )
         for index, (start, end) in enumerate(pairwise(bounds))
     ]
 
 
-def _window(trajectory: Trajectory, agent: int, start: int, settings: WindowSettings) -> Window:
-    before = trajectory.rounds[:start]
-    history = _scaled(sum(r.append_tokens + r.generated_tokens for r in before), settings.scale)
+def _window(session: TokenSession, agent: int, start: int, settings: WindowSettings) -> Window:
+    met = list(session.planned(AgentSettings(max_turns=start + 1)))[start]
+    history = _scaled(met.context_tokens, settings.scale) if met.context_tokens else 0
     append = settings.scale * settings.scale_append
     generate = settings.scale * settings.scale_generate
     rounds = [
-        Round(_scaled(r.append_tokens, append), _scaled(r.generated_tokens, generate))
-        for r in trajectory.rounds[start : start + settings.turns]
+        Round(
+            _scaled(r.append_tokens, append),
+            _scaled(r.generated_tokens, generate),
+            min(r.delay_s, settings.longest_pause_s),
+        )
+        for r in session.trajectory.rounds[start : start + settings.turns]
     ]
+    # Nothing of the window is before its first turn: no tool runs then.
     first = Round(history + rounds[0].append_tokens, rounds[0].generated_tokens)
     return Window(history, Trajectory(f"agent-{agent}", (first, *rounds[1:])))
 

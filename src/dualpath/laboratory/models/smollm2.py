@@ -17,6 +17,7 @@ import numpy
 from numpy.typing import NDArray
 
 from dualpath.core.errors import ConfigError
+from dualpath.core.extras import extra
 from dualpath.engine.cache_directory import cache_directory
 from dualpath.laboratory.models.prepared import prepare
 
@@ -99,7 +100,7 @@ def find_gguf() -> Path:
     Raises:
         ConfigError: the package is not installed or carries no such file.
     """
-    remedy = "install the extra dualpath[demo] (make install does)"
+    remedy = extra("demo").remedy
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError as error:
@@ -122,7 +123,7 @@ def convert(source: Path, directory: Path) -> None:
     except ImportError as error:
         raise ConfigError(
             f"converting {MODEL_NAME} needs the package {error.name}: "
-            "install the extras dualpath[engine,demo] (make install does)"
+            f"{extra('engine').remedy}; {extra('demo').remedy}"
         ) from error
     reader = gguf.GGUFReader(str(source))
     fields = {name: field.contents() for name, field in reader.fields.items()}

@@ -242,17 +242,18 @@ def _prefill_costs(
     attention = _attention_times(geometry, rates.attention, gpus)
     projections = geometry.rank_attention_parameters(gpus)
     reduce_s = _all_reduce_bytes(geometry, gpus) / rates.exchange_in_node_bytes_per_s
-    linear_s = FLOP_PER_PARAMETER / (rates.linear_flop_per_s * rates.efficiency)
-    expert_s = FLOP_PER_PARAMETER / (rates.expert_flop_per_s * rates.efficiency)
+    efficiency = rates.efficiency * geometry.prefill_efficiency
+    linear_s = FLOP_PER_PARAMETER / (rates.linear_flop_per_s * efficiency)
+    expert_s = FLOP_PER_PARAMETER / (rates.expert_flop_per_s * efficiency)
     exchange_s = _exchange_token_s(geometry, rates, shared, cluster.gpus_per_node)
     # The output head works on a prompt's last token alone and is left out.
     return PrefillCosts(
         batch_s=rates.pass_s
         + rates.layer_s * geometry.layers
         + rates.exchange_layer_s * _spread_layers(geometry, shared),
-        attention_token_s=projections * linear_s + attention.token_s / rates.efficiency,
-        pair_s=attention.pair_s / rates.efficiency,
-        index_pair_s=attention.index_pair_s / rates.efficiency,
+        attention_token_s=projections * linear_s + attention.token_s / efficiency,
+        pair_s=attention.pair_s / efficiency,
+        index_pair_s=attention.index_pair_s / efficiency,
         window_tokens=attention.window_tokens,
         feed_forward_token_s=geometry.dense_parameters * linear_s / gpus
         + geometry.active_expert_parameters * expert_s / gpus

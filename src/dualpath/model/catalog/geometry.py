@@ -1,7 +1,8 @@
 """What a model's geometry says about its KV-cache and its computation (paper §3, Table 1).
 
-Nothing here is fitted or measured: bytes and FLOP follow from dimensions.  The cache-compute
-ratio of Table 1 is, for a prompt of ``append`` new tokens behind ``context`` stored ones,
+Bytes and FLOP follow from dimensions; nothing is fitted or measured but ``prefill_efficiency``.
+The cache-compute ratio of Table 1 is, for a prompt of ``append`` new tokens behind ``context``
+stored ones,
 
     context · K / (append · (2N + Σ over layers of pair FLOP · keys seen))
 
@@ -14,6 +15,7 @@ import msgspec
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.errors import ConfigError
+from dualpath.model.catalog.gpu import Share
 from dualpath.model.catalog.layers import (
     Attention,
     Count,
@@ -36,7 +38,8 @@ class ModelGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     each add up to all layers, in no particular order.  ``*_value_bytes`` per weight: of attention
     and dense layers, of routed and shared experts, of embedding and output head.
     ``context_limit_tokens`` bounds prompt plus generation, None for no bound.  ``draft_layers`` of
-    multi-token prediction come with the checkpoint and count in nothing else.
+    multi-token prediction come with the checkpoint and count in nothing else.  In prefill this
+    model's kernels reach ``prefill_efficiency`` of the GPU's rates.
     """
 
     name: str
@@ -51,6 +54,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     tied_embedding: bool = False
     context_limit_tokens: Count | None = None
     draft_layers: CountOrZero = 0
+    prefill_efficiency: Share = 1.0
 
     def check(self) -> None:
         """Raise ``ConfigError`` where the parts contradict each other."""

@@ -36,8 +36,8 @@ faster reading could bring.
 
 **Split read** shortens one read by using two storage NICs for it. Online that is its share of TTFT,
 1 to 2 %. Offline with DS 660B the PEs are the bottleneck and reads hide behind their queue: nothing
-to gain. DS 27B is bound by storage NICs, but both sides are already busy 95 % of the time, and
-dividing a read adds no bandwidth. Qwen 32B gains most: a DE has HBM for one or two requests, which
+to gain. DS 27B is bound by storage NICs, but both sides are busy already, and dividing a
+read adds no bandwidth. Qwen 32B gains most: a DE has HBM for one or two requests, which
 hold it while they are read, so that a shorter read frees it sooner.
 
 **Side by finish time** was measured here and taken out again: the side on which the request would

@@ -23,8 +23,14 @@ from dualpath.laboratory.workload.columns.generator import (
 from dualpath.laboratory.workload.columns.rounds import RoundColumns
 from dualpath.laboratory.workload.conversation.session import Session
 from dualpath.laboratory.workload.formats import read_trace
-from dualpath.model.catalog.costs import DEFAULT_GPU, load_model_costs, prompt_tokens_per_s
-from dualpath.model.catalog.load import load_cluster
+from dualpath.model.catalog.costs import (
+    DEFAULT_GPU,
+    load_model_costs,
+    model_costs,
+    prompt_tokens_per_s,
+)
+from dualpath.model.catalog.load import load_cluster, load_gpu, load_model
+from dualpath.model.evaluation.calibration import AS_WRITTEN, Calibration
 from dualpath.model.evaluation.settings import RunSpec
 from dualpath.model.sim.settings import ClusterSettings, ModelCosts, PrefillCosts, Setup
 
@@ -32,8 +38,14 @@ from dualpath.model.sim.settings import ClusterSettings, ModelCosts, PrefillCost
 class CatalogInputs:
     """Owns what has been read or generated so far; every run takes it from here."""
 
-    def __init__(self, tail: Tail = "gamma", traces: Mapping[str, Path] | None = None) -> None:
+    def __init__(
+        self,
+        tail: Tail = "gamma",
+        traces: Mapping[str, Path] | None = None,
+        calibration: Calibration = AS_WRITTEN,
+    ) -> None:
         """``traces`` gives names to trace files, beside the datasets of Table 2."""
+        self._calibration = calibration
         self._generator = GeneratorSettings(tail=tail)
         self._traces = dict(traces or {})
         self._columns: dict[tuple[object, ...], RoundColumns] = {}
@@ -41,12 +53,19 @@ class CatalogInputs:
 
     def setup(self, spec: RunSpec) -> Setup:
         """Return the catalog's cluster with the run's changes, and the model's costs on it."""
-        changes = dict(spec.overrides)
+        changes = dict(self._calibration.cluster) | dict(spec.overrides)
         if spec.nodes is not None:
             changes["prefill_nodes"], changes["decode_nodes"] = spec.nodes
         cluster = msgspec.structs.replace(load_cluster(spec.system.cluster), **changes)
-        costs = load_model_costs(spec.system.model, DEFAULT_GPU, cluster)
+        costs = self._costs(spec.system.model, cluster)
         return Setup(cluster=cluster, model=_changed(costs, cluster, spec), mode=spec.mode)
+
+    def _costs(self, model: str, cluster: ClusterSettings) -> ModelCosts:
+        efficiency = dict(self._calibration.prefill_efficiency).get(model)
+        if efficiency is None:
+            return load_model_costs(model, DEFAULT_GPU, cluster)
+        changed = msgspec.structs.replace(load_model(model), prefill_efficiency=efficiency)
+        return model_costs(changed, load_gpu(DEFAULT_GPU), cluster)
 
     def agents(self, spec: RunSpec, seed: int) -> AgentTable:
         """Return the run's agents; a trace is cut at the model's context limit."""

@@ -4,18 +4,70 @@ Nothing here is simulated.  Bytes of a prompt are those of its transfer plan, re
 the proportion of the nodes, and of its GPUs' slices (``plan.movements.Replicas``).
 """
 
+from collections import Counter
+
 import msgspec
 
+from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.model.catalog.costs import hbm_for_kv_bytes, sharing
 from dualpath.model.catalog.geometry import ModelGeometry
 from dualpath.model.catalog.gpu import GpuRates
 from dualpath.model.sim.settings import ClusterSettings
-from dualpath.plan.bounds import link_bytes
+from dualpath.plan.bounds import ONE_HOLDER, link_bytes
 from dualpath.plan.movements import Link, Replicas
 from dualpath.plan.steps import PromptLayout, whole_plan
 from dualpath.policy.events import TYPICAL_APPEND_TOKENS, TYPICAL_CONTEXT_TOKENS
+
+
+class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that a model's KV takes, whatever the cluster.
+
+    ``pass_bytes`` of the longest prompt lie in a PE's HBM at a time; of it ``read_bytes`` come from
+    storage, and ``pe_cnic_bytes`` go through the NICs of its PE in their busier direction if the PE
+    reads.  ``agent_bytes`` stay in storage of an agent that is done.
+    """
+
+    weight_bytes: float
+    kv_bytes_per_token: float
+    full_block_bytes: int
+    prompt_bytes: int
+    pass_bytes: int
+    read_bytes: int
+    pe_cnic_bytes: int
+    agent_bytes: float
+
+
+def model_sizes(
+    model: ModelGeometry,
+    *,
+    prompt_tokens: int,
+    total_tokens: float,
+    block_tokens: int,
+    layer_buffers: int,
+) -> ModelSizes:
+    """Return the sizes of a longest prompt and an agent, both in tokens.
+
+    All of the prompt but a typical append (429 tokens, Table 2) is read, at least one token of it
+    is not.  ``layer_buffers`` ≥ 1 layers of each size lie in a PE's HBM (§2.1).
+    """
+    geometry = model.block_geometry(block_tokens)
+    blocks = -(-prompt_tokens // block_tokens)
+    layers = Counter(sum(parts) for parts in geometry.layer_parts)
+    held_bytes = sum(size * min(layer_buffers, count) for size, count in layers.items())
+    misses = min(TYPICAL_APPEND_TOKENS, prompt_tokens - 1)
+    links = _read_at(Role.PREFILL, model.block_geometry(1), prompt_tokens - misses, misses)
+    return ModelSizes(
+        weight_bytes=model.weight_bytes,
+        kv_bytes_per_token=model.kv_bytes_per_token_all_layers,
+        full_block_bytes=geometry.full_block_bytes,
+        prompt_bytes=blocks * geometry.full_block_bytes,
+        pass_bytes=blocks * held_bytes,
+        read_bytes=links[Link.PE_SNIC_READ],
+        pe_cnic_bytes=max(links[Link.PE_CNIC_READ], links[Link.PE_CNIC_WRITE]),
+        agent_bytes=total_tokens * model.kv_bytes_per_token_all_layers,
+    )
 
 
 class RoleNeeds(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,9 +161,16 @@ def _prompt_bytes(
     geometry = model.block_geometry(1)
     total: dict[Link, float] = {}
     for role in Role:
-        run = HitRun(role, BlockRun(0, hits)).whole_behind(geometry.whole_from(hits))
-        layout = PromptLayout(geometry=geometry, prompt_tokens=hits + misses, hits=(run,))
         share = cluster.nodes_of(role) / cluster.nodes
-        for link, amount in link_bytes(whole_plan(layout), replicas).items():
+        for link, amount in _read_at(role, geometry, hits, misses, replicas).items():
             total[link] = total.get(link, 0.0) + share * amount
     return total
+
+
+def _read_at(
+    role: Role, geometry: BlockGeometry, hits: int, misses: int, replicas: Replicas = ONE_HOLDER
+) -> Counter[Link]:
+    """Return what a prompt puts on every link; blocks of a token, so that none is cut."""
+    run = HitRun(role, BlockRun(0, hits)).whole_behind(geometry.whole_from(hits))
+    layout = PromptLayout(geometry=geometry, prompt_tokens=hits + misses, hits=(run,))
+    return link_bytes(whole_plan(layout), replicas)

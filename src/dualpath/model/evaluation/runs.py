@@ -6,6 +6,7 @@ from typing import Protocol
 
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
+from dualpath.model.evaluation.calibration import AS_WRITTEN, Calibration
 from dualpath.model.evaluation.offline import OfflineRun, offline_run
 from dualpath.model.evaluation.online import OnlineRun, online_run
 from dualpath.model.evaluation.settings import EvaluationSettings, RunSpec
@@ -48,9 +49,11 @@ class Runs:
         inputs: Inputs,
         simulate: Simulate,
         on_run: OnRun = lambda spec: None,
+        calibration: Calibration = AS_WRITTEN,
     ) -> None:
         """Make no run yet."""
         self.settings = settings
+        self.calibration = calibration
         self._inputs = inputs
         self._simulate = simulate
         self._on_run = on_run

@@ -5,6 +5,7 @@ import importlib.util
 from typing import Literal
 
 from dualpath.core.errors import ConfigError
+from dualpath.core.extras import extra
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.derived import check
 from dualpath.model.sim.reference.core import ReferenceCore
@@ -49,7 +50,7 @@ def simulate(
     if importlib.util.find_spec("numba") is None:
         raise ConfigError(
             "the compiled core needs numba, which is not installed; "
-            "install dualpath[simulate] or use the reference core"
+            f"{extra('simulate').remedy}, or use the reference core"
         )
     # Imported here, since compiling costs seconds and numba is optional.
     compiled_core = importlib.import_module("dualpath.model.sim.compiled.core")

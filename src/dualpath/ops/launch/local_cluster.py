@@ -4,7 +4,6 @@ import functools
 import http.client
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,11 +15,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from dualpath.core.cluster import Role
-from dualpath.core.errors import ConfigError, DualPathError, EngineLostError
+from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.ops.launch.cluster_keys import ClusterKeys
 from dualpath.ops.launch.commands import (
     ENGINE_ENTRY,
-    LOOPBACK,
     ROUTER_ENTRY,
     DpRank,
     engine_command,
@@ -28,14 +26,16 @@ from dualpath.ops.launch.commands import (
     rank_id,
     router_command,
 )
+from dualpath.ops.launch.devices import DevicePlan, usable_devices
 from dualpath.ops.launch.fork_server import ForkedProcess
+from dualpath.ops.launch.ports import LOOPBACK, claim_port
 from dualpath.ops.launch.process import ManagedProcess, Supervisor
 from dualpath.ops.launch.restarts import DRAIN_GUARD_S, Restarts
 from dualpath.ops.launch.role_wishes import RoleWishes
 from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.ops.launch.start_checks import check_settings, check_storage
 from dualpath.router.api_keys import client_headers
 from dualpath.router.control.roles_client import call_roles
-from dualpath.storage.location import directory_of
 
 ROUTER = "router"
 STANDBY = "router-standby"
@@ -64,7 +64,9 @@ class LocalCluster:
         self._restarts = Restarts(lambda unit: self._starts[unit](), progress, self._units)
         self._own_logs: str | None = None
         self._keys = ClusterKeys(self.settings)
-        self.endpoint = ""
+        self._devices = DevicePlan(settings, ())
+        #: Where clients ask, and where the cluster's state is asked for: mostly the same.
+        self.endpoint = self.cluster_url = ""
         self.control_port = 0
 
     def __enter__(self) -> "LocalCluster":
@@ -90,13 +92,22 @@ class LocalCluster:
 
     def start(self) -> None:
         """Start everything and return when requests can be served."""
+        self.launch()
+        self.wait_ready()
+
+    def launch(self) -> None:
+        """Start everything and do not wait for it; ``wait_ready`` does, or ``stop`` ends it."""
         settings = self.settings
-        _check_model(settings.model)
-        _check_storage(settings.storage)
+        check_settings(settings)
+        self._devices = DevicePlan(settings, usable_devices(settings.devices))
+        check_storage(settings.storage)
         port = claim_port(settings.host, settings.port)
         self.control_port = claim_port()
         reachable = LOOPBACK if settings.host in ("0.0.0.0", "::") else settings.host
-        self.endpoint = f"http://{reachable}:{port}"
+        self.endpoint = self.cluster_url = f"http://{reachable}:{port}"
+        self._cluster_port = claim_port(settings.host) if settings.front_ends else 0
+        if self._cluster_port:
+            self.cluster_url = f"http://{reachable}:{self._cluster_port}"
         try:
             self._progress(
                 f"starting router, {settings.prefill}P{settings.decode}D ({settings.mode})"
@@ -107,7 +118,6 @@ class LocalCluster:
             for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
                 for index in range(count):
                     self.start_engines(role, index)
-            self._wait_ready()
         except BaseException:
             self.stop()
             raise
@@ -115,7 +125,7 @@ class LocalCluster:
     def _start_router(self, name: str, port: int) -> None:
         logs = self._log_dir()
         lock = str(logs / "router.lock") if self.settings.standby else ""
-        command = router_command(self.settings, port, self.control_port, lock)
+        command = router_command(self.settings, port, self.control_port, lock, self._cluster_port)
         self._spawn(name, ROUTER_ENTRY, command, logs, self._keys.router_environment())
 
     def start_engines(self, role: Role, index: int) -> None:
@@ -136,8 +146,12 @@ class LocalCluster:
                 *(now_role, index, claim_port(), self.control_port),
                 dp=dp,
                 named_as=role,
+                on_cpus=self._devices.on_cpus,
             )
-            environment = self._keys.engine_environment()
+            environment = {
+                **self._keys.engine_environment(),
+                **self._devices.environment(role, index, rank),
+            }
             self._spawn(name, ENGINE_ENTRY, command, self._log_dir(), environment)
 
     def drain(self) -> None:
@@ -176,6 +190,13 @@ class LocalCluster:
                 f"{there}; give --prefill-dp and --decode-dp one value"
             )
             return
+        has, needs = (self.settings.devices_per_rank(r) for r in (self._roles[unit], role))
+        if has != needs and not self._devices.on_cpus:
+            self._progress(
+                f"{unit} keeps its role: each of its ranks has {has} devices, one of the other "
+                f"role {needs}; give --prefill-tp and --decode-tp one value"
+            )
+            return
         self._progress(f"{unit} drains and becomes {role.value}")
         self._roles[unit] = role
         self._restarts.ask(unit, time.monotonic())
@@ -185,16 +206,16 @@ class LocalCluster:
 
     def _ask_roles(self) -> dict[str, Any] | None:
         try:
-            return call_roles(self.endpoint, client_headers(self.settings.api_keys))
+            return call_roles(self.cluster_url, client_headers(self.settings.api_keys))
         except DualPathError:
             return None  # the router is lost or new; what is under way here goes on
 
     def status(self) -> dict[str, Any]:
         """Return the router's ``/dualpath/v1/status``."""
         shown = client_headers(self.settings.api_keys)
-        code, body = _get(f"{self.endpoint}/dualpath/v1/status", shown)
+        code, body = _get(f"{self.cluster_url}/dualpath/v1/status", shown)
         if code != 200:
-            raise EngineLostError(f"router at {self.endpoint} answered {code}; see its log")
+            raise EngineLostError(f"router at {self.cluster_url} answered {code}; see its log")
         return msgspec.json.decode(body, type=dict[str, Any])
 
     def _spawn(
@@ -212,7 +233,15 @@ class LocalCluster:
             self._own_logs = tempfile.mkdtemp(prefix="dualpath-logs-")
         return Path(self._own_logs)
 
-    def _wait_ready(self) -> None:
+    def wait_ready(self) -> None:
+        """Return when all engines have registered; where that fails, everything is ended."""
+        try:
+            self._await_engines()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _await_engines(self) -> None:
         settings = self.settings
         expected = settings.prefill * settings.prefill_dp + settings.decode * settings.decode_dp
         said = ""
@@ -221,57 +250,26 @@ class LocalCluster:
             nonlocal said
             present = self._registered()
             what = f"{present} of {expected} engines registered"
+            loads = present == expected and not self._serves()
+            what += ", no front end serves yet" if loads else ""
             if what != said:
                 said = what
                 self._progress(what)
-            return what if present < expected else ""
+            return what if present < expected or loads else ""
 
         self._supervisor.wait_until_ready(missing, self.settings.start_timeout_s)
+
+    def _serves(self) -> bool:
+        try:
+            return _get(f"{self.endpoint}/health", {})[0] == 200
+        except (OSError, http.client.HTTPException):
+            return False
 
     def _registered(self) -> int:
         try:
             return sum(1 for engine in self.status()["engines"] if engine["alive"])
         except (OSError, EngineLostError, http.client.HTTPException):
             return 0
-
-
-def _check_model(model: str) -> None:
-    path = Path(model)
-    looks_local = model.startswith(("/", ".", "~")) or path.exists()
-    if looks_local and not (path / "config.json").is_file():
-        raise ConfigError(
-            f"model {model!r} is no folder with a config.json; give a model folder or a hub name, "
-            "or make one with `dualpath model smollm2`"
-        )
-
-
-def _check_storage(storage: str) -> None:
-    path = directory_of(storage)
-    if path is None:
-        return
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            return
-    except OSError as error:
-        raise ConfigError(
-            f"storage {str(path)!r} cannot be written ({error.strerror}); give a writable "
-            "directory with --storage"
-        ) from error
-
-
-def claim_port(host: str = LOOPBACK, port: int = 0) -> int:
-    """Return ``port`` if it is free, any free one for 0; raises ``ConfigError`` if it is taken."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"port {port} on {host} cannot be used ({error.strerror}); choose another with "
-                "--port, 0 takes any free one"
-            ) from error
-        return int(probe.getsockname()[1])
 
 
 def _get(url: str, headers: dict[str, str]) -> tuple[int, bytes]:

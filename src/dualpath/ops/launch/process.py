@@ -154,7 +154,7 @@ class SpawnedProcess(ManagedProcess):
         self,
         name: str,
         argv: Sequence[str],
-        log: Path,
+        log: Path | None,
         environment: Mapping[str, str] = os.environ,
         *,
         folder: Path | None = None,
@@ -164,15 +164,16 @@ class SpawnedProcess(ManagedProcess):
         """Start ``argv`` with ``environment`` and no other, in ``folder`` or this one.
 
         ``pipes``: its standard input and output are ``stdin`` and ``stdout`` of this object, and
-        only its standard error goes to the log; without, it reads nothing.
+        only its standard error goes to the log; without, it reads nothing.  Without a ``log`` it
+        writes where this process does, and nothing of that can be asked for.
         """
-        super().__init__(name, log)
-        with log.open("ab") as file:
+        super().__init__(name, log or Path(os.devnull))
+        with self.log.open("ab") as file:
             self._process = subprocess.Popen(
                 argv,
                 stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if pipes else file,
-                stderr=file,
+                stdout=subprocess.PIPE if pipes else file if log else None,
+                stderr=file if log else None,
                 env=environment,
                 cwd=folder,
                 start_new_session=True,

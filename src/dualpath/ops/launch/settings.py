@@ -35,6 +35,7 @@ from dualpath.router.settings import (
     BetaTokens,
     DramTier,
     EventLog,
+    FrontEnds,
     OpenMetrics,
 )
 from dualpath.transport.ucx_config import check_engine_config
@@ -51,6 +52,8 @@ from dualpath.vllm.front_end_settings import (
 )
 
 HbmBytes = Annotated[int, Setting("KV memory of each device of an engine", ge=1)]
+#: What an engine on a CPU gets where nobody says how much.
+CPU_HBM_BYTES = 512 << 20
 
 
 class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
@@ -76,7 +79,22 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     max_model_len: MaxModelLen = None
     block_tokens: BlockTokens = 64
     lora_modules: LoraModules = msgspec.field(default_factory=dict)
-    hbm_bytes: HbmBytes = 512 << 20
+    hbm_bytes: Annotated[
+        int | None,
+        Setting(
+            "KV memory of each device of an engine; none: 512 MiB on CPUs, on GPUs what vLLM "
+            "finds (its --gpu-memory-utilization)",
+            ge=1,
+        ),
+    ] = None
+    devices: Annotated[
+        tuple[str, ...],
+        Setting(
+            "GPUs of the engines, prefill first; empty: those of CUDA_VISIBLE_DEVICES, else all "
+            "of this machine, and CPUs where there are none or vLLM is its CPU build",
+            metavar="GPU,…",
+        ),
+    ] = ()
     buffer_bytes: BufferBytes = 1 << 30
     dram_bytes: DramBytes = 0
     dram_tier: DramTier = True
@@ -111,6 +129,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     ] = ""
     api_keys: ApiKeys = ()
     open_metrics: OpenMetrics = False
+    front_ends: FrontEnds = 0
     standby: Annotated[
         bool,
         Setting("a second router waits with everything loaded and follows when the first ends"),
@@ -128,11 +147,20 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
                 "key of their own; give it to `dualpath serve` itself as {api_keys}, before "
                 "--vllm-args"
             )
+        if self.front_ends and self.standby:
+            raise ConfigError(
+                f"{{front_ends}} is {self.front_ends} and {{standby}} is on; the scheduler of "
+                "front ends is started again by itself, leave out {standby}"
+            )
         check_engine_config(self.nixl_engine_config)
 
     def ranks(self, role: Role) -> int:
         """Engines of a node of this role: the ranks of its data-parallel group."""
         return self.prefill_dp if role is Role.PREFILL else self.decode_dp
+
+    def devices_per_rank(self, role: Role) -> int:
+        """Devices of each rank of a node of this role: its tensor parallel size."""
+        return self.prefill_tp if role is Role.PREFILL else self.decode_tp
 
     @property
     def effective_compute_quota_s(self) -> float:

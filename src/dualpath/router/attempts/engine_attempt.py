@@ -157,6 +157,7 @@ class EngineAttempt:
         )
         with self._stages.stage(Stage.QUEUE):
             self._assignment = await self._context.dispatch.place(request)
+        self._context.check_turn()
         self._prefill_engine = self._context.engine(self._assignment.prefill_engine)
         self._decode_engine = self._context.engine(self._assignment.decode_engine)
         self._placed = True

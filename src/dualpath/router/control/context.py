@@ -25,7 +25,7 @@ from dualpath.router.control.releases import Releases
 from dualpath.router.control.session_orders import SessionOrders
 from dualpath.router.control.suspicions import Suspicions
 from dualpath.router.control.thresholds import ClusterThresholds, derive
-from dualpath.router.engine_calls import EngineCalls
+from dualpath.router.engine_calls import EngineHealth
 from dualpath.router.engines import EngineInfo, Presence, geometry
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.settings import RouterSettings
@@ -45,7 +45,7 @@ class SchedulerContext:
         registry: Registry,
         server: ControlServer,
         metrics: RouterMetrics,
-        calls: EngineCalls,
+        calls: EngineHealth,
         clock: Callable[[], float],
     ) -> None:
         self.settings = settings
@@ -73,6 +73,8 @@ class SchedulerContext:
             clock,
             metrics.session_ordered,
         )
+        #: Whether this scheduler, of those that take turns, is the one that may place.
+        self.in_turn: Callable[[], bool] = lambda: True
         self.event_log: EventLogWriter | None = None
         self.kept = KeptBlocks()
         self.seen_blocks = SeenBlocks()
@@ -114,6 +116,13 @@ class SchedulerContext:
     def send(self, engine_id: str, message: RouterMessage) -> None:
         """Send a control message."""
         self.server.send(engine_id, message)
+
+    def check_turn(self) -> None:
+        """Raise ``EngineLostError`` if another scheduler may have begun to place requests."""
+        if not self.in_turn():
+            raise EngineLostError(
+                "this scheduler's turn is over, and engines are another's; see its log for why"
+            )
 
     def engine(self, engine_id: str) -> EngineInfo:
         """Return a live engine; raises ``EngineLostError`` for any other."""

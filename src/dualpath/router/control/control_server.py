@@ -6,8 +6,6 @@ another, ``on_dead``, which may come at once, later or never.  An engine whose s
 though it lives is asked to greet anew, and begins with nothing.
 """
 
-import asyncio
-import contextlib
 import itertools
 import logging
 import uuid
@@ -21,9 +19,15 @@ from dualpath.core.errors import EngineRefusedError, IncompatibleError
 from dualpath.core.names import in_one_line
 from dualpath.core.sessions import HEARTBEAT_S, Action, Event
 from dualpath.router.control.control_socket import ControlSocket, ZmqControlSocket
-from dualpath.router.control.endings import Endings
+from dualpath.router.control.endings import LEFT, Endings
 from dualpath.router.control.engine_state import EngineState
 from dualpath.router.control.registry import Registry
+from dualpath.router.control.session_loops import (
+    ACKNOWLEDGE_S,
+    LOOKS_IN_A_TIMEOUT,
+    OwnStalls,
+    SessionLoops,
+)
 from dualpath.router.control.witnesses import Witnesses
 from dualpath.router.engines import EngineInfo
 from dualpath.router.refusals import ControlRefusal, ControlRefusals
@@ -31,13 +35,6 @@ from dualpath.storage.host_process import is_gone
 from dualpath.transport.cluster_secret import ClusterSecret
 
 logger = logging.getLogger(__name__)
-
-#: How soon an engine learns that its messages have come, if the router has nothing else to say.
-_ACKNOWLEDGE_S = 0.1
-#: After these a process may live on.
-_LOST = (Event.SILENT, Event.FAILED, Event.GREETS_ANEW, Event.SUCCEEDED, Event.UNSETTLED)
-
-_GOODBYES = (Event.GOODBYE, Event.UNSETTLED)
 
 
 class ControlListener(Protocol):
@@ -91,16 +88,14 @@ class ControlServer:
         self._listener = listener
         self._clock = clock
         self._timeout_s = engine_timeout_s
-        self._outbox: asyncio.Queue[tuple[bytes, bytes]] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
         self._refusals = ControlRefusals()
-        self._proofs: dict[str, list[asyncio.Future[bool]]] = {}
-        self._checked_s = clock()
-        self._socket = socket or ZmqControlSocket()
+        self._look_gap_s = engine_timeout_s / LOOKS_IN_A_TIMEOUT
+        self._stalls = OwnStalls(clock(), self._look_gap_s)
+        self.loops = SessionLoops(socket or ZmqControlSocket(), self._handle)
         self._epoch = epoch or uuid.uuid4().hex
         self._sessions = itertools.count(1)
         self._witnesses = Witnesses(registry, self.send, is_gone)
-        self._endings = Endings(registry, listener, self.send, self._gone, clock)
+        self._endings = Endings(registry, listener, self.send, clock)
         self.address = ""
 
     async def start(self, host: str, port: int, secret: ClusterSecret | None = None) -> None:
@@ -109,16 +104,8 @@ class ControlServer:
         Raises ``ConfigError`` if the address cannot be bound, or other machines could reach it
         and there is no secret.
         """
-        self.address = await self._socket.open(host, port, secret, self._refusals)
-        self._tasks = [
-            asyncio.create_task(loop(), name=f"control {name}")
-            for name, loop in (
-                ("receive", self._receive),
-                ("send", self._send_all),
-                ("watch", self._watch),
-                ("heartbeat", self._heartbeat),
-            )
-        ]
+        looks = {self.check_liveness: self._look_gap_s, self._acknowledge: ACKNOWLEDGE_S}
+        self.address = await self.loops.start(host, port, secret, self._refusals, looks)
 
     def refusals(self) -> Mapping[ControlRefusal, int]:
         """Return how often what came here was refused, by reason."""
@@ -126,15 +113,7 @@ class ControlServer:
 
     async def stop(self) -> None:
         """Send what is queued, then close; idempotent."""
-        if not self._tasks:
-            return
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._outbox.join(), timeout=1.0)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
-        await self._socket.close()
+        await self.loops.stop()
 
     def send(self, engine_id: str, message: control.RouterMessage) -> None:
         """Say a message in an engine's session; it is taken up once, in order, while that lasts.
@@ -161,26 +140,10 @@ class ControlServer:
         else:
             self._listener.on_dead(writer)
 
-    def proof_of_life(self, engine_id: str) -> asyncio.Future[bool]:
-        """Return a future: True at the engine's next message, False when it is lost."""
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        engine = self._registry.get(engine_id)
-        if engine is None or not engine.alive:
-            future.set_result(False)
-        else:
-            self._proofs.setdefault(engine_id, []).append(future)
-        return future
-
     def check_liveness(self) -> None:
-        """Declare engines lost that were silent too long.
-
-        Time in which this loop itself did not run is nobody's silence: reports that came
-        meanwhile are still unread.
-        """
+        """Declare engines lost that were silent too long."""
         now_s = self._clock()
-        late_s = now_s - self._checked_s - self._interval_s
-        self._checked_s = now_s
-        if late_s > self._interval_s:
+        if late_s := self._stalls.late_s(now_s):
             for engine in self._registry.all():
                 engine.heard_s = min(engine.heard_s + late_s, now_s)
         for silent in self._registry.silent(now_s, self._timeout_s):
@@ -195,40 +158,12 @@ class ControlServer:
         for writer in self._witnesses.ask(doubted.values()):
             self.declare_dead(writer)
 
-    @property
-    def _interval_s(self) -> float:
-        return self._timeout_s / 10
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self._interval_s)
-            self.check_liveness()
-
-    async def _heartbeat(self) -> None:
-        while True:
-            await asyncio.sleep(_ACKNOWLEDGE_S)
-            now_s = self._clock()
-            for engine in self._registry.all():
-                silent_s = now_s - engine.spoken_s
-                if engine.talks and (engine.talk.owes_acknowledgement or silent_s >= HEARTBEAT_S):
-                    self._post(engine, engine.talk.mention(control.Heard()))
-
-    async def _send_all(self) -> None:
-        while True:
-            identity, frame = await self._outbox.get()
-            try:
-                await self._socket.send(identity, frame)
-            finally:
-                self._outbox.task_done()
-
-    async def _receive(self) -> None:
-        while True:
-            identity, frames = await self._socket.receive()
-            try:
-                self._handle(identity, frames)
-            except Exception:
-                # One message must never take the router down with it.
-                logger.exception("control message from %s failed", identity.hex())
+    def _acknowledge(self) -> None:
+        now_s = self._clock()
+        for engine in self._registry.all():
+            silent_s = now_s - engine.spoken_s
+            if engine.talks and (engine.talk.owes_acknowledgement or silent_s >= HEARTBEAT_S):
+                self._post(engine, engine.talk.mention(control.Heard()))
 
     def _handle(self, identity: bytes, frames: Sequence[bytes]) -> None:
         try:
@@ -287,13 +222,12 @@ class ControlServer:
                 self._on(engine, Event.FAILED, in_one_line(message.unhealthy))
                 return
             engine.report = message
-        self._resolve_proofs(engine.info.engine_id, alive=True)
         self._listener.on_message(engine.info, message)
 
     def _goodbye(self, engine: EngineState, goodbye: control.Goodbye) -> None:
         engine.left = True
         event = Event.GOODBYE if goodbye.settled else Event.UNSETTLED
-        self._on(engine, event, f"left: {in_one_line(goodbye.reason)}")
+        self._on(engine, event, f"{LEFT}{in_one_line(goodbye.reason)}")
 
     def _on(
         self, engine: EngineState, event: Event, reason: str = "", former: EngineInfo | None = None
@@ -342,14 +276,6 @@ class ControlServer:
         for rank in self._registry.group(engine.info):
             self._on(rank, Event.COMPLETE)
 
-    def _gone(self, engine_id: str) -> None:
-        self._resolve_proofs(engine_id, alive=False)
-
-    def _resolve_proofs(self, engine_id: str, *, alive: bool) -> None:
-        for future in self._proofs.pop(engine_id, ()):
-            if not future.done():
-                future.set_result(alive)
-
     def _send_away(self, identity: bytes, session: str) -> None:
         self._refusals.count(ControlRefusal.UNKNOWN_ENGINE)
         reason = (
@@ -370,8 +296,8 @@ class ControlServer:
 
     def _outside(self, identity: bytes, message: control.RouterMessage, session: str = "") -> None:
         envelope = envelopes.outside(message, session)
-        self._outbox.put_nowait((identity, envelopes.encode(envelope)))
+        self.loops.post(identity, envelopes.encode(envelope))
 
     def _post(self, engine: EngineState, envelope: envelopes.FromRouter) -> None:
         engine.spoken_s = self._clock()
-        self._outbox.put_nowait((engine.identity, envelopes.encode(envelope)))
+        self.loops.post(engine.identity, envelopes.encode(envelope))

@@ -22,26 +22,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: How the reason of an engine that said goodbye begins, for whoever asks about its requests.
+LEFT = "left: "
+
 _GOODBYES = (Event.GOODBYE, Event.UNSETTLED)
 #: After these a process may live on.
 _UNCERTAIN = (Event.SILENT, Event.FAILED, Event.GREETS_ANEW, Event.SUCCEEDED, Event.UNSETTLED)
 
 
 class Endings:
-    """Tells the listener and the peers; ``gone`` hears each engine that takes no part any more."""
+    """Tells the listener and the peers."""
 
     def __init__(
         self,
         registry: Registry,
         listener: "ControlListener",
         send: Callable[[str, RouterMessage], None],
-        gone: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
         self._registry = registry
         self._listener = listener
         self._send = send
-        self._gone = gone
         self._clock = clock
 
     def lost(self, info: EngineInfo, reason: str, event: Event) -> None:
@@ -52,11 +53,10 @@ class Endings:
         for rank in others if left else ():
             rank.leaves_with_group(self._clock())
         ended = (info, *(rank.info for rank in others))
-        _log(ended, reason, left=left)
+        _log(ended, reason, left=left or (event in _GOODBYES and not others))
         for one in ended:
             certain = one is info and event not in _UNCERTAIN
             self._notify_peers(one, one.writer, certain=certain)
-            self._gone(one.engine_id)
         told = f"{info.engine_id}, of the same group: {reason}" if others else reason
         self._listener.on_lost(ended, told)
 
@@ -88,9 +88,13 @@ def _log(ended: Sequence[EngineInfo], reason: str, *, left: bool) -> None:
     """Say of an engine, and of the ranks that go with it, that they have left or are lost."""
     first, *others = ended
     how, verb = ("leaves", "has left") if left else ("lost", "is lost")
-    logger.warning("%s engine %s %s: %s", first.role.value, first.engine_id, how, reason)
+    # Who says goodbye does what it was told to, and is no reason to wake anybody.
+    level = logging.INFO if left else logging.WARNING
+    reason = reason.removeprefix(LEFT)
+    logger.log(level, "%s engine %s %s: %s", first.role.value, first.engine_id, how, reason)
     for one in others:
-        logger.warning(
+        logger.log(
+            level,
             "%s engine %s %s: rank %s of its group %s: %s",
             *(one.role.value, one.engine_id, how, first.engine_id, verb, reason),
         )

@@ -49,6 +49,18 @@ class ServedAdapters:
             if adapter.name in self._paths:
                 self._known.setdefault(adapter.name, adapter)
 
+    def known(self) -> tuple[Adapter, ...]:
+        """Return those that engines have."""
+        return tuple(self._known.values())
+
+    def digests(self) -> dict[str, str]:
+        """Return what keys of requests for them are made of, by name."""
+        return {name: adapter.digest for name, adapter in self._known.items()}
+
+    def learn_if_listed(self, theirs: Iterable[Adapter]) -> None:
+        """Take down what a scheduler says of those that are listed here with the same path."""
+        self.learn(a for a in theirs if self._paths.get(a.name) == a.path)
+
     def check_served(self, name: str, path: str) -> None:
         """Raise ``ConfigError`` for an adapter that is not of the front end's list."""
         if self._paths.get(name) != path:
@@ -67,3 +79,11 @@ class ServedAdapters:
                 "again when one has"
             )
         return known
+
+
+def changed(known: Mapping[str, str], served: Mapping[str, str]) -> str | None:
+    """Return the name of an adapter that is not served as it was known, None if all are.
+
+    Both are ``ServedAdapters.digests``: of a front end that has made keys, and of the scheduler.
+    """
+    return next((name for name, digest in known.items() if served.get(name) != digest), None)

@@ -17,7 +17,7 @@ from dualpath.router.control.engine_state import Pause
 from dualpath.router.control.exchange import Exchange
 from dualpath.router.control.pauses import Pauses
 from dualpath.router.control.registry import Registry
-from dualpath.router.engine_calls import EngineCalls
+from dualpath.router.engine_calls import EngineHealth
 from dualpath.router.engines import EngineInfo
 from dualpath.router.waits import gather_or_cancel
 
@@ -33,7 +33,7 @@ class Suspicions:
         registry: Registry,
         exchange: Exchange,
         pauses: Pauses,
-        calls: EngineCalls,
+        calls: EngineHealth,
         send: Callable[[str, RouterMessage], None],
         lose: Callable[[str, str], None],
         timeout_s: float,

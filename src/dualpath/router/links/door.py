@@ -4,11 +4,10 @@ One session for each, by the table of engines' sessions (``core.sessions.ROUTER_
 ends, all its attempts are over: what they have at engines is released, as if clients had left.
 """
 
-import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -16,6 +15,7 @@ from dualpath.core.control import Goodbye, Heard, Refused, Welcome
 from dualpath.core.envelopes import Envelope, decode_with, encode, outside
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.sessions import (
+    HEARTBEAT_S,
     ROUTER_TABLE,
     Action,
     Conversation,
@@ -24,6 +24,12 @@ from dualpath.core.sessions import (
     RouterEnd,
 )
 from dualpath.router.control.control_socket import ControlSocket
+from dualpath.router.control.session_loops import (
+    ACKNOWLEDGE_S,
+    LOOKS_IN_A_TIMEOUT,
+    OwnStalls,
+    SessionLoops,
+)
 from dualpath.router.links import messages as m
 from dualpath.router.links.guest import Guest
 from dualpath.router.refusals import ControlRefusal, ControlRefusals
@@ -33,7 +39,6 @@ from dualpath.transport.cluster_secret import ClusterSecret
 logger = logging.getLogger(__name__)
 
 _DECODER: msgspec.msgpack.Decoder[m.FromFrontEnd] = msgspec.msgpack.Decoder(m.FromFrontEnd)
-_ACKNOWLEDGE_S = 0.1
 #: Known by name at a time.
 MOST_FRONT_ENDS = 1024
 
@@ -44,7 +49,7 @@ class _FrontEnd:
     def __init__(self, name: str) -> None:
         self.name = name
         self.epoch, self.greeting, self.identity = "", 0, b""
-        self.heard_s = float("-inf")
+        self.heard_s = self.spoken_s = float("-inf")
         self.machine = Machine(ROUTER_TABLE, RouterEnd.UNKNOWN)
         self.talk: Conversation[m.SchedulerMessage, m.FrontEndMessage] = Conversation("")
         self.guest: Guest | None = None
@@ -81,38 +86,39 @@ class FrontEndDoor:
         epoch: str = "",
     ) -> None:
         self._scheduler = scheduler
-        self._socket = socket
         self._clock = clock
         self._timeout_s = timeout_s
         self._epoch = epoch or uuid.uuid4().hex
         self._sessions = itertools.count(1)
         self._front_ends: dict[str, _FrontEnd] = {}
-        self._outbox: asyncio.Queue[tuple[bytes, bytes]] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._look_gap_s = timeout_s / LOOKS_IN_A_TIMEOUT
+        self._stalls = OwnStalls(clock(), self._look_gap_s)
+        self._loops = SessionLoops(socket, self._received)
         self.refusals = ControlRefusals()
         self.address = ""
 
     async def start(self, host: str, port: int, secret: ClusterSecret | None = None) -> None:
         """Bind and serve, unless it does; raises ``ConfigError`` as ``ControlServer.start``."""
-        if self._tasks:
+        if self._loops.tasks:
             return
-        self.address = await self._socket.open(host, port, secret, self.refusals)
+        looks = {self._look: self._look_gap_s, self._acknowledge: ACKNOWLEDGE_S}
+        self.address = await self._loops.start(host, port, secret, self.refusals, looks)
         self._scheduler.context.presence.listeners.append(self._engines_changed)
-        loops = self._receive, self._send_all, self._watch
-        self._tasks = [asyncio.create_task(loop()) for loop in loops]
 
     async def stop(self) -> None:
         """End all sessions, then close; idempotent."""
-        if not self._tasks:
+        if not self._loops.tasks:
             return
         self._scheduler.context.presence.listeners.remove(self._engines_changed)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        # What they say from now on is for the next scheduler.
+        await self._loops.stop(flush=False)
         for front_end in self._front_ends.values():
             self._lose(front_end, "the scheduler ends")
-        await self._socket.close()
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many requests of all front ends wait, and how many have their engines."""
+        each = [f.guest.counts() for f in self._front_ends.values() if f.guest is not None]
+        return sum(waiting for waiting, _ in each), sum(running for _, running in each)
 
     def _engines_changed(self) -> None:
         now = self._engines_now()
@@ -126,6 +132,7 @@ class FrontEndDoor:
             registry.namespace,
             tuple(registry.alive()),
             self._scheduler.keeps_answers,
+            registry.adapters.known(),
         )
 
     def _say(self, front_end: _FrontEnd, message: m.SchedulerMessage) -> None:
@@ -133,37 +140,38 @@ class FrontEndDoor:
             self._post(front_end, front_end.talk.say(message, self._clock()))
 
     def _post(self, front_end: _FrontEnd, envelope: Envelope[m.SchedulerMessage]) -> None:
-        self._outbox.put_nowait((front_end.identity, encode(envelope)))
+        front_end.spoken_s = self._clock()
+        self._loops.post(front_end.identity, encode(envelope))
 
-    async def _send_all(self) -> None:
-        while True:
-            await self._socket.send(*await self._outbox.get())
+    def _look(self) -> None:
+        """End sessions of front ends that were silent too long."""
+        now_s = self._clock()
+        late_s = self._stalls.late_s(now_s)
+        for front_end in self._front_ends.values():
+            front_end.heard_s = min(front_end.heard_s + late_s, now_s)
+            if front_end.live and now_s - front_end.heard_s > self._timeout_s:
+                self._on(front_end, Event.SILENT, f"silent for {self._timeout_s:g} s")
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(_ACKNOWLEDGE_S)
-            for front_end in self._front_ends.values():
-                if front_end.live and self._clock() - front_end.heard_s > self._timeout_s:
-                    self._on(front_end, Event.SILENT, f"silent for {self._timeout_s:g} s")
-                elif front_end.live:
-                    self._post(front_end, front_end.talk.mention(Heard()))
+    def _acknowledge(self) -> None:
+        now_s = self._clock()
+        for front_end in self._front_ends.values():
+            quiet = now_s - front_end.spoken_s >= HEARTBEAT_S
+            if front_end.live and (front_end.talk.owes_acknowledgement or quiet):
+                self._post(front_end, front_end.talk.mention(Heard()))
 
-    async def _receive(self) -> None:
-        while True:
-            identity, frames = await self._socket.receive()
-            try:
-                self._handle(identity, decode_with(_DECODER, frames[-1] if frames else b""))
-            except IncompatibleError as error:
-                self._malformed(identity, error)
-            except Exception:
-                # One message must never take the scheduler down with it.
-                logger.exception("message of a front end on %s failed", identity.hex())
+    def _received(self, identity: bytes, frames: Sequence[bytes]) -> None:
+        try:
+            envelope = decode_with(_DECODER, frames[-1] if frames else b"")
+        except IncompatibleError as error:
+            self._malformed(identity, error)
+        else:
+            self._handle(identity, envelope)
 
     def _malformed(self, identity: bytes, error: IncompatibleError) -> None:
         self.refusals.count(ControlRefusal.MALFORMED)
         if self.refusals.complain(identity, self._clock()):
             logger.warning("refused, further times are only counted: %s", error)
-        self._outbox.put_nowait((identity, encode(outside(Refused(str(error))))))
+        self._loops.post(identity, encode(outside(Refused(str(error)))))
 
     def _handle(self, identity: bytes, envelope: m.FromFrontEnd) -> None:
         message = envelope.message
@@ -188,7 +196,7 @@ class FrontEndDoor:
 
     def _hello(self, identity: bytes, hello: m.FrontEndHello) -> None:
         if (reason := self._unwelcome(hello)) is not None:
-            self._outbox.put_nowait((identity, encode(outside(Refused(reason)))))
+            self._loops.post(identity, encode(outside(Refused(reason))))
             return
         front_end = self._front_ends.setdefault(hello.name, _FrontEnd(hello.name))
         if (event := front_end.greeted(hello)) is not None:
@@ -234,7 +242,7 @@ class FrontEndDoor:
 
     def _send_away(self, identity: bytes, session: str) -> None:
         again = outside(Refused("no such session", again=True), session)
-        self._outbox.put_nowait((identity, encode(again)))
+        self._loops.post(identity, encode(again))
 
     def _welcome(self, front_end: _FrontEnd) -> None:
         self._post(front_end, front_end.talk.mention(Welcome((), front_end.greeting)))

@@ -7,20 +7,26 @@ from collections.abc import Awaitable, Callable, Iterable
 import msgspec
 
 from dualpath.core.errors import BadRequestError, DualPathError, EngineLostError
+from dualpath.router.control.served_adapters import changed
 from dualpath.router.engines import EngineInfo
 from dualpath.router.links import messages as m
 from dualpath.router.scheduler import ArrivedRequest, Scheduler
-from dualpath.router.scheduling import AttemptEvent, ScheduledAttempt
+from dualpath.router.scheduling import AttemptEvent, Placed, ScheduledAttempt
 
 logger = logging.getLogger(__name__)
 
 
 class _Listener:
-    def __init__(self, attempt_id: str, say: Callable[[m.SchedulerMessage], None]) -> None:
+    def __init__(
+        self, attempt_id: str, placed: set[str], say: Callable[[m.SchedulerMessage], None]
+    ) -> None:
         self._attempt_id = attempt_id
+        self._placed = placed
         self._say = say
 
     def heard(self, event: AttemptEvent) -> None:
+        if isinstance(event, Placed):
+            self._placed.add(self._attempt_id)
         self._say(m.Happened(self._attempt_id, event))
 
 
@@ -32,6 +38,7 @@ class Guest:
         self._say = say
         self._requests: dict[str, ArrivedRequest] = {}
         self._attempts: dict[str, ScheduledAttempt] = {}
+        self._placed: set[str] = set()
         self._refused: dict[str, DualPathError] = {}
         self._works: dict[asyncio.Task[None], str] = {}
         self._left = False
@@ -63,6 +70,11 @@ class Guest:
                 )
                 self._answer(message.call_id, hinted)
 
+    def counts(self) -> tuple[int, int]:
+        """Return how many requests wait, and how many have their engines."""
+        running = len(self._placed)
+        return max(len(self._requests) - running, 0), running
+
     def leave(self, reason: str) -> None:
         """The session is over: everything is given back."""
         self._left = True
@@ -87,8 +99,15 @@ class Guest:
                 "the front end knows engines of another model than the scheduler; restart it"
             )
             return
+        served = self._scheduler.registry.adapters.digests()
+        if (adapter := changed(message.adapters, served)) is not None:
+            self._refused[name] = EngineLostError(
+                f"the front end knows other weights of adapter {adapter!r} than the scheduler; "
+                "restart it"
+            )
+            return
         try:
-            attempt = request.attempt(message.order, _Listener(name, self._say))
+            attempt = request.attempt(message.order, _Listener(name, self._placed, self._say))
         except BadRequestError as error:
             self._refused[name] = error
             return
@@ -132,6 +151,7 @@ class Guest:
 
     def _over(self, attempt_id: str, reason: str) -> None:
         self._refused.pop(attempt_id, None)
+        self._placed.discard(attempt_id)
         attempt = self._attempts.pop(attempt_id, None)
         if attempt is not None:
             for work, name in list(self._works.items()):

@@ -13,6 +13,7 @@ from enum import StrEnum
 import msgspec
 
 from dualpath.core import errors
+from dualpath.core.adapters import Adapter
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.control import Goodbye, Heard, Refused, Welcome
 from dualpath.core.envelopes import Envelope
@@ -24,7 +25,7 @@ from dualpath.router.engines import EngineInfo
 from dualpath.router.scheduling import Answered, AttemptEvent, AttemptOrder, RequestOrder
 
 #: Raised by one whenever a message changes its meaning; both ends must agree.
-LINK_VERSION = 1
+LINK_VERSION = 2
 
 
 class FrontEndHello(Message, frozen=True, tag=True):
@@ -49,13 +50,15 @@ class Begin(Message, frozen=True, tag=True):
 class Try(Message, frozen=True, tag=True):
     """An attempt begins; ``Ask`` goes on with it.
 
-    ``namespace`` is the one that the front end has made its keys for: to engines of another model
-    they would be names of other KV.
+    ``namespace`` is the one that the front end has made its keys for, ``adapters`` are the digests
+    that it knows of adapters, by name: to engines of another model, or with other weights of an
+    adapter, they would be names of other KV.
     """
 
     request_id: Name
     order: AttemptOrder
     namespace: StoreNamespace | None
+    adapters: dict[str, str]
 
 
 class Step(StrEnum):
@@ -121,12 +124,13 @@ class Hint(Message, frozen=True, tag=True):
 
 
 class EnginesNow(Message, frozen=True, tag=True):
-    """The live engines, by arrival; follows ``Welcome`` and each change."""
+    """The live engines, by arrival, and their adapters; follows ``Welcome`` and each change."""
 
     mode: Mode | None
     namespace: StoreNamespace | None
     engines: tuple[EngineInfo, ...]
     keeps_answers: bool
+    adapters: tuple[Adapter, ...] = ()
 
 
 class Happened(Message, frozen=True, tag=True):

@@ -14,24 +14,19 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from dualpath.core.blocks import StoreNamespace
-from dualpath.core.cluster import Role
 from dualpath.core.control import Goodbye
 from dualpath.core.envelopes import Envelope, decode_with, encode
 from dualpath.core.errors import BadRequestError, EngineLostError, IncompatibleError
-from dualpath.core.modes import Mode
 from dualpath.core.session_hints import SessionHints
 from dualpath.core.sessions import HELLO_GAP_S
-from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.router_session import RouterSession
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engines import EngineInfo, Presence
 from dualpath.router.links import messages as m
+from dualpath.router.links.engines_view import EnginesView
+from dualpath.router.links.remote_requests import RemoteAttempt, RemoteRequest
+from dualpath.router.links.strays import StrayAttempts
 from dualpath.router.scheduling import (
-    Answered,
-    AttemptListener,
-    AttemptOrder,
-    Prefilled,
     RequestOrder,
 )
 
@@ -59,52 +54,11 @@ class LinkConnection(Protocol):
         ...
 
 
-class EnginesView:
-    """The ``KnownEngines`` that the scheduler told last; none without a session.
-
-    ``namespace`` is the first that it told, for which keys have been made since.  ``away`` says why
-    there is no session.  Adapters are not served over links: their weights would have to be told.
-    """
-
-    def __init__(self, away: str) -> None:
-        self.away = away
-        self.adapters = ServedAdapters({})
-        self.mode: Mode | None = None
-        self.namespace: StoreNamespace | None = None
-        self.engines: tuple[EngineInfo, ...] = ()
-
-    def alive(self, role: Role | None = None) -> Sequence[EngineInfo]:
-        """Return the live engines (of one role), by arrival."""
-        return [engine for engine in self.engines if role in (None, engine.role)]
-
-    def waits(self) -> Sequence[str]:
-        """Say why the scheduler tells of no engines, if so."""
-        return [self.away] if self.away else []
-
-    def tell(self, now: m.EnginesNow) -> None:
-        """Take down what the scheduler says; engines of another model are none."""
-        self.mode, self.engines, self.away = now.mode, now.engines, ""
-        if self.namespace is None:
-            self.namespace = now.namespace
-        elif now.namespace not in (None, self.namespace):
-            self.engines = ()
-            self.away = "the scheduler has engines of another model now; restart this front end"
-            logger.error("%s", self.away)
-
-    def lose(self, away: str) -> None:
-        """There is no session any more."""
-        self.engines, self.away = (), away
-
-    def limit(self, name: str) -> int | None:
-        """Return the smallest value of an integer limit over live engines, None if unstated."""
-        values = [engine.limits.get(name) for engine in self.engines]
-        return min((v for v in values if isinstance(v, int)), default=None)
-
-
 class RemoteScheduling:
     """One front end's link to the scheduler; ``name`` and ``epoch`` are this process's.
 
     ``clock`` gives monotonic seconds, ``address`` is where the scheduler is, for people.
+    ``adapters`` are those that clients may name.
     """
 
     def __init__(
@@ -114,9 +68,10 @@ class RemoteScheduling:
         epoch: str,
         clock: Callable[[], float],
         address: str,
+        adapters: ServedAdapters | None = None,
     ) -> None:
         self._name, self._epoch, self._address = name, epoch, address
-        self.engines = EnginesView(self._away("is not there"))
+        self.engines = EnginesView(self._away("is not there"), adapters or ServedAdapters({}))
         self.keeps_answers = False
         self._connection = connection
         self._clock = clock
@@ -127,6 +82,7 @@ class RemoteScheduling:
         self._call_ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._attempts: dict[str, RemoteAttempt] = {}
+        self._strays = StrayAttempts(clock)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -191,6 +147,7 @@ class RemoteScheduling:
         if self._attempts.get(name) is not attempt:
             return False
         del self._attempts[name]
+        self._strays.forget(attempt)
         return True
 
     def say(self, message: m.FrontEndMessage) -> None:
@@ -217,7 +174,7 @@ class RemoteScheduling:
             case m.EnginesNow():
                 self._know(message)
             case m.Happened() if message.attempt_id in self._attempts:
-                self._attempts[message.attempt_id].listener.heard(message.event)
+                self._attempts[message.attempt_id].heard(message.event)
             case m.Broken() if message.attempt_id in self._attempts:
                 self._attempts[message.attempt_id].break_off(message.reason)
             case m.Answer() | m.Failure():
@@ -226,6 +183,7 @@ class RemoteScheduling:
     def _know(self, now: m.EnginesNow) -> None:
         self.engines.tell(now)
         self.keeps_answers = now.keeps_answers
+        self._strays.look(now.engines)
         self._presence.changed()
 
     def _answered(self, message: m.Answer | m.Failure) -> None:
@@ -247,6 +205,7 @@ class RemoteScheduling:
         for attempt in self._attempts.values():
             if not attempt.decoding:
                 attempt.break_off(why)
+        self._strays.begin(a for a in self._attempts.values() if a.decoding)
 
     def _away(self, how: str) -> str:
         return f"the scheduler at {self._address} {how}; see that it runs there, and its log"
@@ -258,6 +217,7 @@ class RemoteScheduling:
     async def _tick(self) -> None:
         while True:
             self._post(self._session.due(self._clock()))
+            self._strays.expire()
             await asyncio.sleep(HELLO_GAP_S)
 
     async def _receive(self) -> None:
@@ -270,99 +230,3 @@ class RemoteScheduling:
             except Exception:
                 # A link that ended here would leave its requests waiting, and say nothing.
                 logger.exception("a message of the scheduler failed")
-
-
-class RemoteRequest:
-    """The ``ScheduledRequest`` of a front end; said again in each session that it lives to see."""
-
-    def __init__(self, link: RemoteScheduling, order: RequestOrder) -> None:
-        self._link = link
-        self._order = order
-        self._begun_in = ""
-        self._announce()
-
-    def attempt(self, order: AttemptOrder, listener: AttemptListener) -> "RemoteAttempt":
-        """Begin an attempt.  Raises ``BadRequestError`` if another one has its name."""
-        self._announce()
-        return RemoteAttempt(self._link, self._order.request_id, order, listener)
-
-    def end(self, answered: Answered | None = None) -> None:
-        """It is over; idempotent."""
-        if self._begun_in and self._begun_in == self._link.session:
-            self._link.say(m.End(self._order.request_id, answered))
-        self._begun_in = ""
-
-    def _announce(self) -> None:
-        if (session := self._link.session) != self._begun_in:
-            self._begun_in = session
-            self._link.say(m.Begin(self._order))
-
-
-class RemoteAttempt:
-    """The ``ScheduledAttempt`` of a front end."""
-
-    def __init__(
-        self,
-        link: RemoteScheduling,
-        request_id: str,
-        order: AttemptOrder,
-        listener: AttemptListener,
-    ) -> None:
-        self.order = order
-        self.listener = listener
-        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        #: Its tokens come from the DE: the scheduler's end is not the attempt's.
-        self.decoding = False
-        self._link = link
-        self._session = link.session
-        link.open(self)
-        link.say(m.Try(request_id, order, link.engines.namespace))
-
-    def check(self) -> None:
-        """Raise ``EngineLostError`` if the attempt is broken off."""
-        if self.broken.done():
-            self.broken.result()
-
-    def break_off(self, reason: str) -> None:
-        """End the attempt; the first reason counts."""
-        if not self.broken.done():
-            self.broken.set_exception(EngineLostError(reason))
-            self.broken.exception()  # Marks it as seen: the attempt may have ended already.
-
-    async def prepare(self) -> PrefillTransfer:
-        """Return what the PE has to be told."""
-        return await self._ask(m.Step.PREPARE, PrefillTransfer)
-
-    async def prefilled(self) -> Prefilled:
-        """Wait until the KV has arrived."""
-        return await self._ask(m.Step.PREFILLED, Prefilled)
-
-    async def given_up(self) -> None:
-        """Raise ``TransportError`` if the PE has said why."""
-        await self._ask(m.Step.GIVEN_UP, type(None))
-
-    def tokens_came(self) -> None:
-        """The DE generates."""
-        if not self.decoding:
-            self.decoding = True
-            self._say(m.TokensCame(self.order.attempt_id))
-
-    async def decoded(self) -> None:
-        """Wait for what the DE has said before; after a session nobody knows."""
-        if self._session == self._link.session:
-            await self._ask(m.Step.DECODED, type(None))
-
-    def over(self, reason: str) -> None:
-        """Give everything back; idempotent."""
-        if self._link.close(self):
-            self._say(m.Over(self.order.attempt_id, reason))
-
-    def _say(self, message: m.FrontEndMessage) -> None:
-        """Say it in the attempt's own session: no other one knows the attempt."""
-        if self._session == self._link.session:
-            self._link.say(message)
-
-    async def _ask(self, step: m.Step, result: type[T]) -> T:
-        self.check()
-        name = self.order.attempt_id
-        return await self._link.call(lambda call_id: m.Ask(call_id, name, step), result)

@@ -8,13 +8,15 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dualpath.router.control.registry import Registry
+from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engine_calls import EngineCalls
 from dualpath.router.front_end_service import FrontEndService
-from dualpath.router.links.remote import EnginesView, RemoteScheduling
+from dualpath.router.links.engines_view import EnginesView
+from dualpath.router.links.remote import RemoteScheduling
 from dualpath.router.links.settings import LinkSettings
 from dualpath.router.links.zmq_link import ZmqLinkConnection
 from dualpath.router.observe.metrics import RouterMetrics
@@ -26,6 +28,9 @@ from dualpath.transport.cluster_secret import load_secret
 class LinkedFrontEnd(FrontEndService):
     """As ``RouterService``, without the cluster; ``start`` greets the scheduler.
 
+    ``adapter_paths`` are the LoRA adapters that clients may name; the scheduler says which weights
+    engines have of them.
+
     Raises ``ConfigError`` for an address that cannot be, or one of another machine without a
     cluster secret.
     """
@@ -36,12 +41,18 @@ class LinkedFrontEnd(FrontEndService):
         link: LinkSettings,
         engine_calls: EngineCalls,
         clock: Callable[[], float] = time.monotonic,
+        adapter_paths: Mapping[str, str] | None = None,
     ) -> None:
         self.scheduler_address = link.scheduler
         self.name = link.front_end_name or f"{socket.gethostname()}-{os.getpid()}"
         connection = ZmqLinkConnection(link.scheduler, load_secret(settings.cluster_secret_file))
         self.link = RemoteScheduling(
-            connection, self.name, uuid.uuid4().hex, clock, self.scheduler_address
+            connection,
+            self.name,
+            uuid.uuid4().hex,
+            clock,
+            self.scheduler_address,
+            ServedAdapters(adapter_paths or {}),
         )
         # It has no engines of its own to report of, and nobody greets it.
         metrics = RouterMetrics(Registry(), dict, clock)
@@ -70,6 +81,7 @@ class LinkedFrontEnd(FrontEndService):
         namespace = engines.namespace
         return {
             "front_end": self.name,
+            "pid": os.getpid(),
             "scheduler": self.scheduler_address,
             "scheduler_missing": self.registry.away or None,
             "mode": engines.mode.value if engines.mode else None,

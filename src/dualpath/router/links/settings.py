@@ -18,3 +18,7 @@ class LinkSettings(Settings, frozen=True):
     front_end_name: Annotated[
         str, Setting("one for each front end of a scheduler; empty: machine and process id")
     ] = ""
+    share_port: Annotated[
+        bool,
+        Setting("others of this user that say so may have the same port; connections are divided"),
+    ] = False

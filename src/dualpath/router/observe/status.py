@@ -36,8 +36,7 @@ def status_report(
     return {
         "mode": registry.mode.value if registry.mode else None,
         "mode_note": ORACLE_NOTE if registry.mode is Mode.ORACLE else None,
-        "model": _first_limit(engines, "served_model_name")
-        or (namespace.model if namespace else None),
+        "model": model_name(registry),
         "vocab_size": registry.limit("vocab_size"),
         "max_model_len": registry.limit("max_model_len"),
         "block_tokens": namespace.geometry.block_tokens if namespace else None,
@@ -53,6 +52,14 @@ def status_report(
         "running": running,
         "assignments": [msgspec.to_builtins(note) for note in assignments],
     }
+
+
+def model_name(registry: Registry) -> str | None:
+    """Return the name that clients ask for, or else what engines call their model."""
+    name = _first_limit(registry.all(), "served_model_name")
+    if isinstance(name, str) and name:
+        return name
+    return registry.namespace.model if registry.namespace else None
 
 
 def _counters(registry: Registry, metrics: RouterMetrics) -> dict[str, Any]:

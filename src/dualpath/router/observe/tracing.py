@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from dualpath.core.errors import ConfigError
+from dualpath.core.extras import extra
 from dualpath.router.engine_calls import Job
 from dualpath.router.requests.records import RequestRecord
 from dualpath.router.stages import Stage, StageTime
@@ -56,8 +57,8 @@ def open_tracing(endpoint: str, clock: Callable[[], float]) -> "Tracing":
         exporter = _exporter(endpoint, protocol)
     except ImportError as error:
         raise ConfigError(
-            f"traces to {endpoint} need OpenTelemetry, which is not installed ({error}); install "
-            "dualpath[otel] or leave --otlp-traces-endpoint out"
+            f"traces to {endpoint} need OpenTelemetry, which is not installed ({error}); "
+            f"{extra('otel').remedy}, or leave --otlp-traces-endpoint out"
         ) from error
     return Tracing(exporter, clock)
 

@@ -53,11 +53,35 @@ _CHAT = [
     {"role": "assistant", "content": "ls", "tool_calls": [{"id": "1", "function": {}}]},
     {"role": "exit", "content": "done"},
 ]
+_SPAN = {
+    "traceId": "5b8e",
+    "spanId": "a1",
+    "startTimeUnixNano": "1000000000",
+    "endTimeUnixNano": 2000000000,
+    "attributes": [
+        {"key": "gen_ai.usage.input_tokens", "value": {"intValue": "100"}},
+        {"key": "gen_ai.usage.output_tokens", "value": {"intValue": 20}},
+        {"key": "gen_ai.input.messages", "value": {"stringValue": '[{"role": "user"}]'}},
+        {"key": "dualpath.block_ids", "value": {"arrayValue": {"values": [{"intValue": "7"}]}}},
+    ],
+}
 _LINES: tuple[object, ...] = (
     {"session_id": "a", "rounds": [[5, 2], [3, 0]]},
     [[4, 1], [2, 7]],
     {"session_id": "a", "rounds": [{"prompt": 10, "append": 10, "context": 0, "gen": 4}]},
     {"session_id": "a", "messages": _CHAT, "turns": 1},
+    {"timestamp": 3, "input_length": 700, "output_length": 2, "hash_ids": [4, 5]},
+    {"session_id": "a", "messages": _CHAT[:2], "output_length": 2, "message_mode": "delta"},
+    {
+        "chat_id": 2,
+        "parent_chat_id": -1,
+        "timestamp": 1.5,
+        "input_length": 40,
+        "output_length": 3,
+        "hash_ids": [7, 8],
+    },
+    {"session_id": "a", "timestamp": 1760428436442742, "input": "fix it", "output": "ls"},
+    {"resourceSpans": [{"scopeSpans": [{"spans": [_SPAN]}]}]},
     {"messages": _CHAT, "info": {}, "trajectory_format": "x"},
     {
         "conversation_id": "a",

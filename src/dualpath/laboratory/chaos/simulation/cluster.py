@@ -19,7 +19,7 @@ from dualpath.laboratory.chaos.simulation.ranks import SimFollower
 from dualpath.laboratory.chaos.simulation.router import SimRouter
 from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.policy.eviction import StorageLimits
-from dualpath.router.turn import Turn
+from dualpath.router.standby.turn import OnlyOne
 from dualpath.storage.status import STATUS, Status
 
 #: Until a rank notices that another one of its group has ended.
@@ -187,7 +187,7 @@ class Cluster:
     def _start_router(self) -> SimRouter:
         return SimRouter(
             *(self.shared, self.settings.router, self._start("router"), self._host("router")),
-            self.shared.turn() if self.settings.standby else Turn(""),
+            self.shared.turn() if self.settings.standby else OnlyOne(),
         )
 
     def _start_group(self, group: _Group) -> None:

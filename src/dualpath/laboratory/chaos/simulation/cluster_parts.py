@@ -12,7 +12,7 @@ from dualpath.laboratory.chaos.simulation.data import TransferFaults
 from dualpath.laboratory.chaos.simulation.disk import Disk
 from dualpath.laboratory.chaos.simulation.storage_watch import StorageWatch
 from dualpath.laboratory.chaos.simulation.world import Process, World
-from dualpath.router.turn import Turn
+from dualpath.router.standby.file_turn import FileTurn
 from dualpath.transport.in_process import InProcessFabric
 
 if TYPE_CHECKING:
@@ -49,13 +49,13 @@ class Shared:
         self._processes[number] = process
         return process, known
 
-    def turn(self) -> Turn:
+    def turn(self) -> FileTurn:
         """Return the next turn of the routers that stand by: those before it go first."""
         if not self._lock_file:
             folder = tempfile.TemporaryDirectory(prefix="dualpath-simulated-")
             self.world.at_the_end(folder.cleanup)
             self._lock_file = f"{folder.name}/router.lock"
-        return Turn(self._lock_file)
+        return FileTurn(self._lock_file)
 
     def is_gone(self, host: str, asked: HostProcess) -> bool:
         """Whether a machine sees that a process has ended, and the ranks it works with.

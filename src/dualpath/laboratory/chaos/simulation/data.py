@@ -15,7 +15,8 @@ import msgspec
 
 from dualpath.laboratory.chaos.simulation.world import Process, World
 from dualpath.transport.contract import Direction, PieceIndices, TransferState
-from dualpath.transport.in_process import InProcessFabric, InProcessTransfer, InProcessTransport
+from dualpath.transport.copying import CopyTransfer
+from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 
 #: Who owns a piece of a region of an agent now; None if nobody does.
 OwnerOf = Callable[[str, str, int], str | None]
@@ -48,7 +49,7 @@ class SimTransfer:
     """One posted transfer; ``transport.contract.Transfer``."""
 
     def __init__(
-        self, transport: "SimTransport", inner: InProcessTransfer, peer: str, writes: Memory
+        self, transport: "SimTransport", inner: CopyTransfer, peer: str, writes: Memory
     ) -> None:
         self.bytes = inner.bytes
         self._transport = transport
@@ -84,7 +85,7 @@ class SimTransfer:
 
     def poll(self) -> TransferState:
         """Say how far it is; the world moves its bytes."""
-        return self._inner._state
+        return self._inner.state
 
     def fail_when_over(self, reason: str) -> None:
         """Turn FAILED once no byte can arrive any more."""
@@ -101,7 +102,7 @@ class SimTransfer:
     def _may_move(self) -> bool:
         """Whether bytes of it can still arrive: none do from a process that is gone, or to one."""
         sent = not self._transport.process.is_gone and self._transport.alive(self._writes.agent)
-        return sent and self._inner._state is TransferState.MOVING
+        return sent and self._inner.state is TransferState.MOVING
 
     def _move(self, first: int, end: int) -> None:
         if not self._may_move():
@@ -115,19 +116,19 @@ class SimTransfer:
                     f"{self._owners[index]}'s and is {owner}'s now"
                 )
             ctypes.memmove(
-                int(inner._destinations[index]), int(inner._sources[index]), inner._piece_bytes
+                int(inner.destinations[index]), int(inner.sources[index]), inner.piece_bytes
             )
 
     def _land(self, first: int) -> None:
         inner = self._inner
         if self._broken is None and not self._transport.process.is_gone:
             self._move(first, len(self._writes.pieces))
-            if not self._transport.alive(inner._peer):
-                self._doom = self._doom or f"agent {inner._peer!r} is gone"
+            if not self._transport.alive(inner.peer):
+                self._doom = self._doom or f"agent {inner.peer!r} is gone"
         if (error := self._broken or self._doom) is not None:
-            inner._fail(error)
-        elif inner._state is TransferState.MOVING:
-            inner._state = TransferState.DONE
+            inner.fail(error)
+        elif inner.state is TransferState.MOVING:
+            inner.state = TransferState.DONE
         self._transport.over(self)
 
 
@@ -157,7 +158,7 @@ class SimTransport(InProcessTransport):
 
     def alive(self, agent: str) -> bool:
         """Whether an agent's process lives."""
-        return self._fabric.is_alive(agent)
+        return self.fabric.is_alive(agent)
 
     def post(  # type: ignore[override]
         self,

@@ -210,6 +210,10 @@ PLANTS: dict[str, Plant] = {
         "a layer is computed before the one that used its region has left",
         _instead(LayerStream, "computed", _computed_at_once),
     ),
+    "next-pass-at-once": Plant(
+        "a pass loads its first layers before the last ones of the pass before have left",
+        _instead(LayerStream, "when_left", lambda self, region, then: then()),
+    ),
     "no-pins": Plant(
         "nobody pins slots while reading or writing them",
         lambda: mock.patch.multiple(

@@ -13,7 +13,8 @@ from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.engines import EngineInfo
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
-from dualpath.router.turn import Turn
+from dualpath.router.standby.file_turn import FileTurn
+from dualpath.router.standby.turn import OnlyOne, bound
 
 _DELAYS_S = (0.0001, 0.0005, 0.002)
 
@@ -25,7 +26,12 @@ class SimRouter:
     """A router from the start of its process to its end; it serves when its turn comes."""
 
     def __init__(
-        self, shared: Shared, settings: RouterSettings, start: int, host: str, turn: Turn
+        self,
+        shared: Shared,
+        settings: RouterSettings,
+        start: int,
+        host: str,
+        turn: FileTurn | OnlyOne,
     ) -> None:
         self.serves = False
         self._turn = turn
@@ -46,11 +52,15 @@ class SimRouter:
             is_gone=functools.partial(shared.is_gone, host),
         )
         self.loop.call_soon(lambda: self.loop.create_task(self._serve_in_turn()))
-        shared.world.at_the_end(turn.over)
+        shared.world.at_the_end(self._free_turn)
+
+    def _free_turn(self) -> None:
+        if isinstance(self._turn, FileTurn):
+            self._turn.free()
 
     async def _serve_in_turn(self) -> None:
         await self._turn.taken()
-        await self._turn.bound(self.service.start)
+        await bound(self._turn, self.service.start)
         self.serves = True
         self._shared.world.note(self.name, "serves")
 
@@ -82,7 +92,7 @@ class SimRouter:
         self._shared.world.note(self.name, "is dead")
         self.serves = False
         self.process.kill()
-        self._turn.over()
+        self._free_turn()
         self._shared.control.router_died()
         self._shared.http.router_died()
         for exchange in list(self._exchanges):

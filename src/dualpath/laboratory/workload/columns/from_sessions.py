@@ -7,7 +7,7 @@ settings.  Hits are what a perfect store would give, from what every prompt real
 earlier rounds: full blocks, never the whole prompt, and never the last generated token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated
 
 from dualpath.core.errors import ConfigError, TraceError
@@ -122,18 +122,22 @@ def _columns(
         return pure_appends(rounds_of(pure), settings)
     contents = Contents(Vocabulary(seed=settings.seed, encode=encode))
     sharing = settings.share_across_sessions
-    # Token counts and block ids name nothing beyond their session: only text is shared.
-    shared = sharing != "none"
-    texts = [s.start(settings, contents) for s in sessions if shared and isinstance(s, TextSession)]
-    walked = iter(walk(texts, sharing))
+    shared: dict[int, list[WalkedConversation]] = {}
+    for sharers in _sharers(sessions) if sharing != "none" else ():
+        walked = walk([session.start(settings, contents) for session in sharers], sharing)
+        shared |= {id(one): found for one, found in zip(sharers, walked, strict=True)}
     return as_columns(
-        [
-            next(walked)
-            if shared and isinstance(session, TextSession)
-            else _alone(session, settings, contents)
-            for session in sessions
-        ]
+        [shared.get(id(session)) or _alone(session, settings, contents) for session in sessions]
     )
+
+
+def _sharers(sessions: Sequence[Session]) -> Iterator[list[Session]]:
+    """Yield the sessions that may hit each other's blocks: texts, and block ids of one scope.
+
+    Token counts name nothing beyond their session, nor do most block ids.
+    """
+    yield [session for session in sessions if isinstance(session, TextSession)]
+    yield [s for s in sessions if isinstance(s, BlockSession) and s.shared_ids]
 
 
 def _alone(

@@ -1,9 +1,11 @@
-"""Sessions of block ids (the weka format): equal ids are equal tokens, and nothing else is known.
+"""Sessions of block ids (weka, Mooncake, …): equal ids are equal tokens, and nothing else is known.
 
-A block id stands for ``block_tokens`` tokens derived from the session and the id.  One exception
-keeps the conversation true to §A.3: where a request extends the one before, its prompt goes on
-with the tokens the server really generated, so the *new* ids at those places take these tokens,
-once and for all.  Turn k+1 then hits prompt and generated tokens of turn k, as when recorded.
+A block id stands for ``block_tokens`` tokens derived from the session's scope and the id.  One
+exception keeps the conversation true to §A.3: where a request extends the one before, its prompt
+goes on with the tokens the server really generated, so the *new* ids at those places take these
+tokens, once and for all.  Turn k+1 then hits prompt and generated tokens of turn k, as when
+recorded.  Ids that other sessions have as well keep their tokens: what one session's server
+generated, no other session could know.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -33,12 +35,15 @@ class BlockTurn(msgspec.Struct, frozen=True):
     """One request: ``id_ranges`` are inclusive (first, last) runs of block ids.
 
     ``prompt_tokens`` may exceed the blocks' tokens by a partial block, which has no id.
+    ``delay_s`` ≥ 0 was waited since the answer before; ``start_s`` is when the request was sent, in
+    seconds since the trace began, None where that is not known.
     """
 
     prompt_tokens: int
     generate_tokens: int
     id_ranges: tuple[tuple[int, int], ...]
     delay_s: float = 0.0
+    start_s: float | None = None
 
     def block_ids(self) -> Spans:
         """Return all ids in order, as if each were a token."""
@@ -53,13 +58,17 @@ class SubAgent(msgspec.Struct, frozen=True):
 
 
 class BlockSession(msgspec.Struct, frozen=True):
-    """A recorded session; ``scope`` names the space its ids live in, shared by its sub-agents."""
+    """A recorded session; ``scope`` names the space its ids live in, shared by its sub-agents.
+
+    ``shared_ids`` are those of its ids that other sessions of the same scope have as well.
+    """
 
     session_id: str
     block_tokens: int
     block_turns: tuple[BlockTurn, ...]
     sub_agents: tuple[SubAgent, ...] = ()
     scope: str = ""
+    shared_ids: frozenset[int] = frozenset()
 
     @property
     def turns(self) -> int:
@@ -97,8 +106,8 @@ class BlockConversation(Conversation):
         self._content: int = parent._content if parent else contents.blocks(scope)
         self._ids = Spans()
         self._prompt_tokens = 0
-        #: Ids sent before, whose contents are fixed.
-        self._seen: set[int] = set(parent._seen) if parent else set()
+        #: Ids sent before or elsewhere, whose contents are fixed.
+        self._seen: set[int] = set(parent._seen if parent else session.shared_ids)
         #: Runs of them that took generated tokens, by their first id: where they end, and what
         #: they hold.
         self._bound: dict[int, tuple[int, Spans]] = dict(parent._bound) if parent else {}

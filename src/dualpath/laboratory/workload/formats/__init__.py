@@ -1,16 +1,17 @@
-"""Trace readers: one module per format, one contract.
+"""Traces, read and written: one module per format, one contract.
 
-To add a format, write a module with the two functions of ``TraceFormat`` and list its name in
+To add a format, write a module with the functions of ``TraceFormat`` and give it a row of
 ``FORMATS``: commands, messages and ``auto`` follow.
 
     sessions = read_trace("trace.jsonl.xz")
+    write_trace(sessions, "trace.mooncake.jsonl", "mooncake")
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from dualpath.core.errors import TraceError
 from dualpath.laboratory.workload.formats.lines import Document, OnBroken, documents
@@ -18,14 +19,33 @@ from dualpath.laboratory.workload.formats.lines import Document, OnBroken, docum
 if TYPE_CHECKING:
     from dualpath.laboratory.workload.conversation.session import Session
 
-#: Modules of this folder, asked in this order by ``auto``; imported when needed, so that commands
-#: can list them at no cost.  A hyphen in a name is an underscore in the module's.
-FORMATS = ("rounds", "agentperf", "weka", "mini-swe")
+Kind = Literal["lengths", "blocks", "text"]
+"""What sessions are made of: ``TokenSession``, ``BlockSession`` or ``TextSession``."""
+
+#: Modules of this folder, asked in this order by ``auto``, and what they write: None if they only
+#: read.  Imported when needed, so that commands can list them at no cost.  A hyphen in a name is
+#: an underscore in the module's.
+FORMATS: dict[str, Kind | None] = {
+    "rounds": "lengths",
+    "agentperf": "text",
+    "weka": "blocks",
+    "bailian": "blocks",
+    "otel": "blocks",
+    "lmcache": "text",
+    "mooncake": "blocks",
+    "mini-swe": None,
+}
 AUTO = "auto"
+#: The names of ``conversation``'s classes, by what they are made of.
+_KINDS: dict[str, Kind] = {
+    "TokenSession": "lengths",
+    "BlockSession": "blocks",
+    "TextSession": "text",
+}
 
 
 class TraceFormat(Protocol):
-    """What a format module has."""
+    """What a format module has; ``write`` only where ``FORMATS`` says what."""
 
     def looks_like(self, parsed: object) -> bool:
         """Return whether the first JSON document of a trace, parsed, is of this format."""
@@ -34,6 +54,38 @@ class TraceFormat(Protocol):
         self, documents: Iterable[Document], on_broken: OnBroken | None
     ) -> "Iterator[Session]":
         """Yield the sessions; hand the errors of broken documents to ``on_broken``, or raise."""
+
+    def write(self, sessions: Sequence[Any]) -> Iterator[bytes]:
+        """Yield the lines of at least one session, all of the format's kind."""
+
+
+def writable(kind: Kind) -> tuple[str, ...]:
+    """Return the formats that sessions of a kind can be written in."""
+    return tuple(name for name, written in FORMATS.items() if written == kind)
+
+
+def write_trace(sessions: "Sequence[Session]", path: str | Path, format: str) -> None:
+    """Write sessions of one kind as a trace, whole or not at all.
+
+    Read again they are the same sessions, as far as the format can say it.  Raises ``TraceError``
+    where the format cannot hold them, there are none, or the file cannot be written.
+    """
+    place = Path(path)
+    kinds = {_KINDS[type(session).__name__] for session in sessions}
+    module = _format(format)
+    if len(kinds) != 1 or FORMATS[format] not in kinds:
+        known = " or ".join(name for kind in sorted(kinds) for name in writable(kind))
+        raise TraceError(
+            f"{place}: sessions of {' and '.join(sorted(kinds)) or 'nothing'} cannot be written as "
+            f"{format}; {f'give {{format}} {known}' if known else 'there is nothing to write'}"
+        )
+    partial = place.with_name(f".{place.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.writelines(line + b"\n" for line in module.write(sessions))
+        partial.replace(place)
+    except OSError as error:
+        raise TraceError(f"{place}: cannot be written ({error}); check folder and disk") from None
 
 
 def read_trace(

@@ -5,12 +5,13 @@ a .jsonl file, a folder with ``traces/*.jsonl`` in it (``data/replays`` of the a
 package, say), or an archive of such a folder, the package's own wheel included.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
 from dualpath.laboratory.workload.conversation.session import Session
+from dualpath.laboratory.workload.conversation.text_encoder import BYTES_PER_TOKEN
 from dualpath.laboratory.workload.conversation.text_session import TextSession, TextTurn
 from dualpath.laboratory.workload.formats.lines import (
     MAX_DELAY_S,
@@ -54,6 +55,23 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
         current.lines.append(line)
     if current is not None:
         yield _session(current)
+
+
+def write(sessions: Sequence[TextSession]) -> Iterator[bytes]:
+    """Yield one line per request; an answer of unknown length counts four bytes to a token."""
+    for session in sessions:
+        following = [*(turn.delay_s for turn in session.text_turns[1:]), None]
+        for index, turn in enumerate(session.text_turns):
+            delay_s = following[index]
+            estimate = max(len(turn.answer_text.encode()) // BYTES_PER_TOKEN, 1)
+            line = _Line(
+                conversation_id=session.session_id,
+                conversation_idx=index,
+                messages=[RawMessage(one.role, one.text) for one in turn.messages],
+                target_output_tokens=turn.generate_tokens or estimate,
+                simulated_tool_delay_ms_after=None if delay_s is None else delay_s * 1000,
+            )
+            yield msgspec.json.encode(line)
 
 
 def _parse(document: Document) -> _Line:

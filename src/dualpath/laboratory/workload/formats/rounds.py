@@ -8,8 +8,8 @@ A recorded round that generated nothing (an aborted call) is replayed with one t
 server can be asked for.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Annotated
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any
 
 import msgspec
 
@@ -53,6 +53,28 @@ def looks_like(parsed: object) -> bool:
 def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> Iterator[Session]:
     """Yield one session per line."""
     return each(documents, _session, on_broken)
+
+
+def write(sessions: Sequence[TokenSession]) -> Iterator[bytes]:
+    """Yield one line per session: pairs, or objects where a round keeps less or waits."""
+    for session in sessions:
+        plain = not session.kept_tokens and not any(r.delay_s for r in session.trajectory.rounds)
+        rounds: list[Any] = (
+            [(r.append_tokens, r.generated_tokens) for r in session.trajectory.rounds]
+            if plain
+            else list(_objects(session))
+        )
+        yield msgspec.json.encode({"session_id": session.session_id, "rounds": rounds})
+
+
+def _objects(session: TokenSession) -> Iterator[_RoundObject]:
+    total = 0
+    for index, one in enumerate(session.trajectory.rounds):
+        kept = session.kept_tokens[index] if index < len(session.kept_tokens) else None
+        context = total if kept is None else kept
+        prompt = context + one.append_tokens
+        yield _RoundObject(prompt, one.append_tokens, context, one.generated_tokens, one.delay_s)
+        total = prompt + one.generated_tokens
 
 
 def _session(document: Document) -> Session:

@@ -8,8 +8,8 @@ its parent from that point on; they become a sub-agent here and do not hold the 
 A recorded request that generated nothing is replayed with one token.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Annotated
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any
 
 import msgspec
 
@@ -19,6 +19,7 @@ from dualpath.laboratory.workload.conversation.block_session import (
     SubAgent,
 )
 from dualpath.laboratory.workload.conversation.session import Session
+from dualpath.laboratory.workload.formats.block_ids import full_blocks, id_runs
 from dualpath.laboratory.workload.formats.lines import (
     MAX_DELAY_S,
     MAX_TURN_TOKENS,
@@ -27,7 +28,6 @@ from dualpath.laboratory.workload.formats.lines import (
     each,
 )
 
-_MAX_BLOCK_ID = 1 << 40
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TURN_TOKENS)]
 _SUB_AGENT = "subagent"
 
@@ -60,6 +60,49 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
     return each(documents, _top_session, on_broken)
 
 
+def write(sessions: Sequence[BlockSession]) -> Iterator[bytes]:
+    """Yield one document per session."""
+    for session in sessions:
+        entries = _entries(session, 0.0)
+        line = {"id": session.session_id, "block_size": session.block_tokens, "requests": entries}
+        yield msgspec.json.encode(line)
+
+
+def _entries(session: BlockSession, begun_s: float) -> list[dict[str, Any]]:
+    """Return requests and, where they start, sub-agents; ``t`` counts from the session's begin."""
+    entries: list[dict[str, Any]] = []
+    first_s = session.block_turns[0].start_s or 0.0
+    now_s = begun_s
+    for index in range(-1, len(session.block_turns)):
+        if index >= 0:
+            turn = session.block_turns[index]
+            now_s = now_s + turn.delay_s if turn.start_s is None else turn.start_s - first_s
+            entries.append(
+                {
+                    "t": now_s,
+                    "type": "n",
+                    "in": turn.prompt_tokens,
+                    "out": turn.generate_tokens,
+                    "hash_ids": [list(run) for run in turn.id_ranges],
+                    "think_time": turn.delay_s,
+                }
+            )
+        entries += [
+            {
+                "t": now_s,
+                "type": _SUB_AGENT,
+                # As it is read, a name ends with the sub-agent's number.
+                "agent_id": sub_agent.session.session_id.rpartition("/")[2].removesuffix(
+                    f"-{number}"
+                ),
+                "requests": _entries(sub_agent.session, now_s),
+            }
+            for number, sub_agent in enumerate(session.sub_agents)
+            if sub_agent.after_turn == index
+        ]
+    return entries
+
+
 def _top_session(document: Document) -> Session:
     line = document.decode(_Line)
     return _session(document, line.id, line.id, line.block_size, line.requests)
@@ -85,31 +128,11 @@ def _session(
 def _turn(document: Document, index: int, block_tokens: int, entry: _Entry) -> BlockTurn:
     if entry.prompt_tokens < 1:
         raise document.error(f"request {index}: 'in' is {entry.prompt_tokens}, must be at least 1")
-    ranges = _ranges(document, index, entry)
-    blocks = sum(last - first + 1 for first, last in ranges)
-    # Some exporters give the partial last block an id as well; it names no full block.
-    if blocks * block_tokens >= entry.prompt_tokens + block_tokens:
-        raise document.error(
-            f"request {index}: {blocks} blocks of {block_tokens} tokens exceed its prompt of "
-            f"{entry.prompt_tokens} tokens"
-        )
+    where = f"request {index}"
+    runs = id_runs(document, where, entry.hash_ids)
     return BlockTurn(
         prompt_tokens=entry.prompt_tokens,
         generate_tokens=max(entry.generated_tokens, 1),
-        id_ranges=ranges,
+        id_ranges=full_blocks(document, where, runs, entry.prompt_tokens, block_tokens),
         delay_s=entry.think_time or 0.0,
     )
-
-
-def _ranges(document: Document, index: int, entry: _Entry) -> tuple[tuple[int, int], ...]:
-    """Return inclusive runs, short form or not; a plain list becomes runs as well."""
-    runs: list[tuple[int, int]] = []
-    for item in entry.hash_ids:
-        first, last = (item, item) if isinstance(item, int) else item
-        if not 0 <= first <= last < _MAX_BLOCK_ID or last - first >= MAX_TURN_TOKENS:
-            raise document.error(f"request {index}: [{first}, {last}] is no run of block ids")
-        if runs and first == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], last)
-        else:
-            runs.append((first, last))
-    return tuple(runs)

@@ -57,12 +57,15 @@ async def replay(
     options: ReplayOptions,
     *,
     encode: Callable[[str], Sequence[int]] | None = None,
+    histories: Sequence[Session] = (),
     progress: Progress | None = None,
     clock: Clock | None = None,
 ) -> ReplayResult:
     """Replay ``sessions`` against ``endpoint`` (``http://host:port``) and return the figures.
 
-    ``encode`` turns text into token ids, needed by text sessions only.  Failed turns are in the
+    ``encode`` turns text into token ids, needed by text sessions only.  ``histories`` are sessions
+    of one prompt that an earlier run with the same ``run_id`` has stored: an agent of the same id
+    can hit it.  Failed turns are in the
     result, not raised.  The endpoint is shown the environment's ``VLLM_API_KEY``.  Raises
     ``ConfigError`` for settings that cannot work and ``EngineLostError`` where the endpoint does
     not answer at the start.
@@ -88,7 +91,7 @@ async def replay(
         vocabulary = Vocabulary(options.seed, setting.token_low, setting.token_high, encode)
         vocabulary.check()
         settings = msgspec.structs.replace(options, max_context_tokens=setting.max_context_tokens)
-        await run.all_agents(agents, arrivals_s, settings, vocabulary)
+        await run.all_agents(agents, arrivals_s, settings, vocabulary, histories)
         after = await _status_after(http, endpoint)
     return ReplayResult(
         setting=setting,

@@ -6,6 +6,15 @@ from dualpath.core.settings import Setting
 from dualpath.laboratory.workload.conversation.session import AgentSettings
 from dualpath.laboratory.workload.replay.result import HintsGiven, Isolation, ToolDelays
 
+WaitsForTools = Annotated[ToolDelays, Setting("wait for the recorded tool times between turns")]
+GivesHints = Annotated[
+    HintsGiven,
+    Setting(
+        "what agents say of their sessions: nothing, their names and ends, or also how long "
+        "each tool will run"
+    ),
+]
+
 
 class ReplayOptions(AgentSettings, frozen=True, kw_only=True):
     """How to replay; the defaults are the paper's offline setting (§7.3) on the whole trace.
@@ -18,16 +27,8 @@ class ReplayOptions(AgentSettings, frozen=True, kw_only=True):
         float | None,
         Setting("agents arrive at random (Poisson, §7.4); none: all at once", gt=0, le=1e6),
     ] = None
-    tool_delays: Annotated[
-        ToolDelays, Setting("wait for the recorded tool times between turns")
-    ] = ToolDelays.NONE
-    session_hints: Annotated[
-        HintsGiven,
-        Setting(
-            "what agents say of their sessions: nothing, their names and ends, or also how long "
-            "each tool will run"
-        ),
-    ] = HintsGiven.NONE
+    tool_delays: WaitsForTools = ToolDelays.NONE
+    session_hints: GivesHints = HintsGiven.NONE
     isolation: Annotated[
         Isolation,
         Setting("who may hit whose cache: one session (as in the paper), one run, anybody"),

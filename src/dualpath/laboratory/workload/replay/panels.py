@@ -30,6 +30,7 @@ def panels(results: Sequence[ReplayResult]) -> tuple[Panel, ...]:
         _turns(results),
         _bytes("Bytes moved, by path", results, "path_bytes"),
         _bytes("Bytes read per storage NIC", results, "snic_read_bytes"),
+        _parts_of_turns(results),
     )
     return tuple(panel for panel in drawn if panel.series)
 
@@ -59,6 +60,23 @@ def _turns(results: Sequence[ReplayResult]) -> Panel:
 
     title = "Turns finished over time"
     return Panel(title, "steps", "time since start, s", "turns answered", _curves(results, curve))
+
+
+def _parts_of_turns(results: Sequence[ReplayResult]) -> Panel:
+    """Return what a turn's time goes into on average: one bar per run, cut where tokens arrive."""
+    answered = [[t for t in run.turns if t.latency_s and t.ttft_s] for run in results]
+    names = tuple(labels(results))
+    cuts: tuple[tuple[str, Callable[[TurnRecord], float]], ...] = (
+        ("until the first token", lambda t: t.ttft_s or 0.0),
+        ("until the second", lambda t: t.ttst_s or 0.0),
+        ("further tokens", lambda t: (t.latency_s or 0.0) - (t.ttft_s or 0.0) - (t.ttst_s or 0.0)),
+    )
+    series = tuple(
+        Series(name, names, tuple(sum(map(of, turns)) / max(len(turns), 1) for turns in answered))
+        for name, of in cuts
+    )
+    known = series if any(answered) else ()
+    return Panel("Where the time of a turn goes", "stacked", "", "mean of turns, s", known)
 
 
 def _curves(

@@ -1,6 +1,7 @@
 """How far a replay is: one live line on a terminal, plain lines elsewhere, all on stderr."""
 
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -57,10 +58,16 @@ class NoProgress:
 class ConsoleProgress:
     """Shows progress on stderr; use as a context manager around the run."""
 
-    def __init__(self, label: str = "", console: Console | None = None) -> None:
-        """``label`` stands before every line, the mode for instance."""
+    def __init__(
+        self,
+        label: str = "",
+        console: Console | None = None,
+        left_s: Callable[[ProgressState], float] | None = None,
+    ) -> None:
+        """``label`` stands before every line, the mode for instance; ``left_s`` makes its end."""
         self._console = console or Console(file=sys.stderr)
         self._label = label
+        self._left_s = left_s
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
         self._last_plain_s = -PLAIN_INTERVAL_S
         self._last: ProgressState | None = None
@@ -86,7 +93,7 @@ class ConsoleProgress:
     def update(self, state: ProgressState) -> None:
         """Redraw the line, or print one if the last is ``PLAIN_INTERVAL_S`` old."""
         if self._console.is_terminal:
-            self._live.update(Text(state.line(self._label)), refresh=True)
+            self._live.update(Text(self._line(state)), refresh=True)
         elif state.elapsed_s - self._last_plain_s >= PLAIN_INTERVAL_S:
             self._plain(state)
         else:
@@ -95,4 +102,8 @@ class ConsoleProgress:
     def _plain(self, state: ProgressState) -> None:
         self._last_plain_s = state.elapsed_s
         self._last = None
-        self._console.print(state.line(self._label), highlight=False, soft_wrap=True)
+        self._console.print(self._line(state), highlight=False, soft_wrap=True)
+
+    def _line(self, state: ProgressState) -> str:
+        left = f"  about {self._left_s(state):.0f} s left" if self._left_s else ""
+        return state.line(self._label) + left

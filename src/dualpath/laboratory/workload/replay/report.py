@@ -6,6 +6,8 @@ print_report(compare([basic, dualpath, oracle]))
 from collections.abc import Sequence
 
 from dualpath.core.errors import ConfigError
+from dualpath.core.modes import Mode
+from dualpath.laboratory.workload.replay.headline import headline
 from dualpath.laboratory.workload.replay.panels import panels
 from dualpath.laboratory.workload.replay.result import ReplayResult
 from dualpath.laboratory.workload.replay.rows import MEGA, figures_table, labels
@@ -28,18 +30,29 @@ _MUST_AGREE = (
 )
 
 
-def compare(results: Sequence[ReplayResult], title: str = "dualpath replay") -> Report:
-    """Return the report of one or more runs: figures, notes, plots.
+def compare(
+    results: Sequence[ReplayResult],
+    title: str = "dualpath replay",
+    further_notes: Sequence[str] = (),
+) -> Report:
+    """Return the report of one or more runs: what it comes to, one plot, figures, notes, plots.
 
     Its notes state throttle, trace, seed, setting and machine; its warnings what forbids a
     comparison or spoils a run. Raises ``ConfigError`` without any run.
     """
     if not results:
         raise ConfigError("there is no run to report; give at least one result")
+    first, *others = panels(results)
     return Report(
         name="replay",
         title=title,
-        blocks=(figures_table(results), Notes(_notes(results)), Plots(title, panels(results))),
+        headline=headline(results),
+        blocks=(
+            Plots(title, (first,)),
+            figures_table(results),
+            Notes((*further_notes, *_notes(results))),
+            Plots(title, tuple(others)),
+        ),
         warnings=_warnings(results),
     )
 
@@ -79,6 +92,11 @@ def _notes(results: Sequence[ReplayResult]) -> tuple[str, ...]:
             f"{trajectory.generated_tokens:.0f} / {trajectory.context_tokens:.0f} over "
             "trajectories' means."
         )
+    if any(r.server is not None and r.server.path_bytes for r in results):
+        notes.append(
+            "A prompt computed in several chunks loads its earlier KV again for each: h2d, and in "
+            "modes with two paths DE to PE, count those bytes every time; storage is read once."
+        )
     notes += [
         f"{label}: {r.setting.mode_note}"
         for label, r in zip(labels(results), results, strict=True)
@@ -88,11 +106,12 @@ def _notes(results: Sequence[ReplayResult]) -> tuple[str, ...]:
 
 
 def _throttle_note(results: Sequence[ReplayResult]) -> str:
-    rates = {result.setting.snic_bytes_per_s for result in results}
+    reading = [result for result in results if result.setting.mode != Mode.ORACLE] or results
+    rates = {result.setting.snic_bytes_per_s for result in reading}
     if rates == {None}:
         return "Storage: no throttle stated by the server."
     texts = [
-        "not throttled" if rate is None else f"throttled to {rate / MEGA:g} MB/s per node"
+        "not throttled" if rate is None else f"throttled to {rate / MEGA:.3g} MB/s per node"
         for rate in sorted(rates, key=lambda rate: rate or 0)
     ]
     return f"Storage (SNIC) bandwidth is {' or '.join(texts)}."
@@ -100,10 +119,13 @@ def _throttle_note(results: Sequence[ReplayResult]) -> str:
 
 def _warnings(results: Sequence[ReplayResult]) -> tuple[str, ...]:
     warnings: list[str] = []
-    for name in (*_MUST_AGREE, "snic_bytes_per_s"):
-        values = [str(getattr(result.setting, name)) for result in results]
-        if len(set(values)) > 1:
-            warnings.append(f"the runs differ in {name}: {', '.join(values)}")
+    # Oracle reads nothing: whether its storage is throttled changes nothing.
+    reading = [result for result in results if result.setting.mode != Mode.ORACLE]
+    for names, runs in ((_MUST_AGREE, results), (("snic_bytes_per_s",), reading)):
+        for name in names:
+            values = [str(getattr(run.setting, name)) for run in runs]
+            if len(set(values)) > 1:
+                warnings.append(f"the runs differ in {name}: {', '.join(values)}")
     if len({result.machine for result in results}) > 1:
         warnings.append("the runs were made on different machines")
     for label, result in zip(labels(results), results, strict=True):

@@ -76,24 +76,36 @@ class ReplayRun:
         arrivals_s: Sequence[float],
         settings: AgentSettings,
         vocabulary: Vocabulary,
+        histories: Sequence[Session] = (),
     ) -> None:
-        """Run every agent to its end."""
-        conversations = [agent.start(settings, Contents(vocabulary)) for agent in agents]
+        """Run every agent to its end; the prompts of ``histories`` were stored before."""
+        before = {history.session_id: history for history in histories}
+        # An agent and its history draw on the same contents: equal texts are equal tokens.
+        contents = [Contents(vocabulary) for _ in agents]
+        conversations = [
+            agent.start(settings, own) for agent, own in zip(agents, contents, strict=True)
+        ]
+        stored = [
+            _stored(before.get(agent.session_id), settings, own)
+            for agent, own in zip(agents, contents, strict=True)
+        ]
         most = settings.max_turns
         turns = sum(agent.turns if most is None else min(agent.turns, most) for agent in agents)
         self._totals = (len(agents), turns)
         self._start_s = self._clock.now()
         async with asyncio.TaskGroup() as group:
-            for conversation, arrival_s in zip(conversations, arrivals_s, strict=True):
-                group.create_task(self._one_agent(conversation, arrival_s))
+            for agent in zip(conversations, stored, arrivals_s, strict=True):
+                group.create_task(self._one_agent(*agent))
 
-    async def _one_agent(self, conversation: Conversation, arrival_s: float) -> None:
+    async def _one_agent(
+        self, conversation: Conversation, stored: StoredPrefixes[TokenIds], arrival_s: float
+    ) -> None:
         if arrival_s > 0:
             await self._clock.sleep(arrival_s)
         agent = _Agent(
             session_id=conversation.session_id,
             cache_salt=self._cache_salt(conversation.session_id),
-            stored=StoredPrefixes(),
+            stored=stored,
         )
         start_s = self._since_start()
         await self._converse(agent, conversation)
@@ -203,6 +215,18 @@ class ReplayRun:
                 hit_tokens=self._reported_hit_tokens,
             )
         )
+
+
+def _stored(
+    history: Session | None, settings: AgentSettings, contents: Contents
+) -> StoredPrefixes[TokenIds]:
+    """Return what an agent can hit before its first turn."""
+    stored = StoredPrefixes[TokenIds]()
+    if history is not None:
+        conversation = history.start(settings, contents)
+        if (turn := conversation.next_turn()) is not None:
+            stored.add(conversation.tokens(turn.prompt))
+    return stored
 
 
 def _measured(record: TurnRecord, completion: Completion, sent_s: float) -> TurnRecord:

@@ -1,4 +1,4 @@
-"""One module per figure or table of §7, each with ``TITLE``, ``DISCUSSION`` and ``build``.
+"""One module per figure or table of §3 and §7, each with ``TITLE``, ``DISCUSSION`` and ``build``.
 
 ``candidates`` is none of the paper's: it asks what the model lacks.
 """
@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from dualpath.model.evaluation.figures import (
     candidates,
+    fig3,
     fig7,
     fig8,
     fig9,
@@ -23,6 +24,7 @@ from dualpath.model.evaluation.runs import Runs
 
 #: In the order of the paper.
 FIGURES: dict[str, Callable[[Runs], FigureReport]] = {
+    "fig3": fig3.build,
     "fig7": fig7.build,
     "fig8": fig8.build,
     "fig9": fig9.build,

@@ -39,7 +39,8 @@ What was found, with the numbers under What the model may lack:
   as one likes and moves capacity not at all. 0.7 s would meet the paper's TTFT; nothing in the text
   suggests it, and it is left at 0.
 
-The figures stay with the model fitted at 64K. Which reading is right cannot be told from the text.
+The figures stay with the model fitted at 64K; the second column has the other reading. Which is
+right cannot be told from the text.
 
 TPOT of DS 27B: the text says that both Basic and DualPath lie far above Oracle, and blames the
 transfer from prefill to decode. The model has no cost there that slows the steps of other requests.

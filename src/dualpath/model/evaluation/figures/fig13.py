@@ -21,12 +21,11 @@ paper; DS 660B on 2P4D stands beside it. Round robin sends half of all reads to 
 the number of nodes there, so at P:D = 1:2 a prefill node carries 1.5 times the average by itself,
 which is nearly the paper's 1.53 without any model.
 
-DualPath is more even in the model than in the paper. After the first minute, in which all agents
-read nothing and write their first prompts, it is within 1 or 2 % of perfect, since queue lengths
-are exact when a group fetches and a storage NIC always reads at its rate. Real reads vary, and
-storage servers are shared. On 2P4D the ratio is larger than the paper's at any width: a read of 33K
-tokens of DS 660B is 1.3 GB, so that a second holds few reads per node and their number alone
-fluctuates. The text gives no width for its "small time window".
+With DS 27B's kernels as slow as Fig. 7 asks, DualPath's balance is the paper's as well: nothing of
+this figure was fitted. Queue lengths are exact when a group fetches and a storage NIC always reads
+at its rate, so what is uneven is the choice of sides alone. On 2P4D the ratio is larger: a read of
+33K tokens of DS 660B is 1.3 GB, so that a second holds few reads per node and their number alone
+fluctuates. The text gives no width for its "small time window"; the table shows others.
 """
 
 

@@ -20,7 +20,7 @@ engine computes at its limit, nothing is read, and TTFT is the queue.
 def build(runs: Runs) -> FigureReport:
     """Draw the run that Table 3 times."""
     settings = runs.settings
-    spec = large_spec(settings)
+    spec = large_spec(runs)
     run = large_offline(runs)
     assert spec.nodes is not None
     line = run.timeline

@@ -39,7 +39,7 @@ run. It covers the policy alone; the paper's cores also carry messages.
 def build(runs: Runs) -> FigureReport:
     """Run both scales, offline and online."""
     settings = runs.settings
-    small, large = small_spec(settings), large_spec(settings)
+    small, large = small_spec(runs), large_spec(runs)
     few, many = runs.offline(small), large_offline(runs)
     factor = 2 if settings.quick else ONLINE_SCALE_UP
     nodes = (factor * PREFILL_NODES, factor * DECODE_NODES)

@@ -22,7 +22,7 @@ from dualpath.router.observe.dashboard.engine_window import EngineWindow
 from dualpath.router.observe.dashboard.history import History, Sample, median_and_p90
 from dualpath.router.observe.dashboard.nodes import nodes, steps
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.observe.status import ORACLE_NOTE
+from dualpath.router.observe.status import ORACLE_NOTE, model_name
 from dualpath.router.requests.records import RequestRecord
 
 #: Raised whenever a field changes its meaning.
@@ -124,7 +124,6 @@ class Dashboard:
         seq = _sample_number(since)
         registry, load = self._registry, self._load()
         engines = registry.all()
-        namespace = registry.namespace
         now_s = self._clock()
         return {
             "schema": SCHEMA,
@@ -133,7 +132,7 @@ class Dashboard:
             "now_s": now_s,
             "mode": registry.mode.value if registry.mode else None,
             "mode_note": ORACLE_NOTE if registry.mode is Mode.ORACLE else None,
-            "model": namespace.model if namespace else None,
+            "model": model_name(registry),
             "waiting": load.waiting,
             "running": load.running,
             "engines": {role.value: _liveness(engines, role) for role in Role},

@@ -91,26 +91,34 @@ class Chart {
 }
 
 function line(series, xAt, yAt) {
+  const { points } = series;
   let pen = "M";
   let path = "";
-  for (const [x, y] of series.points) {
+  for (const [x, y] of points) {
     if (!known(y)) {
       pen = "M";
       continue;
     }
     path += `${pen}${xAt(x).toFixed(1)} ${yAt(y).toFixed(1)}`;
-    // A point without neighbours is a line of no length, which round caps make visible.
-    if (pen === "M") path += "h0";
     pen = "L";
   }
-  return s("path", { class: `line tone-${series.tone}`, d: path, "stroke-linecap": "round",
-    "stroke-dasharray": DASHES[series.tone] || null });
+  // Sparse traffic has points without neighbours, of which no line tells.
+  const alone = points.filter(([, y], index) =>
+    known(y) && !known(points[index - 1]?.[1]) && !known(points[index + 1]?.[1]));
+  return s("g", {},
+    s("path", { class: `line tone-${series.tone}`, d: path, "stroke-linecap": "round",
+      "stroke-dasharray": DASHES[series.tone] || null }),
+    alone.map((point) => dot(point, series, xAt, yAt, "alone", 3.4)));
 }
 
 function dots(series, xAt, yAt) {
-  return s("g", {}, series.points.filter((point) => known(point[1])).map(([x, y]) =>
-    s("circle", { class: `dot tone-${series.tone}`, cx: xAt(x).toFixed(1), cy: yAt(y).toFixed(1),
-      r: 2.4 })));
+  return s("g", {}, series.points.filter((point) => known(point[1])).map((point) =>
+    dot(point, series, xAt, yAt, "dot", 2.4)));
+}
+
+function dot([x, y], series, xAt, yAt, kind, r) {
+  return s("circle", { class: `${kind} tone-${series.tone}`, cx: xAt(x).toFixed(1),
+    cy: yAt(y).toFixed(1), r });
 }
 
 function legendEntry(series, chart, at) {

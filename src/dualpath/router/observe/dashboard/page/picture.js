@@ -1,9 +1,11 @@
 
-// Both read paths as in Fig. 4: arrows as wide as their bytes, levels of buffers and HBM, and a cell
-// per node. What is not known (null) is drawn thin and without a number.
+// Both read paths as in Fig. 4: arrows by their bytes, levels of buffers and HBM, and a cell per node.
+// A width means the same at all times: each tenfold of bytes adds as much to it. What is not known (null) is drawn thin and without a number.
 
 const PICTURE_HEIGHT = 540;
-const WIDEST = 11;
+const [THINNEST, WIDEST] = [1.5, 11];
+/** Powers of ten that are drawn thinnest and widest: of bytes per second, and of bytes of a run. */
+const DECADES = { "bytes per second": [4, 11], bytes: [6, 14] };
 
 /** Arrows: tone, step of Fig. 4 and words for the list of rates. */
 const FLOWS = {
@@ -32,7 +34,6 @@ class PicturePen {
     this.narrow = box <= 190;
     this.lane = Math.floor(box * (this.narrow ? 0.22 : 0.34));
     this.picture = picture;
-    this.most = Math.max(...Object.values(picture.flows).filter(known), 0);
   }
 
   drawn() {
@@ -88,7 +89,7 @@ class PicturePen {
   arrow(name, x1, y1, x2, y2, label) {
     const value = this.picture.flows[name];
     const moving = known(value) && value > 0;
-    const size = moving ? 1.5 + (WIDEST - 1.5) * (value / this.most) : 1.2;
+    const size = moving ? widthOf(value, this.picture.unit) : 1.2;
     const head = 5 + size * 0.75;
     const [dx, dy] = [Math.sign(x2 - x1), Math.sign(y2 - y1)];
     const [tx, ty] = [x2 - dx * head, y2 - dy * head];
@@ -192,6 +193,12 @@ class PicturePen {
         this.picture.format(this.picture.flows[name]))
       .join("; ");
   }
+}
+
+function widthOf(bytes, unit) {
+  const [least, most] = DECADES[unit];
+  const share = (Math.log10(bytes) - least) / (most - least);
+  return THINNEST + (WIDEST - THINNEST) * Math.min(Math.max(share, 0), 1);
 }
 
 /** What an arrow carries; a picture may know better than `FLOWS`. */

@@ -1,27 +1,42 @@
-"""What the light front door answers of the whole cluster: the live page, pauses and roles."""
+"""What is asked of a whole cluster without vLLM: the live page, pauses and roles."""
+
+from typing import Protocol
 
 from aiohttp import web
 
 from dualpath.core.errors import BadRequestError, DualPathError
-from dualpath.laboratory.emulated.http_server import (
+from dualpath.router.control.pauses import PAUSE_PATH, no_such_engine
+from dualpath.router.control.role_calls import ROLES_PATH, RoledService, roles_call
+from dualpath.router.http.server import (
     body_refused,
     error_answer,
     json_answer,
     read_body,
 )
-from dualpath.router.control.pauses import PAUSE_PATH, no_such_engine
-from dualpath.router.control.role_calls import ROLES_PATH, roles_call
+from dualpath.router.observe.dashboard.board import Dashboard
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
-from dualpath.router.service import RouterService
 from dualpath.router.token_api.statuses import NOT_FOUND
 from dualpath.router.token_api.wire import ApiError
 
 
-class ClusterCalls:
-    """Handlers over the service of the scheduler's own process."""
+class ClusterService(RoledService, Protocol):
+    """The service of the scheduler's own process: what is asked of the whole cluster."""
 
-    def __init__(self, service: RouterService, bodies: ArrivingBodies) -> None:
+    @property
+    def dashboard(self) -> Dashboard:
+        """What the live page shows."""
+        ...
+
+    def pause_engine(self, engine_id: str, *, paused: bool) -> bool:
+        """Let a live engine get nothing new, or something again; False if there is no such one."""
+        ...
+
+
+class ClusterCalls:
+    """Handlers over the service of a scheduler's process."""
+
+    def __init__(self, service: ClusterService, bodies: ArrivingBodies) -> None:
         self._service = service
         self._bodies = bodies
 

@@ -1,4 +1,4 @@
-"""What the front door's and the engines' HTTP servers have in common; neither is vLLM's."""
+"""What light HTTP servers have in common: of a scheduler, a front door, an emulated engine."""
 
 import asyncio
 import functools
@@ -39,12 +39,18 @@ _Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 @asynccontextmanager
 async def serving_app(
-    app: web.Application, host: str, port: int, connections: Connections | None = None
+    app: web.Application,
+    host: str,
+    port: int,
+    connections: Connections | None = None,
+    *,
+    share_port: bool = False,
 ) -> AsyncIterator[int]:
     """Serve an application in the block; yields the port.
 
-    ``connections`` bounds them, by default at ``ConnectionLimits``'.  Raises ``ConfigError`` if the
-    address is taken.
+    ``connections`` bounds them, by default at ``ConnectionLimits``'.  ``share_port``: others of
+    this user that say so may have the same port, the kernel divides connections among them.
+    Raises ``ConfigError`` if the address is taken.
     """
     guard = Connections(ConnectionLimits()) if connections is None else connections
     runner = web.AppRunner(
@@ -61,7 +67,11 @@ async def serving_app(
     try:
         try:
             listener = await asyncio.get_running_loop().create_server(
-                functools.partial(guard.guarded, runner.server), host, port, backlog=BACKLOG
+                functools.partial(guard.guarded, runner.server),
+                host,
+                port,
+                backlog=BACKLOG,
+                reuse_port=share_port or None,
             )
         except (OSError, OverflowError) as error:
             raise ConfigError(

@@ -1,0 +1,117 @@
+"""What it costs to let a kept block go: microseconds per eviction, by how many chains are kept.
+
+    python benchmarks/eviction.py [--chains 1000,10000,100000] [--blocks 4] [--rounds 5]
+
+A buffer is full of chains of ``--blocks`` blocks.  A step is what an engine does for a block of a
+request: it evicts one (``KeptBlocks.evict``), puts a block there, and the block comes to rest.  The
+chains come in turn, so that forecasts are believed (``policy.reuse``), or at random, so that the
+least recently used goes.  All sizes and both orders are measured in every round, medians of rounds;
+beside each the step without the eviction, on a buffer that has room.
+"""
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+
+from dualpath.core.blocks import BlockKey, block_keys
+from dualpath.engine.kept_blocks import KeptBlocks, with_parents
+from dualpath.report import markdown
+from dualpath.report.model import Table
+
+ORDERS = ("in turn", "at random")
+#: Steps that are timed together.
+STEPS = 20_000
+
+
+class Buffer:
+    """Slots that are full of chains, of which there are a quarter more than fit."""
+
+    def __init__(self, chains: int, blocks: int) -> None:
+        self.blocks = blocks
+        self.chains = [_keys(number, blocks) for number in range(chains + chains // 4)]
+        capacity = chains * blocks
+        self.kept = KeptBlocks(2 * capacity)
+        self.room = list(range(2 * capacity - 1, capacity - 1, -1))
+        self._free = list(range(capacity - 1, -1, -1))
+
+    def use(self, number: int) -> None:
+        """Let a request use a chain: what is here wakes and rests, the rest takes others' slots."""
+        keys = self.chains[number]
+        held = self.kept.head(keys)
+        for slot in held:
+            self.kept.wake(slot)
+        parent = keys[len(held) - 1] if held else b""
+        for key, before in with_parents(keys[len(held) :], parent):
+            slot = self._free.pop() if self._free else self.kept.evict()
+            self.kept.add(slot, key, before)
+            held.append(slot)
+        for slot in reversed(held):
+            self.kept.rest(slot)
+
+    def step(self, keys: list[BlockKey], *, evict: bool) -> None:
+        """Take a slot for each of ``keys``, chains of one block, and let its block rest."""
+        for key in keys:
+            slot = self.kept.evict() if evict else self.room.pop()
+            self.kept.add(slot, key, b"")
+            self.kept.rest(slot)
+
+
+def measure(chains: int, blocks: int, order: str, round_: int) -> tuple[float, float, bool]:
+    """Return µs of a step with and without an eviction, and whether forecasts decide."""
+    buffer = Buffer(chains, blocks)
+    numbers = np.arange(3 * len(buffer.chains)) % len(buffer.chains)
+    if order == ORDERS[1]:
+        numbers = np.random.default_rng(round_).permutation(numbers)
+    for number in numbers.tolist():
+        buffer.use(number)
+    steps = min(STEPS, chains)
+    fresh = [_keys(-1 - number, 1)[0] for number in range(2 * steps)]
+    plain_us = _timed_us(buffer, fresh[:steps], evict=False)
+    return _timed_us(buffer, fresh[steps:], evict=True), plain_us, buffer.kept.forecasts
+
+
+def _timed_us(buffer: Buffer, keys: list[BlockKey], *, evict: bool) -> float:
+    start_ns = time.process_time_ns()
+    buffer.step(keys, evict=evict)
+    return (time.process_time_ns() - start_ns) / len(keys) / 1e3
+
+
+def _keys(number: int, blocks: int) -> list[BlockKey]:
+    return block_keys([number & 0xFFFFFFFF] * blocks, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--chains", default="1000,10000,100000")
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    sizes = [int(word) for word in arguments.chains.split(",")]
+    found: dict[tuple[str, int], list[tuple[float, float, bool]]] = {}
+    for round_ in range(arguments.rounds):
+        for order in ORDERS:
+            for chains in sizes:
+                measured = measure(chains, arguments.blocks, order, round_)
+                found.setdefault((order, chains), []).append(measured)
+    rows = []
+    for (order, chains), runs in found.items():
+        whole_us, plain_us = (statistics.median(run[i] for run in runs) for i in (0, 1))
+        rows.append(
+            (
+                order,
+                f"{chains:,}",
+                "yes" if all(run[2] for run in runs) else "no",
+                f"{plain_us:.1f}",
+                f"{whole_us:.1f}",
+                f"{whole_us - plain_us:.1f}",
+            )
+        )
+    columns = ("chains come", "chains", "forecasts decide", "kept, µs", "kept for another, µs")
+    title = f"chains of {arguments.blocks} blocks, CPU time of one step"
+    print(markdown.table(Table(title, (*columns, "an eviction, µs"), tuple(rows))))
+
+
+if __name__ == "__main__":
+    main()

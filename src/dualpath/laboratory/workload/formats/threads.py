@@ -1,0 +1,165 @@
+"""Requests listed one by one, put together as sessions of block ids with their sub-agents.
+
+A *thread* is one conversation: requests of which each goes on after the one before.  It may start
+beside another one, after a request of it.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import NamedTuple
+
+import msgspec
+
+from dualpath.laboratory.workload.conversation.block_session import (
+    BlockSession,
+    BlockTurn,
+    SubAgent,
+)
+from dualpath.laboratory.workload.formats.block_ids import (
+    MAX_BLOCK_ID,
+    block_size,
+    each_id,
+    full_blocks,
+    id_runs,
+)
+from dualpath.laboratory.workload.formats.lines import Document
+
+
+class ListedRequest(NamedTuple):
+    """One request of a thread; ``hash_ids`` may be any integers."""
+
+    document: Document
+    prompt_tokens: int
+    generated_tokens: int
+    hash_ids: Sequence[int]
+    delay_s: float
+    start_s: float | None
+
+
+class Thread(msgspec.Struct):
+    """Requests in order; ``parent`` is the place of another thread, earlier in the list."""
+
+    name: str
+    requests: list[ListedRequest] = []
+    parent: int | None = None
+    after_turn: int = -1
+
+
+def thread_sessions(
+    threads: Sequence[Thread], said_block_tokens: Set[int | None]
+) -> Iterator[BlockSession]:
+    """Yield the sessions of threads that share one space of block ids.
+
+    Unless the requests say one size of blocks, it is found from them.  Raises ``TraceError`` where
+    ids and lengths do not fit together.
+    """
+    requests = [request for thread in threads for request in thread.requests]
+    if not requests:
+        return
+    place = requests[0].document.source
+    said = said_block_tokens - {None}
+    counted = ((request.prompt_tokens, len(request.hash_ids)) for request in requests)
+    block_tokens = next(iter(said), None) if len(said) == 1 else None
+    if block_tokens is None:
+        block_tokens = block_size(place, counted)
+    small = _small_ids(requests)
+    turns = [
+        tuple(_turn(request, block_tokens, small) for request in thread.requests)
+        for thread in threads
+    ]
+    children: dict[int, list[int]] = {}
+    for number, thread in enumerate(threads):
+        if thread.parent is not None:
+            children.setdefault(thread.parent, []).append(number)
+    roots = [number for number, thread in enumerate(threads) if thread.parent is None]
+
+    def session(number: int) -> BlockSession:
+        below = tuple(
+            SubAgent(threads[child].after_turn, session(child))
+            for child in children.get(number, ())
+        )
+        return BlockSession(threads[number].name, block_tokens, turns[number], below, place)
+
+    yield from _with_shared_ids([session(number) for number in roots])
+
+
+def _small_ids(requests: Iterable[ListedRequest]) -> dict[int, int] | None:
+    """Number ids by appearance if some are hashes, too large or negative; else None."""
+    listed = {block_id: None for request in requests for block_id in request.hash_ids}
+    if all(0 <= block_id < MAX_BLOCK_ID for block_id in listed):
+        return None
+    return {block_id: number for number, block_id in enumerate(listed)}
+
+
+def _turn(request: ListedRequest, block_tokens: int, small: dict[int, int] | None) -> BlockTurn:
+    ids = request.hash_ids if small is None else [small[one] for one in request.hash_ids]
+    runs = id_runs(request.document, "hash_ids", ids)
+    return BlockTurn(
+        prompt_tokens=request.prompt_tokens,
+        generate_tokens=max(request.generated_tokens, 1),
+        id_ranges=full_blocks(
+            request.document, "hash_ids", runs, request.prompt_tokens, block_tokens
+        ),
+        delay_s=request.delay_s,
+        start_s=request.start_s,
+    )
+
+
+def _with_shared_ids(sessions: Sequence[BlockSession]) -> Iterator[BlockSession]:
+    """Yield the sessions knowing which of their ids others have."""
+    own = [frozenset(_ids(session)) for session in sessions]
+    holders = Counter(block_id for ids in own for block_id in ids)
+    shared = frozenset(block_id for block_id, count in holders.items() if count > 1)
+    for session, ids in zip(sessions, own, strict=True):
+        yield msgspec.structs.replace(session, shared_ids=ids & shared)
+
+
+def _ids(session: BlockSession) -> Iterator[int]:
+    for turn in session.block_turns:
+        yield from each_id(turn.id_ranges)
+    for sub_agent in session.sub_agents:
+        yield from _ids(sub_agent.session)
+
+
+class TimedTurn(NamedTuple):
+    """A turn of a session or of a sub-agent of it, as a request of its own.
+
+    ``turn_id`` numbers all turns of a trace; ``before`` is the ``turn_id`` that this one follows,
+    in its own conversation or, for the first of a sub-agent, in its parent's; None for none.
+    ``start_s`` is when it was sent, or, where that is not known, the earliest that its delays
+    allow.
+    """
+
+    turn_id: int
+    before: int | None
+    conversation_id: str
+    place: int
+    turn: BlockTurn
+    start_s: float
+
+
+def timed_turns(sessions: Iterable[BlockSession]) -> Iterator[TimedTurn]:
+    """Yield all turns: a conversation's in order, those of its sub-agents behind them."""
+    number = 0
+    for session in sessions:
+        for timed in _timed(session, None, 0.0, number):
+            yield timed
+            number = timed.turn_id + 1
+
+
+def _timed(
+    session: BlockSession, before: int | None, now_s: float, number: int
+) -> Iterator[TimedTurn]:
+    own: list[TimedTurn] = []
+    for index, turn in enumerate(session.block_turns):
+        now_s = now_s + turn.delay_s if turn.start_s is None else turn.start_s
+        own.append(TimedTurn(number, before, session.session_id, index, turn, now_s))
+        before, number = number, number + 1
+    yield from own
+    for sub_agent in session.sub_agents:
+        after = own[sub_agent.after_turn] if sub_agent.after_turn >= 0 else None
+        parent_id = None if after is None else after.turn_id
+        begun_s = own[0].start_s if after is None else after.start_s
+        for timed in _timed(sub_agent.session, parent_id, begun_s, number):
+            yield timed
+            number = timed.turn_id + 1

@@ -1,0 +1,1 @@
+"""Live traffic as a trace: a proxy that sees requests pass, and the sessions that they make."""

@@ -1,0 +1,116 @@
+"""A scheduler's process without clients: it needs neither vLLM nor a model, and starts in a second.
+
+Engines and front ends come in over their own addresses, here is what people and their tools ask:
+
+    GET  /dualpath/v1/status    engines, queues and recent decisions
+    GET, POST /dualpath/v1/roles, POST, DELETE /dualpath/v1/engines/ENGINE/pause
+    GET  /dashboard             the live page
+    GET  /health                200 while requests can be placed, else 503 and why
+    GET  /metrics               engines, assignments and storage; requests are their front ends'
+"""
+
+import time
+from contextlib import AsyncExitStack
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from dualpath.core.errors import ConfigError
+from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
+from dualpath.router.connections import Connections
+from dualpath.router.http.cluster_calls import ClusterCalls
+from dualpath.router.http.server import (
+    api_key_guard,
+    json_answer,
+    refusal_count,
+    serving_app,
+    until_client_leaves,
+    until_signal,
+)
+from dualpath.router.http.settings import SchedulerAddress
+from dualpath.router.requests.bodies import ArrivingBodies
+from dualpath.router.requests.limits import allow_many_streams, connection_limits
+from dualpath.router.scheduler_service import SchedulerService
+from dualpath.router.settings import RouterSettings
+from dualpath.router.standby.open_turn import open_turn
+from dualpath.router.standby.turn import STANDS_BY, bound, ended_when_lost
+from dualpath.router.token_api.client import TokenApiClient
+from dualpath.router.token_api.statuses import UNAVAILABLE
+
+
+def scheduler_app(service: SchedulerService) -> web.Application:
+    """Return the application over a scheduler's service."""
+    settings = service.settings
+    app = web.Application(
+        middlewares=[
+            refusal_count(service.metrics),
+            until_client_leaves,
+            api_key_guard(router_keys(settings.api_keys, open_metrics=settings.open_metrics)),
+        ],
+    )
+
+    async def status(request: web.Request) -> web.Response:
+        return json_answer(service.status())
+
+    async def health(request: web.Request) -> web.Response:
+        if (reason := service.unready()) is None:
+            return json_answer({})
+        return json_answer({"status": "unavailable", "reason": reason}, UNAVAILABLE)
+
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(
+            body=service.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+    app.router.add_get("/dualpath/v1/status", status)
+    app.router.add_get("/health", health)
+    app.router.add_get("/metrics", metrics)
+    ClusterCalls(service, ArrivingBodies(settings)).add_to(app)
+    return app
+
+
+async def run_scheduler(settings: RouterSettings, address: SchedulerAddress) -> None:
+    """Run a scheduler until SIGINT or SIGTERM.
+
+    Raises ``ConfigError`` for an address that is taken, or if front ends would have none.
+    """
+    if settings.front_ends_port is None:
+        raise ConfigError(
+            "{front_ends_port} is none; a scheduler serves no clients itself, give a number for "
+            "its front ends, 0 for any free port"
+        )
+    allow_many_streams()
+    host = address.host
+    warn_if_open(host, ApiKeys(settings.api_keys))
+    async with AsyncExitStack() as stack:
+        turn = open_turn(settings)
+        stack.push_async_callback(turn.over)
+        calls = TokenApiClient(engine_headers())
+        stack.push_async_callback(calls.aclose)
+        service = SchedulerService(
+            settings, calls, time.monotonic, adapter_paths=address.lora_modules
+        )
+        if turn.others:
+            print(STANDS_BY, flush=True)
+        await turn.taken()
+        service.fence(lambda: turn.held)
+        await ended_when_lost(turn, stack)
+        stack.push_async_callback(service.stop)
+        await bound(turn, service.start)
+        connections = Connections(connection_limits(settings), service.metrics)
+
+        async def serve() -> int:
+            app = serving_app(scheduler_app(service), host, address.port, connections)
+            return await stack.enter_async_context(app)
+
+        at = await bound(turn, serve)
+        print(
+            f"dualpath scheduler: cluster at http://{host}:{at}, engines register at "
+            f"{service.control_address}, front ends at {service.front_ends_address}",
+            flush=True,
+        )
+        await until_signal(_at_once)
+
+
+async def _at_once() -> None:
+    """Wait for nothing: what is under way is the front ends', whose scheduler may be another."""

@@ -1,0 +1,174 @@
+"""A transport between processes of one machine by the kernel's cross-memory attach, without NIXL.
+
+``process_vm_readv`` and ``process_vm_writev`` copy between this process and another one at the
+addresses that its regions have there: bytes move when a transfer is polled, and have moved when the
+poll returns.  Emulated engines use it where NIXL is not installed (``--transport memory``); DRAM
+only.  The other process need do nothing, and may hang.
+
+The kernel asks for the right to trace the other process: the same user and, under Yama, the other
+one's leave, which every agent gives to all of its user's processes.  Nothing is deregistered: what
+an agent has registered is reached until its process ends, so an engine's process ends with it.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable, Collection
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from dualpath.core.cluster import HostProcess
+from dualpath.core.errors import ConfigError, PeerLostError
+from dualpath.transport.contract import AgentInfo, Direction, RegionInfo
+from dualpath.transport.copying import CopyTransfer, CopyTransport
+
+#: The kernel takes no more pieces at a time (IOV_MAX).
+_PIECES_AT_A_TIME = 1024
+#: ... and no more than 2 GiB less a page.
+_BYTES_AT_A_TIME = 1 << 30
+
+_PR_SET_PTRACER = 0x59616D61
+_ANY_PROCESS = ctypes.c_ulong(-1)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+_REMEDY = (
+    "the kernel must let processes of one user reach each other's memory (containers: "
+    "--cap-add SYS_PTRACE and one space of process numbers); else leave --transport memory out, "
+    "which takes NIXL"
+)
+
+
+class ProcessFabric:
+    """The processes of this machine, as one agent knows them; see ``transport.copying.Fabric``.
+
+    ``this`` is its own, ``is_gone`` says whether another has ended.
+    """
+
+    def __init__(self, this: HostProcess, is_gone: Callable[[HostProcess], bool]) -> None:
+        self._this = this
+        self._is_gone = is_gone
+        self._processes: dict[str, HostProcess] = {}
+
+    def join(self, agent: str) -> bytes:
+        """Let the machine's processes in; raises ``ConfigError`` if its kernel does not."""
+        probe = np.zeros(8, dtype=np.uint8)
+        address = np.array([probe.ctypes.data], dtype=np.int64)
+        _libc.prctl(_PR_SET_PTRACER, _ANY_PROCESS)  # refused where there is no Yama to ask
+        refused = _move(os.getpid(), Direction.READ, address, address, probe.nbytes)
+        if refused is not None or not self._this.host:
+            raise ConfigError(
+                f"transport memory: {refused or 'this machine cannot be told apart'}; {_REMEDY}"
+            )
+        self._processes[agent] = self._this
+        return msgspec.msgpack.encode(self._this)
+
+    def kill(self, agent: str) -> None:
+        """Forget an agent."""
+        self._processes.pop(agent, None)
+
+    def meet(self, peer: AgentInfo) -> None:
+        """Remember whose memory a peer's is; raises ``PeerLostError`` if it cannot be reached."""
+        try:
+            process = msgspec.msgpack.decode(peer.metadata, type=HostProcess)
+        except (msgspec.DecodeError, msgspec.ValidationError):
+            raise PeerLostError(
+                f"agent {peer.agent!r} has another transport; give all engines the same --transport"
+            ) from None
+        if process.host != self._this.host:
+            raise PeerLostError(
+                f"agent {peer.agent!r} is on another machine, which --transport memory does not "
+                "reach; give all engines --transport nixl"
+            )
+        self._processes[peer.agent] = process
+        if (obstacle := self._obstacle(peer.agent) or _unreachable(process, peer)) is not None:
+            self.kill(peer.agent)
+            raise PeerLostError(f"agent {peer.agent!r} cannot be reached: {obstacle}")
+
+    def is_alive(self, agent: str) -> bool:
+        """Whether the agent was met, or is this one, and its process has not ended."""
+        return agent in self._processes and self._obstacle(agent) is None
+
+    def stalls(self, agent: str) -> bool:
+        """Return False: another process need not run for its memory to be reached."""
+        return False
+
+    def copy(self, transfer: CopyTransfer) -> str | None:
+        """Copy, unless the peer's process has ended: its number may be another's by now."""
+        if (obstacle := self._obstacle(transfer.peer)) is not None:
+            return obstacle
+        process = self._processes[transfer.peer]
+        step = max(1, min(_PIECES_AT_A_TIME, _BYTES_AT_A_TIME // transfer.piece_bytes))
+        for first in range(0, transfer.here.size, step):
+            here, there = transfer.here[first : first + step], transfer.there[first : first + step]
+            why = _move(process.pid, transfer.direction, here, there, transfer.piece_bytes)
+            if why is not None:
+                return f"transfer with {transfer.peer!r} failed: {why}"
+        return None
+
+    def _obstacle(self, agent: str) -> str | None:
+        process = self._processes.get(agent)
+        return f"agent {agent!r} is gone" if process is None or self._is_gone(process) else None
+
+
+class ProcessMemoryTransport(CopyTransport):
+    """One agent that reaches those of other processes of this machine; see ``ProcessFabric``."""
+
+    def __init__(
+        self,
+        agent: str,
+        this: HostProcess,
+        is_gone: Callable[[HostProcess], bool],
+        *,
+        traffic_classes: Collection[str] = ("kv",),
+    ) -> None:
+        super().__init__(agent, ProcessFabric(this, is_gone), traffic_classes=traffic_classes)
+
+    def register(self, region: RegionInfo, keep_alive: object) -> None:
+        """Register memory; raises ``ConfigError`` for a device's as well."""
+        if region.memory != "DRAM":
+            raise ConfigError(
+                f"region {region.name!r} lies in {region.memory}, which --transport memory does "
+                "not reach; use NIXL"
+            )
+        super().register(region, keep_alive)
+
+
+def _unreachable(process: HostProcess, peer: AgentInfo) -> str | None:
+    """Read a byte of what a peer has registered; return why that failed."""
+    if not peer.regions:
+        return None
+    byte = np.zeros(1, dtype=np.uint8)
+    here = np.array([byte.ctypes.data], dtype=np.int64)
+    there = np.array([peer.regions[0].base_address], dtype=np.int64)
+    why = _move(process.pid, Direction.READ, here, there, 1)
+    return None if why is None else f"{why}; {_REMEDY}"
+
+
+def _move(
+    pid: int,
+    direction: Direction,
+    here: NDArray[np.int64],
+    there: NDArray[np.int64],
+    piece_bytes: int,
+) -> str | None:
+    """Copy pieces at addresses of this process and of another; return why that failed, or None."""
+    call = _libc.process_vm_readv if direction is Direction.READ else _libc.process_vm_writev
+    call.restype = ctypes.c_ssize_t
+    local, remote = _vectors(here, piece_bytes), _vectors(there, piece_bytes)
+    moved = call(
+        ctypes.c_int(pid),
+        *(ctypes.c_void_p(local.ctypes.data), ctypes.c_ulong(len(local))),
+        *(ctypes.c_void_p(remote.ctypes.data), ctypes.c_ulong(len(remote))),
+        ctypes.c_ulong(0),
+    )
+    if moved < 0:
+        return os.strerror(ctypes.get_errno())
+    expected = here.size * piece_bytes
+    return None if moved == expected else f"{moved} of {expected} bytes moved"
+
+
+def _vectors(addresses: NDArray[np.int64], piece_bytes: int) -> NDArray[np.uint64]:
+    vectors = np.empty((addresses.size, 2), dtype=np.uint64)
+    vectors[:, 0], vectors[:, 1] = addresses, piece_bytes
+    return vectors

@@ -1,0 +1,245 @@
+"""What schedulers that take turns may expect, whatever decides whose turn it is."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from tests.lease_servers import ETCD, GUARD_S, TOKEN, LeasesOfKubernetes, etcd, kubernetes
+
+from dualpath.core.errors import ConfigError, StorageError
+from dualpath.router.settings import RouterSettings
+from dualpath.router.standby.etcd_lease import EtcdLease
+from dualpath.router.standby.file_turn import FileTurn
+from dualpath.router.standby.kubernetes_lease import KubernetesLease
+from dualpath.router.standby.leased_turn import LeasedTurn, LeaseStore
+from dualpath.router.standby.open_turn import open_turn
+from dualpath.router.standby.turn import OnlyOne, Turn
+
+#: etcd grants no shorter ones.
+LEASE_S = 2.0
+needs_etcd = pytest.mark.skipif(ETCD is None, reason="there is no etcd: apt install etcd-server")
+STORES = [pytest.param("etcd", marks=needs_etcd), "kubernetes"]
+
+
+class Store:
+    """A store whose connection a test may cut, and which says how often it was renewed."""
+
+    def __init__(self, inner: LeaseStore) -> None:
+        self._inner = inner
+        self.cut = False
+        self.renewals = 0
+        self.renewed = asyncio.Event()
+
+    async def acquire(self, holder: str, lease_s: float) -> bool:
+        self._reach()
+        return await self._inner.acquire(holder, lease_s)
+
+    async def renew(self) -> bool:
+        self._reach()
+        kept = await self._inner.renew()
+        self.renewals += kept
+        self.renewed.set()
+        return kept
+
+    async def release(self) -> None:
+        self._reach()
+        await self._inner.release()
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def _reach(self) -> None:
+        if self.cut:
+            raise StorageError("cut off")
+
+
+class Schedulers:
+    """Makes turns that are the same one's."""
+
+    def __init__(self, turn: Callable[[str], Turn], die: Callable[[Turn], None]) -> None:
+        self.turn = turn
+        self.die = die
+
+
+def leased(store: Callable[[], LeaseStore]) -> Schedulers:
+    def turn(holder: str) -> LeasedTurn:
+        return LeasedTurn(Store(store()), "a lease", holder, time.monotonic, LEASE_S)
+
+    def die(turn: Turn) -> None:
+        assert isinstance(turn, LeasedTurn)
+        assert turn._renewing is not None
+        turn._renewing.cancel()
+
+    return Schedulers(turn, die)
+
+
+@contextlib.asynccontextmanager
+async def stores(kind: str, folder: Path) -> AsyncIterator[Callable[[], LeaseStore]]:
+    if kind == "etcd":
+        async with etcd(folder) as url:
+            yield lambda: EtcdLease(url, "test")
+        return
+    (folder / "token").write_text(f"{TOKEN}\n")
+    async with kubernetes() as url:
+        yield lambda: KubernetesLease("default", "test", time.monotonic, url, folder)
+
+
+@pytest.fixture(params=["file", *STORES])
+async def schedulers(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Schedulers]:
+    if request.param == "file":
+        lock = str(tmp_path / "lock")
+        free: Callable[[Turn], None] = FileTurn.free  # type: ignore[assignment]
+        yield Schedulers(lambda holder: FileTurn(lock), free)
+        return
+    async with stores(request.param, tmp_path) as store:
+        yield leased(store)
+
+
+@pytest.fixture(params=STORES)
+async def leases(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Schedulers]:
+    async with stores(request.param, tmp_path) as store:
+        yield leased(store)
+
+
+def held(*turns: Turn) -> list[bool]:
+    return [turn.held for turn in turns]
+
+
+def store_of(turn: Turn) -> Store:
+    assert isinstance(turn, LeasedTurn)
+    assert isinstance(turn._store, Store)
+    return turn._store
+
+
+async def test_one_of_many_has_the_turn_and_the_next_one_gets_it(schedulers: Schedulers) -> None:
+    first, second = (schedulers.turn(name) for name in "fs")
+    assert first.others
+    assert held(first, second) == [False, False]
+    async with asyncio.timeout(GUARD_S):
+        await first.taken()
+        waiting = asyncio.create_task(second.taken())
+        await asyncio.sleep(0)
+        assert held(first, second) == [True, False]
+        await first.over()
+        assert held(first) == [False]
+        await waiting
+    assert held(first, second) == [False, True]
+    await second.over()
+    await second.over()
+
+
+async def test_who_dies_without_a_word_is_followed(schedulers: Schedulers) -> None:
+    first, second = (schedulers.turn(name) for name in "fs")
+    async with asyncio.timeout(GUARD_S):
+        await first.taken()
+        schedulers.die(first)
+        await second.taken()
+    assert held(first, second) == [False, True]
+    await asyncio.gather(first.over(), second.over())
+
+
+async def test_the_turn_lasts_for_as_long_as_it_is_renewed(leases: Schedulers) -> None:
+    first, second = (leases.turn(name) for name in "fs")
+    async with asyncio.timeout(GUARD_S):
+        await first.taken()
+        waiting = asyncio.create_task(second.taken())
+        while store_of(first).renewals < 10:  # two leases
+            store_of(first).renewed.clear()
+            await store_of(first).renewed.wait()
+            assert first.held
+        assert not waiting.done()
+        waiting.cancel()
+    await asyncio.gather(first.over(), second.over())
+
+
+async def test_who_cannot_renew_has_stopped_before_the_next_one_begins(leases: Schedulers) -> None:
+    first, second = (leases.turn(name) for name in "fs")
+    async with asyncio.timeout(GUARD_S):
+        await first.taken()
+        store_of(first).cut = True
+        waiting = asyncio.create_task(second.taken())
+        assert "could not be renewed in time" in await first.lost()
+        assert not first.held
+        assert not waiting.done()
+        await waiting
+        assert second.held
+        # It hears that it was too late, and takes nothing away.
+        store_of(first).cut = False
+        assert not await store_of(first).renew()
+        await first.over()
+        assert second.held
+        assert await store_of(second).renew()
+    await second.over()
+
+
+async def test_a_store_that_is_not_there_is_tried_again(leases: Schedulers) -> None:
+    turn = leases.turn("f")
+    store_of(turn).cut = True
+    async with asyncio.timeout(GUARD_S):
+        waiting = asyncio.create_task(turn.taken())
+        await asyncio.sleep(0)
+        store_of(turn).cut = False
+        await waiting
+    await turn.over()
+
+
+async def test_after_a_long_sleep_the_turn_is_not_believed_in(tmp_path: Path) -> None:
+    now_s = 0.0
+    async with stores("kubernetes", tmp_path) as store:
+        turn = LeasedTurn(store(), "a lease", "f", lambda: now_s, LEASE_S)
+        await turn.taken()
+        assert held(turn) == [True]
+        now_s += LEASE_S  # as after SIGSTOP, before anything else runs
+        assert held(turn) == [False]
+        assert "could not be renewed in time" in await turn.lost()
+        await turn.over()
+
+
+async def test_a_lease_that_somebody_removed_is_over(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    leases = LeasesOfKubernetes()
+    async with kubernetes(leases) as url, asyncio.timeout(GUARD_S):
+        store = KubernetesLease("default", "test", time.monotonic, url, tmp_path)
+        turn = LeasedTurn(store, "a lease", "f", time.monotonic, LEASE_S)
+        await turn.taken()
+        leases.forget()
+        assert "is another's" in await turn.lost()
+        assert held(turn) == [False]
+        await turn.over()
+
+
+async def test_an_account_that_may_do_nothing_there_is_named(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("a stranger's")
+    async with kubernetes() as url:
+        store = KubernetesLease("default", "test", time.monotonic, url, tmp_path)
+        with pytest.raises(StorageError, match=r"401.*get, create and update leases"):
+            await store.acquire("f", LEASE_S)
+        await store.close()
+
+
+async def test_without_others_it_is_always_ones_turn() -> None:
+    turn = open_turn(RouterSettings())
+    assert isinstance(turn, OnlyOne)
+    await turn.taken()
+    assert turn.held
+    assert not turn.others
+    await turn.over()
+
+
+@pytest.mark.parametrize(
+    ("lease", "why"),
+    [
+        ("etcd://host/name", "give etcd://HOST:PORT/NAME"),
+        ("zookeeper://host:1/name", "give etcd://HOST:PORT/NAME"),
+        ("kubernetes://default/name", "KUBERNETES_SERVICE_HOST is not set"),
+    ],
+)
+def test_a_lease_that_cannot_be_is_refused(
+    lease: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(ConfigError, match=why):
+        open_turn(RouterSettings(standby_lease=lease))

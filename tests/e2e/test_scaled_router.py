@@ -1,0 +1,243 @@
+"""One router as several processes at one port: what is lost with each, and how all end."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+from tests.e2e.test_emulated_cluster import COSTS, ENGINE, Processes
+from tests.e2e.test_rolling_restart import GUARD_S, until
+
+from dualpath.cli.main import main
+from dualpath.core.modes import Mode
+from dualpath.ops.launch.process import ManagedProcess, SpawnedProcess
+from dualpath.router.token_api.wire import EventLines
+
+pytestmark = pytest.mark.timeout(300)
+
+PROMPT = list(range(1, 41))
+#: A step takes 2 ms of the model, and 20 ms at this speed-up.
+SPEEDUP, LONG, LONGER = "0.1", 250, 800
+
+
+class Client:
+    """One connection, and so one front end."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1))
+        self.tokens: list[int] = []
+        self.under_way = asyncio.Event()
+
+    async def front_end(self) -> tuple[str, int]:
+        """Return name and process of who serves it."""
+        async with self._http.get(f"{self._url}/dualpath/v1/status") as answer:
+            said = await answer.json()
+            return said["front_end"], said["pid"]
+
+    async def healthy(self) -> bool:
+        with contextlib.suppress(aiohttp.ClientError):
+            async with self._http.get(f"{self._url}/health") as answer:
+                return answer.status == 200
+        return False
+
+    async def unfinished(self, engine_id: str) -> int:
+        """Return how many requests an engine has, by what the scheduler knows."""
+        with contextlib.suppress(aiohttp.ClientError):
+            async with self._http.get(f"{self._url}/dualpath/v1/status") as answer:
+                engines = (await answer.json())["engines"]
+                return next(
+                    int(e["seq"]) for e in engines if e["engine_id"] == engine_id and e["alive"]
+                )
+        return 0
+
+    async def retries(self) -> int:
+        """Return how many attempts its front end has made again."""
+        async with self._http.get(f"{self._url}/metrics") as answer:
+            found = re.findall(r"^dualpath:retries_total\S* ([\d.]+)$", await answer.text(), re.M)
+            return round(sum(map(float, found)))
+
+    async def stream(self, tokens: int = LONG) -> str:
+        """Stream an answer into ``tokens``; return how it ended."""
+        lines, body = EventLines(), {"prompt": PROMPT, "max_tokens": tokens, "stream": True}
+        try:
+            async with self._http.post(f"{self._url}/v1/completions", json=body) as answer:
+                async for received in answer.content.iter_any():
+                    for payload in lines.feed(received):
+                        event = msgspec.json.decode(payload)
+                        if "error" in event:
+                            return str(event["error"]["message"])
+                        for choice in event["choices"]:
+                            self.tokens += choice["token_ids"]
+                        if len(self.tokens) > 1:  # the DE's
+                            self.under_way.set()
+        except aiohttp.ClientError:
+            return "cut off"
+        return "whole" if lines.ended else "cut off"
+
+    async def close(self) -> None:
+        await self._http.close()
+
+
+class Router:
+    """`dualpath emulate router --front-ends 2` with 1P1D."""
+
+    def __init__(self, process: ManagedProcess, url: str, cluster_url: str) -> None:
+        self.process = process
+        self.url = url
+        self.cluster_url = cluster_url
+
+    @contextlib.asynccontextmanager
+    async def clients_of_both(self) -> AsyncIterator[tuple[Client, Client]]:
+        """A client of each front end."""
+        found: dict[str, Client] = {}
+        async with contextlib.AsyncExitStack() as stack, asyncio.timeout(GUARD_S):
+            while len(found) < 2:
+                client = Client(self.url)
+                stack.push_async_callback(client.close)
+                if await client.healthy():
+                    found.setdefault((await client.front_end())[0], client)
+            one, other = found.values()
+            yield one, other
+
+    def scheduler(self) -> int:
+        """The scheduler's process."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return next(int(c) for c in children if b"\0scheduler\0" in command_of(int(c)))
+
+
+def command_of(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    (tmp_path / "costs.toml").write_text(COSTS)
+    with Processes(tmp_path, Mode.DUALPATH) as processes:
+        yield processes
+
+
+async def scaled(folder: Path, processes: Processes, *more: str) -> Router:
+    words = ("--port", "0", "--control-port", "0", "--front-ends", "2", *more)
+    process = processes.add(
+        SpawnedProcess(
+            "router",
+            (sys.executable, "-m", "dualpath.cli.main", "emulate", "router", *words),
+            folder / "router.log",
+            {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        ),
+        ends_last=True,
+    )
+    line = await asyncio.to_thread(process.wait_for_line, "2 front ends", GUARD_S)
+    url, cluster_url = re.findall(r"http://[\d.:]+\d", line)
+    (control,) = re.findall(r"tcp://[\d.:]+\d", line)
+    for role in ("prefill", "decode"):
+        engine = (*ENGINE, "--speedup", SPEEDUP, "--engine-id", role)
+        processes.start(role, role, control, *engine)
+    made = Router(process, url, cluster_url)
+    probe = Client(cluster_url)
+    await until(probe.healthy)
+    await probe.close()
+    return made
+
+
+async def test_a_killed_front_end_ends_its_own_streams_only_and_is_back(
+    tmp_path: Path, processes: Processes
+) -> None:
+    made = await scaled(tmp_path, processes)
+    async with made.clients_of_both() as (dies, lives):
+        name, pid = await dies.front_end()
+        cut, whole = asyncio.create_task(dies.stream()), asyncio.create_task(lives.stream())
+        await asyncio.gather(dies.under_way.wait(), lives.under_way.wait())
+        os.kill(pid, signal.SIGKILL)
+        assert await cut == "cut off"
+        assert await whole == "whole"
+        assert len(lives.tokens) == LONG
+    async with made.clients_of_both() as back:
+        found = dict([await client.front_end() for client in back])
+        assert found[name] != pid
+        again = Client(made.url)
+        assert await again.stream() == "whole"
+        assert again.tokens == lives.tokens
+        await again.close()
+
+
+async def test_streams_that_decode_outlive_the_scheduler(
+    tmp_path: Path, processes: Processes
+) -> None:
+    made = await scaled(tmp_path, processes)
+    lost = made.scheduler()
+    async with made.clients_of_both() as clients:
+        streams = [asyncio.create_task(client.stream(LONGER)) for client in clients]
+        await asyncio.gather(*(client.under_way.wait() for client in clients))
+        os.kill(lost, signal.SIGKILL)
+        probe = Client(made.cluster_url)
+        await until(probe.healthy)
+        assert made.scheduler() != lost
+
+        # The next one knows nothing of what decodes, and counts it all the same.
+        async def counted() -> bool:
+            return await probe.unfinished("decode") == 2
+
+        await until(counted)
+        assert not any(stream.done() for stream in streams)
+        # Nor does it keep the engine, which has to end what it has before it may go.
+        decode = processes.process("decode")
+        decode.terminate()
+        assert [await stream for stream in streams] == ["whole", "whole"]
+        assert await asyncio.to_thread(decode.wait, GUARD_S) == 0, decode.log_tail()
+        # What came is in order and complete, and nothing was asked for twice.
+        assert clients[0].tokens == clients[1].tokens
+        assert len(clients[0].tokens) == LONGER
+        assert [await client.retries() for client in clients] == [0, 0]
+        await probe.close()
+
+
+async def test_a_drain_lets_streams_end_and_leaves_no_process(
+    tmp_path: Path, processes: Processes
+) -> None:
+    made = await scaled(tmp_path, processes)
+    scheduler = made.scheduler()
+    async with made.clients_of_both() as clients:
+        ids = [(await client.front_end())[1] for client in clients]
+        streams = [asyncio.create_task(client.stream()) for client in clients]
+        await asyncio.gather(*(client.under_way.wait() for client in clients))
+        made.process.terminate()
+        assert [await stream for stream in streams] == ["whole", "whole"]
+    assert await asyncio.to_thread(made.process.wait, GUARD_S) == 0, made.process.log_tail()
+    assert [command_of(pid) for pid in (scheduler, *ids)] == [b""] * 3
+    processes.end(hard=True)  # engines would wait for the next router
+
+
+def test_a_port_that_another_server_has_is_not_shared(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as other:
+        # As a careless server would, which would get some of the clients.
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        assert main(["emulate", "router", "--front-ends", "2", "--port", port]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capfd.readouterr().err
+
+
+def test_a_first_start_that_is_refused_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        words = ("--front-ends", "1", "--port", "0", "--control-port", port)
+        assert main(["emulate", "router", *words]) == 2
+    said = capfd.readouterr().err
+    assert f"control address 127.0.0.1:{port} cannot be bound" in said
+    assert "scheduler cannot be started" in said

@@ -1,0 +1,51 @@
+"""Schedulers that take turns by a lease in etcd, as processes."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from tests.lease_servers import ETCD, GUARD_S, etcd, free_port
+
+from dualpath.ops.launch.process import SpawnedProcess, Supervisor
+from dualpath.router.standby.turn import STANDS_BY
+
+pytestmark = [
+    pytest.mark.skipif(ETCD is None, reason="there is no etcd: apt install etcd-server"),
+    pytest.mark.timeout(180),
+]
+SERVES = "dualpath scheduler: cluster at"
+
+
+async def test_the_one_that_stands_by_follows_one_that_is_killed_and_ends_with_its_store(
+    tmp_path: Path,
+) -> None:
+    ports = [str(free_port()) for _ in range(3)]
+    options = ("--port", "--control-port", "--front-ends-port")
+    words = [word for pair in zip(options, ports, strict=True) for word in pair]
+    with Supervisor() as started:
+        async with etcd(tmp_path) as url:
+            lease = url.replace("http://", "etcd://") + "/cluster"
+
+            def scheduler(name: str) -> SpawnedProcess:
+                command = (sys.executable, "-m", "dualpath.cli.main", "scheduler", *words)
+                return started.add(
+                    SpawnedProcess(
+                        name,
+                        (*command, "--standby-lease", lease),
+                        tmp_path / f"{name}.log",
+                        {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                    )
+                )
+
+            first = scheduler("first")
+            await asyncio.to_thread(first.wait_for_line, SERVES, GUARD_S)
+            second = scheduler("second")
+            await asyncio.to_thread(second.wait_for_line, STANDS_BY, GUARD_S)
+            assert second.find_line(SERVES) is None
+            first.kill()
+            await asyncio.to_thread(second.wait_for_line, SERVES, GUARD_S)
+        # Nobody can tell whether another has begun: it ends.
+        assert await asyncio.to_thread(second.wait, GUARD_S) == 0, second.log_tail()
+        assert second.find_line("could not be renewed in time") is not None

@@ -1,0 +1,44 @@
+"""The programs of examples/ do what they say, each run as it stands."""
+
+import asyncio
+import importlib.util
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+from tests.emulated_cluster import GUARD_S, cluster
+
+from dualpath.core.modes import Mode
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("numpy") is None, reason="needs numpy")
+def test_simulating_takes_five_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (EXAMPLES / "simulate_in_five_lines.py").read_text()
+    program = [line for line in text.splitlines() if re.match(r"\w+ = |print", line)]
+    assert len(program) == 5
+    runpy.run_path(str(EXAMPLES / "simulate_in_five_lines.py"))
+    assert re.match(r"simulated: JCT \d+ s, mean TTFT \d+\.\d+ s", capsys.readouterr().out)
+
+
+async def test_a_trace_is_replayed_from_python(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"session_id": "a", "rounds": [[40, 4], [8, 4]]}) + "\n")
+    program = runpy.run_path(str(EXAMPLES / "replay_from_python.py"))
+    async with cluster(tmp_path / "kv", Mode.DUALPATH) as there, asyncio.timeout(GUARD_S):
+        await asyncio.to_thread(program["main"], str(trace), there.endpoint)
+    printed = capsys.readouterr().out
+    # Four agents: the trajectory of the trace, and three that begin with a round of their own.
+    assert re.search(r"^JCT \d+\.\d s, 11 turns, 0 failed$", printed, re.MULTILINE)
+    assert re.search(r"^hit rate \d+\.\d% of at most \d+\.\d%$", printed, re.MULTILINE)
+
+
+def test_every_example_is_run_here() -> None:
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    here = Path(__file__).read_text(encoding="utf-8")
+    assert names == set(re.findall(r'EXAMPLES / "(\w+\.py)"', here))

@@ -1,0 +1,209 @@
+"""The experiments on kept and sealed KV: what agents begin with, what is made of the runs."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.unit.test_experiments import SNIC_BYTES_PER_S, measured, turn
+
+from dualpath.core.errors import ConfigError
+from dualpath.core.modes import Mode
+from dualpath.laboratory.experiments.dram_tier_report import (
+    Share,
+    TierJob,
+    dram_share,
+    tier_report,
+)
+from dualpath.laboratory.experiments.emulated_nodes import EmulatedEngines, simulated_setup
+from dualpath.laboratory.experiments.in_turns import Variant, paired_ratio, run_in_turns
+from dualpath.laboratory.experiments.runs import Measured
+from dualpath.laboratory.experiments.sealed_blocks import KINDS, cpu_s_per_gb, sealed_table
+from dualpath.laboratory.experiments.settings import (
+    EmulatedNodes,
+    History,
+    JctSettings,
+    WindowSettings,
+)
+from dualpath.laboratory.experiments.tier_settings import TierSettings
+from dualpath.laboratory.experiments.workload import (
+    windows,
+    working_set_tokens,
+    write_histories,
+    write_rounds,
+)
+from dualpath.laboratory.lab.cluster import LinkReport
+from dualpath.laboratory.lab.settings import LabSettings
+from dualpath.laboratory.workload.conversation.token_session import TokenSession
+from dualpath.laboratory.workload.formats import read_trace
+from dualpath.laboratory.workload.replay.options import ReplayOptions
+from dualpath.laboratory.workload.replay.result import ServerCounters, ToolDelays
+from dualpath.model.sim.derived import buffer_bytes, keeps
+
+LAB = LabSettings(name="paper", nodes="1P2D", snic_bytes_per_s=SNIC_BYTES_PER_S)
+NODES = ("pe0", "de0", "de1")
+
+
+def test_agents_without_histories_begin_with_their_first_turns(tmp_path: Path) -> None:
+    chosen = WindowSettings(agents=5, turns=3, scale=0.1)
+    met = windows(chosen)
+    begun = windows(msgspec.structs.replace(chosen, history=History.NONE))
+    assert all(window.history_tokens > 0 for window in met)
+    assert all(window.history_tokens == 0 for window in begun)
+    assert working_set_tokens(begun) < working_set_tokens(met)
+    write_histories(begun, tmp_path / "histories.jsonl")
+    assert (tmp_path / "histories.jsonl").read_text().strip() == ""
+
+
+def test_pauses_are_replayed_as_recorded_but_the_first_and_what_is_too_long(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rounds = [
+        {"prompt": 100, "append": 100, "context": 0, "gen": 8, "think_s": 0.0},
+        {"prompt": 118, "append": 10, "context": 108, "gen": 8, "think_s": 3.0},
+        {"prompt": 136, "append": 10, "context": 126, "gen": 8, "think_s": 500.0},
+        {"prompt": 154, "append": 10, "context": 144, "gen": 8, "think_s": 4.0},
+    ]
+    trace.write_bytes(msgspec.json.encode({"session_id": "a", "rounds": rounds}) + b"\n")
+    chosen = WindowSettings(
+        trace=str(trace), agents=1, turns=3, scale=1.0, longest_pause_s=20.0, seed=3
+    )
+    found = windows(chosen)
+    write_rounds(found, tmp_path / "run.jsonl")
+    (session,) = read_trace(tmp_path / "run.jsonl")
+    assert isinstance(session, TokenSession)
+    replayed = session.trajectory.rounds
+    assert replayed == found[0].trajectory.rounds
+    assert [r.delay_s for r in replayed] == [0.0, 20.0, 4.0]
+    assert [r.append_tokens for r in replayed[1:]] == [10, 10]
+
+
+def test_what_fits_is_dram_on_top_of_the_buffers_with_and_without_a_tier() -> None:
+    plain = EmulatedNodes(buffer_bytes=64 << 20, dram_bytes=32 << 20)
+    tier = msgspec.structs.replace(plain, dram_tier=True)
+    setups = [simulated_setup(nodes, LAB, Mode.DUALPATH) for nodes in (plain, tier)]
+    assert [keeps(setup) for setup in setups] == [False, True]
+    assert [buffer_bytes(setup)[1] for setup in setups] == [96 << 20, 96 << 20]
+
+
+def test_blocks_of_one_kind_are_stored_once() -> None:
+    plain = EmulatedNodes()
+    kinds = {
+        EmulatedEngines(
+            msgspec.structs.replace(plain, storage_protection=kind, dram_bytes=size)
+        ).stored_kind(Mode.DUALPATH)
+        for kind in KINDS
+        for size in (0, 1 << 20)
+    }
+    assert kinds == {"kv", "kv-authenticated", "kv-encrypted"}
+    assert EmulatedEngines(plain).stored_kind(Mode.ORACLE) == "lengths"
+
+
+class _Recorder:
+    """A lab that notes what is run on it."""
+
+    settings = LAB
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[Mode, object]] = []
+
+    def run(self, mode: Mode, _: ReplayOptions, engines: object) -> Measured:
+        self.ran.append((mode, engines))
+        return measured(mode, 1.0 + len(self.ran), dict.fromkeys(NODES, 1.0))
+
+
+def test_variants_run_in_turns_and_are_compared_within_a_round() -> None:
+    lab, engines = _Recorder(), EmulatedEngines(EmulatedNodes())
+    variants = [Variant("a", Mode.DUALPATH, engines), Variant("b", Mode.ORACLE, engines)]
+    said: list[str] = []
+    runs = run_in_turns(lab, variants, 3, ReplayOptions(), said.append)  # type: ignore[arg-type]
+    assert [mode for mode, _ in lab.ran] == [Mode.DUALPATH, Mode.ORACLE] * 3
+    assert len(said) == 6
+    # 2 to 3, 4 to 5, 6 to 7.
+    assert paired_ratio(runs, "a", "b") == pytest.approx(4 / 5)
+    runs["b"] = [runs["b"][2], *runs["b"][:2]]
+    # 2 to 7, 4 to 3, 6 to 5: not the median of one to that of the other.
+    assert paired_ratio(runs, "a", "b") == pytest.approx(6 / 5)
+
+
+def run_of(jct_s: float, read_bytes: float = 0.0, kept_bytes: int = 0) -> Measured:
+    """Return a run in which every node read as much, and a DE had so much in DRAM."""
+    made = measured(Mode.DUALPATH, jct_s, dict.fromkeys(NODES, read_bytes / 3 / jct_s))
+    other = {"dram_hit_bytes": {"de0": kept_bytes, "de1": 0}, "snic_write_bytes": {"pe0": 10**9}}
+    server = ServerCounters(None, None, {}, {}, other)
+    replay = msgspec.structs.replace(made.client.replay, server=server)
+    return msgspec.structs.replace(made, client=msgspec.structs.replace(made.client, replay=replay))
+
+
+def tier_job(settings: TierSettings, runs: dict[str, list[Measured]]) -> TierJob:
+    return TierJob(
+        settings=settings,
+        lab=LAB,
+        links=(LinkReport("SNIC", SNIC_BYTES_PER_S, True, "cgroup"),),
+        working_set_bytes=4e8,
+        agents=9,
+        shares=[Share(1.0, 200_000_000), Share(0.25, 50_000_000), Share(0.0, 0)],
+        runs=runs,
+    )
+
+
+def test_each_share_is_judged_by_what_it_is_to_be_worth() -> None:
+    runs = {
+        "100%, no tier": [run_of(20.0, 6e8)],
+        "100%, tier": [run_of(10.4, 0.0, 600_000_000)],
+        "25%, no tier": [run_of(20.0, 6e8)],
+        "25%, tier": [run_of(16.0, 4.5e8, 150_000_000)],
+        "0%, no tier": [run_of(20.0, 6e8)],
+        "0%, tier": [run_of(20.2, 6e8)],
+        "oracle": [run_of(10.0)],
+    }
+    report = tier_report(tier_job(TierSettings(), runs), "c")
+    fits, part, nothing = report.targets
+    assert [target.met for target in report.targets] == [True, False, True]
+    assert fits.measured == pytest.approx(1.04)
+    assert part.measured == pytest.approx(1.25)
+    assert nothing.measured == pytest.approx(1.01)
+    assert dram_share(runs["25%, tier"][0]) == pytest.approx(0.25)
+    assert [row[1] for row in report.tables[1].rows] == ["0%", "100%", "0%", "25%", "0%", "0%"]
+
+
+def test_after_pauses_only_turns_count_that_had_time_to_read() -> None:
+    """A storage NIC reads the 64 hit tokens of ``turn`` in 64 * 5376 bytes / 50 MB/s: 7 ms."""
+    settings = TierSettings(tool_delays=ToolDelays.RECORDED)
+
+    def with_pauses(short_ttft_s: float, long_ttft_s: float) -> Measured:
+        turns = tuple(
+            msgspec.structs.replace(turn(0.0, ttft_s), delay_s=delay_s)
+            for ttft_s, delay_s in ((short_ttft_s, 0.006), (long_ttft_s, 0.008))
+        )
+        return measured(Mode.DUALPATH, 5.0, dict.fromkeys(NODES, 1.0), turns)
+
+    oracle, tier = with_pauses(0.1, 0.2), with_pauses(9.0, 0.21)
+    runs = {
+        f"{share}, {kind}": [tier]
+        for share in ("100%", "25%", "0%")
+        for kind in ("no tier", "tier")
+    }
+    report = tier_report(tier_job(settings, {**runs, "oracle": [oracle]}), "c")
+    assert [target.measured for target in report.targets] == [pytest.approx(1.05)] * 3
+    assert all(target.limit == 1.1 for target in report.targets)
+    assert any("1 of 2" in line for line in report.settings)
+
+
+def test_sealing_is_told_by_the_processor_time_of_what_was_stored() -> None:
+    """Engines of ``measured`` took 4 s, for 1 GB written and what was read."""
+    runs = {
+        "dualpath, none": [run_of(10.0, 1e9)],
+        "dualpath, authenticated": [run_of(10.5, 1e9)],
+        "dualpath, encrypted": [run_of(11.0, 3e9)],
+    }
+    assert cpu_s_per_gb(runs["dualpath, none"][0]) == pytest.approx(2.0, rel=0.01)
+    plain, authenticated, encrypted = sealed_table([Mode.DUALPATH], runs).rows
+    assert plain[4:8:3] == ("1.000", "-")
+    assert authenticated[4] == "1.050"
+    assert encrypted[7] == "-1.00"
+
+
+def test_an_experiment_on_a_tier_takes_one_cluster_and_some_share() -> None:
+    with pytest.raises(ConfigError, match="shares"):
+        TierSettings(shares=()).check()
+    with pytest.raises(ConfigError, match="takes one"):
+        TierSettings(jct=JctSettings(nodes=("1P1D", "1P2D"))).check()

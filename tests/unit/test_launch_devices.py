@@ -1,0 +1,143 @@
+"""Each engine of a machine gets devices of its own, and what cannot start is refused at once."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualpath.cli.main import main
+from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError
+from dualpath.ops.launch import devices
+from dualpath.ops.launch.devices import DevicePlan, usable_devices
+from dualpath.ops.launch.local_cluster import LocalCluster
+from dualpath.ops.launch.settings import LocalClusterSettings
+
+
+def settings(**changes: Any) -> LocalClusterSettings:
+    return LocalClusterSettings(**({"model": "m", "storage": "kv"} | changes))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 9}))
+    return str(tmp_path)
+
+
+def test_engines_get_their_devices_in_order_prefill_first() -> None:
+    several = settings(nodes="2P1D", prefill_tp=2, decode_dp=2)
+    plan = DevicePlan(several, ["4", "5", "6", "7", "0", "1"])
+    assert plan.environment(Role.PREFILL, 0) == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert plan.environment(Role.PREFILL, 1) == {"CUDA_VISIBLE_DEVICES": "6,7"}
+    assert [plan.of(Role.DECODE, 0, rank) for rank in (0, 1)] == [("0",), ("1",)]
+
+
+def test_too_few_devices_are_refused_with_how_many_it_takes() -> None:
+    with pytest.raises(ConfigError, match=r"1P2D need 3 devices, and there are 2 \(0, 1\)"):
+        DevicePlan(settings(nodes="1P2D"), ["0", "1"])
+    shared = DevicePlan(settings(nodes="1P1D"), ["0", "0"])
+    assert shared.of(Role.PREFILL, 0) == shared.of(Role.DECODE, 0) == ("0",)
+
+
+def test_without_devices_engines_share_the_cpus() -> None:
+    plan = DevicePlan(settings(nodes="8P8D"), [])
+    assert plan.on_cpus
+    assert plan.environment(Role.DECODE, 7) == {}
+
+
+def test_devices_are_those_asked_for_else_visible_else_all(tmp_path: Path) -> None:
+    for name in ("0000:01:00.0", "0000:41:00.0"):
+        (tmp_path / name).mkdir()
+    machine: dict[str, Any] = {"cpu_build": False, "driver": tmp_path}
+    visible = {"CUDA_VISIBLE_DEVICES": "3, GPU-ab"}
+    assert usable_devices(("7",), visible, **machine) == ("7",)
+    assert usable_devices((), visible, **machine) == ("3", "GPU-ab")
+    assert usable_devices((), {"CUDA_VISIBLE_DEVICES": ""}, **machine) == ()
+    assert usable_devices((), {}, **machine) == ("0", "1")
+    assert usable_devices((), visible, **(machine | {"cpu_build": True})) == ()
+    assert usable_devices((), {}, cpu_build=False, driver=tmp_path / "none") == ()
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[str]]:
+    assert main(["serve", *words, "--storage", "kv", "--dry-run"]) == 0
+    return [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_dry_run_prints_what_fits_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    _, prefill, decode = dry_run(capsys, "m", "--devices", "2,3")
+    assert (prefill[0], decode[0]) == ("CUDA_VISIBLE_DEVICES=2", "CUDA_VISIBLE_DEVICES=3")
+    for command in (prefill, decode):
+        assert not [word for word in command if "VLLM_CPU" in word or word.startswith("OMP_")]
+        assert "--kv-cache-memory-bytes" not in command
+    _, limited, _ = dry_run(capsys, "m", "--devices", "2,3", "--hbm-bytes", "8GiB")
+    assert limited[limited.index("--kv-cache-memory-bytes") + 1] == str(8 << 30)
+
+
+def test_a_dry_run_prints_what_fits_cpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "has_cpu_build", lambda: True)
+    _, prefill, _ = dry_run(capsys, "m")
+    assert "VLLM_CPU_OMP_THREADS_BIND=nobind" in prefill
+    assert prefill[prefill.index("--kv-cache-memory-bytes") + 1] == str(512 << 20)
+    assert not [word for word in prefill if word.startswith("CUDA_VISIBLE_DEVICES")]
+    assert "vllm.entrypoints.launchers.api_server.entry" in prefill
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--block-tokens", "63"], "--block-tokens is 63; attention kernels take multiples of 16"),
+        (["--prefill-tp", "2"], "--prefill-tp is 2, and model '{model}' has 9 attention heads"),
+        (["--decode-tp", "4"], "--decode-tp is 4, and model '{model}' has 9 attention heads"),
+        (
+            ["--vllm-args", "--tensor-parallel-size", "2"],
+            "--tensor-parallel-size among --vllm-args is 2, and model '{model}' has 9",
+        ),
+        (["--vllm-args", "-tp=2"], "-tp among --vllm-args is 2"),
+        (["--devices", "0"], "1P1D need 2 devices, and there are 1 (0); change --nodes"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_start_refuses(
+    words: list[str],
+    said: str,
+    model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    storage = str(tmp_path / "kv")
+    assert main(["serve", model, "--storage", storage, "--dry-run", *words]) == 2
+    refused = capsys.readouterr()
+    assert said.format(model=model) in refused.err
+    assert not refused.out
+    assert not Path(storage).exists()
+    assert main(["serve", model, "--storage", storage, *words]) == 2
+    assert said.format(model=model) in capsys.readouterr().err
+
+
+def test_a_division_that_fits_is_not_refused(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, prefill, _ = dry_run(capsys, model, "--prefill-tp", "3", "--block-tokens", "48")
+    assert prefill[prefill.index("--tensor-parallel-size") + 1] == "3"
+
+
+@pytest.mark.parametrize("model", ["./none", "/no/such/model", "some/where/else"])
+def test_a_model_that_is_not_there_is_refused(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", model, "--storage", "kv", "--dry-run"]) == 2
+    assert f"model '{model}' is no folder with a config.json" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"is no folder with a config\.json"):
+        LocalCluster(settings(model=model, storage=str(tmp_path / "kv"))).start()
+
+
+def test_the_heads_of_a_multi_modal_model_are_those_of_its_text_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"num_attention_heads": 8, "text_config": {"num_attention_heads": 9}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["serve", str(tmp_path), "--storage", "kv", "--decode-tp", "2", "--dry-run"]) == 2
+    assert "9 attention heads" in capsys.readouterr().err

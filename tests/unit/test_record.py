@@ -1,0 +1,255 @@
+"""Live traffic becomes a trace: a real proxy before a small endpoint, and the sessions it makes."""
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from dualpath.cli.main import main
+from dualpath.laboratory.workload.columns.lengths import as_lengths
+from dualpath.laboratory.workload.conversation.block_session import BlockSession
+from dualpath.laboratory.workload.formats import read_trace, writable, write_trace
+from dualpath.laboratory.workload.formats.block_ids import each_id
+from dualpath.laboratory.workload.record.proxy import RecordingProxy
+from dualpath.laboratory.workload.record.recorder import Exchange, Recorder
+
+SECRET = "attack at dawn"
+
+
+class Endpoint:
+    """An OpenAI endpoint as vLLM is one: a token per byte, and token ids for who asks for them."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.breaks_off = False
+        self.knows_token_ids = True
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        return app
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m"}]}, headers={"X-Mine": "kept"})
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        self.asked.append(asked)
+        if asked["max_tokens"] > 99:
+            return web.json_response({"error": {"message": "too long"}}, status=400)
+        choice = {"index": 0, "text": "x", "token_ids": [1] * asked["max_tokens"]}
+        if not asked.get("return_token_ids") or not self.knows_token_ids:
+            del choice["token_ids"]
+        return web.json_response({"choices": [choice]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        asked = await request.json()
+        self.asked.append(asked)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        prompt = list("".join(m["content"] for m in asked["messages"]).encode())
+        for token in b"ok":
+            choice: dict[str, Any] = {"index": 0, "delta": {"content": chr(token)}}
+            event: dict[str, Any] = {"choices": [choice]}
+            if asked.get("return_token_ids"):
+                choice["token_ids"] = [token]
+                event["prompt_token_ids"], prompt = prompt or None, []
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        if self.breaks_off:
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+@asynccontextmanager
+async def listening(app: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+class Recorded:
+    """An endpoint with a proxy before it, and what the proxy recorded."""
+
+    def __init__(self, endpoint: Endpoint, proxy: RecordingProxy, url: str, recorder: Recorder):
+        self.endpoint, self.proxy, self.url, self.recorder = endpoint, proxy, url, recorder
+
+    async def post(self, path: str, body: object) -> tuple[int, str]:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(self.url + path, json=body) as response,
+        ):
+            return response.status, await response.text()
+
+    async def chat(self, *texts: str, **more: object) -> str:
+        messages = [{"role": "user", "content": text} for text in texts]
+        body = {"messages": messages, "stream": True, **more}
+        return (await self.post("/v1/chat/completions", body))[1]
+
+
+@asynccontextmanager
+async def recording(*, texts: bool = False) -> AsyncIterator[Recorded]:
+    endpoint, recorder = Endpoint(), Recorder(4)
+    ticks = itertools.count()
+    async with listening(endpoint.app()) as upstream:
+        proxy = RecordingProxy(upstream, recorder.add, lambda: next(ticks) / 8, texts=texts)
+        async with listening(proxy.app()) as url:
+            yield Recorded(endpoint, proxy, url, recorder)
+
+
+async def test_a_conversation_is_one_session_and_clients_see_no_token_ids():
+    async with recording() as live:
+        first = await live.chat(SECRET)
+        await live.chat(SECRET, "ok", "then retreat")
+        await live.chat("something else")
+
+    assert "token_ids" not in first
+    assert first.count("data: ") == 3
+    assert all(asked["return_token_ids"] for asked in live.endpoint.asked)
+    one, other = live.recorder.block_sessions()
+    assert [turn.prompt_tokens for turn in one.block_turns] == [14, 28]
+    assert [turn.generate_tokens for turn in one.block_turns] == [2, 2]
+    # Blocks of four tokens: the three full ones of the first prompt begin the second.
+    assert [list(each_id(turn.id_ranges)) for turn in one.block_turns] == [
+        [0, 1, 2],
+        [0, 1, 2, 3, 4, 5, 6],
+    ]
+    assert [turn.delay_s for turn in one.block_turns] == [0.0, 1 / 8]
+    assert (other.turns, other.block_turns[0].start_s) == (1, 4 / 8)
+
+
+async def test_who_asks_for_token_ids_gets_them_and_other_paths_pass_untouched():
+    async with recording() as live:
+        said = await live.chat("hello", return_token_ids=True)
+        async with aiohttp.ClientSession() as http, http.get(f"{live.url}/v1/models") as models:
+            assert models.headers["X-Mine"] == "kept"
+            assert await models.json() == {"data": [{"id": "m"}]}
+
+    assert '"token_ids":[111]' in said
+    assert (live.proxy.recorded, live.proxy.not_recorded) == (1, 0)
+
+
+async def test_prompts_of_token_ids_need_none_from_the_endpoint():
+    async with recording() as live:
+        status, body = await live.post(
+            "/v1/completions", {"prompt": [5] * 9, "max_tokens": 3, "session_id": "alice"}
+        )
+
+    assert (status, json.loads(body)) == (200, {"choices": [{"index": 0, "text": "x"}]})
+    (session,) = live.recorder.block_sessions()
+    assert session.session_id == "session-1"
+    assert session.block_turns[0].prompt_tokens == 9
+
+
+async def test_what_cannot_be_recorded_is_passed_on_and_counted():
+    async with recording() as live:
+        refused, _ = await live.post("/v1/completions", {"prompt": [5], "max_tokens": 100})
+        live.endpoint.knows_token_ids = False
+        unknown, _ = await live.post("/v1/completions", {"prompt": [5], "max_tokens": 1})
+        live.endpoint.breaks_off = True
+        with pytest.raises(aiohttp.ClientError):
+            await live.chat("hello")
+
+    assert (refused, unknown) == (400, 200)
+    assert (live.proxy.recorded, live.proxy.not_recorded) == (0, 3)
+    assert live.recorder.block_sessions() == []
+
+
+async def test_an_endpoint_that_is_gone_is_said_so():
+    proxy = RecordingProxy("http://127.0.0.1:9", lambda exchange: None, lambda: 0.0)
+    async with (
+        listening(proxy.app()) as url,
+        aiohttp.ClientSession() as http,
+        http.post(f"{url}/v1/completions", json={"prompt": [1]}) as response,
+    ):
+        assert response.status == 502
+        assert "is the server up there?" in await response.text()
+
+
+@pytest.mark.parametrize("format", writable("blocks"))
+async def test_no_text_is_in_a_trace_and_it_reads_as_what_was_served(format: str, tmp_path: Path):
+    async with recording() as live:
+        await live.chat(SECRET)
+        await live.chat(SECRET, "ok", "then retreat")
+    path = tmp_path / "trace.jsonl"
+
+    write_trace(live.recorder.block_sessions(), path, format)
+
+    assert "attack" not in path.read_text()
+    (session,) = read_trace(path)
+    assert isinstance(session, BlockSession)
+    assert [turn.prompt_tokens for turn in session.block_turns] == [14, 28]
+    (lengths,) = as_lengths([session])
+    # A prompt, its answer, and what came new; nothing was dropped between.
+    assert [(r.append_tokens, r.generated_tokens) for r in lengths.trajectory.rounds] == [
+        (14, 2),
+        (12, 2),
+    ]
+
+
+@pytest.mark.parametrize("format", writable("text"))
+async def test_texts_are_recorded_where_they_are_asked_for(format: str, tmp_path: Path):
+    async with recording(texts=True) as live:
+        await live.chat(SECRET)
+    path = tmp_path / "trace.jsonl"
+
+    write_trace(live.recorder.text_sessions(), path, format)
+
+    assert SECRET in path.read_text()
+    assert read_trace(path)[0].turns == 1
+
+
+def test_tenants_do_not_share_blocks_and_turns_are_ordered_by_their_begin():
+    recorder = Recorder(4)
+    for tenant, start_s in (("a", 2.0), ("b", 1.0), ("a", 0.0)):
+        recorder.add(
+            Exchange(
+                tenant=tenant,
+                session_id="s",
+                prompt_token_ids=[7] * 8,
+                generated_token_ids=[1],
+                start_s=start_s,
+                end_s=start_s + 0.5,
+            )
+        )
+
+    first, second = recorder.block_sessions()
+
+    assert [turn.start_s for turn in first.block_turns] == [0.0, 2.0]
+    assert [turn.delay_s for turn in first.block_turns] == [0.0, 1.5]
+    assert list(each_id(first.block_turns[0].id_ranges)) == [0, 1]
+    assert list(each_id(second.block_turns[0].id_ranges)) == [2, 3]
+
+
+def test_a_format_of_texts_is_written_only_where_texts_may_be_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = str(tmp_path / "t.jsonl")
+    assert main(["record", "--endpoint", "http://x", "--out", out, "--format", "lmcache"]) == 2
+    assert "recorded with --text only" in capsys.readouterr().err
+    assert main(["record", "--endpoint", "http://x", "--out", out, "--text"]) == 2
+    assert "take agentperf or lmcache" in capsys.readouterr().err
+
+
+async def test_recording_is_not_held_up_by_a_client_that_leaves():
+    async with recording() as live:
+        asking = asyncio.create_task(live.chat("hello"))
+        await asyncio.sleep(0)
+        asking.cancel()
+        assert "[DONE]" in await live.chat("hello again")
+    assert live.proxy.recorded >= 1
