@@ -33,11 +33,11 @@ from dualpath.engine.buffer import STAGING_REGION, BlockBuffer
 from dualpath.engine.chunk_transfers import NoHolder
 from dualpath.engine.counters import Counters
 from dualpath.engine.hbm_layout import NO_BLOCK, PartViews, shared_layers
+from dualpath.engine.health import Health
 from dualpath.engine.layer_stream import LayerSettings
 from dualpath.engine.movers import Movers
 from dualpath.engine.stalls import StalledAgents
 from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
-from dualpath.engine.threads import OS_THREADS
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.steps import PromptLayout, decode_steps, generated_steps
 from dualpath.transport.contract import RegionInfo
@@ -121,7 +121,7 @@ class Engine:
             self.stalled,
             DEADLINE_S,
             TraceRecorder(None, ""),
-            OS_THREADS,
+            Health(),
         )
 
     def copier(self) -> WorldHbmCopier:

@@ -86,6 +86,20 @@ def test_a_layer_that_did_not_wait_for_its_kv_fails_the_pass_and_is_not_sent(buf
     cluster.close()
 
 
+@pytest.mark.parametrize("how", ["unwaited", "silent"])
+def test_an_engine_whose_model_goes_past_the_connector_is_out_for_good(
+    cluster: ToyCluster, how: str
+) -> None:
+    """Its next passes would fail alike: it is to get no more, and to say why."""
+    assert cluster.pe.report().unhealthy is None
+    transfer = cluster.load("r", prompt_keys(TOKENS), TOKENS, 0, 0)
+    layers: dict[str, list[int]] = {"silent": [], how: [1]}
+    failures = pass_with_silence(cluster, part(transfer, BlockRun(0, BLOCKS)), **layers)
+    assert "layer 1" in failures["r"]
+    assert "does not call the connector" in failures["r"]
+    assert cluster.pe.report().unhealthy == cluster.pe.manager.broken == failures["r"]
+
+
 @pytest.mark.parametrize("buffers", [1, 2, 0])
 @pytest.mark.parametrize("silent", [[0], [1], [GEOMETRY.layers - 1], range(GEOMETRY.layers)])
 def test_a_model_that_keeps_silent_about_a_layer_fails_its_passes_and_none_hangs(

@@ -17,6 +17,7 @@ from dualpath.core.request_messages import KvInHbm, Persist, PrefillDone, Releas
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.counters import Counter
+from dualpath.engine.forward_pass import PromptPart
 from dualpath.engine.health import Health
 from dualpath.engine.rank_work import RankBoard, RankWork
 from dualpath.engine.ranks import ONE_RANK, TimedGroup
@@ -172,6 +173,29 @@ def test_a_follower_that_dies_in_mid_pass_takes_the_engine_with_it(cluster: Rank
     broken = cluster.pe.manager.broken
     assert broken is not None
     assert broken.startswith("rank 0 of 2 has lost the others")
+
+
+def test_a_follower_whose_model_goes_past_the_connector_takes_the_engine_with_it(
+    cluster: RankedCluster,
+) -> None:
+    transfer = cluster.load("r", KEYS, TOKENS, 0, 0)
+    parts = [PromptPart(transfer, BlockRun(0, BLOCKS), tuple(range(BLOCKS)))]
+
+    def run(rank: int) -> None:
+        forward = cluster.prefill.begin_pass(rank, parts)
+        for layer in range(GEOMETRY.layers):
+            if (rank, layer) != (1, 2):
+                forward.wait_loaded(layer)
+            forward.computed(layer)
+        with contextlib.suppress(EngineLostError):  # whichever rank sees the other's end first
+            forward.finish({})
+
+    cluster.prefill.on_ranks(run)
+    (follower,) = cluster.prefill.followers
+    assert "layer 2 is computed without a wait" in str(follower.rank.health.broken)
+    while cluster.prefill.ended == []:
+        pass
+    assert set(cluster.prefill.ended) == {1}
 
 
 def test_slots_are_kept_until_the_last_rank_has_copied_them(cluster: RankedCluster) -> None:

@@ -30,7 +30,8 @@ the first layer and sent after the last.
 With overlap all of this rests on the engine's word for each layer.  A layer computed without
 ``wait_loaded`` may have read what was in HBM before, and one without ``computed`` would be waited
 for without end by the layers that need its region.  A pass that leaves either out has failed with
-all of its chunks: from there on nothing is sent, and what was sent belongs to failed requests.
+all of its chunks: from there on nothing is sent, and what was sent belongs to failed requests.  The
+next pass of the same model would fail alike, so the engine is broken (``engine.health``).
 
 When transfers with an agent stall, the chunks that need it are given up (``pass_transfers``); their
 transfers count as over for the two rules above, so that the other chunks go on.  The wait for
@@ -38,7 +39,6 @@ computation has no limit here: a device that hangs is seen by the engine itself 
 """
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -54,8 +54,6 @@ from dualpath.engine.region_handover import RegionHandover
 from dualpath.engine.shared_loads import SharedLoads
 from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.threads import Event
-
-log = logging.getLogger(__name__)
 
 #: Where a trace shows what a pass waited for: between layers, and in ``finish``.
 WAIT_TRACK, FINISH_TRACK = "wait", "finish"
@@ -92,6 +90,7 @@ class LayerStream:
         self._after = movers.after
         self._trace = movers.trace
         self._patience = self._moves.patience
+        self._health = movers.health
         self._shared = shared
         self._before = before
         self._regions = min(settings.buffers, geometry.layers)
@@ -265,9 +264,8 @@ class LayerStream:
             "relied on: its attention does not call the connector; serve another model, or this "
             "one without dualpath"
         )
-        if not self.failures:
-            log.error("%s", reason)
         self._moves.give_up_all(reason)
+        self._health.fail(reason)
 
     def _load(self, layer: int, device_error: str | None = None) -> None:
         resident = self._settings.buffers >= self._geometry.layers

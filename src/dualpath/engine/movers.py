@@ -29,7 +29,12 @@ class Movers(msgspec.Struct, frozen=True):
     stalled: StalledAgents
     transfer_deadline_s: float
     trace: TraceRecorder
-    threads: Threads
+    health: Health
+
+    @property
+    def threads(self) -> Threads:
+        """Whose clock, locks and events all of it uses."""
+        return self.health.threads
 
     def patience(self) -> Patience:
         """Return what a new pass has for each agent."""
@@ -80,5 +85,5 @@ def open_movers(
         StalledAgents(health.threads),
         settings.transfer_deadline_s,
         trace,
-        health.threads,
+        health,
     )
