@@ -159,11 +159,20 @@ def test_such_a_layer_need_not_be_there_before_it_begins():
 def test_a_function_with_another_signature_is_left_alone_and_the_model_refused():
     kind = toy_kind()
     setattr(kind, READER, lambda self, positions, everything_else, output: None)
-    config, cache = layers_of(kind)
-    announce_sparse_layers(config)
+    config, _ = layers_of(kind)
+    with pytest.raises(ConfigError, match=f"{NAMES[0]} is a .*Toy.*goes past vLLM's connector"):
+        announce_sparse_layers(config)
     assert "announced" not in vars(kind)
-    with pytest.raises(ConfigError, match="calls no connector around"):
-        cache_layers(cache, hooked_layers(config))
+
+
+def test_amds_class_goes_another_way_and_is_refused_by_its_name():
+    """It has the known function too, by inheritance, and never calls it."""
+    from vllm.models.deepseek_v32.amd.rocm import DeepseekV32MLAAttention
+
+    config, _ = layers_of(DeepseekV32MLAAttention)
+    with pytest.raises(ConfigError, match=r"amd\.rocm\.DeepseekV32MLAAttention.* on NVIDIA GPUs"):
+        announce_sparse_layers(config)
+    assert "announced" not in vars(DeepseekV32MLAAttention)
 
 
 def test_graphs_are_broken_around_what_waits(monkeypatch):

@@ -6,6 +6,9 @@ them: a prefill engine would compute with whatever is in HBM.  One function of s
 all earlier KV, indexer keys and latent KV alike, so that the decorator with which vLLM marks its
 own operators is put around it.  New KV is written before, as in any layer.  Both parts of the layer
 are waited for where the first is read, so that a load overlaps with all of the layer before it.
+
+AMD's GPUs have a class derived from that one, whose ``forward`` calls another function, which
+writes new KV as well.  It is refused by its name: nothing of dualpath was ever read or run there.
 """
 
 import functools
@@ -17,6 +20,8 @@ from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+from dualpath.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,16 +37,24 @@ READER_PARAMETERS = (
 def announce_sparse_layers(config: "VllmConfig") -> None:
     """Have the connector called by such layers of a loaded model, in this process; idempotent.
 
-    Before graphs are captured.  A layer that is not as it is known here is left alone, and then no
-    layer around which the connector is called (``calls_connector``).
+    Before graphs are captured.  Raises ``ConfigError`` for a class of latent attention with a
+    ``forward`` of its own that is not as it is known here.
     """
-    for layer in config.compilation_config.static_forward_context.values():
+    for name, layer in config.compilation_config.static_forward_context.items():
         kind: Any = type(layer)
-        if not calls_connector(kind) and reads_at_one_place(kind):
-            # vLLM breaks its graphs around this function, and what waits must run outside them.
-            reader = announced(inspect.unwrap(getattr(kind, READER)))
-            setattr(kind, READER, eager_break_during_capture(reader))
-            kind.announced = True  # Also of layers of this class that are made later.
+        if not issubclass(kind, MLAAttention) or calls_connector(kind):
+            continue
+        if not reads_at_one_place(kind):
+            raise ConfigError(
+                f"{name} is a {kind.__module__}.{kind.__qualname__}, whose attention goes past "
+                f"vLLM's connector in a way that is not known here (known is {READER} of vLLM "
+                "0.32's DeepseekV32Attention, on NVIDIA GPUs), so that nobody would know when its "
+                "KV is used; serve another model, or this one on NVIDIA GPUs with vLLM 0.32"
+            )
+        # vLLM breaks its graphs around this function, and what waits must run outside them.
+        reader = announced(inspect.unwrap(getattr(kind, READER)))
+        setattr(kind, READER, eager_break_during_capture(reader))
+        kind.announced = True  # Also of layers of this class that are made later.
 
 
 def calls_connector(kind: Any) -> bool:  # noqa: ANN401 - a class of vLLM's
@@ -59,7 +72,7 @@ def announces_whole_layer(kind: type) -> bool:
 
 def reads_at_one_place(kind: Any) -> bool:  # noqa: ANN401 - a class of vLLM's
     """Whether a class is vLLM's sparse attention as it is known here."""
-    if not issubclass(kind, MLAAttention) or not hasattr(kind, READER):
+    if not hasattr(kind, READER):
         return False
     parameters = inspect.signature(getattr(kind, READER)).parameters
     calls = inspect.getsource(kind.forward).count(f"self.{READER}(")
