@@ -30,6 +30,7 @@ from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.vllm.adapter_identity import adapters_of
 from dualpath.vllm.cache_layers import CacheGroups, CacheLayer, begins_unseen
 from dualpath.vllm.cpu_adapters import mend_cpu_adapters
+from dualpath.vllm.cpu_tiles import allow_tiles
 from dualpath.vllm.cuda_device import open_device
 from dualpath.vllm.data_parallel import agree_on_group
 from dualpath.vllm.drain_signal import ApiServer, on_drain_signal
@@ -106,6 +107,7 @@ class WorkerSide:
         hbm = self._in_groups(hbm_layout(layers, self._num_blocks, self.geometry, self._slice))
         hbm = msgspec.structs.replace(hbm, layer_names=tuple(self._layers))
         here = layers[0][0].device
+        allow_tiles(here)
         device = open_device(here, self._settings.device_copies)
         self._synchronize = torch.cuda.synchronize if layers[0][0].is_cuda else _nothing_queued
         if self._settings.share_loads and self._settings.role is Role.PREFILL:

@@ -1,0 +1,45 @@
+"""An engine asks for AMX's tile registers before its first pass needs them."""
+
+import logging
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+
+from dualpath.vllm.cpu_tiles import allow_tiles
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How often the operating system was asked, on a CPU with AMX."""
+    times: list[str] = []
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+
+    def lend() -> bool:
+        times.append("once")
+        return True
+
+    monkeypatch.setattr(torch.cpu, "_init_amx", lend)
+    return times
+
+
+def test_tiles_are_asked_for_where_a_cpu_has_them(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow_tiles(torch.device("cpu"))
+    assert asked == ["once"]
+    allow_tiles(torch.device("cuda"))
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    allow_tiles(torch.device("cpu"))
+    assert asked == ["once"]
+
+
+def test_tiles_that_are_refused_are_said_with_what_helps(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
+    with caplog.at_level(logging.WARNING):
+        allow_tiles(torch.device("cpu"))
+    assert "--dtype float32" in caplog.text
