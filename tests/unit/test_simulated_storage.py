@@ -158,6 +158,17 @@ def test_a_janitor_that_removes_what_it_knows_to_be_used_is_a_problem() -> None:
     assert len(world.problems) == 1
 
 
+def test_what_is_told_of_a_chain_after_it_was_pinned_is_pinned_as_well() -> None:
+    """A janitor hears of it too, and rightly leaves all of it above the quota."""
+    disk = Disk(links=True)
+    watch = StorageWatch(World(0), disk, protect_s=1.0)
+    watch.pin(KEYS[1])
+    assert watch.pinned == {KEYS[1]}
+    watch._parents[KEYS[1]] = KEYS[0]
+    assert watch.pinned == {KEYS[0], KEYS[1]}
+    assert watch.may_stay == set(), "nothing is stored"
+
+
 @pytest.mark.parametrize(
     ("name", "fault"),
     [

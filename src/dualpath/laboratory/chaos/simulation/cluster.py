@@ -176,7 +176,7 @@ class Cluster:
         status = msgspec.json.decode(file.content, type=Status)
         if self.world.now_s - status.time_s > _SAYS_S:
             return [f"nobody looks after the storage since {status}"]
-        pinned_bytes = len(self.shared.watch.pinned) * stored_bytes(self.settings.geometry)
+        pinned_bytes = len(self.shared.watch.may_stay) * stored_bytes(self.settings.geometry)
         over_bytes = status.used_bytes - self.limits.high * self.limits.quota_bytes
         return [f"the storage is above its quota: {status}"] if over_bytes > pinned_bytes else []
 

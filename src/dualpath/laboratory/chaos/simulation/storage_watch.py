@@ -4,7 +4,7 @@ A block may not go that was used or written in the last ``protect_s``, or that i
 was told before the janitor last looked; nor may one that lies before such a block in its chain.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from dualpath.core.blocks import BlockKey
 from dualpath.core.cluster import HostProcess
@@ -12,6 +12,7 @@ from dualpath.laboratory.chaos.simulation.calls import SimCalls, StorageFaults
 from dualpath.laboratory.chaos.simulation.disk import Disk, Listing, object_path
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
 from dualpath.laboratory.chaos.simulation.world import World
+from dualpath.storage.block_header import HEADER_BYTES, decode_header
 from dualpath.storage.directory import key_of
 from dualpath.storage.journal import JOURNAL, Gone, Written, decode_segment
 from dualpath.storage.pins import PINS
@@ -30,6 +31,8 @@ class StorageWatch:
         self._parents: dict[BlockKey, BlockKey] = {}
         #: Of each block the pairs of when a use was told and when it was.
         self._uses: dict[BlockKey, list[tuple[float, float]]] = {}
+        #: The last blocks of pinned chains, and since when all that was then told of them is pinned.
+        self._pinned_ends: list[BlockKey] = []
         self._pinned_s: dict[BlockKey, float] = {}
 
     def told(self, path: str) -> None:
@@ -44,13 +47,26 @@ class StorageWatch:
 
     def pin(self, key: BlockKey) -> None:
         """A chain is pinned."""
+        self._pinned_ends.append(key)
         for one in self._chain(key):
             self._pinned_s.setdefault(one, self._world.now_s)
 
     @property
     def pinned(self) -> set[BlockKey]:
-        """All blocks of pinned chains."""
-        return set(self._pinned_s)
+        """All blocks of pinned chains, by what was told of them until now."""
+        return {one for end in self._pinned_ends for one in self._chain(end)}
+
+    @property
+    def may_stay(self) -> set[BlockKey]:
+        """Blocks that a janitor may take for pinned: it has read what stored ones say as well."""
+        parents, stored = dict(self._parents), set()
+        for path, file in self._disk.blocks():
+            header, key = decode_header(bytes(file.content[:HEADER_BYTES])), key_of(path)
+            if key is not None:
+                stored.add(key)
+                if header is not None and header.origin.parent:
+                    parents.setdefault(key, header.origin.parent)
+        return stored & {one for end in self._pinned_ends for one in chain_of(end, parents)}
 
     def goes(self, key: BlockKey, by: str, news_s: float, pins_s: float) -> None:
         """A janitor that has looked for news and pins at those times removes a block."""
@@ -69,12 +85,17 @@ class StorageWatch:
                 return
             uses.append(use)
 
-    def _chain(self, key: BlockKey | None) -> list[BlockKey]:
-        chain: list[BlockKey] = []
-        while key is not None:
-            chain.append(key)
-            key = self._parents.get(key)
-        return chain
+    def _chain(self, key: BlockKey) -> list[BlockKey]:
+        return chain_of(key, self._parents)
+
+
+def chain_of(key: BlockKey | None, parents: Mapping[BlockKey, BlockKey]) -> list[BlockKey]:
+    """Return a block and all that are known to be before it, tail first."""
+    chain: list[BlockKey] = []
+    while key is not None:
+        chain.append(key)
+        key = parents.get(key)
+    return chain
 
 
 class WatchedCalls(SimCalls):
