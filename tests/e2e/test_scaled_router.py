@@ -26,6 +26,7 @@ pytestmark = pytest.mark.timeout(300)
 PROMPT = list(range(1, 41))
 #: A step takes 2 ms of the model, and 20 ms at this speed-up.
 SPEEDUP, LONG, LONGER = "0.1", 250, 800
+RUNNING, FINISHED = "requests_running", 'requests_total{outcome="finished"}'
 
 
 class Client:
@@ -59,10 +60,10 @@ class Client:
                 )
         return 0
 
-    async def retries(self) -> int:
-        """Return how many attempts its front end has made again."""
+    async def metric(self, name: str) -> int:
+        """Return a metric of all front ends, which any of them can say; a regular expression."""
         async with self._http.get(f"{self._url}/metrics") as answer:
-            found = re.findall(r"^dualpath:retries_total\S* ([\d.]+)$", await answer.text(), re.M)
+            found = re.findall(rf"^dualpath:{name} ([\d.]+)$", await answer.text(), re.M)
             return round(sum(map(float, found)))
 
     async def stream(self, tokens: int = LONG) -> str:
@@ -160,6 +161,9 @@ async def test_a_killed_front_end_ends_its_own_streams_only_and_is_back(
         name, pid = await dies.front_end()
         cut, whole = asyncio.create_task(dies.stream()), asyncio.create_task(lives.stream())
         await asyncio.gather(dies.under_way.wait(), lives.under_way.wait())
+        probe = Client(made.url)
+        assert await probe.metric(RUNNING) == 2
+        await probe.close()
         os.kill(pid, signal.SIGKILL)
         assert await cut == "cut off"
         assert await whole == "whole"
@@ -171,6 +175,10 @@ async def test_a_killed_front_end_ends_its_own_streams_only_and_is_back(
         assert await again.stream() == "whole"
         assert again.tokens == lives.tokens
         await again.close()
+        # What has ended is counted by all for all; what the dead one had under way is gone with it.
+        for client in back:
+            assert await client.metric(FINISHED) == 2
+            assert await client.metric(RUNNING) == 0
 
 
 async def test_streams_that_decode_outlive_the_scheduler(
@@ -200,7 +208,7 @@ async def test_streams_that_decode_outlive_the_scheduler(
         # What came is in order and complete, and nothing was asked for twice.
         assert clients[0].tokens == clients[1].tokens
         assert len(clients[0].tokens) == LONGER
-        assert [await client.retries() for client in clients] == [0, 0]
+        assert [await client.metric("retries_total") for client in clients] == [0, 0]
         await probe.close()
 
 

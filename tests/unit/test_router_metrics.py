@@ -142,6 +142,29 @@ async def test_a_prefill_transfer_is_timed_also_when_all_tokens_come_before_the_
 
 
 @pytest.mark.virtual_time
+async def test_a_request_waits_runs_and_is_no_longer_counted() -> None:
+    async with cluster() as made:
+        seen: list[tuple[float, float]] = []
+
+        def queues() -> tuple[float, float]:
+            now = Scrape(made.service.exposition().decode())
+            return now.value("dualpath:requests_waiting"), now.value("dualpath:requests_running")
+
+        async def look() -> None:
+            seen.append(queues())
+
+        made.calls.pause = look  # before a forward pass and each token
+        for engine in made.engines.values():
+            engine.unanswered = {control.Lookup}
+        answer = asyncio.create_task(made.run(job("a", range(100, 118), 2)))
+        await asyncio.sleep(1e-3)  # of virtual time, in which nothing but the look-up can end
+        assert queues() == (1, 0), "it has no engines before its look-up is over"
+        await answer
+        assert set(seen) == {(0, 1)}
+        assert queues() == (0, 0)
+
+
+@pytest.mark.virtual_time
 async def test_a_lost_engine_is_down_and_one_that_left_is_not_missed() -> None:
     async with cluster(prefill=2, decode=2) as made:
         made.lose("p1")

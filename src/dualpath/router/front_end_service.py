@@ -80,5 +80,4 @@ class FrontEndService:
 
     def exposition(self) -> bytes:
         """Return the body of ``GET /metrics``."""
-        self.metrics.queues(*self.front_end.counts())
         return self.metrics.exposition()

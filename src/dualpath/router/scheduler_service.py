@@ -169,7 +169,6 @@ class SchedulerService:
 
     def exposition(self) -> bytes:
         """Return the body of ``GET /metrics``; requests are counted by their front ends."""
-        self.metrics.queues(*self._own().counts())
         return self.metrics.exposition()
 
     def _load(self) -> Load:

@@ -40,6 +40,7 @@ from dualpath.router.control.role_calls import ROLES_PATH, RoledService, roles_c
 from dualpath.router.control.session_orders import SESSION_PATH
 from dualpath.router.http.cluster_calls import ClusterService
 from dualpath.router.observe.dashboard.page_file import dashboard_page
+from dualpath.router.observe.metrics import shared_metrics
 from dualpath.router.observe.status import ORACLE_NOTE
 from dualpath.router.requests.limits import LimitedService, RequestLimits, connection_limits
 from dualpath.router.requests.session_calls import HintedService, session_call
@@ -261,7 +262,9 @@ def _health_endpoint(service: FrontEndOfClients) -> Callable[[Request], Awaitabl
 
 def _metrics_endpoint(service: FrontEndOfClients) -> Callable[[Request], Awaitable[Response]]:
     async def metrics(request: Request) -> Response:
-        body = generate_latest(get_prometheus_registry()) + service.exposition()
+        # Shared metrics of several processes are vLLM's and the router's in one.
+        vllms = b"" if shared_metrics() else generate_latest(get_prometheus_registry())
+        body = vllms + service.exposition()
         return Response(body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return metrics

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from types import MappingProxyType, TracebackType
 from typing import Self
 
 import msgspec
+from prometheus_client.multiprocess import mark_process_dead
 
 from dualpath.core.configuration import OTHER_VARIABLES, PREFIX, variable
 from dualpath.core.errors import ConfigError
@@ -27,6 +29,7 @@ from dualpath.ops.launch.process import SpawnedProcess, Supervisor
 from dualpath.ops.launch.restarts import DRAIN_GUARD_S, Restarts
 from dualpath.router.http.settings import SchedulerAddress
 from dualpath.router.links.settings import LinkSettings
+from dualpath.router.observe.metrics import SHARED_METRICS
 from dualpath.router.setting_owners import FRONT_ENDS_OWN, SCHEDULERS_OWN
 from dualpath.router.settings import RouterSettings
 
@@ -79,6 +82,8 @@ class ScaledRouter:
         settings = _with_ports(settings, host)
         self.control_address = f"tcp://{settings.control_host}:{settings.control_port}"
         self.cluster_url = f"http://{host}:{settings.cluster_port}"
+        #: Whichever front end a scrape reaches answers for all, those before it included.
+        self._metrics = tempfile.TemporaryDirectory(prefix="dualpath-metrics-")
         self._environment = _environment(settings, os.environ)
         self._commands: dict[str, Sequence[str]] = {}
         self._commands[SCHEDULER] = scheduler_command(settings, host, adapters)
@@ -106,6 +111,7 @@ class ScaledRouter:
             if error is not None:
                 process.send_signal(signal.SIGINT)
         self._supervisor.end()
+        self._metrics.cleanup()
 
     def watch(self) -> None:
         """Start again whatever ends; never returns.
@@ -134,10 +140,16 @@ class ScaledRouter:
             time.sleep(_POLL_S)
 
     def _start(self, name: str) -> None:
+        is_front_end = name != SCHEDULER
+        if is_front_end and self._starts[name]:
+            # What it counted stays; what it had under way ended with it.
+            old = self._supervisor.process(name)
+            mark_process_dead(old.pid, self._metrics.name)  # type: ignore[no-untyped-call]
         self._starts[name] += 1
         words = (sys.executable, "-m", "dualpath.cli.main", *self._commands[name])
-        process = SpawnedProcess(name, words, None, self._environment)
-        self._supervisor.add(process, ends_last=name == SCHEDULER)
+        shared = {SHARED_METRICS: self._metrics.name} if is_front_end else {}
+        process = SpawnedProcess(name, words, None, {**self._environment, **shared})
+        self._supervisor.add(process, ends_last=not is_front_end)
 
 
 def scheduler_command(
@@ -170,7 +182,7 @@ def _environment(settings: RouterSettings, environment: Mapping[str, str]) -> di
     kept = {
         name: value
         for name, value in environment.items()
-        if not name.startswith(PREFIX) or name in OTHER_VARIABLES
+        if (not name.startswith(PREFIX) or name in OTHER_VARIABLES) and name != SHARED_METRICS
     }
     keys = msgspec.json.encode(settings.api_keys).decode()
     return {**kept, variable("router", "api_keys"): keys} if settings.api_keys else kept

@@ -4,11 +4,13 @@ What the router counts itself is kept in counters and histograms, most of them w
 request ends; what engines report is read at every scrape (``engine_metrics``).
 """
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from dualpath.core.cluster import Role
@@ -27,6 +29,14 @@ _TOKEN_GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2
 _DECISION_BUCKETS_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.05, 0.1)
 
 _READ_PATHS = {Role.PREFILL: "pe", Role.DECODE: "de"}
+
+#: The Prometheus client's: the folder in which processes that share a port keep their metrics.
+SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
+
+
+def shared_metrics() -> bool:
+    """Whether any process of several at one port answers with the metrics of all."""
+    return SHARED_METRICS in os.environ
 
 
 class RouterMetrics:
@@ -163,7 +173,8 @@ class RouterMetrics:
         return Counter(f"dualpath:{name}", text, labels, registry=self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"dualpath:{name}", text, registry=self.registry)
+        # Of processes that share a port, the sum over those that live.
+        return Gauge(f"dualpath:{name}", text, registry=self.registry, multiprocess_mode="livesum")
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
         return Histogram(
@@ -242,14 +253,34 @@ class RouterMetrics:
         if (reason := http_refusal(status, body)) is not None:
             self._http_refusals.labels(reason).inc()
 
-    def queues(self, waiting: int, running: int) -> None:
-        """Set the gauges that only the service knows."""
-        self._waiting.set(waiting)
-        self._running.set(running)
+    def began(self) -> None:
+        """Count a request that waits."""
+        self._waiting.inc()
+
+    def placed(self) -> None:
+        """Count a waiting request as running: it has its engines."""
+        self._waiting.dec()
+        self._running.inc()
+
+    def given_back(self) -> None:
+        """Count a running request as waiting: it is over, or tried again."""
+        self._running.dec()
+        self._waiting.inc()
+
+    def ended(self) -> None:
+        """Count a request no more that had given its engines back, or had none."""
+        self._waiting.dec()
 
     def exposition(self) -> bytes:
-        """Return all metrics in the Prometheus text format."""
-        return generate_latest(self.registry) + text_format(self._engines.collect())
+        """Return all metrics in the Prometheus text format.
+
+        Where metrics are shared, all that any of the processes has, vLLM's own among them.
+        """
+        registry = self.registry
+        if shared_metrics():
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry) + text_format(self._engines.collect())
 
     def families(self) -> Iterator[Metric]:
         """Yield all metrics with their present samples."""

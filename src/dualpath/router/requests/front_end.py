@@ -128,6 +128,7 @@ class FrontEnd:
             RequestOrder(job.request_id, job.keys, job.tenant, job.hints)
         )
         life = self._lives[job.request_id] = RequestLife(self.context, job, scheduled)
+        self.context.metrics.began()
         task = asyncio.create_task(life.run(), name=f"request {job.request_id}")
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._over(life, scheduled, done))
@@ -158,6 +159,7 @@ class FrontEnd:
             life.record.close("cancelled")  # Before it had even begun.
         self._tasks.discard(task)
         self._lives.pop(life.job.request_id, None)
+        self.context.metrics.ended()
         self.records.append(life.record)
         self._ended(life.record)
         scheduled.end(self._answered(life))

@@ -31,7 +31,7 @@ class StorageWatch:
         self._parents: dict[BlockKey, BlockKey] = {}
         #: Of each block the pairs of when a use was told and when it was.
         self._uses: dict[BlockKey, list[tuple[float, float]]] = {}
-        #: The last blocks of pinned chains, and since when all that was then told of them is pinned.
+        #: The last blocks of pinned chains, and since when those are pinned that were known then.
         self._pinned_ends: list[BlockKey] = []
         self._pinned_s: dict[BlockKey, float] = {}
 
