@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
@@ -192,13 +193,22 @@ class StepTransfers:
         region = _DRAM_REGIONS.get(place)
         if region is None:
             regions = self._hbm_regions[step.layer]
-            pieces = hbm_blocks[step.blocks.first : step.blocks.end]
+            pieces = tuple(hbm_blocks[step.blocks.first : step.blocks.end])
         else:
             regions, pieces = self._dram_regions[region][step.layer], step.slots
         if self._divided(step):
             replica = self._replica
-            pieces = [p for i, p in enumerate(pieces) if replica.turn(step, i) == replica.index]
-        return _End(regions, pieces)
+            mine = (p for i, p in enumerate(pieces) if replica.turn(step, i) == replica.index)
+            pieces = tuple(mine)
+        return _End(regions, _indices(pieces))
+
+
+@functools.lru_cache(maxsize=256)
+def _indices(pieces: tuple[int, ...]) -> PieceIndices:
+    """Return pieces as the transports use them, once for all layers of a prompt that move them."""
+    indices = np.array(pieces, dtype=np.int64)
+    indices.setflags(write=False)
+    return indices
 
 
 def _copies(
