@@ -31,7 +31,8 @@ from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import SpawnedProcess, Supervisor
 
 _LAYER_BUFFERS = 2
-_MEMORY_BYTES = 1 << 30
+#: For the default's 24 prompts with all rounds; touched, so that only as much as is needed.
+_MEMORY_BYTES = 1 << 29
 #: A pass holds two or three prompts of 512 new tokens, and cuts the last.
 _QUOTA_S = 1.3
 _COSTS = """
@@ -65,7 +66,8 @@ def _cluster(mode: Mode, folder: Path) -> Iterator[str]:
         "--storage", str(folder / "storage"), "--block-tokens", str(BLOCK_TOKENS),
         "--vocab-size", str(VOCABULARY_TOKENS), "--mode", mode.value, "--verify", "sampled",
         "--hbm-bytes", str(_MEMORY_BYTES), "--buffer-bytes", str(_MEMORY_BYTES),
-        "--layer-buffers", str(_LAYER_BUFFERS), "--compute-quota-s", str(_QUOTA_S),
+        "--layer-buffers", str(_LAYER_BUFFERS), "--touch-memory",
+        "--compute-quota-s", str(_QUOTA_S),
         "--progress-delay-us", "1000",
     ]  # fmt: skip
     url = f"http://127.0.0.1:{port}"

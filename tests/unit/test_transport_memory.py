@@ -1,13 +1,16 @@
 """Registered memory is aligned, zeroed, writable and outlives its object through its views."""
 
 import gc
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from dualpath.core.errors import ConfigError
-from dualpath.transport.memory import address_of, allocate_registered
+from dualpath.transport.memory import PAGE_BYTES, address_of, allocate_registered
 
 
 @given(size_bytes=st.integers(1, 100_000), power=st.integers(0, 16))
@@ -41,3 +44,20 @@ def test_a_view_keeps_the_memory() -> None:
 def test_absurd_sizes_are_refused(size_bytes: int, alignment: int) -> None:
     with pytest.raises(ConfigError):
         allocate_registered(size_bytes, alignment)
+
+
+def test_memory_that_was_touched_has_all_its_pages_and_is_still_zero() -> None:
+    memory = allocate_registered(64 * PAGE_BYTES)
+    assert not _pages_there(memory.address, 64).any()
+    memory.touch()
+    assert _pages_there(memory.address, 64).all()
+    assert not memory.array.any()
+
+
+def _pages_there(address: int, pages: int) -> NDArray[np.bool_]:
+    """Say of each page whether the process has it: the highest of its 64 bits in /proc."""
+    with Path("/proc/self/pagemap").open("rb") as pagemap:
+        pagemap.seek(address // PAGE_BYTES * 8)
+        entries = np.frombuffer(pagemap.read(pages * 8), np.uint64)
+    there: NDArray[np.bool_] = np.not_equal(entries >> np.uint64(63), 0)
+    return there

@@ -40,7 +40,8 @@ def open_memory(
 ) -> EngineMemory:
     """Allocate the engine's memory, or map what rank 0 has allocated.
 
-    Every rank calls it.  Raises ``ConfigError`` at all of them if one cannot have it.
+    Every rank calls it.  Raises ``ConfigError`` at all of them if one cannot have it.  A machine
+    that has less than was promised kills a process that touches it.
     """
     slots = max(settings.buffer_slots(geometry), 1)
     sizes = _Sizes(
@@ -48,18 +49,29 @@ def open_memory(
         max(settings.staging_blocks, 1) * geometry.full_block_bytes,
         RankBoard.size_bytes(group.size, settings.staging_blocks),
     )
+    touch = settings.touch_memory
     if group.size == 1:
         return EngineMemory(
-            allocate_registered(sizes.buffer),
-            allocate_registered(sizes.staging),
+            allocated(sizes.buffer, touch=touch),
+            allocated(sizes.staging, touch=touch),
             RankBoard.alone(settings.staging_blocks),
         )
-    return _areas(_shared(sum(map(_whole_pages, sizes)), group), sizes, group)
+    return _areas(_shared(sum(map(_whole_pages, sizes)), group, touch=touch), sizes, group)
 
 
-def _shared(size_bytes: int, group: RankGroup) -> RegisteredMemory:
+def allocated(size_bytes: int, *, touch: bool) -> RegisteredMemory:
+    """Allocate memory of one process; raises ``ConfigError`` as ``allocate_registered``."""
+    memory = allocate_registered(size_bytes)
+    if touch:
+        memory.touch()
+    return memory
+
+
+def _shared(size_bytes: int, group: RankGroup, *, touch: bool) -> RegisteredMemory:
     if group.rank == 0:
         with allocate_shared(size_bytes) as (memory, path):
+            if touch:
+                memory.touch()
             group.broadcast(path)
             _raise_first(group.gather(""))  # All have it: the path may end.
             return memory

@@ -183,6 +183,13 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         int,
         Setting("pause of UCX's progress thread; 0 spins a core and is right with RDMA only", ge=0),
     ] = 1000
+    touch_memory: Annotated[
+        bool,
+        Setting(
+            "take all of the engine's DRAM as it starts, so that no transfer waits until the "
+            "kernel has cleared a page; RDMA NICs do so anyway, when memory is registered"
+        ),
+    ] = False
     nixl_engine_config: NixlConfig = msgspec.field(default_factory=dict)
     net_devices: Annotated[
         tuple[str, ...],

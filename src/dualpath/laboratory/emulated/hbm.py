@@ -10,13 +10,13 @@ from numpy.lib.stride_tricks import as_strided
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.parts import WHOLE, PartSlice
+from dualpath.engine.engine_memory import allocated
 from dualpath.engine.hbm_layout import HbmLayout, shared_layers
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.laboratory.emulated.kv_bytes import KvFunction, Words
 from dualpath.laboratory.emulated.prefix import Seeds
 from dualpath.laboratory.emulated.settings import WORD_BYTES
 from dualpath.transport.contract import RegionInfo
-from dualpath.transport.memory import allocate_registered
 
 
 class EmulatedHbm:
@@ -35,6 +35,8 @@ class EmulatedHbm:
         hbm_bytes: int,
         threads: Threads = OS_THREADS,
         held: PartSlice = WHOLE,
+        *,
+        touch: bool = False,
     ) -> None:
         geometry = function.geometry
         layers = range(geometry.layers)
@@ -48,7 +50,7 @@ class EmulatedHbm:
         self._geometry = geometry
         self._slice = held
         self._function = function
-        self._memory = allocate_registered(self.blocks * sum(sizes))
+        self._memory = allocated(self.blocks * sum(sizes), touch=touch)
         self._regions = [
             RegionInfo(f"hbm.{index}", address, size, size, self.blocks)
             for index, (address, size) in enumerate(

@@ -60,6 +60,7 @@ class RankPlane:
             settings.hbm_bytes,
             self.threads,
             self.held,
+            touch=settings.engine.touch_memory,
         )
         self.engine_settings = settings.engine.of_rank(end.rank, "")
 

@@ -146,6 +146,8 @@ def _engine_arguments(
         buffer_bytes=nodes.buffer_bytes,
         dram_bytes=nodes.dram_bytes,
         storage_protection=nodes.storage_protection,
+        # As RDMA has it registered: without, a send waits until the kernel has cleared its pages.
+        touch_memory=True,
         layer_buffers=nodes.layer_buffers,
         compute_quota_s=nodes.compute_quota_s,
         snic_bytes_per_s=0.0 if throttled else state.settings.snic_bytes_per_s,
