@@ -19,7 +19,7 @@ uv_environment = VIRTUAL_ENV="$(abspath $(VENV))" \
 	$(if $(2),UV_DEFAULT_INDEX='$(2)') \
 	$(if $(3),SSL_CERT_FILE='$(3)')
 
-.PHONY: demo test test-all install lint format docs dist version clients clean
+.PHONY: demo test test-all install lint format docs dist version newcomer clients clean
 
 demo: $(STAMP)
 	@$(BIN)/dualpath demo
@@ -69,6 +69,10 @@ $(VENV)/.release: pyproject.toml constraints/release.txt | $(BIN)/python
 
 version:
 	@sed -n 's/^__version__ = "\(.*\)"$$/\1/p' src/dualpath/__init__.py
+
+# README as a stranger types it, in a fresh clone with a new home; see its --help for less.
+newcomer:
+	@"$(PYTHON)" -m benchmarks.newcomer $(NEWCOMER)
 
 # Real clients, each in an environment of its own under .cache/, against a small cluster.
 clients: $(STAMP)

@@ -1,0 +1,1 @@
+"""README as a stranger types it; see ``__main__``."""

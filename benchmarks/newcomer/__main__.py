@@ -1,0 +1,186 @@
+"""A stranger's hour, scripted: `make newcomer`.
+
+Clones this repository into an empty folder and types what README says, top to bottom, in a shell
+that has a new home and none of this one's variables; what serves goes on in a second terminal until
+all is asked, then gets Ctrl-C.  Every command has to end well, to say what README says of it and to
+leave what it promises (``steps``).  Needs git, and what README names; nothing of this project.
+
+`--quick --here` types what needs neither an installation nor a cluster, in this checkout.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from benchmarks.newcomer.steps import OTHER_MODES, Reader, Step, Typed, typed
+from benchmarks.newcomer.terminal import CommandFailedError, Terminal
+
+ROOT = Path(__file__).parents[2]
+#: A new account has these too: how this machine reaches the outside.
+KEPT = ("PATH", "LANG", "TERM", "TMPDIR")
+KEPT_BEGINNINGS = ("PIP_", "SSL_", "HTTP_", "HTTPS_", "NO_PROXY", "http", "no_proxy")
+ACTIVATE = "source .venv/bin/activate"
+_END_S = 120.0
+
+
+class Newcomer:
+    """Types README's commands into terminals in ``clone``; ``rows`` say how each went."""
+
+    def __init__(
+        self,
+        clone: Path,
+        environment: Mapping[str, str],
+        without: tuple[str, ...] = (),
+        *,
+        quick: bool,
+    ) -> None:
+        self.rows: list[tuple[str, str, float]] = []
+        self._reader = Reader(clone)
+        self._environment = environment
+        self._without = without
+        self._quick = quick
+        self._serving: tuple[Terminal, str] | None = None
+        self._terminal = self._new_terminal()
+
+    def type_all(self) -> None:
+        """Type everything; raises ``CommandFailedError`` at the first that fails."""
+        self._reader.own_files()
+        try:
+            for one in typed(self._reader.clone / "README.md"):
+                if reason := self._left_out(one):
+                    self.rows.append((one.text.splitlines()[0], reason, 0.0))
+                else:
+                    self._type(one.made_small() if self._quick else one)
+            self._end_serving()
+        finally:
+            self._terminal.close()
+            if self._serving is not None:
+                self._serving[0].close()
+
+    def _left_out(self, one: Typed) -> str:
+        if one.text.startswith(self._without):
+            return "left out"
+        return f"needs {one.step.needs}" if self._quick and one.step.needs else ""
+
+    def _type(self, one: Typed) -> None:
+        text, step = self._reader.translated(one.text), one.step
+        if step.command == "dualpath report":
+            self._replay_other_modes(text)
+        first = text.splitlines()[0]
+        print(f"\n$ {text}", flush=True)
+        began_s = time.monotonic()
+        try:
+            if step.serves:
+                output = self._serve(text, step)
+            else:
+                output = self._terminal.run(text, step.limit_s)
+            self._check(step, output)
+        except CommandFailedError as error:
+            self.rows.append((first, "FAILED", time.monotonic() - began_s))
+            raise CommandFailedError(f"{one.place}: {first}: {error}") from None
+        self._reader.heard(step, output)
+        self.rows.append((first, "as README says", time.monotonic() - began_s))
+
+    def _check(self, step: Step, output: str) -> None:
+        if step.says and re.search(step.says, output, re.MULTILINE) is None:
+            raise CommandFailedError(f"nothing printed matches {step.says!r}")
+        if step.leaves and not (self._reader.clone / step.leaves).is_file():
+            raise CommandFailedError(f"it left no {step.leaves}")
+
+    def _serve(self, text: str, step: Step) -> str:
+        """Begin to serve; what follows is typed in another terminal."""
+        self._end_serving()
+        server, self._terminal = self._terminal, self._new_terminal()
+        self._serving = server, text
+        output = server.begin(text, step.says, step.limit_s)
+        self._terminal.run(ACTIVATE, _END_S)
+        return output
+
+    def _end_serving(self) -> None:
+        if self._serving is not None:
+            (server, _), self._serving = self._serving, None
+            server.interrupt(_END_S)
+            server.close()
+
+    def _replay_other_modes(self, report: str) -> None:
+        """Make what README compares with: the same trace on clusters in other modes."""
+        assert self._serving is not None
+        _, serve = self._serving
+        for mode in OTHER_MODES:
+            print(f"\n(the same in mode {mode}, for `{report}`)", flush=True)
+            step = next(one.step for one in typed(ROOT / "README.md") if one.step.serves)
+            self._serve(f"{serve.partition(' --mode ')[0]} --mode {mode}", step)
+            replay = (
+                f"dualpath replay trace.jsonl --endpoint http://127.0.0.1:8000 --json {mode}.json"
+            )
+            self._terminal.run(replay, step.limit_s)
+
+    def _new_terminal(self) -> Terminal:
+        show = lambda line: print(f"  {line}", flush=True)  # noqa: E731
+        return Terminal(self._reader.clone, self._environment, show)
+
+
+@contextmanager
+def clean_clone() -> Iterator[tuple[Path, dict[str, str]]]:
+    """Yield a clone of what is committed, and the variables of an account that is new."""
+    with tempfile.TemporaryDirectory(prefix="newcomer-") as folder:
+        home, clone = Path(folder) / "home", Path(folder) / "dualpath"
+        home.mkdir()
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name in KEPT or name.startswith(KEPT_BEGINNINGS)
+        }
+        yield clone, {**kept, "HOME": str(home)}
+
+
+@contextmanager
+def copied_checkout() -> Iterator[tuple[Path, dict[str, str]]]:
+    """Yield a folder with links to this checkout and its environment; files go beside them."""
+    with tempfile.TemporaryDirectory(prefix="newcomer-") as folder:
+        for path in ROOT.iterdir():
+            if path.name != "runs" and path.suffix != ".jsonl":
+                (Path(folder) / path.name).symlink_to(path)
+        yield Path(folder), dict(os.environ)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Type what README says; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.newcomer", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="leave out installation and clusters")
+    parser.add_argument("--here", action="store_true", help="use this checkout's .venv, no clone")
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="COMMAND",
+        help="leave these out, by how they begin",
+    )
+    chosen = parser.parse_args(arguments)
+    with ExitStack() as stack:
+        place = copied_checkout() if chosen.here else clean_clone()
+        without = tuple(chosen.without)
+        newcomer = Newcomer(*stack.enter_context(place), without, quick=chosen.quick)
+        failure = ""
+        try:
+            newcomer.type_all()
+        except CommandFailedError as error:
+            failure = str(error)
+    print()
+    for command, verdict, seconds in newcomer.rows:
+        print(f"{seconds:7.1f} s  {verdict:16}  {command}")
+    total_s = sum(seconds for _, _, seconds in newcomer.rows)
+    print(f"{total_s:7.1f} s  {'FAILED: ' + failure if failure else 'all as README says'}")
+    return 1 if failure else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

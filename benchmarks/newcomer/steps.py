@@ -1,0 +1,123 @@
+"""What README says that its commands do; a command without an entry here fails the run."""
+
+import re
+import shutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tests.docs_blocks import Block, blocks, commands
+
+#: Words of README that stand for a reader's own, and where this reader has them from.
+TRACE_NAMES = ("trace.jsonl", "t.jsonl")
+OTHER_MODES = ("basic", "oracle")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a command that begins with ``command`` has to say and to leave behind.
+
+    ``says`` is a regular expression.  ``serves``: the command goes on until Ctrl-C.  ``needs`` is
+    what a quick run leaves out with it: an installation, or a cluster of real engines.
+    """
+
+    command: str
+    says: str = ""
+    leaves: str = ""
+    serves: bool = False
+    needs: str = ""
+    limit_s: float = 120.0
+
+
+INSTALLATION, CLUSTER = "an installation", "a cluster"
+
+STEPS = (
+    Step("make demo", r"times as fast as Basic", "runs/demo/report.html", False, INSTALLATION, 3e3),
+    Step("make test", r"\d+ passed", needs=INSTALLATION, limit_s=6e3),
+    Step("make install", needs=INSTALLATION, limit_s=3e3),
+    Step("source .venv/bin/activate"),
+    Step("dualpath model smollm2", r"^/.+$"),
+    Step("dualpath serve", r"endpoint", serves=True, needs=CLUSTER, limit_s=600.0),
+    Step("python -", r"cached_tokens", needs=CLUSTER),
+    Step("dualpath replay", leaves="dualpath.json", needs=CLUSTER, limit_s=600.0),
+    Step("dualpath report", leaves="compare.html", needs=CLUSTER),
+    # What README says that it printed; it also compiles, once.
+    Step("dualpath simulate --cluster paper-660b", r"(?s)3,139 s.*1,754 s.*1,655 s", limit_s=900.0),
+    Step("dualpath simulate --cluster c.toml", r"JCT", limit_s=300.0),
+)
+
+
+@dataclass(frozen=True)
+class Typed:
+    """One command as it is typed, with what is expected of it."""
+
+    block: Block
+    text: str
+    step: Step
+
+    @property
+    def place(self) -> str:
+        """Where it stands, as a reader wants it."""
+        return f"{self.block.page.name}:{self.block.line}"
+
+    def made_small(self) -> "Typed":
+        """Return it with the options that make it small; README's figures are not those."""
+        if not self.block.run_with:
+            return self
+        return replace(
+            self, text=f"{self.text} {self.block.run_with}", step=replace(self.step, says="")
+        )
+
+
+@dataclass
+class Reader:
+    """Knows what stands for what: the folder a command printed, the reader's own files."""
+
+    clone: Path
+    values: dict[str, str] = field(default_factory=dict)
+
+    def own_files(self) -> None:
+        """Write the files that README takes for the reader's own, with what the pages show."""
+        readme = (self.clone / "README.md").read_text(encoding="utf-8")
+        line = re.search(r'`(\{"session_id".+?\]\]\})`', readme)
+        assert line is not None, "README shows no line of a trace"
+        for name in TRACE_NAMES:
+            (self.clone / name).write_text(f"{line[1]}\n")
+        page = self.clone / "docs" / "how-to" / "simulate.md"
+        cluster = next(block for block in blocks(page) if block.language == "toml")
+        (self.clone / "c.toml").write_text(cluster.text)
+        costs = self.clone / "benchmarks" / "demo_prediction" / "costs.toml"
+        shutil.copy(costs, self.clone / "costs.toml")
+
+    def translated(self, text: str) -> str:
+        """Return a command with the reader's own values."""
+        for word, value in self.values.items():
+            text = re.sub(rf"\b{word}\b", value, text)
+        return text
+
+    def heard(self, step: Step, output: str) -> None:
+        """Remember what a later command needs."""
+        if step.command.startswith("dualpath model"):
+            self.values["FOLDER"] = output.split()[-1]
+
+
+def typed(readme: Path) -> list[Typed]:
+    """Return what README asks to type, in order; raises ``LookupError`` for what is not known."""
+    found = []
+    for block in blocks(readme):
+        if block.language == "python":
+            texts = [f"python - <<'EOF'\n{block.text}EOF"]
+        elif block.language == "console":
+            texts = [" ".join(words) for words in commands(block)]
+        else:
+            continue
+        found += [Typed(block, text, _step_of(text, block)) for text in texts]
+    return found
+
+
+def _step_of(text: str, block: Block) -> Step:
+    for step in STEPS:
+        if text.startswith(step.command):
+            return step
+    raise LookupError(
+        f"README.md:{block.line}: {text!r} has no entry in benchmarks/newcomer/steps.py"
+    )
