@@ -94,7 +94,12 @@ class Cluster:
 def engine_settings(
     role: Role, engine_id: str, control: str, storage: Path | str, mode: Mode, **changes: Any
 ) -> EmulatedSettings:
-    """Return settings of a small engine; ``changes`` go to whichever settings have the field."""
+    """Return settings of a small engine; ``changes`` go to whichever settings have the field.
+
+    With more ``kv_heads`` than ``GEOMETRY`` has words its blocks are larger.
+    """
+    heads = changes.get("kv_heads", 1)
+    geometry = block_geometry(COSTS.layers, 4, COSTS.kv_bytes_per_token, heads)
     engine = EngineSettings(
         role=role,
         engine_id=engine_id,
@@ -102,14 +107,14 @@ def engine_settings(
         api_url="",
         storage=str(storage),
         mode=mode,
-        buffer_bytes=128 * GEOMETRY.full_block_bytes,
+        buffer_bytes=128 * geometry.full_block_bytes,
     )
     settings = EmulatedSettings(
         engine=engine,
-        geometry=GEOMETRY,
+        geometry=geometry,
         costs=COSTS,
         speedup=10.0,
-        hbm_bytes=128 * GEOMETRY.full_block_bytes,
+        hbm_bytes=128 * geometry.full_block_bytes,
         batch_cap_tokens=16,
         max_model_len=512,
     )

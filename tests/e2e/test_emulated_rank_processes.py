@@ -30,7 +30,8 @@ pytest.importorskip("nixl_cu12")
 pytestmark = pytest.mark.nixl
 
 MODE = Mode.DUALPATH
-RANKS = ("--kv-heads", "2", "--tensor-parallel-size", "2")
+#: Engines that are cut differently exchange KV and share a storage.
+RANKS = {"prefill-0": 4, "prefill-1": 1, "decode-0": 2}
 
 
 def ranks_of(process: ManagedProcess) -> list[int]:
@@ -47,9 +48,10 @@ async def test_agents_are_served_by_ranks_and_an_engine_ends_with_one_of_them(
             engines = [
                 started.start(
                     *(name, name.partition("-")[0], service.control_address),
-                    *(*ENGINE, *RANKS, "--engine-id", name),
+                    *(*ENGINE, "--kv-heads", "4", "--tensor-parallel-size", str(ranks)),
+                    *("--engine-id", name),
                 )
-                for name in ("prefill-0", "prefill-1", "decode-0")
+                for name, ranks in RANKS.items()
             ]
             lines = [await first_line(process) for process in engines]
             await service.wait_ready(2, 1, GUARD_S)
@@ -63,16 +65,17 @@ async def test_agents_are_served_by_ranks_and_an_engine_ends_with_one_of_them(
             assert verified > 0
             assert wrong == 0
             lost, *others = engines
-            (follower,) = ranks_of(lost)
-            os.kill(follower, signal.SIGKILL)
+            followers = {process.name: ranks_of(process) for process in engines}
+            assert {name: 1 + len(pids) for name, pids in followers.items()} == RANKS
+            killed = followers["prefill-0"][1]
+            os.kill(killed, signal.SIGKILL)
             assert await asyncio.to_thread(lost.wait, GUARD_S) == -signal.SIGKILL
-            said = f"prefill-0 ends itself: rank 1 (process {follower}) has ended, by SIGKILL"
-            assert said in lost.output()
-            followers = [pid for process in others for pid in ranks_of(process)]
+            said = rf"prefill-0 ends itself: rank \d \(process {killed}\) has ended, by SIGKILL"
+            assert re.search(said, lost.output())
             async with aiohttp.ClientSession() as http:
                 body = {"prompt": list(range(7, 90)), "max_tokens": 4}
                 async with http.post(f"{endpoint}/v1/completions", json=body) as response:
                     assert response.status == 200
             for process in others:
                 assert await ended(process) == []
-            assert [process_stat(pid) for pid in followers] == [None, None]
+            assert [process_stat(pid) for pid in followers["decode-0"]] == [None]

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
-from dualpath.core.parts import WHOLE, PartSlice
+from dualpath.core.parts import WHOLE, PartSlice, slices_of
 from dualpath.core.runs import BlockRun
 from dualpath.engine.buffer import BUFFER_REGION, STAGING_REGION, BlockBuffer
 from dualpath.engine.counters import Counters
@@ -38,6 +38,7 @@ from dualpath.transport.memory import allocate_registered
 from dualpath.transport.nixl import NixlTransport
 
 BLOCKS = 3
+RANKS = [1, 2, 3, 4, 6, 8]
 _names = itertools.count()
 
 Bytes = NDArray[np.uint8]
@@ -220,10 +221,15 @@ def every_path_moves_whole_blocks(
     pe.check(other)
 
 
+def divide(heads: int, ranks: int) -> bool:
+    """Whether one number divides the other."""
+    return max(heads, ranks) % min(heads, ranks) == 0
+
+
 @st.composite
 def models(draw: st.DrawFn) -> tuple[BlockGeometry, int, set[tuple[int, int]]]:
     """Blocks of unequal layers, the KV heads of parts that have some, and those that have none."""
-    heads = draw(st.sampled_from([1, 2, 4]))
+    heads = draw(st.sampled_from([1, 2, 4, 6, 12]))
     layers, latent = [], set()
     for layer in range(draw(st.integers(1, 4))):
         sizes = []
@@ -238,11 +244,12 @@ def models(draw: st.DrawFn) -> tuple[BlockGeometry, int, set[tuple[int, int]]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(models(), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]))
+@given(models(), st.sampled_from(RANKS), st.sampled_from(RANKS))
 def test_engines_cut_in_any_way_move_the_same_whole_blocks(
     model: tuple[BlockGeometry, int, set[tuple[int, int]]], prefill: int, decode: int
 ) -> None:
     geometry, heads, latent = model
+    assume(all(divide(heads, ranks) for ranks in (prefill, decode)))
     opener = Opener("in-process")
     try:
         cuts = [Cut(ranks, heads, latent) for ranks in (prefill, decode)]
@@ -263,6 +270,14 @@ def test_nixl_moves_slices_of_registered_blocks(nixl: Opener) -> None:
     geometry = BlockGeometry(4, ((256, 24), (512,)))
     latent = {(0, 1)}
     every_path_moves_whole_blocks(nixl, geometry, Cut(2, 2, latent), Cut(1, 2, latent))
+
+
+def test_ranks_and_heads_are_given_out_evenly_or_not_at_all() -> None:
+    given_out = {(1, 8): 1, (4, 8): 4, (3, 6): 3, (8, 2): 2, (3, 1): 1}
+    assert {(r, h): slices_of(r, h) for r, h in given_out} == given_out
+    for ranks, heads in ((3, 2), (4, 6), (6, 4)):
+        with pytest.raises(ConfigError, match=f"{ranks} ranks for {heads} KV heads.*divide"):
+            slices_of(ranks, heads)
 
 
 def test_a_part_is_cut_evenly_or_not_at_all() -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.emulated_cluster import GEOMETRY, Cluster, cluster
+from tests.emulated_cluster import Cluster, cluster
 from tests.unit.test_emulated_ranks import SHAPES, Ranks
 
 from dualpath.core.modes import Mode
@@ -59,18 +59,26 @@ async def test_each_rank_moves_its_share_of_what_the_plan_says(
         sent = counted[Counter.PE_TO_DE_BYTES]
         assert (de_hits > 0) == (mode is Mode.ROUND_ROBIN)
         # Ranks that hold the same send blocks in turn: one block more or less, in each pass.
-        turns = 3 * GEOMETRY.full_block_bytes if replicas > 1 else 0
+        turns = 3 * pe.geometry.full_block_bytes if replicas > 1 else 0
         for agent in agents(made, "prefill-0"):
             own = moved(made, agent)
             assert own["copies"] == pe_hits / slices
             assert own["reads"] == de_hits / slices
             assert abs(own["writes"] - sent / ranks.pe) <= turns
-        # With fewer ranks at the PE, each has several partners, and gives them layers in turn.
-        layers = max(sent, de_hits) * replicas / GEOMETRY.layers if ranks.de > ranks.pe else turns
+        # A rank with several partners gives them layers in turn.
+        partners = [
+            [agent.agent for agent in de.address("").agents_for(rank, ranks.pe)]
+            for rank in range(ranks.pe)
+        ]
+        several = any(len(of_rank) > 1 for of_rank in partners)
+        uneven = max(sent, de_hits) * replicas / pe.geometry.layers if several else turns
         for agent in agents(made, "decode-0"):
-            assert abs(at(made, agent, Direction.WRITE) - sent / ranks.de) <= layers
+            share = sum(1 / len(p) for p in partners if agent in p) / ranks.pe
+            if max(ranks.pe, ranks.de) % min(ranks.pe, ranks.de) == 0:
+                assert share == pytest.approx(1 / ranks.de)
+            assert abs(at(made, agent, Direction.WRITE) - sent * share) <= uneven
             read = at(made, agent, Direction.READ)
-            assert abs(read - de_hits * replicas / ranks.de) <= layers
+            assert abs(read - de_hits * replicas * share) <= uneven
         de_slices = min(ranks.de, ranks.heads)
         h2d = filled[Counter.H2D_BYTES] / (ranks.de // de_slices)
         d2h = filled[Counter.D2H_BYTES]

@@ -38,7 +38,10 @@ class Ranks(NamedTuple):
     heads: int
 
 
-SHAPES = [Ranks(2, 1, 2), Ranks(1, 2, 2), Ranks(2, 2, 1), Ranks(4, 2, 2), Ranks(1, 4, 1)]
+SHAPES = [
+    *(Ranks(2, 1, 2), Ranks(1, 2, 2), Ranks(2, 2, 1), Ranks(4, 2, 2), Ranks(1, 4, 1)),
+    *(Ranks(4, 2, 4), Ranks(1, 4, 4), Ranks(3, 2, 6), Ranks(4, 3, 1), Ranks(8, 1, 2)),
+]
 
 
 async def two_turns(made: Cluster) -> list[list[int]]:
