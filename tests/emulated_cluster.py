@@ -22,9 +22,9 @@ from dualpath.router.settings import RouterSettings
 from dualpath.transport.contract import Transport
 from dualpath.transport.in_process import InProcessFabric
 from tests.control_network import Arrivals
+from tests.guard import GUARD_S
 from tests.ranked_harness import CountingTransport
 
-GUARD_S = 30.0
 COSTS = ModelCosts(
     name="small",
     layers=5,

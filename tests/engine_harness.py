@@ -42,9 +42,9 @@ from dualpath.storage.memory import MemoryStorage
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 from dualpath.transport.memory import allocate_registered
+from tests.guard import GUARD_S
 
 GEOMETRY = BlockGeometry.uniform(layers=5, block_tokens=4, layer_block_bytes=256)
-WAIT_S = 20.0
 
 M = TypeVar("M", bound=Message)
 
@@ -99,7 +99,7 @@ class HeldBlocks:
 
     def wait_for_none(self) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: not self.now, WAIT_S)
+            assert self.changed.wait_for(lambda: not self.now, GUARD_S)
 
 
 class ToyEngine:
@@ -118,7 +118,7 @@ class ToyEngine:
         mode: Mode = Mode.DUALPATH,
         trace_out: str = "",
         parallel_reads: int = 2,
-        transfer_deadline_s: float = WAIT_S,
+        transfer_deadline_s: float = GUARD_S,
         threads: Threads = OS_THREADS,
         geometry: BlockGeometry = GEOMETRY,
     ) -> None:
@@ -185,7 +185,7 @@ class ToyEngine:
                 assert isinstance(message, kind)
                 return message
         while True:
-            message = self.outbox.get(timeout=WAIT_S)
+            message = self.outbox.get(timeout=GUARD_S)
             if fits(message):
                 assert isinstance(message, kind)
                 return message
@@ -227,7 +227,7 @@ class ToyCluster:
         buffer_blocks: int = 64,
         trace_out: str = "",
         decode_engines: int = 1,
-        transfer_deadline_s: float = WAIT_S,
+        transfer_deadline_s: float = GUARD_S,
         threads: Threads = OS_THREADS,
         geometry: BlockGeometry = GEOMETRY,
     ) -> None:
@@ -322,7 +322,7 @@ class ToyCluster:
         self, engine: ToyEngine, request_id: str, run: HitRun, keys: Sequence[BlockKey]
     ) -> ReadDone:
         read = tuple(keys[run.blocks.first : run.blocks.end])
-        engine.command(Read(request_id=request_id, run=run, keys=read, deadline_s=WAIT_S))
+        engine.command(Read(request_id=request_id, run=run, keys=read, deadline_s=GUARD_S))
         done = engine.answer(ReadDone, request_id)
         assert done.good_blocks == run.blocks.count, done
         return done
@@ -395,7 +395,7 @@ class ToyCluster:
             over.set()
 
         self.de.manager.fill_hbm(decode_transfer, hbm, done)
-        assert over.wait(WAIT_S)
+        assert over.wait(GUARD_S)
         return errors[0]
 
     def release(self, request_id: str) -> None:

@@ -14,9 +14,9 @@ import aiohttp
 from aiohttp import web
 
 from dualpath.ops.launch.process import SpawnedProcess
+from tests.guard import GUARD_S
 
 ETCD = shutil.which("etcd")
-GUARD_S = 30.0
 TOKEN = "a service account's"
 
 

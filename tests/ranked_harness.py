@@ -42,13 +42,13 @@ from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 from dualpath.transport.memory import allocate_registered
 from tests.engine_harness import (
     GEOMETRY,
-    WAIT_S,
     HeldBlocks,
     ToyCluster,
     ToyEngine,
     kv_bytes,
     memory_storage,
 )
+from tests.guard import GUARD_S
 from tests.thread_ranks import on_every_rank
 
 HBM_BLOCKS = 64
@@ -124,7 +124,7 @@ class RankedEngine(ToyEngine):
         cut: Cut,
         *,
         layer_buffers: int = 0,
-        transfer_deadline_s: float = WAIT_S,
+        transfer_deadline_s: float = GUARD_S,
         mode: Mode = Mode.DUALPATH,
         open_transport: Callable[[str], Transport] | None = None,
         share_loads: bool = False,
@@ -189,7 +189,7 @@ class RankedEngine(ToyEngine):
 
     def close(self) -> None:
         self._closed.set()
-        self._ticks.join(WAIT_S)
+        self._ticks.join(GUARD_S)
         self.manager.close()
         for follower in self.followers:
             follower.close()
@@ -272,7 +272,7 @@ class RankedCluster(ToyCluster):
         de: Cut,
         *,
         layer_buffers: int = 2,
-        transfer_deadline_s: float = WAIT_S,
+        transfer_deadline_s: float = GUARD_S,
         mode: Mode = Mode.DUALPATH,
         open_transport: Callable[[str], Transport] | None = None,
         share_loads: bool = False,
@@ -348,7 +348,7 @@ class RankedCluster(ToyCluster):
         def fill(rank: int) -> str | None:
             over: queue.Queue[str | None] = queue.Queue()
             self.serving.mover(rank).fill_hbm(waiting, hbm, over.put)
-            return over.get(timeout=WAIT_S)
+            return over.get(timeout=GUARD_S)
 
         return self.serving.on_ranks(fill)
 

@@ -4,9 +4,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-T = TypeVar("T")
+from tests.guard import GUARD_S
 
-GUARD_S = 20.0
+T = TypeVar("T")
 
 
 def on_every_rank(calls: Sequence[Callable[[], T]]) -> list[T]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 from tests.front_end_links import door
+from tests.guard import GUARD_S
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import job, keys_of
 
@@ -38,7 +39,6 @@ pytestmark = pytest.mark.virtual_time
 
 PROMPT = list(range(1, 18))
 #: Of virtual time, for all of a test.
-LIMIT_S = 60.0
 T = TypeVar("T")
 
 
@@ -157,7 +157,7 @@ def connect(request: pytest.FixtureRequest) -> Connect:
 async def front_end(connect: Connect, **options: Any) -> AsyncIterator[HandMade]:
     async with (
         cluster(**options) as made,
-        asyncio.timeout(LIMIT_S),
+        asyncio.timeout(GUARD_S),
         connect(made.service.scheduler) as scheduling,
     ):
         yield HandMade(made, scheduling)

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.guard import GUARD_S
 
 from dualpath.core.cluster import HostProcess
 from dualpath.core.errors import ConfigError, PeerLostError, TransportError
@@ -35,7 +36,6 @@ from dualpath.transport.process_memory import ProcessMemoryTransport
 PIECES = 12
 PIECE_BYTES = 5000
 STRIDE_BYTES = 8192
-WAIT_S = 20.0
 
 OpenTransport = Callable[[str], Transport]
 _names = itertools.count()
@@ -107,7 +107,7 @@ def engines(open_transport: OpenTransport) -> tuple[Engine, Engine]:
 
 def finish(transfer: Transfer) -> TransferState:
     """Poll to the end; the transports promise that polling alone makes progress."""
-    deadline = os.times().elapsed + WAIT_S
+    deadline = os.times().elapsed + GUARD_S
     while (state := transfer.poll()) is TransferState.MOVING:
         assert os.times().elapsed < deadline, "transfer did not end"
     return state
@@ -376,7 +376,7 @@ class Peer:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
         if number is signal.SIGKILL:
-            self.process.join(WAIT_S)
+            self.process.join(GUARD_S)
 
     def piece(self, index: int) -> bytes:
         self._control.send(index)
@@ -386,11 +386,11 @@ class Peer:
     def stop(self) -> None:
         if self.process.is_alive():
             self._control.send(None)
-            self.process.join(WAIT_S)
+            self.process.join(GUARD_S)
             assert self.process.exitcode == 0
 
     def _receive(self) -> Any:
-        assert self._control.poll(WAIT_S)
+        assert self._control.poll(GUARD_S)
         return self._control.recv()
 
 

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from tests.lease_servers import ETCD, GUARD_S, TOKEN, LeasesOfKubernetes, etcd, kubernetes
+from tests.guard import GUARD_S
+from tests.lease_servers import ETCD, TOKEN, LeasesOfKubernetes, etcd, kubernetes
 
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.router.settings import RouterSettings

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from tests.guard import GUARD_S
 
 from dualpath.ops.launch.process import SpawnedProcess
 
-GUARD_S = 30.0
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _OPTIONS = (
     "--headless=new",

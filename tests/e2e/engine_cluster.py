@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import uvicorn
 from tests.e2e.plain_engine import (
-    GUARD_S,
     HBM_BYTES,
     MAX_MODEL_LEN,
     NAME,
@@ -20,6 +19,7 @@ from tests.e2e.plain_engine import (
     complete,
     until,
 )
+from tests.guard import GUARD_S
 from tests.stored_runs import read_run, stored_head
 
 from dualpath.core.blocks import block_keys

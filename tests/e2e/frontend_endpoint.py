@@ -11,6 +11,7 @@ from contextlib import closing
 import numpy as np
 import torch
 import uvicorn
+from tests.guard import GUARD_S
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from dualpath.core.cluster import Role
@@ -151,7 +152,7 @@ class Endpoint:
         self.ready = threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self._run(model)))
         self.thread.start()
-        assert self.ready.wait(60)
+        assert self.ready.wait(GUARD_S)
 
     async def _run(self, model):
         settings = FrontEndSettings(
@@ -178,12 +179,12 @@ class Endpoint:
 
     def get(self, path):
         try:
-            with closing(urllib.request.urlopen(self.url + path, timeout=10)) as response:
+            with closing(urllib.request.urlopen(self.url + path, timeout=GUARD_S)) as response:
                 return response.status, response.read()
         except urllib.error.HTTPError as error:
             return error.code, error.read()
 
     def stop(self):
         self.server.should_exit = True
-        self.thread.join(30)
+        self.thread.join(GUARD_S)
         assert not self.thread.is_alive()

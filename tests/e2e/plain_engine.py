@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from tests.guard import GUARD_S
+
 from dualpath.laboratory.models.tiny import make_tiny_model
 from dualpath.laboratory.workload.conversation.text_encoder import load_encoder
 from dualpath.laboratory.workload.conversation.text_session import TextSession
@@ -26,7 +28,6 @@ HBM_BYTES = 64 << 20
 
 START_S = 240.0
 
-GUARD_S = 120.0
 
 NAME = "tiny"
 

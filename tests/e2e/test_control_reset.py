@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
+from tests.guard import GUARD_S
 from tests.unit.router_fakes import FakeEngine
 
 from dualpath.core import addresses, control, request_messages
@@ -16,7 +17,6 @@ from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.registry import Registry
 from dualpath.router.engines import EngineInfo
 
-GUARD_S = 60.0
 RESETS = 5
 #: Between two resets, each way: enough that some are under way when the connection is cut.
 MESSAGES = 40

@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 from tests.control_network import Arrivals
+from tests.guard import GUARD_S
 from tests.stored_runs import stored_head
 
 from dualpath.core.blocks import BlockGeometry, block_keys
@@ -36,7 +37,6 @@ from dualpath.storage.key_ring import KeyRing
 pytest.importorskip("nixl_cu12")
 pytestmark = pytest.mark.nixl
 
-GUARD_S = 60.0
 COSTS = """
 name = "small"
 layers = 6

@@ -11,7 +11,6 @@ import pytest
 from tests.e2e.test_emulated_cluster import (
     COSTS,
     ENGINE,
-    GUARD_S,
     Player,
     Processes,
     ended,
@@ -19,6 +18,7 @@ from tests.e2e.test_emulated_cluster import (
     ideal_hits,
     verified_and_wrong,
 )
+from tests.guard import GUARD_S
 
 from dualpath.core.modes import Mode
 from dualpath.laboratory.emulated.front_door import front_door

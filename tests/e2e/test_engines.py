@@ -13,7 +13,6 @@ pytest.importorskip("vllm")
 import numpy as np
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import (
-    GUARD_S,
     HBM_BYTES,
     Completion,
     Round,
@@ -22,12 +21,13 @@ from tests.e2e.plain_engine import (
     tiny_model,
     until,
 )
+from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
 from dualpath.policy import hit_sources
 from dualpath.policy.read_side import DE_SIDE, PE_READS, SIDES_IN_TURN, choose_reads
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")

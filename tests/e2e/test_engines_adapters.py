@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import NAME, Answer, PlainEngine, complete, in_parallel
+from tests.guard import GUARD_S
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
@@ -25,7 +26,7 @@ from dualpath.laboratory.models.adapter import make_tiny_adapter
 from dualpath.laboratory.models.tiny import make_tiny_model
 from dualpath.vllm.engine_arguments import lora_arguments
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 BLOCK_TOKENS = 32
 #: A prompt that repeats itself, so that n-grams find something to propose.
@@ -149,6 +150,6 @@ def test_clients_see_the_adapters_and_are_told_of_names_that_are_none(served: Se
 
 def get(url: str) -> str:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.netloc, timeout=20)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=GUARD_S)
     connection.request("GET", parts.path)
     return connection.getresponse().read().decode()

@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.engine_cluster import tiny_cluster_settings
-from tests.e2e.plain_engine import GUARD_S, START_S, complete, tiny_model, until
+from tests.e2e.plain_engine import START_S, complete, tiny_model, until
+from tests.guard import GUARD_S
 from tests.listeners import open_listeners
 
 from dualpath.cli.main import main
@@ -23,7 +24,7 @@ from dualpath.core.modes import Mode
 from dualpath.ops.launch.local_cluster import LocalCluster
 from dualpath.ops.launch.process import SpawnedProcess, all_processes
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 PROMPT = [10 + index % 300 for index in range(200)]
 

@@ -16,7 +16,6 @@ pytest.importorskip("vllm")
 
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import (
-    GUARD_S,
     START_S,
     Completion,
     PlainEngine,
@@ -25,6 +24,7 @@ from tests.e2e.plain_engine import (
     play_plain,
     until,
 )
+from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
 from dualpath.laboratory.models.tiny import make_tiny_model

@@ -13,12 +13,13 @@ import numpy as np
 import openai
 from PIL import Image
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
-from tests.e2e.plain_engine import GUARD_S, NAME, PlainEngine
+from tests.e2e.plain_engine import NAME, PlainEngine
+from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
 from dualpath.laboratory.models.images import IMAGE_TOKENS, make_tiny_image_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 BLOCK_TOKENS = 32
 QUESTION = "What is in this picture? Say it in the words of the file that you have read. " * 3

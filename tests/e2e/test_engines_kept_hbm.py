@@ -14,7 +14,7 @@ from tests.e2e.plain_engine import PlainEngine, Round, complete, in_parallel, pl
 from dualpath.core.cluster import Role
 from dualpath.laboratory.models.tiny import make_tiny_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 BLOCK_TOKENS = 32
 GENERATE = 40

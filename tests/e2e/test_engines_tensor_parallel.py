@@ -12,7 +12,6 @@ pytest.importorskip("vllm")
 
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import (
-    GUARD_S,
     Answer,
     Completion,
     PlainEngine,
@@ -22,6 +21,7 @@ from tests.e2e.plain_engine import (
     tiny_model,
     until,
 )
+from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
 from dualpath.laboratory.models.tiny import MLA_COMPILATION_CONFIG, make_tiny_model

@@ -16,7 +16,7 @@ from dualpath.core.runs import BlockRun, HitRun
 from dualpath.laboratory.models.tiny import WINDOW_TOKENS, TinyKind, make_tiny_model
 from dualpath.plan.steps import run_reads
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 BLOCK_TOKENS = 32
 #: Which layers have one.

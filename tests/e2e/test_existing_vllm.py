@@ -12,14 +12,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
-from tests.e2e.plain_engine import (
-    GUARD_S,
-    HBM_BYTES,
-    MAX_MODEL_LEN,
-    NAME,
-    complete,
-    tiny_model,
-)
+from tests.e2e.plain_engine import HBM_BYTES, MAX_MODEL_LEN, NAME, complete, tiny_model
+from tests.guard import GUARD_S
 
 from dualpath.core.modes import Mode
 from dualpath.core.transfers import PrefillTransfer, to_transfer_params
@@ -28,7 +22,7 @@ from dualpath.ops.launch.fork_server import ForkedProcess
 from dualpath.ops.launch.ports import claim_port
 from dualpath.router.token_api.wire import GENERATE_PATH
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 PROMPT = [10 + index % 300 for index in range(300)]
 

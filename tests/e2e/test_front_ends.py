@@ -9,7 +9,8 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
-from tests.emulated_cluster import GUARD_S, Cluster, cluster
+from tests.emulated_cluster import Cluster, cluster
+from tests.guard import GUARD_S
 
 from dualpath.core.modes import Mode
 from dualpath.ops.launch.process import SpawnedProcess, Supervisor

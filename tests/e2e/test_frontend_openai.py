@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 
 from openai import APIError, APIStatusError, BadRequestError, NotFoundError, OpenAI
 from tests.e2e.frontend_endpoint import BLOCK_TOKENS, REPLY, Endpoint
+from tests.guard import GUARD_S
 
 from dualpath.core.blocks import tenant_tag
 from dualpath.core.cluster import Role
@@ -145,7 +146,7 @@ def test_a_stop_string_cuts_the_text_and_aborts_the_job(client, service):
     assert answer.choices[0].text == "The storage holds the "
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].stop_reason == "cache, block"
-    assert service.closed.wait(10)
+    assert service.closed.wait(GUARD_S)
 
 
 def test_a_client_that_leaves_a_stream_aborts_the_job(client, service):
@@ -153,7 +154,7 @@ def test_a_client_that_leaves_a_stream_aborts_the_job(client, service):
     stream = client.completions.create(model="tiny", prompt="x", max_tokens=1000, stream=True)
     next(iter(stream))
     stream.close()
-    assert service.closed.wait(10)
+    assert service.closed.wait(GUARD_S)
 
 
 def test_completion_logprobs(client, service):
@@ -286,7 +287,7 @@ def test_malformed_json_is_a_bad_request(endpoint):
         headers={"Content-Type": "application/json"},
     )
     with pytest.raises(urllib.error.HTTPError) as refusal:
-        urllib.request.urlopen(request, timeout=10)
+        urllib.request.urlopen(request, timeout=GUARD_S)
     assert refusal.value.code == 400
     assert json.loads(refusal.value.read())["error"]["type"] == "Bad Request"
 

@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.emulated_cluster import GEOMETRY, GUARD_S, cluster
+from tests.emulated_cluster import GEOMETRY, cluster
+from tests.guard import GUARD_S
 
 pytest.importorskip("vllm")
 
@@ -15,8 +16,6 @@ from dualpath.ops.launch.fork_server import ForkedProcess
 from dualpath.router.settings import RouterSettings
 
 PROMPT = list(range(1, 38))
-#: A process that loads vLLM.
-START_S = 90.0
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,7 @@ async def test_it_answers_as_the_router_does_and_leaves_the_cluster_to_it(
         process = ForkedProcess("frontend", "dualpath.cli.main:main", words, log)
         try:
             said = await asyncio.to_thread(
-                process.wait_for_line, "the scheduler is looked for", START_S
+                process.wait_for_line, "the scheduler is looked for", GUARD_S
             )
             (url,) = re.findall(r"http://[\d.]+:\d+", said)
             body = {"model": model, "prompt": PROMPT, "max_tokens": 9, "return_token_ids": True}

@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.guard import GUARD_S
+
 from dualpath.cli.main import main
 from dualpath.laboratory.models.tiny import make_tiny_model
 from dualpath.ops.launch.fork_server import ForkedProcess
@@ -90,13 +92,13 @@ class Router:
         self.process = ForkedProcess(
             "router", "dualpath.cli.main:main", ["router", *arguments], folder / "router.log"
         )
-        said = self.process.wait_for_line("engines register at", 90)
+        said = self.process.wait_for_line("engines register at", GUARD_S)
         (self.url,) = re.findall(r"http://[\d.]+:\d+", said)
 
     def end(self, signal_number):
         self.process.send_signal(signal_number)
         try:
-            return self.process.wait(30)
+            return self.process.wait(GUARD_S)
         finally:
             self.process.kill()
 
@@ -108,14 +110,14 @@ def post(url, outcome):
         headers={"Content-Type": "application/json"},
     )
     try:
-        urllib.request.urlopen(request, timeout=60)
+        urllib.request.urlopen(request, timeout=GUARD_S)
     except urllib.error.HTTPError as error:
         outcome.append((error.code, json.loads(error.read())["error"]["message"]))
 
 
 def get(url):
     try:
-        with urllib.request.urlopen(url, timeout=30) as response:
+        with urllib.request.urlopen(url, timeout=GUARD_S) as response:
             return response.status, response.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()
@@ -140,7 +142,7 @@ def test_a_router_without_engines_says_so_and_ends_cleanly(model, tmp_path):
             pass
     finally:
         code = router.end(signal.SIGINT)  # SIGTERM would let the request wait for engines
-    waiting.join(30)
+    waiting.join(GUARD_S)
     assert code == 0
     assert [status for status, _ in outcome] == [503]
     assert "shutting down" in outcome[0][1]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.guard import GUARD_S
 
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.lab.cluster import (
@@ -49,7 +50,6 @@ SETTINGS = LabSettings(
 )
 KV_PORT, OTHER_PORT = 20480, 15000
 STREAM_BYTES = 2 << 20
-DEADLINE_S = 60
 
 RECEIVE = """
 import hashlib, socket, sys
@@ -146,8 +146,8 @@ def pass_stream(state: LabState, source: str, target: str, port: int) -> None:
     ) as receiver:
         assert receiver.stdout is not None
         assert receiver.stdout.readline() == "listening\n"
-        subprocess.run(enter_node(state, by_name[source], send), check=True, timeout=DEADLINE_S)
-        received, _ = receiver.communicate(timeout=DEADLINE_S)
+        subprocess.run(enter_node(state, by_name[source], send), check=True, timeout=GUARD_S)
+        received, _ = receiver.communicate(timeout=GUARD_S)
     sent = random.Random(1).randbytes(STREAM_BYTES)
     assert received.strip() == hashlib.sha256(sent).hexdigest()
 
@@ -240,7 +240,7 @@ def test_reads_of_a_node_count_against_its_own_throttle(lab: LabState) -> None:
     subprocess.run(
         enter_node(lab, reader, (sys.executable, "-c", READ, str(file))),
         check=True,
-        timeout=DEADLINE_S,
+        timeout=GUARD_S,
     )
     read = {}
     for node in (reader, idle):
@@ -274,7 +274,7 @@ def test_down_ends_what_still_runs_on_a_node() -> None:
         assert process.stdout is not None
         assert process.stdout.readline()
         lab_down(settings.name)
-        assert process.wait(timeout=DEADLINE_S) == -signal.SIGKILL
+        assert process.wait(timeout=GUARD_S) == -signal.SIGKILL
     assert find_leftovers(settings.name).nothing
 
 
@@ -282,7 +282,7 @@ def crash(settings: LabSettings, steps: int) -> None:
     """Make a lab in a process that kills itself after so many steps."""
     argv = (sys.executable, "-c", DIE_BEFORE, msgspec.json.encode(settings).decode(), str(steps))
     source = str(Path(__file__).parents[2] / "src")
-    died = subprocess.run(argv, env={**os.environ, "PYTHONPATH": source}, timeout=DEADLINE_S)
+    died = subprocess.run(argv, env={**os.environ, "PYTHONPATH": source}, timeout=GUARD_S)
     assert died.returncode == -signal.SIGKILL
 
 
@@ -371,7 +371,7 @@ def test_the_command_makes_shows_and_removes(tmp_path: Path) -> None:
             env={**os.environ, "PYTHONPATH": source},
             capture_output=True,
             text=True,
-            timeout=DEADLINE_S,
+            timeout=GUARD_S,
         )
 
     try:

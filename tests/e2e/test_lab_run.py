@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.e2e.test_lab_network import surroundings
+from tests.guard import GUARD_S
 
 from dualpath.core.cluster import nodes_text
 from dualpath.core.errors import ConfigError, EngineLostError
@@ -42,7 +43,6 @@ WINDOWS = WindowSettings(agents=4, turns=2, scale=0.03)
 LAB = LabSettings(name=NAME, snic_bytes_per_s=20e6, cnic_bytes_per_s=100e6, image_bytes=64 << 20)
 #: A busy machine spoils times only, which nothing here looks at.
 ANY_LOAD = 1.0
-DEADLINE_S = 60
 
 
 def why_not() -> str:
@@ -165,12 +165,12 @@ def test_kill_leaves_nothing_that_the_janitor_does_not_remove(tmp_path: Path) ->
         {**os.environ, "PYTHONPATH": source},
     )
     try:
-        maker.wait_for_line("storing the agents' histories", DEADLINE_S)
+        maker.wait_for_line("storing the agents' histories", GUARD_S)
         engines = _ends(find_leftovers(NAME).process_ids)
         janitor = _ends(_janitors())
     finally:
         maker.send_signal(signal.SIGKILL)
-        maker.wait(DEADLINE_S)
+        maker.wait(GUARD_S)
     _wait(engines)
     _wait(janitor)
     # What the fixture now looks for is gone: nobody has called `lab down`.
@@ -200,5 +200,5 @@ def _wait(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         poller = select.poll()
         poller.register(descriptor, select.POLLIN)
-        assert poller.poll(DEADLINE_S * 1000), "it did not end"
+        assert poller.poll(GUARD_S * 1000), "it did not end"
         os.close(descriptor)

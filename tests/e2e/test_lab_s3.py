@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.e2e.test_lab_network import bits, crash, list_of, refusal
+from tests.guard import GUARD_S
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.laboratory.lab.cluster import (
@@ -37,7 +38,6 @@ SETTINGS = LabSettings(
     storage_server=StorageServer.S3,
     shaping=Shaping.ROOT,
 )
-DEADLINE_S = 60
 SOURCE = str(Path(__file__).parents[2] / "src")
 BLOCKS, BLOCK_BYTES = 4, 1 << 20
 GEOMETRY = BlockGeometry.uniform(layers=1, block_tokens=1, layer_block_bytes=BLOCK_BYTES)
@@ -101,7 +101,7 @@ def move(state: LabState, node: int, what: str) -> str:
         env={**os.environ, **node_environment(state), "PYTHONPATH": SOURCE},
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=GUARD_S,
     )
     return done.stdout.strip() or done.stderr
 
@@ -154,7 +154,7 @@ def test_a_stranger_without_keys_is_refused(lab: LabState) -> None:
         env={**os.environ, **keyless, "PYTHONPATH": SOURCE},
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=GUARD_S,
     )
     assert "InvalidAccessKeyId" in done.stderr
 
@@ -166,7 +166,7 @@ def test_nodes_do_not_reach_each_other_over_storage_nics(lab: LabState) -> None:
         enter_node(lab, lab_nodes(lab)[0], (sys.executable, "-c", connect)),
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=GUARD_S,
     )
     # Refused would mean that the other node has answered.
     assert "TimeoutError" in done.stderr or "No route" in done.stderr
@@ -197,7 +197,7 @@ def test_a_crash_before_the_server_leaves_nothing() -> None:
 def test_a_server_whose_maker_was_killed_is_found_without_a_record() -> None:
     settings = msgspec.structs.replace(SETTINGS, name=NAME + "k")
     argv = (sys.executable, "-c", MAKE_AND_DIE, msgspec.json.encode(settings).decode())
-    died = subprocess.run(argv, env={**os.environ, "PYTHONPATH": SOURCE}, timeout=DEADLINE_S)
+    died = subprocess.run(argv, env={**os.environ, "PYTHONPATH": SOURCE}, timeout=GUARD_S)
     assert died.returncode == -signal.SIGKILL
     state_file(settings.name, lab_folder()).unlink()
     assert len(find_leftovers(settings.name).process_ids) == 1

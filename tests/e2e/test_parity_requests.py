@@ -29,12 +29,13 @@ from tests.e2e.parity_cases import (
 )
 from tests.e2e.parity_compare import Reply, ask, differences
 from tests.e2e.parity_model import thinking_model
-from tests.e2e.plain_engine import GUARD_S, PlainEngine, in_parallel, until
+from tests.e2e.plain_engine import PlainEngine, in_parallel, until
+from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 #: What plain server, router and engines are all started with.
 VLLM_ARGUMENTS = (

@@ -30,8 +30,6 @@ from dualpath.ops.launch.restarts import Restarts
 from dualpath.ops.launch.role_wishes import RoleWishes
 from dualpath.router.control.roles_client import call_roles
 
-pytestmark = pytest.mark.timeout(300)
-
 
 class Supervised(Cluster):
     """A cluster whose engines are started again in the role that the router wishes."""

@@ -12,14 +12,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 from tests.e2e.test_emulated_cluster import COSTS, ENGINE, Processes
+from tests.guard import GUARD_S
 
 from dualpath.core.modes import Mode
 from dualpath.ops.launch.process import ManagedProcess
 from dualpath.router.standby.turn import STANDS_BY
 
-pytestmark = pytest.mark.timeout(300)
-
-GUARD_S = 120.0
 ENGINES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 ROUTERS = ("router-0", "router-1")
 AGENTS = 6

@@ -14,14 +14,13 @@ import aiohttp
 import msgspec
 import pytest
 from tests.e2e.test_emulated_cluster import COSTS, ENGINE, Processes
-from tests.e2e.test_rolling_restart import GUARD_S, until
+from tests.e2e.test_rolling_restart import until
+from tests.guard import GUARD_S
 
 from dualpath.cli.main import main
 from dualpath.core.modes import Mode
 from dualpath.ops.launch.process import ManagedProcess, SpawnedProcess
 from dualpath.router.token_api.wire import EventLines
-
-pytestmark = pytest.mark.timeout(300)
 
 PROMPT = list(range(1, 41))
 #: A step takes 2 ms of the model, and 20 ms at this speed-up.

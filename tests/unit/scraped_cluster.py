@@ -5,7 +5,8 @@ from pathlib import Path
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from tests.emulated_cluster import GEOMETRY, GUARD_S, Cluster, cluster
+from tests.emulated_cluster import GEOMETRY, Cluster, cluster
+from tests.guard import GUARD_S
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.modes import Mode

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from tests.guard import GUARD_S
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError, StorageError
@@ -24,7 +25,6 @@ from dualpath.laboratory.chaos.watch import Watch
 from dualpath.storage import factory
 from dualpath.storage.posix import PosixStorage
 
-GUARD_S = 20.0
 GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=512)
 KEYS = block_keys(range(16), 4)
 DATA = [memoryview(bytes([i]) * GEOMETRY.full_block_bytes) for i in range(4)]

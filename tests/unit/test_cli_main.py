@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.guard import GUARD_S
 
 from dualpath import __version__
 from dualpath.cli.main import SUBCOMMANDS, main
@@ -120,7 +121,7 @@ def test_help_and_model_help_load_no_heavy_package():
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=GUARD_S,
     )
     assert finished.stdout.splitlines()[-1] == "[]"
 

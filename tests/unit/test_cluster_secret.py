@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
+from tests.guard import GUARD_S
 from tests.unit.router_fakes import FakeEngine
 
 from dualpath.core import addresses, control, envelopes
@@ -29,7 +30,6 @@ from dualpath.transport.cluster_secret import (
     new_secret,
 )
 
-GUARD_S = 20.0
 SECRET = ClusterSecret("the cluster's own secret, in 40 letters.", "a test")
 OTHER = ClusterSecret("somebody else's secret, also 40 letters.", "a test")
 

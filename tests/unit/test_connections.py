@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.emulated_cluster import GUARD_S, Cluster, cluster
+from tests.emulated_cluster import Cluster, cluster
+from tests.guard import GUARD_S
 
 from dualpath.core.modes import Mode
 from dualpath.router.connections import (

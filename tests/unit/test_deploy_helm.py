@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.guard import GUARD_S
 from tests.unit.test_docs_snippets import refused
 
 from dualpath.cli.settings import SECTIONS
@@ -42,7 +43,9 @@ ELSEWHERE = {"LeaderWorkerSet", "ServiceMonitor", "PrometheusRule"}
 
 
 def helm(*words):
-    return subprocess.run([HELM, *words], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [HELM, *words], capture_output=True, text=True, timeout=GUARD_S, check=False
+    )
 
 
 def rendered(*settings):

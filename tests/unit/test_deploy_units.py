@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.guard import GUARD_S
 from tests.unit.test_docs_snippets import refused
 
 from dualpath.core.modes import Mode
@@ -61,7 +62,7 @@ def run_script(tmp_path, **environment):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=GUARD_S,
         check=False,
     )
 

@@ -4,7 +4,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.emulated_cluster import GEOMETRY, GUARD_S, Cluster, cluster
+from tests.emulated_cluster import GEOMETRY, Cluster, cluster
+from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
 from dualpath.core.control import KEPT_KEY_BYTES, Welcome

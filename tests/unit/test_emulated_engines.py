@@ -7,7 +7,8 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
-from tests.emulated_cluster import COSTS, GEOMETRY, GUARD_S, Cluster, cluster, engine_settings
+from tests.emulated_cluster import COSTS, GEOMETRY, Cluster, cluster, engine_settings
+from tests.guard import GUARD_S
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.emulated_cluster import engine_settings
+from tests.guard import GUARD_S
 
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.errors import ConfigError, DeadlineError
@@ -17,8 +18,6 @@ from dualpath.laboratory.chaos.settings import ChaosSettings, EmulatedVictims, L
 from dualpath.laboratory.emulated import group
 from dualpath.laboratory.emulated.settings import EmulatedSettings
 from dualpath.ops.launch.ports import claim_port
-
-GUARD_S = 20.0
 
 
 def alone_in(tmp_path: Path) -> EmulatedSettings:

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tests.emulated_cluster import GEOMETRY, GUARD_S, Cluster, cluster
+from tests.emulated_cluster import GEOMETRY, Cluster, cluster
+from tests.guard import GUARD_S
 
 from dualpath.core.modes import Mode
 from dualpath.engine import storage_keeping

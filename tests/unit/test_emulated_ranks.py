@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 from tests import emulated_cluster
-from tests.emulated_cluster import GEOMETRY, GUARD_S, Cluster, cluster, engine_settings
+from tests.emulated_cluster import GEOMETRY, Cluster, cluster, engine_settings
+from tests.guard import GUARD_S
 
 from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.errors import ConfigError, EngineLostError

@@ -4,7 +4,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.emulated_cluster import GUARD_S, Cluster, cluster
+from tests.emulated_cluster import Cluster, cluster
+from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode

@@ -3,12 +3,12 @@
 import queue
 import threading
 
+from tests.guard import GUARD_S
+
 from dualpath.core.errors import TransportError
 from dualpath.engine.device import PASSED, HostDevice
 from dualpath.engine.event_waiter import EventWaiter
 from dualpath.engine.threads import OS_THREADS, TimeLimit
-
-WAIT_S = 20.0
 
 
 class Gate:
@@ -28,7 +28,7 @@ class Gate:
         return self._open.is_set()
 
     def wait(self) -> None:
-        assert self._open.wait(WAIT_S)
+        assert self._open.wait(GUARD_S)
         if self._error:
             raise TransportError(self._error)
 
@@ -38,7 +38,7 @@ def test_on_a_cpu_work_runs_at_once_on_the_callers_thread() -> None:
     ran: list[tuple[str | None, int]] = []
     after.call(HostDevice().record(), lambda error: ran.append((error, threading.get_ident())))
     assert ran == [(None, threading.get_ident())]
-    after.close(TimeLimit(OS_THREADS, WAIT_S))
+    after.close(TimeLimit(OS_THREADS, GUARD_S))
 
 
 def test_work_waits_for_its_event_and_younger_work_for_older() -> None:
@@ -51,8 +51,8 @@ def test_work_waits_for_its_event_and_younger_work_for_older() -> None:
     second.let_pass()
     assert ran.empty()
     first.let_pass()
-    assert [ran.get(timeout=WAIT_S) for _ in range(3)] == ["first", "second", "third"]
-    after.close(TimeLimit(OS_THREADS, WAIT_S))
+    assert [ran.get(timeout=GUARD_S) for _ in range(3)] == ["first", "second", "third"]
+    after.close(TimeLimit(OS_THREADS, GUARD_S))
 
 
 def test_work_learns_that_the_device_failed_and_a_defect_stops_nothing() -> None:
@@ -67,7 +67,7 @@ def test_work_learns_that_the_device_failed_and_a_defect_stops_nothing() -> None
     after.call(broken, defective)
     after.call(whole, ran.put)
     broken.let_pass("no more GPU")
-    assert ran.get(timeout=WAIT_S) == "no more GPU"
+    assert ran.get(timeout=GUARD_S) == "no more GPU"
     whole.let_pass()
-    assert ran.get(timeout=WAIT_S) is None
-    after.close(TimeLimit(OS_THREADS, WAIT_S))
+    assert ran.get(timeout=GUARD_S) is None
+    after.close(TimeLimit(OS_THREADS, GUARD_S))

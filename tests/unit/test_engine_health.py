@@ -5,7 +5,8 @@ import queue
 import threading
 
 import pytest
-from tests.engine_harness import GEOMETRY, WAIT_S, ToyCluster, memory_storage, prompt_keys
+from tests.engine_harness import GEOMETRY, ToyCluster, memory_storage, prompt_keys
+from tests.guard import GUARD_S
 from tests.passed_waits import PassedWaits
 
 from dualpath.core.cluster import Role
@@ -89,17 +90,17 @@ def test_a_transfer_that_cannot_be_polled_fails_alone_and_is_never_settled(
     whole, broken = Moving(), Moving()
     broken.defect = error
     pump.watch(broken, ends.put)
-    failed = ends.get(timeout=WAIT_S)
+    failed = ends.get(timeout=GUARD_S)
     assert "poll of a transfer failed" in str(failed.error)
     assert not failed.settled
     assert not broken.released
     pump.watch(whole, ends.put)
     whole.state = TransferState.DONE
-    good = ends.get(timeout=WAIT_S)
+    good = ends.get(timeout=GUARD_S)
     assert (good.error, good.settled, whole.released) == (None, True, True)
     assert health.complaint() is None
     health.close()
-    pump.close(TimeLimit(threads, WAIT_S))
+    pump.close(TimeLimit(threads, GUARD_S))
 
 
 def test_what_follows_a_transfer_may_raise_anything_without_ending_the_pump() -> None:
@@ -109,12 +110,12 @@ def test_what_follows_a_transfer_may_raise_anything_without_ending_the_pump() ->
     first, second = Moving(), Moving()
     first.state = second.state = TransferState.DONE
     failed = pump.watch(first, lambda completion: [][0])
-    assert failed.wait(WAIT_S)
+    assert failed.wait(GUARD_S)
     assert "index out of range" in str(failed.error)
-    assert pump.watch(second).wait(WAIT_S)
+    assert pump.watch(second).wait(GUARD_S)
     assert health.complaint() is None
     health.close()
-    pump.close(TimeLimit(threads, WAIT_S))
+    pump.close(TimeLimit(threads, GUARD_S))
 
 
 def test_a_pump_that_makes_no_turn_is_a_complaint() -> None:
@@ -125,16 +126,16 @@ def test_a_pump_that_makes_no_turn_is_a_complaint() -> None:
 
     def hang() -> None:
         hangs.set()
-        gate.wait(WAIT_S)
+        gate.wait(GUARD_S)
 
     pump.call(hang)
-    assert hangs.wait(WAIT_S)
+    assert hangs.wait(GUARD_S)
     assert health.complaint() is None
     threads.late_s = 60
     assert "the thread that moves KV has not made a turn" in str(health.complaint())
     gate.set()
     health.close()
-    pump.close(TimeLimit(threads, WAIT_S))
+    pump.close(TimeLimit(threads, GUARD_S))
 
 
 class HangingReads:
@@ -151,7 +152,7 @@ class HangingReads:
 
     def _hang(self, key: bytes) -> None:
         self.entered.release()
-        self.gate.wait(WAIT_S)
+        self.gate.wait(GUARD_S)
 
     def read(self, blocks: int) -> None:
         de, name = self.cluster.de, f"r{next(self.numbers)}"
@@ -159,9 +160,9 @@ class HangingReads:
         slots = de.answer(Reserved).slots
         run = HitRun(Role.DECODE, BlockRun(0, blocks), slots[:blocks])
         keys = tuple(self.keys[:blocks])
-        de.command(Read(request_id=name, run=run, keys=keys, deadline_s=WAIT_S))
+        de.command(Read(request_id=name, run=run, keys=keys, deadline_s=GUARD_S))
         for _ in range(blocks):
-            assert self.entered.acquire(timeout=WAIT_S)
+            assert self.entered.acquire(timeout=GUARD_S)
 
 
 def test_one_read_that_hangs_is_its_deadlines_matter_all_readers_are_the_engines() -> None:

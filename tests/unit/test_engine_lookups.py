@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from tests.engine_harness import GEOMETRY, WAIT_S, full_block, memory_storage, prompt_keys
+from tests.engine_harness import GEOMETRY, full_block, memory_storage, prompt_keys
+from tests.guard import GUARD_S
 
 from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.control import Lookup, LookupDone
@@ -85,7 +86,7 @@ class Engine:
         self.lookups.begin(Lookup(call_id, tuple(keys), DEADLINE_S))
 
     def answer(self) -> LookupDone:
-        message = self.answers.get(timeout=WAIT_S)
+        message = self.answers.get(timeout=GUARD_S)
         assert isinstance(message, LookupDone)
         return message
 
@@ -105,7 +106,7 @@ class Engine:
 def engine() -> Iterator[Engine]:
     made = Engine(Asked())
     yield made
-    made.lookups.close(TimeLimit(OS_THREADS, WAIT_S))
+    made.lookups.close(TimeLimit(OS_THREADS, GUARD_S))
 
 
 @pytest.mark.parametrize("stored", [0, 1, 499, 999, 1000])
@@ -121,19 +122,19 @@ def test_a_thousand_blocks_of_a_directory_take_few_questions_and_none_twice(
     hit_blocks, warm = made.look_up(KEYS)
     assert hit_blocks == stored
     assert warm == (1 if stored < 1000 else 0)
-    made.lookups.close(TimeLimit(OS_THREADS, WAIT_S))
+    made.lookups.close(TimeLimit(OS_THREADS, GUARD_S))
 
 
 def test_several_blocks_are_asked_for_together_where_the_storage_is_far() -> None:
     storage = Asked(parallel_lookups=4)
     made = Engine(storage)
     made.store(KEYS[:700])
-    together = threading.Barrier(4, timeout=WAIT_S)
+    together = threading.Barrier(4, timeout=GUARD_S)
     storage.before = lambda key: None if key == KEYS[0] else (together.wait(), None)[1]
     made.begin(KEYS[:625])  # 1 question, then 4 at a time: 624 = 5**4 - 1
     assert made.answer() == LookupDone(call_id=1, hit_blocks=625)
     assert made.counters.snapshot()[Counter.LOOKUP_PROBES] == 1 + 4 * 4
-    made.lookups.close(TimeLimit(OS_THREADS, WAIT_S))
+    made.lookups.close(TimeLimit(OS_THREADS, GUARD_S))
 
 
 def test_every_block_just_being_written_is_waited_for_and_nothing_is_asked_in_vain(
@@ -205,7 +206,7 @@ def test_a_storage_that_hangs_delays_nobody_beyond_the_deadline(engine: Engine) 
     storage = engine.inner
     assert isinstance(storage, Asked)
     engine.write(KEYS[:5])
-    storage.before = lambda key: (gate.wait(WAIT_S), None)[1]
+    storage.before = lambda key: (gate.wait(GUARD_S), None)[1]
     for call_id in range(2 * LOOKUP_THREADS):
         engine.begin(KEYS, call_id)
     engine.pass_deadline()
@@ -221,7 +222,7 @@ def test_a_storage_that_hangs_for_long_gathers_no_look_ups(engine: Engine) -> No
     gate = threading.Event()
     storage = engine.inner
     assert isinstance(storage, Asked)
-    storage.before = lambda key: (gate.wait(WAIT_S), None)[1]
+    storage.before = lambda key: (gate.wait(GUARD_S), None)[1]
     begun = MOST_WAITING + LOOKUP_THREADS + 50
     for call_id in range(begun):
         engine.begin(KEYS, call_id)
@@ -302,6 +303,6 @@ def test_a_generated_block_is_on_its_way_from_its_copy_on(engine: Engine, end: s
     assert waits == (end != "copy hangs")
     if waits:
         copies.done[0](None if end == "written" else "no")
-        assert over.wait(WAIT_S)
+        assert over.wait(GUARD_S)
     assert engine.storage.known_head(KEYS[:1]) == (end == "written")
-    persister.close(TimeLimit(OS_THREADS, WAIT_S))
+    persister.close(TimeLimit(OS_THREADS, GUARD_S))

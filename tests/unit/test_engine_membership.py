@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
-from tests.engine_harness import GEOMETRY, WAIT_S
+from tests.engine_harness import GEOMETRY
+from tests.guard import GUARD_S
 
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
@@ -31,7 +32,7 @@ class Router:
     def __init__(self) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+        self._socket.setsockopt(zmq.RCVTIMEO, int(GUARD_S * 1000))
         self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
         self._engine = b""
 
@@ -96,7 +97,7 @@ def test_an_engine_says_hello_once_its_server_accepts_connections(router: Router
         server.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         member.join(url, watch)
-        assert looked_twice.wait(WAIT_S)
+        assert looked_twice.wait(GUARD_S)
         assert router.heard_nothing()
         server.listen()
         hello = router.next()
@@ -137,7 +138,7 @@ def test_an_engine_whose_data_plane_has_lost_a_thread_ends_its_process(router: R
         assert isinstance(router.next(), Hello)
         router.welcome()
         member.manager._rank.health.start("doomed", lambda: [][0])
-        assert ended.wait(WAIT_S)
+        assert ended.wait(GUARD_S)
         assert "thread doomed ended by IndexError" in str(member.manager.health())
         member.leave()
 
@@ -162,7 +163,7 @@ def test_an_engine_that_is_unwell_greets_nobody_before_it_is_well(router: Router
     sign.moved()
     with socket.create_server(("127.0.0.1", 0)) as server:
         member.join(f"http://127.0.0.1:{server.getsockname()[1]}", watch)
-        assert looked_twice.wait(WAIT_S)
+        assert looked_twice.wait(GUARD_S)
         assert router.heard_nothing()
         sign.idle()
         assert isinstance(router.next(), Hello)

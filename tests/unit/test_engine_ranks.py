@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from tests.engine_harness import GEOMETRY, full_block, prompt_keys
+from tests.guard import GUARD_S
 from tests.ranked_harness import Cut, RankedCluster
 
 from dualpath.core.addresses import AgentAddress, EngineAddress
@@ -29,7 +30,6 @@ TOKENS = 4 * GEOMETRY.block_tokens
 BLOCKS = 4
 KEYS = prompt_keys(TOKENS)
 PE_FOLLOWER, DE_FOLLOWER = "pe-0-epoch-1-1", "de-0-epoch-1-1"
-GUARD_S = 20.0
 #: Two ranks that hold the same.
 LATENT = Cut(2, heads=1)
 #: Short, since a test waits for it.

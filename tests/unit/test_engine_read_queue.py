@@ -5,7 +5,8 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.engine_harness import GEOMETRY, WAIT_S, full_block, memory_storage, prompt_keys
+from tests.engine_harness import GEOMETRY, full_block, memory_storage, prompt_keys
+from tests.guard import GUARD_S
 
 from dualpath.core.blocks import BlockKey, chain_root
 from dualpath.core.cluster import Role
@@ -42,7 +43,7 @@ class Device:
     def _hold(self, key: BlockKey) -> None:
         gate = self._gates.get(key)
         self.began.put(key)
-        assert gate is None or gate.wait(WAIT_S)
+        assert gate is None or gate.wait(GUARD_S)
 
 
 class Reads:
@@ -66,13 +67,13 @@ class Reads:
         self.buffer.request(request_id, len(keys))
         slots = self.buffer.slots_of(request_id)
         run = HitRun(Role.DECODE, BlockRun(0, len(keys)), slots)
-        self.queue.add(ReadTask(request_id, run_reads(GEOMETRY, run), keys, 0, WAIT_S))
+        self.queue.add(ReadTask(request_id, run_reads(GEOMETRY, run), keys, 0, GUARD_S))
 
     def began(self, count: int) -> set[BlockKey]:
-        return {self.device.began.get(timeout=WAIT_S) for _ in range(count)}
+        return {self.device.began.get(timeout=GUARD_S) for _ in range(count)}
 
     def answer(self) -> ReadDone:
-        return self.answers.get(timeout=WAIT_S)
+        return self.answers.get(timeout=GUARD_S)
 
     def content(self, done: ReadDone) -> list[bytes]:
         return [bytes(self.buffer.view(slot)) for slot in done.slots]
@@ -82,7 +83,7 @@ class Reads:
 def reads() -> Iterator[Reads]:
     made = Reads()
     yield made
-    made.queue.close(TimeLimit(OS_THREADS, WAIT_S))
+    made.queue.close(TimeLimit(OS_THREADS, GUARD_S))
 
 
 def test_the_next_block_begins_while_the_one_before_is_still_read(reads: Reads) -> None:
@@ -153,7 +154,7 @@ def test_a_run_of_no_blocks_is_answered_at_once(reads: Reads) -> None:
     reads.device.hold(KEYS[0], KEYS[1])
     reads.add("a", KEYS)  # keeps both readers busy
     nothing = run_reads(GEOMETRY, HitRun(Role.DECODE, BlockRun(0, 0)))
-    reads.queue.add(ReadTask("b", nothing, [], 0, WAIT_S))
+    reads.queue.add(ReadTask("b", nothing, [], 0, GUARD_S))
     assert (reads.answer().request_id, reads.began(2)) == ("b", set(KEYS[:2]))
     for key in KEYS[:2]:
         reads.device.let_go(key)
@@ -162,7 +163,7 @@ def test_a_run_of_no_blocks_is_answered_at_once(reads: Reads) -> None:
 
 def fetched(reads: Reads, keys: list[BlockKey]) -> list[bytes]:
     """End the queue, which waits for what is under way; return the kept blocks at their head."""
-    reads.queue.close(TimeLimit(OS_THREADS, WAIT_S))
+    reads.queue.close(TimeLimit(OS_THREADS, GUARD_S))
     missing = {*reads.buffer.missing(keys)}
     reads.buffer.request("looks", len(keys), keys)
     slots = reads.buffer.slots_of("looks")

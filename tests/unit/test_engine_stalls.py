@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.engine_harness import GEOMETRY, WAIT_S, ToyCluster, full_block, kv_bytes, prompt_keys
+from tests.engine_harness import GEOMETRY, ToyCluster, full_block, kv_bytes, prompt_keys
+from tests.guard import GUARD_S
 from tests.passed_waits import PassedWaits
 
 from dualpath.core.control import PeerUp
@@ -198,14 +199,14 @@ def test_a_generated_block_that_left_hbm_too_late_is_never_stored(story: Story) 
     de.hbm[:, 3] = 0xEE  # the engine goes on and writes another request's KV there
     story.fabric.wake("de-0-epoch-1")
     while de.manager._staging.free < 4:  # what was late gives its slot back
-        assert de.manager.drain(WAIT_S)
+        assert de.manager.drain(GUARD_S)
     assert de.report().counters[dropped] == 3
     assert not storage.is_stored(stuck)
     assert not storage.is_stored(tried)
     for layer in range(GEOMETRY.layers):
         de.hbm[layer, 5] = np.frombuffer(kv_bytes(stuck, layer), np.uint8)
     de.manager.persist_generated([GeneratedBlock(5, stuck)])
-    assert de.manager.drain(WAIT_S)
+    assert de.manager.drain(GUARD_S)
     assert storage.is_stored(stuck)
 
 
@@ -243,7 +244,7 @@ def test_nothing_under_way_is_nothing_that_stalls() -> None:
 
 
 def _wait(gate: threading.Event) -> None:
-    gate.wait(WAIT_S)
+    gate.wait(GUARD_S)
 
 
 def test_a_pump_that_hangs_costs_a_deadline_and_fails_the_pass(story: Story) -> None:

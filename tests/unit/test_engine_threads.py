@@ -2,7 +2,7 @@
 
 import threading
 
-from tests.engine_harness import WAIT_S
+from tests.guard import GUARD_S
 
 from dualpath.engine.threads import OS_THREADS, Workers
 
@@ -14,7 +14,7 @@ def test_one_worker_does_its_work_in_order() -> None:
     for number in range(3):
         assert workers.submit(lambda number=number: done.append(number))  # type: ignore[misc]
     workers.submit(over.set)
-    assert over.wait(WAIT_S)
+    assert over.wait(GUARD_S)
     workers.close()
     assert done == [0, 1, 2]
 
@@ -24,7 +24,7 @@ def test_work_that_fails_does_not_end_its_thread() -> None:
     workers = Workers(OS_THREADS, "worker", 1)
     workers.submit(lambda: [][0])
     workers.submit(over.set)
-    assert over.wait(WAIT_S)
+    assert over.wait(GUARD_S)
     workers.close()
 
 
@@ -34,13 +34,13 @@ def test_closed_workers_finish_what_they_have_begun_and_drop_the_rest() -> None:
 
     def slow() -> None:
         begun.set()
-        go_on.wait(WAIT_S)
+        go_on.wait(GUARD_S)
         done.append("slow")
 
     workers = Workers(OS_THREADS, "worker", 1)
     workers.submit(slow)
     workers.submit(lambda: done.append("dropped"))
-    assert begun.wait(WAIT_S)
+    assert begun.wait(GUARD_S)
 
     def close() -> None:
         workers.close()
@@ -51,6 +51,6 @@ def test_closed_workers_finish_what_they_have_begun_and_drop_the_rest() -> None:
     while workers.submit(lambda: None):
         pass
     go_on.set()
-    assert closing.wait(WAIT_S)
+    assert closing.wait(GUARD_S)
     closer.join()
     assert done == ["slow"]

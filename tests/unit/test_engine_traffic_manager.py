@@ -6,14 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from tests.engine_harness import (
-    GEOMETRY,
-    WAIT_S,
-    ToyCluster,
-    full_block,
-    memory_storage,
-    prompt_keys,
-)
+from tests.engine_harness import GEOMETRY, ToyCluster, full_block, memory_storage, prompt_keys
+from tests.guard import GUARD_S
 from tests.stored_runs import read_run, stored_head
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockOrigin
@@ -65,21 +59,21 @@ def assert_whole(cluster: ToyCluster) -> None:
 def test_a_look_up_returns_the_longest_stored_prefix(cluster: ToyCluster) -> None:
     keys = prompt_keys(TOKENS)
     cluster.store(keys[:2])
-    cluster.de.command(Lookup(call_id=7, keys=tuple(keys), deadline_s=WAIT_S))
+    cluster.de.command(Lookup(call_id=7, keys=tuple(keys), deadline_s=GUARD_S))
     assert cluster.de.answer(LookupDone) == LookupDone(call_id=7, hit_blocks=2)
 
 
 def test_a_hole_in_a_chain_costs_one_read_and_is_known_afterwards(cluster: ToyCluster) -> None:
     keys = prompt_keys(TOKENS)
     cluster.store([keys[0], keys[1], keys[3]])
-    cluster.de.command(Lookup(call_id=1, keys=tuple(keys), deadline_s=WAIT_S))
+    cluster.de.command(Lookup(call_id=1, keys=tuple(keys), deadline_s=GUARD_S))
     assert cluster.de.answer(LookupDone).hit_blocks == 4
     cluster.de.assign("r", TOKENS, BLOCKS)
     run = four_hits(cluster.de.answer(Reserved, "r").slots)
-    cluster.de.command(Read(request_id="r", run=run, keys=tuple(keys[:4]), deadline_s=WAIT_S))
+    cluster.de.command(Read(request_id="r", run=run, keys=tuple(keys[:4]), deadline_s=GUARD_S))
     done = cluster.de.answer(ReadDone, "r")
     assert (done.good_blocks, done.reason) == (2, "missing")
-    cluster.de.command(Lookup(call_id=2, keys=tuple(keys), deadline_s=WAIT_S))
+    cluster.de.command(Lookup(call_id=2, keys=tuple(keys), deadline_s=GUARD_S))
     assert cluster.de.answer(LookupDone).hit_blocks == 2
 
 
@@ -92,7 +86,7 @@ def test_a_look_up_waits_for_blocks_that_are_just_being_written() -> None:
         keys: Sequence[bytes], sources: Sequence[memoryview], origin: BlockOrigin = UNKNOWN_ORIGIN
     ) -> int:
         entered.set()
-        assert gate.wait(WAIT_S)
+        assert gate.wait(GUARD_S)
         return write_now(keys, sources, origin)
 
     storage.write = slow_write  # type: ignore[method-assign]
@@ -101,8 +95,8 @@ def test_a_look_up_waits_for_blocks_that_are_just_being_written() -> None:
     prefill_transfer = cluster.load("r", keys, TOKENS, 0, 0)
     cluster.forward([(prefill_transfer, keys, BlockRun(0, BLOCKS), HBM)])
     cluster.hand_to_decode(prefill_transfer, keys, HBM)
-    assert entered.wait(WAIT_S)
-    cluster.de.command(Lookup(call_id=1, keys=tuple(keys), deadline_s=WAIT_S))
+    assert entered.wait(GUARD_S)
+    cluster.de.command(Lookup(call_id=1, keys=tuple(keys), deadline_s=GUARD_S))
     gate.set()
     assert cluster.de.answer(LookupDone) == LookupDone(call_id=1, hit_blocks=5)
     cluster.close()
@@ -114,7 +108,7 @@ def test_time_answers_look_ups_and_a_new_session_hears_of_none_before_it() -> No
     stored_now = storage.is_stored
 
     def slow(key: bytes) -> bool:
-        assert gate.wait(WAIT_S)
+        assert gate.wait(GUARD_S)
         return stored_now(key)
 
     storage.is_stored = slow  # type: ignore[method-assign]
@@ -123,10 +117,10 @@ def test_time_answers_look_ups_and_a_new_session_hears_of_none_before_it() -> No
     cluster.de.command(Lookup(call_id=1, keys=keys, deadline_s=1.0))
     manager.tick(manager.trace.now_ns() + 2_000_000_000)
     assert cluster.de.answer(LookupDone) == LookupDone(call_id=1, hit_blocks=0, partial=True)
-    cluster.de.command(Lookup(call_id=2, keys=keys, deadline_s=WAIT_S))
+    cluster.de.command(Lookup(call_id=2, keys=keys, deadline_s=GUARD_S))
     manager.end_session("the router is another")
     gate.set()
-    cluster.de.command(Lookup(call_id=1, keys=keys, deadline_s=WAIT_S))
+    cluster.de.command(Lookup(call_id=1, keys=keys, deadline_s=GUARD_S))
     assert cluster.de.answer(LookupDone) == LookupDone(call_id=1, hit_blocks=0)
     cluster.close()
     assert cluster.de.answers(LookupDone) == []
@@ -138,14 +132,14 @@ def test_a_sync_waits_for_no_look_up() -> None:
     stored_now = storage.is_stored
 
     def slow(key: bytes) -> bool:
-        assert gate.wait(WAIT_S)
+        assert gate.wait(GUARD_S)
         return stored_now(key)
 
     storage.is_stored = slow  # type: ignore[method-assign]
     cluster = ToyCluster(storage)
     for call_id in range(LOOKUP_THREADS + 1):
         keys = tuple(prompt_keys(TOKENS))
-        cluster.de.command(Lookup(call_id=call_id, keys=keys, deadline_s=WAIT_S))
+        cluster.de.command(Lookup(call_id=call_id, keys=keys, deadline_s=GUARD_S))
     cluster.de.assign("r", TOKENS, 0)
     cluster.de.command(Sync(call_id=99))
     assert cluster.de.answer(Synced) == Synced(call_id=99)
@@ -186,7 +180,7 @@ def test_a_corrupt_block_ends_the_hit_there(cluster: ToyCluster) -> None:
     cluster.storage.corrupt(keys[2])  # type: ignore[attr-defined]
     cluster.de.assign("r", TOKENS, BLOCKS)
     run = four_hits(cluster.de.answer(Reserved, "r").slots)
-    read = Read(request_id="r", run=run, keys=tuple(keys[:4]), deadline_s=WAIT_S)
+    read = Read(request_id="r", run=run, keys=tuple(keys[:4]), deadline_s=GUARD_S)
     cluster.de.command(read)
     done = cluster.de.answer(ReadDone, "r")
     assert (done.good_blocks, done.reason) == (2, "checksum")
@@ -204,7 +198,7 @@ def test_a_read_past_its_deadline_is_answered_and_its_late_bytes_reach_nobody() 
     def slow(key: bytes) -> None:
         if key in keys[2:4]:
             entered.release()
-            assert gate.wait(WAIT_S)
+            assert gate.wait(GUARD_S)
 
     storage.before_read = slow
     cluster.de.assign("r", TOKENS, BLOCKS)
@@ -212,7 +206,7 @@ def test_a_read_past_its_deadline_is_answered_and_its_late_bytes_reach_nobody() 
     run = four_hits(before)
     cluster.de.command(Read(request_id="r", run=run, keys=tuple(keys[:4]), deadline_s=1.0))
     for _ in keys[2:4]:  # both readers are in these blocks: they are done with those before
-        assert entered.acquire(timeout=WAIT_S)
+        assert entered.acquire(timeout=GUARD_S)
     cluster.de.manager.tick(cluster.de.manager.trace.now_ns() + 2_000_000_000)
     done = cluster.de.answer(ReadDone, "r")
     assert (done.good_blocks, done.reason) == (2, "deadline")
@@ -235,13 +229,13 @@ def test_a_release_in_mid_read_frees_the_slots_when_the_read_is_over() -> None:
 
     def slow(key: bytes) -> None:
         entered.set()
-        assert gate.wait(WAIT_S)
+        assert gate.wait(GUARD_S)
 
     storage.before_read = slow
     cluster.de.assign("r", TOKENS, BLOCKS)
     run = four_hits(cluster.de.answer(Reserved, "r").slots)
-    cluster.de.command(Read(request_id="r", run=run, keys=tuple(keys[:4]), deadline_s=WAIT_S))
-    assert entered.wait(WAIT_S)
+    cluster.de.command(Read(request_id="r", run=run, keys=tuple(keys[:4]), deadline_s=GUARD_S))
+    assert entered.wait(GUARD_S)
     cluster.de.command(Release(request_id="r", reason="client left"))
     cluster.de.answer(Released, "r")
     assert cluster.de.report().free_buffer_tokens < cluster.de.manager.buffer_tokens
@@ -344,11 +338,11 @@ def test_the_buffer_waits_for_the_prompts_persist_order(cluster: ToyCluster) -> 
         request_id="r", prompt_tokens=TOKENS, slots=prefill_transfer.de_slots
     )
     cluster.de.manager.fill_hbm(decode_transfer, HBM, lambda error: over.set())
-    assert over.wait(WAIT_S)
+    assert over.wait(GUARD_S)
     assert cluster.de.report().free_buffer_tokens < cluster.de.manager.buffer_tokens
     cluster.de.command(Persist(request_id="r", first_block=0, keys=tuple(keys[:5])))
     cluster.release("r")
-    assert cluster.de.manager.drain(WAIT_S)
+    assert cluster.de.manager.drain(GUARD_S)
     assert stored_head(cluster.storage, keys[:5]) == 5
     assert_whole(cluster)
 
@@ -360,7 +354,7 @@ def test_generated_blocks_are_stored_as_they_stand_in_hbm(cluster: ToyCluster) -
         piece = full_block(keys[0])[start : start + GEOMETRY.bytes_of(0)]
         cluster.de.hbm[layer][9] = list(piece)
     cluster.de.manager.persist_generated([GeneratedBlock(9, keys[0])])
-    assert cluster.de.manager.drain(WAIT_S)
+    assert cluster.de.manager.drain(GUARD_S)
     destination = bytearray(GEOMETRY.full_block_bytes)
     assert read_run(cluster.storage, [keys[0]], [memoryview(destination)]).good_blocks == 1
     assert bytes(destination) == full_block(keys[0])

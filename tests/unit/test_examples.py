@@ -8,7 +8,8 @@ import runpy
 from pathlib import Path
 
 import pytest
-from tests.emulated_cluster import GUARD_S, cluster
+from tests.emulated_cluster import cluster
+from tests.guard import GUARD_S
 
 from dualpath.core.modes import Mode
 

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.guard import GUARD_S
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
@@ -64,7 +65,7 @@ def core_of(service):
 async def outputs_until_idle(core):
     outputs, running = [], None
     while running != 0:
-        news = await asyncio.wait_for(core.get_output_async(), 10)
+        news = await asyncio.wait_for(core.get_output_async(), GUARD_S)
         outputs += news.outputs
         if news.scheduler_stats is not None:
             running = news.scheduler_stats.num_running_reqs

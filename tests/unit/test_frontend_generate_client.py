@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from aiohttp import web
+from tests.guard import GUARD_S
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 
@@ -258,15 +259,15 @@ async def test_closing_the_iterator_closes_the_stream(engine, calls):
     events = calls.decode(engine.info, job_of(), DECODE_TRANSFER, ())
     await anext(events)
     await events.aclose()
-    await asyncio.wait_for(engine.left.wait(), 10)
+    await asyncio.wait_for(engine.left.wait(), GUARD_S)
 
 
 async def test_cancelling_the_reader_closes_the_stream(engine, calls):
     engine.endless = True
     reader = asyncio.create_task(collect(calls.decode(engine.info, job_of(), DECODE_TRANSFER, ())))
-    await asyncio.wait_for(engine.called.wait(), 10)
+    await asyncio.wait_for(engine.called.wait(), GUARD_S)
     reader.cancel()
-    await asyncio.wait_for(engine.left.wait(), 10)
+    await asyncio.wait_for(engine.left.wait(), GUARD_S)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI, Request
 from starlette._utils import get_route_path
+from tests.guard import GUARD_S
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
@@ -307,7 +308,7 @@ async def sent(port: int, request: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(request)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(GUARD_S):
             return await reader.read()
     finally:
         writer.close()

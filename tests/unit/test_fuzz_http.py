@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.emulated_cluster import GUARD_S, Cluster, cluster
+from tests.emulated_cluster import Cluster, cluster
+from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.guard import GUARD_S
 
 from dualpath.core.errors import DeadlineError, EngineLostError
 from dualpath.ops.launch.process import SpawnedProcess, Supervisor, die_with_parent
 
-GUARD_S = 30.0
 STAY = "sleep 1000 & while :; do wait; done"
 #: Writes a word when it can be used, and one for every signal that asks it to drain or to end.
 POLITE = f"trap 'echo drained' HUP; trap 'echo asked; exit 0' TERM; echo up; {STAY}"

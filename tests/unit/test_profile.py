@@ -6,6 +6,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.guard import GUARD_S
 
 from dualpath.cli import profile as command
 from dualpath.cli.main import main
@@ -189,7 +190,7 @@ def test_a_real_engine_is_profiled(tmp_path):
     arguments += ["--repeat", "1", "--decode-steps", "2", "--hbm-bytes", "64MiB"]
     command = ["profile", *arguments]
     process = ForkedProcess("profile", "dualpath.cli.main:main", command, tmp_path / "log")
-    assert process.wait(110) == 0, process.log_tail()
+    assert process.wait(GUARD_S) == 0, process.log_tail()
     cluster = ClusterSettings(prefill_nodes=1, decode_nodes=1)
     costs = load_model_costs(costs_file, "hopper", cluster)
     assert costs.layers == 8

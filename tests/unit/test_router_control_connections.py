@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import zmq
 import zmq.asyncio
+from tests.guard import GUARD_S
 
 from dualpath.router.control import control_connections
 from dualpath.router.control.control_connections import (
@@ -20,7 +21,6 @@ from dualpath.router.control.control_socket import ZmqControlSocket
 from dualpath.router.refusals import ControlRefusal, ControlRefusals
 from dualpath.transport.cluster_secret import ClusterSecret
 
-GUARD_S = 60.0
 SECRET = ClusterSecret("s" * 32, "test")
 #: A greeting and a READY of ZMTP 3.0 without security, as a DEALER says them.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)

@@ -11,7 +11,8 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
-from tests.emulated_cluster import GUARD_S, Cluster, cluster, engine_settings
+from tests.emulated_cluster import Cluster, cluster, engine_settings
+from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, DrainingError

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.guard import GUARD_S
 from tests.unit.router_cluster import cluster
 from tests.unit.router_fakes import FakeCalls, expected, job
 
@@ -188,7 +189,7 @@ def test_a_disk_that_stalls_ends_recording_and_blocks_nobody(tmp_path, caplog):
     drain = threading.Thread(target=lambda: got.extend(iter(lambda: os.read(reader, 1 << 16), b"")))
     drain.start()
     writer.close()
-    drain.join(20)
+    drain.join(GUARD_S)
     os.close(reader)
     assert set(b"".join(got).splitlines()) == {b'{"event":"finished","request_id":"r0"}'}
 

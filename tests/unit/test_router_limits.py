@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.emulated_cluster import GUARD_S, cluster
+from tests.emulated_cluster import cluster
+from tests.guard import GUARD_S
 from tests.listeners import open_listeners
 from tests.unit.router_cluster import cluster as router_cluster
 from tests.unit.router_fakes import job

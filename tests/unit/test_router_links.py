@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.guard import GUARD_S
 from tests.unit.router_cluster import cluster
 
 from dualpath.core.errors import ConfigError
@@ -13,8 +14,6 @@ from dualpath.router.links.door import FrontEndDoor
 from dualpath.router.links.remote import RemoteScheduling
 from dualpath.router.links.zmq_link import ZmqLinkConnection
 from dualpath.transport.cluster_secret import ClusterSecret, load_secret
-
-LIMIT_S = 20.0
 
 
 @pytest.fixture
@@ -32,14 +31,14 @@ async def test_a_front_end_learns_which_engines_there_are(
     guarded: bool, secret: ClusterSecret
 ) -> None:
     key = secret if guarded else None
-    async with cluster(real_sockets=True) as made, asyncio.timeout(LIMIT_S):
+    async with cluster(real_sockets=True) as made, asyncio.timeout(GUARD_S):
         door = FrontEndDoor(made.service.scheduler, ZmqControlSocket(), time.monotonic, 10.0)
         await door.start("127.0.0.1", 0, key)
         connection = ZmqLinkConnection(door.address, key)
         link = RemoteScheduling(connection, "f", "1", time.monotonic, door.address)
         link.start()
         try:
-            await link.engines_present(1, 1, LIMIT_S)
+            await link.engines_present(1, 1, GUARD_S)
             assert {engine.engine_id for engine in link.engines.alive()} == {"p0", "d0"}
         finally:
             await link.stop()

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from tests.engine_harness import GEOMETRY, ToyCluster, ToyEngine, kv_bytes
+from tests.guard import GUARD_S
 from tests.unit.router_cluster import WatchedService
 
 from dualpath.core import control, request_messages, transfers
@@ -20,7 +21,6 @@ from dualpath.router.engines import EngineInfo
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 
-GUARD_S = 30.0
 NAMESPACE = StoreNamespace(model="toy", dtype="u8", layout="toy", geometry=GEOMETRY)
 
 

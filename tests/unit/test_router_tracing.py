@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 from tests.emulated_cluster import cluster as emulated_cluster
+from tests.guard import GUARD_S
 from tests.unit.otlp_collector import Collector, attributes, collector
 from tests.unit.router_cluster import cluster
 from tests.unit.router_fakes import job
@@ -41,7 +42,7 @@ class StuckExporter(SpanExporter):
         self.given_up = threading.Event()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.given_up.wait(30)
+        self.given_up.wait(GUARD_S)
         return SpanExportResult.FAILURE
 
     def shutdown(self) -> None:

@@ -5,6 +5,7 @@ import threading
 import msgspec
 import pytest
 from tests.engine_harness import full_block, memory_storage, prompt_keys
+from tests.guard import GUARD_S
 from tests.kept_storage import FailingTree, Story
 
 from dualpath.core.blocks import BlockOrigin, chain_root
@@ -204,8 +205,8 @@ def test_a_persister_counts_what_is_written_and_drops_nothing_silently() -> None
     step = step_of(PERSIST_PROMPT, storage.geometry, BlockRun(0, 5), slots=tuple(range(5)))
     sources = [memoryview(full_block(key)) for key in KEYS[:5]]
     persister.add(WriteTask("r", step, KEYS[:5], sources, over.set, ORIGIN))
-    assert over.wait(10)
-    assert persister.drain(10)
+    assert over.wait(GUARD_S)
+    assert persister.drain(GUARD_S)
     totals = counters.snapshot()
     assert totals[Counter.PERSISTED_BLOCKS.value] == 3
     assert totals[Counter.PERSIST_DROPPED_BLOCKS.value] == 0

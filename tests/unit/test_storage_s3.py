@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.guard import GUARD_S
 from tests.s3_servers import BUCKET, Fault, FaultyS3, location_at
 from tests.stored_runs import read_run, stored_head
 
@@ -140,7 +141,7 @@ def test_a_damaged_object_is_removed_and_can_be_written_again(
 
 def test_look_ups_are_under_way_together(server: FaultyS3) -> None:
     storage = stored(server)
-    together = threading.Barrier(BLOCKS, timeout=5)
+    together = threading.Barrier(BLOCKS, timeout=GUARD_S)
 
     def wait_for_all(method: str, name: str) -> None:
         together.wait()

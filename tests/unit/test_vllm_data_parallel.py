@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.guard import GUARD_S
 from vllm.config import ParallelConfig
 
 from dualpath.core.cluster import GroupRank
@@ -18,7 +19,7 @@ class Ranks:
     """vLLM's group of ranks, each on a thread: what rank 0 says is what all hear."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=10.0)
+        self.barrier = threading.Barrier(size, timeout=GUARD_S)
         self.local = threading.local()
         self.said: Any = None
 
@@ -61,7 +62,7 @@ def agreed(monkeypatch: pytest.MonkeyPatch, names: list[str], **fields: Any) -> 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10.0)
+        thread.join(GUARD_S)
     return [dp for dp in (found[rank] for rank in range(len(names))) if dp is not None]
 
 

@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator
 from multiprocessing.synchronize import Event
 
 import pytest
+from tests.guard import GUARD_S
 
 from dualpath.vllm.drain_signal import drain_engine_core, drained_on_sigterm, on_drain_signal
-
-GUARD_S = 30.0
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from aiohttp import web
+from tests.guard import GUARD_S
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.request import Round, Trajectory
@@ -174,7 +175,7 @@ def run(
                 sessions, endpoint, ReplayOptions(**options), clock=clock or TickingClock()
             )
 
-    return asyncio.run(asyncio.wait_for(whole(), 60))
+    return asyncio.run(asyncio.wait_for(whole(), GUARD_S))
 
 
 @contextmanager
@@ -192,10 +193,10 @@ def served(server: FakeServer) -> Iterator[str]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
-    assert ready.wait(timeout=20)
+    assert ready.wait(timeout=GUARD_S)
     try:
         yield endpoint[0]
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(timeout=20)
+        thread.join(timeout=GUARD_S)
         loop.close()
