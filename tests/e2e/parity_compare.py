@@ -7,9 +7,11 @@ put together again first: where a server cuts it into chunks is a matter of timi
 import http.client
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+
+from tests.guard import GUARD_S
 
 #: Sequence numbers count chunks.
 LEFT_OUT = frozenset(
@@ -34,8 +36,6 @@ LEFT_OUT = frozenset(
 #: Engines compute in float32, in batches of other shapes.
 TOLERANCE = 1e-3
 
-_TIMEOUT_S = 60
-
 
 class Reply(NamedTuple):
     """Status and body of an answer; a stream's body is the list of its events."""
@@ -46,7 +46,7 @@ class Reply(NamedTuple):
 
 def ask(url: str, method: str, path: str, body: Any = None) -> Reply:
     """Send one request and read the whole answer."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_TIMEOUT_S)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=GUARD_S)
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     try:
@@ -57,7 +57,7 @@ def ask(url: str, method: str, path: str, body: Any = None) -> Reply:
     finally:
         connection.close()
     if kind.startswith("text/event-stream"):
-        return Reply(response.status, _joined(_events(content)))
+        return Reply(response.status, joined(_events(content)))
     if kind.startswith("application/json"):
         return Reply(response.status, json.loads(content))
     return Reply(response.status, content.decode())
@@ -103,15 +103,15 @@ def _events(content: bytes) -> Iterator[Any]:
             yield data if data == "[DONE]" else json.loads(data)
 
 
-def _joined(events: Iterator[Any]) -> list[Any]:
+def joined(events: Iterable[Any]) -> list[Any]:
     """Return a stream's events with neighbours of one kind made into one."""
-    joined: list[Any] = []
+    whole: list[Any] = []
     for event in events:
-        if joined and _joinable(joined[-1], event):
-            joined[-1] = _sum(joined[-1], event)
+        if whole and _joinable(whole[-1], event):
+            whole[-1] = _sum(whole[-1], event)
         else:
-            joined.append(event)
-    return joined
+            whole.append(_sum({}, event))
+    return whole
 
 
 def _joinable(last: Any, event: Any) -> bool:
@@ -122,33 +122,31 @@ def _joinable(last: Any, event: Any) -> bool:
     return bool(last.get("choices")) and bool(event.get("choices"))
 
 
-def _sum(last: dict[str, Any], event: dict[str, Any]) -> dict[str, Any]:
+def _sum(last: dict[str, Any], event: Any) -> Any:
     """Return both events as one: choices by index, pieces of text and lists appended."""
-    if "choices" not in event:
-        return {**event, "delta": _appended(last["delta"], event["delta"])}
-    choices = {choice["index"]: choice for choice in last["choices"]}
-    for choice in event["choices"]:
-        index = choice["index"]
-        choices[index] = _appended(choices[index], choice) if index in choices else choice
-    return {**last, **event, "choices": [choices[index] for index in sorted(choices)]}
+    if not isinstance(event, dict):
+        return event
+    pieces = [name for name in ("choices", "delta") if name in event]
+    return last | event | {name: _appended(last.get(name), event[name]) for name in pieces}
 
 
 def _appended(last: Any, new: Any) -> Any:
-    if isinstance(last, dict) and isinstance(new, dict):
-        return {name: _appended(last.get(name), new.get(name)) for name in [*{**last, **new}]}
-    if isinstance(last, list) and isinstance(new, list):
-        if new and isinstance(new[0], dict) and "index" in new[0]:
-            return _by_index([*last, *new])
-        return [*last, *new]
+    """Return a value with what a later chunk says of it; ``last`` is None where none was said."""
+    if isinstance(new, dict) and isinstance(last, dict | None):
+        last = last or {}
+        return {name: _appended(last.get(name), new.get(name)) for name in {**last, **new}}
+    if isinstance(new, list) and isinstance(last, list | None):
+        return _by_index([*(last or []), *new])
     if isinstance(last, str) and isinstance(new, str):
         return last if last == new in ("assistant", "function", "text_delta") else last + new
     return last if new is None else new
 
 
-def _by_index(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put the pieces of each tool call together."""
-    whole: dict[int, dict[str, Any]] = {}
+def _by_index(pieces: list[Any]) -> list[Any]:
+    """Put the pieces of each choice or tool call together; one chunk may have several."""
+    if not all(isinstance(piece, dict) and "index" in piece for piece in pieces):
+        return pieces
+    whole: dict[int, Any] = {}
     for piece in pieces:
-        index = piece["index"]
-        whole[index] = _appended(whole[index], piece) if index in whole else piece
-    return [{**whole[index], "index": index} for index in sorted(whole)]
+        whole[piece["index"]] = _appended(whole.get(piece["index"]), piece)
+    return [whole[index] for index in sorted(whole)]
