@@ -290,7 +290,7 @@ class ToyCluster:
     ) -> PrefillTransfer:
         """Reserve, read the first ``pe_hits`` blocks on the PE and the next on the DE."""
         de = self.decode[decode]
-        blocks = GEOMETRY.blocks_for(prompt_tokens)
+        blocks = self.geometry.blocks_for(prompt_tokens)
         de.assign(request_id, prompt_tokens, blocks)
         de_slots = de.answer(Reserved, request_id).slots
         hits: list[HitRun] = []
