@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := constraints/runtime.txt constraints/dev.txt
-EXTRAS := engine,nixl,s3,sealed,simulate,report,demo,chaos,dev
+EXTRAS := engine,nixl,s3,sealed,simulate,report,ray,demo,chaos,dev
 
 # uv reads none of pip's settings: what is set for pip is handed on. torch's CPU build comes from
 # find-links where that is set, elsewhere from the CPU index that PyTorch documents, which uv knows
@@ -99,7 +99,7 @@ $(BIN)/python:
 # pip cannot drop a dependency, uv can (constraints/overrides.txt). agentperf-local asks for
 # Python 3.12 for code that is never run here; uv has no switch for that, pip has.
 $(STAMP): pyproject.toml $(PINS) constraints/overrides.txt | $(BIN)/python
-	@echo "Installing into $(VENV) (about 2.6 GB; once)"
+	@echo "Installing into $(VENV) (about 2.8 GB; once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints/runtime.txt uv
 	@$(call uv_environment,$(call pip_setting,find-links),$(call pip_setting,index-url),$(call \

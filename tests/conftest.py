@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
@@ -10,6 +10,7 @@ from hypothesis import settings
 from dualpath.laboratory.chaos.virtual_time import VirtualTimeLoop
 from tests import long_tests
 from tests.own_cache import use_own_cache
+from tests.ray_cluster import RayCluster
 
 # The same examples in every run, and no verdict on how fast a machine is.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -58,3 +59,12 @@ def own_logging() -> None:
     ours = logging.getLogger("dualpath")
     ours.handlers, ours.propagate, ours.disabled = [], True, False
     ours.setLevel(logging.INFO)  # Not left to the root logger, whose level others choose.
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[RayCluster]:
+    """Two raylets for all tests: starting them takes seconds."""
+    pytest.importorskip("ray")
+    cluster = RayCluster()
+    yield cluster
+    cluster.close()

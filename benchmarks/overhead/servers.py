@@ -18,7 +18,7 @@ from dualpath.ops.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
 from dualpath.ops.launch.fork_server import ForkedProcess
 from dualpath.ops.launch.local_cluster import LocalCluster
 from dualpath.ops.launch.ports import claim_port
-from dualpath.ops.launch.process import Supervisor, all_processes
+from dualpath.ops.launch.process import Supervisor, all_processes, local
 from dualpath.ops.launch.settings import LocalClusterSettings
 
 BLOCK_TOKENS = 64
@@ -133,8 +133,8 @@ def real_cluster(model: Path, folder: Path) -> Iterator[Server]:
     )
     with LocalCluster(settings) as cluster:
         urls = {engine["role"]: engine["api_url"] for engine in cluster.status()["engines"]}
-        pids = _groups([process.pid for process in cluster.processes])
-        router = cluster.process("router").pid
+        pids = _groups([local(process).pid for process in cluster.processes])
+        router = local(cluster.process("router")).pid
         yield Server(
             "router, 1P1D", cluster.endpoint, Chat(), router, pids,
             {"router": cluster.endpoint, "engine": urls[Role.PREFILL.value]},
@@ -177,7 +177,7 @@ def paced_cluster(
             _start(servers, role.value, ROUTER_ENTRY, words, folder)
         wait_ready(url, servers)
         name, api = ("light front door", TokenIds()) if light else ("router", shape.api)
-        pids = tuple(process.pid for process in servers.processes)
+        pids = tuple(local(process).pid for process in servers.processes)
         yield Server(name, url, api, router.pid, pids, {"router": url})
 
 

@@ -26,7 +26,8 @@ from dualpath.laboratory.workload.replay.stream import (
     complete,
     completion_body,
 )
-from dualpath.ops.launch.process import ManagedProcess, SpawnedProcess, Supervisor
+from dualpath.ops.launch.managed_process import ManagedProcess
+from dualpath.ops.launch.process import SpawnedProcess, Supervisor
 from dualpath.plan.counts import new_full_blocks
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings

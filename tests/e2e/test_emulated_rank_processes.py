@@ -22,7 +22,7 @@ from tests.guard import GUARD_S
 
 from dualpath.core.modes import Mode
 from dualpath.laboratory.emulated.front_door import front_door
-from dualpath.ops.launch.process import ManagedProcess, all_processes
+from dualpath.ops.launch.process import LocalProcess, all_processes
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.host_process import process_stat
 
@@ -34,7 +34,7 @@ MODE = Mode.DUALPATH
 RANKS = {"prefill-0": 4, "prefill-1": 1, "decode-0": 2}
 
 
-def ranks_of(process: ManagedProcess) -> list[int]:
+def ranks_of(process: LocalProcess) -> list[int]:
     """The processes of an engine's ranks that follow."""
     return [pid for pid, stat in all_processes() if stat.parent == process.pid]
 

@@ -25,6 +25,7 @@ from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
 from dualpath.laboratory.models.tiny import MLA_COMPILATION_CONFIG, make_tiny_model
+from dualpath.ops.launch.process import local
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -132,7 +133,7 @@ def computed_in_part(cluster: EngineCluster, prompt: list[int], salt: str) -> Co
 
 def lose_rank(cluster: EngineCluster, name: str, rank: int) -> None:
     """Kill one rank; the engine says so, ends and is lost to the router."""
-    process = cluster.supervisor.process(name)
+    process = local(cluster.supervisor.process(name))
     os.kill(_rank(process.pid, rank), signal.SIGKILL)
     assert process.wait(GUARD_S) is not None
     until(lambda: name not in cluster.alive(), "the engine is lost")

@@ -25,7 +25,7 @@ from dualpath.cli.main import main
 from dualpath.core.cluster import Role
 from dualpath.core.errors import DualPathError
 from dualpath.core.modes import Mode
-from dualpath.ops.launch.process import ManagedProcess
+from dualpath.ops.launch.process import LocalProcess
 from dualpath.ops.launch.restarts import Restarts
 from dualpath.ops.launch.role_wishes import RoleWishes
 from dualpath.router.control.roles_client import call_roles
@@ -42,7 +42,7 @@ class Supervised(Cluster):
         units = {name: name for name in ENGINES}
         self._wishes = RoleWishes(self._ask, units, self.roles, self._change)
 
-    def start(self, name: str) -> ManagedProcess:
+    def start(self, name: str) -> LocalProcess:
         if name not in self.roles:
             return super().start(name)
         role = self.roles[name].value

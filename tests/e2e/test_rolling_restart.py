@@ -15,7 +15,7 @@ from tests.e2e.test_emulated_cluster import COSTS, ENGINE, Processes
 from tests.guard import GUARD_S
 
 from dualpath.core.modes import Mode
-from dualpath.ops.launch.process import ManagedProcess
+from dualpath.ops.launch.process import LocalProcess
 from dualpath.router.standby.turn import STANDS_BY
 
 ENGINES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -42,7 +42,7 @@ class Cluster:
         self.port = free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
 
-    def start(self, name: str) -> ManagedProcess:
+    def start(self, name: str) -> LocalProcess:
         """Start a process, also the next one of its name."""
         if name.startswith("router"):
             more = ("--port", str(self.port), "--standby-lock", str(self._folder / "lock"))

@@ -19,7 +19,7 @@ from tests.guard import GUARD_S
 
 from dualpath.cli.main import main
 from dualpath.core.modes import Mode
-from dualpath.ops.launch.process import ManagedProcess, SpawnedProcess
+from dualpath.ops.launch.process import LocalProcess, SpawnedProcess
 from dualpath.router.token_api.wire import EventLines
 
 PROMPT = list(range(1, 41))
@@ -90,7 +90,7 @@ class Client:
 class Router:
     """`dualpath emulate router --front-ends 2` with 1P1D."""
 
-    def __init__(self, process: ManagedProcess, url: str, cluster_url: str) -> None:
+    def __init__(self, process: LocalProcess, url: str, cluster_url: str) -> None:
         self.process = process
         self.url = url
         self.cluster_url = cluster_url

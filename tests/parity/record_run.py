@@ -15,6 +15,7 @@ import lzma
 import random
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tests.guard import GUARD_S
 from tests.parity.short_names import shortened
@@ -28,6 +29,7 @@ from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.replay.client import replay
 from dualpath.laboratory.workload.replay.options import ReplayOptions
 from dualpath.laboratory.workload.replay.progress import NoProgress, ProgressState
+from dualpath.ops.launch.commands import VLLM, engine_id
 from dualpath.ops.launch.local_cluster import LocalCluster
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.policy.event_log import encode_line
@@ -49,19 +51,16 @@ AGENTS = 10
 TURNS = 8
 
 
-class GroupedCluster(LocalCluster):
-    """A local cluster whose engines are on the nodes and in the groups of ``PLACES``."""
-
-    def _spawn(
-        self, name: str, entry: str, command: list[str], logs: Path, environment: dict[str, str]
-    ) -> None:
-        if name in PLACES:
-            position = command.index("--kv-transfer-config") + 1
-            transfer = json.loads(command[position])
-            node, group = PLACES[name]
-            transfer["kv_connector_extra_config"] |= {"node": node, "group": group}
-            command = [*command[:position], json.dumps(transfer), *command[position + 1 :]]
-        super()._spawn(name, entry, command, logs, environment)
+def grouped_engine(
+    settings: LocalClusterSettings, role: Role, index: int, *ports: int, **more: Any
+) -> list[str]:
+    """The command of an engine on its node and in its group of ``PLACES``."""
+    command = VLLM.engine(settings, role, index, *ports, **more)
+    position = command.index("--kv-transfer-config") + 1
+    transfer = json.loads(command[position])
+    node, group = PLACES[engine_id(role, index)]
+    transfer["kv_connector_extra_config"] |= {"node": node, "group": group}
+    return [*command[:position], json.dumps(transfer), *command[position + 1 :]]
 
 
 def sessions(seed: int) -> list[Session]:
@@ -126,7 +125,8 @@ def record(mode: Mode, seed: int, lose_engine: bool) -> None:
             event_log=str(raw),
         )
         options = ReplayOptions(seed=seed, max_context_tokens=CONTEXT_TOKENS)
-        with GroupedCluster(settings, print) as cluster:
+        commands = VLLM._replace(engine=grouped_engine)
+        with LocalCluster(settings, print, commands=commands) as cluster:
             progress = LoseEngine(cluster) if lose_engine else NoProgress()
             result = asyncio.run(
                 replay(sessions(seed), cluster.endpoint, options, progress=progress)

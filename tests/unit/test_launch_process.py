@@ -132,8 +132,8 @@ import sys
 from pathlib import Path
 from dualpath.ops.launch.process import SpawnedProcess
 processes = [
-    SpawnedProcess("one", ("sleep", "1000"), Path({str(tmp_path / "log")!r}), outlives_parent=stays)
-    for stays in (False, True)
+    SpawnedProcess("one", ("sleep", "1000"), Path({str(tmp_path / "log")!r}), ends_with_parent=by)
+    for by in (9, None)
 ]
 print("started", *[process.pid for process in processes], file=sys.stderr)
 input()

@@ -1,6 +1,7 @@
-"""`dualpath serve`: router, prefill and decode engines on this machine."""
+"""`dualpath serve`: router, prefill and decode engines on this machine, or on a Ray cluster."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from dualpath.cli.packages import require_packages
 from dualpath.cli.settings import (
@@ -18,6 +19,9 @@ from dualpath.core.configuration import Given, Origin
 from dualpath.core.errors import ConfigError
 from dualpath.ops.launch.settings import LocalClusterSettings
 
+if TYPE_CHECKING:
+    from dualpath.ops.launch.units import Unit
+
 PARTS = (Part(CLUSTER, positional=("model",)),)
 
 _EPILOG = """\
@@ -30,7 +34,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the parser of `dualpath serve`."""
     parser = subparsers.add_parser(
         "serve",
-        help="start router, prefill and decode engines on this machine",
+        help="start router, prefill and decode engines, on this machine or on a Ray cluster",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -83,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _print_commands(settings)
 
-    require_packages("vllm", *(["nixl_cu12"] if settings.mode.moves_bytes else []))
+    moves = ["nixl_cu12"] if settings.mode.moves_bytes else []
+    require_packages("vllm", *moves, *(["ray"] if settings.executor == "ray" else []))
     from dualpath.ops.launch.local_cluster import LocalCluster
 
     with ended_by_sigterm():
@@ -100,7 +105,6 @@ def _print_commands(settings: LocalClusterSettings) -> int:
     import itertools
     import shlex
 
-    from dualpath.core.cluster import Role
     from dualpath.ops.launch.commands import (
         ENGINE_ENTRY,
         ENGINE_ENVIRONMENT,
@@ -108,31 +112,49 @@ def _print_commands(settings: LocalClusterSettings) -> int:
         engine_command,
         router_command,
     )
-    from dualpath.ops.launch.devices import DevicePlan, usable_devices
+    from dualpath.ops.launch.devices import DevicePlan, has_cpu_build, usable_devices
+    from dualpath.ops.launch.ports import LOOPBACK
     from dualpath.ops.launch.start_checks import check_settings
+    from dualpath.ops.launch.units import engine_units, router_units
 
     check_settings(settings)
-    plan = DevicePlan(settings, usable_devices(settings.devices))
+    on_ray = settings.executor == "ray"
+    plan = DevicePlan(settings, () if on_ray else usable_devices(settings.devices))
+    on_cpus = has_cpu_build() if on_ray else plan.on_cpus
     # Works with every build; the `vllm` command does not find itself in the CPU build.
     module = ENGINE_ENTRY.partition(":")[0]
     control_port = 5700
     rpc_ports = itertools.count(29550)  # from vLLM's default on, one for each group
+    router, *_ = router_units(settings)
+    _print_bundle(settings, router, on_cpus)
     print("dualpath " + shlex.join(router_command(settings, settings.port, control_port)))
     port = settings.port
-    for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
-        size = settings.ranks(role)
-        for index in range(count):
-            rpc_port = next(rpc_ports)
-            for rank in range(size):
-                port += 1
-                dp = DpRank(rank, size, rpc_port) if size > 1 else None
-                command = engine_command(
-                    settings, role, index, port, control_port, dp=dp, on_cpus=plan.on_cpus
-                )
-                own = ENGINE_ENVIRONMENT if plan.on_cpus else plan.environment(role, index, rank)
-                environment = " ".join(f"{name}={value}" for name, value in own.items())
-                print(f"{environment} python -m {module} {shlex.join(command)}")
+    for unit in engine_units(settings):
+        assert unit.role is not None
+        _print_bundle(settings, unit, on_cpus)
+        size, rpc_port = len(unit.processes), next(rpc_ports)
+        for rank in range(size):
+            port += 1
+            dp = DpRank(rank, size, rpc_port) if size > 1 else None
+            command = engine_command(
+                *(settings, unit.role, unit.index, port, control_port),
+                host="NODE" if on_ray else LOOPBACK,
+                router_host="ROUTER" if on_ray else LOOPBACK,
+                dp=dp,
+                on_cpus=on_cpus,
+            )
+            own = ENGINE_ENVIRONMENT if on_cpus else plan.environment(unit.role, unit.index, rank)
+            environment = "".join(f"{name}={value} " for name, value in own.items())
+            print(f"{environment}python -m {module} {shlex.join(command)}")
     return 0
+
+
+def _print_bundle(settings: LocalClusterSettings, unit: "Unit", on_cpus: bool) -> None:
+    from dualpath.ops.launch.bundles import bundle, shown
+
+    if settings.executor == "ray":
+        resources = bundle(unit, settings.ray_cpus, with_devices=not on_cpus)
+        print(f"# {unit.name}: a bundle of {shown(resources)}")
 
 
 def _say(text: str) -> None:

@@ -56,6 +56,7 @@ EXTRAS = (
         ("matplotlib>=3.11",),
         ("matplotlib",),
     ),
+    Extra("ray", "`serve --executor ray`", ("ray>=2.60,<3",), ("ray",)),
     Extra(
         "s3",
         "roles, profiles and keys that are renewed, for storage over S3",

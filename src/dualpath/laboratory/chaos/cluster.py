@@ -23,7 +23,7 @@ from dualpath.laboratory.chaos.settings import ChaosSettings, LoadSettings
 from dualpath.laboratory.chaos.victim import VictimSettings
 from dualpath.ops.launch.commands import DpRank, engine_id
 from dualpath.ops.launch.ports import claim_port
-from dualpath.ops.launch.process import ManagedProcess, Supervisor, all_processes
+from dualpath.ops.launch.process import LocalProcess, Supervisor, all_processes, local
 
 ROUTER = "router"
 _POLL_S = 0.02
@@ -103,7 +103,7 @@ class ChaosCluster:
 
     # ------------------------------------------------------------------ processes
 
-    def start(self, name: str) -> ManagedProcess:
+    def start(self, name: str) -> LocalProcess:
         """Start a process, for the first time or again."""
         # From this thread: processes die with the thread that started them.
         return self._supervisor.add(self._started(name))
@@ -117,9 +117,9 @@ class ChaosCluster:
         first = names.index(name) // size * size
         return names[first : first + size]
 
-    def process(self, name: str) -> ManagedProcess:
+    def process(self, name: str) -> LocalProcess:
         """Return the running process of that name."""
-        return self._supervisor.process(name)
+        return local(self._supervisor.process(name))
 
     def ended_alone(self, busy: Collection[Component]) -> list[tuple[str, int | None]]:
         """Return what has ended, with exit codes, of components to which nothing is being done."""
@@ -129,10 +129,10 @@ class ChaosCluster:
             if not process.alive and self._component(process.name) not in busy
         ]
 
-    def owner_of(self, pid: int) -> ManagedProcess:
+    def owner_of(self, pid: int) -> LocalProcess:
         """Return the process that has started ``pid``, or is it."""
         group = os.getpgid(pid)
-        return next(p for p in self._supervisor.processes if p.pid == group)
+        return next(p for p in map(local, self._supervisor.processes) if p.pid == group)
 
     async def nothing_left_of(self, group: int, timeout_s: float) -> bool:
         """Wait until no process of an ended one's group is left, such as a rank of an engine."""
@@ -164,7 +164,7 @@ class ChaosCluster:
             for rank in range(1, self._victims.ranks(role))
         )
 
-    def _started(self, name: str) -> ManagedProcess:
+    def _started(self, name: str) -> LocalProcess:
         component = self._component(name)
         victim = VictimSettings(
             process=name,

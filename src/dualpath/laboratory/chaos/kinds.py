@@ -19,7 +19,7 @@ from dualpath.laboratory.emulated.settings import EmulatedOptions, Verify
 from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS, make_tiny_model
 from dualpath.ops.launch.commands import DpRank, engine_command, router_command
 from dualpath.ops.launch.fork_server import VLLM_MODULES, ForkedProcess
-from dualpath.ops.launch.process import ManagedProcess
+from dualpath.ops.launch.process import LocalProcess
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.router.settings import RouterSettings
 
@@ -74,11 +74,11 @@ class Victims(Protocol):
 
     def router(
         self, victim: VictimSettings, port: int, limits: RouterSettings, log: Path
-    ) -> ManagedProcess:
+    ) -> LocalProcess:
         """Start a router that serves at ``port``; ``limits`` say where its control port is."""
         ...
 
-    def engine(self, victim: VictimSettings, at: EngineAt, log: Path) -> ManagedProcess:
+    def engine(self, victim: VictimSettings, at: EngineAt, log: Path) -> LocalProcess:
         """Start an engine."""
         ...
 
@@ -122,12 +122,12 @@ class EmulatedEngines:
 
     def router(
         self, victim: VictimSettings, port: int, limits: RouterSettings, log: Path
-    ) -> ManagedProcess:
+    ) -> LocalProcess:
         """See ``Victims``."""
         command = ["emulate", "router", "--port", str(port), *arguments(limits)]
         return _forked(victim, command, log, _EMULATED_MODULES)
 
-    def engine(self, victim: VictimSettings, at: EngineAt, log: Path) -> ManagedProcess:
+    def engine(self, victim: VictimSettings, at: EngineAt, log: Path) -> LocalProcess:
         """See ``Victims``."""
         own = self._settings
         memory = int(own.buffer_blocks * own.block_tokens * own.kv_bytes_per_token)
@@ -209,13 +209,13 @@ class VllmEngines:
 
     def router(
         self, victim: VictimSettings, port: int, limits: RouterSettings, log: Path
-    ) -> ManagedProcess:
+    ) -> LocalProcess:
         """See ``Victims``."""
         command = router_command(self._cluster, port, limits.control_port)
         # Before the rest: what follows --vllm-args is vLLM's.
         return _forked(victim, [*command[:2], *arguments(limits), *command[2:]], log, VLLM_MODULES)
 
-    def engine(self, victim: VictimSettings, at: EngineAt, log: Path) -> ManagedProcess:
+    def engine(self, victim: VictimSettings, at: EngineAt, log: Path) -> LocalProcess:
         """See ``Victims``."""
         cluster = msgspec.structs.replace(self._cluster, storage=str(at.storage))
         command = engine_command(cluster, at.role, at.index, at.port, at.control_port)
@@ -232,7 +232,7 @@ class VllmEngines:
 
 def _forked(
     victim: VictimSettings, command: list[str], log: Path, preload: Sequence[str]
-) -> ManagedProcess:
+) -> LocalProcess:
     """Start it from a server that has imported everything: a restart takes little of a core."""
     return ForkedProcess(victim.process, ENTRY, [victim.argument(), *command], log, preload=preload)
 

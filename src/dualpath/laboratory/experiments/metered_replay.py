@@ -10,6 +10,7 @@ from dualpath.laboratory.experiments.machine_load import BusyMeter, process_cpu_
 from dualpath.laboratory.experiments.meters import LinkMeter, Sample
 from dualpath.laboratory.lab.cluster import LabState, lab_head, lab_nodes
 from dualpath.laboratory.lab.node_processes import NodeProcesses
+from dualpath.ops.launch.process import local
 
 
 class Metered(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,13 +72,14 @@ def replay_metered(
     Every node has a process of its name among ``processes``.  Raises ``EngineLostError`` if any of
     them ends or the client fails, ``DeadlineError`` if the replay takes longer than ``deadline_s``.
     """
-    nodes, servers = lab_nodes(state), processes.processes
+    nodes, servers = lab_nodes(state), [local(p) for p in processes.processes]
     client = Dialogue(processes, name, lab_head(state), "client", task)
     # Within its own limit the client says itself what it has waited for.
     assert client.receive(str, task.ready_within_s + ANSWER_DEADLINE_S) == READY
     metered = (*servers, client.process)
     cpu_before = {p.name: process_cpu_s(p.pid) for p in metered}
-    meter = LinkMeter(state, {node.name: processes.process(node.name).pid for node in nodes}, nodes)
+    pids = {node.name: local(processes.process(node.name)).pid for node in nodes}
+    meter = LinkMeter(state, pids, nodes)
     busy = BusyMeter()
     meter.start()
     try:

@@ -32,7 +32,7 @@ def temporary_lab(
         "janitor",
         (sys.executable, "-m", "dualpath.laboratory.lab.janitor", settings.name, str(os.getpid())),
         Path(os.devnull),
-        outlives_parent=True,
+        ends_with_parent=None,
     )
     try:
         state = lab_up(settings)

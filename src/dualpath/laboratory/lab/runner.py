@@ -155,7 +155,7 @@ def _start(
 ) -> SpawnedProcess:
     """Start what stays as long as the lab, and wait for the line that says it can be used."""
     process = SpawnedProcess(
-        Path(argv[0]).name, argv, log, environment, folder=Path("/"), outlives_parent=True
+        Path(argv[0]).name, argv, log, environment, folder=Path("/"), ends_with_parent=None
     )
     try:
         process.wait_for_line(ready, _DEADLINE_S)

@@ -1,6 +1,7 @@
 """The command lines of router and engines; the same ones an operator types on other machines."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,9 +33,6 @@ _STORAGE_LIMITS = (
     "storage_tenant_quota",
     "storage_ttl",
 )
-
-#: Engines and control address of a local cluster; only the endpoint is open to other machines,
-#: and only if asked for.
 
 #: What vLLM's CPU build needs on a small machine: one thread per engine, no pinning of threads to
 #: cores, worker and scheduler in one process (else a waiting request spins a core).
@@ -166,6 +164,21 @@ def engine_command(
         if settings.effective_layer_buffers:
             command += ["--worker-cls", WORKER_CLASS]
     return [*command, *settings.vllm_args]
+
+
+class Commands(NamedTuple):
+    """How a kind of engines and their router are started: "module:function", and its arguments.
+
+    ``router`` is called as ``router_command`` is, ``engine`` as ``engine_command``.
+    """
+
+    router_entry: str
+    router: Callable[..., list[str]]
+    engine_entry: str
+    engine: Callable[..., list[str]]
+
+
+VLLM = Commands(ROUTER_ENTRY, router_command, ENGINE_ENTRY, engine_command)
 
 
 def router_keys(settings: LocalClusterSettings) -> frozenset[str]:

@@ -78,8 +78,7 @@ class DevicePlan:
 
     def environment(self, role: Role, index: int, rank: int = 0) -> dict[str, str]:
         """Return what lets an engine's process see its devices and no others."""
-        devices = self.of(role, index, rank)
-        return {VISIBLE: ",".join(devices)} if devices else {}
+        return visible(self.of(role, index, rank))
 
     def _first(self, role: Role, index: int) -> int:
         """Return how many devices those before the engine ``index`` of a role have."""
@@ -87,3 +86,8 @@ class DevicePlan:
         if role is Role.PREFILL:
             return here
         return self._first(Role.PREFILL, self._settings.prefill) + here
+
+
+def visible(devices: Sequence[str]) -> dict[str, str]:
+    """Return what lets a process see these devices and no others; nothing on CPUs."""
+    return {VISIBLE: ",".join(devices)} if devices else {}

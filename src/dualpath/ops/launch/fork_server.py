@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dualpath.ops.launch.commands import ENGINE_ENTRY, ENGINE_ENVIRONMENT
 from dualpath.ops.launch.forked_engine import prepare_engine, run_entry
-from dualpath.ops.launch.process import ManagedProcess, die_with_parent
+from dualpath.ops.launch.process import LocalProcess, die_with_parent
 
 VLLM_MODULES = (
     "vllm.entrypoints.launchers.api_server.entry",
@@ -31,7 +31,7 @@ _FROZEN_HEAP = "dualpath.ops.launch.frozen_heap"
 _preloaded: set[str] = set()
 
 
-class ForkedProcess(ManagedProcess):
+class ForkedProcess(LocalProcess):
     """A command of this installation, run in a fork of the server."""
 
     def __init__(

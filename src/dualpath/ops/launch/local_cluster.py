@@ -1,4 +1,8 @@
-"""Starts, watches and ends a cluster on this machine; nothing half-started stays behind."""
+"""Starts, watches and ends a cluster; nothing half-started stays behind.
+
+Its processes run on this machine, or where another executor runs them; they are watched,
+started again, drained and ended in one way.
+"""
 
 import functools
 import http.client
@@ -17,44 +21,49 @@ import msgspec
 from dualpath.core.cluster import Role
 from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.ops.launch.cluster_keys import ClusterKeys
-from dualpath.ops.launch.commands import (
-    ENGINE_ENTRY,
-    ROUTER_ENTRY,
-    DpRank,
-    engine_command,
-    engine_id,
-    rank_id,
-    router_command,
-)
-from dualpath.ops.launch.devices import DevicePlan, usable_devices
-from dualpath.ops.launch.fork_server import ForkedProcess
+from dualpath.ops.launch.commands import VLLM, Commands, DpRank
+from dualpath.ops.launch.devices import visible
+from dualpath.ops.launch.executor import Executor, Launch, Launches, Place
+from dualpath.ops.launch.executors import open_executor
+from dualpath.ops.launch.managed_process import POLL_S, ManagedProcess
 from dualpath.ops.launch.ports import LOOPBACK, claim_port
-from dualpath.ops.launch.process import ManagedProcess, Supervisor
+from dualpath.ops.launch.process import Supervisor
 from dualpath.ops.launch.restarts import DRAIN_GUARD_S, Restarts
 from dualpath.ops.launch.role_wishes import RoleWishes
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.ops.launch.start_checks import check_settings, check_storage
+from dualpath.ops.launch.units import (
+    ROUTER,
+    STANDBY,
+    Unit,
+    engine_unit,
+    engine_units,
+    router_units,
+)
 from dualpath.router.api_keys import client_headers
 from dualpath.router.control.roles_client import call_roles
-
-ROUTER = "router"
-STANDBY = "router-standby"
-_POLL_S = 0.05
 
 
 class LocalCluster:
     """P prefill engines, D decode engines and a router; a context manager.
 
-    ``progress`` is called with what is being waited for, in plain words.  Entering raises
-    ``ConfigError``, ``EngineLostError`` with the cause from the log, or ``DeadlineError``, after
-    everything is taken down again.
+    ``progress`` is called with what is being waited for, in plain words.  ``executor`` runs the
+    processes instead of the one that the settings name, and is closed in the end; ``commands`` are
+    those of the kind of engines.  Entering raises ``ConfigError``, ``EngineLostError`` with the
+    cause from the log, or ``DeadlineError``, after everything is taken down again.
     """
 
     def __init__(
-        self, settings: LocalClusterSettings, progress: Callable[[str], None] = lambda text: None
+        self,
+        settings: LocalClusterSettings,
+        progress: Callable[[str], None] = lambda text: None,
+        executor: Executor | None = None,
+        commands: Commands = VLLM,
     ) -> None:
         self.settings = settings
         self._progress = progress
+        self._executor = executor or open_executor(settings, progress)
+        self._commands = commands
         self._supervisor = Supervisor()
         self._starts: dict[str, Callable[[], None]] = {}
         #: Which engines end and start together, by the name of a process.
@@ -62,9 +71,9 @@ class LocalCluster:
         #: What each unit of engines is, or becomes when it has drained.
         self._roles: dict[str, Role] = {}
         self._restarts = Restarts(lambda unit: self._starts[unit](), progress, self._units)
+        self._wishes = RoleWishes(self._ask_roles, self._units, self._roles, self.change_role)
         self._own_logs: str | None = None
-        self._keys = ClusterKeys(self.settings)
-        self._devices = DevicePlan(settings, ())
+        self._keys = ClusterKeys(settings, one_machine=self._executor.one_machine)
         #: Where clients ask, and where the cluster's state is asked for: mostly the same.
         self.endpoint = self.cluster_url = ""
         self.control_port = 0
@@ -99,60 +108,81 @@ class LocalCluster:
         """Start everything and do not wait for it; ``wait_ready`` does, or ``stop`` ends it."""
         settings = self.settings
         check_settings(settings)
-        self._devices = DevicePlan(settings, usable_devices(settings.devices))
-        check_storage(settings.storage)
-        port = claim_port(settings.host, settings.port)
-        self.control_port = claim_port()
-        reachable = LOOPBACK if settings.host in ("0.0.0.0", "::") else settings.host
-        self.endpoint = self.cluster_url = f"http://{reachable}:{port}"
-        self._cluster_port = claim_port(settings.host) if settings.front_ends else 0
-        if self._cluster_port:
-            self.cluster_url = f"http://{reachable}:{self._cluster_port}"
+        routers, engines = router_units(settings), tuple(engine_units(settings))
         try:
+            self._executor.reserve((*routers, *engines))
+            check_storage(settings.storage)
+            self._claim_addresses()
             self._progress(
                 f"starting router, {settings.prefill}P{settings.decode}D ({settings.mode})"
             )
-            for name in (ROUTER, STANDBY)[: 1 + settings.standby]:
-                self._starts[name] = functools.partial(self._start_router, name, port)
-                self._starts[name]()
-            for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
-                for index in range(count):
-                    self.start_engines(role, index)
+            for unit in routers:
+                self._starts[unit.name] = functools.partial(self._start_router, unit)
+                self._starts[unit.name]()
+            for unit in engines:
+                assert unit.role is not None
+                self.start_engines(unit.role, unit.index)
         except BaseException:
             self.stop()
             raise
 
-    def _start_router(self, name: str, port: int) -> None:
+    def _claim_addresses(self) -> None:
+        """Choose the router's addresses, on this machine."""
+        host = self.settings.host
+        self._port = claim_port(host, self.settings.port)
+        self.control_port = claim_port(self._executor.host)
+        reachable = LOOPBACK if host in ("0.0.0.0", "::") else host
+        self.endpoint = self.cluster_url = f"http://{reachable}:{self._port}"
+        self._cluster_port = claim_port(host) if self.settings.front_ends else 0
+        if self._cluster_port:
+            self.cluster_url = f"http://{reachable}:{self._cluster_port}"
+
+    def _start_router(self, unit: Unit) -> None:
         logs = self._log_dir()
         lock = str(logs / "router.lock") if self.settings.standby else ""
-        command = router_command(self.settings, port, self.control_port, lock, self._cluster_port)
-        self._spawn(name, ROUTER_ENTRY, command, logs, self._keys.router_environment())
+        settings = self.settings
+        if not self._executor.one_machine:
+            settings = msgspec.structs.replace(settings, control_host=self._executor.host)
+        ports = (self._port, self.control_port)
+        command = self._commands.router(settings, *ports, lock, self._cluster_port)
+        keys = self._keys.router_environment()
+        self._start(unit, lambda place: [Launch(self._commands.router_entry, command, keys)])
 
     def start_engines(self, role: Role, index: int) -> None:
         """Start the engines of a node, also those that replace lost ones of the same names.
 
         They are one, or the ranks of a data-parallel group, which are started together only.
         """
-        size, unit = self.settings.ranks(role), engine_id(role, index)
-        now_role = self._roles.setdefault(unit, role)
-        self._starts[unit] = functools.partial(self.start_engines, role, index)
-        rpc_port = claim_port() if size > 1 else 0
+        unit = engine_unit(self.settings, role, index)
+        now_role = self._roles.setdefault(unit.name, role)
+        self._starts[unit.name] = functools.partial(self.start_engines, role, index)
+        self._units.update(dict.fromkeys(unit.processes, unit.name))
+        self._start(unit, functools.partial(self._engine_launches, unit, now_role))
+
+    def _engine_launches(self, unit: Unit, role: Role, place: Place) -> list[Launch]:
+        """Return the processes of a unit that is to have ``role`` now, for the place it has got."""
+        size, each = len(unit.processes), len(place.devices) // len(unit.processes)
+        rpc_port = place.claim_port() if size > 1 else 0
+        launches = []
         for rank in range(size):
-            name = rank_id(role, index, rank, size)
-            self._units[name] = unit
-            dp = DpRank(rank, size, rpc_port) if size > 1 else None
-            command = engine_command(
+            own = place.devices[rank * each : (rank + 1) * each]
+            command = self._commands.engine(
                 self.settings,
-                *(now_role, index, claim_port(), self.control_port),
-                dp=dp,
-                named_as=role,
-                on_cpus=self._devices.on_cpus,
+                *(role, unit.index, place.claim_port(), self.control_port),
+                host=place.host,
+                router_host=self._executor.host,
+                dp=DpRank(rank, size, rpc_port) if size > 1 else None,
+                named_as=unit.role,
+                on_cpus=not place.devices,
             )
-            environment = {
-                **self._keys.engine_environment(),
-                **self._devices.environment(role, index, rank),
-            }
-            self._spawn(name, ENGINE_ENTRY, command, self._log_dir(), environment)
+            environment = {**self._keys.engine_environment(), **visible(own)}
+            launches.append(Launch(self._commands.engine_entry, command, environment))
+        return launches
+
+    def _start(self, unit: Unit, launches: Launches) -> None:
+        ends_last = unit.name in (ROUTER, STANDBY)
+        for process in self._executor.start(unit, launches, self._log_dir()):
+            self._supervisor.add(process, ends_last=ends_last)
 
     def drain(self) -> None:
         """Take no new requests; return when those under way have ended."""
@@ -169,17 +199,21 @@ class LocalCluster:
         for process in self.processes:
             process.send_signal(signal.SIGINT)
         self._supervisor.end()
+        self._executor.close()
         if self._own_logs:
             shutil.rmtree(self._own_logs, ignore_errors=True)
             self._own_logs = None
 
     def watch(self) -> None:
         """Start again whatever ends, and say so; never returns."""
-        wishes = RoleWishes(self._ask_roles, self._units, self._roles, self.change_role)
         while True:
-            self._restarts.turn(self.processes, time.monotonic())
-            wishes.turn(time.monotonic())
-            time.sleep(_POLL_S)
+            self.look_after()
+            time.sleep(POLL_S)
+
+    def look_after(self) -> None:
+        """Start what is due to be started again, begin what the router wishes; call it often."""
+        self._restarts.turn(self.processes, time.monotonic())
+        self._wishes.turn(time.monotonic())
 
     def change_role(self, unit: str, role: Role) -> None:
         """Let a unit of engines drain; it is started again in ``role``, under its old name."""
@@ -191,7 +225,7 @@ class LocalCluster:
             )
             return
         has, needs = (self.settings.devices_per_rank(r) for r in (self._roles[unit], role))
-        if has != needs and not self._devices.on_cpus:
+        if has != needs and not self._executor.on_cpus:
             self._progress(
                 f"{unit} keeps its role: each of its ranks has {has} devices, one of the other "
                 f"role {needs}; give --prefill-tp and --decode-tp one value"
@@ -217,12 +251,6 @@ class LocalCluster:
         if code != 200:
             raise EngineLostError(f"router at {self.cluster_url} answered {code}; see its log")
         return msgspec.json.decode(body, type=dict[str, Any])
-
-    def _spawn(
-        self, name: str, entry: str, command: list[str], logs: Path, environment: dict[str, str]
-    ) -> None:
-        process = ForkedProcess(name, entry, command, logs / f"{name}.log", environment)
-        self._supervisor.add(process, ends_last=name in (ROUTER, STANDBY))
 
     def _log_dir(self) -> Path:
         if self.settings.log_dir:

@@ -1,4 +1,4 @@
-"""Processes under a supervisor: started with a log each, watched, waited for and ended in order.
+"""Processes of this machine, and the supervisor of these and others: all end in order.
 
 Local clusters, nodes of a lab, benchmarks and tests start their processes here.  Every process
 leads a session of its own, so that a Ctrl-C at the terminal reaches only the supervisor, which then
@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,15 +19,12 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from dualpath.core.errors import DeadlineError, EngineLostError
+from dualpath.ops.launch.managed_process import END_S, POLL_S, ManagedProcess
 from dualpath.storage.host_process import ProcessStat, process_stat
 
 _PR_SET_PDEATHSIG = 1
 #: Opened once: between fork and exec nothing may be loaded.
 _libc = ctypes.CDLL(None)
-_LOG_TAIL_LINES = 15
-_POLL_S = 0.05
-#: An engine writes what is queued and leaves the cluster before it ends.
-_END_S = 20.0
 
 
 def die_with_parent(number: int, parent: int) -> None:
@@ -47,107 +44,46 @@ def all_processes() -> Iterator[tuple[int, ProcessStat]]:
             yield int(entry.name), stat
 
 
-class ManagedProcess(ABC):
-    """A running process: its name, the file its output is appended to, how it ends."""
-
-    def __init__(self, name: str, log: Path) -> None:
-        self.name = name
-        self.log = log
-        self._log_begin = log.stat().st_size if log.exists() else 0
+class LocalProcess(ManagedProcess):
+    """A process of this machine, which leads a process group."""
 
     @property
     @abstractmethod
     def pid(self) -> int:
         """Process id; also the id of its process group."""
 
-    @property
-    @abstractmethod
-    def exit_code(self) -> int | None:
-        """Exit code, negative for a signal, None while it runs."""
-
-    @abstractmethod
-    def wait(self, timeout_s: float) -> int | None:
-        """Wait for its end; return the exit code, None after the timeout."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether it still runs."""
-        return self.exit_code is None
-
     def send_signal(self, number: int) -> None:
-        """Send a signal to the process alone; nothing if it has ended."""
+        """See the base class."""
         with contextlib.suppress(ProcessLookupError):
             if self.alive:
                 os.kill(self.pid, number)
 
-    def terminate(self) -> None:
-        """Ask it to end; it ends what it has started itself."""
-        self.send_signal(signal.SIGTERM)
-
     def kill(self) -> None:
-        """End it and everything it has started: the whole process group, at once."""
+        """See the base class."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def end(self, timeout_s: float = _END_S) -> None:
+    def end(self, timeout_s: float = END_S) -> None:
         """Wait for an orderly end of its whole group, then kill what is left of it."""
         deadline_s = time.monotonic() + timeout_s
         self.wait(timeout_s)
         while self._group_lives() and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         self.kill()
         self.wait(timeout_s)
-
-    def output(self) -> str:
-        """Return what it has written to its log so far."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(self._log_begin)
-                return file.read().decode(errors="replace")
-        except OSError as error:
-            return f"(no log: {error})"
-
-    def find_line(self, text: str) -> str | None:
-        """Return the first whole line of its output that contains ``text``, or None."""
-        lines = self.output().split("\n")[:-1]
-        return next((line for line in lines if text in line), None)
-
-    def wait_for_line(self, text: str, timeout_s: float) -> str:
-        """Wait until a whole line of its output contains ``text``; return the line.
-
-        Raises ``EngineLostError`` if it ends without, ``DeadlineError`` after ``timeout_s``.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            over = not self.alive  # asked first: what it wrote before its end is found below
-            if (line := self.find_line(text)) is not None:
-                return line
-            if over:
-                raise EngineLostError(self.ending())
-            if time.monotonic() > deadline_s:
-                raise DeadlineError(
-                    f"{self.name} has not written {text!r} within {timeout_s:g} s; the end of its "
-                    f"log:\n{self.log_tail()}"
-                )
-            time.sleep(_POLL_S)
-
-    def log_tail(self) -> str:
-        """Return the last lines of its log."""
-        return "\n".join(self.output().splitlines()[-_LOG_TAIL_LINES:])
-
-    def ending(self) -> str:
-        """Say how it ended, with the end of its log."""
-        return (
-            f"{self.name} ended with exit code {self.exit_code}; the end of its log:\n"
-            f"{self.log_tail()}"
-        )
 
     def _group_lives(self) -> bool:
         """Whether one of its group runs; what has ended and nobody has waited for does not."""
         return any(stat.group == self.pid and not stat.is_zombie for _, stat in all_processes())
 
 
-class SpawnedProcess(ManagedProcess):
+def local(process: ManagedProcess) -> LocalProcess:
+    """Return a process that was started on this machine, as such."""
+    assert isinstance(process, LocalProcess), f"{process.name} runs elsewhere"
+    return process
+
+
+class SpawnedProcess(LocalProcess):
     """A command, executed as typed."""
 
     def __init__(
@@ -159,9 +95,11 @@ class SpawnedProcess(ManagedProcess):
         *,
         folder: Path | None = None,
         pipes: bool = False,
-        outlives_parent: bool = False,
+        ends_with_parent: int | None = signal.SIGKILL,
     ) -> None:
         """Start ``argv`` with ``environment`` and no other, in ``folder`` or this one.
+
+        ``ends_with_parent``: the signal it gets when the thread that started it ends; None: none.
 
         ``pipes``: its standard input and output are ``stdin`` and ``stdout`` of this object, and
         only its standard error goes to the log; without, it reads nothing.  Without a ``log`` it
@@ -177,7 +115,7 @@ class SpawnedProcess(ManagedProcess):
                 env=environment,
                 cwd=folder,
                 start_new_session=True,
-                preexec_fn=partial(_begin, None if outlives_parent else os.getpid()),
+                preexec_fn=partial(_begin, ends_with_parent, os.getpid()),
             )
         self.stdin, self.stdout = self._process.stdin, self._process.stdout
 
@@ -206,19 +144,21 @@ class SpawnedProcess(ManagedProcess):
             with contextlib.suppress(BrokenPipeError):
                 self.stdin.close()
 
-    def end(self, timeout_s: float = _END_S) -> None:
+    def end(self, timeout_s: float = END_S) -> None:
         """See the base class."""
         super().end(timeout_s)
         if self.stdout is not None:
             self.stdout.close()
 
 
-def _begin(parent: int | None) -> None:
+def _begin(ends_with_parent: int | None, parent: int) -> None:
     """Begin a new process, which ignores nothing that may be sent to drain it."""
     # A shell's background commands ignore it, and so do all that they start.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if parent is not None:
-        die_with_parent(signal.SIGKILL, parent)
+    # Workers of Ray block it, and so would all that they start.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    if ends_with_parent is not None:
+        die_with_parent(ends_with_parent, parent)
 
 
 _Process = TypeVar("_Process", bound=ManagedProcess)
@@ -300,7 +240,7 @@ class Supervisor:
                     folders = {str(process.log.parent) for process in self.processes}
                     see = f"see the logs in {', '.join(sorted(folders))}"
                 raise DeadlineError(f"{what} after {timeout_s:g} s; {see}")
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def end(self, *, hard: bool = False) -> None:
         """End all, by force at once if ``hard``; idempotent."""

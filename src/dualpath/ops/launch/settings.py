@@ -1,6 +1,6 @@
-"""What a cluster on one machine is made of."""
+"""What a cluster is made of that `dualpath serve` starts."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -137,6 +137,23 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     start_timeout_s: Annotated[
         float, Setting("within it all engines must have registered", gt=0)
     ] = 300.0
+    executor: Annotated[
+        Literal["local", "ray"], Setting("runs the processes here, or on nodes of a Ray cluster")
+    ] = "local"
+    ray_address: Annotated[
+        str,
+        Setting(
+            "a Ray cluster that this machine is a node of; empty: RAY_ADDRESS, else the one here",
+            metavar="HOST:PORT",
+        ),
+    ] = ""
+    ray_strategy: Annotated[
+        Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"],
+        Setting("how Ray places the engines' bundles over its nodes"),
+    ] = "SPREAD"
+    ray_cpus: Annotated[
+        int, Setting("CPUs that Ray keeps for the router and for each engine process", ge=1)
+    ] = 1
 
     def check(self) -> None:
         """Raise ``ConfigError`` for what can be refused before anything starts."""
@@ -151,6 +168,11 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"{{front_ends}} is {self.front_ends} and {{standby}} is on; the scheduler of "
                 "front ends is started again by itself, leave out {standby}"
+            )
+        if self.executor == "ray" and self.devices:
+            raise ConfigError(
+                f"{{devices}} is {','.join(self.devices)} and {{executor}} is ray, which gives "
+                "engines their devices; leave out {devices}"
             )
         check_engine_config(self.nixl_engine_config)
 

@@ -1,0 +1,141 @@
+"""A cluster of emulated engines on two raylets: it answers, loses a node, and gets it back."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.plain_engine import Answer, Completion, until
+from tests.emulated_commands import EMULATED
+from tests.ray_cluster import RayCluster
+
+from dualpath.ops.launch.local_cluster import LocalCluster
+from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.transport.cluster_secret import SECRET_VARIABLE, new_secret
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.timeout(300)
+
+GUARD_S = 120.0
+PROMPT = list(range(100))
+
+
+@pytest.fixture
+def secret(monkeypatch: pytest.MonkeyPatch) -> str:
+    made = new_secret()
+    monkeypatch.setenv(SECRET_VARIABLE, made)
+    return made
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def cluster(
+    ray_cluster: RayCluster, secret: str, said: list[str], tmp_path: Path
+) -> Iterator[LocalCluster]:
+    settings = LocalClusterSettings(
+        model="qwen2.5-32b",
+        storage=str(tmp_path / "kv"),
+        log_dir=str(tmp_path / "logs"),
+        port=0,
+        buffer_bytes=16 << 20,
+        executor="ray",
+        ray_address=ray_cluster.address,
+    )
+    with LocalCluster(settings, said.append, commands=EMULATED) as cluster:
+        yield cluster
+
+
+class Request:
+    """A stream that is read beside the test."""
+
+    def __init__(self, url: str, generate: int) -> None:
+        self.begun = threading.Event()
+        self.token_ids: list[int] = []
+        self.error = ""
+        self._stream = Completion(url, PROMPT, generate)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            for piece in self._stream.pieces():
+                self.token_ids += piece
+                self.begun.set()
+        except (AssertionError, OSError) as error:
+            self.error = repr(error)
+
+    @property
+    def over(self) -> bool:
+        return not self._thread.is_alive()
+
+
+def answer(cluster: LocalCluster, generate: int) -> Answer:
+    return Completion(cluster.endpoint, PROMPT, generate).answer()
+
+
+def looked_after(cluster: LocalCluster, true: Callable[[], object], what: str) -> None:
+    """Wait for a condition while the cluster is watched, as `dualpath serve` does."""
+
+    def look() -> object:
+        cluster.look_after()
+        return true()
+
+    until(look, what, GUARD_S)
+
+
+def alive(cluster: LocalCluster) -> set[str]:
+    return {engine["engine_id"] for engine in cluster.status()["engines"] if engine["alive"]}
+
+
+def test_a_lost_node_is_a_lost_engine_which_is_placed_again_when_a_node_returns(
+    cluster: LocalCluster, ray_cluster: RayCluster, secret: str, said: list[str]
+) -> None:
+    first = answer(cluster, 40)
+    assert len(first.token_ids) == 40
+    assert not spoken(secret, ray_cluster)
+
+    under_way = Request(cluster.endpoint, 400)
+    assert under_way.begun.wait(GUARD_S)
+    ray_cluster.lose()
+    looked_after(cluster, lambda: not all(p.alive for p in cluster.processes), "a lost process")
+    (lost,) = (process for process in cluster.processes if not process.alive)
+    assert lost.name in ("pe-0", "de-0")
+    assert "lost on its way or with its node: ActorDiedError" in lost.log_tail()
+    until(lambda: lost.name not in alive(cluster), "the engine is lost")
+    looked_after(cluster, lambda: any("waits until Ray has a place" in t for t in said), "a place")
+    assert not under_way.over or not under_way.error
+
+    ray_cluster.join()
+    looked_after(cluster, lambda: alive(cluster) == {"pe-0", "de-0"}, "both engines")
+    looked_after(cluster, lambda: under_way.over, "the end of the stream")
+    assert (under_way.error, len(under_way.token_ids)) == ("", 400)
+    assert under_way.token_ids[:40] == first.token_ids
+    again = answer(cluster, 40)
+    assert again.token_ids == first.token_ids
+    assert again.cached_tokens == 96
+
+
+def spoken(secret: str, ray_cluster: RayCluster) -> list[str]:
+    """Return where a secret can be read: in Ray's files, in what it lists, on a command line."""
+    import ray
+
+    found = [
+        str(path)
+        for path in Path(ray_cluster.folder).rglob("*")
+        if path.is_file() and secret.encode() in path.read_bytes()
+    ]
+    if secret in repr(ray._private.state.actors()):
+        found.append("the table of actors")
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes()
+        except OSError:
+            continue  # ended meanwhile
+        if secret.encode() in words and int(process.name) != os.getpid():
+            found.append(words.decode(errors="replace"))
+    return found

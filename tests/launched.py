@@ -1,0 +1,32 @@
+"""A process that executors start in tests: it says what it was given, and ends as it is asked."""
+
+import os
+import signal
+import subprocess
+import sys
+from typing import NoReturn
+
+ENTRY = "tests.launched:main"
+
+
+def main() -> NoReturn:
+    """Say what it was given; end with a code, or when a signal asks for it."""
+    what, *words = sys.argv[1:]
+    if what == "end":
+        print("its reason", flush=True)
+        sys.exit(int(words[0]))
+    signal.signal(signal.SIGTERM, _asked)
+    given = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("GIVEN")]
+    child = subprocess.Popen(["sleep", "1000"]).pid if what == "parent" else 0
+    print("up", os.getpid(), child, *words, *given, flush=True)
+    while True:
+        signal.pause()
+
+
+def _asked(number: int, frame: object) -> NoReturn:
+    print("asked", flush=True)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

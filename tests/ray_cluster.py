@@ -1,0 +1,62 @@
+"""A small Ray cluster on this machine: two raylets, the second of which may be lost and return."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from typing import Any
+
+#: The first raylet has room for a router and one engine, the second for one engine; its devices
+#: are names alone.
+_BOTH: dict[str, Any] = {"object_store_memory": 80_000_000, "include_log_monitor": False}
+_SECOND: dict[str, Any] = {**_BOTH, "num_cpus": 1, "num_gpus": 2}
+#: A lost raylet is noticed within a second or two.
+_NOTICE = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 2,
+}
+
+
+class RayCluster:
+    """Two raylets; a context manager.  Nothing of it is used by another Ray of this machine."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        # Short: names of sockets are in it.
+        self.folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+        first = {
+            **_BOTH,
+            "num_cpus": 2,
+            # No autoscaler: a process less.
+            "no_monitor": True,
+            "include_dashboard": False,
+            "temp_dir": self.folder,
+            "_system_config": _NOTICE,
+        }
+        self._cluster = Cluster(initialize_head=True, head_node_args=first)
+        self._second: Any = None
+        self.join()
+
+    @property
+    def address(self) -> str:
+        """Where programs connect to."""
+        address: str = self._cluster.address
+        return address
+
+    def join(self) -> None:
+        """Start the second raylet, for the first time or again."""
+        self._second = self._cluster.add_node(**_SECOND)
+
+    def lose(self) -> None:
+        """Kill the second raylet, as a machine that goes down."""
+        self._cluster.remove_node(self._second, allow_graceful=False)
+
+    def close(self) -> None:
+        """End everything."""
+        with contextlib.suppress(Exception):
+            self._cluster.shutdown()
+        shutil.rmtree(self.folder, ignore_errors=True)
