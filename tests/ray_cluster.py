@@ -10,12 +10,12 @@ from typing import Any
 #: are names alone.
 _BOTH: dict[str, Any] = {"object_store_memory": 80_000_000, "include_log_monitor": False}
 _SECOND: dict[str, Any] = {**_BOTH, "num_cpus": 1, "num_gpus": 2}
-#: A lost raylet is noticed within a second or two.
+#: A killed raylet refuses at once and is noticed within seconds; one that is slow is not lost.
 _NOTICE = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
-    "health_check_timeout_ms": 1000,
-    "health_check_failure_threshold": 2,
+    "health_check_timeout_ms": 30_000,
+    "health_check_failure_threshold": 3,
 }
 
 

@@ -55,3 +55,12 @@ def test_ucx_stays_on_the_loopback_device_unless_set_otherwise():
 def test_a_key_for_all_engines_is_refused():
     with pytest.raises(ConfigError, match="before --vllm-args"):
         settings(vllm_args=("--api-key", "k"))
+
+
+def test_on_several_machines_the_secret_is_the_operators_and_ucx_takes_every_device():
+    with pytest.raises(ConfigError, match="export DUALPATH_CLUSTER_SECRET="):
+        ClusterKeys(settings(), {}, one_machine=False)
+    environment = {"DUALPATH_CLUSTER_SECRET": "s" * 40}
+    engine = ClusterKeys(settings(), environment, one_machine=False).engine_environment()
+    assert engine["DUALPATH_CLUSTER_SECRET"] == "s" * 40
+    assert "UCX_NET_DEVICES" not in engine

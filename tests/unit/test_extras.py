@@ -54,6 +54,7 @@ def test_a_module_is_found_by_its_package() -> None:
         ("frontend --scheduler tcp://127.0.0.1:1", "uvloop", "engine"),
         ("serve --storage kv", "vllm", "engine"),
         ("serve --storage kv", "nixl_cu12", "nixl"),
+        ("serve --storage kv --executor ray", "ray", "ray"),
         ("chaos simulate", "greenlet", "chaos"),
     ],
 )

@@ -92,8 +92,12 @@ class RayExecutor(Executor):
         here = {_NODE_LABEL: ray.get_runtime_context().get_node_id()}
         routers = [unit.name for unit in units if unit.role is None]
         engines = [unit.name for unit in units if unit.role is not None]
-        self._place(routers, bundles, "PACK", [here] * len(routers))
-        self._place(engines, bundles, self._settings.ray_strategy)
+        try:
+            self._place(routers, bundles, "PACK", [here] * len(routers))
+            self._place(engines, bundles, self._settings.ray_strategy)
+        except BaseException:
+            self._give_back()
+            raise
 
     def start(self, unit: Unit, launches: Launches, logs: Path) -> Sequence[RayProcess]:
         """See the base class."""
@@ -109,15 +113,13 @@ class RayExecutor(Executor):
         for unit in self._units.values():
             unit.join(_JOIN_S)
         self._units = {}
-        for group in self._groups:
-            remove_placement_group(group)
-        self._groups = []
+        self._give_back()
         if self._host:
             ray.shutdown()
             self._host = ""
 
     def _connect(self) -> None:
-        if ray.is_initialized():
+        if self._host:
             return
         with _signals_as_they_are():
             try:
@@ -129,6 +131,11 @@ class RayExecutor(Executor):
                     "one with `ray start --address`, or name it with {ray_address}"
                 ) from error
         self._host = ray.util.get_node_ip_address()
+
+    def _give_back(self) -> None:
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups = []
 
     def _place(
         self,
