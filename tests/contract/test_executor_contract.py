@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.guard import GUARD_S
 from tests.launched import ENTRY
 from tests.ray_cluster import RayCluster
 
@@ -20,10 +21,6 @@ from dualpath.ops.launch.process import Supervisor
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.ops.launch.units import Unit
 
-#: The first test with Ray waits for its start.
-pytestmark = pytest.mark.timeout(300)
-
-GUARD_S = 60.0
 ENGINE = Unit("pe-0", ("pe-0",), Role.PREFILL)
 GROUP = Unit("de-0", ("de-0-dp0", "de-0-dp1"), Role.DECODE)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.plain_engine import Answer, Completion, until
 from tests.emulated_commands import EMULATED
+from tests.guard import GUARD_S
 from tests.launched import ENTRY
 from tests.ray_cluster import RayCluster
 
@@ -21,9 +22,7 @@ from dualpath.ops.launch.units import Unit
 from dualpath.transport.cluster_secret import SECRET_VARIABLE, new_secret
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.timeout(300)
 
-GUARD_S = 120.0
 PROMPT = list(range(100))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.guard import GUARD_S
 from tests.launched import ENTRY
 
 from dualpath.cli.main import main
@@ -23,8 +24,6 @@ from dualpath.ops.launch.local_executor import LocalExecutor
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.ops.launch.unit_processes import UnitProcesses, words
 from dualpath.ops.launch.units import engine_units, router_units
-
-GUARD_S = 30.0
 
 
 def settings(**changes: Any) -> LocalClusterSettings:

@@ -25,7 +25,7 @@ from dualpath.core.configuration import OTHER_VARIABLES, PREFIX, variable
 from dualpath.core.errors import ConfigError
 from dualpath.core.settings import arguments, declared
 from dualpath.ops.launch.ports import claim_port, family_of, free_port
-from dualpath.ops.launch.process import SpawnedProcess, Supervisor
+from dualpath.ops.launch.process import SpawnedProcess, Supervisor, local
 from dualpath.ops.launch.restarts import DRAIN_GUARD_S, Restarts
 from dualpath.router.http.settings import SchedulerAddress
 from dualpath.router.links.settings import LinkSettings
@@ -143,7 +143,7 @@ class ScaledRouter:
         is_front_end = name != SCHEDULER
         if is_front_end and self._starts[name]:
             # What it counted stays; what it had under way ended with it.
-            old = self._supervisor.process(name)
+            old = local(self._supervisor.process(name))
             mark_process_dead(old.pid, self._metrics.name)  # type: ignore[no-untyped-call]
         self._starts[name] += 1
         words = (sys.executable, "-m", "dualpath.cli.main", *self._commands[name])
