@@ -158,6 +158,17 @@ def test_a_block_that_fills_up_leaves_with_the_ids_of_all_groups():
     assert (block.hbm_block, block.parent) == ((10, 11), request.block_hashes[5])
 
 
+def test_a_block_whose_key_comes_a_step_late_leaves_then():
+    """With asynchronous scheduling a step begins before the token of the one before is known."""
+    side, request, _, _ = taken_over(PROMPT + 1)
+    request.append_output_token_ids(list(range(BLOCK_TOKENS - 5)))
+    assert request.num_tokens == 6 * BLOCK_TOKENS - 1
+    assert generated(side, request, 6 * BLOCK_TOKENS - 1) == []
+    request.append_output_token_ids([7])
+    (block,) = generated(side, request, 6 * BLOCK_TOKENS, added=([10], [11]))
+    assert (block.hbm_block, block.key) == ((6, 9), request.block_hashes[5])
+
+
 def test_a_block_that_has_left_a_window_is_not_stored():
     """vLLM has given it to somebody else, though this list still has its id."""
     side, request, _, _ = taken_over(PROMPT + 1)
