@@ -6,11 +6,13 @@ that a recorded log can be played to it and its answers compared whole.
 
 import heapq
 
+from tests import compiled_scheduler as scheduler
+
 from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.request import Request
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.model.sim.compiled import ledger, scheduler, tables
+from dualpath.model.sim.compiled import tables
 from dualpath.policy.event_log import EngineJoined, EngineLost, EnginePaused, EventLog, Submitted
 from dualpath.policy.events import (
     DE_REASONS,
@@ -76,7 +78,7 @@ class CompiledScheduler:
 
     def report(self, report: EngineReport) -> None:
         """An engine reported its load."""
-        ledger.report(
+        scheduler.report(
             self._state,
             self._engines[report.engine_id],
             report.assign_seq,

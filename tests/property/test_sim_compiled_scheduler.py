@@ -35,7 +35,9 @@ from dualpath.policy.scheduler import RequestScheduler
 
 pytest.importorskip("numba")
 
-from dualpath.model.sim.compiled import ledger, scheduler, tables
+from tests import compiled_scheduler as scheduler
+
+from dualpath.model.sim.compiled import tables
 
 LONGEST_PROMPT_TOKENS = 900
 GENERATED_RESERVE_TOKENS = 100
@@ -261,7 +263,7 @@ class Twins(RuleBasedStateMachine):
 
     def take(self, report: EngineReport) -> None:
         self.live.report(report)
-        ledger.report(
+        scheduler.report(
             self.tables,
             self.numbers[report.engine_id],
             report.assign_seq,

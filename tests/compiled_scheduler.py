@@ -1,0 +1,57 @@
+"""The simulator's compiled scheduler as Python calls it: on state that is held.
+
+That is how the loop of ``sim.compiled.core`` calls it.  On a tuple of arrays that is handed over
+each function would be compiled once more, which takes longer than all that is tested with it.
+"""
+
+from dualpath.model.sim.compiled import ledger, scheduler
+from dualpath.model.sim.compiled.jit import hold, lean
+from dualpath.model.sim.compiled.tables import SchedulerState
+
+
+@lean
+def submit(state: SchedulerState, request: int, prompt: int, hit: int, max_new: int) -> None:
+    scheduler.submit(hold(state), request, prompt, hit, max_new)
+
+
+@lean
+def keep(state: SchedulerState, request: int, engine: int, tokens: int) -> None:
+    scheduler.keep(hold(state), request, engine, tokens)
+
+
+@lean
+def fetch_prefill(state: SchedulerState, group: int) -> int:
+    return scheduler.fetch_prefill(hold(state), group)
+
+
+@lean
+def fetch_decode(state: SchedulerState, group: int) -> int:
+    return scheduler.fetch_decode(hold(state), group)
+
+
+@lean
+def read_done(state: SchedulerState, request: int) -> None:
+    scheduler.read_done(hold(state), request)
+
+
+@lean
+def prefill_done(state: SchedulerState, request: int) -> None:
+    scheduler.prefill_done(hold(state), request)
+
+
+@lean
+def finished(state: SchedulerState, request: int) -> None:
+    scheduler.finished(hold(state), request)
+
+
+@lean
+def report(
+    state: SchedulerState,
+    engine: int,
+    assign_seq: int,
+    requests: int,
+    tokens: int,
+    read_tokens: int,
+    free_hbm_tokens: int,
+) -> None:
+    ledger.report(hold(state), engine, assign_seq, requests, tokens, read_tokens, free_hbm_tokens)
