@@ -1,11 +1,10 @@
 """`dualpath router` as a user starts it: what it refuses, what it says, how it ends."""
 
 import json
+import logging
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -14,11 +13,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.e2e.plain_engine import until
 from tests.guard import GUARD_S
 
 from dualpath.cli.main import main
 from dualpath.laboratory.models.tiny import make_tiny_model
 from dualpath.ops.launch.fork_server import ForkedProcess
+from dualpath.router.settings import RouterSettings
+from dualpath.vllm.front_end_settings import FrontEndSettings
+from dualpath.vllm.router_process import client_arguments
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +141,7 @@ def test_a_router_without_engines_says_so_and_ends_cleanly(model, tmp_path):
         outcome: list[tuple[int, str]] = []
         waiting = threading.Thread(target=post, args=(router.url, outcome))
         waiting.start()
-        while json.loads(get(f"{router.url}/dualpath/v1/status")[1])["waiting"] == 0:
-            pass
+        until(lambda: json.loads(get(f"{router.url}/dualpath/v1/status")[1])["waiting"], "a wait")
     finally:
         code = router.end(signal.SIGINT)  # SIGTERM would let the request wait for engines
     waiting.join(GUARD_S)
@@ -148,17 +150,10 @@ def test_a_router_without_engines_says_so_and_ends_cleanly(model, tmp_path):
     assert "shutting down" in outcome[0][1]
 
 
-def test_what_a_router_logs_has_time_and_level_however_it_was_started(model):
+def test_what_a_router_logs_has_time_and_level_however_it_was_started(model, monkeypatch, capfd):
     """vLLM has no handlers before its arguments are parsed; a process that forks had some."""
-    typed = (
-        "import logging; from dualpath.router.settings import RouterSettings; "
-        "from dualpath.vllm.front_end_settings import FrontEndSettings; "
-        "from dualpath.vllm.router_process import client_arguments; "
-        f"client_arguments(RouterSettings(), FrontEndSettings(model={model!r})); "
-        "logging.getLogger('dualpath.router.control').info('engine pe-0 joined')"
-    )
-    ended = subprocess.run([sys.executable, "-c", typed], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert re.search(
-        r"INFO \d\d-\d\d \d\d:\d\d:\d\d .*engine pe-0 joined", ended.stdout + ended.stderr
-    )
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [])
+    client_arguments(RouterSettings(), FrontEndSettings(model=model))
+    logging.getLogger("dualpath.router.control").info("engine pe-0 joined")
+    said = capfd.readouterr()
+    assert re.search(r"INFO \d\d-\d\d \d\d:\d\d:\d\d .*engine pe-0 joined", said.out + said.err)

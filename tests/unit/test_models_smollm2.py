@@ -40,9 +40,9 @@ def model(directory):
 
 
 @pytest.fixture(scope="module")
-def fields():
+def template_in_the_package():
     reader = gguf.GGUFReader(str(find_gguf()))
-    return {name: field.contents() for name, field in reader.fields.items()}
+    return reader.fields["tokenizer.chat_template"].contents()
 
 
 def greedy_text(model, tokenizer, token_ids):
@@ -83,7 +83,7 @@ def test_special_tokens_are_single_tokens(tokenizer):
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
 def test_plain_chats_render_as_with_the_template_in_the_package(
-    tokenizer, fields, system, add_generation_prompt
+    tokenizer, template_in_the_package, system, add_generation_prompt
 ):
     answer = {"role": "assistant", "content": "Paris."}
     messages = [*system, QUESTION, answer, QUESTION]
@@ -96,7 +96,7 @@ def test_plain_chats_render_as_with_the_template_in_the_package(
             add_generation_prompt=add_generation_prompt,
         )
 
-    assert render(tokenizer.chat_template) == render(fields["tokenizer.chat_template"])
+    assert render(tokenizer.chat_template) == render(template_in_the_package)
 
 
 def test_an_agents_next_prompt_extends_the_one_before(tokenizer):

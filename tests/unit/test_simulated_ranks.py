@@ -27,10 +27,15 @@ def told(outcome: Outcome, pattern: str) -> list[str]:
     return [line for line in outcome.story if re.search(pattern, line)]
 
 
-def test_an_engine_that_loses_a_rank_says_so_and_ends_as_one() -> None:
+@pytest.fixture(scope="module")
+def rank_kills() -> list[Outcome]:
+    """Stories in which ranks are killed, and nothing else."""
+    return [play(seed, story=True, kinds=of("kill a rank")) for seed in SEEDS]
+
+
+def test_an_engine_that_loses_a_rank_says_so_and_ends_as_one(rank_kills: list[Outcome]) -> None:
     ended = {"pe": 0, "de": 0}
-    for seed in SEEDS:
-        outcome = play(seed, story=True, kinds=of("kill a rank"))
+    for outcome in rank_kills:
         assert not outcome.problems, "\n".join(outcome.story)
         for role in ended:
             word = rf"engine ({role}\S*) ends itself: rank 1 \(process \1#\d+\.1\) has ended"
@@ -49,8 +54,8 @@ def test_ranks_die_and_stand_still_before_their_engine_is_up_and_in_the_midst_of
         assert any(re.search(what, line) for line in stories), what
 
 
-def test_ranks_of_one_kv_head_and_of_several_are_played() -> None:
-    worlds = [told(play(seed, story=True, kinds=of()), "engines of")[0] for seed in SEEDS]
+def test_ranks_of_one_kv_head_and_of_several_are_played(rank_kills: list[Outcome]) -> None:
+    worlds = [told(outcome, "engines of")[0] for outcome in rank_kills]
     assert {re.sub(".*engines of ", "", line) for line in worlds} == {
         f"{ranks} ranks for {heads} KV heads"
         for ranks in ("2 and 1", "1 and 2", "2 and 2")
