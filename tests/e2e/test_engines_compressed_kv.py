@@ -15,7 +15,7 @@ from tests.e2e.plain_engine import Answer, PlainEngine, Round, in_parallel, play
 from dualpath.core.cluster import Role
 from dualpath.laboratory.models.tiny import DEFAULT_LAYERS, MLA_COMPILATION_CONFIG, make_tiny_model
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 LAYERS = DEFAULT_LAYERS["deepseek_v2"]
 BLOCK_TOKENS = 16

@@ -94,7 +94,9 @@ def stored(storage: Path) -> list[Path]:
     return [path for path in storage.rglob("*.kv") if "read-probe" not in str(path)]
 
 
-@pytest.mark.parametrize("name", ["existing-vllm.md", "separate-machines.md"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("existing-vllm.md", marks=pytest.mark.long), "separate-machines.md"]
+)
 def test_a_cluster_that_a_page_starts_serves_and_loads_what_it_stored(
     name: str, tmp_path: Path
 ) -> None:
