@@ -100,6 +100,16 @@ def test_an_engine_whose_model_goes_past_the_connector_is_out_for_good(
     assert cluster.pe.report().unhealthy == cluster.pe.manager.broken == failures["r"]
 
 
+def test_a_layer_that_is_left_out_of_one_pass_fails_that_pass_alone(cluster: ToyCluster) -> None:
+    """As vLLM leaves draft layers out where a prompt comes near the end of their context."""
+    whole, last = BlockRun(0, BLOCKS), GEOMETRY.layers - 1
+    for number, silent in enumerate(([], [last], [])):
+        transfer = cluster.load(f"r{number}", prompt_keys(TOKENS, str(number)), TOKENS, 0, 0)
+        failures = pass_with_silence(cluster, part(transfer, whole), silent=silent)
+        assert list(failures) == ([f"r{number}"] if silent else [])
+    assert cluster.pe.report().unhealthy is None
+
+
 @pytest.mark.parametrize("buffers", [1, 2, 0])
 @pytest.mark.parametrize("silent", [[0], [1], [GEOMETRY.layers - 1], range(GEOMETRY.layers)])
 def test_a_model_that_keeps_silent_about_a_layer_fails_its_passes_and_none_hangs(

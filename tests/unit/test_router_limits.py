@@ -19,7 +19,7 @@ from tests.unit.router_fakes import job
 from tests.unit.scraped_cluster import Scrape
 
 from dualpath.core import request_messages
-from dualpath.core.errors import BadRequestError, OverloadedError
+from dualpath.core.errors import BadRequestError, OverloadedError, PromptTooLongError
 from dualpath.core.modes import Mode
 from dualpath.core.transfers import DecodeTransfer, to_transfer_params
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
@@ -33,6 +33,7 @@ from dualpath.router.requests.limits import (
     raised_limit,
     refusal,
 )
+from dualpath.router.requests.prompt_limits import check_prompt
 from dualpath.router.settings import RouterSettings
 
 PROMPT = list(range(1, 20))
@@ -61,6 +62,17 @@ async def test_what_goes_beyond_a_limit_is_refused_with_the_limit(changes, statu
         assert got == status
         assert all(word in answer["error"]["message"] for word in words), answer
         assert (await made.post(PROMPT, 2))[0] == 200
+
+
+def test_a_prompt_that_leaves_its_drafts_no_room_is_refused() -> None:
+    class Engines:
+        def limit(self, name: str) -> int | None:
+            return {"max_model_len": 12, "max_prompt_tokens": 9}.get(name)
+
+    engines: Any = Engines()
+    check_prompt(9, RouterSettings(), engines)
+    with pytest.raises(PromptTooLongError, match="10 tokens, the draft model's context allows 9"):
+        check_prompt(10, RouterSettings(), engines)
 
 
 async def test_a_full_router_says_when_to_come_again(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from dualpath.core.transfers import PrefillTransfer, to_transfer_params
 from dualpath.engine.settings import EngineSettings
 from dualpath.vllm.cache_layers import CacheGroups
 from dualpath.vllm.connector import DualPathConnector, check_engine_config, settings_of
+from dualpath.vllm.draft_context import most_prompt_tokens
 from dualpath.vllm.layerwise_worker import LayerwiseWorker, place_in_regions
 from dualpath.vllm.quota_scheduler import QuotaScheduler
 from dualpath.vllm.scheduler_side import SchedulerSide
@@ -245,6 +246,38 @@ def test_a_transfer_that_cannot_be_meant_grants_nothing_and_fails_at_a_prefill_e
     rejected = side.build(SchedulerOutput.make_empty()).rejected
     assert list(rejected) == (["r"] if role is Role.PREFILL else [])
     assert side.build(SchedulerOutput.make_empty()).rejected == {}
+
+
+def drafting(method, tokens, context=None):
+    """The configuration of an engine whose model has a context of 200 tokens."""
+    drafts = SimpleNamespace(
+        use_eagle=lambda: method in ("mtp", "dflash"),
+        uses_draft_model=lambda: method == "draft_model",
+        use_dflash=lambda: method == "dflash",
+        num_speculative_tokens=tokens,
+        draft_model_config=context and SimpleNamespace(max_model_len=context),
+    )
+    return SimpleNamespace(
+        speculative_config=drafts, model_config=SimpleNamespace(max_model_len=200)
+    )
+
+
+def test_a_prompt_that_leaves_its_drafts_no_room_is_not_computed():
+    """vLLM leaves the draft model out of such a pass, and nobody says so of its layers."""
+    assert most_prompt_tokens(SimpleNamespace(speculative_config=None)) is None
+    assert most_prompt_tokens(drafting("ngram", 3)) is None
+    assert most_prompt_tokens(drafting("mtp", 3)) == 197
+    assert most_prompt_tokens(drafting("draft_model", 1, 64)) == 63
+    assert most_prompt_tokens(drafting("dflash", 2, 64)) == 61
+    tokens = list(range(5 * BLOCK_TOKENS))
+    keys = block_keys(tokens, BLOCK_TOKENS)
+    for most, rejected in ((len(tokens), []), (len(tokens) - 1, ["r"])):
+        side = SchedulerSide(SETTINGS, GEOMETRY, GROUPS, most)
+        transfer = _json(to_transfer_params(prefill_transfer(3, keys[2])))
+        side.matched_tokens(vllm_request(tokens, transfer=transfer), 0)
+        step = side.build(SchedulerOutput.make_empty())
+        assert list(step.rejected) == rejected
+        assert all("do not fit the draft model's context" in why for why in step.rejected.values())
 
 
 class Blocks:

@@ -31,7 +31,9 @@ With overlap all of this rests on the engine's word for each layer.  A layer com
 ``wait_loaded`` may have read what was in HBM before, and one without ``computed`` would be waited
 for without end by the layers that need its region.  A pass that leaves either out has failed with
 all of its chunks: from there on nothing is sent, and what was sent belongs to failed requests.  The
-next pass of the same model would fail alike, so the engine is broken (``engine.health``).
+next pass of the same model would fail alike, so the engine is broken (``engine.health``): unless it
+has waited for that layer in another pass, as vLLM leaves draft layers out where a prompt comes near
+the end of their context.
 
 When transfers with an agent stall, the chunks that need it are given up (``pass_transfers``); their
 transfers count as over for the two rules above, so that the other chunks go on.  The wait for
@@ -39,6 +41,7 @@ computation has no limit here: a device that hangs is seen by the engine itself 
 """
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -54,6 +57,8 @@ from dualpath.engine.region_handover import RegionHandover
 from dualpath.engine.shared_loads import SharedLoads
 from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.threads import Event
+
+log = logging.getLogger(__name__)
 
 #: Where a trace shows what a pass waited for: between layers, and in ``finish``.
 WAIT_TRACK, FINISH_TRACK = "wait", "finish"
@@ -91,6 +96,7 @@ class LayerStream:
         self._trace = movers.trace
         self._patience = self._moves.patience
         self._health = movers.health
+        self._announced = movers.announced
         self._shared = shared
         self._before = before
         self._regions = min(settings.buffers, geometry.layers)
@@ -179,6 +185,7 @@ class LayerStream:
         self.enter()
         self._must_be_computed(layer - self._regions)
         self._waited.add(layer)
+        self._announced.add(layer)
         work = self._moves.loads[layer]
         self._wait(work.queued, f"load of layer {layer}")
         for event in work.events:
@@ -264,8 +271,11 @@ class LayerStream:
             "relied on: its attention does not call the connector; serve another model, or this "
             "one without dualpath"
         )
+        if not self.failures:
+            log.error("%s", reason)
         self._moves.give_up_all(reason)
-        self._health.fail(reason)
+        if layer not in self._announced:
+            self._health.fail(reason)
 
     def _load(self, layer: int, device_error: str | None = None) -> None:
         resident = self._settings.buffers >= self._geometry.layers

@@ -45,19 +45,21 @@ class ServedModel(msgspec.Struct, frozen=True):
     """What the router may promise clients of this engine.
 
     Prompt and answer have at most ``max_model_len`` tokens, token ids lie below ``vocab_size``;
-    requests may name one of ``adapters``.
+    requests may name one of ``adapters``.  A prompt has at most ``max_prompt_tokens``, where that
+    is less than the context.
     """
 
     served_model_name: str
     max_model_len: int
     vocab_size: int
     adapters: tuple[Adapter, ...] = ()
+    max_prompt_tokens: int | None = None
 
     def limits(self) -> dict[str, Any]:
         """Return the ``limits`` of a ``Hello``."""
         fields = msgspec.structs.asdict(self)
         del fields["adapters"]
-        return fields
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class Membership:

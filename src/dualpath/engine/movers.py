@@ -20,7 +20,10 @@ from dualpath.transport.regions import span_bytes
 
 
 class Movers(msgspec.Struct, frozen=True):
-    """``transfer_deadline_s`` is how long a wait for transfers that stall may take."""
+    """``transfer_deadline_s`` is how long a wait for transfers that stall may take.
+
+    ``announced`` are the layers for which the engine has ever waited before it computed them.
+    """
 
     transfers: StepTransfers
     pump: TransferPump
@@ -30,6 +33,7 @@ class Movers(msgspec.Struct, frozen=True):
     transfer_deadline_s: float
     trace: TraceRecorder
     health: Health
+    announced: set[int] = msgspec.field(default_factory=set)
 
     @property
     def threads(self) -> Threads:

@@ -37,6 +37,7 @@ from dualpath.vllm.cache_layers import (
     hooked_layers,
 )
 from dualpath.vllm.data_parallel import engine_id_of_rank, group_problems
+from dualpath.vllm.draft_context import most_prompt_tokens
 from dualpath.vllm.drain_signal import pass_drain_signal_on
 from dualpath.vllm.engine_arguments import (
     HASH_ALGORITHM,
@@ -94,7 +95,8 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
                 block_tokens=group.kv_cache_spec.block_size,
                 layer_block_bytes=group.kv_cache_spec.page_size_bytes * slices,
             )
-            self._scheduler = SchedulerSide(self.settings, geometry, groups)
+            most = most_prompt_tokens(vllm_config)
+            self._scheduler = SchedulerSide(self.settings, geometry, groups, most)
             parallel = vllm_config.parallel_config
             if parallel.world_size * parallel.data_parallel_size > 1:
                 pass_drain_signal_on()  # Workers are processes of their own.

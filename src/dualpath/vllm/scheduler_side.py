@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from dualpath.core.blocks import BlockGeometry, chain_root, holding_blocks
 from dualpath.core.cluster import Role
-from dualpath.core.errors import DualPathError
+from dualpath.core.errors import BadRequestError, DualPathError
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.forward_pass import PromptPart
@@ -65,9 +65,15 @@ class SchedulerSide:
     """State of one engine's scheduler process."""
 
     def __init__(
-        self, settings: EngineSettings, geometry: BlockGeometry, groups: CacheGroups
+        self,
+        settings: EngineSettings,
+        geometry: BlockGeometry,
+        groups: CacheGroups,
+        most_prompt_tokens: int | None = None,
     ) -> None:
         self._settings = settings
+        #: Of a prefill engine, see ``draft_context``.
+        self._most_prompt_tokens = most_prompt_tokens
         self._groups = groups
         self._role = settings.role
         self._checks = TransferChecks(settings, geometry)
@@ -180,6 +186,7 @@ class SchedulerSide:
             if transfer is None:
                 return None
             self._checks.check(transfer, request.num_tokens)
+            self._check_drafts(transfer)
         except DualPathError as error:
             # A DE computes the prompt itself; a PE's request fails, and the router hears why.
             log.error("%s", error)
@@ -190,6 +197,16 @@ class SchedulerSide:
             transfer = with_own_hits(transfer, request.block_hashes)
         tracked = self._tracked[request.request_id] = _Tracked(request, transfer)
         return tracked
+
+    def _check_drafts(self, transfer: PrefillTransfer | DecodeTransfer) -> None:
+        most = self._most_prompt_tokens
+        prefills = isinstance(transfer, PrefillTransfer)
+        if prefills and most is not None and transfer.prompt_tokens > most:
+            raise BadRequestError(
+                f"request {transfer.request_id}: a prompt of {transfer.prompt_tokens} tokens and "
+                f"its drafts do not fit the draft model's context, {most} would; shorten it, or "
+                "leave --speculative-config out at all engines"
+            )
 
     def _chunk_blocks(self, start_tokens: int, end_tokens: int) -> BlockRun:
         assert start_tokens % self._block_tokens == 0, "chunks end at block boundaries"

@@ -33,6 +33,7 @@ from dualpath.vllm.cpu_adapters import mend_cpu_adapters
 from dualpath.vllm.cpu_tiles import allow_tiles
 from dualpath.vllm.cuda_device import open_device
 from dualpath.vllm.data_parallel import agree_on_group
+from dualpath.vllm.draft_context import most_prompt_tokens
 from dualpath.vllm.drain_signal import ApiServer, on_drain_signal
 from dualpath.vllm.kv_regions import hbm_layout
 from dualpath.vllm.late_blocks import LateBlocks, LateBlocksMetadata
@@ -110,7 +111,7 @@ class WorkerSide:
         allow_tiles(here)
         device = open_device(here, self._settings.device_copies)
         self._synchronize = torch.cuda.synchronize if layers[0][0].is_cuda else _nothing_queued
-        if self._settings.share_loads and self._settings.role is Role.PREFILL:
+        if self._settings.share_loads and self._prefills:
             self._place = exchanging(self._place, get_tp_group(), layers, self._num_blocks)
         group = self._place.group
         self._settings = self._settings.of_rank(group.rank, nearest_nic(here, group.size))
@@ -125,6 +126,7 @@ class WorkerSide:
             served_model_name=_first(model.served_model_name) or model.model,
             max_model_len=model.max_model_len,
             vocab_size=model.get_vocab_size(),
+            max_prompt_tokens=most_prompt_tokens(self._config) if self._prefills else None,
             adapters=adapters_of(self._config, self._settings),
         )
         self._membership = Membership(
@@ -137,6 +139,10 @@ class WorkerSide:
             self._membership.measure_reading()
         dp = agree_on_group(self._settings.engine_id, self._config.parallel_config)
         self._membership.join(self._settings.api_url, self._watch_parent, dp)
+
+    @property
+    def _prefills(self) -> bool:
+        return self._settings.role is Role.PREFILL
 
     def _in_groups(self, hbm: HbmLayout) -> HbmLayout:
         if len(self._groups.windows) == 1:

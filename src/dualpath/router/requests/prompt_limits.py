@@ -15,6 +15,7 @@ def check_prompt(prompt_tokens: int, settings: RouterSettings, engines: KnownEng
     limits = {
         "max_prompt_tokens": settings.max_prompt_tokens,
         "the model's context": engines.limit("max_model_len"),
+        "the draft model's context": engines.limit("max_prompt_tokens"),
     }
     for name, limit in limits.items():
         if limit is not None and prompt_tokens > limit:
