@@ -21,6 +21,7 @@ from dualpath.ops.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
 from dualpath.ops.launch.executor import Launch
 from dualpath.ops.launch.local_cluster import LocalCluster
 from dualpath.ops.launch.local_executor import LocalExecutor
+from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.ops.launch.unit_processes import UnitProcesses, words
 from dualpath.ops.launch.units import engine_units, router_units
@@ -159,3 +160,22 @@ def test_a_log_is_brought_in_pieces_and_the_end_with_the_last(
 def test_a_node_without_the_folder_of_the_command_is_refused(node: UnitProcesses) -> None:
     with pytest.raises(ConfigError, match=r"no folder /not/there on the node of pe-0.*such as /"):
         node.start({}, "/not/there", {})
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("127.0.0.1:{closed}", "Connection refused"),
+        ("ray://127.0.0.1:10001", "an address is HOST:PORT"),
+        ("head", "an address is HOST:PORT"),
+    ],
+)
+def test_an_address_without_a_cluster_is_refused_at_once(address: str, why: str) -> None:
+    pytest.importorskip("ray")
+    from dualpath.ops.launch.ray_executor import RayExecutor
+
+    address = address.format(closed=claim_port())
+    executor = RayExecutor(settings(), environment={"RAY_ADDRESS": address})
+    with pytest.raises(ConfigError, match=rf"no Ray cluster at '{address}' .*{why}.*ray start"):
+        executor.reserve([])
+    executor.close()

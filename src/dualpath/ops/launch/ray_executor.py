@@ -11,6 +11,7 @@ and no runtime environment, which Ray keeps and shows.
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,9 +33,12 @@ from dualpath.ops.launch.unit_processes import UnitProcesses
 from dualpath.ops.launch.units import Unit
 
 _ADDRESS_VARIABLE = "RAY_ADDRESS"
+_ANY_HERE = "auto"
 _NODE_LABEL = "ray.io/node-id"
 #: What fits places within moments; what does not is held by other jobs.
 _PLACE_S = 30.0
+#: Ray's head accepts a connection within it.
+_REACH_S = 5.0
 #: An actor whose processes have ended is gone within it.
 _JOIN_S = 10.0
 #: Variables of this process that count for processes of all nodes, beside their nodes' own.
@@ -57,7 +61,7 @@ class RayExecutor(Executor):
     ) -> None:
         self._settings = settings
         self._say = say
-        self._address = settings.ray_address or environment.get(_ADDRESS_VARIABLE) or "auto"
+        self._address = settings.ray_address or environment.get(_ADDRESS_VARIABLE) or _ANY_HERE
         self._environment = {n: v for n, v in environment.items() if n.startswith(_CARRIED)}
         self._groups: list[PlacementGroup] = []
         self._bundles: dict[str, tuple[PlacementGroup, int, dict[str, float]]] = {}
@@ -121,15 +125,16 @@ class RayExecutor(Executor):
     def _connect(self) -> None:
         if self._host:
             return
-        with _signals_as_they_are():
-            try:
+        try:
+            _reach(self._address)
+            with _signals_as_they_are():
                 ray.init(address=self._address, log_to_driver=False, logging_level="ERROR")
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise ConfigError(
-                    f"there is no Ray cluster at {self._address!r} that this machine is a node of "
-                    f"({str(error).splitlines()[0]}); start one here with `ray start --head`, join "
-                    "one with `ray start --address`, or name it with {ray_address}"
-                ) from error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"there is no Ray cluster at {self._address!r} that this machine is a node of "
+                f"({str(error).splitlines()[0]}); start one here with `ray start --head`, join "
+                "one with `ray start --address`, or name it with {ray_address}"
+            ) from error
         self._host = ray.util.get_node_ip_address()
 
     def _give_back(self) -> None:
@@ -173,6 +178,17 @@ class RayExecutor(Executor):
             "max_restarts": 0,
         }
         return ray.remote(UnitProcesses).options(**options).remote(name)
+
+
+def _reach(address: str) -> None:
+    """Raise ``OSError`` or ``ValueError`` at once where Ray would try for minutes."""
+    if address == _ANY_HERE:
+        return
+    host, _, port = address.rpartition(":")
+    if "/" in address or not port.isdecimal():
+        raise ValueError("an address is HOST:PORT, as `ray start --head` prints it")
+    with socket.create_connection((host, int(port)), timeout=_REACH_S):
+        return
 
 
 @contextmanager
