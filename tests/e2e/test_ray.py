@@ -98,13 +98,18 @@ def alive(cluster: LocalCluster) -> set[str]:
 
 
 def test_a_lost_node_is_a_lost_engine_which_is_placed_again_when_a_node_returns(
-    cluster: LocalCluster, ray_cluster: RayCluster, secret: str, said: list[str]
+    cluster: LocalCluster,
+    ray_cluster: RayCluster,
+    secret: str,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("dualpath.ops.launch.ray_unit._SAY_AFTER_S", 0.5)
     first = answer(cluster, 40)
     assert len(first.token_ids) == 40
     assert not spoken(secret, ray_cluster)
 
-    under_way = Request(cluster.endpoint, 400)
+    under_way = Request(cluster.endpoint, 100)
     assert under_way.begun.wait(GUARD_S)
     ray_cluster.lose()
     before = len(said)
@@ -119,7 +124,7 @@ def test_a_lost_node_is_a_lost_engine_which_is_placed_again_when_a_node_returns(
     ray_cluster.join()
     looked_after(cluster, lambda: alive(cluster) == {"pe-0", "de-0"}, "both engines")
     looked_after(cluster, lambda: under_way.over, "the end of the stream")
-    assert (under_way.error, len(under_way.token_ids)) == ("", 400)
+    assert (under_way.error, len(under_way.token_ids)) == ("", 100)
     assert under_way.token_ids[:40] == first.token_ids
     again = answer(cluster, 40)
     assert again.token_ids == first.token_ids
