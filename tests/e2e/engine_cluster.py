@@ -56,11 +56,12 @@ class EngineCluster:
         self._started: dict[str, tuple[Role, int, dict[str, Any]]] = {}
         self._forgotten = 0
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        # A start that is given up must not keep the tests' process from ending.
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
     def __enter__(self) -> "EngineCluster":
         self._thread.start()
-        assert self._ready.wait(GUARD_S)
+        assert self._ready.wait(START_S), f"the front end did not start within {START_S:g} s"
         return self
 
     def __exit__(self, *error: object) -> None:
