@@ -6,6 +6,7 @@ closed are dropped.  ``Arrivals`` lets a test wait for what engines send, over a
 """
 
 import asyncio
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ from dualpath.transport.cluster_secret import ClusterSecret
 T = TypeVar("T")
 
 ADDRESS = "memory"
+#: How often ``Arrivals`` looks again when nothing arrives.
+LOOK_S = 0.05
 
 
 class ControlNetwork:
@@ -175,11 +178,15 @@ class Arrivals:
         scheduler.on_lost = self._lost  # type: ignore[method-assign]
 
     async def until(self, true: Callable[[], bool], limit_s: float) -> None:
-        """Return when it is true, or becomes so with a message that comes."""
+        """Return when it is true: at once with a message or a loss, soon without either.
+
+        Threads of engines and timers of the router change things of which nobody sends word.
+        """
         async with asyncio.timeout(limit_s):
             while not true():
                 self._changed.clear()
-                await self._changed.wait()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), LOOK_S)
 
     def _message(self, info: EngineInfo, message: EngineMessage) -> None:
         self._on_message(info, message)
