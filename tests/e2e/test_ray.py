@@ -123,6 +123,7 @@ def test_a_lost_node_is_a_lost_engine_which_is_placed_again_when_a_node_returns(
 
     ray_cluster.join()
     looked_after(cluster, lambda: alive(cluster) == {"pe-0", "de-0"}, "both engines")
+    assert any(text.startswith(f"{lost.name} has a place, on ") for text in said[before:])
     looked_after(cluster, lambda: under_way.over, "the end of the stream")
     assert (under_way.error, len(under_way.token_ids)) == ("", 100)
     assert under_way.token_ids[:40] == first.token_ids

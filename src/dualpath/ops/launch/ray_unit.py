@@ -151,16 +151,18 @@ class RayUnit:
     def _await_place(self) -> NodePlace | None:
         """Wait for the actor; return where it is, None if the unit was told to end before."""
         answer = self._actor.place.remote()
-        say_s = time.monotonic() + _SAY_AFTER_S
+        say_s, said = time.monotonic() + _SAY_AFTER_S, False
         while not ray.wait([answer], timeout=LOOK_S)[0]:
             with contextlib.suppress(queue.Empty):
                 self._ended(-self._signals.get_nowait().number, "ended before it had a place")
                 return None
             if time.monotonic() > say_s:
                 self._say(f"{self._unit.name} waits until Ray has a place for it")
-                say_s = time.monotonic() + _SAY_AGAIN_S
+                say_s, said = time.monotonic() + _SAY_AGAIN_S, True
         found: NodePlace = ray.get(answer, timeout=_CALL_S)
         self._placed = True
+        if said:
+            self._say(f"{self._unit.name} has a place, on {found.host}")
         return found
 
     def _start(self, found: NodePlace) -> None:
