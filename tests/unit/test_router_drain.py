@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from tests.emulated_cluster import Cluster, cluster, engine_settings
 from tests.guard import GUARD_S
+from tests.unit.router_fakes import job
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, DrainingError
@@ -102,6 +103,9 @@ async def test_a_service_that_drains_says_so_to_who_submits(tmp_path: Path) -> N
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         await made.service.drain()
         assert isinstance(made.service.turned_away(), DrainingError)
+        await made.service.stop()
+        with pytest.raises(DrainingError):  # as before, not the end of a request that had begun
+            await anext(made.service.submit(job("late", [1, 2, 3])))
 
 
 # ------------------------------------------------------------------------------------- turns

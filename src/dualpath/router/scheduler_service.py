@@ -65,6 +65,7 @@ class SchedulerService:
         is_gone: Callable[[HostProcess], bool] = is_gone,
         adapter_paths: Mapping[str, str] | None = None,
         own: Callable[[], OwnRequests] = NoRequests,
+        front_ends_socket: ControlSocket | None = None,
     ) -> None:
         self.settings = settings
         self.scheduler = Scheduler(
@@ -72,9 +73,9 @@ class SchedulerService:
         )
         self._own = own
         self.dashboard = Dashboard(self.registry, self.metrics, clock, self._load)
-        self.door = FrontEndDoor(
-            self.scheduler, ZmqControlSocket(), clock, settings.engine_timeout_s
-        )
+        socket = front_ends_socket or ZmqControlSocket()
+        timeout_s = settings.engine_timeout_s
+        self.door = FrontEndDoor(self.scheduler, socket, clock, timeout_s, epoch)
         self._sampling: asyncio.Task[None] | None = None
 
     @property

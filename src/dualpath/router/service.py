@@ -23,8 +23,9 @@ class RouterService(FrontEndService):
     """Engines register with it, front ends submit jobs to it; lives in one event loop.
 
     ``clock`` gives seconds and must be monotonic; limits on waits follow the event loop's own time,
-    which live is the same.  ``control_socket`` is where engines register, by default ZMQ's.
-    ``epoch`` names this process of the router, by default it is drawn; ``is_gone`` says whether a
+    which live is the same.  ``control_socket`` is where engines register, ``front_ends_socket``
+    where front ends come in that are processes of their own; by default they are ZMQ's.  ``epoch``
+    names this process of the router, by default it is drawn; ``is_gone`` says whether a
     process of this machine has ended.  ``adapter_paths`` are the LoRA adapters that clients may
     name, which every engine must have.  ``records`` holds the latest finished requests with the
     times of their stages.
@@ -39,6 +40,7 @@ class RouterService(FrontEndService):
         epoch: str = "",
         is_gone: Callable[[HostProcess], bool] = is_gone,
         adapter_paths: Mapping[str, str] | None = None,
+        front_ends_socket: ControlSocket | None = None,
     ) -> None:
         self.cluster = cluster = SchedulerService(
             settings,
@@ -49,6 +51,7 @@ class RouterService(FrontEndService):
             is_gone,
             adapter_paths,
             own=lambda: self.front_end,
+            front_ends_socket=front_ends_socket,
         )
         self.scheduler, self.dashboard = cluster.scheduler, cluster.dashboard
         self.registry, self.server = cluster.registry, cluster.server

@@ -16,7 +16,7 @@ from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engine_calls import EngineCalls
 from dualpath.router.front_end_service import FrontEndService
 from dualpath.router.links.engines_view import EnginesView
-from dualpath.router.links.remote import RemoteScheduling
+from dualpath.router.links.remote import LinkConnection, RemoteScheduling
 from dualpath.router.links.settings import LinkSettings
 from dualpath.router.links.zmq_link import ZmqLinkConnection
 from dualpath.router.observe.metrics import RouterMetrics
@@ -29,7 +29,8 @@ class LinkedFrontEnd(FrontEndService):
     """As ``RouterService``, without the cluster; ``start`` greets the scheduler.
 
     ``adapter_paths`` are the LoRA adapters that clients may name; the scheduler says which weights
-    engines have of them.
+    engines have of them.  ``connection`` is by default ZMQ's; ``epoch`` names this process, by
+    default it is drawn.
 
     Raises ``ConfigError`` for an address that cannot be, or one of another machine without a
     cluster secret.
@@ -42,14 +43,15 @@ class LinkedFrontEnd(FrontEndService):
         engine_calls: EngineCalls,
         clock: Callable[[], float] = time.monotonic,
         adapter_paths: Mapping[str, str] | None = None,
+        connection: LinkConnection | None = None,
+        epoch: str = "",
     ) -> None:
         self.scheduler_address = link.scheduler
         self.name = link.front_end_name or f"{socket.gethostname()}-{os.getpid()}"
-        connection = ZmqLinkConnection(link.scheduler, load_secret(settings.cluster_secret_file))
         self.link = RemoteScheduling(
-            connection,
+            connection or _over_zmq(settings, link),
             self.name,
-            uuid.uuid4().hex,
+            epoch or uuid.uuid4().hex,
             clock,
             self.scheduler_address,
             ServedAdapters(adapter_paths or {}),
@@ -94,6 +96,10 @@ class LinkedFrontEnd(FrontEndService):
             "waiting": waiting,
             "running": running,
         }
+
+
+def _over_zmq(settings: RouterSettings, link: LinkSettings) -> ZmqLinkConnection:
+    return ZmqLinkConnection(link.scheduler, load_secret(settings.cluster_secret_file))
 
 
 def _kept_nowhere(record: RequestRecord) -> None:

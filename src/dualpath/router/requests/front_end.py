@@ -120,10 +120,10 @@ class FrontEnd:
                 f"request id {job.request_id!r} is in use by a running request; send it under "
                 "another id"
             )
-        if self._stopping:
-            raise self._stops(job)
         if (error := self.turned_away()) is not None:
             raise error
+        if self._stopping:
+            raise self._stops(job)
         scheduled = self.context.scheduling.begin(
             RequestOrder(job.request_id, job.keys, job.tenant, job.hints)
         )

@@ -1,5 +1,6 @@
 """What goes wrong in a run: a few faults at moments that the seed decides, and their end."""
 
+import enum
 import functools
 from collections.abc import Callable, Sequence
 
@@ -7,7 +8,9 @@ import msgspec
 
 from dualpath.laboratory.chaos.simulation.clients import Clients
 from dualpath.laboratory.chaos.simulation.cluster import Cluster
+from dualpath.laboratory.chaos.simulation.front_end import SimFrontEnd
 from dualpath.laboratory.chaos.simulation.ranks import SimFollower
+from dualpath.laboratory.chaos.simulation.wires import Connection
 from dualpath.laboratory.chaos.simulation.world import Process, World
 
 #: Faults begin within this time.
@@ -19,15 +22,22 @@ _STALL_S = (0.5, 8.0)
 _HANG_S = (32.0, 50.0)
 
 
+class Part(enum.Enum):
+    """What not every cluster has."""
+
+    RANKS = enum.auto()
+    FRONT_ENDS = enum.auto()
+
+
 class Kind(msgspec.Struct, frozen=True):
     """One kind of fault; ``begin`` returns what ends it, if anything has to.
 
-    One ``of_a_rank`` needs engines that have several.
+    It is begun only in clusters that have what it ``needs``.
     """
 
     name: str
     begin: Callable[["Adversary"], Callable[[], None] | None]
-    of_a_rank: bool = False
+    needs: Part | None = None
 
 
 class Adversary:
@@ -121,6 +131,26 @@ class Adversary:
         """SIGSTOP, later SIGCONT."""
         return self._stop(self.cluster.router.process)
 
+    def kill_front_end(self) -> None:
+        """SIGKILL; the supervisor starts the next process."""
+        if (front_end := self._some_front_end()) is not None:
+            front_end.kill()
+
+    def kill_both(self) -> None:
+        """SIGKILL of the router and a front end at once."""
+        self.kill_router()
+        self.kill_front_end()
+
+    def terminate_front_end(self) -> None:
+        """SIGTERM; the supervisor starts the next process once this one has ended."""
+        if (front_end := self._some_front_end()) is not None:
+            front_end.terminate()
+
+    def stop_front_end(self) -> Callable[[], None] | None:
+        """SIGSTOP, later SIGCONT."""
+        front_end = self._some_front_end()
+        return None if front_end is None else self._stop(front_end.process)
+
     def _stop(self, process: Process) -> Callable[[], None]:
         self.world.note(process.name, "stands still")
         process.stop()
@@ -135,23 +165,19 @@ class Adversary:
 
     def reset_control(self) -> None:
         """A control connection is reset."""
-        connections = [c for c in self.cluster.shared.control.connections if c.is_open]
-        if connections:
-            connection = self.world.chance.choice(connections)
-            self.world.note(connection.engine, "its control connection is reset")
+        if (connection := self._some_connection()) is not None:
+            self.world.note(connection.process.name, "its control connection is reset")
             connection.reset()
 
     def stall_control(self) -> None:
         """Nothing passes a control connection for a while."""
-        connections = [c for c in self.cluster.shared.control.connections if c.is_open]
-        if connections:
-            connection = self.world.chance.choice(connections)
+        if (connection := self._some_connection()) is not None:
             connection.stalled_until_s = self.world.now_s + self._pause_s()
-            self.world.note(connection.engine, "its control connection stalls")
+            self.world.note(connection.process.name, "its control connection stalls")
 
     def duplicate_control(self) -> Callable[[], None]:
         """Some frames come twice."""
-        return self._set(self.cluster.shared.control, "duplicated", 0.3)
+        return self._set(self.cluster.shared.wire_faults, "duplicated", 0.3)
 
     def reset_call(self) -> None:
         """A call of the router to an engine is reset."""
@@ -208,6 +234,18 @@ class Adversary:
     def _some_engine(self) -> str:
         return self.world.chance.choice(sorted(self.cluster.engines))
 
+    def _some_front_end(self) -> SimFrontEnd | None:
+        """Return one that lives."""
+        alive = self.cluster.front_ends.alive
+        return self.world.chance.choice(alive) if alive else None
+
+    def _some_connection(self) -> Connection | None:
+        """Return one of an engine or a front end that lives."""
+        shared = self.cluster.shared
+        both = (*shared.control.connections, *shared.links.connections)
+        alive = [connection for connection in both if connection.is_open]
+        return self.world.chance.choice(alive) if alive else None
+
     def _some_follower(self) -> SimFollower | None:
         """Return a rank that lives and follows one that lives."""
         living = [e for _, e in sorted(self.cluster.engines.items()) if e.process.alive]
@@ -223,10 +261,14 @@ KINDS = (
     Kind("lose an engine", Adversary.lose_engine),
     Kind("terminate an engine", Adversary.terminate_engine),
     Kind("stop an engine", Adversary.stop_engine),
-    Kind("kill a rank", Adversary.kill_rank, of_a_rank=True),
-    Kind("stop a rank", Adversary.stop_rank, of_a_rank=True),
+    Kind("kill a rank", Adversary.kill_rank, needs=Part.RANKS),
+    Kind("stop a rank", Adversary.stop_rank, needs=Part.RANKS),
     Kind("kill the router", Adversary.kill_router),
     Kind("stop the router", Adversary.stop_router),
+    Kind("kill a front end", Adversary.kill_front_end, needs=Part.FRONT_ENDS),
+    Kind("kill the router and a front end", Adversary.kill_both, needs=Part.FRONT_ENDS),
+    Kind("terminate a front end", Adversary.terminate_front_end, needs=Part.FRONT_ENDS),
+    Kind("stop a front end", Adversary.stop_front_end, needs=Part.FRONT_ENDS),
     Kind("reset a control connection", Adversary.reset_control),
     Kind("stall a control connection", Adversary.stall_control),
     Kind("duplicate control messages", Adversary.duplicate_control),

@@ -1,4 +1,4 @@
-"""HTTP between the router and engines of a simulated cluster: one exchange per call.
+"""HTTP from routers and front ends to engines of a simulated cluster: one exchange per call.
 
 A call to a process that stands still waits; one to a dead process is refused; the death of either
 end, or a reset, is noticed by the other end a moment later.
@@ -60,9 +60,9 @@ class HttpNetwork:
         for call in [call for call in self.calls if call.server is server]:
             call.break_off("connection reset by peer")
 
-    def router_died(self) -> None:
-        """Break all calls."""
-        for call in list(self.calls):
+    def caller_died(self, loop: ProcessLoop) -> None:
+        """Break all calls of a process."""
+        for call in [call for call in self.calls if call.caller is loop]:
             call.close()
 
     def delay_s(self) -> float:
@@ -77,7 +77,7 @@ class Call:
         self.server = server
         self.arrived: asyncio.Queue[Answer | DualPathError | str] = asyncio.Queue()
         self._network = network
-        self._loop = loop
+        self.caller = loop
         self._abort: Callable[[], None] | None = None
         self._open = True
         self._free_s = 0.0
@@ -108,7 +108,7 @@ class Call:
         self.close()
 
     def close(self) -> None:
-        """The router's end is closed; the engine notices."""
+        """The caller's end is closed; the engine notices."""
         if not self._open:
             return
         self._open = False
@@ -122,13 +122,13 @@ class Call:
             world = self._network.world
             self._free_s = max(self._free_s, world.now_s + self._network.delay_s())
             put = functools.partial(
-                self._loop.process.step, functools.partial(self.arrived.put_nowait, item)
+                self.caller.process.step, functools.partial(self.arrived.put_nowait, item)
             )
             world.at(self._free_s, put)
 
 
 class SimTokenApi:
-    """The router's calls: ``router.token_api.client.TokenApi``."""
+    """A process's calls: ``router.token_api.client.TokenApi``."""
 
     def __init__(
         self, network: HttpNetwork, loop: ProcessLoop, called: Callable[[EngineInfo], None]

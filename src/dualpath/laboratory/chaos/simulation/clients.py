@@ -5,12 +5,12 @@ import functools
 from collections.abc import Sequence
 
 from dualpath.core.blocks import BlockKey, block_keys
-from dualpath.core.errors import DualPathError
+from dualpath.core.errors import DrainingError, DualPathError
 from dualpath.core.session_hints import NO_HINTS, SessionHints
 from dualpath.laboratory.chaos.simulation.cluster import Cluster
 from dualpath.laboratory.chaos.simulation.cluster_settings import BLOCK_TOKENS, VOCABULARY
+from dualpath.laboratory.chaos.simulation.entrance import Exchange, Reply
 from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
-from dualpath.laboratory.chaos.simulation.router import Exchange, Reply
 from dualpath.laboratory.chaos.simulation.world import Process, World
 from dualpath.laboratory.emulated.kv_bytes import KvFunction
 from dualpath.laboratory.emulated.prefix import TokenPrefix
@@ -116,7 +116,7 @@ class Clients:
         tries = 0
         while True:
             asked = await self._ask(f"{name}.{tries}", prompt, count)
-            if asked.outcome != "reset":
+            if asked.outcome != "reset" and not isinstance(asked.error, DrainingError):
                 return asked
             tries += 1
             await asyncio.sleep(_AGAIN_S)
@@ -124,13 +124,13 @@ class Clients:
     async def _ask(self, name: str, prompt: tuple[int, ...], count: int) -> Asked:
         asked = Asked(name, prompt, count, self._world.now_s)
         self.asked.append(asked)
-        router = self._cluster.router
-        if not router.serves:
+        entrance = self._cluster.entrance()
+        if not entrance.serves:
             self._end(asked, "reset")
             return asked
         self._world.note(name, f"asks with {len(prompt)} tokens for {count}")
         job = _job(asked, count, self._world.chance.choice(_HINTS))
-        asked.exchange = router.ask(job, functools.partial(self._reply, asked))
+        asked.exchange = entrance.ask(job, functools.partial(self._reply, asked))
         while asked.outcome is None:
             self._take(asked, await asked.arrived.get())
         return asked

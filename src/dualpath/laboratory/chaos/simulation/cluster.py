@@ -1,7 +1,7 @@
 """A simulated cluster: its processes, and the supervisor that starts them again."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -15,6 +15,8 @@ from dualpath.laboratory.chaos.simulation.cluster_settings import (
 )
 from dualpath.laboratory.chaos.simulation.disk import object_path
 from dualpath.laboratory.chaos.simulation.engine import SimEngine
+from dualpath.laboratory.chaos.simulation.entrance import Entrance
+from dualpath.laboratory.chaos.simulation.front_ends import FrontEnds
 from dualpath.laboratory.chaos.simulation.ranks import SimFollower
 from dualpath.laboratory.chaos.simulation.router import SimRouter
 from dualpath.laboratory.chaos.simulation.world import World
@@ -36,7 +38,6 @@ class _Group(msgspec.Struct):
     """Engines that end together and are started together."""
 
     name: str
-    role: Role
     size: int
     starts: int = 0
     restarting: bool = False
@@ -61,13 +62,16 @@ class Cluster:
         self._hosts: dict[str, str] = {}
         self._followers: list[SimFollower] = []
         self._groups: dict[str, _Group] = {}
+        self._roles: dict[str, Role] = {}
         self._routers = [self._start_router() for _ in range(1 + settings.standby)]
+        self.front_ends = FrontEnds(self.shared, settings.router, settings.front_ends, self._host)
         for role, short, count, size in (
             (Role.PREFILL, "pe", settings.prefill, settings.prefill_ranks),
             (Role.DECODE, "de", settings.decode, settings.decode_ranks),
         ):
             for index in range(count):
-                group = _Group(f"{short}-{index}", role, size)
+                group = _Group(f"{short}-{index}", size)
+                self._roles[group.name] = role
                 self._groups.update(dict.fromkeys(group.engine_ids, group))
                 self._start_group(group)
 
@@ -77,6 +81,18 @@ class Cluster:
         alive = [router for router in self._routers if router.process.alive]
         serving = [router for router in alive if router.serves]
         return (serving or alive or self._routers)[0]
+
+    @property
+    def entrances(self) -> Sequence[Entrance]:
+        """The processes of now that clients may ask."""
+        return [self.router, *self.front_ends.alive]
+
+    def entrance(self) -> Entrance:
+        """Return where a client asks now: at the router, or at any front end that serves."""
+        there: list[Entrance] = [*self.front_ends.serving]
+        if not there:
+            return self.router
+        return self.world.chance.choice([*there, self.router] if self.router.serves else there)
 
     def restart_engine(self, engine_id: str, after_s: float) -> None:
         """Kill an engine's process if it lives, and start the next one a while later.
@@ -92,6 +108,26 @@ class Cluster:
             self._siblings_end(engine_id) + after_s, functools.partial(self._start_group, group)
         )
 
+    @property
+    def units(self) -> Mapping[str, str]:
+        """What starts and ends as one, by engine."""
+        return {engine_id: group.name for engine_id, group in self._groups.items()}
+
+    @property
+    def roles(self) -> Mapping[str, Role]:
+        """The roles of units, as they are to be."""
+        return self._roles
+
+    def change_role(self, unit: str, role: Role) -> None:
+        """Let a unit drain; it is started again in another role, under its old name."""
+        self.world.note(unit, f"is to be {role.value}")
+        self._roles[unit] = role
+        group = next(group for group in self._groups.values() if group.name == unit)
+        ranks = [self.engines[engine_id] for engine_id in group.engine_ids]
+        for rank in ranks:
+            rank.terminate()
+        self._once_ended(ranks, lambda: self._start_group(group))
+
     def kill_follower(self, follower: SimFollower, after_s: float) -> None:
         """Kill a rank that follows; start the next process of its engine once that has ended."""
         engine = follower.engine
@@ -105,11 +141,17 @@ class Cluster:
         self.replace_ended_engine(engine.engine_id, after_s)
 
     def lose_engine(self, engine_id: str) -> bool:
-        """Kill an engine's group for good where another of its role, and a witness, live on."""
+        """Kill an engine's group for good where another of its role, and a witness, live on.
+
+        Not where roles change: an engine could be the last one that has not left its role yet.
+        """
+        if self.settings.role_switches:
+            return False
         engine, group = self.engines[engine_id], self._groups[engine_id]
         ranks = [self.engines[rank] for rank in group.engine_ids]
         others = [e for e in self.engines.values() if e not in ranks and e.process.alive]
-        spare = any(e.settings.engine.role is group.role for e in others)
+        role = self._roles[group.name]
+        spare = any(e.settings.engine.role is role for e in others)
         hosts = {e.host for e in others} | {self._host("router")}
         seen = all(rank.host in hosts for rank in ranks)
         if not engine.process.alive or group.restarting or not spare or not seen:
@@ -133,12 +175,16 @@ class Cluster:
     def replace_ended_engine(self, engine_id: str, after_s: float) -> None:
         """Start the next process of an engine once the one of now has ended."""
         engine = self.engines[engine_id]
+        self._once_ended([engine], lambda: self.restart_engine(engine_id, after_s))
+
+    def _once_ended(self, engines: Sequence[SimEngine], then: Callable[[], None]) -> None:
+        """Do something once these have ended, unless there are others in their place by then."""
 
         def look() -> None:
-            if engine.process.alive:
+            if any(engine.process.alive for engine in engines):
                 self.world.after(0.1, look)
-            elif self.engines.get(engine_id) is engine:
-                self.restart_engine(engine_id, after_s)
+            elif all(self.engines.get(engine.engine_id) is engine for engine in engines):
+                then()
 
         look()
 
@@ -157,6 +203,7 @@ class Cluster:
                 found.append(
                     f"one of {follower.engine.name} and {follower.name} has outlived the other"
                 )
+        found += self.front_ends.left_over()
         if self.shared.http.calls:
             found.append(f"{len(self.shared.http.calls)} calls to engines are open")
         return found + self._kept_badly()
@@ -195,7 +242,7 @@ class Cluster:
         group.restarting = False
         for rank, engine_id in enumerate(group.engine_ids):
             dp = GroupRank(group.name, f"{group.name}#{group.starts}", rank, group.size)
-            self._start_engine(group.role, engine_id, dp if group.size > 1 else None)
+            self._start_engine(self._roles[group.name], engine_id, dp if group.size > 1 else None)
 
     def _start_engine(self, role: Role, engine_id: str, dp: GroupRank | None) -> None:
         former, start = self.engines.get(engine_id), self._start(engine_id)
@@ -217,7 +264,3 @@ class Cluster:
     def _start(self, name: str) -> int:
         self._starts[name] = self._starts.get(name, 0) + 1
         return self._starts[name]
-
-
-#: Something the adversary does to a cluster, at a moment.
-Act = Callable[[Cluster], None]

@@ -7,10 +7,10 @@ from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import HostProcess
 from dualpath.laboratory.chaos.simulation.api import HttpNetwork
 from dualpath.laboratory.chaos.simulation.calls import StorageFaults
-from dualpath.laboratory.chaos.simulation.control import ControlNetwork
 from dualpath.laboratory.chaos.simulation.data import TransferFaults
 from dualpath.laboratory.chaos.simulation.disk import Disk
 from dualpath.laboratory.chaos.simulation.storage_watch import StorageWatch
+from dualpath.laboratory.chaos.simulation.wires import Network, WireFaults
 from dualpath.laboratory.chaos.simulation.world import Process, World
 from dualpath.router.standby.file_turn import FileTurn
 from dualpath.transport.in_process import InProcessFabric
@@ -28,7 +28,9 @@ class Shared:
 
     def __init__(self, world: World, *, links: bool = True, protect_s: float = 0.0) -> None:
         self.world = world
-        self.control = ControlNetwork(world)
+        self.wire_faults = WireFaults()
+        #: Of engines to the router, and of front ends to it.
+        self.control, self.links = (Network(world, self.wire_faults) for _ in range(2))
         self.http = HttpNetwork(world)
         self.fabric = InProcessFabric()
         self.transfer_faults = TransferFaults()

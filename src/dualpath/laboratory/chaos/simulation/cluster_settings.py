@@ -62,7 +62,8 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     ``prefill`` and ``decode`` count data-parallel groups, of ``prefill_ranks`` and ``decode_ranks``
     engines each; one of a single rank is a plain engine.  With ``standby`` a second router waits
     for its turn.  ``quota_blocks`` above 0 bounds the storage: every engine may be its janitor.
-    Its file system knows hard ``links``, or none.
+    Its file system knows hard ``links``, or none.  ``front_ends`` are processes of their own before
+    the router, which serves clients as well.  So many ``role_switches`` are asked for.
     """
 
     mode: Mode
@@ -80,6 +81,8 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     tensor_parallel: TensorParallel = ONE_RANK
     quota_blocks: int = 0
     links: bool = True
+    front_ends: int = 0
+    role_switches: int = 0
 
 
 def engine_settings(

@@ -15,6 +15,7 @@ from dualpath.engine.surroundings import Surroundings
 from dualpath.engine.threads import TimeLimit
 from dualpath.laboratory.chaos.simulation.api import Call
 from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
+from dualpath.laboratory.chaos.simulation.control import EngineConnection
 from dualpath.laboratory.chaos.simulation.data import SimTransport
 from dualpath.laboratory.chaos.simulation.engine_files import EngineFiles
 from dualpath.laboratory.chaos.simulation.ranks import SimFollower
@@ -107,8 +108,14 @@ class SimEngine:
         return ConnectedLeader([follower.tie() for follower in self.followers], self.threads)
 
     def terminate(self) -> None:
-        """End as after SIGTERM: it drains, then HTTP ends, then the engine, then it leaves."""
-        if self._ending or self._engine is None:
+        """End as after SIGTERM: it drains, then HTTP ends, then the engine, then it leaves.
+
+        One that has not come up ends at once.
+        """
+        if self._ending:
+            return
+        if self._engine is None:
+            self.kill()
             return
         self._ending = True
         self.shared.world.note(self.name, "is asked to end")
@@ -195,7 +202,7 @@ class SimEngine:
             self.plane.manager._rank.movers.pump.call(lambda: None)
 
     def _connect(self, settings: EngineSettings) -> RouterConnection:
-        return self.shared.control.connect(self.threads)
+        return EngineConnection(self.shared.control, self.threads)
 
     # ------------------------------------------------------------------ whose memory is what
 

@@ -17,38 +17,25 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from random import Random
 from unittest import mock
 
 import msgspec
 
 from dualpath.core.blocks import BlockKey
-from dualpath.core.errors import EngineLostError
-from dualpath.core.modes import Mode
+from dualpath.core.errors import DrainingError, EngineLostError
 from dualpath.engine import follower, link, pump, router_session, storage_keeping
-from dualpath.laboratory.chaos.simulation.adversary import KINDS, Adversary, Kind
+from dualpath.laboratory.chaos.simulation.adversary import KINDS, Adversary, Kind, Part
 from dualpath.laboratory.chaos.simulation.afterwards import storage_problems
 from dualpath.laboratory.chaos.simulation.clients import Asked, Clients
 from dualpath.laboratory.chaos.simulation.cluster import Cluster
-from dualpath.laboratory.chaos.simulation.cluster_settings import (
-    GEOMETRIES,
-    ONE_RANK,
-    ClusterSettings,
-    TensorParallel,
-)
+from dualpath.laboratory.chaos.simulation.cluster_settings import ONE_RANK
+from dualpath.laboratory.chaos.simulation.drawn_cluster import drawn_settings
 from dualpath.laboratory.chaos.simulation.operator import pin_some
+from dualpath.laboratory.chaos.simulation.role_keeper import RoleKeeper
 from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.laboratory.emulated.kv_bytes import KvFunction
-from dualpath.router.settings import RouterSettings
+from dualpath.ops.launch import role_wishes
 from dualpath.storage import janitor, lease, survey
-
-_MODES = (Mode.DUALPATH, Mode.DUALPATH, Mode.DUALPATH, Mode.SPLIT, Mode.BASIC, Mode.ROUND_ROBIN)
-#: What engines of several ranks there are in a cluster that has some.
-_TENSOR_PARALLEL = tuple(
-    TensorParallel(prefill, decode, heads)
-    for prefill, decode in ((2, 1), (1, 2), (2, 2))
-    for heads in (1, 2)
-)
 
 #: A pump that polls a thousand times a second has a whole core to itself, but not here, where it is
 #: woken when a transfer ends.
@@ -57,6 +44,8 @@ _POLL_S = 1.0
 #: follows does, and says that its engine lives: some times within ``engine_timeout_s``.
 _TICK_S = 0.15
 _HEARTBEAT_S = 0.75
+#: How often the supervisor of engines asks for wishes about their roles.
+_WISHES_S = 0.2
 #: Of the storage's janitor: how often it looks, how long one that says nothing stays it, how often
 #: it saves its index.  A run is over before the times of live ones have passed.
 _KEEPER_S = 0.25
@@ -106,6 +95,7 @@ def _slow_polls() -> Iterator[None]:
         mock.patch.multiple(pump, _FIRST_WAIT_S=_POLL_S, _LONGEST_WAIT_S=_POLL_S),
         mock.patch.object(link, "TICK_S", _TICK_S),
         mock.patch.object(router_session, "HEARTBEAT_S", _HEARTBEAT_S),
+        mock.patch.object(role_wishes, "INTERVAL_S", _WISHES_S),
         mock.patch.object(follower, "_LOOK_S", _TICK_S),
         mock.patch.multiple(storage_keeping, BEAT_S=_KEEPER_S, LEASE_S=_LEASE_S),
         mock.patch.object(lease, "BEAT_S", _KEEPER_S),
@@ -162,63 +152,43 @@ class _Run:
     def __init__(self, world: World, kinds: Sequence[Kind]) -> None:
         chance = world.chance
         self.faults = chance.choice((0, 1, 1, 1, 2, 3, 4, 6))
-        router = RouterSettings(
-            engine_timeout_s=2.0,
-            suspect_timeout_s=1.0,
-            lookup_timeout_s=1.0,
-            read_deadline_s=3.0,
-            read_margin_s=2.0,
-            release_wait_s=1.0,
-            engine_wait_s=20.0,
-            request_deadline_s=_REQUEST_DEADLINE_S,
-            max_attempts=3 if self.faults <= 1 else 1 + 2 * self.faults,
-        )
-        tensor_parallel = _tensor_parallel(world.seed)
-        geometries = GEOMETRIES[tensor_parallel.kv_heads]
-        settings = ClusterSettings(
-            mode=chance.choice(_MODES),
-            prefill=chance.choice((1, 2)),
-            decode=chance.choice((1, 2)),
-            buffer_blocks=chance.choice((32, 48, 96)),
-            hbm_blocks=chance.choice((40, 64)),
-            layer_buffers=chance.choice((0, 1, 2)),
-            router=router,
-            hosts=chance.choice((1, 1, 2)),
-            geometry=geometries[world.seed % len(geometries)],
-            prefill_ranks=chance.choice((1, 1, 2)),
-            decode_ranks=chance.choice((1, 1, 2)),
-            standby=world.seed % 4 == 1,
-            tensor_parallel=tensor_parallel,
-            quota_blocks=_quota_blocks(world.seed),
-            links=world.seed % 5 != 0,
-        )
+        settings = drawn_settings(world, self.faults, _REQUEST_DEADLINE_S)
         world.note(
             "world",
             f"seed {world.seed}: {settings.mode}, {settings.prefill}x{settings.prefill_ranks} P "
             f"{settings.decode}x{settings.decode_ranks} D",
         )
-        if tensor_parallel != ONE_RANK:
-            world.note("world", f"engines of {tensor_parallel}")
+        if settings.tensor_parallel != ONE_RANK:
+            world.note("world", f"engines of {settings.tensor_parallel}")
+        if settings.role_switches:
+            world.note("world", f"{settings.role_switches} times another role is asked for")
+        if settings.front_ends:
+            world.note("world", f"{settings.front_ends} front ends")
         if settings.quota_blocks:
             world.note("world", f"a quota of {settings.quota_blocks} blocks")
         self.world = world
         self.cluster = Cluster(world, settings)
         if settings.quota_blocks and world.seed % 2:
             world.after(chance.uniform(*_PINNED_S), functools.partial(pin_some, self.cluster))
+        self.role_keeper = RoleKeeper(self.cluster, settings.role_switches)
         self.clients = Clients(
             world, self.cluster, chance.choice((2, 3, 4)), chance.choice((1, 2, 3))
         )
-        possible = [k for k in kinds if tensor_parallel != ONE_RANK or not k.of_a_rank]
+        there = {Part.RANKS} if settings.tensor_parallel != ONE_RANK else set()
+        there |= {Part.FRONT_ENDS} if settings.front_ends else set()
+        possible = [kind for kind in kinds if kind.needs in (None, *there)]
         self.adversary = Adversary(world, self.cluster, self.clients, self.faults, possible)
 
     def play(self, story: bool) -> Outcome:
         world, clients = self.world, self.clients
-        world.run(lambda: clients.over and self.adversary.calm, _AGENTS_LIMIT_S)
+        world.run(self._is_over, _AGENTS_LIMIT_S)
         for asked in clients.under_way():
             world.problem(f"{asked.name} never ended")
         self._rest()
         for asked in clients.asked:
             self._check(asked)
+        if self.faults == 0:
+            self._check_nothing_failed()
         self._check_blocks()
         return Outcome(
             seed=world.seed,
@@ -232,6 +202,9 @@ class _Run:
             story=tuple(world.lines()) if story or world.problems else (),
         )
 
+    def _is_over(self) -> bool:
+        return self.clients.over and self.adversary.calm and self.role_keeper.over
+
     def _rest(self) -> None:
         """Wait until nothing is held any more."""
         world = self.world
@@ -242,6 +215,15 @@ class _Run:
             left_over = self.cluster.left_over()
         for what in left_over:
             world.problem(f"left over: {what}")
+
+    def _check_nothing_failed(self) -> None:
+        """Where nothing is at fault no attempt fails, and roles change as was asked for."""
+        for entrance in self.cluster.entrances:
+            for record in entrance.service.records:
+                for failure in record.failures:
+                    self.world.problem(f"an attempt at {record.request_id} failed: {failure}")
+        for what in self.role_keeper.failed():
+            self.world.problem(f"a switch of roles failed: {what}")
 
     def _check_blocks(self) -> None:
         """Compare stored and kept blocks with what they have to be; some may rot visibly."""
@@ -261,16 +243,8 @@ class _Run:
         took_s = (asked.ended_s or self.world.now_s) - asked.asked_s
         if took_s > _REQUEST_DEADLINE_S + 1.0 and self.faults == 0:
             self.world.problem(f"{asked.name} took {took_s:.1f} s")
-        explained = self.adversary.hung and isinstance(asked.error, EngineLostError)
+        explained = isinstance(asked.error, DrainingError) or (
+            self.adversary.hung and isinstance(asked.error, EngineLostError)
+        )
         if asked.outcome not in ("answered", "left", "reset", None) and not explained:
             self.world.problem(f"{asked.name} ended badly: {asked.outcome}")
-
-
-def _tensor_parallel(seed: int) -> TensorParallel:
-    """Let engines of every fourth cluster have ranks; what others play does not depend on it."""
-    return Random(f"ranks of {seed}").choice(_TENSOR_PARALLEL) if seed % 4 == 2 else ONE_RANK
-
-
-def _quota_blocks(seed: int) -> int:
-    """Let every third cluster have a storage with a quota; 0 is none."""
-    return Random(f"quota of {seed}").choice((8, 16, 32)) if seed % 3 == 0 else 0

@@ -1,0 +1,92 @@
+"""What cluster a seed has.
+
+What only some seeds have is drawn by itself, so that what the others play does not depend on it.
+"""
+
+from random import Random
+
+import msgspec
+
+from dualpath.core.modes import Mode
+from dualpath.laboratory.chaos.simulation.cluster_settings import (
+    GEOMETRIES,
+    ONE_RANK,
+    ClusterSettings,
+    TensorParallel,
+)
+from dualpath.laboratory.chaos.simulation.world import World
+from dualpath.router.settings import RouterSettings
+
+_MODES = (Mode.DUALPATH, Mode.DUALPATH, Mode.DUALPATH, Mode.SPLIT, Mode.BASIC, Mode.ROUND_ROBIN)
+#: What engines of several ranks there are in a cluster that has some.
+_TENSOR_PARALLEL = tuple(
+    TensorParallel(prefill, decode, heads)
+    for prefill, decode in ((2, 1), (1, 2), (2, 2))
+    for heads in (1, 2)
+)
+
+#: A switch of roles whose engine is not back by then has lost it.
+_SWITCH_S = 30.0
+
+
+def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSettings:
+    """Draw a cluster in which requests survive so many ``faults`` within their deadline."""
+    chance = world.chance
+    router = RouterSettings(
+        engine_timeout_s=2.0,
+        suspect_timeout_s=1.0,
+        lookup_timeout_s=1.0,
+        read_deadline_s=3.0,
+        read_margin_s=2.0,
+        release_wait_s=1.0,
+        engine_wait_s=20.0,
+        request_deadline_s=deadline_s,
+        max_attempts=3 if faults <= 1 else 1 + 2 * faults,
+    )
+    tensor_parallel, front_ends = _tensor_parallel(world.seed), _front_ends(world.seed)
+    geometries = GEOMETRIES[tensor_parallel.kv_heads]
+    settings = ClusterSettings(
+        mode=chance.choice(_MODES),
+        prefill=chance.choice((1, 2)),
+        decode=chance.choice((1, 2)),
+        buffer_blocks=chance.choice((32, 48, 96)),
+        hbm_blocks=chance.choice((40, 64)),
+        layer_buffers=chance.choice((0, 1, 2)),
+        router=msgspec.structs.replace(router, front_ends_port=0) if front_ends else router,
+        hosts=chance.choice((1, 1, 2)),
+        geometry=geometries[world.seed % len(geometries)],
+        prefill_ranks=chance.choice((1, 1, 2)),
+        decode_ranks=chance.choice((1, 1, 2)),
+        standby=world.seed % 4 == 1,
+        tensor_parallel=tensor_parallel,
+        quota_blocks=_quota_blocks(world.seed),
+        links=world.seed % 5 != 0,
+        front_ends=front_ends,
+    )
+    return _with_roles_that_change(settings, world.seed) if world.seed % 7 == 3 else settings
+
+
+def _front_ends(seed: int) -> int:
+    """Let every fourth cluster have some, every second of these with a router that stands by."""
+    return Random(f"front ends of {seed}").choice((1, 2, 2, 3)) if seed % 8 in (1, 3) else 0
+
+
+def _tensor_parallel(seed: int) -> TensorParallel:
+    """Let engines of every fourth cluster have ranks."""
+    return Random(f"ranks of {seed}").choice(_TENSOR_PARALLEL) if seed % 4 == 2 else ONE_RANK
+
+
+def _quota_blocks(seed: int) -> int:
+    """Let every third cluster have a storage with a quota; 0 is none."""
+    return Random(f"quota of {seed}").choice((8, 16, 32)) if seed % 3 == 0 else 0
+
+
+def _with_roles_that_change(settings: ClusterSettings, seed: int) -> ClusterSettings:
+    """Let every seventh cluster have engines that change their role."""
+    chance = Random(f"roles of {seed}")
+    prefill, decode = chance.choice(((2, 1), (1, 2), (2, 2)))
+    router = msgspec.structs.replace(settings.router, role_switch_timeout_s=_SWITCH_S)
+    switches = chance.choice((1, 2, 3))
+    return msgspec.structs.replace(
+        settings, prefill=prefill, decode=decode, router=router, role_switches=switches
+    )

@@ -1,0 +1,142 @@
+"""A process that clients ask, and their connections to it; it is a router or a front end."""
+
+import asyncio
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
+
+from dualpath.core.errors import DualPathError
+from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
+from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
+from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.front_end_service import FrontEndService
+
+_DELAYS_S = (0.0001, 0.0005, 0.002)
+
+#: What a client gets: tokens, an error, None at a good end, "reset" when the connection breaks.
+Reply = TokenEvent | DualPathError | str | None
+
+
+class Entrance(ABC):
+    """A process from its start to its end; ``serves`` says whether clients reach it."""
+
+    def __init__(self, shared: Shared, name: str, host: str) -> None:
+        self.serves = False
+        self.name = name
+        self._shared = shared
+        self.process, _ = shared.process(name, host)
+        self.loop = ProcessLoop(self.process)  # type: ignore[abstract]
+        self._ending = False
+        self._exchanges: dict[Exchange, None] = {}
+        shared.world.note(name, "starts")
+
+    @property
+    @abstractmethod
+    def service(self) -> FrontEndService:
+        """What clients ask."""
+
+    @abstractmethod
+    def left_over(self) -> list[str]:
+        """Return what it still holds though nobody is served."""
+
+    @abstractmethod
+    def _died(self) -> None:
+        """It is dead: let the others notice."""
+
+    def ask(self, job: Job, reply: Callable[[Reply], None]) -> "Exchange":
+        """Send a request; ``reply`` gets what comes."""
+        exchange = Exchange(self, job, reply)
+        self._exchanges[exchange] = None
+        return exchange
+
+    @property
+    def clients(self) -> int:
+        """How many requests of clients are open."""
+        return len(self._exchanges)
+
+    def over(self, exchange: "Exchange") -> None:
+        """An exchange has ended."""
+        self._exchanges.pop(exchange, None)
+
+    def terminate(self) -> None:
+        """End as after SIGTERM: it drains, then it ends; a second time changes nothing."""
+        if not self._ending:
+            self._ending = True
+            self._shared.world.note(self.name, "is asked to end")
+            self._run(self._end)
+
+    async def _end(self) -> None:
+        await self.service.drain()
+        await self._stop()
+        self._shared.world.note(self.name, "has drained")
+        self._shared.world.after(0.0, self.kill)
+
+    @abstractmethod
+    async def _stop(self) -> None:
+        """End all that is under way, and leave."""
+
+    def kill(self) -> None:
+        """End as after SIGKILL."""
+        if not self.process.alive:
+            return
+        self._shared.world.note(self.name, "is dead")
+        self.serves = False
+        self.process.kill()
+        self._died()
+        self._shared.http.caller_died(self.loop)
+        for exchange in list(self._exchanges):
+            exchange.send("reset")
+
+    def _run(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        self.loop.call_soon(lambda: self.loop.create_task(work()))
+
+
+class Exchange:
+    """A client's request on its connection."""
+
+    def __init__(self, entrance: "Entrance", job: Job, reply: Callable[[Reply], None]) -> None:
+        self._entrance = entrance
+        self._world = entrance.process.world
+        self._reply = reply
+        self._free_s = 0.0
+        self._left = False
+        self._task: asyncio.Task[None] | None = None
+        self._later(functools.partial(self._begin, job))
+
+    def leave(self) -> None:
+        """The client closes the connection."""
+        self._left = True
+        self._later(self._cancel)
+
+    def send(self, reply: Reply) -> None:
+        """Send something to the client; what is sent arrives in order."""
+        delay_s = self._world.pick(_DELAYS_S)
+        self._free_s = max(self._free_s, self._world.now_s + delay_s)
+        self._world.at(self._free_s, lambda: self._left or self._reply(reply))
+
+    def _later(self, call: Callable[[], None]) -> None:
+        loop = self._entrance.loop
+        delay_s = self._world.pick(_DELAYS_S)
+        self._world.after(delay_s, lambda: loop.call_soon(call))
+
+    def _begin(self, job: Job) -> None:
+        if self._left:
+            self._entrance.over(self)
+        else:
+            self._task = self._entrance.loop.create_task(self._serve(job))
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _serve(self, job: Job) -> None:
+        stream = self._entrance.service.submit(job)
+        try:
+            async for event in stream:
+                self.send(event)
+            self.send(None)
+        except DualPathError as error:
+            self.send(error)
+        finally:
+            await stream.aclose()
+            self._entrance.over(self)

@@ -1,0 +1,214 @@
+"""Connections of a simulated cluster to its router, as ZMQ's over TCP behave.
+
+What one end sends arrives in order, after a delay that chance decides.  A connection that is reset
+loses what is under way, both ways; the far end connects again by itself, under another identity,
+and what it could not send meanwhile goes out then, be it to the next router.
+"""
+
+import asyncio
+import functools
+import itertools
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
+from dualpath.laboratory.chaos.simulation.world import Process, World
+from dualpath.router.refusals import ControlRefusals
+from dualpath.transport.cluster_secret import ClusterSecret
+
+ADDRESS = "tcp://127.0.0.1:5700"
+
+_DELAYS_S = (0.0001, 0.0002, 0.0005, 0.002, 0.02)
+_RECONNECT_S = 0.1
+#: Characters of a message in a story.
+_TOLD = 300
+
+
+class WireFaults:
+    """``duplicated`` is how often a frame comes twice now."""
+
+    def __init__(self) -> None:
+        self.duplicated = 0.0
+
+
+class Network:
+    """All connections to one address of the router, and the socket that listens, if one does."""
+
+    def __init__(self, world: World, faults: WireFaults) -> None:
+        self.world = world
+        self.faults = faults
+        self.router: RouterSocket | None = None
+        self.connections: list[Connection] = []
+        self._numbers = itertools.count(1)
+
+    def listen(self, loop: ProcessLoop) -> "RouterSocket":
+        """Return the socket of a new router, which listens once it is open."""
+        return RouterSocket(self, loop)
+
+    def router_died(self) -> None:
+        """Reset all connections; they come back with the next router."""
+        self.router = None
+        for connection in self.connections:
+            connection.reset()
+
+    def identity(self) -> bytes:
+        """Return a new name of a connection."""
+        return b"connection %d" % next(self._numbers)
+
+
+class RouterSocket:
+    """The router's end: ``router.control.control_socket.ControlSocket``."""
+
+    def __init__(self, network: Network, loop: ProcessLoop) -> None:
+        self._network = network
+        self._loop = loop
+        self._arrived: asyncio.Queue[tuple[bytes, Sequence[bytes]]] = asyncio.Queue()
+        self.by_identity: dict[bytes, Connection] = {}
+
+    async def open(
+        self, host: str, port: int, secret: ClusterSecret | None, refusals: ControlRefusals
+    ) -> str:
+        """Let engines connect from now on."""
+        self._network.router = self
+        return ADDRESS
+
+    async def receive(self) -> tuple[bytes, Sequence[bytes]]:
+        """Return the next message."""
+        return await self._arrived.get()
+
+    async def send(self, identity: bytes, frame: bytes) -> None:
+        """Send to a connection that is not reset."""
+        connection = self.by_identity.get(identity)
+        if connection is not None and self._loop.process.alive:
+            connection.from_router.put(frame)
+
+    async def close(self) -> None:
+        """Let nothing arrive any more."""
+
+    def arrive(self, identity: bytes, frame: bytes) -> None:
+        """A frame comes from the far end."""
+        self._loop.process.step(functools.partial(self._arrived.put_nowait, (identity, (frame,))))
+
+
+class Connection(ABC):
+    """The end of a connection that is not the router's; it lives as long as ``process``."""
+
+    def __init__(self, network: Network, process: Process) -> None:
+        self.process = process
+        self.stalled_until_s = 0.0
+        self.from_router = Wire(self, self._arrive)
+        self._network = network
+        self._world = network.world
+        self._identity: bytes | None = None
+        self._outbox: deque[bytes] = deque()
+        self._to_router = Wire(self, self._reach_router)
+        self._closed = False
+        network.connections.append(self)
+        self._connect()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether somebody is at this end."""
+        return not self._closed and self.process.alive
+
+    def reset(self) -> None:
+        """Lose what is under way."""
+        if self._identity is not None and self._network.router is not None:
+            self._network.router.by_identity.pop(self._identity, None)
+        self._identity = None
+        self._to_router.cut()
+        self.from_router.cut()
+        self._world.after(_RECONNECT_S, self._connect)
+
+    def close(self) -> None:
+        """Send what is queued, then nothing."""
+        self._closed = True
+
+    def delay_s(self) -> float:
+        """Return how long the next frame takes."""
+        delay_s = self._world.pick(_DELAYS_S)
+        return max(delay_s, self.stalled_until_s - self._world.now_s)
+
+    def times(self) -> int:
+        """Return how often the next frame comes."""
+        duplicated = self._network.faults.duplicated
+        return 2 if duplicated and self._world.chance.random() < duplicated else 1
+
+    def _send(self, frame: bytes) -> None:
+        """Queue a frame, for when there is a router."""
+        if self.process.alive:
+            self._outbox.append(frame)
+            self._flush()
+
+    @abstractmethod
+    def _came(self, frame: bytes) -> None:
+        """Take a frame."""
+
+    @abstractmethod
+    def _connected(self) -> None:
+        """There is a router, perhaps another one."""
+
+    @abstractmethod
+    def _said(self, frame: bytes, *, to_router: bool) -> object:
+        """Return what a frame says, for people."""
+
+    def _connect(self) -> None:
+        if self._identity is not None or not self.is_open:
+            return
+        router = self._network.router
+        if router is None:
+            self._world.after(_RECONNECT_S, self._connect)
+            return
+        self._identity = self._network.identity()
+        router.by_identity[self._identity] = self
+        self._flush()
+        self._connected()
+
+    def _flush(self) -> None:
+        if self._identity is not None:
+            while self._outbox:
+                self._to_router.put(self._outbox.popleft())
+
+    def _reach_router(self, frame: bytes) -> None:
+        if self._identity is not None and self._network.router is not None:
+            self._tell("→", frame, to_router=True)
+            self._network.router.arrive(self._identity, frame)
+
+    def _arrive(self, frame: bytes) -> None:
+        if self.process.alive:
+            self._tell("←", frame, to_router=False)
+            self._came(frame)
+
+    def _tell(self, arrow: str, frame: bytes, *, to_router: bool) -> None:
+        if self._world.telling:
+            said = str(self._said(frame, to_router=to_router))[:_TOLD]
+            self._world.detail(self.process.name, lambda: f"{arrow} router {said}")
+
+
+class Wire:
+    """One direction of a connection: frames in order, none of those under way when it is cut."""
+
+    def __init__(self, connection: Connection, arrived: Callable[[bytes], None]) -> None:
+        self._connection = connection
+        self._arrived = arrived
+        self._free_s = 0.0
+        self._cuts = 0
+
+    def put(self, frame: bytes) -> None:
+        """Send a frame."""
+        world = self._connection._world
+        cuts = self._cuts
+        self._free_s = max(world.now_s + self._connection.delay_s(), self._free_s)
+
+        def arrive() -> None:
+            if cuts == self._cuts:
+                world.moment()
+                self._arrived(frame)
+
+        for _ in range(self._connection.times()):
+            world.at(self._free_s, arrive)
+
+    def cut(self) -> None:
+        """Lose what is under way."""
+        self._cuts += 1
