@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import random
 from collections.abc import AsyncIterator, Mapping
 
@@ -17,9 +18,12 @@ from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.router.control.registry import Registry
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engines import missing_engines
+from dualpath.router.links import messages as m
+from dualpath.router.links.guest import Guest
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.requests.context import FrontEndContext
 from dualpath.router.requests.front_end import FrontEnd
+from dualpath.router.scheduling import AttemptOrder, RequestOrder
 
 pytestmark = pytest.mark.virtual_time
 PROMPT = list(range(1, 18))
@@ -236,6 +240,22 @@ async def test_a_stall_of_the_schedulers_own_loop_is_nobodys_silence() -> None:
         made.calls.gates.pop("prefill").set()
         assert await run == expected(PROMPT, 6)
         assert one.front_end.records[0].attempts == 1
+        await nothing_is_left(made)
+
+
+async def test_a_call_that_is_over_before_it_has_begun_leaves_nothing_behind(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    async with cluster() as made:
+        guest = Guest(made.service.scheduler, lambda message: None)
+        guest.take(m.Begin(RequestOrder("a", tuple(keys_of(PROMPT)))))
+        order = AttemptOrder("a", 1, len(PROMPT), 6, tuple(keys_of(PROMPT)))
+        guest.take(m.Try("a", order, made.service.registry.namespace, {}))
+        guest.take(m.Ask(1, "a", m.Step.PREPARE))
+        guest.take(m.Over("a", "its client has left"))
+        await asyncio.sleep(1.0)
+        gc.collect()
+        assert not [str(warning.message) for warning in recwarn.list]
         await nothing_is_left(made)
 
 

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 import cbor2
 import numpy as np
 
+#: So few are encoded sooner than numpy is asked.
+_FEW_TOKENS = 96
+
 
 def encoded_blocks(token_ids: Sequence[int], block_tokens: int) -> list[bytes]:
     """Return each full block's tokens as a CBOR array; trailing tokens are left out.
@@ -17,13 +20,12 @@ def encoded_blocks(token_ids: Sequence[int], block_tokens: int) -> list[bytes]:
     Ids are any integers; those below 2**32 are fast.
     """
     whole = len(token_ids) // block_tokens * block_tokens
-    starts = range(0, whole, block_tokens)
+    if whole < _FEW_TOKENS:
+        return _one_by_one(token_ids, whole, block_tokens)
     try:
         ids = np.frombuffer(array("I", token_ids[:whole]), np.uint32)
     except OverflowError:
-        return [
-            cbor2.dumps(tuple(token_ids[at : at + block_tokens]), canonical=True) for at in starts
-        ]
+        return _one_by_one(token_ids, whole, block_tokens)
     head = cbor2.dumps([0] * block_tokens)[:-block_tokens]
     # An id is one byte below 24; else a byte that says how many follow, big-endian: 1, 2 or 4.
     above_1, above_2, above_4 = ids >= 24, ids >= 1 << 8, ids >= 1 << 16
@@ -37,3 +39,10 @@ def encoded_blocks(token_ids: Sequence[int], block_tokens: int) -> list[bytes]:
     lengths = np.count_nonzero(used.reshape(-1, 5 * block_tokens), axis=1)
     ends = np.cumsum(lengths).tolist()
     return [head + encoded[at:end] for at, end in zip([0, *ends], ends, strict=False)]
+
+
+def _one_by_one(token_ids: Sequence[int], whole: int, block_tokens: int) -> list[bytes]:
+    return [
+        cbor2.dumps(tuple(token_ids[at : at + block_tokens]), canonical=True)
+        for at in range(0, whole, block_tokens)
+    ]

@@ -63,12 +63,14 @@ class KvFunction:
             PORTION_BYTES // max(p.size_bytes for p in self.geometry.parts), 1
         )
         count = heads * sum(map(sum, self.layer_words))
-        numbers = iter(mixed(np.arange(count, dtype=np.uint64)))
+        numbers = mixed(np.arange(count, dtype=np.uint64))
         mine = slice(held.index * self.heads, (held.index + 1) * self.heads)
+        taken = 0
 
         def constants(words: int) -> Words:
-            of_part = itertools.islice(numbers, heads * words)
-            return np.fromiter(of_part, np.uint64, heads * words).reshape(heads, words)[mine]
+            nonlocal taken
+            first, taken = taken, taken + heads * words
+            return numbers[first:taken].reshape(heads, words)[mine]
 
         self.constants: list[tuple[Words, ...]] = [
             tuple(map(constants, words)) for words in self.layer_words

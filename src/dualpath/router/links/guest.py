@@ -51,7 +51,7 @@ class Guest:
             case m.Try():
                 self._try(message)
             case m.Ask():
-                self._answer(message.call_id, self._step(message), message.attempt_id)
+                self._answer(message.call_id, lambda: self._step(message), message.attempt_id)
             case m.TokensCame() if message.attempt_id in self._attempts:
                 self._attempts[message.attempt_id].tokens_came()
             case m.Over():
@@ -62,13 +62,11 @@ class Guest:
                 for engine in self._named([(message.engine_id, message.epoch)]):
                     self._scheduler.suspect(engine, message.why, call_failed=message.call_failed)
             case m.Settle():
-                settled = self._scheduler.settled(self._named(message.engines))
-                self._answer(message.call_id, settled)
+                engines = self._named(message.engines)
+                self._answer(message.call_id, lambda: self._scheduler.settled(engines))
             case m.Hint():
-                hinted = self._scheduler.hint_session(
-                    message.tenant, message.session_id, message.hints
-                )
-                self._answer(message.call_id, hinted)
+                hint = (message.tenant, message.session_id, message.hints)
+                self._answer(message.call_id, lambda: self._scheduler.hint_session(*hint))
 
     def counts(self) -> tuple[int, int]:
         """Return how many requests wait, and how many have their engines."""
@@ -132,14 +130,17 @@ class Guest:
         }
         return await steps[ask.step]()
 
-    def _answer(self, call_id: int, work: Awaitable[object], attempt_id: str = "") -> None:
+    def _answer(
+        self, call_id: int, work: Callable[[], Awaitable[object]], attempt_id: str = ""
+    ) -> None:
+        # Not the awaitable itself: nobody would await it where the task is cancelled at once.
         task = asyncio.create_task(self._carried_out(call_id, work))
         self._works[task] = attempt_id
         task.add_done_callback(self._works.pop)
 
-    async def _carried_out(self, call_id: int, work: Awaitable[object]) -> None:
+    async def _carried_out(self, call_id: int, work: Callable[[], Awaitable[object]]) -> None:
         try:
-            result = await work
+            result = await work()
         except DualPathError as error:
             self._say(m.failure(call_id, error))
         except Exception as error:

@@ -84,7 +84,7 @@ def _quota_blocks(seed: int) -> int:
 def _with_roles_that_change(settings: ClusterSettings, seed: int) -> ClusterSettings:
     """Let every seventh cluster have engines that change their role."""
     chance = Random(f"roles of {seed}")
-    prefill, decode = chance.choice(((2, 1), (1, 2), (2, 2)))
+    prefill, decode = chance.choice(((2, 1), (1, 2)))
     router = msgspec.structs.replace(settings.router, role_switch_timeout_s=_SWITCH_S)
     switches = chance.choice((1, 2, 3))
     return msgspec.structs.replace(

@@ -35,6 +35,7 @@ from dualpath.laboratory.chaos.simulation.role_keeper import RoleKeeper
 from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.laboratory.emulated.kv_bytes import KvFunction
 from dualpath.ops.launch import role_wishes
+from dualpath.router.links import door
 from dualpath.storage import janitor, lease, survey
 
 #: A pump that polls a thousand times a second has a whole core to itself, but not here, where it is
@@ -44,6 +45,8 @@ _POLL_S = 1.0
 #: follows does, and says that its engine lives: some times within ``engine_timeout_s``.
 _TICK_S = 0.15
 _HEARTBEAT_S = 0.75
+#: How soon a front end learns that it was heard.
+_ACKNOWLEDGE_S = 0.3
 #: How often the supervisor of engines asks for wishes about their roles.
 _WISHES_S = 0.2
 #: Of the storage's janitor: how often it looks, how long one that says nothing stays it, how often
@@ -95,6 +98,7 @@ def _slow_polls() -> Iterator[None]:
         mock.patch.multiple(pump, _FIRST_WAIT_S=_POLL_S, _LONGEST_WAIT_S=_POLL_S),
         mock.patch.object(link, "TICK_S", _TICK_S),
         mock.patch.object(router_session, "HEARTBEAT_S", _HEARTBEAT_S),
+        mock.patch.object(door, "ACKNOWLEDGE_S", _ACKNOWLEDGE_S),
         mock.patch.object(role_wishes, "INTERVAL_S", _WISHES_S),
         mock.patch.object(follower, "_LOOK_S", _TICK_S),
         mock.patch.multiple(storage_keeping, BEAT_S=_KEEPER_S, LEASE_S=_LEASE_S),
