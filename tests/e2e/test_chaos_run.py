@@ -40,3 +40,16 @@ def test_engines_are_killed_and_stopped_and_cut_off_and_every_token_is_right(
     found = msgspec.json.decode((tmp_path / "chaos-run.json").read_bytes())["data"]
     assert sum(cell["made"] for cell in found["matrix"]) == 4
     assert found["outcomes"]["well"] > 0
+
+
+def test_front_ends_are_killed_and_engines_change_their_role_and_every_token_is_right(
+    tmp_path: Path,
+) -> None:
+    """The only front end, at its second request's end, and a decode engine, at a release."""
+    arguments = ("--components", "front end,DE", "--without", "SIGTERM,SIGSTOP", "--faults", "2")
+    campaign = (*CAMPAIGN[:-1], "116", *arguments, "--front-ends", "1")
+    assert main([*campaign, "--out", str(tmp_path)]) == 0
+    found = msgspec.json.decode((tmp_path / "chaos-run.json").read_bytes())["data"]
+    made = {(cell["component"], cell["fault"]) for cell in found["matrix"] if cell["made"]}
+    assert made == {("front end", "SIGKILL"), ("DE", "other role")}
+    assert found["outcomes"]["well"] > 0

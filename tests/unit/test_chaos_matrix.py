@@ -65,6 +65,16 @@ def test_a_fault_comes_in_a_process_that_passes_its_step() -> None:
     assert CAST.passing(Component.PREFILL, Step.DECODING) == ()
 
 
+def test_front_ends_pass_the_steps_of_clients_in_the_place_of_their_router() -> None:
+    cast = Cast("router", ("pe-0",), ("de-0",), front_ends=("front-end-0", "front-end-1"))
+    drawn = list(islice(strikes(0, cast, (Component.ROUTER, Component.FRONT_END)), 200))
+    passed = {c: {s.step for s in drawn if s.component is c} for c in Component}
+    assert passed[Component.ROUTER] & passed[Component.FRONT_END] == set()
+    assert passed[Component.ROUTER] | passed[Component.FRONT_END] == set(Step)
+    alone = islice(strikes(0, CAST), 500)
+    assert not [s for s in alone if s.component is Component.FRONT_END]
+
+
 def test_components_and_faults_may_be_left_out() -> None:
     drawn = islice(strikes(0, CAST, (Component.STORAGE,), (Fault.SLOW,)), 300)
     assert {s.fault for s in drawn} == {*FAULTS_OF[Component.STORAGE]} - {Fault.SLOW}
@@ -85,6 +95,13 @@ def test_a_broken_connection_is_explained_by_the_end_of_its_router_alone() -> No
     found = account(turns, [KILLED_PE, KILLED_ROUTER], DEADLINE_S)
     assert found.outcomes == {Outcome.UNCLEAR: 1, Outcome.CUT: 1}
     assert found.bad_turns == 1
+
+
+def test_where_clients_ask_front_ends_no_end_of_the_router_explains_a_broken_connection() -> None:
+    killed = made(Component.FRONT_END, Fault.KILL, 10, 12)
+    turns = [turn(9, 11, Outcome.CUT), turn(19, 21, Outcome.CUT)]
+    found = account(turns, [killed, KILLED_ROUTER], DEADLINE_S, Component.FRONT_END)
+    assert found.outcomes == {Outcome.CUT: 1, Outcome.UNCLEAR: 1}
 
 
 def test_what_ends_after_its_deadline_is_late_however_it_ends() -> None:

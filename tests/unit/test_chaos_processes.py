@@ -34,8 +34,10 @@ DATA = [memoryview(bytes([i]) * GEOMETRY.full_block_bytes) for i in range(4)]
 
 
 def test_every_step_of_every_component_is_watched_somewhere() -> None:
-    cast = Cast("router", ("pe",), ("de",), ("pe/1",), ("de/1",))
+    alone = Cast("router", ("pe",), ("de",), ("pe/1",), ("de/1",))
+    apart = Cast("router", ("pe",), ("de",), front_ends=("front end",))
     for component, points in POINTS[EngineKind.EMULATED].items():
+        cast = apart if component is Component.FRONT_END else alone
         wanted = {step for step in Step if cast.passing(component, step)}
         in_a_file = {Step.PERSISTING} if component is Component.DECODE else set()
         assert wanted <= {point.step for point in points} | in_a_file

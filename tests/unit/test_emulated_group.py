@@ -81,10 +81,24 @@ async def test_a_campaign_starts_and_ends_ranks_together(tmp_path):
     assert cluster.group("router-0") == ("router-0",)
 
 
+async def test_a_campaign_starts_engines_again_in_the_role_that_they_were_given(tmp_path):
+    settings = ChaosSettings(prefill=4, decode=2, prefill_dp=2, front_ends=1)
+    assert (settings.groups(Role.PREFILL), settings.groups(Role.DECODE)) == (2, 2)
+    cluster = ChaosCluster(
+        settings, LoadSettings(), EmulatedEngines(EmulatedVictims()), *2 * (tmp_path,)
+    )
+    assert cluster.names[2:4] == ("front-end-0", "pe-0")
+    cluster.give_role("pe-3", Role.DECODE)
+    assert cluster.now_roles == {"pe-2": Role.DECODE, "pe-3": Role.DECODE}
+    cluster.give_role("pe-2", Role.PREFILL)
+    assert cluster.now_roles == {}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"prefill": 3, "prefill_dp": 2}, "prefill is 3; it must be a multiple of prefill_dp, 2"),
+        ({"front_ends": 1, "engines": EngineKind.VLLM}, "leave front_ends out"),
         ({"decode_dp": 2, "engines": EngineKind.VLLM}, "has no experts"),
     ],
 )

@@ -62,8 +62,13 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.outcomes.get(outcome, 0) for outcome in BAD)
 
 
-def account(turns: Sequence[Turn], made: Sequence[Made], deadline_s: float) -> Account:
-    """Return what came of ``turns`` under the faults ``made``."""
+def account(
+    turns: Sequence[Turn],
+    made: Sequence[Made],
+    deadline_s: float,
+    entrance: Component = Component.ROUTER,
+) -> Account:
+    """Return what came of ``turns`` under the faults ``made``; clients ask at ``entrance``."""
     cells: dict[Cell, CellCount] = {}
     for fault in made:
         cell = cells.setdefault(_cell(fault), CellCount())
@@ -75,10 +80,10 @@ def account(turns: Sequence[Turn], made: Sequence[Made], deadline_s: float) -> A
     by_begin = sorted(made, key=lambda fault: fault.begin_s)
     for turn in turns:
         met = _met(turn, by_begin)
-        outcome = _judged(turn, met, deadline_s)
+        outcome = _judged(turn, met, deadline_s, entrance)
         outcomes[outcome] += 1
         # Who was cut off met other faults by chance.
-        blamed = [f for f in met if outcome is not Outcome.CUT or _cuts_clients(f)]
+        blamed = [f for f in met if outcome is not Outcome.CUT or _cuts_clients(f, entrance)]
         for name in {_cell(fault) for fault in blamed}:
             counts = cells[name].outcomes
             counts[outcome] = counts.get(outcome, 0) + 1
@@ -108,27 +113,27 @@ def _met(turn: Turn, made: Iterable[Made]) -> list[Made]:
     return [f for f in made if f.begin_s <= turn.end_s and turn.begin_s <= f.end_s + _FELT_S]
 
 
-def _judged(turn: Turn, met: Sequence[Made], deadline_s: float) -> Outcome:
+def _judged(turn: Turn, met: Sequence[Made], deadline_s: float, entrance: Component) -> Outcome:
     """Return how a turn ended, knowing what was done to it."""
     answer = turn.answer
     stopped_s = sum(
         f.strike.lasts_s
         for f in met
-        if f.strike.component is Component.ROUTER and f.strike.fault is Fault.STOP
+        if f.strike.component in (Component.ROUTER, entrance) and f.strike.fault is Fault.STOP
     )
     if answer.outcome is Outcome.WRONG:
         return Outcome.WRONG
     if turn.end_s - turn.begin_s > deadline_s + _GRACE_S + stopped_s:
         return Outcome.LATE
-    if answer.outcome is Outcome.CUT and not any(map(_cuts_clients, met)):
+    if answer.outcome is Outcome.CUT and not any(_cuts_clients(fault, entrance) for fault in met):
         return Outcome.UNCLEAR
     return answer.outcome
 
 
-def _cuts_clients(fault: Made) -> bool:
+def _cuts_clients(fault: Made, entrance: Component) -> bool:
     strike = fault.strike
     return strike.fault is Fault.RESET_CLIENTS or (
-        strike.component is Component.ROUTER and strike.fault in _ENDS
+        strike.component is entrance and strike.fault in _ENDS
     )
 
 

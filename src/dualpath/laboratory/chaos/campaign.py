@@ -12,13 +12,14 @@ from pathlib import Path
 
 import msgspec
 
+from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError
 from dualpath.laboratory.chaos.account import Account, account, named
 from dualpath.laboratory.chaos.cluster import ChaosCluster
 from dualpath.laboratory.chaos.kinds import Victims
 from dualpath.laboratory.chaos.leftovers import Leftovers
 from dualpath.laboratory.chaos.load import Load
-from dualpath.laboratory.chaos.matrix import Component, Strike, strikes
+from dualpath.laboratory.chaos.matrix import Component, Fault, Strike, strikes
 from dualpath.laboratory.chaos.settings import ChaosSettings, LoadSettings
 from dualpath.laboratory.chaos.strike import Made, Striker
 from dualpath.laboratory.chaos.tally import loaded_blocks
@@ -123,7 +124,7 @@ class Campaign:
             self._settings.seed,
             self._cluster.cast,
             self._settings.components,
-            {*self._settings.without, *self._victims.impossible},
+            {*self._settings.without, *self._victims.impossible, *self._too_few()},
         )
         while (left := self._settings.faults - len(self._made)) > 0 and not self._over:
             await self._strike_some(drawn, min(self._settings.calm_every, left))
@@ -134,6 +135,11 @@ class Campaign:
             self._load.check()
             self._say()
         await self._calm()
+
+    def _too_few(self) -> set[Fault]:
+        """Return what cannot be done to so few engines: the last of a role keeps it."""
+        fewest = min(self._settings.groups(role) for role in Role)
+        return {Fault.OTHER_ROLE} if fewest < 2 else set()
 
     @property
     def _over(self) -> bool:
@@ -220,7 +226,10 @@ class Campaign:
             settings=self._settings,
             load=self._load_settings,
             victims=self._victims.described,
-            account=account(self._load.turns, self._made, self._load_settings.request_deadline_s),
+            account=account(
+                *(self._load.turns, self._made, self._load_settings.request_deadline_s),
+                Component.FRONT_END if self._settings.front_ends else Component.ROUTER,
+            ),
             faults=len(self._made),
             missed=dict(self._missed),
             left=tuple(self._left),

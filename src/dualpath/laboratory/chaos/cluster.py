@@ -6,16 +6,16 @@ relay of its own, so that any of these connections can be reset.  Ports stay the
 
 import asyncio
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import aiohttp
-import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import DeadlineError
+from dualpath.laboratory.chaos.cluster_calls import ClusterCalls, Status
 from dualpath.laboratory.chaos.kinds import EngineAt, Victims, limits_of
 from dualpath.laboratory.chaos.matrix import Cast, Component, rank_name
 from dualpath.laboratory.chaos.proxy import Relay
@@ -26,11 +26,11 @@ from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import LocalProcess, Supervisor, all_processes, local
 
 ROUTER = "router"
+#: The address of all front ends.
+_FRONT_DOOR = "front door"
 _POLL_S = 0.02
 _START_S = 300.0
-_STATUS_S = 2.0
-
-Status = dict[str, Any]
+_ENGINE = {Role.PREFILL: Component.PREFILL, Role.DECODE: Component.DECODE}
 
 
 class ChaosCluster:
@@ -50,8 +50,12 @@ class ChaosCluster:
             ROUTER,
             tuple(engine_id(Role.PREFILL, i) for i in range(settings.prefill)),
             tuple(engine_id(Role.DECODE, i) for i in range(settings.decode)),
-            *(self._ranks(role) for role in Role),
+            self._ranks(Role.PREFILL),
+            self._ranks(Role.DECODE),
+            front_ends=tuple(f"front-end-{i}" for i in range(settings.front_ends)),
         )
+        #: Of engines that have another role at present than that of their name.
+        self.now_roles: dict[str, Role] = {}
         self.storage = Path(settings.storage or folder / "kv").absolute()
         self.tallies = folder / "tallies"
         self._load = load
@@ -60,10 +64,11 @@ class ChaosCluster:
         self._supervisor = Supervisor()
         self._stack = AsyncExitStack()
         self.routers = tuple(f"{ROUTER}-{i}" for i in range(settings.routers))
-        self._ports = {name: claim_port() for name in (ROUTER, *self.engines)}
+        self._ports = {name: claim_port() for name in (ROUTER, _FRONT_DOOR, *self.engines)}
         self._meeting_ports = {name: claim_port() for name in self.engines}
         self._control_port = claim_port()
-        self.clients = Relay(self._ports[ROUTER])
+        self._front_ends_port = claim_port() if settings.front_ends else None
+        self.clients = Relay(self._ports[_FRONT_DOOR if settings.front_ends else ROUTER])
         self.control = {name: Relay(self._control_port) for name in self.engines}
         self.http = {name: Relay(self._ports[name]) for name in self.engines}
 
@@ -75,7 +80,7 @@ class ChaosCluster:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all processes; those of ``ROUTER`` take turns."""
-        return (*self.routers, *self.engines)
+        return (*self.routers, *self.cast.front_ends, *self.engines)
 
     @property
     def url(self) -> str:
@@ -85,9 +90,10 @@ class ChaosCluster:
     async def __aenter__(self) -> Self:
         self.storage.mkdir(parents=True, exist_ok=True)
         self.tallies.mkdir(parents=True, exist_ok=True)
-        self._session = await self._stack.enter_async_context(aiohttp.ClientSession())
+        http = await self._stack.enter_async_context(aiohttp.ClientSession())
         for relay in (self.clients, *self.control.values(), *self.http.values()):
             await self._stack.enter_async_context(relay)
+        self._calls = ClusterCalls(http, f"http://127.0.0.1:{self._ports[ROUTER]}", self.url)
         try:
             for name in self.names:
                 self.start(name)
@@ -116,6 +122,17 @@ class ChaosCluster:
         size = self.settings.ranks(role)
         first = names.index(name) // size * size
         return names[first : first + size]
+
+    def give_role(self, name: str, role: Role) -> None:
+        """Let an engine and its group have this role when they are started again."""
+        for rank in self.group(name):
+            self.now_roles.pop(rank, None)
+            if role is not self._role(rank)[0]:
+                self.now_roles[rank] = role
+
+    def role(self, name: str) -> Role:
+        """Return the role that an engine has by its name."""
+        return self._role(name)[0]
 
     def process(self, name: str) -> LocalProcess:
         """Return the running process of that name."""
@@ -166,6 +183,8 @@ class ChaosCluster:
 
     def _started(self, name: str) -> LocalProcess:
         component = self._component(name)
+        if name in self.now_roles:
+            component = _ENGINE[self.now_roles[name]]
         victim = VictimSettings(
             process=name,
             # Whoever's turn it is passes the steps of a router.
@@ -176,15 +195,19 @@ class ChaosCluster:
             tallies=str(self.tallies.absolute()),
             seed=self.settings.seed,
         )
+        limits = limits_of(
+            *(self._load.request_deadline_s, self._control_port, self._folder / "router.lock"),
+            self._front_ends_port,
+        )
         if component is Component.ROUTER:
-            limits = limits_of(
-                self._load.request_deadline_s, self._control_port, self._folder / "router.lock"
-            )
             return self._victims.router(victim, self._ports[ROUTER], limits, self.log(name))
+        if component is Component.FRONT_END:
+            return self._victims.front_end(victim, self._ports[_FRONT_DOOR], limits, self.log(name))
         role, names = self._role(name)
         group = self.group(name)
         at = EngineAt(
-            role=role,
+            role=self.now_roles.get(name, role),
+            named_as=role,
             index=names.index(name),
             name=name,
             port=self._ports[name],
@@ -206,18 +229,23 @@ class ChaosCluster:
     def _component(self, name: str) -> Component:
         if name in self.routers:
             return Component.ROUTER
-        return Component.PREFILL if name in self.cast.prefill else Component.DECODE
+        if name in self.cast.front_ends:
+            return Component.FRONT_END
+        return _ENGINE[self._role(name)[0]]
 
     # ------------------------------------------------------------------ what it says
 
     async def status(self) -> Status | None:
         """Return the router's status, None if it does not answer."""
-        url = f"http://127.0.0.1:{self._ports[ROUTER]}/dualpath/v1/status"
-        try:
-            async with asyncio.timeout(_STATUS_S), self._session.get(url) as response:
-                return msgspec.json.decode(await response.read(), type=Status)
-        except (aiohttp.ClientError, OSError, msgspec.DecodeError):
-            return None
+        return await self._calls.status()
+
+    async def ask_for_role(self, name: str, role: Role, timeout_s: float) -> bool:
+        """Ask the router for an engine in another role until it agrees."""
+        return await _until(lambda: self._calls.agrees(name, role), timeout_s)
+
+    async def serves_clients(self, timeout_s: float) -> bool:
+        """Wait until somebody does."""
+        return await _until(self._calls.serves_clients, timeout_s)
 
     async def epoch(self, name: str) -> str | None:
         """Return the epoch under which the router knows a live engine."""
@@ -250,12 +278,20 @@ class ChaosCluster:
             raise DeadlineError(f"engines are not there after {_START_S:g} s; see {self._folder}")
 
     async def _until(self, there: Callable[[dict[str, str]], bool], timeout_s: float) -> bool:
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
-        while (status := await self.status()) is None or not there(live_epochs(status)):
-            if asyncio.get_running_loop().time() > deadline_s:
-                return False
-            await asyncio.sleep(_POLL_S)
-        return True
+        async def look() -> bool:
+            status = await self.status()
+            return status is not None and there(live_epochs(status))
+
+        return await _until(look, timeout_s)
+
+
+async def _until(look: Callable[[], Awaitable[bool]], timeout_s: float) -> bool:
+    deadline_s = asyncio.get_running_loop().time() + timeout_s
+    while not await look():
+        if asyncio.get_running_loop().time() > deadline_s:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True
 
 
 def live_epochs(status: Status) -> dict[str, str]:

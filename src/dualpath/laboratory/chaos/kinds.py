@@ -21,6 +21,7 @@ from dualpath.ops.launch.commands import DpRank, engine_command, router_command
 from dualpath.ops.launch.fork_server import VLLM_MODULES, ForkedProcess
 from dualpath.ops.launch.process import LocalProcess
 from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.router.links.settings import LinkSettings
 from dualpath.router.settings import RouterSettings
 
 #: Of the catalog; sizes are the campaign's own.
@@ -36,9 +37,13 @@ _EMULATED_MODULES = (
 
 
 class EngineAt(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine to be: who it is, where it listens, how it is reached and reaches the router."""
+    """One engine to be: who it is, where it listens, how it is reached and reaches the router.
+
+    ``named_as`` is the role that it had first.
+    """
 
     role: Role
+    named_as: Role
     index: int
     name: str
     port: int
@@ -76,6 +81,12 @@ class Victims(Protocol):
         self, victim: VictimSettings, port: int, limits: RouterSettings, log: Path
     ) -> LocalProcess:
         """Start a router that serves at ``port``; ``limits`` say where its control port is."""
+        ...
+
+    def front_end(
+        self, victim: VictimSettings, port: int, limits: RouterSettings, log: Path
+    ) -> LocalProcess:
+        """Start a front end of the router with these limits; all of them serve at ``port``."""
         ...
 
     def engine(self, victim: VictimSettings, at: EngineAt, log: Path) -> LocalProcess:
@@ -125,6 +136,15 @@ class EmulatedEngines:
     ) -> LocalProcess:
         """See ``Victims``."""
         command = ["emulate", "router", "--port", str(port), *arguments(limits)]
+        return _forked(victim, command, log, _EMULATED_MODULES)
+
+    def front_end(
+        self, victim: VictimSettings, port: int, limits: RouterSettings, log: Path
+    ) -> LocalProcess:
+        """See ``Victims``."""
+        link = LinkSettings(f"tcp://127.0.0.1:{limits.front_ends_port}", victim.process, True)
+        own = msgspec.structs.replace(limits, front_ends_port=None, standby_lock="")
+        command = ["emulate", "frontend", "--port", str(port), *arguments(link), *arguments(own)]
         return _forked(victim, command, log, _EMULATED_MODULES)
 
     def engine(self, victim: VictimSettings, at: EngineAt, log: Path) -> LocalProcess:
@@ -215,10 +235,18 @@ class VllmEngines:
         # Before the rest: what follows --vllm-args is vLLM's.
         return _forked(victim, [*command[:2], *arguments(limits), *command[2:]], log, VLLM_MODULES)
 
+    def front_end(
+        self, victim: VictimSettings, port: int, limits: RouterSettings, log: Path
+    ) -> LocalProcess:
+        """See ``Victims``; ``ChaosSettings`` refuses them."""
+        raise NotImplementedError
+
     def engine(self, victim: VictimSettings, at: EngineAt, log: Path) -> LocalProcess:
         """See ``Victims``."""
         cluster = msgspec.structs.replace(self._cluster, storage=str(at.storage))
-        command = engine_command(cluster, at.role, at.index, at.port, at.control_port)
+        command = engine_command(
+            cluster, at.role, at.index, at.port, at.control_port, named_as=at.named_as
+        )
         return _forked(victim, command, log, VLLM_MODULES)
 
     def following(self, prompt: Sequence[int]) -> Iterator[int]:
@@ -244,7 +272,12 @@ def _place(dp: DpRank | None) -> dict[str, Any]:
     return {"dp_size": dp.size, "dp_rank": dp.rank, "dp_address": address}
 
 
-def limits_of(request_deadline_s: float, control_port: int, standby_lock: Path) -> RouterSettings:
+def limits_of(
+    request_deadline_s: float,
+    control_port: int,
+    standby_lock: Path,
+    front_ends_port: int | None = None,
+) -> RouterSettings:
     """Return the limits of a router under test: all well below the deadline of a request."""
     return RouterSettings(
         control_port=control_port,
@@ -255,4 +288,5 @@ def limits_of(request_deadline_s: float, control_port: int, standby_lock: Path) 
         request_deadline_s=request_deadline_s,
         drain_timeout_s=request_deadline_s,
         standby_lock=str(standby_lock.absolute()),
+        front_ends_port=front_ends_port,
     )

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from dualpath.laboratory.chaos.cluster import ChaosCluster, Status
+from dualpath.laboratory.chaos.cluster import ChaosCluster
+from dualpath.laboratory.chaos.cluster_calls import Status
 
 _CALM_S = 20.0
 _POLL_S = 0.25

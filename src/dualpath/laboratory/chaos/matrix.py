@@ -17,6 +17,7 @@ class Component(enum.StrEnum):
     CONNECTION = "connection"
     PREFILL_RANK = "PE rank"
     DECODE_RANK = "DE rank"
+    FRONT_END = "front end"
 
     @property
     def whole(self) -> "Component":
@@ -56,6 +57,7 @@ class Fault(enum.StrEnum):
     KILL = "SIGKILL"
     STOP = "SIGSTOP"
     TERMINATE = "SIGTERM"
+    OTHER_ROLE = "other role"
     RESET_CONTROL = "reset control"
     RESET_HTTP = "reset HTTP"
     RESET_CLIENTS = "reset clients"
@@ -73,8 +75,9 @@ class Fault(enum.StrEnum):
 _SIGNALS = (Fault.KILL, Fault.STOP, Fault.TERMINATE)
 FAULTS_OF = {
     Component.ROUTER: _SIGNALS,
-    Component.PREFILL: _SIGNALS,
-    Component.DECODE: _SIGNALS,
+    # To the other role and back again.
+    Component.PREFILL: (*_SIGNALS, Fault.OTHER_ROLE),
+    Component.DECODE: (*_SIGNALS, Fault.OTHER_ROLE),
     Component.STORAGE: (
         *(Fault.FULL, Fault.IO_ERROR, Fault.SLOW, Fault.READ_ONLY, Fault.REMOVED),
         *(Fault.BIT_FLIPS, Fault.TRUNCATED, Fault.SWAPPED, Fault.NO_FILE),
@@ -83,6 +86,7 @@ FAULTS_OF = {
     # SIGTERM is for an engine's first rank, which lets the others end.
     Component.PREFILL_RANK: (Fault.KILL, Fault.STOP),
     Component.DECODE_RANK: (Fault.KILL, Fault.STOP),
+    Component.FRONT_END: _SIGNALS,
 }
 #: Faults of a stored block as it lies there.
 CORRUPTIONS = frozenset({Fault.BIT_FLIPS, Fault.TRUNCATED, Fault.SWAPPED, Fault.NO_FILE})
@@ -100,6 +104,8 @@ _PASSED = {
     ),
     Component.PREFILL_RANK: (Step.PREFILLING, Step.HANDING_OVER),
     Component.DECODE_RANK: (Step.H2D, Step.PERSISTING),
+    # Where there are some, the router passes all others.
+    Component.FRONT_END: (Step.PREFILLING, Step.HANDING_OVER, Step.DECODING, Step.RELEASING),
 }
 #: A step is passed often: a fault comes at one of the first so many passes, say at some layer.
 _MOST_PASSES = {Step.READING: 20, Step.PREFILLING: 12, Step.DECODING: 20, Step.PERSISTING: 6}
@@ -133,26 +139,34 @@ class Strike(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cast(msgspec.Struct, frozen=True):
-    """The processes of a cluster by component; ranks are those of engines but for the first."""
+    """The processes of a cluster by component; ranks are those of engines but for the first.
+
+    ``front_ends`` are those that are no part of the router, which then serves no clients.
+    """
 
     router: str
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
     prefill_ranks: tuple[str, ...] = ()
     decode_ranks: tuple[str, ...] = ()
+    front_ends: tuple[str, ...] = ()
 
     def passing(self, component: Component, step: Step) -> tuple[str, ...]:
         """Return the processes in which a fault of that component can come at that step."""
         by_component = {
-            Component.ROUTER: (self.router,),
+            Component.ROUTER: (self.router,) if self._in_router(step) else (),
             Component.PREFILL: self.prefill,
             Component.DECODE: self.decode,
             Component.PREFILL_RANK: self.prefill_ranks,
             Component.DECODE_RANK: self.decode_ranks,
+            Component.FRONT_END: self.front_ends,
         }
         engines = (Component.PREFILL, Component.DECODE)
         users = (component,) if component in by_component else engines
         return tuple(name for user in users if step in _PASSED[user] for name in by_component[user])
+
+    def _in_router(self, step: Step) -> bool:
+        return not self.front_ends or step not in _PASSED[Component.FRONT_END]
 
 
 def rank_name(engine: str, rank: int) -> str:

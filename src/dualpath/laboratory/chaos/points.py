@@ -51,6 +51,7 @@ _ROUTER_POINTS = (
     Point(Step.H2D, f"{_AT_ENGINES}._kv_in_hbm"),
     Point(Step.RELEASING, f"{_ATTEMPT}._give_back"),
 )
+_FRONT_END_POINTS = tuple(p for p in _ROUTER_POINTS if p.function.startswith(f"{_ATTEMPT}."))
 #: PERSISTING of engines is in the middle of a file: ``bad_disk``.
 _ENGINE_POINTS = (
     Point(Step.LOOKING_UP, _HANDLE, "Lookup"),
@@ -90,6 +91,7 @@ POINTS: Mapping[EngineKind, Mapping[Component, tuple[Point, ...]]] = {
         Component.DECODE: (*_ENGINE_POINTS, *_DECODE_POINTS, *_EMULATED_DECODE),
         Component.PREFILL_RANK: _PREFILL_RANK,
         Component.DECODE_RANK: _DECODE_RANK,
+        Component.FRONT_END: _FRONT_END_POINTS,
     },
     EngineKind.VLLM: {
         Component.ROUTER: _ROUTER_POINTS,

@@ -39,7 +39,8 @@ def chaos_report(result: CampaignResult, name: str, command: str) -> ExperimentR
 def _settings(result: CampaignResult) -> tuple[str, ...]:
     settings, load = result.settings, result.load
     return (
-        f"{settings.prefill} prefill and {settings.decode} decode engines; every token is compared "
+        f"{settings.prefill} prefill and {settings.decode} decode engines, "
+        f"{settings.front_ends or 'no'} front ends before the router; every token is compared "
         "where it is answered",
         result.victims,
         f"{load.agents} agents that ask without a pause, contexts up to "

@@ -83,6 +83,9 @@ class ChaosSettings(Settings, frozen=True, kw_only=True):
         tuple[Fault, ...], Setting("kinds of faults that are not made", metavar="FAULT,…")
     ] = ()
     routers: Annotated[int, Setting("all but one of them stand by", ge=1)] = 2
+    front_ends: Annotated[
+        int, Setting("processes of their own that serve the clients; 0: the router does", ge=0)
+    ] = 0
     prefill: Annotated[int, Setting("prefill engines", ge=1)] = 2
     decode: Annotated[int, Setting("decode engines", ge=1)] = 2
     prefill_dp: Annotated[
@@ -114,6 +117,17 @@ class ChaosSettings(Settings, frozen=True, kw_only=True):
                 "{engines} is vllm, whose tiny model has no experts; groups are for emulated "
                 "engines here: leave {prefill_dp} and {decode_dp} out"
             )
+
+        if self.front_ends and self.engines is EngineKind.VLLM:
+            raise ConfigError(
+                f"{{engines}} is vllm and {{front_ends}} {self.front_ends}; those are for emulated "
+                "engines here: leave {front_ends} out"
+            )
+
+    def groups(self, role: Role) -> int:
+        """Data-parallel groups of this role; an engine in none is one by itself."""
+        engines = self.prefill if role is Role.PREFILL else self.decode
+        return engines // self.ranks(role)
 
     def ranks(self, role: Role) -> int:
         """Engines of a data-parallel group of this role."""

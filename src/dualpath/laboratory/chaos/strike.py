@@ -11,6 +11,7 @@ import time
 import msgspec
 
 from dualpath.core.blocks import block_keys
+from dualpath.core.cluster import Role
 from dualpath.laboratory.chaos.cluster import ChaosCluster
 from dualpath.laboratory.chaos.corruption import block_files, corrupt
 from dualpath.laboratory.chaos.gate import Disk
@@ -63,6 +64,8 @@ class Striker:
         match strike.fault:
             case Fault.KILL | Fault.TERMINATE:
                 return await self._end_and_restart(strike, standing)
+            case Fault.OTHER_ROLE:
+                trouble = await self._change_roles(strike, standing)
             case Fault.STOP:
                 trouble = await self._stop(strike, standing)
             case Fault.RESET_CONTROL | Fault.RESET_HTTP | Fault.RESET_CLIENTS:
@@ -78,7 +81,7 @@ class Striker:
         cluster, process = self._cluster, self._cluster.owner_of(standing.pid)
         name, ends_router = process.name, strike.component is Component.ROUTER
         # A router has no epoch, and one that stands still answers nothing.
-        old_epoch = None if ends_router else await cluster.epoch(name)
+        old_epoch = await cluster.epoch(name) if strike.component.is_engine else None
         begin_s = time.monotonic()
         if strike.fault is Fault.KILL:
             os.kill(standing.pid, signal.SIGKILL)
@@ -105,6 +108,35 @@ class Striker:
             trouble = trouble or f"not back {_BACK_S:g} s after its restart"
         # What has ended meanwhile the campaign starts again, and says so.
         return Made(strike, begin_s, time.monotonic(), trouble, answered_s=answered_s)
+
+    async def _change_roles(self, strike: Strike, standing: Standing) -> str:
+        """Let an engine's group change to the other role and back; return what went wrong."""
+        standing.go_on()
+        own = self._cluster.role(strike.engine)
+        other = Role.DECODE if own is Role.PREFILL else Role.PREFILL
+        return await self._to_role(strike, other) or await self._to_role(strike, own)
+
+    async def _to_role(self, strike: Strike, role: Role) -> str:
+        """Do what who supervises engines does when the router wishes for another role."""
+        cluster, name = self._cluster, strike.engine
+        old_epoch = await cluster.epoch(name)
+        if not await cluster.ask_for_role(name, role, _BACK_S):
+            return f"may not become {role.value} for {_BACK_S:g} s"
+        group = cluster.group(name)
+        for rank in group:
+            cluster.process(rank).terminate()
+        ended = [await cluster.ended(rank, _END_S) for rank in group]
+        trouble = "" if set(ended) == {0} else f"exit codes {ended} after SIGTERM for another role"
+        for rank in group:
+            if cluster.process(rank).alive:
+                cluster.process(rank).kill()
+                await cluster.ended(rank, _END_S)
+        cluster.give_role(name, role)
+        for rank in group:
+            cluster.start(rank)
+        if not await cluster.joined(name, old_epoch, _BACK_S):
+            trouble = trouble or f"not {role.value} {_BACK_S:g} s after its restart"
+        return trouble
 
     async def _end_siblings(self, name: str) -> str:
         """Wait for the end of the other ranks of its group; say which did not end by itself."""
@@ -170,4 +202,6 @@ class Striker:
         """Wait until an engine is known again, under another epoch than that; all, to a router."""
         if strike.component is Component.ROUTER:
             return await self._cluster.all_there(_BACK_S)
+        if strike.component is Component.FRONT_END:
+            return await self._cluster.serves_clients(_BACK_S)
         return await self._cluster.joined(strike.engine, old_epoch, _BACK_S)

@@ -55,7 +55,7 @@ def prepare(settings: VictimSettings) -> None:
         watch_points(points[component], gate.reached)
     if settings.kind is EngineKind.EMULATED and settings.component.is_engine:
         _name_ranks(gate, settings.passes_as)
-    if settings.component is not Component.ROUTER:
+    if settings.component.is_engine:
         _count_loads(Tally(Path(settings.tallies) / f"{settings.process}-{os.getpid()}"))
         chance = random.Random(f"{settings.seed} {settings.process}")
         BadDisk(lambda: gate.disk, gate.reached, gate.expects, chance).install()
@@ -87,7 +87,7 @@ def _count_loads(tally: Tally) -> None:
 def main() -> NoReturn:
     """Run the command behind the first argument in a process that is prepared."""
     settings = msgspec.json.decode(sys.argv.pop(1), type=VictimSettings)
-    is_vllm_engine = settings.kind is EngineKind.VLLM and settings.component is not Component.ROUTER
+    is_vllm_engine = settings.kind is EngineKind.VLLM and settings.component.is_engine
     if is_vllm_engine:
         prepare_engine()
     prepare(settings)
