@@ -42,6 +42,8 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         engine_wait_s=20.0,
         request_deadline_s=deadline_s,
         max_attempts=3 if faults <= 1 else 1 + 2 * faults,
+        # In every seventh cluster nothing is kept in buffers: all hits are read.
+        dram_tier=world.seed % 7 != 5,
     )
     tensor_parallel, front_ends = _tensor_parallel(world.seed), _front_ends(world.seed)
     geometries = GEOMETRIES[tensor_parallel.kv_heads]
