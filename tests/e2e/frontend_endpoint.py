@@ -150,7 +150,7 @@ class Endpoint:
 
     def __init__(self, model):
         self.ready = threading.Event()
-        self.thread = threading.Thread(target=lambda: asyncio.run(self._run(model)))
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._run(model)), daemon=True)
         self.thread.start()
         assert self.ready.wait(GUARD_S)
 

@@ -43,11 +43,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         future.add_done_callback(self._thread_done)
         return future
 
-    async def shutdown_default_executor(self) -> None:
-        """Wait for the threads, which no test needs any more."""
+    async def shutdown_default_executor(self, *limit: float | None) -> None:
+        """Wait for the threads, which no test needs any more; Python 3.12 hands over a limit."""
         self._in_threads += 1
         try:
-            await super().shutdown_default_executor()
+            await super().shutdown_default_executor(*limit)
         finally:
             self._in_threads -= 1
 
