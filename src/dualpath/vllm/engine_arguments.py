@@ -28,8 +28,12 @@ from dualpath.vllm.engine_settings import engine_values
 
 log = logging.getLogger(__name__)
 
-#: The version of vLLM whose private parts ``hooks`` and the tests pin.
+#: The version of vLLM that is installed and on which all tests run.
 SUPPORTED_VLLM = "0.32.0"
+#: Those on which real engines have answered as plain ones do (docs/reference/versions.md).
+TESTED_VLLM = ("0.31.0", SUPPORTED_VLLM)
+#: Those that have every hook, by their source; no engine of them has run with the connector.
+READ_VLLM = ("0.33.0",)
 
 #: Name of our entry point in ``vllm.general_plugins``.
 PLUGIN = "dualpath"

@@ -11,13 +11,13 @@ from typing import Any, NoReturn
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import setup_server
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dualpath.core.errors import ConfigError
 from dualpath.vllm.engine_arguments import lora_arguments
 from dualpath.vllm.front_end_settings import FrontEndSettings
+from dualpath.vllm.serve_parser import make_arg_parser, validate_parsed_serve_args
 
 #: vLLM arguments that start something other than one HTTP front end, with their harmless values.
 _FOREIGN_ARGUMENTS: dict[str, tuple[Any, ...]] = {

@@ -103,7 +103,8 @@ def model_fingerprint(config: "VllmConfig") -> str:
         },
         "platform": config.additional_config,
         "engram": config.engram_config,
-        "variables": {name: getattr(envs, name) for name in KV_VARIABLES},
+        # Those that this vLLM reads: 0.31 lacks one.
+        "variables": {n: getattr(envs, n) for n in KV_VARIABLES if n in envs.environment_variables},
         "draft": _draft(config),
         "images": _images(config.model_config, config.load_config),
     }

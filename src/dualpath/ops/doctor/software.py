@@ -9,7 +9,7 @@ import msgspec
 from dualpath.core.extras import extra
 from dualpath.ops.doctor.finding import Finding, error, ok, warning
 from dualpath.transport.nixl_probe import NixlReport
-from dualpath.vllm.engine_arguments import PLUGIN, SUPPORTED_VLLM
+from dualpath.vllm.engine_arguments import PLUGIN, READ_VLLM, SUPPORTED_VLLM, TESTED_VLLM
 from dualpath.vllm.hooks import HookReport
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -64,16 +64,20 @@ def vllm_version(installed: Mapping[str, str]) -> Finding:
         return warning(check, "not installed", SUPPORTED_VLLM, remedy)
     if len(installed) > 1:
         return error(check, found, "one of both", f"uninstall both, then {remedy}")
-    if any(version.partition("+")[0] != SUPPORTED_VLLM for version in installed.values()):
-        return error(check, found, SUPPORTED_VLLM, remedy)
-    return ok(check, found, SUPPORTED_VLLM)
+    (release,) = (version.partition("+")[0] for version in installed.values())
+    needed = " or ".join(TESTED_VLLM)
+    if release in TESTED_VLLM:
+        return ok(check, found, needed)
+    if release in READ_VLLM:
+        return warning(check, found, needed, f"its source fits, nobody has run it; else {remedy}")
+    return error(check, found, needed, remedy)
 
 
 def vllm_hooks(outcome: ProcessOutcome) -> Finding:
     """What the plugin uses of vLLM's inside, by the process ``vllm.hooks``."""
     check = "vLLM hooks"
     found = _report(outcome, HookReport)
-    needed = f"those of vLLM {SUPPORTED_VLLM}"
+    needed = f"those of vLLM {' or '.join(TESTED_VLLM)}"
     if found is None:
         said = f"; {outcome.last_words}" if outcome.last_words else ""
         return error(

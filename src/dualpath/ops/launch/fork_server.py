@@ -19,7 +19,7 @@ from dualpath.ops.launch.process import LocalProcess, die_with_parent
 
 VLLM_MODULES = (
     "vllm.entrypoints.launchers.api_server.entry",
-    "vllm.entrypoints.launchers.cli_args",
+    "dualpath.vllm.serve_parser",
     "vllm.v1.engine.core",
     "dualpath.vllm.connector",
     "dualpath.vllm.quota_scheduler",
