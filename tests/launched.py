@@ -16,6 +16,8 @@ def main() -> NoReturn:
         print("its reason", flush=True)
         sys.exit(int(words[0]))
     signal.signal(signal.SIGTERM, _asked)
+    # Tests that a shell runs in the background are started with SIGINT ignored, and so is this.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     given = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("GIVEN")]
     child = subprocess.Popen(["sleep", "1000"]).pid if what == "parent" else 0
     print("up", os.getpid(), child, *words, *given, flush=True)

@@ -153,6 +153,8 @@ def test_a_router_without_engines_says_so_and_ends_cleanly(model, tmp_path):
 def test_what_a_router_logs_has_time_and_level_however_it_was_started(model, monkeypatch, capfd):
     """vLLM has no handlers before its arguments are parsed; a process that forks had some."""
     monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [])
+    # Another test of this process may have parsed the same: vLLM would find nothing to do.
+    monkeypatch.setattr("vllm.logger._last_configured_logging_config", None)
     client_arguments(RouterSettings(), FrontEndSettings(model=model))
     logging.getLogger("dualpath.router.control").info("engine pe-0 joined")
     said = capfd.readouterr()
