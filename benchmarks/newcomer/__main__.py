@@ -46,7 +46,7 @@ class Newcomer:
         self._environment = environment
         self._without = without
         self._quick = quick
-        self._serving: tuple[Terminal, str] | None = None
+        self._serving: tuple[Terminal, str, Step] | None = None
         self._terminal = self._new_terminal()
 
     def type_all(self) -> None:
@@ -98,24 +98,23 @@ class Newcomer:
         """Begin to serve; what follows is typed in another terminal."""
         self._end_serving()
         server, self._terminal = self._terminal, self._new_terminal()
-        self._serving = server, text
+        self._serving = server, text, step
         output = server.begin(text, step.says, step.limit_s)
         self._terminal.run(ACTIVATE, _END_S)
         return output
 
     def _end_serving(self) -> None:
         if self._serving is not None:
-            (server, _), self._serving = self._serving, None
+            (server, _, _), self._serving = self._serving, None
             server.interrupt(_END_S)
             server.close()
 
     def _replay_other_modes(self, report: str) -> None:
         """Make what README compares with: the same trace on clusters in other modes."""
         assert self._serving is not None
-        _, serve = self._serving
+        _, serve, step = self._serving
         for mode in OTHER_MODES:
             print(f"\n(the same in mode {mode}, for `{report}`)", flush=True)
-            step = next(one.step for one in typed(ROOT / "README.md") if one.step.serves)
             self._serve(f"{serve.partition(' --mode ')[0]} --mode {mode}", step)
             replay = (
                 f"dualpath replay trace.jsonl --endpoint http://127.0.0.1:8000 --json {mode}.json"
@@ -123,8 +122,11 @@ class Newcomer:
             self._terminal.run(replay, step.limit_s)
 
     def _new_terminal(self) -> Terminal:
-        show = lambda line: print(f"  {line}", flush=True)  # noqa: E731
-        return Terminal(self._reader.clone, self._environment, show)
+        return Terminal(self._reader.clone, self._environment, _show)
+
+
+def _show(line: str) -> None:
+    print(f"  {line}", flush=True)
 
 
 @contextmanager

@@ -106,7 +106,7 @@ class Attempt:
         match event:
             case Placed():
                 self.engines = event.prefill, event.decode
-                self._is_placed()
+                self._take_place()
             case Staged():
                 self._record.stages.append(event.stage)
             case Recomputed():
@@ -218,7 +218,7 @@ class Attempt:
             self._record.add(Stage.HANDOVER, self._decode_start_s, where, end_s)
             self._record.add(Stage.H2D, end_s - arrived.h2d_s, where, end_s)
 
-    def _is_placed(self) -> None:
+    def _take_place(self) -> None:
         if not self.placed:
             self.placed = True
             self._context.metrics.placed()
