@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import os
 import shutil
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import SpawnedProcess
 from tests.guard import GUARD_S
 
@@ -20,17 +20,11 @@ ETCD = shutil.which("etcd")
 TOKEN = "a service account's"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.asynccontextmanager
 async def etcd(folder: Path) -> AsyncIterator[str]:
     """Run Debian's etcd; yields its URL."""
     assert ETCD is not None
-    url, peers = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    url, peers = (f"http://127.0.0.1:{claim_port()}" for _ in range(2))
     words = (
         *("--data-dir", str(folder / "etcd"), "--unsafe-no-fsync"),
         *("--listen-client-urls", url, "--advertise-client-urls", url),
@@ -112,7 +106,7 @@ async def kubernetes(leases: LeasesOfKubernetes | None = None) -> AsyncIterator[
     """Serve Leases; yields the API's URL."""
     runner = web.AppRunner((leases or LeasesOfKubernetes()).app(), access_log=None)
     await runner.setup()
-    port = free_port()
+    port = claim_port()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     try:
         yield f"http://127.0.0.1:{port}"

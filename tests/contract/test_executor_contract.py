@@ -1,7 +1,5 @@
 """What a supervisor may expect of an executor, wherever that runs the processes."""
 
-import os
-import select
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.guard import GUARD_S
+from tests.guard import GUARD_S, ends
 from tests.launched import ENTRY
 from tests.ray_cluster import RayCluster
 
@@ -55,18 +53,6 @@ def started(
         for process in processes:
             supervisor.add(process)
         yield processes
-
-
-def ends(process_id: int) -> bool:
-    try:
-        descriptor = os.pidfd_open(process_id)
-    except ProcessLookupError:
-        return True
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    over = bool(poller.poll(GUARD_S * 1000))
-    os.close(descriptor)
-    return over
 
 
 def test_what_a_process_writes_is_in_its_log_here_and_its_end_is_known(

@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 from tests.control_network import Arrivals
+from tests.e2e.small_costs import COSTS
 from tests.guard import GUARD_S
 from tests.stored_runs import stored_head
 
@@ -38,18 +39,6 @@ from dualpath.storage.key_ring import KeyRing
 pytest.importorskip("nixl_cu12")
 pytestmark = pytest.mark.nixl
 
-COSTS = """
-name = "small"
-layers = 6
-kv_bytes_per_token = 1536.0
-prefill_tokens_per_s = 50000.0
-[prefill]
-batch_s = 0.002
-attention_token_s = 1e-5
-pair_s = 1e-8
-[decode]
-step_s = 0.002
-"""
 ENGINE = (
     *("--model", "costs.toml", "--storage", "kv", "--block-tokens", "16", "--speedup", "4"),
     *("--buffer-bytes", "16MiB", "--hbm-bytes", "16MiB", "--batch-cap-tokens", "64"),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from tests.e2e.small_costs import COSTS
 from tests.e2e.test_emulated_cluster import (
-    COSTS,
     ENGINE,
     Player,
     Processes,

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.test_emulated_cluster import COSTS, ENGINE, Processes
+from tests.e2e.small_costs import COSTS
+from tests.e2e.test_emulated_cluster import ENGINE, Processes
 from tests.e2e.test_rolling_restart import (
     AGENTS,
     ENGINES,

