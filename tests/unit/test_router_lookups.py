@@ -56,6 +56,25 @@ async def test_the_de_that_writes_a_shared_prefix_is_asked_by_another_conversati
         assert lookups[1:] == [made.calls.decodes[0]] * 3
 
 
+async def test_where_several_des_go_on_from_one_prompt_all_are_asked_for_the_longest_continuation():
+    async with cluster(decode=3) as made:
+        await asyncio.gather(*(made.run(job(f"a{number}", PROMPT)) for number in range(3)))
+        assert sorted(made.calls.decodes) == ["d0", "d1", "d2"]
+        longer = [*PROMPT, *range(50, 61)]  # seven full blocks, the fifth of which d0 has generated
+        made.stored.update(keys_of(longer)[:5])
+        silence(*made.engines.values())
+
+        async def answer(writer: FakeEngine, stored_blocks: int) -> None:
+            lookup = await writer.saw(control.Lookup, lambda seen: len(seen.keys) == 7)
+            writer.send(control.LookupDone(call_id=lookup.call_id, hit_blocks=stored_blocks))
+
+        run = asyncio.create_task(made.run(job("b", longer)))
+        known = {"d0": 5, "d1": 4, "d2": 4}
+        await asyncio.gather(*(answer(made.engines[name], known[name]) for name in known))
+        assert await run == expected(longer, 6)
+        assert made.calls.transfers[3].hit_blocks == 5
+
+
 async def test_a_de_that_is_lost_is_not_asked():
     async with cluster(decode=2) as made:
         await made.run(job("a", PROMPT))

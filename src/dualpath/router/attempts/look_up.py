@@ -28,10 +28,26 @@ class LookedUp(msgspec.Struct, frozen=True):
 
 
 async def look_up(context: SchedulerContext, keys: tuple[BlockKey, ...]) -> LookedUp:
-    """Ask up to two engines, and return after ``lookup_timeout_s`` at the latest."""
+    """Ask up to two engines, and return after ``lookup_timeout_s`` at the latest.
+
+    Where several DEs may be writing what follows the chain's last known block, and the first of
+    them knows of an end, the others are asked in the time left: the longest answer counts.
+    """
+    end_s = asyncio.get_running_loop().time() + context.settings.lookup_timeout_s
+    writers = context.chain_writers(keys)
+    others = [engine for engine in context.engines_in_turn() if engine not in writers]
+    known = await _ask_in_turn(context, [*writers, *others][:_TRIES], keys, end_s)
+    if known.failure is not None or known.stored_blocks == len(keys):
+        return known
+    more = [_ask_in_turn(context, [writer], keys, end_s) for writer in writers[1:]]
+    return max([known, *await asyncio.gather(*more)], key=lambda answer: answer.stored_blocks)
+
+
+async def _ask_in_turn(
+    context: SchedulerContext, engines: list[EngineInfo], keys: tuple[BlockKey, ...], end_s: float
+) -> LookedUp:
+    """Return the first answer; the next engine is asked once one had its share of the time."""
     loop = asyncio.get_running_loop()
-    end_s = loop.time() + context.settings.lookup_timeout_s
-    engines = context.lookup_candidates(keys)[:_TRIES]
     asked: set[asyncio.Task[LookupDone | None]] = set()
     try:
         for left, engine in zip(range(len(engines), 0, -1), engines, strict=True):

@@ -9,11 +9,11 @@ from dualpath.core.cluster import Role
 from dualpath.core.control import RouterMessage
 from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import Mode
-from dualpath.core.recent import Recent
 from dualpath.policy.events import Assignment, SchedulerSettings
 from dualpath.policy.scheduler import RequestScheduler
 from dualpath.policy.session_warmth import WarmthSettings
 from dualpath.router.attempts.hit_account import SeenBlocks
+from dualpath.router.control.chain_writers import ChainWriters
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.dispatch import Dispatch
 from dualpath.router.control.event_recorder import EventLogWriter, RecordedScheduler
@@ -31,9 +31,6 @@ from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
-
-#: Blocks whose DE is remembered, to twice as many, at some 130 bytes each.
-_MOST_WRITTEN = 1 << 17
 
 
 class SchedulerContext:
@@ -79,9 +76,7 @@ class SchedulerContext:
         self.kept = KeptBlocks()
         self.seen_blocks = SeenBlocks()
         self.thresholds = ClusterThresholds()
-        #: Which DE writes, or wrote, a block of a prompt.  An agent's next turn extends the last of
-        #: them, so that blocks the DE generates need no keys of their own here.
-        self.writers: Recent[BlockKey, str] = Recent(_MOST_WRITTEN)
+        self.writers = ChainWriters()
         self._dispatch: Dispatch | None = None
         self.presence = Presence(registry)
         self._turns = itertools.count()
@@ -174,21 +169,24 @@ class SchedulerContext:
             if state is None or not state.left:
                 self.metrics.engine_lost(info.role)
 
-    def lookup_candidates(self, keys: Sequence[BlockKey]) -> list[EngineInfo]:
-        """Live engines in the order to ask for a look-up of a chain of ``keys``.
+    def chain_writers(self, keys: Sequence[BlockKey]) -> list[EngineInfo]:
+        """Live DEs that wrote the last known block of a chain, the latest first.
 
-        First the DE that wrote the last known block of it: it may still be writing that, and what
-        it has generated behind it, and waits for both.  Then the other DEs in turn, then PEs in
-        turn.
+        Each may still be writing that, and what it has generated behind it, and waits for both when
+        it is asked.
         """
+        alive = {engine.engine_id: engine for engine in self.registry.alive(Role.DECODE)}
+        return [alive[name] for name in self.writers.of(keys) if name in alive]
+
+    def engines_in_turn(self) -> list[EngineInfo]:
+        """Live DEs, then live PEs, each beginning with another one at every call."""
         turn = next(self._turns)
-        candidates: list[EngineInfo] = []
+        in_turn: list[EngineInfo] = []
         for role in (Role.DECODE, Role.PREFILL):
             engines = self.registry.alive(role)
             start = turn % len(engines) if engines else 0
-            candidates += engines[start:] + engines[:start]
-        writer = self.writers.last(keys)
-        return sorted(candidates, key=lambda engine: engine.engine_id != writer)
+            in_turn += engines[start:] + engines[:start]
+        return in_turn
 
     def _assigned(self, assignment: Assignment) -> None:
         self.metrics.assigned(assignment)
