@@ -8,7 +8,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.policy.rebalance import RebalanceSettings
 from dualpath.policy.role_loads import RoleQueue
-from dualpath.router.control.role_policy import RolePolicy
+from dualpath.router.control.role_policy import LiveRolePolicy
 from dualpath.router.control.roles import Roles
 from dualpath.router.settings import RouterSettings
 
@@ -29,13 +29,12 @@ async def test_prompts_that_pile_up_call_a_decode_engine_once_that_is_patient() 
     now_s = 0.0
     async with cluster(prefill=1, decode=2) as made:
         roles = Roles(made.service.registry, lambda: now_s, 100.0)
-        policy = RolePolicy(SETTINGS, roles, lambda: now_s)
+        policy = LiveRolePolicy(SETTINGS, roles, lambda: now_s)
         policy.loaded("old", 10)
         policy.prefilled("old", 10)
         now_s = 10.0
         policy.turn(queues(0).__getitem__)
-        assert roles.policy_says is not None
-        assert "not known" in roles.policy_says
+        assert roles.policy_says == "unmeasured"
         policy.over("old")  # it stayed for 10 s: now the rate of decode nodes is known
         policy.loaded("large", 100_000)
         now_s = 20.0
@@ -55,8 +54,8 @@ async def test_the_router_tells_the_policy_how_far_requests_are() -> None:
         assert policy is not None
         await made.run(job("a", range(100)))
         await made.settled()
-        assert len(policy._stays_s) == 1
-        assert policy._since_s == {}
+        assert len(policy._policy._stays_s) == 1
+        assert policy._policy._since_s == {}
         assert made.service.context.dispatch.queue(Role.DECODE) == RoleQueue(0, 0, 0)
 
 

@@ -22,7 +22,8 @@ A move takes the node out of service for ``switch_s`` = s, so that m is m(switch
 The cost is what the same work would take less if the node changed its role at once; a switch that
 makes the giver the bottleneck costs up to s.  A gain means m falls with every move, so under a
 constant demand the policy settles and never returns to a shape it left.  Against noise, a move must
-be the answer ``patience`` times in a row, and after one the policy rests for ``rest_s``.
+be the answer ``patience`` times in a row.  It is not asked while a node switches, and rests for
+``rest_s`` then.
 """
 
 import math
@@ -46,8 +47,9 @@ LARGEST = 1e6
 class RebalanceSettings(Settings, frozen=True, kw_only=True):
     """Constants of the rule and of whoever asks it; times in seconds.
 
-    The driver observes the cluster every ``interval_s``.  ``switch_s`` is from the decision until
-    the node serves in its new role: finishing or handing over what it has, and starting anew.
+    The driver observes the cluster every ``interval_s``.  ``switch_s`` is taken for what a switch
+    costs, from the decision until the node serves in its new role, until one has been measured
+    (``policy.role_policy``); the simulator's nodes start anew for so long, once they are empty.
     ``ttft_slo_s`` and ``tpot_slo_s`` are the objectives, None for none (offline).
     ``prefill_node_tokens_per_s`` and ``decode_node_tokens_per_s`` are what one node of the role
     gets done (q), in the tokens in which ``RoleLoad.waiting_tokens`` is counted; None leaves the
@@ -57,14 +59,16 @@ class RebalanceSettings(Settings, frozen=True, kw_only=True):
     interval_s: Annotated[
         float, Setting("from one look to the next", ge=MIN_INTERVAL_S, le=LARGEST)
     ] = 15.0
-    switch_s: Annotated[float, Setting("until a moved node serves again", ge=0, le=LARGEST)] = 30.0
+    switch_s: Annotated[
+        float, Setting("until a moved node serves again, before one is measured", ge=0, le=LARGEST)
+    ] = 30.0
     horizon_s: Annotated[float, Setting("for which a move has to pay", gt=0)] = 300.0
     margin: Annotated[float, Setting("gain over cost that a move needs", ge=1, le=LARGEST)] = 2.0
     least_improvement: Annotated[
         float, Setting("keeps the policy from moving nodes for nothing", gt=0, lt=1)
     ] = 0.05
     patience: Annotated[int, Setting("equal answers in a row", ge=1, le=LARGEST)] = 2
-    rest_s: Annotated[float, Setting("after a move", ge=0, le=LARGEST)] = 60.0
+    rest_s: Annotated[float, Setting("after a switch", ge=0, le=LARGEST)] = 60.0
     ttft_slo_s: Annotated[float | None, Setting("objective; none offline", gt=0)] = None
     tpot_slo_s: Annotated[float | None, Setting("objective; none offline", gt=0)] = None
     prefill_node_tokens_per_s: Annotated[
@@ -187,7 +191,7 @@ class Rebalancer:
     def observe(self, observation: ClusterObservation) -> Decision:
         """Return what to do after one more interval; the caller carries a ``Move`` out.
 
-        Raises ``ConfigError`` for an observation that cannot be.
+        It asks again when that is over.  Raises ``ConfigError`` for an observation that cannot be.
         """
         observation.check()
         if self._rest_s > 0:
@@ -202,7 +206,7 @@ class Rebalancer:
         if self._streak < self._settings.patience:
             return Stay("patience")
         self._wanted, self._streak = None, 0
-        self._rest_s = self._settings.switch_s + self._settings.rest_s
+        self._rest_s = self._settings.rest_s
         return decision
 
 

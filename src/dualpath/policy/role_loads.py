@@ -70,6 +70,10 @@ class RoleWatch:
         self._loaded_tokens -= self._loaded.pop(request_id, 0)
         self._decoding_tokens -= self._decoding.pop(request_id, 0)
 
+    def skip(self) -> None:
+        """The last interval is not looked at; the next one begins."""
+        self._prompt_tokens = 0
+
     def look(
         self,
         settings: RebalanceSettings,

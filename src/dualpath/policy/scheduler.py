@@ -125,18 +125,24 @@ class RequestScheduler:
         Raises ``BadRequestError`` for absurd lengths, an id in use, or a length that no joined DE
         can ever hold.  While no DE has joined any length waits; see ``unplaceable``.
         """
-        reserve = self._settings.generated_reserve_tokens
         ticket = Ticket(
             request_id=request.request_id,
             request=request,
             number=self._submitted,
-            prefill_tokens=request.prompt_tokens,
-            decode_tokens=decode_tokens(request.prompt_tokens, request.max_new_tokens, reserve),
+            prefill_tokens=self.request_tokens(request, Role.PREFILL),
+            decode_tokens=self.request_tokens(request, Role.DECODE),
             kept_tokens=self._hits.kept_tokens(request),
         )
         self._check(ticket)
         self._submitted += 1
         self._flights.submit(ticket)
+
+    def request_tokens(self, request: Request, role: Role) -> int:
+        """Return what a request that waits weighs at a role, as the module says."""
+        if role is Role.PREFILL:
+            return request.prompt_tokens
+        reserve = self._settings.generated_reserve_tokens
+        return decode_tokens(request.prompt_tokens, request.max_new_tokens, reserve)
 
     def fetch(self, group: str) -> list[Assignment]:
         """Serve a group; return the assignments whose second engine was found in this call.

@@ -22,7 +22,7 @@ from dualpath.router.control.control_socket import ControlSocket
 from dualpath.router.control.engine_state import Pause
 from dualpath.router.control.event_recorder import EventLogWriter
 from dualpath.router.control.registry import Registry
-from dualpath.router.control.role_policy import RolePolicy, rebalance_settings
+from dualpath.router.control.role_policy import LiveRolePolicy, rebalance_settings
 from dualpath.router.control.roles import Roles
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engine_calls import EngineHealth
@@ -68,7 +68,7 @@ class Scheduler:
             self.registry, clock, settings.role_switch_timeout_s, self.metrics.role_switched
         )
         self.role_policy = (
-            RolePolicy(rebalance_settings(settings.rebalance_options), self.roles, clock)
+            LiveRolePolicy(rebalance_settings(settings.rebalance_options), self.roles, clock)
             if settings.rebalance
             else None
         )

@@ -53,12 +53,12 @@ one node.
 
 **Re-balancing** moves nothing where the division is right already, and so gains nothing over the
 paper's settings, which all agents at once load evenly. It repairs a wrong start where the decode
-nodes lack HBM: half of the JCT of Qwen 32B, 10 to 14 % of DS 660B. What it leaves on the table
-against the right start: it waits until contexts have grown enough to fill the HBM; it sees requests
-that wait, not steps that are slow, so that a wrong start which merely decodes slowly (DS 27B, the
-shorter traces) is left alone unless a TPOT objective is set; and on claude-code it moves three
-nodes where two were right, because every DE of that start holds less KV than one of 2P4D would,
-which a move does not change in the model. Neither does the model charge for spreading the experts
+nodes lack HBM: half of the JCT of Qwen 32B, 10 to 17 % of DS 660B. What it leaves on the table
+against the right start: it waits until contexts have grown enough to fill the HBM, and at first
+until a request is over; it sees requests that wait, not steps that are slow, so that a wrong start
+which merely decodes slowly (DS 27B, the shorter traces) is left alone unless a TPOT objective is
+set; and on claude-code it moves one node where two were right: with its drain that one took 106 s,
+which is what a switch costs from then on. Neither does the model charge for spreading the experts
 of DS 660B anew, so that its rows are upper bounds.
 """
 ONLINE_APS = (0.2, 0.4)

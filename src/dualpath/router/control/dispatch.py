@@ -83,13 +83,11 @@ class Dispatch:
         return len(self._waiting)
 
     def queue(self, role: Role) -> RoleQueue:
-        """Return what a role has and what waits for it; requests that wait count as their mean.
-
-        Deviation: at a DE they count for their prompts alone, without what they may generate.
-        """
+        """Return what a role has and what waits for it; requests that wait count as their mean."""
         lengths = self._scheduler.queue_lengths()
         count = lengths.prefill if role is Role.PREFILL else lengths.decode
-        waiting = [p.request.prompt_tokens for p in self._waiting.values() if not p.decided.done()]
+        requests = [p.request for p in self._waiting.values() if not p.decided.done()]
+        waiting = [self._scheduler.request_tokens(request, role) for request in requests]
         mean = sum(waiting) // len(waiting) if waiting else 0
         loads = self._scheduler.loads()
         placed = sum(load.unfinished_tokens for load in loads if load.role is role)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dualpath import __version__
+from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.core.request import Request
 from dualpath.policy import event_log
@@ -171,6 +172,10 @@ class RecordedScheduler:
     def waiting(self) -> int:
         """Requests submitted and not assigned yet."""
         return self._scheduler.waiting()
+
+    def request_tokens(self, request: Request, role: Role) -> int:
+        """What a request weighs at a role."""
+        return self._scheduler.request_tokens(request, role)
 
     def queue_lengths(self) -> QueueLengths:
         """How many requests wait for what."""

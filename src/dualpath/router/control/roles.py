@@ -10,7 +10,6 @@ One switch at a time; the ranks of a data-parallel group switch together.
 """
 
 import logging
-import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -21,6 +20,7 @@ import msgspec
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.policy.role_loads import soonest_empty
+from dualpath.policy.role_policy import switch_cost_s
 from dualpath.router.control.engine_state import EngineState, Pause
 from dualpath.router.control.registry import Registry
 from dualpath.router.engines import EngineInfo
@@ -94,8 +94,12 @@ class Roles:
     @property
     def cost_s(self) -> float | None:
         """What a switch takes from the asking on: the median of the last ones, None before any."""
-        took = [s.took_s for s in self.past if s.state is SwitchState.JOINED and s.took_s]
-        return statistics.median(took) if took else None
+        return switch_cost_s(self.took_s)
+
+    @property
+    def took_s(self) -> list[float]:
+        """What the last switches that came to their end took."""
+        return [s.took_s for s in self.past if s.state is SwitchState.JOINED and s.took_s]
 
     def nodes(self, role: Role) -> list[tuple[EngineState, ...]]:
         """Return what switches as one: live engines that do not leave, ranks of groups together."""

@@ -15,7 +15,6 @@ from dualpath.model.sim.reference.events import EventQueue
 from dualpath.model.sim.rules import first_group, next_multiple_ns, to_ns
 from dualpath.model.sim.scheduling import engine_specs, scheduler_settings
 from dualpath.model.sim.settings import Setup
-from dualpath.policy.accounts import decode_tokens
 from dualpath.policy.events import Assignment, EngineReport
 from dualpath.policy.role_loads import RoleQueue
 from dualpath.policy.scheduler import RequestScheduler
@@ -171,7 +170,7 @@ class SchedulerDriver:
         """Return what a role has and what waits for it; requests that wait count as their mean."""
         lengths, waiting = self._scheduler.queue_lengths(), len(self._waiting)
         count = lengths.prefill if role is Role.PREFILL else lengths.decode
-        mean = sum(self._tokens(request, role) for request in self._waiting.values())
+        mean = sum(self._scheduler.request_tokens(r, role) for r in self._waiting.values())
         mean = mean // waiting if waiting else 0
         accounts = [a for group in self._groups if group.role is role for a in group.members]
         placed = sum(account.tokens for account in accounts)
@@ -206,12 +205,6 @@ class SchedulerDriver:
             self._scheduler.engine_joined(spec)
             self._accounts[engine] = _Account(engine, spec.hbm_tokens)
         self._groups.append(_Group(name, role, [self._accounts[engine] for engine in engines]))
-
-    def _tokens(self, request: Request, role: Role) -> int:
-        if role is Role.PREFILL:
-            return request.prompt_tokens
-        reserve = self._setup.cluster.generated_reserve_tokens
-        return decode_tokens(request.prompt_tokens, request.max_new_tokens, reserve)
 
     def _expect_fetch(self, not_before_ns: int) -> None:
         if not self._fetch_due:

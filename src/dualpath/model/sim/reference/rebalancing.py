@@ -1,15 +1,14 @@
 """Nodes that change their role while the cluster serves (§8.1 leaves it to future work).
 
-Every ``interval_s`` the policy (``policy.rebalance``) observes how both roles fare, by the rule
-that the live router goes by as well (``policy.role_loads``).
+Every ``interval_s`` the live router's own policy (``policy.role_policy``) observes how both roles
+fare, measures what it needs to know and decides.
 
 A ``Move`` takes the serving node of the giving role that has the fewest unfinished tokens, since
 it is empty soonest; of equals the one with the highest number.  It gets no new requests, finishes
 those it has (nothing is recomputed or sent elsewhere), and ``switch_s`` later its engines join the
 other role as a group and with lock-step as a unit of their own; what they leave behind steps as a
 smaller unit.  Costs per token and HBM are those of the new role's other engines: how much wider or
-narrower experts are then spread is not modelled.  While a node finishes its work the policy is not
-asked, so one node at most is on its way, and its rest begins when the node is empty.
+narrower experts are then spread is not modelled.  One node at most is on its way.
 """
 
 from dualpath.core.cluster import Role
@@ -21,16 +20,12 @@ from dualpath.model.sim.reference.machine import SimulatedMachine
 from dualpath.model.sim.reference.record import Record
 from dualpath.model.sim.reference.units import Units
 from dualpath.model.sim.result import NS_PER_S, RoleMove
-from dualpath.model.sim.rules import decode_step_s, to_ns
-from dualpath.model.sim.settings import LARGEST, Setup
+from dualpath.model.sim.rules import to_ns
+from dualpath.model.sim.settings import Setup
 from dualpath.policy.events import Assignment
-from dualpath.policy.rebalance import (
-    ClusterObservation,
-    Move,
-    Rebalancer,
-    RebalanceSettings,
-)
-from dualpath.policy.role_loads import RoleNodes, RoleWatch, soonest_empty
+from dualpath.policy.rebalance import Decision, Move, RebalanceSettings
+from dualpath.policy.role_loads import RoleNodes, soonest_empty
+from dualpath.policy.role_policy import RolePolicy
 
 
 class Rebalancing:
@@ -49,9 +44,7 @@ class Rebalancing:
         units: Units,
     ) -> None:
         """Start looking; ``driver`` reports rounds from now on."""
-        self._settings = settings.with_rates(
-            prefill_node_tokens_per_s(setup), decode_node_tokens_per_s(setup, limits, agents)
-        )
+        self._settings = settings
         # Both roles have equal engines where nodes change theirs.
         self._node_engines = setup.cluster.node_engines(Role.PREFILL)
         self._agents = agents
@@ -61,15 +54,16 @@ class Rebalancing:
         self._machine = machine
         self._units = units
         self._decode_node_tokens = limits.decode_hbm_tokens * self._node_engines
-        self._policy = Rebalancer(self._settings)
+        self._prefill_node_tokens_per_s = setup.model.prefill_tokens_per_s * self._node_engines
+        self._policy = RolePolicy(settings)
         cluster = setup.cluster
         self._nodes = {
             Role.PREFILL: list(range(cluster.prefill_nodes)),
             Role.DECODE: list(range(cluster.prefill_nodes, cluster.nodes)),
         }
-        self._joining: set[int] = set()
         self._draining: int | None = None
-        self._watch = RoleWatch()
+        self._switching = False
+        self._took_s: list[float] = []
         self._ttft_s: list[float] = []
         self._tpot_s: list[float] = []
         driver.watch = self
@@ -79,12 +73,12 @@ class Rebalancing:
 
     def loaded(self, round_index: int) -> None:
         """A prompt waits for its PE."""
-        self._watch.loaded(str(round_index), int(self._agents.prompt_tokens[round_index]))
+        self._policy.loaded(str(round_index), int(self._agents.prompt_tokens[round_index]))
 
     def prefilled(self, round_index: int, assignment: Assignment) -> None:
         """A PE is through with a prompt."""
         r, record = round_index, self._record
-        self._watch.prefilled(str(r), assignment.decode_tokens)
+        self._policy.prefilled(str(r), assignment.decode_tokens, self._now_s)
         waited_ns = record.first_token_ns[r] - record.submitted_ns[r]
         self._ttft_s.append(waited_ns / NS_PER_S)
         self._leave_if_empty()
@@ -92,7 +86,7 @@ class Rebalancing:
     def finished(self, round_index: int, assignment: Assignment) -> None:
         """A DE is through with a round."""
         r, record = round_index, self._record
-        self._watch.over(str(r))
+        self._policy.over(str(r), self._now_s)
         later = int(self._agents.generated_tokens[r]) - 1
         if later:
             took_ns = record.finished_ns[r] - record.first_token_ns[r]
@@ -102,34 +96,35 @@ class Rebalancing:
     # Looking.
 
     def _look(self) -> None:
-        observation = self._observation()
-        if self._draining is None:
-            decision = self._policy.observe(observation)
-            if isinstance(decision, Move):
-                self._begin(decision)
+        decision = self._decision()
+        if isinstance(decision, Move):
+            self._begin(decision)
         self._ttft_s, self._tpot_s = [], []
         # Without anything else to come the run is over.
         if self._events.next_ns() is not None:
             next_ns = self._events.now_ns + to_ns(self._settings.interval_s)
             self._events.at(next_ns, self._look)
 
-    def _observation(self) -> ClusterObservation:
+    def _decision(self) -> Decision:
         prefill, decode = len(self._nodes[Role.PREFILL]), len(self._nodes[Role.DECODE])
-        return self._watch.look(
-            self._settings,
+        return self._policy.look(
             RoleNodes(prefill, decode, self._decode_node_tokens * decode),
             {role: self._driver.queue(role) for role in Role},
-            self._ttft_s,
-            self._tpot_s,
+            self._prefill_node_tokens_per_s,
+            self._took_s,
+            switching=self._switching,
+            ttft_s=self._ttft_s,
+            tpot_s=self._tpot_s,
         )
+
+    @property
+    def _now_s(self) -> float:
+        return self._events.now_ns / NS_PER_S
 
     # Moving.
 
     def _begin(self, move: Move) -> None:
-        serving = sorted(set(self._nodes[move.from_role]) - self._joining)
-        if len(serving) < 2:
-            # The only other node of the role is still on its way into it.
-            return
+        serving = sorted(self._nodes[move.from_role])
         node = soonest_empty({n: self._driver.unfinished(self._engines(n))[0] for n in serving})
         self._nodes[move.from_role].remove(node)
         self._nodes[move.to_role].append(node)
@@ -137,7 +132,7 @@ class Rebalancing:
             RoleMove(node, move.from_role, move.to_role, move.reason, self._events.now_ns, -1, -1)
         )
         self._driver.retire(self._engines(node))
-        self._draining = node
+        self._draining, self._switching = node, True
         self._leave_if_empty()
 
     def _leave_if_empty(self) -> None:
@@ -145,7 +140,6 @@ class Rebalancing:
         if node is None or self._driver.unfinished(self._engines(node))[1]:
             return
         self._draining = None
-        self._joining.add(node)
         # After the round whose end this is has given everything back.
         self._events.at(self._events.now_ns, self._leave, len(self._record.moves) - 1)
 
@@ -158,43 +152,12 @@ class Rebalancing:
         self._events.at(now_ns + to_ns(self._settings.switch_s), self._join, index)
 
     def _join(self, index: int) -> None:
-        move = self._record.moves[index]
-        self._record.moves[index] = move._replace(joined_ns=self._events.now_ns)
-        self._joining.remove(move.node)
+        move = self._record.moves[index]._replace(joined_ns=self._events.now_ns)
+        self._record.moves[index] = move
+        self._switching = False
+        self._took_s.append((move.joined_ns - move.decided_ns) / NS_PER_S)
         self._units.join(self._engines(move.node), move.to_role)
         self._driver.join(self._engines(move.node), move.to_role)
 
     def _engines(self, node: int) -> range:
         return range(node * self._node_engines, (node + 1) * self._node_engines)
-
-
-def prefill_node_tokens_per_s(setup: Setup) -> float:
-    """Return prompt tokens, hits included, that a prefill node gets done."""
-    return setup.model.prefill_tokens_per_s * setup.cluster.node_engines(Role.PREFILL)
-
-
-def decode_node_tokens_per_s(setup: Setup, limits: Limits, agents: AgentTable) -> float:
-    """Return the HBM that passes through a full decode node, in tokens reserved.
-
-    Mean rounds of the workload fill the HBM and decode at the step time this gives.
-    """
-    generated = float(agents.generated_tokens.mean())
-    reserved = float(agents.prompt_tokens.mean())
-    reserved += min(generated, setup.cluster.generated_reserve_tokens)
-    requests = max(int(limits.decode_hbm_tokens / reserved), 1)
-    context = int(requests * reserved)
-    window = setup.model.decode.window_tokens
-    costs = setup.model.decode
-    step_s = decode_step_s(
-        requests,
-        min(requests * window, context) if window else context,
-        context,
-        1,
-        costs.step_s,
-        costs.request_s,
-        costs.pair_s,
-        costs.index_pair_s,
-    )
-    stay_s = max(generated - 1, 1.0) * step_s
-    per_engine = context / stay_s if stay_s else LARGEST
-    return min(per_engine * setup.cluster.node_engines(Role.DECODE), LARGEST)
