@@ -34,7 +34,9 @@ from dualpath.transport.nixl import NixlTransport
 
 _CLOSE_S = 10.0
 _DEADLINE_S = 600.0
-_REQUEST = "read"
+#: Read in turns, each into slots of its own: a block of one may still be written and verified when
+#: the first of the next arrive.
+_REQUESTS = ("even", "odd")
 
 ReadAll = Callable[[], None]
 
@@ -187,29 +189,36 @@ def _raw_nixl(stored: StoredBlocks) -> Iterator[ReadAll]:
 @contextmanager
 def _read_queue(stored: StoredBlocks) -> Iterator[ReadAll]:
     """Yield reads as the traffic manager does them, of one request after the other."""
-    settings, answers = stored.settings, queue.SimpleQueue[ReadDone]()
+    settings = stored.settings
+    answers = [queue.SimpleQueue[ReadDone]() for _ in _REQUESTS]
     request_blocks = stored.request_blocks
-    buffer = BlockBuffer(settings.geometry, request_blocks, lambda grant: None)
-    buffer.request(_REQUEST, request_blocks)
+    buffer = BlockBuffer(settings.geometry, len(_REQUESTS) * request_blocks, lambda grant: None)
+    for request in _REQUESTS:
+        buffer.request(request, request_blocks)
     transport = NixlTransport("data-plane-reader", tls=settings.tls)
     transport.register(buffer.region(), buffer.memory)
     trace = TraceRecorder(None, "data-plane")
     reader = ReadQueue(
-        stored.storage, buffer, Counters(), trace, answers.put, settings.parallel_reads
+        *(stored.storage, buffer, Counters(), trace),
+        lambda done: answers[_REQUESTS.index(done.request_id)].put(done),
+        settings.parallel_reads,
     )
-    slots = buffer.slots_of(_REQUEST)
     runs = [
         stored.keys[start : start + request_blocks]
         for start in range(0, len(stored.keys), request_blocks)
     ]
 
     def read_all() -> None:
-        for keys in runs:
-            run = HitRun(Role.DECODE, BlockRun(0, len(keys)), slots[: len(keys)])
+        done: list[ReadDone] = []
+        for number, keys in enumerate(runs):
+            if number >= len(_REQUESTS):  # the slots are free again
+                done.append(answers[number % len(_REQUESTS)].get())
+            request = _REQUESTS[number % len(_REQUESTS)]
+            run = HitRun(Role.DECODE, BlockRun(0, len(keys)), buffer.slots_of(request)[: len(keys)])
             reads = run_reads(settings.geometry, run)
-            reader.add(ReadTask(_REQUEST, reads, keys, trace.now_ns(), _DEADLINE_S))
-        # A short run may overtake a long one.
-        done = [answers.get() for _ in runs]
+            reader.add(ReadTask(request, reads, keys, trace.now_ns(), _DEADLINE_S))
+        for number in range(len(done), len(runs)):
+            done.append(answers[number % len(_REQUESTS)].get())
         good_blocks, reasons = sum(d.good_blocks for d in done), [d.reason for d in done]
         if good_blocks != len(stored.keys):
             raise StorageError(

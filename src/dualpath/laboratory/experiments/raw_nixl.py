@@ -1,13 +1,13 @@
 """NIXL without dualpath: the yardsticks of ``experiments.data_plane``, and of benchmarks.
 
-``RawFileReader`` reads files through the POSIX plugin (libaio); ``RawAgent`` moves pieces between
+``RawFileReader`` reads files through the POSIX plugin; ``RawAgent`` moves pieces between
 two agents through UCX.  Both do as little in Python as NIXL's API allows.
 """
 
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -23,6 +23,9 @@ from dualpath.transport.ucx_config import engine_config_text
 #: Pause between two polls.  The POSIX plugin submits at most 64 requests per poll.
 _POLL_S = 0.0002
 _LOCAL_SIDE = "NIXL_INIT_AGENT"
+
+#: How the plugin asks the kernel: libaio or io_uring.
+PosixQueue = Literal["aio", "uring"]
 
 
 class FileRead(msgspec.Struct, frozen=True):
@@ -40,13 +43,18 @@ class RawFileReader:
     """
 
     def __init__(
-        self, memory: RegisteredMemory, *, name: str = "raw-file-reader", direct: bool = True
+        self,
+        memory: RegisteredMemory,
+        *,
+        name: str = "raw-file-reader",
+        queue: PosixQueue = "aio",
+        direct: bool = True,
     ) -> None:
         self._errors = nixl_errors(load_nixl())
         self._name = name
         self._flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
         self._nixl: Any = open_agent(self._name, progress_delay_us=None)
-        self._nixl.create_backend("POSIX", {"use_aio": "true"})
+        self._nixl.create_backend("POSIX", {f"use_{queue}": "true"})
         self._memory = self._nixl.register_memory(
             [(memory.address, memory.size_bytes, 0, "")], "DRAM"
         )
