@@ -21,6 +21,7 @@ from dualpath.engine.session_doubts import Doubts, SessionDoubts
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.slots import Grant
 from dualpath.engine.threads import Threads, TimeLimit
+from dualpath.engine.write_share import WriteShare
 from dualpath.plan.steps import run_reads
 from dualpath.storage.contract import BlockStorage
 
@@ -40,6 +41,7 @@ class AssignedRequests:
         storage: BlockStorage,
         threads: Threads,
         send: Callable[[EngineMessage], None],
+        share: WriteShare | None = None,
     ) -> None:
         self._geometry = rank.geometry
         self._trace = rank.trace
@@ -58,6 +60,7 @@ class AssignedRequests:
             rank.health,
             # A PE may yet compute again what a DE has read: the DE's slots are whole later.
             keeps=settings.role is Role.PREFILL,
+            share=share,
         )
         self._retention = Retention(self.buffer, self._reader.fetch)
         self._doubts = SessionDoubts(

@@ -13,6 +13,7 @@ from dualpath.engine.health import Health
 from dualpath.engine.pending_writes import PendingWrites
 from dualpath.engine.threads import TimeLimit
 from dualpath.engine.trace import TraceRecorder
+from dualpath.engine.write_share import WriteShare
 from dualpath.plan.order import Executed
 from dualpath.plan.steps import Step
 from dualpath.storage.contract import BlockStorage, DeclinedError
@@ -61,8 +62,10 @@ class Persister:
         blank: memoryview | None = None,
         parallel_writes: int = 1,
         health: Health | None = None,
+        share: WriteShare | None = None,
     ) -> None:
         self._storage = storage
+        self._share = share or WriteShare()
         self._blank = blank
         self._counters = counters
         self._trace = trace
@@ -100,6 +103,7 @@ class Persister:
 
     def close(self, limit: TimeLimit) -> None:
         """Write what is queued, then stop, within the limit; the rest is dropped.  Idempotent."""
+        self._share.close()
         with self._wake:
             self._closing = True
             self._wake.notify_all()
@@ -120,8 +124,10 @@ class Persister:
                 if not self._tasks:
                     return
                 task = self._tasks.popleft()
-                self._begin()
+                self._busy += 1
+                self._moves()
             try:
+                self._share.wait_to_write(task.step.bytes, self._moves)
                 self._write(task)
                 task.then()
             except Exception:  # a defect in what follows must not end a writer
@@ -133,8 +139,8 @@ class Persister:
                     self._sign.idle()
                     self._wake.notify_all()
 
-    def _begin(self) -> None:
-        self._busy += 1
+    def _moves(self) -> None:
+        """Storage answers, or a write begins; a sign of it is needed where all writers write."""
         if self._busy == len(self._threads):
             self._sign.moved()
 

@@ -27,6 +27,7 @@ from dualpath.engine.kept_blocks import with_parents
 from dualpath.engine.slots import NOBODY
 from dualpath.engine.threads import TimeLimit
 from dualpath.engine.trace import STORAGE_TRACK, TraceRecorder
+from dualpath.engine.write_share import WriteShare
 from dualpath.plan.order import Executed
 from dualpath.plan.steps import Step, run_reads
 from dualpath.storage.contract import BlockStorage, ReadOutcome
@@ -110,6 +111,7 @@ class ReadQueue:
     """Reads ``parallel_reads`` blocks at a time into a buffer; answers tasks with ``ReadDone``.
 
     ``keeps``: nobody else writes to the slots of a task, so that the buffer may keep what was read.
+    ``share`` is told of open reads, for writes to make room.
     """
 
     def __init__(
@@ -123,7 +125,9 @@ class ReadQueue:
         health: Health | None = None,
         *,
         keeps: bool = False,
+        share: WriteShare | None = None,
     ) -> None:
+        self._share = share or WriteShare()
         self._storage = storage
         self._buffer = buffer
         self._keeps = keeps
@@ -159,6 +163,7 @@ class ReadQueue:
             return
         with self._wake:
             self._open[task] = None
+            self._share.reading(True)
             self._to_start.append(task)
             self._wake.notify_all()
 
@@ -201,6 +206,7 @@ class ReadQueue:
     def _close_task(self, task: ReadTask) -> None:
         task.over = True
         self._open.pop(task, None)
+        self._share.reading(bool(self._open))
 
     def _set_aside(self, task: ReadTask) -> bool:
         slots = [task.slots[position] for position in sorted(task.in_flight)]
@@ -304,6 +310,7 @@ class ReadQueue:
             log.exception("request %s: reading block %d failed", task.request_id, position)
             outcome = ReadOutcome(bytes_read=0, reason="read error")
         self._counters.moved(step, outcome.bytes_read)
+        self._share.read(outcome.bytes_read)
         done = Executed(step, start_ns, self._trace.now_ns())
         self._trace.moved([(task.request_id, done)], track, request=task.request_id, block=position)
         return outcome

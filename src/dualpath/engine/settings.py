@@ -146,6 +146,15 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
     parallel_writes: Annotated[
         int, Setting("requests whose blocks are written to storage at a time", ge=1)
     ] = 4
+    storage_write_share: Annotated[
+        float,
+        Setting(
+            "part of the bytes to and from storage that writes may be while a request waits for a "
+            "read of this engine; 1: no bound",
+            gt=0,
+            le=1,
+        ),
+    ] = 1.0
     storage_write_bytes_per_s: Annotated[
         float,
         Setting("cap on what this engine writes to storage, for an SSD's sake; 0: none", ge=0),

@@ -34,6 +34,7 @@ from dualpath.engine.session_doubts import Doubts
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.threads import OS_THREADS, Threads, TimeLimit
+from dualpath.engine.write_share import WriteShare
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.host_process import is_gone
 from dualpath.storage.remembering import RememberingStorage
@@ -77,7 +78,8 @@ class TrafficManager:
         self._storage = storage = RememberingStorage(storage, threads.now_ns)
         self._transport = transport
         self._hbm = hbm
-        self._requests = requests = AssignedRequests(settings, rank, storage, threads, send)
+        share = WriteShare(settings.storage_write_share, threads)
+        self._requests = requests = AssignedRequests(settings, rank, storage, threads, send, share)
         self._buffer = requests.buffer
         staging = settings.staging_blocks
         self._staging = BlockBuffer(
@@ -86,7 +88,7 @@ class TrafficManager:
         self._passes = PrefillPasses(rank, requests.active, holder, requests.release)
         blank = None if settings.mode.moves_bytes else memoryview(bytes(geometry.full_block_bytes))
         self._persister = Persister(
-            storage, counters, trace, blank, settings.parallel_writes, rank.health
+            storage, counters, trace, blank, settings.parallel_writes, rank.health, share
         )
         self._generated = GeneratedBlocks(
             rank, self._staging, self._persister, self._buffer.keep_copy

@@ -1,0 +1,163 @@
+"""Writes to storage make room for reads that requests wait for."""
+
+import queue
+import threading
+from collections.abc import Callable
+
+import pytest
+from tests.engine_harness import GEOMETRY, full_block, memory_storage, prompt_keys
+from tests.guard import GUARD_S
+
+from dualpath.core.blocks import BlockKey
+from dualpath.core.cluster import Role
+from dualpath.core.request_messages import ReadDone
+from dualpath.core.runs import BlockRun, HitRun
+from dualpath.engine.buffer import BlockBuffer
+from dualpath.engine.counters import Counter, Counters
+from dualpath.engine.persister import Persister, WriteTask
+from dualpath.engine.read_queue import ReadQueue, ReadTask
+from dualpath.engine.threads import OS_THREADS, OsThreads, TimeLimit
+from dualpath.engine.trace import TraceRecorder
+from dualpath.engine.write_share import WriteShare
+from dualpath.plan.movements import PERSIST_PROMPT
+from dualpath.plan.steps import run_reads, step_of
+
+
+class _Told(threading.Condition):
+    """Calls when somebody waits; what that returns, if anything, is how the wait ends."""
+
+    def __init__(self, waits: Callable[[], bool | None]) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def wait(self, timeout: float | None = None) -> bool:
+        ended = self._waits()
+        return super().wait() if ended is None else ended
+
+
+class WhileWaiting(OsThreads):
+    """Threads whose waits let the next thing of a list happen; with none left time is up."""
+
+    def __init__(self) -> None:
+        self.happens: list[Callable[[], None]] = []
+
+    def condition(self) -> threading.Condition:
+        return _Told(self._next)
+
+    def _next(self) -> bool:
+        if self.happens:
+            self.happens.pop(0)()
+            return True
+        return False
+
+
+class Seen(OsThreads):
+    """Threads that show when one waits, without a limit of time."""
+
+    def __init__(self) -> None:
+        self.waits = threading.Event()
+
+    def condition(self) -> threading.Condition:
+        return _Told(self.waits.set)
+
+
+@pytest.fixture
+def threads() -> WhileWaiting:
+    return WhileWaiting()
+
+
+def quarter(threads: WhileWaiting) -> WriteShare:
+    return WriteShare(0.25, threads)
+
+
+def test_three_bytes_are_read_for_one_that_is_written(threads: WhileWaiting) -> None:
+    share = quarter(threads)
+    share.reading(True)
+    share.wait_to_write(100)  # the first has nothing to make up for
+    threads.happens = [lambda: share.read(100), lambda: share.read(200), lambda: share.read(1)]
+    share.wait_to_write(100)
+    assert len(threads.happens) == 1
+
+
+def test_what_is_read_before_saves_nothing_up(threads: WhileWaiting) -> None:
+    share = quarter(threads)
+    share.reading(True)
+    share.read(1_000_000)
+    share.wait_to_write(100)
+    threads.happens = [lambda: share.read(300)]
+    share.wait_to_write(100)
+    assert not threads.happens
+
+
+def test_writes_pass_as_soon_as_nothing_is_read(threads: WhileWaiting) -> None:
+    share = quarter(threads)
+    threads.happens = [lambda: share.reading(False), lambda: share.read(1)]
+    share.wait_to_write(100)
+    share.reading(True)
+    share.wait_to_write(100)  # what was written before is not made up for
+    assert len(threads.happens) == 2
+    share.wait_to_write(100)
+    assert len(threads.happens) == 1
+
+
+def test_reads_that_stand_still_hold_nothing_up(threads: WhileWaiting) -> None:
+    share = quarter(threads)
+    share.reading(True)
+    share.wait_to_write(100)
+    moved: list[None] = []
+    threads.happens = [lambda: share.read(1)]
+    share.wait_to_write(100, lambda: moved.append(None))
+    assert moved == [None]  # and then the time was up
+
+
+def test_an_engine_that_closes_writes_what_it_has(threads: WhileWaiting) -> None:
+    share = quarter(threads)
+    share.reading(True)
+    share.wait_to_write(100)
+    threads.happens = [share.close, lambda: share.read(1)]
+    share.wait_to_write(100)
+    assert len(threads.happens) == 1
+
+
+def test_a_whole_share_is_no_bound(threads: WhileWaiting) -> None:
+    share = WriteShare(1.0, threads)
+    share.reading(True)
+    threads.happens = [lambda: share.read(1)]
+    for _ in range(3):
+        share.wait_to_write(100)
+    assert len(threads.happens) == 1
+
+
+def test_an_engine_writes_its_next_request_when_enough_is_read() -> None:
+    share, counters, storage = WriteShare(0.5, seen := Seen()), Counters(), memory_storage()
+    stored, new = (keys := prompt_keys(5 * GEOMETRY.block_tokens))[:3], keys[3:]
+    storage.write(stored, [memoryview(full_block(key)) for key in stored])
+    trace, over = TraceRecorder(None, "test"), queue.Queue[float]()
+    persister = Persister(storage, counters, trace, share=share)
+
+    def write(key: BlockKey) -> None:
+        step = step_of(PERSIST_PROMPT, GEOMETRY, BlockRun(0, 1), slots=(0,))
+        content = [memoryview(full_block(key))]
+        read = Counter.STORAGE_READ_BYTES.value
+        tell = lambda: over.put(counters.snapshot()[read])  # noqa: E731
+        persister.add(WriteTask("writes", step, [key], content, tell))
+
+    def while_it_is_read(key: BlockKey) -> None:
+        if key == stored[0]:
+            for one in new:
+                write(one)
+            assert over.get(timeout=GUARD_S) == 0
+            assert seen.waits.wait(GUARD_S)  # the other request's block, for reads
+        if key == stored[-1]:
+            assert over.get(timeout=GUARD_S) >= GEOMETRY.full_block_bytes
+
+    storage.before_read = while_it_is_read
+    buffer = BlockBuffer(GEOMETRY, len(stored), lambda grant: None)
+    buffer.request("reads", len(stored))
+    answers: queue.Queue[ReadDone] = queue.Queue()
+    reader = ReadQueue(storage, buffer, counters, trace, answers.put, 1, share=share)
+    run = HitRun(Role.DECODE, BlockRun(0, len(stored)), buffer.slots_of("reads"))
+    reader.add(ReadTask("reads", run_reads(GEOMETRY, run), stored, 0, GUARD_S))
+    assert answers.get(timeout=GUARD_S).good_blocks == len(stored)
+    for part in (persister, reader):
+        part.close(TimeLimit(OS_THREADS, GUARD_S))
