@@ -89,6 +89,8 @@ def test_the_wheel_holds_the_package_and_says_whose_it_is(installed: Installed) 
     assert "arxiv.org/abs/2602.21548" in described["Project-URL"]
     assert all(described[key] for key in ("Author", "Keywords", "License-Expression"))
     assert described["Description-Content-Type"] == "text/markdown"
+    assert "# dualpath" in described.get_payload()
+    assert "](docs/" not in described.get_payload()
 
 
 def test_it_brings_nothing_that_is_large(installed: Installed) -> None:
