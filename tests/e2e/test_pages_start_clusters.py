@@ -3,7 +3,6 @@
 import functools
 import http.client
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,61 +10,39 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.docs_blocks import ROOT, Block, blocks, commands
+from tests.docs_blocks import Block
 from tests.e2e.plain_engine import complete, tiny_model, until
+from tests.e2e.typed_pages import TypedPages
 
 from dualpath.ops.launch.commands import ENGINE_ENTRY, ENGINE_ENVIRONMENT, ROUTER_ENTRY
 from dualpath.ops.launch.fork_server import ForkedProcess
-from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import Supervisor
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(580)]
 
 START_S = 400.0
 PROMPT = [10 + index % 300 for index in range(300)]
-#: Ports that pages speak of; others may have them here.
-PORTS = ("5700", "8000", "8001", "8002")
 ENGINE_MODULE = ENGINE_ENTRY.partition(":")[0]
 
 
-class Page:
-    """The commands of a page, with this machine's own model, folder, addresses and ports."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self._blocks = list(blocks(ROOT / "docs" / "how-to" / name))
-        self.model = str(tiny_model())
-        self._here = {port: str(claim_port()) for port in PORTS}
-        self._here |= {"/mnt/kv": str(folder / "kv"), "MODEL": self.model}
-        self.endpoint = f"http://127.0.0.1:{self._here['8000']}"
-
-    def commands(self) -> list[list[str]]:
-        """Return what a reader with vLLM's CPU build types."""
-        typed = [words for block in self._blocks if self._is_for_cpus(block)
-                 for words in commands(block)]  # fmt: skip
-        return [[self._translated(word) for word in words] for words in typed]
-
-    def _is_for_cpus(self, block: Block) -> bool:
-        return block.language == "console" and "vllm serve" not in block.text
-
-    def _translated(self, word: str) -> str:
-        word = re.sub(r"\b10\.0\.0\.\d\b|0\.0\.0\.0", "127.0.0.1", word)
-        pattern = "|".join(rf"(?<![\w/]){re.escape(known)}\b" for known in self._here)
-        return re.sub(pattern, lambda found: self._here[found[0]], word)
+def is_for_cpus(block: Block) -> bool:
+    """Want what a reader with vLLM's CPU build types."""
+    return block.language == "console" and "vllm serve" not in block.text
 
 
-def started(page: Page, folder: Path, processes: Supervisor) -> list[str]:
+def started(name: str, pages: TypedPages, processes: Supervisor) -> list[str]:
     """Start what the page starts; return the names, router first."""
     exported: dict[str, str] = {}
-    for words in page.commands():
+    for words in pages.commands(name, is_for_cpus):
         match words:
             case ["export", *variables]:
                 exported |= dict(variable.split("=", 1) for variable in variables)
             case ["dualpath", "router", *_]:
-                start(processes, folder, "router", ROUTER_ENTRY, words[1:])
+                start(processes, pages.folder, "router", ROUTER_ENTRY, words[1:])
             case ["python", "-m", module, *arguments]:
                 assert module == ENGINE_MODULE
-                name = f"engine-{len(processes.processes)}"
-                start(processes, folder, name, ENGINE_ENTRY, arguments)
+                engine = f"engine-{len(processes.processes)}"
+                start(processes, pages.folder, engine, ENGINE_ENTRY, arguments)
     # What the fork server gives to those it starts is what the page tells a reader to set.
     assert exported == ENGINE_ENVIRONMENT
     return [process.name for process in processes.processes]
@@ -100,9 +77,9 @@ def stored(storage: Path) -> list[Path]:
 def test_a_cluster_that_a_page_starts_serves_and_loads_what_it_stored(
     name: str, tmp_path: Path
 ) -> None:
-    page = Page(name, tmp_path)
+    page = TypedPages(tmp_path, str(tiny_model()))
     with Supervisor() as processes:
-        assert started(page, tmp_path, processes) == ["router", "engine-1", "engine-2"]
+        assert started(name, page, processes) == ["router", "engine-1", "engine-2"]
         until(functools.partial(is_healthy, page.endpoint, processes), "the cluster", START_S)
         first = complete(page.endpoint, PROMPT, 20, model=page.model)
         assert len(first.token_ids) == 20
@@ -113,8 +90,8 @@ def test_a_cluster_that_a_page_starts_serves_and_loads_what_it_stored(
 
 
 def test_a_page_is_translated_and_not_rewritten(tmp_path: Path) -> None:
-    page = Page("separate-machines.md", tmp_path)
-    engines = [words for words in page.commands() if ENGINE_MODULE in words]
+    typed = TypedPages(tmp_path, str(tiny_model())).commands("separate-machines.md", is_for_cpus)
+    engines = [words for words in typed if ENGINE_MODULE in words]
     transfers = [json.loads(words[words.index("--kv-transfer-config") + 1]) for words in engines]
     roles = [transfer["kv_connector_extra_config"]["role"] for transfer in transfers]
     assert roles == ["prefill", "decode"]

@@ -11,15 +11,18 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dualpath.core.modes import Mode
 from dualpath.router.control.registry import Registry
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engine_calls import EngineCalls
+from dualpath.router.engines import EngineInfo
 from dualpath.router.front_end_service import FrontEndService
 from dualpath.router.links.engines_view import EnginesView
 from dualpath.router.links.remote import LinkConnection, RemoteScheduling
 from dualpath.router.links.settings import LinkSettings
 from dualpath.router.links.zmq_link import ZmqLinkConnection
 from dualpath.router.observe.metrics import RouterMetrics
+from dualpath.router.observe.status import ORACLE_NOTE
 from dualpath.router.requests.records import RequestRecord
 from dualpath.router.settings import RouterSettings
 from dualpath.transport.cluster_secret import load_secret
@@ -87,15 +90,25 @@ class LinkedFrontEnd(FrontEndService):
             "scheduler": self.scheduler_address,
             "scheduler_missing": self.registry.away or None,
             "mode": engines.mode.value if engines.mode else None,
+            "mode_note": ORACLE_NOTE if engines.mode is Mode.ORACLE else None,
             "model": next(filter(None, names), None) or (namespace.model if namespace else None),
+            "vocab_size": engines.limit("vocab_size"),
             "max_model_len": engines.limit("max_model_len"),
-            "engines": [
-                {"engine_id": engine.engine_id, "role": engine.role.value}
-                for engine in engines.alive()
-            ],
+            "block_tokens": namespace.geometry.block_tokens if namespace else None,
+            "engines": [_engine(engine) for engine in engines.alive()],
             "waiting": waiting,
             "running": running,
         }
+
+
+def _engine(engine: EngineInfo) -> dict[str, Any]:
+    """Return an engine as the scheduler's status has it, as far as front ends know it."""
+    return {
+        "engine_id": engine.engine_id,
+        "role": engine.role.value,
+        "alive": True,
+        "api_url": engine.api_url,
+    }
 
 
 def _over_zmq(settings: RouterSettings, link: LinkSettings) -> ZmqLinkConnection:

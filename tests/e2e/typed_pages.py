@@ -1,0 +1,78 @@
+"""Pages that start a cluster, typed as they stand, with this machine's own folders and ports."""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.docs_blocks import ROOT, Block, blocks, commands
+
+from dualpath.ops.launch.ports import claim_port
+from dualpath.ops.launch.process import SpawnedProcess
+
+#: Ports that pages speak of; others may have them here.
+PORTS = ("5700", "5701", "8000", "8001", "8002")
+
+
+class TypedPages:
+    """What a reader of some pages types in ``folder``; ``model`` is where they say MODEL."""
+
+    def __init__(self, folder: Path, model: str = "MODEL") -> None:
+        self.folder = folder
+        self.model = model
+        self._here = {port: str(claim_port()) for port in PORTS}
+        self.endpoint = f"http://127.0.0.1:{self._here['8000']}"
+        control = self._here["5700"]
+        #: What commands leave at its default is said by variables: they stay as they are.
+        self._variables = {
+            "serve": {"DUALPATH_CLUSTER_PORT": self._here["8000"]},
+            "scheduler": {
+                "DUALPATH_SCHEDULER_PORT": self._here["8001"],
+                "DUALPATH_ROUTER_CONTROL_PORT": control,
+            },
+            "emulate": {
+                "DUALPATH_ROUTER_CONTROL_PORT": control,
+                "DUALPATH_ENGINE_ROUTER": f"tcp://127.0.0.1:{control}",
+            },
+            "router": {"DUALPATH_ROUTER_CONTROL_PORT": control},
+        }
+        self._here |= {"/mnt/kv": str(folder / "kv"), "MODEL": model}
+
+    def commands(self, page: str, wanted: Callable[[Block], bool]) -> Iterator[list[str]]:
+        """Yield the words of the commands in the blocks of a how-to page that are ``wanted``."""
+        found = [b for b in blocks(ROOT / "docs" / "how-to" / page) if wanted(b)]
+        assert found, f"{page} shows none of these commands"
+        for block in found:
+            for words in commands(block):
+                yield [self._translated(word) for word in words]
+
+    def spawn(self, name: str, words: list[str]) -> SpawnedProcess:
+        """Start a `dualpath` command as its reader would; its log is in the folder."""
+        assert words[0] == "dualpath"
+        variables = {**self._variables.get(words[1], {}), "PYTHONPATH": os.pathsep.join(sys.path)}
+        return SpawnedProcess(
+            name,
+            [sys.executable, "-m", "dualpath.cli.main", *words[1:]],
+            self.folder / f"{name}.log",
+            {**os.environ, **variables},
+            folder=self.folder,
+        )
+
+    def port(self, named: str) -> str:
+        """Return which port here is the one that pages call ``named``."""
+        return self._here[named]
+
+    def _translated(self, word: str) -> str:
+        word = re.sub(r"\b10\.0\.0\.\d\b|0\.0\.0\.0", "127.0.0.1", word)
+        pattern = "|".join(rf"(?<![\w/]){re.escape(known)}\b" for known in self._here)
+        return re.sub(pattern, lambda found: self._here[found[0]], word)
+
+
+def types(*beginning: str) -> Callable[[Block], bool]:
+    """Want the blocks whose first command begins so."""
+
+    def wanted(block: Block) -> bool:
+        return block.language == "console" and commands(block)[0][: len(beginning)] == [*beginning]
+
+    return wanted
