@@ -1,5 +1,6 @@
 """The demo: agents met in the middle, the storage rate, the time left."""
 
+import argparse
 import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,13 +12,14 @@ from aiohttp import web
 from tests.unit.test_workload_report import result
 from tests.unit.workload_server import BLOCK_TOKENS, FakeServer, served
 
+from dualpath.cli import router
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.errors import ConfigError, DeadlineError
 from dualpath.core.modes import Mode
 from dualpath.core.request import Round, Trajectory
 from dualpath.laboratory.demo.rate import LOAD_SHARE, choose_rate
 from dualpath.laboratory.demo.run import DemoRun
-from dualpath.laboratory.demo.settings import DemoSettings
+from dualpath.laboratory.demo.settings import DemoSettings, cluster_settings
 from dualpath.laboratory.demo.time_left import TimeLeft
 from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary
 from dualpath.laboratory.workload.conversation.midway import Midway, met_midway
@@ -27,6 +29,7 @@ from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.replay.client import replay
 from dualpath.laboratory.workload.replay.options import ReplayOptions
 from dualpath.laboratory.workload.replay.result import ReplayResult
+from dualpath.ops.launch.commands import router_command
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.factory import open_storage
@@ -249,6 +252,18 @@ def test_every_mode_starts_from_the_same_histories_at_the_rate_that_oracle_gave(
         assert played.summary.hit_tokens == played.summary.ideal_hit_tokens
         assert played.summary.hit_rate is not None
         assert played.summary.hit_rate >= 0.9
+
+
+def test_no_read_is_given_up_however_slow_storage_is(tmp_path):
+    settings = cluster_settings(
+        Mode.BASIC, DemoSettings(), tmp_path, str(tmp_path), tmp_path / "out", 1e6
+    )
+    _, *words = router_command(settings, 8000, 5700)
+    given = argparse.ArgumentParser(prog="dualpath")
+    router.add_parser(given.add_subparsers())
+    command, _ = router._settings(given.parse_args(["router", *words]))
+    # All agents' hits at once, at the rate that a machine gives whose Oracle takes three minutes.
+    assert command.read_deadline_s >= LOAD_SHARE * 180
 
 
 def test_histories_that_are_not_stored_end_the_run(tmp_path, monkeypatch):

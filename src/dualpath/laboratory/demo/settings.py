@@ -17,6 +17,8 @@ SERVED_NAME = "SmolLM2-135M-Instruct"
 #: seconds for a few hundred tokens, and cutting prompts finer only loads their KV more often.
 COMPUTE_QUOTA_S = 4.0
 
+ROUTER_SETTINGS = Path(__file__).with_name("router.toml")
+
 
 class DemoSettings(NodesSettings, frozen=True, kw_only=True):
     """The cluster of the demo and what its agents do."""
@@ -27,7 +29,7 @@ class DemoSettings(NodesSettings, frozen=True, kw_only=True):
         Mode.ORACLE,
     )
     agents: Annotated[int, Setting("sessions replayed at once", ge=1)] = 6
-    max_turns: Annotated[int, Setting("turns of every session", ge=1)] = 4
+    max_turns: Annotated[int, Setting("turns of every session", ge=1)] = 3
     history_tokens: Annotated[
         int, Setting("what every agent has stored before its first turn", ge=64)
     ] = 2560
@@ -89,6 +91,7 @@ def cluster_settings(
         dram_tier=False,
         snic_bytes_per_s=snic_bytes_per_s,
         served_model_names=(SERVED_NAME,),
+        config_file=str(ROUTER_SETTINGS),
         trace_dir=str(out / "traces" / (name or mode.value)),
         log_dir=str(logs),
     )
