@@ -17,6 +17,7 @@ from dualpath.cli.settings import (
 )
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Settings, declared
+from dualpath.laboratory.experiments.role_settings import RoleShiftSettings
 from dualpath.laboratory.experiments.settings import (
     BENCH_LAB,
     EmulatedNodes,
@@ -27,6 +28,7 @@ from dualpath.laboratory.experiments.settings import (
 )
 from dualpath.laboratory.experiments.tier_settings import TierSettings
 from dualpath.laboratory.lab.settings import LabSettings
+from dualpath.policy.rebalance import RebalanceSettings
 
 if TYPE_CHECKING:
     from dualpath.laboratory.experiments.report import ExperimentReport
@@ -52,6 +54,8 @@ _SEALED = {"name": "sealed", "nodes": ("1P2D",), "mode": (Mode.DUALPATH,)}
 #: Settings of `isolation` and `data-plane` that experimenters change; the rest is what it is.
 _ISOLATION = ("nodes", "link_bytes_per_s", "message_bytes", "load", "rounds", "legs", "repeat")
 _DATA_PLANE = ("storage", "repeat")
+#: Of the policy: objectives that the router's does not have, and what is measured.
+_NOT_ASKED = ("ttft_slo_s", "tpot_slo_s", "switch_s")
 
 _DESCRIPTION = """Make a lab, run agents on it in every mode asked for, print job completion times
 and the use of links, remove the lab. Engines are emulated: real scheduler, storage, buffers and
@@ -121,7 +125,13 @@ def add_bench_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParse
         description="Job completion time and processor time with plain, authenticated and "
         "encrypted blocks.",
     )
-    for parser in (jct, online, simulator, dram, sealed, isolation, data_plane):
+    roles = experiments.add_parser(
+        "roles",
+        help="roles that follow a load from prompts to answers, measured and simulated",
+        description="Emulated engines that change their role by the simulator's policy, engines "
+        "that do not, and both simulated: JCT, and when roles change. It makes no lab.",
+    )
+    for parser in (jct, online, simulator, dram, sealed, roles, isolation, data_plane):
         _add_out(parser)
     add_settings(online, OnlineSettings)
     defaults: tuple[Mapping[str, Any], ...] = ({}, _ONLINE, _SIMULATOR, _SEALED)
@@ -130,6 +140,11 @@ def add_bench_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParse
         compared = ("storage_protection",) if parser is sealed else ()
         _add_common(parser, _BENCH_LAB, compared)
     _add_dram(dram)
+    add_settings(roles, RoleShiftSettings)
+    defaults_of_policy = _values(RoleShiftSettings().rebalancing)
+    add_settings(
+        *(roles, RebalanceSettings), title="policy", without=_NOT_ASKED, defaults=defaults_of_policy
+    )
     add_settings(isolation, IsolationSettings, only=_ISOLATION)
     add_settings(data_plane, DataPlaneSettings, only=_DATA_PLANE)
 
@@ -205,6 +220,7 @@ def _measured(args: argparse.Namespace) -> "ExperimentReport":
     from dualpath.laboratory.experiments.isolation_settings import IsolationSettings
     from dualpath.laboratory.experiments.jct import measure_jct
     from dualpath.laboratory.experiments.online import measure_online
+    from dualpath.laboratory.experiments.roles import measure_roles
     from dualpath.laboratory.experiments.sealed_blocks import measure_sealed_blocks
 
     command = command_line()
@@ -232,6 +248,11 @@ def _measured(args: argparse.Namespace) -> "ExperimentReport":
         case "online":
             jct = _jct_settings(args, _BENCH_LAB, _ONLINE)
             return measure_online(flag_settings(args, OnlineSettings, jct=jct), command, say)
+        case "roles":
+            defaults = _values(RoleShiftSettings().rebalancing)
+            policy = flag_settings(args, RebalanceSettings, defaults=defaults)
+            roles = flag_settings(args, RoleShiftSettings, rebalancing=policy)
+            return measure_roles(roles, command, say)
         case "isolation":
             return measure_isolation(flag_settings(args, IsolationSettings), say)
         case _:

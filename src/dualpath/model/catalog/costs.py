@@ -159,12 +159,17 @@ def _all_reduce_bytes(geometry: ModelGeometry, gpus: int) -> float:
     return ALL_REDUCES_PER_LAYER * geometry.layers * each
 
 
-def prompt_tokens_per_s(prefill: PrefillCosts, compute_quota_s: float) -> float:
-    """Return prompt tokens, hits included, that a PE gets done of typical requests.
+def prompt_tokens_per_s(
+    prefill: PrefillCosts,
+    compute_quota_s: float,
+    context: float = TYPICAL_CONTEXT_TOKENS,
+    append: float = TYPICAL_APPEND_TOKENS,
+) -> float:
+    """Return prompt tokens, hits included, that a PE gets done of requests that are all alike.
 
-    Batches are filled with ``TYPICAL_*`` requests up to the compute quota, one at least.
+    Batches are filled with requests of ``append`` tokens behind ``context`` cached ones up to the
+    compute quota, one at least.
     """
-    context, append = TYPICAL_CONTEXT_TOKENS, TYPICAL_APPEND_TOKENS
     seen = min(context, prefill.window_tokens or context)
     pairs_s = append * (seen * prefill.pair_s + context * prefill.index_pair_s)
     attention_s = append * prefill.attention_token_s + pairs_s
