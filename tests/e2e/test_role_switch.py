@@ -23,7 +23,7 @@ from tests.e2e.test_rolling_restart import (
 )
 
 from dualpath.cli.main import main
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import Role, UnitShape
 from dualpath.core.errors import DualPathError
 from dualpath.core.modes import Mode
 from dualpath.ops.launch.process import LocalProcess
@@ -37,16 +37,16 @@ class Supervised(Cluster):
 
     def __init__(self, folder: Path, processes: Processes) -> None:
         super().__init__(folder, processes)
-        self.roles = {name: Role(name.partition("-")[0]) for name in ENGINES}
+        self.shapes = {name: UnitShape(Role(name.partition("-")[0])) for name in ENGINES}
         self.said: list[str] = []
         self._restarts = Restarts(self._start_again, self.said.append)
         units = {name: name for name in ENGINES}
-        self._wishes = RoleWishes(self._ask, units, self.roles, self._change)
+        self._wishes = RoleWishes(self._ask, units, self.shapes, lambda role: 1, self._change)
 
     def start(self, name: str) -> LocalProcess:
-        if name not in self.roles:
+        if name not in self.shapes:
             return super().start(name)
-        role = self.roles[name].value
+        role = self.shapes[name].role.value
         return self._processes.start(name, role, self._control, *ENGINE, "--engine-id", name)
 
     def _start_again(self, name: str) -> None:
@@ -58,8 +58,8 @@ class Supervised(Cluster):
         except DualPathError:
             return None
 
-    def _change(self, name: str, role: Role) -> None:
-        self.roles[name] = role
+    def _change(self, name: str, shape: UnitShape) -> None:
+        self.shapes[name] = shape
         self._restarts.ask(name, time.monotonic())
         self._processes.process(name).terminate()
 

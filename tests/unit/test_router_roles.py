@@ -1,11 +1,13 @@
 """Engines that change their role: the router keeps the wish, who supervises them the switch."""
 
+import asyncio
 from typing import Any
 
 import pytest
 from tests.unit.router_cluster import Cluster, cluster
+from tests.unit.router_fakes import FakeEngine, expected, job
 
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import GroupRank, Role, UnitShape
 from dualpath.core.errors import BadRequestError
 from dualpath.ops.launch.role_wishes import INTERVAL_S, RoleWishes
 from dualpath.router.control.roles import TAKE_UP_S, Roles, Switch, SwitchState
@@ -67,7 +69,7 @@ async def test_the_last_engine_of_a_role_stays_and_one_changes_at_a_time() -> No
         with pytest.raises(BadRequestError, match="no prefill engine 'd0'"):
             story.roles.ask(Role.DECODE, "d0")
         story.roles.ask(Role.DECODE, None)
-        with pytest.raises(BadRequestError, match="one engine at a time"):
+        with pytest.raises(BadRequestError, match="one engine or group at a time"):
             story.roles.ask(Role.DECODE, "p0")
 
 
@@ -111,18 +113,27 @@ class Supervisor:
 
     def __init__(self) -> None:
         self.answer: dict[str, Any] | None = None
-        self.roles = {"pe-0": Role.PREFILL, "pe-1": Role.PREFILL}
-        self.begun: list[tuple[str, Role]] = []
+        self.shapes = {name: UnitShape(Role.PREFILL) for name in ("pe-0", "pe-1")}
+        self.begun: list[tuple[str, UnitShape]] = []
         units = {"pe-0": "pe-0", "pe-1-dp0": "pe-1", "pe-1-dp1": "pe-1"}
-        self.wishes = RoleWishes(lambda: self.answer, units, self.roles, self._change)
+        self.wishes = RoleWishes(
+            lambda: self.answer, units, self.shapes, lambda role: 1, self._change
+        )
 
-    def _change(self, unit: str, role: Role) -> None:
-        self.roles[unit] = role
-        self.begun.append((unit, role))
+    def _change(self, unit: str, shape: UnitShape) -> None:
+        self.shapes[unit] = shape
+        self.begun.append((unit, shape))
 
 
-def wish(*engines: str, state: str = "asked") -> dict[str, Any]:
-    return {"switch": {"engines": list(engines), "to_role": "decode", "state": state}}
+def wish(*engines: str, state: str = "asked", ranks: int | None = None) -> dict[str, Any]:
+    return {
+        "switch": {
+            "engines": list(engines),
+            "to_role": "decode",
+            "to_ranks": ranks,
+            "state": state,
+        }
+    }
 
 
 def test_a_wish_is_carried_out_once_however_often_it_is_heard() -> None:
@@ -133,7 +144,7 @@ def test_a_wish_is_carried_out_once_however_often_it_is_heard() -> None:
     assert made.begun == []
     for number in range(1, 4):
         made.wishes.turn(number * INTERVAL_S)
-    assert made.begun == [("pe-1", Role.DECODE)]
+    assert made.begun == [("pe-1", UnitShape(Role.DECODE))]
 
 
 @pytest.mark.parametrize(
@@ -149,3 +160,77 @@ def test_what_is_not_asked_of_these_engines_is_left_alone(answer: dict[str, Any]
     made.answer = answer
     made.wishes.turn(0.0)
     assert made.begun == []
+
+
+async def group(made: Cluster, name: str, start: int, size: int, role: Role) -> None:
+    """Start a group anew with so many ranks; they all join."""
+    engines = []
+    for rank in range(size):
+        rank_id = f"{name}-dp{rank}" if size > 1 else name
+        # A name that was here before is another process of the same engine.
+        engine = made.engines.get(rank_id) or FakeEngine(rank_id, role, made.stored)
+        engine.role = role
+        engine.dp = GroupRank(name, f"start {start}", rank, size) if size > 1 else None
+        made.engines[rank_id] = engine
+        engines.append(engine)
+    await asyncio.gather(*(engine.join(made.network) for engine in engines))
+
+
+@pytest.mark.parametrize(("size", "next_size"), [(2, 3), (3, 1), (1, 2), (3, 2)])
+async def test_a_group_comes_back_with_another_size_and_its_switch_is_over(
+    size: int, next_size: int
+) -> None:
+    async with cluster(prefill=1, decode=1) as made:
+        await group(made, "g", 1, size, Role.PREFILL)
+        story = Story(made)
+        switch = story.roles.ask(None, "g", ranks=next_size)
+        assert len(switch.engines) == size
+        assert switch.to_role is Role.PREFILL
+        for engine_id in switch.engines:
+            await ends(made, engine_id)
+        assert story.at(5.0) is switch
+        await group(made, "g", 2, next_size, Role.PREFILL)
+        assert story.at(9.0) is None
+        assert [(s.state, s.to_ranks) for s in story.ended] == [(SwitchState.JOINED, next_size)]
+        assert len(story.roles.nodes(Role.PREFILL)) == 2
+        tokens = range(100)
+        assert await made.run(job("a", tokens)) == expected(tokens, 6)
+
+
+async def test_a_group_changes_role_and_size_in_one_switch() -> None:
+    async with cluster(prefill=1, decode=1) as made:
+        await group(made, "g", 1, 2, Role.PREFILL)
+        story = Story(made)
+        switch = story.roles.ask(Role.DECODE, "g-dp1", ranks=3)
+        for engine_id in switch.engines:
+            await ends(made, engine_id)
+        await group(made, "g", 2, 3, Role.DECODE)
+        assert story.at(9.0) is None
+        assert story.ended[0].state is SwitchState.JOINED
+
+
+async def test_a_group_that_comes_back_as_it_was_is_told_so() -> None:
+    async with cluster(prefill=1, decode=1) as made:
+        await group(made, "g", 1, 2, Role.PREFILL)
+        story = Story(made)
+        with pytest.raises(BadRequestError, match="g has 2 ranks already"):
+            story.roles.ask(None, "g", ranks=2)
+        with pytest.raises(BadRequestError, match='give "role", "ranks" or both'):
+            story.roles.ask(None, "g")
+        with pytest.raises(BadRequestError, match="no engine or group 'h'"):
+            story.roles.ask(None, "h", ranks=2)
+        switch = story.roles.ask(None, "g", ranks=4)
+        for engine_id in switch.engines:
+            await ends(made, engine_id)
+        await group(made, "g", 2, 2, Role.PREFILL)
+        assert story.at(9.0) is None
+        assert story.ended[0].state is SwitchState.CANCELLED
+        assert "started as prefill with 2 ranks again" in story.ended[0].note
+
+
+def test_a_group_is_started_anew_for_another_size_alone_and_once() -> None:
+    made = Supervisor()
+    made.answer = {"switch": {**wish("pe-0")["switch"], "to_role": "prefill", "to_ranks": 3}}
+    for number in range(1, 4):
+        made.wishes.turn(number * INTERVAL_S)
+    assert made.begun == [("pe-0", UnitShape(Role.PREFILL, 3))]

@@ -62,12 +62,20 @@ def test_engines_change_their_role_and_nothing_fails() -> None:
     told = stories(ROLES)
     assert count(told, r"to prefill: joined after") > 3
     assert count(told, r"to decode: joined after") > 3
+    assert count(told, r"is to be \w+ with [23] ranks") > 5
     assert count(told, "trying again") == 0
 
 
 def test_roles_change_while_engines_and_routers_are_killed() -> None:
     told = stories(ROLES, "kill an engine", "kill the router", "stop an engine")
     assert count(told, r"to (prefill|decode): joined after") > 5
+
+
+def test_a_group_that_comes_back_with_another_size_is_killed_in_between() -> None:
+    told = stories(ROLES, "kill an engine", "kill a rank", "stop an engine")
+    assert count(told, r"is to be \w+ with [23] ranks") > 5
+    assert count(told, r"[pd]e-\d-dp\d#\d+ +is dead") > 5
+    assert count(told, r"joined after") > 5
 
 
 def test_a_seed_with_front_ends_or_roles_that_change_gives_the_same_run_again() -> None:
@@ -90,7 +98,7 @@ def test_planted_bugs_of_front_ends_are_found(name: str, fault: str) -> None:
         assert any(play(seed, kinds=of(fault)).problems for seed in FRONT_ENDS)
 
 
-@pytest.mark.parametrize("name", ["undrained", "last-of-role"])
+@pytest.mark.parametrize("name", ["undrained", "last-of-role", "size-kept"])
 def test_planted_bugs_of_roles_that_change_are_found(name: str) -> None:
     with planted(name):
         assert any(play(seed, kinds=of()).problems for seed in ROLES)

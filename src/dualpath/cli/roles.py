@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _POLL_S = 0.5
-_DESCRIPTION = """Print the roles of a cluster's engines, or change them. An engine drains, is
-started again in its other role by who supervises it, and joins; no request fails. One engine at a
-time changes, the last of a role never does. By schedule: have cron or a timer run it with --nodes.
-VLLM_API_KEY holds the API key, if there is one."""
+_DESCRIPTION = """Print the roles of a cluster's engines, or change them and the sizes of
+data-parallel groups. An engine or group drains, is started again by who supervises it, and joins;
+no request fails. One at a time changes, the last of a role never does. By schedule: have cron or a
+timer run it with --nodes. VLLM_API_KEY holds the API key, if there is one."""
 
 
 class RolesSettings(Settings, frozen=True, kw_only=True):
@@ -31,23 +31,34 @@ class RolesSettings(Settings, frozen=True, kw_only=True):
     set: Annotated[
         dict[str, Role], Setting("engines and their new roles", metavar="ENGINE=ROLE,…")
     ] = msgspec.field(default_factory=dict)
+    ranks: Annotated[
+        dict[str, int],
+        Setting(
+            "groups and the number of ranks they start anew with; with {set} of the same group in "
+            "one switch",
+            metavar="GROUP=N,…",
+        ),
+    ] = msgspec.field(default_factory=dict)
     nodes: Annotated[
         str, Setting("engines change their role until it is so; empty: none", metavar="xPyD")
     ] = ""
     wait_s: Annotated[float, Setting("for each change, then it is given up on", gt=0)] = 900.0
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for nodes that no cluster has."""
+        """Raise ``ConfigError`` for nodes that no cluster has, and for groups without a rank."""
         super().check()
         if self.nodes:
             parse_nodes(self.nodes)
+        for name, ranks in self.ranks.items():
+            if ranks < 1:
+                raise ConfigError(f"{{ranks}} has {name}={ranks}; a group has at least 1 rank")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the parser of `dualpath roles`."""
     parser = subparsers.add_parser(
         "roles",
-        help="which engines prefill and which decode, and change it while they serve",
+        help="which engines prefill and which decode, and change it or groups while they serve",
         description=_DESCRIPTION,
         allow_abbrev=False,
     )
@@ -66,8 +77,9 @@ def run(args: argparse.Namespace) -> int:
     require_json_writable(args)
     settings = flag_settings(args, RolesSettings)
     call = _caller(settings.endpoint)
-    for engine_id, role in settings.set.items():
-        _change(call, {"engine_id": engine_id, "role": role.value}, settings.wait_s)
+    for engine_id in dict.fromkeys((*settings.set, *settings.ranks)):
+        wish = {"role": settings.set.get(engine_id), "ranks": settings.ranks.get(engine_id)}
+        _change(call, {"engine_id": engine_id, **wish}, settings.wait_s)
     if settings.nodes:
         _divide(call, settings.nodes, settings.wait_s)
     report = call(None)
@@ -84,10 +96,9 @@ def lines(report: dict[str, Any]) -> list[str]:
     for switch in [*([report["switch"]] if report["switch"] else []), *reversed(report["past"])]:
         took = "" if switch["took_s"] is None else f" after {switch['took_s']:.1f} s"
         note = f": {switch['note']}" if switch["note"] else ""
-        names = ", ".join(switch["engines"])
-        shown.append(
-            f"{names} to {switch['to_role']} ({switch['reason']}): {switch['state']}{took}{note}"
-        )
+        names, size = ", ".join(switch["engines"]), switch["to_ranks"]
+        to = switch["to_role"] if size is None else f"{switch['to_role']} with {size} ranks"
+        shown.append(f"{names} to {to} ({switch['reason']}): {switch['state']}{took}{note}")
     return shown
 
 
@@ -106,7 +117,7 @@ def _divide(call: "Callable[[object], dict[str, Any]]", nodes: str, wait_s: floa
 
 
 def _change(
-    call: "Callable[[object], dict[str, Any]]", wish: dict[str, str], wait_s: float
+    call: "Callable[[object], dict[str, Any]]", wish: dict[str, object], wait_s: float
 ) -> None:
     asked = call(wish)
     deadline_s = time.monotonic() + wait_s

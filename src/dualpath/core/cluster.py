@@ -55,6 +55,16 @@ class GroupRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.group, self.epoch
 
 
+class UnitShape(msgspec.Struct, frozen=True):
+    """What starts and ends as one: an engine, or the ``ranks`` of a data-parallel group."""
+
+    role: Role
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        return self.role.value if self.ranks == 1 else f"{self.role.value} with {self.ranks} ranks"
+
+
 class ClusterShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The symbols of §4.2.
 

@@ -43,6 +43,11 @@ class EngineInfo(msgspec.Struct, frozen=True):
         """This process as one that may write into others' buffers."""
         return self.address.writer
 
+    @property
+    def unit(self) -> str:
+        """What starts and ends with it, whatever the number of ranks: a rank's name without it."""
+        return self.engine_id.removesuffix(f"-dp{self.dp.rank}") if self.dp else self.engine_id
+
 
 class KnownEngines(Protocol):
     """The engines of a cluster at the moment."""

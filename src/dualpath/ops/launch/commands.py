@@ -205,8 +205,12 @@ def engine_id(role: Role, index: int) -> str:
 
 def rank_id(role: Role, index: int, rank: int, size: int) -> str:
     """Return the name of a rank of a group: pe-0-dp1; the engine's own where it is alone."""
-    name = engine_id(role, index)
-    return f"{name}-dp{rank}" if size > 1 else name
+    return rank_name(engine_id(role, index), rank, size)
+
+
+def rank_name(unit: str, rank: int, size: int) -> str:
+    """Return the name of a rank of a unit of ``size``; the unit's own where it is alone."""
+    return f"{unit}-dp{rank}" if size > 1 else unit
 
 
 def _extra_config(

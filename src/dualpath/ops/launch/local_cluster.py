@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import Role, UnitShape
 from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.ops.launch.cluster_keys import ClusterKeys
-from dualpath.ops.launch.commands import VLLM, Commands, DpRank
+from dualpath.ops.launch.commands import VLLM, Commands, DpRank, engine_id
 from dualpath.ops.launch.devices import visible
 from dualpath.ops.launch.executor import Executor, Launch, Launches, Place
 from dualpath.ops.launch.executors import open_executor
@@ -39,6 +39,7 @@ from dualpath.ops.launch.units import (
     engine_unit,
     engine_units,
     router_units,
+    too_few_devices,
 )
 from dualpath.router.api_keys import client_headers
 from dualpath.router.control.roles_client import call_roles
@@ -69,9 +70,11 @@ class LocalCluster:
         #: Which engines end and start together, by the name of a process.
         self._units: dict[str, str] = {}
         #: What each unit of engines is, or becomes when it has drained.
-        self._roles: dict[str, Role] = {}
+        self._shapes: dict[str, UnitShape] = {}
         self._restarts = Restarts(lambda unit: self._starts[unit](), progress, self._units)
-        self._wishes = RoleWishes(self._ask_roles, self._units, self._roles, self.change_role)
+        self._wishes = RoleWishes(
+            self._ask_roles, self._units, self._shapes, settings.ranks, self.change
+        )
         self._own_logs: str | None = None
         self._keys = ClusterKeys(settings, one_machine=self._executor.one_machine)
         #: Where clients ask, and where the cluster's state is asked for: mostly the same.
@@ -153,11 +156,16 @@ class LocalCluster:
 
         They are one, or the ranks of a data-parallel group, which are started together only.
         """
-        unit = engine_unit(self.settings, role, index)
-        now_role = self._roles.setdefault(unit.name, role)
-        self._starts[unit.name] = functools.partial(self.start_engines, role, index)
-        self._units.update(dict.fromkeys(unit.processes, unit.name))
-        self._start(unit, functools.partial(self._engine_launches, unit, now_role))
+        name = engine_id(role, index)
+        shape = self._shapes.setdefault(name, UnitShape(role, self.settings.ranks(role)))
+        unit = engine_unit(self.settings, role, index, shape.ranks)
+        self._starts[name] = functools.partial(self.start_engines, role, index)
+        for process in self.processes:
+            if self._units.get(process.name) == name and process.name not in unit.processes:
+                self._supervisor.release(process)
+                del self._units[process.name]
+        self._units.update(dict.fromkeys(unit.processes, name))
+        self._start(unit, functools.partial(self._engine_launches, unit, shape.role))
 
     def _engine_launches(self, unit: Unit, role: Role, place: Place) -> list[Launch]:
         """Return the processes of a unit that is to have ``role`` now, for the place it has got."""
@@ -215,24 +223,14 @@ class LocalCluster:
         self._restarts.turn(self.processes, time.monotonic())
         self._wishes.turn(time.monotonic())
 
-    def change_role(self, unit: str, role: Role) -> None:
-        """Let a unit of engines drain; it is started again in ``role``, under its old name."""
-        here, there = self.settings.ranks(self._roles[unit]), self.settings.ranks(role)
-        if here != there:
-            self._progress(
-                f"{unit} keeps its role: its group has {here} ranks, one of the other role "
-                f"{there}; give --prefill-dp and --decode-dp one value"
-            )
+    def change(self, unit: str, shape: UnitShape) -> None:
+        """Let a unit of engines drain; it is started again as ``shape``, under its old name."""
+        why = None if self._executor.on_cpus else too_few_devices(self.settings, unit, shape)
+        if why is not None:
+            self._progress(f"{unit} stays {self._shapes[unit]}: {why}")
             return
-        has, needs = (self.settings.devices_per_rank(r) for r in (self._roles[unit], role))
-        if has != needs and not self._executor.on_cpus:
-            self._progress(
-                f"{unit} keeps its role: each of its ranks has {has} devices, one of the other "
-                f"role {needs}; give --prefill-tp and --decode-tp one value"
-            )
-            return
-        self._progress(f"{unit} drains and becomes {role.value}")
-        self._roles[unit] = role
+        self._progress(f"{unit} drains and becomes {shape}")
+        self._shapes[unit] = shape
         self._restarts.ask(unit, time.monotonic())
         for process in self.processes:
             if self._units.get(process.name) == unit and process.alive:

@@ -1,11 +1,12 @@
-"""Calls about roles: ``GET`` says how it stands, ``POST`` asks for an engine in another role."""
+"""Calls about roles: ``GET`` says how it stands, ``POST`` asks for another role or size."""
 
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
+from dualpath.router.control.groups import MOST_RANKS
 from dualpath.router.control.roles import Roles
 from dualpath.router.token_api.statuses import api_error, status_of
 from dualpath.router.token_api.wire import decode_body
@@ -23,10 +24,14 @@ class RoledService(Protocol):
 
 
 class RoleWish(msgspec.Struct):
-    """Body of the POST; without ``engine_id`` it is the engine that is empty soonest."""
+    """Body of the POST; without ``engine_id`` it is the engine that is empty soonest.
 
-    role: Role
+    Without ``role`` a group keeps its own, and has ``ranks`` afterwards.
+    """
+
+    role: Role | None = None
     engine_id: str | None = None
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)] | None = None
 
 
 def roles_call(service: RoledService, body: bytes | None) -> tuple[int, object]:
@@ -35,7 +40,7 @@ def roles_call(service: RoledService, body: bytes | None) -> tuple[int, object]:
         return 200, service.roles.report()
     try:
         wish = decode_body(body, RoleWish)
-        switch = service.roles.ask(wish.role, wish.engine_id)
+        switch = service.roles.ask(wish.role, wish.engine_id, ranks=wish.ranks)
     except BadRequestError as error:
         return status_of(error), {"error": api_error(error)}
     return 200, msgspec.to_builtins(switch)

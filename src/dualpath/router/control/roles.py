@@ -1,12 +1,14 @@
-"""Engines that change their role: what was asked for, how far it is, and what it took.
+"""Engines that change their role and groups that change their size: what became of the wish.
 
-A role decides an engine's worker, scheduler and KV layout, so that a switch is a new process: the
-engine drains, ends, and is started again in its other role under its old ``engine_id``.  The router
-starts no processes.  It keeps the *wish*; who supervises the engine reads it, and from then on owns
-the switch: a router that is lost meanwhile forgets the wish, not the switch.  A wish that nobody
-takes up, or that can no longer be carried out, ends by itself.  Stored KV does not notice.
+A role decides an engine's worker, scheduler and KV layout, the size of a data-parallel group where
+its experts lie, so that a switch is new processes: all of the *unit* drain, end, and are started
+again under their old name, of which a rank's is made.  vLLM changes neither in a running process.
+The router starts no processes.  It keeps the *wish*; who supervises the engine reads it, and from
+then on owns the switch: a router that is lost meanwhile forgets the wish, not the switch.  A wish
+that nobody takes up, or that can no longer be carried out, ends by itself.  Stored KV does not
+notice.
 
-One switch at a time; the ranks of a data-parallel group switch together.
+One switch at a time; the ranks of a group switch together, and are back when all of one start are.
 """
 
 import logging
@@ -17,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import Role, UnitShape
 from dualpath.core.errors import BadRequestError
 from dualpath.policy.role_loads import soonest_empty
 from dualpath.policy.role_policy import switch_cost_s
@@ -52,6 +54,7 @@ ASKED = "asked"
 class Switch(msgspec.Struct):
     """One switch; ``reason`` is ``ASKED`` or that of ``policy.rebalance.Move``.
 
+    ``engines`` are those that leave; ``to_ranks`` come back, None if who starts them chooses.
     Seconds count from the asking: until the last old process was gone, and until the end.
     ``note`` says of a switch that failed why, and what to do.
     """
@@ -60,6 +63,7 @@ class Switch(msgspec.Struct):
     from_role: Role
     to_role: Role
     reason: str
+    to_ranks: int | None = None
     state: SwitchState = SwitchState.ASKED
     drained_after_s: float | None = None
     took_s: float | None = None
@@ -85,6 +89,7 @@ class Roles:
         self._timeout_s = timeout_s
         self._ended = ended
         self._asked_s = 0.0
+        self._unit = ""
         self._epochs: dict[str, str] = {}
         self.under_way: Switch | None = None
         #: The reason of the policy's last decision; None without a policy.
@@ -110,56 +115,72 @@ class Roles:
                 found.setdefault(ranks[0].info.engine_id, ranks)
         return list(found.values())
 
-    def ask(self, role: Role, engine_id: str | None, reason: str = ASKED) -> Switch:
-        """Ask for an engine in another role; without a name for the one that is empty soonest.
+    def ask(
+        self,
+        role: Role | None,
+        engine_id: str | None,
+        reason: str = ASKED,
+        ranks: int | None = None,
+    ) -> Switch:
+        """Ask for an engine or group in another role (None: its own), with so many ranks.
 
-        Raises ``BadRequestError`` if that cannot be.
+        Without ``ranks`` who starts it chooses.  ``engine_id`` names an engine, a rank or a group;
+        without, it is the one that is empty soonest.  Raises ``BadRequestError`` if that cannot be.
         """
         self.look()
         if self.under_way is not None:
             raise BadRequestError(
-                f"{', '.join(self.under_way.engines)} changes its role to "
-                f"{self.under_way.to_role.value} at present, one engine at a time does; ask again "
-                "when GET /dualpath/v1/roles shows no switch"
+                f"{', '.join(self.under_way.engines)} changes to "
+                f"{self.under_way.to_role.value} at present, one engine or group at a time does; "
+                "ask again when GET /dualpath/v1/roles shows no switch"
             )
-        giver = Role.DECODE if role is Role.PREFILL else Role.PREFILL
-        nodes = self.nodes(giver)
-        chosen = self._chosen(nodes, giver, engine_id)
-        if len(nodes) < 2:
+        chosen = self._chosen(role, engine_id, ranks)
+        first = chosen[0].info
+        if len(self.nodes(first.role)) < 2:
             raise BadRequestError(
-                f"there is one {giver.value} engine or group, at least 1 has to stay; start "
-                "another before this one changes its role"
+                f"there is one {first.role.value} engine or group, at least 1 has to stay; start "
+                "another before this one changes"
             )
-        self._asked_s = self._clock()
+        self._asked_s, self._unit = self._clock(), first.unit
         self._epochs = {rank.info.engine_id: rank.info.epoch for rank in chosen}
-        self.under_way = Switch(tuple(self._epochs), giver, role, reason)
-        logger.warning("%s shall become %s: %s", ", ".join(self._epochs), role.value, reason)
+        to_role = role or first.role
+        self.under_way = Switch(tuple(self._epochs), first.role, to_role, reason, ranks)
+        logger.warning("%s shall become %s: %s", ", ".join(self._epochs), to_role.value, reason)
         return self.under_way
 
     def _chosen(
-        self, nodes: Sequence[tuple[EngineState, ...]], giver: Role, engine_id: str | None
+        self, role: Role | None, engine_id: str | None, ranks: int | None
     ) -> tuple[EngineState, ...]:
+        if role is None:
+            return self._resized(engine_id or "", ranks)
+        giver = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+        nodes = self.nodes(giver)
         if engine_id is None and nodes:
             return nodes[soonest_empty({i: _unfinished(n) for i, n in enumerate(nodes)})]
-        for node in nodes:
-            if any(rank.info.engine_id == engine_id for rank in node):
-                return node
-        raise BadRequestError(
-            f"no {giver.value} engine {(engine_id or '')[:80]!r} serves here; GET "
-            "/dualpath/v1/status names those that do"
-        )
+        return _named(nodes, engine_id or "", f"{giver.value} engine")
+
+    def _resized(self, name: str, ranks: int | None) -> tuple[EngineState, ...]:
+        if ranks is None:
+            raise BadRequestError(
+                'neither a role nor a number of ranks is asked for; give "role", "ranks" or both'
+            )
+        nodes = [node for role in Role for node in self.nodes(role)]
+        chosen = _named(nodes, name, "engine or group")
+        if len(chosen) == ranks:
+            raise BadRequestError(f"{name} has {ranks} ranks already; ask for another number")
+        return chosen
 
     def look(self) -> None:
         """See how far the switch is."""
         if (switch := self.under_way) is None:
             return
-        states = [s for e in switch.engines if (s := self._registry.get(e)) is not None]
-        old = [s for s in states if s.alive and s.info.epoch == self._epochs[s.info.engine_id]]
-        new = [s.info for s in states if s.alive and s not in old]
+        alive = [s for s in self._registry.all() if s.alive and self._is_of_it(s.info)]
+        old = [s for s in alive if self._epochs.get(s.info.engine_id) == s.info.epoch]
+        new = [s.info for s in alive if s not in old]
         after_s = self._clock() - self._asked_s
         if not old and switch.drained_after_s is None:
             switch.state, switch.drained_after_s = SwitchState.STARTING, after_s
-        if len(new) == len(switch.engines):
+        if new and self._all_back(new):
             self._back(switch, new, after_s)
         elif switch.state is SwitchState.ASKED:
             self._not_begun(switch, old, after_s)
@@ -167,6 +188,15 @@ class Roles:
             note = f"it is not back after {after_s:.0f} s, role_switch_timeout_s is "
             note += f"{self._timeout_s:g}; see its log, or allow more with --role-switch-timeout-s"
             self._end(switch, SwitchState.LOST, after_s, note)
+
+    def _is_of_it(self, info: EngineInfo) -> bool:
+        """Whether an engine is of the unit that switches, of those that leave or of the next."""
+        return info.unit == self._unit or info.engine_id in self._epochs
+
+    def _all_back(self, new: Sequence[EngineInfo]) -> bool:
+        """Whether these are all ranks of their start, which may be more or fewer than have left."""
+        dp = new[0].dp
+        return len(new) == (dp.size if dp is not None else 1)
 
     def _not_begun(self, switch: Switch, old: Sequence[EngineState], after_s: float) -> None:
         if any(Pause.DRAINING in state.pauses for state in old):
@@ -181,10 +211,11 @@ class Roles:
             self._end(switch, SwitchState.CANCELLED, after_s, note)
 
     def _back(self, switch: Switch, new: Sequence[EngineInfo], after_s: float) -> None:
-        if all(info.role is switch.to_role for info in new):
+        shape = UnitShape(new[0].role, len(new))
+        if shape == UnitShape(switch.to_role, switch.to_ranks or len(new)):
             self._end(switch, SwitchState.JOINED, after_s, "")
         else:
-            note = f"it was started as {new[0].role.value} again; ask once more"
+            note = f"it was started as {shape} again; ask once more"
             self._end(switch, SwitchState.CANCELLED, after_s, note)
 
     def _end(self, switch: Switch, state: SwitchState, after_s: float, note: str) -> None:
@@ -208,6 +239,18 @@ class Roles:
             "policy": self.policy_says,
             "past": [msgspec.to_builtins(switch) for switch in self.past],
         }
+
+
+def _named(
+    nodes: Sequence[tuple[EngineState, ...]], name: str, what: str
+) -> tuple[EngineState, ...]:
+    """Return the node that is called so, or one of whose ranks is."""
+    for node in nodes:
+        if any(name in (rank.info.engine_id, rank.info.unit) for rank in node):
+            return node
+    raise BadRequestError(
+        f"no {what} {name[:80]!r} serves here; GET /dualpath/v1/status names those that do"
+    )
 
 
 def _unfinished(node: Sequence[EngineState]) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from dualpath.core.cluster import GroupRank, Role
+from dualpath.core.cluster import GroupRank, Role, UnitShape
 from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
 from dualpath.laboratory.chaos.simulation.cluster_settings import (
     PROTECT_S,
@@ -20,6 +20,7 @@ from dualpath.laboratory.chaos.simulation.front_ends import FrontEnds
 from dualpath.laboratory.chaos.simulation.ranks import SimFollower
 from dualpath.laboratory.chaos.simulation.router import SimRouter
 from dualpath.laboratory.chaos.simulation.world import World
+from dualpath.ops.launch.commands import engine_id, rank_name
 from dualpath.policy.eviction import StorageLimits
 from dualpath.router.standby.turn import OnlyOne
 from dualpath.storage.status import STATUS, Status
@@ -35,19 +36,12 @@ _ENDS_WITHIN_S = 10.0
 
 
 class _Group(msgspec.Struct):
-    """Engines that end together and are started together."""
+    """Engines that end together and are started together; ``ranks`` are their names of now."""
 
     name: str
-    size: int
+    ranks: tuple[str, ...] = ()
     starts: int = 0
     restarting: bool = False
-
-    @property
-    def engine_ids(self) -> list[str]:
-        """Its ranks."""
-        if self.size == 1:
-            return [self.name]
-        return [f"{self.name}-dp{rank}" for rank in range(self.size)]
 
 
 class Cluster:
@@ -62,17 +56,14 @@ class Cluster:
         self._hosts: dict[str, str] = {}
         self._followers: list[SimFollower] = []
         self._groups: dict[str, _Group] = {}
-        self._roles: dict[str, Role] = {}
+        self._units: dict[str, str] = {}
+        self._shapes: dict[str, UnitShape] = {}
         self._routers = [self._start_router() for _ in range(1 + settings.standby)]
         self.front_ends = FrontEnds(self.shared, settings.router, settings.front_ends, self._host)
-        for role, short, count, size in (
-            (Role.PREFILL, "pe", settings.prefill, settings.prefill_ranks),
-            (Role.DECODE, "de", settings.decode, settings.decode_ranks),
-        ):
+        for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
             for index in range(count):
-                group = _Group(f"{short}-{index}", size)
-                self._roles[group.name] = role
-                self._groups.update(dict.fromkeys(group.engine_ids, group))
+                group = _Group(engine_id(role, index))
+                self._shapes[group.name] = UnitShape(role, settings.usual_ranks(role))
                 self._start_group(group)
 
     @property
@@ -103,27 +94,27 @@ class Cluster:
         group = self._groups[engine_id]
         if group.restarting:
             return
-        group.restarting = group.size > 1
+        group.restarting = len(group.ranks) > 1
         self.world.after(
             self._siblings_end(engine_id) + after_s, functools.partial(self._start_group, group)
         )
 
     @property
     def units(self) -> Mapping[str, str]:
-        """What starts and ends as one, by engine."""
-        return {engine_id: group.name for engine_id, group in self._groups.items()}
+        """What starts and ends as one, by engine: of now, whenever it is looked at."""
+        return self._units
 
     @property
-    def roles(self) -> Mapping[str, Role]:
-        """The roles of units, as they are to be."""
-        return self._roles
+    def shapes(self) -> Mapping[str, UnitShape]:
+        """Roles and sizes of units, as they are to be."""
+        return self._shapes
 
-    def change_role(self, unit: str, role: Role) -> None:
-        """Let a unit drain; it is started again in another role, under its old name."""
-        self.world.note(unit, f"is to be {role.value}")
-        self._roles[unit] = role
+    def change(self, unit: str, shape: UnitShape) -> None:
+        """Let a unit drain; it is started again as another, under its old name."""
+        self.world.note(unit, f"is to be {shape}")
+        self._shapes[unit] = shape
         group = next(group for group in self._groups.values() if group.name == unit)
-        ranks = [self.engines[engine_id] for engine_id in group.engine_ids]
+        ranks = [self.engines[engine_id] for engine_id in group.ranks]
         for rank in ranks:
             rank.terminate()
         self._once_ended(ranks, lambda: self._start_group(group))
@@ -148,9 +139,9 @@ class Cluster:
         if self.settings.role_switches:
             return False
         engine, group = self.engines[engine_id], self._groups[engine_id]
-        ranks = [self.engines[rank] for rank in group.engine_ids]
+        ranks = [self.engines[rank] for rank in group.ranks]
         others = [e for e in self.engines.values() if e not in ranks and e.process.alive]
-        role = self._roles[group.name]
+        role = self._shapes[group.name].role
         spare = any(e.settings.engine.role is role for e in others)
         hosts = {e.host for e in others} | {self._host("router")}
         seen = all(rank.host in hosts for rank in ranks)
@@ -158,14 +149,14 @@ class Cluster:
             return False
         engine.kill()
         self._siblings_end(engine_id)
-        for rank in group.engine_ids:
+        for rank in group.ranks:
             del self.engines[rank]
         return True
 
     def _siblings_end(self, engine_id: str) -> float:
         """Let the other ranks notice that one has ended; return how long until all have."""
         longest_s = 0.0
-        for sibling in self._groups[engine_id].engine_ids:
+        for sibling in self._groups[engine_id].ranks:
             if sibling != engine_id:
                 delay_s = self.world.chance.choice(_SIBLING_ENDS_S)
                 self.world.after(delay_s, self.engines[sibling].kill)
@@ -238,11 +229,18 @@ class Cluster:
         )
 
     def _start_group(self, group: _Group) -> None:
+        shape, former = self._shapes[group.name], group.ranks
         group.starts += 1
         group.restarting = False
-        for rank, engine_id in enumerate(group.engine_ids):
-            dp = GroupRank(group.name, f"{group.name}#{group.starts}", rank, group.size)
-            self._start_engine(self._roles[group.name], engine_id, dp if group.size > 1 else None)
+        group.ranks = tuple(rank_name(group.name, n, shape.ranks) for n in range(shape.ranks))
+        for name in former:
+            if name not in group.ranks:
+                del self._groups[name], self._units[name]
+                self.engines.pop(name).kill()
+        for rank, name in enumerate(group.ranks):
+            self._groups[name], self._units[name] = group, group.name
+            dp = GroupRank(group.name, f"{group.name}#{group.starts}", rank, shape.ranks)
+            self._start_engine(shape.role, name, dp if shape.ranks > 1 else None)
 
     def _start_engine(self, role: Role, engine_id: str, dp: GroupRank | None) -> None:
         former, start = self.engines.get(engine_id), self._start(engine_id)

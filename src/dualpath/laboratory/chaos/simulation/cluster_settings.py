@@ -63,7 +63,8 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     engines each; one of a single rank is a plain engine.  With ``standby`` a second router waits
     for its turn.  ``quota_blocks`` above 0 bounds the storage: every engine may be its janitor.
     Its file system knows hard ``links``, or none.  ``front_ends`` are processes of their own before
-    the router, which serves clients as well.  So many ``role_switches`` are asked for.
+    the router, which serves clients as well.  So many ``role_switches`` are
+    asked for, of which some give groups another size.
     """
 
     mode: Mode
@@ -83,6 +84,10 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     links: bool = True
     front_ends: int = 0
     role_switches: int = 0
+
+    def usual_ranks(self, role: Role) -> int:
+        """Engines of a group of a role, where nobody asks for another number."""
+        return self.prefill_ranks if role is Role.PREFILL else self.decode_ranks
 
 
 def engine_settings(

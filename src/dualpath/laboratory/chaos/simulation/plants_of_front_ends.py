@@ -60,4 +60,8 @@ FRONT_END_PLANTS: dict[str, Plant] = {
         "the last engine of a role may change it",
         instead(Roles, "nodes", _twice_as_many),
     ),
+    "size-kept": Plant(
+        "a group is back when as many ranks are as have left, whatever its size is now",
+        instead(Roles, "_all_back", lambda self, new: len(new) == len(self._epochs)),
+    ),
 }

@@ -1,4 +1,4 @@
-"""Roles that change in a simulated cluster: who asks for it, and who carries it out."""
+"""Roles and sizes that change in a simulated cluster: who asks for it, and who carries it out."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,9 @@ from dualpath.router.control.roles import SwitchState
 _LOOK_S = 0.1
 #: One in so many answers about roles is an old one: it was long under way.
 _OLD_ANSWER_OF = 5
-#: When somebody asks for another role.
+#: How many ranks a group is asked to have.
+_RANKS = (1, 2, 3)
+#: When somebody asks for another role or size.
 _ASKED_S = (0.05, 0.9)
 
 
@@ -30,7 +32,8 @@ class RoleKeeper:
         self._left = switches
         if switches:
             self._wishes = RoleWishes(
-                self._answer, cluster.units, cluster.roles, cluster.change_role
+                *(self._answer, cluster.units, cluster.shapes),
+                *(cluster.settings.usual_ranks, cluster.change),
             )
             self._turn()
         for _ in range(switches):
@@ -52,15 +55,25 @@ class RoleKeeper:
 
     def _ask(self) -> None:
         self._left -= 1
-        router, role = self._cluster.router, self._world.chance.choice(tuple(Role))
+        router, chance = self._cluster.router, self._world.chance
+        # The name of a unit asks for another size, in its own role or in the other.
+        name = chance.choice((None, *self._cluster.shapes))
+        role = chance.choice(tuple(Role)) if name is None else self._other_or_own(name)
+        ranks = None if name is None else chance.choice(_RANKS)
         if not (router.serves and router.process.runs):
             return
+        wish = f"wants {name or 'any'} as {role or 'it is'} with {ranks or 'usual'} ranks"
         try:
-            switch = router.service.roles.ask(role, None)
+            switch = router.service.roles.ask(role, name, ranks=ranks)
         except BadRequestError as error:
-            self._world.note("operator", f"wants a {role.value} engine in vain: {error}")
+            self._world.note("operator", f"{wish} in vain: {error}")
         else:
-            self._world.note("operator", f"wants {', '.join(switch.engines)} to be {role.value}")
+            self._world.note("operator", f"{wish}: {', '.join(switch.engines)}")
+
+    def _other_or_own(self, name: str) -> Role | None:
+        now = self._cluster.shapes[name].role
+        other = Role.DECODE if now is Role.PREFILL else Role.PREFILL
+        return self._world.chance.choice((None, None, other))
 
     def _turn(self) -> None:
         self._wishes.turn(self._world.now_s)
