@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +56,7 @@ class EngineCluster:
         self.supervisor = Supervisor()
         self._started: dict[str, tuple[Role, int, dict[str, Any]]] = {}
         self._forgotten = 0
+        self._unused = itertools.count()
         self._ready = threading.Event()
         # A start that is given up must not keep the tests' process from ending.
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -242,6 +244,15 @@ class EngineCluster:
             # The last token was sampled, not computed: it has no KV.
             self.wait_stored(context[:-1], salt)
         return answers
+
+    def ask_without_hits(
+        self, rounds: Sequence[Round], said: Sequence[list[int]], model: str = NAME
+    ) -> Answer:
+        """Ask an agent's last turn, given the answers to all, under a salt that nobody has used."""
+        turns = zip(rounds, said, strict=True)
+        tokens = [token for turn, answer in turns for token in (*turn.append, *answer)]
+        prompt = tokens[: len(tokens) - len(said[-1])]
+        return self.ask(prompt, rounds[-1].generate, f"unused {next(self._unused)}", model)
 
     def expected_hits(self, rounds: Sequence[Round]) -> list[int]:
         """Tokens each turn finds: full blocks of all that has KV, never a whole prompt."""

@@ -209,13 +209,13 @@ class PlainEngine:
             connection.close()
 
 
-def play_plain(url: str, rounds: Sequence[Round]) -> list[list[int]]:
+def play_plain(url: str, rounds: Sequence[Round], model: str = NAME) -> list[list[int]]:
     """Play an agent against a plain engine; return the generated tokens of each turn."""
     context: list[int] = []
     answers = []
     for append, generate in rounds:
         context += append
-        answers.append(complete(url, context, generate).token_ids)
+        answers.append(complete(url, context, generate, model=model).token_ids)
         context += answers[-1]
     return answers
 

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
-from tests.e2e.plain_engine import NAME, Answer, PlainEngine, complete, in_parallel
+from tests.e2e.plain_engine import NAME, Answer, PlainEngine, Round, in_parallel, play_plain
 from tests.guard import GUARD_S
 
 from dualpath.core.blocks import block_keys
@@ -33,6 +33,7 @@ BLOCK_TOKENS = 32
 PROMPT = [3 + (index * index) % 37 for index in range(333)]
 APPENDED = [5, 6, 7] * 9
 GENERATE = 48
+ROUNDS = [Round(PROMPT, GENERATE), Round(APPENDED, GENERATE)]
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
                "prompt_lookup_min": 1}  # fmt: skip
 MODELS = (NAME, "first", "second")
@@ -75,17 +76,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             ),
         ]
         with plain:
-            said = {name: play_plain(plain.url, name) for name in MODELS[1:]}
-            said[NAME] = play_plain(plain.url, NOTHING)
+            said = {name: play_plain(plain.url, ROUNDS, name) for name in MODELS[1:]}
+            said[NAME] = play_plain(plain.url, ROUNDS, NOTHING)
         cluster.wait_for(*names)
         turns = in_parallel([partial(play, cluster, name) for name in MODELS])
         yield Served(cluster, dict(zip(MODELS, turns, strict=True)), said)
-
-
-def play_plain(url: str, model: str) -> list[list[int]]:
-    first = complete(url, PROMPT, GENERATE, model=model).token_ids
-    second = complete(url, [*PROMPT, *first, *APPENDED], GENERATE, model=model).token_ids
-    return [first, second]
 
 
 def play(cluster: EngineCluster, model: str) -> Turns:
@@ -108,6 +103,13 @@ def test_each_adapter_says_what_it_says_on_a_plain_engine(served: Served) -> Non
     said = {name: [t.token_ids for t in turns] for name, turns in served.turns.items()}
     assert said == served.plain
     assert len({tuple(turns[0]) for turns in served.plain.values()}) == len(MODELS)
+
+
+def test_without_hits_each_adapter_says_the_same(served: Served) -> None:
+    for model, said in served.plain.items():
+        computed = served.cluster.ask_without_hits(ROUNDS, said, model)
+        assert computed == (said[-1], 0)
+        assert served.turns[model].second.cached_tokens > 0
 
 
 def test_an_adapter_finds_its_own_kv_and_nobody_elses(served: Served) -> None:

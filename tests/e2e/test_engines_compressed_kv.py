@@ -36,6 +36,7 @@ class Played(NamedTuple):
     """
 
     answers: list[list[Answer]]
+    without_hits: Answer
     tokens: list[list[list[int]]]
     hits: list[list[int]]
     lone_hits: list[int]
@@ -66,12 +67,13 @@ def played(agents: list[list[Round]], tmp_path_factory: pytest.TempPathFactory) 
         )
         hits = [cluster.expected_hits(agent) for agent in few]
         known = few[0][0].append + answers[0][0].token_ids + few[0][1].append
+        without_hits = cluster.ask_without_hits(few[0], tokens[0])
         lone_hits = []
         for index in range(LONE_REQUESTS):
             cluster.wait_idle()
             prompt = known + few[1][index].append
             lone_hits.append(cluster.ask(prompt, 1, "0").cached_tokens)
-    return Played(answers, tokens, hits, lone_hits, _events(folder / "pe-0.json"))
+    return Played(answers, without_hits, tokens, hits, lone_hits, _events(folder / "pe-0.json"))
 
 
 def _events(path: Path) -> list[dict[str, float | str]]:
@@ -83,6 +85,8 @@ def _events(path: Path) -> list[dict[str, float | str]]:
 def test_agents_of_an_mla_model_get_a_plain_engines_tokens(played: Played) -> None:
     assert [[a.token_ids for a in agent] for agent in played.answers] == played.tokens
     assert [[a.cached_tokens for a in agent] for agent in played.answers] == played.hits
+    assert played.hits[0][-1] > 0
+    assert played.without_hits == (played.tokens[0][-1], 0)
 
 
 def passes(trace: list[dict[str, float | str]]) -> list[dict[str, tuple[float, float]]]:

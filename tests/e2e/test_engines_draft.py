@@ -86,7 +86,4 @@ def test_the_drafts_layer_is_one_of_the_block_and_is_sent_once(served: Served) -
 
 def test_without_hits_the_tokens_are_the_same(served: Served) -> None:
     """The last test of its cluster: what it sends would count above."""
-    (first, _), (second, generate) = ROUNDS
-    prompt = first + served.plain[0] + second
-    salted = served.cluster.ask(prompt, generate, "nothing is stored under it")
-    assert (salted.token_ids, salted.cached_tokens) == (served.plain[1], 0)
+    assert served.cluster.ask_without_hits(ROUNDS, served.plain) == (served.plain[-1], 0)

@@ -48,14 +48,14 @@ class Said(NamedTuple):
     prompt_tokens: int
 
 
-def chat(url: str, messages: list[Any], generate: int = 40) -> Said:
+def chat(url: str, messages: list[Any], salt: str | None = None) -> Said:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=GUARD_S) as client:
         answer = client.chat.completions.create(
             model=NAME,
             messages=messages,
-            max_tokens=generate,
+            max_tokens=40,
             temperature=0,
-            extra_body={"ignore_eos": True, "return_token_ids": True},
+            extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": salt},
         )
     usage = answer.usage
     assert usage is not None
@@ -104,6 +104,8 @@ def test_turns_about_images_get_a_plain_engines_tokens_and_hit_their_own_kv(
     assert first.cached_tokens == other.cached_tokens == 0
     assert second.cached_tokens >= (first.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert second.cached_tokens > IMAGE_TOKENS
+    computed = chat(cluster.url, served.conversations[1], "nothing is stored under it")
+    assert (computed.token_ids, computed.cached_tokens) == (second.token_ids, 0)
 
 
 def test_what_the_router_is_not_to_fetch_it_does_not_fetch(served: Served) -> None:

@@ -90,9 +90,7 @@ def test_of_a_prompt_that_is_there_as_a_whole_nothing_is_copied(served: Served) 
 
 
 def test_without_hits_the_tokens_are_the_same(served: Served) -> None:
-    first, second = AGENTS[0]
-    prompt = first.append + served.turns[0][0] + second.append
-    salted = served.cluster.ask(prompt, GENERATE, "nothing is stored under it")
-    assert (salted.token_ids, salted.cached_tokens) == (served.turns[0][1], 0)
+    turns = served.turns[0]
+    assert served.cluster.ask_without_hits(AGENTS[0], turns) == (turns[-1], 0)
     served.cluster.wait_idle()
     assert served.cluster.total("transfer_failures") == 0

@@ -78,7 +78,9 @@ def test_engines_of_any_ranks_go_on_with_each_others_blocks(
     ]
     cluster.wait_for(*first)
     talk.go_on(cluster, HALF)
-    assert [a.token_ids for a in talk.answers] == truth.turns[0][:HALF]
+    begun = agents[0][:HALF], truth.turns[0][:HALF]
+    assert [a.token_ids for a in talk.answers] == begun[1]
+    assert cluster.ask_without_hits(*begun) == (begun[1][-1], 0)
     cluster.wait_idle()
     for name in first:  # they drain: the ranks of an engine end together
         cluster.supervisor.process(name).terminate()
@@ -92,11 +94,7 @@ def test_engines_of_any_ranks_go_on_with_each_others_blocks(
     talk.go_on(cluster, len(agents[0]))
     assert [a.token_ids for a in talk.answers] == truth.turns[0]
     assert [a.cached_tokens for a in talk.answers] == cluster.expected_hits(agents[0])
-    generated = agents[0][-1].generate
-    prompt = talk.context[:-generated]
-    salted = cluster.ask(prompt, generated, "nothing is stored under it")
-    assert salted.cached_tokens == 0
-    assert salted.token_ids == truth.turns[0][-1]
+    assert cluster.ask_without_hits(agents[0], truth.turns[0]) == (truth.turns[0][-1], 0)
     cluster.wait_idle()
     assert cluster.total("transfer_failures") == cluster.total("persist_dropped_blocks") == 0
 
@@ -175,5 +173,6 @@ def test_ranks_that_hold_the_same_latent_kv_send_it_in_turn(
             answers = cluster.replay(rounds, salt)
             assert [a.token_ids for a in answers] == expected
             assert [a.cached_tokens for a in answers] == cluster.expected_hits(rounds)
+        assert cluster.ask_without_hits(rounds, expected) == (expected[-1], 0)
         cluster.wait_idle()
         assert cluster.total("transfer_failures") == cluster.total("persist_dropped_blocks") == 0

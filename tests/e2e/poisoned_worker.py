@@ -1,0 +1,10 @@
+"""``--worker-extension-cls tests.e2e.poisoned_worker.PoisonedHbm`` for ``tests.poisoned_hbm``."""
+
+from tests.poisoned_hbm import poison_hbm
+
+
+class PoisonedHbm:
+    """Adds nothing to a worker; that it is named makes the worker import this module."""
+
+
+poison_hbm()

@@ -1,0 +1,66 @@
+"""Real engines of four ranks, each with a KV head of its own, or fewer KV heads than ranks."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
+from tests.e2e.plain_engine import PlainEngine, Round, Truth, play_plain, tiny_model
+
+from dualpath.core.cluster import Role
+from dualpath.laboratory.models.tiny import make_tiny_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
+
+BLOCK_TOKENS = 32
+#: Turns of an agent: the second and third have hits.
+TURNS = 3
+
+
+def test_four_ranks_decode_what_two_compute(
+    agents: list[list[Round]], truth: Truth, tmp_path: Path
+) -> None:
+    """Each rank of the DE has one of the model's four KV heads, each of the PE two."""
+    settings = tiny_cluster_settings(tiny_model(), tmp_path / "storage", prefill_tp=2, decode_tp=4)
+    with EngineCluster(settings, tmp_path) as cluster:
+        cluster.wait_for(*[cluster.start_engine(role, 0) for role in Role])
+        says_as_a_plain_engine(cluster, agents[0][:TURNS], truth.turns[0][:TURNS])
+
+
+@pytest.mark.parametrize(("pe", "de"), [(4, 2), (1, 4)])
+def test_ranks_that_share_a_kv_head_send_and_store_it_in_turn(
+    pe: int, de: int, agents: list[list[Round]], tmp_path: Path
+) -> None:
+    """Of four ranks two each have the same of Gemma's two KV heads, windows and all."""
+    model, rounds = make_tiny_model("gemma3"), agents[0][:TURNS]
+    settings = tiny_cluster_settings(
+        *(model, tmp_path / "storage"), block_tokens=BLOCK_TOKENS, prefill_tp=pe, decode_tp=de
+    )
+    with EngineCluster(settings, tmp_path) as cluster:
+        names = [cluster.start_engine(role, 0) for role in Role]
+        with PlainEngine(model, tmp_path, BLOCK_TOKENS) as plain:
+            expected = play_plain(plain.url, rounds)
+        cluster.wait_for(*names)
+        says_as_a_plain_engine(cluster, rounds, expected)
+
+
+def says_as_a_plain_engine(
+    cluster: EngineCluster, rounds: list[Round], expected: list[list[int]]
+) -> None:
+    """Play an agent, then its last turn with nothing stored; compare tokens, hits and bytes."""
+    answers = cluster.replay(rounds, "an agent")
+    assert [a.token_ids for a in answers] == expected
+    hits = cluster.expected_hits(rounds)
+    assert [a.cached_tokens for a in answers] == hits
+    assert cluster.ask_without_hits(rounds, expected) == (expected[-1], 0)
+    cluster.wait_idle()
+    # Each byte of what was computed came once, whichever rank has sent it.
+    block = cluster.settings.block_tokens
+    contexts = [sum(len(t.append) + t.generate for t in rounds[:n]) for n in range(len(rounds))]
+    prompts = [context + len(turn.append) for context, turn in zip(contexts, rounds, strict=True)]
+    misses = [-(-prompt // block) - hit // block for prompt, hit in zip(prompts, hits, strict=True)]
+    computed = sum(misses) + -(-prompts[-1] // block)
+    assert cluster.total("miss_bytes") == computed * cluster.storage.geometry.full_block_bytes
+    assert cluster.total("transfer_failures") == cluster.total("persist_dropped_blocks") == 0
