@@ -39,7 +39,8 @@ def chaos_report(result: CampaignResult, name: str, command: str) -> ExperimentR
 def _settings(result: CampaignResult) -> tuple[str, ...]:
     settings, load = result.settings, result.load
     return (
-        f"{settings.prefill} prefill and {settings.decode} decode engines, "
+        f"{settings.prefill} prefill and {settings.decode} decode engines, in data-parallel groups "
+        f"of {settings.prefill_dp} and {settings.decode_dp}; "
         f"{settings.front_ends or 'no'} front ends before the router; every token is compared "
         "where it is answered",
         result.victims,
