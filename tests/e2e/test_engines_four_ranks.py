@@ -49,18 +49,10 @@ def test_ranks_that_share_a_kv_head_send_and_store_it_in_turn(
 def says_as_a_plain_engine(
     cluster: EngineCluster, rounds: list[Round], expected: list[list[int]]
 ) -> None:
-    """Play an agent, then its last turn with nothing stored; compare tokens, hits and bytes."""
+    """Play an agent, then its last turn with nothing stored; compare tokens and hits."""
     answers = cluster.replay(rounds, "an agent")
     assert [a.token_ids for a in answers] == expected
-    hits = cluster.expected_hits(rounds)
-    assert [a.cached_tokens for a in answers] == hits
+    assert [a.cached_tokens for a in answers] == cluster.expected_hits(rounds)
     assert cluster.ask_without_hits(rounds, expected) == (expected[-1], 0)
     cluster.wait_idle()
-    # Each byte of what was computed came once, whichever rank has sent it.
-    block = cluster.settings.block_tokens
-    contexts = [sum(len(t.append) + t.generate for t in rounds[:n]) for n in range(len(rounds))]
-    prompts = [context + len(turn.append) for context, turn in zip(contexts, rounds, strict=True)]
-    misses = [-(-prompt // block) - hit // block for prompt, hit in zip(prompts, hits, strict=True)]
-    computed = sum(misses) + -(-prompts[-1] // block)
-    assert cluster.total("miss_bytes") == computed * cluster.storage.geometry.full_block_bytes
     assert cluster.total("transfer_failures") == cluster.total("persist_dropped_blocks") == 0

@@ -1,0 +1,78 @@
+"""What each rank of emulated data-parallel groups moves, beside the plan of its prompts."""
+
+from collections import Counter as Tally
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.emulated_cluster import GEOMETRY, cluster
+from tests.unit.test_emulated_rank_bytes import agents, moved
+
+from dualpath.core.cluster import GroupRank, Role
+from dualpath.core.modes import Mode
+from dualpath.core.runs import BlockRun, HitRun
+from dualpath.engine.counters import BYTES_OF, Counter
+from dualpath.laboratory.emulated import process
+from dualpath.laboratory.emulated.settings import EmulatedSettings
+from dualpath.plan.movements import Place
+from dualpath.plan.steps import PromptLayout, Step, whole_plan
+from dualpath.router.control.assign_log import AssignmentNote
+from dualpath.router.settings import RouterSettings
+
+RANKS = 2
+AGENTS, TURNS = 4, 3
+#: Generated blocks, which are no step of a prompt, are counted in these as well.
+OF_GENERATED = {Counter.STORAGE_WRITE_BYTES, Counter.D2H_BYTES}
+AT_PREFILL = {Place.PE_BUFFER, Place.PE_HBM}
+
+
+def meet(settings: EmulatedSettings) -> GroupRank:
+    """All ranks run in this process: none has to be waited for."""
+    group, _, rank = settings.engine.engine_id.rpartition("-")
+    return GroupRank(group, "start", int(rank), RANKS)
+
+
+def steps_of(note: AssignmentNote) -> list[Step]:
+    """The plan of a prompt, which is computed in one pass."""
+    block = GEOMETRY.block_tokens
+    hits = tuple(
+        HitRun(Role(str(read["side"])), BlockRun(0, int(str(read["tokens"])) // block))
+        for read in note.reads
+    )
+    return list(whole_plan(PromptLayout(GEOMETRY, note.prompt_tokens, hits)))
+
+
+@pytest.mark.parametrize("mode", [Mode.BASIC, Mode.ROUND_ROBIN])
+async def test_each_rank_of_a_group_moves_what_the_plan_says_of_its_prompts(
+    mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "meet", meet)
+    router = RouterSettings(mode=mode, dram_tier=False)
+    whole_prompts: dict[str, Any] = {"batch_cap_tokens": 512, "compute_quota_s": 0.0}
+    async with cluster(tmp_path, mode, RANKS, RANKS, router=router, **whole_prompts) as made:
+        assert all(info.dp is not None for info in made.service.engines())
+        for agent in range(AGENTS):
+            context = [agent, *range(1, 98)]
+            for _ in range(TURNS):
+                tokens, _ = await made.ask(context, 5)
+                await made.stored()
+                context = [*context, *tokens, 7]
+        await made.idle()
+        planned: dict[str, Tally[str]] = {name: Tally() for name in made.engines}
+        for note in made.service.context.dispatch.recent:
+            for step in steps_of(note):
+                at_prefill = {step.source, step.destination} & AT_PREFILL
+                engine = note.prefill_engine if at_prefill else note.decode_engine
+                planned[engine].update(dict.fromkeys(BYTES_OF[step.label], step.bytes))
+        for name, running in made.engines.items():
+            counted = running.plane.manager.counters.snapshot()
+            assert min(planned[name].values()) > 0
+            for counter, step_bytes in planned[name].items():
+                assert counter in OF_GENERATED or counted[counter] == step_bytes, counter
+            (agent_name,) = agents(made, name)
+            copied = counted[Counter.H2D_BYTES] + counted[Counter.D2H_BYTES]
+            assert moved(made, agent_name) == {
+                "copies": copied,
+                "writes": counted[Counter.PE_TO_DE_BYTES],
+                "reads": counted[Counter.DE_TO_PE_BYTES],
+            }
