@@ -82,7 +82,7 @@ class RouterMetrics:
             self._engine_losses.labels(role.value)
         self._role_switches = self._counter(
             "role_switches",
-            "Engines and groups that were to change their role, by what became of it.",
+            "Engines and groups that were to change their role or size, by what became of it.",
             "to_role",
             "reason",
             "outcome",
