@@ -20,7 +20,7 @@ from dualpath.engine.event_waiter import EventWaiter
 from dualpath.engine.hbm_copy import HbmCopier
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.engine.pump import Completion, TransferPump
-from dualpath.engine.threads import Event
+from dualpath.engine.threads import Event, TimeLimit
 from dualpath.transport.contract import (
     AgentInfo,
     Direction,
@@ -176,6 +176,12 @@ class WorldTransport:
         transfer = WorldTransfer(*pairs)
         self._moving.append((agent, transfer))
         return transfer
+
+    @property
+    def moving_bytes(self) -> int:
+        """Of transfers that are posted and not over."""
+        moving = (transfer for _, transfer in self._moving)
+        return sum(one.bytes for one in moving if one.poll() is TransferState.MOVING)
 
     def _next(self) -> list[Step]:
         moving = [transfer for agent, transfer in self._moving if agent not in self.stalled]
@@ -347,6 +353,6 @@ class WorldHbmCopier(HbmCopier):
 
     world: World
 
-    def _wait(self, over: Event) -> bool:
+    def _wait(self, over: Event, limit: TimeLimit) -> bool:
         self.world.until(over.is_set)
         return True

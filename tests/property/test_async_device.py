@@ -32,12 +32,17 @@ from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.buffer import STAGING_REGION, BlockBuffer
 from dualpath.engine.chunk_transfers import NoHolder
 from dualpath.engine.counters import Counters
+from dualpath.engine.device import Device, HostDevice
+from dualpath.engine.event_waiter import EventWaiter
+from dualpath.engine.hbm_copy import BlockOut
 from dualpath.engine.hbm_layout import NO_BLOCK, PartViews, shared_layers
 from dualpath.engine.health import Health
 from dualpath.engine.layer_stream import LayerSettings
 from dualpath.engine.movers import Movers
+from dualpath.engine.paced_posts import PacedPosts
 from dualpath.engine.stalls import StalledAgents
 from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
+from dualpath.engine.threads import OS_THREADS
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.steps import PromptLayout, decode_steps, generated_steps
 from dualpath.transport.contract import RegionInfo
@@ -77,7 +82,7 @@ class Engine:
         self.layer_region = [i % regions for i in range(GEOMETRY.layers)]
         self.layout = shared_layers(hbm, geometry, HBM_BLOCKS * geometry.block_tokens)
         views = PartViews(geometry, self.layout)
-        self.buffer, self.staging, self.de_buffer = buffer(SLOTS), buffer(1), buffer(SLOTS)
+        self.buffer, self.staging, self.de_buffer = buffer(SLOTS), buffer(3), buffer(SLOTS)
         self.other_de_buffer = buffer(SLOTS)
         own = [
             *hbm,
@@ -86,9 +91,10 @@ class Engine:
             *views.of(self.staging.region(STAGING_REGION)),
         ]
         copier = WorldCopier(self.world, own) if own_copier else None
-        self.device = WorldDevice(self.world, copier)
+        self.gpu = WorldDevice(self.world, copier)
+        self.device: Device = self.gpu
         self.pump = WorldPump(self.world)
-        self.after = WorldEventWaiter(self.world)
+        self.after: EventWaiter = WorldEventWaiter(self.world)
         agents = {
             "self": own,
             "de": list(views.of(self.de_buffer.region())),
@@ -132,7 +138,7 @@ class Engine:
     def kernel_writes(self, layer: int, block: int, content: bytes | NDArray[np.uint8]) -> None:
         there = self.hbm[self.layer_region[layer], block]
         what = np.frombuffer(bytes(content), np.uint8)
-        self.device.compute.queue(lambda: np.copyto(there, what))
+        self.gpu.compute.queue(lambda: np.copyto(there, what))
 
     def kernel_reads(self, layer: int, block: int, expected: bytes) -> None:
         there = self.hbm[self.layer_region[layer], block]
@@ -141,7 +147,7 @@ class Engine:
             if there.tobytes() != expected:
                 self.wrong.append(f"layer {layer} block {block}")
 
-        self.device.compute.queue(read)
+        self.gpu.compute.queue(read)
 
     def forward(
         self,
@@ -476,23 +482,55 @@ def test_a_prompt_is_copied_in_after_the_blocks_last_user_and_read_when_it_is_th
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.booleans(), st.integers(0, 2**32))
-def test_a_generated_block_is_copied_out_as_computed_before_the_next_step_overwrites_it(
-    own_copier: bool, seed: int
+@given(st.booleans(), st.integers(1, 3), st.integers(0, 2**32))
+def test_generated_blocks_are_copied_out_as_computed_before_the_next_step_overwrites_them(
+    own_copier: bool, count: int, seed: int
 ) -> None:
     engine = Engine(seed, GEOMETRY.layers, own_copier)
-    (key,) = prompt_keys(GEOMETRY.block_tokens)
+    keys, blocks = prompt_keys(count * GEOMETRY.block_tokens), (5, 0, 3)[:count]
     for layer in range(GEOMETRY.layers):
-        engine.kernel_writes(layer, 5, kv_bytes(key, layer))
+        for block, key in zip(blocks, keys, strict=True):
+            engine.kernel_writes(layer, block, kv_bytes(key, layer))
     ended: list[str | None] = []
-    *copies, _ = generated_steps(GEOMETRY, slot=0)
-    engine.copier().out_of_hbm(copies, 5, ended.append)
+    leaving = [
+        BlockOut(generated_steps(GEOMETRY, slot)[:-1], block, ended.append)
+        for slot, block in enumerate(blocks)
+    ]
+    assert engine.copier().out_of_hbm(leaving) == [True] * count
+    assert own_copier or ended == [None] * count  # the host has waited for all of them
     for layer in range(GEOMETRY.layers):
-        engine.kernel_writes(layer, 5, GARBAGE)
+        for block in blocks:
+            engine.kernel_writes(layer, block, GARBAGE)
     engine.world.drift(50)
-    engine.world.until(lambda: bool(ended))
-    assert ended == [None]
-    assert engine.staging.view(0).tobytes() == full_block(key)
+    engine.world.until(lambda: len(ended) == count)
+    assert ended == [None] * count
+    for slot, key in enumerate(keys):
+        assert engine.staging.view(slot).tobytes() == full_block(key)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_a_step_is_held_by_its_own_copies_and_little_of_a_prompt_that_is_loaded(seed: int) -> None:
+    engine = Engine(seed, GEOMETRY.layers, own_copier=False)
+    # As on a CPU, or where a GPU is idle: what waits for computation need not wait.
+    engine.after, engine.device = EventWaiter(HostDevice(), "idle"), HostDevice()
+    copier = engine.copier()
+    layer_bytes = 3 * SIZE
+    copier.paced = PacedPosts(engine.pump, OS_THREADS, DEADLINE_S, 2 * layer_bytes)
+    loading: list[str | None] = []
+    prompt = PromptLayout(GEOMETRY, 3 * GEOMETRY.block_tokens, de_slots=(0, 1, 2))
+    for name in ("a", "b"):
+        copier.into_hbm(name, decode_steps(prompt), [6, 1, 4], loading.append)
+    assert engine.transport.moving_bytes == 0  # the step goes on at once
+    engine.world.drift(50)
+    left: list[str | None] = []
+    block_out = BlockOut(generated_steps(GEOMETRY, 0)[:-1], 5, left.append)
+    before_it_bytes = engine.transport.moving_bytes
+    copier.out_of_hbm([block_out])
+    assert before_it_bytes <= 2 * layer_bytes
+    engine.world.until(lambda: len(loading) == 2)
+    assert loading == [None, None]
+    assert left == [None]
 
 
 #: Layers 1, 2 and 4 look back over a window, and have block ids of their own.
@@ -551,7 +589,7 @@ def test_a_block_of_several_groups_leaves_hbm_as_one_full_block(
         engine.kernel_writes(layer, ids[group], kv_bytes(key, layer))
     ended: list[str | None] = []
     *copies, _ = generated_steps(GEOMETRY, slot=0)
-    engine.copier().out_of_hbm(copies, ids, ended.append)
+    engine.copier().out_of_hbm([BlockOut(copies, ids, ended.append)])
     engine.world.until(lambda: bool(ended))
     assert ended == [None]
     assert engine.staging.view(0).tobytes() == full_block(key)

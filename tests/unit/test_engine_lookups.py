@@ -18,6 +18,7 @@ from dualpath.core.message import Message
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.generated import GeneratedBlock, GeneratedBlocks
+from dualpath.engine.hbm_copy import BlockOut
 from dualpath.engine.lookups import LOOKUP_THREADS, MOST_WAITING, Lookups
 from dualpath.engine.pending_writes import PendingWrites
 from dualpath.engine.persister import Persister
@@ -26,7 +27,6 @@ from dualpath.engine.rank_work import RankBoard, RankWork
 from dualpath.engine.ranks import ONE_RANK
 from dualpath.engine.threads import OS_THREADS, OsThreads, TimeLimit
 from dualpath.engine.trace import TraceRecorder
-from dualpath.plan.steps import Step
 from dualpath.storage.lengths import LengthOnlyStorage
 from dualpath.storage.memory import MemoryStorage
 from dualpath.storage.remembering import RememberingStorage
@@ -277,11 +277,9 @@ class HeldCopies:
         self.done: list[Callable[[str | None], None]] = []
         self.hangs = False
 
-    def out_of_hbm(
-        self, steps: Sequence[Step], block: int, done: Callable[[str | None], None]
-    ) -> bool:
-        self.done.append(done)
-        return not self.hangs
+    def out_of_hbm(self, blocks: Sequence[BlockOut]) -> list[bool]:
+        self.done += [block.done for block in blocks]
+        return [not self.hangs for _ in blocks]
 
 
 @pytest.mark.parametrize("end", ["written", "copy fails", "copy hangs"])

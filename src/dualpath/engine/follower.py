@@ -16,6 +16,7 @@ from dualpath.engine.chunk_transfers import BlockHolder, ChunkTransfers
 from dualpath.engine.device import Device, HostDevice
 from dualpath.engine.forward_pass import PromptPart, StreamedPass, layer_settings
 from dualpath.engine.generated import GeneratedBlock, StagingOrder
+from dualpath.engine.hbm_copy import BlockOut
 from dualpath.engine.hbm_layout import HbmBlock, HbmLayout
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.engine.prefill_passes import PassOrder, begin_stream, end_stream
@@ -160,11 +161,15 @@ class Follower:
         if not self._settings.mode.moves_bytes:
             return
         order: StagingOrder = self.rank.group.broadcast(None)
-        for taken, block in zip(order, blocks, strict=True):
-            if taken is not None:
-                self._stage(*taken, block.hbm_block)
+        self.rank.copier.out_of_hbm(
+            [
+                self._staged(*taken, block.hbm_block)
+                for taken, block in zip(order, blocks, strict=True)
+                if taken is not None
+            ]
+        )
 
-    def _stage(self, slot: int, number: int, hbm_block: HbmBlock) -> None:
+    def _staged(self, slot: int, number: int, hbm_block: HbmBlock) -> BlockOut:
         work = self.rank.work
         self._check_number(work.begin(), number)
 
@@ -176,7 +181,7 @@ class Follower:
             work.ended(number)
 
         copies = generated_steps(self._geometry, slot)[:-1]
-        self.rank.copier.out_of_hbm(copies, hbm_block, copied)
+        return BlockOut(copies, hbm_block, copied)
 
     def _chunk(self, part: PromptPart) -> PrefillChunk:
         transfer = part.transfer

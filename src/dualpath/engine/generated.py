@@ -12,6 +12,7 @@ from dualpath.core.blocks import BlockKey, BlockOrigin
 from dualpath.core.runs import BlockRun
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter
+from dualpath.engine.hbm_copy import BlockOut
 from dualpath.engine.hbm_layout import HbmBlock
 from dualpath.engine.persister import Persister, WriteTask
 from dualpath.engine.rank import Rank
@@ -66,17 +67,24 @@ class GeneratedBlocks:
         """
         order: StagingOrder = tuple(self._take() for _ in blocks)
         self._rank.group.broadcast(order)
+        staged = []
         for taken, block in zip(order, blocks, strict=True):
             if taken is None:
                 self._drop("all staging slots are being written; raise staging_blocks")
             else:
-                self._persist_one(*taken, block)
+                # On its way from here on: a look-up must not come between the copy and the write.
+                self._persister.pending.begin([block.key])
+                staged.append((block.key, self._block_out(*taken, block)))
+        left = self._rank.copier.out_of_hbm([out for _, out in staged])
+        self._persister.pending.end(
+            key for (key, _), in_time in zip(staged, left, strict=True) if not in_time
+        )
 
     def _take(self) -> tuple[int, int] | None:
         slot = self._staging.take()
         return None if slot is None else (slot, self._rank.work.begin())
 
-    def _persist_one(self, slot: int, number: int, block: GeneratedBlock) -> None:
+    def _block_out(self, slot: int, number: int, block: GeneratedBlock) -> BlockOut:
         key, work = block.key, self._rank.work
         *copies, persist = generated_steps(self._geometry, slot)
 
@@ -104,10 +112,7 @@ class GeneratedBlocks:
             self._staging.give_back(slot)
             self._persister.pending.end([key])
 
-        # On its way from here on: a look-up must not come between the copy and the write.
-        self._persister.pending.begin([key])
-        if not self._rank.copier.out_of_hbm(copies, block.hbm_block, copied):
-            self._persister.pending.end([key])
+        return BlockOut(copies, block.hbm_block, copied)
 
     def _drop(self, reason: str) -> None:
         log.warning("a generated block is not persisted: %s", reason)

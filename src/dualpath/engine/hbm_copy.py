@@ -9,7 +9,9 @@ window: of those layers only the blocks that exist are copied.  Nor are the firs
 that an engine keeps in HBM from earlier ones.
 """
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from dualpath.core.errors import DualPathError
 from dualpath.core.runs import BlockRun
@@ -17,9 +19,10 @@ from dualpath.engine.chunk_transfers import BlockHolder
 from dualpath.engine.device import DeviceEvent
 from dualpath.engine.hbm_layout import NO_BLOCK, HbmBlock, block_ids
 from dualpath.engine.movers import Movers
+from dualpath.engine.paced_posts import PacedPosts
 from dualpath.engine.pump import Completion
 from dualpath.engine.stalls import TRIAL_S
-from dualpath.engine.threads import Event, Lock
+from dualpath.engine.threads import Event, Lock, TimeLimit
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.order import Executed
 from dualpath.plan.steps import Step
@@ -65,6 +68,27 @@ class _Countdown:
             self._over(self._error, self._settled)
 
 
+class BlockOut(NamedTuple):
+    """A block that leaves HBM; ``done`` gets None or why that failed, once the copy is over.
+
+    Where nobody knows whether a copy still writes, ``done`` is never called.
+    """
+
+    steps: Sequence[Step]
+    hbm_block: HbmBlock
+    done: Callable[[str | None], None]
+
+
+class _Leaving(NamedTuple):
+    over: Event
+    given_up: Event
+    device_events: Sequence[DeviceEvent]
+
+
+def _nothing() -> None:
+    """Nobody waits."""
+
+
 class HbmCopier:
     """Copies between an engine's own DRAM and HBM, all layers of some blocks at a time.
 
@@ -86,6 +110,7 @@ class HbmCopier:
         self._trace = movers.trace
         self._stalled = movers.stalled
         self._deadline_s = movers.transfer_deadline_s
+        self.paced = PacedPosts(movers.pump, movers.threads, movers.transfer_deadline_s)
 
     def into_hbm(
         self,
@@ -94,8 +119,9 @@ class HbmCopier:
         hbm_blocks: Sequence[HbmBlock],
         done: Callable[[str | None], None],
     ) -> None:
-        """Post H2D of all layers; ``done`` gets the first error once all are over.
+        """Have H2D of all layers posted; ``done`` gets the first error once all are over.
 
+        Where the device does not copy itself, the caller's step is not held: the pump posts.
         ``hbm_blocks`` of the request's blocks 0 and following; blocks behind them are not copied,
         nor those that have no id.
         """
@@ -114,52 +140,62 @@ class HbmCopier:
 
         def post(device_error: str | None) -> None:
             for step, blocks in copies:
+                load = functools.partial(self._post, step, blocks, earlier, countdown)
                 if device_error is not None:
                     countdown.step_over(step, 0, device_error)
+                elif self._device.copier is not None:
+                    load()
                 else:
-                    self._post(step, blocks, earlier, countdown)
+                    self.paced.add(step.bytes, load)
 
         if self._device.copier is not None:
             post(None)
         else:
             self._after.call(earlier, post)
 
-    def out_of_hbm(
-        self, steps: Sequence[Step], hbm_block: HbmBlock, done: Callable[[str | None], None]
-    ) -> bool:
-        """Copy one block to its staging slot; ``done`` gets None or why it failed, once it is over.
+    def out_of_hbm(self, blocks: Sequence[BlockOut]) -> list[bool]:
+        """Copy blocks to their staging slots, all at a time.
 
-        Returns when computation queued from now on may overwrite the block.  A copy that was not
-        over by then has failed, however it ends: it may have read what came after; False says
-        so.  While copies stall none is begun.  Where nobody knows whether a copy still writes,
-        ``done`` is never called.
+        Returns when computation queued from now on may overwrite them.  A copy that was not over
+        by then has failed, however it ends: it may have read what came after; False says so of a
+        block.  While copies stall none is begun.
         """
         own_agent = self._transfers.own_agent
         if self._stalled.is_shut(own_agent):
-            done("copies within this engine stall")
-            return True
+            for block in blocks:
+                block.done("copies within this engine stall")
+            return [True for _ in blocks]
+        if not blocks:
+            return []
+        earlier = self._device.record()
+        if self._device.copier is None:
+            earlier.wait()
+        leaving = [self._leave(block, earlier) for block in blocks]
+        if self._device.copier is None:
+            limit = self._patience()
+            for one in leaving:
+                if not self._wait(one.over, limit):
+                    one.given_up.set()
+                    self._stalled.add(own_agent)
+        for event in (event for one in leaving for event in one.device_events):
+            self._device.wait(event)
+        return [not one.given_up.is_set() for one in leaving]
+
+    def _leave(self, block: BlockOut, earlier: DeviceEvent) -> _Leaving:
         over, given_up = self._threads.event(), self._threads.event()
 
         def ended(error: str | None, settled: bool) -> None:
             try:
                 if settled:
                     late = "it left HBM too late" if given_up.is_set() else None
-                    done(error or late)
+                    block.done(error or late)
             finally:
                 over.set()
 
-        earlier = self._device.record()
-        if self._device.copier is None:
-            earlier.wait()
-        copies = self._copies(steps, [hbm_block])
+        copies = self._copies(block.steps, [block.hbm_block])
         countdown = self._countdown("", len(copies), ended)
         events = [e for copy in copies for e in self._post(*copy, earlier, countdown)]
-        if self._device.copier is None and not self._wait(over):
-            given_up.set()
-            self._stalled.add(own_agent)
-        for event in events:
-            self._device.wait(event)
-        return not given_up.is_set()
+        return _Leaving(over, given_up, events)
 
     def _copies(
         self, steps: Sequence[Step], hbm_blocks: Sequence[HbmBlock]
@@ -190,14 +226,24 @@ class HbmCopier:
     ) -> _Countdown:
         return _Countdown(request_id, steps, self._trace, over, self._threads.lock())
 
-    def _wait(self, over: Event) -> bool:
+    def _patience(self) -> TimeLimit:
+        """Return the limit of a step's wait for its copies, all in all."""
         own_agent = self._transfers.own_agent
         tried_before = own_agent in self._stalled
         self._stalled.tried(own_agent)
-        return over.wait(min(TRIAL_S, self._deadline_s) if tried_before else self._deadline_s)
+        limit_s = min(TRIAL_S, self._deadline_s) if tried_before else self._deadline_s
+        return TimeLimit(self._threads, limit_s)
+
+    def _wait(self, over: Event, limit: TimeLimit) -> bool:
+        return over.wait(limit.left_s())
 
     def _post(
-        self, step: Step, hbm_blocks: Sequence[int], earlier: DeviceEvent, countdown: _Countdown
+        self,
+        step: Step,
+        hbm_blocks: Sequence[int],
+        earlier: DeviceEvent,
+        countdown: _Countdown,
+        then: Callable[[], None] = _nothing,
     ) -> tuple[DeviceEvent, ...]:
         """Post one layer; return the events of its end if the device copies it itself."""
         start_ns, own_agent = self._trace.now_ns(), self._transfers.own_agent
@@ -205,11 +251,13 @@ class HbmCopier:
         def over(completion: Completion) -> None:
             self._stalled.ended(own_agent)
             countdown.step_over(step, start_ns, completion.error, settled=completion.settled)
+            then()
 
         try:
             transfer, events = self._transfers.post(step, hbm_blocks, earlier=earlier)
         except DualPathError as error:
             countdown.step_over(step, start_ns, str(error))
+            then()
             return ()
         self._stalled.posted(own_agent)
         self._pump.watch(transfer, over)

@@ -1,0 +1,122 @@
+"""What no step waits for is posted by the pump, a few bytes at a time."""
+
+import functools
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from dualpath.engine.paced_posts import PacedPosts
+from dualpath.engine.pump import TransferPump
+from dualpath.engine.threads import OsThreads
+
+MOST_BYTES = 100
+DEADLINE_S = 30.0
+
+
+class Clock(OsThreads):
+    """A time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def now_ns(self) -> int:
+        return int(self.now_s * 1e9)
+
+
+class Pump:
+    """The pump's thread: runs what it was given when the test lets it."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    def call(self, work: Callable[[], None]) -> None:
+        self.calls.append(work)
+
+    def turn(self) -> None:
+        calls, self.calls = self.calls, []
+        for work in calls:
+            work()
+
+
+class Paced:
+    """Posts by name, in order, and how to end them."""
+
+    def __init__(self) -> None:
+        self.pump, self.clock = Pump(), Clock()
+        pump = cast(TransferPump, self.pump)
+        self.posts = PacedPosts(pump, self.clock, DEADLINE_S, MOST_BYTES)
+        self.posted: list[str] = []
+        self.over: dict[str, Callable[[], None]] = {}
+
+    def add(self, name: str, size_bytes: int) -> None:
+        def post(over: Callable[[], None]) -> None:
+            self.posted.append(name)
+            self.over[name] = over
+
+        self.posts.add(size_bytes, post)
+
+
+@pytest.fixture
+def paced() -> Paced:
+    return Paced()
+
+
+def test_the_pump_posts_and_not_who_asks(paced: Paced) -> None:
+    paced.add("a", 1)
+    assert paced.posted == []
+    paced.pump.turn()
+    assert paced.posted == ["a"]
+
+
+def test_so_many_bytes_are_under_way_and_the_next_follows_one_that_ends(paced: Paced) -> None:
+    for name in "abcd":
+        paced.add(name, 50)
+    paced.pump.turn()
+    assert paced.posted == ["a", "b"]
+    paced.over["b"]()
+    assert paced.posted == ["a", "b", "c"]
+    paced.over["a"]()
+    paced.over["c"]()
+    assert paced.posted == ["a", "b", "c", "d"]
+
+
+def test_what_alone_is_too_large_goes_alone(paced: Paced) -> None:
+    for name, size_bytes in (("small", 1), ("large", 1000), ("last", 1)):
+        paced.add(name, size_bytes)
+    paced.pump.turn()
+    assert paced.posted == ["small"]
+    paced.over["small"]()
+    assert paced.posted == ["small", "large"]
+    paced.over["large"]()
+    assert paced.posted == ["small", "large", "last"]
+
+
+def test_thousands_that_fail_at_once_follow_each_other(paced: Paced) -> None:
+    posted: list[int] = []
+
+    def post(number: int, over: Callable[[], None]) -> None:
+        posted.append(number)
+        over()
+
+    paced.add("first", MOST_BYTES)
+    for number in range(5000):
+        paced.posts.add(60, functools.partial(post, number))
+    paced.pump.turn()
+    assert posted == []
+    paced.over["first"]()
+    assert posted == list(range(5000))
+
+
+def test_one_that_hangs_holds_up_nothing_for_longer_than_a_deadline(paced: Paced) -> None:
+    paced.add("hangs", 100)
+    paced.add("waits", 60)
+    paced.pump.turn()
+    paced.clock.now_s = DEADLINE_S
+    paced.add("comes", 40)
+    paced.pump.turn()
+    assert paced.posted == ["hangs", "waits", "comes"]
+    paced.over["hangs"]()  # after all
+    paced.add("last", 1)
+    paced.pump.turn()
+    assert paced.posted == ["hangs", "waits", "comes"]
