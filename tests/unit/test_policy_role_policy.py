@@ -57,8 +57,9 @@ def test_prompts_of_intervals_that_were_not_looked_at_count_in_none() -> None:
         story.policy.prefilled(f"r{number}", 2000, 0.0)
         assert story.look(0) == Stay("unmeasured")
     story.policy.over("r0", 5.0)
-    # 6,000 tokens would fill six intervals of the one prefill node.
-    assert story.look(0) == Stay("balanced")
+    # 6,000 tokens would fill six intervals of the one prefill node, and call for another beside it.
+    story.policy.loaded("small", 600)
+    assert story.look(600) == Stay("balanced")
 
 
 def test_a_switch_costs_what_switches_took_and_before_any_what_the_settings_say() -> None:

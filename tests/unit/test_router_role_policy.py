@@ -1,11 +1,14 @@
 """The simulator's policy over live engines: it asks for a switch when one pays."""
 
+import asyncio
+
 import pytest
 from tests.unit.router_cluster import cluster
 from tests.unit.router_fakes import job
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
+from dualpath.core.request import Request
 from dualpath.policy.rebalance import RebalanceSettings
 from dualpath.policy.role_loads import RoleQueue
 from dualpath.router.control.role_policy import LiveRolePolicy
@@ -63,3 +66,18 @@ async def test_the_router_tells_the_policy_how_far_requests_are() -> None:
 def test_options_that_the_policy_does_not_have_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         RouterSettings(rebalance_options=options)
+
+
+async def test_a_request_that_waits_for_a_decode_engine_weighs_there_what_it_may_generate() -> None:
+    async with cluster() as made:
+        dispatch = made.service.context.dispatch
+        for engine_id in ("p0", "d0"):
+            dispatch.paused(engine_id)
+        request = Request(request_id="a", prompt_tokens=100, hit_tokens=0, max_new_tokens=1000)
+        waiting = asyncio.create_task(dispatch.place(request))
+        await asyncio.sleep(0)
+        assert dispatch.queue(Role.PREFILL) == RoleQueue(0, 1, 100)
+        # 256 generated tokens at most, as for the simulator's.
+        assert dispatch.queue(Role.DECODE) == RoleQueue(0, 1, 356)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
