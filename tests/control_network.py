@@ -64,7 +64,7 @@ class ControlNetwork:
     async def receive(self) -> tuple[bytes, Sequence[bytes]]:
         return await self._to_router.get()
 
-    async def send(self, identity: bytes, frame: bytes) -> None:
+    def send(self, identity: bytes, frame: bytes) -> None:
         if (connection := self._connections.get(identity)) is not None:
             connection.from_router.put(frame)
 

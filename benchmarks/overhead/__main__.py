@@ -2,6 +2,8 @@
 
     ttft      TTFT through router, PE and hand-over against one vLLM server: real engines
     router    CPU of the router per request and per token, and its own part of TTFT: paced engines
+    scheduler CPU and messages of a scheduler's process per request: stub engines
+    front-ends  CPU of one front end and of two, stalls and memory of many streams: stub engines
     streams   many streams at once: paced engines
     passes    what a PE's GPU waits for between forward passes: emulated engines, no lab
     traces    the same, from traces of emulated engines on a lab
@@ -13,8 +15,17 @@ kernels.  Figures go to stdout; see README.md beside this folder.
 import argparse
 from pathlib import Path
 
-from benchmarks.overhead import between_passes, first_token, many_streams, passes_run, router_alone
+from benchmarks.overhead import (
+    between_passes,
+    first_token,
+    front_ends,
+    many_streams,
+    passes_run,
+    router_alone,
+    scheduler_alone,
+)
 from benchmarks.overhead.round_trip import idle_round_trip_s
+from benchmarks.overhead.servers import KINDS
 
 
 def main() -> None:
@@ -47,6 +58,35 @@ def main() -> None:
     router.add_argument(
         "--stream-interval", type=int, default=1, help="vLLM's: tokens that come as one chunk"
     )
+
+    scheduler = what.add_parser("scheduler", help="a scheduler's process, per request")
+    scheduler.set_defaults(measure=scheduler_alone.measure)
+    scheduler.add_argument("--seed", type=int, default=0)
+    scheduler.add_argument("--nodes", default="48P48D", help="stub engines in one process")
+    scheduler.add_argument("--front-ends", type=int, default=2, help="in that process")
+    scheduler.add_argument("--agents", type=int, nargs="+", default=[1, 16, 64], help="at once")
+    scheduler.add_argument("--turns", type=int, default=50, help="of an agent")
+    scheduler.add_argument("--warm-up", type=int, default=3, help="turns before")
+    scheduler.add_argument("--prompt", type=int, default=32_768, help="tokens of a first turn")
+    scheduler.add_argument("--append", type=int, default=429, help="tokens more in each turn")
+    scheduler.add_argument("--hit-share", type=float, default=0.987, help="of blocks, stored")
+    scheduler.add_argument("--idle-s", type=float, default=3.0, help="to measure the idle CPU")
+
+    linked = what.add_parser("front-ends", help="one front end and two before one scheduler")
+    linked.set_defaults(measure=front_ends.measure)
+    _common(linked, prompt=100, tokens=300)
+    _paced(linked, prefill_ms=1.0, step_ms=50.0)
+    linked.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    linked.add_argument("--front-ends", type=int, nargs="+", default=[1, 2], help="how many")
+    linked.add_argument("--nodes", default="48P48D", help="stub engines in one process")
+    linked.add_argument("--streams", type=int, default=64, help="of all front ends together")
+    linked.add_argument("--requests", type=int, default=2, help="of a stream")
+    linked.add_argument("--ramp-s", type=float, default=2.0, help="within which streams start")
+    linked.add_argument("--settle-s", type=float, default=0.5, help="counted after the last token")
+    linked.add_argument("--probe", action="store_true", help="stalls and memory; costs CPU itself")
+    linked.add_argument("--ids", action="store_true", help="prompts of token ids, not of words")
+    linked.add_argument("--max-model-len", type=int, default=4096, help="for longer prompts")
+    linked.add_argument("--stream-interval", type=int, default=1, help="tokens of a chunk")
 
     streams = what.add_parser("streams", help="many streams at once")
     streams.set_defaults(measure=many_streams.measure)

@@ -25,6 +25,13 @@ BLOCK_TOKENS = 64
 MAX_MODEL_LEN = 4096
 HBM_BYTES = 256 << 20
 
+LIGHT, VLLM = "light", "vllm"
+#: Front ends: of `dualpath emulate`, which take and give token ids, and vLLM's.
+KINDS = (LIGHT, VLLM)
+#: Of a prompt's blocks at stub engines, as in the paper's Table 2.
+HIT_SHARE = 0.987
+
+_STUBS_ENTRY = "benchmarks.overhead.stub_server:main"
 _START_S = 300.0
 #: Clock of a whole process's CPU time, threads that have ended included (clock_getcpuclockid(3)).
 _PROCESS_CLOCK = 2
@@ -54,6 +61,23 @@ class Server(NamedTuple):
     router: int
     processes: tuple[int, ...]
     metric_urls: dict[str, str]
+
+
+class SchedulerProcess(NamedTuple):
+    """`dualpath scheduler`: its HTTP port, and where engines and front ends come in."""
+
+    pid: int
+    port: int
+    control: str
+    front_ends: str
+
+
+class LinkedServers(NamedTuple):
+    """Front ends that are processes of their own: process ids by HTTP port."""
+
+    scheduler: SchedulerProcess
+    front_ends: dict[int, int]
+    api: Api
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +119,56 @@ def metrics(url: str) -> dict[str, float]:
             name = f"{sample.name}/{stage}" if stage else sample.name
             found[name] = found.get(name, 0.0) + sample.value
     return found
+
+
+@contextmanager
+def scheduler_process(folder: Path) -> Iterator[SchedulerProcess]:
+    """Run a scheduler in a process of its own."""
+    port, control, front_ends = claim_port(), claim_port(), claim_port()
+    command = [
+        "scheduler", "--port", str(port), "--control-port", str(control),
+        "--front-ends-port", str(front_ends),
+    ]  # fmt: skip
+    with Supervisor() as servers:
+        process = _start(servers, "scheduler", ROUTER_ENTRY, command, folder)
+        ready = f"http://127.0.0.1:{port}/dualpath/v1/status"
+        servers.wait_until_ready(lambda: "" if _answers(ready) else f"{ready} is not up", _START_S)
+        local_address = "tcp://127.0.0.1:"
+        yield SchedulerProcess(
+            process.pid, port, f"{local_address}{control}", f"{local_address}{front_ends}"
+        )
+
+
+@contextmanager
+def linked_servers(
+    model: Path, folder: Path, kind: str, count: int, nodes: str, pace: Pace, shape: Shape
+) -> Iterator[LinkedServers]:
+    """A scheduler, stub engines of ``nodes`` and ``count`` front ends, ``kind`` of ``KINDS``."""
+    with scheduler_process(folder) as scheduler, Supervisor() as servers:
+        stubs = [
+            "--router", scheduler.control, "--nodes", nodes, "--hit-share", str(HIT_SHARE),
+            "--max-model-len", str(shape.max_model_len), "--prefill-s", str(pace.prefill_s),
+            "--step-s", str(pace.step_s),
+        ]  # fmt: skip
+        _start(servers, "engines", _STUBS_ENTRY, stubs, folder)
+        front_ends = {}
+        for number in range(count):
+            port = claim_port()
+            words = ["--port", str(port), "--scheduler", scheduler.front_ends]
+            words += ["--front-end-name", f"f{number}"]
+            if kind == LIGHT:
+                command = ["emulate", "frontend", *words]
+            else:
+                command = [
+                    "frontend", str(model), *words, "--served-model-names", NAME,
+                    "--block-tokens", str(BLOCK_TOKENS), "--dtype", "float32",
+                    "--max-model-len", str(shape.max_model_len),
+                    "--vllm-args", *shape.vllm_arguments,
+                ]  # fmt: skip
+            front_ends[port] = _start(servers, f"f{number}", ROUTER_ENTRY, command, folder).pid
+        for port in front_ends:
+            wait_ready(f"http://127.0.0.1:{port}", servers)
+        yield LinkedServers(scheduler, front_ends, shape.api)
 
 
 @contextmanager
@@ -194,8 +268,12 @@ def wait_ready(url: str, servers: Supervisor) -> None:
 
 
 def _healthy(url: str) -> bool:
+    return _answers(f"{url}/health")
+
+
+def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+        with urllib.request.urlopen(url, timeout=5) as response:
             return bool(response.status == 200)
     except OSError:
         return False

@@ -1,11 +1,11 @@
 """Groups of ranks at the router: whatever comes, late, twice or never, a whole start or none."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.control_network import ControlNetwork
 from tests.unit.router_fakes import FakeEngine
 
 from dualpath.core import control, envelopes
@@ -67,7 +67,9 @@ class Group:
         self.told = Told()
         self.now_s = 0.0
         self.registry = Registry()
-        self.server = ControlServer(self.registry, self.told, lambda: self.now_s, TIMEOUT_S, _none)
+        self.server = ControlServer(
+            self.registry, self.told, lambda: self.now_s, TIMEOUT_S, ControlNetwork()
+        )
         self.engines = [FakeEngine(f"p{rank}", Role.PREFILL, set()) for rank in range(SIZE)]
         self.starts = [0] * SIZE
         self.greetings = [1] * SIZE
@@ -113,9 +115,6 @@ class Group:
 
     def hear(self, hello: control.Hello) -> None:
         self.server._handle(b"peer", [envelopes.encode(envelopes.outside(hello))])
-
-
-_none: Any = object()
 
 
 @settings(max_examples=300)

@@ -27,6 +27,7 @@ class WatchedService(RouterService):
         """End as SIGKILL does: nothing more is said to engines, streams end."""
         for task in (*self.server.loops.tasks, *self.front_end._tasks):
             task.cancel()
+        self.server.loops.post = lambda identity, frame: None  # type: ignore[method-assign]
 
     async def saw_loss(self, engine_id: str) -> None:
         await self.arrivals.until(

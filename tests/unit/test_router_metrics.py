@@ -96,7 +96,7 @@ def test_decisions_their_reasons_and_their_time(scrape: Scrape) -> None:
     decided = scrape.value("dualpath:assignments_total")
     assert decided == scrape.value("dualpath:scheduler_decision_seconds_count") == TURNS
     spent_s = scrape.value("dualpath:scheduler_seconds_total")
-    assert spent_s > scrape.value("dualpath:scheduler_decision_seconds_sum") > 0
+    assert spent_s >= scrape.value("dualpath:scheduler_decision_seconds_sum") > 0
     read = {p: scrape.value("dualpath:assigned_read_tokens_total", path=p) for p in ("pe", "de")}
     assert read == {"pe": 48, "de": 48}
 

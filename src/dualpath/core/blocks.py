@@ -17,7 +17,7 @@ prefixes, and router, engines and storage agree on them without talking to each 
 import enum
 import hashlib
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import cbor2
@@ -233,6 +233,7 @@ def tenant_tag(cache_salt: str | None) -> str:
     return hashlib.sha256(cbor2.dumps(["dualpath-tenant", cache_salt])).hexdigest()[:16]
 
 
+@cache
 def chain_root() -> BlockKey:
     """Return the parent of every first block."""
     return hashlib.sha256(cbor2.dumps(CHAIN_SEED, canonical=True)).digest()

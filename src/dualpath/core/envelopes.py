@@ -1,5 +1,6 @@
 """How control messages travel: each in an envelope that says its place in a session."""
 
+from collections.abc import Sequence
 from typing import Annotated, Generic, TypeVar
 
 import msgspec
@@ -46,6 +47,11 @@ def outside(message: M, session: str = "") -> Envelope[M]:
 def encode(envelope: Envelope[M]) -> bytes:
     """Return the wire form of a message in its envelope."""
     return _ENCODER.encode(envelope)
+
+
+def encode_together(envelopes: Sequence[Envelope[M]]) -> bytes:
+    """Return the wire form of messages that travel in one frame."""
+    return _ENCODER.encode(envelopes)
 
 
 def decode_router_message(frame: bytes) -> FromRouter:

@@ -9,7 +9,15 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from dualpath.core.control import EngineMessage, Goodbye, Hello, Report, RouterMessage
+from dualpath.core.control import (
+    EngineMessage,
+    Goodbye,
+    Hello,
+    LookupDone,
+    Report,
+    RouterMessage,
+    Synced,
+)
 from dualpath.core.envelopes import FromEngine, decode_router_message, encode
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.sessions import GREETING_S, EngineEnd
@@ -61,9 +69,12 @@ class ControlLink:
         self._thread = self._threads.start("control-link", self._run)
 
     def send(self, message: EngineMessage) -> None:
-        """Queue a message; every message also means that the load changed."""
+        """Queue a message; the load changed, unless it answers a question."""
         self._outgoing.append(message)
-        self.changed()
+        if isinstance(message, LookupDone | Synced):
+            self._connection.wake()
+        else:
+            self.changed()
 
     def changed(self) -> None:
         """The load changed: report soon."""

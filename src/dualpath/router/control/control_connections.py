@@ -16,6 +16,7 @@ import resource
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import zmq
 import zmq.asyncio
@@ -53,7 +54,7 @@ class ControlConnections:
 
     def __init__(
         self,
-        listener: zmq.asyncio.Socket,
+        listener: "zmq.Socket[bytes]",
         refusals: ControlRefusals,
         on_stranger: Callable[[str], None],
     ) -> None:
@@ -65,7 +66,8 @@ class ControlConnections:
         #: By the number of its file: bytes of its frames that were taken.
         self._taken: dict[int, int] = {}
         events = _FAILED_HANDSHAKES | zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED
-        self._monitor = listener.get_monitor_socket(int(events))
+        # It is of the listener's context, which is asyncio's.
+        self._monitor = cast(zmq.asyncio.Socket, listener.get_monitor_socket(int(events)))
         self._tasks = [
             asyncio.create_task(loop(), name="control connections")
             for loop in (self._hear, self._look)
@@ -92,11 +94,10 @@ class ControlConnections:
         """
         found = {}
         for file, taken in list(self._taken.items()):
-            with self._connection(file) as connection:
-                if connection is None:
-                    del self._taken[file]
-                else:
-                    found[file] = _received_bytes(connection) - taken
+            if (received := _received_bytes(file)) is None:
+                del self._taken[file]
+            else:
+                found[file] = received - taken
         return found
 
     def look(self) -> None:
@@ -130,6 +131,7 @@ class ControlConnections:
     def _cut_off(self, file: int, why: str) -> None:
         with self._connection(file) as connection:
             if connection is None:
+                self._taken.pop(file, None)
                 return
             peer = connection.getpeername()
             connection.shutdown(socket.SHUT_RDWR)
@@ -188,8 +190,21 @@ def wire_bytes(frame_bytes: int, *, curve: bool) -> int:
     return body + (2 if body <= 255 else 9)
 
 
-def _received_bytes(connection: socket.socket) -> int:
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+def _received_bytes(file: int) -> int | None:
+    """Return what has come over the connection of a file, None if there is none.
+
+    Its number may be another's by now: what is found is to be believed only after ``_connection``.
+    """
+    try:
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=file)
+    except OSError:
+        return None
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    except OSError:
+        return None
+    finally:
+        connection.detach()  # The file is libzmq's.
     if len(info) < _TCP_INFO_BYTES:
         return 0  # A kernel that does not tell.
     (received,) = struct.unpack_from("=Q", info, _RECEIVED_AT)

@@ -23,7 +23,7 @@ class ControlGuard:
     def __init__(
         self,
         context: zmq.asyncio.Context,
-        socket: zmq.asyncio.Socket,
+        socket: "zmq.Socket[bytes]",
         secret: ClusterSecret,
         refusals: ControlRefusals,
     ) -> None:

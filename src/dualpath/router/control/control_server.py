@@ -112,7 +112,7 @@ class ControlServer:
         return self._refusals.totals()
 
     async def stop(self) -> None:
-        """Send what is queued, then close; idempotent."""
+        """Take up nothing more, then close; idempotent."""
         await self.loops.stop()
 
     def send(self, engine_id: str, message: control.RouterMessage) -> None:
@@ -234,7 +234,10 @@ class ControlServer:
     ) -> tuple[Action, ...]:
         """Do what the table says; ``former`` is what was known of the engine before."""
         lost = former or engine.info
+        before = engine.machine.state
         actions = engine.machine.on(event)
+        if engine.machine.state is not before:
+            self._registry.changed()
         for action in actions:
             match action:
                 case Action.LOSE:

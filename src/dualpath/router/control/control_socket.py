@@ -14,6 +14,7 @@ import zmq.asyncio
 from dualpath.core.errors import ConfigError
 from dualpath.router.control.control_connections import LARGEST_FRAME_BYTES, ControlConnections
 from dualpath.router.control.control_guard import ControlGuard
+from dualpath.router.loop_socket import LoopSocket
 from dualpath.router.refusals import ControlRefusals
 from dualpath.transport.cluster_secret import ClusterSecret, check_control_host
 
@@ -44,8 +45,8 @@ class ControlSocket(Protocol):
         """Return the next message's identity and its frames; an honest message has one."""
         ...
 
-    async def send(self, identity: bytes, frame: bytes) -> None:
-        """Send a message; it is dropped if the connection is gone."""
+    def send(self, identity: bytes, frame: bytes) -> None:
+        """Send a message without waiting; it is dropped if the connection is gone."""
         ...
 
     async def close(self) -> None:
@@ -59,6 +60,7 @@ class ZmqControlSocket:
     def __init__(self) -> None:
         self._guard: ControlGuard | None = None
         self._connections: ControlConnections | None = None
+        self._in_loop: LoopSocket | None = None
 
     async def open(
         self, host: str, port: int, secret: ClusterSecret | None, refusals: ControlRefusals
@@ -66,7 +68,8 @@ class ZmqControlSocket:
         """Bind to ``tcp://host:port``."""
         check_control_host(host, secret)
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        # The context is asyncio's for those who guard and watch; this socket is not.
+        self._socket: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         # A restarted engine may come with its old identity before TCP notices the old one's end.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -81,11 +84,13 @@ class ZmqControlSocket:
             self._socket.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
             await self._let_go()
+            self._socket.close(linger=0)
             self._context.destroy(linger=0)
             raise ConfigError(
                 f"control address {host}:{port} cannot be bound: {error}; choose another "
                 "control port or stop what uses it"
             ) from error
+        self._in_loop = LoopSocket(self._socket)
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def receive(self) -> tuple[bytes, Sequence[bytes]]:
@@ -95,24 +100,33 @@ class ZmqControlSocket:
         million objects here.  libzmq holds them until the last is there: ``ControlConnections``
         bounds how much.
         """
-        identity = await self._socket.recv()
+        assert self._in_loop is not None
+        return await self._in_loop.receive(self._take)
+
+    def _take(self) -> tuple[bytes, Sequence[bytes]]:
+        identity = self._socket.recv(zmq.NOBLOCK)
         frame, parts = b"", 0
         while self._socket.getsockopt(zmq.RCVMORE):
-            part = await self._socket.recv(copy=False)
+            part = self._socket.recv(copy=False)  # libzmq has all parts, or gives none.
             if self._connections is not None:
                 self._connections.taken(part)
             frame, parts = part.bytes, parts + 1
         return identity, (frame,) if parts == 1 else ()
 
-    async def send(self, identity: bytes, frame: bytes) -> None:
-        """Send without a limit on what is queued for a slow engine."""
+    def send(self, identity: bytes, frame: bytes) -> None:
+        """Send without a limit on what is queued for a slow engine; nobody hears it unless open."""
+        if self._in_loop is None:
+            return
         try:
-            await self._socket.send_multipart([identity, frame])
+            self._in_loop.send((identity, frame))
         except zmq.ZMQError:
             logger.exception("control message could not be sent")
 
     async def close(self) -> None:
         """Close; what was sent has ``_LINGER_MS`` to go out."""
+        in_loop, self._in_loop = self._in_loop, None
+        if in_loop is not None:
+            in_loop.close()
         await self._let_go()
         self._socket.close(linger=_LINGER_MS)
         self._context.term()

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from dualpath.core.blocks import BlockKey
@@ -208,7 +208,7 @@ class Dispatch:
 
     def read_done(self, request_id: str) -> None:
         """All storage reads of a request are over."""
-        for log in self._logs.values():
+        for log in self._logs_of(request_id):
             log.read_done(request_id)
         self._scheduler.read_done(request_id)
         if self.watch is not None and (known := self._assigned.get(request_id)) is not None:
@@ -226,7 +226,7 @@ class Dispatch:
 
     def over(self, request_id: str) -> None:
         """A request (or one attempt of it) has ended, well or not; idempotent."""
-        for log in self._logs.values():
+        for log in self._logs_of(request_id):
             log.over(request_id)
         self._scheduler.finished(request_id)
         self._assigned.pop(request_id, None)
@@ -235,7 +235,9 @@ class Dispatch:
         self.answer_fetches()
 
     def answer_fetches(self) -> None:
-        """Answer the open fetch of every group that has a live engine."""
+        """Answer the open fetch of every group that has a live engine, if anything waits."""
+        if not self._scheduler.waiting():
+            return
         start_ns, decisions = time.perf_counter_ns(), 0
         for role in (Role.PREFILL, Role.DECODE):
             groups = dict.fromkeys(e.group for e in self._engines.values() if e.role is role)
@@ -244,6 +246,13 @@ class Dispatch:
                     self._hand_out(assignment)
                     decisions += 1
         self._on_scheduled((time.perf_counter_ns() - start_ns) / 1e9, decisions)
+
+    def _logs_of(self, request_id: str) -> Iterable[AssignLog]:
+        """Return those of the engines that a request was placed on and that still live."""
+        if (placed := self._assigned.get(request_id)) is None:
+            return ()
+        logs = map(self._logs.get, (placed.prefill_engine, placed.decode_engine))
+        return [log for log in logs if log is not None]
 
     def _submit_again(self, placement: _Placement) -> None:
         try:

@@ -77,7 +77,9 @@ class Endings:
     def _others(self, info: EngineInfo, event: Event, action: Action) -> list[EngineState]:
         """Let something happen to the other ranks; return those for which ``action`` follows."""
         group = self._registry.group(info) if info.dp else []
-        return [rank for rank in group if action in rank.machine.on(event)]
+        done = [rank for rank in group if action in rank.machine.on(event)]
+        self._registry.changed()
+        return done
 
     def _notify_peers(self, info: EngineInfo, writer: Writer, *, certain: bool) -> None:
         for peer in self._registry.peers(info):

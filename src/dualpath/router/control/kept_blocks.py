@@ -57,12 +57,14 @@ class KeptBlocks:
         """
         if not keys:
             return ()
-        short = [key[:KEPT_KEY_BYTES] for key in keys]
-        found = []
-        for engine_id, engine in self._engines.items():
-            if short[0] in engine.keys and serves(engine.role, mode):
-                found.append(KeptPrefix(engine_id, engine.head(short)))
-        return tuple(found)
+        first = keys[0][:KEPT_KEY_BYTES]
+        found = [(name, e) for name, e in self._engines.items() if first in e.keys]
+        short = [key[:KEPT_KEY_BYTES] for key in keys] if found else []
+        return tuple(
+            KeptPrefix(engine_id, engine.head(short))
+            for engine_id, engine in found
+            if serves(engine.role, mode)
+        )
 
 
 def serves(role: Role, mode: Mode | None) -> bool:

@@ -45,6 +45,10 @@ class Registry:
         self.adapters = adapters or ServedAdapters({})
         self.namespace: StoreNamespace | None = None
         self._engines: dict[str, EngineState] = {}
+        #: Where ``by_session`` found them last.
+        self._in_session: dict[str, EngineState] = {}
+        #: What ``alive`` has found since the last change.
+        self._alive: dict[Role | None, tuple[EngineInfo, ...]] = {}
         self._arrivals = itertools.count()
 
     def admit(self, hello: Hello) -> Admission | None:
@@ -52,6 +56,7 @@ class Registry:
 
         Raises ``EngineRefusedError`` if the engine may not join.
         """
+        self.changed()
         check_greeting(hello, self.namespace, self.mode, self.adapters, self._engines.values())
         self.namespace = hello.namespace
         self.mode = Mode(hello.mode)
@@ -103,6 +108,10 @@ class Registry:
         engine.greeting = hello.greeting
         return Admission(engine, event, former)
 
+    def changed(self) -> None:
+        """An engine's session has another state."""
+        self._alive.clear()
+
     def get(self, engine_id: str) -> EngineState | None:
         """Return an engine by its id, dead or alive."""
         return self._engines.get(engine_id)
@@ -115,7 +124,12 @@ class Registry:
         """Return the engine whose last session this is."""
         if not session:
             return None
-        return next((e for e in self._engines.values() if e.talk.session == session), None)
+        found = self._in_session.get(session)
+        if found is None or found.talk.session != session:
+            each = self._engines.values()
+            found = next((e for e in each if e.talk.session == session), None)
+            self._in_session = {e.talk.session: e for e in each}
+        return found
 
     def is_dead(self, writer: Writer) -> bool:
         """Whether a process is known to be gone.
@@ -142,7 +156,10 @@ class Registry:
 
     def alive(self, role: Role | None = None) -> list[EngineInfo]:
         """Return the live engines (of one role), by arrival."""
-        return [e.info for e in self._engines.values() if e.alive and role in (None, e.info.role)]
+        if (known := self._alive.get(role)) is None:
+            infos = (e.info for e in self._engines.values() if e.alive)
+            known = self._alive[role] = tuple(i for i in infos if role in (None, i.role))
+        return list(known)
 
     def peers(self, info: EngineInfo) -> list[EngineInfo]:
         """Return the live engines of the other role, by arrival."""

@@ -1,7 +1,6 @@
 """The loops behind an address where sessions come in: of engines, or of front ends."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,7 +14,6 @@ logger = logging.getLogger(__name__)
 ACKNOWLEDGE_S = 0.1
 #: So many times in a time-out is looked who was silent for it.
 LOOKS_IN_A_TIMEOUT = 10
-_FLUSH_S = 1.0
 
 
 class SessionLoops:
@@ -29,7 +27,6 @@ class SessionLoops:
     ) -> None:
         self._socket = socket
         self._handle = handle
-        self._outbox: asyncio.Queue[tuple[bytes, bytes]] = asyncio.Queue()
         self.tasks: list[asyncio.Task[None]] = []
 
     async def start(
@@ -48,7 +45,6 @@ class SessionLoops:
         address = await self._socket.open(host, port, secret, refusals)
         loops = [
             self._receive(),
-            self._send_all(),
             *(self._repeat(look, gap_s) for look, gap_s in looks.items()),
         ]
         self.tasks = [asyncio.create_task(loop, name=f"control at {address}") for loop in loops]
@@ -56,15 +52,12 @@ class SessionLoops:
 
     def post(self, identity: bytes, frame: bytes) -> None:
         """Send a frame after those before it."""
-        self._outbox.put_nowait((identity, frame))
+        self._socket.send(identity, frame)
 
-    async def stop(self, *, flush: bool = True) -> None:
-        """Send what is queued, or with ``flush`` False take up nothing more; close; idempotent."""
+    async def stop(self) -> None:
+        """Take up nothing more; close; idempotent."""
         if not self.tasks:
             return
-        if flush:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._outbox.join(), timeout=_FLUSH_S)
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
@@ -79,14 +72,6 @@ class SessionLoops:
             except Exception:
                 # One message must never take the scheduler down with it.
                 logger.exception("control message from %s failed", identity.hex())
-
-    async def _send_all(self) -> None:
-        while True:
-            identity, frame = await self._outbox.get()
-            try:
-                await self._socket.send(identity, frame)
-            finally:
-                self._outbox.task_done()
 
     async def _repeat(self, look: Callable[[], None], gap_s: float) -> None:
         while True:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from dualpath.core.control import Goodbye, Heard, Refused, Welcome
-from dualpath.core.envelopes import Envelope, decode_with, encode, outside
+from dualpath.core.envelopes import Envelope, decode_with, encode_together, outside
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.sessions import (
     HEARTBEAT_S,
@@ -31,6 +31,7 @@ from dualpath.router.control.session_loops import (
     SessionLoops,
 )
 from dualpath.router.links import messages as m
+from dualpath.router.links.frames import Frames
 from dualpath.router.links.guest import Guest
 from dualpath.router.refusals import ControlRefusal, ControlRefusals
 from dualpath.router.scheduler import Scheduler
@@ -44,15 +45,19 @@ MOST_FRONT_ENDS = 1024
 
 
 class _FrontEnd:
-    """What is known of one front end: its process, its session and what it has under way."""
+    """What is known of one front end: its process, its session and what it has under way.
 
-    def __init__(self, name: str) -> None:
+    ``post`` sends a frame to a connection.
+    """
+
+    def __init__(self, name: str, post: Callable[[bytes, bytes], None]) -> None:
         self.name = name
         self.epoch, self.greeting, self.identity = "", 0, b""
         self.heard_s = self.spoken_s = float("-inf")
         self.machine = Machine(ROUTER_TABLE, RouterEnd.UNKNOWN)
         self.talk: Conversation[m.SchedulerMessage, m.FrontEndMessage] = Conversation("")
         self.guest: Guest | None = None
+        self.frames: Frames[m.SchedulerMessage] = Frames(lambda frame: post(self.identity, frame))
 
     @property
     def live(self) -> bool:
@@ -110,8 +115,13 @@ class FrontEndDoor:
         if not self._loops.tasks:
             return
         self._scheduler.context.presence.listeners.remove(self._engines_changed)
-        # What they say from now on is for the next scheduler.
-        await self._loops.stop(flush=False)
+        # What they say from now on is for the next scheduler.  They hear of it before the engines
+        # do, else what breaks off there would be tried again in a session that is over.
+        for front_end in self._front_ends.values():
+            front_end.frames.flush()
+            if front_end.live:
+                self._send_away(front_end.identity, front_end.talk.session)
+        await self._loops.stop()
         for front_end in self._front_ends.values():
             self._lose(front_end, "the scheduler ends")
 
@@ -141,7 +151,10 @@ class FrontEndDoor:
 
     def _post(self, front_end: _FrontEnd, envelope: Envelope[m.SchedulerMessage]) -> None:
         front_end.spoken_s = self._clock()
-        self._loops.post(front_end.identity, encode(envelope))
+        front_end.frames.add([envelope])
+
+    def _outside(self, identity: bytes, message: m.SchedulerMessage, session: str = "") -> None:
+        self._loops.post(identity, encode_together([outside(message, session)]))
 
     def _look(self) -> None:
         """End sessions of front ends that were silent too long."""
@@ -161,19 +174,20 @@ class FrontEndDoor:
 
     def _received(self, identity: bytes, frames: Sequence[bytes]) -> None:
         try:
-            envelope = decode_with(_DECODER, frames[-1] if frames else b"")
+            envelopes = decode_with(_DECODER, frames[-1] if frames else b"")
         except IncompatibleError as error:
             self._malformed(identity, error)
         else:
-            self._handle(identity, envelope)
+            for envelope in envelopes:
+                self._handle(identity, envelope)
 
     def _malformed(self, identity: bytes, error: IncompatibleError) -> None:
         self.refusals.count(ControlRefusal.MALFORMED)
         if self.refusals.complain(identity, self._clock()):
             logger.warning("refused, further times are only counted: %s", error)
-        self._loops.post(identity, encode(outside(Refused(str(error)))))
+        self._outside(identity, Refused(str(error)))
 
-    def _handle(self, identity: bytes, envelope: m.FromFrontEnd) -> None:
+    def _handle(self, identity: bytes, envelope: Envelope[m.FrontEndMessage]) -> None:
         message = envelope.message
         if isinstance(message, m.FrontEndHello):
             self._hello(identity, message)
@@ -196,9 +210,12 @@ class FrontEndDoor:
 
     def _hello(self, identity: bytes, hello: m.FrontEndHello) -> None:
         if (reason := self._unwelcome(hello)) is not None:
-            self._loops.post(identity, encode(outside(Refused(reason))))
+            self._outside(identity, Refused(reason))
             return
-        front_end = self._front_ends.setdefault(hello.name, _FrontEnd(hello.name))
+        front_end = self._front_ends.get(hello.name)
+        if front_end is None:
+            front_end = _FrontEnd(hello.name, self._loops.post)
+            self._front_ends[hello.name] = front_end
         if (event := front_end.greeted(hello)) is not None:
             front_end.identity = identity
             self._on(front_end, event, "it has begun anew")
@@ -241,8 +258,7 @@ class FrontEndDoor:
         return actions
 
     def _send_away(self, identity: bytes, session: str) -> None:
-        again = outside(Refused("no such session", again=True), session)
-        self._loops.post(identity, encode(again))
+        self._outside(identity, Refused("no such session", again=True), session)
 
     def _welcome(self, front_end: _FrontEnd) -> None:
         self._post(front_end, front_end.talk.mention(Welcome((), front_end.greeting)))

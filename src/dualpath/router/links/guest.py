@@ -17,17 +17,26 @@ logger = logging.getLogger(__name__)
 
 
 class _Listener:
+    """Tells where an attempt was placed at once, and the rest before what is said of it next."""
+
     def __init__(
         self, attempt_id: str, placed: set[str], say: Callable[[m.SchedulerMessage], None]
     ) -> None:
         self._attempt_id = attempt_id
         self._placed = placed
         self._say = say
+        self._events: list[AttemptEvent] = []
 
     def heard(self, event: AttemptEvent) -> None:
+        self._events.append(event)
         if isinstance(event, Placed):
             self._placed.add(self._attempt_id)
-        self._say(m.Happened(self._attempt_id, event))
+            self.tell()
+
+    def tell(self) -> None:
+        if self._events:
+            events, self._events = tuple(self._events), []
+            self._say(m.Happened(self._attempt_id, events))
 
 
 class Guest:
@@ -37,6 +46,8 @@ class Guest:
         self._scheduler = scheduler
         self._say = say
         self._requests: dict[str, ArrivedRequest] = {}
+        self._keys: dict[str, tuple[bytes, ...]] = {}
+        self._listeners: dict[str, _Listener] = {}
         self._attempts: dict[str, ScheduledAttempt] = {}
         self._placed: set[str] = set()
         self._refused: dict[str, DualPathError] = {}
@@ -47,7 +58,9 @@ class Guest:
         """Carry out one message; they come in order, each once."""
         match message:
             case m.Begin():
-                self._requests[message.order.request_id] = self._scheduler.begin(message.order)
+                name = message.order.request_id
+                self._requests[name] = self._scheduler.begin(message.order)
+                self._keys[name] = message.order.keys
             case m.Try():
                 self._try(message)
             case m.Ask():
@@ -57,6 +70,7 @@ class Guest:
             case m.Over():
                 self._over(message.attempt_id, message.reason)
             case m.End() if message.request_id in self._requests:
+                self._keys.pop(message.request_id)
                 self._requests.pop(message.request_id).end(message.answered)
             case m.Suspect():
                 for engine in self._named([(message.engine_id, message.epoch)]):
@@ -83,6 +97,7 @@ class Guest:
         for request in self._requests.values():
             request.end()
         self._requests.clear()
+        self._keys.clear()
 
     def _named(self, names: Iterable[tuple[str, str]]) -> list[EngineInfo]:
         wanted = set(names)
@@ -104,16 +119,21 @@ class Guest:
                 "restart it"
             )
             return
+        order = message.order
+        if not order.keys:
+            order = msgspec.structs.replace(order, keys=self._keys[message.request_id])
+        listener = _Listener(name, self._placed, self._say)
         try:
-            attempt = request.attempt(message.order, _Listener(name, self._placed, self._say))
+            attempt = request.attempt(order, listener)
         except BadRequestError as error:
             self._refused[name] = error
             return
-        self._attempts[name] = attempt
+        self._attempts[name], self._listeners[name] = attempt, listener
         attempt.broken.add_done_callback(lambda broken: self._broken(name, attempt, broken))
 
     def _broken(self, name: str, attempt: ScheduledAttempt, broken: "asyncio.Future[None]") -> None:
         if self._attempts.get(name) is attempt and not broken.cancelled():
+            self._tell(name)
             self._say(m.Broken(name, str(broken.exception())))
 
     async def _step(self, ask: m.Ask) -> object:
@@ -134,25 +154,35 @@ class Guest:
         self, call_id: int, work: Callable[[], Awaitable[object]], attempt_id: str = ""
     ) -> None:
         # Not the awaitable itself: nobody would await it where the task is cancelled at once.
-        task = asyncio.create_task(self._carried_out(call_id, work))
+        task = asyncio.create_task(self._carried_out(call_id, work, attempt_id))
         self._works[task] = attempt_id
         task.add_done_callback(self._works.pop)
 
-    async def _carried_out(self, call_id: int, work: Callable[[], Awaitable[object]]) -> None:
+    async def _carried_out(
+        self, call_id: int, work: Callable[[], Awaitable[object]], attempt_id: str
+    ) -> None:
+        answer: m.Answer | m.Failure
         try:
             result = await work()
         except DualPathError as error:
-            self._say(m.failure(call_id, error))
+            answer = m.failure(call_id, error)
         except Exception as error:
             # Whoever asked would wait for ever.
             logger.exception("a call of a front end failed")
-            self._say(m.failure(call_id, error))
+            answer = m.failure(call_id, error)
         else:
-            self._say(m.Answer(call_id, msgspec.Raw(msgspec.msgpack.encode(result))))
+            answer = m.Answer(call_id, msgspec.Raw(msgspec.msgpack.encode(result)))
+        self._tell(attempt_id)
+        self._say(answer)
+
+    def _tell(self, attempt_id: str) -> None:
+        if (listener := self._listeners.get(attempt_id)) is not None:
+            listener.tell()
 
     def _over(self, attempt_id: str, reason: str) -> None:
         self._refused.pop(attempt_id, None)
         self._placed.discard(attempt_id)
+        self._listeners.pop(attempt_id, None)
         attempt = self._attempts.pop(attempt_id, None)
         if attempt is not None:
             for work, name in list(self._works.items()):

@@ -1,5 +1,8 @@
 """What a front end and the scheduler send each other, in the envelopes of ``core.envelopes``.
 
+A frame has one envelope or more, in order: what either end says in one turn of its event loop goes
+together (``links.frames``).
+
     front end → scheduler   FrontEndHello Beat Begin Try Ask TokensCame Over End Suspect Settle Hint
                             Goodbye
     scheduler → front end   Welcome Refused Heard EnginesNow Happened Broken Answer Failure
@@ -25,7 +28,7 @@ from dualpath.router.engines import EngineInfo
 from dualpath.router.scheduling import Answered, AttemptEvent, AttemptOrder, RequestOrder
 
 #: Raised by one whenever a message changes its meaning; both ends must agree.
-LINK_VERSION = 2
+LINK_VERSION = 3
 
 
 class FrontEndHello(Message, frozen=True, tag=True):
@@ -50,6 +53,7 @@ class Begin(Message, frozen=True, tag=True):
 class Try(Message, frozen=True, tag=True):
     """An attempt begins; ``Ask`` goes on with it.
 
+    The order has no keys where they are those of ``Begin``, as a first attempt's are.
     ``namespace`` is the one that the front end has made its keys for, ``adapters`` are the digests
     that it knows of adapters, by name: to engines of another model, or with other weights of an
     adapter, they would be names of other KV.
@@ -134,10 +138,13 @@ class EnginesNow(Message, frozen=True, tag=True):
 
 
 class Happened(Message, frozen=True, tag=True):
-    """An attempt's listener is to hear this."""
+    """An attempt's listener is to hear this.
+
+    What only the record of the request needs waits for the next message about the attempt.
+    """
 
     attempt_id: Name
-    event: AttemptEvent
+    events: tuple[AttemptEvent, ...]
 
 
 class Broken(Message, frozen=True, tag=True):
@@ -177,8 +184,8 @@ FrontEndMessage = (
     | Goodbye
 )
 SchedulerMessage = Welcome | Refused | Heard | EnginesNow | Happened | Broken | Answer | Failure
-FromFrontEnd = Envelope[FrontEndMessage]
-FromScheduler = Envelope[SchedulerMessage]
+FromFrontEnd = list[Envelope[FrontEndMessage]]
+FromScheduler = list[Envelope[SchedulerMessage]]
 
 _KINDS = {
     kind.__name__: kind

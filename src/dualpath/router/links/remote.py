@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from dualpath.core.control import Goodbye
-from dualpath.core.envelopes import Envelope, decode_with, encode
+from dualpath.core.envelopes import Envelope, decode_with
 from dualpath.core.errors import BadRequestError, EngineLostError, IncompatibleError
 from dualpath.core.session_hints import SessionHints
 from dualpath.core.sessions import HELLO_GAP_S
@@ -24,6 +24,7 @@ from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engines import EngineInfo, Presence
 from dualpath.router.links import messages as m
 from dualpath.router.links.engines_view import EnginesView
+from dualpath.router.links.frames import Frames
 from dualpath.router.links.remote_requests import RemoteAttempt, RemoteRequest
 from dualpath.router.links.strays import StrayAttempts
 from dualpath.router.scheduling import (
@@ -74,6 +75,7 @@ class RemoteScheduling:
         self.engines = EnginesView(self._away("is not there"), adapters or ServedAdapters({}))
         self.keeps_answers = False
         self._connection = connection
+        self._frames: Frames[m.FrontEndMessage] = Frames(connection.send)
         self._clock = clock
         self._presence = Presence(self.engines)
         self._session: RouterSession[m.FrontEndMessage, m.SchedulerMessage] = RouterSession(
@@ -98,6 +100,7 @@ class RemoteScheduling:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
+        self._frames.flush()
         self._connection.close()
 
     async def engines_present(self, prefill: int, decode: int, timeout_s: float) -> None:
@@ -174,7 +177,8 @@ class RemoteScheduling:
             case m.EnginesNow():
                 self._know(message)
             case m.Happened() if message.attempt_id in self._attempts:
-                self._attempts[message.attempt_id].heard(message.event)
+                for event in message.events:
+                    self._attempts[message.attempt_id].heard(event)
             case m.Broken() if message.attempt_id in self._attempts:
                 self._attempts[message.attempt_id].break_off(message.reason)
             case m.Answer() | m.Failure():
@@ -211,8 +215,7 @@ class RemoteScheduling:
         return f"the scheduler at {self._address} {how}; see that it runs there, and its log"
 
     def _post(self, envelopes: Sequence[Envelope[m.FrontEndMessage]]) -> None:
-        for envelope in envelopes:
-            self._connection.send(encode(envelope))
+        self._frames.add(envelopes)
 
     async def _tick(self) -> None:
         while True:
@@ -224,7 +227,8 @@ class RemoteScheduling:
         while True:
             frame = await self._connection.receive()
             try:
-                self._post(self._session.hear(decode_with(_DECODER, frame), self._clock()))
+                for envelope in decode_with(_DECODER, frame):
+                    self._post(self._session.hear(envelope, self._clock()))
             except IncompatibleError as error:
                 logger.error("%s", error)
             except Exception:

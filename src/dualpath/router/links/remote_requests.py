@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from dualpath.core.errors import EngineLostError
 from dualpath.core.transfers import PrefillTransfer
 from dualpath.router.engines import EngineInfo
@@ -61,7 +63,7 @@ class RemoteRequest:
     def attempt(self, order: AttemptOrder, listener: AttemptListener) -> "RemoteAttempt":
         """Begin an attempt.  Raises ``BadRequestError`` if another one has its name."""
         self._announce()
-        return RemoteAttempt(self._link, self._order.request_id, order, listener)
+        return RemoteAttempt(self._link, self._order, order, listener)
 
     def end(self, answered: Answered | None = None) -> None:
         """It is over; idempotent."""
@@ -83,7 +85,7 @@ class RemoteAttempt:
     def __init__(
         self,
         link: Link,
-        request_id: str,
+        request: RequestOrder,
         order: AttemptOrder,
         listener: AttemptListener,
     ) -> None:
@@ -97,7 +99,8 @@ class RemoteAttempt:
         self._session = link.session
         link.open(self)
         made_for = link.engines.namespace, link.engines.adapters.digests()
-        link.say(m.Try(request_id, order, *made_for))
+        said = msgspec.structs.replace(order, keys=()) if order.keys == request.keys else order
+        link.say(m.Try(request.request_id, said, *made_for))
 
     def heard(self, event: AttemptEvent) -> None:
         """The scheduler says what has become of the attempt."""

@@ -141,7 +141,7 @@ class FedSocket:
             self._wanted.set()
         return await self._arrived.get()
 
-    async def send(self, identity: bytes, frame: bytes) -> None:
+    def send(self, identity: bytes, frame: bytes) -> None:
         """Look at what is sent."""
         envelope = envelopes.decode_router_message(frame)
         if isinstance(envelope.message, control.Welcome):

@@ -77,7 +77,7 @@ class RouterSocket:
         """Return the next message."""
         return await self._arrived.get()
 
-    async def send(self, identity: bytes, frame: bytes) -> None:
+    def send(self, identity: bytes, frame: bytes) -> None:
         """Send to a connection that is not reset."""
         connection = self.by_identity.get(identity)
         if connection is not None and self._loop.process.alive:

@@ -1,0 +1,194 @@
+"""Engines without a data plane: the control protocol and token API of many, in one process.
+
+Messages, sockets and HTTP are real; slots are numbers, nothing is read, moved or computed.  96
+emulated engines would be 96 processes and a thousand threads, which two cores cannot hold.  What
+engines of either kind say is said here as well, and as often: ``Report`` on change and as
+heartbeat, with as many counters.
+"""
+
+import asyncio
+import itertools
+import time
+from collections import Counter as Counted
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from dualpath.core import control, envelopes, request_messages
+from dualpath.core.addresses import AgentAddress, EngineAddress
+from dualpath.core.blocks import BlockGeometry, StoreNamespace
+from dualpath.core.cluster import Role, parse_nodes
+from dualpath.core.modes import Mode
+from dualpath.core.rates import Rate, RateOrigin, Rates
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
+from dualpath.engine.counters import Counter
+from dualpath.engine.link import TICK_S
+from dualpath.engine.router_session import RouterSession
+from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS
+from dualpath.router.links.zmq_link import ZmqLinkConnection
+
+BLOCK_TOKENS = 64
+_TOKENS = 1 << 40
+#: What a PE says of itself, so that thresholds are those of a real one and not unlimited.
+_RATES = Rates(read_bytes=Rate(50e9, RateOrigin.SET), prefill_tokens=Rate(50_000.0, RateOrigin.SET))
+#: About what NIXL says of an agent.
+_METADATA = bytes(1024)
+
+
+def namespace() -> StoreNamespace:
+    """Return whose KV stub engines would hold."""
+    geometry = BlockGeometry.uniform(4, BLOCK_TOKENS, 64 * BLOCK_TOKENS)
+    return StoreNamespace("stub", "words", "stub-1", geometry)
+
+
+class StubEngine:
+    """One engine; ``hit_share`` of a prompt's blocks are stored.  ``said`` counts messages."""
+
+    def __init__(
+        self,
+        role: Role,
+        number: int,
+        *,
+        router: str,
+        hit_share: float,
+        max_model_len: int,
+        said: Counted[str],
+    ) -> None:
+        self.engine_id = f"{role.value}-{number}"
+        self._role = role
+        self._hit_share = hit_share
+        self._max_model_len = max_model_len
+        self._said = said
+        self._api_url = ""
+        self._epoch = f"{self.engine_id}-{time.time_ns()}"
+        self._connection = ZmqLinkConnection(router)
+        self._session: RouterSession[control.EngineMessage, control.RouterMessage] = RouterSession(
+            self._hello, self._report, self._take, lambda reason: self._counted.clear()
+        )
+        self._counted: dict[str, int] = {}
+        self._assign_seq = 0
+        self._reports = itertools.count(1)
+
+    @asynccontextmanager
+    async def running(self, api_url: str) -> AsyncIterator[None]:
+        """Greet the router, and answer it in the block."""
+        self._api_url = api_url
+        tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._tick)]
+        try:
+            yield
+        finally:
+            self._post(self._session.leave(control.Goodbye("the end"), time.monotonic()))
+            for task in tasks:
+                task.cancel()
+            self._connection.close()
+
+    def say(self, message: control.EngineMessage) -> None:
+        """Say it, and report the load soon unless it only answers a question."""
+        if not isinstance(message, control.LookupDone | control.Synced):
+            self._session.load_changed = True
+        self._post(self._session.say(message, time.monotonic()))
+
+    def _hello(self, greeting: int) -> control.Hello:
+        agents = (AgentAddress(self._epoch, _METADATA, ()),)
+        return control.Hello(
+            version=control.PROTOCOL_VERSION,
+            address=EngineAddress(self.engine_id, self._epoch, self._role, agents),
+            namespace=namespace(),
+            api_url=self._api_url,
+            node=f"node of {self.engine_id}",
+            group=f"{self._role.value} group",
+            mode=Mode.DUALPATH.value,
+            hbm_tokens=_TOKENS,
+            buffer_tokens=_TOKENS,
+            limits={"max_model_len": self._max_model_len, "vocab_size": VOCABULARY_TOKENS},
+            rates=_RATES,
+            greeting=greeting,
+        )
+
+    def _report(self) -> control.Report:
+        return control.Report(
+            report_seq=next(self._reports),
+            assign_seq=self._assign_seq,
+            unfinished_requests=len(self._counted),
+            unfinished_tokens=sum(self._counted.values()),
+            read_queue_tokens=0,
+            free_hbm_tokens=_TOKENS,
+            free_buffer_tokens=_TOKENS,
+            counters=dict.fromkeys(Counter, 1.0),
+        )
+
+    def _take(self, message: control.RouterMessage) -> None:
+        self._said[f"→ engine {type(message).__name__}"] += 1
+        match message:
+            case control.Welcome():
+                self._assign_seq = 0
+            case control.Lookup():
+                stored = int(len(message.keys) * self._hit_share)
+                self.say(control.LookupDone(message.call_id, stored))
+            case control.Sync():
+                self.say(control.Synced(message.call_id))
+            case request_messages.Assign():
+                self._assign_seq = message.assign_seq
+                self._counted[message.request_id] = message.tokens
+                if message.reserve_blocks:
+                    slots = tuple(range(message.reserve_blocks))
+                    self.say(request_messages.Reserved(message.request_id, slots, 0.0))
+            case request_messages.Read():
+                run = message.run
+                self.say(
+                    request_messages.ReadDone(
+                        message.request_id, run.blocks.count, None, 0, 0.0, 0.0, run.slots
+                    )
+                )
+            case request_messages.Release():
+                self._counted.pop(message.request_id, None)
+                self.say(request_messages.Released(message.request_id))
+
+    async def _receive(self) -> None:
+        while True:
+            envelope = envelopes.decode_router_message(await self._connection.receive())
+            now_s = time.monotonic()
+            self._post(self._session.hear(envelope, now_s))
+            self._post(self._session.due(now_s))
+
+    async def _tick(self) -> None:
+        while True:
+            self._post(self._session.due(time.monotonic()))
+            await asyncio.sleep(TICK_S)
+
+    def _post(self, posted: Sequence[envelopes.FromEngine]) -> None:
+        for envelope in posted:
+            self._said[f"engine → {type(envelope.message).__name__}"] += 1
+            self._connection.send(envelopes.encode(envelope))
+
+
+class StubEngines:
+    """The engines of a cluster of ``nodes`` such as 48P48D, by their names."""
+
+    def __init__(self, router: str, nodes: str, *, hit_share: float, max_model_len: int) -> None:
+        self.said: Counted[str] = Counted()
+        counts = zip(Role, parse_nodes(nodes), strict=True)
+        engines = (
+            StubEngine(
+                role, number, router=router, hit_share=hit_share, max_model_len=max_model_len,
+                said=self.said,
+            )
+            for role, count in counts
+            for number in range(count)
+        )  # fmt: skip
+        self._engines = {engine.engine_id: engine for engine in engines}
+
+    @asynccontextmanager
+    async def running(self, api_url: Callable[[str], str]) -> AsyncIterator[None]:
+        """Run all in the block; ``api_url`` says where each is called."""
+        async with AsyncExitStack() as stack:
+            for engine_id, engine in self._engines.items():
+                await stack.enter_async_context(engine.running(api_url(engine_id)))
+            yield
+
+    def computed(self, engine_id: str, transfer: PrefillTransfer | DecodeTransfer) -> None:
+        """What an engine was called for is computed, or, at a DE, is about to be."""
+        engine, name = self._engines[engine_id], transfer.request_id
+        if isinstance(transfer, PrefillTransfer):
+            engine.say(request_messages.PrefillDone(name))
+        else:
+            engine.say(request_messages.KvInHbm(name, 0.0))
