@@ -14,6 +14,7 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 project = "dualpath"
+project_copyright = "the dualpath developers, Apache-2.0"
 html_title = "dualpath"
 root_doc = "README"
 extensions = ["myst_parser"]

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from dualpath.report.model import Panel
@@ -117,6 +117,8 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axes.axhline(panel.limit_y, color=_PAGE_COLOUR, linewidth=1, linestyle=":")
         top = max(_LIMIT_HEIGHT * panel.limit_y, 1.15 * axes.dataLim.y1)
         axes.set_ylim(top=min(top, _MOST_LIMITS * panel.limit_y))
+    if _counts(panel):
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     if axes.get_ylim()[1] >= _LARGE:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     _mark_cut(axes, panel)
@@ -127,6 +129,12 @@ def _draw(axes: Axes, panel: Panel) -> None:
     axes.grid(axis="y" if panel.kind in ("grouped", "stacked") else "both")
     columns = _legend_columns(panel)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns, fontsize=10)
+
+
+def _counts(panel: Panel) -> bool:
+    """Whether the values are numbers of things, of which there is no half."""
+    values = [value for series in panel.series for value in series.y if value is not None]
+    return all(float(value).is_integer() for value in values)
 
 
 def _shows_values(panel: Panel) -> bool:
