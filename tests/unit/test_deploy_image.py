@@ -1,0 +1,27 @@
+"""The image is built of a few files: enough for the package, and none of them ignored."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+#: What makes the wheel: settings, the description and what it is made of, the licence, the code.
+NEEDED = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "src"}
+
+
+def copied() -> list[str]:
+    """Return what the Containerfile copies out of the repository."""
+    lines = (ROOT / "deploy" / "containers" / "Containerfile").read_text().splitlines()
+    found = [line.split()[1:-1] for line in lines if line.startswith("COPY ")]
+    from_here = [words for words in found if not words[0].startswith("--from")]
+    return [word for words in from_here for word in words if not word.startswith("--")]
+
+
+def test_the_package_can_be_built_of_what_is_copied() -> None:
+    assert set(copied()) >= NEEDED
+    assert all((ROOT / name).exists() for name in copied())
+
+
+def test_what_is_copied_is_not_ignored() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    let_through = {line[1:] for line in lines if line.startswith("!")}
+    assert "*" in lines
+    assert set(copied()) <= let_through
