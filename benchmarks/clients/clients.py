@@ -189,6 +189,8 @@ _OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 CLIENTS = (
     Client(Package("openai", "3.52.0"), _script("openai_chat.py"), _last_line),
+    Client(Package("anthropic", "2.12.0"), _script("anthropic_chat.py"), _last_line),
+    Client(Package("openai-agents", "0.24.0"), _script("agents_sdk.py"), _last_line),
     Client(Package("litellm", "1.106.2"), _script("litellm_chat.py"), _last_line, _OFFLINE),
     Client(Package("aiperf", "0.13.0"), _aiperf, _aiperf_results),
     Client(

@@ -27,6 +27,15 @@ def test_a_model_is_built_once_and_found_afterwards(tmp_path):
     assert prepare(target, STAMP, never_called) == target
 
 
+def test_others_may_read_what_was_written_for_its_user_alone(tmp_path):
+    def write_private(directory: Path) -> None:
+        (directory / "weights").touch(mode=0o600)
+
+    target = prepare(tmp_path / "model", STAMP, write_private)
+    (tmp_path / "any").touch()
+    assert (target / "weights").stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
 def test_a_changed_converter_replaces_the_whole_directory(tmp_path):
     target = tmp_path / "model"
     prepare(target, STAMP, write_weights)

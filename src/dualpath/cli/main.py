@@ -94,8 +94,11 @@ def _chosen_subcommand(arguments: Sequence[str]) -> str | None:
 
 def _run(module: ModuleType, arguments: Sequence[str]) -> int:
     parser = _base_parser()
-    module.add_parser(parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND"))
-    args = parser.parse_args(arguments)
+    commands = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND")
+    module.add_parser(commands)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:  # argparse would say so with the usage of `dualpath` alone
+        commands.choices[args.subcommand].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         exit_code: int = module.run(args)
     except DualPathError as error:

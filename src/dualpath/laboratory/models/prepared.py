@@ -41,6 +41,7 @@ def prepare(directory: Path, stamp: Stamp, build: Callable[[Path], None]) -> Pat
         complete.mkdir()
         build(complete)
         (complete / STAMP_FILE).write_text(json.dumps(stamp, indent=2) + "\n")
+        _share_as(complete / STAMP_FILE, complete)
         _put_in_place(complete, directory, stamp, set_aside=temporary / "old")
     except OSError as error:
         raise _cannot_write(directory, error) from error
@@ -71,6 +72,13 @@ def read_stamp(directory: Path) -> dict[str, str | int] | None:
     except (OSError, ValueError):
         return None
     return stamp if isinstance(stamp, dict) else None
+
+
+def _share_as(example: Path, folder: Path) -> None:
+    """Let all files be read by whom `example` lets: safetensors writes for its user alone."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(example.stat().st_mode)
 
 
 def _refuse_foreign(directory: Path) -> None:
