@@ -52,7 +52,10 @@ _SIMULATOR = {
 }
 _SEALED = {"name": "sealed", "nodes": ("1P2D",), "mode": (Mode.DUALPATH,)}
 #: Settings of `isolation` and `data-plane` that experimenters change; the rest is what it is.
-_ISOLATION = ("nodes", "link_bytes_per_s", "message_bytes", "load", "rounds", "legs", "repeat")
+_ISOLATION = (
+    *("nodes", "link_bytes_per_s", "message_bytes", "load", "rounds", "legs", "repeat"),
+    "most_busy",
+)
 _DATA_PLANE = ("storage", "repeat")
 #: Of the policy: objectives that the router's does not have, and what is measured.
 _NOT_ASKED = ("ttft_slo_s", "tpot_slo_s", "switch_s")

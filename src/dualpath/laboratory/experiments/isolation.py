@@ -109,6 +109,7 @@ def _measure_run(
         bulk_bytes_per_s=_bytes_per_s(before, after),
         busy=meter.busy(),
         rejected=rejected,
+        first=exchange.first,
     )
 
 

@@ -39,10 +39,11 @@ _Answer = TypeVar("_Answer")
 
 
 class Exchanges:
-    """The exchange processes of all nodes."""
+    """The exchange processes of all nodes; ``first``: they go before others on the CPUs."""
 
-    def __init__(self, processes: Sequence[Dialogue]) -> None:
+    def __init__(self, processes: Sequence[Dialogue], *, first: bool) -> None:
         self._processes = processes
+        self.first = first
 
     def measure(self, message_bytes: int, period_s: float, rounds: int) -> list[ExchangeResult]:
         """Do ``rounds`` on every node and return what each has measured."""
@@ -81,13 +82,12 @@ def exchanges(settings: IsolationSettings, state: LabState, leg: Leg) -> Iterato
                 congestion_control=settings.congestion_control,
             )
             processes.append(_dialogue(started, node, "isolation_exchange", arguments))
-        for word, answer in (("", "listening"), ("connect", "connected")):
-            for process in processes:
-                if word:
-                    process.send(word)
-            for process in processes:
-                assert process.receive(str) == answer
-        yield Exchanges(processes)
+        for process in processes:
+            assert process.receive(str) == "listening"
+        for process in processes:
+            process.send("connect")
+        first = [process.receive(bool) for process in processes]
+        yield Exchanges(processes, first=all(first))
 
 
 class Bulks:
