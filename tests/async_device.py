@@ -301,6 +301,9 @@ class WorldPump(TransferPump):
         """Run work later, in order."""
         self._calls.append(work)
 
+    def each_turn(self, work: Step) -> None:
+        """No time passes here."""
+
     def watch(
         self, transfer: Transfer, then: Callable[[Completion], None] | None = None
     ) -> Completion:

@@ -103,6 +103,22 @@ def test_a_transfer_that_cannot_be_polled_fails_alone_and_is_never_settled(
     pump.close(TimeLimit(threads, GUARD_S))
 
 
+def test_the_pump_looks_again_and_again_while_a_transfer_is_under_way() -> None:
+    health = Health(PassedWaits())
+    pump = TransferPump("pe-0", health)
+    turned = threading.Event()
+    pump.each_turn(turned.set)
+    moving, over = Moving(), threading.Event()
+    pump.watch(moving, lambda _: over.set())
+    for _ in range(3):
+        turned.clear()
+        assert turned.wait(GUARD_S)
+    moving.state = TransferState.DONE
+    assert over.wait(GUARD_S)
+    health.close()
+    pump.close(TimeLimit(PassedWaits(), GUARD_S))
+
+
 def test_what_follows_a_transfer_may_raise_anything_without_ending_the_pump() -> None:
     threads = PassedWaits()
     health = Health(threads)

@@ -29,13 +29,17 @@ class Pump:
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []
+        self.each: list[Callable[[], None]] = []
+
+    def each_turn(self, work: Callable[[], None]) -> None:
+        self.each.append(work)
 
     def call(self, work: Callable[[], None]) -> None:
         self.calls.append(work)
 
     def turn(self) -> None:
         calls, self.calls = self.calls, []
-        for work in calls:
+        for work in (*calls, *self.each):
             work()
 
 
@@ -113,6 +117,8 @@ def test_one_that_hangs_holds_up_nothing_for_longer_than_a_deadline(paced: Paced
     paced.add("waits", 60)
     paced.pump.turn()
     paced.clock.now_s = DEADLINE_S
+    paced.pump.turn()
+    assert paced.posted == ["hangs", "waits"]
     paced.add("comes", 40)
     paced.pump.turn()
     assert paced.posted == ["hangs", "waits", "comes"]

@@ -45,6 +45,7 @@ class PacedPosts:
         self._moving: dict[int, tuple[int, int]] = {}
         self._posted = 0
         self._posting = False
+        pump.each_turn(self._advance)
 
     def add(self, size_bytes: int, post: Callable[[Callable[[], None]], object]) -> None:
         """Have a transfer posted; ``post`` gets what is to be called once it is over, by the pump.

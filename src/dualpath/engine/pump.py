@@ -87,6 +87,7 @@ class TransferPump:
         self._moving: list[Completion] = []
         self._begun = False
         self._calls: deque[Callable[[], None]] = deque()
+        self._turns: list[Callable[[], None]] = []
         self._closing = False
         self._sign = health.sign("the thread that moves KV has not made a turn", _TURN_LIMIT_S)
         self._thread = health.start(f"{name}-pump", self._run)
@@ -112,6 +113,14 @@ class TransferPump:
             self._calls.append(work)
             self._wake.notify()
 
+    def each_turn(self, work: Callable[[], None]) -> None:
+        """Run ``work`` on the pump's thread whenever it has looked, while transfers are under way.
+
+        What waits for a transfer no longer than a deadline learns so that time has passed.
+        """
+        with self._wake:
+            self._turns.append(work)
+
     def close(self, limit: TimeLimit) -> None:
         """Stop after the transfers under way are over, within the limit; idempotent."""
         with self._wake:
@@ -136,6 +145,9 @@ class TransferPump:
             with self._wake:
                 moving = list(self._moving)
                 begun, self._begun = self._begun, False
+                turns = tuple(self._turns)
+            for work in turns:
+                self._do(work)
             if self._finish_those_over(moving):
                 wait_s = _FIRST_WAIT_S
                 continue
