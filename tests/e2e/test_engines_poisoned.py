@@ -12,7 +12,7 @@ from tests.e2e.plain_engine import PlainEngine, Round, play_plain
 from dualpath.core.cluster import Role
 from dualpath.laboratory.models.tiny import TinyKind, make_tiny_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(400)]
 
 BLOCK_TOKENS = 32
 GENERATE = 12
