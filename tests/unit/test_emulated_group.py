@@ -1,6 +1,8 @@
 """Emulated data-parallel ranks: they agree on a start, and all hear of the end of one."""
 
+import socket
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -65,6 +67,42 @@ def test_a_rank_that_waits_for_others_in_vain_says_so(tmp_path):
     for settings in ranks(tmp_path, 2):
         with pytest.raises(DeadlineError, match=r"of 2 has not met the others.*start all of them"):
             group.meet(settings, meet_s=0.2)
+
+
+def test_ranks_meet_although_the_port_was_taken_and_one_has_reached_itself(tmp_path, monkeypatch):
+    """A port that was free when it was chosen may be that of a connection by now."""
+    settings = ranks(tmp_path, 2)
+    port = int(settings[0].dp_address.rpartition(":")[2])
+    taken = socket.create_server(("127.0.0.1", port))
+    itself = socket.socket()
+    itself.bind(("127.0.0.1", 0))
+    itself.connect(itself.getsockname())
+    first, connect = [itself], socket.create_connection
+    monkeypatch.setattr(
+        socket, "create_connection", lambda *a, **k: first.pop() if first else connect(*a, **k)
+    )
+    tries = threading.Event()
+    found: list[GroupRank | None] = []
+
+    def come_up(rank: int) -> None:
+        found.append(group.meet(settings[rank], lambda: None, GUARD_S))
+
+    sleep = time.sleep
+
+    def noted(seconds: float) -> None:
+        tries.set()
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", noted)
+    leader = threading.Thread(target=come_up, args=(0,))
+    leader.start()
+    assert tries.wait(GUARD_S)
+    taken.close()
+    come_up(1)
+    leader.join(GUARD_S)
+    assert sorted(place.rank for place in found if place is not None) == [0, 1]
+    assert not first
+    assert itself.fileno() == -1
 
 
 def test_an_engine_alone_meets_nobody(tmp_path):

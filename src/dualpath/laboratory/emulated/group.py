@@ -56,7 +56,8 @@ def meet(
 def _gather(
     address: tuple[str, int], others: int, start: str, end_s: float
 ) -> Sequence[socket.socket]:
-    with socket.create_server(address, backlog=others) as server:
+    # A connection that passes may have been given the port for its own end.
+    with _until(end_s, lambda: socket.create_server(address, backlog=others)) as server:
         ties = []
         for _ in range(others):
             server.settimeout(max(end_s - time.monotonic(), _RETRY_S))
@@ -67,14 +68,7 @@ def _gather(
 
 
 def _join(address: tuple[str, int], end_s: float) -> tuple[socket.socket, str]:
-    while True:
-        try:
-            tie = socket.create_connection(address, timeout=_RETRY_S)
-            break
-        except OSError:
-            if time.monotonic() > end_s:
-                raise
-            time.sleep(_RETRY_S)
+    tie = _until(end_s, lambda: _connected(address))
     tie.settimeout(max(end_s - time.monotonic(), _RETRY_S))
     line = b""
     while not line.endswith(b"\n"):
@@ -82,6 +76,25 @@ def _join(address: tuple[str, int], end_s: float) -> tuple[socket.socket, str]:
             raise OSError("the first rank has ended")
         line += received
     return tie, line.decode().rstrip("\n")
+
+
+def _connected(address: tuple[str, int]) -> socket.socket:
+    tie = socket.create_connection(address, timeout=_RETRY_S)
+    if tie.getsockname() == tie.getpeername():
+        # Nobody listens yet, and the kernel has chosen this very port for our end.
+        tie.close()
+        raise ConnectionRefusedError("connected to itself")
+    return tie
+
+
+def _until(end_s: float, opened: Callable[[], socket.socket]) -> socket.socket:
+    while True:
+        try:
+            return opened()
+        except OSError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(_RETRY_S)
 
 
 def _watch(ties: Sequence[socket.socket], lost: Callable[[], None]) -> None:
