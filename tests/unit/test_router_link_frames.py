@@ -5,11 +5,17 @@ import asyncio
 import msgspec
 
 from dualpath.core.envelopes import outside
+from dualpath.router.control.control_connections import LARGEST_FRAME_BYTES
 from dualpath.router.links import messages as m
 from dualpath.router.links.frames import Frames
+from dualpath.router.scheduling import RequestOrder
 
 _DECODER = msgspec.msgpack.Decoder(m.FromFrontEnd)
 FIRST, SECOND, THIRD = (m.Over(f"attempt {n}", "finished") for n in range(3))
+
+
+def keys_of(blocks: int) -> tuple[bytes, ...]:
+    return tuple(number.to_bytes(32) for number in range(blocks))
 
 
 async def test_what_is_said_in_one_turn_travels_in_one_frame_and_in_order() -> None:
@@ -23,6 +29,20 @@ async def test_what_is_said_in_one_turn_travels_in_one_frame_and_in_order() -> N
     await asyncio.sleep(0)
     said = [[envelope.message for envelope in _DECODER.decode(frame)] for frame in sent]
     assert said == [[FIRST, SECOND], [THIRD]]
+
+
+async def test_all_requests_said_to_a_returned_scheduler_are_in_no_frame_that_it_refuses() -> None:
+    sent: list[bytes] = []
+    frames: Frames[m.FrontEndMessage] = Frames(sent.append)
+    told = [m.Begin(RequestOrder(f"request {n}", keys_of(1024))) for n in range(500)]
+    large = m.Begin(RequestOrder("large", keys_of(60_000)))
+    everything: list[m.FrontEndMessage] = [*told, large, FIRST]
+    frames.add([outside(message) for message in everything])
+    await asyncio.sleep(0)
+    said = [[envelope.message for envelope in _DECODER.decode(frame)] for frame in sent]
+    assert [message for frame in said for message in frame] == everything
+    assert max(map(len, sent)) < LARGEST_FRAME_BYTES
+    assert len(sent) < len(told) / 10
 
 
 async def test_what_was_gathered_goes_before_the_end_and_once() -> None:

@@ -12,6 +12,8 @@ from dualpath.laboratory.chaos.simulation.play import play
 FRONT_ENDS = [seed for seed in range(160) if seed % 8 in (1, 3)]
 #: In every seventh engines change their role.
 ROLES = range(3, 213, 7)
+#: For what one of some twenty finds: which one does changes with all that is played.
+MORE_ROLES = range(3, 1403, 7)
 
 
 def of(*names: str) -> list[Kind]:
@@ -101,4 +103,4 @@ def test_planted_bugs_of_front_ends_are_found(name: str, fault: str) -> None:
 @pytest.mark.parametrize("name", ["undrained", "last-of-role", "size-kept"])
 def test_planted_bugs_of_roles_that_change_are_found(name: str) -> None:
     with planted(name):
-        assert any(play(seed, kinds=of()).problems for seed in ROLES)
+        assert any(play(seed, kinds=of()).problems for seed in MORE_ROLES)

@@ -1,6 +1,6 @@
 """How control messages travel: each in an envelope that says its place in a session."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Annotated, Generic, TypeVar
 
 import msgspec
@@ -49,9 +49,18 @@ def encode(envelope: Envelope[M]) -> bytes:
     return _ENCODER.encode(envelope)
 
 
-def encode_together(envelopes: Sequence[Envelope[M]]) -> bytes:
-    """Return the wire form of messages that travel in one frame."""
-    return _ENCODER.encode(envelopes)
+def encode_together(envelopes: Iterable[Envelope[M]], most_bytes: int) -> list[bytes]:
+    """Return frames of several messages each, in order; what alone is larger is a frame alone."""
+    frames: list[list[msgspec.Raw]] = []
+    size_bytes = most_bytes
+    for envelope in envelopes:
+        encoded = encode(envelope)
+        size_bytes += len(encoded)
+        if size_bytes > most_bytes:
+            frames.append([])
+            size_bytes = len(encoded)
+        frames[-1].append(msgspec.Raw(encoded))
+    return [_ENCODER.encode(frame) for frame in frames]
 
 
 def decode_router_message(frame: bytes) -> FromRouter:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from dualpath.core.control import Goodbye, Heard, Refused, Welcome
-from dualpath.core.envelopes import Envelope, decode_with, encode_together, outside
+from dualpath.core.envelopes import Envelope, decode_with, outside
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.sessions import (
     HEARTBEAT_S,
@@ -31,7 +31,7 @@ from dualpath.router.control.session_loops import (
     SessionLoops,
 )
 from dualpath.router.links import messages as m
-from dualpath.router.links.frames import Frames
+from dualpath.router.links.frames import Frames, frames_of
 from dualpath.router.links.guest import Guest
 from dualpath.router.refusals import ControlRefusal, ControlRefusals
 from dualpath.router.scheduler import Scheduler
@@ -154,7 +154,8 @@ class FrontEndDoor:
         front_end.frames.add([envelope])
 
     def _outside(self, identity: bytes, message: m.SchedulerMessage, session: str = "") -> None:
-        self._loops.post(identity, encode_together([outside(message, session)]))
+        for frame in frames_of([outside(message, session)]):
+            self._loops.post(identity, frame)
 
     def _look(self) -> None:
         """End sessions of front ends that were silent too long."""

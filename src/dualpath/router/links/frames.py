@@ -1,4 +1,4 @@
-"""What is said in one turn of the event loop travels in one frame."""
+"""What is said in one turn of the event loop travels in one frame, or in few."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -9,9 +9,18 @@ from dualpath.core.message import Message
 
 M = TypeVar("M", bound=Message)
 
+#: Of a frame with several messages: far below what a scheduler takes at most.  All that a front end
+#: has under way is said at once when a scheduler is back, and each request may have many keys.
+_MOST_BYTES = 1 << 20
+
+
+def frames_of(envelopes: Iterable[Envelope[M]]) -> list[bytes]:
+    """Return the frames in which these messages travel, in order."""
+    return encode_together(envelopes, _MOST_BYTES)
+
 
 class Frames(Generic[M]):
-    """Gathers envelopes for one receiver and gives ``send`` their frame in the next turn."""
+    """Gathers envelopes for one receiver and gives ``send`` their frames in the next turn."""
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
         self._send = send
@@ -28,4 +37,5 @@ class Frames(Generic[M]):
         """Send at once what was gathered."""
         if self._gathered:
             gathered, self._gathered = self._gathered, []
-            self._send(encode_together(gathered))
+            for frame in frames_of(gathered):
+                self._send(frame)
