@@ -96,6 +96,21 @@ def test_one_prefill_and_one_decode_node_read_over_both_paths() -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
+def test_the_ranks_of_groups_send_over_their_nodes_link_what_the_plan_says() -> None:
+    groups = EmulatedEngines(msgspec.structs.replace(NODES, dp=2))
+    with LabRun(LAB, groups, windows(WINDOWS), busy_limit=ANY_LOAD) as made:
+        measured = made.run(Mode.BASIC, ReplayOptions())
+    assert not any(measured.client.wrong.values())
+    # With Basic all KV of every prompt goes from the PEs to the DEs, once.
+    turns = measured.client.replay.turns
+    blocks = sum(-(-turn.prompt_tokens // NODES.block_tokens) for turn in turns)
+    planned = blocks * NODES.layers * NODES.layer_block_bytes
+    first, last = (sample.nodes["pe0"] for sample in (measured.samples[0], measured.samples[-1]))
+    # Headers, control messages and tokens besides.
+    assert planned < last.cnic_out - first.cnic_out < 1.15 * planned
+
+
+@pytest.mark.usefixtures("nothing_left")
 def test_engines_of_one_lab_keep_what_was_asked_for_before_or_seal_what_they_store() -> None:
     replace = msgspec.structs.replace
     nodes = replace(NODES, dram_tier=True, dram_bytes=48 << 20)

@@ -1,4 +1,4 @@
-"""Emulated engines on the nodes of a lab, one per node, and their router on the head node."""
+"""Emulated engines on the nodes of a lab, one or a group per node, and their router on the head."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -31,11 +31,12 @@ from dualpath.model.sim.settings import (
     PrefillCosts,
     Setup,
 )
+from dualpath.ops.launch.commands import rank_name
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.protection import STORAGE_KEY_VARIABLE
 
 CLI_MODULE = "dualpath.cli.main"
-ROUTER_PORT, CONTROL_PORT = 8000, 5700
+ROUTER_PORT, CONTROL_PORT, GROUP_PORT = 8000, 5700, 5702
 #: The same in all runs of a lab, so that histories are stored once.  It protects nothing.
 _STORAGE_KEY = bytes(range(32)).hex()
 _Costs = TypeVar("_Costs", PrefillCosts, DecodeCosts)
@@ -45,12 +46,13 @@ def simulated_setup(nodes: EmulatedNodes, lab: LabSettings, mode: Mode) -> Setup
     """Return the same cluster for the simulator: links of the lab, times of the emulated engines.
 
     Deviation: the simulator has no loopback leg; H2D and D2H load its CNIC as in §5.2, which in the
-    lab have a link of their own.
+    lab have a link of their own.  A group's engines share their node's CNIC in the lab, here
+    each has one.
     """
     cluster = ClusterSettings(
         prefill_nodes=lab.prefill,
         decode_nodes=lab.decode,
-        gpus_per_node=nodes.prefill_tp,
+        gpus_per_node=nodes.prefill_tp * nodes.dp,
         prefill_tp=nodes.prefill_tp,
         decode_tp=nodes.decode_tp,
         prefill_nodes_per_group=0,
@@ -60,8 +62,8 @@ def simulated_setup(nodes: EmulatedNodes, lab: LabSettings, mode: Mode) -> Setup
         # Writes are not throttled in the lab.
         snic_write_bytes_per_s=100 * lab.snic_bytes_per_s,
         cnic_bytes_per_s=lab.cnic_bytes_per_s,
-        prefill_buffer_bytes=nodes.buffer_bytes + nodes.dram_bytes,
-        decode_buffer_bytes=nodes.buffer_bytes + nodes.dram_bytes,
+        prefill_buffer_bytes=(nodes.buffer_bytes + nodes.dram_bytes) * nodes.dp,
+        decode_buffer_bytes=(nodes.buffer_bytes + nodes.dram_bytes) * nodes.dp,
         dram_tier_bytes=0.0 if nodes.dram_tier else None,
         prefill_hbm_bytes=nodes.hbm_bytes,
         decode_hbm_bytes=nodes.hbm_bytes,
@@ -120,24 +122,33 @@ class EmulatedEngines:
         router = ["emulate", "router", *arguments(options), *arguments(settings)]
         engines = [
             module_command(
-                node.name,
+                # The first rank's process stands for the node.
+                node.name if rank == 0 else f"{node.name}-dp{rank}",
                 node,
                 CLI_MODULE,
-                _engine_arguments(self._nodes, state, node, mode, storage, control),
+                _engine_arguments(self._nodes, state, node, rank, mode, storage, control),
                 {STORAGE_KEY_VARIABLE: _STORAGE_KEY} if self._nodes.seals_blocks else {},
             )
             for node in lab_nodes(state)
+            for rank in range(self._nodes.dp)
         ]
         return [module_command("router", head, CLI_MODULE, router, ends_last=True), *engines]
 
 
 def _engine_arguments(
-    nodes: EmulatedNodes, state: LabState, node: Node, mode: Mode, storage: str, control: str
+    nodes: EmulatedNodes,
+    state: LabState,
+    node: Node,
+    rank: int,
+    mode: Mode,
+    storage: str,
+    control: str,
 ) -> list[str]:
+    name = rank_name(node.name, rank, nodes.dp)
     throttled = any(link.link == "SNIC" and link.shaped for link in link_reports(state))
     engine = EngineSettings(
         role=node_role(node),
-        engine_id=node.name,
+        engine_id=name,
         router=control,
         api_url="",
         storage=storage,
@@ -150,12 +161,12 @@ def _engine_arguments(
         touch_memory=True,
         layer_buffers=nodes.layer_buffers,
         compute_quota_s=nodes.compute_quota_s,
-        snic_bytes_per_s=0.0 if throttled else state.settings.snic_bytes_per_s,
+        snic_bytes_per_s=0.0 if throttled else state.settings.snic_bytes_per_s / nodes.dp,
         # Shared memory would go past the links of the lab.
         ucx_tls="tcp",
         nixl_engine_config={"TCP_PORT_RANGE": state.settings.kv_ports},
         net_devices=node_cnics(state),
-        trace_out=nodes.trace_dir and f"{nodes.trace_dir}/{mode.value}-{node.name}.json",
+        trace_out=nodes.trace_dir and f"{nodes.trace_dir}/{mode.value}-{name}.json",
     )
     options = EmulatedOptions(
         host=node.address,
@@ -168,6 +179,9 @@ def _engine_arguments(
         tensor_parallel_size=(
             nodes.prefill_tp if node_role(node) is Role.PREFILL else nodes.decode_tp
         ),
+        dp_size=nodes.dp,
+        dp_rank=rank,
+        dp_address=f"{node.address}:{GROUP_PORT}" if nodes.dp > 1 else "",
         speedup=nodes.speedup,
         hbm_bytes=nodes.hbm_bytes,
         batch_cap_tokens=nodes.batch_cap_tokens,

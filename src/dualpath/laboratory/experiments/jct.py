@@ -95,6 +95,8 @@ def setting_lines(settings: JctSettings, besides: str = "") -> tuple[str, ...]:
             f" Each has {nodes.prefill_tp} ranks, processes with a CNIC each, which share "
             f"{nodes.kv_heads} KV heads."
         )
+    if nodes.dp > 1:
+        engines += f" {nodes.dp} on each node, the ranks of a data-parallel group, share its links."
     return (
         engines if settings.vllm is None else _vllm_line(settings.vllm),
         f"Agents: {settings.agents_per_node} per node, windows of {chosen.turns} turns of "

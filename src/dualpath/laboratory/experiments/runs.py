@@ -20,7 +20,6 @@ from dualpath.laboratory.lab.cluster import (
     LabState,
     LinkReport,
     lab_head,
-    lab_nodes,
     link_reports,
     storage_url,
 )
@@ -183,9 +182,10 @@ class LabRun:
         logs = self._work / "logs"
         shutil.rmtree(logs, ignore_errors=True)
         logs.mkdir()
+        commands = engines.commands(self.state, mode, storage)
         task = ClientTask(
             endpoint=f"http://{lab_head(self.state).address}:{ROUTER_PORT}",
-            engines=len(lab_nodes(self.state)),
+            engines=len(commands) - 1,
             trace=str(trace),
             before=str(before) if before else "",
             options=msgspec.structs.replace(options, run_id=RUN_ID),
@@ -193,7 +193,7 @@ class LabRun:
             start_timeout_s=START_TIMEOUT_S,
         )
         with NodeProcesses(self.state, logs) as processes:
-            for command in engines.commands(self.state, mode, storage):
+            for command in commands:
                 processes.start(command)
             deadline_s = options.read_timeout_s * 10
             metered = replay_metered(processes, self.state, "client", task, deadline_s)

@@ -138,6 +138,14 @@ class EmulatedNodes(Settings, frozen=True, kw_only=True):
     kv_heads: Annotated[
         int, Setting("KV heads, which ranks share out; 1: latent KV, whole at each", ge=1)
     ] = 1
+    dp: Annotated[
+        int,
+        Setting(
+            "engines of a node: the ranks of a data-parallel group, which share its links",
+            ge=1,
+            le=8,
+        ),
+    ] = 1
     speedup: Speedup = 50.0
     buffer_bytes: BufferBytes = 768 << 20
     dram_bytes: DramBytes = 0

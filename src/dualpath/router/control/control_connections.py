@@ -15,13 +15,13 @@ import os
 import resource
 import socket
 import struct
-from collections.abc import Callable, Iterator
-from typing import cast
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from dualpath.router.loop_socket import LoopSocket
 from dualpath.router.refusals import ControlRefusal, ControlRefusals
 
 logger = logging.getLogger(__name__)
@@ -66,8 +66,12 @@ class ControlConnections:
         #: By the number of its file: bytes of its frames that were taken.
         self._taken: dict[int, int] = {}
         events = _FAILED_HANDSHAKES | zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED
-        # It is of the listener's context, which is asyncio's.
-        self._monitor = cast(zmq.asyncio.Socket, listener.get_monitor_socket(int(events)))
+        # Not `get_monitor_socket`: the context is asyncio's, and so would be the socket.
+        address = f"inproc://monitor-{uuid.uuid4().hex}"
+        listener.monitor(address, int(events))
+        self._monitor: zmq.Socket[bytes] = zmq.Socket(listener.context, zmq.PAIR)
+        self._monitor.connect(address)
+        self._events = LoopSocket(self._monitor)
         self._tasks = [
             asyncio.create_task(loop(), name="control connections")
             for loop in (self._hear, self._look)
@@ -78,12 +82,15 @@ class ControlConnections:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._events.close()
         self._listener.disable_monitor()
         self._monitor.close(linger=0)
 
     def taken(self, frame: zmq.Frame) -> None:
         """A frame has reached the router."""
         file = int(frame.get(zmq.SRCFD))
+        if file not in self._taken:
+            self._hear_all()  # libzmq has said that it came, before any frame of it
         if file in self._taken:
             self._taken[file] += wire_bytes(len(frame), curve=self._curve)
 
@@ -117,16 +124,27 @@ class ControlConnections:
 
     async def _hear(self) -> None:
         while True:
-            event = parse_monitor_message(await self._monitor.recv_multipart())
-            kind, value = event["event"], int(event["value"])
-            if kind == zmq.Event.ACCEPTED:
-                self._taken[value] = 0
-                if len(self._taken) > self._most:
-                    self._cut_off(value, f"is one more than {self._most}")
-            elif kind == zmq.Event.DISCONNECTED:
-                self._taken.pop(value, None)
-            else:
-                self._on_stranger(event["endpoint"].decode())
+            self._heard(await self._events.receive(self._next_event))
+
+    def _hear_all(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._heard(self._next_event())
+
+    def _next_event(self) -> Sequence[bytes]:
+        return self._monitor.recv_multipart(zmq.NOBLOCK)
+
+    def _heard(self, message: Sequence[bytes]) -> None:
+        event = parse_monitor_message(list(message))
+        kind, value = event["event"], int(event["value"])
+        if kind == zmq.Event.ACCEPTED:
+            self._taken[value] = 0
+            if len(self._taken) > self._most:
+                self._cut_off(value, f"is one more than {self._most}")
+        elif kind == zmq.Event.DISCONNECTED:
+            self._taken.pop(value, None)
+        else:
+            self._on_stranger(event["endpoint"].decode())
 
     def _cut_off(self, file: int, why: str) -> None:
         with self._connection(file) as connection:
