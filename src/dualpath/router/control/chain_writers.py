@@ -24,10 +24,12 @@ class ChainWriters:
 
     def note(self, keys: Sequence[BlockKey], engine_id: str) -> None:
         """``engine_id`` writes these blocks, or what it generates behind the last of them."""
-        alone = (engine_id,)
-        for key in keys:
-            others = tuple(name for name in self._writers.last([key]) or () if name != engine_id)
-            self._writers.note([key], (alone + others)[:MOST_WRITERS] if others else alone)
+        again = {key: self._writers.last([key]) for key in keys if key in self._writers}
+        self._writers.note(keys, (engine_id,))
+        for key, writers in again.items():
+            others = tuple(name for name in writers or () if name != engine_id)
+            if others:
+                self._writers.note([key], (engine_id, *others)[:MOST_WRITERS])
 
     def of(self, keys: Sequence[BlockKey]) -> tuple[str, ...]:
         """Return the DEs of the last known block of a chain, the latest first."""
