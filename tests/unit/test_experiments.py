@@ -24,7 +24,6 @@ from dualpath.laboratory.experiments.meters import (
     parse_devices,
     parse_read_bytes,
 )
-from dualpath.laboratory.experiments.online import capacity, point
 from dualpath.laboratory.experiments.report import (
     ExperimentReport,
     Target,
@@ -32,7 +31,7 @@ from dualpath.laboratory.experiments.report import (
     write_experiment,
 )
 from dualpath.laboratory.experiments.runs import Measured
-from dualpath.laboratory.experiments.settings import EmulatedNodes, OnlineSettings, WindowSettings
+from dualpath.laboratory.experiments.settings import EmulatedNodes, WindowSettings
 from dualpath.laboratory.experiments.workload import (
     Window,
     windows,
@@ -333,21 +332,6 @@ def test_a_missed_target_says_no() -> None:
     )
     assert [target.met for target in report.targets] == [False, True]
     assert "| no " in markdown.page(as_report(report))
-
-
-def test_online_latencies_are_those_of_the_filled_system() -> None:
-    chosen = OnlineSettings(arrive_s=10.0, ttft_slo_s=2.0)
-    turns = (turn(0.0, 99.0), turn(3.0, 1.0), turn(9.0, 2.0), turn(10.5, 99.0))
-    run = measured(Mode.DUALPATH, 12.0, {"pe0": 1.0}, turns)
-    found = point(run, 0.5, chosen.arrive_s)
-    assert found.turns == 2
-    assert found.ttft_s is not None
-    assert found.ttft_s.mean == pytest.approx(1.5)
-    assert found.meets(chosen)
-    slow = point(measured(Mode.DUALPATH, 12.0, {"pe0": 1.0}, (turn(5.0, 3.0),)), 0.6, 10.0)
-    assert not slow.meets(chosen)
-    assert capacity([found, slow], Mode.DUALPATH, chosen) == 0.5
-    assert capacity([found, slow], Mode.BASIC, chosen) == 0.0
 
 
 def test_the_simulator_is_given_what_the_lab_has() -> None:

@@ -17,12 +17,12 @@ from dualpath.cli.settings import (
 )
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Settings, declared
+from dualpath.laboratory.experiments.online_settings import OnlineSettings
 from dualpath.laboratory.experiments.role_settings import RoleShiftSettings
 from dualpath.laboratory.experiments.settings import (
     BENCH_LAB,
     EmulatedNodes,
     JctSettings,
-    OnlineSettings,
     VllmNodes,
     WindowSettings,
 )
@@ -96,8 +96,9 @@ def add_bench_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParse
     _add_vllm(jct)
     online = experiments.add_parser(
         "online",
-        help="latencies against the arrival rate of agents, capacity under an SLO",
-        description="TTFT, TTST and TPOT against agents per second, and capacity under an SLO.",
+        help="the highest arrival rate of agents under an SLO, by bisection, and latencies",
+        description="The highest arrival rate of agents under an SLO in every mode, found by "
+        "bisection, and TTFT, TTST and TPOT at every rate tried.",
     )
     simulator = experiments.add_parser(
         "simulator",
@@ -139,7 +140,8 @@ def add_bench_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParse
     add_settings(online, OnlineSettings)
     defaults: tuple[Mapping[str, Any], ...] = ({}, _ONLINE, _SIMULATOR, _SEALED)
     for parser, own in zip((jct, online, simulator, sealed), defaults, strict=True):
-        add_settings(parser, JctSettings, defaults=own)
+        unused = ("repeat",) if parser is online else ()
+        add_settings(parser, JctSettings, without=unused, defaults=own)
         compared = ("storage_protection",) if parser is sealed else ()
         _add_common(parser, _BENCH_LAB, compared)
     _add_dram(dram)

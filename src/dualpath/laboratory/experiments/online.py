@@ -1,20 +1,27 @@
-"""Online serving on shaped links (§7.4): latencies against the arrival rate of agents, capacity."""
+"""Online serving on shaped links (§7.4): the highest arrival rate under an SLO, and latencies.
+
+Each mode's capacity is found by bisection. All runs have the same agents and the same pattern of
+arrivals, stretched to the rate, so that what differs between two rates is the rate.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
 from dualpath.core.modes import Mode
 from dualpath.laboratory.experiments.jct import agents_of, lab_run_of, setting_lines
+from dualpath.laboratory.experiments.online_settings import OnlineSettings
 from dualpath.laboratory.experiments.report import ExperimentReport
 from dualpath.laboratory.experiments.run_lines import link_line, machine_lines, too_busy
 from dualpath.laboratory.experiments.runs import Measured
-from dualpath.laboratory.experiments.settings import OnlineSettings
 from dualpath.laboratory.experiments.workload import windows
 from dualpath.laboratory.workload.replay.metrics import distribution
 from dualpath.laboratory.workload.replay.options import ReplayOptions
 from dualpath.laboratory.workload.replay.result import Distribution, TurnRecord
-from dualpath.report.model import NOTHING, Panel, Series, Table
+from dualpath.model.evaluation.rate_search import RateSearch, within
+from dualpath.report.model import NOTHING, Panel, Series, Table, cell
 
 #: Of the time in which agents arrive: what is before is the filling of an empty system.
 _FILLING = 0.3
@@ -41,29 +48,65 @@ class Point(msgspec.Struct, frozen=True):
         )
 
 
+class Searched(NamedTuple):
+    """One mode: the search, and its runs in their order."""
+
+    search: RateSearch
+    points: Sequence[Point]
+
+
 def measure_online(
     settings: OnlineSettings, command: str, progress: Callable[[str], None] = lambda text: None
 ) -> ExperimentReport:
-    """Run every rate in every mode; raises as ``measure_jct``."""
+    """Search the capacity of every mode; raises as ``measure_jct``."""
     lab = msgspec.structs.replace(settings.jct.lab, nodes=settings.jct.nodes[0])
-    most = max(round(max(settings.agents_per_s) * settings.arrive_s), 1)
+    most = _agents(settings, settings.most_agents_per_s)
     chosen = msgspec.structs.replace(agents_of(settings.jct, lab), agents=most)
-    points: list[Point] = []
     runs: list[Measured] = []
+
+    def at(mode: Mode, rate: float) -> Point:
+        agents = _agents(settings, rate)
+        options = ReplayOptions(agents=agents, agents_per_s=rate, seed=settings.jct.seed)
+        runs.append(lab_run.run(mode, options))
+        return point(runs[-1], rate, settings.arrive_s)
+
     with lab_run_of(settings.jct, lab, windows(chosen), progress) as lab_run:
-        for mode in settings.jct.mode:
-            for rate in settings.agents_per_s:
-                run = lab_run.run(mode, _options(settings, rate))
-                runs.append(run)
-                points.append(point(run, rate, settings.arrive_s))
-                ttft_s = points[-1].ttft_s
-                progress(
-                    f"{mode.value} at {rate:g} agents/s: TTFT {ttft_s.mean if ttft_s else 0:.2f} s"
-                )
-                if not points[-1].meets(settings):
-                    break
+        found = {
+            mode: searched(settings, partial(at, mode), progress) for mode in settings.jct.mode
+        }
         lines = (link_line(lab_run.links), *machine_lines(runs))
-    return _report(settings, command, lines, points)
+    return online_report(settings, command, lines, found)
+
+
+def searched(
+    settings: OnlineSettings,
+    at: Callable[[float], Point],
+    progress: Callable[[str], None] = lambda text: None,
+) -> Searched:
+    """Search one mode's capacity; ``at`` runs it at a rate."""
+    search = RateSearch(
+        settings.first_agents_per_s,
+        within(settings.precision),
+        least_rate=settings.least_agents_per_s,
+        most_rate=settings.most_agents_per_s,
+        agreeing_runs=settings.agreeing_runs,
+        most_runs=settings.most_runs,
+    )
+    points: list[Point] = []
+    while (rate := search.next_rate()) is not None:
+        points.append(found := at(rate))
+        met = found.meets(settings)
+        search.answer(rate, met)
+        mean_s = found.ttft_s.mean if found.ttft_s else 0.0
+        progress(
+            f"{found.mode.value} at {rate:.3g} agents/s: TTFT {mean_s:.2f} s, "
+            f"{'' if met else 'not '}within the SLO"
+        )
+    return Searched(search, points)
+
+
+def _agents(settings: OnlineSettings, rate: float) -> int:
+    return max(round(rate * settings.arrive_s), 1)
 
 
 def point(run: Measured, agents_per_s: float, arrive_s: float) -> Point:
@@ -84,20 +127,14 @@ def point(run: Measured, agents_per_s: float, arrive_s: float) -> Point:
     )
 
 
-def capacity(points: Sequence[Point], mode: Mode, settings: OnlineSettings) -> float:
-    """Return the highest rate tried that met the SLO, 0 if none did."""
-    met = [p.agents_per_s for p in points if p.mode is mode and p.meets(settings)]
-    return max(met, default=0.0)
-
-
-def _options(settings: OnlineSettings, rate: float) -> ReplayOptions:
-    agents = max(round(rate * settings.arrive_s), 1)
-    return ReplayOptions(agents=agents, agents_per_s=rate, seed=settings.jct.seed)
-
-
-def _report(
-    settings: OnlineSettings, command: str, lines: Sequence[str], points: Sequence[Point]
+def online_report(
+    settings: OnlineSettings,
+    command: str,
+    lines: Sequence[str],
+    found: Mapping[Mode, Searched],
 ) -> ExperimentReport:
+    """Return the report; ``lines`` say what ran on what."""
+    points = [p for mode in found.values() for p in mode.points]
     return ExperimentReport(
         name=settings.jct.name,
         title="Online serving on shaped links",
@@ -107,23 +144,67 @@ def _report(
             f"Poisson arrivals for {settings.arrive_s:g} s on {settings.jct.nodes[0]}, from an "
             f"empty system; latencies of turns that began after {_FILLING:.0%} of that time.",
             f"SLO: mean TTFT at most {settings.ttft_slo_s:g} s, mean TPOT at most "
-            f"{settings.tpot_slo_s * 1e3:g} ms; rates above the first miss are not tried.",
+            f"{settings.tpot_slo_s * 1e3:g} ms.",
+            f"Rates by bisection from {settings.first_agents_per_s:g} agents/s, between "
+            f"{settings.least_agents_per_s:g} and {settings.most_agents_per_s:g}, to "
+            f"{settings.precision:.0%}; each end counts when {settings.agreeing_runs} of its runs "
+            f"agree; at most {settings.most_runs} runs of a mode.",
             *lines,
         ),
-        tables=(_latencies(settings, points), _capacities(settings, points)),
+        tables=(_capacities(found), _latencies(settings, points)),
         panels=tuple(
             _panel(points, settings.jct.mode, name) for name in ("ttft_s", "ttst_s", "tpot_s")
         ),
-        data={"points": points},
+        data={
+            "points": points,
+            "capacities": {
+                mode.value: {
+                    "bracket": search.bracket,
+                    "overturned": search.overturned,
+                    "cut_short": search.cut_short,
+                }
+                for mode, (search, _) in found.items()
+            },
+        },
         too_busy=too_busy(points),
     )
+
+
+def _capacities(found: Mapping[Mode, Searched]) -> Table:
+    met = [search.bracket.met for search, _ in found.values() if search.bracket.met]
+    rows = tuple(
+        (
+            mode.value,
+            cell(search.bracket.met or None, "{:.3g}"),
+            cell(search.bracket.missed, "{:.3g}"),
+            str(len(points)),
+            f"{search.bracket.met / min(met):.2f}" if met else NOTHING,
+            doubts(search),
+        )
+        for mode, (search, points) in found.items()
+    )
+    columns = ("mode", "agents/s within the SLO", "missed it", "runs", "ratio", "remark")
+    return Table("Capacity", columns, rows)
+
+
+def doubts(search: RateSearch) -> str:
+    """Say what keeps a bracket from being the capacity's, or kept it from holding on the way."""
+    bracket = search.bracket
+    said = [f"the first run at {rate:.3g} was overturned" for rate in search.overturned]
+    if search.cut_short:
+        said.append("not narrowed to the end: no more runs were allowed")
+    if bracket.missed is None:
+        said.append("the highest rate allowed is within the SLO")
+    if not bracket.met:
+        said.append("no rate tried is within the SLO")
+    return "; ".join(said)
 
 
 def _latencies(settings: OnlineSettings, points: Sequence[Point]) -> Table:
     rows = tuple(
         (
             p.mode.value,
-            f"{p.agents_per_s:g}",
+            f"{p.agents_per_s:.3g}",
             str(p.turns),
             *_times(p.ttft_s, 1, "{:.2f}"),
             *_times(p.ttst_s, 1e3, "{:.0f}"),
@@ -134,34 +215,23 @@ def _latencies(settings: OnlineSettings, points: Sequence[Point]) -> Table:
         for p in points
     )
     columns = (
-        *("mode", "agents/s", "turns", "TTFT mean s", "p99 s", "TTST mean ms", "p99 ms"),
-        *("TPOT mean ms", "p99 ms", "SLO met", "machine busy"),
+        *("mode", "agents/s", "turns", "TTFT mean s", "p50 s", "p99 s"),
+        *("TTST mean ms", "p50 ms", "p99 ms", "TPOT mean ms", "p50 ms", "p99 ms"),
+        *("SLO met", "machine busy"),
     )
-    return Table("Latencies", columns, rows)
+    return Table("Latencies, in the order of runs", columns, rows)
 
 
-def _times(found: Distribution | None, factor: float, form: str) -> tuple[str, str]:
+def _times(found: Distribution | None, factor: float, form: str) -> tuple[str, ...]:
     if found is None:
-        return NOTHING, NOTHING
-    return form.format(found.mean * factor), form.format(found.p99 * factor)
-
-
-def _capacities(settings: OnlineSettings, points: Sequence[Point]) -> Table:
-    found: Mapping[Mode, float] = {
-        mode: capacity(points, mode, settings) for mode in settings.jct.mode
-    }
-    least = min((value for value in found.values() if value), default=0.0)
-    rows = tuple(
-        (mode.value, f"{value:g}", f"{value / least:.2f}" if least else NOTHING)
-        for mode, value in found.items()
-    )
-    return Table("Capacity", ("mode", "agents/s within the SLO", "ratio"), rows)
+        return (NOTHING,) * 3
+    return tuple(form.format(value * factor) for value in (found.mean, found.p50, found.p99))
 
 
 def _panel(points: Sequence[Point], modes: Sequence[Mode], name: str) -> Panel:
     series = []
     for mode in modes:
-        own = [p for p in points if p.mode is mode]
+        own = sorted((p for p in points if p.mode is mode), key=lambda p: p.agents_per_s)
         values = [getattr(p, name) for p in own]
         series.append(
             Series(

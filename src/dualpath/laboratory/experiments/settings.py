@@ -271,30 +271,3 @@ class JctSettings(Settings, frozen=True, kw_only=True):
             )
         for nodes in self.nodes:
             parse_nodes(nodes)
-
-
-class OnlineSettings(Settings, frozen=True, kw_only=True):
-    """Agents arrive at each of ``agents_per_s`` (Poisson) for ``arrive_s`` on the one cluster.
-
-    A rate meets the SLO if mean TTFT is at most ``ttft_slo_s`` and mean TPOT at most
-    ``tpot_slo_s``.  Once a mode misses it, higher rates are left out for that mode.
-    """
-
-    jct: JctSettings = JctSettings(
-        name="online", nodes=("1P2D",), mode=(Mode.BASIC, Mode.DUALPATH), repeat=1
-    )
-    agents_per_s: Annotated[
-        tuple[float, ...], Setting("rates at which agents arrive, rising", gt=0)
-    ] = (0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
-    arrive_s: Annotated[float, Setting("how long agents arrive", gt=0)] = 60.0
-    ttft_slo_s: Annotated[float, Setting("bound of the mean TTFT", gt=0)] = 2.0
-    tpot_slo_s: Annotated[float, Setting("bound of the mean TPOT", gt=0)] = 0.05
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` for rates that do not rise, and for several clusters."""
-        super().check()
-        rates = self.agents_per_s
-        if not rates or list(rates) != sorted(set(rates)):
-            raise ConfigError(f"{{agents_per_s}} is {rates}, must be rising rates above 0")
-        if len(self.jct.nodes) != 1:
-            raise ConfigError(f"{{nodes}} is {self.jct.nodes}; an online experiment takes one")

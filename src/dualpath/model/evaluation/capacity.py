@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from dualpath.model.evaluation.rate_search import Bracket, RateSearch
+
 #: Finer than the paper's figures can tell.
 RESOLUTION_APS = 0.01
 
@@ -45,14 +47,17 @@ def sweep(
 
 def bisected(meets_slo: Callable[[float], bool], met: float, missed: float) -> float:
     """Return the highest rate, in steps of ``RESOLUTION_APS``, between one met and one missed."""
-    low, high = round(met / RESOLUTION_APS), round(missed / RESOLUTION_APS)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if meets_slo(middle * RESOLUTION_APS):
-            low = middle
-        else:
-            high = middle
-    return round(low * RESOLUTION_APS, 6)
+    search = RateSearch(met, _on_the_grid, known=Bracket(met, missed))
+    return round(_steps(search.run(meets_slo).met) * RESOLUTION_APS, 6)
+
+
+def _on_the_grid(met: float, missed: float) -> float | None:
+    low, high = _steps(met), _steps(missed)
+    return (low + high) // 2 * RESOLUTION_APS if high - low > 1 else None
+
+
+def _steps(rate: float) -> int:
+    return round(rate / RESOLUTION_APS)
 
 
 def ratio(ours: Sequence[float]) -> float | None:

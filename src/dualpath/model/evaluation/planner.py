@@ -24,6 +24,7 @@ from dualpath.model.catalog.geometry import ModelGeometry
 from dualpath.model.catalog.gpu import GpuRates
 from dualpath.model.evaluation.comparison import RunSummary, summarise
 from dualpath.model.evaluation.online import TTFT_LIMIT_S, ending, measured
+from dualpath.model.evaluation.rate_search import RateSearch, within
 from dualpath.model.evaluation.settings import PlanSettings
 from dualpath.model.sim.result import NS_PER_S, SimulationResult
 from dualpath.model.sim.settings import ClusterSettings, Setup
@@ -253,38 +254,31 @@ class _Search:
         )
 
     def _capacity(self, setup: Setup) -> ShapeResult:
-        """Bracket the highest rate within the SLO by doubling, then halve the bracket."""
-        runs, low, high, slo = 0, 0.0, math.inf, ""
+        """Search the highest rate within the SLO."""
+        search = RateSearch(self._rate, within(self._settings.precision), least_rate=LEAST_RATE)
+        runs, slo = 0, ""
         summary: RunSummary | None = None
-        rate = self._rate
-        while high > low * (1 + self._settings.precision) and rate >= LEAST_RATE:
+        while (rate := search.next_rate()) is not None:
             result = self._simulate(setup, self._agents_for(rate), until_s=self._settings.horizon_s)
             runs += 1
             broken = broken_slo(result, self._settings)
             shape = f"{setup.cluster.prefill_nodes}P{setup.cluster.decode_nodes}D"
             self._progress(f"{shape} at {rate:.3g} agents/s: {broken or 'within the SLO'}")
+            search.answer(rate, not broken)
             if broken:
-                high, slo = rate, broken
+                slo = broken
             else:
-                low, summary = rate, summarise(result)
-            rate = _next_rate(low, high)
-        if low:
-            self._rate = low
+                summary = summarise(result)
+        capacity = search.bracket.met
+        self._rate = capacity or self._rate
         return ShapeResult(
             prefill_nodes=setup.cluster.prefill_nodes,
             decode_nodes=setup.cluster.decode_nodes,
-            agents_per_s=low,
+            agents_per_s=capacity,
             summary=summary,
             slo=slo,
             runs=runs,
         )
-
-
-def _next_rate(low: float, high: float) -> float:
-    """Double until a rate breaks the SLO, halve until one does not, then go between both."""
-    if math.isinf(high):
-        return low * 2
-    return math.sqrt(low * high) if low else high / 2
 
 
 def _first_step(settings: PlanSettings) -> int:

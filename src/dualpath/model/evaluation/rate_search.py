@@ -1,0 +1,145 @@
+"""The search for a capacity (§7.4) by bisection, of simulated and of measured systems alike.
+
+Pure: it says which rate to try next, and is told whether the SLO was met there.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import inf, sqrt
+from typing import NamedTuple
+
+
+class Bracket(NamedTuple):
+    """What is known of a capacity: it is at least ``met`` (0: of no rate) and below ``missed``.
+
+    ``missed`` None: no rate missed the SLO.
+    """
+
+    met: float = 0.0
+    missed: float | None = None
+
+
+Middle = Callable[[float, float], float | None]
+"""From a rate met and one missed to one between them, None where they are close enough."""
+
+
+def within(precision: float) -> Middle:
+    """Return the rule that ends where the rate missed is at most ``1 + precision`` of that met.
+
+    What is halved is their ratio, so that small capacities are found as exactly as large ones.
+    """
+
+    def middle(met: float, missed: float) -> float | None:
+        return sqrt(met * missed) if missed > met * (1 + precision) else None
+
+    return middle
+
+
+class RateSearch:
+    """Finds the highest rate that meets an SLO, where higher rates are harder.
+
+    From ``first_rate`` it doubles until a rate misses the SLO, or halves until one meets it, not
+    beyond ``least_rate`` and ``most_rate``; then it halves the bracket until ``middle`` calls it
+    narrow. ``known`` is a bracket to begin with instead, whose ends are not tried.
+
+    A run may err. So each end of the last bracket is tried until ``agreeing_runs`` of its runs
+    agree, and most of them count; where that turns an end over the search goes on from there. With
+    two, one wrong answer changes no result, whenever it comes: it makes its rate an end of the
+    bracket, and every later answer makes the bracket end there. ``most_runs`` bounds all.
+    """
+
+    def __init__(
+        self,
+        first_rate: float,
+        middle: Middle,
+        *,
+        least_rate: float = 0.0,
+        most_rate: float = inf,
+        known: Bracket | None = None,
+        agreeing_runs: int = 1,
+        most_runs: int = 1000,
+    ) -> None:
+        self._first_rate = first_rate
+        self._middle = middle
+        self._least_rate = least_rate
+        self._most_rate = most_rate
+        self._known = known
+        self._agreeing_runs = agreeing_runs
+        self._most_runs = most_runs
+        self._answers: dict[float, list[bool]] = {}
+        self._runs = 0
+
+    @property
+    def answers(self) -> Mapping[float, Sequence[bool]]:
+        """Whether the SLO was met, by rate and run; rates stand as they were first tried."""
+        return self._answers
+
+    @property
+    def bracket(self) -> Bracket:
+        """What is known by now; a rate whose runs are divided is neither met nor missed."""
+        known = self._known or Bracket()
+        verdicts = {rate: _verdict(answers) for rate, answers in self._answers.items()}
+        met = [rate for rate, verdict in verdicts.items() if verdict is True]
+        missed = [rate for rate, verdict in verdicts.items() if verdict is False]
+        return Bracket(max(met, default=known.met), min(missed, default=known.missed))
+
+    @property
+    def overturned(self) -> tuple[float, ...]:
+        """The rates where most runs say otherwise than the first."""
+        return tuple(
+            rate
+            for rate, answers in self._answers.items()
+            if _verdict(answers) is not None and _verdict(answers) != answers[0]
+        )
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether ``most_runs`` ended the search before it was through."""
+        return self._runs >= self._most_runs and self._wanted() is not None
+
+    def next_rate(self) -> float | None:
+        """Return the rate to try now, None when the search is over."""
+        return self._wanted() if self._runs < self._most_runs else None
+
+    def answer(self, rate: float, met: bool) -> None:
+        """Note whether a run at ``next_rate`` met the SLO."""
+        self._answers.setdefault(rate, []).append(met)
+        self._runs += 1
+
+    def run(self, meets_slo: Callable[[float], bool]) -> Bracket:
+        """Search to the end and return the bracket."""
+        while (rate := self.next_rate()) is not None:
+            self.answer(rate, meets_slo(rate))
+        return self.bracket
+
+    def _wanted(self) -> float | None:
+        for divided, answers in self._answers.items():
+            if _verdict(answers) is None:
+                return divided
+        narrower = self._narrower()
+        return self._unconfirmed() if narrower is None else narrower
+
+    def _narrower(self) -> float | None:
+        """Return a rate that makes the bracket narrower, None where it is narrow or cannot be."""
+        met, missed = self.bracket
+        if missed is None:
+            higher = min(2 * met or self._first_rate, self._most_rate)
+            return higher if higher > met else None
+        if met == 0 and self._known is None:
+            lower = max(missed / 2, self._least_rate)
+            return lower if lower < missed else None
+        return self._middle(met, missed)
+
+    def _unconfirmed(self) -> float | None:
+        """Return an end of the bracket on which too few of its runs agree."""
+        for end in self.bracket:
+            answers = self._answers.get(end, ()) if end is not None else ()
+            agreeing = max(answers.count(True), answers.count(False))
+            if answers and agreeing < self._agreeing_runs:
+                return end
+        return None
+
+
+def _verdict(answers: Sequence[bool]) -> bool | None:
+    """Return what most runs at a rate say, None where they are divided."""
+    ayes, noes = answers.count(True), answers.count(False)
+    return None if ayes == noes else ayes > noes
