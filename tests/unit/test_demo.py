@@ -19,7 +19,7 @@ from dualpath.core.modes import Mode
 from dualpath.core.request import Round, Trajectory
 from dualpath.laboratory.demo.rate import LOAD_SHARE, choose_rate
 from dualpath.laboratory.demo.run import DemoRun
-from dualpath.laboratory.demo.settings import DemoSettings, cluster_settings
+from dualpath.laboratory.demo.settings import DemoSettings, cluster_settings, history_settings
 from dualpath.laboratory.demo.time_left import TimeLeft
 from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary
 from dualpath.laboratory.workload.conversation.midway import Midway, met_midway
@@ -252,6 +252,20 @@ def test_every_mode_starts_from_the_same_histories_at_the_rate_that_oracle_gave(
         assert played.summary.hit_tokens == played.summary.ideal_hit_tokens
         assert played.summary.hit_rate is not None
         assert played.summary.hit_rate >= 0.9
+
+
+def test_histories_are_computed_on_every_core_that_a_mode_will_have(tmp_path):
+    demo = DemoSettings(nodes="1P2D")
+    histories = history_settings(demo, tmp_path, str(tmp_path), tmp_path / "out", "histories")
+    assert histories.nodes == "3P1D"
+    assert (
+        histories.dtype
+        == cluster_settings(
+            Mode.DUALPATH, demo, tmp_path, str(tmp_path), tmp_path / "out", 1e6
+        ).dtype
+    )
+    # In turn, so that no engine has more than its part; and at no rate.
+    assert (histories.mode, histories.snic_bytes_per_s) == (Mode.BASIC, 0.0)
 
 
 def test_no_read_is_given_up_however_slow_storage_is(tmp_path):

@@ -19,7 +19,7 @@ from dualpath.core.errors import DeadlineError, EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.engine.read_speed import PROBE_MODEL
 from dualpath.laboratory.demo.rate import LOAD_SHARE, ChosenRate, choose_rate
-from dualpath.laboratory.demo.settings import DemoSettings, cluster_settings
+from dualpath.laboratory.demo.settings import DemoSettings, cluster_settings, history_settings
 from dualpath.laboratory.demo.time_left import TimeLeft
 from dualpath.laboratory.workload.conversation.midway import Midway
 from dualpath.laboratory.workload.replay.client import replay
@@ -134,24 +134,17 @@ class DemoRun:
         self._time.begin(stage)
         self._say(f"{stage} start; about {self._time.left_s():.0f} s left in all")
         for name in names:
-            settings = cluster_settings(
-                Mode.DUALPATH if name == HISTORIES else Mode(name),
-                self._demo,
-                self._model,
-                str(self._storage(name)),
-                self._out,
-                self._rate_of(name),
-                name,
-            )
-            self._clusters[name] = self._make_cluster(settings)
+            self._clusters[name] = self._make_cluster(self._settings(name))
             self._clusters[name].launch()
         for name in names:
             self._clusters[name].wait_ready()
 
-    def _rate_of(self, name: str) -> float:
+    def _settings(self, name: str) -> LocalClusterSettings:
+        demo, model, storage, out = self._demo, self._model, str(self._storage(name)), self._out
         if name == HISTORIES:
-            return 0.0
-        return self.chosen.bytes_per_s if self.chosen else self._demo.snic_bytes_per_s
+            return history_settings(demo, model, storage, out, name)
+        rate = self.chosen.bytes_per_s if self.chosen else demo.snic_bytes_per_s
+        return cluster_settings(Mode(name), demo, model, storage, out, rate, name)
 
     def _store_histories(self) -> None:
         self._time.begin(HISTORIES)

@@ -4,7 +4,9 @@ import shutil
 from pathlib import Path
 from typing import Annotated
 
-from dualpath.core.cluster import NodesSettings
+import msgspec
+
+from dualpath.core.cluster import NodesSettings, nodes_text
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting
@@ -95,3 +97,16 @@ def cluster_settings(
         trace_dir=str(out / "traces" / (name or mode.value)),
         log_dir=str(logs),
     )
+
+
+def history_settings(
+    demo: DemoSettings, model: Path, storage: str, out: Path, name: str
+) -> LocalClusterSettings:
+    """Return the cluster that computes what agents did before; the same blocks are stored by all.
+
+    An engine computes on one core.  Nothing else runs then, so that every core which a mode's
+    engines will have gets a prefill engine; Basic gives each the same number of prompts.
+    """
+    nodes = nodes_text(demo.prefill + demo.decode, 1)
+    many = msgspec.structs.replace(demo, nodes=nodes)
+    return cluster_settings(Mode.BASIC, many, model, storage, out, 0.0, name)
