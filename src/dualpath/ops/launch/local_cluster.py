@@ -5,7 +5,6 @@ started again, drained and ended in one way.
 """
 
 import functools
-import http.client
 import shutil
 import signal
 import tempfile
@@ -14,13 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
 from dualpath.core.cluster import Role, UnitShape
-from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.ops.launch.cluster_keys import ClusterKeys
+from dualpath.ops.launch.cluster_status import ClusterStatus
 from dualpath.ops.launch.commands import VLLM, Commands, DpRank, engine_id
 from dualpath.ops.launch.devices import visible
 from dualpath.ops.launch.executor import Executor, Launch, Launches, Place
@@ -32,6 +30,7 @@ from dualpath.ops.launch.restarts import DRAIN_GUARD_S, Restarts
 from dualpath.ops.launch.role_wishes import RoleWishes
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.ops.launch.start_checks import check_settings, check_storage
+from dualpath.ops.launch.trials import Trials
 from dualpath.ops.launch.units import (
     ROUTER,
     STANDBY,
@@ -42,7 +41,6 @@ from dualpath.ops.launch.units import (
     too_few_devices,
 )
 from dualpath.router.api_keys import client_headers
-from dualpath.router.control.roles_client import call_roles
 
 
 class LocalCluster:
@@ -71,15 +69,15 @@ class LocalCluster:
         self._units: dict[str, str] = {}
         #: What each unit of engines is, or becomes when it has drained.
         self._shapes: dict[str, UnitShape] = {}
-        self._restarts = Restarts(lambda unit: self._starts[unit](), progress, self._units)
+        self._trials = Trials(self._shapes, progress)
+        self._restarts = Restarts(self._start_again, progress, self._units)
         self._wishes = RoleWishes(
-            self._ask_roles, self._units, self._shapes, settings.ranks, self.change
+            lambda: self._status.roles(), self._units, self._shapes, settings.ranks, self.change
         )
         self._own_logs: str | None = None
         self._keys = ClusterKeys(settings, one_machine=self._executor.one_machine)
-        #: Where clients ask, and where the cluster's state is asked for: mostly the same.
-        self.endpoint = self.cluster_url = ""
         self.control_port = 0
+        self._status = ClusterStatus("", "", {})  # nobody answers before it is launched
 
     def __enter__(self) -> "LocalCluster":
         self.start()
@@ -92,6 +90,16 @@ class LocalCluster:
         traceback: TracebackType | None,
     ) -> None:
         self.stop()
+
+    @property
+    def endpoint(self) -> str:
+        """Where clients ask, once it is launched."""
+        return self._status.endpoint
+
+    @property
+    def cluster_url(self) -> str:
+        """Where the cluster's state is asked for: mostly the same."""
+        return self._status.cluster_url
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
@@ -135,10 +143,12 @@ class LocalCluster:
         self._port = claim_port(host, self.settings.port)
         self.control_port = claim_port(self._executor.host)
         reachable = LOOPBACK if host in ("0.0.0.0", "::") else host
-        self.endpoint = self.cluster_url = f"http://{reachable}:{self._port}"
         self._cluster_port = claim_port(host) if self.settings.front_ends else 0
-        if self._cluster_port:
-            self.cluster_url = f"http://{reachable}:{self._cluster_port}"
+        self._status = ClusterStatus(
+            f"http://{reachable}:{self._port}",
+            f"http://{reachable}:{self._cluster_port or self._port}",
+            client_headers(self.settings.api_keys),
+        )
 
     def _start_router(self, unit: Unit) -> None:
         logs = self._log_dir()
@@ -222,6 +232,7 @@ class LocalCluster:
         """Start what is due to be started again, begin what the router wishes; call it often."""
         self._restarts.turn(self.processes, time.monotonic())
         self._wishes.turn(time.monotonic())
+        self._trials.turn(time.monotonic(), self._serves_as)
 
     def change(self, unit: str, shape: UnitShape) -> None:
         """Let a unit of engines drain; it is started again as ``shape``, under its old name."""
@@ -230,25 +241,24 @@ class LocalCluster:
             self._progress(f"{unit} stays {self._shapes[unit]}: {why}")
             return
         self._progress(f"{unit} drains and becomes {shape}")
-        self._shapes[unit] = shape
+        self._trials.begin(unit, shape)
         self._restarts.ask(unit, time.monotonic())
         for process in self.processes:
             if self._units.get(process.name) == unit and process.alive:
                 process.terminate()
 
-    def _ask_roles(self) -> dict[str, Any] | None:
-        try:
-            return call_roles(self.cluster_url, client_headers(self.settings.api_keys))
-        except DualPathError:
-            return None  # the router is lost or new; what is under way here goes on
+    def _start_again(self, unit: str) -> None:
+        self._trials.starts(unit)
+        self._starts[unit]()
+
+    def _serves_as(self, unit: str, shape: UnitShape) -> bool:
+        alive = self._status.alive()
+        names = [name for name, of in self._units.items() if of == unit]
+        return all(alive.get(name) == shape.role.value for name in names)
 
     def status(self) -> dict[str, Any]:
         """Return the router's ``/dualpath/v1/status``."""
-        shown = client_headers(self.settings.api_keys)
-        code, body = _get(f"{self.cluster_url}/dualpath/v1/status", shown)
-        if code != 200:
-            raise EngineLostError(f"router at {self.cluster_url} answered {code}; see its log")
-        return msgspec.json.decode(body, type=dict[str, Any])
+        return self._status.read()
 
     def _log_dir(self) -> Path:
         if self.settings.log_dir:
@@ -274,9 +284,9 @@ class LocalCluster:
 
         def missing() -> str:
             nonlocal said
-            present = self._registered()
+            present = len(self._status.alive())
             what = f"{present} of {expected} engines registered"
-            loads = present == expected and not self._serves()
+            loads = present == expected and not self._status.serves()
             what += ", no front end serves yet" if loads else ""
             if what != said:
                 said = what
@@ -284,26 +294,3 @@ class LocalCluster:
             return what if present < expected or loads else ""
 
         self._supervisor.wait_until_ready(missing, self.settings.start_timeout_s)
-
-    def _serves(self) -> bool:
-        try:
-            return _get(f"{self.endpoint}/health", {})[0] == 200
-        except (OSError, http.client.HTTPException):
-            return False
-
-    def _registered(self) -> int:
-        try:
-            return sum(1 for engine in self.status()["engines"] if engine["alive"])
-        except (OSError, EngineLostError, http.client.HTTPException):
-            return 0
-
-
-def _get(url: str, headers: dict[str, str]) -> tuple[int, bytes]:
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.netloc, timeout=5)
-    try:
-        connection.request("GET", parts.path, headers=headers)
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()

@@ -1,0 +1,100 @@
+"""A unit that was asked into a shape which it cannot start in gets its former one back."""
+
+from dualpath.core.cluster import Role, UnitShape
+from dualpath.ops.launch.restarts import Restarts
+from dualpath.ops.launch.trials import INTERVAL_S, MOST_STARTS, Trials
+
+TWO, FOUR = UnitShape(Role.PREFILL, 2), UnitShape(Role.PREFILL, 4)
+
+
+class Engine:
+    """A process of a story, whose signals nobody sends."""
+
+    name = "pe-1"
+    alive = True
+
+    def ending(self) -> str:
+        return "pe-1 ended with exit code 1"
+
+    def send_signal(self, number: int) -> None:
+        raise AssertionError(number)
+
+    def kill(self) -> None:
+        raise AssertionError("nobody kills it")
+
+
+class Story:
+    """A supervisor of one unit, which cannot start in the shapes ``impossible``."""
+
+    def __init__(self, *impossible: UnitShape) -> None:
+        self.shapes = {"pe-1": TWO}
+        self.said: list[str] = []
+        self.started: list[UnitShape] = []
+        self._impossible = impossible
+        self._engine = Engine()
+        self._now_s = 0.0
+        self.trials = Trials(self.shapes, self.said.append)
+        self._restarts = Restarts(self._start, lambda text: None)
+
+    def _start(self, unit: str) -> None:
+        self.trials.starts(unit)
+        self.started.append(self.shapes[unit])
+        self._engine.alive = self.shapes[unit] not in self._impossible
+
+    def asks(self, shape: UnitShape) -> None:
+        self.trials.begin("pe-1", shape)
+        self._restarts.ask("pe-1", self._now_s)
+        self._look()  # it drains, and serves as what it was
+        self._engine.alive = False
+
+    def dies(self) -> None:
+        self._engine.alive = False
+
+    def goes_on(self, turns: int = 200) -> None:
+        for _ in range(turns):
+            self._restarts.turn([self._engine], self._now_s)
+            self._look()
+            self._now_s += INTERVAL_S
+
+    def _look(self) -> None:
+        self.trials.turn(self._now_s, lambda unit, shape: self._engine.alive)
+
+
+def test_a_shape_that_never_starts_is_tried_a_few_times_and_given_up() -> None:
+    story = Story(FOUR)
+    story.asks(FOUR)
+    story.goes_on()
+    assert story.started == [FOUR] * MOST_STARTS + [TWO]
+    assert story.shapes == {"pe-1": TWO}
+    (said,) = story.said
+    assert "pe-1 has not served as prefill with 4 ranks after 3 starts" in said
+    assert "it is prefill with 2 ranks again" in said
+
+
+def test_a_shape_that_has_served_is_kept_however_often_it_ends() -> None:
+    story = Story()
+    story.asks(FOUR)
+    story.goes_on()
+    for _ in range(MOST_STARTS + 1):
+        story.dies()
+        story.goes_on()
+    assert set(story.started) == {FOUR}
+    assert not story.said
+
+
+def test_who_changes_his_mind_while_it_is_tried_gets_back_what_served() -> None:
+    one = UnitShape(Role.DECODE)
+    story = Story(FOUR, one)
+    story.asks(FOUR)
+    story.goes_on(turns=2)
+    story.asks(one)
+    story.goes_on()
+    assert story.started[-MOST_STARTS - 1 :] == [one] * MOST_STARTS + [TWO]
+
+
+def test_what_never_changed_is_started_for_as_long_as_it_takes() -> None:
+    story = Story(TWO)
+    story.dies()
+    story.goes_on()
+    assert len(story.started) > MOST_STARTS
+    assert not story.said
