@@ -6,10 +6,13 @@ granted buffer space.  Reports say "I have counted everything up to ``assign_seq
 numbering needs its own log to be translated without counting a token twice or never.
 """
 
+from typing import Self
+
 import msgspec
 
 from dualpath.core.control import Report
-from dualpath.policy.events import EngineReport
+from dualpath.core.request import Request
+from dualpath.policy.events import Assignment, EngineReport
 
 
 class _Entry:
@@ -112,3 +115,25 @@ class AssignmentNote(msgspec.Struct, frozen=True):
     pe_reason: str
     de_reason: str
     read_reason: str
+
+    @classmethod
+    def of(cls, request: Request, assignment: Assignment, block_tokens: int) -> Self:
+        """Return what was decided on a request, in tokens where decisions are in blocks."""
+        return cls(
+            request_id=request.request_id,
+            prompt_tokens=request.prompt_tokens,
+            hit_tokens=request.hit_tokens,
+            prefill_engine=assignment.prefill_engine,
+            decode_engine=assignment.decode_engine,
+            reads=tuple(
+                {
+                    "side": run.side.value,
+                    "first_token": run.blocks.first * block_tokens,
+                    "tokens": run.tokens(block_tokens, request.hit_tokens),
+                }
+                for run in assignment.reads
+            ),
+            pe_reason=assignment.pe_reason,
+            de_reason=assignment.de_reason,
+            read_reason=assignment.read_reason,
+        )

@@ -9,8 +9,7 @@ though it lives is asked to greet anew, and begins with nothing.
 import itertools
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 from dualpath.core import control, envelopes
 from dualpath.core.addresses import Writer
@@ -18,6 +17,7 @@ from dualpath.core.cluster import HostProcess
 from dualpath.core.errors import EngineRefusedError, IncompatibleError
 from dualpath.core.names import in_one_line
 from dualpath.core.sessions import HEARTBEAT_S, Action, Event
+from dualpath.router.control.control_listener import ControlListener
 from dualpath.router.control.control_socket import ControlSocket, ZmqControlSocket
 from dualpath.router.control.endings import LEFT, Endings
 from dualpath.router.control.engine_state import EngineState
@@ -35,32 +35,6 @@ from dualpath.storage.host_process import is_gone
 from dualpath.transport.cluster_secret import ClusterSecret
 
 logger = logging.getLogger(__name__)
-
-
-class ControlListener(Protocol):
-    """What the server reports to its owner; called from the event loop, must not block."""
-
-    def on_joined(self, info: EngineInfo) -> None:
-        """An engine may be used from now on; nothing of any request is on it."""
-
-    def on_lost(self, lost: Sequence[EngineInfo], reason: str) -> None:
-        """Engines' sessions are over, and with them whatever they had of any request.
-
-        They are one engine, or the ranks of a data-parallel group: nothing may be tried again on
-        one of them.
-        """
-
-    def on_missed(self, missed: Sequence[EngineInfo]) -> None:
-        """Engines that were to leave with their group, and were named in ``on_lost``, did not."""
-
-    def on_dead(self, writer: Writer) -> None:
-        """A process is proven to be gone, or to have ended its transfers for good."""
-
-    def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
-        """A live engine sent something else than ``Hello`` or ``Goodbye``."""
-
-    def doubted(self) -> Iterable[Writer]:
-        """Return the processes whose end would be good to know."""
 
 
 class ControlServer:

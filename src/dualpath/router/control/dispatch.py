@@ -272,7 +272,7 @@ class Dispatch:
         self._log_decision(assignment, Role.PREFILL)
         self._log_decision(assignment, Role.DECODE)
         placement = self._waiting[assignment.request_id]
-        note = _note(placement.request, assignment, self._block_tokens)
+        note = AssignmentNote.of(placement.request, assignment, self._block_tokens)
         self.recent.append(note)
         logger.debug("assigned %s", note)
         self._assigned[assignment.request_id] = assignment
@@ -293,24 +293,3 @@ class Dispatch:
         # Only ratios matter: an engine that does not know its storage NIC counts as a usual one.
         snic_bytes_per_s = info.snic_bytes_per_s or self._usual_snic
         return snic_bytes_per_s / self._bytes_per_token if snic_bytes_per_s else 1.0
-
-
-def _note(request: Request, assignment: Assignment, block_tokens: int) -> AssignmentNote:
-    return AssignmentNote(
-        request_id=request.request_id,
-        prompt_tokens=request.prompt_tokens,
-        hit_tokens=request.hit_tokens,
-        prefill_engine=assignment.prefill_engine,
-        decode_engine=assignment.decode_engine,
-        reads=tuple(
-            {
-                "side": run.side.value,
-                "first_token": run.blocks.first * block_tokens,
-                "tokens": run.tokens(block_tokens, request.hit_tokens),
-            }
-            for run in assignment.reads
-        ),
-        pe_reason=assignment.pe_reason,
-        de_reason=assignment.de_reason,
-        read_reason=assignment.read_reason,
-    )

@@ -8,17 +8,14 @@ still about to leave.
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from dualpath.core.addresses import Writer
 from dualpath.core.control import PeerDown, RouterMessage
 from dualpath.core.sessions import Action, Event
+from dualpath.router.control.control_listener import ControlListener
 from dualpath.router.control.engine_state import EngineState
 from dualpath.router.control.registry import Registry
 from dualpath.router.engines import EngineInfo
-
-if TYPE_CHECKING:
-    from dualpath.router.control.control_server import ControlListener
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +33,7 @@ class Endings:
     def __init__(
         self,
         registry: Registry,
-        listener: "ControlListener",
+        listener: ControlListener,
         send: Callable[[str, RouterMessage], None],
         clock: Callable[[], float],
     ) -> None:
