@@ -55,6 +55,16 @@ class GroupRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.group, self.epoch
 
 
+def rank_mark(rank: int) -> str:
+    """Return what the name of a rank of a data-parallel group ends in."""
+    return f"-dp{rank}"
+
+
+def rank_name(unit: str, rank: int, size: int) -> str:
+    """Return the name of a rank of a unit of ``size``; the unit's own where it is alone."""
+    return f"{unit}{rank_mark(rank)}" if size > 1 else unit
+
+
 class UnitShape(msgspec.Struct, frozen=True):
     """What starts and ends as one: an engine, or the ``ranks`` of a data-parallel group."""
 

@@ -8,7 +8,7 @@ import msgspec
 
 from dualpath.core.addresses import EngineAddress, Writer
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
-from dualpath.core.cluster import GroupRank, Role
+from dualpath.core.cluster import GroupRank, Role, rank_mark
 from dualpath.core.errors import DeadlineError, EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.core.rates import Rates
@@ -46,7 +46,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     @property
     def unit(self) -> str:
         """What starts and ends with it, whatever the number of ranks: a rank's name without it."""
-        return self.engine_id.removesuffix(f"-dp{self.dp.rank}") if self.dp else self.engine_id
+        return self.engine_id.removesuffix(rank_mark(self.dp.rank)) if self.dp else self.engine_id
 
 
 class KnownEngines(Protocol):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.parallel_state import get_dp_group
 
-from dualpath.core.cluster import GroupRank
+from dualpath.core.cluster import GroupRank, rank_mark
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
@@ -22,7 +22,7 @@ def engine_id_of_rank(engine_id: str, parallel: "ParallelConfig") -> str:
     """Return a rank's own name: ranks may have been given one, as they share other settings."""
     if parallel.data_parallel_size == 1 and parallel.data_parallel_index == 0:
         return engine_id
-    return f"{engine_id}-dp{parallel.data_parallel_index}"
+    return engine_id + rank_mark(parallel.data_parallel_index)
 
 
 def agree_on_group(engine_id: str, parallel: "ParallelConfig") -> GroupRank | None:
@@ -33,7 +33,7 @@ def agree_on_group(engine_id: str, parallel: "ParallelConfig") -> GroupRank | No
     """
     if parallel.data_parallel_size == 1:
         return None
-    proposed = (engine_id.removesuffix("-dp0"), uuid.uuid4().hex[:12])
+    proposed = (engine_id.removesuffix(rank_mark(0)), uuid.uuid4().hex[:12])
     group, epoch = get_dp_group().broadcast_object(proposed, src=0)
     return GroupRank(
         group,

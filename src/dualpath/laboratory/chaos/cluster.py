@@ -17,7 +17,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import DeadlineError
 from dualpath.laboratory.chaos.cluster_calls import ClusterCalls, Status
 from dualpath.laboratory.chaos.kinds import EngineAt, Victims, limits_of
-from dualpath.laboratory.chaos.matrix import Cast, Component, rank_name
+from dualpath.laboratory.chaos.matrix import Cast, Component, follower_name
 from dualpath.laboratory.chaos.proxy import Relay
 from dualpath.laboratory.chaos.settings import ChaosSettings, LoadSettings
 from dualpath.laboratory.chaos.victim import VictimSettings
@@ -176,7 +176,7 @@ class ChaosCluster:
         """Return the names of the ranks of a role's engines, but for their first."""
         engines = self.settings.prefill if role is Role.PREFILL else self.settings.decode
         return tuple(
-            rank_name(engine_id(role, i), rank)
+            follower_name(engine_id(role, i), rank)
             for i in range(engines)
             for rank in range(1, self._victims.ranks(role))
         )

@@ -169,8 +169,11 @@ class Cast(msgspec.Struct, frozen=True):
         return not self.front_ends or step not in _PASSED[Component.FRONT_END]
 
 
-def rank_name(engine: str, rank: int) -> str:
-    """Return what the process of an engine's rank is called; the first one is the engine's."""
+def follower_name(engine: str, rank: int) -> str:
+    """Return what the process of a rank is called that computes for an engine of several devices.
+
+    The first one is the engine's.  Ranks of data-parallel groups are engines (``core.cluster``).
+    """
     return f"{engine}{RANK_MARK}{rank}" if rank else engine
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from dualpath.laboratory.chaos.bad_disk import BadDisk
 from dualpath.laboratory.chaos.gate import Gate
-from dualpath.laboratory.chaos.matrix import Component, rank_name
+from dualpath.laboratory.chaos.matrix import Component, follower_name
 from dualpath.laboratory.chaos.points import POINTS, EngineKind, watch_points
 from dualpath.laboratory.chaos.tally import Tally
 from dualpath.laboratory.emulated.rank_connections import ConnectedFollower, Connection
@@ -66,7 +66,7 @@ def _name_ranks(gate: Gate, engine: str) -> None:
 
     def named(self: ConnectedFollower, rank: int, size: int, connection: Connection) -> None:
         begin(self, rank, size, connection)
-        gate.rename(rank_name(engine, rank))
+        gate.rename(follower_name(engine, rank))
 
     ConnectedFollower.__init__ = named  # type: ignore[assignment, method-assign]
 

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import Role, rank_name
 from dualpath.core.modes import Mode
 from dualpath.core.parts import slices_of
 from dualpath.core.settings import arguments
@@ -31,7 +31,6 @@ from dualpath.model.sim.settings import (
     PrefillCosts,
     Setup,
 )
-from dualpath.ops.launch.commands import rank_name
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.protection import STORAGE_KEY_VARIABLE
 
@@ -122,8 +121,7 @@ class EmulatedEngines:
         router = ["emulate", "router", *arguments(options), *arguments(settings)]
         engines = [
             module_command(
-                # The first rank's process stands for the node.
-                node.name if rank == 0 else f"{node.name}-dp{rank}",
+                rank_name(node.name, rank, self._nodes.dp),
                 node,
                 CLI_MODULE,
                 _engine_arguments(self._nodes, state, node, rank, mode, storage, control),

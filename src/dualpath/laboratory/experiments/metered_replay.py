@@ -69,7 +69,7 @@ def replay_metered(
 ) -> Metered:
     """Let a client called ``name`` carry out a task on the head node, and meter all nodes.
 
-    Every node has a process of its name among ``processes``.  Raises ``EngineLostError`` if any of
+    Every node has a process among ``processes``.  Raises ``EngineLostError`` if any of
     them ends or the client fails, ``DeadlineError`` if the replay takes longer than ``deadline_s``.
     """
     nodes, servers = lab_nodes(state), [local(p) for p in processes.processes]
@@ -78,7 +78,7 @@ def replay_metered(
     assert client.receive(str, task.ready_within_s + ANSWER_DEADLINE_S) == READY
     metered = (*servers, client.process)
     cpu_before = {p.name: process_cpu_s(p.pid) for p in metered}
-    pids = {node.name: local(processes.process(node.name)).pid for node in nodes}
+    pids = {node.name: processes.first_on(node).pid for node in nodes}
     meter = LinkMeter(state, pids, nodes)
     busy = BusyMeter()
     meter.start()

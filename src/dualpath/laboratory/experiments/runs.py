@@ -43,7 +43,7 @@ class Engines(Protocol):
         """Return a name, fit for a folder, of the blocks they store; equal ones can be shared."""
 
     def commands(self, state: LabState, mode: Mode, storage: str) -> Sequence[NodeCommand]:
-        """Return the router, at ``ROUTER_PORT`` of the head node, then engines called as nodes."""
+        """Return the router, at ``ROUTER_PORT`` of the head node, then the engines of all nodes."""
 
 
 class Measured(Metered, frozen=True, kw_only=True):

@@ -54,6 +54,7 @@ class NodeProcesses(Supervisor):
         super().__init__()
         self.logs = logs
         self._state = state
+        self._on: dict[str, SpawnedProcess] = {}
         # Nodes have addresses of their own, where control messages need a secret.
         self._environment = {SECRET_VARIABLE: new_secret(), **node_environment(state)}
 
@@ -67,4 +68,9 @@ class NodeProcesses(Supervisor):
             {**os.environ, **self._environment, **command.environment},
             pipes=pipes,
         )
+        self._on.setdefault(command.node.name, process)
         return self.add(process, ends_last=command.ends_last)
+
+    def first_on(self, node: Node) -> SpawnedProcess:
+        """Return the process that was started first on a node, of those of several ranks."""
+        return self._on[node.name]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import Role, rank_name
 from dualpath.core.settings import arguments
 from dualpath.ops.launch.ports import LOOPBACK
 from dualpath.ops.launch.settings import CPU_HBM_BYTES, LocalClusterSettings
@@ -206,11 +206,6 @@ def engine_id(role: Role, index: int) -> str:
 def rank_id(role: Role, index: int, rank: int, size: int) -> str:
     """Return the name of a rank of a group: pe-0-dp1; the engine's own where it is alone."""
     return rank_name(engine_id(role, index), rank, size)
-
-
-def rank_name(unit: str, rank: int, size: int) -> str:
-    """Return the name of a rank of a unit of ``size``; the unit's own where it is alone."""
-    return f"{unit}-dp{rank}" if size > 1 else unit
 
 
 def _extra_config(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from dualpath.core.cluster import GroupRank, Role, UnitShape
+from dualpath.core.cluster import GroupRank, Role, UnitShape, rank_name
 from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
 from dualpath.laboratory.chaos.simulation.cluster_settings import (
     PROTECT_S,
@@ -20,7 +20,7 @@ from dualpath.laboratory.chaos.simulation.front_ends import FrontEnds
 from dualpath.laboratory.chaos.simulation.ranks import SimFollower
 from dualpath.laboratory.chaos.simulation.router import SimRouter
 from dualpath.laboratory.chaos.simulation.world import World
-from dualpath.ops.launch.commands import engine_id, rank_name
+from dualpath.ops.launch.commands import engine_id
 from dualpath.policy.eviction import StorageLimits
 from dualpath.router.standby.turn import OnlyOne
 from dualpath.storage.status import STATUS, Status
