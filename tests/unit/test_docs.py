@@ -97,6 +97,22 @@ def test_symbols_of_the_paper_have_the_names_of_the_code() -> None:
         assert set(re.findall(r"`(\w+)`", names)) <= words, file
 
 
+#: Of §4.2, §6.1 with Algorithm 1, §6.2, §7, §8.2 and §A.5.
+PAPER_SYMBOLS = """
+P, D, g, B, s, M, T_p, T_c, CCR, α, β, Z, e, n(e), Q, G_PE, C_1, C_2, C_3, R, len_r, len(r),
+tokens(r), seq_e, tok_e, read_q, cached, bsz, compute quota, Leader Engine, APS, MAL, MaxLen, DPL,
+Sched, λ, T̄, total_len_avg, block_size, layer, bytes, Full Block, Layer Block
+"""  # noqa: RUF001
+
+
+def test_every_symbol_of_the_paper_is_in_the_table() -> None:
+    section = page("paper.md").split("## Words and symbols\n", 1)[1].split("\n## ", 1)[0]
+    rows = [line.strip("| ").split(" | ")[0] for line in section.splitlines() if ".py`" in line]
+    # "bytes (§A.5)" says where; "Layer, DPL, Sched (Fig. 12)" are several.
+    listed = {s for row in rows for s in re.sub(r" \((§|Fig)[^)]*\)", "", row).split(", ")}
+    assert listed >= set(re.split(r",\s+", PAPER_SYMBOLS.strip()))
+
+
 def test_names_of_the_python_api_can_be_imported_and_say_what_they_do() -> None:
     names = re.findall(r"`(dualpath(?:\.\w+)+)\.(\w+)`", page("python-api.md"))
     assert len(names) > 20
