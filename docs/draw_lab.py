@@ -6,6 +6,7 @@ Reads ``docs/evaluation/lab/*.json`` and writes the ``.png`` beside each that ha
 get the spread of the runs that they are of, where those are stored.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,21 +14,30 @@ from typing import Any
 
 import msgspec
 
+from dualpath.laboratory.experiments.node_lines import legible
 from dualpath.laboratory.experiments.report import ExperimentReport, as_report
 from dualpath.report.files import drawn
 from dualpath.report.model import Panel, Series
 
 LAB = Path(__file__).parent / "evaluation" / "lab"
 _OWN_STACKS = "dualpath-"
+_NODE = re.compile(r"[pd]e\d+")
 
 
 def draw(path: Path) -> None:
     """Write the picture of one experiment."""
     stored = msgspec.json.decode(path.read_bytes(), type=ExperimentReport)
-    panels = tuple(_with_spread(panel, _jcts_s(stored.data)) for panel in stored.panels)
+    panels = tuple(_with_spread(_legible(p), _jcts_s(stored.data)) for p in stored.panels)
     report = as_report(msgspec.structs.replace(stored, panels=panels))
     for picture in drawn(report).values():
         path.with_suffix(".png").write_bytes(picture)
+
+
+def _legible(panel: Panel) -> Panel:
+    nodes = [series for series in panel.series if _NODE.fullmatch(series.name)]
+    if len(nodes) < len(panel.series) or panel.kind != "lines":
+        return panel
+    return msgspec.structs.replace(panel, series=legible(nodes))
 
 
 def _jcts_s(data: Mapping[str, Any]) -> dict[str, list[list[float]]]:

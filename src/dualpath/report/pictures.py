@@ -49,6 +49,7 @@ _STYLE: dict[Any, Any] = {
     "text.color": _PAGE_COLOUR,
     "axes.edgecolor": _PAGE_COLOUR,
     "axes.labelcolor": _PAGE_COLOUR,
+    "axes.labelpad": 8,
     "axes.titlecolor": _PAGE_COLOUR,
     "axes.axisbelow": True,
     "axes.spines.top": False,

@@ -8,6 +8,7 @@ import msgspec
 
 from dualpath.core.modes import Mode
 from dualpath.laboratory.experiments.meters import NodeBytes
+from dualpath.laboratory.experiments.node_lines import legible
 from dualpath.laboratory.experiments.report import ExperimentReport, Target
 from dualpath.laboratory.experiments.run_lines import (
     engine_cpu_s,
@@ -228,9 +229,8 @@ def _link_panels(job: Job) -> list[Panel]:
         if run is None:
             continue
         for title, count in (("storage reads", "snic"), ("CNIC in", "cnic_in")):
-            series = tuple(
-                rate_series(run, node, count, window_s(run)) for node in run.samples[0].nodes
-            )
+            nodes = run.samples[0].nodes
+            series = legible([rate_series(run, node, count, window_s(run)) for node in nodes])
             panels.append(
                 Panel(f"{job.lab.nodes}, {mode.value}: {title}", "lines", "s", "MB/s", series)
             )

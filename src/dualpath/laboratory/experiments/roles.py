@@ -176,7 +176,7 @@ def _panel(settings: RoleShiftSettings, moving: _Pair) -> Panel:
         for name, played in (("measured", moving.measured), ("simulated", moving.simulated))
     )
     title = f"Started as {settings.nodes}"
-    return Panel(title, "steps", "seconds", "prefill nodes that take requests", series)
+    return Panel(title, "steps", "seconds", "prefill nodes", series)
 
 
 def _nodes_over_time(name: str, prefill: int, played: Played) -> Series:
