@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from tests.docs_blocks import Block
 from tests.e2e.plain_engine import complete, tiny_model, until
-from tests.e2e.typed_pages import TypedPages, types
+from tests.e2e.typed_pages import TypedPages, curl, types
 from tests.guard import GUARD_S
 
 from dualpath.ops.launch.process import Supervisor
@@ -31,31 +31,6 @@ def serves(block: Block) -> bool:
     return block.language == "console" and "$ dualpath serve MODEL" in block.text
 
 
-def request(words: list[str]) -> bytes:
-    """Ask what a `curl` command asks; return the body of a good answer."""
-    headers: dict[str, str] = {}
-    body = None
-    _, url, *options = words
-    for option, value in zip(options[::2], options[1::2], strict=True):
-        match option:
-            case "-H":
-                name, _, text = value.partition(": ")
-                headers[name] = text
-            case "-d":
-                body = value
-            case _:
-                raise AssertionError(f"curl {option} is not known here")
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=GUARD_S)
-    try:
-        connection.request("POST" if body else "GET", urlsplit(url).path, body, headers)
-        response = connection.getresponse()
-        said = response.read()
-        assert response.status == 200, said
-        return said
-    finally:
-        connection.close()
-
-
 def stored(pages: TypedPages) -> list[Path]:
     """Return the blocks of requests, without those an engine measures its reads with."""
     found = (pages.folder / "kv").rglob("*.kv")
@@ -69,7 +44,7 @@ def test_one_command_serves_what_the_page_asks_it(page: str, index: int, tmp_pat
     with Supervisor() as processes:
         serve = processes.add(pages.spawn("serve", typed[index]))
         assert pages.endpoint in serve.wait_for_line("endpoint", START_S)
-        models, chat, status = (request(w) for w in pages.commands("serve.md", types("curl")))
+        models, chat, status = (curl(w) for w in pages.commands("serve.md", types("curl")))
         assert json.loads(models)["data"][0]["id"] == pages.model
         assert json.loads(chat)["usage"]["completion_tokens"] > 0
         assert json.loads(status)["engines"]

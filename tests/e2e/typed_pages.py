@@ -1,12 +1,15 @@
 """Pages that start a cluster, typed as they stand, with this machine's own folders and ports."""
 
+import http.client
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tests.docs_blocks import ROOT, Block, blocks, commands
+from tests.guard import GUARD_S
 
 from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import SpawnedProcess
@@ -76,3 +79,32 @@ def types(*beginning: str) -> Callable[[Block], bool]:
         return block.language == "console" and commands(block)[0][: len(beginning)] == [*beginning]
 
     return wanted
+
+
+def curl(words: list[str]) -> bytes:
+    """Ask what a `curl` command asks; return the body of a good answer."""
+    headers: dict[str, str] = {}
+    method, body = "", None
+    url = next(word for word in words if "://" in word)
+    options = [word for word in words[1:] if word != url]
+    for option, value in zip(options[::2], options[1::2], strict=True):
+        match option:
+            case "-H":
+                name, _, text = value.partition(": ")
+                headers[name] = text
+            case "-d":
+                body = value
+            case "-X":
+                method = value
+            case _:
+                raise AssertionError(f"curl {option} is not known here")
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=GUARD_S)
+    try:
+        asks = method or ("POST" if body else "GET")
+        connection.request(asks, urlsplit(url).path, body, headers)
+        response = connection.getresponse()
+        said = response.read()
+        assert response.status == 200, said
+        return said
+    finally:
+        connection.close()
