@@ -118,12 +118,11 @@ def engine_settings(
         batch_cap_tokens=16,
         max_model_len=512,
     )
-    for name, value in changes.items():
-        if name in EngineSettings.__struct_fields__:
-            engine = msgspec.structs.replace(engine, **{name: value})
-        else:
-            settings = msgspec.structs.replace(settings, **{name: value})
-    return msgspec.structs.replace(settings, engine=engine)
+    own = {k: v for k, v in changes.items() if k in EngineSettings.__struct_fields__}
+    others = {k: v for k, v in changes.items() if k not in own}
+    return msgspec.structs.replace(
+        settings, engine=msgspec.structs.replace(engine, **own), **others
+    )
 
 
 @contextlib.asynccontextmanager

@@ -25,6 +25,7 @@ from dualpath.storage.keeper import Keeper, KeptStorage
 from dualpath.storage.key_ring import KeyRing
 from dualpath.storage.lengths import LengthOnlyStorage
 from dualpath.storage.memory import MemoryStorage
+from dualpath.storage.node_dram import NodeDram, NodeDramStorage
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.posix import PosixStorage
 from dualpath.storage.posix_objects import PosixObjects
@@ -93,6 +94,9 @@ def make_backend(name: str, root: Path, servers: contextlib.ExitStack) -> BlockS
             return RememberingStorage(MemoryStorage(NAMESPACE), time.monotonic_ns)
         case "kept":
             return KeptStorage(PosixStorage(root, NAMESPACE), keeper(PosixObjects(root)))
+        case "node-dram":
+            dram = NodeDram(root, NAMESPACE, 1 << 24)
+            return NodeDramStorage(MemoryStorage(NAMESPACE), dram)
         case "lengths":
             return LengthOnlyStorage(root, ORACLE_NAMESPACE)
         case "s3" | "s3-unconditional":
@@ -115,7 +119,7 @@ NIXL = [
     pytest.mark.skipif(not find_spec("nixl_cu12"), reason="NIXL is not here"),
 ]
 BYTE_BACKENDS = [
-    *("memory", "posix-direct", "posix-cached", "throttled", "remembering", "kept"),
+    *("memory", "posix-direct", "posix-cached", "throttled", "remembering", "kept", "node-dram"),
     *("s3", "s3-unconditional"),
     *("memory-encrypted", "posix-authenticated", "posix-encrypted", "s3-encrypted"),
     *(
@@ -277,6 +281,9 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
 
 def flip_payload(storage: BlockStorage, key: BlockKey) -> None:
     target = storage
+    if isinstance(storage, NodeDramStorage):
+        flip_payload(storage.dram.files, key)
+        target = storage.inner
     if isinstance(storage, ThrottledStorage | RememberingStorage | KeptStorage):
         target = storage.inner
     if isinstance(target, MemoryStorage):

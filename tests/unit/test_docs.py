@@ -32,9 +32,9 @@ PAGES = sorted(
 )
 REFERENCE = ROOT / "docs" / "reference"
 
-#: First components of absolute paths that a reader may meet: routes of HTTP, and one mount point.
+#: First components of absolute paths that a reader may meet: routes of HTTP, and mount points.
 NEUTRAL_PATHS = {"v1", "dualpath", "dashboard", "health", "metrics", "inference", "mnt"} | {
-    "tokenize", "detokenize", "generative_scoring", "invocations", "ping", "load", "version",
+    "dev", "tokenize", "detokenize", "generative_scoring", "invocations", "ping", "load", "version",
     "sleep", "collective_rpc", "update_weights",
 }  # fmt: skip
 

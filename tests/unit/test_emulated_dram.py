@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.emulated_cluster import GEOMETRY, Cluster, cluster
@@ -96,6 +97,83 @@ async def test_what_was_read_without_its_windows_is_not_kept_for_whole(mode: Mod
             await made.idle()
         assert made.counts(1) == 0
         assert made.service.metrics.recomputed_tokens == 0
+
+
+#: A node's engines share so many blocks' worth, with the header of their files.
+SHARED_BYTES = 64 * (4096 + 4096)
+
+
+@pytest.mark.parametrize("mode", [Mode.BASIC, Mode.LAYERWISE, Mode.DUALPATH, Mode.SPLIT])
+async def test_an_engine_reads_nothing_from_storage_that_another_of_its_node_has(
+    mode: Mode, tmp_path: Path
+) -> None:
+    shared: dict[str, Any] = {"dram_dir": str(tmp_path / "dram"), "dram_bytes": SHARED_BYTES}
+    async with cluster(tmp_path / "kv", mode, **shared) as made:
+        first, second, hits = await two_turns(made)
+        assert hits == HIT_BLOCKS * GEOMETRY.block_tokens
+        assert total(made, Counter.STORAGE_READ_BYTES) == 0
+        assert total(made, Counter.DRAM_HIT_BLOCKS) == HIT_BLOCKS
+        assert total(made, Counter.DRAM_HIT_BYTES) == HIT_BLOCKS * GEOMETRY.full_block_bytes
+        if not mode.dual_path:  # The PE has what the DE wrote; what the DE keeps is no use to it.
+            shared_bytes = total(made, Counter.NODE_DRAM_READ_BYTES)
+            assert shared_bytes == HIT_BLOCKS * GEOMETRY.full_block_bytes
+        assert made.counts(1) == 0
+    # Other engines, started on the same node, with empty buffers.
+    async with cluster(tmp_path / "kv", mode, **shared) as made:
+        again, found = await made.ask([*PROMPT, *first, 7, 8], 5, cache_salt="one")
+        assert (again, found) == (second, HIT_BLOCKS * GEOMETRY.block_tokens)
+        assert total(made, Counter.STORAGE_READ_BYTES) == 0
+        shared_bytes = total(made, Counter.NODE_DRAM_READ_BYTES)
+        assert shared_bytes == HIT_BLOCKS * GEOMETRY.full_block_bytes
+        await made.idle()
+        assert made.counts(1) == 0
+        assert made.service.metrics.recomputed_tokens == 0
+
+
+async def test_dram_that_is_shared_does_not_make_the_buffers_larger(tmp_path: Path) -> None:
+    own = 4 * GEOMETRY.full_block_bytes
+    async with cluster(tmp_path / "kv", Mode.DUALPATH, dram_bytes=own) as made:
+        assert {e.plane.manager.buffer_tokens for e in made.engines.values()} == {132 * 4}
+    async with cluster(
+        tmp_path / "kv", Mode.DUALPATH, dram_bytes=SHARED_BYTES, dram_dir=str(tmp_path / "dram")
+    ) as made:
+        assert {e.plane.manager.buffer_tokens for e in made.engines.values()} == {128 * 4}
+
+
+async def test_a_router_that_wants_nothing_kept_has_all_hits_read_from_storage(
+    tmp_path: Path,
+) -> None:
+    async with cluster(
+        tmp_path / "kv",
+        Mode.DUALPATH,
+        router=RouterSettings(dram_tier=False),
+        dram_dir=str(tmp_path / "dram"),
+        dram_bytes=SHARED_BYTES,
+    ) as made:
+        await two_turns(made)
+        assert total(made, Counter.STORAGE_READ_BYTES) == HIT_BLOCKS * GEOMETRY.full_block_bytes
+        assert list((tmp_path / "dram").rglob("*.kv")) == []
+
+
+async def test_engines_push_out_what_others_of_the_node_are_about_to_read(tmp_path: Path) -> None:
+    async with cluster(
+        tmp_path / "kv",
+        Mode.DUALPATH,
+        decode=2,
+        dram_dir=str(tmp_path / "dram"),
+        dram_bytes=10 * (4096 + 4096),
+        buffer_bytes=30 * GEOMETRY.full_block_bytes,
+    ) as made:
+        prompts = [[agent, *PROMPT] for agent in range(1, 6)]
+        for _ in range(3):
+            answers = await asyncio.gather(*(made.ask(prompt, 9) for prompt in prompts))
+            await made.stored()
+            prompts = [[*p, *tokens] for p, (tokens, _) in zip(prompts, answers, strict=True)]
+        await made.idle()
+        assert total(made, Counter.NODE_DRAM_EVICTED_BLOCKS) > 0
+        assert made.counts(1) == 0
+        assert made.service.metrics.recomputed_tokens == 0
+        assert made.service.metrics.retries == 0
 
 
 async def test_tenants_share_nothing() -> None:

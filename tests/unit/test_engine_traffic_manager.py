@@ -403,6 +403,10 @@ def test_layer_l_plus_1_is_loaded_while_layer_l_computes(tmp_path: Path) -> None
         ({"layer_buffers": -2}, "must be at least 0"),
         ({"parallel_reads": 0}, "must be at least 1"),
         ({"role": "both"}, "role"),
+        (
+            {"dram_dir": "/dev/shm/kv"},
+            "dram_dir is '/dev/shm/kv' and dram_bytes is 0; say how much",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(

@@ -72,6 +72,14 @@ def test_alpha_and_beta_reach_the_router() -> None:
     assert "--alpha-tokens" not in router_command(settings(), 8000, 5700)
 
 
+def test_engines_of_a_machine_get_the_same_directory_to_share_their_dram() -> None:
+    chosen = settings(dram_bytes=1 << 30, dram_dir="dram")
+    for role in Role:
+        extra = extra_config(engine_command(chosen, role, 0, 8001, 5700))
+        assert (extra["dram_bytes"], extra["dram_dir"]) == (1 << 30, str(Path("dram").absolute()))
+    assert "dram_dir" not in extra_config(engine_command(settings(), Role.DECODE, 0, 8001, 5700))
+
+
 def test_front_ends_reach_the_router_and_do_without_a_standby() -> None:
     router = router_command(settings(front_ends=3), 8000, 5700, cluster_port=8001)
     assert router[router.index("--front-ends") + 1] == "3"

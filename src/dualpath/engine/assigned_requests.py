@@ -24,6 +24,7 @@ from dualpath.engine.threads import Threads, TimeLimit
 from dualpath.engine.write_share import WriteShare
 from dualpath.plan.steps import run_reads
 from dualpath.storage.contract import BlockStorage
+from dualpath.storage.node_dram import NodeDram
 
 _NS_PER_S = 1_000_000_000
 
@@ -42,6 +43,7 @@ class AssignedRequests:
         threads: Threads,
         send: Callable[[EngineMessage], None],
         share: WriteShare | None = None,
+        node_dram: NodeDram | None = None,
     ) -> None:
         self._geometry = rank.geometry
         self._trace = rank.trace
@@ -49,7 +51,7 @@ class AssignedRequests:
         self.active = ActiveRequests(threads)
         slots = settings.buffer_slots(rank.geometry)
         self.buffer = BlockBuffer(rank.geometry, slots, self._granted, threads, rank.memory.buffer)
-        self._tier = DramTier(self.buffer, rank.counters, send)
+        self._tier = DramTier(self.buffer, rank.counters, send, node_dram)
         self._reader = ReadQueue(
             storage,
             self.buffer,
@@ -74,7 +76,7 @@ class AssignedRequests:
         return self._reader.tokens()
 
     def totals(self) -> dict[str, float]:
-        """Return what the buffer counts itself."""
+        """Return what is counted where blocks are kept."""
         return self._tier.totals()
 
     # ------------------------------------------------------------------ sessions

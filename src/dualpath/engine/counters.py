@@ -61,9 +61,17 @@ class Counter(StrEnum):
     )
     DRAM_HIT_BLOCKS = (
         "dram_hit_blocks",
-        "Blocks that a request found in an engine's buffer, where an earlier one had left them.",
+        "Blocks that a request found in its engine's buffer, or that the node's engines share.",
     )
-    DRAM_HIT_BYTES = "dram_hit_bytes", "Bytes of blocks found in an engine's buffer."
+    DRAM_HIT_BYTES = "dram_hit_bytes", "Bytes of these blocks."
+    NODE_DRAM_READ_BYTES = (
+        "node_dram_read_bytes",
+        "Bytes read from what the engines of a node share, and not from storage.",
+    )
+    NODE_DRAM_EVICTED_BLOCKS = (
+        "node_dram_evicted_blocks",
+        "Blocks that an engine removed from what its node's engines share, to make room.",
+    )
     DRAM_FETCHED_BLOCKS = (
         "dram_fetched_blocks",
         "Blocks read into an engine's buffer before a request has asked for them.",

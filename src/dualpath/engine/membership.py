@@ -114,6 +114,7 @@ class Membership:
             surroundings.is_gone,
             holder,
             place,
+            surroundings.open_node_dram(settings, namespace),
         )
 
     def join(

@@ -98,7 +98,7 @@ class ReadTask:
     def note(self, position: int, outcome: ReadOutcome) -> None:
         """Take in how a block ended; a bad one stops the run."""
         self.in_flight.discard(position)
-        self.bytes_read += outcome.bytes_read
+        self.bytes_read += outcome.storage_bytes
         self.ahead[position] = outcome
         self.stopped = self.stopped or not outcome.is_good
         while self.reason is None and self.good_blocks in self.ahead:
@@ -235,6 +235,9 @@ class ReadQueue:
 
     def _read_one(self, task: ReadTask, position: int, slot: int, track: str) -> None:
         outcome = self._read(task, position, slot, track)
+        if outcome.from_dram:
+            self._counters.add(Counter.DRAM_HIT_BLOCKS, 1)
+            self._counters.add(Counter.DRAM_HIT_BYTES, outcome.bytes_read)
         with self._wake:
             self._ended()
             live = not task.over
@@ -309,8 +312,10 @@ class ReadQueue:
         except Exception:  # a defect must not end a reader; the blocks are recomputed
             log.exception("request %s: reading block %d failed", task.request_id, position)
             outcome = ReadOutcome(bytes_read=0, reason="read error")
-        self._counters.moved(step, outcome.bytes_read)
-        self._share.read(outcome.bytes_read)
+        self._counters.moved(step, outcome.storage_bytes)
+        self._share.read(outcome.storage_bytes)
+        if outcome.from_dram:
+            self._counters.add(Counter.NODE_DRAM_READ_BYTES, outcome.bytes_read)
         done = Executed(step, start_ns, self._trace.now_ns())
         self._trace.moved([(task.request_id, done)], track, request=task.request_id, block=position)
         return outcome

@@ -63,9 +63,17 @@ BufferBytes = Annotated[int, Setting("PE or DE buffer of an engine (80 GB per no
 DramBytes = Annotated[
     int,
     Setting(
-        "DRAM beyond the buffer's, which is made larger by it: blocks of earlier requests stay in "
-        "what no request holds, and are served from there",
+        "DRAM beyond the buffer's, which is made larger by it unless dram_dir shares it: blocks of "
+        "earlier requests stay in what no request holds, and are served from there",
         ge=0,
+    ),
+]
+DramDir = Annotated[
+    str,
+    Setting(
+        "directory in memory, such as /dev/shm/kv, in which the engines of a machine share "
+        "dram_bytes, all of them together; empty: each has its own, in its buffer",
+        metavar="DIR",
     ),
 ]
 LayerBuffers = Annotated[
@@ -132,6 +140,7 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
     )
     buffer_bytes: BufferBytes = 1 << 30
     dram_bytes: DramBytes = 0
+    dram_dir: DramDir = ""
     staging_blocks: Annotated[
         int, Setting("slots that generated blocks pass on their way to storage", ge=1)
     ] = 32
@@ -231,6 +240,11 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         for key in ("engine_id", "node", "group"):
             if (wrong := unfit_name(getattr(self, key))) is not None:
                 raise ConfigError(f"{{{key}}}: {wrong}")
+        if self.dram_dir and not self.dram_bytes:
+            raise ConfigError(
+                f"{{dram_dir}} is {self.dram_dir!r} and {{dram_bytes}} is 0; say how much DRAM the "
+                "engines share there"
+            )
         check_engine_config(self.nixl_engine_config)
 
     def of_rank(self, rank: int, nearest: str) -> "EngineSettings":
@@ -258,7 +272,8 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
 
     def buffer_slots(self, geometry: BlockGeometry) -> int:
         """Full Blocks that the buffer holds."""
-        return (self.buffer_bytes + self.dram_bytes) // geometry.full_block_bytes
+        own_bytes = 0 if self.dram_dir else self.dram_bytes
+        return (self.buffer_bytes + own_bytes) // geometry.full_block_bytes
 
     @property
     def protection(self) -> Protection | msgspec.UnsetType:

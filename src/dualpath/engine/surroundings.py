@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from dualpath.core.blocks import StoreNamespace
@@ -22,10 +23,14 @@ from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.factory import open_storage, open_tree
 from dualpath.storage.host_process import is_gone, this_process
+from dualpath.storage.node_dram import NodeDram
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.reading import PluginReader
 from dualpath.transport.cluster_secret import load_secret
 from dualpath.transport.contract import Transport
+
+if TYPE_CHECKING:
+    from dualpath.storage.key_ring import KeyRing
 
 _PROBE_TIMEOUT_S = 1.0
 
@@ -36,9 +41,20 @@ def _open_storage(settings: EngineSettings, namespace: StoreNamespace) -> BlockS
         namespace,
         mode=settings.mode,
         read_bytes_per_s=settings.snic_bytes_per_s or None,
-        keys=load_storage_keys(settings.storage_key_file) if settings.seals_blocks else None,
+        keys=_storage_keys(settings),
         open_plugin=_open_plugin,
     )
+
+
+def _storage_keys(settings: EngineSettings) -> "KeyRing | None":
+    return load_storage_keys(settings.storage_key_file) if settings.seals_blocks else None
+
+
+def _open_node_dram(settings: EngineSettings, namespace: StoreNamespace) -> NodeDram | None:
+    if not settings.dram_dir or not settings.mode.moves_bytes:
+        return None
+    keys = _storage_keys(settings)
+    return NodeDram(settings.dram_dir, namespace, settings.dram_bytes, keys=keys)
 
 
 def _open_tree(settings: EngineSettings) -> ObjectTree:
@@ -98,6 +114,7 @@ class Surroundings:
     now_s: Callable[[], float] = time.time
     open_storage: Callable[[EngineSettings, StoreNamespace], BlockStorage] = _open_storage
     open_tree: Callable[[EngineSettings], ObjectTree] = _open_tree
+    open_node_dram: Callable[[EngineSettings, StoreNamespace], NodeDram | None] = _open_node_dram
     open_transport: Callable[[str, EngineSettings], Transport] = _open_nixl
     connect: Callable[[EngineSettings], RouterConnection] = _connect
     listens: Callable[[str], bool] = _listens

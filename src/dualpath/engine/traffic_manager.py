@@ -37,6 +37,7 @@ from dualpath.engine.threads import OS_THREADS, Threads, TimeLimit
 from dualpath.engine.write_share import WriteShare
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.host_process import is_gone
+from dualpath.storage.node_dram import NodeDram, NodeDramStorage
 from dualpath.storage.remembering import RememberingStorage
 from dualpath.transport.contract import Transport
 
@@ -48,7 +49,8 @@ CLOSE_S = 5.0
 class TrafficManager:
     """See the module's docstring; all public methods may be called from any thread.
 
-    ``holder`` keeps HBM blocks from reuse that a late transfer may still write.
+    ``holder`` keeps HBM blocks from reuse that a late transfer may still write; ``node_dram`` is
+    what the engines of the node share.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class TrafficManager:
         is_gone: Callable[[HostProcess], bool] = is_gone,
         holder: BlockHolder | None = None,
         place: RankPlace = ALONE,
+        node_dram: NodeDram | None = None,
     ) -> None:
         self.settings = settings
         holder = holder or NoHolder()
@@ -75,11 +78,15 @@ class TrafficManager:
         self.counters = counters = rank.counters
         self.trace = trace = rank.trace
         self._threads = threads
+        if node_dram is not None:
+            storage = NodeDramStorage(storage, node_dram)
         self._storage = storage = RememberingStorage(storage, threads.now_ns)
         self._transport = transport
         self._hbm = hbm
         share = WriteShare(settings.storage_write_share, threads)
-        self._requests = requests = AssignedRequests(settings, rank, storage, threads, send, share)
+        self._requests = requests = AssignedRequests(
+            settings, rank, storage, threads, send, share, node_dram
+        )
         self._buffer = requests.buffer
         staging = settings.staging_blocks
         self._staging = BlockBuffer(

@@ -14,15 +14,22 @@ class ReadOutcome(msgspec.Struct, frozen=True):
 
     ``reason`` is None if it arrived whole and verified, else it says why not ("missing", "short",
     "wrong key", "checksum", "read error: …"), and the destination holds undefined bytes.
+    ``from_dram``: the device is the node's own memory, and no storage NIC had to do with it.
     """
 
     bytes_read: int
     reason: str | None = None
+    from_dram: bool = False
 
     @property
     def is_good(self) -> bool:
         """Whether the block arrived whole and verified."""
         return self.reason is None
+
+    @property
+    def storage_bytes(self) -> int:
+        """The bytes read that came from storage."""
+        return 0 if self.from_dram else self.bytes_read
 
 
 class DeclinedError(StorageError):

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -87,6 +87,8 @@ def namespaces_in(root: Path) -> Iterator[tuple[Path, StoreNamespace]]:
 class NamespaceDirectory:
     """Opens (creating if needed) one namespace's directory and names the files in it.
 
+    ``name_of`` says where a block lies within, without suffix.
+
     Raises ``ConfigError`` if ``root`` cannot be used or holds another namespace under this
     name.
     """
@@ -97,8 +99,10 @@ class NamespaceDirectory:
         namespace: StoreNamespace,
         suffix: str,
         calls: SystemCalls = KERNEL,
+        name_of: Callable[[BlockKey], str] = block_name,
     ) -> None:
         self.path = root / namespace_name(namespace)
+        self._name_of = name_of
         self.temporary = self.path / TEMPORARY_FOLDER
         self._namespace = namespace
         self._suffix = suffix
@@ -126,7 +130,7 @@ class NamespaceDirectory:
 
     def block_path(self, key: BlockKey) -> str:
         """Return the final path of a block (str: this is on the look-up path)."""
-        return f"{self.path}/{block_name(key)}{self._suffix}"
+        return f"{self.path}/{self._name_of(key)}{self._suffix}"
 
     def has(self, key: BlockKey) -> bool:
         """Return whether there is a file of a block; raises ``StorageError`` if nobody can say."""

@@ -19,7 +19,7 @@ import errno
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -29,7 +29,7 @@ from dualpath.storage import block_file
 from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.checks import check_destination, check_sources, own_origins
 from dualpath.storage.contract import ReadOutcome
-from dualpath.storage.directory import BLOCK_SUFFIX, NamespaceDirectory, refused
+from dualpath.storage.directory import BLOCK_SUFFIX, NamespaceDirectory, block_name, refused
 from dualpath.storage.protection import block_form
 from dualpath.storage.reading import FileReader, KernelReader
 from dualpath.storage.sections import FileOrder, Sections
@@ -61,7 +61,7 @@ class PosixStorage:
     does where the file system allows it.  ``sync``: ``fsync`` each block before it becomes
     visible; without it a power cut may lose or tear recent blocks, which the checksum then finds.
     ``keys``: of a namespace whose blocks are sealed.  ``reader``: who reads, closed with this.
-    ``calls``: of the machine.
+    ``calls``: of the machine.  ``name_of``: see ``NamespaceDirectory``.
 
     Raises ``ConfigError`` for an unusable root, a root that holds another namespace under the
     same name, no keys where it takes some, or ``direct_io=True`` on a file system without it.
@@ -77,13 +77,14 @@ class PosixStorage:
         keys: "KeyRing | None" = None,
         reader: FileReader | None = None,
         calls: SystemCalls = KERNEL,
+        name_of: Callable[[BlockKey], str] = block_name,
     ) -> None:
         self.parallel_lookups = 1
         self.namespace = namespace
         self.geometry = namespace.geometry
         self._form = block_form(namespace, keys)
         self._order = FileOrder(namespace.geometry)
-        self._directory = NamespaceDirectory(Path(root), namespace, BLOCK_SUFFIX, calls)
+        self._directory = NamespaceDirectory(Path(root), namespace, BLOCK_SUFFIX, calls, name_of)
         self._calls = calls
         self._sync = sync
         self._direct = self._choose_direct(direct_io)

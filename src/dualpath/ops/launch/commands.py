@@ -230,6 +230,8 @@ def _extra_config(
     for name_of_amount in (*_STORAGE_LIMITS, "dram_bytes"):
         if value := getattr(settings, name_of_amount):
             extra[name_of_amount] = value
+    if settings.dram_dir:
+        extra["dram_dir"] = str(Path(settings.dram_dir).absolute())
     if role is Role.PREFILL:
         extra["layer_buffers"] = settings.effective_layer_buffers
         extra["compute_quota_s"] = settings.effective_compute_quota_s

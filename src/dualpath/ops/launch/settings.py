@@ -13,6 +13,7 @@ from dualpath.engine.settings import (
     BufferBytes,
     ComputeQuota,
     DramBytes,
+    DramDir,
     EngineMode,
     LayerBuffers,
     NixlConfig,
@@ -97,6 +98,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     ] = ()
     buffer_bytes: BufferBytes = 1 << 30
     dram_bytes: DramBytes = 0
+    dram_dir: DramDir = ""
     dram_tier: DramTier = True
     prefill_dp: Annotated[
         int, Setting("PEs of a data-parallel group, which share experts; 1: no groups", ge=1)

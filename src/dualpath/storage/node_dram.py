@@ -1,0 +1,253 @@
+"""Full Blocks in DRAM that the engines of a node share: files in a directory that lies in memory.
+
+What one of them has read from storage or written to it, the others find there, so that a prefix
+they have in common lies there once and passes the storage NIC once.  The files are those of
+``storage.posix``, with key and checksum, whole under their names or not there: whoever dies at any
+line leaves what a crash leaves on a disk.  Nobody allocates, counts or locks across processes.
+
+How much lies there is bounded without a count.  The first bits of its key put a block into one of
+many *sets*, each with an equal share of the bound.  Who adds a block looks at what its set has and
+removes what was used longest ago until there is room: a set-associative cache with files as lines.
+Two who add to one set at a moment may exceed its share by what they bring; the next makes up for
+it.  A set needs no order of chains: what is gone here is still in storage.
+
+Used is when a file was last read here or written; its time of change says it, as ``atime`` is not
+kept everywhere.
+"""
+
+import contextlib
+import logging
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
+from dualpath.core.errors import ConfigError, StorageError
+from dualpath.storage.block_file import STAYING
+from dualpath.storage.block_header import HEADER_BYTES
+from dualpath.storage.contract import BlockStorage, DeclinedError, ReadOutcome
+from dualpath.storage.directory import BLOCK_SUFFIX
+from dualpath.storage.posix import PosixStorage
+from dualpath.storage.survey import is_namespace
+
+if TYPE_CHECKING:
+    from dualpath.storage.key_ring import KeyRing
+
+log = logging.getLogger(__name__)
+
+#: Folders of a namespace, by the first 12 bits of a key, and the most sets.
+_FOLDERS = 1 << 12
+_FEW_FOLDERS = 16
+#: Fewer blocks in a set would let it overflow too often while others have room.
+_LEAST_BLOCKS = 32
+
+
+class _File(NamedTuple):
+    used_ns: int
+    path: str
+    bytes: int
+
+
+class NodeDram:
+    """One engine's access to ``root``, of which all engines together fill ``bound_bytes``.
+
+    ``keys``: of a namespace whose blocks are sealed, here as in storage.  Methods may be called by
+    any thread and never fail: what cannot be had is in storage.  ``keeps`` False: nothing is.
+
+    Raises ``ConfigError`` for a directory that cannot be used or that every user may write to,
+    and for a bound below one block.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        namespace: StoreNamespace,
+        bound_bytes: int,
+        *,
+        keys: "KeyRing | None" = None,
+    ) -> None:
+        self.keeps = True
+        self._block_bytes = _in_pages(HEADER_BYTES + namespace.geometry.full_block_bytes)
+        if bound_bytes < self._block_bytes:
+            raise ConfigError(
+                f"dram_bytes is {bound_bytes}, and a block takes {self._block_bytes} in dram_dir; "
+                "give some blocks' worth, or no dram_dir"
+            )
+        self._root = Path(root)
+        self.files = PosixStorage(root, namespace, direct_io=False, keys=keys, name_of=_name)
+        if self._root.stat().st_mode & stat.S_IWOTH:
+            raise ConfigError(
+                f"every user may write to dram_dir {root}; give a directory of your own in it"
+            )
+        sets = _set_count(bound_bytes // self._block_bytes)
+        self._set_folders, self._set_bytes = _FOLDERS // sets, bound_bytes // sets
+        self._lock = threading.Lock()
+        self._evicted = 0
+        self._complained = False
+
+    @property
+    def evicted(self) -> int:
+        """Blocks that this engine has removed for others."""
+        return self._evicted
+
+    def read(self, key: BlockKey, destination: memoryview, *, whole: bool) -> ReadOutcome | None:
+        """Read and verify a block as ``BlockStorage.read``; None where it is not to be had."""
+        if not self.keeps:
+            return None
+        outcome = self.files.read(key, destination, whole=whole)
+        if outcome.reason in STAYING:
+            # Others may read it, as in a storage.  Here it would keep one that all can read away.
+            self._remove(self.files.block_path(key))
+        if not outcome.is_good:
+            return None
+        self._touch(key)
+        return ReadOutcome(outcome.bytes_read, from_dram=True)
+
+    def add(self, key: BlockKey, block: memoryview) -> None:
+        """Let a whole block that is stored lie here as well."""
+        if not self.keeps:
+            return
+        try:
+            if self.files.is_stored(key):
+                self._touch(key)
+                return
+            self._make_room(key)
+            self.files.write([key], [block])
+        except (OSError, StorageError) as error:
+            self._complain(error)
+        else:
+            self._complained = False
+
+    def close(self) -> None:
+        """Let go; what lies there stays for others, and for the next start."""
+        self.files.close()
+
+    def _touch(self, key: BlockKey) -> None:
+        with contextlib.suppress(OSError):  # removed meanwhile
+            os.utime(self.files.block_path(key))
+
+    def _make_room(self, key: BlockKey) -> None:
+        lying = sorted(self._set_of(key))
+        excess = sum(file.bytes for file in lying) + self._block_bytes - self._set_bytes
+        for file in lying:
+            if excess <= 0:
+                return
+            excess -= file.bytes
+            if self._remove(file.path):
+                with self._lock:
+                    self._evicted += 1
+
+    def _remove(self, path: str | Path) -> bool:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:  # somebody else needed room as well
+            return False
+        return True
+
+    def _set_of(self, key: BlockKey) -> Iterator[_File]:
+        """Yield what lies in a block's set, also of a model that is served no more."""
+        first = _folder(key) // self._set_folders * self._set_folders
+        with os.scandir(self._root) as entries:
+            namespaces = [entry.path for entry in entries if is_namespace(entry.name)]
+        for namespace in namespaces:
+            for folder in _folders_of(namespace, first, first + self._set_folders - 1):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    yield from _blocks_in(f"{namespace}/{folder}")
+
+    def _complain(self, error: Exception) -> None:
+        # Once per trouble: with memory that is full every block would say so.
+        level = logging.DEBUG if self._complained else logging.WARNING
+        self._complained = True
+        log.log(level, "dram_dir %s takes no block, storage has it: %s", self._root, error)
+
+
+class NodeDramStorage:
+    """See ``dualpath.storage.contract.BlockStorage``: ``inner``, with the node's DRAM before it.
+
+    A block is stored if ``inner`` has it; where it is read from is not the question then.
+    """
+
+    def __init__(self, inner: BlockStorage, dram: NodeDram) -> None:
+        self.inner = inner
+        self.dram = dram
+        self.geometry = inner.geometry
+        self.parallel_lookups = inner.parallel_lookups
+
+    def is_stored(self, key: BlockKey) -> bool:
+        """Ask the inner backend."""
+        return self.inner.is_stored(key)
+
+    def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
+        """Read from DRAM, else from the inner backend, for the others as well if it is whole."""
+        if (found := self.dram.read(key, destination, whole=whole)) is not None:
+            return found
+        outcome = self.inner.read(key, destination, whole=whole)
+        if whole and outcome.is_good:
+            self.dram.add(key, destination)
+        return outcome
+
+    def write(
+        self,
+        keys: Sequence[BlockKey],
+        sources: Sequence[memoryview],
+        origin: BlockOrigin = UNKNOWN_ORIGIN,
+    ) -> int:
+        """Write; what is not declined lies in DRAM afterwards."""
+        try:
+            new_blocks = self.inner.write(keys, sources, origin)
+        except DeclinedError as declined:
+            self._add(keys[: declined.stored], sources)
+            raise
+        self._add(keys, sources)
+        return new_blocks
+
+    def used(self, key: BlockKey) -> None:
+        """Tell the inner backend."""
+        self.inner.used(key)
+
+    def close(self) -> None:
+        """Close both."""
+        self.inner.close()
+        self.dram.close()
+
+    def _add(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> None:
+        for key, source in zip(keys, sources, strict=False):
+            self.dram.add(key, source)
+
+
+def _folder(key: BlockKey) -> int:
+    return int.from_bytes(key[:2]) >> 4
+
+
+def _name(key: BlockKey) -> str:
+    """Return where a block lies in its namespace: one level of folders, listed for every block."""
+    return f"{_folder(key):03x}/{key.hex()}"
+
+
+def _set_count(blocks: int) -> int:
+    """Return a power of two, so that sets are equal ranges of folders."""
+    return 1 << max(min(blocks // _LEAST_BLOCKS, _FOLDERS).bit_length() - 1, 0)
+
+
+def _in_pages(size_bytes: int) -> int:
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _folders_of(namespace: str, first: int, last: int) -> list[str]:
+    """Return those of a set that may be there: few are tried, of many most are not."""
+    if last - first < _FEW_FOLDERS:
+        return [f"{folder:03x}" for folder in range(first, last + 1)]
+    return [name for name in os.listdir(namespace) if f"{first:03x}" <= name <= f"{last:03x}"]
+
+
+def _blocks_in(folder: str) -> Iterator[_File]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(BLOCK_SUFFIX):
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    info = entry.stat(follow_symlinks=False)
+                    yield _File(info.st_mtime_ns, entry.path, _in_pages(info.st_size))
