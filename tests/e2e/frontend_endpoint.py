@@ -86,7 +86,7 @@ class ScriptedService:
         self.hinted.append((tenant, session_id, hints))
         return session_id == "agent-1"
 
-    async def drain(self):
+    async def drain(self, clients_gone=None):
         pass
 
     def status(self):

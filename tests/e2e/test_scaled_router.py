@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from tests.e2e.small_costs import COSTS
 from tests.e2e.test_emulated_cluster import ENGINE, Processes
-from tests.e2e.test_rolling_restart import until
+from tests.e2e.test_rolling_restart import Agents, until, well_after
 from tests.guard import GUARD_S
 
 from dualpath.cli.main import main
@@ -104,8 +104,10 @@ class Router:
             while len(found) < 2:
                 client = Client(self.url)
                 stack.push_async_callback(client.close)
-                if await client.healthy():
-                    found.setdefault((await client.front_end())[0], client)
+                name = (await client.front_end())[0] if await client.healthy() else ""
+                if not name or found.setdefault(name, client) is not client:
+                    await client.close()
+                    await asyncio.sleep(0.02)
             one, other = found.values()
             yield one, other
 
@@ -210,6 +212,38 @@ async def test_streams_that_decode_outlive_the_scheduler(
         assert len(clients[0].tokens) == LONGER
         assert [await client.metric("retries_total") for client in clients] == [0, 0]
         await probe.close()
+
+
+async def test_a_rolling_restart_of_front_ends_turns_nobody_away(
+    tmp_path: Path, processes: Processes
+) -> None:
+    made = await scaled(tmp_path, processes)
+    # Some keep their connection from request to request, some have a new one for each.
+    async with (
+        aiohttp.ClientSession() as kept,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as anew,
+    ):
+        agents = [Agents(kept, made.url), Agents(anew, made.url)]
+        playing = [asyncio.create_task(each.play(number)) for each in agents for number in range(3)]
+        async with made.clients_of_both() as clients:
+            fronts = dict([await client.front_end() for client in clients])
+        for name, pid in fronts.items():
+            await asyncio.gather(*(well_after(each, 6) for each in agents))
+            os.kill(pid, signal.SIGTERM)
+
+            async def back(name: str = name, pid: int = pid) -> bool:
+                async with made.clients_of_both() as clients:
+                    return dict([await client.front_end() for client in clients])[name] != pid
+
+            await until(back)
+        await asyncio.gather(*(well_after(each, 6) for each in agents))
+        for each in agents:
+            each.over.set()
+        await asyncio.gather(*playing)
+    for each in agents:
+        # The kernel may reset a connection in the moment in which its listener goes.
+        assert set(each.ends) <= {"well", "not answered"}, each.ends
+        assert each.ends["not answered"] <= len(fronts)
 
 
 async def test_a_drain_lets_streams_end_and_leaves_no_process(

@@ -66,6 +66,27 @@ async def test_a_draining_router_ends_what_it_has_and_takes_nothing_new(tmp_path
             await draining
 
 
+async def test_where_others_serve_nothing_is_refused_until_the_clients_have_gone(
+    tmp_path: Path,
+) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH, speedup=1.0) as made:
+        gone = asyncio.Event()
+
+        async def clients_gone() -> None:
+            await gone.wait()
+
+        draining = asyncio.create_task(made.service.drain(clients_gone))
+        await asyncio.sleep(0)
+        assert (await health(made))[0] == 503
+        async with a_running_stream(made, tokens=30) as running:
+            gone.set()
+            await asyncio.sleep(0)
+            assert not draining.done()
+            assert generated(await running.read()) == 30
+        async with asyncio.timeout(GUARD_S):
+            await draining
+
+
 async def test_what_does_not_end_in_time_ends_with_an_error(tmp_path: Path) -> None:
     settings = RouterSettings(mode=Mode.DUALPATH, drain_timeout_s=0)
     async with (

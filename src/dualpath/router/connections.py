@@ -54,6 +54,8 @@ class Connections:
         self._refusals = refusals
         self._open: set[GuardedConnection] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._empty = asyncio.Event()
+        self._empty.set()
 
     def __len__(self) -> int:
         """Return how many are open."""
@@ -76,12 +78,21 @@ class Connections:
         if len(self._open) >= self._limits.most:
             return False
         self._open.add(connection)
+        self._empty.clear()
         self._watch()
         return True
 
     def forget(self, connection: "GuardedConnection") -> None:
         """A connection is closed."""
         self._open.discard(connection)
+        if not self._open:
+            self._empty.set()
+
+    async def emptied(self, within_s: float) -> None:
+        """Return when no connection is open, after ``within_s`` at the latest."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._empty.wait()
 
     def refusal(self, status: int) -> bytes:
         """Return a whole answer to who has not asked anything yet, and count it."""

@@ -1,7 +1,7 @@
 """A front end as HTTP servers know it: submit a job, get tokens; wherever the scheduler is."""
 
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from dualpath.core.errors import TurnedAwayError
 from dualpath.core.session_hints import SessionHints
@@ -60,12 +60,9 @@ class FrontEndService:
         leaving = self.front_end.leaving()
         return missing_engines(self.scheduling.engines) if leaving is None else str(leaving)
 
-    async def drain(self) -> None:
-        """Take no new requests; return when those under way have ended.
-
-        What has not ended after ``drain_timeout_s`` is left for ``stop`` to end.
-        """
-        await self.front_end.drain()
+    async def drain(self, clients_gone: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Let what is under way end, as ``FrontEnd.drain``."""
+        await self.front_end.drain(clients_gone)
 
     def turned_away(self) -> TurnedAwayError | None:
         """Return why no further request is taken, None if one is."""

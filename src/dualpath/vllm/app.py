@@ -39,6 +39,7 @@ from dualpath.router.control.pauses import PAUSE_PATH, no_such_engine
 from dualpath.router.control.role_calls import ROLES_PATH, RoledService, roles_call
 from dualpath.router.control.session_orders import SESSION_PATH
 from dualpath.router.http.cluster_calls import ClusterService
+from dualpath.router.http.shared_port import SharedPort
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.observe.metrics import shared_metrics
 from dualpath.router.observe.status import ORACLE_NOTE
@@ -48,6 +49,7 @@ from dualpath.router.token_api.statuses import NOT_FOUND, api_error, status_of
 from dualpath.router.token_api.wire import ApiError
 from dualpath.vllm.drain_signal import drained_on_sigterm
 from dualpath.vllm.frontend import DualPathLLM, ServedEngines
+from dualpath.vllm.shared_port import LastAnswers, place_of
 from dualpath.vllm.validation import blame_bodies_for_broken_validators
 
 #: How long open connections may take to end after a signal; their requests have failed by then.
@@ -61,8 +63,8 @@ class FrontEndOfClients(ServedEngines, LimitedService, HintedService, Protocol):
         """Return why clients had better go elsewhere at present, None if all is well."""
         ...
 
-    async def drain(self) -> None:
-        """Take no new requests; return when those under way have ended, or a limit is over."""
+    async def drain(self, clients_gone: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Let what is under way end, until a limit is over; as ``FrontEnd.drain``."""
         ...
 
     def status(self) -> object:
@@ -140,7 +142,7 @@ def layer_names() -> list[str]:
 
     The limits are outside the keys, and so count what the guard refuses.
     """
-    layers = (ApiKeyGuard, RequestLimits, ModeHeaders)
+    layers = (ApiKeyGuard, RequestLimits, ModeHeaders, LastAnswers)
     return [f"{layer.__module__}.{layer.__name__}" for layer in layers]
 
 
@@ -212,16 +214,30 @@ def add_sessions(app: FastAPI, service: HintedService) -> None:
     app.router.routes.insert(0, APIRoute(SESSION_PATH, session, methods=["POST", "DELETE"]))
 
 
-async def serve_app(app: FastAPI, args: argparse.Namespace, listener: socket.socket) -> None:
+async def serve_app(
+    app: FastAPI,
+    args: argparse.Namespace,
+    listener: socket.socket,
+    shared: SharedPort | None = None,
+) -> None:
     """Serve until SIGINT or SIGTERM; return when nothing is open any more.
 
-    SIGTERM drains the service first.  At SIGINT, and at a second SIGTERM, what is open is answered
-    with an error.
+    SIGTERM drains the service first, after it has left a ``shared`` port.  At SIGINT, and at a
+    second SIGTERM, what is open is answered with an error.
     """
-    drained_on_sigterm(app.state.dualpath_service.drain)
     log_config = get_uvicorn_log_config(args)
     service: FrontEndOfClients = app.state.dualpath_service
     connections = Connections(connection_limits(service.settings), service.metrics)
+
+    async def drain() -> None:
+        if shared is None:
+            await service.drain()
+        else:
+            shared.taken(*place_of(app.state.server, connections))
+            await shared.leave(service)
+
+    app.state.dualpath_shared_port = shared
+    drained_on_sigterm(drain)
     try:
         shutdown: Awaitable[None] = await serve_http(
             app,

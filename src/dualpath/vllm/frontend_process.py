@@ -2,6 +2,7 @@
 
 from contextlib import AsyncExitStack
 
+from dualpath.router.http.shared_port import SharedPort
 from dualpath.router.links.service import LinkedFrontEnd
 from dualpath.router.links.settings import LinkSettings
 from dualpath.router.settings import RouterSettings
@@ -27,6 +28,7 @@ async def run_front_end(
     args = client_arguments(settings, front_end)
     settings = with_tracing(settings, args)
     async with AsyncExitStack() as stack:
+        shared = SharedPort() if link.share_port else None
         listener = bind_clients(args, stack, share_port=link.share_port)
         config = make_engine_config(args)
         service = LinkedFrontEnd(
@@ -41,4 +43,4 @@ async def run_front_end(
             f"is looked for at {link.scheduler}",
             flush=True,
         )
-        await serve_app(app, args, listener)
+        await serve_app(app, args, listener, shared)

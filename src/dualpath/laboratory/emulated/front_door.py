@@ -45,6 +45,7 @@ from dualpath.router.http.server import (
     serving_app,
     until_client_leaves,
 )
+from dualpath.router.http.shared_port import SharedPort
 from dualpath.router.links.service import LinkedFrontEnd
 from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
 from dualpath.router.requests.limits import connection_limits
@@ -259,13 +260,12 @@ async def served(
     host: str,
     port: int,
     stack: AsyncExitStack,
-    *,
-    share_port: bool = False,
+    shared: SharedPort | None = None,
 ) -> str:
     """Serve clients until the stack's end; return the endpoint."""
     connections = Connections(connection_limits(service.settings), service.metrics)
     app = FrontDoor(service).app()
-    server = serving_app(app, host, port, connections, share_port=share_port)
+    server = serving_app(app, host, port, connections, shared)
     at = await stack.enter_async_context(server)
     return f"http://{host}:{at}"
 

@@ -7,6 +7,7 @@ from dualpath.laboratory.emulated.engine_client import EngineClient
 from dualpath.laboratory.emulated.front_door import front_door, served
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
 from dualpath.router.http.server import until_signal
+from dualpath.router.http.shared_port import SharedPort
 from dualpath.router.links.service import LinkedFrontEnd
 from dualpath.router.links.settings import LinkSettings
 from dualpath.router.requests.limits import allow_many_streams
@@ -17,7 +18,11 @@ from dualpath.router.token_api.client import TokenApiClient
 
 @asynccontextmanager
 async def linked_front_door(
-    settings: RouterSettings, link: LinkSettings, host: str, port: int
+    settings: RouterSettings,
+    link: LinkSettings,
+    host: str,
+    port: int,
+    shared: SharedPort | None = None,
 ) -> AsyncIterator[tuple[str, LinkedFrontEnd]]:
     """Serve in the block with the scheduler behind a link; yields the endpoint and the service.
 
@@ -30,7 +35,7 @@ async def linked_front_door(
         service = LinkedFrontEnd(settings, link, calls)
         stack.push_async_callback(service.stop)
         await service.start()
-        endpoint = await served(service, host, port, stack, share_port=link.share_port)
+        endpoint = await served(service, host, port, stack, shared)
         yield endpoint, service
 
 
@@ -54,13 +59,14 @@ async def run_linked_front_door(
 ) -> None:
     """As ``run_front_door``, with the scheduler behind a link."""
     allow_many_streams()
-    async with linked_front_door(settings, link, host, port) as (endpoint, service):
+    shared = SharedPort() if link.share_port else None
+    async with linked_front_door(settings, link, host, port, shared) as (endpoint, service):
         print(
             f"dualpath front door: token ids at {endpoint}/v1, the scheduler is looked for at "
             f"{service.scheduler_address}",
             flush=True,
         )
-        await until_signal(service.drain)
+        await until_signal(lambda: shared.leave(service) if shared else service.drain())
 
 
 def _front_ends(service: RouterService) -> str:

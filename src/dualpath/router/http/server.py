@@ -16,6 +16,7 @@ from aiohttp.typedefs import Handler, Middleware
 from dualpath.core.errors import BadRequestError, ConfigError, DrainingError, DualPathError
 from dualpath.router.api_keys import UNAUTHORIZED, ApiKeys
 from dualpath.router.connections import ConnectionLimits, Connections, GuardedConnection
+from dualpath.router.http.shared_port import SharedPort
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
 from dualpath.router.requests.limits import RETRY_AFTER_S
@@ -43,16 +44,16 @@ async def serving_app(
     host: str,
     port: int,
     connections: Connections | None = None,
-    *,
-    share_port: bool = False,
+    shared: SharedPort | None = None,
 ) -> AsyncIterator[int]:
     """Serve an application in the block; yields the port.
 
-    ``connections`` bounds them, by default at ``ConnectionLimits``'.  ``share_port``: others of
-    this user that say so may have the same port, the kernel divides connections among them.
-    Raises ``ConfigError`` if the address is taken.
+    ``connections`` bounds them, by default at ``ConnectionLimits``'.  With ``shared`` others of
+    this user that say so may have the same port.  Raises ``ConfigError`` if the address is taken.
     """
     guard = Connections(ConnectionLimits()) if connections is None else connections
+    if shared is not None:
+        app.on_response_prepare.append(functools.partial(_last_if_left, shared))
     runner = web.AppRunner(
         app,
         access_log=None,
@@ -64,20 +65,19 @@ async def serving_app(
     assert runner.server is not None
     runner.server.request_handler = _outermost(runner.server.request_handler)
     server_logger.addFilter(_is_ours)
+    loop, made = asyncio.get_running_loop(), functools.partial(guard.guarded, runner.server)
     try:
         try:
-            listener = await asyncio.get_running_loop().create_server(
-                functools.partial(guard.guarded, runner.server),
-                host,
-                port,
-                backlog=BACKLOG,
-                reuse_port=share_port or None,
+            listener = await loop.create_server(
+                made, host, port, backlog=BACKLOG, reuse_port=True if shared else None
             )
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"cannot listen on {host}:{port}: {getattr(error, 'strerror', error)}; free it or "
                 "choose another port"
             ) from error
+        if shared is not None:
+            shared.taken([listener], guard, functools.partial(loop.connect_accepted_socket, made))
         try:
             yield int(listener.sockets[0].getsockname()[1])
         finally:
@@ -101,6 +101,15 @@ def _outermost(handle: _Handle) -> _Handle:
             return await handle(request)
 
     return handled
+
+
+async def _last_if_left(
+    shared: SharedPort, request: web.Request, response: web.StreamResponse
+) -> None:
+    """Let no client come again over a connection to a server that has left its port."""
+    if shared.left:
+        response.headers["Connection"] = "close"
+        response.force_close()
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

@@ -1,9 +1,10 @@
 """The requests of one front end: which are taken, how they go, what became of them."""
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from dualpath.core.errors import (
     BadRequestError,
@@ -38,7 +39,7 @@ class FrontEnd:
         self._ended = ended
         self._lives: dict[str, RequestLife] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._draining = False
+        self._draining = self._refusing = False
         self._stopping = False
 
     def start(self) -> None:
@@ -73,16 +74,22 @@ class FrontEnd:
         running = sum(life.placed for life in self._lives.values())
         return len(self._lives) - running, running
 
-    async def drain(self) -> None:
+    async def drain(self, clients_gone: Callable[[], Awaitable[None]] | None = None) -> None:
         """Take no new requests; return when those under way have ended.
 
-        What has not ended after ``drain_timeout_s`` is left for ``stop`` to end.
+        ``clients_gone`` where new clients are led to others: it returns when those that are here
+        have gone, and what they send until then is served.  What has not ended after
+        ``drain_timeout_s`` is left for ``stop`` to end.
         """
-        self._draining = True
+        self._draining, self._refusing = True, clients_gone is None
         limit_s = self.context.settings.drain_timeout_s
         logger.warning("draining: %d requests may take %g s more", len(self._lives), limit_s)
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=limit_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                if clients_gone is not None:
+                    await clients_gone()
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
         if self._lives:
             logger.error(
                 "%d requests have not ended within %g s and end with an error; --drain-timeout-s "
@@ -101,7 +108,7 @@ class FrontEnd:
 
     def turned_away(self) -> TurnedAwayError | None:
         """Return why no further request is taken, None if one is."""
-        if (leaving := self.leaving()) is not None:
+        if self._refusing and (leaving := self.leaving()) is not None:
             return leaving
         settings = self.context.settings
         running, waiting = settings.max_concurrent_requests, settings.max_waiting_requests

@@ -1,0 +1,74 @@
+"""A server's place at a port that other processes of this user serve as well (SO_REUSEPORT).
+
+The kernel divides new connections among those that listen.  So who is about to end stops listening
+first: from then on all new connections are the others'.  What has been connected and not taken yet
+is served still, since a listener that is closed resets it; and so is what clients send over the
+connections that they have, each of which is told to be closed with its next answer.  Nobody is
+turned away.
+
+Between the last look at a listener and its end lie some microseconds, in which a connection would
+be reset; with the sysctl ``net.ipv4.tcp_migrate_req`` the kernel hands that to another listener.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Protocol
+
+from dualpath.router.connections import Connections
+
+#: How long clients may keep a connection without a request before it is closed under them: who is
+#: at work comes by sooner, and hears that it goes.
+KEPT_S = 2.0
+
+
+class Draining(Protocol):
+    """``FrontEndService``, as far as its end goes."""
+
+    async def drain(self, clients_gone: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Let what is under way end."""
+        ...
+
+
+class SharedPort:
+    """One server's place; ``left`` once it listens no more."""
+
+    def __init__(self) -> None:
+        self.left = False
+        self._servers: tuple[asyncio.Server, ...] = ()
+
+    def taken(
+        self,
+        servers: Iterable[asyncio.Server],
+        connections: Connections,
+        connected: Callable[[socket.socket], Awaitable[object]],
+    ) -> None:
+        """``servers`` listen; ``connected`` serves a connection that none of them has taken."""
+        self._servers, self._connections, self._connected = tuple(servers), connections, connected
+
+    async def leave(self, service: Draining) -> None:
+        """Listen no more, and return when everything is over, or its time is."""
+        self.left = True
+        listeners = [_another(sock) for server in self._servers for sock in server.sockets]
+        for server in self._servers:
+            server.close()
+        for connection in [one for listener in listeners for one in _waiting(listener)]:
+            await self._connected(connection)
+        await service.drain(lambda: self._connections.emptied(KEPT_S))
+
+
+def _another(sock: socket.socket) -> socket.socket:
+    """Return a second file of a listener, which listens for as long as it has one."""
+    return socket.socket(fileno=os.dup(sock.fileno()))
+
+
+def _waiting(listener: socket.socket) -> Iterator[socket.socket]:
+    """Take all that waits to be taken; the listener is closed."""
+    listener.setblocking(False)
+    with listener:
+        while True:
+            try:
+                yield listener.accept()[0]
+            except OSError:  # There is none, or no file for it.
+                return
