@@ -131,3 +131,15 @@ def test_the_first_run_of_a_prompt_is_the_last_to_be_forgotten(monkeypatch):
         lambda tokens, _: [] if len(tokens) == 0 else [b""] * 99,
     )
     assert len(memory.keys(context[: 2 * RUN_TOKENS])) == 2 * RUN_TOKENS // 64
+
+
+@given(st.integers(8, 40), st.integers(0, 40), st.sampled_from([None, "salt"]), st.booleans())
+def test_a_chain_goes_on_behind_the_keys_that_are_known(length, known_tokens, salt, pictured):
+    tokens, memory = list(range(length)), KeyMemory(8)
+    items = (PromptItem("picture", 13, 7),) if pictured else ()
+    known = defined(tokens[:known_tokens], 8, salt, items=items)
+    extras = KeyExtras(cache_salt=salt, items=items)
+    assert memory.continued(known, tokens, extras) == defined(tokens, 8, salt, items=items)
+    # An answer that ended before its first token has no KV of the prompt's last one.
+    assert memory.continued(known, tokens[:7], extras) == []
+    assert len(memory) == 0

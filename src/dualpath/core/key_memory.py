@@ -41,12 +41,18 @@ class KeyMemory:
             if (run := self._runs.get(name)) is None:
                 break
             keys += run
-        known = len(keys)
-        parent = keys[-1] if keys else chain_root()
-        rest = token_ids[known * self._block_tokens :]
-        keys += chained_keys(parent, rest, self._block_tokens, extras, known)
+        keys = self.continued(keys, token_ids, extras)
         self._remember(names, keys)
         return keys
+
+    def continued(
+        self, known: Sequence[BlockKey], token_ids: Sequence[int], extras: KeyExtras = NO_EXTRAS
+    ) -> list[BlockKey]:
+        """Return the keys of ``token_ids``, the first of which are ``known``; remembers nothing."""
+        known = known[: len(token_ids) // self._block_tokens]
+        parent = known[-1] if known else chain_root()
+        rest = token_ids[len(known) * self._block_tokens :]
+        return [*known, *chained_keys(parent, rest, self._block_tokens, extras, len(known))]
 
     def _names(self, token_ids: Sequence[int], extras: KeyExtras) -> list[bytes]:
         """Name each whole run by its tokens, extra keys and all before.

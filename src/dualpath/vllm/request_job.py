@@ -97,14 +97,16 @@ def make_job(
     client = ClientRequest(request, adapter, images)
     extras = client.extras()
 
+    keys = tuple(memory.keys(prompt, extras))
+
     def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
-        return memory.keys(token_ids, extras)
+        return memory.continued(keys, token_ids, extras)
 
     return Job(
         request_id=request.request_id,
         prompt_token_ids=tuple(prompt),
         max_new_tokens=params.max_tokens,
-        keys=tuple(keys_for(prompt)),
+        keys=keys,
         keys_for=keys_for,
         cacheable=params.prompt_logprobs is None,
         first_token_from_pe=not stateful_sampling and is_stateless(params),

@@ -181,14 +181,17 @@ class FrontDoor:
         check_token_ids(asked.prompt, registry)
         check_salt(asked.cache_salt)
 
+        extras = KeyExtras(cache_salt=asked.cache_salt)
+        keys = tuple(memory.keys(asked.prompt, extras))
+
         def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
-            return memory.keys(token_ids, KeyExtras(cache_salt=asked.cache_salt))
+            return memory.continued(keys, token_ids, extras)
 
         return Job(
             request_id=f"cmpl-{uuid.uuid4().hex}",
             prompt_token_ids=tuple(asked.prompt),
             max_new_tokens=asked.max_tokens,
-            keys=tuple(keys_for(asked.prompt)),
+            keys=keys,
             keys_for=keys_for,
             payload=asked.cache_salt,
             trace_headers={n: headers[n] for n in TRACE_HEADERS if n in headers},
