@@ -33,7 +33,8 @@ async def gather_or_cancel(*works: Awaitable[T]) -> list[T]:
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
+        left = [task for task in tasks if not task.done()]
+        for task in left:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        if left:
+            await asyncio.wait(left)

@@ -74,21 +74,20 @@ class Loading:
 
         DE first, always: what holds PE slots waits for nobody, so nothing can deadlock.
         """
+        if side_of(runs, Role.PREFILL):
+            return await self._reserve_and_read(runs, prompt_blocks, idle=False)
         # A PE that gets no slots need not wait for what the DE grants and reads.
-        idle = not side_of(runs, Role.PREFILL)
         _, brought = await gather_or_cancel(
-            self._assign_idle(idle), self._reserve_and_read(runs, prompt_blocks, idle)
+            self._steps.assign(self._prefill),
+            self._reserve_and_read(runs, prompt_blocks, idle=True),
         )
         assert brought is not None
         return brought
 
-    async def _assign_idle(self, idle: bool) -> None:
-        if idle:
-            await self._steps.assign(self._prefill)
-
     async def _reserve_and_read(
-        self, runs: Sequence[HitRun], prompt_blocks: int, idle: bool
+        self, runs: Sequence[HitRun], prompt_blocks: int, *, idle: bool
     ) -> Brought:
+        """Reserve at the DE, then read at both; the PE reads nothing if it is ``idle``."""
         hit_blocks = runs[-1].blocks.end if runs else 0
         hit_run = BlockRun(0, hit_blocks)
         self._whole_from = self._context.geometry.whole_from(hit_blocks)
@@ -100,24 +99,25 @@ class Loading:
             run.lying_in(slots[run.blocks.first : run.blocks.end])
             for run in side_of(rest, Role.DECODE)
         ]
-        both = await gather_or_cancel(
-            self._read_all(self._decode, [head, *at_decode] if kept else at_decode),
-            self._at_prefill(side_of(rest, Role.PREFILL), idle),
-        )
-        for outcome in both[0]:
+        decode_reads = self._read_all(self._decode, [head, *at_decode] if kept else at_decode)
+        if idle:
+            there, here = await decode_reads, []
+        else:
+            prefill_reads = self._at_prefill(side_of(rest, Role.PREFILL))
+            there, here = await gather_or_cancel(decode_reads, prefill_reads)
+        for outcome in there:
             slots = outcome.slots or slots  # A deadline may have replaced slots.
-        outcomes = sorted(both[0] + both[1], key=lambda one: one.assigned.blocks.first)
+        outcomes = sorted(there + here, key=lambda one: one.assigned.blocks.first)
         return Brought(slots, tuple(outcomes))
 
-    async def _at_prefill(self, runs: list[HitRun], idle: bool) -> list[RunRead]:
+    async def _at_prefill(self, runs: list[HitRun]) -> list[RunRead]:
         """Load runs into the PE's buffer, as many blocks of them as it can hold."""
         engine = self._prefill
         most = engine.buffer_tokens // self._context.block_tokens
         fitting, cut = split_at(runs, most)
         short = [RunRead(run, run.head(0), (), "buffer-too-small") for run in cut]
         if not fitting:
-            if not idle:
-                await self._steps.assign(engine)
+            await self._steps.assign(engine)
             return short
         count = sum(run.blocks.count for run in fitting)
         granted = await self._reserve(engine, count, [run.blocks for run in fitting])

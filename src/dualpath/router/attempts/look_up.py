@@ -13,6 +13,7 @@ from dualpath.core.blocks import BlockKey
 from dualpath.core.control import Lookup, LookupDone
 from dualpath.router.attempts.hit_account import ENGINE_LOST, TIMEOUT
 from dualpath.router.control.context import SchedulerContext
+from dualpath.router.control.exchange import CallAnswer
 from dualpath.router.engines import EngineInfo
 
 _TRIES = 2
@@ -48,42 +49,40 @@ async def _ask_in_turn(
 ) -> LookedUp:
     """Return the first answer; the next engine is asked once one had its share of the time."""
     loop = asyncio.get_running_loop()
-    asked: set[asyncio.Task[LookupDone | None]] = set()
+    asked: set[asyncio.Future[CallAnswer | None]] = set()
     try:
         for left, engine in zip(range(len(engines), 0, -1), engines, strict=True):
             within_s = (end_s - loop.time()) / left
-            asked.add(asyncio.ensure_future(_ask(context, engine, keys, ENGINE_SHARE * within_s)))
+            if context.is_alive(engine):
+                asked.add(_ask(context, engine, keys, ENGINE_SHARE * within_s))
             answer, asked = await _first(asked, within_s)
             if answer is not None:
                 stored_blocks = max(0, min(answer.hit_blocks, len(keys)))
                 return LookedUp(stored_blocks, TIMEOUT if answer.partial else None)
         return LookedUp(0, TIMEOUT if asked else ENGINE_LOST)
     finally:
-        for task in asked:
-            task.cancel()
+        for answers in asked:
+            answers.cancel()
 
 
-async def _ask(
+def _ask(
     context: SchedulerContext, engine: EngineInfo, keys: tuple[BlockKey, ...], deadline_s: float
-) -> LookupDone | None:
-    """Return an engine's answer, None if it is lost."""
-    if not context.is_alive(engine):
-        return None
+) -> asyncio.Future[CallAnswer | None]:
+    """Return a future of an engine's answer, None if it is lost."""
     call_id, answer = context.exchange.call(engine.engine_id)
     context.send(engine.engine_id, Lookup(call_id, keys, deadline_s))
-    done = await answer
-    return done if isinstance(done, LookupDone) else None
+    return answer
 
 
 async def _first(
-    asked: set[asyncio.Task[LookupDone | None]], within_s: float
-) -> tuple[LookupDone | None, set[asyncio.Task[LookupDone | None]]]:
+    asked: set[asyncio.Future[CallAnswer | None]], within_s: float
+) -> tuple[LookupDone | None, set[asyncio.Future[CallAnswer | None]]]:
     """Return the first answer and who has not answered; None once nobody is left, or in time."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + within_s
     while asked and (left_s := end_s - loop.time()) > 0:
         done, asked = await asyncio.wait(asked, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            if (answer := task.result()) is not None:
+        for one in done:
+            if isinstance(answer := one.result(), LookupDone):
                 return answer, asked
     return None, asked
