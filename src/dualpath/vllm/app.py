@@ -34,6 +34,7 @@ from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.router.api_keys import ApiKeyGuard, router_keys
 from dualpath.router.asgi import App, Message, Receive, Send
+from dualpath.router.collector import collect_seldom
 from dualpath.router.connections import Connections, Progress
 from dualpath.router.control.pauses import PAUSE_PATH, no_such_engine
 from dualpath.router.control.role_calls import ROLES_PATH, RoledService, roles_call
@@ -237,6 +238,7 @@ async def serve_app(
             await shared.leave(service)
 
     app.state.dualpath_shared_port = shared
+    collect_seldom()
     drained_on_sigterm(drain)
     try:
         shutdown: Awaitable[None] = await serve_http(

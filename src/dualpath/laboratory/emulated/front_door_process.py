@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dualpath.laboratory.emulated.engine_client import EngineClient
 from dualpath.laboratory.emulated.front_door import front_door, served
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
+from dualpath.router.collector import collect_seldom
 from dualpath.router.http.server import until_signal
 from dualpath.router.http.shared_port import SharedPort
 from dualpath.router.links.service import LinkedFrontEnd
@@ -46,6 +47,7 @@ async def run_front_door(settings: RouterSettings, host: str, port: int) -> None
     """
     allow_many_streams()
     async with front_door(settings, host, port) as (endpoint, service):
+        collect_seldom()
         print(
             f"dualpath front door: token ids at {endpoint}/v1, engines register at "
             f"{service.control_address}{_front_ends(service)}",
@@ -61,6 +63,7 @@ async def run_linked_front_door(
     allow_many_streams()
     shared = SharedPort() if link.share_port else None
     async with linked_front_door(settings, link, host, port, shared) as (endpoint, service):
+        collect_seldom()
         print(
             f"dualpath front door: token ids at {endpoint}/v1, the scheduler is looked for at "
             f"{service.scheduler_address}",

@@ -17,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from dualpath.core.errors import ConfigError
 from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
+from dualpath.router.collector import collect_seldom
 from dualpath.router.connections import Connections
 from dualpath.router.http.cluster_calls import ClusterCalls
 from dualpath.router.http.server import (
@@ -104,6 +105,7 @@ async def run_scheduler(settings: RouterSettings, address: SchedulerAddress) -> 
             return await stack.enter_async_context(app)
 
         at = await bound(turn, serve)
+        collect_seldom()
         print(
             f"dualpath scheduler: cluster at http://{host}:{at}, engines register at "
             f"{service.control_address}, front ends at {service.front_ends_address}",

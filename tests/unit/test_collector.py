@@ -1,0 +1,21 @@
+"""A process that serves is not held up by looks for garbage among what lives."""
+
+import subprocess
+import sys
+
+_SERVES = """
+import gc
+from dualpath.router.collector import collect_seldom
+
+loaded = [[] for _ in range(1000)]
+collect_seldom()
+looks = []
+gc.callbacks.append(lambda phase, info: looks.append(info["generation"]))
+streams = [[[]] for _ in range(5000)]
+print(len(looks), any(one is loaded for one in gc.get_objects()))
+"""
+
+
+def test_what_was_loaded_is_no_garbage_and_what_is_served_is_looked_at_seldom() -> None:
+    said = subprocess.run([sys.executable, "-c", _SERVES], capture_output=True, check=True)
+    assert said.stdout.split() == [b"0", b"False"]
