@@ -5,12 +5,14 @@
 Needs root and what `dualpath lab up` needs.  Every run gets a lab of its own, so that nothing is
 left in any cache: what the agents had said before is stored by the stack itself, then the measured
 replay begins.  Runs go in turns through the stacks, ``--repeats`` times.
+``benchmarks.peers.matrix`` does so in many regimes.
 """
 
-import argparse
 import datetime
 import sys
 import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,15 +22,19 @@ from benchmarks.peers.one_run import RunRecord, run_stack
 from benchmarks.peers.peer_stack import PeerSettings, PeerStack
 from benchmarks.peers.report import Measurement, peers_report
 from benchmarks.peers.vllm_lmcache.stack import LMCacheStack
+from benchmarks.peers.vllm_mooncake.stack import MooncakeStack
 from benchmarks.peers.vllm_offloading.stack import OffloadingStack
 
 from dualpath.core.errors import DeadlineError, EngineLostError
 from dualpath.core.modes import Mode
+from dualpath.core.request import Round, Trajectory
 from dualpath.laboratory.experiments.report import ExperimentReport, as_report, write_experiment
 from dualpath.laboratory.lab.cluster import lab_head, lab_nodes
 from dualpath.laboratory.lab.janitor import temporary_lab
 from dualpath.laboratory.lab.settings import LabSettings, Shaping
 from dualpath.laboratory.models.wide import KV_BYTES, make_wide_model
+from dualpath.laboratory.workload.conversation.token_session import TokenSession
+from dualpath.laboratory.workload.formats import write_trace
 from dualpath.laboratory.workload.replay.machine import this_machine
 from dualpath.report.text import print_report
 
@@ -36,17 +42,19 @@ MIB = 1 << 20
 PEERS: dict[str, type[PeerStack]] = {
     LMCacheStack.name: LMCacheStack,
     OffloadingStack.name: OffloadingStack,
+    MooncakeStack.name: MooncakeStack,
 }
 #: Without disaggregation: every node with storage of its own.
 AGGREGATED = "-aggregated"
 #: Arguments that say nothing about what is measured.
 _NOT_MEASURED = ("peer", "name", "out", "logs")
+Ran = Callable[[list[RunRecord]], None]
 _STAGGER_TOKENS = 64
 
 
-def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(words: list[str] | None = None) -> Namespace:
     """Return the settings; the defaults are those of the official table."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = ArgumentParser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--peer", action="append", default=[], metavar="NAME=ENVIRONMENT")
     add("--modes", default="basic,dualpath", help="of DualPath's own engines, with commas")
@@ -56,6 +64,8 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--history", type=int, default=1536, metavar="TOKENS", help="stored before")
     add("--append", type=int, default=64, metavar="TOKENS", help="of a turn")
     add("--generate", type=int, default=16, metavar="TOKENS", help="of a turn")
+    add("--pause-s", type=float, default=0.0, help="a tool runs before every turn, the first apart")
+    add("--max-model-len", type=int, default=4096, metavar="TOKENS", help="longest context")
     add("--snic-mb-per-s", type=float, default=25.0)
     add("--cnic-gbit-per-s", type=float, default=1.6, help="default: 8 SNICs")
     add("--hbm-mib", type=int, default=160, help="KV memory of an engine")
@@ -69,27 +79,43 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def rounds(args: argparse.Namespace, agent: int) -> list[tuple[int, int]]:
-    """Return what an agent [appends, generates]: a long history, then turns that add a little.
+def session(args: Namespace, agent: int) -> TokenSession:
+    """Return what an agent does: a long history, then turns that add a little.
 
     Histories differ by a few blocks, so that agents do not fall into step.
     """
     history_tokens = max(args.history + _STAGGER_TOKENS * (agent % 5 - 2), 1)
-    return [(history_tokens, 1), *[(args.append, args.generate)] * args.turns]
+    turns = (Round(args.append, args.generate, args.pause_s),) * args.turns
+    return TokenSession(Trajectory(f"agents-{agent + 1}", (Round(history_tokens, 1), *turns)))
 
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
     args = parse_arguments()
     folder = Path(args.logs or tempfile.mkdtemp(prefix="dualpath-peers-"))
+    runs: list[RunRecord] = []
+
+    def ran(runs: list[RunRecord]) -> None:
+        if args.out:
+            write_experiment(_report(args, runs), Path(args.out))
+
+    measure(args, folder, runs, ran)
+    if runs:
+        print_report(as_report(_report(args, runs)))
+
+
+def measure(args: Namespace, folder: Path, runs: list[RunRecord], ran: Ran) -> None:
+    """Add to ``runs`` until every stack has ``repeats``, those that are there counted.
+
+    ``ran`` is called after each; a run that fails is told, and left out.  Logs go to ``folder``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     trace = folder / "agents.jsonl"
-    lines = [msgspec.json.encode(rounds(args, agent)) for agent in range(args.agents)]
-    trace.write_bytes(b"\n".join(lines) + b"\n")
-    runs = []
+    write_trace([session(args, agent) for agent in range(args.agents)], trace, "rounds")
     for repeat in range(args.repeats):
-        for stack, python, aggregated in _stacks(args):
-            name = f"{stack.name}{AGGREGATED if aggregated else ''}"
+        for name, stack, python, aggregated in _stacks(args):
+            if sum(run.stack == name for run in runs) > repeat:
+                continue
             logs = folder / f"{name}-{repeat}"
             logs.mkdir(exist_ok=True)
             try:
@@ -97,30 +123,27 @@ def main() -> None:
             except (EngineLostError, DeadlineError) as error:
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
                 continue
-            record = msgspec.structs.replace(record, stack=name)
-            runs.append(record)
-            print(_line(record), file=sys.stderr, flush=True)
-            if args.out:
-                write_experiment(_report(args, runs), Path(args.out))
-    if runs:
-        print_report(as_report(_report(args, runs)))
+            runs.append(msgspec.structs.replace(record, stack=name))
+            print(_line(runs[-1]), file=sys.stderr, flush=True)
+            ran(runs)
 
 
-def _stacks(args: argparse.Namespace) -> list[tuple[PeerStack, str, bool]]:
-    found: list[tuple[PeerStack, str, bool]] = []
+def _stacks(args: Namespace) -> list[tuple[str, PeerStack, str, bool]]:
+    found: list[tuple[str, PeerStack, str, bool]] = []
     for peer in args.peer:
         name, _, environment = peer.partition("=")
         aggregated = name.endswith(AGGREGATED)
         stack = PEERS[name.removesuffix(AGGREGATED)]()
-        found.append((stack, str(Path(environment).absolute() / "bin" / "python"), aggregated))
+        python = str(Path(environment).absolute() / "bin" / "python")
+        found.append((name, stack, python, aggregated))
     for mode in filter(None, args.modes.split(",")):
         own = DualPathStack(Mode(mode), args.snic_mb_per_s * 1e6, KV_BYTES)
-        found.append((own, sys.executable, False))
+        found.append((own.name, own, sys.executable, False))
     return found
 
 
 def _one(
-    args: argparse.Namespace,
+    args: Namespace,
     stack: PeerStack,
     python: str,
     aggregated: bool,
@@ -147,6 +170,7 @@ def _one(
             storage=state.machine.storage,
             hbm_bytes=args.hbm_mib * MIB,
             dram_bytes=args.dram_mib * MIB,
+            max_model_len=args.max_model_len,
             chunk_tokens=args.chunk_tokens,
             readers=args.readers,
             aggregated=aggregated,
@@ -155,8 +179,9 @@ def _one(
         return run_stack(stack, settings, state, trace, logs, engines=engines)
 
 
-def _report(args: argparse.Namespace, runs: list[RunRecord]) -> ExperimentReport:
-    measurement = Measurement(
+def measurement(args: Namespace, runs: list[RunRecord]) -> Measurement:
+    """Return the runs with all that a reader needs beside them."""
+    return Measurement(
         arguments=measured_arguments(args),
         kv_bytes_per_token=KV_BYTES,
         machine=this_machine(),
@@ -164,15 +189,18 @@ def _report(args: argparse.Namespace, runs: list[RunRecord]) -> ExperimentReport
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         runs=runs,
     )
-    return peers_report(args.name, command(args), measurement)
 
 
-def measured_arguments(args: argparse.Namespace) -> dict[str, object]:
+def _report(args: Namespace, runs: list[RunRecord]) -> ExperimentReport:
+    return peers_report(args.name, command(args), measurement(args, runs))
+
+
+def measured_arguments(args: Namespace) -> dict[str, object]:
     """Return the arguments that say what is measured."""
     return {name: value for name, value in vars(args).items() if name not in _NOT_MEASURED}
 
 
-def command(args: argparse.Namespace) -> str:
+def command(args: Namespace) -> str:
     """Return the command that repeats the measurement, environments unnamed."""
     defaults = measured_arguments(parse_arguments([]))
     changed = [

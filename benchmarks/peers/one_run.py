@@ -12,7 +12,7 @@ from dualpath.laboratory.lab.cluster import LabState
 from dualpath.laboratory.lab.node_processes import NodeProcesses
 from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS
 from dualpath.laboratory.workload.replay.options import ReplayOptions
-from dualpath.laboratory.workload.replay.result import Distribution, Isolation
+from dualpath.laboratory.workload.replay.result import Distribution, Isolation, ToolDelays
 
 _SHARED_MEMORY = Path("/dev/shm")
 _START_S = 400.0
@@ -68,7 +68,11 @@ def run_stack(
         trace=str(trace),
         # What agents had said before is their first turn.
         options=ReplayOptions(
-            isolation=Isolation.NONE, max_turns=1, vocab_size=VOCABULARY_TOKENS, label="store"
+            isolation=Isolation.NONE,
+            tool_delays=ToolDelays.RECORDED,
+            max_turns=1,
+            vocab_size=VOCABULARY_TOKENS,
+            label="store",
         ),
         engine_metrics=False,
         start_timeout_s=_START_S,

@@ -4,18 +4,20 @@ import json
 
 import pytest
 from benchmarks.peers.dualpath_stack import DualPathStack
-from benchmarks.peers.measure import parse_arguments, rounds
+from benchmarks.peers.measure import parse_arguments, session
 from benchmarks.peers.peer_stack import PeerSettings, PeerStack
 from benchmarks.peers.vllm_lmcache.stack import LMCacheStack
+from benchmarks.peers.vllm_mooncake.stack import MooncakeStack
 from benchmarks.peers.vllm_offloading.stack import OffloadingStack
 
 from dualpath.core.modes import Mode
+from dualpath.core.request import Round
 from dualpath.laboratory.lab.machine import Node
 from dualpath.laboratory.lab.node_processes import NodeCommand
 
 PE, DE0, DE1 = (Node(n, n, f"10.0.0.{i}") for i, n in enumerate(("pe0", "de0", "de1"), start=10))
 HEAD = Node("head", "head", "10.0.0.1")
-PEERS: list[PeerStack] = [LMCacheStack(), OffloadingStack()]
+PEERS: list[PeerStack] = [LMCacheStack(), OffloadingStack(), MooncakeStack()]
 
 
 def settings(*, aggregated: bool = False) -> PeerSettings:
@@ -107,7 +109,27 @@ def test_dualpath_engines_meet_the_router_on_the_head_node():
         assert extra["api_url"] == f"http://{process.node.address}:8000"
 
 
+def test_mooncake_has_an_owner_of_dram_and_storage_on_every_node_and_one_master():
+    processes = MooncakeStack().commands(settings())
+    owners = [p for p in processes if any("mooncake_client" in word for word in p.argv)]
+    assert [p.node for p in owners] == [PE, DE0, DE1]
+    assert all("--global_segment_size=2147483648" in p.argv for p in owners)
+    folders = {p.environment["MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"] for p in owners}
+    assert folders == {f"/storage/mooncake-{name}" for name in ("pe0", "de0", "de1")}
+    (master,) = (p for p in processes if p.name == "mooncake-master")
+    assert master.node == HEAD
+    assert processes.index(master) == 0, "owners and engines look for it as they start"
+
+
+def test_engines_of_mooncake_have_look_up_sockets_of_their_own():
+    found = engines(MooncakeStack().commands(settings(aggregated=True)))
+    configs = [json.loads(option(p, "--kv-transfer-config")) for p in found.values()]
+    ports = {c["kv_connector_extra_config"]["lookup_rpc_port"] for c in configs}
+    assert len(ports) == 3, "they lie in one folder of the machine"
+
+
 def test_agents_have_a_history_and_equal_turns():
-    args = parse_arguments(["--history", "640", "--turns", "2", "--append", "8", "--generate", "4"])
-    assert rounds(args, 2) == [(640, 1), (8, 4), (8, 4)]
-    assert rounds(args, 0)[0] == (512, 1)
+    words = ["--history", "640", "--turns", "2", "--append", "8", "--generate", "4"]
+    args = parse_arguments([*words, "--pause-s", "0.5"])
+    assert session(args, 2).trajectory.rounds == (Round(640, 1), Round(8, 4, 0.5), Round(8, 4, 0.5))
+    assert session(args, 0).trajectory.rounds[0].append_tokens == 512

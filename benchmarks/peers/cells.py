@@ -1,0 +1,95 @@
+"""The regimes in which stacks are compared; each is a command of ``measure``."""
+
+import enum
+import itertools
+import math
+from argparse import Namespace
+from collections.abc import Iterator
+
+import msgspec
+from benchmarks.peers.measure import MIB, parse_arguments, session
+
+from dualpath.laboratory.models.wide import KV_BYTES
+
+
+class Agents(enum.StrEnum):
+    """How long agents work.  Sizes are those that two cores can bear."""
+
+    SHORT = "short"
+    LONG = "long"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What `measure` is told; the model's length is that of the longest agent."""
+        return {
+            Agents.SHORT: (
+                "--agents", "12", "--turns", "8", "--history", "512",
+                "--append", "48", "--generate", "8", "--max-model-len", "1152",
+            ),
+            Agents.LONG: (
+                "--agents", "6", "--turns", "60", "--history", "192",
+                "--append", "6", "--generate", "2", "--max-model-len", "896",
+            ),
+        }[self]  # fmt: skip
+
+
+class Bound(enum.StrEnum):
+    """What a cluster that reads everything through its PE waits for."""
+
+    STORAGE = "storage"
+    BALANCED = "balanced"
+    COMPUTE = "compute"
+
+    @property
+    def snic_mb_per_s(self) -> str:
+        """Storage NIC of a node: on two cores a turn takes about half a second besides."""
+        return {Bound.STORAGE: "20", Bound.BALANCED: "48", Bound.COMPUTE: "400"}[self]
+
+
+class Fits(enum.StrEnum):
+    """How much of the agents' KV, after their last turn, a node's DRAM holds."""
+
+    ALL = "all"
+    QUARTER = "quarter"
+    NOTHING = "nothing"
+
+    def dram_bytes(self, working_set_bytes: int, context_bytes: int) -> float:
+        """Return DRAM per node: no less than the longest context, which passes through it."""
+        share = {Fits.ALL: 1.25, Fits.QUARTER: 0.25, Fits.NOTHING: 0.0}[self]
+        return max(share * working_set_bytes, context_bytes)
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One regime.  ``pauses``: a tool of a second runs before every turn but the first."""
+
+    agents: Agents
+    bound: Bound
+    fits: Fits
+    pauses: bool
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        pauses = "pauses" if self.pauses else "no-pauses"
+        return f"{self.agents}-{self.bound}-{self.fits}-{pauses}"
+
+    def arguments(self, words: list[str]) -> Namespace:
+        """Return the arguments of `measure`: ``words``, and what this regime says."""
+        args = parse_arguments([
+            *words,
+            *("--nodes", "1P2D", "--hbm-mib", "64", "--name", self.name),
+            *("--snic-mb-per-s", self.bound.snic_mb_per_s),
+            *("--pause-s", "1" if self.pauses else "0"),
+            *self.agents.words,
+        ])  # fmt: skip
+        tokens = sum(session(args, n).trajectory.total_tokens for n in range(args.agents))
+        longest_bytes = args.max_model_len * KV_BYTES
+        args.dram_mib = math.ceil(self.fits.dram_bytes(tokens * KV_BYTES, longest_bytes) / MIB)
+        return args
+
+
+def cells() -> Iterator[Cell]:
+    """Yield every regime, those first in which most can be seen in the least time."""
+    for agents, pauses in itertools.product(Agents, (False, True)):
+        for bound, fits in itertools.product(Bound, Fits):
+            yield Cell(agents, bound, fits, pauses)

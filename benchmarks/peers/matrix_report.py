@@ -1,0 +1,155 @@
+"""The page of all regimes: who wins where, by how much, and what each stack waited for."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from benchmarks.peers.cells import Cell
+from benchmarks.peers.report import DUALPATH, Measurement, Stack, stacks
+
+from dualpath.laboratory.experiments.report import ExperimentReport
+from dualpath.report.model import NOTHING, Table
+
+COMMAND = "python -m benchmarks.peers.matrix --out FOLDER --peer NAME=ENVIRONMENT …"
+#: A link or the cores this busy decide how long a run takes.
+_FULL = 0.85
+_COLUMNS = (
+    *("stack", "runs", "JCT s", "to DualPath", "TTFT p50 s", "TTFT p99 s", "hit tokens"),
+    *("SNICs, MB read", "CNICs, MB in", "machine busy", "waits for", "same outputs", "failed"),
+)
+
+_DISCUSSION = """\
+Each regime is a run of `benchmarks.peers.measure`, whose arguments are beside its runs in the JSON;
+`benchmarks/peers/README.md` says what each stack is, what is equal and what is not. Bytes are those
+of the measured turns, a number per node: prefill nodes, then decode nodes.
+
+What a stack waits for is read off its own run: every storage NIC and compute NIC that was busy for
+85 % of the time, and the cores where they were. A pause of the agents' tools is time in which
+nothing has to be busy. Where the cores are full, a stack may be faster on more of them."""
+
+
+def matrix_report(measured: Mapping[Cell, Measurement | None]) -> ExperimentReport:
+    """Return the page; regimes without runs are named in it."""
+    there = {cell: found for cell, found in measured.items() if found is not None and found.runs}
+    return ExperimentReport(
+        name="peers-matrix",
+        title="Today's stacks beside DualPath, in every regime",
+        command=COMMAND,
+        settings=_setting_lines(measured, there),
+        tables=(
+            _winners(measured),
+            *(_cell_table(cell, found) for cell, found in there.items()),
+        ),
+        discussion=_DISCUSSION,
+        data={cell.name: msgspec.to_builtins(found) for cell, found in there.items()},
+    )
+
+
+def _setting_lines(
+    measured: Mapping[Cell, Measurement | None], there: Mapping[Cell, Measurement]
+) -> tuple[str, ...]:
+    lines = [
+        "Real vLLM engines on CPU at 1P2D, links shaped by the kernel, a model of random weights "
+        "with 32,768 bytes of KV per token in float32. Short agents: 12 with 8 turns; long ones: 6 "
+        "with 60. DRAM per node holds 1.25 of their KV, a quarter, or no more than the longest "
+        "context; storage NICs have 20, 48 or 400 MB/s; a pause is a second before a turn.",
+        f"{len(there)} of {len(measured)} regimes have been run.",
+    ]
+    for machine in dict.fromkeys(
+        f"{found.machine.cpu_count} cores ({found.machine.cpu_model}), {found.date}, "
+        + ", ".join(f"{name} {number}" for name, number in found.versions.items())
+        for found in there.values()
+    ):
+        lines.append(f"{machine}.")
+    return tuple(lines)
+
+
+def _winners(measured: Mapping[Cell, Measurement | None]) -> Table:
+    columns = ("agents", "bound by", "DRAM holds", "tools", "fastest", "JCT s", "DualPath's", "why")
+    rows = []
+    for cell, found in measured.items():
+        regime = (cell.agents, cell.bound, cell.fits, "pauses" if cell.pauses else "none")
+        if found is None or not found.runs:
+            rows.append((*regime, "not run", *[NOTHING] * 3))
+            continue
+        ranked = sorted(_whole(stacks(found.runs)), key=lambda stack: stack.jct_s)
+        if not ranked:
+            rows.append((*regime, "all had failed turns", *[NOTHING] * 3))
+            continue
+        own = next((stack for stack in ranked if stack.name == DUALPATH), None)
+        first = ranked[0]
+        rows.append(
+            (
+                *regime,
+                first.label,
+                f"{first.jct_s:.1f}",
+                f"{own.jct_s:.1f}" if own else NOTHING,
+                _why(ranked, own, found),
+            )
+        )
+    return Table("Who wins where", columns, tuple(rows), align="lllllrrl")
+
+
+def _whole(found: Sequence[Stack]) -> list[Stack]:
+    """Return those that answered every turn: one that fails is soon done."""
+    return [stack for stack in found if not sum(run.turns_failed for run in stack.runs)]
+
+
+def _why(ranked: Sequence[Stack], own: Stack | None, measured: Measurement) -> str:
+    """Say what the fastest waits for, and the one it is to be compared with."""
+    first = ranked[0]
+    other = ranked[1:2] if own in (None, first) else [own]
+    return "; ".join(
+        f"{stack.label} waits for {waits_for(stack, measured)}, "
+        f"{sum(stack.typical.snic_bytes.values()) / 1e9:.2f} GB read, {_hits(stack)} hits"
+        for stack in (first, *(one for one in other if one is not None))
+    )
+
+
+def waits_for(stack: Stack, measured: Measurement) -> str:
+    """Say what was full while a stack's typical run lasted."""
+    run, asked = stack.typical, measured.arguments
+    snic_bytes_per_s = float(str(asked["snic_mb_per_s"])) * 1e6
+    cnic_bytes_per_s = float(str(asked["cnic_gbit_per_s"])) * 1e9 / 8
+    uses = {f"storage at {n}": b / snic_bytes_per_s for n, b in run.snic_bytes.items()}
+    uses |= {f"CNIC of {n}": b / cnic_bytes_per_s for n, b in run.cnic_in_bytes.items()}
+    shares = {name: used_s / run.jct_s for name, used_s in uses.items()} | {"cores": run.busy}
+    full = {name: share for name, share in shares.items() if share >= _FULL}
+    if not full:
+        return "nothing that is full"
+    return ", ".join(f"{name} ({share:.0%})" for name, share in full.items())
+
+
+def _hits(stack: Stack) -> str:
+    run = stack.typical
+    return NOTHING if run.hit_tokens is None else f"{run.hit_tokens / run.prompt_tokens:.0%}"
+
+
+def _cell_table(cell: Cell, measured: Measurement) -> Table:
+    found = stacks(measured.runs)
+    own = next((stack for stack in found if stack.name == DUALPATH), None)
+    return Table(cell.name, _COLUMNS, tuple(_row(stack, own, measured) for stack in found))
+
+
+def _row(stack: Stack, own: Stack | None, measured: Measurement) -> tuple[str, ...]:
+    run = stack.typical
+    right = own.typical.digests if own else {}
+    same = sum(right.get(key) == value for key, value in run.digests.items())
+    return (
+        stack.name,
+        str(len(stack.runs)),
+        f"{stack.jct_s:.1f}",
+        f"{stack.jct_s / own.jct_s:.2f}" if own else NOTHING,
+        f"{run.ttft_s.p50:.2f}" if run.ttft_s else NOTHING,
+        f"{run.ttft_s.p99:.2f}" if run.ttft_s else NOTHING,
+        _hits(stack),
+        _megabytes(run.snic_bytes),
+        _megabytes(run.cnic_in_bytes),
+        f"{max(run.busy for run in stack.runs):.0%}",
+        waits_for(stack, measured),
+        f"{same} of {run.turns}" if own else NOTHING,
+        str(sum(run.turns_failed for run in stack.runs)),
+    )
+
+
+def _megabytes(of_nodes: Mapping[str, int]) -> str:
+    return " + ".join(f"{count / 1e6:.0f}" for count in of_nodes.values())
