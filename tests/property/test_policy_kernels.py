@@ -178,16 +178,20 @@ def test_no_category_is_left_for_what_an_engine_keeps() -> None:
         group = array(tok), array([0, 1, 2]), array(read_q), array([2000])
         rows, why = assign_prefill(*group, *kept, 1.0, 100, 100)
         assert (rows.tolist(), why.tolist()) == ([0], [PE_SHORT_QUEUE])
-    # It has no room, then it is no low-token engine.
-    for tok, free, factor in (
-        ([0, 5, 6], [9000, 9000, 1999], 3.0),
-        ([0, 5, 2000], [9000, 9000, 9000], 2.0),
-    ):
-        group = array(tok), array([0, 1, 2]), array(free), array([2000])
-        rows, why = assign_decode(*group, *kept, factor)
-        assert (rows.tolist(), why.tolist()) == ([0], [DE_LOW_TOKEN])
+    # It has no room.
+    group = array([0, 5, 6]), array([0, 1, 2]), array([9000, 9000, 1999]), array([2000])
+    rows, why = assign_decode(*group, *kept, 3.0)
+    assert (rows.tolist(), why.tolist()) == ([0], [DE_LOW_TOKEN])
     totals, largest = array([0, 5, 6]), array([9000, 9000, 1999])
     assert choose_keeping_group(totals, largest, 2000, kept[1][0], 0) == 0
+
+
+def test_a_de_above_the_threshold_gets_the_conversation_it_keeps() -> None:
+    """Z is 1,470: only the first of three is low-token, the second keeps 1,000 of 1,200."""
+    for ahead, engine, reason in ((999, 1, DE_KEPT), (1000, 0, DE_LOW_TOKEN)):
+        group = array([0, ahead, 2000]), array([0, 1, 2]), array([9000] * 3), array([1200])
+        rows, why = assign_decode(*group, array([0]), array([[0, 1000, 0]]), 1.05)
+        assert (rows.tolist(), why.tolist()) == ([engine], [reason])
 
 
 @deterministic

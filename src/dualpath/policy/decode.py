@@ -11,8 +11,9 @@ Left open by the paper, decided here:
   the same group.
 - A group in which no engine could ever hold the request is passed over; without any such group
   the request stays in the global queue, behind which nobody waits.
-- What an engine's DRAM keeps of the prompt weighs among its equals: groups that can hold the
-  request, low-token engines, high-token engines (``policy.kept``).
+- What an engine's DRAM keeps of the prompt weighs among those that have room for the request,
+  groups and engines (``policy.kept``).  Z needs no second look: who weighs less than the usual
+  engine, what it keeps taken off, is as far below Z as that one.
 - Equal request counts go to the engine with fewer tokens, everything else equal to the lowest
   order (groups: the one that joined first).
 """
@@ -117,7 +118,7 @@ def assign_decode(
             of_engine, usual = kept[kept_rows[position]], row
             least = weighed_tokens(tokens[row], of_engine[row], DECODE_WORTH)
             for other in range(len(tokens)):
-                if free[other] < length or (low >= 0 and tokens[other] + length > threshold):
+                if free[other] < length:
                     continue
                 weighed = weighed_tokens(tokens[other], of_engine[other], DECODE_WORTH)
                 if of_engine[other] > of_engine[usual] and weighed < least:

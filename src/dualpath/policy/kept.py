@@ -1,10 +1,10 @@
 """What the KV in an engine's DRAM is worth when a request is placed (beyond the paper).
 
 A block that an engine keeps since an earlier request needs no storage NIC.  The categories of
-§6.1 stay as they are: who is overloaded, whose reading queue is long, who has room, who is a
-low-token engine.  Within a category, another than the usual engine is taken if it keeps more of the
-prompt and is heavier by less than that is worth: so no engine is chosen for its cache alone where
-its queue makes it slower, and with nothing kept the rules are the paper's.
+§6.1 stay as they are: who is overloaded, whose reading queue is long, who has room.  Within a
+category, another than the usual engine is taken if it keeps more of the prompt and is heavier by
+less than that is worth: so no engine is chosen for its cache alone where its queue makes it slower,
+and with nothing kept the rules are the paper's.
 
 - *At a PE* tokens are time to compute, so what is kept counts as the tokens that it computes while
   they would be read: the PE with the least (tok + own) / computing rate + (hit - kept) / reading
@@ -12,7 +12,9 @@ its queue makes it slower, and with nothing kept the rules are the paper's.
   does not need is another's.  The rates are those behind α and β, 3 s of reading and 5 s of
   computing.
 - *At a DE* tokens are KV in its HBM and there is no queue for time, so that a token kept counts as
-  one token less: it need neither be read nor sent.
+  one token less: it need neither be read nor sent.  That holds for the threshold Z as well, which
+  is a few percent above the mean: with few engines a conversation's own DE is above it half the
+  time, and to leave it then costs a read of all it keeps for a balance that a turn later is lost.
 """
 
 from dualpath.policy.events import ALPHA_S, BETA_S, UNLIMITED_TOKENS
