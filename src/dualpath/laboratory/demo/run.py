@@ -38,7 +38,7 @@ _RUN_ID = "demo"
 _STORED_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 #: Seconds on two quick cores; `TimeLeft` learns this machine's pace.
-_START_S, _HISTORIES_S, _ORACLE_S = 15.0, 28.0, 10.0
+_START_S, _HISTORIES_S, _ORACLE_S = 15.0, 13.0, 10.0
 #: Rough times of the modes, in times of Oracle's; the other is of modes with two paths.
 _TIMES_ORACLE = {
     Mode.ORACLE: 1.0,

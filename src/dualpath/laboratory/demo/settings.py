@@ -34,7 +34,7 @@ class DemoSettings(NodesSettings, frozen=True, kw_only=True):
     max_turns: Annotated[int, Setting("turns of every session", ge=1)] = 3
     history_tokens: Annotated[
         int, Setting("what every agent has stored before its first turn", ge=64)
-    ] = 2560
+    ] = 2304
     snic_bytes_per_s: SnicRate = 0.0
     scale_generate: Annotated[
         float, Setting("share of recorded answers that is generated", gt=0, le=1000)
