@@ -56,7 +56,7 @@ def _add_latency(rows: _Rows, name: str, of: Callable[[ReplayResult], Distributi
         return None if values is None else getattr(values, statistic) * 1000
 
     for statistic in ("mean", "p50", "p90", "p99"):
-        rows.add(name, f"{name} {statistic}, ms", partial(milliseconds, statistic), "{:.1f}")
+        rows.add(name, f"{name} {statistic}, ms", partial(milliseconds, statistic), "{:,.1f}")
 
 
 def _add_hits(rows: _Rows) -> None:
