@@ -32,14 +32,16 @@ def test_engines_are_killed_and_stopped_and_cut_off_and_every_token_is_right(
 ) -> None:
     """The prefill engines are a data-parallel group: one that is killed takes the other with it.
 
-    So does a rank of a decode engine with its own.
+    So does a rank of a decode engine with its own.  All share DRAM, which none takes with it.
     """
     arguments = ("--components", "PE,DE,DE rank", "--without", "SIGTERM", "--faults", "4")
     group = ("--prefill", "2", "--prefill-dp", "2", "--decode-tp", "2")
-    assert main([*CAMPAIGN, *arguments, *group, "--out", str(tmp_path)]) == 0
+    shared = ("--shared-blocks", "200", "--logs", str(tmp_path / "logs"))
+    assert main([*CAMPAIGN, *arguments, *group, *shared, "--out", str(tmp_path)]) == 0
     found = msgspec.json.decode((tmp_path / "chaos-run.json").read_bytes())["data"]
     assert sum(cell["made"] for cell in found["matrix"]) == 4
     assert found["outcomes"]["well"] > 0
+    assert 0 < len(list(tmp_path.glob("logs/kv-dram/*/???/*.kv"))) <= 200
 
 
 def test_front_ends_are_killed_and_engines_change_their_role_and_every_token_is_right(

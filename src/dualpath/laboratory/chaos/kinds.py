@@ -124,7 +124,8 @@ class EmulatedEngines:
             "files and checksums are real, every byte of KV is compared where it arrives; blocks "
             f"of {own.block_tokens} tokens, {own.layers} layers, {own.kv_bytes_per_token:g} bytes "
             f"per token; they compute {own.speedup:g} times as fast as the model's; a PE has "
-            f"{own.prefill_tp} and a DE {own.decode_tp} ranks"
+            f"{own.prefill_tp} and a DE {own.decode_tp} ranks; engines share {own.shared_blocks} "
+            "blocks of DRAM"
         )
 
     def ranks(self, role: Role) -> int:
@@ -150,7 +151,8 @@ class EmulatedEngines:
     def engine(self, victim: VictimSettings, at: EngineAt, log: Path) -> LocalProcess:
         """See ``Victims``."""
         own = self._settings
-        memory = int(own.buffer_blocks * own.block_tokens * own.kv_bytes_per_token)
+        block_bytes = own.block_tokens * own.kv_bytes_per_token
+        memory = int(own.buffer_blocks * block_bytes)
         engine = EngineSettings(
             role=at.role,
             engine_id=at.name,
@@ -158,6 +160,9 @@ class EmulatedEngines:
             api_url=at.api_url,
             storage=str(at.storage),
             buffer_bytes=memory,
+            dram_bytes=int(own.shared_blocks * block_bytes),
+            # Beside the storage, which is broken in ways that memory is not.
+            dram_dir=f"{at.storage}-dram" if own.shared_blocks else "",
             parallel_reads=own.parallel_reads,
         )
         emulated = EmulatedOptions(

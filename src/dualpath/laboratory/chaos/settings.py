@@ -38,6 +38,9 @@ class EmulatedVictims(Settings, frozen=True, kw_only=True):
         DEFAULT_PARALLEL_READS
     )
     buffer_blocks: Annotated[int, Setting("of a PE or DE buffer", ge=1)] = 700
+    shared_blocks: Annotated[
+        int, Setting("DRAM beyond the buffers that all engines share; 0: none", ge=0)
+    ] = 0
     prefill_tp: Annotated[
         int, Setting("ranks of a PE, processes that are killed and stopped one by one", ge=1)
     ] = 1

@@ -19,8 +19,8 @@ from dualpath.laboratory.chaos.tally import Tally
 from dualpath.laboratory.emulated.rank_connections import ConnectedFollower, Connection
 from dualpath.ops.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
 from dualpath.ops.launch.forked_engine import prepare_engine, run_entry
-from dualpath.storage import posix
 from dualpath.storage.contract import ReadOutcome
+from dualpath.storage.remembering import RememberingStorage
 
 #: As a process is told what to run.
 ENTRY = "dualpath.laboratory.chaos.victim:main"
@@ -72,16 +72,17 @@ def _name_ranks(gate: Gate, engine: str) -> None:
 
 
 def _count_loads(tally: Tally) -> None:
-    read = posix.PosixStorage.read
+    # What an engine is given: where it was looked for before, and not found, does not count.
+    read = RememberingStorage.read
 
     def counted(
-        self: posix.PosixStorage, key: bytes, destination: memoryview, *, whole: bool = True
+        self: RememberingStorage, key: bytes, destination: memoryview, *, whole: bool = True
     ) -> ReadOutcome:
         outcome = read(self, key, destination, whole=whole)
         tally.add(good=outcome.is_good)
         return outcome
 
-    posix.PosixStorage.read = counted  # type: ignore[method-assign]
+    RememberingStorage.read = counted  # type: ignore[method-assign]
 
 
 def main() -> NoReturn:
