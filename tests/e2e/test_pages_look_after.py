@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.emulated_reader import Reader
-from tests.e2e.typed_pages import curl, types
+from tests.e2e.typed_pages import TypedPages, curl, types
+from tests.guard import GUARD_S
 
 from dualpath.cli.main import main
 from dualpath.ops.launch.process import Supervisor
@@ -95,3 +96,13 @@ def test_agents_are_replayed_and_their_runs_compared(
     _, _, report = reader.pages.commands("replay.md", types("dualpath", "serve"))
     runs(report, capsys)
     assert (folder / "compare.html").exists()
+
+
+def test_a_janitor_begins_before_there_is_a_storage(tmp_path: Path) -> None:
+    pages = TypedPages(tmp_path)
+    (words,) = pages.commands("storage.md", types("dualpath", "storage", "janitor"))
+    with Supervisor() as processes:
+        janitor = processes.add(pages.spawn("janitor", words))
+        janitor.wait_for_line("this is the janitor", GUARD_S)
+        janitor.terminate()
+        assert janitor.wait(GUARD_S) == 0, janitor.log_tail()

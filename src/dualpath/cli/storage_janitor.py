@@ -14,7 +14,10 @@ from dualpath.core.errors import ConfigError, StorageError
 from dualpath.engine.storage_settings import StorageLimitSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dualpath.storage.janitor import Janitor
+    from dualpath.storage.objects import ObjectTree
 
 #: Between two steps while there is something to remove.
 _BUSY_S = 0.05
@@ -32,10 +35,14 @@ def add_actions(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def janitor(args: argparse.Namespace) -> int:
-    """Be a candidate until SIGTERM or Ctrl-C; returns 0."""
+    """Be a candidate until SIGTERM or Ctrl-C; returns 0.
+
+    Nothing need lie there yet: engines look for a janitor when they start.
+    """
+    from dualpath.storage.factory import open_tree
     from dualpath.storage.keeper import BEAT_S
 
-    candidate, ends = _candidate(args), threading.Event()
+    candidate, ends = _candidate(args, open_tree), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ends.set())
     was = False
@@ -60,7 +67,7 @@ def gc(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: no limit, or an engine is the janitor already.
     """
-    candidate = _candidate(args)
+    candidate = _candidate(args, open_place)
     if not candidate.step():
         raise ConfigError(
             "an engine or another process is the janitor of this storage and does this; see its "
@@ -76,7 +83,7 @@ def gc(args: argparse.Namespace) -> int:
     return 0
 
 
-def _candidate(args: argparse.Namespace) -> "Janitor":
+def _candidate(args: argparse.Namespace, open_storage: "Callable[[str], ObjectTree]") -> "Janitor":
     from dualpath.storage.janitor import Janitor
 
     limits = flag_settings(args, StorageLimitSettings).limits
@@ -85,7 +92,7 @@ def _candidate(args: argparse.Namespace) -> "Janitor":
             "there is no limit; give --storage-quota, --storage-namespace-quota, "
             "--storage-tenant-quota or --storage-ttl"
         )
-    tree = open_place(args.storage)
+    tree = open_storage(args.storage)
     return Janitor(tree, f"alone-{uuid.uuid4().hex[:12]}", limits, time.time, time.monotonic)
 
 
