@@ -11,7 +11,7 @@ loaded = [[] for _ in range(1000)]
 collect_seldom()
 looks = []
 gc.callbacks.append(lambda phase, info: looks.append(info["generation"]))
-streams = [[[]] for _ in range(5000)]
+streams = [[[]] for _ in range(4000)]
 print(len(looks), any(one is loaded for one in gc.get_objects()))
 """
 

@@ -84,8 +84,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: a setting is wrong or an address taken; nothing is left running.
     """
-    import asyncio
     import logging
+
+    from dualpath.cli.event_loop import run_served
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if args.role == ROUTER:
@@ -95,13 +96,13 @@ def run(args: argparse.Namespace) -> int:
 
         from dualpath.laboratory.emulated.front_door_process import run_front_door
 
-        asyncio.run(run_front_door(settings, *http_address(args)))
+        run_served(run_front_door(settings, *http_address(args)))
     elif args.role == FRONTEND:
         settings, link = router_settings(args), link_settings(args)
 
         from dualpath.laboratory.emulated.front_door_process import run_linked_front_door
 
-        asyncio.run(run_linked_front_door(settings, link, *http_address(args)))
+        run_served(run_linked_front_door(settings, link, *http_address(args)))
     else:
         engine_settings = emulated_settings(args)
 

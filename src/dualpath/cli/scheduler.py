@@ -49,16 +49,16 @@ def run(args: argparse.Namespace) -> int:
     """
     settings, address = _settings(args)
 
-    import asyncio
     import logging
 
+    from dualpath.cli.event_loop import run_served
     from dualpath.router.http.scheduler_process import run_scheduler
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("dualpath").setLevel(logging.INFO)
     # A signal before the server handles it ends the start.
     with ended_by_sigterm():
-        asyncio.run(run_scheduler(settings, address))
+        run_served(run_scheduler(settings, address))
     return 0
 
 

@@ -1,17 +1,17 @@
 """Python's collector of cyclic garbage, in a process that serves from an event loop.
 
 By default it looks at the youngest objects whenever there are 700 more of them, and at all objects
-when there are a quarter more.  Requests have a thousand keys and slots each, and a look at a tuple
-of them looks at each: a fifth of a scheduler's CPU went there, and with thousands of streams a look
-at everything stops the loop for longer than a client should wait.  Nearly all that a request leaves
-is freed without the collector, as soon as nobody refers to it.
+when there are a quarter more.  With 1,500 streams that was a fourth of a front end's CPU, and each
+look at everything stopped its event loop for 0.2 s of CPU; a look at a tuple of a prompt's keys
+looks at each of them.  Nearly all that a request leaves is freed without the collector, as soon as
+nobody refers to it.
 """
 
 import gc
 
 #: Objects more before the youngest are looked at; such looks before one at the middle generation;
 #: such looks before one at everything.
-THRESHOLDS = (20_000, 20, 50)
+THRESHOLDS = (10_000, 20, 50)
 
 
 def collect_seldom() -> None:

@@ -21,6 +21,7 @@ from dualpath.transport.cluster_secret import ClusterSecret, check_control_host
 logger = logging.getLogger(__name__)
 
 _LINGER_MS = 200
+_AT_ONCE = int(zmq.NOBLOCK)
 #: A connection that has not shown the secret by then is closed; libzmq would wait for 30 s.
 _HANDSHAKE_MS = 5000
 
@@ -104,9 +105,9 @@ class ZmqControlSocket:
         return await self._in_loop.receive(self._take)
 
     def _take(self) -> tuple[bytes, Sequence[bytes]]:
-        identity = self._socket.recv(zmq.NOBLOCK)
-        frame, parts = b"", 0
-        while self._socket.getsockopt(zmq.RCVMORE):
+        part = self._socket.recv(_AT_ONCE, copy=False)
+        identity, frame, parts = part.bytes, b"", 0
+        while part.more:
             part = self._socket.recv(copy=False)  # libzmq has all parts, or gives none.
             if self._connections is not None:
                 self._connections.taken(part)
