@@ -30,7 +30,7 @@ class DemoSettings(NodesSettings, frozen=True, kw_only=True):
         Mode.DUALPATH,
         Mode.ORACLE,
     )
-    agents: Annotated[int, Setting("sessions replayed at once", ge=1)] = 6
+    agents: Annotated[int, Setting("sessions replayed at once", ge=1)] = 5
     max_turns: Annotated[int, Setting("turns of every session", ge=1)] = 3
     history_tokens: Annotated[
         int, Setting("what every agent has stored before its first turn", ge=64)
