@@ -20,6 +20,7 @@ from dualpath.storage.janitor import Janitor
 from dualpath.storage.journal import Journal
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.status import Status, read_status
+from dualpath.storage.wrapping import WrappingStorage
 
 log = logging.getLogger(__name__)
 
@@ -140,19 +141,13 @@ class Keeper:
         return status.limits.quota_bytes - status.used_bytes - unseen
 
 
-class KeptStorage:
-    """See ``dualpath.storage.contract.BlockStorage``; tells ``keeper`` what happens."""
+class KeptStorage(WrappingStorage):
+    """Tells ``keeper`` what happens; the keeper is its owner's to close."""
 
     def __init__(self, inner: BlockStorage, keeper: Keeper) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.keeper = keeper
-        self.geometry = inner.geometry
-        self.parallel_lookups = inner.parallel_lookups
         self._block_bytes = HEADER_BYTES + inner.geometry.full_block_bytes
-
-    def is_stored(self, key: BlockKey) -> bool:
-        """Ask the inner backend."""
-        return self.inner.is_stored(key)
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Read; what is missing or bad is not there for anybody."""
@@ -178,11 +173,7 @@ class KeptStorage:
     def used(self, key: BlockKey) -> None:
         """Keep this chain longer than others."""
         self.keeper.used(key)
-        self.inner.used(key)
-
-    def close(self) -> None:
-        """Close the inner backend; the keeper is its owner's."""
-        self.inner.close()
+        super().used(key)
 
     def _is_there(self, key: BlockKey) -> bool:
         try:

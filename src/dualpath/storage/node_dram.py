@@ -25,14 +25,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
+from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage.block_file import STAYING
 from dualpath.storage.block_header import HEADER_BYTES
-from dualpath.storage.contract import BlockStorage, DeclinedError, ReadOutcome
+from dualpath.storage.contract import BlockStorage, ReadOutcome
 from dualpath.storage.directory import BLOCK_SUFFIX
 from dualpath.storage.posix import PosixStorage
 from dualpath.storage.survey import is_namespace
+from dualpath.storage.wrapping import WrappingStorage
 
 if TYPE_CHECKING:
     from dualpath.storage.key_ring import KeyRing
@@ -165,21 +166,15 @@ class NodeDram:
         log.log(level, "dram_dir %s takes no block, storage has it: %s", self._root, error)
 
 
-class NodeDramStorage:
-    """See ``dualpath.storage.contract.BlockStorage``: ``inner``, with the node's DRAM before it.
+class NodeDramStorage(WrappingStorage):
+    """``inner``, with the node's DRAM before it.
 
     A block is stored if ``inner`` has it; where it is read from is not the question then.
     """
 
     def __init__(self, inner: BlockStorage, dram: NodeDram) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.dram = dram
-        self.geometry = inner.geometry
-        self.parallel_lookups = inner.parallel_lookups
-
-    def is_stored(self, key: BlockKey) -> bool:
-        """Ask the inner backend."""
-        return self.inner.is_stored(key)
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Read from DRAM, else from the inner backend, for the others as well if it is whole."""
@@ -190,31 +185,12 @@ class NodeDramStorage:
             self.dram.add(key, destination)
         return outcome
 
-    def write(
-        self,
-        keys: Sequence[BlockKey],
-        sources: Sequence[memoryview],
-        origin: BlockOrigin = UNKNOWN_ORIGIN,
-    ) -> int:
-        """Write; what is not declined lies in DRAM afterwards."""
-        try:
-            new_blocks = self.inner.write(keys, sources, origin)
-        except DeclinedError as declined:
-            self._add(keys[: declined.stored], sources)
-            raise
-        self._add(keys, sources)
-        return new_blocks
-
-    def used(self, key: BlockKey) -> None:
-        """Tell the inner backend."""
-        self.inner.used(key)
-
     def close(self) -> None:
         """Close both."""
-        self.inner.close()
+        super().close()
         self.dram.close()
 
-    def _add(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> None:
+    def _stored(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> None:
         for key, source in zip(keys, sources, strict=False):
             self.dram.add(key, source)
 

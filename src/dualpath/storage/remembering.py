@@ -9,9 +9,10 @@ finds, or a person removes, is believed for at most two ``trust_s``.
 import threading
 from collections.abc import Callable, Sequence
 
-from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin
+from dualpath.core.blocks import BlockKey
 from dualpath.core.recent import Recent
-from dualpath.storage.contract import BlockStorage, DeclinedError, ReadOutcome
+from dualpath.storage.contract import BlockStorage, ReadOutcome
+from dualpath.storage.wrapping import WrappingStorage
 
 #: A block is believed to be stored for that long, to twice as long, after it was seen.
 TRUST_S = 60.0
@@ -22,7 +23,7 @@ MOST_KNOWN = 1 << 17
 _NS_PER_S = 1_000_000_000
 
 
-class RememberingStorage:
+class RememberingStorage(WrappingStorage):
     """See ``dualpath.storage.contract.BlockStorage``; beside it, what is remembered.
 
     ``now_ns`` is the clock of trust.  What was read whole, written or seen is remembered.
@@ -36,9 +37,7 @@ class RememberingStorage:
         trust_s: float = TRUST_S,
         most_known: int = MOST_KNOWN,
     ) -> None:
-        self.inner = inner
-        self.geometry = inner.geometry
-        self.parallel_lookups = inner.parallel_lookups
+        super().__init__(inner)
         self._now_ns = now_ns
         self._trust_ns = int(trust_s * _NS_PER_S)
         self._lock = threading.Lock()
@@ -69,28 +68,8 @@ class RememberingStorage:
         self._learn(key, outcome.is_good)
         return outcome
 
-    def write(
-        self,
-        keys: Sequence[BlockKey],
-        sources: Sequence[memoryview],
-        origin: BlockOrigin = UNKNOWN_ORIGIN,
-    ) -> int:
-        """Write; what is not declined is stored afterwards."""
-        try:
-            new_blocks = self.inner.write(keys, sources, origin)
-        except DeclinedError as declined:
-            self.remember(keys[: declined.stored])
-            raise
+    def _stored(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> None:
         self.remember(keys)
-        return new_blocks
-
-    def used(self, key: BlockKey) -> None:
-        """Tell the inner backend."""
-        self.inner.used(key)
-
-    def close(self) -> None:
-        """Close the inner backend."""
-        self.inner.close()
 
     def _learn(self, key: BlockKey, stored: bool) -> None:
         if stored:

@@ -7,11 +7,12 @@ across processes is not built: give each of them its share of the rate.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin
+from dualpath.core.blocks import BlockKey
 from dualpath.core.errors import ConfigError
 from dualpath.storage.contract import BlockStorage, ReadOutcome
+from dualpath.storage.wrapping import WrappingStorage
 
 #: Lateness a bucket makes up for; long enough for a late wake-up of a busy machine, short enough
 #: to stay below 1 % of a two-second measurement.
@@ -44,8 +45,10 @@ class TokenBucket:
         return self._busy_until_s
 
 
-class ThrottledStorage:
-    """Another backend whose reads pass a token bucket; writes pass freely.
+class ThrottledStorage(WrappingStorage):
+    """Another backend whose reads pass a token bucket.
+
+    Look-ups are free, and so are writes: reads are the bottleneck under study (§2.3).
 
     ``read_bytes_per_s``: payload bytes per second over all threads.  Blocks of concurrent reads
     share it in order of arrival.  ``now_s`` and ``sleep_s`` are the clock.
@@ -60,17 +63,11 @@ class ThrottledStorage:
         now_s: Callable[[], float] = time.monotonic,
         sleep_s: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.inner = inner
-        self.geometry = inner.geometry
-        self.parallel_lookups = inner.parallel_lookups
+        super().__init__(inner)
         self._bucket = TokenBucket(read_bytes_per_s, burst_s)
         self._lock = threading.Lock()
         self._now_s = now_s
         self._sleep_s = sleep_s
-
-    def is_stored(self, key: BlockKey) -> bool:
-        """Ask the inner backend; look-ups are free."""
-        return self.inner.is_stored(key)
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Read as late as the bucket lets the bytes through."""
@@ -78,23 +75,6 @@ class ThrottledStorage:
         outcome = self.inner.read(key, destination, whole=whole)
         self._wait(outcome.bytes_read, start_s)
         return outcome
-
-    def write(
-        self,
-        keys: Sequence[BlockKey],
-        sources: Sequence[memoryview],
-        origin: BlockOrigin = UNKNOWN_ORIGIN,
-    ) -> int:
-        """Write through, unthrottled: reads are the bottleneck under study (§2.3)."""
-        return self.inner.write(keys, sources, origin)
-
-    def used(self, key: BlockKey) -> None:
-        """Tell the inner backend."""
-        self.inner.used(key)
-
-    def close(self) -> None:
-        """Close the inner backend."""
-        self.inner.close()
 
     def _wait(self, size_bytes: int, since_s: float) -> None:
         with self._lock:
