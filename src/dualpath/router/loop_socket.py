@@ -16,7 +16,7 @@ import zmq
 T = TypeVar("T")
 
 #: As numbers: joining pyzmq's flags takes longer than libzmq does to take a frame.
-_AT_ONCE, _AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+AT_ONCE, _AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 #: So many messages are taken before others of the loop have their turn.
 _IN_A_ROW = 64
 
@@ -55,7 +55,7 @@ class LoopSocket:
             *first, last = frames
             for frame in first:
                 self._socket.send(frame, _AND_MORE)
-            self._socket.send(last, _AT_ONCE)
+            self._socket.send(last, AT_ONCE)
         finally:
             self._changed.set()
 

@@ -256,11 +256,10 @@ class _Search:
     def _capacity(self, setup: Setup) -> ShapeResult:
         """Search the highest rate within the SLO."""
         search = RateSearch(self._rate, within(self._settings.precision), least_rate=LEAST_RATE)
-        runs, slo = 0, ""
+        slo = ""
         summary: RunSummary | None = None
         while (rate := search.next_rate()) is not None:
             result = self._simulate(setup, self._agents_for(rate), until_s=self._settings.horizon_s)
-            runs += 1
             broken = broken_slo(result, self._settings)
             shape = f"{setup.cluster.prefill_nodes}P{setup.cluster.decode_nodes}D"
             self._progress(f"{shape} at {rate:.3g} agents/s: {broken or 'within the SLO'}")
@@ -277,7 +276,7 @@ class _Search:
             agents_per_s=capacity,
             summary=summary,
             slo=slo,
-            runs=runs,
+            runs=search.runs,
         )
 
 

@@ -66,12 +66,16 @@ class RateSearch:
         self._agreeing_runs = agreeing_runs
         self._most_runs = most_runs
         self._answers: dict[float, list[bool]] = {}
-        self._runs = 0
 
     @property
     def answers(self) -> Mapping[float, Sequence[bool]]:
         """Whether the SLO was met, by rate and run; rates stand as they were first tried."""
         return self._answers
+
+    @property
+    def runs(self) -> int:
+        """How many runs there were."""
+        return sum(map(len, self._answers.values()))
 
     @property
     def bracket(self) -> Bracket:
@@ -94,16 +98,15 @@ class RateSearch:
     @property
     def cut_short(self) -> bool:
         """Whether ``most_runs`` ended the search before it was through."""
-        return self._runs >= self._most_runs and self._wanted() is not None
+        return self.runs >= self._most_runs and self._wanted() is not None
 
     def next_rate(self) -> float | None:
         """Return the rate to try now, None when the search is over."""
-        return self._wanted() if self._runs < self._most_runs else None
+        return self._wanted() if self.runs < self._most_runs else None
 
     def answer(self, rate: float, met: bool) -> None:
         """Note whether a run at ``next_rate`` met the SLO."""
         self._answers.setdefault(rate, []).append(met)
-        self._runs += 1
 
     def run(self, meets_slo: Callable[[float], bool]) -> Bracket:
         """Search to the end and return the bracket."""

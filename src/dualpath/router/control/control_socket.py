@@ -14,14 +14,13 @@ import zmq.asyncio
 from dualpath.core.errors import ConfigError
 from dualpath.router.control.control_connections import LARGEST_FRAME_BYTES, ControlConnections
 from dualpath.router.control.control_guard import ControlGuard
-from dualpath.router.loop_socket import LoopSocket
+from dualpath.router.loop_socket import AT_ONCE, LoopSocket
 from dualpath.router.refusals import ControlRefusals
 from dualpath.transport.cluster_secret import ClusterSecret, check_control_host
 
 logger = logging.getLogger(__name__)
 
 _LINGER_MS = 200
-_AT_ONCE = int(zmq.NOBLOCK)
 #: A connection that has not shown the secret by then is closed; libzmq would wait for 30 s.
 _HANDSHAKE_MS = 5000
 
@@ -105,7 +104,7 @@ class ZmqControlSocket:
         return await self._in_loop.receive(self._take)
 
     def _take(self) -> tuple[bytes, Sequence[bytes]]:
-        part = self._socket.recv(_AT_ONCE, copy=False)
+        part = self._socket.recv(AT_ONCE, copy=False)
         identity, frame, parts = part.bytes, b"", 0
         while part.more:
             part = self._socket.recv(copy=False)  # libzmq has all parts, or gives none.
