@@ -14,7 +14,8 @@ COMMAND = "python -m benchmarks.peers.matrix --out FOLDER --peer NAME=ENVIRONMEN
 _FULL = 0.85
 _COLUMNS = (
     *("stack", "runs", "JCT s", "to DualPath", "TTFT p50 s", "TTFT p99 s", "hit tokens"),
-    *("SNICs, MB read", "CNICs, MB in", "machine busy", "waits for", "same outputs", "failed"),
+    *("SNICs, MB read", "CNICs, MB in", "machine busy", "CPU-s", "waits for"),
+    *("same outputs", "failed"),
 )
 
 _DISCUSSION = """\
@@ -145,6 +146,7 @@ def _row(stack: Stack, own: Stack | None, measured: Measurement) -> tuple[str, .
         _megabytes(run.snic_bytes),
         _megabytes(run.cnic_in_bytes),
         f"{max(run.busy for run in stack.runs):.0%}",
+        f"{sum(run.cpu_s.values()):.0f}",
         waits_for(stack, measured),
         f"{same} of {run.turns}" if own else NOTHING,
         str(sum(run.turns_failed for run in stack.runs)),

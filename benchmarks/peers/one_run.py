@@ -25,7 +25,8 @@ _POLL_S = 0.2
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What one run measured; bytes are those of the measured replay alone, by node.
 
-    ``stored_bytes`` is what lay in storage when it began; ``busy`` the share of all cores.
+    ``stored_bytes`` is what lay in storage when it began; ``busy`` the share of all cores;
+    ``cpu_s`` processor seconds by process.
     """
 
     stack: str
@@ -41,6 +42,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     cnic_in_bytes: dict[str, int]
     stored_bytes: int
     busy: float
+    cpu_s: dict[str, float] = {}
     digests: dict[str, str]
     errors: list[str]
 
@@ -127,6 +129,7 @@ def _record(stack: str, settings: PeerSettings, metered: Metered, stored_bytes: 
         cnic_in_bytes=metered.node_bytes("cnic_in"),
         stored_bytes=stored_bytes,
         busy=metered.busy,
+        cpu_s=metered.cpu_s,
         digests={
             f"{turn.session_id}/{turn.turn}": turn.generated_digest or "failed"
             for turn in result.turns
