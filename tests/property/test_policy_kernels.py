@@ -162,10 +162,10 @@ def test_an_engine_is_chosen_for_what_it_keeps_while_that_outweighs_its_queue() 
         group = array([0, ahead]), array([0, 0]), array([0]), array([2000])
         rows, why = assign_prefill(*group, array([0]), array([[0, 1000]]), worth, alpha, beta)
         assert (rows.tolist(), why.tolist()) == ([engine], [reason])
-    # A DE counts a kept token as one less, and so does a group of them.
-    for ahead, engine, reason in ((999, 1, DE_KEPT), (1000, 0, DE_HIGH_TOKEN)):
+    # A DE counts a kept token as two less, and so does a group of them.
+    for ahead, engine, reason in ((1999, 1, DE_KEPT), (2000, 0, DE_HIGH_TOKEN)):
         group = array([0, ahead]), array([0, 1]), array([9000, 9000]), array([2000])
-        rows, why = assign_decode(*group, array([0]), array([[0, 1000]]), 1.0)
+        rows, why = assign_decode(*group, array([0]), array([[0, 1000]]), 0.9)
         assert (rows.tolist(), why.tolist()) == ([engine], [reason])
         totals, largest = array([0, ahead]), array([9000, 9000])
         assert choose_keeping_group(totals, largest, 2000, array([0, 1000]), 0) == engine
@@ -187,8 +187,8 @@ def test_no_category_is_left_for_what_an_engine_keeps() -> None:
 
 
 def test_a_de_above_the_threshold_gets_the_conversation_it_keeps() -> None:
-    """Z is 1,470: only the first of three is low-token, the second keeps 1,000 of 1,200."""
-    for ahead, engine, reason in ((999, 1, DE_KEPT), (1000, 0, DE_LOW_TOKEN)):
+    """Z is 1,820: only the first of three is low-token, the second keeps 1,000 of 1,200."""
+    for ahead, engine, reason in ((1999, 1, DE_KEPT), (2000, 0, DE_LOW_TOKEN)):
         group = array([0, ahead, 2000]), array([0, 1, 2]), array([9000] * 3), array([1200])
         rows, why = assign_decode(*group, array([0]), array([[0, 1000, 0]]), 1.05)
         assert (rows.tolist(), why.tolist()) == ([engine], [reason])
