@@ -35,6 +35,8 @@ class Client:
     def __init__(self, url: str) -> None:
         self._url = url
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1))
+        #: Name and process of the front end it was found to have.
+        self.front = ("", 0)
         self.tokens: list[int] = []
         self.under_way = asyncio.Event()
 
@@ -98,13 +100,15 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def clients_of_both(self) -> AsyncIterator[tuple[Client, Client]]:
-        """A client of each front end."""
+        """A client of each front end; their ``front`` differ in name."""
         found: dict[str, Client] = {}
         async with contextlib.AsyncExitStack() as stack, asyncio.timeout(GUARD_S):
             while len(found) < 2:
                 client = Client(self.url)
                 stack.push_async_callback(client.close)
-                name = (await client.front_end())[0] if await client.healthy() else ""
+                if await client.healthy():
+                    client.front = await client.front_end()
+                name, _ = client.front
                 if not name or found.setdefault(name, client) is not client:
                     await client.close()
                     await asyncio.sleep(0.02)
@@ -160,7 +164,7 @@ async def test_a_killed_front_end_ends_its_own_streams_only_and_is_back(
 ) -> None:
     made = await scaled(tmp_path, processes)
     async with made.clients_of_both() as (dies, lives):
-        name, pid = await dies.front_end()
+        name, pid = dies.front
         cut, whole = asyncio.create_task(dies.stream()), asyncio.create_task(lives.stream())
         await asyncio.gather(dies.under_way.wait(), lives.under_way.wait())
         probe = Client(made.url)
@@ -171,7 +175,7 @@ async def test_a_killed_front_end_ends_its_own_streams_only_and_is_back(
         assert await whole == "whole"
         assert len(lives.tokens) == LONG
     async with made.clients_of_both() as back:
-        found = dict([await client.front_end() for client in back])
+        found = dict(client.front for client in back)
         assert found[name] != pid
         again = Client(made.url)
         assert await again.stream() == "whole"
@@ -226,16 +230,14 @@ async def test_a_rolling_restart_of_front_ends_turns_nobody_away(
         agents = [Agents(kept, made.url), Agents(anew, made.url)]
         playing = [asyncio.create_task(each.play(number)) for each in agents for number in range(3)]
         async with made.clients_of_both() as clients:
-            fronts = dict([await client.front_end() for client in clients])
+            fronts = dict(client.front for client in clients)
         for name, pid in fronts.items():
             await asyncio.gather(*(well_after(each, 6) for each in agents))
             os.kill(pid, signal.SIGTERM)
 
             async def back(name: str = name, pid: int = pid) -> bool:
                 async with made.clients_of_both() as clients:
-                    found = dict([await client.front_end() for client in clients])
-                    # While it is away both clients reach the other one.
-                    return found.get(name, pid) != pid
+                    return dict(client.front for client in clients)[name] != pid
 
             await until(back)
         await asyncio.gather(*(well_after(each, 6) for each in agents))
@@ -254,7 +256,7 @@ async def test_a_drain_lets_streams_end_and_leaves_no_process(
     made = await scaled(tmp_path, processes)
     scheduler = made.scheduler()
     async with made.clients_of_both() as clients:
-        ids = [(await client.front_end())[1] for client in clients]
+        ids = [client.front[1] for client in clients]
         streams = [asyncio.create_task(client.stream()) for client in clients]
         await asyncio.gather(*(client.under_way.wait() for client in clients))
         made.process.terminate()
