@@ -42,7 +42,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     cnic_in_bytes: dict[str, int]
     stored_bytes: int
     busy: float
-    cpu_s: dict[str, float] = {}
+    cpu_s: dict[str, float]
     digests: dict[str, str]
     errors: list[str]
 

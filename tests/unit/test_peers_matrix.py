@@ -34,6 +34,7 @@ def run(stack: str, jct_s: float, *, failed: int = 0, read_bytes: int = 0) -> Ru
         cnic_in_bytes={"pe0": 0, "de0": 0},
         stored_bytes=10,
         busy=0.5,
+        cpu_s={"pe0": 3.0, "de0": 2.0},
         digests={"a/0": "x"},
         errors=[],
     )
@@ -127,6 +128,8 @@ def row(report, cell: Cell) -> dict[str, str]:
 def test_the_page_says_who_wins_and_what_both_wait_for():
     runs = (run("vllm-x", 10.0, read_bytes=20_000_000), run(DUALPATH, 20.0, read_bytes=390_000_000))
     report = matrix_report({cell: measured(*runs) if cell == CELL else None for cell in cells()})
+    cell_table = report.tables[-1]
+    assert {one[cell_table.columns.index("CPU-s")] for one in cell_table.rows} == {"5"}
     found = row(report, CELL)
     assert (found["fastest"], found["JCT s"], found["DualPath's"]) == ("vllm-x", "10.0", "20.0")
     assert found["why"] == (

@@ -29,6 +29,7 @@ def run(stack: str, jct_s: float, answer: str = "same") -> RunRecord:
         cnic_in_bytes={"pe0": 0, "de0": 5_000_000},
         stored_bytes=10,
         busy=0.5,
+        cpu_s={"pe0": 3.0, "de0": 2.0},
         digests={"a/0": "first", "b/0": answer},
         errors=[],
     )
