@@ -8,7 +8,9 @@ pytest.importorskip("vllm")
 from tests.unit.test_vllm_hooks import BLOCK_TOKENS, GEOMETRY, SETTINGS, none_hash, vllm_request
 from tests.vllm_caches import cache_of, full_attention, sliding_window
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
 from dualpath.core.blocks import holding_blocks
@@ -17,6 +19,8 @@ from dualpath.core.modes import Mode
 from dualpath.core.transfers import DecodeTransfer, to_transfer_params
 from dualpath.engine.hbm_layout import NO_BLOCK, block_ids
 from dualpath.vllm.cache_layers import CacheGroups, cache_groups
+from dualpath.vllm.connector import DualPathConnector
+from dualpath.vllm.late_blocks import LateBlocksMetadata
 from dualpath.vllm.scheduler_side import SchedulerSide
 
 __all__ = ["none_hash"]
@@ -185,6 +189,45 @@ def test_free_hbm_counts_what_the_longest_requests_hold_in_all_groups():
     side.bind_block_pool(pool)
     free = side.build(SchedulerOutput.make_empty()).free_hbm_tokens
     assert free == 134 * 64 * BLOCK_TOKENS // 67
+
+
+def test_vllm_goes_on_until_the_worker_has_heard_what_the_last_output_freed():
+    """A request that is aborted during its copy frees its HBM with the output of the last step."""
+    side, *_ = taken_over(PROMPT + 1)
+    pool = BlockPool(num_gpu_blocks=135, enable_caching=False, hash_block_size=BLOCK_TOKENS)
+    side.bind_block_pool(pool)
+    assert not side.needs_a_step
+    blocks = pool.get_new_blocks(67)
+    used = side.build(SchedulerOutput.make_empty()).free_hbm_tokens
+    assert not side.needs_a_step
+    pool.free_blocks(blocks)
+    assert side.needs_a_step
+    assert goes_on(side)
+    assert side.build(SchedulerOutput.make_empty()).free_hbm_tokens == 2 * used
+    assert not side.needs_a_step
+    assert not goes_on(side)
+
+
+def test_vllm_goes_on_until_the_worker_has_let_go_what_may_come_late():
+    side, *_ = taken_over(PROMPT + 1)
+    pool = BlockPool(num_gpu_blocks=9, enable_caching=False, hash_block_size=BLOCK_TOKENS)
+    side.bind_block_pool(pool)
+    for late, is_held in (([1, 2], []), True), (([], [2]), True), (([], [1]), False):
+        side.note_late_blocks(LateBlocksMetadata(*late))
+        side.build(SchedulerOutput.make_empty())
+        assert side.needs_a_step == is_held
+
+
+def goes_on(side):
+    """Ask vLLM's own scheduler whether it makes a step, when it has no request."""
+    connector = object.__new__(DualPathConnector)
+    connector._scheduler = side
+    scheduler = object.__new__(Scheduler)
+    scheduler.connector, scheduler.ec_connector = connector, None
+    scheduler.finished_req_ids, scheduler.requests = set(), {}
+    scheduler.get_request_counts = lambda: (0, 0)
+    scheduler._pause_state, scheduler.num_waiting_for_streaming_input = PauseState.UNPAUSED, 0
+    return scheduler.has_requests()
 
 
 def test_the_worker_hears_once_that_a_decode_is_over_by_the_name_of_its_transfer():

@@ -170,6 +170,10 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(late, LateBlocksMetadata):
             self._scheduling.note_late_blocks(late)
 
+    def has_pending_push_work(self) -> bool:
+        """See ``SchedulerSide.needs_a_step``: vLLM's one hook that asks whether to go on."""
+        return self._scheduling.needs_a_step
+
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:

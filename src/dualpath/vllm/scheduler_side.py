@@ -84,19 +84,38 @@ class SchedulerSide:
         self._refused: list[str] = []
         self._ended: list[str] = []
         self._pool: BlockPool | None = None
+        #: As the worker last heard it.
+        self._told_free_blocks = 0
+        #: Of transfers that may come late, as often as they are held.
+        self._held_blocks = 0
 
     def learn_geometry(self, geometry: BlockGeometry) -> None:
         """Hear of the worker what blocks are, before the first request."""
         self._checks = TransferChecks(self._settings, geometry)
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
-        """Learn where free HBM is counted."""
+        """Learn where free HBM is counted; the worker knows that all of it is free at start."""
         self._pool = pool
+        self._told_free_blocks = pool.get_num_free_blocks()
 
     def note_late_blocks(self, late: LateBlocksMetadata) -> None:
         """Keep HBM blocks from reuse, or let them go; called before the next step is scheduled."""
         assert self._pool is not None, "vLLM binds its block pool at start"
         apply(late, self._pool)
+        self._held_blocks += len(late.held) - len(late.let_go)
+
+    @property
+    def needs_a_step(self) -> bool:
+        """Whether the worker has to hear or to say something of HBM, with or without requests.
+
+        vLLM frees the HBM of a request that was aborted during its copy with the output of a step,
+        which may be the last one.  The router would then take it for used until the next request,
+        and might not send one for that very reason.  It is the same with what a late transfer may
+        write to: the worker says with a step that it may go.
+        """
+        if self._pool is None:
+            return False
+        return self._held_blocks > 0 or self._told_free_blocks != self._pool.get_num_free_blocks()
 
     def matched_tokens(self, request: "Request", computed_tokens: int) -> tuple[int, bool]:
         """Return (tokens that come from outside beyond ``computed_tokens``, asynchronously?)."""
@@ -150,7 +169,8 @@ class SchedulerSide:
         """Describe this step's work to the worker."""
         step = StepMetadata()
         if self._pool is not None:
-            step.free_hbm_tokens = self._groups.tokens_in(self._pool.get_num_free_blocks())
+            self._told_free_blocks = self._pool.get_num_free_blocks()
+            step.free_hbm_tokens = self._groups.tokens_in(self._told_free_blocks)
         for request_id, start_tokens, new_blocks in _scheduled(output):
             tracked = self._tracked.get(request_id)
             if tracked is None:
