@@ -213,6 +213,26 @@ def test_what_is_sealed_with_a_key_of_former_times_makes_way_for_what_can_be_rea
     assert found(present, key) == content_of(key)
 
 
+def test_a_bad_block_that_cannot_be_removed_costs_reads_from_storage_and_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealed = msgspec.structs.replace(NAMESPACE, protection=Protection.ENCRYPTED)
+    former, present = (
+        NodeDram(tmp_path, sealed, 8 * FILE_BYTES, keys=KeyRing(text * 4, "a test"))
+        for text in ("0123456789abcdef", "fedcba9876543210")
+    )
+    key = key_of(1)
+    former.add(key, block_of(key))
+
+    def refuse(path: object) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert [found(present, key) for _ in range(2)] == [None, None]
+    assert caplog.text.count("cannot remove a bad block") == 1
+
+
 def test_a_directory_that_is_gone_costs_reads_from_storage_and_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

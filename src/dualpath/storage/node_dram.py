@@ -102,7 +102,10 @@ class NodeDram:
         outcome = self.files.read(key, destination, whole=whole)
         if outcome.reason in STAYING:
             # Others may read it, as in a storage.  Here it would keep one that all can read away.
-            self._remove(self.files.block_path(key))
+            try:
+                self._remove(self.files.block_path(key))
+            except OSError as error:
+                self._complain("cannot remove a bad block", error)
         if not outcome.is_good:
             return None
         self._touch(key)
@@ -119,7 +122,7 @@ class NodeDram:
             self._make_room(key)
             self.files.write([key], [block])
         except (OSError, StorageError) as error:
-            self._complain(error)
+            self._complain("takes no block", error)
         else:
             self._complained = False
 
@@ -159,11 +162,11 @@ class NodeDram:
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     yield from _blocks_in(f"{namespace}/{folder}")
 
-    def _complain(self, error: Exception) -> None:
+    def _complain(self, trouble: str, error: Exception) -> None:
         # Once per trouble: with memory that is full every block would say so.
         level = logging.DEBUG if self._complained else logging.WARNING
         self._complained = True
-        log.log(level, "dram_dir %s takes no block, storage has it: %s", self._root, error)
+        log.log(level, "dram_dir %s %s, storage has it: %s", self._root, trouble, error)
 
 
 class NodeDramStorage(WrappingStorage):
