@@ -6,7 +6,7 @@ Every method reads the same cold blocks (the page cache is dropped before each p
 every checksum, but for the raw NIXL that verifies nothing.  Methods take turns in each round, so
 that a noisy disk hits all of them; the table shows the median rate, its range, CPU seconds per GB
 and the median of the rounds' ratios to the default.  With ``liburing`` installed, one thread reads
-through io_uring as well.
+through io_uring as well.  ``--only`` leaves out methods, ``--threads`` sets how many read.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,12 +31,13 @@ from dualpath.report.model import Table
 from dualpath.storage import block_file
 from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.posix import PosixStorage
-from dualpath.storage.reading import FileReader
+from dualpath.storage.reading import FileReader, KernelReader
 from dualpath.storage.sections import Sections
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
 from dualpath.transport.nixl_storage import NixlReader
 
 BATCH_BLOCKS = 32
+DEFAULT = f"preadv direct x{DEFAULT_PARALLEL_READS}"
 Method = Callable[[], int]
 
 
@@ -141,7 +142,7 @@ def measure(bench: Bench, methods: dict[str, Method], rounds: int) -> None:
                 rates[name].append(total_bytes / wall_s / 1e6)
                 costs[name].append((cpu_s() - start_cpu_s) / total_bytes * 1e9)
         print(f"round {round_number} of {rounds}", file=sys.stderr)
-    default = rates[f"preadv direct x{DEFAULT_PARALLEL_READS}"]
+    default = rates[DEFAULT]
     rows = []
     for name, found in rates.items():
         median = statistics.median(found)
@@ -154,16 +155,20 @@ def measure(bench: Bench, methods: dict[str, Method], rounds: int) -> None:
     print(markdown.table(Table(title, columns, tuple(rows))))
 
 
-def methods_of(bench: Bench) -> dict[str, Method]:
-    """Return all methods that can be used here, by name."""
+def methods_of(bench: Bench, readers: Sequence[int]) -> dict[str, Method]:
+    """Return all methods that can be used here, by name; ``readers``: numbers of threads."""
     most = DEFAULT_PARALLEL_READS
     methods = {
         f"preadv {'direct' if direct else 'cached'} x{threads}": bench.posix(
             direct=direct, threads=threads
         )
         for direct in (True, False)
-        for threads in (1, 4, most)
+        for threads in readers
     }
+    at_once = KernelReader(piece_bytes=1 << 30)
+    methods[f"preadv direct x{most}, whole blocks"] = bench.posix(
+        direct=True, threads=most, reader=at_once
+    )
     if importlib.util.find_spec("liburing"):
         methods["io_uring direct x1"] = bench.uring(most)
     queues: tuple[PosixQueue, ...] = ("aio", "uring")
@@ -183,12 +188,21 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block-bytes", type=int, nargs="+", default=[1_474_560, 2_555_904])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 4, DEFAULT_PARALLEL_READS])
+    parser.add_argument("--only", default="", help="methods whose names contain this")
     arguments = parser.parse_args()
+    if not all(1 <= threads <= BATCH_BLOCKS for threads in arguments.threads):
+        parser.error(f"--threads {arguments.threads}: each must be between 1 and {BATCH_BLOCKS}")
+    readers = sorted({*arguments.threads, DEFAULT_PARALLEL_READS})
     arguments.directory.mkdir(parents=True, exist_ok=True)
     for block_bytes in arguments.block_bytes:
         with tempfile.TemporaryDirectory(dir=arguments.directory) as root:
             bench = Bench(Path(root), block_bytes, arguments.blocks)
-            methods = methods_of(bench)
+            methods = {
+                name: method
+                for name, method in methods_of(bench, readers).items()
+                if arguments.only in name or name == DEFAULT
+            }
             measure(bench, methods, arguments.rounds)
 
 

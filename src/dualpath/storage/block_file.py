@@ -4,9 +4,10 @@ The payload is the head of the block, then its tail, the window layers (``storag
 
 A plain block has checksums: XXH3 finds torn, short and flipped data at memory speed, and is no
 defence against somebody who writes false blocks on purpose.  That is what sealed blocks are for
-(``storage.sealed_blocks``).  Everything here is pure.
+(``storage.sealed_blocks``).  Nothing here does I/O.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -62,6 +63,37 @@ class BlockForm(Protocol):
         """
         ...
 
+    def arrival(self, payload: Sections) -> "Arrival":
+        """Return what looks at one block's ``payload`` while its file is read into it."""
+        ...
+
+
+class Arrival(Protocol):
+    """One block on its way into memory."""
+
+    def arrived(self, file_bytes: int) -> None:
+        """Take in that the file's first ``file_bytes`` are there; need not be told of all."""
+        ...
+
+    def defect(self, key: BlockKey, header: memoryview | bytes) -> str | None:
+        """Return ``BlockForm.defect``, once, when all of it is there."""
+        ...
+
+
+class WholeArrival:
+    """See ``Arrival``: looks at the block when all of it is there."""
+
+    def __init__(self, form: BlockForm, payload: Sections) -> None:
+        self._form = form
+        self._payload = payload
+
+    def arrived(self, file_bytes: int) -> None:
+        """Wait for the rest."""
+
+    def defect(self, key: BlockKey, header: memoryview | bytes) -> str | None:
+        """Ask the form."""
+        return self._form.defect(key, header, self._payload)
+
 
 class PlainBlocks:
     """See ``BlockForm``: the block as it is, with checksums."""
@@ -79,6 +111,52 @@ class PlainBlocks:
     def defect(self, key: BlockKey, header: memoryview | bytes, payload: Sections) -> str | None:
         """Compare checksums; the payload may be read-only."""
         return defect(key, self._digest, header, payload)
+
+    def arrival(self, payload: Sections) -> Arrival:
+        """Compute the checksums of what is there while the rest comes."""
+        return PlainArrival(self._digest, payload)
+
+
+class PlainArrival:
+    """See ``Arrival``: a plain block's checksums, computed piece by piece in the file's order."""
+
+    def __init__(self, namespace_digest: str, payload: Sections) -> None:
+        self._digest = namespace_digest
+        self._payload = payload
+        self._head, self._tail = xxhash.xxh3_128(), xxhash.xxh3_128()
+        self._waiting = deque(
+            (hasher, memoryview(buffer))
+            for hasher, section in ((self._head, payload.head), (self._tail, payload.tail or ()))
+            for buffer in section
+        )
+        self._hashed_bytes = 0
+
+    def arrived(self, file_bytes: int) -> None:
+        """Go on to there."""
+        self._hash_until(file_bytes - HEADER_BYTES)
+
+    def defect(self, key: BlockKey, header: memoryview | bytes) -> str | None:
+        """Go on to the end and compare."""
+        found = header_asked_for(key, self._digest, header, self._payload)
+        if isinstance(found, str):
+            return found
+        if found.version != PLAIN_VERSION:
+            return OTHER_FORMAT
+        self._hash_until(self._payload.size_bytes)
+        if found.head_checksum != self._head.digest():
+            return CHECKSUM
+        if self._payload.tail is not None and found.tail_checksum != self._tail.digest():
+            return CHECKSUM
+        return None
+
+    def _hash_until(self, payload_bytes: int) -> None:
+        while self._waiting and self._hashed_bytes < payload_bytes:
+            hasher, buffer = self._waiting.popleft()
+            piece = buffer[: payload_bytes - self._hashed_bytes]
+            hasher.update(piece)
+            self._hashed_bytes += piece.nbytes
+            if piece.nbytes < buffer.nbytes:
+                self._waiting.appendleft((hasher, buffer[piece.nbytes :]))
 
 
 def checksum(buffers: Sequence[Buffer]) -> bytes:
@@ -113,16 +191,7 @@ def defect(
     key: BlockKey, namespace_digest: str, header: memoryview | bytes, payload: Sections
 ) -> str | None:
     """Return ``BlockForm.defect`` of a plain block."""
-    found = header_asked_for(key, namespace_digest, header, payload)
-    if isinstance(found, str):
-        return found
-    if found.version != PLAIN_VERSION:
-        return OTHER_FORMAT
-    if found.head_checksum != checksum(payload.head):
-        return CHECKSUM
-    if payload.tail is not None and found.tail_checksum != checksum(payload.tail):
-        return CHECKSUM
-    return None
+    return PlainArrival(namespace_digest, payload).defect(key, header)
 
 
 def header_asked_for(
@@ -143,7 +212,7 @@ def header_asked_for(
 
 
 def defect_of_length(
-    form: BlockForm,
+    arrival: Arrival,
     key: BlockKey,
     header: memoryview | bytes,
     payload: Sections,
@@ -151,7 +220,7 @@ def defect_of_length(
 ) -> str | None:
     """Return what is wrong with a file of which ``arrived_bytes`` of the payload have come."""
     if arrived_bytes >= payload.size_bytes:
-        return form.defect(key, header, payload)
+        return arrival.defect(key, header)
     # What says that it is of another format may be shorter than a block of this one.
     return OTHER_FORMAT if header_version(header) not in (None, *VERSIONS) else SHORT
 

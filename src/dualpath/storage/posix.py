@@ -122,7 +122,7 @@ class PosixStorage:
     def _read(self, key: BlockKey, header: memoryview, payload: Sections) -> ReadOutcome:
         path = self._directory.block_path(key)
         try:
-            length = self._read_file(path, header, payload.buffers)
+            length, arrival = self._read_file(path, header, payload)
         except (FileNotFoundError, NotADirectoryError):
             return ReadOutcome(0, block_file.MISSING)
         except NotAFileError:
@@ -132,7 +132,7 @@ class PosixStorage:
             logger.warning("read of %s failed: %s", path, error)
             return ReadOutcome(0, f"read error: {error.strerror}")
         payload_bytes = max(length - HEADER_BYTES, 0)
-        reason = block_file.defect_of_length(self._form, key, header, payload, payload_bytes)
+        reason = block_file.defect_of_length(arrival, key, header, payload, payload_bytes)
         if reason in block_file.STAYING:
             logger.warning("stored block %s is not read (%s) and stays", path, reason)
         elif reason is not None:
@@ -175,22 +175,29 @@ class PosixStorage:
             )
         return possible
 
-    def _read_file(self, path: str, header: memoryview, destinations: Sequence[memoryview]) -> int:
-        buffers = [header, *destinations]
-        if self._direct and all(map(_is_aligned, destinations)):
+    def _read_file(
+        self, path: str, header: memoryview, payload: Sections
+    ) -> tuple[int, block_file.Arrival]:
+        if self._direct and all(map(_is_aligned, payload.buffers)):
             try:
-                return self._read_head(path, os.O_RDONLY | os.O_DIRECT, buffers)
+                return self._read_head(path, os.O_RDONLY | os.O_DIRECT, header, payload)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-        return self._read_head(path, os.O_RDONLY, buffers)
+        return self._read_head(path, os.O_RDONLY, header, payload)
 
-    def _read_head(self, path: str, flags: int, buffers: Sequence[memoryview]) -> int:
+    def _read_head(
+        self, path: str, flags: int, header: memoryview, payload: Sections
+    ) -> tuple[int, block_file.Arrival]:
+        """Return the bytes read, and what has seen them come: another one for each attempt."""
+        arrival = self._form.arrival(payload)
+        buffers = [header, *payload.buffers]
         descriptor = open_regular(path, flags, self._calls)
         try:
-            return self._reader.fill_from_file(descriptor, buffers)
+            length = self._reader.fill_from_file(descriptor, buffers, arrival.arrived)
         finally:
             self._calls.close(descriptor)
+        return length, arrival
 
     def _write_one(self, key: BlockKey, source: memoryview, origin: BlockOrigin) -> bool:
         if self._directory.has(key):

@@ -11,15 +11,32 @@ from dualpath.storage.system_calls import KERNEL, SystemCalls
 
 #: What one call takes (IOV_MAX).
 _MOST_BUFFERS = 1024
+#: What one call of the kernel's reads, at most, where many read at a time: of a larger block, what
+#: has come is verified while the others read (``benchmarks/storage_read.py``).
+PIECE_BYTES = 1 << 20
+#: With so few reads under way nobody would use the device while a piece is verified.
+_FEW_READS = 3
+#: Pieces begin where direct I/O may begin on any device.
+_PIECE_ALIGNMENT_BYTES = 4096
+
+Arrived = Callable[[int], None]
+"""Is told how many bytes of a file's beginning are in memory by now."""
+
+
+def nobody(file_bytes: int) -> None:
+    """Nobody wants to know."""
 
 
 class FileReader(Protocol):
     """Reads files; for use by several threads."""
 
-    def fill_from_file(self, descriptor: int, buffers: Sequence[memoryview]) -> int:
+    def fill_from_file(
+        self, descriptor: int, buffers: Sequence[memoryview], arrived: Arrived = nobody
+    ) -> int:
         """Fill buffers with an open file's first bytes; return how many, fewer at its end only.
 
-        Returns when nothing writes to them any more.  Raises ``OSError``, with ``EINVAL`` where
+        ``arrived`` may be told of a part of them, on this thread, before the rest is read.  Returns
+        when nothing writes to them any more.  Raises ``OSError``, with ``EINVAL`` where
         the file is open for direct I/O and that cannot be.
         """
         ...
@@ -62,24 +79,58 @@ def no_plugins(plugin: str, parameters: Mapping[str, str]) -> PluginReader:
 
 
 class KernelReader:
-    """See ``FileReader``: ``preadv``, which runs without the interpreter's lock."""
+    """See ``FileReader``: ``preadv``, which runs without the interpreter's lock.
 
-    def __init__(self, calls: SystemCalls = KERNEL) -> None:
+    ``piece_bytes`` is about the most that one call reads while more than a few read.
+    """
+
+    def __init__(self, calls: SystemCalls = KERNEL, piece_bytes: int = PIECE_BYTES) -> None:
         self._calls = calls
+        self._piece_bytes = piece_bytes
+        self._under_way: set[int] = set()
 
-    def fill_from_file(self, descriptor: int, buffers: Sequence[memoryview]) -> int:
-        """Read, several buffers a call."""
-        done, left = 0, list(buffers)
+    def fill_from_file(
+        self, descriptor: int, buffers: Sequence[memoryview], arrived: Arrived = nobody
+    ) -> int:
+        """Read, in pieces of equal size, several buffers a call."""
+        self._under_way.add(descriptor)
+        try:
+            return self._fill(descriptor, list(buffers), arrived)
+        finally:
+            self._under_way.discard(descriptor)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _fill(self, descriptor: int, left: list[memoryview], arrived: Arrived) -> int:
+        done = 0
+        piece_bytes = self._equal_pieces(sum(buffer.nbytes for buffer in left))
         while left:
-            more = self._calls.preadv(descriptor, left[:_MOST_BUFFERS], done)
+            wanted = _first(left[:_MOST_BUFFERS], piece_bytes)
+            more = self._calls.preadv(descriptor, wanted, done)
             if more == 0:
                 break
             done += more
+            arrived(done)
             while left and more >= left[0].nbytes:
                 more -= left.pop(0).nbytes
             if more:
                 left[0] = left[0][more:]
         return done
 
-    def close(self) -> None:
-        """Nothing to give back."""
+    def _equal_pieces(self, size_bytes: int) -> int:
+        few = len(self._under_way) <= _FEW_READS
+        pieces = 1 if few else max(-(-size_bytes // self._piece_bytes), 1)
+        aligned = -(-size_bytes // (pieces * _PIECE_ALIGNMENT_BYTES))
+        return max(aligned, 1) * _PIECE_ALIGNMENT_BYTES
+
+
+def _first(buffers: Sequence[memoryview], size_bytes: int) -> list[memoryview]:
+    """Return what the first ``size_bytes`` of buffers are, without empty ones at the end."""
+    found = []
+    for buffer in buffers:
+        if size_bytes <= 0:
+            break
+        found.append(buffer[:size_bytes])
+        size_bytes -= found[-1].nbytes
+    return found

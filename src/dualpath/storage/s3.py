@@ -111,7 +111,8 @@ class S3Storage:
         if received is None:
             return ReadOutcome(0, block_file.MISSING)
         payload_bytes = max(received - HEADER_BYTES, 0)
-        reason = block_file.defect_of_length(self._form, key, header, payload, payload_bytes)
+        arrival = self._form.arrival(payload)
+        reason = block_file.defect_of_length(arrival, key, header, payload, payload_bytes)
         if reason in block_file.STAYING:
             logger.warning("stored block %s is not read (%s) and stays", name, reason)
         elif reason is not None:

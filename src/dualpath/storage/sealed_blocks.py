@@ -20,7 +20,13 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, Protection
-from dualpath.storage.block_file import NOT_AUTHENTIC, OTHER_STORAGE_KEY, header_asked_for
+from dualpath.storage.block_file import (
+    NOT_AUTHENTIC,
+    OTHER_STORAGE_KEY,
+    Arrival,
+    WholeArrival,
+    header_asked_for,
+)
 from dualpath.storage.block_header import (
     CHECKSUM_BYTES,
     SEALED_VERSION,
@@ -99,6 +105,10 @@ class SealedBlocks:
             sections.append((_TAIL_NONCE, found.tail_checksum, payload.tail))
         opens = all(self._open(secret, nonce, tag, bound, part) for nonce, tag, part in sections)
         return None if opens else NOT_AUTHENTIC
+
+    def arrival(self, payload: Sections) -> Arrival:
+        """Open it when it is whole: its keys follow from the header, which comes with the rest."""
+        return WholeArrival(self, payload)
 
     def _close(
         self,

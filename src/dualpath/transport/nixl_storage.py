@@ -55,8 +55,16 @@ class NixlReader:
                 f"{needs}; provide that, or give the storage as a path or s3://BUCKET/PREFIX"
             ) from error
 
-    def fill_from_file(self, descriptor: int, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers with an open file's first bytes; return how many, fewer at its end only."""
+    def fill_from_file(
+        self,
+        descriptor: int,
+        buffers: Sequence[memoryview],
+        arrived: Callable[[int], None] | None = None,
+    ) -> int:
+        """Fill buffers with an open file's first bytes; return how many, fewer at its end only.
+
+        ``arrived`` is not told: pieces end in any order.
+        """
         available_bytes = os.fstat(descriptor).st_size
         whole = [(0, available_bytes, descriptor, "")]
         return self._fill("FILE", descriptor, whole, _first(buffers, available_bytes))

@@ -10,7 +10,7 @@ from dualpath.laboratory.chaos.simulation.plant import Plant, instead
 from dualpath.policy.chain_index import ChainIndex, Rows
 from dualpath.policy.eviction import NO_PINS, Pins, StorageLimits, victims
 from dualpath.storage import janitor
-from dualpath.storage.block_file import PlainBlocks
+from dualpath.storage.block_file import PlainArrival
 from dualpath.storage.directory import NamespaceDirectory, refused
 from dualpath.storage.janitor import take_news
 from dualpath.storage.journal import segments
@@ -54,7 +54,7 @@ def _unprotected(index: ChainIndex, limits: StorageLimits, pins: Pins, now_s: fl
 STORAGE_PLANTS: dict[str, Plant] = {
     "checksum-ignored": Plant(
         "a stored block's checksum is not compared",
-        instead(PlainBlocks, "defect", lambda self, key, header, payload: None),
+        instead(PlainArrival, "defect", lambda self, key, header: None),
     ),
     "written-in-place": Plant(
         "a block has its name before it is whole",
