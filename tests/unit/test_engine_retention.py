@@ -21,13 +21,20 @@ class Engine:
     def __init__(self) -> None:
         self.buffer = BlockBuffer(GEOMETRY, 4, lambda grant: None)
         self.fetched: list[Sequence[BlockKey]] = []
-        self.retention = Retention(self.buffer, self.fetched.append)
+        self.left_out: list[Sequence[BlockKey]] = []
+        self.retention = Retention(self.buffer, self.fetched.append, self.left_out.append)
         for context in (OLD, NEW):
             for key, parent in with_parents(context, chain_root()):
                 self.buffer.keep_copy(key, parent, memoryview(full_block(key)))
 
-    def order(self, keys: tuple[BlockKey, ...], retain_s: float, now_s: int = 0) -> None:
-        self.retention.order(Retain(keys, retain_s), now_s * S)
+    def order(
+        self,
+        keys: tuple[BlockKey, ...],
+        retain_s: float,
+        now_s: int = 0,
+        expected_s: float = 0.0,
+    ) -> None:
+        self.retention.order(Retain(keys, retain_s, expected_s=expected_s), now_s * S)
 
     def left(self) -> tuple[BlockKey, ...]:
         """Return what is left when a request takes two slots."""
@@ -45,6 +52,28 @@ def test_what_is_retained_stays() -> None:
     engine.order(OLD, 30.0)
     engine.retention.expire(29 * S)
     assert engine.left() == OLD
+
+
+def test_of_all_that_is_retained_that_goes_first_whose_turn_comes_last() -> None:
+    engine = Engine()
+    engine.order(OLD, 30.0, expected_s=4.0)
+    engine.order(NEW, 30.0, now_s=2, expected_s=4.0)
+    assert engine.left() == OLD
+
+
+def test_nothing_is_brought_back_in_place_of_what_is_wanted_sooner() -> None:
+    engine = Engine()
+    engine.order(OLD, 30.0, expected_s=4.0)
+    engine.order(NEW, 30.0, expected_s=6.0)
+    later, sooner = KEYS[4], KEYS[5]
+    engine.order((later,), 30.0, expected_s=7.0)
+    assert engine.buffer.take_for(later) is None
+    assert engine.buffer.take_for(KEYS[6]) is None, "nobody expects it"
+    engine.retention.end_session()
+    engine.order(OLD, 30.0, expected_s=4.0)
+    engine.order((sooner,), 30.0, expected_s=1.0)
+    assert engine.buffer.take_for(sooner) is not None
+    assert NEW[1] in engine.buffer.missing(KEYS)
 
 
 def test_an_order_ends_by_itself() -> None:
@@ -66,6 +95,7 @@ def test_what_is_done_goes_first_also_if_it_was_retained() -> None:
     engine = Engine()
     engine.order(NEW, 30.0)
     engine.order(NEW, 0.0)
+    assert engine.left_out == [NEW]
     assert engine.left() == OLD
 
 

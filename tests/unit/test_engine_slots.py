@@ -187,7 +187,7 @@ def test_a_shared_head_stays_while_any_chain_behind_it_is_in_use() -> None:
 def test_what_is_retained_gives_way_after_all_others_and_before_a_request_waits() -> None:
     pool = SlotPool(6)
     retained = served(pool, "a", *KEYS[:2])
-    pool.kept.retain(KEYS[:2])
+    pool.kept.retain(KEYS[:2], 0)
     others = served(pool, "b", *KEYS[2:4]) + served(pool, "c", *KEYS[4:6])
     (grant,) = pool.request("r", 4)
     assert set(grant.slots) == set(others)
@@ -197,7 +197,7 @@ def test_what_is_retained_gives_way_after_all_others_and_before_a_request_waits(
 
 def test_what_comes_later_is_retained_as_well_until_its_time_is_over() -> None:
     pool = SlotPool(4)
-    pool.kept.retain(KEYS[:2])
+    pool.kept.retain(KEYS[:2], 0)
     retained = served(pool, "a", *KEYS[:2])
     other = served(pool, "b", *KEYS[2:4])
     pool.kept.let_go(KEYS[:2])
@@ -332,7 +332,15 @@ class SlotPoolMachine(RuleBasedStateMachine):
 
     @rule(key=st.integers(1, 7))
     def generate(self, key: int) -> None:
-        if (slot := self.pool.take()) is not None:
+        self.keep_block(self.pool.take(), key)
+
+    @rule(key=st.integers(1, 7))
+    def fetch(self, key: int) -> None:
+        if not self.pool.kept.has(KEYS[key]):
+            self.keep_block(self.pool.take_for(KEYS[key]), key)
+
+    def keep_block(self, slot: int | None, key: int) -> None:
+        if slot is not None:
             self.memory[slot] = KEYS[key]
             self.pool.whole(NOBODY, [slot], [KEYS[key]], KEYS[key - 1])
             self.pool.give_back(slot)
@@ -342,11 +350,11 @@ class SlotPoolMachine(RuleBasedStateMachine):
         self.pool.release(request)
         self.granted(self.pool.grant())
 
-    @rule(chain=st.sampled_from(CHAINS), rank=st.sampled_from(Rank))
-    def rank(self, chain: list[int], rank: Rank) -> None:
+    @rule(chain=st.sampled_from(CHAINS), rank=st.sampled_from(Rank), expected_ns=st.integers(0, 3))
+    def rank(self, chain: list[int], rank: Rank, expected_ns: int) -> None:
         keys = [KEYS[n] for n in chain]
         if rank is Rank.LAST:
-            self.pool.kept.retain(keys)
+            self.pool.kept.retain(keys, expected_ns)
         else:
             self.pool.kept.let_go(keys, rank)
 

@@ -11,6 +11,7 @@ from dualpath.core.errors import BadRequestError
 from dualpath.core.session_hints import NO_HINTS, SessionHints, session_hints
 from dualpath.policy.session_warmth import (
     ASKED,
+    DISPLACED,
     DONE,
     EXPECTED,
     RETAIN,
@@ -31,7 +32,7 @@ class Router:
     """Plays turns of agents against the policy, at the times that a test says."""
 
     def __init__(self, **settings: Any) -> None:
-        self.warmth = SessionWarmth(WarmthSettings(**settings))
+        self.warmth = SessionWarmth(WarmthSettings(**({"budget_share": 0.5} | settings)))
 
     def turn(
         self,
@@ -52,7 +53,7 @@ class Router:
 def test_a_session_that_asks_to_be_retained_is_kept_where_it_was_decoded() -> None:
     router = Router()
     (order,) = router.turn(1, 0.0, 5.0, session_id="a", retain_s=30.0)
-    assert order == Order("d0", context(1, 12), 30.0, fetch=False, reason=RETAIN)
+    assert order == Order("d0", context(1, 12), 30.0, fetch=False, reason=RETAIN, expected_s=30.0)
 
 
 def test_nothing_is_kept_for_a_session_that_asks_for_nothing() -> None:
@@ -63,13 +64,14 @@ def test_the_next_turn_is_recognised_by_its_keys_and_expected_after_the_usual_pa
     router = Router()
     router.turn(1, 0.0, 5.0, blocks=10)
     router.turn(1, 15.0, 20.0, blocks=12)
-    # 14 blocks take 1.4 s to read; the pause was 10 s.
-    assert router.warmth.next_s() == pytest.approx(20.0 + 10.0 - 1.4)
-    assert router.warmth.due(28.5, BUFFERS) == []
-    (order,) = router.warmth.due(28.7, BUFFERS)
+    # 14 blocks take 1.4 s to read, and others read besides; the pause was 10 s.
+    assert router.warmth.next_s() == pytest.approx(20.0 + 10.0 - 2 * 1.4)
+    assert router.warmth.due(27.1, BUFFERS) == []
+    (order,) = router.warmth.due(27.3, BUFFERS)
     assert (order.engine_id, order.keys, order.fetch) == ("d0", context(1, 14), True)
     assert order.reason == EXPECTED
-    assert order.retain_s == pytest.approx(40.0)
+    assert order.expected_s == pytest.approx(2.7)
+    assert order.retain_s == pytest.approx(2.7 + 40.0)
     assert router.warmth.due(29.0, BUFFERS) == []
 
 
@@ -83,8 +85,10 @@ def test_an_answer_that_comes_back_in_other_tokens_still_continues_its_session()
 
 def test_a_client_that_says_when_its_next_turn_comes_is_believed() -> None:
     router = Router(prefetch=False)
-    router.turn(1, 0.0, 5.0, session_id="a", next_turn_s=60.0)
-    assert router.warmth.next_s() == pytest.approx(5.0 + 60.0 - 1.2)
+    (kept,) = router.turn(1, 0.0, 5.0, session_id="a", next_turn_s=60.0)
+    assert (kept.fetch, kept.reason, kept.expected_s) == (False, RETAIN, 60.0)
+    assert kept.retain_s > 60.0
+    assert router.warmth.next_s() == pytest.approx(5.0 + 60.0 - 2 * 1.2)
 
 
 def test_without_prefetching_only_what_clients_ask_for_is_brought_back() -> None:
@@ -104,7 +108,7 @@ def test_a_client_may_say_more_while_its_tool_runs() -> None:
         ("", "a"), SessionHints(retain_s=9.0, next_turn_s=30.0), 10.0, BUFFERS
     )
     assert (kept.retain_s, kept.reason) == (9.0, RETAIN)
-    (order,) = router.warmth.due(10.0 + 30.0 - 1.1, BUFFERS)
+    (order,) = router.warmth.due(10.0 + 30.0 - 2 * 1.1, BUFFERS)
     assert order.fetch
     (last,) = router.warmth.hint(("", "a"), SessionHints(done=True), 41.0, BUFFERS)
     assert last.reason == DONE
@@ -145,6 +149,41 @@ def test_no_more_is_kept_than_its_share_of_the_buffer() -> None:
     assert router.turn(7, 36.0, 37.0, session_id="7", retain_s=30.0)
 
 
+def test_whose_turn_comes_sooner_takes_the_place_of_those_whose_turns_come_later() -> None:
+    router = Router()  # four of 12 blocks fit
+    for agent, next_turn_s in enumerate((40.0, 10.0, 30.0, 20.0)):
+        router.turn(agent, 0.0, 5.0, session_id=f"{agent}", next_turn_s=next_turn_s)
+    displaced, kept = router.turn(4, 0.0, 5.0, session_id="4", next_turn_s=25.0)
+    assert displaced == Order("d0", context(0, 12), 0.0, fetch=False, reason=DISPLACED)
+    assert (kept.keys, kept.reason) == (context(4, 12), RETAIN)
+    assert router.turn(5, 0.0, 5.0, session_id="5", next_turn_s=35.0) == []
+    assert router.warmth.kept_blocks("d0") == 48
+    # It comes back when its own turn is near, as two others' are over by then.
+    for agent in (1, 3):
+        router.warmth.turn_began("", SessionHints(session_id=f"{agent}"), (), 30.0)
+    orders = router.warmth.due(45.0, BUFFERS)
+    assert (ASKED, context(0, 12)) in [(order.reason, order.keys) for order in orders]
+
+
+def test_what_clients_ask_for_does_not_give_way_to_a_guess() -> None:
+    router = Router()
+    for agent in range(4):
+        router.turn(agent, 0.0, 5.0, session_id=f"{agent}", next_turn_s=1000.0)
+    for turn in range(3):  # of an agent whose tools run for a second
+        router.turn(9, turn * 6.0, turn * 6.0 + 5.0)
+    assert router.warmth.over_budget == 2
+    assert router.warmth.kept_blocks("d0") == 48
+
+
+def test_what_is_left_at_another_engine_than_the_last_turns_gives_way() -> None:
+    router = Router()
+    router.turn(1, 0.0, 5.0, session_id="a", retain_s=30.0)
+    left, kept = router.turn(1, 9.0, 12.0, blocks=12, engine="d1", session_id="a", retain_s=30.0)
+    assert left == Order("d0", context(1, 12), 0.0, fetch=False, reason=DISPLACED)
+    assert (kept.engine_id, kept.keys) == ("d1", context(1, 14))
+    assert router.warmth.kept_blocks("d0") == 0
+
+
 def test_nothing_is_brought_back_to_a_lost_engine() -> None:
     router = Router()
     router.turn(1, 0.0, 5.0, session_id="a", retain_s=30.0, next_turn_s=10.0)
@@ -180,6 +219,7 @@ turns = st.tuples(
     st.integers(1, 20),
     st.sampled_from(["d0", "d1"]),
     st.sampled_from([None, 0.0, 3.0, 50.0]),
+    st.sampled_from([None, 0.0, 7.0, 40.0]),
     st.booleans(),
     st.floats(0.0, 20.0),
 )
@@ -187,13 +227,13 @@ turns = st.tuples(
 
 @given(st.lists(turns, max_size=30))
 def test_what_counts_as_kept_stays_in_its_budget_and_ends(
-    played: list[tuple[int, int, str, float | None, bool, float]],
+    played: list[tuple[int, int, str, float | None, float | None, bool, float]],
 ) -> None:
     router, now_s = Router(), 0.0
-    for agent, blocks, engine, retain_s, done, pause_s in played:
+    for agent, blocks, engine, retain_s, next_turn_s, done, pause_s in played:
         router.turn(
             *(agent, now_s, now_s + 1.0, blocks, 1, engine),
-            session_id=str(agent), retain_s=retain_s, done=done,
+            session_id=str(agent), retain_s=retain_s, next_turn_s=next_turn_s, done=done,
         )  # fmt: skip
         now_s += 1.0 + pause_s
         router.warmth.due(now_s, BUFFERS)

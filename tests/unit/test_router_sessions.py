@@ -39,9 +39,9 @@ async def test_an_agent_finds_its_kv_back_when_its_tool_is_through():
         await asyncio.sleep(60)
         context = await turn(made, "r1", [*context, *PROMPT])
         assert orders(decode) == []
-        # It is read in as many seconds as it has blocks.
+        # It is read in as many seconds as it has blocks, by an engine that reads nothing else.
         keys = keys_of(context[:-1])
-        await asyncio.sleep(60 - len(keys) - 5)
+        await asyncio.sleep(60 - 2 * len(keys) - 5)
         assert orders(decode) == []
         await asyncio.sleep(10)
         (order,) = orders(decode)
@@ -56,7 +56,7 @@ async def test_a_session_is_retained_as_its_client_wishes_and_ends_with_its_word
         decode = made.engines["d0"]
         context = await turn(made, "r0", PROMPT, session_id="a", retain_s=30.0)
         keys = keys_of(context[:-1])
-        assert orders(decode) == [control.Retain(keys, 30.0, fetch=False)]
+        assert orders(decode) == [control.Retain(keys, 30.0, fetch=False, expected_s=30.0)]
         assert (await session_call(made.service, "a", b"", over=True))[0] == 200
         await asyncio.sleep(0.1)
         assert orders(decode)[1:] == [control.Retain(keys, 0.0, fetch=False)]
@@ -71,16 +71,17 @@ async def test_a_client_may_ask_for_its_kv_while_its_tool_runs():
         body = json.dumps({"next_turn_s": 20}).encode()
         assert (await session_call(made.service, "a", body, over=False))[0] == 200
         await asyncio.sleep(19)
-        assert orders(made.engines["d0"]) == []
+        (kept,) = orders(made.engines["d0"])
+        assert not kept.fetch
         await asyncio.sleep(2)
-        (order,) = orders(made.engines["d0"])
+        _, order = orders(made.engines["d0"])
         assert order.fetch
 
 
 @pytest.mark.virtual_time
 async def test_nothing_is_said_of_a_lost_engine_and_nothing_of_failed_turns():
     async with cluster(decode=2) as made:
-        await turn(made, "r0", PROMPT, session_id="a", next_turn_s=30.0)
+        await turn(made, "r0", PROMPT, session_id="a", next_turn_s=30.0, retain_s=0.0)
         (used,) = [e for e in made.engines.values() if e.persisted and e.role is Role.DECODE]
         made.lose(used.engine_id, certain=True)
         await used.kill()

@@ -180,12 +180,14 @@ class Retain(Message, frozen=True, tag=True):
 
     For ``retain_s`` those of them that no request holds leave after all others that none holds; 0:
     before all others.  ``fetch``: what is not there is read, when no request waits for storage,
-    into slots that none wants.
+    into slots that none wants.  The turn is expected in ``expected_s``: of what is kept, that
+    leaves first whose turn is expected last.
     """
 
     keys: tuple[bytes, ...]
     retain_s: float
     fetch: bool = False
+    expected_s: float = 0.0
 
 
 class Drained(Message, frozen=True, tag=True):

@@ -64,7 +64,7 @@ class AssignedRequests:
             keeps=settings.role is Role.PREFILL,
             share=share,
         )
-        self._retention = Retention(self.buffer, self._reader.fetch)
+        self._retention = Retention(self.buffer, self._reader.fetch, self._reader.leave)
         self._doubts = SessionDoubts(
             settings.role, self.active, self.buffer, rank.peers, self._reader.cancel
         )

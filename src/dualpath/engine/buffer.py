@@ -121,10 +121,13 @@ class BlockBuffer:
         with self._lock:
             return [key for key in keys if not self._pool.kept.has(key)]
 
-    def retain(self, keys: Iterable[BlockKey]) -> None:
-        """Let blocks give way last from now on, those too that are kept later."""
+    def retain(self, keys: Iterable[BlockKey], expected_ns: int) -> None:
+        """Let blocks give way last from now on, those too that are kept later.
+
+        Of these that is first which is expected to be used last.
+        """
         with self._lock:
-            self._pool.kept.retain(keys)
+            self._pool.kept.retain(keys, expected_ns)
 
     def let_go(self, keys: Iterable[BlockKey], *, first: bool = False) -> None:
         """Let blocks give way as all others, or ``first``."""
@@ -132,10 +135,13 @@ class BlockBuffer:
             self._pool.kept.let_go(keys, Rank.FIRST if first else Rank.USUAL)
 
     def take_for(self, key: BlockKey) -> int | None:
-        """Return a free slot for a block to be kept; None where none is, or it is kept already."""
+        """Return a free slot for a block to be kept; None where none is, or it is kept already.
+
+        None as well where all kept blocks would be missed sooner.
+        """
         with self._lock:
             wanted = self._pool.keeps and not self._pool.kept.has(key)
-            return self._pool.take() if wanted else None
+            return self._pool.take_for(key) if wanted else None
 
     def keep_taken(self, slot: int, key: BlockKey, parent: BlockKey) -> None:
         """Keep the whole block in a slot got from ``take_for``, which ends its lease."""

@@ -5,7 +5,8 @@ blocks that no other one here follows, the one whose next use is farthest, or th
 used where that cannot be told (``policy.reuse``).  A block counts as used when the blocks behind it
 are, which the order of leaving makes true: it is the last one's turn only when all behind it are
 gone, and then at the latest time of them all.  Before that comes a block's *rank*: what is to be
-retained for an agent gives way last, what nobody will ask for again first.
+retained for an agent gives way last, what nobody will ask for again first.  Of what is retained,
+that goes first whose agent's next turn is expected last.
 
 Uses are counted in blocks.  Those of a block that has left are remembered for a while, so that
 intervals longer than a block stays are learned as well; a block that is new has the interval of the
@@ -34,9 +35,11 @@ class Rank(IntEnum):
     LAST = 2
 
 
-#: A block's rank and its last use: the lowest gives way first.
+#: A block's rank and its last use, when it is expected (negative) of one that is retained: the
+#: lowest gives way first.
 _Turn = tuple[Rank, int]
-#: A block's rank, its next use and its last, both negative: the lowest gives way first.
+#: A block's rank, its next use and the second part of its turn, both negative: the lowest gives way
+#: first.
 _Forecast = tuple[Rank, int, int]
 
 
@@ -44,7 +47,8 @@ class _Block:
     def __init__(self, key: BlockKey, parent: BlockKey) -> None:
         self.key = key
         self.parent = parent
-        self.used: _Turn = (Rank.USUAL, 0)
+        self.used = 0
+        self.turn: _Turn = (Rank.USUAL, 0)
         #: Between its last two uses; 0: not known.
         self.interval = 0
         self.rests = False
@@ -64,8 +68,8 @@ class KeptBlocks:
         self._slots: dict[BlockKey, int] = {}
         #: How many blocks here follow a key, which itself need not be here.
         self._followers: dict[BlockKey, int] = {}
-        #: Keys whose blocks, here or not, give way last.
-        self._retained: set[BlockKey] = set()
+        #: Keys whose blocks, here or not, give way last, and when they are expected to be used.
+        self._retained: dict[BlockKey, int] = {}
         self._uses = 0
         #: (turn, slot) of resting blocks that nothing follows; of others it has stale entries.
         self._leaving: list[tuple[_Turn, int]] = []
@@ -116,8 +120,8 @@ class KeptBlocks:
         if key in self._slots:
             return False
         block = self._blocks[slot] = _Block(key, parent)
-        last_use, block.interval = self._left.pop(key, (0, 0))
-        block.used = Rank.USUAL, last_use
+        block.used, block.interval = self._left.pop(key, (0, 0))
+        block.turn = Rank.USUAL, block.used
         self._slots[key] = slot
         self._followers[parent] = self._followers.get(parent, 0) + 1
         self._note(key)
@@ -130,16 +134,25 @@ class KeptBlocks:
         if not block.rests:
             self.resting += 1
             self._learn(block)
-        block.used, block.rests = (self._rank(block.key), self._uses), True
+        block.used, block.rests = self._uses, True
+        block.turn = self._turn(block.key)
         self._let_leave(slot, block)
 
-    def retain(self, keys: Iterable[BlockKey]) -> None:
-        """Let the blocks of these keys give way last, those too that come later."""
-        self._rerank(keys, Rank.LAST)
+    def retain(self, keys: Iterable[BlockKey], expected_ns: int) -> None:
+        """Let the blocks of these keys give way last, those too that come later.
+
+        ``expected_ns`` is when they are expected to be used, on any clock.
+        """
+        for key in keys:
+            self._retained[key] = expected_ns
+            self._take_turn(key, (Rank.LAST, -expected_ns))
 
     def let_go(self, keys: Iterable[BlockKey], rank: Rank = Rank.USUAL) -> None:
         """Retain the blocks of these keys no longer; ``rank`` FIRST: those that rest go first."""
-        self._rerank(keys, rank)
+        for key in keys:
+            self._retained.pop(key, None)
+            if (slot := self._slots.get(key)) is not None:
+                self._take_turn(key, (rank, self._blocks[slot].used))
 
     def wake(self, slot: int) -> bool:
         """Somebody holds the slot; return whether its block has rested."""
@@ -163,8 +176,13 @@ class KeptBlocks:
         if parent_slot is not None:
             parent = self._blocks[parent_slot]
             parent.used = max(parent.used, block.used)
+            parent.turn = max(parent.turn, block.turn)
             self._let_leave(parent_slot, parent)
         return slot
+
+    def gives_way_to(self, key: BlockKey) -> bool:
+        """Whether the block whose turn it is gives way before that of ``key`` would if it came."""
+        return self.resting > 0 and self._blocks[self._next()].turn < self._turn(key)
 
     def clear(self) -> list[int]:
         """Let all go that rest; return their slots."""
@@ -182,24 +200,20 @@ class KeptBlocks:
             del self._changed[key]
         return [k for k in told if k in self._slots], [k for k in told if k not in self._slots]
 
-    def _rank(self, key: BlockKey) -> Rank:
-        return Rank.LAST if key in self._retained else Rank.USUAL
+    def _turn(self, key: BlockKey) -> _Turn:
+        """Return the turn of a block that is used just now."""
+        expected_ns = self._retained.get(key)
+        return (Rank.USUAL, self._uses) if expected_ns is None else (Rank.LAST, -expected_ns)
 
-    def _rerank(self, keys: Iterable[BlockKey], rank: Rank) -> None:
-        for key in keys:
-            if rank is Rank.LAST:
-                self._retained.add(key)
-            else:
-                self._retained.discard(key)
-            if (slot := self._slots.get(key)) is not None:
-                block = self._blocks[slot]
-                block.used = rank, block.used[1]
-                self._let_leave(slot, block)
+    def _take_turn(self, key: BlockKey, turn: _Turn) -> None:
+        if (slot := self._slots.get(key)) is not None:
+            block = self._blocks[slot]
+            block.turn = turn
+            self._let_leave(slot, block)
 
     def _learn(self, block: _Block) -> None:
-        last_use = block.used[1]
-        if last_use:
-            interval = self._uses - last_use
+        if block.used:
+            interval = self._uses - block.used
             self._reuse.learn(interval, block.interval)
             block.interval = interval
         elif (slot := self._slots.get(block.parent)) is not None:
@@ -210,32 +224,34 @@ class KeptBlocks:
             heapq.heappop(self._leaving)
         if not self._leaving:
             # All that rest are followed by blocks that others hold, who mostly hold these as well.
-            return min((b.used, slot) for slot, b in self._blocks.items() if b.rests)[1]
+            return min((b.turn, slot) for slot, b in self._blocks.items() if b.rests)[1]
         slot = self._leaving[0][1]
-        age, interval = self._uses - self._blocks[slot].used[1], self._blocks[slot].interval
+        age, interval = self._uses - self._blocks[slot].used, self._blocks[slot].interval
         if not self.forecasts or self._reuse.given_up(age, interval):
             return slot
         while True:
-            (rank, _, used), slot = self._farthest[0]
-            if self._waits((rank, -used), slot):
+            (rank, _, turn), slot = self._farthest[0]
+            if self._waits((rank, -turn), slot):
                 return slot
             heapq.heappop(self._farthest)
 
     def _waits(self, turn: _Turn, slot: int) -> bool:
         """Whether it is still so that a slot's block may leave, and this its turn."""
         block = self._blocks.get(slot)
-        return block is not None and block.used == turn and self._may_leave(block)
+        return block is not None and block.turn == turn and self._may_leave(block)
 
     def _forecast(self, block: _Block) -> _Forecast:
-        rank, used = block.used
-        return rank, -used - self._reuse.expected(block.interval), -used
+        rank, turn = block.turn
+        if rank is Rank.LAST:
+            return rank, turn, -turn
+        return rank, -turn - self._reuse.expected(block.interval), -turn
 
     def _may_leave(self, block: _Block) -> bool:
         return block.rests and block.key not in self._followers
 
     def _let_leave(self, slot: int, block: _Block) -> None:
         if self._may_leave(block):
-            heapq.heappush(self._leaving, (block.used, slot))
+            heapq.heappush(self._leaving, (block.turn, slot))
             heapq.heappush(self._farthest, (self._forecast(block), slot))
             longest = max(len(self._leaving), len(self._farthest))
             if longest > _MOST_STALE * self.resting + _SPARE:
@@ -243,14 +259,14 @@ class KeptBlocks:
 
     def _make_heaps_anew(self) -> None:
         leaving = [(slot, b) for slot, b in self._blocks.items() if self._may_leave(b)]
-        self._leaving = [(b.used, slot) for slot, b in leaving]
+        self._leaving = [(b.turn, slot) for slot, b in leaving]
         self._farthest = [(self._forecast(b), slot) for slot, b in leaving]
         heapq.heapify(self._leaving)
         heapq.heapify(self._farthest)
 
     def _forget(self, slot: int, block: _Block) -> None:
         del self._blocks[slot], self._slots[block.key]
-        self._left[block.key] = block.used[1], block.interval
+        self._left[block.key] = block.used, block.interval
         if len(self._left) > self._most_left:
             del self._left[next(iter(self._left))]
         left = self._followers[block.parent] - 1

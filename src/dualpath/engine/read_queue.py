@@ -179,6 +179,12 @@ class ReadQueue:
             self._to_fetch.update(wanted[:room])
             self._wake.notify_all()
 
+    def leave(self, keys: Sequence[BlockKey]) -> None:
+        """Do not fetch these blocks, unless they are being read."""
+        with self._wake:
+            for key in keys:
+                self._to_fetch.pop(key, None)
+
     def cancel(self, request_id: str) -> None:
         """Drop a request's task without an answer; reads under way end with their blocks."""
         with self._wake:

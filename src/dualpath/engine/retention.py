@@ -15,11 +15,20 @@ _NS_PER_S = 1_000_000_000
 
 
 class Retention:
-    """Carries out orders; called by one thread.  ``fetch`` has blocks read when nothing else is."""
+    """Carries out orders; called by one thread.
 
-    def __init__(self, buffer: BlockBuffer, fetch: Callable[[Sequence[BlockKey]], None]) -> None:
+    ``fetch`` has blocks read when nothing else is, ``leave`` those not that it was told of before.
+    """
+
+    def __init__(
+        self,
+        buffer: BlockBuffer,
+        fetch: Callable[[Sequence[BlockKey]], None],
+        leave: Callable[[Sequence[BlockKey]], None],
+    ) -> None:
         self._buffer = buffer
         self._fetch = fetch
+        self._leave = leave
         self._until_ns: dict[BlockKey, int] = {}
         self._ends: list[tuple[int, tuple[BlockKey, ...]]] = []
 
@@ -29,6 +38,7 @@ class Retention:
         keys = message.keys[: self._buffer.capacity]
         if message.retain_s <= 0:
             self._forget(keys)
+            self._leave(keys)
             self._buffer.let_go(keys, first=True)
             return
         until_ns = now_ns + round(message.retain_s * _NS_PER_S)
@@ -37,7 +47,7 @@ class Retention:
         kept += [key for key in keys if key not in self._until_ns][: max(room, 0)]
         self._until_ns.update({key: max(until_ns, self._until_ns.get(key, 0)) for key in kept})
         heapq.heappush(self._ends, (until_ns, tuple(kept)))
-        self._buffer.retain(kept)
+        self._buffer.retain(kept, now_ns + round(message.expected_s * _NS_PER_S))
         if message.fetch:
             self._fetch(keys)
 

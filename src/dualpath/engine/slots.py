@@ -115,6 +115,10 @@ class SlotPool:
         """
         return None if self._waiting or not self.free else self._fresh(NOBODY)
 
+    def take_for(self, key: BlockKey) -> int | None:
+        """As ``take``; None too where all that could give way stays longer than ``key``'s block."""
+        return self.take() if self._free or self.kept.gives_way_to(key) else None
+
     def give_back(self, slot: int) -> None:
         """End the lease of a slot got from ``take``."""
         self._end_lease(slot)

@@ -25,13 +25,14 @@ _SHORTER = 0.25
 class AgentSession:
     """``keys`` lie at ``engine_id`` since ``ended_s``; None: a turn is under way.
 
-    ``fetch_s`` is when they are to be brought back, ``kept_until_s`` until when they are counted as
-    kept; ``tails`` are the keys that it is known by.
+    ``next_s`` is when the next turn is expected, ``fetch_s`` when they are to be brought back for
+    it, ``kept_until_s`` until when they are counted as kept; ``tails`` are the keys that it is
+    known by.
     """
 
     __slots__ = (
-        *("ended_s", "engine_id", "fetch_s", "hints", "kept_until_s", "keys", "name", "pauses"),
-        "tails",
+        *("ended_s", "engine_id", "fetch_s", "hints", "kept_until_s", "keys", "name"),
+        *("next_s", "pauses", "tails"),
     )
 
     def __init__(self, name: SessionName) -> None:
@@ -41,6 +42,7 @@ class AgentSession:
         self.tails: tuple[BlockKey, ...] = ()
         self.engine_id = ""
         self.ended_s: float | None = None
+        self.next_s = 0.0
         self.fetch_s: float | None = None
         self.kept_until_s: float | None = None
         self.pauses: deque[float] = deque(maxlen=_PAUSES_KEPT)

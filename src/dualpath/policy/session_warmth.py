@@ -7,12 +7,16 @@ the pause is nearly over, so that the turn finds it there.  Both only use memory
 wants: retained blocks leave last among those that no request holds, and all of them leave for a
 request.
 
+Only a share of a buffer is kept so.  Where it is used up, a session whose turn comes sooner takes
+the place of those whose turns come later, which is the best that can be done where the times are
+right (Belady); what a client asked for does not give way to a guess.
+
 No clock, no I/O: times are arguments, in seconds from any origin, and orders come back.
 """
 
 import heapq
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,24 +29,29 @@ from dualpath.policy.agent_sessions import AgentSession, SessionMemory, SessionN
 #: What is brought back stays for so many usual pauses more, then leaves as everything else.
 _STAY_PAUSES = 4.0
 _SHORTEST_STAY_S = 1.0
+#: Reading back begins so many times earlier than a storage NIC needs that reads nothing else: it
+#: only reads on while no request waits for it.
+_HEAD_STARTS = 2.0
 #: Plans that no longer hold are swept when there are so many times more plans than sessions.
 _PLANS_PER_SESSION = 4
 _FEW_PLANS = 64
 
 #: Why an order is given.
-RETAIN, EXPECTED, ASKED, DONE = REASONS = "retain", "expected", "asked", "done"
+RETAIN, EXPECTED, ASKED, DISPLACED, DONE = REASONS = (
+    *("retain", "expected", "asked", "displaced", "done"),
+)
 
 
 class WarmthSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How much may be remembered and kept.
 
-    ``most_blocks`` of all sessions' contexts are remembered, the latest used.  ``budget_share`` of
-    a DE's buffer may be retained or brought back, 0 to 1.  ``prefetch`` False: only what a client
+    ``budget_share`` of a DE's buffer may be retained or brought back, 0 to 1.  ``most_blocks`` of
+    all sessions' contexts are remembered, the latest used.  ``prefetch`` False: only what a client
     asks for is brought back.
     """
 
+    budget_share: float
     most_blocks: int = 1 << 20
-    budget_share: float = 0.5
     prefetch: bool = True
 
 
@@ -59,7 +68,8 @@ Buffers = Mapping[str, DecodeBuffer]
 class Order(msgspec.Struct, frozen=True):
     """To a DE: keep the blocks of ``keys`` for ``retain_s``; 0: they may leave before others.
 
-    ``fetch``: read those that are not there.  ``reason`` is one of ``REASONS``.
+    ``fetch``: read those that are not there.  ``reason`` is one of ``REASONS``.  The turn that they
+    are kept for is expected in ``expected_s``.
     """
 
     engine_id: str
@@ -67,6 +77,7 @@ class Order(msgspec.Struct, frozen=True):
     retain_s: float
     fetch: bool
     reason: str
+    expected_s: float = 0.0
 
 
 class SessionWarmth:
@@ -83,6 +94,7 @@ class SessionWarmth:
         #: When a session is to be looked at; a plan that it no longer has says nothing.
         self._agenda: list[tuple[float, int, AgentSession]] = []
         self._kept_blocks: Counter[str] = Counter()
+        self._kept: defaultdict[str, dict[AgentSession, None]] = defaultdict(dict)
 
     def __len__(self) -> int:
         """Sessions that are remembered."""
@@ -124,11 +136,14 @@ class SessionWarmth:
         if session is None:
             return []
         self._end_pause(session)  # Another turn of it may have ended while this one ran.
+        moved = bool(session.engine_id) and session.engine_id != engine_id
+        # What lies at the DE of its last turn is of no more use: it lies here as well.
+        orders = [_let_go(session, DISPLACED)] if moved and session.keys else []
         self._memory.remember(session, tuple(keys), prompt_blocks)
         session.engine_id, session.ended_s = engine_id, now_s
         if session.hints.done:
-            return self.done(name)
-        orders = self._hinted(session, now_s, buffers)
+            return orders + self.done(name)
+        orders += self._hinted(session, now_s, buffers)
         while (oldest := self._memory.too_many()) is not None:
             self._forget(oldest)
         return orders
@@ -168,7 +183,7 @@ class SessionWarmth:
         self._forget(session)
         if not session.keys or not session.engine_id:
             return []
-        return [Order(session.engine_id, session.keys, 0.0, fetch=False, reason=DONE)]
+        return [_let_go(session, DONE)]
 
     def engine_lost(self, engine_id: str) -> None:
         """Nothing lies at a DE any more."""
@@ -179,9 +194,14 @@ class SessionWarmth:
 
     def _hinted(self, session: AgentSession, now_s: float, buffers: Buffers) -> list[Order]:
         """Retain a session as its hints say, and plan its coming back."""
+        pause_s = self._expected_pause_s(session)
         retain_s = session.hints.retain_s
-        orders = self._keep(session, now_s, retain_s, RETAIN, buffers) if retain_s else []
         session.fetch_s = self._fetch_s(session, now_s, buffers)
+        session.next_s = now_s + (retain_s or 0.0 if pause_s is None else pause_s)
+        if session.fetch_s is not None and session.hints.next_turn_s and retain_s is None:
+            # What leaves meanwhile should be that of others, whose turns come later.
+            retain_s = session.hints.next_turn_s + _stay_s(session.hints.next_turn_s)
+        orders = self._keep(session, now_s, retain_s, RETAIN, buffers) if retain_s else []
         if session.fetch_s is not None and session.fetch_s <= now_s:
             return orders + self._fetch(session, now_s, buffers)
         self._plan(session, session.fetch_s)
@@ -189,7 +209,8 @@ class SessionWarmth:
 
     def _fetch(self, session: AgentSession, now_s: float, buffers: Buffers) -> list[Order]:
         session.fetch_s = None
-        stay_s = max(_STAY_PAUSES * (self._expected_pause_s(session) or 0.0), _SHORTEST_STAY_S)
+        left_s = max(session.next_s - now_s, 0.0)
+        stay_s = left_s + _stay_s(self._expected_pause_s(session) or 0.0)
         retain_s = max(stay_s, session.hints.retain_s or 0.0)
         reason = EXPECTED if session.hints.next_turn_s is None else ASKED
         return self._keep(session, now_s, retain_s, reason, buffers)
@@ -202,15 +223,32 @@ class SessionWarmth:
         if buffer is None or not session.keys:
             return []
         self._count_out(session)
-        kept = self._kept_blocks[session.engine_id] + len(session.keys)
-        if kept > self._settings.budget_share * buffer.blocks:
+        displaced = self._displaced_by(session, self._settings.budget_share * buffer.blocks)
+        if displaced is None:
             self.over_budget += 1
             return []
-        self._kept_blocks[session.engine_id] = kept
+        for other in displaced:
+            self._count_out(other)
+        self._kept_blocks[session.engine_id] += len(session.keys)
+        self._kept[session.engine_id][session] = None
         session.kept_until_s = now_s + retain_s
         self._plan(session, session.kept_until_s)
-        fetch = reason != RETAIN
-        return [Order(session.engine_id, session.keys, retain_s, fetch=fetch, reason=reason)]
+        kept = Order(
+            *(session.engine_id, session.keys, retain_s, reason != RETAIN, reason),
+            expected_s=max(session.next_s - now_s, 0.0),
+        )
+        return [*(_let_go(other, DISPLACED) for other in displaced), kept]
+
+    def _displaced_by(self, session: AgentSession, budget: float) -> list[AgentSession] | None:
+        """Return who has to give way so that a session fits; None if it is less urgent itself."""
+        room = budget - self._kept_blocks[session.engine_id] - len(session.keys)
+        displaced: list[AgentSession] = []
+        for other in sorted(self._kept[session.engine_id], key=_urgency) if room < 0 else ():
+            if room >= 0 or _urgency(other) >= _urgency(session):
+                break
+            displaced.append(other)
+            room += len(other.keys)
+        return displaced if room >= 0 else None
 
     def _fetch_s(self, session: AgentSession, now_s: float, buffers: Buffers) -> float | None:
         """Return when a session's KV is to be brought back so that it is there in time."""
@@ -222,7 +260,7 @@ class SessionWarmth:
         if pause_s is None or buffer is None:
             return None
         read_s = len(session.keys) / buffer.blocks_per_s if buffer.blocks_per_s > 0 else 0.0
-        return now_s + max(pause_s - read_s, 0.0)
+        return now_s + max(pause_s - _HEAD_STARTS * read_s, 0.0)
 
     def _expected_pause_s(self, session: AgentSession) -> float | None:
         if session.hints.next_turn_s is not None:
@@ -250,6 +288,22 @@ class SessionWarmth:
         if session.kept_until_s is not None:
             session.kept_until_s = None
             self._kept_blocks[session.engine_id] -= len(session.keys)
+            del self._kept[session.engine_id][session]
+
+
+def _urgency(session: AgentSession) -> tuple[bool, float]:
+    """Return what is the larger, the more a session's blocks would be missed."""
+    asked = session.hints.next_turn_s is not None or session.hints.retain_s is not None
+    return asked, -session.next_s
+
+
+def _stay_s(pause_s: float) -> float:
+    """Return how long what is kept waits for a turn that is late."""
+    return max(_STAY_PAUSES * pause_s, _SHORTEST_STAY_S)
+
+
+def _let_go(session: AgentSession, reason: str) -> Order:
+    return Order(session.engine_id, session.keys, 0.0, fetch=False, reason=reason)
 
 
 def _still_holds(plan: tuple[float, int, AgentSession]) -> bool:

@@ -219,7 +219,7 @@ class RouterSettings(Settings, frozen=True):
             ge=0,
             le=1,
         ),
-    ] = 0.5
+    ] = 0.8
     alpha_tokens: AlphaTokens = None
     beta_tokens: BetaTokens = None
     dram_tier: DramTier = True

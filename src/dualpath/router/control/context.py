@@ -69,6 +69,7 @@ class SchedulerContext:
             lambda: settings.dram_tier and serves(Role.DECODE, registry.mode),
             clock,
             metrics.session_ordered,
+            lambda: self.thresholds.read_tokens_per_s,
         )
         #: Whether this scheduler, of those that take turns, is the one that may place.
         self.in_turn: Callable[[], bool] = lambda: True
@@ -157,8 +158,8 @@ class SchedulerContext:
             self.releases.engine_lost(info.writer)
             self.exchange.engine_lost(info.engine_id, reason)
         self.dispatch.lost(*(info.engine_id for info in lost))
-        self.sessions.engines_changed(lost)
         self._derive_thresholds()
+        self.sessions.engines_changed(lost)
         self.count_losses(lost)
         self.presence.changed()
 

@@ -25,6 +25,7 @@ class SessionOrders:
 
     ``wanted`` says whether hits are served from the buffers of decode engines at all.  ``clock``
     gives monotonic seconds; ``ordered`` is told each order's reason and its blocks.
+    ``read_tokens_per_s`` says how fast an engine reads that does not say so itself, 0: not known.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class SessionOrders:
         wanted: Callable[[], bool],
         clock: Callable[[], float],
         ordered: Callable[[str, int], None],
+        read_tokens_per_s: Callable[[], float],
     ) -> None:
         self._warmth = SessionWarmth(settings)
         self._registry = registry
@@ -42,6 +44,7 @@ class SessionOrders:
         self._wanted = wanted
         self._clock = clock
         self._ordered = ordered
+        self._read_tokens_per_s = read_tokens_per_s
         self._buffers: dict[str, DecodeBuffer] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -96,7 +99,10 @@ class SessionOrders:
         read = info.rates.read_bytes
         return DecodeBuffer(
             blocks=info.buffer_tokens // geometry.block_tokens,
-            blocks_per_s=read.per_s / geometry.full_block_bytes if read else 0.0,
+            # A DE does not measure it; what PEs have found holds for all nodes, as in α.
+            blocks_per_s=read.per_s / geometry.full_block_bytes
+            if read
+            else self._read_tokens_per_s() / geometry.block_tokens,
         )
 
     def _due(self) -> None:
@@ -105,7 +111,7 @@ class SessionOrders:
 
     def _carry_out(self, orders: Iterable[Order]) -> None:
         for order in orders:
-            self._send(order.engine_id, Retain(order.keys, order.retain_s, order.fetch))
+            self._send(order.engine_id, _message(order))
             self._ordered(order.reason, len(order.keys))
         self._set_timer()
 
@@ -116,3 +122,7 @@ class SessionOrders:
         if (next_s := self._warmth.next_s()) is not None:
             delay_s = max(next_s - self._clock(), 0.0)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._due)
+
+
+def _message(order: Order) -> Retain:
+    return Retain(order.keys, order.retain_s, order.fetch, order.expected_s)

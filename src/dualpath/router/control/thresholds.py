@@ -37,6 +37,11 @@ class ClusterThresholds(msgspec.Struct, frozen=True):
     alpha: Threshold = Threshold(None, DEFAULT)
     beta: Threshold = Threshold(None, DEFAULT)
 
+    @property
+    def read_tokens_per_s(self) -> float:
+        """Tokens of KV that a storage NIC reads in a second, which α stands for; 0: not known."""
+        return (self.alpha.tokens or 0) / ALPHA_S
+
     def for_scheduler(self) -> Thresholds:
         """Return what the scheduler takes."""
         return Thresholds(
