@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+from pathlib import Path
 from typing import Any
 
 #: The first raylet has room for a router and one engine, the second for one engine; its devices
@@ -28,6 +29,9 @@ class RayCluster:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         # Short: names of sockets are in it.
         self.folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+        # Ray writes its address to a folder that a machine without another Ray does not have.
+        os.environ["RAY_TMPDIR"] = self.folder
+        Path(self.folder, "ray").mkdir()
         first = {
             **_BOTH,
             "num_cpus": 2,
@@ -59,4 +63,5 @@ class RayCluster:
         """End everything."""
         with contextlib.suppress(Exception):
             self._cluster.shutdown()
+        del os.environ["RAY_TMPDIR"]
         shutil.rmtree(self.folder, ignore_errors=True)
