@@ -7,6 +7,7 @@
     streams   many streams at once: paced engines
     passes    what a PE's GPU waits for between forward passes: emulated engines, no lab
     traces    the same, from traces of emulated engines on a lab
+    stored    TTFT of a fully stored prompt beside its transfers: emulated engines, no lab
 
 Paced engines are emulated: real control messages, transfers and HTTP, and a clock in the place of
 kernels.  Figures go to stdout; see README.md beside this folder.
@@ -23,6 +24,7 @@ from benchmarks.overhead import (
     passes_run,
     router_alone,
     scheduler_alone,
+    stored_prompt,
 )
 from benchmarks.overhead.round_trip import idle_round_trip_s
 from benchmarks.overhead.servers import KINDS
@@ -111,6 +113,15 @@ def main() -> None:
     traces.set_defaults(measure=between_passes.measure)
     traces.add_argument("traces", type=Path, nargs="+", metavar="TRACE.json")
     traces.add_argument("--layer-buffers", type=int, default=2, help="layers of KV in HBM")
+
+    stored = what.add_parser("stored", help="TTFT of a fully stored prompt")
+    stored.set_defaults(measure=stored_prompt.measure)
+    stored.add_argument("--seed", type=int, default=0)
+    stored.add_argument("--prompts", type=int, nargs="+", default=[2048, 8192, 32768])
+    stored.add_argument("--requests", type=int, default=30)
+    stored.add_argument("--pause-s", type=float, default=0.3, help="between them")
+    stored.add_argument("--mode", choices=("dualpath", "split"), default="dualpath")
+    stored.add_argument("--directory", type=Path, help="for the storage; default: a temporary one")
 
     args = parser.parse_args()
     print(" ".join(f"{k}={v}" for k, v in vars(args).items() if k != "measure"), flush=True)

@@ -1,38 +1,25 @@
 """Passes that follow each other on an emulated prefill engine, measured without a lab.
 
-A light front door, one prefill and one decode engine, all processes of this machine; transfers go
-over its own network, storage is a folder that nobody throttles.  Prompts come at once, more than a
-pass may hold, each with its beginning in the storage.  Mode oracle computes the same, and moves
-nothing.
+Prompts come at once to a ``traced_cluster``, more than a pass may hold, each with its beginning in
+the storage.  Mode oracle computes the same, and moves nothing.
 """
 
 import argparse
 import asyncio
-import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.overhead.between_passes import Idle, idle_times, print_idle, spans
 from benchmarks.overhead.client import Load, TokenIds, play
 from benchmarks.overhead.measure import middle, print_table
-from benchmarks.overhead.servers import BLOCK_TOKENS, wait_ready
+from benchmarks.overhead.traced_cluster import LAYER_BUFFERS, trace_of, traced_cluster
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS
-from dualpath.ops.launch.cluster_keys import LOOPBACK_DEVICES
-from dualpath.ops.launch.ports import claim_port
-from dualpath.ops.launch.process import SpawnedProcess, Supervisor
 
-_LAYER_BUFFERS = 2
-#: For the default's 24 prompts with all rounds; touched, so that only as much as is needed.
-_MEMORY_BYTES = 1 << 29
 #: A pass holds two or three prompts of 512 new tokens, and cuts the last.
 _QUOTA_S = 1.3
 _COSTS = """
@@ -55,43 +42,11 @@ class Measured(NamedTuple):
     idle: list[Idle]
 
 
-@contextmanager
-def _cluster(mode: Mode, folder: Path) -> Iterator[str]:
-    costs = folder / "costs.toml"
-    costs.write_text(_COSTS)
-    port, control_port = claim_port(), claim_port()
-    router = ["emulate", "router", "--port", str(port), "--control-port", str(control_port)]
-    engine = [
-        "--router", f"tcp://127.0.0.1:{control_port}", "--model", str(costs),
-        "--storage", str(folder / "storage"), "--block-tokens", str(BLOCK_TOKENS),
-        "--vocab-size", str(VOCABULARY_TOKENS), "--mode", mode.value, "--verify", "sampled",
-        "--hbm-bytes", str(_MEMORY_BYTES), "--buffer-bytes", str(_MEMORY_BYTES),
-        "--layer-buffers", str(_LAYER_BUFFERS), "--touch-memory",
-        "--compute-quota-s", str(_QUOTA_S),
-        "--progress-delay-us", "1000",
-    ]  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    with Supervisor() as servers:
-        words = [*router, "--mode", mode.value, "--no-dram-tier"]
-        servers.add(_process("router", words, folder), ends_last=True)
-        for role in Role:
-            trace = folder / f"{role.value}.json"
-            words = ["emulate", role.value, "--engine-id", role.value, *engine]
-            words += ["--trace-out", str(trace)]
-            servers.add(_process(role.value, words, folder))
-        wait_ready(url, servers)
-        yield url
-
-
-def _process(name: str, words: Sequence[str], folder: Path) -> SpawnedProcess:
-    argv = (sys.executable, "-m", "dualpath.cli.main", *words)
-    return SpawnedProcess(name, argv, folder / f"{name}.log", {**os.environ, **LOOPBACK_DEVICES})
-
-
 def _run(mode: Mode, args: argparse.Namespace) -> Measured:
     with tempfile.TemporaryDirectory() as name:
         folder, round_s = Path(name), []
-        with _cluster(mode, folder) as url:
+        quota = ("--compute-quota-s", str(_QUOTA_S))
+        with traced_cluster(mode, folder, _COSTS, quota) as url:
 
             def answered(prompt: int) -> float:
                 """Ask for all prompts at once; each begins as that of the round before."""
@@ -104,8 +59,8 @@ def _run(mode: Mode, args: argparse.Namespace) -> Measured:
             since_s = time.monotonic()
             for number in range(1, args.rounds + 1):
                 round_s.append(answered(args.prompt + number * args.append))
-        tracks = spans(folder / f"{Role.PREFILL.value}.json", since_s)
-        return Measured(round_s, idle_times(tracks, _LAYER_BUFFERS))
+        tracks = spans(trace_of(Role.PREFILL, folder), since_s)
+        return Measured(round_s, idle_times(tracks, LAYER_BUFFERS))
 
 
 def measure(args: argparse.Namespace) -> None:
