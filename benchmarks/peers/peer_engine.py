@@ -18,6 +18,10 @@ import runpy
 import sys
 from typing import Any
 
+#: What starts the engines of a cluster as well (``dualpath.ops.launch.commands``, which is not
+#: installed in a peer's environment).
+SERVER = "vllm.entrypoints.launchers.api_server.entry"
+
 
 def pause_nixl(delay_us: int) -> None:
     """Give every NIXL agent of this process a progress thread that sleeps ``delay_us``."""
@@ -55,11 +59,11 @@ def refuse_dunder_names() -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "vllm.entrypoints.openai.api_server"
+    sys.argv[0] = SERVER
     # Adapters beside this file are found by vLLM under their own names.
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     if os.environ.get("PEER_NIXL_PROGRESS_DELAY_US"):
         pause_nixl(int(os.environ["PEER_NIXL_PROGRESS_DELAY_US"]))
     refuse_dunder_names()
     fork_engine_cores()
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+    runpy.run_module(SERVER, run_name="__main__")

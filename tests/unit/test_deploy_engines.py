@@ -1,5 +1,6 @@
 """vLLM's own parser takes the engines' commands of deploy/, and our plugin completes them."""
 
+import re
 import shlex
 
 import pytest
@@ -7,6 +8,7 @@ from tests.unit.test_deploy_compose import FOLDER, services
 from tests.unit.test_deploy_units import DEPLOY, keys
 
 from dualpath.core.cluster import Role
+from dualpath.ops.launch.commands import ENGINE_ENTRY
 from dualpath.vllm import engine_arguments
 from dualpath.vllm.engine_arguments import GUARD_CLASS, SCHEDULER_CLASS
 from dualpath.vllm.engine_settings import engine_settings
@@ -15,6 +17,27 @@ VARIABLES = {
     "DUALPATH_ENGINE_ROUTER": "tcp://127.0.0.1:5700",
     "DUALPATH_ENGINE_STORAGE": "kv",
 }
+#: All that starts engines by vLLM's own command, other than `dualpath serve`.
+STARTERS = [
+    *(FOLDER / "vllm.yaml", DEPLOY / "systemd" / "dualpath-engine@.service"),
+    *(DEPLOY / "slurm" / "dualpath.sbatch", DEPLOY / "helm/dualpath/templates/_engine.tpl"),
+    DEPLOY.parent / "benchmarks" / "peers" / "peer_engine.py",
+]
+
+
+@pytest.mark.parametrize("file", STARTERS, ids=lambda file: file.name)
+def test_engines_are_started_by_the_module_that_serve_starts(file):
+    module, _, _ = ENGINE_ENTRY.partition(":")
+    assert set(re.findall(r"\bvllm\.entrypoints[\w.]*", file.read_text())) == {module}
+
+
+def test_no_other_file_of_deploy_names_a_module_of_vllm():
+    naming = {
+        file
+        for file in DEPLOY.rglob("*")
+        if file.is_file() and "vllm.entrypoints" in file.read_text(encoding="utf-8")
+    }
+    assert naming <= set(STARTERS)
 
 
 @pytest.fixture(scope="module")

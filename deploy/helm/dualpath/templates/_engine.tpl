@@ -70,7 +70,7 @@ spec:
 {{- else -}}
 - python
 - -m
-- vllm.entrypoints.openai.api_server
+- vllm.entrypoints.launchers.api_server.entry
 - --model={{ include "dualpath.model" $root }}
 - --host=0.0.0.0
 - --port=8000
