@@ -19,7 +19,7 @@ from dualpath.ops.launch.settings import LocalClusterSettings
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path, said: list[str]) -> AsyncIterator[LocalCluster]:
+async def serving(folder: Path) -> AsyncIterator[LocalCluster]:
     """Serve two prefill groups of two ranks and a decode engine, watched as `serve` watches."""
     (folder / "costs.toml").write_text(COSTS)
     settings = LocalClusterSettings(
@@ -43,7 +43,7 @@ async def serving(folder: Path, said: list[str]) -> AsyncIterator[LocalCluster]:
         transport="memory",
     )
     executor = LocalExecutor(settings, ["dualpath.cli.emulate"])
-    with LocalCluster(settings, said.append, executor, emulated_commands(options)) as cluster:
+    with LocalCluster(settings, executor=executor, commands=emulated_commands(options)) as cluster:
 
         async def watch() -> None:
             while True:
@@ -67,10 +67,9 @@ async def engines_of(http: aiohttp.ClientSession, cluster: LocalCluster) -> list
 
 @pytest.mark.long
 async def test_a_group_is_resized_and_changes_its_role_under_agents(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    said: list[str] = []
-    async with serving(tmp_path, said) as cluster, aiohttp.ClientSession() as http:
+    async with serving(tmp_path) as cluster, aiohttp.ClientSession() as http:
         agents = Agents(http, cluster.endpoint)
         playing = [asyncio.create_task(agents.play(n)) for n in range(AGENTS)]
 
@@ -91,8 +90,8 @@ async def test_a_group_is_resized_and_changes_its_role_under_agents(
         await asyncio.gather(*playing)
     assert set(agents.ends) == {"well"}, agents.ends
     # Only what was asked to has ended, and the shapes are those asked for.
-    assert [line for line in said if "has ended" in line] == [
+    assert [line for line in caplog.messages if "has ended" in line] == [
         "pe-1 has ended as it was asked to and is started again at once"
     ] * 4
-    assert "pe-1 drains and becomes prefill with 3 ranks" in said
+    assert "pe-1 drains and becomes prefill with 3 ranks" in caplog.messages
     print(dict(agents.ends))

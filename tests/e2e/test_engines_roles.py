@@ -55,12 +55,13 @@ def roles_of(cluster: LocalCluster) -> dict[str, str]:
     return {e["engine_id"]: e["role"] for e in cluster.status()["engines"] if e["alive"]}
 
 
-def test_a_prefill_engine_becomes_a_decode_engine_and_no_token_changes(tmp_path: Path) -> None:
+def test_a_prefill_engine_becomes_a_decode_engine_and_no_token_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     settings = tiny_cluster_settings(
         tiny_model(), tmp_path / "kv", nodes="2P1D", mode=Mode.DUALPATH, port=0
     )
-    said: list[str] = []
-    with LocalCluster(settings, said.append) as cluster:
+    with LocalCluster(settings) as cluster:
         agents = [Agent(cluster.endpoint, number) for number in range(AGENTS)]
         truth = [agent.lap() for agent in agents]
         over = threading.Event()
@@ -90,7 +91,7 @@ def test_a_prefill_engine_becomes_a_decode_engine_and_no_token_changes(tmp_path:
     assert "pe-1" in {note["decode_engine"] for note in after["assignments"]}
     assert after["counters"]["hit_tokens"] > 0
     assert after["counters"]["retries"] == 0
-    assert "pe-1 has ended as it was asked to and is started again at once" in said
+    assert "pe-1 has ended as it was asked to and is started again at once" in caplog.messages
     print(f"switch: {report['past'][0]['took_s']:.1f} s; laps: {[len(a.laps) for a in agents]}")
 
 

@@ -1,6 +1,7 @@
 """Pages on a cluster that serves already, typed as they stand, beside emulated engines."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +104,8 @@ def test_a_janitor_begins_before_there_is_a_storage(tmp_path: Path) -> None:
     (words,) = pages.commands("storage.md", types("dualpath", "storage", "janitor"))
     with Supervisor() as processes:
         janitor = processes.add(pages.spawn("janitor", words))
-        janitor.wait_for_line("this is the janitor", GUARD_S)
+        line = janitor.wait_for_line("this is the janitor", GUARD_S)
+        # It goes on for weeks: without a time nobody would know when.
+        assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ INFO dualpath\.", line), line
         janitor.terminate()
         assert janitor.wait(GUARD_S) == 0, janitor.log_tail()

@@ -34,14 +34,7 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def said() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def cluster(
-    ray_cluster: RayCluster, secret: str, said: list[str], tmp_path: Path
-) -> Iterator[LocalCluster]:
+def cluster(ray_cluster: RayCluster, secret: str, tmp_path: Path) -> Iterator[LocalCluster]:
     settings = LocalClusterSettings(
         model="qwen2.5-32b",
         storage=str(tmp_path / "kv"),
@@ -51,7 +44,7 @@ def cluster(
         executor="ray",
         ray_address=ray_cluster.address,
     )
-    with LocalCluster(settings, said.append, commands=EMULATED) as cluster:
+    with LocalCluster(settings, commands=EMULATED) as cluster:
         yield cluster
 
 
@@ -101,7 +94,7 @@ def test_a_lost_node_is_a_lost_engine_which_is_placed_again_when_a_node_returns(
     cluster: LocalCluster,
     ray_cluster: RayCluster,
     secret: str,
-    said: list[str],
+    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("dualpath.ops.launch.ray_unit._SAY_AFTER_S", 0.5)
@@ -112,18 +105,21 @@ def test_a_lost_node_is_a_lost_engine_which_is_placed_again_when_a_node_returns(
     under_way = Request(cluster.endpoint, 100)
     assert under_way.begun.wait(GUARD_S)
     ray_cluster.lose()
-    before = len(said)
+    before = len(caplog.messages)
     looked_after(cluster, lambda: not all(p.alive for p in cluster.processes), "a lost process")
     (lost,) = (process for process in cluster.processes if not process.alive)
     assert lost.name in ("pe-0", "de-0")
     assert "lost on its way or with its node: ActorDiedError" in lost.log_tail()
     until(lambda: lost.name not in alive(cluster), "the engine is lost")
     waits = f"{lost.name} waits until Ray has a place for it"
-    looked_after(cluster, lambda: waits in said[before:], "a process that waits for its place")
+    looked_after(
+        cluster, lambda: waits in caplog.messages[before:], "a process that waits for its place"
+    )
 
     ray_cluster.join()
     looked_after(cluster, lambda: alive(cluster) == {"pe-0", "de-0"}, "both engines")
-    assert any(text.startswith(f"{lost.name} has a place, on ") for text in said[before:])
+    since = caplog.messages[before:]
+    assert any(text.startswith(f"{lost.name} has a place, on ") for text in since)
     looked_after(cluster, lambda: under_way.over, "the end of the stream")
     assert (under_way.error, len(under_way.token_ids)) == ("", 100)
     assert under_way.token_ids[:40] == first.token_ids

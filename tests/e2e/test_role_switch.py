@@ -38,8 +38,7 @@ class Supervised(Cluster):
     def __init__(self, folder: Path, processes: Processes) -> None:
         super().__init__(folder, processes)
         self.shapes = {name: UnitShape(Role(name.partition("-")[0])) for name in ENGINES}
-        self.said: list[str] = []
-        self._restarts = Restarts(self._start_again, self.said.append)
+        self._restarts = Restarts(self._start_again)
         units = {name: name for name in ENGINES}
         self._wishes = RoleWishes(self._ask, units, self.shapes, lambda role: 1, self._change)
 
@@ -90,7 +89,10 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 
 async def test_no_request_fails_while_engines_change_their_role_and_back(
-    tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    processes: Processes,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     made = Supervised(tmp_path, processes)
     async with under_load(made) as (http, agents), made.supervised():
@@ -113,6 +115,7 @@ async def test_no_request_fails_while_engines_change_their_role_and_back(
     assert set(agents.ends) == {"well"}, agents.ends
     assert 'outcome="joined",reason="asked",to_role="decode"} 1.0' in counted
     restarted = "prefill-1 has ended as it was asked to and is started again at once"
-    assert made.said[0] == restarted
-    assert len(made.said) == 2  # and nothing ended by itself
+    ended = [r.message for r in caplog.records if r.name.endswith(".restarts")]
+    assert ended[0] == restarted
+    assert len(ended) == 2  # and nothing ended by itself
     print(dict(agents.ends), said.out)

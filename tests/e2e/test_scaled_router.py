@@ -185,6 +185,12 @@ async def test_a_killed_front_end_ends_its_own_streams_only_and_is_back(
         for client in back:
             assert await client.metric(FINISHED) == 2
             assert await client.metric(RUNNING) == 0
+    # All of its processes say when, and how bad it is.
+    time, log = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}", made.process.output()
+    assert re.search(rf"{time} INFO \S+: decode engine decode joined", log, re.MULTILINE)
+    assert re.search(
+        rf"{time} WARNING \S+: front-end-\d ended with exit code -9", log, re.MULTILINE
+    )
 
 
 async def test_streams_that_decode_outlive_the_scheduler(

@@ -1,7 +1,9 @@
 """The command's entry point: fast help, and an exit code and one clear line for every failure."""
 
 import importlib
+import logging
 import os
+import re
 import subprocess
 import sys
 from types import ModuleType
@@ -68,6 +70,23 @@ def test_a_defect_keeps_its_traceback_and_is_exit_code_1(replay, capsys):
     replay.run = run
     assert main(["replay"]) == 1
     assert "ZeroDivisionError: a defect" in capsys.readouterr().err
+
+
+def test_what_any_command_logs_has_time_and_level(replay, monkeypatch, capsys):
+    def run(args):
+        logging.getLogger("dualpath.router.control").info("engine pe-0 joined")
+        logging.getLogger("asyncio").info("of interest to nobody")
+        logging.getLogger("asyncio").error("a socket is lost")
+        return 0
+
+    replay.run = run
+    with monkeypatch.context() as patched:
+        patched.setattr(logging.getLogger(), "handlers", [])  # pytest's, which a user has not
+        assert main(["replay"]) == 0
+    first, second = capsys.readouterr().err.splitlines()
+    time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
+    assert re.fullmatch(f"{time} INFO dualpath.router.control: engine pe-0 joined", first)
+    assert re.fullmatch(f"{time} ERROR asyncio: a socket is lost", second)
 
 
 def test_unknown_arguments_are_refused_by_name(replay, capsys):

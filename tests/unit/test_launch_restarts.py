@@ -2,6 +2,8 @@
 
 import signal
 
+import pytest
+
 from dualpath.ops.launch.restarts import (
     DRAIN_GUARD_S,
     FIRST_PAUSE_S,
@@ -36,9 +38,8 @@ class Story:
     def __init__(self) -> None:
         self.process = Process("pe-0")
         self.started_s: list[float] = []
-        self.said: list[str] = []
         self.now_s = 0.0
-        self.restarts = Restarts(self._start, self.said.append)
+        self.restarts = Restarts(self._start)
 
     def _start(self, name: str) -> None:
         assert name == "pe-0"
@@ -57,33 +58,42 @@ class Story:
         return self.started_s[-1] - died_s
 
 
-def test_what_ended_after_a_long_life_is_started_at_once_and_it_is_said() -> None:
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [f"{record.levelname}: {record.message}" for record in caplog.records]
+
+
+def test_what_ended_after_a_long_life_is_started_at_once_and_it_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     story = Story()
     assert story.dies_after(LONG_LIFE_S) == 0
-    assert story.said == ["pe-0 ended\npe-0 is started again at once"]
+    assert told(caplog) == ["WARNING: pe-0 ended", "INFO: pe-0 is started again at once"]
 
 
-def test_what_ends_soon_after_every_start_is_tried_less_and_less_often() -> None:
+def test_what_ends_soon_after_every_start_is_tried_less_and_less_often(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     story = Story()
     pauses = [story.dies_after(2.0) for _ in range(7)]
     assert pauses[:5] == [FIRST_PAUSE_S * 2**n for n in range(5)]
     assert pauses[5:] == [LAST_PAUSE_S] * 2
-    assert story.said[-1].endswith("pe-0 is started again in 30 s")
+    assert caplog.messages[-1] == "pe-0 is started again in 30 s"
     assert story.dies_after(LONG_LIFE_S) == 0
     assert story.dies_after(2.0) == FIRST_PAUSE_S
 
 
-def test_ranks_of_a_group_end_together_and_are_started_when_the_last_has_ended() -> None:
+def test_ranks_of_a_group_end_together_and_are_started_when_the_last_has_ended(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ranks = [Process("pe-0-dp0"), Process("pe-0-dp1"), Process("de-0")]
     started: list[str] = []
-    said: list[str] = []
-    restarts = Restarts(started.append, said.append, {"pe-0-dp0": "pe-0", "pe-0-dp1": "pe-0"})
+    restarts = Restarts(started.append, {"pe-0-dp0": "pe-0", "pe-0-dp1": "pe-0"})
     restarts.turn(ranks, 0.0)
     ranks[1].alive = False
     restarts.turn(ranks, LONG_LIFE_S)
     assert ranks[0].got == [signal.SIGINT]
     assert not ranks[2].got
-    assert said == ["pe-0-dp1 ended\npe-0 is started again at once"]
+    assert caplog.messages == ["pe-0-dp1 ended", "pe-0 is started again at once"]
     restarts.turn(ranks, LONG_LIFE_S + 1.0)
     assert started == []
     ranks[0].alive = False
@@ -95,7 +105,7 @@ def test_ranks_of_a_group_end_together_and_are_started_when_the_last_has_ended()
 def test_a_rank_that_does_not_end_with_the_others_is_killed() -> None:
     ranks = [Process("pe-0-dp0"), Process("pe-0-dp1")]
     started: list[str] = []
-    restarts = Restarts(started.append, started.append, {rank.name: "pe-0" for rank in ranks})
+    restarts = Restarts(started.append, {rank.name: "pe-0" for rank in ranks})
     restarts.turn(ranks, 0.0)
     ranks[1].alive = False
     restarts.turn(ranks, LONG_LIFE_S)
@@ -105,11 +115,13 @@ def test_a_rank_that_does_not_end_with_the_others_is_killed() -> None:
     assert started[-1] == "pe-0"
 
 
-def test_what_was_asked_to_end_is_started_at_once_and_that_is_no_fault() -> None:
+def test_what_was_asked_to_end_is_started_at_once_and_that_is_no_fault(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     story = Story()
     story.restarts.ask("pe-0", 0.0)
     assert story.dies_after(2.0) == 0
-    assert story.said == ["pe-0 has ended as it was asked to and is started again at once"]
+    assert told(caplog) == ["INFO: pe-0 has ended as it was asked to and is started again at once"]
     assert story.dies_after(2.0) == FIRST_PAUSE_S
 
 

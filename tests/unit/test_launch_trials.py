@@ -1,5 +1,7 @@
 """A unit that was asked into a shape which it cannot start in gets its former one back."""
 
+import pytest
+
 from dualpath.core.cluster import Role, UnitShape
 from dualpath.ops.launch.restarts import Restarts
 from dualpath.ops.launch.trials import INTERVAL_S, MOST_STARTS, Trials
@@ -28,13 +30,12 @@ class Story:
 
     def __init__(self, *impossible: UnitShape) -> None:
         self.shapes = {"pe-1": TWO}
-        self.said: list[str] = []
         self.started: list[UnitShape] = []
         self._impossible = impossible
         self._engine = Engine()
         self._now_s = 0.0
-        self.trials = Trials(self.shapes, self.said.append)
-        self._restarts = Restarts(self._start, lambda text: None)
+        self.trials = Trials(self.shapes)
+        self._restarts = Restarts(self._start)
 
     def _start(self, unit: str) -> None:
         self.trials.starts(unit)
@@ -60,18 +61,26 @@ class Story:
         self.trials.turn(self._now_s, lambda unit, shape: self._engine.alive)
 
 
-def test_a_shape_that_never_starts_is_tried_a_few_times_and_given_up() -> None:
+def given_up(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name.endswith(".trials")]
+
+
+def test_a_shape_that_never_starts_is_tried_a_few_times_and_given_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     story = Story(FOUR)
     story.asks(FOUR)
     story.goes_on()
     assert story.started == [FOUR] * MOST_STARTS + [TWO]
     assert story.shapes == {"pe-1": TWO}
-    (said,) = story.said
+    (said,) = given_up(caplog)
     assert "pe-1 has not served as prefill with 4 ranks after 3 starts" in said
     assert "it is prefill with 2 ranks again" in said
 
 
-def test_a_shape_that_has_served_is_kept_however_often_it_ends() -> None:
+def test_a_shape_that_has_served_is_kept_however_often_it_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     story = Story()
     story.asks(FOUR)
     story.goes_on()
@@ -79,7 +88,7 @@ def test_a_shape_that_has_served_is_kept_however_often_it_ends() -> None:
         story.dies()
         story.goes_on()
     assert set(story.started) == {FOUR}
-    assert not story.said
+    assert not given_up(caplog)
 
 
 def test_who_changes_his_mind_while_it_is_tried_gets_back_what_served() -> None:
@@ -92,9 +101,11 @@ def test_who_changes_his_mind_while_it_is_tried_gets_back_what_served() -> None:
     assert story.started[-MOST_STARTS - 1 :] == [one] * MOST_STARTS + [TWO]
 
 
-def test_what_never_changed_is_started_for_as_long_as_it_takes() -> None:
+def test_what_never_changed_is_started_for_as_long_as_it_takes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     story = Story(TWO)
     story.dies()
     story.goes_on()
     assert len(story.started) > MOST_STARTS
-    assert not story.said
+    assert not given_up(caplog)

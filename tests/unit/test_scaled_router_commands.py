@@ -54,7 +54,7 @@ def test_a_front_end_gets_its_clients_settings_and_where_the_scheduler_is() -> N
         commands.append(["frontend", "m", *arguments(own), *arguments(link)])
         return commands[-1]
 
-    ScaledRouter(ROUTER, "127.0.0.1", words, lambda said: None)
+    ScaledRouter(ROUTER, "127.0.0.1", words)
     names = set()
     for command in commands:
         router, _, found = frontend._settings(parsed(frontend, command))

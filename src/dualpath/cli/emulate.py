@@ -84,11 +84,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: a setting is wrong or an address taken; nothing is left running.
     """
-    import logging
-
     from dualpath.cli.event_loop import run_served
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if args.role == ROUTER:
         settings = router_settings(args)
         if settings.front_ends:

@@ -99,6 +99,10 @@ def _run(module: ModuleType, arguments: Sequence[str]) -> int:
     args, unknown = parser.parse_known_args(arguments)
     if unknown:  # argparse would say so with the usage of `dualpath` alone
         commands.choices[args.subcommand].error(f"unrecognized arguments: {' '.join(unknown)}")
+    # Here, so that a process logs alike however it was started; not before: help comes at once.
+    from dualpath.cli.log_lines import begin_log_lines
+
+    begin_log_lines()
     try:
         exit_code: int = module.run(args)
     except DualPathError as error:

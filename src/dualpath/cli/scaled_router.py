@@ -35,7 +35,6 @@ def run_scaled_router(
                     settings,
                     host,
                     lambda own, link: front_end(own, link, number),
-                    _say,
                     adapters,
                 ) as processes,
             ):

@@ -49,13 +49,9 @@ def run(args: argparse.Namespace) -> int:
     """
     settings, address = _settings(args)
 
-    import logging
-
     from dualpath.cli.event_loop import run_served
     from dualpath.router.http.scheduler_process import run_scheduler
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("dualpath").setLevel(logging.INFO)
     # A signal before the server handles it ends the start.
     with ended_by_sigterm():
         run_served(run_scheduler(settings, address))

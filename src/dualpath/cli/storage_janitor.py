@@ -1,13 +1,13 @@
 """`dualpath storage janitor` and `gc`: keep a storage within limits, for ever or once."""
 
 import argparse
+import logging
 import signal
 import threading
 import time
 import uuid
 from typing import TYPE_CHECKING
 
-from dualpath.cli.output import say
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.cli.storage_look import Progress, add_action, open_place
 from dualpath.core.errors import ConfigError, StorageError
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from dualpath.storage.janitor import Janitor
     from dualpath.storage.objects import ObjectTree
+
+log = logging.getLogger(__name__)
 
 #: Between two steps while there is something to remove.
 _BUSY_S = 0.05
@@ -50,10 +52,10 @@ def janitor(args: argparse.Namespace) -> int:
         try:
             holds = candidate.step()
         except StorageError as error:
-            say(str(error))
+            log.warning("%s", error)
             holds = was
         if holds != was:
-            say("this is the janitor" if holds else "another is the janitor")
+            log.info("this is the janitor" if holds else "another is the janitor")
         was = holds
         ends.wait(_BUSY_S if candidate.is_busy else BEAT_S)
     candidate.close()

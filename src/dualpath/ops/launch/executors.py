@@ -1,16 +1,14 @@
 """Opens the executor that settings name."""
 
-from collections.abc import Callable
-
 from dualpath.ops.launch.executor import Executor
 from dualpath.ops.launch.local_executor import LocalExecutor
 from dualpath.ops.launch.settings import LocalClusterSettings
 
 
-def open_executor(settings: LocalClusterSettings, say: Callable[[str], None]) -> Executor:
+def open_executor(settings: LocalClusterSettings) -> Executor:
     """Return it; raises ``ModuleNotFoundError`` if it takes Ray and that is not installed."""
     if settings.executor == "ray":
         from dualpath.ops.launch.ray_executor import RayExecutor
 
-        return RayExecutor(settings, say)
+        return RayExecutor(settings)
     return LocalExecutor(settings)

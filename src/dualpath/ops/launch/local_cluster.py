@@ -5,6 +5,7 @@ started again, drained and ended in one way.
 """
 
 import functools
+import logging
 import shutil
 import signal
 import tempfile
@@ -42,11 +43,14 @@ from dualpath.ops.launch.units import (
 )
 from dualpath.router.api_keys import client_headers
 
+log = logging.getLogger(__name__)
+
 
 class LocalCluster:
     """P prefill engines, D decode engines and a router; a context manager.
 
-    ``progress`` is called with what is being waited for, in plain words.  ``executor`` runs the
+    ``progress`` is called with what is being waited for, in plain words; what happens afterwards is
+    logged.  ``executor`` runs the
     processes instead of the one that the settings name, and is closed in the end; ``commands`` are
     those of the kind of engines.  Entering raises ``ConfigError``, ``EngineLostError`` with the
     cause from the log, or ``DeadlineError``, after everything is taken down again.
@@ -61,7 +65,7 @@ class LocalCluster:
     ) -> None:
         self.settings = settings
         self._progress = progress
-        self._executor = executor or open_executor(settings, progress)
+        self._executor = executor or open_executor(settings)
         self._commands = commands
         self._supervisor = Supervisor()
         self._starts: dict[str, Callable[[], None]] = {}
@@ -69,8 +73,8 @@ class LocalCluster:
         self._units: dict[str, str] = {}
         #: What each unit of engines is, or becomes when it has drained.
         self._shapes: dict[str, UnitShape] = {}
-        self._trials = Trials(self._shapes, progress)
-        self._restarts = Restarts(self._start_again, progress, self._units)
+        self._trials = Trials(self._shapes)
+        self._restarts = Restarts(self._start_again, self._units)
         self._wishes = RoleWishes(
             lambda: self._status.roles(), self._units, self._shapes, settings.ranks, self.change
         )
@@ -223,7 +227,7 @@ class LocalCluster:
             self._own_logs = None
 
     def watch(self) -> None:
-        """Start again whatever ends, and say so; never returns."""
+        """Start again whatever ends, and log it; never returns."""
         while True:
             self.look_after()
             time.sleep(POLL_S)
@@ -238,9 +242,9 @@ class LocalCluster:
         """Let a unit of engines drain; it is started again as ``shape``, under its old name."""
         why = None if self._executor.on_cpus else too_few_devices(self.settings, unit, shape)
         if why is not None:
-            self._progress(f"{unit} stays {self._shapes[unit]}: {why}")
+            log.warning("%s stays %s: %s", unit, self._shapes[unit], why)
             return
-        self._progress(f"{unit} drains and becomes {shape}")
+        log.info("%s drains and becomes %s", unit, shape)
         self._trials.begin(unit, shape)
         self._restarts.ask(unit, time.monotonic())
         for process in self.processes:

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,21 +46,16 @@ _CARRIED = (PREFIX, "AWS_", "HF_", "NCCL_", "UCX_", "VLLM_")
 
 
 class RayExecutor(Executor):
-    """See the base class; connects to the cluster when places are reserved.
-
-    ``say`` is told of units that wait for a place, from other threads.
-    """
+    """See the base class; connects to the cluster when places are reserved."""
 
     one_machine = False
 
     def __init__(
         self,
         settings: LocalClusterSettings,
-        say: Callable[[str], None] = lambda text: None,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         self._settings = settings
-        self._say = say
         self._address = settings.ray_address or environment.get(_ADDRESS_VARIABLE) or _ANY_HERE
         self._environment = {n: v for n, v in environment.items() if n.startswith(_CARRIED)}
         self._groups: list[PlacementGroup] = []
@@ -107,7 +102,7 @@ class RayExecutor(Executor):
         """See the base class."""
         started = RayUnit(
             *(unit, lambda: self._actor(unit.name), launches, logs),
-            *(os.getcwd(), self._environment, self._say),
+            *(os.getcwd(), self._environment),
         )
         self._units[unit.name] = started
         return started.processes

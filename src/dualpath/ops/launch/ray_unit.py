@@ -6,6 +6,7 @@ with its worker or its node; the processes of the unit have ended then.
 """
 
 import contextlib
+import logging
 import queue
 import signal
 import threading
@@ -22,6 +23,8 @@ from dualpath.ops.launch.executor import Launches
 from dualpath.ops.launch.managed_process import ManagedProcess
 from dualpath.ops.launch.unit_processes import NodePlace, Seen
 from dualpath.ops.launch.units import Unit
+
+log = logging.getLogger(__name__)
 
 #: How often logs are brought and ends are seen.
 LOOK_S = 0.2
@@ -103,8 +106,8 @@ class _ActorPlace:
 class RayUnit:
     """Starts the processes of a unit in an actor, which ``make_actor`` returns at once.
 
-    ``folder`` and ``environment`` are as in ``UnitProcesses.start``.  ``say`` is told, from
-    another thread, of a unit that waits for its place.
+    ``folder`` and ``environment`` are as in ``UnitProcesses.start``.  That a unit waits for its
+    place is logged.
     """
 
     def __init__(
@@ -115,12 +118,10 @@ class RayUnit:
         logs: Path,
         folder: str,
         environment: Mapping[str, str],
-        say: Callable[[str], None],
     ) -> None:
         self._unit = unit
         self._launches = launches
         self._start_in = (folder, dict(environment))
-        self._say = say
         self._signals: queue.SimpleQueue[_Signal] = queue.SimpleQueue()
         self.processes = tuple(
             RayProcess(name, logs / f"{name}.log", self._signals) for name in unit.processes
@@ -157,12 +158,12 @@ class RayUnit:
                 self._ended(-self._signals.get_nowait().number, "ended before it had a place")
                 return None
             if time.monotonic() > say_s:
-                self._say(f"{self._unit.name} waits until Ray has a place for it")
+                log.warning("%s waits until Ray has a place for it", self._unit.name)
                 say_s, said = time.monotonic() + _SAY_AGAIN_S, True
         found: NodePlace = ray.get(answer, timeout=_CALL_S)
         self._placed = True
         if said:
-            self._say(f"{self._unit.name} has a place, on {found.host}")
+            log.info("%s has a place, on %s", self._unit.name, found.host)
         return found
 
     def _start(self, found: NodePlace) -> None:

@@ -7,10 +7,13 @@ Ranks of a data-parallel group are a unit: one that ends takes the others with i
 none alone.  An idle one would not notice, so it is told.
 """
 
+import logging
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
+
+log = logging.getLogger(__name__)
 
 #: A process that had lived for so long is started again at once.
 LONG_LIFE_S = 60.0
@@ -51,18 +54,16 @@ class Ending(Protocol):
 class Restarts:
     """Watches *units*: processes that end and start together, mostly one.
 
-    ``start`` starts all processes of a unit anew; ``say`` gets what an operator should know;
-    ``units`` names the unit of a process where it is another name than its own.
+    ``start`` starts all processes of a unit anew; ``units`` names the unit of a process where it is
+    another name than its own.  What an operator should know is logged.
     """
 
     def __init__(
         self,
         start: Callable[[str], None],
-        say: Callable[[str], None],
         units: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._start = start
-        self._say = say
         self._units = units
         self._since_s: dict[str, float] = {}
         self._pause_s: dict[str, float] = {}
@@ -114,11 +115,12 @@ class Restarts:
         lived_s = now_s - self._since_s.pop(unit, now_s)
         if self._asked_s.pop(unit, None) is not None:
             self._due_s[unit] = now_s
-            self._say(f"{unit} has ended as it was asked to and is started again at once")
+            log.info("%s has ended as it was asked to and is started again at once", unit)
             return
         before_s = self._pause_s.get(unit, 0.0)
         pause_s = min(max(2 * before_s, FIRST_PAUSE_S), LAST_PAUSE_S)
         self._pause_s[unit] = pause_s = 0.0 if lived_s >= LONG_LIFE_S else pause_s
         self._due_s[unit] = now_s + pause_s
         when = f"in {pause_s:g} s" if pause_s else "at once"
-        self._say(f"{process.ending()}\n{unit} is started again {when}")
+        log.warning("%s", process.ending())
+        log.info("%s is started again %s", unit, when)

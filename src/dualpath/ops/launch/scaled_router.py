@@ -67,8 +67,8 @@ class ScaledRouter:
     """The processes of ``settings.front_ends`` > 0; a context manager that ends them.
 
     ``front_end`` returns the words after ``dualpath`` that start a front end of these settings and
-    this link.  ``say`` gets what an operator should know; ``adapters`` are those that clients may
-    name, with their paths.  Addresses of port 0 are chosen once.
+    this link.  ``adapters`` are those that clients may name, with their paths.  Addresses of port 0
+    are chosen once.  Ends and restarts are logged.
     """
 
     def __init__(
@@ -76,7 +76,6 @@ class ScaledRouter:
         settings: RouterSettings,
         host: str,
         front_end: Callable[[RouterSettings, LinkSettings], Sequence[str]],
-        say: Callable[[str], None],
         adapters: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         settings = _with_ports(settings, host)
@@ -92,7 +91,7 @@ class ScaledRouter:
             own = _without(settings, (*SCHEDULERS_OWN, "api_keys"))
             self._commands[f"front-end-{index}"] = front_end(own, link)
         self._supervisor = Supervisor()
-        self._restarts = Restarts(self._start, say)
+        self._restarts = Restarts(self._start)
         self._starts: Counter[str] = Counter()
 
     def __enter__(self) -> Self:

@@ -6,9 +6,12 @@ while it is tried nobody serves.  So the unit gets its former shape back, which 
 router sees that and calls the switch cancelled.
 """
 
+import logging
 from collections.abc import Callable, MutableMapping
 
 from dualpath.core.cluster import UnitShape
+
+log = logging.getLogger(__name__)
 
 #: Starts in a new shape, after which the unit gets its former one.
 MOST_STARTS = 3
@@ -17,13 +20,10 @@ INTERVAL_S = 1.0
 
 
 class Trials:
-    """Owns the change of ``shapes``, by unit; ``say`` gets what an operator should know."""
+    """Owns the change of ``shapes``, by unit; what an operator should know is logged."""
 
-    def __init__(
-        self, shapes: MutableMapping[str, UnitShape], say: Callable[[str], None] = lambda text: None
-    ) -> None:
+    def __init__(self, shapes: MutableMapping[str, UnitShape]) -> None:
         self._shapes = shapes
-        self._say = say
         #: What units on trial served as.
         self._former: dict[str, UnitShape] = {}
         self._starts: dict[str, int] = {}
@@ -43,10 +43,10 @@ class Trials:
         if self._starts[unit] > MOST_STARTS:
             failed, former = self._shapes[unit], self._former.pop(unit)
             self._shapes[unit] = former
-            self._say(
-                f"{unit} has not served as {failed} after {MOST_STARTS} starts, the ends of which "
-                f"are told above; it is {former} again. Mend what they say, then ask once more "
-                "with `dualpath roles`"
+            log.error(
+                "%s has not served as %s after %d starts, the ends of which are told above; it is "
+                "%s again. Mend what they say, then ask once more with `dualpath roles`",
+                *(unit, failed, MOST_STARTS, former),
             )
 
     def turn(self, now_s: float, serves: Callable[[str, UnitShape], bool]) -> None:

@@ -126,14 +126,15 @@ class Campaign:
     async def run(self) -> FuzzResult:
         """Give all inputs."""
         root = logging.getLogger()
-        root.addHandler(self._errors)
+        # Alone: what is refused is logged for every input, and would be all that one sees.
+        before, root.handlers = root.handlers, [self._errors]
         try:
             async with self._subject:
                 await asyncio.gather(*(self._player() for _ in range(self._at_once)))
                 await self._at_the_end()
                 end_bytes = self._resident_bytes()
         finally:
-            root.removeHandler(self._errors)
+            root.handlers = before
         if end_bytes - self._warm_bytes > GROWTH_ALLOWED_BYTES:
             self._find(-1, "", f"memory grew from {self._warm_bytes} to {end_bytes} bytes")
         return FuzzResult(
