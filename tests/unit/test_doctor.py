@@ -310,8 +310,15 @@ def test_the_table_puts_the_remedy_below_what_was_found():
         "ok       One     fine",
         "warning  Second  slow (needed: fast)",
         "                 -> hurry",
-        "0 errors, 1 warnings",
+        "0 errors, 1 warning",
     ]
+
+
+def test_the_last_line_counts_in_plain_english():
+    bad, odd = error("One", "broken", "", "mend it"), warning("Two", "slow", "fast", "hurry")
+    assert command.table([ok("One", "fine")])[-1] == "0 errors, 0 warnings"
+    assert command.table([bad, odd, odd])[-1] == "1 error, 2 warnings"
+    assert command.table([bad, bad])[-1] == "2 errors, 0 warnings"
 
 
 def test_the_exit_code_shows_errors(tmp_path, capsys):

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 EXIT_ERRORS = 1
 _WIDTH = 100
+#: What the last line of the table counts.
+_COUNTED = ("error", "warning")
 _EPILOG = """\
 dualpath doctor
 dualpath doctor --storage kv --storage-bytes 1GiB --ports 8001 --router tcp://10.0.0.1:5700
@@ -64,8 +66,12 @@ def table(findings: "Sequence[Finding]") -> list[str]:
         if finding.remedy:
             lines += _wrapped(" " * len(head) + "-> ", finding.remedy)
     counts = [f.status.value for f in findings]
-    lines.append(f"{counts.count('error')} errors, {counts.count('warning')} warnings")
+    lines.append(", ".join(_counted(counts.count(status), status) for status in _COUNTED))
     return lines
+
+
+def _counted(number: int, status: str) -> str:
+    return f"{number} {status}" if number == 1 else f"{number} {status}s"
 
 
 def _wrapped(head: str, text: str) -> list[str]:
