@@ -257,6 +257,10 @@ def test_additions_are_compared_with_dualpath_on_settings_and_traces(tmp_path: P
     assert any("left out: mini-swe" in line for line in report.settings)
     split = 2 + [v.title for v in beyond.VARIANTS].index("split read")
     assert all(row[split].startswith("+") for row in report.tables[0].rows)
+    (panel,) = report.panels
+    names = panel.series[0].x
+    assert {"660B, 32K, 64", "27B 1P1D, 64K, 64"} <= set(names)
+    assert len(set(names)) == len(report.tables[0].rows) - 1  # all but the mean
 
 
 def test_a_tier_is_measured_from_none_of_the_working_set_to_all_of_it() -> None:

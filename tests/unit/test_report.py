@@ -139,6 +139,17 @@ def words(panel: Panel) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]+)</text>", pictures.svg(panel, "p"))
 
 
+def test_bars_whose_names_are_no_numbers_have_all_of_them_however_many():
+    def below(names):
+        bars = Series("basic", names, tuple(2.5 for _ in names))
+        return [word for word in words(Panel("", "grouped", "", "s", (bars,))) if word in names]
+
+    clusters = tuple(f"{number}P1D" for number in range(1, 13))
+    assert below(clusters) == list(clusters)
+    agents = tuple(f"1,{number}00" for number in range(10, 22))
+    assert below(agents) == list(agents[::2])
+
+
 def test_bars_have_their_values_and_one_beyond_the_limit_is_marked():
     series = Series("basic", ("a", "b", "c"), (1.25, 50.0, 1234.0), low=(1.0, 49.0, 1.0), high=())
     assert {"1.25", "50", "1,234"} <= set(words(Panel("", "grouped", "", "s", (series,))))

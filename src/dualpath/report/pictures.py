@@ -193,8 +193,16 @@ def _bars(axes: Axes, panel: Panel) -> None:
     places = np.arange(len(names))
     found = looks([series.name for series in panel.series])
     (_stacked if panel.kind == "stacked" else _grouped)(axes, panel, places, found)
+    if len(names) > _MOST_NAMES and not all(_is_number(name) for name in names):
+        # Between two numbers a reader knows what is left out, between two names not.
+        axes.set_xticks(places, names, rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
+        return
     every = math.ceil(len(names) / _MOST_NAMES)
     axes.set_xticks(range(0, len(names), every), names[::every])
+
+
+def _is_number(name: str) -> bool:
+    return name.replace(",", "").replace(".", "").isdigit()
 
 
 def _stacked(axes: Axes, panel: Panel, places: NDArray[np.int64], found: Sequence[Look]) -> None:

@@ -62,6 +62,9 @@ which is what a switch costs from then on. Neither does the model charge for spr
 of DS 660B anew, so that its rows are upper bounds.
 """
 ONLINE_APS = (0.2, 0.4)
+#: The nodes of most settings, left out of their names below bars.
+_MOSTLY = "2P4D"
+_NAMED_BY = f"model ({_MOSTLY} unless said), context or trace, agents"
 #: How a gain is written.
 _SAVED = "{:+.1%}"
 
@@ -235,12 +238,17 @@ def _means(gains: Sequence[Gains]) -> list[str]:
 
 
 def _panel(title: str, gains: Sequence[Gains]) -> Panel:
-    names = tuple(str(index + 1) for index in range(len(gains)))
+    names = tuple(short_name(one.case) for one in gains)
     series = tuple(
         Series(variant.title, names, tuple(_scaled(one.gain(one.variants_s[i])) for one in gains))
         for i, variant in enumerate(VARIANTS)
     )
-    return Panel(title, "grouped", "row of the table", "saved, %", series, from_zero=False)
+    return Panel(title, "grouped", _NAMED_BY, "saved, %", series, from_zero=False)
+
+
+def short_name(case: str) -> str:
+    """Return a setting as it fits below a bar."""
+    return case.removeprefix("DS ").replace(f" {_MOSTLY}", "")
 
 
 def _scaled(gain: float | None) -> float | None:
