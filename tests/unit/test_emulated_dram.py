@@ -246,6 +246,10 @@ async def test_a_router_that_wants_nothing_kept_gets_an_empty_buffer(tmp_path: P
 
 async def test_what_was_pushed_out_in_a_pause_is_there_again_for_the_next_turn() -> None:
     async with cluster(
+        "memory://dram-off-sessions", Mode.DUALPATH, router=RouterSettings(dram_tier=False)
+    ) as made:
+        plain_first, plain_second, _ = await two_turns(made)
+    async with cluster(
         "memory://dram-sessions",
         Mode.DUALPATH,
         decode=1,
@@ -253,6 +257,7 @@ async def test_what_was_pushed_out_in_a_pause_is_there_again_for_the_next_turn()
     ) as made:
         manager = made.engines["decode-0"].plane.manager
         first, _ = await made.ask(PROMPT, 9, session_id="paused")
+        assert first == plain_first
         await made.stored()
         for other in range(50, 53):
             await made.ask([other, *PROMPT], 9)
@@ -270,8 +275,8 @@ async def test_what_was_pushed_out_in_a_pause_is_there_again_for_the_next_turn()
             total(made, Counter.DRAM_HIT_BLOCKS),
             total(made, Counter.STORAGE_READ_BYTES),
         )
-        _, found = await made.ask([*PROMPT, *first, 7, 8], 5)
-        assert found == HIT_BLOCKS * GEOMETRY.block_tokens
+        second, found = await made.ask([*PROMPT, *first, 7, 8], 5)
+        assert (second, found) == (plain_second, HIT_BLOCKS * GEOMETRY.block_tokens)
         assert total(made, Counter.DRAM_HIT_BLOCKS) == hits + HIT_BLOCKS
         assert total(made, Counter.STORAGE_READ_BYTES) == read_bytes
         await made.idle()
