@@ -2,10 +2,12 @@
 
     python -m tests.parity.record_run dualpath split round-robin
     python -m tests.parity.record_run dualpath --lose-engine
+    python -m tests.parity.record_run dualpath --dram-tier
 
 Six engines of a tiny model, two groups per role, replay agents that overtax them: storage reads
 are throttled, HBM of a DE holds about three requests, and α and β are low, so that every category
-and reason occurs.
+and reason occurs.  Every hit is read from storage, but with ``--dram-tier``: then agents find in the
+buffers of DEs and PEs what there was room for.
 """
 
 import argparse
@@ -49,6 +51,9 @@ PLACES = {
 CONTEXT_TOKENS = 6144
 AGENTS = 10
 TURNS = 8
+BUFFER_BYTES = 128 << 20
+#: Of an engine that keeps KV for next turns: about five contexts, of eight agents at a DE's group.
+KEEPING_BUFFER_BYTES = 64 << 20
 
 
 def grouped_engine(
@@ -101,8 +106,13 @@ class LoseEngine:
         self._cluster.start_engines(Role.DECODE, 1)
 
 
-def record(mode: Mode, seed: int, lose_engine: bool) -> None:
-    """Run one mode and keep its log, with short names, as ``<mode>[-engine-lost].jsonl.xz``."""
+def log_name(mode: Mode, lose_engine: bool, dram_tier: bool) -> str:
+    """Return what the log of such a run is called."""
+    return f"{mode}{'-engine-lost' if lose_engine else ''}{'-kept' if dram_tier else ''}"
+
+
+def record(mode: Mode, seed: int, lose_engine: bool, dram_tier: bool) -> None:
+    """Run one mode and keep its log, with short names, as ``<log_name>.jsonl.xz``."""
     with tempfile.TemporaryDirectory(prefix="dualpath-parity-") as folder:
         raw = Path(folder) / "events.jsonl"
         settings = LocalClusterSettings(
@@ -115,7 +125,8 @@ def record(mode: Mode, seed: int, lose_engine: bool) -> None:
             dtype="float32",
             max_model_len=CONTEXT_TOKENS,
             hbm_bytes=64 << 20,
-            buffer_bytes=128 << 20,
+            buffer_bytes=KEEPING_BUFFER_BYTES if dram_tier else BUFFER_BYTES,
+            dram_tier=dram_tier,
             snic_bytes_per_s=8e6,
             alpha_tokens=1500,
             beta_tokens=3000,
@@ -134,7 +145,7 @@ def record(mode: Mode, seed: int, lose_engine: bool) -> None:
         print(mode, result.summary)
         log = shortened(read_event_log(raw))
     lines = b"".join(encode_line(line) for line in (log.begin, *log.events))
-    target = FOLDER / f"{mode}{'-engine-lost' if lose_engine else ''}.jsonl.xz"
+    target = FOLDER / f"{log_name(mode, lose_engine, dram_tier)}.jsonl.xz"
     target.write_bytes(lzma.compress(lines, preset=9 | lzma.PRESET_EXTREME))
     print(f"{target}: {len(log.events)} events, {target.stat().st_size} bytes")
 
@@ -144,6 +155,7 @@ if __name__ == "__main__":
     parser.add_argument("modes", nargs="+", choices=[mode.value for mode in Mode])
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--lose-engine", action="store_true", help="kill a DE in the middle")
+    parser.add_argument("--dram-tier", action="store_true", help="keep KV for next turns")
     chosen = parser.parse_args()
     for name in chosen.modes:
-        record(Mode(name), chosen.seed, chosen.lose_engine)
+        record(Mode(name), chosen.seed, chosen.lose_engine, chosen.dram_tier)

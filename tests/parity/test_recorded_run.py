@@ -36,9 +36,6 @@ from dualpath.router.control.event_recorder import read_event_log
 FOLDER = Path(__file__).parent / "recorded"
 LOGS = {path.name.split(".")[0]: read_event_log(path) for path in sorted(FOLDER.glob("*.xz"))}
 
-#: The logs in which all engines live until the last request is over, by their mode.
-MODES = ("dualpath", "round-robin", "split")
-
 #: Who is asked again: a fresh live scheduler, or the simulator's.
 DRIVERS: dict[str, Callable[[EventLog], SchedulerCalls | None]] = {
     "live": lambda log: None,
@@ -59,7 +56,7 @@ def test_the_live_scheduler_decides_again_as_it_was_recorded(name):
 def test_the_simulators_scheduler_decides_as_the_live_one_did(name):
     log = before_losses(LOGS[name])
     assert difference(log, CompiledScheduler(log)) is None
-    assert len(assignments(log)) >= (80 if name in MODES else 20)
+    assert len(assignments(log)) >= (20 if name == "dualpath-engine-lost" else 80)
 
 
 # ---------------------------------------------------------------- what the logs have in them
@@ -112,6 +109,32 @@ def waited(log: EventLog) -> int:
             waiting -= {a.request_id for a in event.assignments}
             tries.update(waiting)
     return sum(count >= 8 for count in tries.values())
+
+
+def test_one_run_kept_what_agents_came_back_for():
+    """Their hits came from the DRAM of the DE, of the PE behind it, and in part from storage."""
+    decided = assignments(LOGS["dualpath-kept"])
+    assert [a.read_reason for a in decided].count("kept") >= 40
+    assert "kept" in {a.de_reason for a in decided}
+    sources = {tuple((run.side, run.kept) for run in a.reads) for a in decided}
+    assert sources >= {
+        ((Role.DECODE, True),),
+        ((Role.DECODE, True), (Role.PREFILL, False)),
+        ((Role.DECODE, True), (Role.DECODE, False)),
+        ((Role.DECODE, True), (Role.PREFILL, True), (Role.PREFILL, False)),
+        ((Role.PREFILL, False),),
+        ((Role.DECODE, False),),
+    }
+    assert all(a.read_reason == "kept" for a in decided if a.reads and all_kept(a))
+
+
+@pytest.mark.parametrize("name", sorted(LOGS.keys() - {"dualpath-kept"}))
+def test_the_others_read_every_hit_from_storage(name):
+    assert not any(run.kept for a in assignments(LOGS[name]) for run in a.reads)
+
+
+def all_kept(assignment: Assignment) -> bool:
+    return all(run.kept for run in assignment.reads)
 
 
 def test_one_run_lost_an_engine_with_requests_on_it():
