@@ -6,8 +6,8 @@
 
 Six engines of a tiny model, two groups per role, replay agents that overtax them: storage reads
 are throttled, HBM of a DE holds about three requests, and α and β are low, so that every category
-and reason occurs.  Every hit is read from storage, but with ``--dram-tier``: then agents find in the
-buffers of DEs and PEs what there was room for.
+and reason occurs.  Every hit is read from storage, but with ``--dram-tier``: then agents find in
+the buffers of DEs and PEs what there was room for.
 """
 
 import argparse
