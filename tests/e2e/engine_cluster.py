@@ -4,7 +4,7 @@ import asyncio
 import functools
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -198,10 +198,20 @@ class EngineCluster:
     # ------------------------------------------------------------------ requests and blocks
 
     def ask(
-        self, prompt: Sequence[int], generate: int, salt: str = "", model: str = NAME
+        self,
+        prompt: Sequence[int],
+        generate: int,
+        salt: str = "",
+        model: str = NAME,
+        hints: Mapping[str, object] | None = None,
     ) -> Answer:
         """Return the answer to one request."""
-        return complete(self.url, prompt, generate, salt, model)
+        return complete(self.url, prompt, generate, salt, model, hints)
+
+    def kept_blocks(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """Return who keeps how many blocks at the head of a chain, as far as the router knows."""
+        prefixes = self.service.context.kept.prefixes(keys, self.settings.mode)
+        return {prefix.engine_id: prefix.blocks for prefix in prefixes}
 
     @functools.cached_property
     def storage(self) -> PosixStorage:

@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -70,10 +70,19 @@ def until(true: Callable[[], Any], what: str, timeout_s: float = GUARD_S) -> Any
 
 
 class Completion:
-    """A streamed ``/v1/completions`` request with token ids in and out; greedy, no stop."""
+    """A streamed ``/v1/completions`` request with token ids in and out; greedy, no stop.
+
+    ``hints`` say more of the agent's session.
+    """
 
     def __init__(
-        self, url: str, prompt: Sequence[int], generate: int, salt: str = "", model: str = NAME
+        self,
+        url: str,
+        prompt: Sequence[int],
+        generate: int,
+        salt: str = "",
+        model: str = NAME,
+        hints: Mapping[str, object] | None = None,
     ) -> None:
         self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=GUARD_S)
         body = {
@@ -88,6 +97,8 @@ class Completion:
         }
         if salt:
             body["cache_salt"] = salt
+        if hints:
+            body["vllm_xargs"] = dict(hints)
         headers = {"Content-Type": "application/json"}
         self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
         self.cached_tokens = 0
@@ -121,10 +132,15 @@ class Completion:
 
 
 def complete(
-    url: str, prompt: Sequence[int], generate: int, salt: str = "", model: str = NAME
+    url: str,
+    prompt: Sequence[int],
+    generate: int,
+    salt: str = "",
+    model: str = NAME,
+    hints: Mapping[str, object] | None = None,
 ) -> Answer:
     """Return the answer to one request."""
-    return Completion(url, prompt, generate, salt, model).answer()
+    return Completion(url, prompt, generate, salt, model, hints).answer()
 
 
 def in_parallel(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -209,13 +225,15 @@ class PlainEngine:
             connection.close()
 
 
-def play_plain(url: str, rounds: Sequence[Round], model: str = NAME) -> list[list[int]]:
+def play_plain(
+    url: str, rounds: Sequence[Round], model: str = NAME, salt: str = ""
+) -> list[list[int]]:
     """Play an agent against a plain engine; return the generated tokens of each turn."""
     context: list[int] = []
     answers = []
     for append, generate in rounds:
         context += append
-        answers.append(complete(url, context, generate, model=model).token_ids)
+        answers.append(complete(url, context, generate, salt, model).token_ids)
         context += answers[-1]
     return answers
 
