@@ -89,10 +89,8 @@ class Processes(Supervisor):
 
 
 async def first_line(process: ManagedProcess) -> str:
-    """Return what it says when it is up; the router of this process serves meanwhile."""
-    line = await asyncio.to_thread(process.wait_for_line, "", GUARD_S)
-    assert line.startswith("dualpath "), process.log_tail()
-    return line
+    """Return what it says when it is up, beside what it logs; the router here serves meanwhile."""
+    return await asyncio.to_thread(process.wait_for_line, "dualpath ", GUARD_S)
 
 
 async def ended(process: ManagedProcess) -> list[str]:
