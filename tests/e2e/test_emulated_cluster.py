@@ -90,7 +90,7 @@ class Processes(Supervisor):
 
 async def first_line(process: ManagedProcess) -> str:
     """Return what it says when it is up, beside what it logs; the router here serves meanwhile."""
-    return await asyncio.to_thread(process.wait_for_line, "dualpath ", GUARD_S)
+    return await asyncio.to_thread(process.wait_for_line, "dualpath emulated ", GUARD_S)
 
 
 async def ended(process: ManagedProcess) -> list[str]:
