@@ -88,16 +88,16 @@ class Processes(Supervisor):
         return self.add(process, ends_last=role == "router")
 
 
-async def first_line(process: ManagedProcess) -> str:
+async def first_line(process: ManagedProcess, begin: str = "dualpath emulated ") -> str:
     """Return what it says when it is up, beside what it logs; the router here serves meanwhile."""
-    return await asyncio.to_thread(process.wait_for_line, "dualpath emulated ", GUARD_S)
+    return await asyncio.to_thread(process.wait_for_line, begin, GUARD_S)
 
 
 async def ended(process: ManagedProcess) -> list[str]:
-    """End a process as an operator would; return what it said after its first line."""
+    """End a process as an operator would; return what it said and warned of after its first line."""
     process.terminate()
     assert await asyncio.to_thread(process.wait, GUARD_S) == 0, process.log_tail()
-    return process.output().splitlines()[1:]
+    return [line for line in process.output().splitlines() if " INFO " not in line][1:]
 
 
 @contextlib.asynccontextmanager
@@ -226,7 +226,9 @@ async def test_a_request_survives_the_end_of_its_decode_engine(tmp_path: Path) -
     (tmp_path / "costs.toml").write_text(COSTS)
     with Processes(tmp_path, Mode.DUALPATH) as started:
         router = started.start("router", "router", "tcp://127.0.0.1:0")
-        endpoint, control = re.findall(r"((?:http|tcp)://[\d.:]+)", await first_line(router))
+        endpoint, control = re.findall(
+            r"((?:http|tcp)://[\d.:]+)", await first_line(router, "dualpath front door")
+        )
         engine, *decoders = [
             started.start(name, name.partition("-")[0], control, *ENGINE, "--speedup", "1")
             for name in ("prefill", "decode-0", "decode-1")
