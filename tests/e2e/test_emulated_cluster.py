@@ -94,7 +94,7 @@ async def first_line(process: ManagedProcess, begin: str = "dualpath emulated ")
 
 
 async def ended(process: ManagedProcess) -> list[str]:
-    """End a process as an operator would; return what it said and warned of after its first line."""
+    """End a process as an operator would; return what it said after its line."""
     process.terminate()
     assert await asyncio.to_thread(process.wait, GUARD_S) == 0, process.log_tail()
     return [line for line in process.output().splitlines() if " INFO " not in line][1:]
