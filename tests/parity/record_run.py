@@ -6,8 +6,8 @@
 
 Six engines of a tiny model, two groups per role, replay agents that overtax them: storage reads
 are throttled, HBM of a DE holds about three requests, and α and β are low, so that every category
-and reason occurs.  Every hit is read from storage, but with ``--dram-tier``: then agents find in
-the buffers of DEs and PEs what there was room for.
+and reason occurs.  Every hit is read from storage, but with ``--dram-tier``: then turns find in the
+buffers of DEs and PEs what there was room for.
 """
 
 import argparse
@@ -52,7 +52,8 @@ CONTEXT_TOKENS = 6144
 AGENTS = 10
 TURNS = 8
 BUFFER_BYTES = 128 << 20
-#: Of an engine that keeps KV for next turns: about five contexts, of eight agents at a DE's group.
+#: Of an engine that keeps KV for next turns: some three prompts of mean length, so that not all is
+#: kept, and what is kept not always whole.
 KEEPING_BUFFER_BYTES = 64 << 20
 
 

@@ -218,6 +218,18 @@ def test_a_changed_load_is_found(driver):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("driver", DRIVERS)
+def test_what_engines_keep_unheard_is_found(driver):
+    def unheard(event: Event) -> Event:
+        if isinstance(event, Submitted):
+            return Submitted(msgspec.structs.replace(event.request, kept=()))
+        return event
+
+    tampered = changed(before_losses(LOGS["dualpath-kept"]), unheard)
+    assert difference(tampered, DRIVERS[driver](tampered))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize("position", [0, 40, -1])
 def test_a_request_left_out_is_found(position, driver):
     log = before_losses(LOGS["dualpath"])
