@@ -37,6 +37,7 @@ CLUSTERS = {
         *("monitoring.serviceMonitor.enabled=true", "monitoring.alerts.enabled=true"),
         *("monitoring.dashboard.enabled=true", "storage.key.existingSecret=sealed"),
     ],
+    "a router that stands by": ["model.name=big", "frontEnds.replicas=2", "router.standby=true"],
     "file of settings": ["model.name=big", "config=[router]\nengine_wait_s = 30.0\n"],
 }
 #: The oldest Kubernetes that the chart takes, and the newest that the installed schemas know.
@@ -173,6 +174,8 @@ def test_a_file_of_settings_reaches_every_process():
         (("model.name=m", "kind=real"), "kind"),
         (("model.name=m", "prefill.tensorParallel=0"), "tensorParallel"),
         (("model.name=m", "prefill.replica=2"), "replica"),
+        (("model.name=m", "router.standby=true"), "frontEnds.replicas is 0"),
+        (("model.name=m", "router.standby=2"), "standby"),
         (("model.name=m", "kind=emulated", "decode.dataParallel=2"), "decode.dataParallel is 2"),
     ],
 )

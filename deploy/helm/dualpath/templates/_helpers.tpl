@@ -38,13 +38,17 @@ helm.sh/chart: {{ $root.Chart.Name }}-{{ $root.Chart.Version }}
     secretKeyRef: {name: {{ index . 1 }}, key: {{ index . 2 }}}
 {{- end }}
 
-{{/* What all pods have: (list $ settings-of-the-part). */}}
+{{/* What all pods have: (list $ settings-of-the-part), and the account of one that calls the API. */}}
 {{- define "dualpath.pod" -}}
 {{- $root := index . 0 -}}{{- $part := index . 1 -}}
+{{- $account := "" -}}{{- if gt (len .) 2 }}{{ $account = index . 2 }}{{ end -}}
 # A service named dualpath-router would otherwise put DUALPATH_ROUTER_PORT into the environment,
 # where it is a setting.
 enableServiceLinks: false
-automountServiceAccountToken: false
+automountServiceAccountToken: {{ ne $account "" }}
+{{- with $account }}
+serviceAccountName: {{ . }}
+{{- end }}
 terminationGracePeriodSeconds: {{ add (int $root.Values.drainSeconds) 30 }}
 securityContext:
   runAsNonRoot: true

@@ -1,0 +1,113 @@
+"""The chart's second router: what it is told, what it may do, and what lets it stand by."""
+
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from tests.guard import GUARD_S
+from tests.unit.test_deploy_helm import CLUSTERS, container, pods, rendered
+from tests.unit.test_deploy_helm import pytestmark as needs_helm
+
+from dualpath.core.modes import Mode
+from dualpath.ops.launch.ports import claim_port
+from dualpath.router.settings import RouterSettings
+from dualpath.router.standby.leased_turn import LeasedTurn
+from dualpath.router.standby.open_turn import open_turn
+
+HEALTHY = Path(__file__).parents[2] / "deploy" / "containers" / "healthy"
+NAME = "dp-dualpath-router"
+
+
+@pytest.fixture(scope="module")
+def objects():
+    """Objects of a release with two routers, by kind; those of routers alone."""
+    found = rendered(*CLUSTERS["a router that stands by"])
+    mine = [one for one in found if one["metadata"]["name"] == NAME]
+    return {one["kind"]: one for one in mine}
+
+
+@pytest.fixture
+def pod(objects):
+    return objects["Deployment"]["spec"]["template"]["spec"]
+
+
+@needs_helm
+def test_both_routers_name_one_lease_of_their_namespace(pod, monkeypatch):
+    (lease,) = [
+        word.partition("=")[2]
+        for word in container(pod)["args"]
+        if word.startswith("--standby-lease=")
+    ]
+    assert lease == f"kubernetes://default/{NAME}"
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    settings = RouterSettings(mode=Mode.DUALPATH, control_port=5700, standby_lease=lease)
+    assert isinstance(open_turn(settings), LeasedTurn)
+
+
+@needs_helm
+def test_they_may_do_with_their_lease_what_taking_turns_asks_for_and_nothing_else(objects, pod):
+    rules = objects["Role"]["rules"]
+    assert all(rule["apiGroups"] == ["coordination.k8s.io"] for rule in rules)
+    assert all(rule["resources"] == ["leases"] for rule in rules)
+    allowed = {verb: rule.get("resourceNames") for rule in rules for verb in rule["verbs"]}
+    assert allowed == {"create": None, "get": [NAME], "update": [NAME]}
+    assert objects["RoleBinding"]["roleRef"]["name"] == NAME
+    (subject,) = objects["RoleBinding"]["subjects"]
+    assert subject == {"kind": "ServiceAccount", "name": NAME, "namespace": "default"}
+    assert pod["serviceAccountName"] == objects["ServiceAccount"]["metadata"]["name"]
+    assert pod["automountServiceAccountToken"]
+
+
+@needs_helm
+def test_nobody_else_gets_a_token_nor_a_router_that_is_alone():
+    for settings in CLUSTERS.values():
+        for name, pod in pods(rendered(*settings)):
+            takes_turns = "router.standby=true" in settings and name == NAME
+            assert pod["automountServiceAccountToken"] is takes_turns, name
+
+
+@needs_helm
+def test_an_upgrade_waits_for_no_port_that_a_router_opens_at_its_turn_alone(objects, pod):
+    probes = {key for key in container(pod) if key.endswith("Probe")}
+    assert probes == {"livenessProbe"}
+    assert container(pod)["livenessProbe"]["exec"]["command"] == ["healthy", "--alive", "8000"]
+    spec = objects["Deployment"]["spec"]
+    assert spec["replicas"] == 2
+    assert spec["minReadySeconds"] == 60
+    assert spec["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
+    assert objects["PodDisruptionBudget"]["spec"]["maxUnavailable"] == 1
+
+
+def healthy(*words):
+    run = subprocess.run([sys.executable, HEALTHY, *words], timeout=GUARD_S, check=False)
+    return run.returncode == 0
+
+
+class Unavailable(BaseHTTPRequestHandler):
+    """A router that has no engines."""
+
+    def do_GET(self):
+        self.send_error(503)
+
+    def log_message(self, *words):
+        """Not in the tests' output."""
+
+
+def test_a_router_that_stands_by_is_alive_and_not_healthy():
+    port = str(claim_port())
+    assert healthy("--alive", port)
+    assert not healthy(port)
+
+
+def test_a_router_without_engines_is_alive_and_not_healthy():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Unavailable) as server:
+        serving = Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        port = str(server.server_port)
+        assert healthy("--alive", port)
+        assert not healthy(port)
+        server.shutdown()
+        serving.join()
