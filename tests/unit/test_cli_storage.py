@@ -123,6 +123,20 @@ def test_what_is_chosen_is_removed_once_it_is_confirmed(
     assert all(storage.other.is_stored(key) for key in chain(1))
 
 
+def test_a_customer_is_forgotten_with_blocks_that_do_not_name_them(
+    storage: Storage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Older engines did not say whose the blocks of generated tokens are; nobody kept an index."""
+    answer = block_keys([1, 1, 1, 1, *range(20)], 1)
+    content = memoryview(bytes(GEOMETRY.full_block_bytes))
+    storage.tiny.write(answer[4:], [content] * 20, BlockOrigin(answer[3]))
+    run(capsys, "rm", storage.root, "--cache-salt", "mine", "--yes")
+    assert not any(storage.tiny.is_stored(key) for key in answer)
+    assert [storage.head(number) for number in (1, 2, 3)] == [0, 0, 4]
+    (left,) = json.loads(run(capsys, "du", storage.root, "--by", "tenant", "--json", "-"))
+    assert left["name"] == "(none)"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

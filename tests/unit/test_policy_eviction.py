@@ -145,6 +145,42 @@ def test_news_in_any_order_say_the_same() -> None:
         assert gone(index, quota(1, protect_s=5.0), 10.0) == [keys[4], keys[3]]
 
 
+@pytest.mark.parametrize("saved_before", [1, 2, 3, 4, None])
+@pytest.mark.parametrize("order", [(4, 3, 2, 1, 0), (2, 4, 0, 1, 3), (1, 0, 4, 3, 2)])
+def test_a_block_without_a_tenant_is_its_parents_whichever_is_heard_of_first(
+    order: tuple[int, ...], saved_before: int | None
+) -> None:
+    index, keys = ChainIndex(), chain(1, 5)
+    pairs = list(itertools.pairwise([chain_root(), *keys]))
+    for position in order:
+        parent, key = pairs[position]
+        if position == saved_before:
+            found = decode(encode(index, Progress()))
+            assert found is not None
+            index = found[0]
+            index.compact(before_s=5.0)
+        index.add(PLACE, key, parent, "a" * 16 if position == 0 else "", SIZE, 1.0)
+    assert index.used_by_tenant() == {"a" * 16: 5 * SIZE}
+    index.remove(PLACE, keys[1])
+    index.add(PLACE, chain(2, 1)[0], chain_root(), "", SIZE, 1.0)
+    assert index.used_by_tenant() == {"a" * 16: 4 * SIZE, "": SIZE}
+
+
+def test_an_index_that_was_saved_without_handing_tenants_down_does_so_when_it_is_loaded() -> None:
+    index, keys = ChainIndex(), chain(1, 9)
+    add(index, keys[:2], 1.0, "a" * 16)
+    for parent, key in reversed(list(itertools.pairwise(keys[1:]))):
+        index.add(PLACE, key, parent, "", SIZE, 1.0)
+    add(index, chain(2, 3), 1.0)
+    for key in keys[2:]:
+        row = index.row(PLACE, key)
+        assert row is not None
+        index.tables().tenants[row] = 0
+    found = decode(encode(index, Progress()))
+    assert found is not None
+    assert found[0].used_by_tenant() == {"a" * 16: 9 * SIZE, "": 3 * SIZE}
+
+
 def test_what_is_removed_does_not_count_unless_it_was_used_since() -> None:
     index, keys = ChainIndex(), chain(1, 3)
     add(index, keys, 2.0)
@@ -191,11 +227,25 @@ def test_damaged_tables_are_no_index() -> None:
     assert decode(encode(index, Progress())) is None
 
 
+def test_a_block_that_gets_another_parent_has_nothing_from_the_first_any_more() -> None:
+    index, first, others = ChainIndex(), chain(1, 1)[0], [chain(n, 1)[0] for n in (2, 3, 4)]
+    for key in others:
+        index.add(PLACE, key, first, "", SIZE, 1.0)
+    index.add(PLACE, others[1], chain(5, 1)[0], "", SIZE, 1.0)
+    index.add(PLACE, first, chain_root(), "a" * 16, SIZE, 1.0)
+    assert index.used_by_tenant() == {"a" * 16: 3 * SIZE, "": SIZE}
+    index.add(PLACE, chain(5, 1)[0], chain_root(), "b" * 16, SIZE, 1.0)
+    assert index.used_by_tenant() == {"a" * 16: 3 * SIZE, "b" * 16: 2 * SIZE}
+
+
 def test_a_ring_of_parents_ends_all_the_same() -> None:
     index, keys = ChainIndex(), chain(1, 2)
     index.add(PLACE, keys[0], keys[1], "", SIZE, 1.0)
     index.add(PLACE, keys[1], keys[0], "", SIZE, 1.0)
     index.add(PLACE, chain(2, 1)[0], chain(2, 1)[0], "", SIZE, 1.0)
+    assert decode(encode(index, Progress())) is not None
+    index.add(PLACE, keys[0], keys[1], "a" * 16, SIZE, 1.0)
+    assert index.used_by_tenant() == {"a" * 16: 2 * SIZE, "": SIZE}
     assert sorted(gone(index, quota(1), 10.0)) != []
     index.compact(5.0)
 

@@ -57,6 +57,22 @@ def test_what_was_there_before_is_found_with_its_chains_and_tenants() -> None:
     assert janitor.index.used_by_tenant() == {TENANT: 2 * BLOCK_BYTES, "": 4 * BLOCK_BYTES}
 
 
+def test_blocks_that_do_not_name_their_tenant_count_with_those_before_them() -> None:
+    """A survey goes by hashes: it finds most blocks before the one that they come behind."""
+    story = Story(StorageLimits(tenant_quota_bytes=8 * BLOCK_BYTES, high=1.0, low=1.0, protect_s=0))
+    engine, prompt, generated = story.engine(), chain(1, 2), chain(1, 12)
+    engine.write(prompt, tenant=TENANT)
+    engine.write(generated, len(prompt))  # as older engines did
+    engine.write(chain(2, 4))
+    story.now_s += 100
+    janitor = story.janitor()  # has heard nothing from anybody
+    janitor.step()
+    janitor.step()
+    assert janitor.index is not None
+    assert janitor.index.used_by_tenant() == {TENANT: 8 * BLOCK_BYTES, "": 4 * BLOCK_BYTES}
+    assert story.head(generated) == 8
+
+
 def test_what_dead_writers_have_left_half_written_goes_after_a_day_and_nothing_else() -> None:
     story = Story(limits(6))
     tree, janitor = story.tree, story.janitor()

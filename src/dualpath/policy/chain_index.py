@@ -17,12 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.blocks import BlockKey, chain_root
+from dualpath.policy.chain_links import MOST_DOUBLINGS, NO_ROW, Children, inherited
 
 KEY_BYTES = 32
-_NO_ROW = -1
 _FIRST_ROWS = 1 << 10
-#: Longer chains than 2**this have no block a model could have computed.
-_MOST_DOUBLINGS = 32
 
 Rows = NDArray[np.int64]
 
@@ -67,6 +65,7 @@ class ChainIndex:
         self._numbers: dict[str, int] = {}
         self._tenant_numbers: dict[str, int] = {"": 0}
         self._tables = _empty(_FIRST_ROWS)
+        self._children = Children(self._tables.parents, 0)
 
     # ------------------------------------------------------------------ what is known
 
@@ -110,21 +109,24 @@ class ChainIndex:
     ) -> int:
         """A block is stored, and was used then; return its row.
 
-        An empty ``parent`` or ``tenant`` is not known; the parent's tenant is its child's.
+        An empty ``parent`` or ``tenant`` is not known.  A block without a tenant has its parent's,
+        whichever of the two is heard of first.
         """
         row, tables = self._place(self._namespace(namespace), key), self._tables
         if parent and parent != self._root:
             parent_row = self._place(int(tables.namespaces[row]), parent)
             tables = self._tables  # they may have grown
-            if parent_row != row:
-                tables.parents[row] = parent_row
+            self._link(row, parent_row)
         if tables.stored[row]:
             self._count_bytes(row, -1)
         own_parent = tables.parents[row]
+        had_none = not tables.tenants[row]
         if tenant:
             tables.tenants[row] = self._tenant(tenant)
-        elif not tables.tenants[row] and own_parent != _NO_ROW:
+        elif had_none and own_parent != NO_ROW:
             tables.tenants[row] = tables.tenants[own_parent]
+        if had_none and tables.tenants[row]:
+            self._hand_down(row)
         tables.sizes[row] = size_bytes
         tables.stored[row] = True
         tables.times[row] = max(tables.times[row], time_s)
@@ -149,7 +151,7 @@ class ChainIndex:
 
         Those used at ``before_s`` or later are left out: they may have come after the look.
         """
-        tables, number = self.tables(), self._numbers.get(namespace, _NO_ROW)
+        tables, number = self.tables(), self._numbers.get(namespace, NO_ROW)
         chosen = tables.stored & (_heads(tables) == fan_out) & (tables.times < before_s)
         rows = np.flatnonzero(chosen & (tables.namespaces == number))
         gone = [row for row in rows.tolist() if tables.keys[row].tobytes() not in found]
@@ -157,7 +159,7 @@ class ChainIndex:
 
     def fan_outs(self, namespace: str) -> list[int]:
         """Return the first 12 bits of the namespace's stored keys, each once."""
-        tables, number = self.tables(), self._numbers.get(namespace, _NO_ROW)
+        tables, number = self.tables(), self._numbers.get(namespace, NO_ROW)
         own = tables.stored & (tables.namespaces == number)
         return [int(head) for head in np.unique(_heads(tables)[own])]
 
@@ -169,11 +171,11 @@ class ChainIndex:
         behind = np.flatnonzero(needed)
         while behind.size:
             above = tables.parents[behind]
-            above = above[above != _NO_ROW]
+            above = above[above != NO_ROW]
             behind = np.unique(above[~needed[above]])
             needed[behind] = True
         kept = np.flatnonzero(needed)
-        moved = np.full(self._count + 1, _NO_ROW, np.int32)
+        moved = np.full(self._count + 1, NO_ROW, np.int32)
         moved[kept] = np.arange(len(kept), dtype=np.int32)
         columns = {name: getattr(tables, name)[kept] for name, _, _ in COLUMNS}
         columns["parents"] = moved[columns["parents"]]
@@ -181,17 +183,22 @@ class ChainIndex:
 
     @classmethod
     def of(cls, namespaces: Sequence[str], tenants: Sequence[str], tables: Tables) -> "ChainIndex":
-        """Return the index that had these names and tables; raises ``ValueError`` if none had."""
+        """Return the index that had these names and tables; raises ``ValueError`` if none had.
+
+        Tables that were saved while tenants were not handed down get theirs.
+        """
         index = cls()
         index.namespaces, index.tenants = list(namespaces), list(tenants)
         index._numbers = {name: number for number, name in enumerate(namespaces)}
         index._tenant_numbers = {name: number for number, name in enumerate(tenants)}
         _check(tables, len(namespaces), len(tenants))
-        index._take(tables)
+        whose = inherited(tables.tenants, tables.parents)
+        index._take(msgspec.structs.replace(tables, tenants=whose))
         return index
 
     def _take(self, tables: Tables) -> None:
         self._tables, self._count = tables, len(tables.stored)
+        self._children = Children(tables.parents, self._count)
         names = np.empty((self._count, 2 + KEY_BYTES), np.uint8)
         names[:, :2] = tables.namespaces.astype("<i2").view(np.uint8).reshape(-1, 2)
         names[:, 2:] = tables.keys
@@ -208,13 +215,42 @@ class ChainIndex:
             return row
         if self._count == len(self._tables.stored):
             self._tables = _grown(self._tables)
+            self._children.grow(len(self._tables.stored))
         row = self._rows[name] = self._count
         self._count += 1
         tables = self._tables
         tables.keys[row] = np.frombuffer(key, np.uint8)
         tables.namespaces[row] = number
-        tables.parents[row] = _NO_ROW
+        tables.parents[row] = NO_ROW
         return row
+
+    def _link(self, row: int, parent_row: int) -> None:
+        parents = self._tables.parents
+        before = int(parents[row])
+        if parent_row in (row, before):
+            return
+        if before != NO_ROW:
+            self._children.remove(before, row)
+        parents[row] = parent_row
+        self._children.add(parent_row, row)
+
+    def _hand_down(self, row: int) -> None:
+        """Give a row's tenant to all behind it that have none; each gets one once."""
+        tables, tenant, givers = self._tables, self._tables.tenants[row], [row]
+        while givers:
+            for child in self._children.of(givers.pop()):
+                if tables.tenants[child]:
+                    continue
+                self._change_tenant(child, int(tenant))
+                givers.append(child)
+
+    def _change_tenant(self, row: int, tenant: int) -> None:
+        tables = self._tables
+        if tables.stored[row]:
+            self._count_bytes(row, -1)
+        tables.tenants[row] = tenant
+        if tables.stored[row]:
+            self._count_bytes(row, 1)
 
     def _count_bytes(self, row: int, sign: int) -> None:
         tables = self._tables
@@ -248,9 +284,9 @@ def chain_uses(
     In doublings: what a row knows of the 2**k rows behind it goes to the row 2**k before it.
     """
     latest, ancestors = times.copy(), parents.astype(np.int64)
-    depths = (ancestors != _NO_ROW).astype(np.int32)
-    for _ in range(_MOST_DOUBLINGS):
-        rows = np.flatnonzero(ancestors != _NO_ROW)
+    depths = (ancestors != NO_ROW).astype(np.int32)
+    for _ in range(MOST_DOUBLINGS):
+        rows = np.flatnonzero(ancestors != NO_ROW)
         if not rows.size:
             break
         targets = ancestors[rows]
@@ -293,7 +329,7 @@ def _sums(numbers: NDArray[np.integer], sizes: NDArray[np.int64]) -> dict[int, i
 
 def _check(tables: Tables, namespaces: int, tenants: int) -> None:
     rows = len(tables.stored)
-    limits = (("namespaces", 0, namespaces), ("tenants", 0, tenants), ("parents", _NO_ROW, rows))
+    limits = (("namespaces", 0, namespaces), ("tenants", 0, tenants), ("parents", NO_ROW, rows))
     for name, least, end in limits:
         column = getattr(tables, name)
         if len(column) != rows or (rows and (column.min() < least or column.max() >= end)):

@@ -1,0 +1,72 @@
+"""Whose a block is follows from its chain, in whatever order one hears of its blocks."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dualpath.core.blocks import BlockKey, block_keys, chain_root
+from dualpath.policy.chain_index import ChainIndex
+from dualpath.storage.index_file import Progress, decode, encode
+
+PLACE = "model_0123456789abcdef"
+TENANTS = ["", "a" * 16]
+#: Branches of each tenant, in blocks: all share the first two.
+BRANCHES, LENGTH = 2, 5
+
+
+def tree(tenant: int) -> dict[BlockKey, BlockKey]:
+    """Return the parent of each block of a tenant."""
+    parents: dict[BlockKey, BlockKey] = {}
+    for branch in range(BRANCHES):
+        tokens = [tenant, tenant, *[10 + branch] * (LENGTH - 2)]
+        keys = block_keys(tokens, 1, cache_salt=TENANTS[tenant] or None)
+        parents |= dict(zip(keys, [chain_root(), *keys], strict=False))
+    return parents
+
+
+TREES = [tree(tenant) for tenant in range(len(TENANTS))]
+PARENTS = {key: parent for blocks in TREES for key, parent in blocks.items()}
+#: Of each block its tenant as its writer knew it.
+OWNERS = {key: TENANTS[tenant] for tenant, blocks in enumerate(TREES) for key in blocks}
+KEYS = list(PARENTS)
+
+
+def expected(told: dict[BlockKey, str], stored: set[BlockKey]) -> dict[str, int]:
+    """Count the stored blocks of each tenant: as told, or as told of the next block before."""
+    used: dict[str, int] = {}
+    for key in stored:
+        above = key
+        while above in told and not told[above]:
+            above = PARENTS[above]
+        tenant = told.get(above, "")
+        used[tenant] = used.get(tenant, 0) + 1
+    return used
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(["old", "new", "used", "gone"]))),
+    st.integers(0, 20),
+)
+def test_tenants_are_counted_alike_whichever_blocks_are_heard_of_first(
+    news: list[tuple[BlockKey, str]], saved_after: int
+) -> None:
+    """Old writers name the tenant with first blocks only, new ones always."""
+    index, told, stored = ChainIndex(), dict[BlockKey, str](), set[BlockKey]()
+    for number, (key, what) in enumerate(news):
+        if number == saved_after:
+            found = decode(encode(index, Progress()))
+            assert found is not None
+            index = found[0]
+        if what == "used":
+            index.use(PLACE, key, 1.0)
+        elif what == "gone":
+            index.remove(PLACE, key)
+            stored.discard(key)
+        else:
+            first = PARENTS[key] == chain_root()
+            tenant = OWNERS[key] if what == "new" or first else ""
+            index.add(PLACE, key, PARENTS[key], tenant, 1, 1.0)
+            told[key] = told.get(key) or tenant
+            stored.add(key)
+        assert index.used_by_tenant() == expected(told, stored)
+        assert index.used_bytes == len(stored)
