@@ -34,6 +34,7 @@ from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.router.control.assign_log import AssignmentNote
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
+from dualpath.storage.block_header import HEADER_BYTES, decode_header
 from dualpath.storage.posix import PosixStorage
 from dualpath.vllm.app import add_cluster_calls, make_app
 from dualpath.vllm.engine_config import (
@@ -233,6 +234,12 @@ class EngineCluster:
         storage = self.storage
         until(lambda: stored_head(storage, keys) == len(keys), f"{len(keys)} stored blocks")
         return keys
+
+    def tenants(self, keys: Sequence[bytes]) -> set[str]:
+        """Return whose these stored blocks are, by their headers."""
+        paths = [self.storage.block_path(key) for key in keys]
+        headers = [decode_header(path.read_bytes()[:HEADER_BYTES]) for path in paths]
+        return {header.origin.tenant for header in headers if header is not None}
 
     def blocks(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return the stored Full Blocks."""

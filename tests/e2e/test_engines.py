@@ -23,6 +23,7 @@ from tests.e2e.plain_engine import (
 )
 from tests.guard import GUARD_S
 
+from dualpath.core.blocks import tenant_tag
 from dualpath.core.cluster import Role
 from dualpath.policy import hit_sources
 from dualpath.policy.read_side import DE_SIDE, PE_READS, SIDES_IN_TURN, choose_reads
@@ -114,7 +115,9 @@ def test_every_path_stores_the_same_bytes_as_a_computation_without_hits(
         assert [a.cached_tokens for a in answers] == engines.expected_hits(rounds)
         pairs = zip(rounds, answers, strict=True)
         context = [t for turn, answer in pairs for t in (*turn.append, *answer.token_ids)]
-        stored[path] = engines.blocks(engines.keys(context[:-1], f"bytes {path}"))
+        keys = engines.keys(context[:-1], f"bytes {path}")
+        stored[path] = engines.blocks(keys)
+        assert engines.tenants(keys) == {tenant_tag(f"bytes {path}")}, "answers as well as prompts"
     assert stored["pe-path"] == stored["de-path"] == stored["split"]
 
     engines.ask(context, 1, "bytes plain")

@@ -53,6 +53,19 @@ def test_who_has_the_key_reads_what_was_written(protection: Protection) -> None:
     assert defect_of_file(form, KEY, stored(form)) is None
 
 
+@given(KINDS, st.booleans())
+def test_a_block_is_opened_as_its_header_says_whoever_asks(
+    protection: Protection, names_tenant: bool
+) -> None:
+    """Older engines sealed blocks of generated tokens as those without a tenant."""
+    origin = BlockOrigin(ORIGIN.parent, ORIGIN.tenant if names_tenant else "")
+    file = stored(sealing(protection), origin)
+    assert read(sealing(protection), file) == (None, HEAD + TAIL)
+    header = decode_header(file[:HEADER_BYTES])
+    assert header is not None
+    assert header.origin == origin
+
+
 def test_encrypted_blocks_show_nothing_of_their_payload() -> None:
     file = stored(sealing(Protection.ENCRYPTED))
     windows = {(HEAD + TAIL)[i : i + 16] for i in range(len(HEAD + TAIL) - 15)}

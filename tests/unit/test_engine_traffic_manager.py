@@ -10,7 +10,7 @@ from tests.engine_harness import GEOMETRY, ToyCluster, full_block, memory_storag
 from tests.guard import GUARD_S
 from tests.stored_runs import read_run, stored_head
 
-from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockOrigin
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin
 from dualpath.core.cluster import Role
 from dualpath.core.control import Lookup, LookupDone, PeerDown, Sync, Synced
 from dualpath.core.errors import ConfigError, TransportError
@@ -358,6 +358,21 @@ def test_generated_blocks_are_stored_as_they_stand_in_hbm(cluster: ToyCluster) -
     destination = bytearray(GEOMETRY.full_block_bytes)
     assert read_run(cluster.storage, [keys[0]], [memoryview(destination)]).good_blocks == 1
     assert bytes(destination) == full_block(keys[0])
+
+
+def test_generated_blocks_say_whose_they_are_and_what_they_come_behind(
+    cluster: ToyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, written = prompt_keys(TOKENS), list[tuple[BlockKey, BlockOrigin]]()
+
+    def write(new: list[BlockKey], sources: object, origin: BlockOrigin) -> int:
+        written.extend((key, origin) for key in new)
+        return len(new)
+
+    monkeypatch.setattr(cluster.storage, "write", write)
+    cluster.de.manager.persist_generated([GeneratedBlock(9, keys[1], keys[0], "a" * 16)])
+    assert cluster.de.manager.drain(GUARD_S)
+    assert written == [(keys[1], BlockOrigin(keys[0], "a" * 16))]
 
 
 def test_oracle_moves_no_byte() -> None:

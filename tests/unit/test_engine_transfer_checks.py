@@ -66,6 +66,11 @@ def test_the_other_roles_transfer_is_refused_as_is_a_malformed_one() -> None:
         checks(Role.DECODE).carried(to_transfer_params(PREFILL))
     with pytest.raises(BadRequestError, match="a prefill engine needs a PrefillTransfer"):
         checks(Role.PREFILL).carried(to_transfer_params(DECODE))
+    for tenant in ("a" * 15, "A" * 16, "é" * 16, "a" * 16 + "\n"):
+        with pytest.raises(IncompatibleError, match="malformed"):
+            checks(Role.DECODE).carried(
+                to_transfer_params(msgspec.structs.replace(DECODE, tenant=tenant))
+            )
     with pytest.raises(IncompatibleError, match="malformed"):
         checks(Role.PREFILL).carried({"dualpath": {"prefill_transfer": {"request_id": 7}}})
 

@@ -67,13 +67,15 @@ class Allocated:
         return self.groups
 
 
-def taken_over(tokens=PROMPT, groups=GROUPS, blocks=None, prompt=PROMPT, found=0, moves=True):
+def taken_over(
+    tokens=PROMPT, groups=GROUPS, blocks=None, prompt=PROMPT, found=0, moves=True, tenant=""
+):
     """A decode request in the step in which its KV is to be copied; its side, and that step."""
     mode = Mode.DUALPATH if moves else Mode.ORACLE
     settings = msgspec.structs.replace(SETTINGS, role=Role.DECODE, mode=mode)
     side = SchedulerSide(settings, GEOMETRY, groups)
     slots = tuple(range(holding_blocks(prompt, BLOCK_TOKENS))) if moves else ()
-    transfer = DecodeTransfer(request_id="q", prompt_tokens=prompt, slots=slots)
+    transfer = DecodeTransfer("q", prompt, slots, tenant)
     request = vllm_request(range(tokens), transfer=to_transfer_params(transfer))
     promised, asynchronously = side.matched_tokens(request, found)
     assert asynchronously is (promised > 0)
@@ -160,6 +162,14 @@ def test_a_block_that_fills_up_leaves_with_the_ids_of_all_groups():
     assert generated(side, request, 6 * BLOCK_TOKENS, added=([10], [11])) == []
     (block,) = generated(side, request, 7 * BLOCK_TOKENS - 1)
     assert (block.hbm_block, block.parent) == ((10, 11), request.block_hashes[5])
+
+
+def test_blocks_of_an_answer_are_the_tenants_that_the_router_names():
+    """The salt that engines get does not say it: an adapter's digest may be in it."""
+    side, request, _, _ = taken_over(PROMPT + 1, tenant="a" * 16)
+    request.append_output_token_ids(list(range(2 * BLOCK_TOKENS)))
+    (block,) = generated(side, request, 6 * BLOCK_TOKENS - 1)
+    assert block.tenant == "a" * 16
 
 
 def test_a_block_whose_key_comes_a_step_late_leaves_then():

@@ -18,7 +18,7 @@ import enum
 import hashlib
 from collections.abc import Sequence
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import cbor2
 import msgspec
@@ -203,6 +203,10 @@ class StoreNamespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:16]
 
 
+#: A ``tenant_tag`` on the wire, empty without one.
+TenantTag = Annotated[str, msgspec.Meta(pattern=r"\A(?:[0-9a-f]{16})?\Z")]
+
+
 class BlockOrigin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a run of blocks of one chain comes from, for whoever has to remove some again.
 
@@ -211,7 +215,7 @@ class BlockOrigin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     parent: BlockKey = b""
-    tenant: str = ""
+    tenant: TenantTag = ""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for what fits into no block's header."""

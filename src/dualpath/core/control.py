@@ -37,7 +37,7 @@ from dualpath.core.request_messages import (
 )
 
 #: Raised by one whenever a message changes its meaning; both ends must agree.
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 #: Of a key in ``Kept``, and how many of them at a time.
 KEPT_KEY_BYTES = 8

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from dualpath.core.blocks import TenantTag
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.names import Name
 from dualpath.core.runs import HitRun
@@ -37,11 +38,15 @@ class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rides on the DE's vLLM request: the prompt's KV waits in this engine's own buffer."""
+    """Rides on the DE's vLLM request: the prompt's KV waits in this engine's own buffer.
+
+    ``tenant`` is whose the blocks of the tokens are that follow.
+    """
 
     request_id: Name
     prompt_tokens: int
     slots: tuple[int, ...]
+    tenant: TenantTag = ""
 
 
 def to_transfer_params(value: PrefillTransfer | DecodeTransfer) -> dict[str, Any]:

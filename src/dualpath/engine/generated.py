@@ -23,11 +23,12 @@ log = logging.getLogger(__name__)
 
 
 class GeneratedBlock(NamedTuple):
-    """A block of HBM that generated tokens have filled; ``parent`` is empty where not known."""
+    """A block of HBM that generated tokens have filled; parent and tenant as in ``BlockOrigin``."""
 
     hbm_block: HbmBlock
     key: BlockKey
     parent: BlockKey = b""
+    tenant: str = ""
 
 
 #: For each block its staging slot and its number in the engine's work, None if it is dropped.
@@ -96,9 +97,8 @@ class GeneratedBlocks:
                 error = "another rank of this engine could not copy it"
             if error is None:
                 sources = [self._staging.view(slot)]
-                self._persister.add(
-                    WriteTask("", persist, [key], sources, written, BlockOrigin(block.parent))
-                )
+                origin = BlockOrigin(block.parent, block.tenant)
+                self._persister.add(WriteTask("", persist, [key], sources, written, origin))
             else:
                 self._drop(error)
                 over()

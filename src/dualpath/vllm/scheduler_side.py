@@ -269,6 +269,8 @@ class SchedulerSide:
         known = min(map(len, tracked.blocks), default=0)
         full_blocks = min(self._full_blocks(end_tokens), len(keys), known)
         new = range(tracked.persisted_blocks, full_blocks)
+        transfer = tracked.transfer
+        tenant = transfer.tenant if isinstance(transfer, DecodeTransfer) else ""
         tracked.persisted_blocks = max(tracked.persisted_blocks, full_blocks)
         found = []
         for row in new:
@@ -277,7 +279,7 @@ class SchedulerSide:
                 log.warning("block %d of a request left its window and is not persisted", row)
                 continue
             parent = bytes(keys[row - 1]) if row else chain_root()
-            found.append(GeneratedBlock(block, bytes(keys[row]), parent))
+            found.append(GeneratedBlock(block, bytes(keys[row]), parent, tenant))
         return found
 
 

@@ -226,7 +226,8 @@ class DecodeEngine:
             return None
         keys = request.prefix.keys
         parent = keys[block - 1] if block else chain_root()
-        return GeneratedBlock(request.hbm_blocks[block], keys[block], parent)
+        tenant = request.decode_transfer.tenant
+        return GeneratedBlock(request.hbm_blocks[block], keys[block], parent, tenant)
 
     def _begin_fills(self) -> Iterable[Fill]:
         """Yield the prompts whose copies begin with this step."""

@@ -179,7 +179,10 @@ class Attempt:
         scheduled.check()
         engine, job = self.engines[1], self._job
         decode_transfer = DecodeTransfer(
-            request_id=self.attempt_id, prompt_tokens=job.prompt_tokens, slots=transfer.de_slots
+            request_id=self.attempt_id,
+            prompt_tokens=job.prompt_tokens,
+            slots=transfer.de_slots,
+            tenant=job.tenant,
         )
         prior_tokens = first.token_ids if job.first_token_from_pe else ()
         self._decode_start_s = self._context.clock()
