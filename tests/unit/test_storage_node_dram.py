@@ -197,14 +197,19 @@ def test_a_rotten_block_is_not_served_and_comes_anew(tmp_path: Path) -> None:
     assert found(dram, key) == content_of(key)
 
 
+def before_and_after_a_new_key(root: Path) -> list[NodeDram]:
+    """Return what engines have on one directory, of which each can open its own blocks only."""
+    sealed = msgspec.structs.replace(NAMESPACE, protection=Protection.ENCRYPTED)
+    return [
+        NodeDram(root, sealed, 8 * FILE_BYTES, keys=KeyRing(text * 4, "a test"))
+        for text in ("0123456789abcdef", "fedcba9876543210")
+    ]
+
+
 def test_what_is_sealed_with_a_key_of_former_times_makes_way_for_what_can_be_read(
     tmp_path: Path,
 ) -> None:
-    sealed = msgspec.structs.replace(NAMESPACE, protection=Protection.ENCRYPTED)
-    former, present = (
-        NodeDram(tmp_path, sealed, 8 * FILE_BYTES, keys=KeyRing(text * 4, "a test"))
-        for text in ("0123456789abcdef", "fedcba9876543210")
-    )
+    former, present = before_and_after_a_new_key(tmp_path)
     key = key_of(1)
     former.add(key, block_of(key))
     assert content_of(key)[:64] not in former.files.block_path(key).read_bytes()
@@ -216,11 +221,7 @@ def test_what_is_sealed_with_a_key_of_former_times_makes_way_for_what_can_be_rea
 def test_a_bad_block_that_cannot_be_removed_costs_reads_from_storage_and_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sealed = msgspec.structs.replace(NAMESPACE, protection=Protection.ENCRYPTED)
-    former, present = (
-        NodeDram(tmp_path, sealed, 8 * FILE_BYTES, keys=KeyRing(text * 4, "a test"))
-        for text in ("0123456789abcdef", "fedcba9876543210")
-    )
+    former, present = before_and_after_a_new_key(tmp_path)
     key = key_of(1)
     former.add(key, block_of(key))
 

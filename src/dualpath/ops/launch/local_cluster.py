@@ -50,10 +50,10 @@ class LocalCluster:
     """P prefill engines, D decode engines and a router; a context manager.
 
     ``progress`` is called with what is being waited for, in plain words; what happens afterwards is
-    logged.  ``executor`` runs the
-    processes instead of the one that the settings name, and is closed in the end; ``commands`` are
-    those of the kind of engines.  Entering raises ``ConfigError``, ``EngineLostError`` with the
-    cause from the log, or ``DeadlineError``, after everything is taken down again.
+    logged.  ``executor`` runs the processes instead of the one that the settings name, and is
+    closed in the end; ``commands`` are those of the kind of engines.  Entering raises
+    ``ConfigError``, ``EngineLostError`` with the cause from the log, or ``DeadlineError``, after
+    everything is taken down again.
     """
 
     def __init__(
