@@ -103,6 +103,25 @@ def test_those_that_others_lean_on_are_asked_last(tmp_path: Path) -> None:
     assert supervisor.processes == ()
 
 
+class Recorded(SpawnedProcess):
+    """Remembers what it was sent."""
+
+    sent: tuple[int, ...] = ()
+
+    def send_signal(self, number: int) -> None:
+        self.sent += (number,)
+        super().send_signal(number)
+
+
+def test_what_is_interrupted_is_not_asked_to_drain_as_well(tmp_path: Path) -> None:
+    """A vLLM engine core that got both signals at once was killed after five seconds."""
+    supervisor = Supervisor()
+    process = supervisor.add(Recorded("sleep", ("sleep", "1000"), tmp_path / "log"))
+    supervisor.end(interrupt=True)
+    assert process.sent == (signal.SIGINT,)
+    assert process.exit_code == -signal.SIGINT
+
+
 def test_what_a_process_has_started_ends_with_it(tmp_path: Path) -> None:
     child = "sh -c 'trap \"\" TERM; echo child $$; exec sleep 1000'"
     process = shell(tmp_path, f"{child} & wait", pipes=False)

@@ -7,7 +7,6 @@ started again, drained and ended in one way.
 import functools
 import logging
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -218,9 +217,7 @@ class LocalCluster:
 
     def stop(self) -> None:
         """End everything now, requests under way with an error; idempotent."""
-        for process in self.processes:
-            process.send_signal(signal.SIGINT)
-        self._supervisor.end()
+        self._supervisor.end(interrupt=True)
         self._executor.close()
         if self._own_logs:
             shutil.rmtree(self._own_logs, ignore_errors=True)

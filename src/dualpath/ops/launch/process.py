@@ -242,14 +242,23 @@ class Supervisor:
                 raise DeadlineError(f"{what} after {timeout_s:g} s; {see}")
             time.sleep(POLL_S)
 
-    def end(self, *, hard: bool = False) -> None:
-        """End all, by force at once if ``hard``; idempotent."""
+    def end(self, *, hard: bool = False, interrupt: bool = False) -> None:
+        """End all, by force at once if ``hard``; idempotent.
+
+        ``interrupt``: what is under way ends with an error.  No SIGTERM follows then: it would ask
+        a server that is ending to drain, and of two signals that come to a vLLM engine core within
+        a millisecond the kernel gives one to a thread on which Python does not look at it, so that
+        vLLM would wait for ``--shutdown-timeout`` and kill the core.
+        """
+        if interrupt:
+            for process in self.processes:
+                process.send_signal(signal.SIGINT)
         for last in (False, True):
             together = [p for p in self.processes if (p.name in self._last) is last]
             for process in together:
                 if hard:
                     process.kill()
-                else:
+                elif not interrupt:
                     process.terminate()
             for process in together:
                 process.end()

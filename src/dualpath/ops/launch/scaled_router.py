@@ -7,7 +7,6 @@ ends and engines then come back.
 """
 
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -106,10 +105,7 @@ class ScaledRouter:
         traceback: TracebackType | None,
     ) -> None:
         """End all; after an error or Ctrl-C requests under way end with an error."""
-        for process in self._supervisor.processes:
-            if error is not None:
-                process.send_signal(signal.SIGINT)
-        self._supervisor.end()
+        self._supervisor.end(interrupt=error is not None)
         self._metrics.cleanup()
 
     def watch(self) -> None:
