@@ -78,3 +78,12 @@ NEUTRAL = {
         "shutdown_timeout", "structured_outputs_config", "watermark_config",
     },
 }  # fmt: skip
+#: The same, of fields that vLLM 0.33 adds: a watchdog, the size of another connector's store, and
+#: kernels that differ in how work is split or, for queries in fewer bits, by rounding.
+NEUTRAL_LATER = {
+    "attention_config": {
+        "indexer_tp_shard_min_rows", "minimax_m3_indexer_cp", "trtllm_ragged_backend",
+    },
+    "cache_config": {"simple_cpu_offload_num_blocks"},
+    "": {"watchdog_config"},
+}  # fmt: skip

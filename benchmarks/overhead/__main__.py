@@ -121,6 +121,7 @@ def main() -> None:
     stored.add_argument("--requests", type=int, default=30)
     stored.add_argument("--pause-s", type=float, default=0.3, help="between them")
     stored.add_argument("--mode", choices=("dualpath", "split"), default="dualpath")
+    stored.add_argument("--layer-buffers", type=int, default=2, help="layers of KV in HBM")
     stored.add_argument("--directory", type=Path, help="for the storage; default: a temporary one")
 
     args = parser.parse_args()

@@ -49,7 +49,8 @@ def _row(length: int, args: argparse.Namespace) -> tuple[str, ...]:
     with tempfile.TemporaryDirectory(dir=args.directory) as name:
         folder = Path(name)
         load = Load(streams=1, requests=1, prompt=length, tokens=2, pause_s=args.pause_s)
-        with traced_cluster(Mode(args.mode), folder, _COSTS) as url:
+        buffers = ("--layer-buffers", str(args.layer_buffers))
+        with traced_cluster(Mode(args.mode), folder, _COSTS, buffers) as url:
             answers = [asked_for(url, load, args.seed) for _ in range(args.requests + 2)]
         # Blocks of the first may be on their way to storage when the second asks for them.
         tracks = [spans(trace_of(role, folder), answers[2].start_s) for role in Role]
