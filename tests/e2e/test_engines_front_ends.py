@@ -60,7 +60,8 @@ class FrontEnd:
         self, method: str, path: str, body: dict[str, object] | None = None
     ) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
-        self._connection.request(method, path, body and json.dumps(body), headers)
+        text = None if body is None else json.dumps(body)
+        self._connection.request(method, path, text, headers)
         answer = self._connection.getresponse()
         said = answer.read()
         assert answer.status == 200, said
