@@ -40,6 +40,7 @@ class DualPathStack:
             block_tokens=settings.block_tokens,
             hbm_bytes=settings.hbm_bytes,
             buffer_bytes=settings.dram_bytes,
+            decode_prefix_caching=True,
             alpha_tokens=self._alpha_tokens,
             control_host=settings.head.address,
         )

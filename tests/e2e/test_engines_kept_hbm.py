@@ -46,7 +46,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with EngineCluster(settings, folder) as cluster:
         names = [
             cluster.start_engine(Role.PREFILL, 0),
-            cluster.start_engine(Role.DECODE, 0, vllm_args=("--enable-prefix-caching",)),
+            cluster.start_engine(Role.DECODE, 0, decode_prefix_caching=True),
         ]
         with PlainEngine(model, folder, BLOCK_TOKENS) as plain:
             turns = in_parallel([partial(play_plain, plain.url, agent) for agent in AGENTS])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dualpath.engine.counters import Counter, Counters
-from dualpath.laboratory.emulated.metrics import EngineMetrics, layer_blocks, thread_cpu_s
+from dualpath.laboratory.emulated.metrics import EngineMetrics, engine_counts, thread_cpu_s
 from dualpath.laboratory.emulated.verification import CheckedAt
 
 
@@ -17,10 +17,13 @@ def test_what_was_verified_is_read_as_it_is_served() -> None:
         verifier=SimpleNamespace(counts=lambda: seen), manager=SimpleNamespace(counters=counters)
     )
     served = EngineMetrics(plane).exposition().decode()
-    assert layer_blocks(served) == ({"de_hbm": 3480, "pe_hbm": 12}, {"de_hbm": 0, "pe_hbm": 5})
+    counts = engine_counts(served)
+    assert counts.verified == {"de_hbm": 3480, "pe_hbm": 12}
+    assert counts.wrong == {"de_hbm": 0, "pe_hbm": 5}
+    assert counts.thread_cpu_s["MainThread"] > 0
     assert 'dualpath_emulated:wrong_layer_blocks_total{place="pe_hbm"} 5.0\n' in served
     assert 'dualpath_emulated:counter_total{name="h2d_bytes"} 1.5e+09\n' in served
-    assert layer_blocks("") == ({}, {})
+    assert engine_counts("") == ({}, {}, {})
 
 
 def test_time_is_counted_under_the_name_of_the_thread_that_took_it() -> None:

@@ -158,6 +158,21 @@ def test_a_report_says_what_each_ranks_cnic_has_moved() -> None:
     )
 
 
+def test_a_report_says_which_threads_of_dualpaths_engines_took_the_processor() -> None:
+    first = measured(Mode.DUALPATH, 1.0, {"pe0": 1e9})
+    assert not thread_rows(first)
+    client = msgspec.structs.replace(first.client, thread_cpu_s={"MainThread": 1.0, "native": 3.0})
+    assert thread_rows(msgspec.structs.replace(first, client=client)) == [
+        (("native", "3.00"), ("MainThread", "1.00"))
+    ]
+
+
+def thread_rows(run: Measured) -> list[tuple[tuple[str, ...], ...]]:
+    one = msgspec.structs.replace(job(3.0, 1.0, 1.0), runs={Mode.DUALPATH: [run]})
+    tables = jct_report("x", "", (), [one]).tables
+    return [t.rows for t in tables if t.columns == ("thread", "CPU-s per GB read")]
+
+
 def test_agents_are_met_in_the_middle_of_their_trajectories() -> None:
     chosen = WindowSettings(agents=7, turns=3, scale=0.25)
     found = windows(chosen)

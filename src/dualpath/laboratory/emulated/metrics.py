@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # a client of a run reads metrics without an engine's librari
 _PREFIX = "dualpath_emulated:"
 _VERIFIED = f"{_PREFIX}verified_layer_blocks"
 _WRONG = f"{_PREFIX}wrong_layer_blocks"
+_THREADS = f"{_PREFIX}thread_cpu_seconds"
 _NS_PER_S = 1_000_000_000
 #: Threads that are not Python's: those of NIXL and UCX, and of numpy where it has some.
 NATIVE = "native"
@@ -47,17 +48,30 @@ class EngineMetrics(Collector):
         yield _family(_VERIFIED, help_text, "place", verified)
         yield _family(_WRONG, "Of these, wrong ones.", "place", wrong)
         yield _family(f"{_PREFIX}counter", "Totals the engine reports.", "name", totals)
-        name = f"{_PREFIX}thread_cpu_seconds"
-        yield _family(name, "CPU time of the engine's threads.", "thread", thread_cpu_s())
+        yield _family(_THREADS, "CPU time of the engine's threads.", "thread", thread_cpu_s())
 
 
-def layer_blocks(exposition: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the Layer Blocks that an engine has (verified, found wrong), by place."""
-    found: dict[str, dict[str, int]] = {_VERIFIED: {}, _WRONG: {}}
-    for family in text_string_to_metric_families(exposition):
-        if (by_place := found.get(family.name)) is not None:
-            by_place.update({s.labels["place"]: int(s.value) for s in family.samples})
-    return found[_VERIFIED], found[_WRONG]
+class EngineCounts(NamedTuple):
+    """Layer Blocks verified and found wrong, by place, and CPU seconds by thread."""
+
+    verified: dict[str, int]
+    wrong: dict[str, int]
+    thread_cpu_s: dict[str, float]
+
+
+def engine_counts(exposition: str) -> EngineCounts:
+    """Return what an engine's metrics say of it."""
+    families = {family.name: family for family in text_string_to_metric_families(exposition)}
+
+    def counts(name: str, label: str) -> dict[str, float]:
+        samples = families[name].samples if name in families else []
+        return {sample.labels[label]: sample.value for sample in samples}
+
+    verified, wrong = (
+        {place: int(count) for place, count in counts(name, "place").items()}
+        for name in (_VERIFIED, _WRONG)
+    )
+    return EngineCounts(verified, wrong, counts(_THREADS, "thread"))
 
 
 def thread_cpu_s() -> dict[str, float]:

@@ -7,14 +7,14 @@ answer, and ``ClientResult``.
 
 import asyncio
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from http import HTTPStatus
 
 import aiohttp
 import msgspec
 
 from dualpath.core.errors import DualPathError, EngineLostError
-from dualpath.laboratory.emulated.metrics import layer_blocks
+from dualpath.laboratory.emulated.metrics import EngineCounts, engine_counts
 from dualpath.laboratory.experiments.dialogue import begin, reply
 from dualpath.laboratory.workload.formats import read_trace
 from dualpath.laboratory.workload.replay.client import replay
@@ -54,11 +54,16 @@ class ClientTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClientResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The replay, and Layer Blocks verified and found wrong by place, over all engines."""
+    """The replay, and of all engines together what they say of themselves.
+
+    Layer Blocks verified and found wrong, by place, since they were started; CPU seconds that their
+    threads took during the replay, by name.
+    """
 
     replay: ReplayResult
     verified: dict[str, int] = {}
     wrong: dict[str, int] = {}
+    thread_cpu_s: dict[str, float] = {}
 
 
 async def run_client(task: ClientTask) -> ClientResult:
@@ -72,18 +77,32 @@ async def run_client(task: ClientTask) -> ClientResult:
         await _ready(http, task)
         if task.before:
             await _replay_before(task)
+        before = await _counts(http, task)
         reply(READY)
         sys.stdin.readline()
         found = await replay(sessions, task.endpoint, task.options)
         reply(DONE)
-        verified, wrong = Counter[str](), Counter[str]()
-        if task.engine_metrics:
-            for url in await _engine_urls(http, task.endpoint):
-                async with http.get(f"{url}/metrics") as response:
-                    counts = layer_blocks(await response.text())
-                verified.update(counts[0])
-                wrong.update(counts[1])
-    return ClientResult(replay=found, verified=dict(verified), wrong=dict(wrong))
+        after = await _counts(http, task)
+    took_s = {
+        name: s - before.thread_cpu_s.get(name, 0.0) for name, s in after.thread_cpu_s.items()
+    }
+    return ClientResult(
+        replay=found, verified=after.verified, wrong=after.wrong, thread_cpu_s=took_s
+    )
+
+
+async def _counts(http: aiohttp.ClientSession, task: ClientTask) -> EngineCounts:
+    """Return the sums over all engines; nothing where they report nothing."""
+    verified, wrong = Counter[str](), Counter[str]()
+    thread_cpu_s: dict[str, float] = defaultdict(float)
+    for url in await _engine_urls(http, task.endpoint) if task.engine_metrics else ():
+        async with http.get(f"{url}/metrics") as response:
+            counts = engine_counts(await response.text())
+        verified.update(counts.verified)
+        wrong.update(counts.wrong)
+        for name, cpu_s in counts.thread_cpu_s.items():
+            thread_cpu_s[name] += cpu_s
+    return EngineCounts(dict(verified), dict(wrong), dict(thread_cpu_s))
 
 
 async def _replay_before(task: ClientTask) -> None:

@@ -90,6 +90,7 @@ def jct_report(
             _balance_table(jobs),
             *(_rank_table(job) for job in jobs if job.lab.cnics > 1),
             _cost_table(jobs),
+            *_thread_tables(jobs),
         ),
         panels=(_jct_panel(jobs), *_link_panels(jobs[-1])),
         targets=tuple(target for job in jobs for target in _targets(job, ideal_share)),
@@ -178,6 +179,26 @@ def _cost_table(jobs: Sequence[Job]) -> Table:
             rows.append((job.lab.nodes, mode.value, f"{engines:.2f}", f"{router:.2f}"))
     columns = ("cluster", "mode", "engines, CPU-s per GB read", "router, CPU-s")
     return Table("Processor time, verification of every block included", columns, tuple(rows))
+
+
+def _thread_tables(jobs: Sequence[Job]) -> list[Table]:
+    """Return what DualPath's engines took their processor time for, where they say so."""
+    tables = []
+    for job in jobs:
+        runs = [run for run in job.runs.get(Mode.DUALPATH, ()) if run.client.thread_cpu_s]
+        if not runs:
+            continue
+        names = {name for run in runs for name in run.client.thread_cpu_s}
+        per_gb = {
+            name: statistics.median(
+                run.client.thread_cpu_s.get(name, 0.0) / run.storage_bytes * 1e9 for run in runs
+            )
+            for name in names
+        }
+        rows = [(name, f"{per_gb[name]:.2f}") for name in sorted(names, key=per_gb.__getitem__)]
+        title = f"{job.lab.nodes}: processor time by thread of the engines, DualPath"
+        tables.append(Table(title, ("thread", "CPU-s per GB read"), tuple(reversed(rows))))
+    return tables
 
 
 def _targets(job: Job, ideal_share: float) -> list[Target]:

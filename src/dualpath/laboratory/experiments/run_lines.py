@@ -50,6 +50,7 @@ def run_data(run: Measured) -> dict[str, Any]:
         "busy": run.busy,
         "rejected": run.rejected,
         "cpu_s": run.cpu_s,
+        "thread_cpu_s": run.client.thread_cpu_s,
         "storage_bytes": run.storage_bytes,
         "verified": run.client.verified,
         "wrong": run.client.wrong,

@@ -126,6 +126,8 @@ def engine_command(
             settings, role, unit, name, f"{host}:{port}", f"{router_host}:{control_port}"
         ),
     }
+    kept_in_hbm = settings.decode_prefix_caching and role is Role.DECODE
+    prefix_caching = "--enable-prefix-caching" if kept_in_hbm else "--no-enable-prefix-caching"
     command = [
         "--model", settings.model,
         "--host", host,
@@ -133,7 +135,7 @@ def engine_command(
         "--dtype", settings.dtype,
         "--block-size", str(settings.block_tokens),
         "--prefix-caching-hash-algo", HASH_ALGORITHM,
-        "--no-enable-prefix-caching",
+        prefix_caching,
         "--no-async-scheduling",
         "--enable-scale-out",
         "--middleware", GUARD_CLASS,

@@ -107,6 +107,13 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     prefill_tp: Annotated[int, Setting("devices of a PE: its tensor parallel size", ge=1)] = 1
     decode_tp: Annotated[int, Setting("devices of a DE: its tensor parallel size", ge=1)] = 1
     layer_buffers: LayerBuffers = 2
+    decode_prefix_caching: Annotated[
+        bool,
+        Setting(
+            "vLLM's --enable-prefix-caching at DEs: what is in their HBM of a prompt is not copied "
+            "there again"
+        ),
+    ] = False
     snic_bytes_per_s: SnicRate = 0.0
     storage_quota: StorageQuota = 0
     storage_namespace_quota: NamespaceQuota = 0
