@@ -36,6 +36,9 @@ def run(args: argparse.Namespace) -> int:
     require_packages("vllm", "nixl_cu12")
     say_if_undrawn("report.html")
     out = _writable(Path(args.out))
+    from dualpath.ops.launch.fork_server import import_ahead
+
+    import_ahead()  # takes seconds, as what follows does
     from dualpath.laboratory.demo.run import DemoRun
     from dualpath.laboratory.demo.sessions import demo_agents
     from dualpath.laboratory.models.smollm2 import prepare_smollm2

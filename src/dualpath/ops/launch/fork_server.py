@@ -73,6 +73,11 @@ class ForkedProcess(LocalProcess):
         return self._process.exitcode
 
 
+def import_ahead() -> None:
+    """Let the server import what engines and router need while this process does something else."""
+    _context(VLLM_MODULES)
+
+
 def _context(preload: Sequence[str]) -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # Its processes end with a server, so that one that lacks a module gives way when it has none.
