@@ -2,6 +2,7 @@
 
 Clusters are started in pairs, while nothing is measured: the one that stores histories with
 Oracle's, then those of the modes that read, as soon as Oracle's run has given their storage rate.
+One that has been measured ends beside the start of others, and in any case before the next is.
 """
 
 import asyncio
@@ -91,6 +92,7 @@ class DemoRun:
         self._encode = encode
         self._make_cluster = make_cluster
         self._clusters: dict[str, Cluster] = {}
+        self._played: list[str] = []
         self._time = TimeLeft(_expected_s(demo.in_order), time.monotonic)
         #: None where the storage rate was given, or Oracle has not run yet.
         self.chosen: ChosenRate | None = None
@@ -136,6 +138,7 @@ class DemoRun:
         for name in names:
             self._clusters[name] = self._make_cluster(self._settings(name))
             self._clusters[name].launch()
+        self._stop_played()
         for name in names:
             self._clusters[name].wait_ready()
 
@@ -157,7 +160,7 @@ class DemoRun:
             )
         block_tokens = stored.setting.block_tokens
         self._await_blocks(sum(turn.prompt_tokens // block_tokens for turn in stored.turns))
-        self._stop(HISTORIES)
+        self._played.append(HISTORIES)
 
     def _await_blocks(self, blocks: int) -> None:
         """Wait until all are stored: engines write after they have answered."""
@@ -172,8 +175,9 @@ class DemoRun:
 
     def _play(self, mode: Mode) -> ReplayResult:
         self._time.begin(mode.value)
+        self._stop_played()
         result = self._replay(mode.value)
-        self._stop(mode.value)
+        self._played.append(mode.value)
         if mode is Mode.ORACLE and not self._demo.snic_bytes_per_s:
             self._choose(result)
         return result
@@ -221,6 +225,10 @@ class DemoRun:
         self._clusters.pop(name).stop()
         if name != HISTORIES:
             shutil.rmtree(self._storage(name), ignore_errors=True)
+
+    def _stop_played(self) -> None:
+        while self._played:
+            self._stop(self._played.pop())
 
     def _stop_all(self) -> None:
         for name in list(self._clusters):

@@ -10,7 +10,7 @@ from dualpath.core.cluster import NodesSettings, nodes_text
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting
-from dualpath.engine.settings import SnicRate
+from dualpath.engine.settings import PROFILE_AUTO, PROFILE_OFF, SnicRate
 from dualpath.ops.launch.settings import LocalClusterSettings
 
 SERVED_NAME = "SmolLM2-135M-Instruct"
@@ -86,6 +86,8 @@ def cluster_settings(
         dtype="float32",
         max_model_len=demo.max_context_tokens,
         compute_quota_s=COMPUTE_QUOTA_S,
+        # Nothing that Basic does depends on how fast it is.
+        profile=PROFILE_AUTO if mode.compute_quota else PROFILE_OFF,
         # Two clusters are up at a time, the second started ahead.
         hbm_bytes=1024 << 20,
         buffer_bytes=1024 << 20,
