@@ -20,7 +20,7 @@ from tests.stored_runs import stored_head
 from dualpath.core.blocks import BlockGeometry, block_keys
 from dualpath.core.modes import Mode
 from dualpath.laboratory.emulated.front_door import front_door
-from dualpath.laboratory.emulated.metrics import layer_blocks
+from dualpath.laboratory.emulated.metrics import engine_counts
 from dualpath.laboratory.workload.replay.client import RealClock
 from dualpath.laboratory.workload.replay.stream import (
     CompletionBody,
@@ -174,14 +174,14 @@ def ideal_hits(geometry: BlockGeometry) -> list[list[int]]:
 
 async def verified_and_wrong(urls: list[str]) -> tuple[int, int]:
     """Sum Layer Blocks over all engines and places."""
-    counts = [0, 0]
+    verified = wrong = 0
     async with aiohttp.ClientSession() as http:
         for url in urls:
             async with http.get(f"{url}/metrics") as response:
-                found = layer_blocks(await response.text())
-            for index, by_place in enumerate(found):
-                counts[index] += sum(by_place.values())
-    return counts[0], counts[1]
+                found = engine_counts(await response.text())
+            verified += sum(found.verified.values())
+            wrong += sum(found.wrong.values())
+    return verified, wrong
 
 
 async def played(folder: Path, mode: Mode, prefill: int, decode: int) -> list[list[list[int]]]:

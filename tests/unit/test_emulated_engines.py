@@ -17,7 +17,7 @@ from dualpath.core.modes import Mode
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.laboratory.emulated.batch import Batch
-from dualpath.laboratory.emulated.metrics import EngineMetrics, layer_blocks
+from dualpath.laboratory.emulated.metrics import EngineMetrics, engine_counts
 from dualpath.laboratory.emulated.passes import RankPasses, RunningPass
 from dualpath.laboratory.emulated.prefill import GivenPass, PrefillEngine
 from dualpath.laboratory.emulated.prefix import Seeds
@@ -71,8 +71,8 @@ async def test_blocks_that_pass_their_checksum_but_are_not_this_prompts_fail_the
         await made.idle()
         plane = made.engines["prefill-0"].plane
         assert plane.verifier.counts()[CheckedAt.PE_BUFFER] == (10, 10)
-        _, wrong = layer_blocks(EngineMetrics(plane).exposition().decode())
-        assert wrong["pe_buffer"] == 10
+        counts = engine_counts(EngineMetrics(plane).exposition().decode())
+        assert counts.wrong["pe_buffer"] == 10
         assert made.service.metrics.retries == 0
 
 
