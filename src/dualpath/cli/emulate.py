@@ -20,7 +20,7 @@ from dualpath.cli.settings import (
 from dualpath.core.cluster import Role
 from dualpath.core.configuration import Given, Origin
 from dualpath.core.errors import ConfigError
-from dualpath.core.modes import Mode
+from dualpath.core.modes import DEFAULT_MODE
 from dualpath.core.settings import arguments
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _ENGINE_PARTS = (
 )
 _ROUTER_PARTS = (
     Part(EMULATED, "HTTP server"),
-    Part(ROUTER, "router", defaults={"control_port": 5700, "mode": Mode.DUALPATH}),
+    Part(ROUTER, "router", defaults={"control_port": 5700, "mode": DEFAULT_MODE}),
 )
 _FRONT_END_PARTS = (Part(EMULATED, "HTTP server"), LINK, FRONT_END_OF_ROUTER)
 

@@ -38,3 +38,8 @@ class Mode(enum.StrEnum):
     def moves_bytes(self) -> bool:
         """Whether KV really moves; False only for Oracle."""
         return self is not Mode.ORACLE
+
+
+#: What serves where nobody chooses: with both storage NICs on each request it was as fast as the
+#: paper's rule or faster wherever both were measured (``docs/measured.md``, ``benchmarks``).
+DEFAULT_MODE = Mode.SPLIT

@@ -14,7 +14,7 @@ import msgspec
 from dualpath.core.blocks import BlockGeometry, Protection
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
-from dualpath.core.modes import Mode
+from dualpath.core.modes import DEFAULT_MODE, Mode
 from dualpath.core.names import unfit_name
 from dualpath.core.settings import Setting, declared, nearest
 from dualpath.engine.storage_settings import StorageLimitSettings
@@ -131,7 +131,7 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
     cluster_secret_file: SecretFile = ""
     storage_key_file: StorageKeyFile = ""
     storage_protection: StorageProtection = "auto"
-    mode: EngineMode = Mode.DUALPATH
+    mode: EngineMode = DEFAULT_MODE
     node: Annotated[
         str, Setting("engines of one node share a storage NIC; empty: a node of its own")
     ] = ""

@@ -6,7 +6,7 @@ import msgspec
 
 from dualpath.core.cluster import NodesSettings, Role
 from dualpath.core.errors import ConfigError
-from dualpath.core.modes import Mode
+from dualpath.core.modes import DEFAULT_MODE
 from dualpath.core.settings import Setting
 from dualpath.engine.settings import (
     PROFILE_AUTO,
@@ -70,7 +70,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     storage: Storage
     storage_key_file: StorageKeyFile = ""
     storage_protection: StorageProtection = "auto"
-    mode: EngineMode = Mode.DUALPATH
+    mode: EngineMode = DEFAULT_MODE
     host: Host = "127.0.0.1"
     port: Port = 8000
     control_host: Annotated[str, Setting("where engines register, on this machine", flag=False)] = (

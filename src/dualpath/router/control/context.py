@@ -8,7 +8,7 @@ from dualpath.core.blocks import BlockGeometry, BlockKey
 from dualpath.core.cluster import Role
 from dualpath.core.control import RouterMessage
 from dualpath.core.errors import EngineLostError
-from dualpath.core.modes import Mode
+from dualpath.core.modes import DEFAULT_MODE, Mode
 from dualpath.policy.events import Assignment, SchedulerSettings
 from dualpath.policy.scheduler import RequestScheduler
 from dualpath.policy.session_warmth import WarmthSettings
@@ -207,7 +207,7 @@ class SchedulerContext:
     def _scheduler_settings(self, block_tokens: int) -> SchedulerSettings:
         thresholds = self.thresholds.for_scheduler()
         return SchedulerSettings(
-            mode=self.registry.mode or Mode.DUALPATH,
+            mode=self.registry.mode or DEFAULT_MODE,
             alpha_tokens=thresholds.alpha_tokens,
             beta_tokens=thresholds.beta_tokens,
             block_tokens=block_tokens,
