@@ -9,7 +9,7 @@ from dualpath.cli import emulate
 from dualpath.cli.main import main
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
-from dualpath.core.modes import Mode
+from dualpath.core.modes import DEFAULT_MODE
 from dualpath.laboratory.emulated.settings import Verify
 
 
@@ -77,7 +77,7 @@ def test_a_router_listens_where_engines_connect() -> None:
     settings = emulate.router_settings(parsed(*arguments))
     assert (settings.control_host, settings.control_port) == ("127.0.0.1", 5711)
     assert settings.alpha_tokens == 9
-    assert settings.mode is Mode.DUALPATH
+    assert settings.mode is DEFAULT_MODE
 
 
 @pytest.mark.parametrize(
