@@ -9,7 +9,7 @@ from dualpath.cli import emulate
 from dualpath.cli.main import main
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
-from dualpath.core.modes import DEFAULT_MODE
+from dualpath.core.modes import DEFAULT_MODE, Mode
 from dualpath.laboratory.emulated.settings import Verify
 
 
