@@ -5,6 +5,7 @@ import pytest
 from tests.unit.router_cluster import cluster
 
 from dualpath.core.cluster import Role
+from dualpath.core.errors import EngineLostError
 from dualpath.router.engines import EngineInfo
 from dualpath.router.links.strays import BACK_S, StrayAttempts
 
@@ -16,8 +17,8 @@ class Stray:
         self.decode_engine = engine
         self.broken: list[str] = []
 
-    def break_off(self, reason: str) -> None:
-        self.broken.append(reason)
+    def break_off(self, error: EngineLostError) -> None:
+        self.broken.append(str(error))
 
 
 class Story:

@@ -13,6 +13,7 @@
     │   └── PeerLostError          the other engine is gone
     ├── BufferTooSmallError    a buffer request that can never be granted
     ├── EngineLostError        an engine died or stopped reporting
+    │   └── SchedulerLostError     the scheduler is, whatever became of its engines
     ├── DeadlineError          something took longer than its deadline
     └── IncompatibleError      two components disagree on version, model or layout
         └── EngineRefusedError     an engine may not join
@@ -86,6 +87,10 @@ class BufferTooSmallError(DualPathError):
 
 class EngineLostError(DualPathError):
     """An engine died or stopped reporting."""
+
+
+class SchedulerLostError(EngineLostError):
+    """A front end's scheduler died or is out of reach: which of its engines live is not known."""
 
 
 class DeadlineError(DualPathError):

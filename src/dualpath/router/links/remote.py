@@ -1,9 +1,9 @@
 """``Scheduling`` at a front end that is a process of its own.
 
 Its session with the scheduler is that of engines (``engine.router_session``).  When it ends, calls
-that wait and attempts that do not decode yet end with ``EngineLostError``: their requests wait for
-engines, which are there again with the next session, and are placed anew.  An attempt that decodes
-goes on: its tokens do not come from the scheduler.
+that wait and attempts that do not decode yet end with ``SchedulerLostError``: their requests wait
+for engines, which are there again with the next session, and are placed anew.  An attempt that
+decodes goes on: its tokens do not come from the scheduler.
 """
 
 import asyncio
@@ -16,7 +16,12 @@ import msgspec
 
 from dualpath.core.control import Goodbye
 from dualpath.core.envelopes import Envelope, decode_with
-from dualpath.core.errors import BadRequestError, EngineLostError, IncompatibleError
+from dualpath.core.errors import (
+    BadRequestError,
+    EngineLostError,
+    IncompatibleError,
+    SchedulerLostError,
+)
 from dualpath.core.session_hints import SessionHints
 from dualpath.core.sessions import HELLO_GAP_S
 from dualpath.engine.router_session import RouterSession
@@ -128,7 +133,7 @@ class RemoteScheduling:
                     lambda call_id: m.Hint(call_id, tenant, session_id, hints), bool
                 )
         except TimeoutError as error:
-            raise EngineLostError(self._away(f"says nothing for {_ANSWER_S:g} s")) from error
+            raise SchedulerLostError(self._away(f"says nothing for {_ANSWER_S:g} s")) from error
 
     @property
     def session(self) -> str:
@@ -160,7 +165,7 @@ class RemoteScheduling:
     async def call(self, asked: Callable[[int], m.FrontEndMessage], result: type[T]) -> T:
         """Return the answer to a call; raises what it says, or that the scheduler is lost."""
         if not self._session.joined:
-            raise EngineLostError(self._away("is not there"))
+            raise SchedulerLostError(self._away("is not there"))
         call_id = next(self._call_ids)
         answer = self._calls[call_id] = asyncio.get_running_loop().create_future()
         try:
@@ -180,7 +185,7 @@ class RemoteScheduling:
                 for event in message.events:
                     self._attempts[message.attempt_id].heard(event)
             case m.Broken() if message.attempt_id in self._attempts:
-                self._attempts[message.attempt_id].break_off(message.reason)
+                self._attempts[message.attempt_id].break_off(EngineLostError(message.reason))
             case m.Answer() | m.Failure():
                 self._answered(message)
 
@@ -205,10 +210,10 @@ class RemoteScheduling:
         self.engines.lose(why)
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(EngineLostError(why))
+                future.set_exception(SchedulerLostError(why))
         for attempt in self._attempts.values():
             if not attempt.decoding:
-                attempt.break_off(why)
+                attempt.break_off(SchedulerLostError(why))
         self._strays.begin(a for a in self._attempts.values() if a.decoding)
 
     def _away(self, how: str) -> str:

@@ -113,10 +113,10 @@ class RemoteAttempt:
         if self.broken.done():
             self.broken.result()
 
-    def break_off(self, reason: str) -> None:
-        """End the attempt; the first reason counts."""
+    def break_off(self, error: EngineLostError) -> None:
+        """End the attempt; the first error counts."""
         if not self.broken.done():
-            self.broken.set_exception(EngineLostError(reason))
+            self.broken.set_exception(error)
             self.broken.exception()  # Marks it as seen: the attempt may have ended already.
 
     async def prepare(self) -> PrefillTransfer:

@@ -8,6 +8,7 @@ looks for the engine among those that the next scheduler tells of.
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from dualpath.core.errors import EngineLostError
 from dualpath.core.sessions import ROUTER_TIMEOUT_S
 from dualpath.router.engines import EngineInfo
 
@@ -24,7 +25,7 @@ class Stray(Protocol):
         """Where its tokens come from."""
         ...
 
-    def break_off(self, reason: str) -> None:
+    def break_off(self, error: EngineLostError) -> None:
         """End it; another attempt may follow."""
         ...
 
@@ -68,4 +69,4 @@ class StrayAttempts:
         del self._due_s[attempt]
         engine = attempt.decode_engine
         name = engine.engine_id if engine is not None else "of an attempt"
-        attempt.break_off(f"engine {name} {how}; see that it runs, and its log")
+        attempt.break_off(EngineLostError(f"engine {name} {how}; see that it runs, and its log"))

@@ -17,6 +17,7 @@ from dualpath.core.errors import (
     DeadlineError,
     EngineLostError,
     PromptTooLongError,
+    SchedulerLostError,
     TransportError,
 )
 from dualpath.router.engine_calls import Job, TokenEvent
@@ -47,7 +48,9 @@ class RequestLife:
         self.decode_engine = ""
         self._generated: list[int] = []
         self._attempt: Attempt | None = None
+        #: Attempts that failed: on which engines; and those that were lost with a scheduler.
         self._failed_on: list[tuple[EngineInfo, ...]] = []
+        self._schedulers_lost = 0
         self._finished = False
         self._trace: RequestTrace | None = None
 
@@ -127,9 +130,9 @@ class RequestLife:
                 if await self._used_up():
                     raise EngineLostError(
                         f"request {self.job.request_id} failed {self.record.attempts} times, at "
-                        f"most {settings.max_attempts} attempts are lost with an engine and as "
-                        f"many otherwise ({{max_attempts}}); the last one: {error}; see the "
-                        "engines' logs, then send it again"
+                        f"most {settings.max_attempts} attempts are lost with an engine, as many "
+                        f"with the scheduler and as many otherwise ({{max_attempts}}); the last "
+                        f"one: {error}; see the engines' logs, then send it again"
                     ) from error
                 self._context.metrics.retried()
                 logger.warning(
@@ -154,6 +157,9 @@ class RequestLife:
         )
         try:
             await self._attempt.run()
+        except SchedulerLostError:
+            self._schedulers_lost += 1
+            raise
         except (EngineLostError, TransportError):
             self._failed_on.append(self._attempt.engines)
             raise
@@ -165,20 +171,30 @@ class RequestLife:
     async def _used_up(self) -> bool:
         """Whether attempts have failed too often, those on engines that are gone apart.
 
-        What an engine's death has cost is no sign that the next attempt fails as well; but a
-        request may be what engines die of, so that these are bounded, too.
+        What the death of an engine or of the scheduler has cost is no sign that the next attempt
+        fails as well; but a request may be what they die of, so that these are bounded, too.
         """
         most = self._context.settings.max_attempts
         if self._most_of_a_kind() >= most:
-            await self._scheduling.settled(e for engines in self._failed_on for e in engines)
+            await self._settled()
         return self._most_of_a_kind() >= most
+
+    async def _settled(self) -> None:
+        """Wait until it is known which engines live on which attempts failed."""
+        while True:
+            try:
+                await self._scheduling.settled(e for engines in self._failed_on for e in engines)
+                return
+            except SchedulerLostError:
+                await self._engines_there()  # By the next scheduler, which knows it.
 
     def _most_of_a_kind(self) -> int:
         known = self._scheduling.engines
         with_an_engine = sum(
             not all(is_alive(known, engine) for engine in engines) for engines in self._failed_on
         )
-        return max(with_an_engine, len(self._failed_on) - with_an_engine)
+        otherwise = len(self._failed_on) - with_an_engine
+        return max(with_an_engine, otherwise, self._schedulers_lost)
 
     async def _engines_there(self) -> None:
         wait_s = self._context.settings.engine_wait_s
