@@ -74,9 +74,9 @@ def test_what_ends_soon_after_every_start_is_tried_less_and_less_often(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     story = Story()
-    pauses = [story.dies_after(2.0) for _ in range(7)]
-    assert pauses[:5] == [FIRST_PAUSE_S * 2**n for n in range(5)]
-    assert pauses[5:] == [LAST_PAUSE_S] * 2
+    pauses = [story.dies_after(2.0) for _ in range(9)]
+    assert pauses[:7] == [FIRST_PAUSE_S * 2**n for n in range(7)]
+    assert pauses[7:] == [LAST_PAUSE_S] * 2
     assert caplog.messages[-1] == "pe-0 is started again in 30 s"
     assert story.dies_after(LONG_LIFE_S) == 0
     assert story.dies_after(2.0) == FIRST_PAUSE_S

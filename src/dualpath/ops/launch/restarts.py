@@ -17,8 +17,9 @@ log = logging.getLogger(__name__)
 
 #: A process that had lived for so long is started again at once.
 LONG_LIFE_S = 60.0
-#: Pauses after shorter lives: the first, doubled each time up to the last.
-FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
+#: Pauses after shorter lives: the first, doubled each time up to the last.  The first ones are
+#: short: without its scheduler a cluster places nothing, and that may be lost while young as well.
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.25, 30.0
 #: Longer than a drain may take.
 DRAIN_GUARD_S = 3600.0
 #: The others of a unit may take so long to end, then they are killed.
