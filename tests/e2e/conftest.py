@@ -1,10 +1,16 @@
-"""What a plain engine says, for all files that compare: it takes longer to start than to ask."""
+"""What a plain engine says, for all files that compare: it takes longer to start than to ask.
 
+And a reader of pages whose cluster serves already.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from tests.e2e.emulated_reader import Reader
     from tests.e2e.plain_engine import Round, Truth
 
 
@@ -27,3 +33,18 @@ def truth(agents: "list[list[Round]]", tmp_path_factory: pytest.TempPathFactory)
 
     with PlainEngine(tiny_model(), tmp_path_factory.mktemp("plain"), 64) as plain:
         return ask_truth(plain.url, agents)
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Iterator[Reader]":
+    """A reader in a folder with a trace; the cluster is 1P1D and its router logs its events."""
+    pytest.importorskip("nixl_cu12")
+    from tests.e2e.emulated_reader import Reader
+
+    from dualpath.ops.launch.process import Supervisor
+
+    monkeypatch.chdir(tmp_path)
+    with Supervisor() as processes:
+        found = Reader(tmp_path, processes)
+        found.serves_one_of_each(["--event-log", "events.jsonl"])
+        yield found

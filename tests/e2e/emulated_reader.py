@@ -2,13 +2,16 @@
 
 import http.client
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tests.e2e.typed_pages import TypedPages
+import pytest
+from tests.e2e.typed_pages import TypedPages, curl, types
 from tests.guard import GUARD_S
 
-from dualpath.ops.launch.process import Supervisor
+from dualpath.cli.main import main
+from dualpath.ops.launch.process import SpawnedProcess, Supervisor
 
 #: The reader's own: small, since a block of the page's model is 16 MB.
 TRACE = '{"session_id": "a", "rounds": [[256, 20], [30, 10]]}\n'
@@ -24,13 +27,31 @@ class Reader:
         self.engines: list[str] = []
         self._processes = processes
 
-    def types(self, words: list[str]) -> None:
+    def serves_one_of_each(
+        self, router_options: Sequence[str] = (), engine_options: Sequence[str] = ()
+    ) -> None:
+        """Start 1P1D as the page on emulated engines does, named as `dualpath serve` names it."""
+        router, prefill, decode, _ = self.pages.commands(
+            "emulate.md", types("dualpath", "emulate", "router")
+        )
+        self.types([*router, *router_options])
+        self.types([*prefill, "--engine-id", "pe-0", *engine_options])
+        self.types([*decode, "--engine-id", "de-0", *engine_options])
+        self.waits()
+
+    def types(self, words: list[str]) -> SpawnedProcess:
         """Start what serves."""
         name = f"{len(self._processes.processes)}-{'-'.join(words[1:3])}"
         is_engine = not ENGINES.isdisjoint(words)
         if is_engine:
             self.engines.append(name)
-        self._processes.add(self.pages.spawn(name, words), ends_last=not is_engine)
+        return self._processes.add(self.pages.spawn(name, words), ends_last=not is_engine)
+
+    def asks(self, *options: str, port: str = "8000", **fields: object) -> None:
+        """Send a prompt of four blocks, as `curl` would, to a port that pages name."""
+        body = json.dumps({"prompt": list(range(1, 257)), "max_tokens": 4, **fields})
+        url = f"http://127.0.0.1:{self.pages.port(port)}/v1/completions"
+        curl(["curl", url, "-H", "Content-Type: application/json", "-d", body, *options])
 
     def waits(self) -> None:
         """Wait until all engines are up and requests can be placed."""
@@ -43,6 +64,14 @@ class Reader:
         replay = self.pages.spawn("replay", words)
         assert replay.wait(GUARD_S) == 0, replay.log_tail()
         return replay.output()
+
+    def ends(self) -> None:
+        """End everything in order."""
+        self._processes.end()
+
+    def router_pid(self) -> int:
+        """Return the process that was started first."""
+        return self._processes.processes[0].pid
 
     def alive(self) -> list[str]:
         """Return the roles of the engines that the router knows."""
@@ -64,3 +93,12 @@ class Reader:
             return response.status, response.read().decode()
         finally:
             connection.close()
+
+
+def runs(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a `dualpath` command that ends by itself; return what it said."""
+    assert words[0] == "dualpath"
+    assert main(words[1:]) == 0, words
+    said = capsys.readouterr().out
+    assert said
+    return said

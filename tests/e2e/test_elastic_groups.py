@@ -19,16 +19,18 @@ from dualpath.ops.launch.settings import LocalClusterSettings
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[LocalCluster]:
-    """Serve two prefill groups of two ranks and a decode engine, watched as `serve` watches."""
+async def serving(
+    folder: Path, *, nodes: str, prefill_dp: int = 1, port: int = 0
+) -> AsyncIterator[LocalCluster]:
+    """Serve emulated engines, watched as `serve` watches."""
     (folder / "costs.toml").write_text(COSTS)
     settings = LocalClusterSettings(
         model="emulated",
         storage=str(folder / "kv"),
         log_dir=str(folder / "logs"),
-        nodes="2P1D",
-        prefill_dp=2,
-        port=0,
+        nodes=nodes,
+        prefill_dp=prefill_dp,
+        port=port,
         block_tokens=16,
         buffer_bytes=16 << 20,
     )
@@ -69,7 +71,8 @@ async def engines_of(http: aiohttp.ClientSession, cluster: LocalCluster) -> list
 async def test_a_group_is_resized_and_changes_its_role_under_agents(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(tmp_path) as cluster, aiohttp.ClientSession() as http:
+    made = serving(tmp_path, nodes="2P1D", prefill_dp=2)
+    async with made as cluster, aiohttp.ClientSession() as http:
         agents = Agents(http, cluster.endpoint)
         playing = [asyncio.create_task(agents.play(n)) for n in range(AGENTS)]
 

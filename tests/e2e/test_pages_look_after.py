@@ -3,15 +3,13 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.emulated_reader import Reader
+from tests.e2e.emulated_reader import Reader, runs
 from tests.e2e.typed_pages import TypedPages, curl, types
 from tests.guard import GUARD_S
 
-from dualpath.cli.main import main
 from dualpath.ops.launch.process import Supervisor
 from dualpath.storage.directory import namespaces_in
 
@@ -22,40 +20,8 @@ pytestmark = pytest.mark.nixl
 SALT, SESSION = "SALT", "agent-7"
 
 
-@pytest.fixture
-def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
-    """A reader in a folder with a trace, whose cluster is 1P1D as `dualpath serve` names it."""
-    monkeypatch.chdir(tmp_path)
-    with Supervisor() as processes:
-        found = Reader(tmp_path, processes)
-        router, prefill, decode, _ = found.pages.commands(
-            "emulate.md", types("dualpath", "emulate", "router")
-        )
-        found.types([*router, "--event-log", "events.jsonl"])
-        found.types([*prefill, "--engine-id", "pe-0"])
-        found.types([*decode, "--engine-id", "de-0"])
-        found.waits()
-        yield found
-
-
-def runs(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a `dualpath` command that ends by itself; return what it said."""
-    assert words[0] == "dualpath"
-    assert main(words[1:]) == 0, words
-    said = capsys.readouterr().out
-    assert said
-    return said
-
-
-def asks(reader: Reader, *options: str, **fields: object) -> None:
-    """Send a prompt of four blocks, as `curl` would."""
-    body = json.dumps({"prompt": list(range(1, 257)), "max_tokens": 4, **fields})
-    header = "Content-Type: application/json"
-    curl(["curl", f"{reader.pages.endpoint}/v1/completions", "-H", header, "-d", body, *options])
-
-
 def test_an_engine_pauses_and_a_session_is_told_what_comes_next(reader: Reader) -> None:
-    asks(reader, "-H", f"X-Session-ID: {SESSION}")
+    reader.asks("-H", f"X-Session-ID: {SESSION}")
     typed = [*reader.pages.commands("sessions.md", types("curl"))]
     assert len(typed) == 3
     for words in typed:
@@ -65,14 +31,14 @@ def test_an_engine_pauses_and_a_session_is_told_what_comes_next(reader: Reader) 
     paused = {e["engine_id"]: e["paused"] for e in json.loads(curl(status))["engines"]}
     assert paused == {"pe-0": ["asked"], "de-0": []}
     curl(resume)
-    asks(reader)
+    reader.asks()
 
 
 def test_a_storage_is_counted_checked_pinned_and_emptied(
     reader: Reader, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asks(reader)
-    asks(reader, cache_salt=SALT)
+    reader.asks()
+    reader.asks(cache_salt=SALT)
     storage = reader.pages.folder / "kv"
     # Engines measured their reads in a namespace of its own.
     (name,) = [f.name for f, n in namespaces_in(storage) if "probe" not in n.model]

@@ -4,7 +4,7 @@ import http.client
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,9 +19,14 @@ PORTS = ("5700", "5701", "8000", "8001", "8002")
 
 
 class TypedPages:
-    """What a reader of some pages types in ``folder``; ``model`` is where they say MODEL."""
+    """What a reader of some pages types in ``folder``.
 
-    def __init__(self, folder: Path, model: str = "MODEL") -> None:
+    ``model`` is where they say MODEL or FOLDER; ``also`` has more of what has another name here.
+    """
+
+    def __init__(
+        self, folder: Path, model: str = "MODEL", also: Mapping[str, str] | None = None
+    ) -> None:
         self.folder = folder
         self.model = model
         self._here = {port: str(claim_port()) for port in PORTS}
@@ -40,7 +45,8 @@ class TypedPages:
             },
             "router": {"DUALPATH_ROUTER_CONTROL_PORT": control},
         }
-        self._here |= {"/mnt/kv": str(folder / "kv"), "MODEL": model}
+        self._here |= {"/mnt/kv": str(folder / "kv"), "MODEL": model, "FOLDER": model}
+        self._here |= also or {}
 
     def commands(self, page: str, wanted: Callable[[Block], bool]) -> Iterator[list[str]]:
         """Yield the words of the commands in the blocks of a how-to page that are ``wanted``."""

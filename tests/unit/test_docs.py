@@ -16,6 +16,7 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.laboratory.emulated.settings import EmulatedOptions
 from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT, engine_command, router_command
 from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.policy.event_log import Begin, Call
 from dualpath.policy.events import SchedulerSettings
 from dualpath.router.control.registry import Registry
 from dualpath.router.http.settings import SchedulerAddress
@@ -37,6 +38,9 @@ NEUTRAL_PATHS = {"v1", "dualpath", "dashboard", "health", "metrics", "inference"
     "dev", "tokenize", "detokenize", "generative_scoring", "invocations", "ping", "load", "version",
     "sleep", "collective_rpc", "update_weights",
 }  # fmt: skip
+
+#: What `cli/log_lines.py` gives a line; pages say TIME for when it was.
+LOG_LINE = re.compile(r"(TIME|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) [A-Z]+ dualpath\.[\w.]+: ")
 
 
 def page(name: str) -> str:
@@ -238,3 +242,16 @@ def test_every_control_message_is_in_the_reference_with_its_fields() -> None:
     assert f"protocol version {control.PROTOCOL_VERSION}." in page("control-protocol.md")
     messages = (*get_args(control.RouterMessage), *get_args(control.EngineMessage))
     assert documented == {kind.__name__: kind.__struct_fields__ for kind in messages}
+
+
+def test_every_event_of_a_schedulers_log_is_on_the_page_about_it() -> None:
+    text = (ROOT / "docs" / "how-to" / "record-decisions.md").read_text(encoding="utf-8")
+    events = " ".join(re.findall(r"^\| (`.+?) \|", text, re.MULTILINE))
+    real = {kind.__struct_config__.tag for kind in (Begin, *Call.__subclasses__())}
+    assert set(re.findall(r"`(\w+)`", events)) == real
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_log_lines_that_a_page_quotes_begin_with_time_and_level(path: Path) -> None:
+    lines = re.findall(r"^.*\b(?:INFO|WARNING|ERROR) dualpath\.\S+: .*$", path.read_text(), re.M)
+    assert not [line for line in lines if not LOG_LINE.match(line)]
