@@ -7,8 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-#: The first raylet has room for a router and one engine, the second for one engine; its devices
-#: are names alone.
+#: The second raylet has room for one engine; its devices are names alone.
 _BOTH: dict[str, Any] = {"object_store_memory": 80_000_000, "include_log_monitor": False}
 _SECOND: dict[str, Any] = {**_BOTH, "num_cpus": 1, "num_gpus": 2}
 #: A killed raylet refuses at once and is noticed within seconds; one that is slow is not lost.
@@ -21,9 +20,12 @@ _NOTICE = {
 
 
 class RayCluster:
-    """Two raylets; a context manager.  Nothing of it is used by another Ray of this machine."""
+    """Two raylets; nothing of it is used by another Ray of this machine.
 
-    def __init__(self) -> None:
+    The first has so many ``cpus``: room for a router and one engine if nobody says more.
+    """
+
+    def __init__(self, cpus: int = 2) -> None:
         from ray.cluster_utils import Cluster
 
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -34,7 +36,7 @@ class RayCluster:
         Path(self.folder, "ray").mkdir()
         first = {
             **_BOTH,
-            "num_cpus": 2,
+            "num_cpus": cpus,
             # No autoscaler: a process less.
             "no_monitor": True,
             "include_dashboard": False,

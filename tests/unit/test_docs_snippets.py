@@ -20,6 +20,7 @@ from dualpath.cli.main import SUBCOMMANDS, main
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 CONSOLE = [block for block in BLOCKS if block.language in ("console", "bash", "sh", "shell")]
 PYTHON = [block for block in BLOCKS if block.language == "python"]
+SERVING = [block for block in CONSOLE if "$ dualpath serve" in block.text]
 
 #: Subcommands that end by themselves and write nothing outside the working directory.
 SAFE = {"table1", "bounds", "workingset", "simulate", "plan", "qos", "config"}
@@ -45,6 +46,8 @@ def folder(tmp_path, monkeypatch):
     shutil.copy(ROOT / "benchmarks" / "demo_prediction" / "costs.toml", "costs.toml")
     log = ROOT / "tests" / "parity" / "recorded" / "dualpath.jsonl.xz"
     Path("events.jsonl").write_bytes(lzma.decompress(log.read_bytes()))
+    Path("storage.key").write_text("0" * 64)
+    Path("storage.key").chmod(0o600)
     return tmp_path
 
 
@@ -101,6 +104,16 @@ def test_commands_run(block, folder, capsys):
         assert safe, f"say above the block why 'dualpath {words[1]}' is not run"
         assert main([*words[1:], *block.run_with.split()]) == 0
         assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("block", SERVING, ids=place)
+def test_a_page_that_serves_starts_commands_that_can_be_printed(block, folder, capsys):
+    for words in commands(block):
+        # The lines of the page on GPUs name devices, which few machines have.
+        if words[:2] == ["dualpath", "serve"] and "--devices" not in words:
+            options = [NUMBERS.get(word, word) for word in words[2:]]
+            assert main(["serve", "--dry-run", *options]) == 0
+            assert "dualpath router" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=place)

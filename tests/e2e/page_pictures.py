@@ -1,0 +1,72 @@
+"""Pictures of HTML files, each as wide as a desk's screen and a telephone, light and dark.
+
+    make docs && dualpath demo
+    PYTHONPATH=src:. python -m tests.e2e.page_pictures FOLDER runs/demo/report.html build/docs/README.html …
+
+They are there to be looked at.  What can be told without eyes is said: a page that is wider than its
+window, and what in it is.  Exit code 1 then.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.e2e.chromium import Tab, find_chromium, open_tab, running_chromium
+
+WIDTHS = (1280, 390)
+THEMES = ("light", "dark")
+#: What sticks out to the right and is in nothing that scrolls by itself.
+_TOO_WIDE = """(() => {
+  const scrolls = (node) => node && node !== document.body && node !== document.documentElement
+    && (getComputedStyle(node).overflowX !== 'visible' || scrolls(node.parentElement));
+  if (document.documentElement.scrollWidth <= innerWidth) return [];
+  return [...document.body.querySelectorAll('*')]
+    .filter((node) => node.getBoundingClientRect().right > innerWidth + 1 && !scrolls(node))
+    .map((node) => node.tagName + '.' + node.className).slice(0, 5);
+})()"""
+
+
+async def pictures(tab: Tab, page: Path, folder: Path) -> list[str]:
+    """Take a page in each width and theme; return what is wrong with it."""
+    wrong = []
+    for theme in THEMES:
+        await tab.prefer(theme)
+        for width in WIDTHS:
+            await tab.size(width, 900)
+            await tab.go(page.resolve().as_uri())
+            if found := await tab.value(_TOO_WIDE):
+                wrong.append(f"{page} is wider than {width} px: {', '.join(found)}")
+            await tab.picture(folder / f"{page.stem}-{width}-{theme}.png", whole=True)
+    return wrong
+
+
+async def run(folder: Path, pages: list[Path], devtools: str) -> list[str]:
+    """Take all pictures; return what is wrong."""
+    async with open_tab(devtools) as tab:
+        wrong = [said for page in pages for said in await pictures(tab, page, folder)]
+        return [*wrong, *tab.troubles]
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="where the pictures go")
+    parser.add_argument("pages", type=Path, nargs="+", metavar="PAGE.html")
+    args = parser.parse_args()
+    program = find_chromium()
+    if program is None:
+        parser.error("no Chromium is installed; install one")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
+        devtools = stack.enter_context(running_chromium(program, home / "profile"))
+        wrong = asyncio.run(run(args.folder, args.pages, devtools))
+    print("\n".join(wrong) or "no page is wider than its window")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
