@@ -30,6 +30,8 @@ exclude_patterns = [".*", "build", "dist", "runs", "shared", "src", "tests", "**
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["html_image"]
+#: Quotes and dots alone: two dashes in a sentence begin the name of an option.
+smartquotes_action = "qe"
 #: Fences of languages that Pygments does not know are shown as they are.
 suppress_warnings = ["misc.highlighting_failure"]
 

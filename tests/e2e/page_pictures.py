@@ -1,10 +1,11 @@
-"""Pictures of HTML files, each as wide as a desk's screen and a telephone, light and dark.
+r"""Pictures of HTML files, each as wide as a desk's screen and a telephone, light and dark.
 
-    make docs && dualpath demo
-    PYTHONPATH=src:. python -m tests.e2e.page_pictures FOLDER runs/demo/report.html build/docs/README.html …
+    make docs demo
+    PYTHONPATH=src:. .venv/bin/python -m tests.e2e.page_pictures FOLDER \
+        runs/demo/report.html build/docs/{README,docs/how-to/size,docs/reference/settings}.html
 
-They are there to be looked at.  What can be told without eyes is said: a page that is wider than its
-window, and what in it is.  Exit code 1 then.
+They are there to be looked at.  What can be told without eyes is said: a page that is wider than
+its window, and what in it is.  Exit code 1 then.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import asyncio
 import contextlib
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.e2e.chromium import Tab, find_chromium, open_tab, running_chromium
@@ -50,12 +52,12 @@ async def run(folder: Path, pages: list[Path], devtools: str) -> list[str]:
         return [*wrong, *tab.troubles]
 
 
-def main() -> int:
-    """Run the command."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command with these words, those of the command line if None."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="where the pictures go")
     parser.add_argument("pages", type=Path, nargs="+", metavar="PAGE.html")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     program = find_chromium()
     if program is None:
         parser.error("no Chromium is installed; install one")

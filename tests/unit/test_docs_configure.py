@@ -1,4 +1,4 @@
-"""What the page on settings shows is what `dualpath config check` says of its file and variables."""
+"""The page on settings shows what `dualpath config check` says of its file and variables."""
 
 import re
 from pathlib import Path

@@ -133,6 +133,13 @@ def test_every_mark_stands_right_above_a_block(page):
     assert len(marked) == marks(page)
 
 
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.not_run], ids=place)
+def test_tests_that_a_mark_names_exist_and_those_that_type_pages_type_this_one(block):
+    for name in re.findall(r"tests/[\w/]+\.py", block.not_run):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert block.page.name in text or "/test_pages_" not in name, name
+
+
 def option_names(parser, words):
     """Options of a parser and of its subcommands that ``words`` name; of all where a word stands
     for any of them.
