@@ -247,7 +247,8 @@ def test_every_control_message_is_in_the_reference_with_its_fields() -> None:
 def test_every_event_of_a_schedulers_log_is_on_the_page_about_it() -> None:
     text = (ROOT / "docs" / "how-to" / "record-decisions.md").read_text(encoding="utf-8")
     events = " ".join(re.findall(r"^\| (`.+?) \|", text, re.MULTILINE))
-    real = {kind.__struct_config__.tag for kind in (Begin, *Call.__subclasses__())}
+    kinds: list[type[msgspec.Struct]] = [Begin, *Call.__subclasses__()]
+    real = {kind.__struct_config__.tag for kind in kinds}
     assert set(re.findall(r"`(\w+)`", events)) == real
 
 
