@@ -99,6 +99,16 @@ def test_what_is_done_goes_first_also_if_it_was_retained() -> None:
     assert engine.left() == OLD
 
 
+def test_what_nobody_keeps_any_more_is_not_brought_back() -> None:
+    engine = Engine()
+    engine.order(OLD, 10.0)
+    engine.order(NEW, 30.0)
+    engine.retention.expire(10 * S)
+    assert [tuple(keys) for keys in engine.left_out] == [OLD]
+    engine.retention.end_session()
+    assert [tuple(keys) for keys in engine.left_out] == [OLD, NEW]
+
+
 def test_nothing_is_retained_once_the_router_has_forgotten() -> None:
     engine = Engine()
     engine.order(OLD, 30.0)
@@ -118,4 +128,6 @@ def test_orders_are_worth_no_more_than_the_buffer() -> None:
 def test_what_is_to_be_brought_back_is_fetched() -> None:
     engine = Engine()
     engine.retention.order(Retain(KEYS[:6], 30.0, fetch=True), 0)
-    assert engine.fetched == [KEYS[:4]]  # no more than the buffer holds
+    assert engine.fetched == [[*KEYS[:4]]]  # no more than the buffer holds
+    engine.retention.order(Retain(KEYS[2:6], 30.0, fetch=True), 0)
+    assert engine.fetched[1:] == [[*KEYS[2:4]]]  # nor what no order has room for

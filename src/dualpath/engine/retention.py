@@ -5,6 +5,7 @@ by itself: one whose end is never said, as when the router dies, costs nothing f
 """
 
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 
 from dualpath.core.blocks import BlockKey
@@ -18,6 +19,7 @@ class Retention:
     """Carries out orders; called by one thread.
 
     ``fetch`` has blocks read when nothing else is, ``leave`` those not that it was told of before.
+    Only what is kept by an order is to be fetched, and no longer than that.
     """
 
     def __init__(
@@ -38,7 +40,6 @@ class Retention:
         keys = message.keys[: self._buffer.capacity]
         if message.retain_s <= 0:
             self._forget(keys)
-            self._leave(keys)
             self._buffer.let_go(keys, first=True)
             return
         until_ns = now_ns + round(message.retain_s * _NS_PER_S)
@@ -49,7 +50,8 @@ class Retention:
         heapq.heappush(self._ends, (until_ns, tuple(kept)))
         self._buffer.retain(kept, now_ns + round(message.expected_s * _NS_PER_S))
         if message.fetch:
-            self._fetch(keys)
+            # A chain is of use from its first block on, and what no order keeps goes first.
+            self._fetch([*itertools.takewhile(self._until_ns.__contains__, keys)])
 
     def expire(self, now_ns: int) -> None:
         """Let blocks be as all others whose time is over."""
@@ -61,10 +63,12 @@ class Retention:
 
     def end_session(self) -> None:
         """Let all be as others: who gave the orders has forgotten them."""
-        self._buffer.let_go(list(self._until_ns))
-        self._until_ns.clear()
+        keys = list(self._until_ns)
+        self._forget(keys)
         self._ends.clear()
+        self._buffer.let_go(keys)
 
     def _forget(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
             self._until_ns.pop(key, None)
+        self._leave(keys)
