@@ -25,7 +25,8 @@ import numpy as np
 from dualpath.core.blocks import BlockKey, BlockOrigin, chain_root
 from dualpath.laboratory.workload.columns.generator import DATASETS, GeneratorSettings, generate
 from dualpath.policy.chain_index import ChainIndex
-from dualpath.policy.eviction import NO_PINS, StorageLimits, victims
+from dualpath.policy.eviction import NO_PINS, victims
+from dualpath.policy.quotas import StorageLimits
 from dualpath.policy.write_gate import WriteGate
 from dualpath.report import markdown
 from dualpath.report.model import Table

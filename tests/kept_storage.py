@@ -4,12 +4,14 @@ from collections.abc import Iterator, Sequence
 
 from dualpath.core.blocks import BlockKey, BlockOrigin, block_keys, chain_root
 from dualpath.core.errors import StorageError
-from dualpath.policy.eviction import StorageLimits
+from dualpath.policy.quotas import StorageLimits
+from dualpath.policy.write_gate import WriteGate
 from dualpath.storage.block_file import encode_header
 from dualpath.storage.checks import own_origins
 from dualpath.storage.directory import object_name
 from dualpath.storage.janitor import Janitor
 from dualpath.storage.journal import Journal
+from dualpath.storage.keeper import Keeper
 from dualpath.storage.memory_objects import MemoryObjects
 from dualpath.storage.objects import ObjectInfo
 from dualpath.storage.pins import PINS
@@ -116,6 +118,11 @@ class Engine:
         self._story = story
         self.journal = Journal(story.tree, PLACE, name)
 
+        def now_s() -> float:
+            return story.now_s
+
+        self.keeper = Keeper(story.tree, self.journal, WriteGate(), None, now_s, now_s)
+
     def write(self, keys: Sequence[BlockKey], first: int = 0, tenant: str = "") -> None:
         """Store the blocks of a chain from ``first`` on."""
         origin = BlockOrigin(keys[first - 1] if first else chain_root(), tenant)
@@ -138,6 +145,14 @@ class Engine:
         if hit < len(keys):
             self.write(keys, hit)
         return hit
+
+    def serve_within_quotas(self, keys: Sequence[BlockKey], tenant: str) -> int:
+        """Take a turn, store what is admitted of the rest; return how many blocks that are."""
+        hit = self._story.head(keys)
+        origin = BlockOrigin(keys[hit - 1] if hit else chain_root(), tenant)
+        count, _ = self.keeper.admitted(keys[hit:], origin, BLOCK_BYTES)
+        self.write(keys[: hit + count], hit, tenant)
+        return count
 
 
 def chain(number: int, blocks: int) -> list[BlockKey]:

@@ -10,7 +10,7 @@ from tests.kept_storage import BLOCK_BYTES, DIGEST, PAYLOAD, PLACE, chain
 from tests.s3_servers import RCLONE, FaultyS3, rclone_s3
 
 from dualpath.core.blocks import BlockOrigin, chain_root
-from dualpath.policy.eviction import StorageLimits
+from dualpath.policy.quotas import StorageLimits
 from dualpath.storage.block_file import encode_header
 from dualpath.storage.checks import own_origins
 from dualpath.storage.directory import object_name

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tests.kept_storage import BLOCK_BYTES, EndedError, Story, chain
 
 from dualpath.core.errors import StorageError
-from dualpath.policy.eviction import StorageLimits
+from dualpath.policy.quotas import StorageLimits
 from dualpath.storage.janitor import Janitor
 
 QUOTA_BLOCKS = 20

@@ -76,14 +76,17 @@ async def test_what_is_removed_behind_a_promise_is_computed_and_counted(tmp_path
         assert made.counts(1) == 0
 
 
-async def test_a_full_quota_declines_new_blocks_and_serves(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "quota", ["storage_quota", "storage_namespace_quota", "storage_tenant_quota"]
+)
+async def test_a_full_quota_declines_new_blocks_and_serves(tmp_path: Path, quota: str) -> None:
     storage = tmp_path / "kv"
     async with cluster(
         storage,
         Mode.DUALPATH,
         prefill=1,
         decode=1,
-        storage_quota=QUOTA_BLOCKS * BLOCK_BYTES,
+        **{quota: QUOTA_BLOCKS * BLOCK_BYTES},  # type: ignore[arg-type]
     ) as made:
         name = Counter.STORAGE_REFUSED_BLOCKS.value
 

@@ -12,11 +12,11 @@ from dualpath.policy.chain_index import ChainIndex
 from dualpath.policy.eviction import (
     NO_PINS,
     Pins,
-    StorageLimits,
     is_over,
     pinned_ends,
     victims,
 )
+from dualpath.policy.quotas import StorageLimits
 from dualpath.storage.index_file import Progress, decode, encode
 
 PLACE = "model_0123456789abcdef"

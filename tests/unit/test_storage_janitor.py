@@ -6,7 +6,7 @@ import pytest
 from tests.kept_storage import BLOCK_BYTES, PLACE, Story, chain
 
 from dualpath.core.errors import ConfigError, StorageError
-from dualpath.policy.eviction import StorageLimits
+from dualpath.policy.quotas import StorageLimits
 from dualpath.storage import janitor as janitor_module
 from dualpath.storage.directory import key_of, object_name
 from dualpath.storage.half_written import STALE_S
@@ -40,6 +40,27 @@ def test_a_storage_is_kept_within_its_quota_by_what_engines_tell() -> None:
     assert status is not None
     assert (status.blocks, status.used_bytes) == (10, 10 * BLOCK_BYTES)
     assert status.seen[engine.journal.writer] == 5
+
+
+def test_whose_blocks_lie_there_is_said_of_those_who_have_a_quota(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    story = Story(StorageLimits(tenant_quota_bytes=100 * BLOCK_BYTES))
+    janitor, engine = story.janitor(), story.engine()
+    for number, tenant in enumerate(("a" * 16, "b" * 16, "c" * 16), 1):
+        engine.write(chain(number, 2 * number), tenant=tenant)
+    engine.journal.flush()
+    janitor.step()
+    said = read_status(story.tree)
+    assert said is not None
+    sizes = {"a" * 16: 2, "b" * 16: 4, "c" * 16: 6}
+    assert said.fullest_tenants == {name: n * BLOCK_BYTES for name, n in sizes.items()}
+    assert said.fullest_namespaces == {}, "they have no quota"
+    monkeypatch.setattr(janitor_module, "MOST_NAMED", 2)
+    janitor.step()
+    said = read_status(story.tree)
+    assert said is not None
+    assert said.fullest_tenants == {"c" * 16: 6 * BLOCK_BYTES, "b" * 16: 4 * BLOCK_BYTES}
 
 
 def test_what_was_there_before_is_found_with_its_chains_and_tenants() -> None:

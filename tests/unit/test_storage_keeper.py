@@ -1,6 +1,7 @@
 """What an engine tells of its storage, and what it declines to write."""
 
 import threading
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from dualpath.engine.persister import Persister, WriteTask
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.movements import PERSIST_PROMPT
 from dualpath.plan.steps import step_of
-from dualpath.policy.eviction import StorageLimits
+from dualpath.policy.quotas import StorageLimits
 from dualpath.policy.write_gate import BURST_S, Refusal, WriteGate
 from dualpath.storage.contract import DeclinedError
 from dualpath.storage.journal import (
@@ -30,7 +31,7 @@ from dualpath.storage.journal import (
 )
 from dualpath.storage.keeper import Keeper, KeptStorage
 from dualpath.storage.remembering import RememberingStorage
-from dualpath.storage.status import Status, write_status
+from dualpath.storage.status import STATUS, Status, write_status
 
 KEYS = prompt_keys(160)
 ORIGIN = BlockOrigin(chain_root(), "a" * 16)
@@ -69,15 +70,27 @@ class Kept:
             found += segment.news
         return found
 
-    def says(self, used_blocks: int, quota_blocks: int, seen: int) -> None:
+    def says(self, used_blocks: int, quota_blocks: int, seen: int, **more: Any) -> None:
         """Let the janitor say how full the storage is."""
         limits = StorageLimits(quota_bytes=quota_blocks * self.block_bytes)
-        status = Status(
-            holder="h", time_s=1.0, blocks=used_blocks, surveyed_s=1.0, limits=limits,
-            used_bytes=used_blocks * self.block_bytes, seen={"engine-1": seen},
-        )  # fmt: skip
-        write_status(self.tree, status)
+        fields: dict[str, Any] = {
+            **{"holder": "h", "time_s": 1.0, "blocks": used_blocks, "surveyed_s": 1.0},
+            **{"used_bytes": used_blocks * self.block_bytes, "seen": {"engine-1": seen}},
+        }
+        write_status(self.tree, Status(**fields | {"limits": limits} | more))
         self.keeper.beat()
+
+    def says_of_owners(self, tenants: dict[str, int], places: dict[str, int], seen: int) -> None:
+        """Let the janitor say whose blocks those are; each quota is of 12."""
+        quota_bytes = 12 * self.block_bytes
+        self.says(
+            20,
+            0,
+            seen,
+            limits=StorageLimits(tenant_quota_bytes=quota_bytes, namespace_quota_bytes=quota_bytes),
+            fullest_tenants={name: count * self.block_bytes for name, count in tenants.items()},
+            fullest_namespaces={name: count * self.block_bytes for name, count in places.items()},
+        )
 
 
 def test_what_is_written_used_and_found_gone_is_told_with_its_chain() -> None:
@@ -149,6 +162,36 @@ def test_beyond_the_quota_nothing_is_written_what_is_on_its_way_included() -> No
         kept.write(8, 9)  # there is room, but not for what lies behind a gap
     assert kept.write(6, 8) == 2
     assert kept.write(8, 9) == 1
+
+
+def test_a_tenant_beyond_its_quota_writes_nothing_and_others_do() -> None:
+    kept = Kept()
+    yours = BlockOrigin(chain_root(), "b" * 16)
+    kept.write(0, 4)
+    kept.says_of_owners({"a" * 16: 6, "c" * 16: 12}, {}, seen=0)
+    with pytest.raises(DeclinedError, match="quota"):
+        kept.write(4, 10)  # 6 there, 4 told and not yet seen: 2 have room
+    assert kept.inner.is_stored(KEYS[5])
+    assert not kept.inner.is_stored(KEYS[6])
+    assert kept.keeper.done.refused_blocks == 4
+    others = prompt_keys(160, "another")
+    kept.storage.write(others[:5], [memoryview(full_block(key)) for key in others[:5]], yours)
+    kept.says_of_owners({"a" * 16: 6}, {"place": 11}, seen=9)
+    with pytest.raises(DeclinedError, match="quota"):
+        kept.write(6, 8)  # the tenant has room for both, its namespace for one
+    assert [kept.inner.is_stored(key) for key in KEYS[6:8]] == [True, False]
+
+
+def test_a_janitor_that_names_nobody_has_nobody_declined() -> None:
+    """One of before the quotas of tenants bound writers: its status has two fields less."""
+    kept = Kept()
+    kept.says_of_owners({"a" * 16: 99}, {"place": 99}, seen=0)
+    said = msgspec.json.decode(kept.tree.get(STATUS) or b"")
+    del said["fullest_tenants"], said["fullest_namespaces"]
+    kept.tree.replace(STATUS, msgspec.json.encode(said))
+    kept.keeper.beat()
+    assert kept.keeper.status is not None
+    assert kept.write(0, 9) == 9
 
 
 def test_what_is_just_being_told_still_counts_against_the_quota() -> None:

@@ -53,7 +53,7 @@ class Counter(StrEnum):
     )
     STORAGE_REFUSED_BLOCKS = (
         "storage_refused_blocks",
-        "New blocks not stored because the storage's quota is used up.",
+        "New blocks not stored because a quota of the storage is used up.",
     )
     STORAGE_SKIPPED_BLOCKS = (
         "storage_skipped_blocks",

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.settings import Setting, Settings
-from dualpath.policy.eviction import StorageLimits
+from dualpath.policy.quotas import StorageLimits
 
 StorageQuota = Annotated[
     int,

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from dualpath.core.blocks import BlockKey, chain_root
 from dualpath.policy.chain_links import MOST_DOUBLINGS, NO_ROW, Children, inherited
+from dualpath.policy.quotas import StoredBytes
 
 KEY_BYTES = 32
 _FIRST_ROWS = 1 << 10
@@ -95,6 +96,10 @@ class ChainIndex:
     def used_by_tenant(self) -> dict[str, int]:
         """Return stored bytes by tenant tag; the empty one stands for requests without a salt."""
         return {self.tenants[n]: used for n, used in self._used_by_tenant.items() if used}
+
+    def stored_bytes(self) -> StoredBytes:
+        """Return stored bytes as quotas count them."""
+        return StoredBytes(self.used_bytes, self.used_by_namespace(), self.used_by_tenant())
 
     # ------------------------------------------------------------------ what happens
 

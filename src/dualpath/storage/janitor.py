@@ -14,7 +14,8 @@ import msgspec
 
 from dualpath.core.errors import StorageError
 from dualpath.policy.chain_index import ChainIndex
-from dualpath.policy.eviction import StorageLimits, is_over, pinned_ends, victims
+from dualpath.policy.eviction import is_over, pinned_ends, victims
+from dualpath.policy.quotas import StorageLimits
 from dualpath.storage import index_file
 from dualpath.storage.half_written import remove_half_written
 from dualpath.storage.index_file import Progress
@@ -23,7 +24,7 @@ from dualpath.storage.lease import LEASE_S, Lease
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.pins import read_pins
 from dualpath.storage.removal import BATCH, Removal
-from dualpath.storage.status import Status, write_status
+from dualpath.storage.status import MOST_NAMED, Status, write_status
 from dualpath.storage.survey import Survey
 
 log = logging.getLogger(__name__)
@@ -245,6 +246,7 @@ class _Office:
             self.save()
 
     def _publish(self) -> None:
+        tenants, namespaces, _ = self._limits.quotas(self.index.stored_bytes())
         write_status(
             self._tree,
             Status(
@@ -255,6 +257,8 @@ class _Office:
                 limits=self._limits,
                 surveyed_s=self.survey.surveyed_s,
                 seen=dict(self._taken),
+                fullest_namespaces=namespaces.fullest(MOST_NAMED),
+                fullest_tenants=tenants.fullest(MOST_NAMED),
             ),
         )
 

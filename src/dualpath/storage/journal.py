@@ -6,8 +6,10 @@ process dies before it has written them) is found again by the janitor's survey 
 is told twice says nothing new.
 """
 
+import functools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -15,6 +17,7 @@ import xxhash
 
 from dualpath.core.blocks import BlockKey, BlockOrigin
 from dualpath.core.errors import StorageError
+from dualpath.policy.quotas import StoredBytes
 from dualpath.storage.objects import ObjectTree
 
 log = logging.getLogger(__name__)
@@ -101,13 +104,13 @@ class Journal:
 
     def __init__(self, tree: ObjectTree, namespace: str, writer: str) -> None:
         self.writer = writer
+        self.namespace = namespace
         self._tree = tree
-        self._namespace = namespace
         self._lock = threading.Lock()
         self._news: list[News] = []
         self._used: dict[BlockKey, float] = {}
         self._number = 0
-        self._unseen_bytes: dict[int, int] = {}
+        self._unseen: dict[int, StoredBytes] = {}
 
     def written(
         self, keys: Sequence[BlockKey], origins: Sequence[BlockOrigin], size: int, time_s: float
@@ -133,11 +136,13 @@ class Journal:
             self._news.append(Gone(time_s, key))
             del self._news[:-MOST_NEWS]
 
-    def unseen_bytes(self, seen: int) -> int:
+    def unseen(self, seen: int) -> StoredBytes:
         """Return the bytes of blocks written that are not in the segments up to ``seen``."""
         with self._lock:
-            self._unseen_bytes = {n: b for n, b in self._unseen_bytes.items() if n > seen}
-            return _bytes(self._news) + sum(self._unseen_bytes.values())
+            self._unseen = {n: written for n, written in self._unseen.items() if n > seen}
+            return functools.reduce(
+                StoredBytes.plus, self._unseen.values(), self._bytes(self._news)
+            )
 
     def forget(self) -> None:
         """Drop what is new: there is nobody to tell it to."""
@@ -155,15 +160,15 @@ class Journal:
                 return True
             self._news, self._used = [], {}
             # Counted all the while: a quota that forgot them for a moment would be overrun.
-            self._unseen_bytes[self._number + 1] = _bytes(news)
+            self._unseen[self._number + 1] = self._bytes(news)
         every = (*news, *(Used(time_s, key) for key, time_s in used.items()))
-        content = encode_segment(Segment(self._namespace, every))
+        content = encode_segment(Segment(self.namespace, every))
         try:
             self._tree.replace(segment_name(self.writer, self._number + 1), content)
         except StorageError as error:
             log.warning("news for the storage's janitor is kept for later: %s", error)
             with self._lock:
-                self._unseen_bytes.pop(self._number + 1, None)
+                self._unseen.pop(self._number + 1, None)
                 self._news[:0] = news
                 self._used = used | self._used
             return False
@@ -171,6 +176,9 @@ class Journal:
             self._number += 1
         return True
 
-
-def _bytes(news: Sequence[News]) -> int:
-    return sum(item.bytes for item in news if isinstance(item, Written))
+    def _bytes(self, news: Sequence[News]) -> StoredBytes:
+        tenants: Counter[str] = Counter()
+        for item in news:
+            if isinstance(item, Written):
+                tenants[item.tenant] += item.bytes
+        return StoredBytes(tenants.total(), {self.namespace: tenants.total()}, dict(tenants))

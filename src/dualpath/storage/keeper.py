@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, TenantTag
 from dualpath.core.errors import StorageError
 from dualpath.policy.write_gate import Refusal, WriteGate
 from dualpath.storage.block_header import HEADER_BYTES
@@ -98,7 +98,7 @@ class Keeper:
         self, keys: Sequence[BlockKey], origin: BlockOrigin, block_bytes: int
     ) -> tuple[int, Refusal | None]:
         """Return how many blocks at the head may be written, and why no more; counts the rest."""
-        room = self._room_bytes()
+        room = self._room_bytes(origin.tenant)
         with self._lock:
             count, refusal = self._gate.admitted(
                 keys, origin.parent, block_bytes, self._steady_s(), room
@@ -133,12 +133,14 @@ class Keeper:
                 return
         self.journal.flush()
 
-    def _room_bytes(self) -> int | None:
+    def _room_bytes(self, tenant: TenantTag) -> int | None:
+        """Return what the quotas leave for this tenant's blocks; None: no bound that is known."""
         status = self.status
-        if status is None or not status.limits.quota_bytes:
+        if status is None:
             return None
-        unseen = self.journal.unseen_bytes(status.seen.get(self.journal.writer, 0))
-        return status.limits.quota_bytes - status.used_bytes - unseen
+        unseen = self.journal.unseen(status.seen.get(self.journal.writer, 0))
+        stored = status.stored.plus(unseen)
+        return status.limits.left_bytes(stored, self.journal.namespace, tenant)
 
 
 class KeptStorage(WrappingStorage):

@@ -6,7 +6,7 @@ from dualpath.core.blocks import BlockKey
 from dualpath.laboratory.chaos.simulation.cluster import Cluster
 from dualpath.laboratory.chaos.simulation.disk import ROOT
 from dualpath.laboratory.chaos.simulation.operator import calm_calls
-from dualpath.policy.eviction import StorageLimits
+from dualpath.policy.quotas import StorageLimits
 from dualpath.storage.block_file import defect_of_file
 from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.directory import key_of

@@ -21,7 +21,7 @@ from dualpath.laboratory.chaos.simulation.ranks import SimFollower
 from dualpath.laboratory.chaos.simulation.router import SimRouter
 from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.ops.launch.commands import engine_id
-from dualpath.policy.eviction import StorageLimits
+from dualpath.policy.quotas import StorageLimits
 from dualpath.router.standby.turn import OnlyOne
 from dualpath.storage.status import STATUS, Status
 

@@ -8,7 +8,8 @@ from dualpath.core.blocks import BlockKey, BlockOrigin
 from dualpath.core.errors import StorageError
 from dualpath.laboratory.chaos.simulation.plant import Plant, instead
 from dualpath.policy.chain_index import ChainIndex, Rows
-from dualpath.policy.eviction import NO_PINS, Pins, StorageLimits, victims
+from dualpath.policy.eviction import NO_PINS, Pins, victims
+from dualpath.policy.quotas import StorageLimits
 from dualpath.storage import janitor
 from dualpath.storage.block_file import PlainArrival
 from dualpath.storage.directory import NamespaceDirectory, refused

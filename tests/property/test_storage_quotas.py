@@ -1,0 +1,118 @@
+"""Quotas hold when blocks are written, but for what others have written and nobody has heard of."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.kept_storage import BLOCK_BYTES, PLACE, Engine, Story, chain
+
+from dualpath.policy.quotas import ALL, StorageLimits, StoredBytes
+
+TENANTS = ["a" * 16, "b" * 16, ""]
+PROTECT_S = 50.0
+LIMITS = StorageLimits(tenant_quota_bytes=10 * BLOCK_BYTES, high=0.8, low=0.6, protect_s=PROTECT_S)
+#: Of the namespace or of all, in turn.
+MORE_BYTES = 24 * BLOCK_BYTES
+
+_TURNS = st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(0, 2), st.integers(1, 8))
+_STEPS = st.lists(
+    st.one_of(
+        _TURNS, st.tuples(st.just("beat"), st.integers(0, 1)), st.sampled_from(["janitor", "sleep"])
+    ),
+    max_size=50,
+)
+
+
+class Storage:
+    """Two engines that beat when they are told, a janitor, and what they do not know yet."""
+
+    def __init__(self, limits: StorageLimits) -> None:
+        self.story = Story(limits)
+        self.engines = [self.story.engine(), self.story.engine()]
+        self.janitor = self.story.janitor()
+        #: By tenant: written and not told, told and not counted, counted and not heard, by writer.
+        self.untold: list[list[str]] = [[], []]
+        self.told: list[list[str]] = [[], []]
+        self.counted: list[list[str]] = [[], []]
+        self.janitor.step()
+        for engine in self.engines:
+            engine.keeper.beat()
+
+    def beat(self, number: int) -> None:
+        """An engine hears how the storage is, and tells what it has written."""
+        self.engines[number].keeper.beat()
+        self.counted[1 - number].clear()
+        self.told[number] += self.untold[number]
+        self.untold[number].clear()
+
+    def count(self) -> None:
+        """The janitor takes in what it was told."""
+        self.janitor.step()
+        for counted, told in zip(self.counted, self.told, strict=True):
+            counted += told
+            told.clear()
+
+    def stored(self) -> StoredBytes:
+        """What lies there, as an index knows that has heard of everything."""
+        index = self.janitor.index
+        assert index is not None
+        late = [*self.told[0], *self.told[1], *self.untold[0], *self.untold[1]]
+        by_tenant = {tenant: late.count(tenant) * BLOCK_BYTES for tenant in TENANTS}
+        known = len(late) * BLOCK_BYTES
+        return index.stored_bytes().plus(StoredBytes(known, {PLACE: known}, by_tenant))
+
+    def unheard_by(self, number: int) -> list[str]:
+        """Return the tenants of all blocks of the other engine that this one has not heard of."""
+        other = 1 - number
+        return [*self.untold[other], *self.told[other], *self.counted[other]]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"namespace_quota_bytes": MORE_BYTES}, {"quota_bytes": MORE_BYTES}],
+    ids=["tenants", "namespaces", "all"],
+)
+@given(steps=_STEPS)
+def test_nobody_writes_beyond_a_quota_that_it_knows_to_be_used_up(more, steps) -> None:
+    storage = Storage(msgspec.structs.replace(LIMITS, **more))
+    for step in steps:
+        match step:
+            case "janitor":
+                storage.count()
+            case "sleep":
+                storage.story.now_s += 30.0
+            case "beat", int(number):
+                storage.beat(number)
+            case number, whose, conversation, blocks:
+                _serve(storage, storage.engines[number], number, whose, conversation, blocks)
+    _comes_back(storage)
+
+
+def _serve(
+    storage: Storage, engine: Engine, number: int, whose: int, conversation: int, blocks: int
+) -> None:
+    tenant = TENANTS[whose]
+    unheard = storage.unheard_by(number)
+    written = engine.serve_within_quotas(chain(10 * whose + conversation, blocks), tenant)
+    storage.untold[number] += [tenant] * written
+    if not written:
+        return
+    quotas = storage.story.limits.quotas(storage.stored())
+    unheard_of = (unheard.count(tenant), len(unheard), len(unheard))
+    for quota, owner, late in zip(quotas, (tenant, PLACE, ALL), unheard_of, strict=True):
+        if quota.limit_bytes:
+            assert quota.used_bytes[owner] <= quota.limit_bytes + late * BLOCK_BYTES
+
+
+def _comes_back(storage: Storage) -> None:
+    """When all is told and nothing protected any more, no quota is above its high watermark."""
+    for _ in range(2):
+        for number in (0, 1):
+            storage.beat(number)
+        storage.story.now_s += PROTECT_S + 1
+        storage.count()
+    storage.count()
+    assert storage.janitor.index is not None
+    assert storage.stored().total == storage.story.used_bytes
+    for quota in storage.story.limits.quotas(storage.stored()):
+        assert quota.above(LIMITS.high) == {}
