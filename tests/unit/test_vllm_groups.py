@@ -68,13 +68,23 @@ class Allocated:
 
 
 def taken_over(
-    tokens=PROMPT, groups=GROUPS, blocks=None, prompt=PROMPT, found=0, moves=True, tenant=""
+    tokens=PROMPT,
+    groups=GROUPS,
+    blocks=None,
+    prompt=PROMPT,
+    found=0,
+    moves=True,
+    tenant="",
+    spare_slots=0,
 ):
-    """A decode request in the step in which its KV is to be copied; its side, and that step."""
+    """A decode request in the step in which its KV is to be copied; its side, and that step.
+
+    With ``spare_slots`` its transfer cannot be meant.
+    """
     mode = Mode.DUALPATH if moves else Mode.ORACLE
     settings = msgspec.structs.replace(SETTINGS, role=Role.DECODE, mode=mode)
     side = SchedulerSide(settings, GEOMETRY, groups)
-    slots = tuple(range(holding_blocks(prompt, BLOCK_TOKENS))) if moves else ()
+    slots = tuple(range(holding_blocks(prompt, BLOCK_TOKENS) + spare_slots)) if moves else ()
     transfer = DecodeTransfer("q", prompt, slots, tenant)
     request = vllm_request(range(tokens), transfer=to_transfer_params(transfer))
     promised, asynchronously = side.matched_tokens(request, found)
@@ -170,6 +180,13 @@ def test_blocks_of_an_answer_are_the_tenants_that_the_router_names():
     request.append_output_token_ids(list(range(2 * BLOCK_TOKENS)))
     (block,) = generated(side, request, 6 * BLOCK_TOKENS - 1)
     assert block.tenant == "a" * 16
+
+
+def test_a_prompt_that_is_computed_for_want_of_a_transfer_is_its_tenants_as_well():
+    side, request, promised, step = taken_over(PROMPT + 1, tenant="a" * 16, spare_slots=1)
+    assert (promised, step.decodes) == (0, [])
+    blocks = generated(side, request, 0, new=PROMPT + 1)
+    assert {block.tenant for block in blocks} == {"a" * 16}
 
 
 def test_a_block_whose_key_comes_a_step_late_leaves_then():

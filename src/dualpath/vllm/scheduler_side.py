@@ -47,10 +47,12 @@ class _Tracked:
     """A request with the transfer it carries; None: one that cannot be meant."""
 
     def __init__(
-        self, request: "Request", transfer: PrefillTransfer | DecodeTransfer | None
+        self, request: "Request", transfer: PrefillTransfer | DecodeTransfer | None, tenant: str
     ) -> None:
         self.request = request
         self.transfer = transfer
+        #: Whose its blocks are, also of a refused transfer; adapters change ``cache_salt``.
+        self.tenant = tenant
         #: vLLM's block ids, by group and in order.
         self.blocks: list[list[int]] = []
         self.persisted_blocks = 0
@@ -200,11 +202,12 @@ class SchedulerSide:
     def _track(self, request: "Request") -> _Tracked | None:
         if (known := self._tracked.get(request.request_id)) is not None:
             return known
-        transfer = None
+        transfer, tenant = None, ""
         try:
             transfer = self._checks.carried(request.kv_transfer_params)
             if transfer is None:
                 return None
+            tenant = transfer.tenant if isinstance(transfer, DecodeTransfer) else ""
             self._checks.check(transfer, request.num_tokens)
             self._check_drafts(transfer)
         except DualPathError as error:
@@ -215,7 +218,7 @@ class SchedulerSide:
             transfer = None
         if isinstance(transfer, PrefillTransfer):
             transfer = with_own_hits(transfer, request.block_hashes)
-        tracked = self._tracked[request.request_id] = _Tracked(request, transfer)
+        tracked = self._tracked[request.request_id] = _Tracked(request, transfer, tenant)
         return tracked
 
     def _check_drafts(self, transfer: PrefillTransfer | DecodeTransfer) -> None:
@@ -269,8 +272,6 @@ class SchedulerSide:
         known = min(map(len, tracked.blocks), default=0)
         full_blocks = min(self._full_blocks(end_tokens), len(keys), known)
         new = range(tracked.persisted_blocks, full_blocks)
-        transfer = tracked.transfer
-        tenant = transfer.tenant if isinstance(transfer, DecodeTransfer) else ""
         tracked.persisted_blocks = max(tracked.persisted_blocks, full_blocks)
         found = []
         for row in new:
@@ -279,7 +280,7 @@ class SchedulerSide:
                 log.warning("block %d of a request left its window and is not persisted", row)
                 continue
             parent = bytes(keys[row - 1]) if row else chain_root()
-            found.append(GeneratedBlock(block, bytes(keys[row]), parent, tenant))
+            found.append(GeneratedBlock(block, bytes(keys[row]), parent, tracked.tenant))
         return found
 
 
