@@ -52,7 +52,8 @@ def test_every_variable_is_a_setting_of_this_version(file):
     for service in services(file).values():
         environment = service["environment"]
         ours = {name: value for name, value in environment.items() if name.startswith("DUALPATH_")}
-        settings = {name: ours[name] for name in ours.keys() - OTHER_VARIABLES}
+        # Without a value it is the shell's, where it is set there.
+        settings = {name: ours[name] or "the-shell-s" for name in ours.keys() - OTHER_VARIABLES}
         assert len(from_environment(SECTIONS, settings)) == len(settings)
 
 
@@ -69,6 +70,13 @@ def test_secrets_come_from_outside_and_have_no_default(file):
     secrets = [found for found in VARIABLE.finditer(file.read_text()) if "SECRET" in found[1]]
     assert secrets
     assert all(found[2] == "?" for found in secrets)
+
+
+@pytest.mark.parametrize("file", FILES, ids=named)
+def test_no_default_is_empty(file):
+    # podman-compose 1.0.3, which is Debian's, hands `${NAME:-}` on as it stands.
+    defaults = [found[3] for found in VARIABLE.finditer(file.read_text()) if found[2] == "-"]
+    assert all(defaults)
 
 
 @pytest.mark.parametrize("file", CLUSTERS, ids=named)

@@ -13,10 +13,8 @@ from dualpath.vllm import engine_arguments
 from dualpath.vllm.engine_arguments import GUARD_CLASS, SCHEDULER_CLASS
 from dualpath.vllm.engine_settings import engine_settings
 
-VARIABLES = {
-    "DUALPATH_ENGINE_ROUTER": "tcp://127.0.0.1:5700",
-    "DUALPATH_ENGINE_STORAGE": "kv",
-}
+#: What a unit leaves to the operator's files.
+VARIABLES = {"DUALPATH_ENGINE_STORAGE": "kv"}
 #: All that starts engines by vLLM's own command, other than `dualpath serve`.
 STARTERS = [
     *(FOLDER / "vllm.yaml", DEPLOY / "systemd" / "dualpath-engine@.service"),
@@ -67,17 +65,23 @@ def test_engines_of_the_compose_file_are_complete(name, role, parse, monkeypatch
     args, settings = completed(parse, command, service["environment"], monkeypatch)
     assert (settings.role, settings.engine_id) == (role, name)
     assert settings.api_url == f"http://{name}:8000"
+    # As `dualpath serve` starts them: the image for CPUs has no compiler for vLLM's kernels.
+    assert args.enforce_eager
     assert GUARD_CLASS in args.middleware
     assert (args.scheduler_cls == SCHEDULER_CLASS) == (role is Role.PREFILL)
 
 
 @pytest.mark.parametrize("role", list(Role))
 def test_engines_of_the_unit_are_complete(role, parse, monkeypatch):
-    (line,) = keys(DEPLOY / "systemd" / "dualpath-engine@.service")["ExecStart"]
+    said = keys(DEPLOY / "systemd" / "dualpath-engine@.service")
+    (line,) = said["ExecStart"]
     given = {"${MODEL}": "m", "${PORT}": "8001", "$ARGUMENTS": "--max-model-len=64"}
     command = [given.get(word, word) for word in shlex.split(line)]
-    own = {"DUALPATH_ENGINE_ROLE": role.value, "DUALPATH_ENGINE_ENGINE_ID": "pe-0"}
-    args, settings = completed(parse, command, VARIABLES | own, monkeypatch)
+    words = [word for value in said["Environment"] for word in value.split()]
+    of_unit = dict(word.replace("%i", "pe-0").split("=", 1) for word in words)
+    ours = {name: of_unit[name] for name in of_unit if name.startswith("DUALPATH_ENGINE_")}
+    own = {"DUALPATH_ENGINE_ROLE": role.value}
+    args, settings = completed(parse, command, VARIABLES | ours | own, monkeypatch)
     assert (settings.role, settings.engine_id) == (role, "pe-0")
     assert settings.api_url == "http://127.0.0.1:8001"
     assert GUARD_CLASS in args.middleware
