@@ -1,6 +1,6 @@
-"""What a plain engine says, for all files that compare: it takes longer to start than to ask.
+"""What files of tests share: processes of a small cluster, what a plain engine says, a reader of pages.
 
-And a reader of pages whose cluster serves already.
+The plain engine takes longer to start than to ask; the reader's cluster serves already.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,20 @@ import pytest
 if TYPE_CHECKING:
     from tests.e2e.emulated_reader import Reader
     from tests.e2e.plain_engine import Round, Truth
+    from tests.e2e.test_emulated_cluster import Processes
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> "Iterator[Processes]":
+    """Processes of a cluster of small emulated engines in the test's folder."""
+    from tests.e2e.small_costs import COSTS
+    from tests.e2e.test_emulated_cluster import Processes
+
+    from dualpath.core.modes import Mode
+
+    (tmp_path / "costs.toml").write_text(COSTS)
+    with Processes(tmp_path, Mode.DUALPATH) as processes:
+        yield processes
 
 
 @pytest.fixture(scope="session")

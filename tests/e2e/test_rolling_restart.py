@@ -5,16 +5,16 @@ import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
 import aiohttp
-import pytest
-from tests.e2e.small_costs import COSTS
 from tests.e2e.test_emulated_cluster import ENGINE, Processes
 from tests.guard import GUARD_S
 
-from dualpath.core.modes import Mode
+from dualpath.laboratory.chaos.kinds import EmulatedEngines
+from dualpath.laboratory.chaos.settings import EmulatedVictims
 from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import LocalProcess
 from dualpath.router.standby.turn import STANDS_BY
@@ -68,7 +68,7 @@ class Cluster:
 
 
 class Agents:
-    """Clients that ask again what was turned away, and count how everything ended."""
+    """Clients of emulated engines: ask again what was turned away, count how everything ended."""
 
     def __init__(self, http: aiohttp.ClientSession, endpoint: str) -> None:
         self._http = http
@@ -102,9 +102,9 @@ class Agents:
                     if answer.status != 200:
                         self.ends[f"{answer.status}: {await answer.text()}"] += 1
                         return None
-                    choice = (await answer.json())["choices"][0]
-                    self.ends["well" if len(choice["token_ids"]) == tokens else "short"] += 1
-                    return list(choice["token_ids"])
+                    found = list((await answer.json())["choices"][0]["token_ids"])
+                    self.ends["well" if found == right_answer(prompt, tokens) else "wrong"] += 1
+                    return found
             except aiohttp.ClientConnectorError:
                 self.ends["not there"] += 1  # nothing was sent
                 await asyncio.sleep(0.05)
@@ -114,6 +114,11 @@ class Agents:
             except aiohttp.ClientError as error:
                 self.ends[f"broken off: {error!r}"] += 1
                 return None
+
+
+def right_answer(prompt: Sequence[int], tokens: int) -> list[int]:
+    """Return what emulated engines answer, whichever of them does."""
+    return list(islice(EmulatedEngines(EmulatedVictims()).following(prompt), tokens))
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> float:
@@ -146,13 +151,6 @@ async def epoch_of(http: aiohttp.ClientSession, endpoint: str, engine_id: str) -
     async with http.get(f"{endpoint}/dualpath/v1/status") as answer:
         engines = (await answer.json())["engines"]
         return next(str(e["epoch"]) for e in engines if e["engine_id"] == engine_id)
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    (tmp_path / "costs.toml").write_text(COSTS)
-    with Processes(tmp_path, Mode.DUALPATH) as processes:
-        yield processes
 
 
 @contextlib.asynccontextmanager

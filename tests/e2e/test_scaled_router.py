@@ -7,19 +7,17 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import aiohttp
 import msgspec
 import pytest
-from tests.e2e.small_costs import COSTS
 from tests.e2e.test_emulated_cluster import ENGINE, Processes
-from tests.e2e.test_rolling_restart import Agents, until, well_after
+from tests.e2e.test_rolling_restart import until
 from tests.guard import GUARD_S
 
 from dualpath.cli.main import main
-from dualpath.core.modes import Mode
 from dualpath.ops.launch.process import LocalProcess, SpawnedProcess
 from dualpath.router.token_api.wire import EventLines
 
@@ -91,12 +89,15 @@ class Client:
 
 
 class Router:
-    """`dualpath emulate router --front-ends 2` with 1P1D."""
+    """`dualpath emulate router --front-ends 2` with engines; ``start`` starts one of these."""
 
-    def __init__(self, process: LocalProcess, url: str, cluster_url: str) -> None:
+    def __init__(
+        self, process: LocalProcess, url: str, cluster_url: str, start: Callable[[str], None]
+    ) -> None:
         self.process = process
         self.url = url
         self.cluster_url = cluster_url
+        self.start = start
 
     @contextlib.asynccontextmanager
     async def clients_of_both(self) -> AsyncIterator[tuple[Client, Client]]:
@@ -115,8 +116,18 @@ class Router:
             one, other = found.values()
             yield one, other
 
+    async def restart_front_end(self, name: str, pid: int) -> None:
+        """Ask one to end, as an operator would; return when the next of its name serves."""
+        os.kill(pid, signal.SIGTERM)
+
+        async def back() -> bool:
+            async with self.clients_of_both() as clients:
+                return dict(client.front for client in clients)[name] != pid
+
+        await until(back)
+
     def scheduler(self) -> int:
-        """The scheduler's process."""
+        """The scheduler's process; raises ``StopIteration`` while there is none."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return next(int(c) for c in children if b"\0scheduler\0" in command_of(int(c)))
@@ -128,15 +139,11 @@ def command_of(pid: int) -> bytes:
     return b""
 
 
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    (tmp_path / "costs.toml").write_text(COSTS)
-    with Processes(tmp_path, Mode.DUALPATH) as processes:
-        yield processes
-
-
-async def scaled(folder: Path, processes: Processes, *more: str) -> Router:
-    words = ("--port", "0", "--control-port", "0", "--front-ends", "2", *more)
+async def scaled(
+    folder: Path, processes: Processes, engines: Sequence[str] = ("prefill", "decode")
+) -> Router:
+    """Start it with engines of these names, which begin with their roles."""
+    words = ("--port", "0", "--control-port", "0", "--front-ends", "2")
     process = processes.add(
         SpawnedProcess(
             "router",
@@ -149,10 +156,14 @@ async def scaled(folder: Path, processes: Processes, *more: str) -> Router:
     line = await asyncio.to_thread(process.wait_for_line, "2 front ends", GUARD_S)
     url, cluster_url = re.findall(r"http://[\d.:]+\d", line)
     (control,) = re.findall(r"tcp://[\d.:]+\d", line)
-    for role in ("prefill", "decode"):
-        engine = (*ENGINE, "--speedup", SPEEDUP, "--engine-id", role)
-        processes.start(role, role, control, *engine)
-    made = Router(process, url, cluster_url)
+
+    def start(name: str) -> None:
+        engine = (*ENGINE, "--speedup", SPEEDUP, "--engine-id", name)
+        processes.start(name, name.partition("-")[0], control, *engine)
+
+    for name in engines:
+        start(name)
+    made = Router(process, url, cluster_url, start)
     probe = Client(cluster_url)
     await until(probe.healthy)
     await probe.close()
@@ -222,38 +233,6 @@ async def test_streams_that_decode_outlive_the_scheduler(
         assert len(clients[0].tokens) == LONGER
         assert [await client.metric("retries_total") for client in clients] == [0, 0]
         await probe.close()
-
-
-async def test_a_rolling_restart_of_front_ends_turns_nobody_away(
-    tmp_path: Path, processes: Processes
-) -> None:
-    made = await scaled(tmp_path, processes)
-    # Some keep their connection from request to request, some have a new one for each.
-    async with (
-        aiohttp.ClientSession() as kept,
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as anew,
-    ):
-        agents = [Agents(kept, made.url), Agents(anew, made.url)]
-        playing = [asyncio.create_task(each.play(number)) for each in agents for number in range(3)]
-        async with made.clients_of_both() as clients:
-            fronts = dict(client.front for client in clients)
-        for name, pid in fronts.items():
-            await asyncio.gather(*(well_after(each, 6) for each in agents))
-            os.kill(pid, signal.SIGTERM)
-
-            async def back(name: str = name, pid: int = pid) -> bool:
-                async with made.clients_of_both() as clients:
-                    return dict(client.front for client in clients)[name] != pid
-
-            await until(back)
-        await asyncio.gather(*(well_after(each, 6) for each in agents))
-        for each in agents:
-            each.over.set()
-        await asyncio.gather(*playing)
-    for each in agents:
-        # The kernel may reset a connection in the moment in which its listener goes.
-        assert set(each.ends) <= {"well", "not answered"}, each.ends
-        assert each.ends["not answered"] <= len(fronts)
 
 
 async def test_a_drain_lets_streams_end_and_leaves_no_process(

@@ -6,8 +6,10 @@ is served still, since a listener that is closed resets it; and so is what clien
 connections that they have, each of which is told to be closed with its next answer.  Nobody is
 turned away.
 
-Between the last look at a listener and its end lie some microseconds, in which a connection would
-be reset; with the sysctl ``net.ipv4.tcp_migrate_req`` the kernel hands that to another listener.
+A connection whose handshake is under way when its listener ends is reset: that takes microseconds
+on one machine, a round trip for clients of others.  No process can lead new connections past its
+own listener while it waits for those; with the sysctl ``net.ipv4.tcp_migrate_req`` the kernel hands
+them to another one.
 """
 
 import asyncio
