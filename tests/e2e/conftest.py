@@ -1,4 +1,4 @@
-"""What files of tests share: processes of a small cluster, what a plain engine says, a reader of pages.
+"""What files share: processes of a small cluster, what a plain engine says, a reader of pages.
 
 The plain engine takes longer to start than to ask; the reader's cluster serves already.
 """
