@@ -119,5 +119,9 @@ def test_a_lab_has_a_storage_server(pages: TypedPages, capsys: pytest.CaptureFix
 def test_agents_run_on_a_lab(pages: TypedPages, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("nixl_cu12")
     (run,) = pages.commands("lab.md", types("dualpath", "lab", "run"))
-    assert main([*run[1:], "--name", LAB, *SMALL_RUN]) == 0
-    assert "JCT" in capsys.readouterr().out
+    ended = main([*run[1:], "--name", LAB, *SMALL_RUN])
+    said = capsys.readouterr().out
+    # As the page says: a machine that was busy spoils the figures, at which nobody looks here.
+    assert ended == ("TOO BUSY" in said)
+    assert "Layer Blocks compared on arrival, none wrong" in said
+    assert {"basic", "dualpath", "oracle"} <= set(said.split())

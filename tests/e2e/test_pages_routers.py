@@ -13,7 +13,7 @@ pytest.importorskip("nixl_cu12")
 
 from tests.docs_blocks import ROOT, Block, blocks
 from tests.e2e.plain_engine import complete, tiny_model, until
-from tests.e2e.test_pages_serve import PROMPT, START_S, VOCABULARY, missing, stored
+from tests.e2e.test_pages_serve import PROMPT, START_S, missing, stored
 from tests.e2e.typed_pages import TypedPages, types
 from tests.guard import GUARD_S
 
@@ -23,6 +23,8 @@ from dualpath.ops.launch.process import Supervisor
 pytestmark = [pytest.mark.engine, pytest.mark.nixl, pytest.mark.long, pytest.mark.timeout(580)]
 
 HOW_TO = ROOT / "docs" / "how-to"
+#: The model's own, of which chats use everything.
+VOCABULARY = ("--vocab-size", "512")
 
 
 def listens(endpoint: str) -> bool:
@@ -65,7 +67,7 @@ def test_a_second_router_stands_by_and_an_agent_says_what_it_does_next(tmp_path:
         exec(says.text.replace('model="m"', f"model={pages.model!r}, max_tokens=4"), names)
 
         serving.kill()
-        processes.wait_until_ready(functools.partial(missing, pages.endpoint), GUARD_S)
+        until(lambda: not missing(pages.endpoint), "the second router")
         assert complete(pages.endpoint, PROMPT, 20, model=pages.model).token_ids == answer.token_ids
         assert standby.alive
 
@@ -83,9 +85,10 @@ def test_a_router_sends_the_spans_of_the_page(tmp_path: Path) -> None:
     pages = TypedPages(tmp_path, str(tiny_model()), {"4317": port})
     (router,) = pages.commands("monitor.md", sends_traces)
     (tree,) = (b for b in blocks(HOW_TO / "monitor.md") if b.text.startswith("request "))
-    # Its first column; what is in brackets is an engine's own, and emulated ones trace nothing.
-    column = "\n".join(line[:27] for line in tree.text.splitlines())
-    told = {*re.findall(r"\b[a-z]\w+(?!.*\))", column)}
+    # Before the remarks; what is in brackets is an engine's own, and emulated ones trace nothing.
+    names = re.findall(r"^[│├└─ ]*([a-z]\w+(?:, [a-z]\w+)*)", tree.text, re.MULTILINE)
+    told = set(", ".join(names).split(", "))
+    assert {"request", "schedule", "storage_read", "h2d"} <= told
     with span_server(port) as spans, Supervisor() as processes:
         processes.add(pages.spawn("router", router), ends_last=True)
         starts_engines(pages, processes)

@@ -142,7 +142,7 @@ def test_engines_leave_traces_with_the_events_of_the_page(pages: TypedPages) -> 
 def test_a_mode_is_replayed(pages: TypedPages, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(pages, "replay.md") as (replay, _):
         runs(replay, capsys)
-        assert json.loads(Path("basic.json").read_text())["server"]["mode"] == "basic"
+        assert json.loads(Path("basic.json").read_text())["setting"]["mode"] == "basic"
 
 
 def test_engines_take_a_setting_of_ucx(pages: TypedPages) -> None:

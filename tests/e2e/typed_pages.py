@@ -43,7 +43,10 @@ class TypedPages:
                 "DUALPATH_ROUTER_CONTROL_PORT": control,
                 "DUALPATH_ENGINE_ROUTER": f"tcp://127.0.0.1:{control}",
             },
-            "router": {"DUALPATH_ROUTER_CONTROL_PORT": control},
+            "router": {
+                "DUALPATH_ENDPOINT_PORT": self._here["8000"],
+                "DUALPATH_ROUTER_CONTROL_PORT": control,
+            },
         }
         self._here |= {"/mnt/kv": str(folder / "kv"), "MODEL": model, "FOLDER": model}
         self._here |= also or {}
