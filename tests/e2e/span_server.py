@@ -14,10 +14,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 
 class SpanServer(trace_service_pb2_grpc.TraceServiceServicer):
-    """Names of the spans that came."""
+    """Names of the spans that came, in order."""
 
     def __init__(self) -> None:
-        self._names: set[str] = set()
+        self._names: list[str] = []
         self._lock = threading.Lock()
 
     def Export(
@@ -26,14 +26,14 @@ class SpanServer(trace_service_pb2_grpc.TraceServiceServicer):
         """Take what a router sends."""
         scopes = (scope for resource in request.resource_spans for scope in resource.scope_spans)
         with self._lock:
-            self._names |= {span.name for scope in scopes for span in scope.spans}
+            self._names += [span.name for scope in scopes for span in scope.spans]
         return ExportTraceServiceResponse()
 
     @property
-    def names(self) -> set[str]:
+    def names(self) -> list[str]:
         """What came so far."""
         with self._lock:
-            return set(self._names)
+            return [*self._names]
 
 
 @contextlib.contextmanager
