@@ -4,6 +4,7 @@
     router    CPU of the router per request and per token, and its own part of TTFT: paced engines
     scheduler CPU and messages of a scheduler's process per request: stub engines
     front-ends  CPU of one front end and of two, stalls and memory of many streams: stub engines
+    killed-scheduler  how long nothing is placed behind front ends: emulated engines
     streams   many streams at once: paced engines
     passes    what a PE's GPU waits for between forward passes: emulated engines, no lab
     traces    the same, from traces of emulated engines on a lab
@@ -20,6 +21,7 @@ from benchmarks.overhead import (
     between_passes,
     first_token,
     front_ends,
+    killed_scheduler,
     many_streams,
     passes_run,
     router_alone,
@@ -89,6 +91,18 @@ def main() -> None:
     linked.add_argument("--ids", action="store_true", help="prompts of token ids, not of words")
     linked.add_argument("--max-model-len", type=int, default=4096, help="for longer prompts")
     linked.add_argument("--stream-interval", type=int, default=1, help="tokens of a chunk")
+
+    killed = what.add_parser("killed-scheduler", help="a lost scheduler behind front ends")
+    killed.set_defaults(measure=killed_scheduler.measure)
+    killed.add_argument("--seed", type=int, default=0)
+    killed.add_argument("--kills", type=int, default=10)
+    killed.add_argument("--front-ends", type=int, default=2)
+    killed.add_argument("--nodes", default="2P2D", help="emulated engines")
+    killed.add_argument("--agents", type=int, default=24, help="at once")
+    killed.add_argument(
+        "--life-s", type=float, default=61.0,
+        help="of each scheduler; one that lived for less than a minute waits before its next start",
+    )  # fmt: skip
 
     streams = what.add_parser("streams", help="many streams at once")
     streams.set_defaults(measure=many_streams.measure)

@@ -31,7 +31,7 @@ def router_backs(turns: Sequence[Turn], made: Sequence[Made]) -> Iterator[Router
     for fault in struck:
         if fault.strike.fault is not Fault.KILL:
             continue
-        first = _first_after(turns, fault.begin_s)
+        first = first_after(turns, fault.begin_s)
         if first is None:
             continue
         begin_s, token_s = first
@@ -45,7 +45,7 @@ def router_backs(turns: Sequence[Turn], made: Sequence[Made]) -> Iterator[Router
         )
 
 
-def _first_after(turns: Sequence[Turn], since_s: float) -> tuple[float, float] | None:
+def first_after(turns: Sequence[Turn], since_s: float) -> tuple[float, float] | None:
     """Return begin and first token of the turn, sent since then, whose token came first."""
     found = [
         (turn.answer.first_token_s, turn.begin_s)

@@ -1,0 +1,206 @@
+"""How long nothing is placed after a SIGKILL of the scheduler behind front ends.
+
+The router is `dualpath emulate router --front-ends N`, whose supervisor starts the scheduler again;
+engines are emulated.  Agents ask all the time, more of them than the decode engines have room for,
+so that at any moment some of them wait, some are prefilled and most decode; every token is compared
+with the one that must come.  Times are those from the kill.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import aiohttp
+from benchmarks.overhead.measure import print_table
+from benchmarks.overhead.servers import wait_ready
+
+from dualpath.core.cluster import Role, parse_nodes
+from dualpath.laboratory.chaos.ask import Outcome
+from dualpath.laboratory.chaos.kinds import EmulatedEngines
+from dualpath.laboratory.chaos.load import Load, Turn
+from dualpath.laboratory.chaos.router_back import first_after
+from dualpath.laboratory.chaos.settings import EmulatedVictims, LoadSettings
+from dualpath.ops.launch.ports import claim_port
+from dualpath.ops.launch.process import SpawnedProcess, Supervisor, all_processes
+from dualpath.ops.launch.scaled_router import SCHEDULER
+
+#: A context has 1,400 tokens at most, half of it in the mean: a DE has room for some eight.
+_COSTS = """
+name = "paced"
+layers = 4
+kv_bytes_per_token = 512.0
+prefill_tokens_per_s = 4000.0
+[prefill]
+batch_s = 0.02
+[decode]
+step_s = 0.025
+"""
+_HBM_BYTES = 4 * 1400 * 512
+_LOOK_S = 0.01
+_BACK_S = 60.0
+
+
+class Cluster(NamedTuple):
+    """``router`` is the supervisor's process."""
+
+    url: str
+    cluster_url: str
+    router: int
+    engines: int
+
+
+class Outage(NamedTuple):
+    """One kill, at ``at_s``, and the seconds from it.
+
+    Until the next scheduler answers, until it knows all engines, until it has placed a request.
+    """
+
+    at_s: float
+    answers_s: float
+    engines_s: float
+    placed_s: float
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Kill, wait, and print what came of it."""
+    with tempfile.TemporaryDirectory() as folder, _cluster(args, Path(folder)) as cluster:
+        outages, turns = asyncio.run(_run(cluster, args))
+    _print(outages, turns)
+
+
+@contextmanager
+def _cluster(args: argparse.Namespace, folder: Path) -> Iterator[Cluster]:
+    (folder / "costs.toml").write_text(_COSTS)
+    port, cluster_port, control_port = claim_port(), claim_port(), claim_port()
+    router = [
+        "router", "--port", str(port), "--front-ends", str(args.front_ends),
+        "--cluster-port", str(cluster_port), "--control-port", str(control_port),
+    ]  # fmt: skip
+    engine = [
+        "--router", f"tcp://127.0.0.1:{control_port}", "--model", "costs.toml",
+        "--storage", "storage", "--block-tokens", "16", "--transport", "memory",
+        "--hbm-bytes", str(_HBM_BYTES), "--buffer-bytes", str(16 * _HBM_BYTES),
+    ]  # fmt: skip
+    nodes = parse_nodes(args.nodes)
+    with Supervisor() as servers:
+        started = servers.add(_process("router", router, folder), ends_last=True)
+        for role, count in zip(Role, nodes, strict=True):
+            for number in range(count):
+                name = f"{role.value}-{number}"
+                words = [role.value, "--engine-id", name, *engine]
+                servers.add(_process(name, words, folder))
+        url = f"http://127.0.0.1:{port}"
+        wait_ready(url, servers)
+        yield Cluster(url, f"http://127.0.0.1:{cluster_port}", started.pid, sum(nodes))
+
+
+def _process(name: str, words: Sequence[str], folder: Path) -> SpawnedProcess:
+    argv = (sys.executable, "-m", "dualpath.cli.main", "emulate", *words)
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return SpawnedProcess(name, argv, folder / f"{name}.log", {**os.environ, **path}, folder=folder)
+
+
+async def _run(cluster: Cluster, args: argparse.Namespace) -> tuple[list[Outage], list[Turn]]:
+    settings = LoadSettings(agents=args.agents, generate_tokens=200, leave_share=0.0)
+    victims = EmulatedEngines(EmulatedVictims())
+    outages = []
+    async with (
+        aiohttp.ClientSession(cluster.cluster_url) as http,
+        Load(cluster.url, settings, victims, args.seed) as load,
+    ):
+        for number in range(args.kills):
+            await asyncio.sleep(args.life_s)
+            outages.append(await _kill(cluster, http))
+            print(f"kill {number}: {outages[-1]}", file=sys.stderr, flush=True)
+        await load.pause()  # Each request comes to its end.
+        load.check()
+    return outages, load.turns
+
+
+async def _kill(cluster: Cluster, http: aiohttp.ClientSession) -> Outage:
+    """Kill the scheduler and look at the next one until it has placed something."""
+    at_s = time.monotonic()
+    os.kill(_scheduler(cluster.router), signal.SIGKILL)
+    until: dict[str, float] = {}
+    async with asyncio.timeout(_BACK_S):
+        while "placed" not in until:
+            await asyncio.sleep(_LOOK_S)
+            if (status := await _status(http)) is None:
+                continue
+            now_s = time.monotonic() - at_s
+            until.setdefault("answers", now_s)
+            if sum(engine["alive"] for engine in status["engines"]) == cluster.engines:
+                until.setdefault("engines", now_s)
+            # Its own: the next scheduler begins with none.
+            if status["assignments"]:
+                until["placed"] = now_s
+                until.setdefault("engines", now_s)
+    return Outage(at_s, until["answers"], until["engines"], until["placed"])
+
+
+async def _status(http: aiohttp.ClientSession) -> dict[str, Any] | None:
+    with contextlib.suppress(aiohttp.ClientError):
+        async with http.get("/dualpath/v1/status") as answer:
+            found: dict[str, Any] = await answer.json()
+            return found
+    return None
+
+
+def _scheduler(router: int) -> int:
+    """Return the scheduler's process, a child of the router's."""
+    children = (pid for pid, stat in all_processes() if stat.parent == router)
+    return next(pid for pid in children if SCHEDULER.encode() in _words(pid))
+
+
+def _words(process_id: int) -> list[bytes]:
+    return Path(f"/proc/{process_id}/cmdline").read_bytes().split(b"\0")
+
+
+def _print(outages: Sequence[Outage], turns: Sequence[Turn]) -> None:
+    tokens_s = [
+        first[1] - outage.at_s
+        for outage in outages
+        if (first := first_after(turns, outage.at_s)) is not None
+    ]
+    steps = (
+        ("the next scheduler answers", [o.answers_s for o in outages]),
+        ("all engines have registered", [o.engines_s for o in outages]),
+        ("a request is placed", [o.placed_s for o in outages]),
+        ("a request sent after the kill has a token", tokens_s),
+    )
+    print_table(
+        f"From a kill of the scheduler, {len(outages)} kills, s; load average of the machine "
+        f"{os.getloadavg()[1]:.1f}",
+        ("until", "p50", "max"),
+        [(what, f"{median(took):.2f}", f"{max(took):.2f}") for what, took in steps],
+    )
+    met = [_met(turn, outage.at_s) for outage in outages for turn in turns]
+    bad = [turn.answer for turn in turns if turn.answer.outcome is not Outcome.WELL]
+    counted = (
+        ("in all", len(turns)),
+        ("under way at a kill, without a token yet", met.count("waits")),
+        ("under way at a kill, with tokens", met.count("streams")),
+        ("streams cut", sum(answer.first_token_s is not None for answer in bad)),
+        ("failed, streams that were cut included", len(bad)),
+    )
+    print_table("Requests", ("what", "number"), [(what, f"{n:,}") for what, n in counted])
+    for answer in bad:
+        print(f"{answer.outcome}: {answer.detail}")
+
+
+def _met(turn: Turn, at_s: float) -> str:
+    """Say what a turn was doing at that time, nothing if it was not there."""
+    if not turn.begin_s < at_s < turn.end_s:
+        return ""
+    first_s = turn.answer.first_token_s
+    return "streams" if first_s is not None and first_s < at_s else "waits"
