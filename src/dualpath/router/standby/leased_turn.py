@@ -98,10 +98,13 @@ class LeasedTurn:
         await self._store.close()
 
     async def _renew(self) -> str:
-        while self.held:
-            await asyncio.sleep(self._gap_s)
+        # Not a moment longer than it is held: whoever asks meanwhile is told that the turn is over,
+        # and tries again at once, for as long as this process is there to be asked.
+        while (left_s := self._until_s - self._clock()) > 0:
+            await asyncio.sleep(min(self._gap_s, left_s))
             asked_s = self._clock()
-            renewed = await self._tried("renewed", self._store.renew())
+            within_s = min(self._gap_s, self._until_s - asked_s)
+            renewed = await self._tried("renewed", self._store.renew(), within_s)
             if renewed:
                 self._granted(asked_s)
             elif renewed is not None:
@@ -116,10 +119,12 @@ class LeasedTurn:
     def _gap_s(self) -> float:
         return self._lease_s / _TRIES
 
-    async def _tried(self, what: str, call: Coroutine[None, None, T]) -> T | None:
+    async def _tried(
+        self, what: str, call: Coroutine[None, None, T], within_s: float | None = None
+    ) -> T | None:
         """Return what a call of the store does, None if it fails or takes too long."""
         try:
-            async with asyncio.timeout(self._gap_s):
+            async with asyncio.timeout(self._gap_s if within_s is None else within_s):
                 return await call
         except (StorageError, TimeoutError) as error:
             logger.warning("the lease %s could not be %s: %s", self._name, what, error)

@@ -1,0 +1,43 @@
+"""A turn that is a lease, in a store that may fall silent."""
+
+import asyncio
+
+import pytest
+
+from dualpath.core.errors import StorageError
+from dualpath.router.standby.leased_turn import LeasedTurn
+
+pytestmark = pytest.mark.virtual_time
+LEASE_S = 10.0
+
+
+class Store:
+    """Grants the lease, and then fails ``late_s`` after it is asked."""
+
+    def __init__(self, late_s: float) -> None:
+        self._late_s = late_s
+
+    async def acquire(self, holder: str, lease_s: float) -> bool:
+        return True
+
+    async def renew(self) -> bool:
+        await asyncio.sleep(self._late_s)
+        raise StorageError("the test says so")
+
+    async def release(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("late_s", [0.5, 100.0])
+async def test_a_scheduler_ends_when_its_turn_does(late_s: float) -> None:
+    now_s = asyncio.get_running_loop().time
+    turn = LeasedTurn(Store(late_s), "a lease", "f", now_s, LEASE_S)
+    await turn.taken()
+    taken_s = now_s()
+    assert "could not be renewed in time" in await turn.lost()
+    # It must have stopped when others may begin; until it has it turns requests away.
+    assert now_s() - taken_s == pytest.approx(0.8 * LEASE_S)
+    await turn.over()
