@@ -65,7 +65,7 @@ def test_engines_of_the_compose_file_are_complete(name, role, parse, monkeypatch
     args, settings = completed(parse, command, service["environment"], monkeypatch)
     assert (settings.role, settings.engine_id) == (role, name)
     assert settings.api_url == f"http://{name}:8000"
-    # As `dualpath serve` starts them; without it engines of the image for CPUs ended at their start.
+    # As `dualpath serve` starts them; without it engines of the CPU image ended at their start.
     assert args.enforce_eager
     assert GUARD_CLASS in args.middleware
     assert (args.scheduler_cls == SCHEDULER_CLASS) == (role is Role.PREFILL)
