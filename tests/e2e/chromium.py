@@ -1,5 +1,6 @@
 """The system's Chromium without a window, driven over its DevTools protocol; no driver needed."""
 
+import argparse
 import asyncio
 import base64
 import contextlib
@@ -14,6 +15,10 @@ import aiohttp
 from tests.guard import GUARD_S
 
 from dualpath.ops.launch.process import SpawnedProcess
+
+#: In which pictures are taken: a desk's screen and a telephone, both ways.
+WIDTHS = (1280, 390)
+THEMES = ("light", "dark")
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _OPTIONS = (
@@ -49,6 +54,21 @@ def running_chromium(program: str, profile: Path) -> Iterator[str]:
         finally:
             process.kill()
             process.wait(GUARD_S)
+
+
+@contextlib.contextmanager
+def chromium_for(parser: argparse.ArgumentParser) -> Iterator[tuple[str, Path]]:
+    """Run the browser for a command; yields the address of its DevTools and a temporary folder.
+
+    Without a browser the command ends with the parser's error.
+    """
+    program = find_chromium()
+    if program is None:
+        parser.error("no Chromium is installed; install one")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        home = Path(name)
+        with running_chromium(program, home / "profile") as devtools:
+            yield devtools, home
 
 
 class Tab:

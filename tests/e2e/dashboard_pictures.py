@@ -8,13 +8,11 @@ start again.  Each width in each theme; the same of 64 nodes and of runs that ar
 
 import argparse
 import asyncio
-import contextlib
 import random
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.chromium import Tab, find_chromium, open_tab, running_chromium
+from tests.e2e.chromium import THEMES, WIDTHS, Tab, chromium_for, open_tab
 from tests.e2e.test_dashboard_browser import simulation
 from tests.emulated_cluster import Cluster, cluster
 from tests.unit.dashboard_cluster import large_cluster
@@ -27,8 +25,6 @@ from dualpath.laboratory.workload.replay.result import write_result
 from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
 from dualpath.router.http.server import serving_app
 
-WIDTHS = (1280, 390)
-THEMES = ("light", "dark")
 #: Of the picture in the docs: down to the tables of nodes.
 DOCS_HEIGHT = 1062
 AGENTS = 10
@@ -135,13 +131,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=90.0, help="load before the pictures")
     args = parser.parse_args()
-    program = find_chromium()
-    if program is None:
-        parser.error("no Chromium is installed; install one")
-    args.folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        home = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-        devtools = stack.enter_context(running_chromium(program, home / "profile"))
+    with chromium_for(parser) as (devtools, home):
+        args.folder.mkdir(parents=True, exist_ok=True)
         asyncio.run(run(args.folder, args.seconds, devtools, home / "storage"))
 
 

@@ -10,16 +10,12 @@ its window, and what in it is.  Exit code 1 then.
 
 import argparse
 import asyncio
-import contextlib
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.e2e.chromium import Tab, find_chromium, open_tab, running_chromium
+from tests.e2e.chromium import THEMES, WIDTHS, Tab, chromium_for, open_tab
 
-WIDTHS = (1280, 390)
-THEMES = ("light", "dark")
 #: What sticks out to the right and is in nothing that scrolls by itself.
 _TOO_WIDE = """(() => {
   const scrolls = (node) => node && node !== document.body && node !== document.documentElement
@@ -58,13 +54,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="where the pictures go")
     parser.add_argument("pages", type=Path, nargs="+", metavar="PAGE.html")
     args = parser.parse_args(words)
-    program = find_chromium()
-    if program is None:
-        parser.error("no Chromium is installed; install one")
-    args.folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        home = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-        devtools = stack.enter_context(running_chromium(program, home / "profile"))
+    with chromium_for(parser) as (devtools, _):
+        args.folder.mkdir(parents=True, exist_ok=True)
         wrong = asyncio.run(run(args.folder, args.pages, devtools))
     print("\n".join(wrong) or "no page is wider than its window")
     return 1 if wrong else 0

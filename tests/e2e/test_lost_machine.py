@@ -9,12 +9,12 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
+from tests.e2e.plain_engine import until
 from tests.e2e.small_costs import COSTS
 from tests.e2e.test_emulated_cluster import ENGINE
 from tests.guard import GUARD_S
@@ -120,13 +120,6 @@ class Processes(Supervisor):
         return process
 
 
-def until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + GUARD_S
-    while not true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-
-
 @pytest.mark.long
 @pytest.mark.nixl
 def test_engines_and_front_ends_of_a_lost_machine_find_the_scheduler_that_follows(
@@ -145,7 +138,10 @@ def test_engines_and_front_ends_of_a_lost_machine_find_the_scheduler_that_follow
             first.wait_for_line(line, GUARD_S)
         network.lose(FIRST)
         # Both give their connection up, and begin others, to the machine that is lost as yet.
-        until(lambda: not network.ports("established") and len(network.ports("syn-sent")) == 2)
+        until(
+            lambda: not network.ports("established") and len(network.ports("syn-sent")) == 2,
+            "both connections are given up",
+        )
         network.move()
         for line in joined:
             second.wait_for_line(line, GUARD_S)

@@ -76,10 +76,14 @@ class StorageLimits(msgspec.Struct, frozen=True, kw_only=True):
     protect_s: float = 150.0
 
     @property
+    def any_quota(self) -> bool:
+        """Whether there is a limit of bytes."""
+        return any((self.quota_bytes, self.namespace_quota_bytes, self.tenant_quota_bytes))
+
+    @property
     def any(self) -> bool:
         """Whether there is a limit at all."""
-        quotas = self.quota_bytes, self.namespace_quota_bytes, self.tenant_quota_bytes
-        return any(quotas) or self.ttl_s > 0
+        return self.any_quota or self.ttl_s > 0
 
     def quotas(self, stored: StoredBytes) -> tuple[Quota, Quota, Quota]:
         """Return the quotas of tenants, of namespaces and of all, with what counts against them."""

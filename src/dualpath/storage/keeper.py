@@ -136,7 +136,7 @@ class Keeper:
     def _room_bytes(self, tenant: TenantTag) -> int | None:
         """Return what the quotas leave for this tenant's blocks; None: no bound that is known."""
         status = self.status
-        if status is None:
+        if status is None or not status.limits.any_quota:
             return None
         unseen = self.journal.unseen(status.seen.get(self.journal.writer, 0))
         stored = status.stored.plus(unseen)
