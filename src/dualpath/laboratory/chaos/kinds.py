@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dualpath.core.cluster import Role
-from dualpath.core.modes import Mode
+from dualpath.core.modes import DEFAULT_MODE
 from dualpath.core.settings import arguments
 from dualpath.engine.settings import EngineSettings
 from dualpath.laboratory.chaos.matrix import Fault
@@ -159,6 +159,7 @@ class EmulatedEngines:
             router=f"tcp://127.0.0.1:{at.control_port}",
             api_url=at.api_url,
             storage=str(at.storage),
+            mode=DEFAULT_MODE,
             buffer_bytes=memory,
             dram_bytes=int(own.shared_blocks * block_bytes),
             # Beside the storage, which is broken in ways that memory is not.
@@ -208,7 +209,7 @@ class VllmEngines:
         self._cluster = LocalClusterSettings(
             model=str(make_tiny_model("qwen2")),
             storage="",
-            mode=Mode.DUALPATH,
+            mode=DEFAULT_MODE,
             # In bfloat16 the greedy token depends on who shares the batch.
             dtype="float32",
             max_model_len=settings.max_model_len,
@@ -286,7 +287,7 @@ def limits_of(
     """Return the limits of a router under test: all well below the deadline of a request."""
     return RouterSettings(
         control_port=control_port,
-        mode=Mode.DUALPATH,
+        mode=DEFAULT_MODE,
         read_deadline_s=request_deadline_s / 6,
         read_margin_s=request_deadline_s / 10,
         engine_wait_s=request_deadline_s,
