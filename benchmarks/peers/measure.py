@@ -21,7 +21,7 @@ from benchmarks.peers.dualpath_stack import DualPathStack
 from benchmarks.peers.one_run import RunRecord, run_stack
 from benchmarks.peers.peer_stack import PeerSettings, PeerStack
 from benchmarks.peers.report import Measurement, peers_report
-from benchmarks.peers.vllm_lmcache.stack import LMCacheStack
+from benchmarks.peers.vllm_lmcache.stack import LMCacheDramStack, LMCacheStack
 from benchmarks.peers.vllm_mooncake.stack import MooncakeStack
 from benchmarks.peers.vllm_offloading.stack import OffloadingStack
 
@@ -41,6 +41,7 @@ from dualpath.report.text import print_report
 MIB = 1 << 20
 PEERS: dict[str, type[PeerStack]] = {
     LMCacheStack.name: LMCacheStack,
+    LMCacheDramStack.name: LMCacheDramStack,
     OffloadingStack.name: OffloadingStack,
     MooncakeStack.name: MooncakeStack,
 }

@@ -25,7 +25,7 @@ from tests.stored_runs import read_run, stored_head
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
-from dualpath.core.modes import Mode
+from dualpath.core.modes import DEFAULT_MODE
 from dualpath.ops.launch.commands import ENGINE_ENTRY, DpRank, engine_command, engine_id, rank_id
 from dualpath.ops.launch.fork_server import ForkedProcess
 from dualpath.ops.launch.ports import claim_port
@@ -291,7 +291,7 @@ def tiny_cluster_settings(model: Path, storage: Path, **changes: Any) -> LocalCl
     settings = LocalClusterSettings(
         model=str(model),
         storage=str(storage),
-        mode=Mode.SPLIT,
+        mode=DEFAULT_MODE,
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
         hbm_bytes=HBM_BYTES,

@@ -15,7 +15,7 @@ from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import HBM_BYTES, MAX_MODEL_LEN, NAME, complete, tiny_model, until
 from tests.guard import GUARD_S
 
-from dualpath.core.modes import Mode
+from dualpath.core.modes import DEFAULT_MODE
 from dualpath.core.transfers import PrefillTransfer, to_transfer_params
 from dualpath.ops.launch.commands import ENGINE_ENTRY
 from dualpath.ops.launch.fork_server import ForkedProcess
@@ -92,7 +92,7 @@ def post(port: int, path: str, body: dict[str, Any]) -> tuple[int, str]:
 @pytest.mark.usefixtures("installed")
 def test_an_existing_command_joins_with_one_argument(tmp_path: Path) -> None:
     model = tiny_model()
-    settings = tiny_cluster_settings(model, tmp_path / "storage", mode=Mode.DUALPATH)
+    settings = tiny_cluster_settings(model, tmp_path / "storage", mode=DEFAULT_MODE)
     with EngineCluster(settings, tmp_path) as cluster:
         ports = {role: claim_port() for role in ("prefill", "decode")}
         for role, port in ports.items():

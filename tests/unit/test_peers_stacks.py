@@ -6,7 +6,7 @@ import pytest
 from benchmarks.peers.dualpath_stack import DualPathStack
 from benchmarks.peers.measure import parse_arguments, session
 from benchmarks.peers.peer_stack import PeerSettings, PeerStack
-from benchmarks.peers.vllm_lmcache.stack import LMCacheStack
+from benchmarks.peers.vllm_lmcache.stack import LMCacheDramStack, LMCacheStack
 from benchmarks.peers.vllm_mooncake.stack import MooncakeStack
 from benchmarks.peers.vllm_offloading.stack import OffloadingStack
 
@@ -17,7 +17,12 @@ from dualpath.laboratory.lab.node_processes import NodeCommand
 
 PE, DE0, DE1 = (Node(n, n, f"10.0.0.{i}") for i, n in enumerate(("pe0", "de0", "de1"), start=10))
 HEAD = Node("head", "head", "10.0.0.1")
-PEERS: list[PeerStack] = [LMCacheStack(), OffloadingStack(), MooncakeStack()]
+PEERS: list[PeerStack] = [
+    LMCacheStack(),
+    LMCacheDramStack(),
+    OffloadingStack(),
+    MooncakeStack(),
+]
 
 
 def settings(*, aggregated: bool = False) -> PeerSettings:
@@ -85,6 +90,13 @@ def test_lmcache_reads_past_the_page_cache_on_the_node_of_its_engine():
     assert adapter["use_odirect"] is True
     assert adapter["base_path"].startswith("/storage/")
     assert option(server, "--l1-size-gb") == "8"
+    assert option(server, "--l2-store-policy") == "skip_l1"
+
+
+def test_lmcache_keeps_in_dram_what_was_stored_or_loaded_where_dram_is_its_cache():
+    server = LMCacheDramStack().commands(settings())[0]
+    assert option(server, "--l2-store-policy") == "default"
+    assert option(server, "--l2-prefetch-policy") == "retain"
 
 
 def test_dualpath_is_given_what_the_peers_are_given():

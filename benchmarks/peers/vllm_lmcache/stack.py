@@ -20,9 +20,15 @@ _BUFFER_FACTOR = 4
 
 
 class LMCacheStack:
-    """Closest to the paper's Basic: storage behind the PE alone, whole prompts, then computing."""
+    """Closest to the paper's Basic: storage behind the PE alone, whole prompts, then computing.
+
+    DRAM is a buffer and no cache: as a cache, L1 fills to just below its watermark, never evicts,
+    and everything that does not fit then is neither stored nor loaded.
+    """
 
     name = "vllm-nixl-lmcache"
+    #: What becomes of L1's copy when storage has a chunk, and when a request has got it.
+    policies = ("--l2-store-policy", "skip_l1", "--l2-prefetch-policy", "default")
 
     def commands(self, settings: PeerSettings) -> list[NodeCommand]:
         """Return servers, engines and the proxy."""
@@ -39,20 +45,25 @@ class LMCacheStack:
         storing = lmcache if settings.aggregated else both(nixl_connector(), lmcache)
         environment = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
         return [
-            *(server(settings, node) for node in settings.storing),
+            *(server(settings, node, self.policies) for node in settings.storing),
             *(engine(settings, n, storing, environment=environment) for n in settings.storing),
             *(engine(settings, node, nixl_connector()) for node in settings.forwarding),
             proxy(settings),
         ]
 
 
-def server(settings: PeerSettings, node: Node) -> NodeCommand:
-    """Return LMCache's multi-process server of a node.
+class LMCacheDramStack(LMCacheStack):
+    """The same with L1 as a cache, for agents whose KV fits into the PEs' DRAM."""
+
+    name = "vllm-nixl-lmcache-dram"
+    policies = ("--l2-store-policy", "default", "--l2-prefetch-policy", "retain")
+
+
+def server(settings: PeerSettings, node: Node, policies: tuple[str, ...]) -> NodeCommand:
+    """Return LMCache's multi-process server of a node, with these policies of its L1.
 
     Reads pass the page cache by (``use_odirect``), several at a time; more workers than one serve
-    the engine, so that a look-up does not wait behind a load.  DRAM is a buffer here and no cache
-    (``skip_l1``): as a cache, L1 fills to just below its watermark, never evicts, and everything
-    that does not fit then is neither stored nor loaded.
+    the engine, so that a look-up does not wait behind a load.
     """
     adapter = {
         "type": "fs_native",
@@ -73,8 +84,7 @@ def server(settings: PeerSettings, node: Node) -> NodeCommand:
         "--l1-size-gb", f"{_BUFFER_FACTOR * settings.dram_bytes / _GIB:g}",
         "--no-l1-use-lazy",
         "--eviction-policy", "LRU",
-        "--l2-store-policy", "skip_l1",
-        "--l2-prefetch-policy", "default",
+        *policies,
         "--l2-adapter", msgspec.json.encode(adapter).decode(),
         "--l2-prefetch-max-in-flight", "16",
     )  # fmt: skip

@@ -40,6 +40,14 @@ ApiKeys = Annotated[
 OpenMetrics = Annotated[
     bool, Setting("/metrics asks for no API key, as /health; it names engines and counts requests")
 ]
+RecomputeLimit = Annotated[
+    float,
+    Setting(
+        "hits that take longer to load are computed, where that takes no longer than this or "
+        "read_deadline_s; 0: all are loaded",
+        ge=0,
+    ),
+]
 DramTier = Annotated[
     bool,
     Setting(
@@ -113,14 +121,7 @@ class RouterSettings(Settings, frozen=True):
     read_deadline_s: Annotated[
         float, Setting("an engine gives up a slower storage read; the rest is computed", gt=0)
     ] = 60.0
-    recompute_limit_s: Annotated[
-        float,
-        Setting(
-            "hits that take longer to load are computed, where that takes no longer than this or "
-            "read_deadline_s; 0: all are loaded",
-            ge=0,
-        ),
-    ] = 0.0
+    recompute_limit_s: RecomputeLimit = 0.0
     read_margin_s: Annotated[
         float,
         Setting("later the router gives up the engine; also bounds the wait for PrefillDone", gt=0),

@@ -70,6 +70,7 @@ def simulated_setup(nodes: EmulatedNodes, lab: LabSettings, mode: Mode) -> Setup
         compute_quota_s=nodes.compute_quota_s / nodes.speedup,
         batch_cap_tokens=nodes.batch_cap_tokens,
         block_tokens=nodes.block_tokens,
+        recompute_limit_s=nodes.recompute_limit_s,
     )
     return Setup(cluster=cluster, model=scaled_costs(nodes), mode=mode)
 
@@ -117,6 +118,7 @@ class EmulatedEngines:
             alpha_tokens=derived.alpha_tokens,
             beta_tokens=derived.beta_tokens,
             dram_tier=self._nodes.dram_tier,
+            recompute_limit_s=self._nodes.recompute_limit_s,
         )
         router = ["emulate", "router", *arguments(options), *arguments(settings)]
         engines = [

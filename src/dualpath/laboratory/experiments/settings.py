@@ -32,7 +32,7 @@ from dualpath.laboratory.emulated.settings import (
 from dualpath.laboratory.experiments.machine_load import BUSY_LIMIT
 from dualpath.laboratory.lab.settings import LabSettings
 from dualpath.ops.launch.settings import HbmBytes
-from dualpath.router.settings import DramTier
+from dualpath.router.settings import DramTier, RecomputeLimit
 from dualpath.vllm.front_end_settings import BlockTokens, Dtype, MaxModelLen
 
 #: The ablation of §7.5 in its order, the split read and the bound.
@@ -150,6 +150,7 @@ class EmulatedNodes(Settings, frozen=True, kw_only=True):
     buffer_bytes: BufferBytes = 768 << 20
     dram_bytes: DramBytes = 0
     dram_tier: DramTier = False
+    recompute_limit_s: RecomputeLimit = 0.0
     storage_protection: StorageProtection = "none"
     hbm_bytes: HbmBytes = 768 << 20
     layer_buffers: LayerBuffers = 2
