@@ -15,7 +15,7 @@ from tests.unit.workload_server import BLOCK_TOKENS, FakeServer, served
 from dualpath.cli import router
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.errors import ConfigError, DeadlineError
-from dualpath.core.modes import Mode
+from dualpath.core.modes import DEFAULT_MODE, Mode
 from dualpath.core.request import Round, Trajectory
 from dualpath.laboratory.demo.rate import LOAD_SHARE, choose_rate
 from dualpath.laboratory.demo.run import DemoRun
@@ -155,7 +155,7 @@ def test_without_oracle_the_rate_has_to_be_given():
     with pytest.raises(ConfigError, match="add it or set"):
         DemoSettings(mode=(Mode.BASIC, Mode.DUALPATH)).check()
     DemoSettings(mode=(Mode.BASIC, Mode.DUALPATH), snic_bytes_per_s=2e7).check()
-    assert DemoSettings().in_order == (Mode.ORACLE, Mode.BASIC, Mode.DUALPATH)
+    assert DemoSettings().in_order == (Mode.ORACLE, Mode.BASIC, DEFAULT_MODE)
 
 
 def test_time_left_follows_the_pace_of_what_is_over():

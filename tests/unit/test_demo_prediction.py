@@ -5,7 +5,6 @@ import statistics
 import pytest
 from benchmarks import simulated_demo
 
-from dualpath.core.modes import Mode
 from dualpath.laboratory.demo.settings import COMPUTE_QUOTA_S
 from dualpath.laboratory.workload.conversation.text_encoder import approximate_encode
 from dualpath.policy.batching import AttentionGeometry
@@ -22,7 +21,7 @@ def test_ratio_of_the_demo_is_predicted_within_15_percent(run):
     cluster, model = simulated_demo.read_setting()
     predicted = simulated_demo.predict_run(cluster, model, run, orders=simulated_demo.FEW_ORDERS)
     assert predicted.ratio == pytest.approx(run.ratio, rel=0.15)
-    for mode in Mode.BASIC, Mode.DUALPATH, Mode.ORACLE:
+    for mode in simulated_demo.MODES:
         jct_s = statistics.median(predicted.values(mode, "jct_s"))
         assert jct_s == pytest.approx(run.measured[mode].jct_s, rel=0.15)
 

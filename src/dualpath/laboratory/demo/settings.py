@@ -8,7 +8,7 @@ import msgspec
 
 from dualpath.core.cluster import NodesSettings, nodes_text
 from dualpath.core.errors import ConfigError
-from dualpath.core.modes import Mode
+from dualpath.core.modes import DEFAULT_MODE, Mode
 from dualpath.core.settings import Setting
 from dualpath.engine.settings import PROFILE_AUTO, PROFILE_OFF, SnicRate
 from dualpath.ops.launch.settings import LocalClusterSettings
@@ -27,7 +27,7 @@ class DemoSettings(NodesSettings, frozen=True, kw_only=True):
 
     mode: Annotated[tuple[Mode, ...], Setting("modes to compare")] = (
         Mode.BASIC,
-        Mode.DUALPATH,
+        DEFAULT_MODE,
         Mode.ORACLE,
     )
     agents: Annotated[int, Setting("sessions replayed at once", ge=1)] = 5
