@@ -244,10 +244,10 @@ def test_every_mode_starts_from_the_same_histories_at_the_rate_that_oracle_gave(
     rate = f"{demo_run.chosen.bytes_per_s:.0f}"
     assert events == [
         *("histories starts at 0", "oracle starts at 0", "histories ends"),
-        *(f"basic starts at {rate}", f"dualpath starts at {rate}", "oracle ends"),
-        *("basic ends", "dualpath ends"),
+        *(f"basic starts at {rate}", f"{DEFAULT_MODE} starts at {rate}", "oracle ends"),
+        *("basic ends", f"{DEFAULT_MODE} ends"),
     ]
-    assert list(results) == ["oracle", "basic", "dualpath"]
+    assert list(results) == ["oracle", "basic", DEFAULT_MODE]
     for played in results.values():
         assert not played.failed
         assert played.summary.hit_tokens == played.summary.ideal_hit_tokens
