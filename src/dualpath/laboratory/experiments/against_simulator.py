@@ -7,7 +7,7 @@ import numpy as np
 from dualpath.core.modes import Mode
 from dualpath.laboratory.experiments.emulated_nodes import simulated_setup
 from dualpath.laboratory.experiments.jct import agents_of, jobs_of, setting_lines
-from dualpath.laboratory.experiments.jct_report import Job
+from dualpath.laboratory.experiments.job import Job
 from dualpath.laboratory.experiments.report import ExperimentReport
 from dualpath.laboratory.experiments.run_lines import link_line, machine_lines, too_busy
 from dualpath.laboratory.experiments.settings import EmulatedNodes, JctSettings

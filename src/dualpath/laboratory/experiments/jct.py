@@ -8,12 +8,9 @@ import msgspec
 from dualpath.core.modes import Mode
 from dualpath.laboratory.experiments.emulated_nodes import EmulatedEngines
 from dualpath.laboratory.experiments.in_turns import Variant, run_in_turns
-from dualpath.laboratory.experiments.jct_report import (
-    IDEAL_SHARE,
-    REAL_IDEAL_SHARE,
-    Job,
-    jct_report,
-)
+from dualpath.laboratory.experiments.jct_report import jct_report
+from dualpath.laboratory.experiments.jct_targets import IDEAL_SHARE, REAL_IDEAL_SHARE
+from dualpath.laboratory.experiments.job import Job
 from dualpath.laboratory.experiments.report import ExperimentReport
 from dualpath.laboratory.experiments.runs import Engines, LabRun, Measured
 from dualpath.laboratory.experiments.settings import (
@@ -97,6 +94,9 @@ def setting_lines(settings: JctSettings, besides: str = "") -> tuple[str, ...]:
         )
     if nodes.dp > 1:
         engines += f" {nodes.dp} on each node, the ranks of a data-parallel group, share its links."
+    if nodes.recompute_limit_s:
+        limit_s = nodes.recompute_limit_s
+        engines += f" Hits that take longer to load are computed, in {limit_s:g} s at most."
     return (
         engines if settings.vllm is None else _vllm_line(settings.vllm),
         f"Agents: {settings.agents_per_node} per node, windows of {chosen.turns} turns of "

@@ -1,15 +1,16 @@
 """The report on job completion times: ratios, use of links, balance, targets."""
 
+import itertools
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
-
 from dualpath.core.modes import Mode
+from dualpath.laboratory.experiments.jct_targets import IDEAL_SHARE, targets
+from dualpath.laboratory.experiments.job import JUDGED, Job
 from dualpath.laboratory.experiments.meters import NodeBytes
 from dualpath.laboratory.experiments.node_lines import legible
-from dualpath.laboratory.experiments.report import ExperimentReport, Target
+from dualpath.laboratory.experiments.report import ExperimentReport
 from dualpath.laboratory.experiments.run_lines import (
     engine_cpu_s,
     link_line,
@@ -18,55 +19,12 @@ from dualpath.laboratory.experiments.run_lines import (
     too_busy,
 )
 from dualpath.laboratory.experiments.runs import Measured
-from dualpath.laboratory.experiments.workload import Window
-from dualpath.laboratory.lab.cluster import LinkReport
-from dualpath.laboratory.lab.settings import LabSettings
 from dualpath.report.model import NOTHING, Panel, Series, Table
+from dualpath.report.style import MODE_STYLES
 
 #: Windows over which the balance of storage NICs is averaged, and rates are drawn; a run has at
 #: least so many of them.
 WINDOW_S, _LEAST_WINDOWS = 1.0, 8
-#: Of the ideal ratio (P + D) / P with emulated and with real engines, and of Oracle's time.
-IDEAL_SHARE, REAL_IDEAL_SHARE, ORACLE_RATIO, SNIC_USE = 0.95, 0.85, 1.05, 0.95
-#: Reading takes so many times as long as computing, or so much less, to be judged by a target.
-_IO_BOUND, _IO_SUFFICES = 2.0, 0.9
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """All runs of one cluster."""
-
-    lab: LabSettings
-    links: tuple[LinkReport, ...]
-    agents: Sequence[Window]
-    runs: Mapping[Mode, Sequence[Measured]]
-
-    def jct_s(self, mode: Mode) -> float | None:
-        """Median over repetitions."""
-        return self.median(mode, lambda run: run.jct_s)
-
-    def median(self, mode: Mode, of: Callable[[Measured], float]) -> float | None:
-        """Return the median of something over a mode's runs; None without runs."""
-        runs = self.runs.get(mode)
-        return statistics.median(of(run) for run in runs) if runs else None
-
-    def typical(self, mode: Mode) -> Measured | None:
-        """Return the run of median JCT, the later of two."""
-        runs = sorted(self.runs.get(mode, ()), key=lambda run: run.jct_s)
-        return runs[len(runs) // 2] if runs else None
-
-    @property
-    def ideal_ratio(self) -> float:
-        """Of Basic to DualPath, if only storage counts: all SNICs read instead of P of them."""
-        return (self.lab.prefill + self.lab.decode) / self.lab.prefill
-
-    @property
-    def reading_share(self) -> float | None:
-        """How long all SNICs together need for the bytes, in units of Oracle's time."""
-        oracle, run = self.jct_s(Mode.ORACLE), self.typical(Mode.DUALPATH)
-        if oracle is None or run is None:
-            return None
-        nodes = self.lab.prefill + self.lab.decode
-        return run.storage_bytes / (nodes * self.lab.snic_bytes_per_s) / oracle
 
 
 def jct_report(
@@ -93,7 +51,7 @@ def jct_report(
             *_thread_tables(jobs),
         ),
         panels=(_jct_panel(jobs), *_link_panels(jobs[-1])),
-        targets=tuple(target for job in jobs for target in _targets(job, ideal_share)),
+        targets=tuple(target for job in jobs for target in targets(job, ideal_share)),
         data={"jobs": [_data(job) for job in jobs]},
         too_busy=too_busy(_all_runs(jobs)),
     )
@@ -184,8 +142,8 @@ def _cost_table(jobs: Sequence[Job]) -> Table:
 def _thread_tables(jobs: Sequence[Job]) -> list[Table]:
     """Return what DualPath's engines took their processor time for, where they say so."""
     tables = []
-    for job in jobs:
-        runs = [run for run in job.runs.get(Mode.DUALPATH, ()) if run.client.thread_cpu_s]
+    for job, mode in itertools.product(jobs, JUDGED):
+        runs = [run for run in job.runs.get(mode, ()) if run.client.thread_cpu_s]
         if not runs:
             continue
         names = {name for run in runs for name in run.client.thread_cpu_s}
@@ -196,32 +154,11 @@ def _thread_tables(jobs: Sequence[Job]) -> list[Table]:
             for name in names
         }
         rows = [(name, f"{per_gb[name]:.2f}") for name in sorted(names, key=per_gb.__getitem__)]
-        title = f"{job.lab.nodes}: processor time by thread of the engines, DualPath"
+        title = (
+            f"{job.lab.nodes}: processor time by thread of the engines, {MODE_STYLES[mode].title}"
+        )
         tables.append(Table(title, ("thread", "CPU-s per GB read"), tuple(reversed(rows))))
     return tables
-
-
-def _targets(job: Job, ideal_share: float) -> list[Target]:
-    basic, dualpath = job.jct_s(Mode.BASIC), job.jct_s(Mode.DUALPATH)
-    share = job.reading_share
-    if dualpath is None or share is None:
-        return []
-    shape, found = job.lab.nodes, []
-    if basic is not None and share >= _IO_BOUND:
-        what = f"{shape}: Basic / DualPath, I/O-bound"
-        ideal = ideal_share * job.ideal_ratio
-        found.append(Target(what, basic / dualpath, ideal, True, f"ideal {job.ideal_ratio:g}"))
-        typical = job.typical(Mode.DUALPATH)
-        assert typical is not None
-        use = min(typical.snic_use(job.lab.snic_bytes_per_s))
-        what = f"{shape}: use of the least used SNIC, DualPath"
-        found.append(Target(what, use, SNIC_USE, True, "middle half of the run"))
-    oracle = job.jct_s(Mode.ORACLE)
-    if share <= _IO_SUFFICES and oracle is not None:
-        what = f"{shape}: DualPath / Oracle, SNICs suffice"
-        note = f"reading needs {share:.0%} of Oracle's time"
-        found.append(Target(what, dualpath / oracle, ORACLE_RATIO, False, note))
-    return found
 
 
 def _jct_panel(jobs: Sequence[Job]) -> Panel:
