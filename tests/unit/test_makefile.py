@@ -1,0 +1,53 @@
+"""make looks for what no package brings before it installs for minutes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.guard import GUARD_S
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libnuma is Linux's")
+
+
+def looked_for(library, venv):
+    """What `make install` says and does up to the point at which ``venv`` would be filled."""
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to(sys.executable)
+    return subprocess.run(
+        ["make", "--no-print-directory", "libraries", f"LIBNUMA={library}", f"VENV={venv}"],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=GUARD_S,
+        check=False,
+    )
+
+
+def test_without_libnuma_make_names_the_package_that_has_it(tmp_path):
+    make = looked_for("libabsent.so.1", tmp_path / "venv")
+    assert make.returncode == 2
+    assert "make: no libabsent.so.1 found; vLLM's CPU build needs it" in make.stderr
+    assert "apt-get install libnuma1" in make.stderr
+
+
+def test_what_is_there_is_not_spoken_of(tmp_path):
+    make = looked_for("libc.so.6", tmp_path / "venv")
+    assert (make.returncode, make.stdout, make.stderr) == (0, "", "")
+
+
+def test_nothing_is_installed_before_it_was_looked_for(tmp_path):
+    plan = subprocess.run(
+        ["make", "--dry-run", "install", f"VENV={tmp_path / 'venv'}"],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=GUARD_S,
+        check=True,
+    ).stdout
+    assert 0 < plan.index("libnuma.so.1") < plan.index("Installing into")
