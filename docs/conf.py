@@ -9,8 +9,10 @@ benchmarks and to code. Pages stay plain Markdown: what only the site needs, the
 here. Links that lead nowhere are errors (``-W``); nothing is loaded from the network.
 """
 
+import re
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 project = "dualpath"
@@ -37,10 +39,16 @@ suppress_warnings = ["misc.highlighting_failure"]
 
 html_theme = "furo"
 html_static_path = ["site"]
-html_css_files = ["narrow.css"]
+html_css_files = ["tables.css", "narrow.css"]
 html_show_sphinx = False
 html_copy_source = False
 html_show_sourcelink = False
+
+#: The blank between a number and its unit, or between a sign and its number: no line ends there.
+INSIDE_A_NUMBER = re.compile(
+    r"(?<=\d) (?=(?:%|[kKMGT]i?B(?:/s)?|[KMGT]bit/s|[nµm]?s|x|min|h|tokens|cores|GPUs)(?![\w]))"
+    r"|(?<=[≈<≤≥]) (?=\d)"
+)
 
 #: The navigation: caption, then pages in order; a pattern adds those not named before it.
 NAVIGATION = {
@@ -79,6 +87,14 @@ def contents(caption: str, pages: tuple[str, ...]) -> str:
     return f"\n\n```{{toctree}}\n:hidden:\n:glob:\n{option}\n{listed}\n```\n"
 
 
+def keep_units(app: Sphinx, page: nodes.document, name: str) -> None:
+    """Keep numbers and their units on one line, in text and in the narrow columns of tables."""
+    for text in list(page.findall(nodes.Text)):
+        kept = INSIDE_A_NUMBER.sub("\u00a0", text)
+        if kept != text and not isinstance(text.parent, nodes.literal | nodes.literal_block):
+            text.parent.replace(text, nodes.Text(kept))
+
+
 def add_index(app: Sphinx, error: Exception | None) -> None:
     """Let the site's folder open at the first page."""
     if error is None and app.builder.format == "html":
@@ -92,6 +108,7 @@ def add_index(app: Sphinx, error: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Connect the two additions above."""
+    """Connect the three functions above."""
     app.connect("source-read", add_navigation)
+    app.connect("doctree-resolved", keep_units)
     app.connect("build-finished", add_index)
