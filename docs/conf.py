@@ -39,14 +39,15 @@ suppress_warnings = ["misc.highlighting_failure"]
 
 html_theme = "furo"
 html_static_path = ["site"]
-html_css_files = ["tables.css", "narrow.css"]
+html_css_files = ["narrow.css"]
 html_show_sphinx = False
 html_copy_source = False
 html_show_sourcelink = False
 
-#: The blank between a number and its unit, or between a sign and its number: no line ends there.
+#: No line ends at the blank between a number and its unit, a sign and its number, a number and the
+#: dash of a range. Long units may stand below, or wide tables would not fit.
 INSIDE_A_NUMBER = re.compile(
-    r"(?<=\d) (?=(?:%|[kKMGT]i?B(?:/s)?|[KMGT]bit/s|[nµm]?s|x|min|h|tokens|cores|GPUs)(?![\w]))"
+    r"(?<=\d) (?=(?:%|[kKMGT]i?B(?:/s)?|[KMGT]bit/s|[nµm]?s|x|min|h)(?![\w])|- \d)"
     r"|(?<=[≈<≤≥]) (?=\d)"
 )
 

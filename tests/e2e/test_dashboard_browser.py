@@ -221,6 +221,22 @@ async def test_finished_runs_open_from_picker_drop_and_address(tab: Tab, tmp_pat
         assert "another host" in await tab.value(text_of("#problem"))
 
 
+async def test_on_a_telephone_only_a_turn_that_failed_speaks_of_an_error(
+    tab: Tab, tmp_path: Path
+) -> None:
+    path = tmp_path / "replay.json"
+    failed = turn(1, error="engine pe-0 is lost", ttft_s=None)
+    path.write_bytes(msgspec.json.encode(result("dualpath", 2.5, turn(0), failed)))
+    async with serving(large_cluster(2, 1)) as url:
+        await tab.size(390, 900)
+        await live(tab, url)
+        await tab.choose_files("#file", [path])
+        await tab.until("document.documentElement.dataset.state === 'file'")
+        seen = """[...document.querySelectorAll('td[data-name=error]')]
+          .filter((cell) => cell.offsetParent).map((cell) => cell.textContent)"""
+        assert await tab.value(seen) == ["engine pe-0 is lost"]
+
+
 async def test_a_saved_copy_opens_runs_without_any_router(tab: Tab, tmp_path: Path) -> None:
     copy = tmp_path / "dashboard.html"
     copy.write_bytes(dashboard_page().body)
