@@ -26,6 +26,7 @@ from dualpath.storage.host_process import is_gone, this_process
 from dualpath.storage.node_dram import NodeDram
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.reading import PluginReader
+from dualpath.storage.system_calls import KERNEL, SystemCalls
 from dualpath.transport.cluster_secret import load_secret
 from dualpath.transport.contract import Transport
 
@@ -50,11 +51,14 @@ def _storage_keys(settings: EngineSettings) -> "KeyRing | None":
     return load_storage_keys(settings.storage_key_file) if settings.seals_blocks else None
 
 
-def _open_node_dram(settings: EngineSettings, namespace: StoreNamespace) -> NodeDram | None:
+def open_node_dram(
+    settings: EngineSettings, namespace: StoreNamespace, calls: SystemCalls = KERNEL
+) -> NodeDram | None:
+    """Open what the engines of this machine share; None where it is not asked for."""
     if not settings.dram_dir or not settings.mode.moves_bytes:
         return None
     keys = _storage_keys(settings)
-    return NodeDram(settings.dram_dir, namespace, settings.dram_bytes, keys=keys)
+    return NodeDram(settings.dram_dir, namespace, settings.dram_bytes, keys=keys, calls=calls)
 
 
 def _open_tree(settings: EngineSettings) -> ObjectTree:
@@ -114,7 +118,7 @@ class Surroundings:
     now_s: Callable[[], float] = time.time
     open_storage: Callable[[EngineSettings, StoreNamespace], BlockStorage] = _open_storage
     open_tree: Callable[[EngineSettings], ObjectTree] = _open_tree
-    open_node_dram: Callable[[EngineSettings, StoreNamespace], NodeDram | None] = _open_node_dram
+    open_node_dram: Callable[[EngineSettings, StoreNamespace], NodeDram | None] = open_node_dram
     open_transport: Callable[[str, EngineSettings], Transport] = _open_nixl
     connect: Callable[[EngineSettings], RouterConnection] = _connect
     listens: Callable[[str], bool] = _listens

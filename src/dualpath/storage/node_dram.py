@@ -18,7 +18,6 @@ kept everywhere.
 import contextlib
 import logging
 import mmap
-import os
 import stat
 import threading
 from collections.abc import Iterator, Sequence
@@ -33,6 +32,7 @@ from dualpath.storage.contract import BlockStorage, ReadOutcome
 from dualpath.storage.directory import BLOCK_SUFFIX
 from dualpath.storage.posix import PosixStorage
 from dualpath.storage.survey import is_namespace
+from dualpath.storage.system_calls import KERNEL, SystemCalls
 from dualpath.storage.wrapping import WrappingStorage
 
 if TYPE_CHECKING:
@@ -56,8 +56,9 @@ class _File(NamedTuple):
 class NodeDram:
     """One engine's access to ``root``, of which all engines together fill ``bound_bytes``.
 
-    ``keys``: of a namespace whose blocks are sealed, here as in storage.  Methods may be called by
-    any thread and never fail: what cannot be had is in storage.  ``keeps`` False: nothing is.
+    ``keys``: of a namespace whose blocks are sealed, here as in storage.  ``calls``: of the
+    machine.  Methods may be called by any thread and never fail: what cannot be had is in storage.
+    ``keeps`` False: nothing is.
 
     Raises ``ConfigError`` for a directory that cannot be used or that every user may write to,
     and for a bound below one block.
@@ -70,17 +71,20 @@ class NodeDram:
         bound_bytes: int,
         *,
         keys: "KeyRing | None" = None,
+        calls: SystemCalls = KERNEL,
     ) -> None:
         self.keeps = True
-        self._block_bytes = _in_pages(HEADER_BYTES + namespace.geometry.full_block_bytes)
+        self._block_bytes = in_pages(HEADER_BYTES + namespace.geometry.full_block_bytes)
         if bound_bytes < self._block_bytes:
             raise ConfigError(
                 f"dram_bytes is {bound_bytes}, and a block takes {self._block_bytes} in dram_dir; "
                 "give some blocks' worth, or no dram_dir"
             )
-        self._root = Path(root)
-        self.files = PosixStorage(root, namespace, direct_io=False, keys=keys, name_of=_name)
-        if self._root.stat().st_mode & stat.S_IWOTH:
+        self._root, self._calls = str(root), calls
+        self.files = PosixStorage(
+            root, namespace, direct_io=False, keys=keys, calls=calls, name_of=_name
+        )
+        if calls.stat(self._root).st_mode & stat.S_IWOTH:
             raise ConfigError(
                 f"every user may write to dram_dir {root}; give a directory of your own in it"
             )
@@ -103,7 +107,7 @@ class NodeDram:
         if outcome.reason in STAYING:
             # Others may read it, as in a storage.  Here it would keep one that all can read away.
             try:
-                self._remove(self.files.block_path(key))
+                self._remove(str(self.files.block_path(key)))
             except OSError as error:
                 self._complain("cannot remove a bad block", error)
         if not outcome.is_good:
@@ -132,7 +136,7 @@ class NodeDram:
 
     def _touch(self, key: BlockKey) -> None:
         with contextlib.suppress(OSError):  # removed meanwhile
-            os.utime(self.files.block_path(key))
+            self._calls.utime(str(self.files.block_path(key)))
 
     def _make_room(self, key: BlockKey) -> None:
         lying = sorted(self._set_of(key))
@@ -145,9 +149,9 @@ class NodeDram:
                 with self._lock:
                     self._evicted += 1
 
-    def _remove(self, path: str | Path) -> bool:
+    def _remove(self, path: str) -> bool:
         try:
-            os.unlink(path)
+            self._calls.unlink(path)
         except FileNotFoundError:  # somebody else needed room as well
             return False
         return True
@@ -155,12 +159,29 @@ class NodeDram:
     def _set_of(self, key: BlockKey) -> Iterator[_File]:
         """Yield what lies in a block's set, also of a model that is served no more."""
         first = _folder(key) // self._set_folders * self._set_folders
-        with os.scandir(self._root) as entries:
+        with self._calls.scandir(self._root) as entries:
             namespaces = [entry.path for entry in entries if is_namespace(entry.name)]
         for namespace in namespaces:
-            for folder in _folders_of(namespace, first, first + self._set_folders - 1):
+            for folder in self._folders_of(namespace, first, first + self._set_folders - 1):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    yield from _blocks_in(f"{namespace}/{folder}")
+                    yield from self._blocks_in(f"{namespace}/{folder}")
+
+    def _folders_of(self, namespace: str, first: int, last: int) -> list[str]:
+        """Return those of a set that may be there: few are tried, of many most are not."""
+        if last - first < _FEW_FOLDERS:
+            return [f"{folder:03x}" for folder in range(first, last + 1)]
+        with self._calls.scandir(namespace) as entries:
+            return [
+                entry.name for entry in entries if f"{first:03x}" <= entry.name <= f"{last:03x}"
+            ]
+
+    def _blocks_in(self, folder: str) -> Iterator[_File]:
+        with self._calls.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(BLOCK_SUFFIX):
+                    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                        info = entry.stat(follow_symlinks=False)
+                        yield _File(info.st_mtime_ns, entry.path, in_pages(info.st_size))
 
     def _complain(self, trouble: str, error: Exception) -> None:
         # Once per trouble: with memory that is full every block would say so.
@@ -212,21 +233,6 @@ def _set_count(blocks: int) -> int:
     return 1 << max(min(blocks // _LEAST_BLOCKS, _FOLDERS).bit_length() - 1, 0)
 
 
-def _in_pages(size_bytes: int) -> int:
+def in_pages(size_bytes: int) -> int:
+    """Return what a file of this size takes of memory."""
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _folders_of(namespace: str, first: int, last: int) -> list[str]:
-    """Return those of a set that may be there: few are tried, of many most are not."""
-    if last - first < _FEW_FOLDERS:
-        return [f"{folder:03x}" for folder in range(first, last + 1)]
-    return [name for name in os.listdir(namespace) if f"{first:03x}" <= name <= f"{last:03x}"]
-
-
-def _blocks_in(folder: str) -> Iterator[_File]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.endswith(BLOCK_SUFFIX):
-                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                    info = entry.stat(follow_symlinks=False)
-                    yield _File(info.st_mtime_ns, entry.path, _in_pages(info.st_size))

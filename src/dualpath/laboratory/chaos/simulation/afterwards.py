@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from dualpath.core.blocks import BlockKey
 from dualpath.laboratory.chaos.simulation.cluster import Cluster
-from dualpath.laboratory.chaos.simulation.disk import ROOT
+from dualpath.laboratory.chaos.simulation.disk import NODE_DRAM_ROOT, ROOT, Disk
 from dualpath.laboratory.chaos.simulation.operator import calm_calls
 from dualpath.policy.quotas import StorageLimits
 from dualpath.storage.block_file import defect_of_file
@@ -18,19 +18,24 @@ from dualpath.storage.posix_objects import PosixObjects
 from dualpath.storage.protection import block_form
 from dualpath.storage.sections import FileOrder
 
+#: Threads of an engine that may add a block to what its machine shares: they read and write.
+_ADDERS = 3
+
 
 def storage_problems(cluster: Cluster, right: dict[BlockKey, bytes]) -> Iterator[str]:
     """Yield what is wrong with the storage of a cluster at rest; ``right`` has every payload."""
-    yield from _wrong_blocks(cluster, right)
+    for disk in (cluster.shared.disk, *cluster.shared.node_dram.values()):
+        yield from _wrong_blocks(cluster, disk, right)
+    yield from _shared_beyond_bounds(cluster)
     yield from _after_next_starts(cluster)
     yield from _a_day_later(cluster)
 
 
-def _wrong_blocks(cluster: Cluster, right: dict[BlockKey, bytes]) -> Iterator[str]:
+def _wrong_blocks(cluster: Cluster, disk: Disk, right: dict[BlockKey, bytes]) -> Iterator[str]:
     """Every block is whole and right, unless it has rotten."""
     for namespace in cluster.shared.namespaces:
         form, order = block_form(namespace), FileOrder(namespace.geometry)
-        for path, file in cluster.shared.disk.blocks():
+        for path, file in disk.blocks():
             key, content = key_of(path), bytes(file.content)
             assert key is not None
             if len(content) != HEADER_BYTES + namespace.geometry.full_block_bytes:
@@ -42,18 +47,27 @@ def _wrong_blocks(cluster: Cluster, right: dict[BlockKey, bytes]) -> Iterator[st
                 yield f"stored block {key.hex()[:8]} is wrong"
 
 
+def _shared_beyond_bounds(cluster: Cluster) -> Iterator[str]:
+    """What engines share is exceeded by no more than all of their threads bring at a moment."""
+    bound = cluster.settings.node_dram_blocks + _ADDERS * len(cluster.engines)
+    for host, disk in cluster.shared.node_dram.items():
+        if (blocks := sum(1 for _ in disk.blocks())) > bound:
+            yield f"engines of {host} share {blocks} blocks of {cluster.settings.node_dram_blocks}"
+
+
 def _after_next_starts(cluster: Cluster) -> Iterator[str]:
     """An engine that starts removes what ended ones of its machine have left."""
     shared = cluster.shared
     for host in sorted({engine.host for engine in cluster.engines.values()}):
-        calls = calm_calls(cluster, host)
-        for namespace in shared.namespaces:
-            PosixStorage(ROOT, namespace, direct_io=False, calls=calls)
-        for path, _ in shared.disk.half_written():
-            writer, _, _ = path.rpartition("/")[2].rpartition("-")
-            pid = writer.rpartition("-")[2]
-            if writer.startswith(f"{host}-") and not shared.runs(int(pid)):
-                yield f"{path} is left, though its writer has ended"
+        for root, disk in ((ROOT, shared.disk), (NODE_DRAM_ROOT, shared.node_dram[host])):
+            calls = calm_calls(cluster, host, disk)
+            for namespace in shared.namespaces:
+                PosixStorage(root, namespace, direct_io=False, calls=calls)
+            for path, _ in disk.half_written():
+                writer, _, _ = path.rpartition("/")[2].rpartition("-")
+                pid = writer.rpartition("-")[2]
+                if writer.startswith(f"{host}-") and not shared.runs(int(pid)):
+                    yield f"{path} is left, though its writer has ended"
 
 
 def _a_day_later(cluster: Cluster) -> Iterator[str]:

@@ -144,6 +144,11 @@ class DiskCalls:
         self._step(changes=True)
         self.disk.unlink(path)
 
+    def utime(self, path: str, /) -> None:
+        """Say that a file was used."""
+        self._step(changes=True)
+        self.disk.file(path).written_s = self.world.now_s
+
     def mkdir(self, path: str, mode: int = 0o777, /) -> None:
         """Make a folder."""
         self._step(changes=True)

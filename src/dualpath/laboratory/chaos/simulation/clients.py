@@ -108,7 +108,7 @@ class Clients:
             if asked.outcome != "answered":
                 break
             context += tuple(asked.expected)
-            await asyncio.sleep(chance.choice((0.0, 0.0, 0.01, 0.3)))
+            await asyncio.sleep(chance.choice(self._cluster.settings.pauses_s))
         self._under_way -= 1
 
     async def _turn(self, name: str, prompt: tuple[int, ...], count: int) -> Asked:

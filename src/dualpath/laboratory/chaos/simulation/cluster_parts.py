@@ -1,6 +1,7 @@
 """What the processes of a simulated cluster share: networks, storage, and who owns which memory."""
 
 import tempfile
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from dualpath.core.blocks import StoreNamespace
@@ -37,6 +38,8 @@ class Shared:
         self.storage_faults = StorageFaults()
         self.agents: dict[str, SimEngine] = {}
         self.disk = Disk(links=links)
+        #: Of each machine, by its name.
+        self.node_dram: dict[str, Disk] = defaultdict(lambda: Disk(links=True))
         self.watch = StorageWatch(world, self.disk, protect_s)
         #: Of all blocks that are stored.
         self.namespaces: dict[StoreNamespace, None] = {}

@@ -7,10 +7,12 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.parts import slices_of
 from dualpath.engine.settings import EngineSettings
+from dualpath.laboratory.chaos.simulation.disk import NODE_DRAM_ROOT
 from dualpath.laboratory.emulated.settings import EmulatedSettings, Verify, part_geometry
 from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.block_header import HEADER_BYTES
+from dualpath.storage.node_dram import in_pages
 
 LAYERS = 3
 BLOCK_TOKENS = 4
@@ -64,7 +66,9 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     for its turn.  ``quota_blocks`` above 0 bounds the storage: every engine may be its janitor.
     Its file system knows hard ``links``, or none.  ``front_ends`` are processes of their own before
     the router, which serves clients as well.  So many ``role_switches`` are
-    asked for, of which some give groups another size.
+    asked for, of which some give groups another size.  ``node_dram_blocks`` above 0 lie in the
+    memory of each machine for all its engines.  There is one of these numbers of ``agents``, who
+    take one of these numbers of ``turns`` with one of ``pauses_s`` between two.
     """
 
     mode: Mode
@@ -84,6 +88,10 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     links: bool = True
     front_ends: int = 0
     role_switches: int = 0
+    node_dram_blocks: int = 0
+    agents: tuple[int, ...] = (2, 3, 4)
+    turns: tuple[int, ...] = (1, 2, 3)
+    pauses_s: tuple[float, ...] = (0.0, 0.0, 0.01, 0.3)
 
     def usual_ranks(self, role: Role) -> int:
         """Engines of a group of a role, where nobody asks for another number."""
@@ -108,6 +116,8 @@ def engine_settings(
         drain_timeout_s=30.0,
         storage_quota=cluster.quota_blocks * stored_bytes(cluster.geometry),
         storage_protect_s=PROTECT_S,
+        dram_dir=NODE_DRAM_ROOT if cluster.node_dram_blocks else "",
+        dram_bytes=cluster.node_dram_blocks * in_pages(stored_bytes(cluster.geometry)),
     )
     ranks, heads = cluster.tensor_parallel.ranks(role), cluster.tensor_parallel.kv_heads
     hbm_bytes = cluster.hbm_blocks * cluster.geometry.full_block_bytes

@@ -1,4 +1,6 @@
-"""The file system that all machines of a simulated cluster have mounted: files, names, folders.
+"""File systems of a simulated cluster: files, names, folders.
+
+One is mounted by all machines; each machine has another in its memory, which its engines may share.
 
 A file outlives its names as long as a descriptor is open.  Nothing here waits or fails by chance;
 that is the part of the process that calls (``calls``).
@@ -11,8 +13,9 @@ from collections.abc import Iterator, Sequence
 
 from dualpath.storage.directory import BLOCK_SUFFIX, TEMPORARY_FOLDER
 
-#: Where it is mounted, and where the storage lies in it.
+#: Where the storage lies, and what the engines of a machine share.
 ROOT = "/kv"
+NODE_DRAM_ROOT = "/dram"
 _DEVICE = 1
 _FOLDER = stat.S_IFDIR | 0o770
 _FILE = stat.S_IFREG | 0o660
@@ -191,4 +194,5 @@ def object_path(name: str) -> str:
 
 def _status(mode: int, size: int, written_s: float) -> os.stat_result:
     times = (int(written_s),) * 3
-    return os.stat_result((mode, 1, _DEVICE, 1, 0, 0, size, *times), {"st_mtime": written_s})
+    exactly = {"st_mtime": written_s, "st_mtime_ns": int(written_s * 1e9)}
+    return os.stat_result((mode, 1, _DEVICE, 1, 0, 0, size, *times), exactly)

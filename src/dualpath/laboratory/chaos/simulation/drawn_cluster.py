@@ -64,7 +64,10 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         quota_blocks=_quota_blocks(world.seed),
         links=world.seed % 5 != 0,
         front_ends=front_ends,
+        node_dram_blocks=_node_dram_blocks(world.seed),
     )
+    if settings.node_dram_blocks or world.seed % 5 == 4:
+        settings = _with_pauses(settings)
     return _with_roles_that_change(settings, world.seed) if world.seed % 7 == 3 else settings
 
 
@@ -81,6 +84,18 @@ def _tensor_parallel(seed: int) -> TensorParallel:
 def _quota_blocks(seed: int) -> int:
     """Let every third cluster have a storage with a quota; 0 is none."""
     return Random(f"quota of {seed}").choice((8, 16, 32)) if seed % 3 == 0 else 0
+
+
+def _node_dram_blocks(seed: int) -> int:
+    """Let engines of a machine share DRAM in every fifth cluster; 0 is none."""
+    return Random(f"shared DRAM of {seed}").choice((6, 12, 24)) if seed % 5 == 2 else 0
+
+
+def _with_pauses(settings: ClusterSettings) -> ClusterSettings:
+    """Let tools run while others need the buffers, which hold one long context and a bit."""
+    return msgspec.structs.replace(
+        settings, buffer_blocks=24, agents=(5, 6), turns=(3,), pauses_s=(0.1, 0.5, 1.5)
+    )
 
 
 def _with_roles_that_change(settings: ClusterSettings, seed: int) -> ClusterSettings:

@@ -18,6 +18,7 @@ from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
 from dualpath.laboratory.chaos.simulation.control import EngineConnection
 from dualpath.laboratory.chaos.simulation.data import SimTransport
 from dualpath.laboratory.chaos.simulation.engine_files import EngineFiles
+from dualpath.laboratory.chaos.simulation.kept_watch import watch_fetches
 from dualpath.laboratory.chaos.simulation.ranks import SimFollower
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
 from dualpath.laboratory.emulated.admission import Admission
@@ -78,6 +79,7 @@ class SimEngine:
             threads=self.threads,
             open_storage=self._files.open_storage,
             open_tree=self._files.open_tree,
+            open_node_dram=self._files.open_node_dram,
             now_s=lambda: self.shared.world.now_s,
             open_transport=self._open_transport,
             connect=self._connect,
@@ -94,6 +96,7 @@ class SimEngine:
             self.kill()
             return
         self._watch_hbm(plane)
+        watch_fetches(self.name, plane.manager, self.shared.world)
         self.plane = plane
         prefills = self.settings.engine.role is Role.PREFILL
         self._engine = PrefillEngine(plane) if prefills else DecodeEngine(plane)
@@ -262,7 +265,8 @@ class SimEngine:
             "free staging": (manager._staging.free, manager._staging.capacity),
             "transfers": (sum(t.unfinished for t in transports if t is not None), 0),
             "open files": (self._files.open, 0),
-            "half-written files": (len(self.shared.disk.left_by(self.name)), 0),
+            "half-written files": (len(self._files.half_written(self.name)), 0),
+            "retained blocks": (len(manager.buffer._pool.kept._retained), 0),
         }
         return [
             f"{self.name}: {what} {found}, not {right}"

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import HostProcess
 from dualpath.engine.settings import EngineSettings
+from dualpath.engine.surroundings import open_node_dram
 from dualpath.laboratory.chaos.simulation.blocks import Pace, SimStorage, SimTree
 from dualpath.laboratory.chaos.simulation.calls import SimCalls
 from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
@@ -12,6 +13,7 @@ from dualpath.laboratory.chaos.simulation.disk import ROOT
 from dualpath.laboratory.chaos.simulation.storage_watch import WatchedCalls
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
 from dualpath.storage.contract import BlockStorage
+from dualpath.storage.node_dram import NodeDram
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.posix import PosixStorage
 from dualpath.storage.posix_objects import PosixObjects
@@ -27,17 +29,23 @@ class EngineFiles:
         known: HostProcess,
         check: Callable[[memoryview], None],
     ) -> None:
-        calls = (shared.disk, threads, shared.storage_faults, known, shared.runs)
+        there = (threads, shared.storage_faults, known, shared.runs)
         self._shared = shared
-        self._block_calls = SimCalls(*calls)
-        self._object_calls = WatchedCalls(shared.watch, *calls)
+        self._block_calls = SimCalls(shared.disk, *there)
+        self._object_calls = WatchedCalls(shared.watch, shared.disk, *there)
+        self._dram_calls = SimCalls(shared.node_dram[known.host], *there)
         self._pace = Pace(threads, shared.storage_faults)
         self._check = check
 
     @property
     def open(self) -> int:
         """How many files are open."""
-        return self._block_calls.descriptors + self._object_calls.descriptors
+        calls = self._block_calls, self._object_calls, self._dram_calls
+        return sum(each.descriptors for each in calls)
+
+    def half_written(self, writer: str) -> list[str]:
+        """Return the temporary names of one process that could have been removed."""
+        return self._shared.disk.left_by(writer) + self._dram_calls.disk.left_by(writer)
 
     def open_storage(self, settings: EngineSettings, namespace: StoreNamespace) -> BlockStorage:
         """Open it; no call fails meanwhile, as the engine would only end and be started again."""
@@ -46,6 +54,15 @@ class EngineFiles:
         inner = PosixStorage(ROOT, namespace, direct_io=False, calls=self._block_calls)
         self._block_calls.reliable = False
         return SimStorage(inner, self._shared.disk, self._pace, self._check)
+
+    def open_node_dram(
+        self, settings: EngineSettings, namespace: StoreNamespace
+    ) -> NodeDram | None:
+        """Open what it shares with other engines of its machine, where it does."""
+        self._dram_calls.reliable = True
+        dram = open_node_dram(settings, namespace, self._dram_calls)
+        self._dram_calls.reliable = False
+        return dram
 
     def open_tree(self, settings: EngineSettings) -> ObjectTree:
         """Open what lies beside the blocks."""

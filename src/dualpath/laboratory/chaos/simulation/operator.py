@@ -3,16 +3,16 @@
 from dualpath.core.cluster import HostProcess
 from dualpath.laboratory.chaos.simulation.calls import DiskCalls
 from dualpath.laboratory.chaos.simulation.cluster import Cluster
-from dualpath.laboratory.chaos.simulation.disk import ROOT
+from dualpath.laboratory.chaos.simulation.disk import ROOT, Disk
 from dualpath.storage.directory import key_of
 from dualpath.storage.pins import pin_name
 from dualpath.storage.posix_objects import PosixObjects
 
 
-def calm_calls(cluster: Cluster, host: str) -> DiskCalls:
-    """Return system calls on a machine to which nothing happens."""
+def calm_calls(cluster: Cluster, host: str, disk: Disk | None = None) -> DiskCalls:
+    """Return system calls on a machine to which nothing happens; on the storage's disk, usually."""
     known, shared = HostProcess(host=host, pid=0, start_ticks=0), cluster.shared
-    return DiskCalls(shared.disk, shared.world, known, shared.runs)
+    return DiskCalls(disk or shared.disk, shared.world, known, shared.runs)
 
 
 def pin_some(cluster: Cluster) -> None:

@@ -24,6 +24,7 @@ from dualpath.engine.read_queue import ReadQueue
 from dualpath.engine.slots import SlotPool
 from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.laboratory.chaos.simulation.plant import Plant, instead
+from dualpath.laboratory.chaos.simulation.plants_of_dram import DRAM_PLANTS
 from dualpath.laboratory.chaos.simulation.plants_of_front_ends import FRONT_END_PLANTS
 from dualpath.laboratory.chaos.simulation.plants_of_storage import STORAGE_PLANTS
 from dualpath.router.attempts import loading
@@ -193,6 +194,7 @@ PLANTS: dict[str, Plant] = {
         "a hit that ends early is used without the window layers of its last blocks",
         instead(loading, "to_read_whole", lambda hits, whole_from: ()),
     ),
+    **DRAM_PLANTS,
     **STORAGE_PLANTS,
     **FRONT_END_PLANTS,
 }

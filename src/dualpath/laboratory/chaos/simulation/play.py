@@ -176,7 +176,7 @@ class _Run:
             world.after(chance.uniform(*_PINNED_S), functools.partial(pin_some, self.cluster))
         self.role_keeper = RoleKeeper(self.cluster, settings.role_switches)
         self.clients = Clients(
-            world, self.cluster, chance.choice((2, 3, 4)), chance.choice((1, 2, 3))
+            world, self.cluster, chance.choice(settings.agents), chance.choice(settings.turns)
         )
         there = {Part.RANKS} if settings.tensor_parallel != ONE_RANK else set()
         there |= {Part.FRONT_ENDS} if settings.front_ends else set()

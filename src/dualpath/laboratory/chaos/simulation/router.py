@@ -85,6 +85,7 @@ class SimRouter(Entrance):
             "accounts of the scheduler": int(context.has_dispatch and not context.dispatch.idle()),
             "attempts": len(context.exchange._channels),
             "clients": self.clients,
+            "blocks kept for sessions": sum(context.sessions._warmth._kept_blocks.values()),
             "switches of roles": int(self.service.roles.under_way is not None),
             "engines without their group": sum(bool(e["waits_for"]) for e in status["engines"]),
         }
