@@ -62,9 +62,10 @@ def test_a_block_that_is_brought_back_for_nobody_is_a_problem() -> None:
     ("name", "fault", "seeds"),
     [
         ("order-unending", "slow storage", PAUSING),
-        pytest.param("fetched-over-kept", "slow storage", PAUSING, marks=pytest.mark.long),
-        pytest.param("fetched-unverified", "rotting storage", PAUSING, marks=pytest.mark.long),
+        ("fetched-over-kept", "slow storage", PAUSING),
+        ("fetched-unverified", "rotting storage", PAUSING),
         ("shared-unverified", "slow storage", SHARING),
+        ("shared-in-part", "slow storage", SHARING),
         ("shared-unbounded", "slow storage", SHARING),
     ],
 )

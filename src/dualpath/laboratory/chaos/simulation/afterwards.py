@@ -18,7 +18,7 @@ from dualpath.storage.posix_objects import PosixObjects
 from dualpath.storage.protection import block_form
 from dualpath.storage.sections import FileOrder
 
-#: Threads of an engine that may add a block to what its machine shares: they read and write.
+#: Threads of an engine that may add a block to what its machine shares: two read, one writes.
 _ADDERS = 3
 
 

@@ -1,5 +1,7 @@
 """Bugs to plant in what DRAM keeps: for agents' next turns, and for all engines of a machine."""
 
+from collections.abc import Callable
+
 from dualpath.core.blocks import BlockKey
 from dualpath.engine.read_queue import ReadQueue, ReadTask
 from dualpath.engine.retention import Retention
@@ -27,28 +29,20 @@ def _taken_from_nobody(self: SlotPool, key: BlockKey) -> int | None:
     return slot
 
 
-def _shared_anyway(
-    self: NodeDramStorage, key: BlockKey, destination: memoryview, *, whole: bool = True
-) -> ReadOutcome:
-    """``NodeDramStorage.read`` that shares what was not good, too."""
-    if (found := self.dram.read(key, destination, whole=whole)) is not None:
-        return found
-    outcome = self.inner.read(key, destination, whole=whole)
-    if whole:
-        self.dram.add(key, destination)
-    return outcome
+def _sharing(is_shared: Callable[[ReadOutcome, bool], bool]) -> Callable[..., ReadOutcome]:
+    """Return a ``NodeDramStorage.read`` that shares by how a read ended, and if it was whole."""
 
+    def read(
+        self: NodeDramStorage, key: BlockKey, destination: memoryview, *, whole: bool = True
+    ) -> ReadOutcome:
+        if (found := self.dram.read(key, destination, whole=whole)) is not None:
+            return found
+        outcome = self.inner.read(key, destination, whole=whole)
+        if is_shared(outcome, whole):
+            self.dram.add(key, destination)
+        return outcome
 
-def _shared_in_part(
-    self: NodeDramStorage, key: BlockKey, destination: memoryview, *, whole: bool = True
-) -> ReadOutcome:
-    """``NodeDramStorage.read`` that shares what was not read whole, too."""
-    if (found := self.dram.read(key, destination, whole=whole)) is not None:
-        return found
-    outcome = self.inner.read(key, destination, whole=whole)
-    if outcome.is_good:
-        self.dram.add(key, destination)
-    return outcome
+    return read
 
 
 _read, _take_for = ReadQueue._read, SlotPool.take_for
@@ -69,11 +63,11 @@ DRAM_PLANTS: dict[str, Plant] = {
     ),
     "shared-unverified": Plant(
         "what was read badly is shared with the engines of the machine",
-        instead(NodeDramStorage, "read", _shared_anyway),
+        instead(NodeDramStorage, "read", _sharing(lambda outcome, whole: whole)),
     ),
     "shared-in-part": Plant(
         "a block that was read without its window layers is shared as a whole one",
-        instead(NodeDramStorage, "read", _shared_in_part),
+        instead(NodeDramStorage, "read", _sharing(lambda outcome, whole: outcome.is_good)),
     ),
     "shared-unbounded": Plant(
         "what is shared grows, and nothing makes way",

@@ -170,6 +170,8 @@ class _Run:
             world.note("world", f"{settings.front_ends} front ends")
         if settings.quota_blocks:
             world.note("world", f"a quota of {settings.quota_blocks} blocks")
+        if settings.node_dram_blocks:
+            world.note("world", f"{settings.node_dram_blocks} blocks of DRAM for each machine")
         self.world = world
         self.cluster = Cluster(world, settings)
         if settings.quota_blocks and world.seed % 2:
