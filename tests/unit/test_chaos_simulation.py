@@ -2,15 +2,18 @@
 
 import gc
 import re
+from pathlib import Path
 
 import pytest
 
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.chaos.simulation.adversary import KINDS
-from dualpath.laboratory.chaos.simulation.plants import planted
+from dualpath.laboratory.chaos.simulation.plants import PLANTS, planted
 from dualpath.laboratory.chaos.simulation.play import play
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
 from dualpath.laboratory.chaos.simulation.world import Process, World
+
+PAGE = Path(__file__).parents[2] / "docs/reference/simulated-faults.md"
 
 
 class Machine:
@@ -164,3 +167,10 @@ def test_planted_bugs_are_found_by_the_faults_they_are_for(name: str, fault: str
 def test_an_unknown_bug_cannot_be_planted() -> None:
     with pytest.raises(ConfigError, match="choose one of"), planted("typo"):
         pass
+
+
+def test_every_bug_is_in_the_reference_with_what_it_takes_back() -> None:
+    text = " ".join(PAGE.read_text().split())
+    rows = {name: f"| `{name}` | {plant.what} |" for name, plant in PLANTS.items()}
+    rest = {name: f"`{name}` ({plant.what}" for name, plant in PLANTS.items()}
+    assert [n for n in PLANTS if rows[n] not in text and rest[n] not in text] == []
