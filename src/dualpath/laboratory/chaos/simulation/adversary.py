@@ -27,6 +27,7 @@ class Part(enum.Enum):
 
     RANKS = enum.auto()
     FRONT_ENDS = enum.auto()
+    LEASE = enum.auto()
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -177,7 +178,7 @@ class Adversary:
 
     def duplicate_control(self) -> Callable[[], None]:
         """Some frames come twice."""
-        return self._set(self.cluster.shared.wire_faults, "duplicated", 0.3)
+        return self.set(self.cluster.shared.wire_faults, "duplicated", 0.3)
 
     def reset_call(self) -> None:
         """A call of the router to an engine is reset."""
@@ -193,41 +194,42 @@ class Adversary:
 
     def slow_storage(self) -> Callable[[], None]:
         """Some operations take long."""
-        return self._set(self.cluster.shared.storage_faults, "slow", 0.3)
+        return self.set(self.cluster.shared.storage_faults, "slow", 0.3)
 
     def failing_storage(self) -> Callable[[], None]:
         """Some operations fail."""
-        return self._set(self.cluster.shared.storage_faults, "failing", 0.5)
+        return self.set(self.cluster.shared.storage_faults, "failing", 0.5)
 
     def full_storage(self) -> Callable[[], None]:
         """Nothing can be written."""
-        return self._set(self.cluster.shared.storage_faults, "full", True)
+        return self.set(self.cluster.shared.storage_faults, "full", True)
 
     def rotting_storage(self) -> Callable[[], None]:
         """Some stored blocks are not what they were."""
-        return self._set(self.cluster.shared.storage_faults, "corrupting", 0.5)
+        return self.set(self.cluster.shared.storage_faults, "corrupting", 0.5)
 
     def stalling_transfers(self) -> Callable[[], None]:
         """Some transfers take long."""
         self.cluster.shared.transfer_faults.stall_s = _STALL_S
-        return self._set(self.cluster.shared.transfer_faults, "to_stall", self._some())
+        return self.set(self.cluster.shared.transfer_faults, "to_stall", self._some())
 
     def hanging_transfers(self) -> Callable[[], None]:
         """A transfer takes longer than anybody waits."""
         faults = self.cluster.shared.transfer_faults
         faults.stall_s = _HANG_S
         self.hung = True
-        return self._set(faults, "to_stall", 1)
+        return self.set(faults, "to_stall", 1)
 
     def failing_transfers(self) -> Callable[[], None]:
         """Some transfers fail."""
-        return self._set(self.cluster.shared.transfer_faults, "to_fail", self._some())
+        return self.set(self.cluster.shared.transfer_faults, "to_fail", self._some())
 
     def _some(self) -> int:
         """As many as a request survives."""
         return self.world.chance.choice((1, 2))
 
-    def _set(self, faults: object, name: str, value: float) -> Callable[[], None]:
+    def set(self, faults: object, name: str, value: float) -> Callable[[], None]:
+        """Give a fault a value; return what takes it back."""
         setattr(faults, name, value)
         return functools.partial(setattr, faults, name, type(value)(0))
 

@@ -19,6 +19,7 @@ from dualpath.laboratory.chaos.simulation.entrance import Entrance
 from dualpath.laboratory.chaos.simulation.front_ends import FrontEnds
 from dualpath.laboratory.chaos.simulation.ranks import SimFollower
 from dualpath.laboratory.chaos.simulation.router import SimRouter
+from dualpath.laboratory.chaos.simulation.turns import TurnKind
 from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.ops.launch.commands import engine_id
 from dualpath.policy.quotas import StorageLimits
@@ -31,6 +32,8 @@ _SIBLING_ENDS_S = (0.01, 0.2, 1.0, 4.0)
 _TWO_OF_A_NAME_S = 3.0
 #: Who is the janitor says how the storage is at least that often, once nothing goes wrong.
 _SAYS_S = 1.0
+#: Until the next process of a router that has ended by itself is started.
+_PAUSES_S = (0.05, 0.3, 1.0, 2.5)
 #: An engine that has lost a rank has ended within it: longer than it may stand still.
 _ENDS_WITHIN_S = 10.0
 
@@ -50,7 +53,9 @@ class Cluster:
     def __init__(self, world: World, settings: ClusterSettings) -> None:
         self.world = world
         self.settings = settings
-        self.shared = Shared(world, links=settings.links, protect_s=PROTECT_S)
+        self.shared = Shared(
+            world, links=settings.links, protect_s=PROTECT_S, turn=settings.turn
+        )
         self.engines: dict[str, SimEngine] = {}
         self._starts: dict[str, int] = {}
         self._hosts: dict[str, str] = {}
@@ -58,7 +63,7 @@ class Cluster:
         self._groups: dict[str, _Group] = {}
         self._units: dict[str, str] = {}
         self._shapes: dict[str, UnitShape] = {}
-        self._routers = [self._start_router() for _ in range(1 + settings.standby)]
+        self._routers = [self._start_router() for _ in range(1 if settings.turn is TurnKind.ONE else 2)]
         self.front_ends = FrontEnds(self.shared, settings.router, settings.front_ends, self._host)
         for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
             for index in range(count):
@@ -187,6 +192,9 @@ class Cluster:
     def left_over(self) -> list[str]:
         """Return what the cluster still holds though nobody is served."""
         found = self.router.left_over()
+        serving = [router.name for router in self._routers if router.serves]
+        if len(serving) > 1:
+            found.append(f"{' and '.join(serving)} both serve")
         for engine in self.engines.values():
             found += engine.left_over()
         for follower in self._followers:
@@ -222,10 +230,13 @@ class Cluster:
         alive = [router for router in self._routers if router.process.alive]
         self._routers = [*alive, self._start_router()]
 
+    def _router_ended(self) -> None:
+        self.world.after(self.world.pick(_PAUSES_S), self._next_router)
+
     def _start_router(self) -> SimRouter:
         return SimRouter(
             *(self.shared, self.settings.router, self._start("router"), self._host("router")),
-            self.shared.turn() if self.settings.standby else OnlyOne(),
+            self._router_ended,
         )
 
     def _start_group(self, group: _Group) -> None:

@@ -1,6 +1,5 @@
 """What the processes of a simulated cluster share: networks, storage, and who owns which memory."""
 
-import tempfile
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -11,9 +10,9 @@ from dualpath.laboratory.chaos.simulation.calls import StorageFaults
 from dualpath.laboratory.chaos.simulation.data import TransferFaults
 from dualpath.laboratory.chaos.simulation.disk import Disk
 from dualpath.laboratory.chaos.simulation.storage_watch import StorageWatch
+from dualpath.laboratory.chaos.simulation.turns import TurnKind, Turns
 from dualpath.laboratory.chaos.simulation.wires import Network, WireFaults
 from dualpath.laboratory.chaos.simulation.world import Process, World
-from dualpath.router.standby.file_turn import FileTurn
 from dualpath.transport.in_process import InProcessFabric
 
 if TYPE_CHECKING:
@@ -24,10 +23,17 @@ class Shared:
     """One of each; ``agents`` are engines by the name of their transport's agent.
 
     The storage's file system may know no hard ``links``; its janitor spares what was used in the
-    last ``protect_s``.
+    last ``protect_s``.  Schedulers take their ``turn`` by it.
     """
 
-    def __init__(self, world: World, *, links: bool = True, protect_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        world: World,
+        *,
+        links: bool = True,
+        protect_s: float = 0.0,
+        turn: TurnKind = TurnKind.ONE,
+    ) -> None:
         self.world = world
         self.wire_faults = WireFaults()
         #: Of engines to the router, and of front ends to it.
@@ -44,7 +50,7 @@ class Shared:
         #: Of all blocks that are stored.
         self.namespaces: dict[StoreNamespace, None] = {}
         self._processes: dict[int, Process] = {}
-        self._lock_file = ""
+        self.turns = Turns(world, turn)
 
     def process(self, name: str, host: str) -> tuple[Process, HostProcess]:
         """Start a process on a machine; return it, and how that machine knows it."""
@@ -53,14 +59,6 @@ class Shared:
         known = HostProcess(host=host, pid=number, start_ticks=number)
         self._processes[number] = process
         return process, known
-
-    def turn(self) -> FileTurn:
-        """Return the next turn of the routers that stand by: those before it go first."""
-        if not self._lock_file:
-            folder = tempfile.TemporaryDirectory(prefix="dualpath-simulated-")
-            self.world.at_the_end(folder.cleanup)
-            self._lock_file = f"{folder.name}/router.lock"
-        return FileTurn(self._lock_file)
 
     def is_gone(self, host: str, asked: HostProcess) -> bool:
         """Whether a machine sees that a process has ended, and the ranks it works with.

@@ -14,6 +14,7 @@ from dualpath.laboratory.chaos.simulation.cluster_settings import (
     ClusterSettings,
     TensorParallel,
 )
+from dualpath.laboratory.chaos.simulation.turns import TurnKind
 from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.router.settings import RouterSettings
 
@@ -59,7 +60,7 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         geometry=geometries[world.seed % len(geometries)],
         prefill_ranks=chance.choice((1, 1, 2)),
         decode_ranks=chance.choice((1, 1, 2)),
-        standby=world.seed % 4 == 1,
+        turn=_turn(world.seed),
         tensor_parallel=tensor_parallel,
         quota_blocks=_quota_blocks(world.seed),
         links=world.seed % 5 != 0,
@@ -74,6 +75,14 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
 def _front_ends(seed: int) -> int:
     """Let every fourth cluster have some, every second of these with a router that stands by."""
     return Random(f"front ends of {seed}").choice((1, 2, 2, 3)) if seed % 8 in (1, 3) else 0
+
+
+def _turn(seed: int) -> TurnKind:
+    """Let a second router stand by in every fourth cluster, in half of these by a lease."""
+    if seed % 4 != 1:
+        return TurnKind.ONE
+    kinds = (TurnKind.LOCK, TurnKind.LOCK, TurnKind.ETCD, TurnKind.KUBERNETES)
+    return Random(f"turn of {seed}").choice(kinds)
 
 
 def _tensor_parallel(seed: int) -> TensorParallel:

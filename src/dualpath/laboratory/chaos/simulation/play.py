@@ -30,6 +30,7 @@ from dualpath.laboratory.chaos.simulation.clients import Asked, Clients
 from dualpath.laboratory.chaos.simulation.cluster import Cluster
 from dualpath.laboratory.chaos.simulation.cluster_settings import ONE_RANK
 from dualpath.laboratory.chaos.simulation.drawn_cluster import drawn_settings
+from dualpath.laboratory.chaos.simulation.lease_kinds import LEASE_KINDS
 from dualpath.laboratory.chaos.simulation.operator import pin_some
 from dualpath.laboratory.chaos.simulation.role_keeper import RoleKeeper
 from dualpath.laboratory.chaos.simulation.world import World
@@ -61,6 +62,7 @@ _AGENTS_LIMIT_S = 900.0
 #: After the last fault and the last request everything comes to rest within this time.
 _REST_S = 90.0
 _REQUEST_DEADLINE_S = 150.0
+_ALL = (*KINDS, *LEASE_KINDS)
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -77,7 +79,7 @@ class Outcome(msgspec.Struct, frozen=True):
     story: tuple[str, ...] = ()
 
 
-def play(seed: int, *, story: bool = False, kinds: Sequence[Kind] = KINDS) -> Outcome:
+def play(seed: int, *, story: bool = False, kinds: Sequence[Kind] = _ALL) -> Outcome:
     """Play the run of a seed, with faults of these kinds."""
     with _collected():
         return _play(seed, story, kinds)
@@ -168,6 +170,8 @@ class _Run:
             world.note("world", f"{settings.role_switches} times another role is asked for")
         if settings.front_ends:
             world.note("world", f"{settings.front_ends} front ends")
+        if settings.turn.leased:
+            world.note("world", f"turns by {settings.turn}")
         if settings.quota_blocks:
             world.note("world", f"a quota of {settings.quota_blocks} blocks")
         if settings.node_dram_blocks:
@@ -182,6 +186,7 @@ class _Run:
         )
         there = {Part.RANKS} if settings.tensor_parallel != ONE_RANK else set()
         there |= {Part.FRONT_ENDS} if settings.front_ends else set()
+        there |= {Part.LEASE} if settings.turn.leased else set()
         possible = [kind for kind in kinds if kind.needs in (None, *there)]
         self.adversary = Adversary(world, self.cluster, self.clients, self.faults, possible)
 

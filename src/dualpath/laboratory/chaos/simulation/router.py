@@ -1,6 +1,7 @@
 """One process of the router in a simulated cluster: the scheduler, and a front end of its own."""
 
 import functools
+from collections.abc import Callable
 
 from dualpath.laboratory.chaos.simulation.api import SimTokenApi
 from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
@@ -10,11 +11,14 @@ from dualpath.router.engines import EngineInfo
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.router.standby.file_turn import FileTurn
-from dualpath.router.standby.turn import OnlyOne, bound
+from dualpath.router.standby.turn import bound
 
 
 class SimRouter(Entrance):
-    """A router from the start of its process to its end; it serves when its turn comes."""
+    """A router from the start of its process to its end; it serves when its turn comes.
+
+    ``ended`` is told when it has ended by itself.
+    """
 
     def __init__(
         self,
@@ -22,18 +26,26 @@ class SimRouter(Entrance):
         settings: RouterSettings,
         start: int,
         host: str,
-        turn: FileTurn | OnlyOne,
+        ended: Callable[[], None],
     ) -> None:
         super().__init__(shared, f"router#{start}", host)
-        self._turn = turn
+        #: Whether its turn was over before it was asked to end: its own requests end with that.
+        self.lost_turn = False
+        self._ended = ended
+        self._is_over = False
+        self._turn = shared.turns.turn(self.process)
+        self._sockets = tuple(
+            (network, network.listen(self.loop)) for network in (shared.control, shared.links)
+        )
+        (_, engines), (_, front_ends) = self._sockets
         self._service = RouterService(
             settings,
             EngineClient(SimTokenApi(shared.http, self.loop, self._called)),
             self.loop.time,
-            shared.control.listen(self.loop),
+            engines,
             epoch=self.name,
             is_gone=functools.partial(shared.is_gone, host),
-            front_ends_socket=shared.links.listen(self.loop),
+            front_ends_socket=front_ends,
         )
         self._run(self._serve_in_turn)
         shared.world.at_the_end(self._free_turn)
@@ -49,9 +61,28 @@ class SimRouter(Entrance):
 
     async def _serve_in_turn(self) -> None:
         await self._turn.taken()
+        self._shared.turns.check(self.process)
+        self.service.cluster.fence(self._in_turn)
+        if self._turn.others:
+            self._run(self._end_when_lost)
         await bound(self._turn, self.service.start)
         self.serves = True
         self._shared.world.note(self.name, "serves")
+
+    def _in_turn(self) -> bool:
+        """Asked before anything is placed."""
+        if not self._turn.held:
+            return False
+        self._shared.turns.check(self.process)
+        return True
+
+    async def _end_when_lost(self) -> None:
+        """``router.standby.turn.ended_when_lost``, with a signal that comes at once."""
+        reason = await self._turn.lost()
+        self._shared.world.note(self.name, f"ends: {reason}")
+        self.lost_turn = True
+        await self._stop()
+        self._shared.world.after(0.0, self.kill)
 
     def _called(self, engine: EngineInfo) -> None:
         """Nothing may be asked of a group that has lost a rank: what is left of it is dying."""
@@ -65,12 +96,17 @@ class SimRouter(Entrance):
                 )
 
     async def _stop(self) -> None:
+        self.serves = False
         await self.service.stop()
+        await self._turn.over()
+        if not self._is_over:
+            self._is_over = True
+            self._ended()
 
     def _died(self) -> None:
         self._free_turn()
-        self._shared.control.router_died()
-        self._shared.links.router_died()
+        for network, socket in self._sockets:
+            network.router_died(socket)
 
     def left_over(self) -> list[str]:
         """Return what it still holds though nobody is served, of its own clients and of others."""

@@ -33,12 +33,15 @@ class WireFaults:
 
 
 class Network:
-    """All connections to one address of the router, and the socket that listens, if one does."""
+    """All connections to one address of the router, and the sockets that listen there.
+
+    These are of one process; of two while one has lost its turn, and does not know it yet.
+    """
 
     def __init__(self, world: World, faults: WireFaults) -> None:
         self.world = world
         self.faults = faults
-        self.router: RouterSocket | None = None
+        self.listening: list[RouterSocket] = []
         self.connections: list[Connection] = []
         self._numbers = itertools.count(1)
 
@@ -46,11 +49,18 @@ class Network:
         """Return the socket of a new router, which listens once it is open."""
         return RouterSocket(self, loop)
 
-    def router_died(self) -> None:
-        """Reset all connections; they come back with the next router."""
-        self.router = None
+    def router_died(self, socket: "RouterSocket") -> None:
+        """Reset all connections to a router; they come back with the next one."""
+        socket.listens_no_more()
         for connection in self.connections:
-            connection.reset()
+            if connection.socket in (socket, None):
+                connection.reset()
+
+    def reached(self) -> "RouterSocket | None":
+        """Return what takes a new connection."""
+        if len(self.listening) > 1:
+            return self.world.chance.choice(self.listening)
+        return self.listening[0] if self.listening else None
 
     def identity(self) -> bytes:
         """Return a new name of a connection."""
@@ -70,7 +80,7 @@ class RouterSocket:
         self, host: str, port: int, secret: ClusterSecret | None, refusals: ControlRefusals
     ) -> str:
         """Let engines connect from now on."""
-        self._network.router = self
+        self._network.listening.append(self)
         return ADDRESS
 
     async def receive(self) -> tuple[bytes, Sequence[bytes]]:
@@ -84,7 +94,13 @@ class RouterSocket:
             connection.from_router.put(frame)
 
     async def close(self) -> None:
-        """Let nothing arrive any more."""
+        """Take no connection any more; those that are there last as long as the process."""
+        self.listens_no_more()
+
+    def listens_no_more(self) -> None:
+        """Take no connection any more; idempotent."""
+        if self in self._network.listening:
+            self._network.listening.remove(self)
 
     def arrive(self, identity: bytes, frame: bytes) -> None:
         """A frame comes from the far end."""
@@ -97,6 +113,8 @@ class Connection(ABC):
     def __init__(self, network: Network, process: Process) -> None:
         self.process = process
         self.stalled_until_s = 0.0
+        #: Where it leads; none while it is not connected.
+        self.socket: RouterSocket | None = None
         self.from_router = Wire(self, self._arrive)
         self._network = network
         self._world = network.world
@@ -114,9 +132,9 @@ class Connection(ABC):
 
     def reset(self) -> None:
         """Lose what is under way."""
-        if self._identity is not None and self._network.router is not None:
-            self._network.router.by_identity.pop(self._identity, None)
-        self._identity = None
+        if self._identity is not None and self.socket is not None:
+            self.socket.by_identity.pop(self._identity, None)
+        self._identity = self.socket = None
         self._to_router.cut()
         self.from_router.cut()
         self._world.after(_RECONNECT_S, self._connect)
@@ -156,12 +174,12 @@ class Connection(ABC):
     def _connect(self) -> None:
         if self._identity is not None or not self.is_open:
             return
-        router = self._network.router
-        if router is None:
+        self.socket = self._network.reached()
+        if self.socket is None:
             self._world.after(_RECONNECT_S, self._connect)
             return
         self._identity = self._network.identity()
-        router.by_identity[self._identity] = self
+        self.socket.by_identity[self._identity] = self
         self._flush()
         self._connected()
 
@@ -171,9 +189,9 @@ class Connection(ABC):
                 self._to_router.put(self._outbox.popleft())
 
     def _reach_router(self, frame: bytes) -> None:
-        if self._identity is not None and self._network.router is not None:
+        if self._identity is not None and self.socket is not None:
             self._tell("→", frame, to_router=True)
-            self._network.router.arrive(self._identity, frame)
+            self.socket.arrive(self._identity, frame)
 
     def _arrive(self, frame: bytes) -> None:
         if self.process.alive:
