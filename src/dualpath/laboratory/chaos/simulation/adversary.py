@@ -111,7 +111,7 @@ class Adversary:
 
     def stop_engine(self) -> Callable[[], None]:
         """SIGSTOP, later SIGCONT."""
-        return self._stop(self.cluster.engines[self._some_engine()].process)
+        return self.stop(self.cluster.engines[self._some_engine()].process)
 
     def kill_rank(self) -> None:
         """SIGKILL of one that follows: its engine ends, and the supervisor starts the next."""
@@ -121,7 +121,7 @@ class Adversary:
     def stop_rank(self) -> Callable[[], None] | None:
         """SIGSTOP of one that follows, later SIGCONT."""
         follower = self._some_follower()
-        return None if follower is None else self._stop(follower.process)
+        return None if follower is None else self.stop(follower.process)
 
     def kill_router(self) -> None:
         """SIGKILL; the supervisor starts the next process."""
@@ -130,7 +130,7 @@ class Adversary:
 
     def stop_router(self) -> Callable[[], None]:
         """SIGSTOP, later SIGCONT."""
-        return self._stop(self.cluster.router.process)
+        return self.stop(self.cluster.router.process)
 
     def kill_front_end(self) -> None:
         """SIGKILL; the supervisor starts the next process."""
@@ -150,9 +150,10 @@ class Adversary:
     def stop_front_end(self) -> Callable[[], None] | None:
         """SIGSTOP, later SIGCONT."""
         front_end = self._some_front_end()
-        return None if front_end is None else self._stop(front_end.process)
+        return None if front_end is None else self.stop(front_end.process)
 
-    def _stop(self, process: Process) -> Callable[[], None]:
+    def stop(self, process: Process) -> Callable[[], None]:
+        """Let a process stand still; return what lets it go on."""
         self.world.note(process.name, "stands still")
         process.stop()
 

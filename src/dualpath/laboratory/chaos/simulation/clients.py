@@ -5,7 +5,7 @@ import functools
 from collections.abc import Sequence
 
 from dualpath.core.blocks import BlockKey, block_keys
-from dualpath.core.errors import DrainingError, DualPathError
+from dualpath.core.errors import DrainingError, DualPathError, EngineLostError
 from dualpath.core.session_hints import NO_HINTS, SessionHints
 from dualpath.laboratory.chaos.simulation.cluster import Cluster
 from dualpath.laboratory.chaos.simulation.cluster_settings import BLOCK_TOKENS, VOCABULARY
@@ -47,6 +47,15 @@ class Asked:
         self.ended_s: float | None = None
         self.exchange: Exchange | None = None
         self.arrived: asyncio.Queue[Reply] = asyncio.Queue()
+
+    @property
+    def is_to_ask_again(self) -> bool:
+        """Whether it has heard that it came to an entrance that ends."""
+        return isinstance(self.error, DrainingError) or (
+            isinstance(self.error, EngineLostError)
+            and self.exchange is not None
+            and self.exchange.entrance.lost_turn
+        )
 
     def blocks(self, kv: KvFunction) -> dict[BlockKey, bytes]:
         """Return the right content of all blocks of the prompt and its answer."""
@@ -116,7 +125,7 @@ class Clients:
         tries = 0
         while True:
             asked = await self._ask(f"{name}.{tries}", prompt, count)
-            if asked.outcome != "reset" and not isinstance(asked.error, DrainingError):
+            if asked.outcome != "reset" and not asked.is_to_ask_again:
                 return asked
             tries += 1
             await asyncio.sleep(_AGAIN_S)

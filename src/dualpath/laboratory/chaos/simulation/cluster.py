@@ -19,7 +19,6 @@ from dualpath.laboratory.chaos.simulation.entrance import Entrance
 from dualpath.laboratory.chaos.simulation.front_ends import FrontEnds
 from dualpath.laboratory.chaos.simulation.ranks import SimFollower
 from dualpath.laboratory.chaos.simulation.router import SimRouter
-from dualpath.laboratory.chaos.simulation.turns import TurnKind
 from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.ops.launch.commands import engine_id
 from dualpath.policy.quotas import StorageLimits
@@ -53,9 +52,7 @@ class Cluster:
     def __init__(self, world: World, settings: ClusterSettings) -> None:
         self.world = world
         self.settings = settings
-        self.shared = Shared(
-            world, links=settings.links, protect_s=PROTECT_S, turn=settings.turn
-        )
+        self.shared = Shared(world, links=settings.links, protect_s=PROTECT_S, turn=settings.turn)
         self.engines: dict[str, SimEngine] = {}
         self._starts: dict[str, int] = {}
         self._hosts: dict[str, str] = {}
@@ -63,7 +60,9 @@ class Cluster:
         self._groups: dict[str, _Group] = {}
         self._units: dict[str, str] = {}
         self._shapes: dict[str, UnitShape] = {}
-        self._routers = [self._start_router() for _ in range(1 if settings.turn is TurnKind.ONE else 2)]
+        self._routers = [
+            self._start_router() for _ in range(settings.turn.schedulers)
+        ]
         self.front_ends = FrontEnds(self.shared, settings.router, settings.front_ends, self._host)
         for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
             for index in range(count):

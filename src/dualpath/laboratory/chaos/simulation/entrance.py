@@ -22,6 +22,8 @@ class Entrance(ABC):
 
     def __init__(self, shared: Shared, name: str, host: str) -> None:
         self.serves = False
+        #: Whether another has begun in its place, or may have: its clients ask again.
+        self.lost_turn = False
         self.name = name
         self._shared = shared
         self.process, _ = shared.process(name, host)
@@ -95,7 +97,7 @@ class Exchange:
     """A client's request on its connection."""
 
     def __init__(self, entrance: "Entrance", job: Job, reply: Callable[[Reply], None]) -> None:
-        self._entrance = entrance
+        self.entrance = entrance
         self._world = entrance.process.world
         self._reply = reply
         self._free_s = 0.0
@@ -115,22 +117,22 @@ class Exchange:
         self._world.at(self._free_s, lambda: self._left or self._reply(reply))
 
     def _later(self, call: Callable[[], None]) -> None:
-        loop = self._entrance.loop
+        loop = self.entrance.loop
         delay_s = self._world.pick(_DELAYS_S)
         self._world.after(delay_s, lambda: loop.call_soon(call))
 
     def _begin(self, job: Job) -> None:
         if self._left:
-            self._entrance.over(self)
+            self.entrance.over(self)
         else:
-            self._task = self._entrance.loop.create_task(self._serve(job))
+            self._task = self.entrance.loop.create_task(self._serve(job))
 
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
     async def _serve(self, job: Job) -> None:
-        stream = self._entrance.service.submit(job)
+        stream = self.entrance.service.submit(job)
         try:
             async for event in stream:
                 self.send(event)
@@ -139,4 +141,4 @@ class Exchange:
             self.send(error)
         finally:
             await stream.aclose()
-            self._entrance.over(self)
+            self.entrance.over(self)

@@ -6,6 +6,8 @@ from dualpath.laboratory.chaos.simulation.adversary import Adversary, Kind, Part
 
 #: How often calls of a store are late, come twice or are not answered, while they are.
 _OFTEN = 0.5
+#: So long who has the lease stands still: until another has had the time to take it.
+_OUTLIVES_S = (1.5, 2.0, 3.0)
 
 
 def _terminate_router(adversary: Adversary) -> None:
@@ -13,6 +15,12 @@ def _terminate_router(adversary: Adversary) -> None:
     router = adversary.cluster.router
     if router.serves:
         router.terminate()
+
+
+def _outlive_lease(adversary: Adversary) -> None:
+    """SIGSTOP, and SIGCONT when the lease is another's."""
+    go_on = adversary.stop(adversary.cluster.router.process)
+    adversary.world.after(adversary.world.pick(_OUTLIVES_S), go_on)
 
 
 def _cut_router(adversary: Adversary) -> Callable[[], None]:
@@ -33,6 +41,7 @@ def _kind(name: str, begin: Callable[[Adversary], Callable[[], None] | None]) ->
 
 LEASE_KINDS = (
     _kind("terminate the router", _terminate_router),
+    _kind("stop the router for longer than its lease", _outlive_lease),
     _kind("cut the router from the store of leases", _cut_router),
     _kind("unreachable store of leases", _store("unreachable", True)),
     _kind("slow store of leases", _store("slow", _OFTEN)),

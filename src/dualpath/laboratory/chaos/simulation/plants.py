@@ -27,6 +27,7 @@ from dualpath.laboratory.chaos.simulation.plant import Plant, instead
 from dualpath.laboratory.chaos.simulation.plants_of_dram import DRAM_PLANTS
 from dualpath.laboratory.chaos.simulation.plants_of_front_ends import FRONT_END_PLANTS
 from dualpath.laboratory.chaos.simulation.plants_of_storage import STORAGE_PLANTS
+from dualpath.laboratory.chaos.simulation.plants_of_turns import TURN_PLANTS
 from dualpath.router.attempts import loading
 from dualpath.router.control.registry import Registry
 from dualpath.router.control.releases import Releases
@@ -197,6 +198,7 @@ PLANTS: dict[str, Plant] = {
     **DRAM_PLANTS,
     **STORAGE_PLANTS,
     **FRONT_END_PLANTS,
+    **TURN_PLANTS,
 }
 
 

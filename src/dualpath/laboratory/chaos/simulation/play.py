@@ -3,7 +3,9 @@
 * Every request ends exactly once, within its deadline, with the right tokens; or because its client
   left, or the router died, which the client notices.  With ``max_attempts`` above the faults of the
   run no request may end with an error, but where a transfer hangs for longer than anybody waits:
-  without another pair of engines requests then fail, with an error that says so.
+  without another pair of engines requests then fail, with an error that says so; and at a router
+  whose turn is over, which says so, too.
+* A scheduler that begins or places has the turn alone, by the clocks of all and the store's word.
 * No byte arrives in memory that belongs to somebody else.
 * No token is wrong, no stored block, and none that a buffer keeps.
 * The storage is as ``storage_watch`` and ``afterwards`` say.
@@ -22,7 +24,7 @@ from unittest import mock
 import msgspec
 
 from dualpath.core.blocks import BlockKey
-from dualpath.core.errors import DrainingError, EngineLostError
+from dualpath.core.errors import EngineLostError
 from dualpath.engine import follower, link, pump, router_session, storage_keeping
 from dualpath.laboratory.chaos.simulation.adversary import KINDS, Adversary, Kind, Part
 from dualpath.laboratory.chaos.simulation.afterwards import storage_problems
@@ -254,7 +256,7 @@ class _Run:
         took_s = (asked.ended_s or self.world.now_s) - asked.asked_s
         if took_s > _REQUEST_DEADLINE_S + 1.0 and self.faults == 0:
             self.world.problem(f"{asked.name} took {took_s:.1f} s")
-        explained = isinstance(asked.error, DrainingError) or (
+        explained = asked.is_to_ask_again or (
             self.adversary.hung and isinstance(asked.error, EngineLostError)
         )
         if asked.outcome not in ("answered", "left", "reset", None) and not explained:

@@ -29,8 +29,6 @@ class SimRouter(Entrance):
         ended: Callable[[], None],
     ) -> None:
         super().__init__(shared, f"router#{start}", host)
-        #: Whether its turn was over before it was asked to end: its own requests end with that.
-        self.lost_turn = False
         self._ended = ended
         self._is_over = False
         self._turn = shared.turns.turn(self.process)
@@ -72,6 +70,7 @@ class SimRouter(Entrance):
     def _in_turn(self) -> bool:
         """Asked before anything is placed."""
         if not self._turn.held:
+            self.lost_turn = True
             return False
         self._shared.turns.check(self.process)
         return True

@@ -28,6 +28,11 @@ class TurnKind(enum.StrEnum):
     KUBERNETES = "a lease in Kubernetes"
 
     @property
+    def schedulers(self) -> int:
+        """How many there are, as long as none has ended."""
+        return 1 if self is TurnKind.ONE else 2
+
+    @property
     def leased(self) -> bool:
         """Whether a store decides that time may forbid to reach."""
         return self in (TurnKind.ETCD, TurnKind.KUBERNETES)

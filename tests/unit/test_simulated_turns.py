@@ -1,0 +1,101 @@
+"""Simulated schedulers of which one stands by, and takes over by a lease."""
+
+import re
+
+import pytest
+
+from dualpath.laboratory.chaos.simulation.adversary import KINDS, Kind
+from dualpath.laboratory.chaos.simulation.drawn_cluster import drawn_settings
+from dualpath.laboratory.chaos.simulation.lease_kinds import LEASE_KINDS
+from dualpath.laboratory.chaos.simulation.plants import planted
+from dualpath.laboratory.chaos.simulation.play import play
+from dualpath.laboratory.chaos.simulation.turns import TurnKind
+from dualpath.laboratory.chaos.simulation.world import World
+
+
+def seeds_of(*turns: TurnKind) -> list[int]:
+    """Return seeds of clusters in which schedulers take turns so."""
+    return [seed for seed in range(1, 160, 4) if drawn_settings(World(seed), 0, 1.0).turn in turns]
+
+
+LEASED = seeds_of(TurnKind.ETCD, TurnKind.KUBERNETES)
+
+
+def of(*names: str) -> list[Kind]:
+    """Return these kinds of faults."""
+    kinds = [kind for kind in (*KINDS, *LEASE_KINDS) if kind.name in names]
+    assert len(kinds) == len(names)
+    return kinds
+
+
+def stories(*names: str) -> list[list[str]]:
+    """Return what runs with these faults tell, none of which has a problem."""
+    told = []
+    for seed in LEASED:
+        outcome = play(seed, story=True, kinds=of(*names))
+        assert not outcome.problems, "\n".join(outcome.story)
+        told.append(list(outcome.story))
+    return told
+
+
+def count(told: list[list[str]], *patterns: str) -> int:
+    """Return in how many runs lines with these come one after the other."""
+    whole = ("\n".join(lines) for lines in told)
+    return sum(re.search("[^§]*".join(patterns), story) is not None for story in whole)
+
+
+def test_a_holder_that_stands_still_is_followed_and_ends_when_it_wakes() -> None:
+    told = stories("stop the router for longer than its lease")
+    woke = r"router#1 +stands still", r"router#2 +serves", r"router#1 +goes on"
+    assert count(told, *woke, r"router#1 +ends: the lease simulated") > 3
+
+
+def test_a_holder_that_is_cut_off_from_the_store_is_followed_while_it_lives() -> None:
+    told = stories("cut the router from the store of leases")
+    ends = r"router#1 +ends: the lease simulated could not be renewed", r"router#1 +is dead"
+    assert count(told, *ends, r"router#2 +serves") > 3
+
+
+def test_a_holder_that_is_killed_is_followed_once_its_lease_has_run_out() -> None:
+    told = stories("kill the router")
+    assert count(told, r"router#1 +is dead", r"router#2 +serves") > 5
+
+
+def test_a_holder_that_is_asked_to_end_gives_its_lease_up() -> None:
+    told = stories("terminate the router")
+    drained = [
+        [float(line[:11]) for line in lines if re.search(pattern, line)]
+        for lines in told
+        for pattern in (r"router#1 +has drained", r"router#2 +serves")
+    ]
+    pauses_s = [
+        serves[0] - ended[0]
+        for ended, serves in zip(drained[::2], drained[1::2], strict=True)
+        if ended and serves
+    ]
+    assert len(pauses_s) > 5
+    assert max(pauses_s) < 0.5  # of a lease of 1 s
+
+
+def test_what_goes_wrong_with_the_store_is_survived() -> None:
+    told = stories(*(kind.name for kind in LEASE_KINDS), "kill the router")
+    assert count(told, "is another's") > 0
+    assert count(told, "could not be renewed in time") > 3
+
+
+def test_a_seed_with_leases_gives_the_same_run_again() -> None:
+    for seed in LEASED[:4]:
+        assert play(seed).digest == play(seed).digest
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "turn"),
+    [
+        ("turn-outlived", "stop the router for longer than its lease", TurnKind.ETCD),
+        ("turn-outlived", "stop the router for longer than its lease", TurnKind.KUBERNETES),
+        ("turn-stolen", "reset a call to an engine", TurnKind.KUBERNETES),
+    ],
+)
+def test_planted_bugs_of_turns_are_found(name: str, fault: str, turn: TurnKind) -> None:
+    with planted(name):
+        assert any(play(seed, kinds=of(fault)).problems for seed in seeds_of(turn))
