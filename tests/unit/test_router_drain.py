@@ -23,7 +23,7 @@ from dualpath.ops.launch.ports import claim_port
 from dualpath.router.http.server import until_signal
 from dualpath.router.settings import RouterSettings
 from dualpath.router.standby.file_turn import FileTurn
-from dualpath.router.standby.turn import OnlyOne, bound
+from dualpath.router.standby.turn import OnlyOne, bound, ended_when_lost
 
 PROMPT = list(range(1, 38))
 
@@ -142,6 +142,33 @@ async def test_a_scheduler_whose_turn_is_over_places_nothing(tmp_path: Path) -> 
         assert status == 503
         assert "this scheduler's turn is over" in body["error"]["message"]
         await made.idle()
+
+
+class Lost(OnlyOne):
+    """A turn that is over."""
+
+    others = True
+
+    async def lost(self) -> str:
+        return "the test says so"
+
+
+async def test_a_scheduler_whose_turn_is_over_leaves_before_its_process_ends() -> None:
+    said: list[str] = []
+
+    async def stop() -> None:
+        await asyncio.sleep(0)
+        said.append("front ends and engines are sent away")
+        raise RuntimeError("whatever comes of that, the process ends")
+
+    async def drain() -> None:
+        raise AssertionError("nobody sends SIGTERM")
+
+    async with asyncio.timeout(GUARD_S), contextlib.AsyncExitStack() as stack:
+        await ended_when_lost(Lost(), stack, stop)
+        await until_signal(drain)
+        said.append("connections of clients end")
+    assert said == ["front ends and engines are sent away", "connections of clients end"]
 
 
 async def test_addresses_are_waited_for_only_where_another_router_may_still_have_them(

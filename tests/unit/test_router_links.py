@@ -45,6 +45,14 @@ async def test_a_front_end_learns_which_engines_there_are(
             await door.stop()
 
 
+async def test_a_door_may_be_closed_by_two_at_a_time() -> None:
+    async with cluster() as made, asyncio.timeout(GUARD_S):
+        door = FrontEndDoor(made.service.scheduler, ZmqControlSocket(), time.monotonic, 10.0)
+        await door.start("127.0.0.1", 0)
+        # By the end of the scheduler's turn, and by the end of its process.
+        await asyncio.gather(door.stop(), door.stop())
+
+
 def test_a_scheduler_on_another_machine_needs_a_secret() -> None:
     with pytest.raises(ConfigError, match="secret"):
         ZmqLinkConnection("tcp://192.0.2.1:5701")

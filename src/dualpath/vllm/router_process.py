@@ -65,7 +65,7 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
             print(STANDS_BY, flush=True)
             await turn.taken()
             service.cluster.fence(lambda: turn.held)
-            await ended_when_lost(turn, stack)
+            await ended_when_lost(turn, stack, service.stop)
             listener = await bound(turn, partial(_bind_again, args, stack))
         await bound(turn, service.start)
         listener.listen()

@@ -248,7 +248,7 @@ async def front_door(
             print(STANDS_BY, flush=True)
         await turn.taken()
         service.cluster.fence(lambda: turn.held)
-        await ended_when_lost(turn, stack)
+        await ended_when_lost(turn, stack, service.stop)
         stack.push_async_callback(service.stop)
         await bound(turn, service.start)
 

@@ -55,13 +55,13 @@ class SessionLoops:
         self._socket.send(identity, frame)
 
     async def stop(self) -> None:
-        """Take up nothing more; close; idempotent."""
-        if not self.tasks:
+        """Take up nothing more; close; idempotent, also while it does."""
+        tasks, self.tasks = self.tasks, []
+        if not tasks:
             return
-        for task in self.tasks:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-        self.tasks = []
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._socket.close()
 
     async def _receive(self) -> None:

@@ -95,7 +95,7 @@ async def run_scheduler(settings: RouterSettings, address: SchedulerAddress) -> 
             print(STANDS_BY, flush=True)
         await turn.taken()
         service.fence(lambda: turn.held)
-        await ended_when_lost(turn, stack)
+        await ended_when_lost(turn, stack, service.stop)
         stack.push_async_callback(service.stop)
         await bound(turn, service.start)
         connections = Connections(connection_limits(settings), service.metrics)

@@ -111,7 +111,7 @@ class FrontEndDoor:
         self._scheduler.context.presence.listeners.append(self._engines_changed)
 
     async def stop(self) -> None:
-        """End all sessions, then close; idempotent."""
+        """End all sessions, then close; idempotent, also while it does."""
         if not self._loops.tasks:
             return
         self._scheduler.context.presence.listeners.remove(self._engines_changed)

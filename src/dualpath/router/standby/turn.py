@@ -9,6 +9,7 @@ with one scheduler, and drops what any other says (``core.sessions``).
 """
 
 import asyncio
+import functools
 import logging
 import signal
 from collections.abc import Awaitable, Callable
@@ -27,6 +28,7 @@ POLL_S = 0.05
 _SOCKETS_FREED_S = 2.0
 
 T = TypeVar("T")
+_interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
 
 
 class Turn(Protocol):
@@ -73,12 +75,25 @@ class OnlyOne:
         """Nobody waits."""
 
 
-async def ended_when_lost(turn: Turn, stack: AsyncExitStack) -> None:
-    """Have this process end, as at SIGINT, when its turn is over; until the stack's end."""
+async def ended_when_lost(
+    turn: Turn,
+    stack: AsyncExitStack,
+    stop: Callable[[], Awaitable[None]],
+    end: Callable[[], None] = _interrupt,
+) -> None:
+    """Let the service ``stop`` and this process ``end``, as at SIGINT, when its turn is over.
+
+    Until the stack's end.
+    """
 
     async def watch() -> None:
         logger.critical("this scheduler ends: %s", await turn.lost())
-        signal.raise_signal(signal.SIGINT)
+        # The service first: a process that ends waits some seconds for its clients' connections, in
+        # which front ends would ask it as often as they may, and be turned away each time.
+        try:
+            await stop()
+        finally:
+            end()
 
     watching = asyncio.create_task(watch(), name="standby turn")
     stack.callback(watching.cancel)
