@@ -22,7 +22,6 @@ from dualpath.laboratory.chaos.simulation.router import SimRouter
 from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.ops.launch.commands import engine_id
 from dualpath.policy.quotas import StorageLimits
-from dualpath.router.standby.turn import OnlyOne
 from dualpath.storage.status import STATUS, Status
 
 #: Until a rank notices that another one of its group has ended.
@@ -60,9 +59,7 @@ class Cluster:
         self._groups: dict[str, _Group] = {}
         self._units: dict[str, str] = {}
         self._shapes: dict[str, UnitShape] = {}
-        self._routers = [
-            self._start_router() for _ in range(settings.turn.schedulers)
-        ]
+        self._routers = [self._start_router() for _ in range(settings.turn.schedulers)]
         self.front_ends = FrontEnds(self.shared, settings.router, settings.front_ends, self._host)
         for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
             for index in range(count):

@@ -63,13 +63,13 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     """Size of the cluster, of its memories in blocks, and the router's limits.
 
     ``prefill`` and ``decode`` count data-parallel groups, of ``prefill_ranks`` and ``decode_ranks``
-    engines each; one of a single rank is a plain engine.  Where routers take turns, by ``turn``, a
-    second one stands by.  ``quota_blocks`` above 0 bounds the storage: every engine may be its
-    janitor.  Its file system knows hard ``links``, or none.  ``front_ends`` are processes of their
-    own before the router, which serves clients as well.  So many ``role_switches`` are asked for,
-    of which some give groups another size.  ``node_dram_blocks`` above 0 lie in the memory of each
-    machine for all its engines.  There is one of these numbers of ``agents``, who take one of these
-    numbers of ``turns`` with one of ``pauses_s`` between two.
+    engines each; one of a single rank is a plain engine.  A ``turn`` says whether a second router
+    stands by.  ``quota_blocks`` above 0 bounds the storage: every engine may be its janitor.
+    Its file system knows hard ``links``, or none.  ``front_ends`` are processes of their own before
+    the router, which serves clients as well.  So many ``role_switches`` are
+    asked for, of which some give groups another size.  ``node_dram_blocks`` above 0 lie in the
+    memory of each machine for all its engines.  There is one of these numbers of ``agents``, who
+    take one of these numbers of ``turns`` with one of ``pauses_s`` between two.
     """
 
     mode: Mode

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 
 from dualpath.core.errors import DualPathError
+from dualpath.laboratory.chaos.simulation.clock import TRUE_CLOCK, Clock
 from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
 from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
 from dualpath.router.engine_calls import Job, TokenEvent
@@ -20,15 +21,15 @@ Reply = TokenEvent | DualPathError | str | None
 class Entrance(ABC):
     """A process from its start to its end; ``serves`` says whether clients reach it."""
 
-    def __init__(self, shared: Shared, name: str, host: str) -> None:
+    def __init__(self, shared: Shared, name: str, host: str, clock: Clock = TRUE_CLOCK) -> None:
         self.serves = False
         #: Whether another has begun in its place, or may have: its clients ask again.
         self.lost_turn = False
         self.name = name
         self._shared = shared
         self.process, _ = shared.process(name, host)
-        self.loop = ProcessLoop(self.process)  # type: ignore[abstract]
-        self._ending = False
+        self.loop = ProcessLoop(self.process, clock)  # type: ignore[abstract]
+        self._ending = self._over = False
         self._exchanges: dict[Exchange, None] = {}
         shared.world.note(name, "starts")
 
@@ -65,12 +66,19 @@ class Entrance(ABC):
         if not self._ending:
             self._ending = True
             self._shared.world.note(self.name, "is asked to end")
-            self._run(self._end)
+            self._run(self._drain)
 
-    async def _end(self) -> None:
+    async def _drain(self) -> None:
         await self.service.drain()
+        await self._end("has drained")
+
+    async def _end(self, why: str) -> None:
+        """End by itself; once, as a process has one end, whatever else would end it meanwhile."""
+        if self._over:
+            return
+        self._over = True
+        self._shared.world.note(self.name, why)
         await self._stop()
-        self._shared.world.note(self.name, "has drained")
         self._shared.world.after(0.0, self.kill)
 
     @abstractmethod

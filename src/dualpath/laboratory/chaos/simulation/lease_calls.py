@@ -92,7 +92,11 @@ class LeaseSession:
             self._tell(answered, lambda: answered.set_exception(ConnectionResetError("reset")))
 
     def _tell(self, answered: "asyncio.Future[Said]", how: Callable[[], None]) -> None:
-        self._later(lambda: self._process.step(lambda: answered.done() or how()))
+        def tell() -> None:
+            if not answered.done():
+                how()
+
+        self._later(lambda: self._process.step(tell))
 
     def _later(self, call: Callable[[], object]) -> None:
         slow = self._happens(self._faults.slow)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from dualpath.laboratory.chaos.simulation.clock import TRUE_CLOCK, Clock
 from dualpath.laboratory.chaos.simulation.world import Process, Timer
 
 #: Of what a loop could run at once, others may come after one in so many.
@@ -21,8 +22,9 @@ _INTERRUPTED_OF = 16
 class ProcessLoop(asyncio.AbstractEventLoop):
     """As much of an event loop as asyncio needs that has no sockets."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, clock: Clock = TRUE_CLOCK) -> None:
         self.process = process
+        self._clock = clock
         self._world = process.world
         # Kept, also when the process is dead: a task that is thrown away runs its ``finally``.
         self._tasks: dict[asyncio.Task[Any], None] = {}
@@ -31,8 +33,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._world.at_the_end(self._dispose)
 
     def time(self) -> float:
-        """Return the world's time in seconds."""
-        return self._world.now_s
+        """Return what the process's clock shows."""
+        return self._clock.shows(self._world.now_s)
 
     def call_soon(  # type: ignore[override]
         self,
@@ -69,7 +71,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     ) -> "Handle":
         """Run at a time."""
         handle = Handle(callback, args, context)
-        handle.timer = self._world.at(when, functools.partial(self._is_time, handle))
+        when_s = self._clock.when_s(when)
+        handle.timer = self._world.at(when_s, functools.partial(self._is_time, handle))
         return handle
 
     def create_future(self) -> "asyncio.Future[Any]":

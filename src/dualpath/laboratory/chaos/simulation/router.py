@@ -1,7 +1,9 @@
 """One process of the router in a simulated cluster: the scheduler, and a front end of its own."""
 
+import asyncio
 import functools
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 from dualpath.laboratory.chaos.simulation.api import SimTokenApi
 from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
@@ -11,7 +13,10 @@ from dualpath.router.engines import EngineInfo
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.router.standby.file_turn import FileTurn
-from dualpath.router.standby.turn import bound
+from dualpath.router.standby.turn import bound, ended_when_lost
+
+#: Connections of clients end before the service does, and may take a while.
+_CLOSES_S = (0.0, 0.05, 1.0)
 
 
 class SimRouter(Entrance):
@@ -28,10 +33,9 @@ class SimRouter(Entrance):
         host: str,
         ended: Callable[[], None],
     ) -> None:
-        super().__init__(shared, f"router#{start}", host)
+        super().__init__(shared, f"router#{start}", host, shared.turns.clock())
         self._ended = ended
-        self._is_over = False
-        self._turn = shared.turns.turn(self.process)
+        self._turn = shared.turns.turn(self.process, self.loop.time)
         self._sockets = tuple(
             (network, network.listen(self.loop)) for network in (shared.control, shared.links)
         )
@@ -61,11 +65,11 @@ class SimRouter(Entrance):
         await self._turn.taken()
         self._shared.turns.check(self.process)
         self.service.cluster.fence(self._in_turn)
-        if self._turn.others:
-            self._run(self._end_when_lost)
+        await ended_when_lost(self._turn, AsyncExitStack(), self._let_go, self._interrupted)
         await bound(self._turn, self.service.start)
-        self.serves = True
-        self._shared.world.note(self.name, "serves")
+        if not self.lost_turn:
+            self.serves = True
+            self._shared.world.note(self.name, "serves")
 
     def _in_turn(self) -> bool:
         """Asked before anything is placed."""
@@ -75,13 +79,13 @@ class SimRouter(Entrance):
         self._shared.turns.check(self.process)
         return True
 
-    async def _end_when_lost(self) -> None:
-        """``router.standby.turn.ended_when_lost``, with a signal that comes at once."""
-        reason = await self._turn.lost()
-        self._shared.world.note(self.name, f"ends: {reason}")
+    async def _let_go(self) -> None:
         self.lost_turn = True
-        await self._stop()
-        self._shared.world.after(0.0, self.kill)
+        await self.service.stop()
+
+    def _interrupted(self) -> None:
+        """SIGINT."""
+        self._run(functools.partial(self._end, "ends at once"))
 
     def _called(self, engine: EngineInfo) -> None:
         """Nothing may be asked of a group that has lost a rank: what is left of it is dying."""
@@ -96,11 +100,10 @@ class SimRouter(Entrance):
 
     async def _stop(self) -> None:
         self.serves = False
+        await asyncio.sleep(self._shared.world.pick(_CLOSES_S))
         await self.service.stop()
         await self._turn.over()
-        if not self._is_over:
-            self._is_over = True
-            self._ended()
+        self._ended()
 
     def _died(self) -> None:
         self._free_turn()

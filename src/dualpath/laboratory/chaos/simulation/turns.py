@@ -3,8 +3,10 @@
 import enum
 import functools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+from dualpath.laboratory.chaos.simulation.clock import TRUE_CLOCK, Clock
 from dualpath.laboratory.chaos.simulation.lease_calls import LeaseFaults, LeaseSession
 from dualpath.laboratory.chaos.simulation.lease_server import SimEtcd, SimKubernetes
 from dualpath.laboratory.chaos.simulation.world import Process, World
@@ -17,6 +19,9 @@ from dualpath.router.standby.turn import OnlyOne, Turn
 #: Shorter than a process stands still, and than anybody waits for a scheduler.
 _LEASE_S = 1.0
 _NAME = "simulated"
+#: A clock goes wrong by far less, but for longer than a lease lasts here.
+_RATES = (0.9, 1.0, 1.1)
+_ZEROS_S = (0.0, -90.0, 1e4)
 
 
 class TurnKind(enum.StrEnum):
@@ -48,9 +53,15 @@ class Turns:
         self._server = SimEtcd(world) if kind is TurnKind.ETCD else SimKubernetes()
         self._turns: dict[Process, Turn] = {}
 
-    def turn(self, process: Process) -> Turn:
+    def clock(self) -> Clock:
+        """Return the clock of a scheduler that starts: those of several machines are not alike."""
+        if not self._kind.leased:
+            return TRUE_CLOCK
+        return Clock(self._world.pick(_RATES), self._world.pick(_ZEROS_S))
+
+    def turn(self, process: Process, now_s: Callable[[], float]) -> Turn:
         """Return the turn of a scheduler that starts: by a lock those before it go first."""
-        self._turns[process] = turn = self._made(process)
+        self._turns[process] = turn = self._made(process, now_s)
         return turn
 
     def check(self, process: Process) -> None:
@@ -65,23 +76,20 @@ class Turns:
         if self._kind.leased and self._server.holder != process.name:
             self._world.problem(f"{process.name} acts, and the store grants it no turn")
 
-    def _made(self, process: Process) -> Turn:
+    def _made(self, process: Process, now_s: Callable[[], float]) -> Turn:
         if self._kind is TurnKind.ONE:
             return OnlyOne()
         if self._kind is TurnKind.LOCK:
             return FileTurn(str(self._folder / "router.lock"))
-        store = self._store()
+        store = self._store(now_s)
         store._session = LeaseSession(process, self._server, self.faults)  # type: ignore[assignment]
-        return LeasedTurn(store, _NAME, process.name, self._now_s, _LEASE_S)
+        return LeasedTurn(store, _NAME, process.name, now_s, _LEASE_S)
 
-    def _store(self) -> EtcdLease | KubernetesLease:
+    def _store(self, now_s: Callable[[], float]) -> EtcdLease | KubernetesLease:
         if self._kind is TurnKind.ETCD:
             return EtcdLease("http://etcd", _NAME)
         (self._folder / "token").write_text("a service account's")
-        return KubernetesLease("default", _NAME, self._now_s, "http://kubernetes", self._folder)
-
-    def _now_s(self) -> float:
-        return self._world.now_s
+        return KubernetesLease("default", _NAME, now_s, "http://kubernetes", self._folder)
 
     @functools.cached_property
     def _folder(self) -> Path:
