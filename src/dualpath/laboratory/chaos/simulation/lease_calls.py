@@ -61,8 +61,8 @@ class LeaseSession:
     ) -> AsyncIterator[LeaseAnswer]:
         """Call; raises ``OSError`` where the connection breaks."""
         answered: asyncio.Future[Said] = asyncio.get_running_loop().create_future()
-        self._later(functools.partial(self._arrive, method, url, msgspec.json.encode(json or {}),
-                                      answered))  # fmt: skip
+        body = msgspec.json.encode(json or {})
+        self._later(functools.partial(self._arrive, method, url, body, answered))
         yield LeaseAnswer(await answered)
 
     def post(self, url: str, json: dict[str, Any]) -> Any:  # noqa: ANN401

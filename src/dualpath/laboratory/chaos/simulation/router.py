@@ -13,6 +13,7 @@ from dualpath.router.engines import EngineInfo
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.router.standby.file_turn import FileTurn
+from dualpath.router.standby.leased_turn import LeasedTurn
 from dualpath.router.standby.turn import bound, ended_when_lost
 
 #: Connections of clients end before the service does, and may take a while.
@@ -65,7 +66,8 @@ class SimRouter(Entrance):
         await self._turn.taken()
         self._shared.turns.check(self.process)
         self.service.cluster.fence(self._in_turn)
-        await ended_when_lost(self._turn, AsyncExitStack(), self._let_go, self._interrupted)
+        if isinstance(self._turn, LeasedTurn):  # Others last as long as the process.
+            await ended_when_lost(self._turn, AsyncExitStack(), self._let_go, self._interrupted)
         await bound(self._turn, self.service.start)
         if not self.lost_turn:
             self.serves = True

@@ -21,6 +21,8 @@ ADDRESS = "tcp://127.0.0.1:5700"
 
 _DELAYS_S = (0.0001, 0.0002, 0.0005, 0.002, 0.02)
 _RECONNECT_S = 0.1
+#: A socket that is closed sends what it has to send.
+_LINGERS_S = 0.05
 #: Characters of a message in a story.
 _TOLD = 300
 
@@ -94,8 +96,9 @@ class RouterSocket:
             connection.from_router.put(frame)
 
     async def close(self) -> None:
-        """Take no connection any more; those that are there last as long as the process."""
+        """Take no connection any more; those that are there end when what is under way has come."""
         self.listens_no_more()
+        self._network.world.after(_LINGERS_S, functools.partial(self._network.router_died, self))
 
     def listens_no_more(self) -> None:
         """Take no connection any more; idempotent."""
