@@ -17,7 +17,7 @@ from dualpath.laboratory.chaos.simulation.world import World
 def seeds_of(*turns: TurnKind, below: int = 160) -> list[int]:
     """Return seeds of clusters in which schedulers take turns so."""
     seeds = range(1, below, 4)
-    return [seed for seed in seeds if drawn_settings(World(seed), 0, 1.0).turn in turns]
+    return [seed for seed in seeds if drawn_settings(World(seed), 0, 1.0).standby in turns]
 
 
 LEASED = seeds_of(TurnKind.ETCD, TurnKind.KUBERNETES)

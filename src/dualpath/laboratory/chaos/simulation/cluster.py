@@ -51,7 +51,9 @@ class Cluster:
     def __init__(self, world: World, settings: ClusterSettings) -> None:
         self.world = world
         self.settings = settings
-        self.shared = Shared(world, links=settings.links, protect_s=PROTECT_S, turn=settings.turn)
+        self.shared = Shared(
+            world, links=settings.links, protect_s=PROTECT_S, turn=settings.standby
+        )
         self.engines: dict[str, SimEngine] = {}
         self._starts: dict[str, int] = {}
         self._hosts: dict[str, str] = {}
@@ -59,7 +61,7 @@ class Cluster:
         self._groups: dict[str, _Group] = {}
         self._units: dict[str, str] = {}
         self._shapes: dict[str, UnitShape] = {}
-        self._routers = [self._start_router() for _ in range(settings.turn.schedulers)]
+        self._routers = [self._start_router() for _ in range(settings.standby.schedulers)]
         self.front_ends = FrontEnds(self.shared, settings.router, settings.front_ends, self._host)
         for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
             for index in range(count):

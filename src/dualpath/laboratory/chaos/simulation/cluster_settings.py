@@ -63,8 +63,8 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     """Size of the cluster, of its memories in blocks, and the router's limits.
 
     ``prefill`` and ``decode`` count data-parallel groups, of ``prefill_ranks`` and ``decode_ranks``
-    engines each; one of a single rank is a plain engine.  A ``turn`` says whether a second router
-    stands by.  ``quota_blocks`` above 0 bounds the storage: every engine may be its janitor.
+    engines each; one of a single rank is a plain engine.  With ``standby`` a second router waits
+    for its turn.  ``quota_blocks`` above 0 bounds the storage: every engine may be its janitor.
     Its file system knows hard ``links``, or none.  ``front_ends`` are processes of their own before
     the router, which serves clients as well.  So many ``role_switches`` are
     asked for, of which some give groups another size.  ``node_dram_blocks`` above 0 lie in the
@@ -83,7 +83,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     geometry: BlockGeometry
     prefill_ranks: int = 1
     decode_ranks: int = 1
-    turn: TurnKind = TurnKind.ONE
+    standby: TurnKind = TurnKind.ONE
     tensor_parallel: TensorParallel = ONE_RANK
     quota_blocks: int = 0
     links: bool = True

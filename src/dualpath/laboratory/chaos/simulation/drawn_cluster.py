@@ -60,7 +60,7 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         geometry=geometries[world.seed % len(geometries)],
         prefill_ranks=chance.choice((1, 1, 2)),
         decode_ranks=chance.choice((1, 1, 2)),
-        turn=_turn(world.seed),
+        standby=_standby(world.seed),
         tensor_parallel=tensor_parallel,
         quota_blocks=_quota_blocks(world.seed),
         links=world.seed % 5 != 0,
@@ -77,7 +77,7 @@ def _front_ends(seed: int) -> int:
     return Random(f"front ends of {seed}").choice((1, 2, 2, 3)) if seed % 8 in (1, 3) else 0
 
 
-def _turn(seed: int) -> TurnKind:
+def _standby(seed: int) -> TurnKind:
     """Let a second router stand by in every fourth cluster, in half of these by a lease."""
     if seed % 4 != 1:
         return TurnKind.ONE

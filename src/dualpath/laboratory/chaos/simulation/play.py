@@ -172,8 +172,8 @@ class _Run:
             world.note("world", f"{settings.role_switches} times another role is asked for")
         if settings.front_ends:
             world.note("world", f"{settings.front_ends} front ends")
-        if settings.turn.leased:
-            world.note("world", f"turns by {settings.turn}")
+        if settings.standby.leased:
+            world.note("world", f"turns by {settings.standby}")
         if settings.quota_blocks:
             world.note("world", f"a quota of {settings.quota_blocks} blocks")
         if settings.node_dram_blocks:
@@ -188,7 +188,7 @@ class _Run:
         )
         there = {Part.RANKS} if settings.tensor_parallel != ONE_RANK else set()
         there |= {Part.FRONT_ENDS} if settings.front_ends else set()
-        there |= {Part.LEASE} if settings.turn.leased else set()
+        there |= {Part.LEASE} if settings.standby.leased else set()
         possible = [kind for kind in kinds if kind.needs in (None, *there)]
         self.adversary = Adversary(world, self.cluster, self.clients, self.faults, possible)
 
