@@ -38,7 +38,8 @@ class FrontEnd:
         self.records: deque[RequestRecord] = deque(maxlen=_RECORDS_KEPT)
         self._ended = ended
         self._lives: dict[str, RequestLife] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        #: In the order in which they came, which a set does not keep: they end in it.
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self._draining = self._refusing = False
         self._stopping = False
 
@@ -137,7 +138,7 @@ class FrontEnd:
         life = self._lives[job.request_id] = RequestLife(self.context, job, scheduled)
         self.context.metrics.began()
         task = asyncio.create_task(life.run(), name=f"request {job.request_id}")
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(lambda done: self._over(life, scheduled, done))
         try:
             while (event := await life.events.get()) is not None:
@@ -164,7 +165,7 @@ class FrontEnd:
             task.exception()  # Marks it as seen: the client may have left before the end.
         if life.record.outcome is None:
             life.record.close("cancelled")  # Before it had even begun.
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         self._lives.pop(life.job.request_id, None)
         self.context.metrics.ended()
         self.records.append(life.record)
