@@ -1,7 +1,6 @@
 """Simulated threads and clusters: what chance decides, and that a seed gives the same run again."""
 
 import gc
-import re
 from pathlib import Path
 
 import pytest
