@@ -21,10 +21,10 @@ def processes(tmp_path: Path) -> "Iterator[Processes]":
     from tests.e2e.small_costs import COSTS
     from tests.e2e.test_emulated_cluster import Processes
 
-    from dualpath.core.modes import Mode
+    from dualpath.core.modes import DEFAULT_MODE
 
     (tmp_path / "costs.toml").write_text(COSTS)
-    with Processes(tmp_path, Mode.DUALPATH) as processes:
+    with Processes(tmp_path, DEFAULT_MODE) as processes:
         yield processes
 
 

@@ -25,7 +25,7 @@ from tests.e2e.test_rolling_restart import (
 from dualpath.cli.main import main
 from dualpath.core.cluster import Role, UnitShape
 from dualpath.core.errors import DualPathError
-from dualpath.core.modes import Mode
+from dualpath.core.modes import DEFAULT_MODE
 from dualpath.ops.launch.process import LocalProcess
 from dualpath.ops.launch.restarts import Restarts
 from dualpath.ops.launch.role_wishes import RoleWishes
@@ -84,7 +84,7 @@ class Supervised(Cluster):
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
     (tmp_path / "costs.toml").write_text(COSTS)
-    with Processes(tmp_path, Mode.DUALPATH) as processes:
+    with Processes(tmp_path, DEFAULT_MODE) as processes:
         yield processes
 
 

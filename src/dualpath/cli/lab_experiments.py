@@ -157,7 +157,7 @@ def add_bench_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParse
 def _add_dram(parser: argparse.ArgumentParser) -> None:
     base = _dram_base()
     add_settings(parser, TierSettings)
-    add_settings(parser, JctSettings, without=("mode",), defaults=_values(base))
+    add_settings(parser, JctSettings, defaults=_values(base))
     add_settings(parser, WindowSettings, title="agents", defaults=_values(base.windows))
     sizes = ("dram_bytes", "dram_tier")
     defaults = _values(base.emulated)

@@ -31,7 +31,7 @@ def measure_dram_tier(
         Share(share, int(share * working_set_bytes / lab.decode)) for share in settings.shares
     ]
     variants = [
-        Variant(share.name(tier=tier), Mode.DUALPATH, _engines(jct.emulated, share, tier=tier))
+        Variant(share.name(tier=tier), jct.mode[0], _engines(jct.emulated, share, tier=tier))
         for share in shares
         for tier in (False, True)
     ]

@@ -102,6 +102,7 @@ def _setting_lines(job: TierJob) -> list[str]:
     given = ", ".join(f"{one.share:.0%}: {one.dram_bytes / 1e6:.0f} MB" for one in job.shares)
     lines = [
         *setting_lines(settings.jct),
+        f"Mode {settings.jct.mode[0]}, without and with a tier.",
         f"Working set: {job.working_set_bytes / 1e6:.0f} MB, the KV of {job.agents} agents after "
         f"their last turn. Buffers {nodes.buffer_bytes / 1e6:.0f} MB per node and beyond them, "
         f"with and without a tier, {given}.",

@@ -5,6 +5,7 @@ from typing import Annotated
 import msgspec
 
 from dualpath.core.errors import ConfigError
+from dualpath.core.modes import DEFAULT_MODE
 from dualpath.core.settings import Setting, Settings
 from dualpath.laboratory.experiments.settings import (
     BENCH_LAB,
@@ -42,6 +43,7 @@ class TierSettings(Settings, frozen=True, kw_only=True):
     jct: JctSettings = JctSettings(
         name="dram",
         nodes=("1P2D",),
+        mode=(DEFAULT_MODE,),
         agents_per_node=5,
         windows=_WINDOWS,
         lab=_LAB,
@@ -49,9 +51,11 @@ class TierSettings(Settings, frozen=True, kw_only=True):
     )
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for no share, and for several clusters."""
+        """Raise ``ConfigError`` for no share, and for several clusters or modes."""
         super().check()
         if not self.shares:
             raise ConfigError("no {shares}; name at least one, like 1")
         if len(self.jct.nodes) != 1:
             raise ConfigError(f"{{nodes}} is {self.jct.nodes}; this experiment takes one")
+        if len(self.jct.mode) != 1:
+            raise ConfigError(f"{{mode}} is {','.join(self.jct.mode)}; this experiment takes one")
