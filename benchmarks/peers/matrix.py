@@ -18,6 +18,7 @@ from benchmarks.peers.measure import measure, measurement
 from benchmarks.peers.one_run import RunRecord
 from benchmarks.peers.report import Measurement
 
+from dualpath.core.modes import DEFAULT_MODE
 from dualpath.laboratory.experiments.report import write_experiment
 from dualpath.report.files import as_json, write_file
 
@@ -51,7 +52,11 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list[str]]:
     add("--out", required=True, metavar="FOLDER", help="of the page and of the regimes' files")
     add("--cell", action="append", choices=[cell.name for cell in cells()], help="default: all")
     add("--peer", action="append", default=[], metavar="NAME=ENVIRONMENT")
-    add("--modes", default="basic,dualpath", help="of DualPath's own engines, with commas")
+    add(
+        "--modes",
+        default=f"basic,{DEFAULT_MODE.value}",
+        help="of DualPath's own engines, with commas",
+    )
     add("--repeats", type=int, default=1)
     add("--logs", metavar="FOLDER", help="keep logs and replays here")
     args = parser.parse_args(words)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 from benchmarks.peers.cells import Cell
-from benchmarks.peers.report import DUALPATH, Measurement, Stack, stacks
+from benchmarks.peers.report import Measurement, Stack, own_stack, stacks
 
 from dualpath.laboratory.experiments.report import ExperimentReport
 from dualpath.report.model import NOTHING, Table
@@ -76,7 +76,7 @@ def _winners(measured: Mapping[Cell, Measurement | None]) -> Table:
         if not ranked:
             rows.append((*regime, "all had failed turns", *[NOTHING] * 3))
             continue
-        own = next((stack for stack in ranked if stack.name == DUALPATH), None)
+        own = own_stack(ranked)
         first = ranked[0]
         rows.append(
             (
@@ -127,7 +127,7 @@ def _hits(stack: Stack) -> str:
 
 def _cell_table(cell: Cell, measured: Measurement) -> Table:
     found = stacks(measured.runs)
-    own = next((stack for stack in found if stack.name == DUALPATH), None)
+    own = own_stack(found)
     return Table(cell.name, _COLUMNS, tuple(_row(stack, own, measured) for stack in found))
 
 

@@ -26,7 +26,7 @@ from benchmarks.peers.vllm_mooncake.stack import MooncakeStack
 from benchmarks.peers.vllm_offloading.stack import OffloadingStack
 
 from dualpath.core.errors import DeadlineError, EngineLostError
-from dualpath.core.modes import Mode
+from dualpath.core.modes import DEFAULT_MODE, Mode
 from dualpath.core.request import Round, Trajectory
 from dualpath.laboratory.experiments.report import ExperimentReport, as_report, write_experiment
 from dualpath.laboratory.lab.cluster import lab_head, lab_nodes
@@ -58,7 +58,11 @@ def parse_arguments(words: list[str] | None = None) -> Namespace:
     parser = ArgumentParser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--peer", action="append", default=[], metavar="NAME=ENVIRONMENT")
-    add("--modes", default="basic,dualpath", help="of DualPath's own engines, with commas")
+    add(
+        "--modes",
+        default=f"basic,{DEFAULT_MODE.value}",
+        help="of DualPath's own engines, with commas",
+    )
     add("--nodes", default="1P1D")
     add("--agents", type=int, default=24)
     add("--turns", type=int, default=2, help="measured turns of each agent after its history")

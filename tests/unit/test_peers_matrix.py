@@ -93,7 +93,7 @@ def stacks_run(monkeypatch):
 def test_what_was_measured_is_not_measured_again(stacks_run, tmp_path, monkeypatch):
     ran, broken = stacks_run
     broken.append(DUALPATH)
-    words = ["matrix", "--out", str(tmp_path), "--cell", CELL.name, "--modes", "basic,dualpath"]
+    words = ["matrix", "--out", str(tmp_path), "--cell", CELL.name, "--modes", "basic,split"]
     monkeypatch.setattr("sys.argv", words)
     matrix.main()
     assert ran == ["dualpath-basic", DUALPATH]
@@ -134,7 +134,7 @@ def test_the_page_says_who_wins_and_what_both_wait_for():
     assert (found["fastest"], found["JCT s"], found["DualPath's"]) == ("vllm-x", "10.0", "20.0")
     assert found["why"] == (
         "vllm-x waits for nothing that is full, 0.02 GB read, 90% hits; "
-        "dualpath waits for storage at pe0 (98%), 0.39 GB read, 90% hits"
+        "split waits for storage at pe0 (98%), 0.39 GB read, 90% hits"
     )
     assert row(report, Cell(Agents.LONG, Bound.COMPUTE, Fits.ALL, pauses=True))["fastest"] == (
         "not run"
@@ -144,7 +144,7 @@ def test_the_page_says_who_wins_and_what_both_wait_for():
 
 def test_a_stack_with_failed_turns_wins_nothing():
     found = measured(run("vllm-x", 1.0, failed=1), run(DUALPATH, 20.0))
-    assert row(matrix_report({CELL: found}), CELL)["fastest"] == "dualpath"
+    assert row(matrix_report({CELL: found}), CELL)["fastest"] == "split"
 
 
 def test_full_cores_and_links_are_named():

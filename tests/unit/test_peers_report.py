@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from benchmarks.peers.measure import command, measured_arguments, parse_arguments
 from benchmarks.peers.one_run import RunRecord
-from benchmarks.peers.report import DUALPATH, Measurement, peers_report
+from benchmarks.peers.report import DRAM_RATIO_TARGET, DUALPATH, Measurement, peers_report
 
 from dualpath.laboratory.experiments.report import as_report, write_experiment
 from dualpath.laboratory.workload.replay.machine import ClientMachine
@@ -14,7 +14,9 @@ from dualpath.report import markdown
 TTFT = Distribution(count=2, mean=1.0, p50=1.0, p90=2.0, p99=2.0, max=2.0)
 
 
-def run(stack: str, jct_s: float, answer: str = "same") -> RunRecord:
+def run(
+    stack: str, jct_s: float, answer: str = "same", *, read_bytes: int | None = None
+) -> RunRecord:
     return RunRecord(
         stack=stack,
         aggregated=stack.endswith("-aggregated"),
@@ -25,7 +27,7 @@ def run(stack: str, jct_s: float, answer: str = "same") -> RunRecord:
         hit_tokens=970,
         turns=2,
         turns_failed=0,
-        snic_bytes={"pe0": int(jct_s * 25e6), "de0": 0},
+        snic_bytes={"pe0": int(jct_s * 25e6) if read_bytes is None else read_bytes, "de0": 0},
         cnic_in_bytes={"pe0": 0, "de0": 5_000_000},
         stored_bytes=10,
         busy=0.5,
@@ -64,6 +66,20 @@ RUNS = (
 def test_the_best_disaggregated_peer_is_judged_by_medians():
     (target,) = report(*RUNS).targets
     assert (target.measured, target.met, target.note) == (2.0, True, "vllm-fast")
+
+
+def test_where_the_best_peer_reads_nothing_it_is_judged_as_one_whose_dram_holds_everything():
+    runs = run("vllm-slow", 30.0), run("vllm", 21.0, read_bytes=0), run(DUALPATH, 20.0)
+    (target,) = report(*runs).targets
+    assert (target.measured, target.limit, target.note) == (1.05, DRAM_RATIO_TARGET, "vllm")
+    assert not target.met
+
+
+def test_others_are_compared_with_the_default_mode_and_else_with_the_papers_rule():
+    paper = run("dualpath-dualpath", 40.0)
+    for runs, ratio in (((paper,), 2.5), ((paper, run(DUALPATH, 50.0)), 2.0)):
+        (target,) = report(run("vllm", 100.0), *runs).targets
+        assert target.measured == ratio
 
 
 def test_without_dualpath_or_peers_nothing_is_judged():

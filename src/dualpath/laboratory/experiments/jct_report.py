@@ -182,7 +182,7 @@ def _jct_panel(jobs: Sequence[Job]) -> Panel:
 
 def _link_panels(job: Job) -> list[Panel]:
     panels = []
-    for mode in (Mode.BASIC, Mode.DUALPATH):
+    for mode in (Mode.BASIC, *JUDGED):
         run = job.typical(mode)
         if run is None:
             continue
