@@ -14,11 +14,10 @@ from pathlib import Path
 import msgspec
 from benchmarks.peers.cells import Cell, cells
 from benchmarks.peers.matrix_report import matrix_report
-from benchmarks.peers.measure import measure, measurement
+from benchmarks.peers.measure import MODES, measure, measurement
 from benchmarks.peers.one_run import RunRecord
 from benchmarks.peers.report import Measurement
 
-from dualpath.core.modes import DEFAULT_MODE
 from dualpath.laboratory.experiments.report import write_experiment
 from dualpath.report.files import as_json, write_file
 
@@ -52,11 +51,7 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list[str]]:
     add("--out", required=True, metavar="FOLDER", help="of the page and of the regimes' files")
     add("--cell", action="append", choices=[cell.name for cell in cells()], help="default: all")
     add("--peer", action="append", default=[], metavar="NAME=ENVIRONMENT")
-    add(
-        "--modes",
-        default=f"basic,{DEFAULT_MODE.value}",
-        help="of DualPath's own engines, with commas",
-    )
+    add("--modes", default=MODES, help="of DualPath's own engines, with commas")
     add("--repeats", type=int, default=1)
     add("--logs", metavar="FOLDER", help="keep logs and replays here")
     args = parser.parse_args(words)

@@ -51,6 +51,8 @@ AGGREGATED = "-aggregated"
 _NOT_MEASURED = ("peer", "name", "out", "logs")
 Ran = Callable[[list[RunRecord]], None]
 _STAGGER_TOKENS = 64
+#: Those of DualPath that run unless others are named.
+MODES = f"{Mode.BASIC.value},{DEFAULT_MODE.value}"
 
 
 def parse_arguments(words: list[str] | None = None) -> Namespace:
@@ -58,11 +60,7 @@ def parse_arguments(words: list[str] | None = None) -> Namespace:
     parser = ArgumentParser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--peer", action="append", default=[], metavar="NAME=ENVIRONMENT")
-    add(
-        "--modes",
-        default=f"basic,{DEFAULT_MODE.value}",
-        help="of DualPath's own engines, with commas",
-    )
+    add("--modes", default=MODES, help="of DualPath's own engines, with commas")
     add("--nodes", default="1P1D")
     add("--agents", type=int, default=24)
     add("--turns", type=int, default=2, help="measured turns of each agent after its history")

@@ -12,9 +12,9 @@ from dualpath.laboratory.experiments.report import ExperimentReport, Target
 from dualpath.laboratory.workload.replay.machine import ClientMachine
 from dualpath.report.model import NOTHING, Panel, Series, Table
 
-DUALPATH = f"dualpath-{DEFAULT_MODE.value}"
 #: What others are compared with: the default mode, and where it was not run the paper's rule.
-_OWN = (DUALPATH, f"dualpath-{Mode.DUALPATH.value}")
+_OWN = tuple(f"dualpath-{mode.value}" for mode in (DEFAULT_MODE, Mode.DUALPATH))
+DUALPATH = _OWN[0]
 #: Of the project: the best disaggregated peer's JCT over DualPath's, agents bound by storage; and
 #: where that peer's DRAM holds everything, so that it reads nothing.
 RATIO_TARGET, DRAM_RATIO_TARGET = 2.0, 1 / 0.95

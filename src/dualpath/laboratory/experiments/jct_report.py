@@ -98,7 +98,7 @@ def _table(job: Job) -> Table:
 
 
 def _balance_table(jobs: Sequence[Job]) -> Table:
-    modes = [m for m in (Mode.ROUND_ROBIN, Mode.DUALPATH, Mode.SPLIT) if m in jobs[0].runs]
+    modes = [m for m in (Mode.ROUND_ROBIN, *JUDGED) if m in jobs[0].runs]
     rows = tuple(
         (
             job.lab.nodes,
