@@ -1,6 +1,7 @@
 """Blocks stay in the engines' buffers: what follows is served from there, every byte right."""
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from tests.emulated_cluster import GEOMETRY, Cluster, cluster
 from tests.guard import GUARD_S
 
+from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.control import KEPT_KEY_BYTES, Welcome
 from dualpath.core.modes import Mode
@@ -33,7 +35,7 @@ async def heard(made: Cluster) -> None:
     def taken() -> bool:
         pools = {name: e.plane.manager.buffer._pool for name, e in made.engines.items()}
         return all(
-            known[name].keys == {key[:KEPT_KEY_BYTES] for _, key in pool.kept.items()}
+            known[name].buffer._keys == {key[:KEPT_KEY_BYTES] for _, key in pool.kept.items()}
             for name, pool in pools.items()
         )
 
@@ -126,6 +128,43 @@ async def test_an_engine_reads_nothing_from_storage_that_another_of_its_node_has
         shared_bytes = total(made, Counter.NODE_DRAM_READ_BYTES)
         assert shared_bytes == HIT_BLOCKS * GEOMETRY.full_block_bytes
         await made.idle()
+        assert made.counts(1) == 0
+        assert made.service.metrics.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+async def test_the_router_hears_of_what_a_node_shares_and_plans_with_it(
+    emptied: bool, tmp_path: Path
+) -> None:
+    """Also where it has gone meanwhile: that costs a read."""
+    shared: dict[str, Any] = {"dram_dir": str(tmp_path / "dram"), "dram_bytes": SHARED_BYTES}
+    async with cluster(tmp_path / "kv", Mode.SPLIT, **shared) as made:
+        first, second, _ = await two_turns(made)
+    prompt = [*PROMPT, *first, 7, 8]
+    keys = block_keys(prompt, GEOMETRY.block_tokens, cache_salt="one")[:HIT_BLOCKS]
+    # Other engines, whose buffers are empty: they say what they find there.
+    async with cluster(tmp_path / "kv", Mode.SPLIT, decode=2, **shared) as made:
+
+        def known() -> bool:
+            prefixes = made.service.context.kept.prefixes(keys, Mode.SPLIT)
+            return {(p.engine_id, p.blocks) for p in prefixes} == {
+                (name, HIT_BLOCKS) for name in made.engines
+            }
+
+        await made.arrivals.until(known, GUARD_S)
+        if emptied:
+            shutil.rmtree(tmp_path / "dram")
+        assert await made.ask(prompt, 5, cache_salt="one") == (
+            second,
+            HIT_BLOCKS * GEOMETRY.block_tokens,
+        )
+        (note,) = made.service.context.dispatch.recent
+        assert (note.read_reason, [run["side"] for run in note.reads]) == ("kept", ["decode"])
+        await made.idle()
+        sources = Counter.STORAGE_READ_BYTES, Counter.NODE_DRAM_READ_BYTES
+        read_bytes = {source: total(made, source) for source in sources}
+        assert read_bytes.pop(sources[not emptied]) == HIT_BLOCKS * GEOMETRY.full_block_bytes
+        assert list(read_bytes.values()) == [0]
         assert made.counts(1) == 0
         assert made.service.metrics.recomputed_tokens == 0
 
@@ -223,7 +262,7 @@ async def test_a_router_that_comes_new_hears_of_all_that_is_kept(tmp_path: Path)
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         await two_turns(made)
         await heard(made)
-        keys = made.service.context.kept._engines["decode-0"].keys
+        keys = made.service.context.kept._engines["decode-0"].buffer._keys
         assert len(keys) > HIT_BLOCKS
         manager = made.engines["decode-0"].plane.manager
         manager.end_session("the router is gone")

@@ -410,7 +410,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
     def hear(self, limit: int) -> None:
         added, dropped = self.pool.kept.news(limit)
         self.heard = self.heard.difference(dropped).union(added)
-        if not self.pool.kept._changed:
+        if not self.pool.kept._news._changed:
             assert self.heard == {key for _, key in self.pool.kept.items()}
 
     @invariant()

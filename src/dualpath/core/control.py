@@ -12,7 +12,7 @@ data never travels here.
 Those about one request are in ``core.request_messages``, which has their order.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -37,11 +37,21 @@ from dualpath.core.request_messages import (
 )
 
 #: Raised by one whenever a message changes its meaning; both ends must agree.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 #: Of a key in ``Kept``, and how many of them at a time.
 KEPT_KEY_BYTES = 8
 MOST_KEPT_KEYS = 4096
+
+
+class NodeDramShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The DRAM that an engine shares with others of its node.
+
+    ``mark`` tells it from any other DRAM of that node; ``tokens``: how much KV all may keep there.
+    """
+
+    mark: Name
+    tokens: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Hello(Message, frozen=True, tag=True):
@@ -57,7 +67,8 @@ class Hello(Message, frozen=True, tag=True):
     ``buffer_tokens`` are capacities in tokens; ``limits`` carries what the front end has to know
     of the engine (``max_model_len``, ``vocab_size``, ``served_model_name`` …), ``rates`` what it
     knows of its own speed, ``adapters`` the LoRA adapters that requests may name.  ``dp`` is its
-    place in a data-parallel group, whose ranks join and are lost together.
+    place in a data-parallel group, whose ranks join and are lost together.  ``node_dram`` is what
+    it shares with other engines, if anything.
     """
 
     version: int
@@ -78,6 +89,7 @@ class Hello(Message, frozen=True, tag=True):
     writers: tuple[Writer, ...] = ()
     dp: GroupRank | None = None
     adapters: tuple[Adapter, ...] = ()
+    node_dram: NodeDramShare | None = None
 
 
 class Welcome(Message, frozen=True, tag=True):
@@ -239,11 +251,13 @@ class Kept(Message, frozen=True, tag=True):
 
     By the first ``KEPT_KEY_BYTES`` of their keys.  A session begins with none; at most
     ``MOST_KEPT_KEYS`` are told at a time.  The router only plans with them: what a request gets
-    stands in ``Reserved``.
+    stands in ``Reserved``.  ``in_node``: they lie in the DRAM that the engine shares
+    (``Hello.node_dram``), as far as it has seen itself.
     """
 
     added: tuple[bytes, ...] = ()
     dropped: tuple[bytes, ...] = ()
+    in_node: bool = False
 
 
 class Goodbye(Message, frozen=True, tag=True):

@@ -2,12 +2,13 @@
 
 The buffer keeps them by itself (``engine.slots``); which blocks are whole is said by whoever knows:
 the read queue of a PE, which has verified them, a DE's served prompts, whose KV is complete once
-they are to be persisted, and its generated blocks.  Of what the engines of a node share
-(``storage.node_dram``) the router hears nothing.
+they are to be persisted, and its generated blocks.  What the engines of a node share
+(``storage.node_dram``) each of them tells as far as it has seen it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from dualpath.core.blocks import BlockKey
 from dualpath.core.control import KEPT_KEY_BYTES, MOST_KEPT_KEYS, Kept
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
@@ -38,11 +39,11 @@ class DramTier:
         self._buffer.keep(keeps=keeps)
         if self._shared is not None:
             self._shared.keeps = keeps
-        self._buffer.tell(begin=keeps)
+        self._listen(begin=keeps)
 
     def end_session(self) -> None:
         """Nobody listens; what is kept stays."""
-        self._buffer.tell(begin=False)
+        self._listen(begin=False)
 
     def granted(self, grant: Grant) -> None:
         """Count what a request gets without a read."""
@@ -60,10 +61,21 @@ class DramTier:
 
     def tell(self) -> None:
         """Say what has changed."""
-        added, dropped = self._buffer.news(MOST_KEPT_KEYS)
+        self._tell(*self._buffer.news(MOST_KEPT_KEYS), in_node=False)
+        if self._shared is not None:
+            self._tell(*self._shared.lying.news(MOST_KEPT_KEYS), in_node=True)
+
+    def _listen(self, *, begin: bool) -> None:
+        self._buffer.tell(begin=begin)
+        if self._shared is not None:
+            self._shared.lying.tell(begin=begin)
+
+    def _tell(
+        self, added: Sequence[BlockKey], dropped: Sequence[BlockKey], *, in_node: bool
+    ) -> None:
         if added or dropped:
-            self._send(Kept(tuple(map(_short, added)), tuple(map(_short, dropped))))
+            self._send(Kept(_short(added), _short(dropped), in_node))
 
 
-def _short(key: bytes) -> bytes:
-    return key[:KEPT_KEY_BYTES]
+def _short(keys: Sequence[BlockKey]) -> tuple[bytes, ...]:
+    return tuple(key[:KEPT_KEY_BYTES] for key in keys)

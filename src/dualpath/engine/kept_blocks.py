@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 from dualpath.core.blocks import BlockKey
+from dualpath.core.key_news import KeyNews
 from dualpath.policy.reuse import ReuseForecast
 
 #: The uses of so many blocks that have left are remembered, for each slot.
@@ -57,8 +58,8 @@ class _Block:
 class KeptBlocks:
     """Whole blocks by slot and key, a key once; owned by one ``SlotPool``.
 
-    A block *rests* while nobody holds its slot: then it may be evicted.  ``telling`` says whether
-    ``news`` are wanted; they are kept only then.  There are ``capacity`` slots.
+    A block *rests* while nobody holds its slot: then it may be evicted.  There are ``capacity``
+    slots.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -79,8 +80,7 @@ class KeptBlocks:
         #: Last use and interval of blocks that have left, the latest last.
         self._left: dict[BlockKey, tuple[int, int]] = {}
         self._most_left = _REMEMBERED * capacity
-        self._telling = False
-        self._changed: dict[BlockKey, None] = {}
+        self._news = KeyNews()
 
     def __len__(self) -> int:
         """All of them, resting or not."""
@@ -124,7 +124,7 @@ class KeptBlocks:
         block.turn = Rank.USUAL, block.used
         self._slots[key] = slot
         self._followers[parent] = self._followers.get(parent, 0) + 1
-        self._note(key)
+        self._news.note(key)
         return True
 
     def rest(self, slot: int) -> None:
@@ -190,15 +190,14 @@ class KeptBlocks:
 
     def tell(self, *, begin: bool) -> None:
         """Begin to note news, all that is here first; or end it."""
-        self._telling = begin
-        self._changed = dict.fromkeys(self._slots) if begin else {}
+        if begin:
+            self._news.begin(self._slots)
+        else:
+            self._news.end()
 
     def news(self, limit: int) -> tuple[list[BlockKey], list[BlockKey]]:
         """Return up to ``limit`` keys whose blocks have come or gone since last told."""
-        told = [key for key, _ in zip(self._changed, range(limit), strict=False)]
-        for key in told:
-            del self._changed[key]
-        return [k for k in told if k in self._slots], [k for k in told if k not in self._slots]
+        return self._news.take(limit, self._slots)
 
     def _turn(self, key: BlockKey) -> _Turn:
         """Return the turn of a block that is used just now."""
@@ -274,11 +273,7 @@ class KeptBlocks:
             self._followers[block.parent] = left
         else:
             del self._followers[block.parent]
-        self._note(block.key)
-
-    def _note(self, key: BlockKey) -> None:
-        if self._telling:
-            self._changed[key] = None
+        self._news.note(block.key)
 
 
 def with_parents(keys: Iterable[BlockKey], parent: BlockKey) -> Iterable[tuple[BlockKey, BlockKey]]:

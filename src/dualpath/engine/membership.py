@@ -275,6 +275,7 @@ class Membership:
             writers=doubts.writers,
             dp=dp,
             adapters=self._model.adapters,
+            node_dram=manager.node_dram,
         )
 
 

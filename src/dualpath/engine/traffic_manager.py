@@ -13,7 +13,7 @@ import msgspec
 from dualpath.core.addresses import EngineAddress
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import HostProcess
-from dualpath.core.control import EngineMessage, Report, RouterMessage
+from dualpath.core.control import EngineMessage, NodeDramShare, Report, RouterMessage
 from dualpath.core.request_messages import PrefillDone
 from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.assigned_requests import AssignedRequests
@@ -84,6 +84,7 @@ class TrafficManager:
         self._transport = transport
         self._hbm = hbm
         share = WriteShare(settings.storage_write_share, threads)
+        self._node_dram = node_dram
         self._requests = requests = AssignedRequests(
             settings, rank, storage, threads, send, share, node_dram
         )
@@ -134,6 +135,13 @@ class TrafficManager:
     def buffer_tokens(self) -> int:
         """Capacity of the DRAM buffer in tokens."""
         return self._buffer.capacity * self.geometry.block_tokens
+
+    @property
+    def node_dram(self) -> NodeDramShare | None:
+        """What it shares with other engines of its node, None if nothing."""
+        if (shared := self._node_dram) is None:
+            return None
+        return NodeDramShare(shared.mark, shared.capacity_blocks * self.geometry.block_tokens)
 
     @property
     def hbm_tokens(self) -> int:

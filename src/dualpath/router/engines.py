@@ -9,6 +9,7 @@ import msgspec
 from dualpath.core.addresses import EngineAddress, Writer
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import GroupRank, Role, rank_mark
+from dualpath.core.control import NodeDramShare
 from dualpath.core.errors import DeadlineError, EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.core.rates import Rates
@@ -37,6 +38,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     quarantined: tuple[str, ...] = ()
     writers: tuple[Writer, ...] = ()
     dp: GroupRank | None = None
+    node_dram: NodeDramShare | None = None
 
     @property
     def writer(self) -> Writer:

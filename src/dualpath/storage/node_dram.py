@@ -13,6 +13,8 @@ it.  A set needs no order of chains: what is gone here is still in storage.
 
 Used is when a file was last read here or written; its time of change says it, as ``atime`` is not
 kept everywhere.
+
+``lying`` is what an engine knows of all this, for the router (``storage.lying_blocks``).
 """
 
 import contextlib
@@ -29,7 +31,8 @@ from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage.block_file import STAYING
 from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.contract import BlockStorage, ReadOutcome
-from dualpath.storage.directory import BLOCK_SUFFIX
+from dualpath.storage.directory import BLOCK_SUFFIX, key_of
+from dualpath.storage.lying_blocks import LyingBlocks
 from dualpath.storage.posix import PosixStorage
 from dualpath.storage.survey import is_namespace
 from dualpath.storage.system_calls import KERNEL, SystemCalls
@@ -58,7 +61,8 @@ class NodeDram:
 
     ``keys``: of a namespace whose blocks are sealed, here as in storage.  ``calls``: of the
     machine.  Methods may be called by any thread and never fail: what cannot be had is in storage.
-    ``keeps`` False: nothing is.
+    ``keeps`` False: nothing is.  ``mark`` tells the directory from any other one of its machine,
+    whatever its path is in a container; ``capacity_blocks`` fit into it.
 
     Raises ``ConfigError`` for a directory that cannot be used or that every user may write to,
     and for a bound below one block.
@@ -84,12 +88,16 @@ class NodeDram:
         self.files = PosixStorage(
             root, namespace, direct_io=False, keys=keys, calls=calls, name_of=_name
         )
-        if calls.stat(self._root).st_mode & stat.S_IWOTH:
+        root_status = calls.stat(self._root)
+        if root_status.st_mode & stat.S_IWOTH:
             raise ConfigError(
                 f"every user may write to dram_dir {root}; give a directory of your own in it"
             )
-        sets = _set_count(bound_bytes // self._block_bytes)
+        self.mark = f"{root_status.st_dev:x}-{root_status.st_ino:x}"
+        self.capacity_blocks = bound_bytes // self._block_bytes
+        sets = _set_count(self.capacity_blocks)
         self._set_folders, self._set_bytes = _FOLDERS // sets, bound_bytes // sets
+        self.lying = LyingBlocks(self.capacity_blocks, self._lying_now())
         self._lock = threading.Lock()
         self._evicted = 0
         self._complained = False
@@ -111,8 +119,10 @@ class NodeDram:
             except OSError as error:
                 self._complain("cannot remove a bad block", error)
         if not outcome.is_good:
+            self.lying.gone(key)
             return None
         self._touch(key)
+        self.lying.seen(key)
         return ReadOutcome(outcome.bytes_read, from_dram=True)
 
     def add(self, key: BlockKey, block: memoryview) -> None:
@@ -122,13 +132,14 @@ class NodeDram:
         try:
             if self.files.is_stored(key):
                 self._touch(key)
-                return
-            self._make_room(key)
-            self.files.write([key], [block])
+            else:
+                self._make_room(key)
+                self.files.write([key], [block])
+                self._complained = False
         except (OSError, StorageError) as error:
             self._complain("takes no block", error)
         else:
-            self._complained = False
+            self.lying.seen(key)
 
     def close(self) -> None:
         """Let go; what lies there stays for others, and for the next start."""
@@ -154,7 +165,16 @@ class NodeDram:
             self._calls.unlink(path)
         except FileNotFoundError:  # somebody else needed room as well
             return False
+        if (key := key_of(path)) is not None:
+            self.lying.gone(key)
         return True
+
+    def _lying_now(self) -> Iterator[BlockKey]:
+        """Yield what others have left there of this namespace, by names alone."""
+        with contextlib.suppress(OSError), self._calls.scandir(str(self.files.path)) as entries:
+            for folder in [entry.path for entry in entries]:
+                with contextlib.suppress(OSError), self._calls.scandir(folder) as blocks:
+                    yield from filter(None, [key_of(block.path) for block in blocks])
 
     def _set_of(self, key: BlockKey) -> Iterator[_File]:
         """Yield what lies in a block's set, also of a model that is served no more."""

@@ -1,11 +1,17 @@
-"""Which engine's buffer keeps which blocks, as far as the router has heard.
+"""Which engine finds which blocks in DRAM, as far as the router has heard.
+
+They lie in its own buffer, or in what it shares with other engines of its node; of that each of
+them tells what it has seen, so the router knows it by the node.
 
 Only a belief: what a request gets at an engine is decided there, by key, when its slots are granted
-(``engine.slots``).  So a stale or colliding entry costs a read, never a wrong byte.
+(``engine.slots``), and when the rest is read.  So a stale or colliding entry costs a read, never a
+wrong byte.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
+
+import msgspec
 
 from dualpath.core.blocks import BlockKey
 from dualpath.core.cluster import Role
@@ -15,60 +21,92 @@ from dualpath.core.request import KeptPrefix
 from dualpath.router.engines import EngineInfo
 
 
-class _Engine:
-    def __init__(self, role: Role, most_keys: int) -> None:
-        self.role = role
-        self.most_keys = most_keys
-        self.keys: set[bytes] = set()
+class _Place:
+    """Somewhere in DRAM where up to ``blocks`` blocks are kept."""
+
+    def __init__(self, blocks: int) -> None:
+        # News of what has come may be here before those of what has gone for it.
+        self._most_keys = 2 * blocks + MOST_KEPT_KEYS
+        self._keys: set[bytes] = set()
+
+    def heard(self, news: Kept) -> None:
+        self._keys.difference_update(news.dropped)
+        if len(self._keys) + len(news.added) <= self._most_keys:
+            self._keys.update(key[:KEPT_KEY_BYTES] for key in news.added)
 
     def head(self, keys: Sequence[bytes]) -> int:
-        """Return how many of ``keys`` it keeps from the first on, which it does keep."""
-        return bisect_left(keys, True, lo=1, key=lambda key: key not in self.keys)
+        """Return how many of ``keys`` are kept from the first on.
+
+        The last one of a chain is found by bisection: tails give way first.  In what a node shares
+        they need not; of a chain that has gone in part this is some block of it where a gap begins.
+        """
+        if not keys or keys[0] not in self._keys:
+            return 0
+        return bisect_left(keys, True, lo=1, key=lambda key: key not in self._keys)
+
+
+class _Engine(msgspec.Struct, frozen=True):
+    role: Role
+    buffer: _Place
+    #: Of ``KeptBlocks._shared``, None where it shares nothing.
+    share: tuple[str, str] | None
 
 
 class KeptBlocks:
-    """By engine, for as long as its session lasts; bounded by what its buffer can hold."""
+    """By engine, for as long as its session lasts; what a node shares while any of those is there.
+
+    Bounded by what buffers and shares can hold.
+    """
 
     def __init__(self) -> None:
         self._engines: dict[str, _Engine] = {}
+        #: By node and mark (``NodeDramShare``).
+        self._shared: dict[tuple[str, str], _Place] = {}
 
     def engine_joined(self, info: EngineInfo, block_tokens: int) -> None:
-        """A session begins: the engine will say what it keeps."""
-        # News of what has come may be here before those of what has gone for it.
-        most = 2 * (info.buffer_tokens // block_tokens) + MOST_KEPT_KEYS
-        self._engines[info.engine_id] = _Engine(info.role, most)
+        """A session begins: the engine will say what it keeps, and what it sees of its node's."""
+        share = None
+        if (dram := info.node_dram) is not None:
+            share = info.node, dram.mark
+            self._shared.setdefault(share, _Place(dram.tokens // block_tokens))
+        buffer = _Place(info.buffer_tokens // block_tokens)
+        self._engines[info.engine_id] = _Engine(info.role, buffer, share)
+        self._forget_shares()
 
     def engine_lost(self, info: EngineInfo) -> None:
         """A session is over."""
         self._engines.pop(info.engine_id, None)
+        self._forget_shares()
 
     def heard(self, engine_id: str, news: Kept) -> None:
         """An engine says what has come and gone."""
         if (engine := self._engines.get(engine_id)) is None:
             return
-        engine.keys.difference_update(news.dropped)
-        if len(engine.keys) + len(news.added) <= engine.most_keys:
-            engine.keys.update(key[:KEPT_KEY_BYTES] for key in news.added)
+        if not news.in_node:
+            engine.buffer.heard(news)
+        elif engine.share is not None:
+            self._shared[engine.share].heard(news)
 
     def prefixes(self, keys: Sequence[BlockKey], mode: Mode) -> tuple[KeptPrefix, ...]:
-        """Return who keeps how many blocks at the head of ``keys``, where a mode can use them.
+        """Return who finds how many blocks at the head of ``keys``, where a mode can use them."""
+        short = [key[:KEPT_KEY_BYTES] for key in keys]
+        in_node = {share: place.head(short) for share, place in self._shared.items()}
+        found = []
+        for engine_id, engine in self._engines.items():
+            shared = in_node[engine.share] if engine.share else 0
+            blocks = max(engine.buffer.head(short), shared)
+            if blocks and serves(engine.role, mode):
+                found.append(KeptPrefix(engine_id, blocks))
+        return tuple(found)
 
-        The last block that an engine keeps of a chain is found by bisection: tails give way first.
-        """
-        if not keys:
-            return ()
-        first = keys[0][:KEPT_KEY_BYTES]
-        found = [(name, e) for name, e in self._engines.items() if first in e.keys]
-        short = [key[:KEPT_KEY_BYTES] for key in keys] if found else []
-        return tuple(
-            KeptPrefix(engine_id, engine.head(short))
-            for engine_id, engine in found
-            if serves(engine.role, mode)
-        )
+    def _forget_shares(self) -> None:
+        """Forget what nobody tells of any more."""
+        told = {engine.share for engine in self._engines.values()}
+        self._shared = {share: place for share, place in self._shared.items() if share in told}
 
 
 def serves(role: Role, mode: Mode | None) -> bool:
-    """Whether hits can come from the buffers of engines of a role; None: no mode is known yet."""
+    """Whether hits can come from DRAM of engines of a role; None: no mode is known yet."""
     if mode is None or not mode.moves_bytes:
         return False
     return role is Role.PREFILL or mode.dual_path

@@ -223,4 +223,5 @@ def _info(hello: Hello, order: int) -> EngineInfo:
         quarantined=hello.quarantined,
         writers=hello.writers,
         dp=hello.dp,
+        node_dram=hello.node_dram,
     )

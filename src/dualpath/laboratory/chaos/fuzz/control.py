@@ -61,6 +61,7 @@ def hello(engine_id: str, greeting: int = 1) -> control.Hello:
         buffer_tokens=1000,
         limits={"max_model_len": 1000, "vocab_size": 1009},
         greeting=greeting,
+        node_dram=control.NodeDramShare("a-1", 400),
     )
 
 
@@ -69,6 +70,7 @@ def messages(greeting: control.Hello) -> list[control.EngineMessage]:
     return [
         greeting,
         control.Report(1, 0, 0, 0, 0, 100, 100, counters={"storage_read_bytes": 3.0}),
+        control.Kept((b"8 bytes.",), (b"of a key",), in_node=True),
         control.Gone(writer=greeting.address.writer),
         control.LookupDone(call_id=1, hit_blocks=2),
         control.Synced(call_id=1),

@@ -1,0 +1,122 @@
+"""What the router believes of engines' DRAM, and of what those of a node share."""
+
+import msgspec
+import pytest
+
+from dualpath.core.addresses import AgentAddress, EngineAddress
+from dualpath.core.cluster import Role
+from dualpath.core.control import KEPT_KEY_BYTES, MOST_KEPT_KEYS, Kept, NodeDramShare
+from dualpath.core.modes import Mode
+from dualpath.core.request import KeptPrefix
+from dualpath.router.control.kept_blocks import KeptBlocks
+from dualpath.router.engines import EngineInfo
+
+BLOCK_TOKENS = 4
+#: Blocks that a node's engines share.
+SHARED = 16
+KEYS = [bytes([number]) * 32 for number in range(1, 9)]
+SHARE = NodeDramShare("mark", SHARED * BLOCK_TOKENS)
+
+
+def engine(
+    engine_id: str,
+    role: Role = Role.DECODE,
+    node: str = "n0",
+    node_dram: NodeDramShare | None = SHARE,
+) -> EngineInfo:
+    agent = AgentAddress(engine_id, b"metadata", ())
+    return EngineInfo(
+        engine_id=engine_id,
+        epoch="1",
+        role=role,
+        node=node,
+        group=role.value,
+        api_url="http://127.0.0.1:1",
+        address=EngineAddress(engine_id, "1", role, (agent,)),
+        order=0,
+        hbm_tokens=1000,
+        buffer_tokens=8 * BLOCK_TOKENS,
+        node_dram=node_dram,
+    )
+
+
+def hearing(*engines: EngineInfo) -> KeptBlocks:
+    kept = KeptBlocks()
+    for info in engines:
+        kept.engine_joined(info, BLOCK_TOKENS)
+    return kept
+
+
+def news(added: list[bytes], dropped: list[bytes], *, in_node: bool) -> Kept:
+    short = [tuple(key[:KEPT_KEY_BYTES] for key in keys) for keys in (added, dropped)]
+    return Kept(*short, in_node)
+
+
+def believed(kept: KeptBlocks, mode: Mode = Mode.DUALPATH) -> dict[str, int]:
+    prefixes = kept.prefixes(KEYS, mode)
+    assert all(isinstance(prefix, KeptPrefix) and prefix.blocks for prefix in prefixes)
+    return {prefix.engine_id: prefix.blocks for prefix in prefixes}
+
+
+def test_what_one_engine_sees_in_the_nodes_dram_all_of_the_node_can_use() -> None:
+    kept = hearing(engine("d0"), engine("d1"), engine("p0", Role.PREFILL), engine("d2", node="n1"))
+    kept.heard("d0", news(KEYS[:3], [], in_node=True))
+    assert believed(kept) == {"d0": 3, "d1": 3, "p0": 3}
+    assert believed(kept, Mode.BASIC) == {"p0": 3}
+    kept.heard("p0", news([], KEYS[2:3], in_node=True))
+    assert believed(kept) == {"d0": 2, "d1": 2, "p0": 2}
+
+
+def test_an_engine_finds_what_its_buffer_keeps_or_its_node_whichever_is_more() -> None:
+    kept = hearing(engine("d0"), engine("d1"))
+    kept.heard("d0", news(KEYS[:5], [], in_node=False))
+    kept.heard("d1", news(KEYS[:3], [], in_node=True))
+    assert believed(kept) == {"d0": 5, "d1": 3}
+    kept.heard("d0", news([], KEYS[1:5], in_node=False))
+    assert believed(kept) == {"d0": 3, "d1": 3}
+    assert kept.prefixes(KEYS[4:], Mode.DUALPATH) == ()
+    assert kept.prefixes([], Mode.DUALPATH) == ()
+
+
+def test_directories_of_other_marks_and_nodes_are_others() -> None:
+    other = msgspec.structs.replace(SHARE, mark="other")
+    alone = engine("d3", node_dram=None)
+    kept = hearing(engine("d0"), engine("d1", node_dram=other), engine("d2", node="n1"), alone)
+    for name in ("d0", "d3"):
+        kept.heard(name, news(KEYS, [], in_node=True))
+    assert believed(kept) == {"d0": len(KEYS)}
+
+
+def test_what_a_node_shares_is_known_until_its_last_engine_is_lost() -> None:
+    one, other = engine("d0"), engine("d1")
+    kept = hearing(one, other)
+    kept.heard("d0", news(KEYS, [], in_node=True))
+    kept.engine_lost(one)
+    assert believed(kept) == {"d1": len(KEYS)}
+    kept.engine_joined(one, BLOCK_TOKENS)
+    assert believed(kept) == {"d0": len(KEYS), "d1": len(KEYS)}
+    kept.engine_lost(one)
+    kept.engine_lost(other)
+    kept.engine_joined(one, BLOCK_TOKENS)
+    assert believed(kept) == {}
+    kept.heard("d1", news(KEYS, [], in_node=True))
+    assert believed(kept) == {}
+
+
+def test_an_engine_that_comes_back_with_another_directory_leaves_the_old_one() -> None:
+    kept = hearing(engine("d0"))
+    kept.heard("d0", news(KEYS, [], in_node=True))
+    kept.engine_joined(engine("d0", node_dram=None), BLOCK_TOKENS)
+    kept.engine_joined(engine("d0"), BLOCK_TOKENS)
+    assert believed(kept) == {}
+
+
+@pytest.mark.parametrize(("in_node", "blocks"), [(False, 8), (True, SHARED)])
+def test_no_more_is_believed_than_fits(in_node: bool, blocks: int) -> None:
+    kept = hearing(engine("d0"))
+    fill = [number.to_bytes(KEPT_KEY_BYTES) for number in range(2 * blocks + MOST_KEPT_KEYS)]
+    kept.heard("d0", news(fill[1:], [], in_node=in_node))
+    kept.heard("d0", news(KEYS[:2], [], in_node=in_node))
+    assert believed(kept) == {}
+    kept.heard("d0", news(KEYS[:1], [], in_node=in_node))
+    assert believed(kept) == {"d0": 1}
