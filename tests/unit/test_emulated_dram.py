@@ -35,7 +35,7 @@ async def heard(made: Cluster) -> None:
     def taken() -> bool:
         pools = {name: e.plane.manager.buffer._pool for name, e in made.engines.items()}
         return all(
-            known[name].buffer._keys == {key[:KEPT_KEY_BYTES] for _, key in pool.kept.items()}
+            set(known[name].buffer._keys) == {key[:KEPT_KEY_BYTES] for _, key in pool.kept.items()}
             for name, pool in pools.items()
         )
 

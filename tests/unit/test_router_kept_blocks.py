@@ -48,8 +48,8 @@ def hearing(*engines: EngineInfo) -> KeptBlocks:
 
 
 def news(added: list[bytes], dropped: list[bytes], *, in_node: bool) -> Kept:
-    short = [tuple(key[:KEPT_KEY_BYTES] for key in keys) for keys in (added, dropped)]
-    return Kept(*short, in_node)
+    told, gone = (tuple(key[:KEPT_KEY_BYTES] for key in keys) for keys in (added, dropped))
+    return Kept(told, gone, in_node)
 
 
 def believed(kept: KeptBlocks, mode: Mode = Mode.DUALPATH) -> dict[str, int]:
@@ -112,11 +112,20 @@ def test_an_engine_that_comes_back_with_another_directory_leaves_the_old_one() -
 
 
 @pytest.mark.parametrize(("in_node", "blocks"), [(False, 8), (True, SHARED)])
-def test_no_more_is_believed_than_fits(in_node: bool, blocks: int) -> None:
+def test_no_more_is_believed_than_fits_and_the_latest_news_count(
+    in_node: bool, blocks: int
+) -> None:
     kept = hearing(engine("d0"))
-    fill = [number.to_bytes(KEPT_KEY_BYTES) for number in range(2 * blocks + MOST_KEPT_KEYS)]
-    kept.heard("d0", news(fill[1:], [], in_node=in_node))
+    most = 2 * blocks + MOST_KEPT_KEYS
+    others = [number.to_bytes(KEPT_KEY_BYTES) for number in range(most)]
     kept.heard("d0", news(KEYS[:2], [], in_node=in_node))
-    assert believed(kept) == {}
+    kept.heard("d0", news(others[: most - 2], [], in_node=in_node))
+    assert believed(kept) == {"d0": 2}
     kept.heard("d0", news(KEYS[:1], [], in_node=in_node))
+    kept.heard("d0", news(others[most - 2 : most - 1], [], in_node=in_node))
     assert believed(kept) == {"d0": 1}
+    kept.heard("d0", news(others[most - 1 :], [], in_node=in_node))
+    kept.heard("d0", news(others[:1], [], in_node=in_node))
+    assert believed(kept) == {"d0": 1}
+    kept.heard("d0", news([b"%08d" % number for number in range(most)], [], in_node=in_node))
+    assert believed(kept) == {}

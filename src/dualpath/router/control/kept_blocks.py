@@ -27,12 +27,16 @@ class _Place:
     def __init__(self, blocks: int) -> None:
         # News of what has come may be here before those of what has gone for it.
         self._most_keys = 2 * blocks + MOST_KEPT_KEYS
-        self._keys: set[bytes] = set()
+        #: The latest last.
+        self._keys: dict[bytes, None] = {}
 
     def heard(self, news: Kept) -> None:
-        self._keys.difference_update(news.dropped)
-        if len(self._keys) + len(news.added) <= self._most_keys:
-            self._keys.update(key[:KEPT_KEY_BYTES] for key in news.added)
+        for key in (*news.dropped, *news.added):
+            self._keys.pop(key[:KEPT_KEY_BYTES], None)
+        self._keys.update((key[:KEPT_KEY_BYTES], None) for key in news.added)
+        # An engine may have had nobody to tell that blocks have gone.
+        while len(self._keys) > self._most_keys:
+            del self._keys[next(iter(self._keys))]
 
     def head(self, keys: Sequence[bytes]) -> int:
         """Return how many of ``keys`` are kept from the first on.
