@@ -53,6 +53,7 @@ clusters = st.fixed_dictionaries(
         "prefill_hbm_bytes": ample_or_tight,
         "decode_hbm_bytes": ample_or_tight,
         "layer_buffers": st.integers(1, 2),
+        "overlap_passes": st.booleans(),
         "recompute_limit_s": st.sampled_from([0.0, 0.0, 2.0, 100.0]),
         "dram_tier_bytes": st.sampled_from([None, 0.0, 5e5, 2e6]),
         "alpha_s": st.sampled_from([0.1, 3.0]),

@@ -34,6 +34,26 @@ def test_a_round_without_hits_is_computed_then_decoded(core):
     assert turns.finished_ns[0] == turns.decoding_ns[0] + 20 * MS
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_pass_that_begins_in_the_one_before_hides_its_first_loads_and_the_others_last_sends(
+    core, overlap
+):
+    setup = small_setup(Mode.LAYERWISE, batch_cap_tokens=64, overlap_passes=overlap)
+    turns = simulate(setup, agents_of([(64, 0, 1)], [(64, 0, 1)]), core=core).turns
+    # A pass each, of 64 tokens at 1 ms; the first one follows none.
+    first_ns, second_ns = sorted(turns.first_token_ns)
+    assert first_ns == 64 * MS + 6_400
+    assert second_ns == first_ns + 64 * MS + (0 if overlap else 6_400)
+
+
+def test_passes_with_a_pause_between_them_overlap_nothing(core):
+    setup = small_setup(Mode.LAYERWISE, batch_cap_tokens=64, overlap_passes=True)
+    turns = simulate(setup, agents_of([(64, 0, 1), (64, 0, 1)]), core=core).turns
+    first_ns, second_ns = sorted(turns.first_token_ns)
+    assert first_ns == 64 * MS + 6_400
+    assert second_ns == turns.granted_ns.max() + 64 * MS + 6_400
+
+
 def test_hits_are_read_first_and_only_the_miss_is_computed(core):
     result = simulate(small_setup(Mode.BASIC), agents_of([(1000, 640, 2)]), core=core)
     turns = result.turns

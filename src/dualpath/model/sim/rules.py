@@ -153,16 +153,22 @@ def pass_s(
     return batch_s + compute_s + exchange_s
 
 
-def pass_end_ns(now_ns: int, compute_ns: int, moved_ns: int, layers: int, resident: bool) -> int:
+def pass_end_ns(
+    now_ns: int, compute_ns: int, moved_ns: int, layers: int, resident: bool, overlapped: bool
+) -> int:
     """Return when a pass is over that begins now and whose KV has moved at ``moved_ns``.
 
     With all layers ``resident`` that is the loads alone, and they come before the computation.
     Layerwise, loads and sends flow meanwhile, but the first layer's loads and the last layer's
-    sends have no computation to hide behind.
+    sends have no computation to hide behind; unless the pass is ``overlapped``: it has begun in
+    the one before it, whose sends end behind its first layers.
+
+    Deviation: the last of passes that follow each other has nobody to hide its last layer's sends.
+    They are taken for hidden as well.
     """
     if resident:
         return moved_ns + compute_ns
-    exposed_ns = (moved_ns - now_ns) // layers
+    exposed_ns = 0 if overlapped else (moved_ns - now_ns) // layers
     return max(now_ns + compute_ns, moved_ns) + exposed_ns
 
 

@@ -97,6 +97,9 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     layer_buffers: Annotated[
         int, Setting("layers of KV that a layerwise PE holds", ge=1, le=100_000)
     ] = 2
+    overlap_passes: Annotated[
+        bool, Setting("a forward pass's first layers are loaded in the pass before, as engines do")
+    ] = False
     share_loads: Annotated[
         bool, Setting("GPUs of a PE that hold the same KV load a part each and gather the rest")
     ] = False

@@ -31,6 +31,7 @@ class Constants(NamedTuple):
     layers: int
     oracle: bool
     resident: bool
+    overlap_passes: bool
     equal_snic: bool
     overhead_ns: int
     interval_ns: int
@@ -91,6 +92,7 @@ def constants(setup: Setup, window_ns: int) -> Constants:
         layers=setup.model.layers,
         oracle=setup.mode is Mode.ORACLE,
         resident=not setup.mode.layerwise,
+        overlap_passes=cluster.overlap_passes,
         equal_snic=cluster.snic_sharing == "equal",
         overhead_ns=to_ns(cluster.request_overhead_s),
         interval_ns=to_ns(cluster.fetch_interval_s),

@@ -109,7 +109,7 @@ def run_events(
         elif kind == SNIC_END:
             end_equal(p, subject, event >> NUMBER_SHIFT)
         elif kind == START_PASS:
-            start_pass(p, subject)
+            start_pass(p, subject, False)
         elif kind == COMPUTED:
             computed(p, subject)
         elif kind == SENT:

@@ -49,8 +49,8 @@ from dualpath.policy.recompute import weight_tokens
 
 
 @lean
-def start_pass(p: World, unit: int) -> None:
-    """Begin a unit's next forward pass if any of its engines has work."""
+def start_pass(p: World, unit: int, follows: bool) -> None:
+    """Begin a unit's next forward pass if any of its engines has work; it may follow another."""
     m = p.machine
     tokens, compute_s, slowest_s, mean_s = form_pass(p, unit)
     m.units[unit, U_BUSY] = 1 if tokens else 0
@@ -62,7 +62,8 @@ def start_pass(p: World, unit: int) -> None:
         if flights[agent, DONE] == flights[agent, HIT]:
             m.times[m.round_of[agent], T_PREFILL] = now_ns
         agent = m.next_chunk[agent]
-    end_ns = _pass_end(p, unit, to_ns(compute_s))
+    overlapped = follows and p.constants.overlap_passes
+    end_ns = _pass_end(p, unit, to_ns(compute_s), overlapped)
     batch = m.counters[BATCHES]
     m.counters[BATCHES] += 1
     batches[batch, 0] = now_ns
@@ -75,7 +76,7 @@ def start_pass(p: World, unit: int) -> None:
 
 
 @lean
-def _pass_end(p: World, unit: int, compute_ns: int) -> int:
+def _pass_end(p: World, unit: int, compute_ns: int, overlapped: bool) -> int:
     m, c = p.machine, p.constants
     now_ns = m.counters[NOW]
     if c.oracle:
@@ -87,7 +88,7 @@ def _pass_end(p: World, unit: int, compute_ns: int) -> int:
         agent = m.next_chunk[agent]
     if not c.resident:
         moved_ns = max(moved_ns, _send(p, unit))
-    return pass_end_ns(now_ns, compute_ns, moved_ns, c.layers, c.resident)
+    return pass_end_ns(now_ns, compute_ns, moved_ns, c.layers, c.resident, overlapped)
 
 
 @lean
@@ -165,7 +166,7 @@ def sent(p: World, unit: int) -> None:
         if flights[agent, DONE] == flights[agent, PROMPT]:
             _prefilled(p, agent)
         agent = following
-    start_pass(p, unit)
+    start_pass(p, unit, True)
 
 
 @lean

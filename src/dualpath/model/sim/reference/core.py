@@ -53,6 +53,7 @@ class ReferenceCore:
         self._oracle = setup.mode is Mode.ORACLE
         self._resident = not setup.mode.layerwise
         self._layers = setup.model.layers
+        self._overlap_passes = cluster.overlap_passes
         self._overhead_ns = to_ns(cluster.request_overhead_s)
         self._admission_ns = to_ns(cluster.decode_admission_s)
         self._events = EventQueue()
@@ -228,7 +229,7 @@ class ReferenceCore:
             row = self._prefill_unit_of[flight.pe]
             self._events.at(self._events.now_ns, self._start_pass, row)
 
-    def _start_pass(self, row: int) -> None:
+    def _start_pass(self, row: int, *, follows: bool = False) -> None:
         unit = self._prefill_units[row]
         formed = unit.form_pass()
         unit.busy = formed is not None
@@ -238,13 +239,13 @@ class ReferenceCore:
         for chunk in formed.chunks:
             if chunk.cached == chunk.work.hit_tokens:
                 self._record.prefill_ns[chunk.work.round] = now_ns
-        end_ns = self._pass_end(formed)
+        end_ns = self._pass_end(formed, overlapped=follows and self._overlap_passes)
         self._record.batch(row, formed, now_ns, end_ns)
         self._events.at(end_ns, self._computed, row, formed)
 
     # 6. The pass.
 
-    def _pass_end(self, formed: Pass) -> int:
+    def _pass_end(self, formed: Pass, *, overlapped: bool) -> int:
         now_ns = self._events.now_ns
         compute_ns = to_ns(formed.compute_s)
         if self._oracle:
@@ -252,7 +253,9 @@ class ReferenceCore:
         moved_ns = max(self._load(chunk) for chunk in formed.chunks)
         if not self._resident:
             moved_ns = max(moved_ns, self._send(formed))
-        return pass_end_ns(now_ns, compute_ns, moved_ns, self._layers, self._resident)
+        return pass_end_ns(
+            now_ns, compute_ns, moved_ns, self._layers, self._resident, overlapped
+        )
 
     def _load(self, chunk: Chunk) -> int:
         flight, charge = self._flights[chunk.work.round], self._machine.charge
@@ -294,7 +297,7 @@ class ReferenceCore:
         for chunk in formed.chunks:
             if chunk.work.done_tokens == chunk.work.prompt_tokens:
                 self._prefilled(chunk.work.round)
-        self._start_pass(row)
+        self._start_pass(row, follows=True)
 
     def _prefilled(self, r: int) -> None:
         flight = self._flights[r]
