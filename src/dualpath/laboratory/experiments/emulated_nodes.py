@@ -67,7 +67,7 @@ def simulated_setup(nodes: EmulatedNodes, lab: LabSettings, mode: Mode) -> Setup
         prefill_hbm_bytes=nodes.hbm_bytes,
         decode_hbm_bytes=nodes.hbm_bytes,
         layer_buffers=nodes.layer_buffers,
-        overlap_passes=True,
+        overlap_passes=nodes.prefill_tp == 1,
         compute_quota_s=nodes.compute_quota_s / nodes.speedup,
         batch_cap_tokens=nodes.batch_cap_tokens,
         block_tokens=nodes.block_tokens,

@@ -98,7 +98,7 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
         int, Setting("layers of KV that a layerwise PE holds", ge=1, le=100_000)
     ] = 2
     overlap_passes: Annotated[
-        bool, Setting("a forward pass's first layers are loaded in the pass before, as engines do")
+        bool, Setting("a forward pass that follows another loads its first layers within that one")
     ] = False
     share_loads: Annotated[
         bool, Setting("GPUs of a PE that hold the same KV load a part each and gather the rest")
