@@ -1,4 +1,8 @@
-"""DualPath's own engines as one more stack: the same vLLM and nodes, in one of its modes."""
+"""DualPath's own engines as one more stack: the same vLLM and nodes, in one of its modes.
+
+Engines time themselves at start (``engine.settings.profile``), so that the router knows what
+computing takes.
+"""
 
 from benchmarks.peers.peer_stack import NIXL_ENVIRONMENT, PROXY_PORT, PeerSettings
 
@@ -10,14 +14,18 @@ from dualpath.ops.launch.settings import LocalClusterSettings
 
 #: α of Algorithm 1 is what a node reads in 3 s (§A.4).
 ALPHA_S = 3.0
+#: After a mode: hits are computed again where that is faster, and done in this time.
+RECOMPUTE, _RECOMPUTE_LIMIT_S = "-recompute", 10.0
 
 
 class DualPathStack:
     """Router on the head node, an engine on each other."""
 
-    def __init__(self, mode: Mode, snic_bytes_per_s: float, kv_bytes_per_token: int) -> None:
-        self.mode = mode
-        self.name = f"dualpath-{mode.value}"
+    def __init__(self, way: str, snic_bytes_per_s: float, kv_bytes_per_token: int) -> None:
+        """``way`` is a mode, or a mode and ``RECOMPUTE``; raises ``ValueError`` for another."""
+        self._mode = Mode(way.removesuffix(RECOMPUTE))
+        self._recompute_limit_s = _RECOMPUTE_LIMIT_S if way.endswith(RECOMPUTE) else 0.0
+        self.name = f"dualpath-{way}"
         self._alpha_tokens = max(int(ALPHA_S * snic_bytes_per_s / kv_bytes_per_token), 1)
 
     def commands(self, settings: PeerSettings) -> list[NodeCommand]:
@@ -33,7 +41,7 @@ class DualPathStack:
             model=settings.model,
             storage=f"{settings.storage}/dualpath",
             nodes=nodes_text(len(settings.prefill), len(settings.decode)),
-            mode=self.mode,
+            mode=self._mode,
             host=settings.head.address,
             dtype="float32",
             max_model_len=settings.max_model_len,
@@ -42,5 +50,6 @@ class DualPathStack:
             buffer_bytes=settings.dram_bytes,
             decode_prefix_caching=True,
             alpha_tokens=self._alpha_tokens,
+            recompute_limit_s=self._recompute_limit_s,
             control_host=settings.head.address,
         )

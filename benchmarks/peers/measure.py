@@ -60,7 +60,7 @@ def parse_arguments(words: list[str] | None = None) -> Namespace:
     parser = ArgumentParser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--peer", action="append", default=[], metavar="NAME=ENVIRONMENT")
-    add("--modes", default=MODES, help="of DualPath's own engines, with commas")
+    add("--modes", default=MODES, help="of DualPath's own engines, with commas, or MODE-recompute")
     add("--nodes", default="1P1D")
     add("--agents", type=int, default=24)
     add("--turns", type=int, default=2, help="measured turns of each agent after its history")
@@ -139,8 +139,8 @@ def _stacks(args: Namespace) -> list[tuple[str, PeerStack, str, bool]]:
         stack = PEERS[name.removesuffix(AGGREGATED)]()
         python = str(Path(environment).absolute() / "bin" / "python")
         found.append((name, stack, python, aggregated))
-    for mode in filter(None, args.modes.split(",")):
-        own = DualPathStack(Mode(mode), args.snic_mb_per_s * 1e6, KV_BYTES)
+    for way in filter(None, args.modes.split(",")):
+        own = DualPathStack(way, args.snic_mb_per_s * 1e6, KV_BYTES)
         found.append((own.name, own, sys.executable, False))
     return found
 

@@ -56,7 +56,9 @@ class CompiledScheduler:
     def set_thresholds(self, thresholds: Thresholds) -> None:
         """The simulator's engines never change, and so do its thresholds: its tables are new."""
         rules = self._state.rules._replace(
-            alpha_tokens=thresholds.alpha_tokens, beta_tokens=thresholds.beta_tokens
+            alpha_tokens=thresholds.alpha_tokens,
+            beta_tokens=thresholds.beta_tokens,
+            computed_weight=thresholds.computed_weight,
         )
         self._state = self._state._replace(rules=rules)
 
@@ -154,7 +156,8 @@ class CompiledScheduler:
             pe_reason=PE_REASONS[row[tables.A_PE_REASON]],
             de_reason=DE_REASONS[row[tables.A_DE_REASON]],
             read_reason=READ_REASONS[row[tables.A_READ_REASON]],
-            prefill_tokens=lengths[tables.PREFILL] + weight_tokens(row[tables.A_RECOMPUTE]),
+            prefill_tokens=lengths[tables.PREFILL]
+            + weight_tokens(row[tables.A_RECOMPUTE], self._state.rules.computed_weight),
             decode_tokens=lengths[tables.DECODE],
             prefill_read_tokens=head,
             decode_read_tokens=tail,

@@ -26,6 +26,7 @@ from dualpath.policy.events import (
     PE_KEPT,
     PE_LONG_QUEUE,
     PE_SHORT_QUEUE,
+    TYPICAL_COMPUTED_WEIGHT,
     UNLIMITED_TOKENS,
     EngineSpec,
     SchedulerSettings,
@@ -47,6 +48,7 @@ from dualpath.policy.read_side import (
 from dualpath.policy.recompute import recompute_tokens, weight_tokens
 from dualpath.policy.scheduler import RequestScheduler
 
+WEIGHT = TYPICAL_COMPUTED_WEIGHT
 deterministic = settings(derandomize=True, deadline=None)
 tokens = st.integers(0, 1000)
 lengths = st.lists(st.integers(1, 400), max_size=20)
@@ -220,20 +222,26 @@ def test_no_pe_of_the_category_ends_earlier_than_the_one_chosen(group, length, d
     st.sampled_from([SHORTER_QUEUE, BOTH_SIDES]),
     st.integers(0, 4000),
     st.tuples(st.integers(0, 300_000), st.integers(0, 60_000), st.integers(0, 60_000)),
-    st.tuples(st.sampled_from([30, 3000, 90_000]), st.sampled_from([500, 50_000, 500_000])),
+    st.tuples(
+        st.sampled_from([30, 3000, 90_000]),
+        st.sampled_from([500, 50_000, 500_000]),
+        st.sampled_from([1.0, 3.5, WEIGHT]),
+    ),
     st.sampled_from([0.1, 3.0, 100.0]),
 )
 def test_no_other_cut_of_a_hit_ends_earlier(rule, unread, queues, thresholds, limit_s) -> None:
     ahead, pe_queue, de_queue = queues
-    alpha, beta = thresholds
-    cut = recompute_tokens(rule, unread, ahead, pe_queue, de_queue, alpha, beta, limit_s, 64)
+    alpha, beta, weight = thresholds
+    cut = recompute_tokens(
+        rule, unread, ahead, pe_queue, de_queue, alpha, beta, weight, limit_s, 64
+    )
     read_per_s, prompt_per_s = alpha / 3, beta / 5
     queue = min(pe_queue, de_queue)
     if rule == BOTH_SIDES:
         queue, read_per_s = pe_queue + de_queue, 2 * read_per_s
 
     def compute_s(recomputed: int) -> float:
-        return float(weight_tokens(recomputed) / prompt_per_s)
+        return float(weight_tokens(recomputed, weight) / prompt_per_s)
 
     def end_s(loaded: int) -> float:
         load_s = (queue + loaded) / read_per_s if loaded else 0.0
@@ -257,30 +265,34 @@ def test_as_much_is_computed_again_by_the_compiled_kernel() -> None:
         unread, pe, de, ahead = map(int, random.integers(0, [3000, 3000, 3000, 300_000]))
         alpha, beta = int(random.choice([0, 200, 5000])), int(random.choice([0, 5000, 1_000_000]))
         limit_s = float(random.choice([0.0, 20.0, 1e4]))
-        cut = recompute_tokens(rule, unread, ahead, pe, de, alpha, beta, limit_s, 64)
-        assert compiled(rule, unread, ahead, pe, de, alpha, beta, limit_s, 64) == cut
+        weight = float(random.choice([1.0, 3.5, WEIGHT]))
+        asked = rule, unread, ahead, pe, de, alpha, beta, weight, limit_s, 64
+        cut = recompute_tokens(*asked)
+        assert compiled(*asked) == cut
         cuts.add("none" if cut == 0 else "all" if cut == unread else "tail")
     assert cuts == {"none", "tail", "all"}
 
 
 def test_nothing_is_computed_again_without_rates_in_baselines_or_when_switched_off() -> None:
     busy = 640, 0, 1_000_000, 1_000_000
-    assert recompute_tokens(SHORTER_QUEUE, *busy, 3000, 500_000, 100.0, 64) == 640
-    assert recompute_tokens(SHORTER_QUEUE, *busy, 3000, 500_000, 0.0, 64) == 0
+    assert recompute_tokens(SHORTER_QUEUE, *busy, 3000, 500_000, WEIGHT, 100.0, 64) == 640
+    assert recompute_tokens(SHORTER_QUEUE, *busy, 3000, 500_000, WEIGHT, 0.0, 64) == 0
     for alpha, beta in ((3000, UNLIMITED_TOKENS), (UNLIMITED_TOKENS, 500_000), (3000, 0), (0, 0)):
-        assert recompute_tokens(SHORTER_QUEUE, *busy, alpha, beta, 100.0, 64) == 0
-    assert recompute_tokens(SHORTER_QUEUE, *busy, 0, 500_000, 100.0, 64) == 0
+        assert recompute_tokens(SHORTER_QUEUE, *busy, alpha, beta, WEIGHT, 100.0, 64) == 0
+    assert recompute_tokens(SHORTER_QUEUE, *busy, 0, 500_000, WEIGHT, 100.0, 64) == 0
     for baseline in (PE_READS, SIDES_IN_TURN, NO_READS):
-        assert recompute_tokens(baseline, *busy, 3000, 500_000, 100.0, 64) == 0
+        assert recompute_tokens(baseline, *busy, 3000, 500_000, WEIGHT, 100.0, 64) == 0
 
 
 def test_what_is_read_while_the_pe_is_busy_is_read_and_the_rest_computed() -> None:
     """In a second 1,000 tokens are read, and 10,000 new ones computed."""
-    alpha, beta = 3000, int(5 * 10 * weight_tokens(1000))
+    alpha, beta = 3000, int(5 * 10 * weight_tokens(1000, WEIGHT))
     ahead = beta // 5 // 2
-    cut = recompute_tokens(SHORTER_QUEUE, 2048, ahead, 0, 900, alpha, beta, 5.0, 64)
+    cut = recompute_tokens(SHORTER_QUEUE, 2048, ahead, 0, 900, alpha, beta, WEIGHT, 5.0, 64)
     assert 2048 - cut == 448, "half a second's reading, in whole blocks"
-    assert recompute_tokens(SHORTER_QUEUE, 2048, ahead, 500, 900, alpha, beta, 5.0, 64) == 2048
+    assert (
+        recompute_tokens(SHORTER_QUEUE, 2048, ahead, 500, 900, alpha, beta, WEIGHT, 5.0, 64) == 2048
+    )
 
 
 def chosen(rule: int, prefill: Reader, decode: Reader, hit: int = 1, block: int = 1) -> Reads:

@@ -12,7 +12,11 @@ from dualpath.core.rates import RateOrigin
 from dualpath.engine import read_speed
 from dualpath.engine.threads import OS_THREADS
 from dualpath.policy.batching import AttentionGeometry, LayerTimeEstimate
-from dualpath.policy.events import TYPICAL_APPEND_TOKENS, TYPICAL_CONTEXT_TOKENS
+from dualpath.policy.events import (
+    TYPICAL_APPEND_TOKENS,
+    TYPICAL_COMPUTED_WEIGHT,
+    TYPICAL_CONTEXT_TOKENS,
+)
 from dualpath.storage.memory import MemoryStorage
 from dualpath.vllm.costs_cache import MAX_AGE_S, CostsCache, Remembered
 from dualpath.vllm.pass_costs import (
@@ -48,6 +52,7 @@ def test_costs_of_passes_are_found_again():
     context, append = TYPICAL_CONTEXT_TOKENS, TYPICAL_APPEND_TOKENS
     turn_s = BATCH_S + ATTENTION.flops(context, append) * FLOP_S + append * TOKEN_S
     assert costs.prefill_tokens_per_s == pytest.approx((context + append) / turn_s)
+    assert costs.computed_weight == TYPICAL_COMPUTED_WEIGHT
 
 
 @pytest.mark.parametrize("limit", [2048, 100])
@@ -57,6 +62,7 @@ def test_the_typical_turn_fills_a_short_context(limit):
     turn_s = BATCH_S + flops * FLOP_S + append * TOKEN_S
     costs = costs_of([timed(0), timed(512)], limit)
     assert costs.prefill_tokens_per_s == pytest.approx(limit / turn_s)
+    assert costs.computed_weight == limit / append
 
 
 def test_passes_that_tell_no_line_tell_a_throughput():

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from benchmarks.peers.dualpath_stack import DualPathStack
+from benchmarks.peers.dualpath_stack import RECOMPUTE, DualPathStack
 from benchmarks.peers.measure import parse_arguments, session
 from benchmarks.peers.peer_stack import PeerSettings, PeerStack
 from benchmarks.peers.vllm_lmcache.stack import LMCacheDramStack, LMCacheStack
@@ -115,10 +115,21 @@ def test_dualpath_engines_meet_the_router_on_the_head_node():
     assert router.node == HEAD
     assert option(router, "--control-host") == HEAD.address
     assert option(router, "--alpha-tokens") == str(3 * 25_000_000 // 32768)
+    assert "--recompute-limit-s" not in router.argv
     for process in rest:
         extra = json.loads(option(process, "--kv-transfer-config"))["kv_connector_extra_config"]
         assert extra["router"] == f"tcp://{HEAD.address}:5700"
         assert extra["api_url"] == f"http://{process.node.address}:8000"
+
+
+def test_dualpath_may_be_asked_to_compute_what_is_faster_so():
+    stack = DualPathStack(f"split{RECOMPUTE}", 25e6, 32768)
+    assert stack.name == "dualpath-split-recompute"
+    router, *_ = stack.commands(settings())
+    assert option(router, "--recompute-limit-s") == "10"
+    assert option(router, "--mode") == "split"
+    with pytest.raises(ValueError, match="fast"):
+        DualPathStack("fast", 25e6, 32768)
 
 
 def test_mooncake_has_an_owner_of_dram_and_storage_on_every_node_and_one_master():

@@ -9,6 +9,7 @@ from tests.unit.router_fakes import BLOCK_TOKENS, expected, job, keys_of
 from dualpath.core import control, request_messages
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
+from dualpath.policy.events import TYPICAL_COMPUTED_WEIGHT
 from dualpath.policy.recompute import weight_tokens
 from dualpath.router.settings import RouterSettings
 
@@ -214,7 +215,7 @@ async def test_a_hit_is_computed_where_storage_takes_longer(limit_s, deadline_s,
     """Storage reads a token in 3 s.  16 tokens take 48 s, and 3 s to compute."""
     settings = RouterSettings(
         alpha_tokens=1,
-        beta_tokens=5 * weight_tokens(16) // 3,
+        beta_tokens=5 * weight_tokens(16, TYPICAL_COMPUTED_WEIGHT) // 3,
         recompute_limit_s=limit_s,
         read_deadline_s=deadline_s,
     )

@@ -15,6 +15,7 @@ from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
 from dualpath.core.rates import Rate, RateOrigin, Rates
 from dualpath.policy.event_log import Fetched, ThresholdsSet, difference
+from dualpath.policy.events import TYPICAL_COMPUTED_WEIGHT
 from dualpath.router.control.event_recorder import read_event_log
 from dualpath.router.control.registry import Registry
 from dualpath.router.settings import RouterSettings
@@ -47,6 +48,27 @@ async def test_the_slowest_prefill_engine_that_is_there_sets_both():
         assert (status()["alpha"], status()["beta"]) == (UNKNOWN, UNKNOWN)
         (p1,) = [e for e in status()["engines"] if e["engine_id"] == "p1"]
         assert p1["rates"]["prefill_tokens"] == {"per_s": 1000, "origin": "file"}
+
+
+@pytest.mark.virtual_time
+async def test_what_a_computed_token_weighs_is_said_by_the_engine_that_sets_beta():
+    async with cluster(prefill=0) as made:
+
+        def weight() -> float:
+            return made.service.context.thresholds.for_scheduler().computed_weight
+
+        assert weight() == TYPICAL_COMPUTED_WEIGHT
+        short = msgspec.structs.replace(rates(100, 10, RateOrigin.MEASURED), computed_weight=2.5)
+        await made.add("p0", Role.PREFILL, rates=short)
+        await made.add("p1", Role.PREFILL, rates=rates(100, 1000, RateOrigin.FILE))
+        assert weight() == 2.5
+        made.lose("p0")
+        assert weight() == TYPICAL_COMPUTED_WEIGHT
+    # A beta that is set is that of the paper's turn, whatever engines say.
+    async with cluster(prefill=0, settings=RouterSettings(beta_tokens=100)) as made:
+        await made.add("p0", Role.PREFILL, rates=short)
+        thresholds = made.service.context.thresholds.for_scheduler()
+        assert thresholds.computed_weight == TYPICAL_COMPUTED_WEIGHT
 
 
 @pytest.mark.virtual_time
@@ -117,3 +139,12 @@ async def test_a_rate_that_cannot_be_is_refused(per_s):
         bad = Rates(prefill_tokens=Rate(per_s, RateOrigin.MEASURED))
         with pytest.raises(EngineRefusedError, match=r"rate of .* above 0 and finite"):
             Registry().admit(msgspec.structs.replace(hello, rates=bad))
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("weight", [0.5, 1e10, math.nan, math.inf])
+async def test_a_weight_of_computed_tokens_that_cannot_be_is_refused(weight):
+    async with cluster(prefill=0) as made:
+        hello = made.engines["d0"].hello()
+        with pytest.raises(EngineRefusedError, match=r"computed_weight of .* between 1 and 1e\+09"):
+            Registry().admit(msgspec.structs.replace(hello, rates=Rates(computed_weight=weight)))

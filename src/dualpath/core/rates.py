@@ -35,8 +35,10 @@ class Rate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The rates of an engine, None where unknown.
 
-    ``read_bytes`` from storage, alone on its node; ``prefill_tokens`` of prompts, hits included.
+    ``read_bytes`` from storage, alone on its node; ``prefill_tokens`` of prompts, hits included, of
+    which so many pass for each token that is computed: ``computed_weight`` ≥ 1.
     """
 
     read_bytes: Rate | None = None
     prefill_tokens: Rate | None = None
+    computed_weight: float | None = None

@@ -172,9 +172,11 @@ class Membership:
             )
             self.rates = msgspec.structs.replace(self.rates, read_bytes=rate)
 
-    def computes(self, prefill_tokens: Rate) -> None:
-        """Say from the next greeting on how many prompt tokens are computed in a second."""
-        self.rates = msgspec.structs.replace(self.rates, prefill_tokens=prefill_tokens)
+    def computes(self, prefill_tokens: Rate, computed_weight: float | None = None) -> None:
+        """Say from the next greeting on what ``Rates`` has of computation."""
+        self.rates = msgspec.structs.replace(
+            self.rates, prefill_tokens=prefill_tokens, computed_weight=computed_weight
+        )
 
     def _end_if_broken(self, now_ns: int) -> None:
         """An engine whose data plane has lost a thread says so in a report, then it is gone."""

@@ -15,6 +15,8 @@ BETA_S = 5.0
 #: The turn at whose speed a PE computes β: the mean of the 64K dataset (§3, Table 2).
 TYPICAL_CONTEXT_TOKENS = 32_721
 TYPICAL_APPEND_TOKENS = 429
+#: Of its prompt's tokens so many pass for each one that is computed.
+TYPICAL_COMPUTED_WEIGHT = (TYPICAL_CONTEXT_TOKENS + TYPICAL_APPEND_TOKENS) / TYPICAL_APPEND_TOKENS
 #: α or β that is never exceeded.
 UNLIMITED_TOKENS = 1 << 60
 
@@ -45,7 +47,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """Constants of §6.1 and §A.4, in tokens, and what goes beyond the paper.
 
     ``alpha_tokens`` α, short reading queue threshold (what one node reads in 3 s);
-    ``beta_tokens`` β, unfinished token limit (what one GPU prefills in 5 s);
+    ``beta_tokens`` β, unfinished token limit (what one GPU prefills in 5 s), of which a token
+    that is computed takes ``computed_weight`` ≥ 1, hits none;
     ``threshold_factor`` the 1.05 of Z; ``block_tokens`` granularity of a split;
     ``generated_reserve_tokens`` how many of a request's generated tokens count into its length
     at the DE, at most (the prompt always counts; 0 reserves the prompt alone);
@@ -62,13 +65,15 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     generated_reserve_tokens: int = 256
     balanced_baselines: bool = False
     recompute_limit_s: float = 0.0
+    computed_weight: float = TYPICAL_COMPUTED_WEIGHT
 
 
 class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """α and β of ``SchedulerSettings`` from now on; they follow from the engines there are."""
+    """Those of ``SchedulerSettings`` from now on; they follow from the engines there are."""
 
     alpha_tokens: int
     beta_tokens: int
+    computed_weight: float = TYPICAL_COMPUTED_WEIGHT
 
 
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

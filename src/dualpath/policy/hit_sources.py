@@ -85,6 +85,7 @@ class HitSources:
             at_decode.queue_tokens,
             settings.alpha_tokens,
             settings.beta_tokens,
+            settings.computed_weight,
             settings.recompute_limit_s,
             settings.block_tokens,
         )

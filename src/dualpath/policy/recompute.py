@@ -8,8 +8,9 @@ is read anyway while the PE is busy, x = w r - q.  The head is loaded and the ta
 what is computed attends to all before it.
 
 - r is the speed behind α, of either node; c is that behind β on *appended* tokens, at the turn that
-  β is stated for: a token computed counts as ``COMPUTED_WEIGHT`` prompt tokens.  Longer appends and
-  shorter contexts are computed faster than that, so that too much is loaded rather than computed.
+  β is stated for, the typical one or the longest that fits the model's context: a token computed
+  counts as ``computed_weight`` prompt tokens.  Longer appends and shorter contexts are computed
+  faster than that, so that too much is loaded rather than computed.
 - What is computed again counts with that weight to the PE's load; else one long reading queue would
   send everything to PEs at once.
 - Only DualPath and Split compute again.  Basic, Layerwise and Round robin are what they are
@@ -20,19 +21,14 @@ what is computed attends to all before it.
 from dualpath.policy.events import (
     ALPHA_S,
     BETA_S,
-    TYPICAL_APPEND_TOKENS,
-    TYPICAL_CONTEXT_TOKENS,
     UNLIMITED_TOKENS,
 )
 from dualpath.policy.read_side import BOTH_SIDES, SHORTER_QUEUE
 
-#: Prompt tokens that take as long as one appended token.
-COMPUTED_WEIGHT = (TYPICAL_CONTEXT_TOKENS + TYPICAL_APPEND_TOKENS) / TYPICAL_APPEND_TOKENS
 
-
-def weight_tokens(recomputed_tokens: int) -> int:
+def weight_tokens(recomputed_tokens: int, computed_weight: float) -> int:
     """Return how many prompt tokens' worth of work hit tokens are that are computed again."""
-    return int(recomputed_tokens * COMPUTED_WEIGHT)
+    return int(recomputed_tokens * computed_weight)
 
 
 def recompute_tokens(
@@ -43,6 +39,7 @@ def recompute_tokens(
     de_queue: int,
     alpha_tokens: int,
     beta_tokens: int,
+    computed_weight: float,
     limit_s: float,
     block_tokens: int,
 ) -> int:
@@ -64,7 +61,7 @@ def recompute_tokens(
     meanwhile = min(max(int(min(wait_s * read_per_s, 1e15)) - queue, 0), unread_tokens)
     loaded, end_s = unread_tokens, max(wait_s, (queue + unread_tokens) / read_per_s)
     for tokens in (meanwhile // block_tokens * block_tokens, 0):
-        compute_s = weight_tokens(unread_tokens - tokens) / prompt_per_s
+        compute_s = weight_tokens(unread_tokens - tokens, computed_weight) / prompt_per_s
         load_s = (queue + tokens) / read_per_s if tokens else 0.0
         if compute_s <= limit_s and max(wait_s, load_s) + compute_s < end_s:
             loaded, end_s = tokens, max(wait_s, load_s) + compute_s

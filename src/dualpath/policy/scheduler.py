@@ -72,6 +72,7 @@ class RequestScheduler:
             self._settings,
             alpha_tokens=thresholds.alpha_tokens,
             beta_tokens=thresholds.beta_tokens,
+            computed_weight=thresholds.computed_weight,
         )
         self._hits.settings = self._settings
         placer = self._placers[Role.PREFILL]
@@ -212,7 +213,8 @@ class RequestScheduler:
         engines = {Role.PREFILL: prefill.engine_id, Role.DECODE: decode.engine_id}
         source = self._hits.choose(ticket, engines)
         recomputed = source.recompute_tokens
-        weight, hit_tokens = weight_tokens(recomputed), ticket.request.hit_tokens - recomputed
+        weight = weight_tokens(recomputed, self._settings.computed_weight)
+        hit_tokens = ticket.request.hit_tokens - recomputed
         prefill_seq = self._ledger.assign(prefill.engine_id, ticket.request_id, weight)
         decode_seq = self._ledger.assign(decode.engine_id, ticket.request_id)
         read_tokens = dict.fromkeys(Role, 0)

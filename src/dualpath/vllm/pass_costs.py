@@ -26,11 +26,13 @@ class TimedPass(msgspec.Struct, frozen=True):
 class PassCosts(msgspec.Struct, frozen=True):
     """``attention`` predicts the attention layers' time of a batch from its FLOP (§6.2).
 
-    ``prefill_tokens_per_s`` of prompts, hits included.
+    ``prefill_tokens_per_s`` of prompts, hits included, of which ``computed_weight`` ≥ 1 pass for
+    each token that is computed; None: of a typical turn.
     """
 
     attention: LayerTimeEstimate
     prefill_tokens_per_s: float
+    computed_weight: float | None = None
 
 
 def fitted_attention(passes: Sequence[TimedPass], geometry: AttentionGeometry) -> LayerTimeEstimate:
@@ -71,7 +73,7 @@ def from_passes(
     append = min(TYPICAL_APPEND_TOKENS, context_limit_tokens)
     context = min(TYPICAL_CONTEXT_TOKENS, context_limit_tokens - append)
     turn_s = attention.seconds(geometry.flops(context, append)) + rest_s * append
-    return PassCosts(attention, (context + append) / turn_s)
+    return PassCosts(attention, (context + append) / turn_s, (context + append) / append)
 
 
 class _Prefill(msgspec.Struct):

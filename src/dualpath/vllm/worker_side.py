@@ -180,7 +180,7 @@ class WorkerSide:
             group.broadcast(NO_MORE_PASSES)
         if found is not None:
             self.costs = found.costs
-            self._joined().computes(found.rate)
+            self._joined().computes(found.rate, found.costs.computed_weight)
 
     def _pass_limits(self) -> PassLimits:
         return PassLimits(

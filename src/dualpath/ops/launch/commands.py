@@ -74,6 +74,7 @@ def router_command(
         standby_lock=standby_lock,
         open_metrics=settings.open_metrics,
         dram_tier=settings.dram_tier,
+        recompute_limit_s=settings.recompute_limit_s,
         front_ends=settings.front_ends,
         cluster_port=cluster_port,
     )

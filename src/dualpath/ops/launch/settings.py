@@ -38,6 +38,7 @@ from dualpath.router.settings import (
     EventLog,
     FrontEnds,
     OpenMetrics,
+    RecomputeLimit,
 )
 from dualpath.transport.ucx_config import check_engine_config
 from dualpath.vllm.front_end_settings import (
@@ -125,6 +126,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     profile: Profile = PROFILE_AUTO
     alpha_tokens: AlphaTokens = None
     beta_tokens: BetaTokens = None
+    recompute_limit_s: RecomputeLimit = 0.0
     served_model_names: ServedNames = ()
     enforce_eager: Annotated[bool, Setting("vLLM's --enforce-eager for every engine")] = True
     event_log: EventLog = ""

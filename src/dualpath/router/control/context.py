@@ -210,6 +210,7 @@ class SchedulerContext:
             mode=self.registry.mode or DEFAULT_MODE,
             alpha_tokens=thresholds.alpha_tokens,
             beta_tokens=thresholds.beta_tokens,
+            computed_weight=thresholds.computed_weight,
             block_tokens=block_tokens,
             recompute_limit_s=min(self.settings.recompute_limit_s, self.settings.read_deadline_s),
         )

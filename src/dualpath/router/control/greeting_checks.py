@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from dualpath.router.control.engine_state import EngineState
 
 
+#: Prompt tokens for one that is computed: more than any context has.
+_MOST_COMPUTED_WEIGHT = 1e9
+
+
 def check_greeting(
     hello: Hello,
     namespace: StoreNamespace | None,
@@ -74,6 +78,13 @@ def _check_settings(name: str, hello: Hello) -> None:
                 f"{name} has a {rate.origin} rate of {rate.per_s} per s; it must be above 0 "
                 "and finite; start it with another {profile}",
             )
+    weight = hello.rates.computed_weight
+    if weight is not None and not 1 <= weight <= _MOST_COMPUTED_WEIGHT:
+        raise EngineRefusedError(
+            ControlRefusal.SETTINGS,
+            f"{name} has a computed_weight of {weight}; it must be between 1 and "
+            f"{_MOST_COMPUTED_WEIGHT:g}; start it with another {{profile}}",
+        )
     for limit, value in hello.limits.items():
         if isinstance(value, int) and value < 1:
             raise EngineRefusedError(

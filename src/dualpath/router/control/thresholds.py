@@ -6,11 +6,18 @@ can do in time, all can.  They are worked out anew whenever engines come or go.
 """
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import msgspec
 
 from dualpath.core.rates import Rate, RateOrigin
-from dualpath.policy.events import ALPHA_S, BETA_S, UNLIMITED_TOKENS, Thresholds
+from dualpath.policy.events import (
+    ALPHA_S,
+    BETA_S,
+    TYPICAL_COMPUTED_WEIGHT,
+    UNLIMITED_TOKENS,
+    Thresholds,
+)
 from dualpath.router.engines import EngineInfo
 from dualpath.router.settings import RouterSettings
 
@@ -32,10 +39,11 @@ class Threshold(msgspec.Struct, frozen=True):
 
 
 class ClusterThresholds(msgspec.Struct, frozen=True):
-    """α and β as they are in force."""
+    """α and β as they are in force; ``computed_weight`` is that of ``SchedulerSettings``."""
 
     alpha: Threshold = Threshold(None, DEFAULT)
     beta: Threshold = Threshold(None, DEFAULT)
+    computed_weight: float = TYPICAL_COMPUTED_WEIGHT
 
     @property
     def read_tokens_per_s(self) -> float:
@@ -47,6 +55,7 @@ class ClusterThresholds(msgspec.Struct, frozen=True):
         return Thresholds(
             alpha_tokens=self.alpha.tokens or UNLIMITED_TOKENS,
             beta_tokens=self.beta.tokens or UNLIMITED_TOKENS,
+            computed_weight=self.computed_weight,
         )
 
 
@@ -55,26 +64,36 @@ def derive(
 ) -> ClusterThresholds:
     """Return α and β for the live prefill engines."""
     engines = list(prefill_engines)
+    reads = _slowest(engines, lambda engine: engine.rates.read_bytes)
+    computes = _slowest(engines, lambda engine: engine.rates.prefill_tokens)
+    weight = None
+    if settings.beta_tokens is None and computes is not None:
+        weight = computes.engine.rates.computed_weight
     return ClusterThresholds(
-        alpha=_threshold(
-            settings.alpha_tokens, engines, lambda e: e.rates.read_bytes, ALPHA_S / bytes_per_token
-        ),
-        beta=_threshold(settings.beta_tokens, engines, lambda e: e.rates.prefill_tokens, BETA_S),
+        alpha=_threshold(settings.alpha_tokens, reads, ALPHA_S / bytes_per_token),
+        beta=_threshold(settings.beta_tokens, computes, BETA_S),
+        computed_weight=weight or TYPICAL_COMPUTED_WEIGHT,
     )
 
 
-def _threshold(
-    set_tokens: int | None,
-    engines: Iterable[EngineInfo],
-    rate_of: Callable[[EngineInfo], Rate | None],
-    factor: float,
-) -> Threshold:
+class _Slowest(NamedTuple):
+    rate: Rate
+    engine: EngineInfo
+
+
+def _slowest(
+    engines: Iterable[EngineInfo], rate_of: Callable[[EngineInfo], Rate | None]
+) -> _Slowest | None:
+    known = (_Slowest(rate, e) for e in engines if (rate := rate_of(e)) is not None)
+    return min(known, key=lambda found: found.rate.per_s, default=None)
+
+
+def _threshold(set_tokens: int | None, slowest: _Slowest | None, factor: float) -> Threshold:
     if set_tokens is not None:
         return Threshold(set_tokens, SETTING)
-    known = [(rate, engine) for engine in engines if (rate := rate_of(engine)) is not None]
-    if not known:
+    if slowest is None:
         return Threshold(None, DEFAULT)
-    rate, slowest = min(known, key=lambda found: found[0].per_s)
+    rate = slowest.rate
     tokens = min(max(int(factor * rate.per_s), 1), UNLIMITED_TOKENS)
     hours = (rate.age_s or 0.0) / 3600
-    return Threshold(tokens, _ORIGINS[rate.origin].format(slowest.engine_id, hours))
+    return Threshold(tokens, _ORIGINS[rate.origin].format(slowest.engine.engine_id, hours))

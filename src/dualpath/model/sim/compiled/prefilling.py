@@ -176,7 +176,8 @@ def _prefilled(p: World, agent: int) -> None:
     pe, de, prompt = flights[agent, PE], flights[agent, DE], flights[agent, PROMPT]
     recomputed = flights[agent, RECOMPUTED]
     prefill_done(p.scheduler, agent)
-    count_out(p, pe, prompt + weight_tokens(recomputed), 0)
+    weight = weight_tokens(recomputed, p.scheduler.rules.computed_weight)
+    count_out(p, pe, prompt + weight, 0)
     if not c.oracle:
         give_back_prefill(p, agent)
         new_blocks = new_full_blocks(flights[agent, HIT] + recomputed, prompt, c.block_tokens)

@@ -185,7 +185,8 @@ def _assign(state: SchedulerState, request: int, row: int) -> None:
     at_prefill, at_decode = _kept_tokens(state, request)
     recomputed = _recompute_tokens(state, request, at_prefill + at_decode)
     requests[request, HIT] -= recomputed
-    assigned[row, A_PE_SEQ] = assign(state, request, PREFILL, weight_tokens(recomputed))
+    weight = weight_tokens(recomputed, state.rules.computed_weight)
+    assigned[row, A_PE_SEQ] = assign(state, request, PREFILL, weight)
     assigned[row, A_DE_SEQ] = assign(state, request, DECODE, 0)
     head, tail, reason = _choose_reads(state, request, at_prefill + at_decode)
     if head > 0:
@@ -231,6 +232,7 @@ def _recompute_tokens(state: SchedulerState, request: int, kept: int) -> int:
         read_q[state.engines[NODE, de]],
         rules.alpha_tokens,
         rules.beta_tokens,
+        rules.computed_weight,
         rules.recompute_limit_s,
         rules.block_tokens,
     )

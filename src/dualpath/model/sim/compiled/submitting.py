@@ -164,7 +164,7 @@ def _take(p: World, row: int) -> None:
         engines[engine, TOKENS] += tokens
         engines[engine, READ_TOKENS] += read
         engines[engine, DIRTY] = 1
-    engines[pe, TOKENS] += weight_tokens(recomputed)
+    engines[pe, TOKENS] += weight_tokens(recomputed, s.rules.computed_weight)
     engines[de, FREE] -= de_tokens
     if m.decisions.shape[0]:
         _record(p, row)

@@ -103,6 +103,7 @@ class Rules(NamedTuple):
     block_tokens: int
     generated_reserve_tokens: int
     recompute_limit_s: float
+    computed_weight: float
 
 
 class SchedulerState(NamedTuple):
@@ -214,4 +215,5 @@ def _rules(settings: SchedulerSettings) -> Rules:
         block_tokens=settings.block_tokens,
         generated_reserve_tokens=settings.generated_reserve_tokens,
         recompute_limit_s=float(settings.recompute_limit_s),
+        computed_weight=float(settings.computed_weight),
     )

@@ -253,9 +253,7 @@ class ReferenceCore:
         moved_ns = max(self._load(chunk) for chunk in formed.chunks)
         if not self._resident:
             moved_ns = max(moved_ns, self._send(formed))
-        return pass_end_ns(
-            now_ns, compute_ns, moved_ns, self._layers, self._resident, overlapped
-        )
+        return pass_end_ns(now_ns, compute_ns, moved_ns, self._layers, self._resident, overlapped)
 
     def _load(self, chunk: Chunk) -> int:
         flight, charge = self._flights[chunk.work.round], self._machine.charge
