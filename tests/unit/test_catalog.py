@@ -244,6 +244,7 @@ def test_unknown_names_list_the_known_ones(tmp_path):
     ("line", "message"),
     [
         ("prefill_tokens_per_s = 0.0", "prefill_tokens_per_s is 0"),
+        ("prefill_tokens_per_s = 1.0\ncomputed_weight = 0.5", "computed_weight"),
         ("prefill_tokens_per_s = 1.0\nprefill = {pair_s = -1.0}", "pair_s is -1"),
         (
             "prefill_tokens_per_s = 1.0\n"

@@ -82,7 +82,10 @@ def test_passes_that_tell_no_line_tell_a_throughput():
 def test_a_profile_file_gives_speed_and_attention(tmp_path: Path):
     file = tmp_path / "costs.toml"
     file.write_text('name = "m"\nprefill_tokens_per_s = 250.0\n[prefill]\npair_s = 1e-3\n')
-    assert read_file(str(file), ATTENTION) == PassCosts(LayerTimeEstimate(0.0, 1e6), 250.0)
+    costs = PassCosts(LayerTimeEstimate(0.0, 1e6), 250.0, TYPICAL_COMPUTED_WEIGHT)
+    assert read_file(str(file), ATTENTION) == costs
+    file.write_text("computed_weight = 3.0\n" + file.read_text())
+    assert read_file(str(file), ATTENTION).computed_weight == 3.0
 
 
 @pytest.mark.parametrize(
@@ -106,7 +109,7 @@ def test_a_file_that_is_no_profile_is_refused(text, words, tmp_path: Path):
 # ------------------------------------------------------------------ the cache
 
 
-COSTS = PassCosts(LayerTimeEstimate(0.0, 1e12), 1000.0)
+COSTS = PassCosts(LayerTimeEstimate(0.0, 1e12), 1000.0, 2.0)
 OF = {"model": "m", "device": "a"}
 NOW_S = 1_700_000_000.0
 REMEMBERED = Remembered(OF, COSTS, NOW_S)

@@ -113,8 +113,8 @@ def test_a_worker_that_cannot_go_on_keeps_its_engine_from_serving(timed, monkeyp
     ("set_flops", "costs", "flops_per_s"),
     [
         (0.0, None, ASSUMED_FLOPS_PER_S["cpu"]),
-        (0.0, PassCosts(LayerTimeEstimate(0.1, 7.0), 1.0), 7.0),
-        (5.0, PassCosts(LayerTimeEstimate(0.1, 7.0), 1.0), 5.0),
+        (0.0, PassCosts(LayerTimeEstimate(0.1, 7.0), 1.0, 2.0), 7.0),
+        (5.0, PassCosts(LayerTimeEstimate(0.1, 7.0), 1.0, 2.0), 5.0),
     ],
 )
 def test_the_quota_follows_what_is_set_then_what_is_measured(

@@ -67,6 +67,7 @@ def test_an_engine_of_known_costs_is_found_again(
     assert max(map(abs, profile.prefill_errors)) < 1e-3
     expected = (2048 + 256) / predict_pass_s(prefill, 2048, 256)
     assert profile.costs.prefill_tokens_per_s == pytest.approx(expected, rel=1e-3)
+    assert profile.costs.computed_weight == (2048 + 256) / 256
 
 
 def test_the_quota_setting_turns_attention_flop_into_the_measured_seconds():

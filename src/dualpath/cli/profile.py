@@ -86,7 +86,7 @@ def render(
         "feed_forward_token_s holds the whole time per token: timing whole passes cannot tell "
         "attention's share. pair_s is attention alone.",
         f"prefill_tokens_per_s: one round of {typical[0]} cached and {typical[1]} new tokens per "
-        "pass, hits included.",
+        "pass, hits included; computed_weight of them pass for each that is new.",
         f"Engine setting quota_flops_per_s = {quota:.4g} (attention FLOP/s of the compute quota)."
         if quota
         else "No quota_flops_per_s: passes did not grow with the pairs measured.",
@@ -105,6 +105,7 @@ def render(
         f"layers = {costs.layers}",
         f"kv_bytes_per_token = {costs.kv_bytes_per_token!r}",
         f"prefill_tokens_per_s = {costs.prefill_tokens_per_s:.6g}",
+        f"computed_weight = {costs.computed_weight:.6g}",
         f"context_limit_tokens = {costs.context_limit_tokens}",
         "",
         "[prefill]",

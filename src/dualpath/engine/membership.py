@@ -172,7 +172,7 @@ class Membership:
             )
             self.rates = msgspec.structs.replace(self.rates, read_bytes=rate)
 
-    def computes(self, prefill_tokens: Rate, computed_weight: float | None = None) -> None:
+    def computes(self, prefill_tokens: Rate, computed_weight: float) -> None:
         """Say from the next greeting on what ``Rates`` has of computation."""
         self.rates = msgspec.structs.replace(
             self.rates, prefill_tokens=prefill_tokens, computed_weight=computed_weight

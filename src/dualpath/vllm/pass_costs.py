@@ -6,12 +6,17 @@ Made of a few timed passes or read from a file of ``dualpath profile``; needs no
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from dualpath.core.errors import ConfigError
 from dualpath.policy.batching import AttentionGeometry, LayerTimeEstimate, fit
-from dualpath.policy.events import TYPICAL_APPEND_TOKENS, TYPICAL_CONTEXT_TOKENS
+from dualpath.policy.events import (
+    TYPICAL_APPEND_TOKENS,
+    TYPICAL_COMPUTED_WEIGHT,
+    TYPICAL_CONTEXT_TOKENS,
+)
 
 
 class TimedPass(msgspec.Struct, frozen=True):
@@ -27,12 +32,12 @@ class PassCosts(msgspec.Struct, frozen=True):
     """``attention`` predicts the attention layers' time of a batch from its FLOP (§6.2).
 
     ``prefill_tokens_per_s`` of prompts, hits included, of which ``computed_weight`` ≥ 1 pass for
-    each token that is computed; None: of a typical turn.
+    each token that is computed.
     """
 
     attention: LayerTimeEstimate
     prefill_tokens_per_s: float
-    computed_weight: float | None = None
+    computed_weight: float
 
 
 def fitted_attention(passes: Sequence[TimedPass], geometry: AttentionGeometry) -> LayerTimeEstimate:
@@ -83,6 +88,7 @@ class _Prefill(msgspec.Struct):
 class _Profile(msgspec.Struct):
     prefill_tokens_per_s: float
     prefill: _Prefill
+    computed_weight: Annotated[float, msgspec.Meta(ge=1)] = TYPICAL_COMPUTED_WEIGHT
 
 
 def read_file(path: str, geometry: AttentionGeometry) -> PassCosts:
@@ -101,4 +107,5 @@ def read_file(path: str, geometry: AttentionGeometry) -> PassCosts:
             f"pair_s {profile.prefill.pair_s}; both must be above 0: profile larger passes"
         )
     flops_per_s = geometry.pair_flops / profile.prefill.pair_s
-    return PassCosts(LayerTimeEstimate(0.0, flops_per_s), profile.prefill_tokens_per_s)
+    attention = LayerTimeEstimate(0.0, flops_per_s)
+    return PassCosts(attention, profile.prefill_tokens_per_s, profile.computed_weight)

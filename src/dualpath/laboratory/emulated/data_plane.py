@@ -50,8 +50,9 @@ class DataPlane(RankPlane):
             place=self.place,
         )
         if settings.engine.role is Role.PREFILL:
-            tokens_per_s = settings.costs.prefill_tokens_per_s * settings.speedup
-            self.membership.computes(Rate(tokens_per_s, RateOrigin.COSTS))
+            costs = settings.costs
+            rate = Rate(costs.prefill_tokens_per_s * settings.speedup, RateOrigin.COSTS)
+            self.membership.computes(rate, costs.computed_weight)
         self.manager = self.mover = self.membership.manager
         self.group = self.manager.ranks
         self.verifier = self.open_verifier(self.manager.counters)

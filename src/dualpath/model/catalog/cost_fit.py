@@ -59,6 +59,7 @@ def fit_profile(measurement: Measurement, name: str, round_tokens: tuple[int, in
         prefill=prefill,
         decode=decode,
         prefill_tokens_per_s=(context + append) / seconds,
+        computed_weight=(context + append) / append,
         context_limit_tokens=facts.context_limit_tokens,
     )
     pair_flops = facts.attention.pair_flops

@@ -17,6 +17,7 @@ def scheduler_settings(setup: Setup, limits: Limits) -> SchedulerSettings:
         threshold_factor=cluster.threshold_factor,
         generated_reserve_tokens=cluster.generated_reserve_tokens,
         recompute_limit_s=cluster.recompute_limit_s,
+        computed_weight=setup.model.computed_weight,
     )
 
 

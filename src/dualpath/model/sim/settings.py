@@ -9,6 +9,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting, Settings
 from dualpath.plan.movements import Replicas
+from dualpath.policy.events import TYPICAL_COMPUTED_WEIGHT
 from dualpath.policy.rebalance import RebalanceSettings
 
 #: Rates and times beyond these are typing errors, not machines.
@@ -271,11 +272,11 @@ class ModelCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """What the simulator knows of a model on a GPU: KV size and times.
 
     ``kv_bytes_per_token`` over all ``layers``; ``window_layers`` names those of them that move of
-    hits only what they see.  ``prefill_tokens_per_s`` is what one PE gets done
-    in prompt tokens, hits included; β is ``beta_s`` of it (§A.4).
-    ``context_limit_tokens`` bounds prompt plus generation, None for no bound.  Of an engine's GPUs
-    ``prefill_replicas`` or ``decode_replicas`` hold the same KV (``plan.movements.Replicas``); the
-    times are those of an engine with all its GPUs.
+    hits only what they see.  ``prefill_tokens_per_s`` is what one PE gets done in prompt tokens,
+    hits included; β is ``beta_s`` of it (§A.4).  ``computed_weight`` ≥ 1 of them pass for each that
+    is computed.  ``context_limit_tokens`` bounds prompt plus generation, None for no bound.  Of an
+    engine's GPUs ``prefill_replicas`` or ``decode_replicas`` hold the same KV
+    (``plan.movements.Replicas``); the times are those of an engine with all its GPUs.
     """
 
     name: str
@@ -288,6 +289,7 @@ class ModelCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     prefill_replicas: float = 1.0
     decode_replicas: float = 1.0
     window_layers: tuple[WindowLayers, ...] = ()
+    computed_weight: Annotated[float, msgspec.Meta(ge=1, le=1e9)] = TYPICAL_COMPUTED_WEIGHT
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
