@@ -318,7 +318,6 @@ def _check_measured(file: str, costs: ModelCosts) -> None:
         "layers": costs.layers,
         "kv_bytes_per_token": costs.kv_bytes_per_token,
         "prefill_tokens_per_s": costs.prefill_tokens_per_s,
-        "computed_weight": costs.computed_weight,
     }
     for name, value in positive.items():
         if not (math.isfinite(value) and value > 0):
