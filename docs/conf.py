@@ -59,6 +59,7 @@ NAVIGATION = {
     "Evaluation": (
         "docs/measured",
         "docs/evaluation/lab/*",
+        "docs/evaluation/peers/*",
         "docs/evaluation",
         "docs/evaluation/*",
         "docs/simulator",
